@@ -1,0 +1,198 @@
+/* What an artifact's host.so holds beside the kernels: a thread pool, an error sink and the loop that runs a program.
+ *
+ * Kernels compiled by TVM reach threads through one function pointer, `__TVMBackendParallelLaunch`, and report failures
+ * through one function, `TVMFFIErrorSetRaisedFromCStrParts`. Both are defined here, so that an artifact needs no TVM
+ * library where it runs, and so that the number of threads is chosen for each run instead of once for each process.
+ *
+ * The pool spins for a while between parallel regions, because a decode step has hundreds of them a few microseconds
+ * apart, and then sleeps on a futex, because a server waits for seconds between requests.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define PI_EXPORT __attribute__((visibility("default")))
+#define PI_MAX_THREADS 256
+#define PI_SPINS 4000       /* about 30-100 us of `pause`: longer than any gap inside a decode step */
+#define PI_SPINS_MAIN 2000  /* the launching thread then yields its core to whoever keeps a worker from running */
+
+/* ---- the two structures of TVM's ABI that are used here (c_api.h, c_backend_api.h) ---- */
+typedef struct {
+  int32_t type_index;
+  uint32_t padding;
+  union {
+    int64_t v_int64;
+    void *v_ptr;
+  };
+} PiAny;
+
+typedef struct {
+  void *sync_handle;
+  int32_t num_task;
+} PiParallelEnv;
+
+typedef int (*PiLambda)(int task_id, PiParallelEnv *env, void *data);
+typedef int (*PiKernel)(void *self, const PiAny *args, int32_t num_args, PiAny *result);
+
+/* ---- errors ---- */
+static char last_error[1024];
+
+PI_EXPORT void TVMFFIErrorSetRaisedFromCStrParts(const char *kind, const char **parts, int32_t count) {
+  size_t used = (size_t)snprintf(last_error, sizeof last_error, "%s: ", kind);
+  for (int32_t i = 0; i < count && used < sizeof last_error - 1; ++i) {
+    int written = snprintf(last_error + used, sizeof last_error - used, "%s", parts[i]);
+    if (written < 0) break;
+    used += (size_t)written;
+  }
+}
+
+PI_EXPORT void TVMFFIErrorSetRaisedFromCStr(const char *kind, const char *message) {
+  TVMFFIErrorSetRaisedFromCStrParts(kind, &message, 1);
+}
+
+PI_EXPORT const char *pi_last_error(void) { return last_error; }
+
+/* ---- thread pool ---- */
+static struct {
+  pthread_mutex_t run_lock;      /* one program at a time */
+  int started;                   /* workers alive */
+  int threads;                   /* threads of the current run, the launching one included */
+  _Atomic int region;            /* number of the parallel region << 8 | its tasks - 1; workers wait on it */
+  _Atomic int sleepers;          /* workers inside futex_wait */
+  _Atomic int pending;           /* workers still busy with this region */
+  _Atomic int failed;            /* a task of this region returned an error */
+  PiLambda lambda;
+  void *data;
+} pool = {.run_lock = PTHREAD_MUTEX_INITIALIZER, .threads = 1};
+
+static void relax(void) {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ __volatile__("yield");
+#endif
+}
+
+static void futex(_Atomic int *word, int operation, int value) {
+  syscall(SYS_futex, (int *)word, operation | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
+}
+
+/* Waits until the region differs from `seen`; returns the new one. */
+static int await_region(int seen) {
+  for (int spin = 0; spin < PI_SPINS; ++spin) {
+    int now = atomic_load_explicit(&pool.region, memory_order_acquire);
+    if (now != seen) return now;
+    relax();
+  }
+  atomic_fetch_add(&pool.sleepers, 1);
+  int now;
+  while ((now = atomic_load(&pool.region)) == seen) futex(&pool.region, FUTEX_WAIT, seen);
+  atomic_fetch_sub(&pool.sleepers, 1);
+  return now;
+}
+
+typedef struct {
+  int index;
+  int region;
+} PiWorkerStart;
+
+static PiWorkerStart worker_start[PI_MAX_THREADS];
+
+/* The number of tasks travels in the region word itself: a worker that wakes late for a region it has no part in reads
+ * a consistent pair and goes back to waiting, and one that has a part keeps the region open until it is done. */
+static void *worker_main(void *argument) {
+  PiWorkerStart *start = argument;
+  int index = start->index, seen = start->region;
+  for (;;) {
+    seen = await_region(seen);
+    int tasks = (seen & 0xff) + 1;
+    if (index >= tasks) continue;
+    PiParallelEnv env = {NULL, tasks};
+    if (pool.lambda(index, &env, pool.data) != 0) atomic_store(&pool.failed, 1);
+    atomic_fetch_sub_explicit(&pool.pending, 1, memory_order_release);
+  }
+  return NULL;
+}
+
+static int start_workers(int threads) {
+  while (pool.started < threads - 1) {
+    pthread_t thread;
+    PiWorkerStart *start = &worker_start[pool.started];
+    start->index = pool.started + 1;
+    start->region = atomic_load(&pool.region);
+    if (pthread_create(&thread, NULL, worker_main, start) != 0) {
+      snprintf(last_error, sizeof last_error, "cannot start thread %d of %d", pool.started + 2, threads);
+      return -1;
+    }
+    pthread_detach(thread);
+    ++pool.started;
+  }
+  return 0;
+}
+
+static int parallel_launch(PiLambda lambda, void *data, int num_task) {
+  int tasks = num_task > 0 && num_task < pool.threads ? num_task : pool.threads;
+  if (tasks <= 1) {
+    PiParallelEnv env = {NULL, 1};
+    return lambda(0, &env, data);
+  }
+  pool.lambda = lambda;
+  pool.data = data;
+  atomic_store(&pool.failed, 0);
+  atomic_store(&pool.pending, tasks - 1);
+  unsigned number = ((unsigned)atomic_load(&pool.region) >> 8) + 1;
+  atomic_store(&pool.region, (int)(number << 8 | (unsigned)(tasks - 1)));
+  if (atomic_load(&pool.sleepers) > 0) futex(&pool.region, FUTEX_WAKE, INT_MAX);
+  PiParallelEnv env = {NULL, tasks};
+  int status = lambda(0, &env, data);
+  for (int spin = 0; atomic_load_explicit(&pool.pending, memory_order_acquire) > 0; ++spin) {
+    if (spin < PI_SPINS_MAIN) relax();
+    else sched_yield();
+  }
+  return status != 0 || atomic_load(&pool.failed) ? -1 : 0;
+}
+
+/* TVM's objects define this pointer as a weak, empty symbol; this definition is the one that is linked. */
+PI_EXPORT int (*__TVMBackendParallelLaunch)(PiLambda, void *, int) = parallel_launch;
+
+/* ---- the program ---- */
+typedef struct {
+  PiKernel kernel;
+  const PiAny *args;
+  int32_t num_args;
+  int32_t padding;
+} PiCall;
+
+static double now_seconds(void) {
+  struct timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+/* Runs `count` calls in order on `threads` threads. Adds the time of call i to seconds[i] unless seconds is NULL.
+ * Returns -1 when all succeeded, else the index of the call that failed; `pi_last_error` says why. */
+PI_EXPORT int pi_run(const PiCall *calls, int count, int threads, double *seconds) {
+  if (threads < 1) threads = 1;
+  if (threads > PI_MAX_THREADS) threads = PI_MAX_THREADS;
+  pthread_mutex_lock(&pool.run_lock);
+  int failed_call = start_workers(threads) == 0 ? -1 : 0;
+  pool.threads = threads;
+  for (int i = 0; i < count && failed_call < 0; ++i) {
+    PiAny result = {0, 0, {0}};
+    double start = seconds ? now_seconds() : 0.0;
+    if (calls[i].kernel(NULL, calls[i].args, calls[i].num_args, &result) != 0) failed_call = i;
+    if (seconds) seconds[i] += now_seconds() - start;
+  }
+  pthread_mutex_unlock(&pool.run_lock);
+  return failed_call;
+}

@@ -1,0 +1,123 @@
+"""Packed weights: which constants of the graph become which tensors of `weights.safetensors`.
+
+Nothing is read while the table is built; `PackedTensor.produce` evaluates one tensor when its turn to be written comes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from picompile_passes.dialect import FORMATS
+from torch import Tensor
+from torch.fx import Node
+
+from picompile_codegen.program import Arg
+
+# evaluate(node) → the value of one constant subgraph
+Evaluate = Callable[[Node], Tensor]
+
+VECTOR_MULTIPLE = 16  # 16 float32 are 64 bytes: a tensor's size stays a multiple of the alignment
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """One tensor of the weight file: uint8 [rows, row_bytes] or float32 [length]."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    produce: Callable[[Evaluate], Tensor]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A packed matrix as kernels see it: `rows` rows of `row_bytes` bytes in format `format`."""
+
+    name: str
+    format: str
+    rows: int
+    row_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole matrix."""
+        return self.rows * self.row_bytes
+
+    def view(self, part: str) -> Arg:
+        """The argument for kernel parameter `w.data` or `w.scale`: typed views of the same memory."""
+        halves = (self.rows, self.row_bytes // 2)
+        if part == "scale" or self.format == "f16":
+            return Arg("weight", self.name, "float16", halves)
+        return Arg("weight", self.name, "int8" if self.format == "q8" else "uint8", (self.rows, self.row_bytes))
+
+
+def _parameter_name(node: Node) -> str:
+    """Names the tensor a constant subgraph is made of, with the table that selects its rows if there is one."""
+    if node.op == "get_attr":
+        return str(node.target)
+    name = _parameter_name(node.all_input_nodes[0])
+    if node.target is torch.ops.aten.index_select.default:
+        table = node.args[2]
+        return f"{name}[{table.target}]" if isinstance(table, Node) else name
+    return name
+
+
+def _quantized(operand: Node) -> tuple[Node, str, int]:
+    """(quantize node, format, columns) of a matrix operand, which the quantized stage guarantees to be dequantized."""
+    quantize, format_name, columns = operand.args
+    if not isinstance(quantize, Node):
+        raise TypeError(f"{operand.name} is no dequantized matrix")
+    return quantize, str(format_name), int(columns)  # type: ignore[call-overload]
+
+
+@dataclass
+class WeightTable:
+    """All packed tensors of a program, each once, however many calls use it."""
+
+    tensors: dict[str, PackedTensor] = field(default_factory=dict)
+
+    def _add(self, tensor: PackedTensor) -> None:
+        self.tensors.setdefault(tensor.name, tensor)
+
+    def matrix(self, operand: Node) -> Matrix:
+        """A matrix on its own."""
+        return self.bundle(_parameter_name(_quantized(operand)[0]), [operand])
+
+    def bundle(self, name: str, operands: list[Node]) -> Matrix:
+        """Matrices of equal shape whose rows interleave: row j · len(operands) + i is row j of operand i."""
+        quantized = [_quantized(operand) for operand in operands]
+        _, format_name, columns = quantized[0]
+        row_bytes = FORMATS[format_name].row_bytes(columns)
+        rows = int(operands[0].meta["val"].shape[0]) * len(operands)
+        nodes = [node for node, _, _ in quantized]
+
+        def produce(evaluate: Evaluate) -> Tensor:
+            if len(nodes) == 1:
+                return evaluate(nodes[0])
+            packed = torch.empty(rows // len(nodes), len(nodes), row_bytes, dtype=torch.uint8)
+            for part, node in enumerate(nodes):
+                packed[:, part] = evaluate(node)
+            return packed.view(rows, row_bytes)
+
+        self._add(PackedTensor(name, "uint8", (rows, row_bytes), produce))
+        return Matrix(name, format_name, rows, row_bytes)
+
+    def vector(self, node: Node) -> Arg:
+        """A float32 vector: a bias or the weight of a norm."""
+        length = int(node.meta["val"].shape[0])
+        return self.computed(_parameter_name(node), (length,), lambda evaluate: evaluate(node).to(torch.float32))
+
+    def computed(self, name: str, shape: tuple[int, ...], produce: Callable[[Evaluate], Tensor]) -> Arg:
+        """Any float32 tensor, stored flat and zero-padded to the alignment."""
+        count = 1
+        for extent in shape:
+            count *= extent
+        stored = -(-count // VECTOR_MULTIPLE) * VECTOR_MULTIPLE
+
+        def padded(evaluate: Evaluate) -> Tensor:
+            values = torch.zeros(stored, dtype=torch.float32)
+            values[:count] = produce(evaluate).reshape(-1)
+            return values
+
+        self._add(PackedTensor(name, "float32", (stored,), padded))
+        return Arg("weight", name, "float32", shape)

@@ -1,0 +1,123 @@
+"""The flat program: kernel calls over planned buffers. What `program.json` holds, as dataclasses."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+PROGRAM_SCHEMA = 1
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "int32": 4, "int64": 8, "int8": 1, "uint8": 1}
+
+Space = Literal["buffer", "state", "weight"]
+
+
+def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Size of a compact tensor."""
+    size = ITEM_BYTES[dtype]
+    for extent in shape:
+        size *= extent
+    return size
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Something in memory that a call can name: a planned buffer (with its offset in the arena) or a state tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The form in program.json."""
+        fields: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape)}
+        return fields if self.offset is None else {**fields, "offset": self.offset}
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One argument of a call: a tensor by name, seen with its own dtype and shape or with those given here."""
+
+    space: Space
+    name: str
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    offset: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The form in program.json: only what differs from the tensor itself is written."""
+        fields: dict[str, Any] = {self.space: self.name}
+        if self.dtype is not None:
+            fields["dtype"] = self.dtype
+        if self.shape is not None:
+            fields["shape"] = list(self.shape)
+        if self.offset:
+            fields["offset"] = self.offset
+        return fields
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel call. `weight_bytes` is what it reads of weights when every neuron is computed."""
+
+    kernel: str
+    args: tuple[Arg, ...]
+    op: str
+    layer: int | None
+    weight_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The form in program.json."""
+        return {
+            "kernel": self.kernel,
+            "args": [arg.to_json() for arg in self.args],
+            "op": self.op,
+            "layer": self.layer,
+            "weight_bytes": self.weight_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class FfnPart:
+    """One feed-forward kernel of the decode function and the row of the statistics buffer that it counts into."""
+
+    layer: int
+    part: str
+    neurons: int
+    predictor: str
+    stats_row: int
+
+
+@dataclass
+class Program:
+    """Everything the runtime executes. Four functions share one arena, one KV cache and the weights."""
+
+    context: int
+    chunk: int
+    vocab: int
+    layers: int
+    arena_bytes: int = 0
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    functions: dict[str, list[Call]] = field(default_factory=dict)
+    logits: dict[str, str] = field(default_factory=dict)
+    ffn: list[FfnPart] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of program.json."""
+        return {
+            "schema": PROGRAM_SCHEMA,
+            "context": self.context,
+            "chunk": self.chunk,
+            "vocab": self.vocab,
+            "layers": self.layers,
+            "arena_bytes": self.arena_bytes,
+            "buffers": {name: tensor.to_json() for name, tensor in self.buffers.items()},
+            "state": {name: tensor.to_json() for name, tensor in self.state.items()},
+            "functions": {name: [call.to_json() for call in calls] for name, calls in self.functions.items()},
+            "logits": self.logits,
+            "ffn": [vars(part) for part in self.ffn],
+        }
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the KV cache at full context."""
+        return sum(tensor_bytes(tensor.dtype, tensor.shape) for tensor in self.state.values())

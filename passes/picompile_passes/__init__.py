@@ -1,0 +1,1 @@
+"""Graph dialect, pass contract, pipelines and passes of picompile."""

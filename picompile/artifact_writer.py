@@ -1,0 +1,152 @@
+"""Writing an artifact: into a temporary folder beside its place, synced, then renamed.
+
+A reader sees the old artifact, the new one or none. The same inputs give the same bytes.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from picompile_codegen.packing import Evaluate, PackedTensor
+from picompile_codegen.program import tensor_bytes
+
+from picompile.errors import DoesNotFitError, UsageError
+
+ALIGNMENT_BYTES = 64
+MANIFEST_FORMAT = "picompile-artifact"
+MANIFEST_SCHEMA = 1
+KERNEL_ABI = 1
+
+# Files beside the weights: program, kernels, tokenizer. Generous, since it only guards against a full disk.
+_OTHER_BYTES = 64 << 20
+_SAFETENSORS_DTYPE = {"float32": "F32", "uint8": "U8"}
+
+
+def check_output(output: Path, overwrite: bool) -> None:
+    """Refuses a place that cannot be written, before any work. Raises `UsageError`."""
+    parent = output.absolute().parent
+    if output.exists():
+        if not overwrite:
+            raise UsageError(f"{output} exists; choose another place or overwrite it with --force")
+        if not (output / "manifest.json").is_file():
+            raise UsageError(f"{output} exists and is no artifact; it will not be overwritten")
+    if not parent.is_dir():
+        raise UsageError(f"{parent} is no folder; create it first")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{parent} is not writable")
+
+
+def check_disk(output: Path, weight_bytes: int) -> None:
+    """Refuses when the disk cannot hold the artifact. Raises `DoesNotFitError`."""
+    needed = weight_bytes + _OTHER_BYTES
+    free = shutil.disk_usage(output.absolute().parent).free
+    if free < needed:
+        raise DoesNotFitError(
+            f"the artifact needs {needed / 2**30:.2f} GiB, and the disk of {output.absolute().parent} has "
+            f"{free / 2**30:.2f} GiB free"
+        )
+
+
+@contextmanager
+def replacing(output: Path) -> Iterator[Path]:
+    """A temporary folder that takes the place of `output` when the block ends well, and is removed when it does not."""
+    parent = output.absolute().parent
+    temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        _sync_tree(temporary)
+        _rename_over(temporary, output.absolute())
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _rename_over(source: Path, target: Path) -> None:
+    if not target.exists():
+        source.rename(target)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+    target.rename(old / target.name)
+    source.rename(target)
+    shutil.rmtree(old)
+
+
+def _safetensors_header(tensors: Sequence[PackedTensor]) -> bytes:
+    """The header of a safetensors file, padded with spaces so that the data begins at a multiple of the alignment."""
+    header: dict[str, Any] = {}
+    offset = 0
+    for tensor in tensors:
+        size = tensor_bytes(tensor.dtype, tensor.shape)
+        header[tensor.name] = {
+            "dtype": _SAFETENSORS_DTYPE[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    padded = -(-(8 + len(text)) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES - 8
+    return struct.pack("<Q", padded) + text.ljust(padded)
+
+
+def write_weights(
+    path: Path, tensors: Sequence[PackedTensor], evaluate: Evaluate, advance: Callable[[int], None]
+) -> str:
+    """Writes the packed tensors one at a time; returns the file's sha256. `advance` receives bytes."""
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+
+        def write(data: bytes | memoryview) -> None:
+            digest.update(data)
+            file.write(data)
+
+        write(_safetensors_header(tensors))
+        for tensor in tensors:
+            value = tensor.produce(evaluate).contiguous()
+            expected = tensor_bytes(tensor.dtype, tensor.shape)
+            if value.numel() * value.element_size() != expected:
+                raise ValueError(f"{tensor.name}: {value.numel() * value.element_size()} bytes, planned {expected}")
+            write(memoryview(value.view(-1).view(torch.uint8).numpy()))
+            del value
+            advance(expected)
+    return digest.hexdigest()
+
+
+def weights_bytes(tensors: Sequence[PackedTensor]) -> int:
+    """Size of the weight file without its header."""
+    return sum(tensor_bytes(tensor.dtype, tensor.shape) for tensor in tensors)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """JSON as people and `diff` read it."""
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def file_record(path: Path, sha256: str | None = None) -> dict[str, Any]:
+    """What the manifest says of one file. The hash is computed unless it is known from writing."""
+    return {"bytes": path.stat().st_size, "sha256": sha256 or _digest(path)}
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

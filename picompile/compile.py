@@ -1,0 +1,215 @@
+"""The compiler driver: from a checkpoint to an artifact, in numbered steps.
+
+1. capture    the model becomes an FX graph, without weights
+2. passes     canonical → predicted → partitioned → quantized
+3. lower      kernel calls, packed weights, planned buffers
+4. kernels    TVM compiles them, gcc links them with the thread pool
+5. weights    each tensor is read, transformed and written, one at a time
+6. manifest   sizes and hashes; the folder is renamed into place
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from picompile.errors import TargetError, UsageError
+from picompile.progress import NoProgress, Progress
+
+if TYPE_CHECKING:
+    from picompile_codegen.lower import Lowered
+    from picompile_passes.infra import Pass
+    from torch.fx import GraphModule
+
+    from picompile.capture import Captured
+
+QUANTIZATIONS = ("f16", "q8", "q4")
+PREDICTORS = ("exact", "none")
+KV_DTYPES = {"f16": "float16", "f32": "float32"}
+DEFAULT_CONTEXT = 4096
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What to compile for.
+
+    `predictor` None chooses `exact` where the activation leaves neurons silent and `none` elsewhere. `context` in tokens;
+    None takes the model's own limit, at most 4096. `hot` maps a layer to the neurons of its hot part. `passes` are extra
+    passes by name, run on the canonical graph. `dump_ir` receives the graph after every pass.
+    """
+
+    target: str = "cpu"
+    quant: str = "q4"
+    predictor: str | None = None
+    context: int | None = None
+    kv_dtype: str = "f16"
+    chunk: int = CHUNK
+    hot: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    passes: tuple[str, ...] = ()
+    dump_ir: Path | None = None
+    verify: bool = True
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses what no model can be compiled with. Raises `UsageError`."""
+        if self.target != "cpu":
+            raise TargetError(f"target {self.target!r} is not supported yet; supported is cpu")
+        for value, known, name in (
+            (self.quant, QUANTIZATIONS, "quantization"),
+            (self.predictor, (None, *PREDICTORS), "predictor"),
+            (self.kv_dtype, tuple(KV_DTYPES), "KV cache type"),
+        ):
+            if value not in known:
+                raise UsageError(f"unknown {name} {value!r}; known are {', '.join(k for k in known if k)}")
+        if self.context is not None and self.context < 1:
+            raise UsageError(f"the context must be at least 1 token, not {self.context}")
+        if self.chunk < 2:
+            raise UsageError(f"the prefill chunk must be at least 2 tokens, not {self.chunk}")
+
+
+def compile_model(
+    model: "Path | Captured",
+    output: Path,
+    options: CompileOptions | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Compiles `model`, an HF folder or what `picompile.capture.capture_module` returned, into the artifact `output`.
+
+    Raises `UsageError` (2), `UnsupportedModelError` (3) or `DoesNotFitError` (5), each before anything is written.
+    """
+    options, progress = options or CompileOptions(), progress or NoProgress()
+    from picompile.artifact_writer import check_output
+
+    check_output(output, options.overwrite)
+    captured = _capture(model, progress)
+    context = _context(captured, options)
+    graph_module = run_passes(captured, options, progress)
+    lowered = _lower(graph_module, context, options, progress)
+    _write(captured, graph_module, lowered, output, options, progress)
+
+
+def _capture(model: "Path | Captured", progress: Progress) -> "Captured":
+    if not isinstance(model, Path):
+        return model
+    from picompile.capture import load_model
+
+    with progress.step("capture"):
+        return load_model(model)
+
+
+def _context(captured: "Captured", options: CompileOptions) -> int:
+    limit = captured.facts.max_positions
+    context = options.context or min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+    if limit is not None and context > limit:
+        raise UsageError(f"a context of {context} tokens is more than the model's {limit} positions")
+    return context
+
+
+def pipeline_passes(captured: "Captured", options: CompileOptions) -> "list[Pass]":
+    """The passes from captured to quantized, in order."""
+    from picompile_passes.passes.canonicalize import CANONICALIZE
+    from picompile_passes.passes.insert_predictors import InsertPredictors
+    from picompile_passes.passes.partition import Partition
+    from picompile_passes.passes.quantize import Quantize
+    from picompile_passes.registry import parse_pass
+
+    hot = {layer: tuple(sorted(neurons)) for layer, neurons in options.hot.items()}
+    return [
+        *CANONICALIZE,
+        *(parse_pass(text) for text in options.passes),
+        InsertPredictors(kind=options.predictor or "auto"),
+        Partition(hot=hot),
+        Quantize(format=options.quant),
+    ]
+
+
+def run_passes(captured: "Captured", options: CompileOptions, progress: Progress) -> "GraphModule":
+    """Runs the pipeline on a captured graph; the result is of the quantized stage."""
+    from picompile_passes.pipeline import Pipeline
+
+    passes = pipeline_passes(captured, options)
+    with progress.step("passes", len(passes)) as advance:
+        pipeline = Pipeline(
+            passes, verify=options.verify, dump=options.dump_ir, hook=lambda *_: advance(1)
+        )
+        return pipeline(captured.graph_module).graph_module
+
+
+def _lower(graph_module: "GraphModule", context: int, options: CompileOptions, progress: Progress) -> "Lowered":
+    with progress.step("lower"):
+        from picompile_codegen.lower import LowerOptions, lower
+
+        return lower(graph_module, LowerOptions(context, options.chunk, KV_DTYPES[options.kv_dtype]))
+
+
+def _write(
+    captured: "Captured",
+    graph_module: "GraphModule",
+    lowered: "Lowered",
+    output: Path,
+    options: CompileOptions,
+    progress: Progress,
+) -> None:
+    from picompile_codegen.build import build_host_library
+    from picompile_passes.materialize import evaluate_constant
+
+    from picompile import artifact_writer as writer
+    from picompile.tokenizer_files import read_tokenizer
+
+    tokenizer = read_tokenizer(captured.folder, captured.facts.vocab)
+    tensors = list(lowered.weights.tensors.values())
+    total = writer.weights_bytes(tensors)
+    writer.check_disk(output, total)
+    with writer.replacing(output) as folder:
+        (folder / "kernels").mkdir()
+        with progress.step("kernels"):
+            build_host_library(lowered.kernels, folder / "kernels" / "host.so")
+        with progress.step("weights", total) as advance:
+            sha256 = writer.write_weights(
+                folder / "weights.safetensors",
+                tensors,
+                lambda node: evaluate_constant(graph_module, node, captured.weights),
+                advance,
+            )
+        tokenizer.write(folder)
+        writer.write_json(folder / "program.json", lowered.program.to_json())
+        writer.write_json(folder / "report.json", _report(lowered))
+        writer.write_json(folder / "manifest.json", _manifest(captured, lowered, folder, options, sha256))
+
+
+def _report(lowered: "Lowered") -> dict[str, Any]:
+    """What is known of each feed-forward block; profile, predictors and plan add to it in later stages."""
+    from picompile_codegen.program import tensor_bytes
+
+    sizes = {name: tensor_bytes(tensor.dtype, tensor.shape) for name, tensor in lowered.weights.tensors.items()}
+    return {"schema": 1, "ffn": [vars(part) for part in lowered.program.ffn], "weight_bytes": sizes}
+
+
+def _manifest(
+    captured: "Captured", lowered: "Lowered", folder: Path, options: CompileOptions, weights_sha256: str
+) -> dict[str, Any]:
+    import picompile
+    from picompile import artifact_writer as writer
+    from picompile.tokenizer_files import generation_eos
+
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    facts = asdict(captured.facts)
+    facts["eos_token_ids"] = sorted({*captured.facts.eos_token_ids, *generation_eos(captured.folder)})
+    return {
+        "format": writer.MANIFEST_FORMAT,
+        "schema": writer.MANIFEST_SCHEMA,
+        "picompile": picompile.__version__,
+        "abi": writer.KERNEL_ABI,
+        "target": {"name": options.target, "machine": "x86_64", "features": ["avx2", "f16c", "fma"]},
+        "model": facts,
+        "quant": options.quant,
+        "predictor": "+".join(sorted({part.predictor for part in lowered.program.ffn})),
+        "kv_dtype": KV_DTYPES[options.kv_dtype],
+        "context": lowered.program.context,
+        "chunk": lowered.program.chunk,
+        "files": {
+            name: writer.file_record(folder / name, weights_sha256 if name == "weights.safetensors" else None)
+            for name in names
+        },
+    }

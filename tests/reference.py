@@ -1,0 +1,39 @@
+"""The reference that compiled models are held against: eager transformers on the same rounded weights."""
+
+import torch
+from picompile_passes.dialect import dequantize_rows, quantize_rows
+from torch import Tensor, nn
+
+# These hold a neuron in each column, and an artifact stores a neuron in a row: groups of 32 run the other way.
+_DOWN = ("down_proj", "fc2", "dense_4h_to_h")
+
+
+def rounded(weight: Tensor, format_name: str) -> Tensor:
+    """What is left of a matrix [rows, columns] after it went through a weight format."""
+    return dequantize_rows(quantize_rows(weight, format_name), format_name, weight.shape[1])
+
+
+@torch.no_grad()
+def round_weights(model: nn.Module, format_name: str) -> None:
+    """Replaces every matrix of a transformers model by what the format leaves of it, in place. Vectors stay as they are."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or id(weight) in seen:
+            continue
+        seen.add(id(weight))
+        if name.endswith(_DOWN):
+            weight.copy_(rounded(weight.T, format_name).T)
+        else:
+            weight.copy_(rounded(weight, format_name))
+
+
+@torch.no_grad()
+def eager_logits(model: nn.Module, ids: list[int]) -> Tensor:
+    """Logits [tokens, vocabulary] of the whole sequence, float32."""
+    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].to(torch.float32)
+
+
+def relative_error(measured: Tensor, expected: Tensor) -> float:
+    """Largest difference over the largest expected logit."""
+    return float((measured - expected).abs().max() / expected.abs().max())
