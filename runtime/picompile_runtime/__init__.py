@@ -1,0 +1,51 @@
+"""The runtime of picompile: loads a compiled model and runs it. Needs numpy and tokenizers, and no compiler.
+
+from picompile_runtime import Tokenizer, generate, load
+
+with load("artifact") as engine:
+    for piece in generate(engine, Tokenizer.of(engine.artifact), "Once upon a time"):
+        print(piece, end="", flush=True)
+"""
+
+from picompile_runtime.artifact import Artifact, Manifest, open_artifact, verify
+from picompile_runtime.bench import measure, memory_bandwidth
+from picompile_runtime.engine import Engine, Firing, load
+from picompile_runtime.errors import (
+    ArtifactError,
+    DoesNotFitError,
+    KernelError,
+    MachineError,
+    PicompileRuntimeError,
+    RequestError,
+)
+from picompile_runtime.generate import Generation, GenerationStats, generate
+from picompile_runtime.perplexity import Perplexity, perplexity
+from picompile_runtime.sampler import Sampler, SamplingParams
+from picompile_runtime.tokenizer import StreamDecoder, Tokenizer
+
+__all__ = [
+    "Artifact",
+    "ArtifactError",
+    "DoesNotFitError",
+    "Engine",
+    "Firing",
+    "Generation",
+    "GenerationStats",
+    "KernelError",
+    "MachineError",
+    "Manifest",
+    "Perplexity",
+    "PicompileRuntimeError",
+    "RequestError",
+    "Sampler",
+    "SamplingParams",
+    "StreamDecoder",
+    "Tokenizer",
+    "generate",
+    "load",
+    "measure",
+    "memory_bandwidth",
+    "open_artifact",
+    "perplexity",
+    "verify",
+]

@@ -1,0 +1,245 @@
+"""An artifact's folder, opened: everything in it is checked before any of its code is mapped.
+
+A changed byte in `host.so` can kill the process or, worse, compute something else; hence hashes before anything. They
+show that the artifact is whole, not that its maker meant well: an artifact is code, so run only those you trust.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import re
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from picompile_runtime.errors import ArtifactError, MachineError
+from picompile_runtime.fields import Fields, parse_object
+from picompile_runtime.machine import check_machine
+from picompile_runtime.memory import Tensor, map_file
+from picompile_runtime.native import HostLibrary
+from picompile_runtime.program import Program, read_program
+from picompile_runtime.stamps import is_stamped, stamp
+from picompile_runtime.weights import read_header
+
+FORMAT = "picompile-artifact"
+SCHEMA = 1
+ABI = 1
+CODE = "kernels/host.so"
+WEIGHTS = "weights.safetensors"
+PROGRAM = "program.json"
+_MOST_JSON_BYTES = 2**28
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
+
+Progress = Callable[[str, int, int], None]
+"""Called with a file's name, the bytes of it that are checked, and its size."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What the manifest says of one file."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """manifest.json; `model` are facts about the model as the compiler wrote them."""
+
+    machine: str
+    features: tuple[str, ...]
+    files: Mapping[str, FileEntry]
+    model: Mapping[str, Any]
+    quant: str
+    predictor: str
+    kv_dtype: str
+    context: int
+    chunk: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An opened artifact. `texts` has its small files; `weights` is mapped; `library` is None until `load_code`."""
+
+    folder: Path
+    manifest: Manifest
+    program: Program
+    tensors: Mapping[str, Tensor]
+    weights: mmap.mmap
+    texts: Mapping[str, bytes]
+    code_descriptor: int
+
+    def load_code(self) -> HostLibrary:
+        """Map the code; ArtifactError if it lacks a kernel of the program, MachineError if it cannot run here."""
+        check_machine(self.manifest.machine, self.manifest.features)
+        library = HostLibrary(f"/proc/self/fd/{self.code_descriptor}", name=str(self.folder / CODE))
+        for kernel in {call.kernel for calls in self.program.functions.values() for call in calls}:
+            library.kernel(kernel)
+        return library
+
+    def json(self, name: str) -> Mapping[str, Any]:
+        """One of the small JSON files as a mapping; empty if the artifact has none of that name."""
+        return parse_object(self.texts[name], str(self.folder / name)).data if name in self.texts else {}
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a text, by the model's facts and by its generation defaults."""
+        found: set[int] = set()
+        defaults = self.json("generation_config.json")
+        for value in (self.manifest.model.get("eos_token_ids"), defaults.get("eos_token_id")):
+            found.update(item for item in (value if isinstance(value, list) else [value]) if type(item) is int)
+        return frozenset(found)
+
+    def close(self) -> None:
+        """Unmap the weights, unless arrays over them are still in use, and close the files."""
+        with suppress(BufferError):
+            self.weights.close()
+        with suppress(OSError):
+            os.close(self.code_descriptor)
+
+
+def open_artifact(path: str | os.PathLike[str]) -> Artifact:
+    """Open the artifact in the folder `path`; its weights are not hashed again if they were found whole before.
+
+    Raises ArtifactError if it is not whole, MachineError if it was made for another machine.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    check_machine(manifest.machine, manifest.features)
+    return _open(folder, manifest, None, trust_stamps=True)
+
+
+def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Manifest:
+    """Check an artifact wholly, hashing every byte of it; on a machine that it was made for, its kernels' names too."""
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    artifact = _open(folder, manifest, progress, trust_stamps=False)
+    try:
+        with suppress(MachineError):
+            artifact.load_code()
+    finally:
+        artifact.close()
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest alone; ArtifactError if `folder` holds no artifact that this runtime knows how to read."""
+    where = str(folder / "manifest.json")
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder}: is not a folder; give the folder that `picompile compile -o` wrote")
+    with ExitStack() as stack:
+        text = _read(_open_file(folder, "manifest.json", stack), where)
+    root = parse_object(text, where)
+    if root.data.get("format") != FORMAT:
+        raise ArtifactError(f"{where}: format is not {FORMAT}; this is no artifact of picompile")
+    for key, known in (("schema", SCHEMA), ("abi", ABI)):
+        if root.integer(key) != known:
+            raise ArtifactError(
+                f"{where}: {key} is {root.data[key]}, and this runtime knows {known}; "
+                f"{'update the runtime' if root.data[key] > known else 'compile the model again'}"
+            )
+    target = root.object("target")
+    return Manifest(
+        machine=target.text("machine"),
+        features=target.texts("features"),
+        files=_files(root.object("files")),
+        model=root.object("model").data,
+        quant=root.text("quant"),
+        predictor=root.text("predictor"),
+        kv_dtype=root.text("kv_dtype"),
+        context=root.integer("context", 1),
+        chunk=root.integer("chunk", 1),
+        sha256=hashlib.sha256(text).hexdigest(),
+    )
+
+
+def _files(root: Fields) -> Mapping[str, FileEntry]:
+    files = {}
+    for name, entry in root.members().items():
+        if not _NAME.fullmatch(name) or name == "manifest.json":
+            raise ArtifactError(f"{root.where}: {name[:80]!r} is not the name of a file inside the artifact")
+        if not re.fullmatch("[0-9a-f]{64}", entry.text("sha256")):
+            raise entry.wrong("sha256", "64 hexadecimal digits")
+        files[name] = FileEntry(entry.integer("bytes"), entry.text("sha256"))
+    if missing := [name for name in (PROGRAM, WEIGHTS, CODE) if name not in files]:
+        raise ArtifactError(f"{root.where}: {missing[0]} is missing; compile the model again")
+    return files
+
+
+def _open(folder: Path, manifest: Manifest, progress: Progress | None, trust_stamps: bool) -> Artifact:
+    texts: dict[str, bytes] = {}
+    with ExitStack() as stack:
+        kept = {}
+        for name, entry in manifest.files.items():
+            descriptor = _open_file(folder, name, stack)
+            _check_size(descriptor, entry, folder / name)
+            if name in (WEIGHTS, CODE):
+                kept[name] = descriptor
+                stamped = name == WEIGHTS and trust_stamps and is_stamped(folder / name, descriptor, manifest.sha256)
+                if not stamped:
+                    _check_hash(_hash(descriptor, entry, name, progress), entry, folder / name)
+                    if name == WEIGHTS:
+                        stamp(folder / name, descriptor, manifest.sha256)
+            else:
+                texts[name] = _read(descriptor, str(folder / name))
+                _check_hash(hashlib.sha256(texts[name]).hexdigest(), entry, folder / name)
+                if progress:
+                    progress(name, entry.size_bytes, entry.size_bytes)
+        if manifest.files[WEIGHTS].size_bytes == 0:
+            raise ArtifactError(f"{folder / WEIGHTS}: is empty; compile the model again")
+        weights = map_file(kept[WEIGHTS])
+        tensors = read_header(weights, str(folder / WEIGHTS))
+        program = read_program(texts.pop(PROGRAM), tensors, str(folder / PROGRAM))
+        if (program.context, program.chunk) != (manifest.context, manifest.chunk):
+            raise ArtifactError(f"{folder}: manifest.json and program.json disagree on context or chunk")
+        return Artifact(folder, manifest, program, tensors, weights, texts, os.dup(kept[CODE]))
+
+
+def _open_file(folder: Path, name: str, stack: ExitStack) -> int:
+    """A descriptor of a regular file inside the folder that no symbolic link leads out of; closed by `stack`."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        stack.callback(os.close, descriptor)
+        parts = name.split("/")
+        for index, part in enumerate(parts):
+            kind = os.O_DIRECTORY if index < len(parts) - 1 else os.O_NONBLOCK  # a pipe must not make us wait
+            descriptor = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | kind, dir_fd=descriptor)
+            stack.callback(os.close, descriptor)
+    except OSError as error:
+        raise ArtifactError(f"{folder / name}: cannot be opened ({error.strerror}); compile the model again") from error
+    if not os.path.isfile(f"/proc/self/fd/{descriptor}"):
+        raise ArtifactError(f"{folder / name}: is not a regular file")
+    return descriptor
+
+
+def _read(descriptor: int, where: str) -> bytes:
+    size = os.fstat(descriptor).st_size
+    if size > _MOST_JSON_BYTES:
+        raise ArtifactError(f"{where}: has {size} bytes, and at most {_MOST_JSON_BYTES} are read")
+    return os.pread(descriptor, size, 0)
+
+
+def _check_size(descriptor: int, entry: FileEntry, path: Path) -> None:
+    size = os.fstat(descriptor).st_size
+    if size != entry.size_bytes:
+        raise ArtifactError(f"{path}: has {size} bytes instead of {entry.size_bytes}; copy or compile it again")
+
+
+def _hash(descriptor: int, entry: FileEntry, name: str, progress: Progress | None) -> str:
+    digest, block, done = hashlib.sha256(), bytearray(2**22), 0
+    while count := os.preadv(descriptor, [block], done):
+        digest.update(memoryview(block)[:count])
+        done += count
+        if progress:
+            progress(name, min(done, entry.size_bytes), entry.size_bytes)
+    return digest.hexdigest()
+
+
+def _check_hash(found: str, entry: FileEntry, path: Path) -> None:
+    if found != entry.sha256:
+        raise ArtifactError(f"{path}: was changed (its sha256 is not the manifest's); copy or compile it again")

@@ -1,0 +1,82 @@
+"""JSON that came with an artifact, read one field at a time, each checked before it is used."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from picompile_runtime.errors import ArtifactError
+
+
+def parse_object(text: bytes, where: str) -> Fields:
+    """The JSON object in `text`; ArtifactError if it is none."""
+    try:
+        return Fields(json.loads(text), where)
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{where}: is not valid JSON ({error})") from error
+
+
+class Fields:
+    """One JSON object and where it is; every getter raises ArtifactError on a missing or wrong field."""
+
+    def __init__(self, data: Any, where: str) -> None:
+        if not isinstance(data, dict):
+            raise ArtifactError(f"{where}: must be a JSON object")
+        self.data: dict[str, Any] = data
+        self.where = where
+
+    def wrong(self, key: str, must: str) -> ArtifactError:
+        """The error that says what field `key` must be."""
+        found = repr(self.data[key])[:40] if key in self.data else "missing"
+        return ArtifactError(f"{self.where}: {key} must be {must}, but is {found}")
+
+    def integer(self, key: str, least: int = 0, most: int = 2**47) -> int:
+        """An integer from `least` to `most`."""
+        value = self.data.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self.wrong(key, f"an integer from {least} to {most}")
+        return value
+
+    def text(self, key: str) -> str:
+        """A non-empty string."""
+        value = self.data.get(key)
+        if not isinstance(value, str) or not value:
+            raise self.wrong(key, "a text")
+        return value
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """A tensor's shape: one to eight positive integers whose product fits the address space."""
+        value, size = self.data.get(key), 1
+        if not isinstance(value, list) or not 1 <= len(value) <= 8:
+            raise self.wrong(key, "a list of one to eight sizes")
+        for extent in value:
+            if not isinstance(extent, int) or isinstance(extent, bool) or extent < 1:
+                raise self.wrong(key, "a list of positive integers")
+            size *= extent
+        if size > 2**47:
+            raise self.wrong(key, "a shape of at most 2^47 elements")
+        return tuple(value)
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings."""
+        value = self.data.get(key)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.wrong(key, "a list of texts")
+        return tuple(value)
+
+    def object(self, key: str) -> Fields:
+        """A JSON object."""
+        if not isinstance(self.data.get(key), dict):
+            raise self.wrong(key, "an object")
+        return Fields(self.data[key], f"{self.where}: {key}")
+
+    def objects(self, key: str) -> list[Fields]:
+        """A list of JSON objects."""
+        value = self.data.get(key)
+        if not isinstance(value, list):
+            raise self.wrong(key, "a list")
+        return [Fields(item, f"{self.where}: {key}[{index}]") for index, item in enumerate(value)]
+
+    def members(self) -> dict[str, Fields]:
+        """This object's own members, which must all be objects."""
+        return {key: Fields(item, f"{self.where}: {key}") for key, item in self.data.items()}

@@ -1,0 +1,69 @@
+"""What this machine offers: instruction sets, and cores that this process may use."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from picompile_runtime.errors import MachineError, RequestError
+
+MOST_THREADS = 256  # host.c: PI_MAX_THREADS
+_MOST_DEFAULT_THREADS = 64  # decoding is bound by memory long before this
+
+
+def cpu_features() -> frozenset[str]:
+    """Instruction set names as the kernel spells them (`avx2`, `fma`, …); empty where it does not say."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return frozenset(value.split())
+    return frozenset()
+
+
+def check_machine(machine: str, features: Sequence[str]) -> None:
+    """MachineError unless this is a `machine` (as `uname -m` says it) whose processor has all of `features`."""
+    if platform.machine() != machine or platform.system() != "Linux":
+        here = f"{platform.system()} on {platform.machine()}"
+        raise MachineError(
+            f"the artifact is for Linux on {machine}, this is {here}; compile the model for this machine"
+        )
+    if missing := sorted(set(features) - cpu_features()):
+        raise MachineError(f"the artifact needs a processor with {', '.join(missing)}; compile the model for this one")
+
+
+def default_threads() -> int:
+    """PICOMPILE_THREADS where it is set, else the physical cores that this process may use."""
+    if asked := os.environ.get("PICOMPILE_THREADS"):
+        if not asked.isascii() or not asked.isdigit():
+            raise RequestError(f"PICOMPILE_THREADS must be a number from 1 to {MOST_THREADS}, not {asked!r}")
+        return check_threads(int(asked))
+    cores = {_physical_core(cpu) for cpu in os.sched_getaffinity(0)}
+    return max(1, min(len(cores), _quota_cores(), _MOST_DEFAULT_THREADS))
+
+
+def check_threads(threads: int) -> int:
+    """`threads` itself; RequestError if no run can have so many."""
+    if not 1 <= threads <= MOST_THREADS:
+        raise RequestError(f"the number of threads must be from 1 to {MOST_THREADS}, not {threads}")
+    return threads
+
+
+def _physical_core(cpu: int) -> str:
+    """The hardware threads of one core share this text; two threads on one core share its one way to memory."""
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def _quota_cores() -> int:
+    """Whole cores that a container's quota allows; waiting threads spin, so more than these would be in the way."""
+    with suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            return max(1, int(quota) // int(period))
+    return MOST_THREADS

@@ -1,0 +1,66 @@
+"""Memory for tensors: aligned arrays, anonymous maps that cost nothing until touched, and mapped files."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from picompile_runtime.errors import DoesNotFitError
+
+ALIGNMENT = 64  # bytes; one cache line, and what kernels assume
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor's numpy dtype, its shape, and its offset in bytes from the start of the memory that holds it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+def aligned_zeros(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
+    """A zeroed array of `shape` that starts at a multiple of 64 bytes."""
+    size_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(size_bytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    aligned: NDArray[Any] = memory[start : start + size_bytes].view(dtype).reshape(shape)
+    return aligned
+
+
+def anonymous_map(size_bytes: int, purpose: str) -> mmap.mmap:
+    """Zeroed memory that the system commits page by page, when it is first touched; DoesNotFitError if there is none.
+
+    A cache for a long context thus costs only what the tokens so far have filled, but it must be possible to fill it.
+    """
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    too_much = f"{purpose} needs {size_bytes / 2**30:.2f} GiB and this machine has {total_bytes / 2**30:.2f} GiB"
+    if size_bytes > total_bytes:
+        raise DoesNotFitError(f"{too_much}; compile the model for a smaller context (--context)")
+    try:
+        return mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise DoesNotFitError(f"{too_much}, of which not enough is free ({error.strerror})") from error
+
+
+def map_file(descriptor: int) -> mmap.mmap:
+    """The whole of an open, non-empty file, read-only; pages are read when first touched and shared by processes."""
+    return mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+
+
+def array_at(memory: mmap.mmap, tensor: Tensor) -> NDArray[Any]:
+    """The tensor as an array over the map, which stays alive as long as the array does."""
+    flat = np.frombuffer(memory, dtype=tensor.dtype, count=math.prod(tensor.shape), offset=tensor.offset)
+    return flat.reshape(tensor.shape)

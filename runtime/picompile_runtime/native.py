@@ -1,0 +1,182 @@
+"""The C side of an artifact: its `host.so`, and the structures through which kernels receive their arguments.
+
+A program is a C array of calls, built once; running it is one call of `pi_run`. The structures below are those of
+native/host.c, which are those of TVM's and DLPack's ABI.
+
+    library = HostLibrary(path)
+    calls = library.bind([("add", [step, x, y])])       # numpy arrays; kept alive by `calls`
+    library.run(calls, threads=2)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from picompile_runtime.errors import ArtifactError, KernelError
+
+Array = NDArray[Any]
+
+_ANY_DLTENSOR = 7  # kTVMFFIDLTensorPtr
+_DL_CPU = 1  # kDLCPU
+_DL_CODES = {"i": 0, "u": 1, "f": 2}  # numpy's kind -> DLDataTypeCode
+
+
+class DLTensor(ctypes.Structure):
+    """DLPack's DLTensor (dlpack.h)."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("dtype_code", ctypes.c_uint8),
+        ("dtype_bits", ctypes.c_uint8),
+        ("dtype_lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class PiAny(ctypes.Structure):
+    """TVM's TVMFFIAny: a type index and a value, here always a pointer to a DLTensor."""
+
+    _fields_ = (("type_index", ctypes.c_int32), ("padding", ctypes.c_uint32), ("value", ctypes.c_void_p))
+
+
+class PiCall(ctypes.Structure):
+    """One kernel call of a program (host.c)."""
+
+    _fields_ = (
+        ("kernel", ctypes.c_void_p),
+        ("args", ctypes.c_void_p),
+        ("num_args", ctypes.c_int32),
+        ("padding", ctypes.c_int32),
+    )
+
+
+class TensorTable:
+    """DLTensor descriptors of numpy arrays; one for each distinct array view, kept alive together with the arrays."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str, tuple[int, ...]], int] = {}
+        self._keep: list[Any] = []
+
+    def descriptor(self, array: Array) -> int:
+        """Address of the DLTensor of `array`, which must be C-contiguous, aligned and of an integer or float dtype."""
+        if not array.flags.c_contiguous or not array.flags.aligned or array.dtype.kind not in _DL_CODES:
+            raise ValueError(f"a kernel cannot take this array: {array.dtype} {array.shape}, strides {array.strides}")
+        key = (array.ctypes.data, array.dtype.str, array.shape)
+        if key not in self._known:
+            shape = (ctypes.c_int64 * array.ndim)(*array.shape)
+            strides = (ctypes.c_int64 * array.ndim)(*compact_strides(array.shape))
+            code, bits = _DL_CODES[array.dtype.kind], 8 * array.itemsize
+            tensor = DLTensor(array.ctypes.data, _DL_CPU, 0, array.ndim, code, bits, 1,
+                              ctypes.addressof(shape), ctypes.addressof(strides), 0)  # fmt: skip
+            self._keep += [array, shape, strides, tensor]
+            self._known[key] = ctypes.addressof(tensor)
+        return self._known[key]
+
+
+def compact_strides(shape: Sequence[int]) -> list[int]:
+    """Strides in elements of a row-major tensor of this shape."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    return strides
+
+
+class CallList:
+    """A C array of calls, with everything that it points to. Made by `HostLibrary.bind`."""
+
+    def __init__(self, calls: Sequence[tuple[str, int, Sequence[Array]]], tensors: TensorTable) -> None:
+        self.names = [name for name, _, _ in calls]
+        self.calls = (PiCall * len(calls))()
+        self._keep: list[Any] = [tensors]
+        for i, (_, kernel, arrays) in enumerate(calls):
+            args = (PiAny * len(arrays))(*[PiAny(_ANY_DLTENSOR, 0, tensors.descriptor(array)) for array in arrays])
+            self._keep.append(args)
+            self.calls[i] = PiCall(kernel, ctypes.addressof(args), len(arrays), 0)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+# A loaded library is never unloaded: its worker threads wait inside its code. And dlopen takes a name that it has seen
+# before for the library it loaded then, even when another file has taken that path since. So each is opened through a
+# descriptor that stays open with it: `/proc/self/fd/N` then never names two libraries, and no other file can get its
+# inode number.
+_loaded: dict[tuple[int, int], tuple[ctypes.CDLL, threading.Lock]] = {}
+_loading = threading.Lock()
+
+
+def _load(path: Path) -> tuple[ctypes.CDLL, threading.Lock]:
+    with _loading:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        status = os.fstat(descriptor)
+        key = (status.st_dev, status.st_ino)
+        if key in _loaded:
+            os.close(descriptor)
+            return _loaded[key]
+        try:
+            library = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            os.close(descriptor)
+            raise
+        _loaded[key] = (library, threading.Lock())
+        return _loaded[key]
+
+
+class HostLibrary:
+    """An artifact's `host.so`: kernels by name, and the thread pool that runs lists of calls of them.
+
+    Check the file's hash first: the loader kills the process on a truncated library. One list runs at a time; a second
+    caller waits.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], name: str | None = None) -> None:
+        """Load the library at `path`; errors call it `name`."""
+        self.name = name or str(path)
+        try:
+            self._library, self._lock = _load(Path(path))
+            self._run = self._library.pi_run
+            self._last_error = self._library.pi_last_error
+        except (OSError, AttributeError) as error:
+            raise ArtifactError(f"{self.name}: cannot be loaded as an artifact's code ({error})") from error
+        self._run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
+        self._run.restype = ctypes.c_int
+        self._last_error.restype = ctypes.c_char_p
+
+    def kernel(self, name: str) -> int:
+        """Address of the kernel called `name`; ArtifactError if the library has none."""
+        try:  # escaped, since a zero byte would end the name for the loader
+            function = getattr(self._library, f"__tvm_ffi_{name.encode('unicode_escape').decode()}")
+        except AttributeError as error:
+            raise ArtifactError(f"{self.name}: has no kernel called {name!r}; compile the model again") from error
+        return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+    def bind(self, calls: Sequence[tuple[str, Sequence[Array]]], tensors: TensorTable | None = None) -> CallList:
+        """A list of calls, each a kernel's name and its arguments; `tensors` may be shared between lists.
+
+        Kernels expect the 64-byte alignment of `memory.aligned_zeros`; a read-only array must not be written by one.
+        """
+        return CallList([(name, self.kernel(name), arrays) for name, arrays in calls], tensors or TensorTable())
+
+    def run(self, calls: CallList, threads: int, seconds: NDArray[np.float64] | None = None) -> None:
+        """Run all calls in order on `threads` threads; adds the time of call i to seconds[i] where that is given."""
+        if seconds is not None and (seconds.dtype != np.float64 or seconds.shape != (len(calls),)):
+            raise ValueError(f"seconds must be float64 [{len(calls)}], not {seconds.dtype} {list(seconds.shape)}")
+        with self._lock:
+            failed = self._run(calls.calls, len(calls), threads, None if seconds is None else seconds.ctypes.data)
+            if failed != -1:
+                where = f"call {failed}, kernel {calls.names[failed]}" if failed >= 0 else "thread pool"
+                reason = " ".join((self._last_error() or b"").decode(errors="replace").split())
+                raise KernelError(f"{where}: {reason}")

@@ -1,0 +1,112 @@
+"""Text to tokens and back, with the tokenizer that came with the model; `tokenizers` is imported when one is made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from picompile_runtime.artifact import Artifact
+from picompile_runtime.chat_template import render_chat
+from picompile_runtime.errors import ArtifactError, RequestError
+
+_REPLACEMENT = "\ufffd"  # what bytes decode to that are no UTF-8, or not all of a character yet
+
+
+class Tokenizer:
+    """A tokenizer.json, and what tokenizer_config.json and chat_template.jinja say about chats."""
+
+    def __init__(self, text: bytes | str, config: Mapping[str, Any] | None = None, chat_template: str = "") -> None:
+        from tokenizers import Tokenizer as Implementation
+
+        text = text.decode(errors="replace") if isinstance(text, bytes) else text
+        try:
+            self._tokenizer = Implementation.from_str(text)
+        except Exception as error:  # the library raises plain Exception
+            raise ArtifactError(f"tokenizer.json cannot be read ({error}); compile the model again") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._config = config or {}
+        self._chat_template = chat_template or self._config.get("chat_template") or ""
+        self._byte_tokens = _byte_tokens(text, self._tokenizer)
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> Tokenizer:
+        """The artifact's tokenizer; RequestError if it has none."""
+        if "tokenizer.json" not in artifact.texts:
+            raise RequestError(f"{artifact.folder}: has no tokenizer.json; give token ids instead of text")
+        template = artifact.texts.get("chat_template.jinja", b"").decode(errors="replace")
+        return cls(artifact.texts["tokenizer.json"], artifact.json("tokenizer_config.json"), template)
+
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        """The ids of `text`; `special_tokens` adds what the tokenizer itself puts around a text, such as its bos."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # such as half of a surrogate pair
+            raise RequestError(f"the text is not valid Unicode ({error.reason})") from error
+        return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def is_open(self, token: int) -> bool:
+        """Whether the text of `token` depends on tokens after it.
+
+        So it is with a byte token: a row of them is decoded together, and if one byte is wrong, all are replaced.
+        Tokens without a text of their own do not end the row.
+        """
+        return bool(self._byte_tokens) and (token in self._byte_tokens or not self.decode([token]))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        """The ids of a chat as the model's own template writes it, ready for the assistant's answer.
+
+        Messages have `role` and `content`. Raises RequestError if the model has no template, or refuses these.
+        """
+        if not isinstance(self._chat_template, str) or not self._chat_template:
+            raise RequestError("the model has no chat template; give a plain prompt")
+        text = render_chat(self._chat_template, messages, self._config, add_generation_prompt)
+        return self.encode(text, special_tokens=False)
+
+
+def _byte_tokens(text: str, tokenizer: Any) -> frozenset[int]:
+    """Ids of the tokens `<0x00>` to `<0xFF>` of a tokenizer that writes unknown characters as bytes (ByteFallback)."""
+    if '"ByteFallback"' not in json.dumps(json.loads(text).get("decoder")):
+        return frozenset()
+    ids = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    return frozenset(token for token in ids if token is not None)
+
+
+class StreamDecoder:
+    """Turns tokens into text as they come, such that the pieces joined are the text of all tokens decoded at once.
+
+    A piece ends only where later tokens cannot change what is before it: text that ends in a replacement character may
+    be the beginning of a character (vLLM and TGI do the same).
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []  # the tokens of the last piece, for their effect on the next one, then newer ones
+        self._known = 0  # how many of them were given out
+
+    def push(self, token: int) -> str:
+        """The text that is certain with this token, often empty."""
+        self._ids.append(token)
+        if self._tokenizer.is_open(token):
+            return ""
+        piece = self._pending()
+        if not piece or piece.endswith(_REPLACEMENT):
+            return ""
+        del self._ids[: self._known]
+        self._known = len(self._ids)
+        return piece
+
+    def flush(self) -> str:
+        """The rest, when no more tokens will come."""
+        piece = self._pending()
+        self._ids, self._known = [], 0
+        return piece
+
+    def _pending(self) -> str:
+        before = self._tokenizer.decode(self._ids[: self._known])
+        return self._tokenizer.decode(self._ids)[len(before) :]

@@ -1,0 +1,210 @@
+"""host.c: the thread pool and the loop that runs a program."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from toy_artifact import HERE, HOST_C
+
+from picompile_runtime.errors import ArtifactError, KernelError
+from picompile_runtime.memory import aligned_zeros
+from picompile_runtime.native import CallList, HostLibrary
+
+MANY_THREADS = (1, 2, 3, 8, 2, 1, 8, 3)
+
+
+@pytest.fixture
+def host(library: Path) -> HostLibrary:
+    return HostLibrary(library)
+
+
+def fill_calls(host: HostLibrary, out: np.ndarray, count: int) -> CallList:
+    return host.bind([("pool_fill", [out])] * count)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_every_element_is_done_once_by_as_many_tasks_as_threads(host: HostLibrary, size: int) -> None:
+    out = aligned_zeros((size,), np.int32)
+    calls = fill_calls(host, out, 200)
+    for threads in MANY_THREADS:
+        out[:] = 0
+        host.run(calls, threads)
+        np.testing.assert_array_equal(out, 200 * (1000 + threads))
+
+
+def test_a_kernel_may_ask_for_fewer_tasks(host: HostLibrary) -> None:
+    out, limit = aligned_zeros((100,), np.int32), aligned_zeros((1,), np.int32)
+    calls = host.bind([("pool_fill_limited", [limit, out]), ("pool_fill", [out])] * 50)
+    for threads in MANY_THREADS:
+        for most in (0, 1, 2, 5, 300):
+            limit[0], out[:] = most, 0
+            host.run(calls, threads)
+            expected = min(threads, most) if most else threads
+            np.testing.assert_array_equal(out, 50 * (2000 + expected + threads))
+
+
+def reference_sums(x: np.ndarray, rounds: int) -> np.ndarray:
+    values = x.astype(np.int64)
+    for _ in range(rounds):
+        values = (values + values.sum()) % 1000003
+    return values
+
+
+def test_each_region_sees_all_of_the_one_before_under_changing_threads_and_naps(host: HostLibrary) -> None:
+    """A few seconds of regions that each need every result of the last; a lost or doubled task shows in the sums."""
+    x, y = aligned_zeros((501,), np.int32), aligned_zeros((501,), np.int32)
+    partial = aligned_zeros((256, 8), np.int64)
+    start = np.random.default_rng(0).integers(0, 1000003, 501)
+    calls = host.bind([("pool_sum", [x, partial, y]), ("pool_sum", [y, partial, x])] * 50)
+    expected = reference_sums(start, 100)
+    random, end, runs = np.random.default_rng(1), time.monotonic() + 3, 0
+    while time.monotonic() < end:
+        x[:] = start
+        host.run(calls, int(random.choice(MANY_THREADS)))
+        np.testing.assert_array_equal(x, expected)
+        if runs % 5 == 0:
+            time.sleep(float(random.choice([0.0, 0.0001, 0.002, 0.02])))
+        runs += 1
+    assert runs > 10
+
+
+def test_errors_name_the_call_and_the_reason(host: HostLibrary) -> None:
+    out = aligned_zeros((10,), np.int32)
+    calls = host.bind([("pool_fill", [out]), ("fail", []), ("pool_fill", [out])])
+    for threads in MANY_THREADS:
+        out[:] = 0
+        with pytest.raises(KernelError, match=r"^call 1, kernel fail: ValueError: this kernel always fails$"):
+            host.run(calls, threads)
+        np.testing.assert_array_equal(out, 1000 + threads)  # what came before ran, what comes after did not
+
+
+def test_an_error_of_one_task_fails_the_call_and_nothing_after(host: HostLibrary) -> None:
+    out = aligned_zeros((10,), np.int32)
+    failing, working = host.bind([("pool_fail", [])]), fill_calls(host, out, 1)
+    for threads in MANY_THREADS:
+        with pytest.raises(KernelError, match="the last task failed"):
+            host.run(failing, threads)
+        out[:] = 0
+        host.run(working, threads)
+        np.testing.assert_array_equal(out, 1000 + threads)
+
+
+def test_times_are_added_per_call(host: HostLibrary) -> None:
+    out = aligned_zeros((10,), np.int32)
+    seconds = np.zeros(3)
+    calls = fill_calls(host, out, 3)
+    host.run(calls, 2, seconds)
+    first = seconds.copy()
+    host.run(calls, 2, seconds)
+    assert (first > 0).all() and (seconds > first).all() and (seconds < 1).all()
+    with pytest.raises(ValueError, match="float64"):
+        host.run(calls, 2, np.zeros(2))
+
+
+def test_two_python_threads_take_turns(host: HostLibrary) -> None:
+    import threading
+
+    def work(threads: int) -> None:
+        out = aligned_zeros((300,), np.int32)
+        calls = fill_calls(host, out, 100)
+        for _ in range(10):
+            out[:] = 0
+            host.run(calls, threads)
+            done.append(bool((out == 100 * (1000 + threads)).all()))
+
+    done: list[bool] = []
+    workers = [threading.Thread(target=work, args=(threads,)) for threads in (2, 3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(done) == 20 and all(done)
+
+
+def test_a_forked_process_starts_its_own_workers(library: Path) -> None:
+    script = f"""
+import os, sys, warnings
+import numpy as np
+from picompile_runtime.memory import aligned_zeros
+from picompile_runtime.native import HostLibrary
+warnings.simplefilter("ignore")
+host = HostLibrary({str(library)!r})
+out = aligned_zeros((100,), np.int32)
+calls = host.bind([("pool_fill", [out])] * 100)
+host.run(calls, 3)
+child = os.fork()
+out[:] = 0
+host.run(calls, 3)
+right = bool((out == 100 * 1003).all())
+if child == 0:
+    os._exit(0 if right else 1)
+sys.exit(0 if right and os.waitpid(child, 0)[1] == 0 else 1)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_idle_workers_use_no_processor_time(host: HostLibrary) -> None:
+    host.run(fill_calls(host, aligned_zeros((10,), np.int32), 10), 8)
+    time.sleep(0.1)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.1
+
+
+def test_kernels_that_do_not_exist(host: HostLibrary) -> None:
+    for name in ("nothing", "", "a\0b"):
+        with pytest.raises(ArtifactError, match="has no kernel called"):
+            host.bind([(name, [])])
+
+
+def test_arrays_that_kernels_cannot_take(host: HostLibrary) -> None:
+    for array in (np.zeros((4, 4), np.int32)[:, :2], np.zeros(3, bool), np.zeros(3, complex)):
+        with pytest.raises(ValueError, match="cannot take"):
+            host.bind([("pool_fill", [array])])
+
+
+def test_a_new_library_at_a_known_path_is_the_new_one(library: Path, tmp_path: Path) -> None:
+    """The loader by itself would return the old one: it compares names."""
+    path = tmp_path / "host.so"
+    path.write_bytes(library.read_bytes())
+    HostLibrary(path).kernel("pool_fill")
+    source = tmp_path / "other.c"
+    source.write_text(
+        "int __tvm_ffi_other(void) { return 0; } int pi_run(void) { return -1; } int pi_last_error(void) { return 0; }"
+    )
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(tmp_path / "new.so"), str(source)], check=True)
+    os.replace(tmp_path / "new.so", path)
+    replaced = HostLibrary(path)
+    assert replaced.kernel("other")
+    with pytest.raises(ArtifactError):
+        replaced.kernel("pool_fill")
+
+
+def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "host.so"
+    path.write_bytes(b"not a library")
+    with pytest.raises(ArtifactError, match="cannot be loaded"):
+        HostLibrary(path)
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_the_pool_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
+    program = tmp_path / "driver"
+    flags = ["-O1", "-g", "-std=gnu11", "-Wall", "-Wextra", "-Werror", f"-fsanitize={sanitizer}"]
+    sources = [str(HERE / "pool_driver.c"), str(HOST_C)]
+    build = subprocess.run(["gcc", *flags, "-o", str(program), *sources, "-lpthread"], capture_output=True, text=True)
+    if build.returncode and "fsanitize" not in build.stderr and "-ltsan" not in build.stderr:
+        pytest.fail(build.stderr)
+    if build.returncode:
+        pytest.skip(f"gcc cannot build with -fsanitize={sanitizer} here")
+    run = subprocess.run([str(program), "2"], capture_output=True, text=True, timeout=120)
+    if "unexpected memory mapping" in run.stderr:
+        pytest.skip(f"the sanitizer {sanitizer} does not run on this kernel")
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout == "right\n"

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from toy_artifact import make_toy
+from toy_tokenizers import EOS, byte_level
+
+from picompile_runtime.__main__ import main
+
+ANSWER = "hello 🙂 world"
+
+
+@pytest.fixture
+def folder(make_artifact: Callable[..., Path]) -> Path:
+    """Answers "Hi" with ANSWER, then goes on for long."""
+    tokens = [*byte_level().encode(ANSWER), EOS]
+    toy = make_toy(300, 2000, {1 + index: token for index, token in enumerate(tokens)})
+    return make_artifact(toy=toy, context=2000, texts={"tokenizer.json": byte_level()._tokenizer.to_str()})
+
+
+def test_text_goes_to_stdout(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(folder), "-p", "Hi", "--temp", "0", "-t", "1"]) == 0
+    assert capsys.readouterr() == (f"{ANSWER}\n", "")
+
+
+def test_stop_and_number_of_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(folder), "-p", "Hi", "--temp", "0", "--stop", "zzz", "--stop", " w"]) == 0
+    assert capsys.readouterr().out == "hello 🙂\n"
+    assert main([str(folder), "-p", "Hi", "--temp", "0", "-n", "2"]) == 0
+    assert capsys.readouterr().out == "hello\n"
+
+
+def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--top-k", "5", "--top-p", "0.9", "--min-p", "0.1", "--repetition-penalty", "1.01", "--seed", "1"]
+    assert main([str(folder), "-p", "Hi", "--temp", "0.1", *options, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert set(result) == {"text", "tokens", "prompt_tokens", "stats"}
+    assert result["text"] == ANSWER
+    assert result["tokens"] == [*byte_level().encode(ANSWER), EOS]
+    assert result["prompt_tokens"] == byte_level().encode("Hi")
+    assert result["stats"]["stop_reason"] == "eos"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["-p", "Hi", "--temp", "-1"], 2, "error: temperature must be 0 or more, not -1.0\n"),
+        (["-p", "Hi", "-n", "0"], 2, "error: max_tokens must be 1 or more, not 0\n"),
+        (["-p", "", "-n", "1"], 2, "error: the prompt is empty, and this model has no token that begins a text; "),
+        (["-p", "x" * 2001], 2, "error: a prompt of 2001 tokens does not fit the context of 2000; shorten it\n"),
+        (["-p", "Hi", "-t", "1000"], 2, "error: the number of threads must be from 1 to 256, not 1000\n"),
+    ],
+)
+def test_errors_are_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    assert main([str(folder), *arguments]) == code
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(message) and err.count("\n") == 1
+
+
+def test_exit_codes_of_broken_artifacts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = folder / "manifest.json"
+    data = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**data, "target": {**data["target"], "features": ["warp"]}}))
+    assert main([str(folder), "-p", "Hi"]) == 6
+    assert main([str(folder / "kernels"), "-p", "Hi"]) == 4
+    assert main([str(folder / "nothing"), "-p", "Hi"]) == 4
+    assert capsys.readouterr().err.count("\n") == 3
+
+
+def test_usage_errors_have_code_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], [str(folder)], [str(folder), "-p", "Hi", "-n", "many"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+    capsys.readouterr()
+
+
+def test_debug_shows_the_traceback(folder: Path) -> None:
+    command = [sys.executable, "-m", "picompile_runtime", str(folder), "-p", "", "--debug"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1 and "Traceback" in run.stderr and "RequestError" in run.stderr
+
+
+def long_run(folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "picompile_runtime", str(folder), "-p", "abc", "-n", "1990", "--seed", "1"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, errors="replace")
+
+
+def test_interrupt_is_clean(folder: Path) -> None:
+    process = long_run(folder)
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "\n")
+
+
+def test_a_reader_that_leaves_is_no_error(folder: Path) -> None:
+    process = long_run(folder)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
+    assert process.stderr.read() == ""
+
+
+def test_text_is_streamed(folder: Path) -> None:
+    """The first character is there long before the last."""
+    process = long_run(folder)
+    assert process.stdout is not None
+    process.stdout.read(1)
+    start = time.monotonic()
+    assert process.poll() is None
+    process.communicate(timeout=120)
+    assert time.monotonic() - start > 0.02

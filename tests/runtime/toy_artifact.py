@@ -1,0 +1,195 @@
+"""Artifacts of a toy model whose kernels are plain C: the runtime is tested whole, without the compiler.
+
+The model adds up what it has seen, each token's row of a table weighted by the cosine of its distance, so that every
+token at every position matters; `reference_logits` is the same in numpy. A *script* makes it say what a test wants.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from picompile_runtime.machine import cpu_features
+
+HERE = Path(__file__).parent
+HOST_C = HERE.parents[1] / "codegen" / "picompile_codegen" / "native" / "host.c"
+DIM, NEURONS = 16, 32
+
+
+def build_library(output: Path) -> Path:
+    """host.c and the toy kernels as one library."""
+    flags = ["-O2", "-g", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-shared", "-fPIC"]
+    sources = [str(HOST_C), str(HERE / "toy_kernels.c")]
+    link = ["-lpthread", "-lm", "-Wl,-Bsymbolic", "-Wl,--build-id=none"]
+    subprocess.run(["gcc", *flags, "-o", str(output), *sources, *link], check=True)
+    return output
+
+
+@dataclass(frozen=True)
+class Toy:
+    """What the toy model is made of: `table` and `head` [vocab, DIM], `script` [context] (-1 where it says nothing)."""
+
+    table: np.ndarray
+    head: np.ndarray
+    script: np.ndarray
+
+    @property
+    def vocab(self) -> int:
+        return len(self.table)
+
+
+def make_toy(vocab: int = 50, context: int = 40, script: Mapping[int, int] | None = None) -> Toy:
+    """A random model; `script` maps a position to the token that shall follow it."""
+    random = np.random.default_rng(vocab)
+    wanted = np.full(-(-context // 16) * 16, -1, np.int32)
+    for position, token in (script or {}).items():
+        wanted[position] = token
+    table, head = random.normal(size=(2, vocab, DIM)).astype(np.float32)
+    return Toy(table, head, wanted)
+
+
+def reference_logits(toy: Toy, ids: Sequence[int]) -> np.ndarray:
+    """[tokens, vocab], computed in float64."""
+    distance = np.arange(len(ids))[:, None] - np.arange(len(ids))[None, :]
+    mixed = np.where(distance >= 0, np.cos(distance), 0) @ toy.table[list(ids)].astype(np.float64)
+    logits = mixed @ toy.head.T.astype(np.float64)
+    for position, wanted in enumerate(toy.script[: len(ids)]):
+        if wanted >= 0:
+            logits[position, wanted] += 100
+    return logits
+
+
+def safetensors(tensors: Mapping[str, np.ndarray]) -> bytes:
+    """As the compiler writes them: data starts at a multiple of 64 bytes, and so does every tensor."""
+    names = {"float32": "F32", "int32": "I32", "uint8": "U8", "float16": "F16"}
+    header: dict[str, Any] = {}
+    data = b""
+    for name, tensor in tensors.items():
+        span = [len(data), len(data) + tensor.nbytes]
+        header[name] = {"dtype": names[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": span}
+        data += tensor.tobytes()
+        assert len(data) % 64 == 0
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + 8) % 64)
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def toy_program(toy: Toy, context: int, chunk: int) -> dict[str, Any]:
+    """The program.json of the toy model."""
+    buffers: dict[str, Any] = {}
+    end = 0
+
+    def buffer(name: str, dtype: str, shape: list[int]) -> None:
+        nonlocal end
+        buffers[name] = {"dtype": dtype, "shape": shape, "offset": end}
+        end = -(-(end + int(np.prod(shape)) * np.dtype(dtype).itemsize) // 64) * 64
+
+    buffer("step", "int32", [8])
+    buffer("tokens", "int32", [chunk])
+    buffer("positions", "int32", [chunk])
+    buffer("stats", "int64", [2, 2])
+    buffer("logits", "float32", [1, toy.vocab])
+    buffer("logits.score", "float32", [chunk, toy.vocab])
+    for name in ("x", "y"):
+        buffer(name, "float32", [chunk, DIM])
+    buffer("last", "float32", [1, DIM])
+
+    def call(kernel: str, *args: dict[str, Any], op: str = "toy", weight_bytes: int = 0) -> dict[str, Any]:
+        all_args = [{"buffer": "step"}, *args]
+        return {"kernel": kernel, "args": all_args, "op": op, "layer": None, "weight_bytes": weight_bytes}
+
+    def body(rows: int) -> list[dict[str, Any]]:
+        x, y = ({"buffer": name, "shape": [rows, DIM]} for name in "xy")
+        ids, positions = ({"buffer": name, "shape": [rows]} for name in ("tokens", "positions"))
+        return [
+            call("toy_embed", ids, {"weight": "table"}, x, op="embedding", weight_bytes=4 * DIM),
+            call("toy_cache", x, {"state": "k.0"}, op="cache"),
+            call("toy_mix", positions, {"state": "k.0"}, y, op="attention"),
+        ]
+
+    def head(source: dict[str, Any], logits: str) -> dict[str, Any]:
+        weights = [{"weight": "head"}, {"weight": "script"}]
+        return call("toy_head", source, *weights, {"buffer": logits}, op="head", weight_bytes=4 * DIM * toy.vocab)
+
+    one = {"buffer": "last"}
+    y = {"buffer": "y", "shape": [1, DIM]}
+    stats = {"buffer": "stats", "offset": 16, "shape": [2]}
+    ffn = call("toy_ffn", y, {"weight": "neurons"}, stats, one, op="ffn", weight_bytes=4 * DIM * NEURONS)
+    return {
+        "schema": 1,
+        "context": context,
+        "chunk": chunk,
+        "vocab": toy.vocab,
+        "layers": 1,
+        "arena_bytes": end,
+        "buffers": buffers,
+        "state": {"k.0": {"dtype": "float32", "shape": [1, context, DIM]}},
+        "functions": {
+            "decode": [*body(1), ffn, head(one, "logits")],
+            "prefill": body(chunk)[:2],
+            "prefill_last": [*body(chunk), call("toy_last", {"buffer": "y"}, one), head(one, "logits")],
+            "score": [*body(chunk), head({"buffer": "y"}, "logits.score")],
+        },
+        "logits": {"decode": "logits", "prefill_last": "logits", "score": "logits.score"},
+        "ffn": [{"layer": 0, "part": "all", "neurons": NEURONS, "predictor": "exact", "stats_row": 1}],
+    }
+
+
+def write_artifact(
+    folder: Path,
+    library: Path,
+    toy: Toy | None = None,
+    context: int = 40,
+    chunk: int = 8,
+    program: Mapping[str, Any] | None = None,
+    texts: Mapping[str, str] | None = None,
+    manifest: Mapping[str, Any] | None = None,
+    weights: bytes | None = None,
+) -> Path:
+    """Write the artifact of `toy`; `program` replaces fields of program.json, `manifest` those of manifest.json."""
+    toy = toy or make_toy(context=context)
+    (folder / "kernels").mkdir(parents=True)
+    (folder / "kernels" / "host.so").write_bytes(library.read_bytes())
+    table = {"table": toy.table, "head": toy.head, "script": toy.script}
+    tensors = {**table, "neurons": np.zeros((NEURONS, DIM), np.float32)}
+    (folder / "weights.safetensors").write_bytes(weights if weights is not None else safetensors(tensors))
+    (folder / "program.json").write_text(json.dumps({**toy_program(toy, context, chunk), **(program or {})}))
+    for name, text in (texts or {}).items():
+        (folder / name).write_text(text)
+    write_manifest(folder, context, chunk, manifest or {})
+    return folder
+
+
+def write_manifest(folder: Path, context: int = 40, chunk: int = 8, changes: Mapping[str, Any] | None = None) -> None:
+    """A manifest for whatever is in the folder."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "manifest.json"]
+    listed = {
+        str(path.relative_to(folder)): {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
+        for path in files
+    }
+    manifest = {
+        "format": "picompile-artifact",
+        "schema": 1,
+        "picompile": "0.1.0",
+        "abi": 1,
+        "target": {"name": "cpu", "machine": platform.machine(), "features": sorted(cpu_features())[:3]},
+        "files": listed,
+        "model": {"name": "toy", "eos_token_ids": [0]},
+        "quant": "f32",
+        "predictor": "none",
+        "kv_dtype": "float32",
+        "context": context,
+        "chunk": chunk,
+    }
+    (folder / "manifest.json").write_text(json.dumps({**manifest, **(changes or {})}))
