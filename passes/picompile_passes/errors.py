@@ -1,0 +1,60 @@
+"""The errors of this package. Each says by `exit_code` how a command line program should end because of it."""
+
+from collections.abc import Sequence
+
+from torch.fx import Node
+
+
+class PassesError(Exception):
+    """Root of the tree. By itself it stands for a fault of the program, not of its user."""
+
+    exit_code = 1
+
+
+class PassError(PassesError):
+    """A pass failed. Names it and the passes that ran before it; the cause is chained."""
+
+    def __init__(self, pass_name: str, predecessors: Sequence[str], cause: Exception) -> None:
+        self.pass_name = pass_name
+        self.predecessors = tuple(predecessors)
+        before = f"after {', '.join(self.predecessors)}" if self.predecessors else "the first of its pipeline"
+        super().__init__(f"pass {pass_name} ({before}) failed: {type(cause).__name__}: {cause}")
+
+
+class VerifyError(PassesError):
+    """A graph breaks a rule of its stage. `context` is the text of the ten nodes around `node`."""
+
+    def __init__(self, rule: str, node: Node | None, message: str, context: str) -> None:
+        self.rule = rule
+        self.node = node
+        self.context = context
+        place = f" at {node.name}" if node is not None else ""
+        super().__init__(f"rule {rule!r} broken{place}: {message}" + (f"\n{context}" if context else ""))
+
+
+class PropagateError(PassesError):
+    """The value of a node could not be computed from those of its arguments."""
+
+
+class StageError(PassesError):
+    """A pass was given a graph of a stage it does not work on."""
+
+    exit_code = 2
+
+
+class PassOptionError(PassesError):
+    """An option of a pass has a value it cannot take, or a pass or an option is not known."""
+
+    exit_code = 2
+
+
+class RegistryError(PassesError):
+    """A pass cannot be had: two share its name, or what is registered does not import or is not a pass."""
+
+    exit_code = 2
+
+
+class UnsupportedGraphError(PassesError):
+    """A graph holds what the dialect, or a pass asked for, cannot express. Names the node and its operator."""
+
+    exit_code = 3

@@ -1,0 +1,70 @@
+"""Reading nodes: arguments by the names of the operator's schema, and which nodes are constant."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Graph, GraphModule, Node
+
+
+def is_call(node: object, *ops: OpOverload) -> bool:
+    """Whether `node` is a node that calls one of `ops`."""
+    return isinstance(node, Node) and node.op == "call_function" and node.target in ops
+
+
+def calls(graph: Graph, *ops: OpOverload) -> Iterator[Node]:
+    """The nodes that call one of `ops`, in order; safe against changes of the graph meanwhile."""
+    return iter([node for node in graph.nodes if is_call(node, *ops)])
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """What a call passes for each argument of its operator's schema, defaults filled in."""
+    values = {}
+    for position, argument in enumerate(_schema_arguments(node)):
+        if position < len(node.args):
+            values[argument.name] = node.args[position]
+        elif argument.name in node.kwargs:
+            values[argument.name] = node.kwargs[argument.name]
+        else:
+            values[argument.name] = argument.default_value
+    return values
+
+
+def argument_position(node: Node, name: str) -> int:
+    """Where in the argument list of its operator `name` stands. Raises `KeyError` where there is none."""
+    for position, argument in enumerate(_schema_arguments(node)):
+        if argument.name == name:
+            return position
+    raise KeyError(f"{node.target} has no argument {name!r}")
+
+
+def _schema_arguments(node: Node) -> Any:
+    if not isinstance(node.target, OpOverload):
+        raise TypeError(f"{node.name} calls {node.target}, which has no schema")
+    return node.target._schema.arguments
+
+
+def constant_nodes(graph: Graph) -> frozenset[Node]:
+    """The nodes whose values depend on no placeholder."""
+    constant: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "get_attr" or (node.op == "call_function" and all(n in constant for n in node.all_input_nodes)):
+            constant.add(node)
+    return frozenset(constant)
+
+
+def attribute(graph_module: GraphModule, target: str) -> Tensor:
+    """The tensor that a `get_attr` of the dotted name `target` reads. Raises `AttributeError` where there is none."""
+    value: object = graph_module
+    for part in target.split("."):
+        value = getattr(value, part)
+    if not isinstance(value, torch.Tensor):
+        raise AttributeError(f"{target} is a {type(value).__name__}, not a tensor")
+    return value
+
+
+def has_real_data(tensor: Tensor) -> bool:
+    """Whether `tensor` is a constant of the graph itself rather than a parameter whose data lies in a checkpoint."""
+    return not tensor.is_meta

@@ -1,0 +1,165 @@
+"""Drops everything but the operators of the dialect: views, batch dimensions, positions computed on the way."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from picompile_passes.constants import SharedConstants
+from picompile_passes.errors import UnsupportedGraphError
+from picompile_passes.forms import Forms
+from picompile_passes.infra import Pass
+from picompile_passes.rewriter import Rewriter
+from picompile_passes.stages import Stage
+
+_aten = torch.ops.aten
+_picompile = torch.ops.picompile
+_ADD = _aten.add.Tensor
+_INDEX_SELECT = _aten.index_select.default
+_EMBEDDING = _picompile.embedding.default
+_LINEAR = _picompile.linear.default
+
+# For each operator, which of its arguments are values for each token.
+_VALUES: dict[Any, tuple[int, ...]] = {
+    _EMBEDDING: (0,),
+    _LINEAR: (0,),
+    _picompile.rms_norm.default: (0,),
+    _picompile.layer_norm.default: (0,),
+    _picompile.rotary.default: (0,),
+    _picompile.attention.default: (0, 1, 2),
+    _picompile.ffn.default: (0,),
+    _ADD: (0, 1),
+}
+
+
+@dataclass(frozen=True)
+class FlattenTokens(Pass):
+    """Rebuilds the graph from its output back, one dialect operator for one, on values [tokens, features].
+
+    1. An argument that is all columns of another value in order, however reshaped → that value.
+    2. An argument that is some columns of a `linear` → a `linear` with those rows of weight and bias. Equal tables are
+       one constant, and equal columns of one linear one linear.
+    3. Ids that are the tokens → the tokens; ids that are positions plus a constant → the positions, and the constant
+       goes into the embedding's offset.
+    4. Anything else on the way to the output cannot be expressed: `UnsupportedGraphError` names it.
+    """
+
+    name: ClassVar[str] = "flatten-tokens"
+    requires: ClassVar[Stage] = Stage.CAPTURED
+    ensures: ClassVar[Stage] = Stage.CANONICAL
+
+    def rewrite(self, rewriter: Rewriter) -> bool:
+        """Does nothing to a graph that is canonical already."""
+        output = next(node for node in rewriter.graph.nodes if node.op == "output")
+        builder = _Builder(rewriter)
+        result = builder.build(output.args[0])  # type: ignore[arg-type]
+        if rewriter.changes:
+            output.args = (result,)
+        return rewriter.changes > 0
+
+
+class _Builder:
+    """Makes the flat counterpart of every value that the output needs."""
+
+    def __init__(self, rewriter: Rewriter) -> None:
+        self._rewriter = rewriter
+        self._forms = Forms(rewriter.graph_module)
+        self._flat: dict[Node, Node] = {}
+        self._constants = SharedConstants(rewriter)
+        self._parts: dict[tuple[Node, Node], Node] = {}
+
+    def build(self, value: Node) -> Node:
+        """The flat counterpart of `value`."""
+        needed = self._needed(value)
+        nodes = list(self._rewriter.graph.nodes)
+        for node in nodes:
+            if node in needed:
+                self._flat[node] = self._counterpart(node)
+        return self._resolve(value, nodes[-1])
+
+    def _needed(self, value: Node) -> set[Node]:
+        """The roots that `value` is made of, and those that they are made of. All must be operators of the dialect."""
+        needed: set[Node] = set()
+        stack = [value]
+        while stack:
+            root = self._forms.root(stack.pop())
+            if root in needed:
+                continue
+            _check_operator(root, self._forms)
+            needed.add(root)
+            if root.target is not _EMBEDDING:
+                stack.extend(root.args[position] for position in _VALUES[root.target])  # type: ignore[misc]
+        return needed
+
+    def _counterpart(self, node: Node) -> Node:
+        args = list(node.args)
+        if node.target is _EMBEDDING:
+            args[0], args[2] = self._ids(node)
+        else:
+            for position in _VALUES[node.target]:
+                args[position] = self._resolve(args[position], node)  # type: ignore[arg-type]
+        if args == list(node.args) and node.meta["val"].dim() == 2:
+            return node
+        return self._rewriter.call(node.target, args, before=node, sources=(node,), layer=_layer(node))  # type: ignore[arg-type]
+
+    def _resolve(self, value: Node, user: Node) -> Node:
+        """The flat value that has exactly the columns of `value`."""
+        moved = None if self._forms.is_known(value) else self._forms.moved(value)
+        if moved is None:
+            raise _unsupported(value, f"{user.name} takes a value that is not just columns of another")
+        root, table = moved
+        flat = self._flat[root]
+        if table is None:
+            return flat
+        if root.target is not _LINEAR:
+            raise _unsupported(value, f"it takes some of the columns of {root.name}, which is no linear")
+        return self._part(root, flat, self._constants.get("rows", table, root))
+
+    def _part(self, linear: Node, flat: Node, table: Node) -> Node:
+        """The linear that gives only the columns `table` of `linear`."""
+        if (linear, table) not in self._parts:
+            x, weight, bias = flat.args
+
+            def call(op: OpOverload, *args: Any) -> Node:
+                return self._rewriter.call(op, args, before=linear, sources=(linear,))
+
+            rows = [None if matrix is None else call(_INDEX_SELECT, matrix, 0, table) for matrix in (weight, bias)]
+            self._parts[linear, table] = call(_LINEAR, x, *rows)
+        return self._parts[linear, table]
+
+    def _ids(self, node: Node) -> tuple[Node, int]:
+        """The placeholder that the ids of an embedding are, and the embedding's offset."""
+        ids, _, offset = node.args
+        tokens, positions = (n for n in self._rewriter.graph.nodes if n.op == "placeholder")
+        sample = torch.arange(self._forms.tokens)
+        if not self._forms.is_known(ids):  # type: ignore[arg-type]
+            form = self._forms.form(ids)  # type: ignore[arg-type]
+            if form.root is tokens and len(form.terms) == 1 and torch.equal(form.terms[0].index.flatten(), sample):
+                return tokens, offset  # type: ignore[return-value]
+            raise _unsupported(node, "its ids are not the tokens")
+        shift = self._forms.known(ids).flatten() - sample  # type: ignore[arg-type]
+        if not bool((shift == shift[0]).all()):
+            raise _unsupported(node, "its ids are not the positions plus a constant")
+        return positions, offset + int(shift[0])  # type: ignore[operator]
+
+
+def _check_operator(node: Node, forms: Forms) -> None:
+    if node.target not in _VALUES or (node.target is _ADD and (node.kwargs or len(node.args) != 2)):
+        raise _unsupported(node, "it has no counterpart in the dialect")
+    values = [node.args[position] for position in _VALUES[node.target]]
+    if not all(isinstance(value, Node) for value in values):
+        raise _unsupported(node, "it takes a number where the dialect takes a value")
+    if node.meta["val"].shape[-1] != forms.columns(node):
+        raise _unsupported(node, "it works on each head, not on all features of a token")
+
+
+def _layer(node: Node) -> int | None:
+    if node.target is _picompile.attention.default:
+        return int(node.args[6])  # type: ignore[arg-type]
+    return node.meta.get("layer")
+
+
+def _unsupported(node: Node, why: str) -> UnsupportedGraphError:
+    return UnsupportedGraphError(f"the graph cannot be expressed in the dialect: {node.name} ({node.target}): {why}")

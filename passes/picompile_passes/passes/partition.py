@@ -1,0 +1,109 @@
+"""Splits feed-forward blocks into a hot and a cold part."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import Node
+
+from picompile_passes.errors import PassOptionError
+from picompile_passes.infra import Pass
+from picompile_passes.nodes import arguments, calls
+from picompile_passes.operands import ADD, INDEX_SELECT, NEURON_ROWS, PREDICT, SPARSE_FFN
+from picompile_passes.predictors import predictor_kind
+from picompile_passes.rewriter import Rewriter
+from picompile_passes.stages import Stage
+
+
+@dataclass(frozen=True)
+class Partition(Pass):
+    """Gives every neuron of the layers in `hot` (layer → its hot neurons) a device, "hot" or "cold".
+
+    1. A `sparse_ffn` becomes two and an add. A part's gate, up, down and their biases are `index_select`s of the whole
+       by the part's neuron table; `down_bias` goes to the hot part.
+    2. A row-local predictor is split in the same way. Any other stays whole, and the parts name their rows of its mask
+       by `neurons`.
+    3. Where one part would have no neuron, the block stays as it is and gets the other part's device.
+    4. Layers that are not in `hot` stay as they are.
+    """
+
+    name: ClassVar[str] = "partition"
+    requires: ClassVar[Stage] = Stage.PREDICTED
+    ensures: ClassVar[Stage] = Stage.PARTITIONED
+
+    hot: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for layer, neurons in self.hot.items():
+            if len(set(neurons)) != len(neurons):
+                twice = Counter(neurons).most_common(1)[0][0]
+                raise PassOptionError(f"{_option(layer)}: neuron {twice} is given twice")
+        # Sorted, so that equal sets make equal graphs whatever order they came in.
+        ordered = {layer: tuple(sorted(map(int, self.hot[layer]))) for layer in sorted(self.hot)}
+        object.__setattr__(self, "hot", ordered)
+
+    def rewrite(self, rewriter: Rewriter) -> bool:
+        """Applies the rules. Raises `PassOptionError` for a layer or a neuron that there is not."""
+        blocks = {block.meta.get("layer"): block for block in calls(rewriter.graph, SPARSE_FFN)}
+        for layer, hot in self.hot.items():
+            if layer not in blocks:
+                raise PassOptionError(f"{_option(layer)}: the graph has no feed-forward block of that number")
+            _partition(rewriter, blocks[layer], layer, hot)
+        return bool(self.hot)
+
+
+def _partition(rewriter: Rewriter, block: Node, layer: int, hot: Sequence[int]) -> None:
+    values = arguments(block)
+    total = int(values["up"].meta["val"].shape[0])
+    outside = [neuron for neuron in hot if not 0 <= neuron < total]
+    if outside:
+        raise PassOptionError(f"{_option(layer)}: neuron {outside[0]} is not among the layer's 0 to {total - 1}")
+    if "device" in block.meta:
+        raise PassOptionError(f"{_option(layer)}: that layer is partitioned already")
+    if len(hot) in (0, total):
+        device = "hot" if hot else "cold"
+        rewriter.annotate(block, device=device)
+        rewriter.annotate(values["mask"], device=device)
+        return
+    chosen = torch.zeros(total, dtype=torch.bool)
+    chosen[list(hot)] = True
+    parts = [
+        _part(rewriter, block, "hot", chosen.nonzero().flatten(), values),
+        _part(rewriter, block, "cold", (~chosen).nonzero().flatten(), values | {"down_bias": None}),
+    ]
+    rewriter.replace(block, rewriter.call(ADD, parts, before=block, sources=(block,)))
+
+
+def _part(rewriter: Rewriter, block: Node, device: str, rows: torch.Tensor, values: dict[str, Any]) -> Node:
+    """One part's predictor and block. `rows` int64 [neurons of the part], `values` the arguments of the whole."""
+    layer: int = block.meta["layer"]
+    table = rewriter.constant(f"layer_{layer}_{device}_neurons", rows, sources=(block,))
+    select = _selector(rewriter, block, table)
+    predictor = arguments(values["mask"])
+    masked: dict[str, Any] = {"neurons": table}
+    if predictor_kind(predictor["kind"]).row_local:
+        args = predictor | {"weights": [select(weight) for weight in predictor["weights"]]}
+        sources = (values["mask"],)
+        mask = rewriter.call(PREDICT, list(args.values()), before=block, sources=sources, layer=layer, device=device)
+        masked = {"mask": mask, "neurons": None}
+    selected = {name: select(values[name]) for name in NEURON_ROWS if values[name] is not None}
+    args = values | selected | masked
+    return rewriter.call(SPARSE_FFN, list(args.values()), before=block, sources=(block,), layer=layer, device=device)
+
+
+def _selector(rewriter: Rewriter, block: Node, table: Node) -> Callable[[Node], Node]:
+    """Selects rows by `table`; one node for each weight, so that what predictor and block share stays shared."""
+    made: dict[Node, Node] = {}
+
+    def select(weight: Node) -> Node:
+        if weight not in made:
+            made[weight] = rewriter.call(INDEX_SELECT, (weight, 0, table), before=block, sources=(weight,))
+        return made[weight]
+
+    return select
+
+
+def _option(layer: object) -> str:
+    return f"hot neurons of layer {layer}"

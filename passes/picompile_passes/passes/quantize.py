@@ -1,0 +1,84 @@
+"""Packs every matrix in a weight format."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch.fx import Node
+
+from picompile_passes.dialect import FORMATS
+from picompile_passes.errors import PassOptionError, UnsupportedGraphError
+from picompile_passes.infra import Pass
+from picompile_passes.nodes import arguments, constant_nodes, is_call
+from picompile_passes.operands import DEQUANTIZE, MATRICES, QUANTIZE, matrix_operands
+from picompile_passes.rewriter import Rewriter
+from picompile_passes.stages import Stage
+
+
+@dataclass(frozen=True)
+class Quantize(Pass):
+    """Rounds the weights to what `format` (f16, q8, q4) can hold.
+
+    1. Every matrix `w` that an embedding, linear, predict or sparse_ffn uses becomes
+       `dequantize(quantize(w, format), format, columns)`. Biases, norm weights and tables stay float32.
+    2. A matrix that several nodes use (a tied embedding, a gate that also predicts) is packed once.
+    3. A matrix that is packed already stays as it is.
+    """
+
+    name: ClassVar[str] = "quantize"
+    requires: ClassVar[Stage] = Stage.PREDICTED
+    ensures: ClassVar[Stage] = Stage.QUANTIZED
+
+    format: str = "q4"
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            known = ", ".join(FORMATS)
+            raise PassOptionError(f"option format of pass {self.name}: {self.format!r} is not one of {known}")
+
+    def rewrite(self, rewriter: Rewriter) -> bool:
+        """Applies the rules. Raises `UnsupportedGraphError` for a matrix that depends on the tokens."""
+        constants = constant_nodes(rewriter.graph)
+        packed: dict[Hashable, Node] = {}
+        for user in list(rewriter.graph.nodes):
+            for weight in dict.fromkeys(matrix_operands(user)):
+                if is_call(weight, DEQUANTIZE):
+                    continue
+                if weight not in constants:
+                    raise UnsupportedGraphError(f"{user.name} multiplies by {weight.name}, which is not a constant")
+                key = _constant_key(weight)
+                if key not in packed:
+                    packed[key] = self._pack(rewriter, weight)
+                _substitute(rewriter, user, weight, packed[key])
+        return bool(packed)
+
+    def _pack(self, rewriter: Rewriter, weight: Node) -> Node:
+        columns = int(weight.meta["val"].shape[1])
+        # Right behind the weight, and so ahead of everything that uses it.
+        place = weight.next
+        data = rewriter.call(QUANTIZE, (weight, self.format), before=place, sources=(weight,))
+        return rewriter.call(DEQUANTIZE, (data, self.format, columns), before=place, sources=(weight,))
+
+
+def _substitute(rewriter: Rewriter, user: Node, old: Node, new: Node) -> None:
+    """Passes `new` for `old` wherever it is a matrix operand of `user`."""
+    values = arguments(user)
+    for name in MATRICES[user.target]:  # type: ignore[index]
+        value = values[name]
+        if value is old:
+            rewriter.set_argument(user, name, new)
+        elif isinstance(value, (list, tuple)) and old in value:
+            rewriter.set_argument(user, name, [new if item is old else item for item in value])
+
+
+def _constant_key(node: Node) -> Hashable:
+    """Equal for nodes of equal value: two reads of one parameter, or equal operators on them."""
+
+    def key(value: Any) -> Hashable:
+        if isinstance(value, Node):
+            return _constant_key(value)
+        return tuple(map(key, value)) if isinstance(value, (list, tuple)) else value
+
+    if node.op == "get_attr":
+        return (node.op, node.target)
+    return (node.op, node.target, key(node.args), key(tuple(sorted(node.kwargs.items()))))

@@ -1,0 +1,102 @@
+"""Raises matrix products with a weight, and table lookups, to `linear` and `embedding`."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import Node
+
+from picompile_passes.infra import Pass
+from picompile_passes.nodes import arguments, calls, constant_nodes, is_call
+from picompile_passes.rewriter import Rewriter
+from picompile_passes.stages import Stage
+
+_aten = torch.ops.aten
+_LINEAR = torch.ops.picompile.linear.default
+_EMBEDDING = torch.ops.picompile.embedding.default
+_TRANSPOSES = (_aten.permute.default, _aten.transpose.int, _aten.t.default)
+_PRODUCTS = (_aten.linear.default, _aten.addmm.default, _aten.mm.default, _aten.matmul.default)
+
+
+@dataclass(frozen=True)
+class RaiseLinear(Pass):
+    """Every product of a value with a constant matrix becomes `linear`, whose weight has one row for each output.
+
+    1. `linear(x, w, b)` → `picompile.linear(x, w, b)`.
+    2. `matmul(x, wᵀ)`, `mm(x, wᵀ)` → `picompile.linear(x, w, None)`; where w itself stands in place of wᵀ, its
+       transpose is the weight.
+    3. `addmm(b, x, wᵀ)` → `picompile.linear(x, w, b)`.
+    4. `picompile.linear(x, w, None) + b`, b a constant vector and the linear used nowhere else → `picompile.linear(x,
+       w, b)`.
+    5. `embedding(w, ids)` → `picompile.embedding(ids, w, 0)`.
+    """
+
+    name: ClassVar[str] = "raise-linear"
+    requires: ClassVar[Stage] = Stage.CAPTURED
+    ensures: ClassVar[Stage] = Stage.CAPTURED
+
+    def rewrite(self, rewriter: Rewriter) -> bool:
+        """Products first, then the biases that are added to them, then lookups."""
+        constant = constant_nodes(rewriter.graph)
+        for node in calls(rewriter.graph, *_PRODUCTS):
+            _raise_product(rewriter, node, constant)
+        for node in calls(rewriter.graph, _aten.add.Tensor):
+            _absorb_bias(rewriter, node, constant)
+        for node in calls(rewriter.graph, _aten.embedding.default):
+            weight, ids = node.args[:2]
+            if weight in constant:
+                new = rewriter.call(_EMBEDDING, (ids, weight, 0), before=node, sources=(node,))
+                rewriter.replace(node, new)
+        return rewriter.changes > 0
+
+
+def _raise_product(rewriter: Rewriter, node: Node, constant: frozenset[Node]) -> None:
+    x, matrix, bias = _operands(node)
+    if matrix not in constant or x in constant or matrix.meta["val"].dim() != 2:
+        return
+    if bias is not None and bias not in constant:
+        return
+    weight = matrix if is_call(node, _aten.linear.default) else _transposed(rewriter, matrix, node)
+    new = rewriter.call(_LINEAR, (x, weight, bias), before=node, sources=(node,))
+    rewriter.replace(node, new)
+
+
+def _operands(node: Node) -> tuple[Node, Node, Node | None]:
+    """x, matrix and bias of a product."""
+    values = arguments(node)
+    if is_call(node, _aten.linear.default):
+        return values["input"], values["weight"], values["bias"]
+    if is_call(node, _aten.addmm.default):
+        plain = values["beta"] == 1 and values["alpha"] == 1
+        return values["mat1"], values["mat2"] if plain else values["mat1"], values["self"]
+    return values["self"], values["mat2"] if "mat2" in values else values["other"], None
+
+
+def _transposed(rewriter: Rewriter, matrix: Node, before: Node) -> Node:
+    """The transpose of a constant matrix: what `matrix` is the transpose of, where it is one."""
+    if is_call(matrix, *_TRANSPOSES) and _swaps(matrix):
+        return matrix.all_input_nodes[0]
+    return rewriter.call(_aten.transpose.int, (matrix, 0, 1), before=before, sources=(matrix,))
+
+
+def _swaps(node: Node) -> bool:
+    """Whether a transposing call on a matrix exchanges its dimensions, rather than leaving them as they are."""
+    if is_call(node, _aten.t.default):
+        return True
+    if is_call(node, _aten.permute.default):
+        return [dim % 2 for dim in arguments(node)["dims"]] == [1, 0]
+    values = arguments(node)
+    return values["dim0"] % 2 != values["dim1"] % 2
+
+
+def _absorb_bias(rewriter: Rewriter, node: Node, constant: frozenset[Node]) -> None:
+    if node.kwargs or not all(isinstance(argument, Node) for argument in node.args):
+        return
+    for product, bias in (node.args, node.args[::-1]):
+        if not is_call(product, _LINEAR) or bias not in constant:
+            continue
+        x, weight, old = product.args  # type: ignore[union-attr]
+        if old is None and len(product.users) == 1 and bias.meta["val"].dim() == 1:  # type: ignore[union-attr]
+            new = rewriter.call(_LINEAR, (x, weight, bias), before=node, sources=(product, node))  # type: ignore[list-item]
+            rewriter.replace(node, new)
+            return

@@ -1,0 +1,159 @@
+"""Passes in a row, and the hooks that watch them.
+
+A hook is called after every pass with the graph before, the pass, the graph after, and the seconds the pass took.
+Checking, dumping and timing are hooks; `each` joins several.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from torch.fx import GraphModule
+
+from picompile_passes.dump import graph_text
+from picompile_passes.errors import PassError, PassesError, PassOptionError, StageError
+from picompile_passes.infra import PassResult, check_stage
+from picompile_passes.stages import Stage, stage_of
+from picompile_passes.verify import verify
+
+
+class GraphPass(Protocol):
+    """What a pipeline is made of, and is itself: a `Pass` or a `Pipeline`."""
+
+    @property
+    def name(self) -> str:
+        """The name in messages."""
+        ...
+
+    @property
+    def requires(self) -> Stage:
+        """The earliest stage it accepts."""
+        ...
+
+    @property
+    def ensures(self) -> Stage:
+        """The stage of its result."""
+        ...
+
+    def __call__(self, graph_module: GraphModule) -> PassResult:
+        """Runs it."""
+        ...
+
+
+Hook = Callable[[GraphModule, GraphPass, GraphModule, float], None]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Runs `passes` one after another and calls `hook` after each, whether it modified the graph or not."""
+
+    passes: tuple[GraphPass, ...]
+    hook: Hook | None = None
+    name: str = "pipeline"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "passes", tuple(self.passes))
+
+    @property
+    def requires(self) -> Stage:
+        """The earliest stage its first pass accepts."""
+        return self.passes[0].requires if self.passes else min(Stage)
+
+    @property
+    def ensures(self) -> Stage:
+        """The stage its last pass leads to."""
+        return self.passes[-1].ensures if self.passes else max(Stage)
+
+    def __call__(self, graph_module: GraphModule) -> PassResult:
+        """Runs all passes.
+
+        Raises `StageError` before the first pass where a pass could not work on what the ones before it make. What goes
+        wrong in a pass or its hook is raised as `PassError`, but for the errors of the user, who is told as they stand.
+        """
+        self._check_order(stage_of(graph_module))
+        current = graph_module
+        for position, pass_ in enumerate(self.passes):
+            try:
+                current = self._run(pass_, current)
+            except Exception as error:
+                if isinstance(error, PassesError) and error.exit_code != PassesError.exit_code:
+                    raise
+                raise PassError(pass_.name, [other.name for other in self.passes[:position]], error) from error
+        return PassResult(current, modified=current is not graph_module)
+
+    def _run(self, pass_: GraphPass, before: GraphModule) -> GraphModule:
+        start = time.perf_counter()
+        after = pass_(before).graph_module
+        seconds = time.perf_counter() - start
+        if self.hook is not None:
+            self.hook(before, pass_, after, seconds)
+        return after
+
+    def _check_order(self, stage: Stage) -> None:
+        for pass_ in self.passes:
+            try:
+                check_stage(pass_.name, pass_.requires, pass_.ensures, stage)
+            except StageError as error:
+                order = ", ".join(other.name for other in self.passes)
+                raise StageError(f"{error} (the order of passes is {order})") from error
+            stage = pass_.ensures
+
+
+def each(*hooks: Hook | None) -> Hook:
+    """One hook that calls `hooks` in order; those that are None are left out."""
+
+    def call_all(before: GraphModule, pass_: GraphPass, after: GraphModule, seconds: float) -> None:
+        for hook in hooks:
+            if hook is not None:
+                hook(before, pass_, after, seconds)
+
+    return call_all
+
+
+def verifying(before: GraphModule, pass_: GraphPass, after: GraphModule, seconds: float) -> None:
+    """A hook that checks every new graph against the rules of its stage. Raises `VerifyError`."""
+    if after is not before:
+        verify(after, stage_of(after))
+
+
+@dataclass
+class Timings:
+    """A hook that notes how long each pass took."""
+
+    seconds: list[tuple[str, float]] = field(default_factory=list)
+
+    def __call__(self, before: GraphModule, pass_: GraphPass, after: GraphModule, seconds: float) -> None:
+        """Adds one entry."""
+        self.seconds.append((pass_.name, seconds))
+
+
+class Dump:
+    """A hook that writes the graph as text: `000_input.txt`, then `NNN_pass-name.txt` after each pass.
+
+    Put before `verifying`, it leaves the faulty graph on disk.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Makes `folder` where it is missing. Raises `PassOptionError` where that cannot be done."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PassOptionError(f"cannot make the folder for dumps {folder}: {error.strerror}") from error
+        self._folder = folder
+        self._written = 0
+
+    def __call__(self, before: GraphModule, pass_: GraphPass, after: GraphModule, seconds: float) -> None:
+        """Writes one file; at the first call also the graph that went in."""
+        if self._written == 0:
+            self._write("input", before)
+        self._write(pass_.name, after)
+
+    def _write(self, name: str, graph_module: GraphModule) -> None:
+        path = self._folder / f"{self._written:03d}_{name}.txt"
+        try:
+            path.write_text(graph_text(graph_module), encoding="utf-8")
+        except OSError as error:
+            raise PassOptionError(f"cannot write the dump {path}: {error.strerror}") from error
+        self._written += 1

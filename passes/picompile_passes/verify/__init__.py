@@ -1,0 +1,22 @@
+"""Checks that a graph is what its stage promises. The rules of each stage are a table, in `tables`."""
+
+from torch.fx import GraphModule
+
+from picompile_passes.dump import context_text
+from picompile_passes.errors import VerifyError
+from picompile_passes.stages import Stage
+from picompile_passes.verify.rule import Fault, Rule
+from picompile_passes.verify.tables import RULES
+
+__all__ = ["RULES", "Fault", "Rule", "verify"]
+
+
+def verify(graph_module: GraphModule, stage: Stage) -> None:
+    """Checks the rules of `stage` in order.
+
+    Raises `VerifyError` at the first fault: the rule, the node, what is wrong, and the ten nodes around it.
+    """
+    for rule in RULES[stage]:
+        for fault in rule.check(graph_module):
+            context = context_text(fault.node) if fault.node is not None else ""
+            raise VerifyError(rule.name, fault.node, fault.message, context)

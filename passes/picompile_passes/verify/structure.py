@@ -1,0 +1,176 @@
+"""Rules of the graph as such: form, operators, values, arguments, numbering."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+
+from picompile_passes.errors import PropagateError
+from picompile_passes.nodes import arguments, attribute, calls, constant_nodes, is_call
+from picompile_passes.operands import (
+    ATTENTION,
+    DEQUANTIZE,
+    DIMENSIONS,
+    FFN,
+    LINEAR,
+    PREDICT,
+    QUANTIZE,
+    SPARSE_FFN,
+)
+from picompile_passes.propagate import fake_result, same_shape, same_value, value_text
+from picompile_passes.verify.rule import Fault, Rule
+
+_INPUTS = ("tokens", "positions")
+
+# No capture gives these: a pass made them, and must have said so.
+_MADE_BY_PASSES = (PREDICT, SPARSE_FFN, QUANTIZE, DEQUANTIZE)
+
+
+def check_well_formed(graph_module: GraphModule) -> Iterator[Fault]:
+    """`graph.lint()` accepts the graph, and every weight it names is a tensor of the module."""
+    try:
+        graph_module.graph.lint()
+    except RuntimeError as error:
+        yield Fault(None, str(error))
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr":
+            try:
+                attribute(graph_module, str(node.target))
+            except AttributeError as error:
+                yield Fault(node, str(error))
+
+
+def check_placeholders(graph_module: GraphModule) -> Iterator[Fault]:
+    """The inputs are `tokens` and `positions`, int64 of one length."""
+    inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    if tuple(node.name for node in inputs) != _INPUTS:
+        yield Fault(None, f"the inputs are {', '.join(n.name for n in inputs) or 'none'}, not {', '.join(_INPUTS)}")
+        return
+    for node in inputs:
+        value, first = node.meta.get("val"), inputs[0].meta.get("val")
+        if not (isinstance(value, Tensor) and value.dtype == torch.int64 and value.dim() == 1):
+            yield Fault(node, f"is {value_text(value)}, not int64[tokens]")
+        elif isinstance(first, Tensor) and not same_shape(value.shape, first.shape):
+            yield Fault(node, f"is {value_text(value)}, of another length than {value_text(first)}")
+
+
+def check_values(graph_module: GraphModule) -> Iterator[Fault]:
+    """`meta["val"]` of a weight has the weight's shape and dtype; that of a call is what the operator makes anew."""
+    for node in graph_module.graph.nodes:
+        if node.op in ("output", "placeholder"):
+            continue
+        if "val" not in node.meta:
+            if node.op == "get_attr" or isinstance(node.target, OpOverload):
+                yield Fault(node, 'has no meta["val"]')
+            continue
+        # What capture leaves besides operators (symbolic arithmetic, getitem) has no fake implementation to ask.
+        if node.op != "get_attr" and not isinstance(node.target, OpOverload):
+            continue
+        try:
+            expected = attribute(graph_module, str(node.target)) if node.op == "get_attr" else fake_result(node)
+        except PropagateError as error:
+            yield Fault(node, str(error))
+            continue
+        if not same_value(expected, node.meta["val"]):
+            yield Fault(node, f'meta["val"] is {value_text(node.meta["val"])}, but the value {value_text(expected)}')
+
+
+def operators_rule(on_tokens: frozenset[OpOverload], on_constants: frozenset[OpOverload]) -> Rule:
+    """Every call is one of `on_tokens`, or one of `on_constants` where it depends on no input."""
+
+    def check(graph_module: GraphModule) -> Iterator[Fault]:
+        constants = constant_nodes(graph_module.graph)
+        for node in graph_module.graph.nodes:
+            if node.op in ("call_module", "call_method"):
+                yield Fault(node, f"{node.op} {node.target} is no operator")
+            allowed = on_constants if node in constants else on_tokens
+            if node.op == "call_function" and node.target not in allowed:
+                side = "constants" if node in constants else "tokens"
+                yield Fault(node, f"{node.target} is not allowed on {side} at this stage")
+
+    return Rule("operators", check)
+
+
+def check_token_path(graph_module: GraphModule) -> Iterator[Fault]:
+    """Every value that depends on the tokens is float32 [tokens, dim], or bool [tokens, neurons] for a mask."""
+    constants = constant_nodes(graph_module.graph)
+    for node in graph_module.graph.nodes:
+        if node.op != "call_function" or node in constants:
+            continue
+        value, dtype = node.meta["val"], torch.bool if is_call(node, PREDICT) else torch.float32
+        if value.dim() != 2 or not same_shape(value.shape[:1], _tokens(graph_module)) or value.dtype != dtype:
+            yield Fault(node, f"is {value_text(value)}, not {str(dtype).removeprefix('torch.')}[tokens, dim]")
+
+
+def _tokens(graph_module: GraphModule) -> Any:
+    return next(iter(graph_module.graph.find_nodes(op="placeholder"))).meta["val"].shape
+
+
+def check_arguments(graph_module: GraphModule) -> Iterator[Fault]:
+    """The dimensions of each call's arguments agree with one another, as `operands.DIMENSIONS` has them."""
+    for node in graph_module.graph.nodes:
+        for_operator = DIMENSIONS.get(node.target, {}) if node.op == "call_function" else {}
+        sizes: dict[str, tuple[str, Any]] = {"T": ("tokens", _tokens(graph_module)[0])}
+        values = arguments(node) if for_operator else {}
+        for name, letters in for_operator.items():
+            if isinstance(values[name], Node):
+                yield from _check_argument(node, name, values[name].meta["val"], letters, sizes)
+
+
+def _check_argument(
+    node: Node, name: str, value: Tensor, letters: str, sizes: dict[str, tuple[str, Any]]
+) -> Iterator[Fault]:
+    if value.dim() != len(letters):
+        yield Fault(node, f"{name} is {value_text(value)}, which has not {len(letters)} dimensions")
+        return
+    for letter, size in zip(letters, value.shape, strict=True):
+        first, expected = sizes.setdefault(letter, (name, size))
+        if not same_shape((size,), (expected,)):
+            yield Fault(node, f"{name} is {value_text(value)}, but {first} makes that {size} a {expected}")
+
+
+def check_unused(graph_module: GraphModule) -> Iterator[Fault]:
+    """Every weight the module holds is read, and every node's value is used."""
+    graph = graph_module.graph
+    read = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+    held = [*graph_module.named_parameters(remove_duplicate=False), *graph_module.named_buffers(remove_duplicate=False)]
+    for name, _ in held:
+        if name not in read:
+            yield Fault(None, f"weight {name} is read by no node")
+    for node in graph.nodes:
+        if not node.users and node.op not in ("placeholder", "output"):
+            yield Fault(node, "its value is not used")
+
+
+def check_layers(graph_module: GraphModule) -> Iterator[Fault]:
+    """Attention layers are numbered 0, 1, … in order; each layer number of a block is one of those, in order too."""
+    count = 0
+    for node in calls(graph_module.graph, ATTENTION):
+        number = arguments(node)["layer"]
+        if number != count or node.meta.get("layer") != count:
+            yield Fault(node, f"is layer {number}, and {node.meta.get('layer')} by its metadata; it should be {count}")
+        count += 1
+    last = 0
+    for node in calls(graph_module.graph, FFN, PREDICT, SPARSE_FFN):
+        number = node.meta.get("layer")
+        if not isinstance(number, int) or not last <= number < count:
+            yield Fault(node, f"is of layer {number}, where {last} to {count - 1} may stand")
+            return
+        last = number
+
+
+def check_head(graph_module: GraphModule) -> Iterator[Fault]:
+    """The graph gives back one value, and a `linear` makes it: the logits."""
+    output = graph_module.graph.output_node()
+    if not is_call(output.args[0], LINEAR):
+        yield Fault(output, f"gives back {output.args[0]}, which is not one linear")
+
+
+def check_provenance(graph_module: GraphModule) -> Iterator[Fault]:
+    """A node that only a pass can have made says which one, and from what."""
+    for node in calls(graph_module.graph, *_MADE_BY_PASSES):
+        if "from" not in node.meta:
+            yield Fault(node, 'has no meta["from"]')

@@ -1,0 +1,195 @@
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from graphs import LLAMA, OPT, Weights, assert_close, build, random_weights, run, structure
+
+from picompile_passes.errors import PassesError, StageError
+from picompile_passes.infra import Pass, copy_graph_module
+from picompile_passes.materialize import materialize
+from picompile_passes.nodes import arguments, calls
+from picompile_passes.operands import ADD, LINEAR, RMS_NORM
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+from picompile_passes.passes.quantize import Quantize
+from picompile_passes.rewriter import Provenance, Rewriter
+from picompile_passes.stages import Stage, set_stage, stage_of
+
+PASSES = (InsertPredictors(), Partition({0: (1, 2, 3)}), Quantize())
+
+
+@dataclass(frozen=True)
+class DropFinalNorm(Pass):
+    """Leaves out the last norm; `really` false does nothing, `honest` false says so although it did."""
+
+    name: ClassVar[str] = "drop-final-norm"
+    requires: ClassVar[Stage] = Stage.CANONICAL
+    ensures: ClassVar[Stage] = Stage.CANONICAL
+
+    really: bool = True
+    honest: bool = True
+
+    def rewrite(self, rewriter: Rewriter) -> bool:
+        if not self.really:
+            return False
+        *_, norm = calls(rewriter.graph, RMS_NORM)
+        rewriter.replace(norm, arguments(norm)["x"])
+        return self.honest
+
+
+def test_a_pass_leaves_its_input_as_it_was_and_shares_its_tensors():
+    before = build(OPT)
+    for pass_ in PASSES:
+        parameters, buffers = dict(before.named_parameters()), dict(before.named_buffers())
+        was, stage = structure(before), stage_of(before)
+        after = pass_(before).graph_module
+        assert structure(before) == was
+        assert stage_of(before) is stage
+        assert after is not before
+        for name, parameter in after.named_parameters():
+            assert parameter is parameters[name]
+        for name, buffer in before.named_buffers():
+            assert after.get_buffer(name) is buffer is buffers[name]
+        before = after
+
+
+def test_every_new_node_says_where_it_came_from():
+    before = build(OPT)
+    for pass_ in PASSES:
+        after = pass_(before).graph_module
+        old = {node.name: node for node in before.graph.nodes}
+        made = [node for node in after.graph.nodes if node.meta.get("from", ("",))[0] == pass_.name]
+        kept = [node for node in after.graph.nodes if node not in made]
+        assert made
+        for node in made:
+            assert isinstance(node.meta["from"], Provenance)
+            # Weights may be named that this very pass made: the sources of the rest are nodes of the graph before.
+            names = set(old) | {other.name for other in made}
+            assert node.meta["from"].sources
+            assert set(node.meta["from"].sources) <= names
+        for node in kept:
+            assert {key: value for key, value in node.meta.items() if key != "val"} == {
+                key: value for key, value in old[node.name].meta.items() if key != "val"
+            }
+        before = after
+
+
+def test_not_modified_gives_back_the_input_itself():
+    before = build(LLAMA)
+    was = structure(before)
+    result = DropFinalNorm(really=False)(before)
+    assert not result.modified
+    assert result.graph_module is before
+    assert structure(before) == was
+
+
+def test_dead_nodes_and_unread_weights_go():
+    before = build(LLAMA)
+    after = DropFinalNorm()(before).graph_module
+    assert "model.norm.weight" in dict(before.named_parameters())
+    assert "model.norm.weight" not in dict(after.named_parameters())
+    assert all(node.users or node.op in ("placeholder", "output") for node in after.graph.nodes)
+
+
+def test_the_result_runs_as_its_graph_says():
+    before = build(LLAMA)
+    weights = random_weights(before)
+    # With a weight of ones and inputs of one size, leaving the norm out must show.
+    assert not torch.allclose(run(DropFinalNorm()(before).graph_module, weights), run(before, weights))
+
+
+def test_a_pass_that_changes_and_denies_it_is_found_out():
+    with pytest.raises(PassesError, match="pass drop-final-norm says that it changed nothing, but made 1 changes"):
+        DropFinalNorm(honest=False)(build(LLAMA))
+
+
+@pytest.mark.parametrize(
+    ("pass_", "stage", "accepted"),
+    [
+        (InsertPredictors(), Stage.CAPTURED, "canonical to predicted"),
+        (InsertPredictors(), Stage.PARTITIONED, "canonical to predicted"),
+        (Partition(), Stage.CANONICAL, "predicted to partitioned"),
+        (Partition(), Stage.QUANTIZED, "predicted to partitioned"),
+        (Quantize(), Stage.CANONICAL, "predicted to quantized"),
+        (DropFinalNorm(), Stage.PREDICTED, "canonical"),
+    ],
+)
+def test_a_graph_of_another_stage_is_refused(pass_, stage, accepted):
+    graph_module = build(LLAMA)
+    set_stage(graph_module, stage)
+    with pytest.raises(StageError) as error:
+        pass_(graph_module)
+    assert str(error.value) == (
+        f"pass {pass_.name} needs a graph of stage {accepted}, but this one is {stage.name.lower()}"
+    )
+    assert error.value.exit_code == 2
+
+
+def test_a_graph_that_says_no_stage_is_refused():
+    graph_module = build(LLAMA)
+    del graph_module.meta["stage"]
+    with pytest.raises(StageError, match="does not say its stage"):
+        InsertPredictors()(graph_module)
+
+
+def test_passes_are_frozen():
+    with pytest.raises(AttributeError):
+        Quantize().format = "q8"  # type: ignore[misc]
+    assert replace(Quantize(), format="q8") == Quantize("q8")
+
+
+def test_a_copy_is_changed_without_the_original():
+    original = build(LLAMA)
+    was = structure(original)
+    copy = copy_graph_module(original)
+    assert structure(copy) == was
+    assert copy.meta == original.meta
+    for node in copy.graph.nodes:
+        node.meta["layer"] = 99
+    copy.graph.output_node().args = (next(iter(calls(copy.graph, ADD))),)
+    set_stage(copy, Stage.QUANTIZED)
+    assert structure(original) == was
+    assert stage_of(original) is Stage.CANONICAL
+
+
+def test_passes_work_on_a_graph_that_torch_export_made():
+    """The values of an exported graph, on the meta device and with its own symbol, are what new nodes build on."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 5)
+
+        def forward(self, x):
+            return self.second(self.first(x).relu())
+
+    @dataclass(frozen=True)
+    class RaiseLinear(Pass):
+        name: ClassVar[str] = "raise-linear"
+        requires: ClassVar[Stage] = Stage.CAPTURED
+        ensures: ClassVar[Stage] = Stage.CAPTURED
+
+        def rewrite(self, rewriter: Rewriter) -> bool:
+            found = list(calls(rewriter.graph, torch.ops.aten.linear.default))
+            for node in found:
+                new = rewriter.call(LINEAR, list(arguments(node).values()), before=node, sources=(node,))
+                rewriter.replace(node, new)
+            return bool(found)
+
+    with torch.device("meta"):
+        model, x = Model(), torch.zeros(7, 8)
+    tokens = torch.export.Dim("tokens", min=2, max=512)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: tokens},)).run_decompositions({})
+    captured = program.module(check_guards=False)
+    set_stage(captured, Stage.CAPTURED)
+    after = RaiseLinear()(captured).graph_module
+    old, new = (list(calls(g.graph, op)) for g, op in ((captured, torch.ops.aten.linear.default), (after, LINEAR)))
+    for a, b in zip(old, new, strict=True):
+        assert a.meta["val"].shape == b.meta["val"].shape
+        assert isinstance(b.meta["val"].shape[0], torch.SymInt)
+        assert b.meta["nn_module_stack"] == a.meta["nn_module_stack"]
+        assert b.meta["from"] == ("raise-linear", (a.name,))
+    weights = Weights({name: torch.randn(p.shape) for name, p in model.named_parameters()})
+    x = torch.randn(3, 8)
+    assert_close(materialize(after, weights)(x), materialize(captured, weights)(x))

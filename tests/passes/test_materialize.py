@@ -1,0 +1,153 @@
+import pytest
+import torch
+from graphs import LLAMA, OPT, Weights, build, random_weights, run
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from picompile_passes import materialize as module
+from picompile_passes.dialect import dequantize_rows, quantize_rows
+from picompile_passes.errors import PassesError
+from picompile_passes.materialize import evaluate_constant, materialize
+from picompile_passes.nodes import arguments, calls
+from picompile_passes.operands import ADD, DEQUANTIZE, FFN, INDEX_SELECT, QUANTIZE, SPARSE_FFN, TRANSPOSE
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+from picompile_passes.passes.quantize import Quantize
+from picompile_passes.rewriter import Rewriter
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def compiled(shape=OPT, form="q4"):
+    graph_module = InsertPredictors()(build(shape)).graph_module
+    return Quantize(form)(Partition({0: (3, 30, 4)})(graph_module).graph_module).graph_module
+
+
+class Sizes(TorchDispatchMode):
+    """Notes how many bytes each new float32 tensor takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float32_bytes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            self.float32_bytes.append(result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_materialized_parameters_are_the_checkpoints_in_float32(dtype):
+    graph_module = build(LLAMA)
+    weights = random_weights(graph_module, dtype=dtype)
+    real = materialize(graph_module, weights)
+    for name, parameter in real.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, weights.tensors[name].to(torch.float32))
+    assert real.inverse_frequency is graph_module.inverse_frequency
+    assert all(parameter.is_meta for parameter in graph_module.parameters())
+    assert sorted(weights.loaded) == sorted(weights.tensors)
+
+
+def test_any_number_of_tokens_runs():
+    graph_module = build(LLAMA)
+    weights = random_weights(graph_module)
+    assert [tuple(run(graph_module, weights, tokens).shape) for tokens in (1, 2, 17)] == [(1, 50), (2, 50), (17, 50)]
+
+
+def test_a_missing_weight_and_one_of_another_shape_are_told_by_name():
+    graph_module = build(LLAMA)
+    weights = random_weights(graph_module)
+    wrong = Weights(weights.tensors | {"lm_head.weight": torch.zeros(3, 24)})
+    with pytest.raises(PassesError, match=r"lm_head.weight is \[3, 24\] in the weights but \[50, 24\] in the graph"):
+        materialize(graph_module, wrong)
+    del weights.tensors["model.norm.weight"]
+    with pytest.raises(PassesError, match=r"the weights hold no tensor 'model.norm.weight', which the graph reads"):
+        materialize(graph_module, weights)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["f16", "q8", "q4"])
+def test_constants_are_what_the_eager_graph_computes(dtype, form):
+    graph_module = compiled(form=form)
+    weights = random_weights(graph_module, dtype=dtype)
+    real = materialize(graph_module, weights)
+    values = {}
+
+    class Watch(torch.fx.Interpreter):
+        def run_node(self, node):
+            values[node.name] = super().run_node(node)
+            return values[node.name]
+
+    with torch.no_grad():
+        Watch(real).run(torch.arange(2), torch.arange(2))
+    checked = 0
+    for node in calls(graph_module.graph, QUANTIZE, DEQUANTIZE, INDEX_SELECT, TRANSPOSE):
+        value = evaluate_constant(graph_module, node, weights)
+        assert value.is_contiguous()
+        assert torch.equal(value, values[node.name]), node.name
+        checked += 1
+    assert checked > 20
+
+
+def test_only_what_a_constant_needs_is_loaded():
+    graph_module = compiled()
+    weights = random_weights(graph_module)
+    weights.loaded.clear()
+    block = next(iter(calls(graph_module.graph, SPARSE_FFN)))
+    evaluate_constant(graph_module, arguments(block)["down"], weights)
+    assert weights.loaded == ["model.layers.0.fc2.weight"]
+
+
+def test_rows_are_selected_before_they_become_float32():
+    graph_module = build(LLAMA)
+    rewriter = Rewriter(graph_module, "test")
+    (block, *_) = calls(graph_module.graph, FFN)
+    up = arguments(block)["up"]
+    table = rewriter.constant("table", torch.tensor([7, 3]))
+    selected = rewriter.call(INDEX_SELECT, (up, 0, table), before=block, sources=())
+    weights = random_weights(graph_module, dtype=torch.bfloat16)
+    with Sizes() as sizes:
+        value = evaluate_constant(graph_module, selected, weights)
+    assert torch.equal(value, weights.tensors["model.layers.0.mlp.up_proj.weight"][[7, 3]].float())
+    assert max(sizes.float32_bytes) == 2 * 24 * 4
+
+
+def test_packing_goes_by_blocks_of_rows(monkeypatch):
+    monkeypatch.setattr(module, "_QUANTIZE_BLOCK_BYTES", 7 * 40 * 4 + 1)
+    graph_module = compiled(LLAMA)
+    blocks = []
+
+    def watched(weight, form):
+        blocks.append(tuple(weight.shape))
+        return quantize_rows(weight, form)
+
+    monkeypatch.setattr(module, "quantize_rows", watched)
+    weights = random_weights(graph_module, dtype=torch.bfloat16)
+    node = next(n for n in calls(graph_module.graph, QUANTIZE) if n.args[0].target == "lm_head.weight")
+    value = evaluate_constant(graph_module, node, weights)
+    weight = weights.tensors["lm_head.weight"]
+    assert blocks == [(11, 24), (11, 24), (11, 24), (11, 24), (6, 24)]
+    assert torch.equal(value, quantize_rows(weight, "q4"))
+    assert torch.equal(
+        evaluate_constant(graph_module, next(iter(node.users)), weights), dequantize_rows(value, "q4", 24)
+    )
+
+
+def test_a_value_used_twice_is_loaded_once():
+    graph_module = build(OPT)
+    rewriter = Rewriter(graph_module, "test")
+    head = graph_module.graph.output_node().args[0]
+    weight = head.args[1]
+    both = rewriter.call(ADD, (weight, weight), before=head, sources=())
+    four = rewriter.call(ADD, (both, both), before=head, sources=())
+    weights = random_weights(graph_module, dtype=torch.float16)
+    value = evaluate_constant(graph_module, four, weights)
+    assert torch.equal(value, weights.tensors["model.embed.weight"].float() * 4)
+    assert weights.loaded == ["model.embed.weight"]
+
+
+def test_what_depends_on_tokens_has_no_constant_value():
+    graph_module = build(LLAMA)
+    with pytest.raises(PassesError, match=r"tokens .* is not constant"):
+        evaluate_constant(graph_module, graph_module.graph.output_node().args[0], random_weights(graph_module))

@@ -1,0 +1,178 @@
+import pytest
+import torch
+from graphs import LLAMA, OPT, PROFILE, Shape, assert_close, build, random_weights, run, shapes
+from hypothesis import given
+from hypothesis import strategies as st
+
+from picompile_passes import predictors
+from picompile_passes.errors import PassOptionError
+from picompile_passes.nodes import arguments, attribute, calls
+from picompile_passes.operands import INDEX_SELECT, PREDICT, SPARSE_FFN
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+from picompile_passes.rewriter import Rewriter
+from picompile_passes.stages import Stage, stage_of
+from picompile_passes.verify import verify
+
+
+def predicted(shape=LLAMA, kind="auto"):
+    return InsertPredictors(kind)(build(shape)).graph_module
+
+
+def parts(graph_module, layer):
+    return [node for node in calls(graph_module.graph, SPARSE_FFN) if node.meta["layer"] == layer]
+
+
+@st.composite
+def shapes_and_hot_sets(draw):
+    """A shape, and for some of its layers a hot set: any, none or all of the neurons."""
+    shape = draw(shapes())
+    neurons = st.integers(0, shape.ffn - 1)
+    some = st.lists(neurons, unique=True, max_size=shape.ffn)
+    hot = st.one_of(some, st.just([]), st.just(list(range(shape.ffn))))
+    return shape, draw(st.dictionaries(st.integers(0, shape.layers - 1), hot))
+
+
+@PROFILE
+@given(drawn=shapes_and_hot_sets(), kind=st.sampled_from(["auto", "none"]), seed=st.integers(0, 100))
+def test_partitioned_graph_computes_the_same(drawn, kind, seed):
+    shape, hot = drawn
+    before = predicted(shape, kind)
+    after = Partition(hot)(before).graph_module
+    assert stage_of(after) is Stage.PARTITIONED
+    verify(after, Stage.PARTITIONED)
+    weights = random_weights(before, seed)
+    assert_close(run(after, weights), run(before, weights))
+    for layer in range(shape.layers):
+        sizes = [int(arguments(part)["up"].meta["val"].shape[0]) for part in parts(after, layer)]
+        assert sum(sizes) == shape.ffn
+        if layer in hot:
+            assert sizes == [size for size in (len(hot[layer]), shape.ffn - len(hot[layer])) if size]
+
+
+def test_rows_of_a_part_are_selected_by_its_table():
+    after = Partition({0: (7, 2, 30)})(predicted(OPT)).graph_module
+    hot, cold = parts(after, 0)
+    assert (hot.meta["device"], cold.meta["device"]) == ("hot", "cold")
+    tables = []
+    for part in (hot, cold):
+        values = arguments(part)
+        selected = [values["up"], values["down"], values["up_bias"], *arguments(values["mask"])["weights"]]
+        assert all(node.target is INDEX_SELECT for node in selected)
+        (table,) = {arguments(node)["index"] for node in selected}
+        tables.append(attribute(after, table.target))
+        assert values["mask"].meta["device"] == part.meta["device"]
+        assert values["neurons"] is None
+    assert tables[0].tolist() == [2, 7, 30]
+    assert tables[1].tolist() == [neuron for neuron in range(40) if neuron not in (2, 7, 30)]
+    assert all(table.dtype == torch.int64 for table in tables)
+
+
+def test_predictor_and_block_share_the_rows_they_both_use():
+    after = Partition({0: (1, 2)})(predicted(LLAMA)).graph_module
+    for part in parts(after, 0):
+        assert list(arguments(arguments(part)["mask"])["weights"]) == [arguments(part)["gate"]]
+
+
+def test_down_bias_is_added_once():
+    before = predicted(OPT)
+    whole = arguments(parts(before, 0)[0])["down_bias"].target
+    after = Partition({0: (1, 2)})(before).graph_module
+    hot, cold = parts(after, 0)
+    assert arguments(hot)["down_bias"].target == whole
+    assert arguments(cold)["down_bias"] is None
+
+
+@pytest.mark.parametrize(("hot", "device"), [((), "cold"), (tuple(range(40)), "hot")])
+def test_a_side_without_neurons_is_left_out(hot, device):
+    before = predicted(OPT)
+    after = Partition({1: hot})(before).graph_module
+    (part,) = parts(after, 1)
+    assert part.meta["device"] == arguments(part)["mask"].meta["device"] == device
+    assert not list(calls(after.graph, INDEX_SELECT))
+    # The input's own nodes, and the other layer, say nothing of a device.
+    assert all("device" not in node.meta for node in [*before.graph.nodes, *parts(after, 0)])
+
+
+def test_layers_that_are_not_named_stay_whole():
+    after = Partition({1: (0,)})(predicted(LLAMA)).graph_module
+    assert [len(parts(after, layer)) for layer in (0, 1)] == [1, 2]
+    assert "device" not in parts(after, 0)[0].meta
+
+
+def test_without_hot_sets_only_the_stage_moves():
+    before = predicted(LLAMA)
+    result = Partition()(before)
+    assert (stage_of(before), stage_of(result.graph_module)) == (Stage.PREDICTED, Stage.PARTITIONED)
+    assert [node.name for node in result.graph_module.graph.nodes] == [node.name for node in before.graph.nodes]
+    again = Partition()(result.graph_module)
+    assert not again.modified
+    assert again.graph_module is result.graph_module
+
+
+def test_order_of_the_hot_neurons_does_not_matter():
+    before = predicted(LLAMA)
+    one, other = (Partition({0: hot})(before).graph_module for hot in ((5, 1, 9), [9, 5, 1]))
+    for name, table in one.named_buffers():
+        assert torch.equal(table, other.get_buffer(name))
+
+
+def test_predictor_that_is_not_row_local_stays_whole(monkeypatch):
+    """A kind as learned predictors will be: all of its neurons from one small matrix product."""
+    low_rank = predictors.PredictorKind(
+        "low-rank",
+        lambda x, weights, threshold: x @ weights[0].T @ weights[1].T > threshold,
+        lambda weights: int(weights[1].shape[0]),
+        row_local=False,
+    )
+    monkeypatch.setitem(predictors._KINDS, "low-rank", low_rank)
+    before = predicted(OPT, "none")
+    for mask in list(calls(before.graph, PREDICT)):
+        (up,) = arguments(mask)["weights"]
+        mixing = torch.randn(40, 40, generator=torch.Generator().manual_seed(1))
+        mask.update_arg(1, [up, Rewriter(before, "test").constant("mixing", mixing)])
+        mask.update_arg(2, "low-rank")
+    after = Partition({0: (3, 0, 17)})(before).graph_module
+    hot, cold = parts(after, 0)
+    assert arguments(hot)["mask"] is arguments(cold)["mask"]
+    assert attribute(after, arguments(hot)["neurons"].target).tolist() == [0, 3, 17]
+    verify(after, Stage.PARTITIONED)
+    weights = random_weights(before)
+    assert_close(run(after, weights), run(before, weights))
+
+
+@pytest.mark.parametrize(
+    ("hot", "message"),
+    [
+        ({2: (0,)}, "hot neurons of layer 2: the graph has no feed-forward block of that number"),
+        ({0: (0, 40)}, "hot neurons of layer 0: neuron 40 is not among the layer's 0 to 39"),
+        ({1: (-1, 3)}, "hot neurons of layer 1: neuron -1 is not among the layer's 0 to 39"),
+    ],
+)
+def test_hot_sets_that_do_not_fit_the_graph_are_refused(hot, message):
+    with pytest.raises(PassOptionError) as error:
+        Partition(hot)(predicted(LLAMA))
+    assert str(error.value) == message
+    assert error.value.exit_code == 2
+
+
+def test_a_neuron_given_twice_is_refused():
+    with pytest.raises(PassOptionError, match="hot neurons of layer 3: neuron 8 is given twice"):
+        Partition({3: (1, 8, 2, 8)})
+
+
+def test_a_partitioned_layer_is_not_partitioned_again():
+    for hot in ((0,), ()):
+        once = Partition({0: hot})(predicted(LLAMA)).graph_module
+        with pytest.raises(PassOptionError, match="hot neurons of layer 0: that layer is partitioned already"):
+            Partition({0: (1,)})(once)
+        assert len(parts(Partition({1: (1,)})(once).graph_module, 1)) == 2
+
+
+def test_fused_gate_and_up_are_split_by_neuron():
+    shape = Shape(fused=True, layers=1)
+    before = predicted(shape)
+    after = Partition({0: (39, 0)})(before).graph_module
+    verify(after, Stage.PARTITIONED)
+    weights = random_weights(before)
+    assert_close(run(after, weights), run(before, weights))

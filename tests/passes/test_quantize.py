@@ -1,0 +1,119 @@
+import pytest
+import torch
+from graphs import LLAMA, OPT, PROFILE, Shape, Weights, assert_close, build, random_weights, run, shapes
+from hypothesis import given
+from hypothesis import strategies as st
+
+from picompile_passes.dialect import dequantize_rows, quantize_rows
+from picompile_passes.errors import PassOptionError
+from picompile_passes.nodes import arguments, calls
+from picompile_passes.operands import DEQUANTIZE, QUANTIZE, matrix_operands
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+from picompile_passes.passes.quantize import Quantize
+from picompile_passes.stages import Stage, stage_of
+from picompile_passes.verify import verify
+
+DOWN = ("down_proj.weight", "fc2.weight")
+
+
+def partitioned(shape=LLAMA, hot=None):
+    predicted = InsertPredictors()(build(shape)).graph_module
+    return Partition(hot or {})(predicted).graph_module
+
+
+def rounded(weights, form):
+    """What `form` leaves of each matrix. A down projection holds a neuron in each column, and is packed by neuron."""
+
+    def keep(name, weight):
+        if weight.dim() != 2:
+            return weight
+        rows = weight.T if name.endswith(DOWN) else weight
+        left = dequantize_rows(quantize_rows(rows, form), form, rows.shape[1])
+        return left.T if name.endswith(DOWN) else left
+
+    return Weights({name: keep(name, weight) for name, weight in weights.tensors.items()})
+
+
+@PROFILE
+@given(shape=shapes(), form=st.sampled_from(["f16", "q8", "q4"]), split=st.booleans(), seed=st.integers(0, 100))
+def test_quantized_graph_computes_what_the_rounded_weights_do(shape, form, split, seed):
+    before = partitioned(shape, {0: range(0, shape.ffn, 3)} if split else {})
+    after = Quantize(form)(before).graph_module
+    assert stage_of(after) is Stage.QUANTIZED
+    verify(after, Stage.QUANTIZED)
+    weights = random_weights(before, seed)
+    assert_close(run(after, weights), run(before, rounded(weights, form)))
+
+
+def test_formats_lose_as_much_as_they_should():
+    before = partitioned(LLAMA)
+    weights = random_weights(before)
+    expected = run(before, weights)
+    errors = {}
+    for form in ("f16", "q8", "q4"):
+        actual = run(Quantize(form)(before).graph_module, weights)
+        errors[form] = float((actual - expected).abs().max() / expected.abs().max())
+    assert 0 < errors["f16"] < errors["q8"] < errors["q4"] < 0.5
+
+
+def test_matrices_are_packed_and_vectors_are_not():
+    after = Quantize("q8")(partitioned(OPT)).graph_module
+    operands = [operand for node in after.graph.nodes for operand in matrix_operands(node)]
+    assert operands
+    assert all(operand.target is DEQUANTIZE for operand in operands)
+    for node in calls(after.graph, QUANTIZE):
+        assert node.args[0].meta["val"].dim() == 2
+        assert node.args[1] == "q8"
+
+
+def test_a_tied_weight_is_packed_once():
+    after = Quantize()(partitioned(OPT)).graph_module
+    packed = [node.args[0].target for node in calls(after.graph, QUANTIZE)]
+    assert packed.count("model.embed.weight") == 1
+    assert len(packed) == len(set(map(str, (node.args[0] for node in calls(after.graph, QUANTIZE)))))
+
+
+def test_two_reads_of_one_parameter_are_packed_once():
+    before = partitioned(OPT)
+    head = before.graph.output_node().args[0]
+    with before.graph.inserting_before(head):
+        again = before.graph.get_attr("model.embed.weight")
+    again.meta["val"] = head.args[1].meta["val"]
+    head.update_arg(1, again)
+    after = Quantize()(before).graph_module
+    embeddings = [node for node in calls(after.graph, QUANTIZE) if node.args[0].target == "model.embed.weight"]
+    assert len(embeddings) == 1
+    verify(after, Stage.QUANTIZED)
+
+
+def test_what_decides_and_what_computes_read_the_same_bytes():
+    after = Quantize()(partitioned(LLAMA, {0: (1, 2)})).graph_module
+    verify(after, Stage.QUANTIZED)
+    for node in calls(after.graph, torch.ops.picompile.sparse_ffn.default):
+        assert arguments(arguments(node)["mask"])["weights"][0] is arguments(node)["gate"]
+
+
+def test_it_takes_a_graph_that_was_not_partitioned():
+    predicted = InsertPredictors()(build(LLAMA)).graph_module
+    after = Quantize()(predicted).graph_module
+    verify(after, Stage.QUANTIZED)
+
+
+def test_second_run_changes_nothing():
+    once = Quantize("q4")(partitioned(LLAMA)).graph_module
+    twice = Quantize("q8")(once)
+    assert not twice.modified
+    assert twice.graph_module is once
+
+
+def test_unknown_format_is_refused():
+    with pytest.raises(PassOptionError, match="option format of pass quantize: 'q5' is not one of f16, q8, q4"):
+        Quantize("q5")
+
+
+def test_one_neuron_and_one_column():
+    shape = Shape(hidden=2, heads=1, kv_heads=1, ffn=1, vocab=2, layers=1)
+    before = partitioned(shape)
+    weights = random_weights(before)
+    assert_close(run(Quantize("q4")(before).graph_module, weights), run(before, rounded(weights, "q4")))

@@ -1,0 +1,164 @@
+import pytest
+import torch
+from graphs import LLAMA, OPT, build
+from torch.fx import Graph
+
+from picompile_passes.errors import PropagateError
+from picompile_passes.nodes import (
+    argument_position,
+    arguments,
+    attribute,
+    calls,
+    constant_nodes,
+    has_real_data,
+    is_call,
+)
+from picompile_passes.operands import ADD, EMBEDDING, FFN, INDEX_SELECT, LINEAR, QUANTIZE, TRANSPOSE
+from picompile_passes.propagate import fake_mode_of, fake_result, recompute, same_value, value_text
+from picompile_passes.rewriter import Rewriter
+
+
+@pytest.fixture
+def graph_module():
+    return build(LLAMA)
+
+
+@pytest.fixture
+def rewriter(graph_module):
+    return Rewriter(graph_module, "test-pass")
+
+
+def head(graph_module):
+    return graph_module.graph.output_node().args[0]
+
+
+def test_a_call_gets_its_value_with_the_token_count_left_open(graph_module, rewriter):
+    old = head(graph_module)
+    x, weight, _ = old.args
+    new = rewriter.call(LINEAR, (x, weight, None), before=old, sources=(old, x), layer=3, device="hot")
+    assert value_text(new.meta["val"]) == value_text(old.meta["val"])
+    assert isinstance(new.meta["val"].shape[0], torch.SymInt)
+    assert new.meta["val"].fake_mode is fake_mode_of(graph_module.graph)
+    assert new.meta["from"] == ("test-pass", (old.name, x.name))
+    assert (new.meta["layer"], new.meta["device"]) == (3, "hot")
+    assert new.next is old
+
+
+def test_a_call_that_does_not_fit_is_refused_with_its_shapes(graph_module, rewriter):
+    old = head(graph_module)
+    count = len(graph_module.graph.nodes)
+    with pytest.raises(PropagateError, match=r"aten.add.Tensor does not accept \(float32\[s\d+, 24\], float32\[50"):
+        rewriter.call(ADD, (old.args[0], old.args[1]), before=old, sources=())
+    assert len(graph_module.graph.nodes) == count
+    assert rewriter.changes == 0
+
+
+def test_a_call_of_a_node_without_value_is_refused(graph_module, rewriter):
+    old = head(graph_module)
+    del old.args[0].meta["val"]
+    with pytest.raises(PropagateError, match='has no meta\\["val"\\]'):
+        rewriter.call(LINEAR, old.args, before=old, sources=())
+
+
+def test_constants_get_fresh_names_and_stand_ahead_of_every_call(graph_module, rewriter):
+    table = torch.arange(3)
+    first = rewriter.constant("layers.0.table", table)
+    second = rewriter.constant("layers.0.table", table + 1)
+    assert (first.target, second.target) == ("layers_0_table", "layers_0_table_1")
+    assert graph_module.layers_0_table is table
+    assert "layers_0_table" in dict(graph_module.named_buffers())
+    assert value_text(first.meta["val"]) == "int64[3]"
+    ahead = list(graph_module.graph.nodes)[: list(graph_module.graph.nodes).index(second)]
+    assert all(node.op in ("placeholder", "get_attr") for node in ahead)
+    graph_module.graph.lint()
+
+
+def test_a_constant_without_data_is_refused(rewriter):
+    with pytest.raises(ValueError, match="constant table is on meta"):
+        rewriter.constant("table", torch.empty(3, device="meta"))
+
+
+def test_replace_leaves_the_new_node_its_own_use(graph_module, rewriter):
+    (first, *_) = calls(graph_module.graph, FFN)
+    double = rewriter.call(ADD, (first, first), before=first.next, sources=(first,))
+    users = set(first.users) - {double}
+    rewriter.replace(first, double)
+    assert set(first.users) == {double}
+    assert set(double.users) == users
+    graph_module.graph.lint()
+
+
+def test_set_argument_computes_the_value_anew(graph_module, rewriter):
+    old = head(graph_module)
+    wide = rewriter.constant("wide", torch.zeros(99, LLAMA.hidden))
+    rewriter.set_argument(old, "weight", wide)
+    assert arguments(old)["weight"] is wide
+    assert old.meta["val"].shape[1] == 99
+
+
+def test_annotate_keeps_what_is_not_given(graph_module, rewriter):
+    node = head(graph_module)
+    rewriter.annotate(node, layer=4)
+    rewriter.annotate(node, device="cold")
+    assert (node.meta["layer"], node.meta["device"]) == (4, "cold")
+    assert rewriter.changes == 2
+    rewriter.annotate(node)
+    assert rewriter.changes == 2
+
+
+def test_arguments_by_name_with_defaults(graph_module):
+    embedding, *_ = calls(graph_module.graph, EMBEDDING)
+    assert list(arguments(embedding)) == ["ids", "weight", "offset"]
+    (add, *_) = calls(graph_module.graph, ADD)
+    assert arguments(add)["alpha"] == 1
+    graph = Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(TRANSPOSE, (x,), {"dim1": 1, "dim0": 0})
+    assert arguments(node) == {"self": x, "dim0": 0, "dim1": 1}
+    assert argument_position(node, "dim1") == 2
+    with pytest.raises(KeyError, match="has no argument 'weight'"):
+        argument_position(node, "weight")
+    with pytest.raises(TypeError, match="has no schema"):
+        arguments(graph.call_function(len, (x,)))
+    assert is_call(node, TRANSPOSE)
+    assert not is_call(x, TRANSPOSE)
+    assert not is_call(3, TRANSPOSE)
+
+
+def test_constants_are_what_depends_on_no_input(graph_module):
+    constants = constant_nodes(graph_module.graph)
+    for node in graph_module.graph.nodes:
+        assert (node in constants) == (node.op == "get_attr" or is_call(node, TRANSPOSE, INDEX_SELECT, QUANTIZE))
+
+
+def test_attribute_reads_dotted_names(graph_module):
+    weight = attribute(graph_module, "model.layers.1.q_proj.weight")
+    assert weight is graph_module.model.layers.get_submodule("1").q_proj.weight
+    assert not has_real_data(weight)
+    assert has_real_data(attribute(graph_module, "inverse_frequency"))
+    with pytest.raises(AttributeError, match=r"model.layers is a Module, not a tensor"):
+        attribute(graph_module, "model.layers")
+    with pytest.raises(AttributeError, match="nowhere"):
+        attribute(graph_module, "model.nowhere")
+
+
+def test_recompute_restores_every_value():
+    graph_module = build(OPT)
+    texts = [value_text(node.meta.get("val")) for node in graph_module.graph.nodes]
+    for node in graph_module.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            del node.meta["val"]
+    recompute(graph_module)
+    assert [value_text(node.meta.get("val")) for node in graph_module.graph.nodes] == texts
+
+
+def test_values_agree_only_with_the_same_symbol():
+    one, other = head(build(LLAMA)), head(build(LLAMA))
+    assert same_value(fake_result(one), one.meta["val"])
+    assert same_value([one.meta["val"], 3], (one.meta["val"], 3))
+    assert not same_value(one.meta["val"], one.args[0].meta["val"])
+    assert not same_value(one.meta["val"], torch.empty(7, 50))
+    assert not same_value(one.meta["val"], 3)
+    assert not same_value([one.meta["val"]], [])
+    assert not same_value(other.meta["val"], other.meta["val"].new_empty((7, 50)))
+    assert not same_value(torch.zeros(2), torch.zeros(2, dtype=torch.int64))
