@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from picompile_passes.dialect import FORMATS
 from torch import Tensor
 from torch.fx import Node
 
 from picompile_codegen.program import Arg
+from picompile_passes.dialect import FORMATS
+from picompile_passes.nodes import arguments
 
 # evaluate(node) → the value of one constant subgraph
 Evaluate = Callable[[Node], Tensor]
@@ -64,10 +65,8 @@ def _parameter_name(node: Node) -> str:
 
 def _quantized(operand: Node) -> tuple[Node, str, int]:
     """(quantize node, format, columns) of a matrix operand, which the quantized stage guarantees to be dequantized."""
-    quantize, format_name, columns = operand.args
-    if not isinstance(quantize, Node):
-        raise TypeError(f"{operand.name} is no dequantized matrix")
-    return quantize, str(format_name), int(columns)  # type: ignore[call-overload]
+    values = arguments(operand)
+    return values["packed"], values["format"], values["columns"]
 
 
 @dataclass

@@ -46,9 +46,7 @@ def _lowest_gap(size: int, taken: Iterable[tuple[int, int]], base: int) -> int:
     return offset
 
 
-def plan_buffers(
-    calls: Sequence[Call], buffers: Mapping[str, Tensor], base: int
-) -> tuple[dict[str, Tensor], int]:
+def plan_buffers(calls: Sequence[Call], buffers: Mapping[str, Tensor], base: int) -> tuple[dict[str, Tensor], int]:
     """Gives every buffer of one function an offset from `base` on; returns them and the end of the arena in bytes.
 
     Largest first into the lowest gap that is free during the buffer's whole life (greedy by size, arXiv 2001.03288).

@@ -5,10 +5,10 @@
  * library where it runs, and so that the number of threads is chosen for each run instead of once for each process.
  *
  * The pool spins for a while between parallel regions, because a decode step has hundreds of them a few microseconds
- * apart, and then sleeps on a futex, because a server waits for seconds between requests.
+ * apart, and then sleeps on a futex, because a server waits for seconds between requests. Workers that the current run
+ * has no use for sleep on a futex of their own, so that its regions do not wake them.
  */
 #define _GNU_SOURCE
-#include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
@@ -46,14 +46,17 @@ typedef int (*PiKernel)(void *self, const PiAny *args, int32_t num_args, PiAny *
 
 /* ---- errors ---- */
 static char last_error[1024];
+static pthread_mutex_t error_lock = PTHREAD_MUTEX_INITIALIZER; /* several tasks of one region may fail */
 
 PI_EXPORT void TVMFFIErrorSetRaisedFromCStrParts(const char *kind, const char **parts, int32_t count) {
+  pthread_mutex_lock(&error_lock);
   size_t used = (size_t)snprintf(last_error, sizeof last_error, "%s: ", kind);
   for (int32_t i = 0; i < count && used < sizeof last_error - 1; ++i) {
     int written = snprintf(last_error + used, sizeof last_error - used, "%s", parts[i]);
     if (written < 0) break;
     used += (size_t)written;
   }
+  pthread_mutex_unlock(&error_lock);
 }
 
 PI_EXPORT void TVMFFIErrorSetRaisedFromCStr(const char *kind, const char *message) {
@@ -66,8 +69,8 @@ PI_EXPORT const char *pi_last_error(void) { return last_error; }
 static struct {
   pthread_mutex_t run_lock;      /* one program at a time */
   int started;                   /* workers alive */
-  int threads;                   /* threads of the current run, the launching one included */
-  _Atomic int region;            /* number of the parallel region << 8 | its tasks - 1; workers wait on it */
+  _Atomic int threads;           /* threads of the current run, the launching one included; unused workers wait on it */
+  _Atomic int64_t region;        /* number of the parallel region << 8 | its tasks - 1; the others wait on its low half */
   _Atomic int sleepers;          /* workers inside futex_wait */
   _Atomic int pending;           /* workers still busy with this region */
   _Atomic int failed;            /* a task of this region returned an error */
@@ -83,27 +86,34 @@ static void relax(void) {
 #endif
 }
 
-static void futex(_Atomic int *word, int operation, int value) {
-  syscall(SYS_futex, (int *)word, operation | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
+/* The word that the kernel compares has 32 bits; of a region it is the half that changes, the first on these machines. */
+static void futex(void *word, int operation, int value) {
+  syscall(SYS_futex, word, operation | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
 }
 
-/* Waits until the region differs from `seen`; returns the new one. */
-static int await_region(int seen) {
+static void await_use(int index) {
+  int threads;
+  while ((threads = atomic_load(&pool.threads)) <= index) futex(&pool.threads, FUTEX_WAIT, threads);
+}
+
+/* Waits until the region differs from `seen`; returns the new one. The number of a region has 56 bits, so that it never
+ * comes again, however long a worker slept. */
+static int64_t await_region(int64_t seen) {
   for (int spin = 0; spin < PI_SPINS; ++spin) {
-    int now = atomic_load_explicit(&pool.region, memory_order_acquire);
+    int64_t now = atomic_load_explicit(&pool.region, memory_order_acquire);
     if (now != seen) return now;
     relax();
   }
   atomic_fetch_add(&pool.sleepers, 1);
-  int now;
-  while ((now = atomic_load(&pool.region)) == seen) futex(&pool.region, FUTEX_WAIT, seen);
+  int64_t now;
+  while ((now = atomic_load(&pool.region)) == seen) futex(&pool.region, FUTEX_WAIT, (int)seen);
   atomic_fetch_sub(&pool.sleepers, 1);
   return now;
 }
 
 typedef struct {
   int index;
-  int region;
+  int64_t region;
 } PiWorkerStart;
 
 static PiWorkerStart worker_start[PI_MAX_THREADS];
@@ -112,10 +122,12 @@ static PiWorkerStart worker_start[PI_MAX_THREADS];
  * a consistent pair and goes back to waiting, and one that has a part keeps the region open until it is done. */
 static void *worker_main(void *argument) {
   PiWorkerStart *start = argument;
-  int index = start->index, seen = start->region;
+  int index = start->index;
+  int64_t seen = start->region;
   for (;;) {
+    await_use(index);
     seen = await_region(seen);
-    int tasks = (seen & 0xff) + 1;
+    int tasks = (int)(seen & 0xff) + 1;
     if (index >= tasks) continue;
     PiParallelEnv env = {NULL, tasks};
     if (pool.lambda(index, &env, pool.data) != 0) atomic_store(&pool.failed, 1);
@@ -140,8 +152,23 @@ static int start_workers(int threads) {
   return 0;
 }
 
+/* A forked process has none of its parent's workers. */
+static void forget_workers(void) {
+  pthread_mutex_init(&pool.run_lock, NULL);
+  pthread_mutex_init(&error_lock, NULL);
+  pool.started = 0;
+  atomic_store(&pool.sleepers, 0);
+}
+
+__attribute__((constructor)) static void set_up(void) { pthread_atfork(NULL, NULL, forget_workers); }
+
+static void use_threads(int threads) {
+  if (atomic_exchange(&pool.threads, threads) != threads) futex(&pool.threads, FUTEX_WAKE, INT_MAX);
+}
+
 static int parallel_launch(PiLambda lambda, void *data, int num_task) {
-  int tasks = num_task > 0 && num_task < pool.threads ? num_task : pool.threads;
+  int threads = atomic_load_explicit(&pool.threads, memory_order_relaxed);
+  int tasks = num_task > 0 && num_task < threads ? num_task : threads;
   if (tasks <= 1) {
     PiParallelEnv env = {NULL, 1};
     return lambda(0, &env, data);
@@ -150,8 +177,8 @@ static int parallel_launch(PiLambda lambda, void *data, int num_task) {
   pool.data = data;
   atomic_store(&pool.failed, 0);
   atomic_store(&pool.pending, tasks - 1);
-  unsigned number = ((unsigned)atomic_load(&pool.region) >> 8) + 1;
-  atomic_store(&pool.region, (int)(number << 8 | (unsigned)(tasks - 1)));
+  int64_t number = (atomic_load_explicit(&pool.region, memory_order_relaxed) >> 8) + 1;
+  atomic_store(&pool.region, number << 8 | (tasks - 1));
   if (atomic_load(&pool.sleepers) > 0) futex(&pool.region, FUTEX_WAKE, INT_MAX);
   PiParallelEnv env = {NULL, tasks};
   int status = lambda(0, &env, data);
@@ -180,14 +207,16 @@ static double now_seconds(void) {
 }
 
 /* Runs `count` calls in order on `threads` threads. Adds the time of call i to seconds[i] unless seconds is NULL.
- * Returns -1 when all succeeded, else the index of the call that failed; `pi_last_error` says why. */
+ * Returns -1 when all succeeded, else the index of the call that failed, or -2 when threads could not be started;
+ * `pi_last_error` says why. */
 PI_EXPORT int pi_run(const PiCall *calls, int count, int threads, double *seconds) {
   if (threads < 1) threads = 1;
   if (threads > PI_MAX_THREADS) threads = PI_MAX_THREADS;
   pthread_mutex_lock(&pool.run_lock);
-  int failed_call = start_workers(threads) == 0 ? -1 : 0;
-  pool.threads = threads;
-  for (int i = 0; i < count && failed_call < 0; ++i) {
+  last_error[0] = '\0';
+  int failed_call = start_workers(threads) == 0 ? -1 : -2;
+  use_threads(threads);
+  for (int i = 0; i < count && failed_call == -1; ++i) {
     PiAny result = {0, 0, {0}};
     double start = seconds ? now_seconds() : 0.0;
     if (calls[i].kernel(NULL, calls[i].args, calls[i].num_args, &result) != 0) failed_call = i;

@@ -1,0 +1,11 @@
+"""Errors of code generation."""
+
+
+class CodegenError(Exception):
+    """Something that only a bug in picompile can cause: the graphs that reach code generation have been verified."""
+
+    exit_code = 1
+
+
+class BuildError(CodegenError):
+    """Kernels did not compile or link; the message is the compiler's."""

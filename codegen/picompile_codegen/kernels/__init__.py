@@ -1,0 +1,26 @@
+"""The kernels of compiled models, as TVM TIR for a CPU with AVX2."""
+
+from picompile_codegen.kernels.attention import attention
+from picompile_codegen.kernels.cache import cache_write
+from picompile_codegen.kernels.elementwise import add, take_last
+from picompile_codegen.kernels.embedding import embedding
+from picompile_codegen.kernels.ffn import ffn
+from picompile_codegen.kernels.kernel import Argument, Kernel
+from picompile_codegen.kernels.linear import linear
+from picompile_codegen.kernels.norms import layer_norm, rms_norm
+from picompile_codegen.kernels.rotary import rotary
+
+__all__ = [
+    "Argument",
+    "Kernel",
+    "add",
+    "attention",
+    "cache_write",
+    "embedding",
+    "ffn",
+    "layer_norm",
+    "linear",
+    "rms_norm",
+    "rotary",
+    "take_last",
+]

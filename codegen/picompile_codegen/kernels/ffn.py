@@ -1,0 +1,44 @@
+"""Feed-forward blocks: which kernel there is for which kind, and the arguments they have in common."""
+
+from picompile_codegen.kernels.ffn_chunk import ffn_chunk
+from picompile_codegen.kernels.ffn_one import ffn_one
+from picompile_codegen.kernels.ffn_shape import FfnArguments, FfnShape
+from picompile_codegen.kernels.kernel import Kernel, KernelFunction
+from picompile_codegen.kernels.matrix import matrix_argument
+
+
+def ffn(
+    *, kind: str, format: str, neurons: int, dim: int, rows: int, gated: bool, activation: str, up_activation: str,
+    gate_bias: bool, up_bias: bool, down_bias: bool,
+) -> Kernel:  # fmt: skip
+    """y = h · down + down_bias, h = activation(x · gateᵀ + gate_bias) ∘ up_activation(x · upᵀ + up_bias).
+
+    Without a gate (`gated` False), h = activation(x · upᵀ + up_bias). x float32 [rows, dim], y like x, biases float32
+    [neurons] and [dim]. `neuron_w` is a bundle: the rows of one neuron follow one another.
+
+    | kind | `decide_w` | bundle | rows = 1 computes |
+    | --- | --- | --- | --- |
+    | `dense` | | gate, up, down or up, down | every neuron |
+    | `exact`, gated | gate | up, down | up and down of neurons whose gate is above the activation's threshold |
+    | `exact`, not gated | up | down | down of neurons whose up is above it |
+
+    `stats` int64 [2] counts, for rows = 1, neurons computed and neurons whose h is not zero. It is added to, not set.
+    """
+    shape = FfnShape(kind, neurons, dim, rows, gated, activation, up_activation)
+    name = ("gated" if gated else "plain", activation, "" if up_activation == "identity" else f"up_{up_activation}")
+    biases = "g" * gate_bias + "u" * up_bias + "d" * down_bias
+    function = KernelFunction("ffn", kind, format, f"{neurons}x{dim}", f"r{rows}", *name, biases and f"b{biases}")
+    with function:
+        x = function.floats("x", rows, dim)
+        decide = matrix_argument(function, "decide_w", format, neurons, dim) if shape.is_exact else None
+        bundle = matrix_argument(function, "neuron_w", format, neurons * shape.bundle_parts, dim)
+        gate = function.optional_floats("gate_bias", neurons, gate_bias)
+        up = function.optional_floats("up_bias", neurons, up_bias)
+        down = function.optional_floats("down_bias", dim, down_bias)
+        stats = function.argument("stats", "int64", 2)
+        arguments = FfnArguments(shape, x, decide, bundle, gate, up, down, stats)
+        if rows == 1:
+            ffn_one(function, arguments)
+        else:
+            ffn_chunk(function, arguments)
+    return function.kernel()

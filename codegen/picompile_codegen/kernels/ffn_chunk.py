@@ -1,0 +1,58 @@
+"""The feed-forward block of a chunk of tokens: dense, since some token needs almost every neuron."""
+
+from picompile_codegen.kernels.accumulate import Reduction, accumulate_columns, column_blocks
+from picompile_codegen.kernels.ffn_shape import FfnArguments
+from picompile_codegen.kernels.kernel import KernelFunction
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, minimum, parallel, select, when, worth_a_region
+from picompile_codegen.kernels.tiles import ROW_BLOCK, Projection, project_rows
+from picompile_codegen.kernels.vector import LANES, blocks, load, splat, store
+
+
+def ffn_chunk(function: KernelFunction, arguments: FfnArguments) -> None:
+    """Declares the rest of the arguments and writes the body."""
+    shape = arguments.shape
+    gate = function.scratch("gate", "float32", shape.rows, shape.neurons) if shape.gated else None
+    hidden = function.scratch("hidden", "float32", shape.rows, shape.neurons)
+    y = function.floats("y", shape.rows, shape.dim)
+    tokens = function.tokens(shape.rows)
+    is_worth = worth_a_region(arguments.bundle.bytes)
+
+    with parallel(-(-shape.neurons // ROW_BLOCK), when_worth=is_worth) as block:
+        _project(arguments, block, tokens, gate, hidden)
+        with loop(0, tokens) as t:
+            _activate(arguments, block, t, gate, hidden)
+    down = Reduction(arguments.bundle, shape.neurons, arguments.down_row, hidden, arguments.down_bias, y)
+    with parallel(column_blocks(down), when_worth=is_worth) as block:
+        accumulate_columns(down, block, tokens)
+
+
+def _project(arguments: FfnArguments, block: Expr, tokens: Expr, gate: Tensor | None, hidden: Tensor) -> None:
+    """The products of a block of neurons with gate and up, before their activations."""
+    neurons = arguments.shape.neurons
+    first, _ = arguments.first_row(0)
+    projection = Projection(first, neurons, lambda neuron: arguments.first_row(neuron)[1], arguments.first_bias)
+    project_rows(projection, block, arguments.x, tokens, hidden if gate is None else gate)
+    if gate is not None:
+        projection = Projection(arguments.bundle, neurons, arguments.up_row, arguments.up_bias)
+        project_rows(projection, block, arguments.x, tokens, hidden)
+
+
+def _activate(arguments: FfnArguments, block: Expr, t: Expr, gate: Tensor | None, hidden: Tensor) -> None:
+    """hidden = activation(gate) ∘ up_activation(hidden), or activation(hidden), for a block of neurons of one token."""
+    neurons = arguments.shape.neurons
+
+    def output(c: Expr, valid: int) -> None:
+        raised = bind(load(hidden, t, c, valid=valid))
+        first = raised if gate is None else bind(load(gate, t, c, valid=valid))
+        value = arguments.output(first, None if gate is None else raised)
+        if arguments.shape.is_exact:
+            # Not a product: a silent neuron whose up is infinite must not turn into NaN.
+            value = select(first > splat(arguments.shape.threshold), value, splat(0.0))
+        store(hidden, t, c, value=value, valid=valid)
+
+    full, rest = divmod(neurons, ROW_BLOCK)
+    with when(block < full):
+        blocks(ROW_BLOCK, lambda c, valid: output(block * ROW_BLOCK + c, valid))
+    if rest:
+        with when(block == full):
+            blocks(rest, lambda c, valid: output(full * ROW_BLOCK + c, valid))

@@ -1,0 +1,126 @@
+"""What a kernel is, and how one is written.
+
+A kernel is a TIR function of nothing but tensors, all of static shape. What changes from step to step comes in `step`
+(int32 [8]: tokens in this step, position of the first). So the arguments of a call never change, and equal kernels are
+shared by all the layers that need them: a kernel's name encodes every parameter that it was built with.
+
+    function = KernelFunction("negate", dim)
+    with function:
+        function.step()
+        x, y = function.floats("x", 1, dim), function.floats("y", 1, dim)
+        with loop(0, dim) as i:
+            y[0, i] = -x[0, i]
+    return function.kernel()
+"""
+
+import re
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script.builder import ir as T
+
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind
+
+STEP_SHAPE = (8,)
+STEP_TOKENS = 0
+STEP_POSITION = 1
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument: `name`, `dtype` and static `shape`. `scratch` memory is for the kernel's own use during one call."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    scratch: bool = False
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled function of an artifact, under the symbol `__tvm_ffi_<name>`.
+
+    A packed matrix `w` is one argument `w.data` in f16 and two, `w.data` and `w.scale`, in q8 and q4: views of the same
+    bytes, typed as the data and as the scales.
+    """
+
+    name: str
+    prim_func: Any
+    arguments: tuple[Argument, ...]
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """Argument names in order."""
+        return tuple(argument.name for argument in self.arguments)
+
+    @property
+    def scratch(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """(dtype, shape) of each argument that the caller must allocate and nobody else reads."""
+        return {argument.name: (argument.dtype, argument.shape) for argument in self.arguments if argument.scratch}
+
+
+def symbol(*parts: object) -> str:
+    """A C identifier that tells `parts` apart: `symbol("norm", 64, 1e-05)` is `norm_64_1em05`."""
+    text = "_".join(str(part) for part in parts if part != "")
+    return re.sub(r"[^0-9A-Za-z_]", "", text.replace(".", "p").replace("-", "m"))
+
+
+class KernelFunction:
+    """A kernel being written: a context whose body declares arguments, in order, and makes statements."""
+
+    def __init__(self, *parts: object) -> None:
+        self.name = symbol(*parts)
+        self._arguments: list[Argument] = []
+        self._builder = IRBuilder()
+        self._frame = T.prim_func()
+        self._step: Tensor | None = None
+
+    def __enter__(self) -> None:
+        self._builder.__enter__()
+        self._frame.__enter__()
+        T.func_name(self.name)
+        # "noalias" promises LLVM that no written tensor overlaps another argument.
+        T.func_attr({"tirx.noalias": True, "global_symbol": self.name})
+        self._step = self.argument("step", "int32", *STEP_SHAPE)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._frame.__exit__(kind, error, trace)
+        self._builder.__exit__(kind, error, trace)
+
+    def argument(self, name: str, dtype: str, *shape: int, scratch: bool = False) -> Tensor:
+        """Declares the next argument."""
+        self._arguments.append(Argument(name, dtype, shape, scratch))
+        return Tensor(T.arg(name.replace(".", "_"), T.buffer(shape, dtype)))
+
+    def floats(self, name: str, *shape: int) -> Tensor:
+        """Declares a float32 argument."""
+        return self.argument(name, "float32", *shape)
+
+    def optional_floats(self, name: str, size: int, present: bool) -> Tensor | None:
+        """Declares a float32 vector that only some variants of a kernel have, a bias for instance."""
+        return self.floats(name, size) if present else None
+
+    def scratch(self, name: str, dtype: str, *shape: int) -> Tensor:
+        """Declares memory for the kernel's own use, of unknown contents."""
+        return self.argument(name, dtype, *shape, scratch=True)
+
+    def tokens(self, rows: int) -> Expr:
+        """How many of `rows` rows count in this step. With one row there is no choice, and nothing is read."""
+        return 1 if rows == 1 else bind(self._read_step(STEP_TOKENS))
+
+    def position(self) -> Expr:
+        """The position of this step's first token."""
+        return bind(self._read_step(STEP_POSITION))
+
+    def _read_step(self, index: int) -> Expr:
+        if self._step is None:
+            raise RuntimeError(f"kernel {self.name} is not being written")
+        return self._step[index]
+
+    def kernel(self) -> Kernel:
+        """The finished kernel, once its body has ended."""
+        return Kernel(self.name, self._builder.get(), tuple(self._arguments))

@@ -1,0 +1,91 @@
+"""Tensors as a kernel sees them, and the statements that loops are made of: a thin skin over TVM's IR builder.
+
+Kernels are written in ordinary Python that runs once, when a kernel is built. A Python `for` or `if` therefore unrolls or
+selects at build time; `loop`, `parallel` and `when` make statements of the kernel.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tvm import tirx
+from tvm.tirx.script.builder import ir as T
+
+# An expression of the kernel: an int or float known at build time, or TVM's expression of one or several lanes.
+Expr = Any
+
+
+class Tensor:
+    """A tensor of a kernel. `x[i, j]` is an expression, `x[i, j] = value` a statement.
+
+    The last index may be a run of lanes (`vector.at`): then a vector is loaded or stored.
+    """
+
+    def __init__(self, buffer: Any) -> None:
+        self._buffer = buffer
+
+    @property
+    def dtype(self) -> str:
+        """The type of the elements, by TVM's name."""
+        return str(self._buffer.dtype)
+
+    def __getitem__(self, index: Expr | tuple[Expr, ...]) -> Expr:
+        return tirx.BufferLoad(self._buffer, list(index) if isinstance(index, tuple) else [index])
+
+    def __setitem__(self, index: Expr | tuple[Expr, ...], value: Expr) -> None:
+        T.buffer_store(self._buffer, value, list(index) if isinstance(index, tuple) else [index])
+
+
+def local(*shape: int, dtype: str = "float32") -> Tensor:
+    """A tensor on the stack of the task that is running; small ones that are indexed by constants live in registers."""
+    # Scope "global" and the annotation together keep TVM from asking a runtime for the memory.
+    return Tensor(T.alloc_buffer(shape, dtype, scope="global", annotations={"disable_lower_builtin": True}))
+
+
+def bind(value: Expr) -> Expr:
+    """Computes `value` here, once. Python variables hold expressions, which are otherwise repeated at every use."""
+    return T.bind(value)
+
+
+def loop(start: Expr, stop: Expr) -> Any:
+    """`with loop(0, n) as i:` runs its body for i from `start` to `stop` - 1, in order."""
+    return T.serial(start, stop)
+
+
+# Entering and leaving a parallel region takes about a microsecond, in which one core reads this much.
+_WORTH_A_REGION_BYTES = 32 * 1024
+
+
+def worth_a_region(work_bytes: int) -> bool:
+    """Whether work that reads so many bytes gains from several threads."""
+    return work_bytes >= _WORTH_A_REGION_BYTES
+
+
+def parallel(count: Expr, *, when_worth: bool = True) -> Any:
+    """`with parallel(count) as i:` runs its body for i from 0 to `count` - 1 on all threads, in runs of consecutive i.
+
+    With `when_worth` False it is a plain loop.
+    """
+    return T.parallel(0, count) if when_worth else T.serial(0, count)
+
+
+@contextmanager
+def when(condition: Expr) -> Iterator[None]:
+    """Runs its body if `condition` holds."""
+    with T.If(condition), T.Then():
+        yield
+
+
+def minimum(a: Expr, b: Expr) -> Expr:
+    """The smaller of two numbers, lane by lane."""
+    return tirx.Min(a, b)
+
+
+def maximum(a: Expr, b: Expr) -> Expr:
+    """The larger of two numbers, lane by lane."""
+    return tirx.Max(a, b)
+
+
+def select(condition: Expr, if_true: Expr, if_false: Expr) -> Expr:
+    """One of two values, lane by lane. Both are computed: there is no branch."""
+    return tirx.Select(condition, if_true, if_false)

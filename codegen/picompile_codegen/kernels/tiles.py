@@ -1,0 +1,136 @@
+"""Products of a packed matrix with the activations of many tokens: what prefill is made of.
+
+A task takes a block of weights, turns it into float32 once, and meets it with every token. Tiles of 4 vectors of weights
+by 3 tokens keep twelve sums, three inputs and a weight in AVX2's sixteen registers: twelve multiply-adds for seven loads.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+
+from picompile_codegen.kernels.matrix import VECTORS, Matrix, each_group, lane_counts
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, minimum, when
+from picompile_codegen.kernels.vector import LANES, at, blocks, fma, load, splat, store
+from picompile_passes.dialect.formats import GROUP
+
+TILE_TOKENS = 3
+TILE_ROWS = 4
+ROW_BLOCK = 2 * TILE_ROWS
+# A block of 8 rows by 512 columns is 16 KiB: half of the smallest first-level cache, the inputs get the other half.
+_BLOCK_COLUMNS = 512
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Rows of a matrix that make outputs: output i is x · w[row_of(i)] + bias[i], for i below `count`."""
+
+    matrix: Matrix
+    count: int
+    row_of: Callable[[Expr], Expr]
+    bias: Tensor | None
+
+
+def token_tiles(tokens: Expr) -> Any:
+    """`with token_tiles(n) as tile:` for every TILE_TOKENS of n tokens."""
+    return loop(0, tirx.floordiv(tokens + (TILE_TOKENS - 1), TILE_TOKENS))
+
+
+def tile_tokens(tile: Expr, tokens: Expr) -> list[Expr]:
+    """The tokens of a tile. What is missing in the last tile is made up by its last token, which is then computed twice."""
+    return [bind(minimum(tile * TILE_TOKENS + i, tokens - 1)) for i in range(TILE_TOKENS)]
+
+
+def project_rows(projection: Projection, block: Expr, x: Tensor, tokens: Expr, out: Tensor) -> None:
+    """out[t, i] = x[t] · w[row_of(i)] + bias[i] for the ROW_BLOCK outputs i of `block` and all tokens t."""
+    columns = projection.matrix.columns
+    weights = local(ROW_BLOCK, min(_BLOCK_COLUMNS, columns + -columns % GROUP))
+    first_output = bind(block * ROW_BLOCK)
+
+    def one_slice(start: Expr, width: int, is_first: bool) -> None:
+        _unpack_rows(projection, first_output, start, width, weights)
+        with token_tiles(tokens) as tile:
+            chosen = tile_tokens(tile, tokens)
+            remaining = minimum(ROW_BLOCK, projection.count - first_output)
+            with loop(0, tirx.floordiv(remaining + (TILE_ROWS - 1), TILE_ROWS)) as part:
+                sums = _tile_sums(weights, part * TILE_ROWS, x, chosen, start, width)
+                output = bind(first_output + part * TILE_ROWS)
+                _emit(projection, out, chosen, output, sums, is_first)
+
+    one_slice(0, min(columns, _BLOCK_COLUMNS), is_first=True)
+    full, rest = divmod(columns, _BLOCK_COLUMNS)
+    if full > 1:
+        with loop(1, full) as index:
+            one_slice(index * _BLOCK_COLUMNS, _BLOCK_COLUMNS, is_first=False)
+    if full and rest:
+        one_slice(full * _BLOCK_COLUMNS, rest, is_first=False)
+
+
+def _unpack_rows(projection: Projection, first_output: Expr, start: Expr, width: int, weights: Tensor) -> None:
+    """Columns `start` … of a block's rows as float32. Rows past the end repeat the last one; nobody uses them."""
+    with loop(0, ROW_BLOCK) as i:
+        row = bind(projection.row_of(minimum(first_output + i, projection.count - 1)))
+
+        def unpack(group: Expr, _: tuple[int, ...]) -> None:
+            values = projection.matrix.group(row, tirx.floordiv(start, GROUP) + group).weights()
+            for j, value in enumerate(values):
+                store(weights, i, group * GROUP + j * LANES, value=value)
+
+        each_group(width, unpack)
+
+
+def _tile_sums(
+    weights: Tensor, first_row: Expr, x: Tensor, tokens: list[Expr], start: Expr, width: int
+) -> list[Expr]:
+    """For each token, its products with TILE_ROWS rows of unpacked weights: a vector of TILE_ROWS lanes."""
+    sums = local(TILE_TOKENS * TILE_ROWS, LANES)
+    for i in range(TILE_TOKENS * TILE_ROWS):
+        sums[i, at(0)] = splat(0.0)
+
+    def step(column: Expr, valid: int) -> None:
+        inputs = [bind(load(x, token, start + column, valid=valid)) for token in tokens]
+        for r in range(TILE_ROWS):
+            weight = bind(load(weights, first_row + r, column))
+            for t in range(TILE_TOKENS):
+                index = t * TILE_ROWS + r
+                sums[index, at(0)] = fma(weight, inputs[t], sums[index, at(0)])
+
+    blocks(width, step)
+    return [
+        bind(_four_totals([bind(sums[t * TILE_ROWS + r, at(0)]) for r in range(TILE_ROWS)])) for t in range(TILE_TOKENS)
+    ]
+
+
+def _four_totals(values: list[Expr]) -> Expr:
+    """The sums of the lanes of four vectors of eight, as four lanes."""
+    pairs = []
+    for a, b in (values[:2], values[2:]):
+        low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
+        pairs.append(bind(tirx.Shuffle([a, b], low) + tirx.Shuffle([a, b], high)))
+    low, high = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
+    halves = bind(tirx.Shuffle(pairs, low) + tirx.Shuffle(pairs, high))
+    return tirx.Shuffle([halves], [0, 1, 2, 3]) + tirx.Shuffle([halves], [4, 5, 6, 7])
+
+
+def _emit(
+    projection: Projection, out: Tensor, tokens: list[Expr], output: Expr, sums: list[Expr], is_first: bool
+) -> None:
+    """Stores TILE_ROWS outputs of a tile's tokens, those that exist, or adds them to what earlier columns gave."""
+
+    def emit(first: Expr, lanes: int, values: list[Expr]) -> None:
+        place = at(first, lanes)
+        if not is_first:
+            # All are read before any is written: the tokens of a tile may be the same.
+            values = [bind(out[token, place] + value) for token, value in zip(tokens, values, strict=True)]
+        elif projection.bias is not None:
+            values = [projection.bias[place] + value for value in values]
+        for token, value in zip(tokens, values, strict=True):
+            out[token, place] = value
+
+    if projection.count % TILE_ROWS == 0:
+        emit(output, TILE_ROWS, sums)
+        return
+    for i in range(TILE_ROWS):
+        with when(output + i < projection.count):
+            emit(output + i, 1, [tirx.Shuffle([value], [i]) for value in sums])

@@ -1,0 +1,89 @@
+"""Vectors of float32: how many lanes, how to load, store and combine them.
+
+This and `matrix.py` are where a kernel meets the instruction set. Everything is written for AVX2 (eight lanes, sixteen
+registers); LLVM turns each operation here into one or two instructions.
+"""
+
+from collections.abc import Callable
+
+from tvm import tirx
+
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop
+
+LANES = 8
+FLOATS = f"float32x{LANES}"
+
+
+def at(start: Expr, lanes: int = LANES) -> Expr:
+    """The index of `lanes` consecutive elements."""
+    return tirx.Ramp(start, 1, lanes) if lanes > 1 else start
+
+
+def splat(value: Expr, lanes: int = LANES) -> Expr:
+    """`value` in every lane."""
+    return tirx.Broadcast(tirx.FloatImm("float32", value) if isinstance(value, int | float) else value, lanes)
+
+
+def to_floats(value: Expr, lanes: int = LANES) -> Expr:
+    """A vector of float16 or integers as float32."""
+    return tirx.Cast(f"float32x{lanes}" if lanes > 1 else "float32", value)
+
+
+def fma(a: Expr, b: Expr, c: Expr) -> Expr:
+    """a · b + c of vectors of float32, with one rounding."""
+    return tirx.call_llvm_pure_intrin(FLOATS, "llvm.fma", a, b, c)
+
+
+def fold(value: Expr, combine: Callable[[Expr, Expr], Expr], lanes: int = LANES) -> Expr:
+    """All lanes of `value` combined into a scalar, halves first."""
+    while lanes > 1:
+        value = bind(value)
+        lanes //= 2
+        low, high = list(range(lanes)), list(range(lanes, 2 * lanes))
+        value = combine(tirx.Shuffle([value], low), tirx.Shuffle([value], high))
+    return bind(value)
+
+
+def total(value: Expr) -> Expr:
+    """The sum of all lanes."""
+    return fold(value, lambda a, b: a + b)
+
+
+def blocks(width: int, body: Callable[[Expr, int], None], unroll: int = 1) -> None:
+    """Runs `body(start, valid)` for each vector of a row of `width` elements.
+
+    `valid` is LANES in all but the last, which holds what is left over. The loop is not unrolled but `unroll` times, so
+    that a kernel stays small whatever the width.
+    """
+    step = LANES * unroll
+    full = width // step
+    if full:
+        with loop(0, full) as index:
+            for i in range(unroll):
+                body(index * step + i * LANES, LANES)
+    for start in range(full * step, width, LANES):
+        body(start, min(LANES, width - start))
+
+
+def load(tensor: Tensor, *index: Expr, valid: int = LANES, fill: Expr = 0.0) -> Expr:
+    """A vector of float32 from `tensor`, of which the first `valid` lanes are read and the others are `fill`."""
+    *outer, start = index
+    if valid == LANES:
+        whole = tensor[(*outer, at(start))]
+        return whole if tensor.dtype == "float32" else to_floats(whole)
+    rest = tirx.FloatImm("float32", fill) if isinstance(fill, float) else fill
+    scalars = [tirx.Cast("float32", tensor[(*outer, start + i)]) if i < valid else rest for i in range(LANES)]
+    return tirx.Shuffle(scalars, list(range(LANES)))
+
+
+def store(tensor: Tensor, *index: Expr, value: Expr, valid: int = LANES) -> None:
+    """Writes the first `valid` lanes of `value`, a vector of float32, to `tensor` in the tensor's type."""
+    *outer, start = index
+    if tensor.dtype != "float32":
+        value = tirx.Cast(f"{tensor.dtype}x{LANES}", value)
+    if valid == LANES:
+        tensor[(*outer, at(start))] = value
+        return
+    value = bind(value)
+    for i in range(valid):
+        tensor[(*outer, start + i)] = tirx.Shuffle([value], [i])

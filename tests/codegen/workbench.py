@@ -1,0 +1,92 @@
+"""Runs single kernels on arrays, in conditions that show what a kernel must not do.
+
+Everything it is not to read holds NaN (or -1): its outputs, its scratch memory, rows past the tokens of a step. Every array
+lies between guards that are compared afterwards, so that a write outside is seen as well.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from picompile_codegen.build import build_host_library
+from picompile_codegen.kernels import Argument, Kernel
+from picompile_passes.dialect import dequantize_rows, quantize_rows
+from picompile_runtime.native import HostLibrary
+
+Array = NDArray[Any]
+Inputs = Mapping[str, Array]
+
+_GUARD_BYTES = 128
+
+
+@dataclass
+class _Guarded:
+    """An array between two guards. All ones in every bit: NaN as a float, -1 as an integer."""
+
+    memory: Array
+    array: Array
+
+    def is_intact(self) -> bool:
+        start = self.array.ctypes.data - self.memory.ctypes.data
+        end = start + self.array.nbytes
+        return bool((self.memory[:start] == 255).all() and (self.memory[end:] == 255).all())
+
+
+def _poisoned(argument: Argument) -> _Guarded:
+    dtype = np.dtype(argument.dtype)
+    size = int(np.prod(argument.shape)) * dtype.itemsize
+    memory = np.full(size + 2 * _GUARD_BYTES + 64, 255, np.uint8)
+    start = _GUARD_BYTES + (-(memory.ctypes.data + _GUARD_BYTES)) % 64
+    return _Guarded(memory, memory[start : start + size].view(dtype).reshape(argument.shape))
+
+
+class Workbench:
+    """Kernels compiled into one library."""
+
+    def __init__(self, path: Path, kernels: Iterable[Kernel]) -> None:
+        build_host_library(kernels, path)
+        self.library = HostLibrary(path)
+
+    def run(
+        self, kernel: Kernel, inputs: Inputs, *, tokens: int = 1, position: int = 0, threads: int = 2
+    ) -> dict[str, Array]:
+        """All arguments of `kernel` by name, after a call. A packed matrix `w` is given as bytes [rows, row_bytes]."""
+        step = np.full(8, -1, np.int32)
+        step[:2] = tokens, position
+        arrays = {argument.name: _poisoned(argument) for argument in kernel.arguments}
+        given = {"step": step, **inputs}
+        for argument in kernel.arguments:
+            name, _, part = argument.name.partition(".")
+            if name in given:
+                value = given[name].view(argument.dtype) if part else given[name]
+                arrays[argument.name].array[: len(value)] = value
+        calls = self.library.bind([(kernel.name, [arrays[name].array for name in kernel.params])])
+        self.library.run(calls, threads)
+        damaged = [name for name, guarded in arrays.items() if not guarded.is_intact()]
+        assert not damaged, f"{kernel.name} wrote outside of {damaged}"
+        return {name: guarded.array for name, guarded in arrays.items()}
+
+
+
+
+def uniform(rng: np.random.Generator, *shape: int) -> Array:
+    """float32 numbers between -1 and 1."""
+    return rng.uniform(-1, 1, shape).astype(np.float32)
+
+
+def packed(rng: np.random.Generator, format_name: str, rows: int, columns: int) -> tuple[Array, Array]:
+    """A random matrix: its bytes [rows, row_bytes], and the weights that they stand for, float64 [rows, columns]."""
+    data = quantize_rows(torch.from_numpy(uniform(rng, rows, columns)), format_name)
+    return data.numpy(), dequantize_rows(data, format_name, columns).numpy().astype(np.float64)
+
+
+def assert_close(measured: Array, expected: Array, tolerance: float = 2e-5) -> None:
+    """Every element within `tolerance` times the largest expected one."""
+    assert measured.shape == expected.shape
+    assert np.isfinite(measured).all(), "something that must not be read was read, or nothing was written"
+    error = np.abs(measured - expected).max() / np.abs(expected).max()
+    assert error <= tolerance, f"off by {error:.2e} of the largest value"
