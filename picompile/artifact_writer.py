@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from picompile_codegen.packing import Evaluate, PackedTensor
-from picompile_codegen.program import tensor_bytes
 
 from picompile.errors import DoesNotFitError, UsageError
+from picompile_codegen.packing import Evaluate, PackedTensor
+from picompile_codegen.program import tensor_bytes
 
 ALIGNMENT_BYTES = 64
 MANIFEST_FORMAT = "picompile-artifact"

@@ -17,11 +17,11 @@ from picompile.errors import TargetError, UsageError
 from picompile.progress import NoProgress, Progress
 
 if TYPE_CHECKING:
-    from picompile_codegen.lower import Lowered
-    from picompile_passes.infra import Pass
     from torch.fx import GraphModule
 
     from picompile.capture import Captured
+    from picompile_codegen.lower import Lowered
+    from picompile_passes.infra import Pass
 
 QUANTIZATIONS = ("f16", "q8", "q4")
 PREDICTORS = ("exact", "none")
@@ -34,9 +34,9 @@ CHUNK = 64
 class CompileOptions:
     """What to compile for.
 
-    `predictor` None chooses `exact` where the activation leaves neurons silent and `none` elsewhere. `context` in tokens;
-    None takes the model's own limit, at most 4096. `hot` maps a layer to the neurons of its hot part. `passes` are extra
-    passes by name, run on the canonical graph. `dump_ir` receives the graph after every pass.
+    `predictor` None chooses `exact` where the activation leaves neurons silent and `none` elsewhere. `context` in
+    tokens; None takes the model's own limit, at most 4096. `hot` maps a layer to the neurons of its hot part. `passes`
+    are extra passes by name, run on the canonical graph. `dump_ir` receives the graph after every pass.
     """
 
     target: str = "cpu"
@@ -86,7 +86,18 @@ def compile_model(
     context = _context(captured, options)
     graph_module = run_passes(captured, options, progress)
     lowered = _lower(graph_module, context, options, progress)
-    _write(captured, graph_module, lowered, output, options, progress)
+    folder = model if isinstance(model, Path) else None
+    _write(_Compiled(captured, folder, graph_module, lowered), output, options, progress)
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """All that an artifact is written from. `folder` is the checkpoint's, where there is one."""
+
+    captured: "Captured"
+    folder: Path | None
+    graph_module: "GraphModule"
+    lowered: "Lowered"
 
 
 def _capture(model: "Path | Captured", progress: Progress) -> "Captured":
@@ -106,34 +117,34 @@ def _context(captured: "Captured", options: CompileOptions) -> int:
     return context
 
 
-def pipeline_passes(captured: "Captured", options: CompileOptions) -> "list[Pass]":
+def pipeline_passes(options: CompileOptions) -> "list[Pass]":
     """The passes from captured to quantized, in order."""
     from picompile_passes.passes.canonicalize import CANONICALIZE
+
     from picompile_passes.passes.insert_predictors import InsertPredictors
     from picompile_passes.passes.partition import Partition
     from picompile_passes.passes.quantize import Quantize
-    from picompile_passes.registry import parse_pass
+    from picompile_passes.registry import make_pass
 
-    hot = {layer: tuple(sorted(neurons)) for layer, neurons in options.hot.items()}
     return [
         *CANONICALIZE,
-        *(parse_pass(text) for text in options.passes),
+        *(make_pass(text) for text in options.passes),
         InsertPredictors(kind=options.predictor or "auto"),
-        Partition(hot=hot),
+        Partition(hot=options.hot),
         Quantize(format=options.quant),
     ]
 
 
 def run_passes(captured: "Captured", options: CompileOptions, progress: Progress) -> "GraphModule":
     """Runs the pipeline on a captured graph; the result is of the quantized stage."""
-    from picompile_passes.pipeline import Pipeline
+    from picompile_passes.pipeline import Dump, Pipeline, each, verifying
 
-    passes = pipeline_passes(captured, options)
+    passes = pipeline_passes(options)
+    # Dumped before it is verified, so that a faulty graph is there to be looked at.
+    dump = Dump(options.dump_ir) if options.dump_ir is not None else None
     with progress.step("passes", len(passes)) as advance:
-        pipeline = Pipeline(
-            passes, verify=options.verify, dump=options.dump_ir, hook=lambda *_: advance(1)
-        )
-        return pipeline(captured.graph_module).graph_module
+        hook = each(dump, verifying if options.verify else None, lambda *_: advance(1))
+        return Pipeline(tuple(passes), hook)(captured.graph_module).graph_module
 
 
 def _lower(graph_module: "GraphModule", context: int, options: CompileOptions, progress: Progress) -> "Lowered":
@@ -143,21 +154,15 @@ def _lower(graph_module: "GraphModule", context: int, options: CompileOptions, p
         return lower(graph_module, LowerOptions(context, options.chunk, KV_DTYPES[options.kv_dtype]))
 
 
-def _write(
-    captured: "Captured",
-    graph_module: "GraphModule",
-    lowered: "Lowered",
-    output: Path,
-    options: CompileOptions,
-    progress: Progress,
-) -> None:
+def _write(compiled: _Compiled, output: Path, options: CompileOptions, progress: Progress) -> None:
     from picompile_codegen.build import build_host_library
-    from picompile_passes.materialize import evaluate_constant
 
     from picompile import artifact_writer as writer
     from picompile.tokenizer_files import read_tokenizer
+    from picompile_passes.materialize import evaluate_constant
 
-    tokenizer = read_tokenizer(captured.folder, captured.facts.vocab)
+    captured, lowered = compiled.captured, compiled.lowered
+    tokenizer = read_tokenizer(compiled.folder, captured.facts.vocab)
     tensors = list(lowered.weights.tensors.values())
     total = writer.weights_bytes(tensors)
     writer.check_disk(output, total)
@@ -169,13 +174,13 @@ def _write(
             sha256 = writer.write_weights(
                 folder / "weights.safetensors",
                 tensors,
-                lambda node: evaluate_constant(graph_module, node, captured.weights),
+                lambda node: evaluate_constant(compiled.graph_module, node, captured.weights),
                 advance,
             )
         tokenizer.write(folder)
         writer.write_json(folder / "program.json", lowered.program.to_json())
         writer.write_json(folder / "report.json", _report(lowered))
-        writer.write_json(folder / "manifest.json", _manifest(captured, lowered, folder, options, sha256))
+        writer.write_json(folder / "manifest.json", _manifest(compiled, folder, options, sha256))
 
 
 def _report(lowered: "Lowered") -> dict[str, Any]:
@@ -186,16 +191,14 @@ def _report(lowered: "Lowered") -> dict[str, Any]:
     return {"schema": 1, "ffn": [vars(part) for part in lowered.program.ffn], "weight_bytes": sizes}
 
 
-def _manifest(
-    captured: "Captured", lowered: "Lowered", folder: Path, options: CompileOptions, weights_sha256: str
-) -> dict[str, Any]:
+def _manifest(compiled: _Compiled, folder: Path, options: CompileOptions, weights_sha256: str) -> dict[str, Any]:
     import picompile
     from picompile import artifact_writer as writer
     from picompile.tokenizer_files import generation_eos
 
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    facts = asdict(captured.facts)
-    facts["eos_token_ids"] = sorted({*captured.facts.eos_token_ids, *generation_eos(captured.folder)})
+    program, facts = compiled.lowered.program, asdict(compiled.captured.facts)
+    facts["eos_token_ids"] = sorted({*facts["eos_token_ids"], *generation_eos(compiled.folder)})
     return {
         "format": writer.MANIFEST_FORMAT,
         "schema": writer.MANIFEST_SCHEMA,
@@ -204,10 +207,10 @@ def _manifest(
         "target": {"name": options.target, "machine": "x86_64", "features": ["avx2", "f16c", "fma"]},
         "model": facts,
         "quant": options.quant,
-        "predictor": "+".join(sorted({part.predictor for part in lowered.program.ffn})),
+        "predictor": "+".join(sorted({part.predictor for part in program.ffn})),
         "kv_dtype": KV_DTYPES[options.kv_dtype],
-        "context": lowered.program.context,
-        "chunk": lowered.program.chunk,
+        "context": program.context,
+        "chunk": program.chunk,
         "files": {
             name: writer.file_record(folder / name, weights_sha256 if name == "weights.safetensors" else None)
             for name in names

@@ -50,7 +50,9 @@ def _converted(folder: Path) -> str:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         return str(tokenizer.backend_tokenizer.to_str())
     except Exception as error:
-        raise UnsupportedModelError(f"{folder}: the tokenizer cannot be converted to tokenizer.json: {error}") from error
+        raise UnsupportedModelError(
+            f"{folder}: the tokenizer cannot be converted to tokenizer.json: {error}"
+        ) from error
 
 
 def _check(text: str, folder: Path, vocabulary: int) -> None:

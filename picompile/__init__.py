@@ -1,0 +1,70 @@
+"""picompile: a compiler for language models whose feed-forward neurons fire sparsely.
+
+    import picompile
+
+    picompile.compile_model("models/tiny-reglu", "build/tiny-reglu", picompile.CompileOptions(quant="q8"))
+    engine = picompile.load("build/tiny-reglu")
+
+Names are resolved on first use, so importing this package imports neither torch nor a compiler.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from picompile.errors import (
+    AccuracyGateError,
+    DoesNotFitError,
+    PicompileError,
+    SolverError,
+    TargetError,
+    UnsupportedModelError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from picompile.capture import Captured, capture_module, load_model
+    from picompile.compile import CompileOptions, compile_model
+    from picompile_runtime import Engine, load, verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AccuracyGateError",
+    "Captured",
+    "CompileOptions",
+    "DoesNotFitError",
+    "Engine",
+    "PicompileError",
+    "SolverError",
+    "TargetError",
+    "UnsupportedModelError",
+    "UsageError",
+    "__version__",
+    "capture_module",
+    "compile_model",
+    "load",
+    "load_model",
+    "verify",
+]
+
+_HOME = {
+    "Captured": "picompile.capture",
+    "CompileOptions": "picompile.compile",
+    "Engine": "picompile_runtime",
+    "capture_module": "picompile.capture",
+    "compile_model": "picompile.compile",
+    "load": "picompile_runtime",
+    "load_model": "picompile.capture",
+    "verify": "picompile_runtime",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the module that `name` lives in (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'picompile' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

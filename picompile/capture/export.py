@@ -1,0 +1,126 @@
+"""A decoder module to a captured graph, through `torch.export`, without its weights."""
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from picompile.errors import UnsupportedModelError
+from picompile_passes.nodes import attribute
+from picompile_passes.rewriter import has_real_data
+from picompile_passes.stages import Stage, set_stage
+
+# How a module is called: (module, tokens [1, T], positions [1, T]) → logits [1, T, V].
+DecoderCall = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+_EXAMPLE_TOKENS = 8
+_WRAPPED = "decoder"
+
+# Checks that tracing leaves behind; they say nothing about values.
+_CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size", "sym_constrain_range")
+
+
+class _Unbatched(nn.Module):
+    """forward(tokens [T], positions [T]) → logits [T, V] of a module that works on batches."""
+
+    def __init__(self, decoder: nn.Module, call: DecoderCall) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.call = call
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return self.call(self.decoder, tokens.unsqueeze(0), positions.unsqueeze(0)).squeeze(0)
+
+
+def export_decoder(module: nn.Module, call: DecoderCall, max_tokens: int) -> GraphModule:
+    """The captured graph of `module`, for 1 to `max_tokens` tokens.
+
+    The module is not touched. Its parameters come out as float32 on the meta device, its buffers as they are. A tied
+    parameter has the first of its names. Raises `UnsupportedModelError` where `torch.export` cannot follow the module.
+    """
+    tokens = torch.export.Dim("tokens", min=1, max=max(max_tokens, _EXAMPLE_TOKENS))
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        wrapped = _Unbatched(_without_weights(module), call).eval()
+        example = torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int64)
+        positions = torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int64)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            # torch's own use of what it deprecates.
+            warnings.simplefilter("ignore", FutureWarning)
+            program = torch.export.export(
+                wrapped,
+                (example, positions),
+                dynamic_shapes=({0: tokens}, {0: tokens}),
+                strict=False,
+                # A slice of a mask or a table guards against a length that is just the buffer's; it holds there too.
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+            exported = program.run_decompositions({}).module(check_guards=False)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        raise UnsupportedModelError(f"{type(module).__name__} cannot be captured: {type(error).__name__}: {text}") from error
+    return _plain_graph(exported, module)
+
+
+def first_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """The parameters of `module` by the first of their names, with the other names they have where they are tied."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: tuple(others) for first, *others in names.values()}
+
+
+def _without_weights(module: nn.Module) -> nn.Module:
+    """A copy with float32 parameters that have no data (in the fake mode that is active), and with the same buffers."""
+    memo: dict[int, object] = {}
+    for parameter in module.parameters():
+        empty = torch.empty(parameter.shape, dtype=torch.float32)
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.to(torch.float32) if buffer.is_floating_point() else buffer
+    return copy.deepcopy(module, memo)
+
+
+def _plain_graph(exported: GraphModule, module: nn.Module) -> GraphModule:
+    """The graph with plain inputs and output, parameters on the meta device and under the module's own names."""
+    graph = Graph()
+    for node in list(exported.graph.nodes):
+        if node.op == "call_function" and getattr(node.target, "_opname", "") in _CHECKS:
+            exported.graph.erase_node(node)
+    result = graph.graph_copy(exported.graph, {})  # type: ignore[arg-type]
+    (logits,) = result if isinstance(result, (tuple, list)) else (result,)
+    graph.output(logits)
+    parameters = {name: first for first, others in first_names(module).items() for name in (first, *others)}
+    buffers = dict(module.named_buffers())
+    root: dict[str, Tensor] = {}
+    for node in graph.nodes:
+        if node.op != "get_attr":
+            continue
+        name = str(node.target).removeprefix(f"{_WRAPPED}.")
+        if name in parameters:
+            name = parameters[name]
+            tensor = torch.empty(module.get_parameter(name).shape, device="meta")
+        else:
+            tensor = buffers[name] if name in buffers else attribute(exported, str(node.target))
+            tensor = _constant(name, tensor)
+        node.target, root[name] = name, tensor
+        node._rename(name.replace(".", "_"))
+    graph.eliminate_dead_code()
+    plain = GraphModule(root, graph)
+    set_stage(plain, Stage.CAPTURED)
+    return plain
+
+
+def _constant(name: str, tensor: Tensor) -> Tensor:
+    """A buffer or a constant as the graph holds it: real, on the CPU, float32 where it is a float."""
+    if not has_real_data(tensor):
+        raise UnsupportedModelError(f"the buffer {name} has no data: it is neither in the checkpoint nor computed again")
+    tensor = tensor.detach().to("cpu")
+    return tensor.to(torch.float32) if tensor.is_floating_point() else tensor

@@ -1,0 +1,147 @@
+"""Capture of a Hugging Face folder."""
+
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from picompile.capture.attention import register_attention
+from picompile.capture.captured import Captured
+from picompile.capture.export import export_decoder, first_names
+from picompile.capture.facts import ModelFacts
+from picompile.capture.families import Family, activation_text, check_config, find_family
+from picompile.checkpoint import ExpectedTensor, FolderWeights, check_folder, match_names, read_headers
+from picompile.errors import UnsupportedModelError
+from picompile.models import FatReLU
+
+# Rotary embeddings have no longest text of their own; this bounds the token count of the graph, not of the artifact.
+_MAX_TOKENS = 1 << 20
+
+
+def load_model(folder: Path | str) -> Captured:
+    """Captures the model of `folder`. No weight is read: names, shapes and dtypes are checked in the files' headers.
+
+    Raises `UsageError` for what is no model folder, and `UnsupportedModelError`, in one line, for a model or a
+    checkpoint that cannot be compiled.
+    """
+    folder = Path(folder)
+    check_folder(folder)
+    raw = _read_config(folder / "config.json")
+    family = find_family(raw)
+    _check_unquantized(raw)
+    activation = activation_text(raw, _raw_activation(family, raw))
+    config = _make_config(family, raw)
+    check_config(family, config)
+    headers = read_headers(folder)
+    model = build_model(family, config, activation)
+    expected = {
+        name: ExpectedTensor(tuple(model.get_parameter(name).shape), others)
+        for name, others in first_names(model).items()
+    }
+    weights = FolderWeights(headers, match_names(folder, expected, headers, f"{model.base_model_prefix}."))
+    graph_module = export_decoder(model, _call, _MAX_TOKENS)
+    return Captured(graph_module, weights, _facts(folder, family, config, activation, model, weights.dtype))
+
+
+def build_model(family: Family, config: Any, activation: str) -> nn.Module:
+    """The model that `config` describes, on the meta device, with what buffers it computes in memory.
+
+    Raises `UnsupportedModelError` where transformers rejects the config.
+    """
+    register_attention()
+    model_class = _resolve(family.model_class)
+    try:
+        with torch.device("meta"):
+            model: nn.Module = model_class._from_config(config, attn_implementation=family.attention,
+            dtype=torch.float32) except Exception as error: raise UnsupportedModelError(f"config.json:
+            {_one_line(error)}") from error if activation.startswith("fatrelu"): threshold =
+            float(activation.removeprefix("fatrelu(").removesuffix(")")) for module in model.modules(): if
+            hasattr(module, "act_fn"): module.act_fn = FatReLU(threshold) _compute_buffers(model) return model.eval()
+
+
+def _compute_buffers(model: nn.Module) -> None:
+    """Computes again, on the CPU, the buffers that are in no checkpoint (rotary frequencies): the meta device lost them."""
+    for module in model.modules():
+        names = [name for name, _ in module.named_buffers(recurse=False) if name in module._non_persistent_buffers_set]
+        if names:
+            fresh = type(module)(module.config)
+            for name in names:
+                module.register_buffer(name, fresh.get_buffer(name), persistent=False)
+
+
+def _call(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True).logits
+    return logits
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise UnsupportedModelError(f"{file}: not readable as JSON: {_one_line(error)}") from error
+    if not isinstance(config, dict):
+        raise UnsupportedModelError(f"{file}: not a JSON object")
+    return config
+
+
+def _check_unquantized(raw: Mapping[str, Any]) -> None:
+    quantization = raw.get("quantization_config") or raw.get("compression_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        raise UnsupportedModelError(f"the checkpoint is quantized ({method}); use the original, unquantized one")
+
+
+def _raw_activation(family: Family, raw: Mapping[str, Any]) -> object:
+    if family.name == "bamboo":
+        return "relu"
+    default = getattr(_resolve(family.config_class)(), family.activation)
+    return raw.get(family.activation, default)
+
+
+def _make_config(family: Family, raw: Mapping[str, Any]) -> Any:
+    """The config object. `fatrelu`, which transformers does not know, is put in when the model is built."""
+    values = dict(raw)
+    if values.get(family.activation) == "fatrelu":
+        values[family.activation] = "relu"
+    values.pop("auto_map", None)
+    values["model_type"] = _resolve(family.config_class).model_type
+    try:
+        return _resolve(family.config_class).from_dict(values)
+    except Exception as error:
+        raise UnsupportedModelError(f"config.json: {_one_line(error)}") from error
+
+
+def _facts(folder: Path, family: Family, config: Any, activation: str, model: nn.Module, dtype: str) -> ModelFacts:
+    heads = int(config.num_attention_heads)
+    eos = config.eos_token_id
+    return ModelFacts(
+        name=folder.resolve().name,
+        architecture=type(model).__name__,
+        family=family.name,
+        hidden=int(config.hidden_size),
+        layers=int(config.num_hidden_layers),
+        heads=heads,
+        kv_heads=family.kv_heads(config),
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        ffn=int(getattr(config, family.ffn)),
+        vocab=int(config.vocab_size),
+        activation=activation,
+        max_positions=int(config.max_position_embeddings),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        checkpoint_dtype=dtype,
+        bos_token_id=config.bos_token_id,
+        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),),
+    )
+
+
+def _resolve(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

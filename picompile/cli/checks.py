@@ -1,0 +1,134 @@
+"""What can be known to fail before anything heavy is imported or written: one function a check."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from picompile.errors import DoesNotFitError, UsageError
+
+
+def require_model_folder(folder: Path) -> None:
+    """Raises `UsageError` unless `folder` is there and looks like a Hugging Face checkpoint."""
+    if not folder.exists():
+        raise UsageError(f"{folder}: no such folder; MODEL is a Hugging Face folder with config.json and *.safetensors")
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: not a folder; MODEL is a Hugging Face folder with config.json and *.safetensors")
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder}: no config.json in it; MODEL is a Hugging Face folder")
+
+
+def require_text_file(path: Path) -> str:
+    """The text of a UTF-8 file. Raises `UsageError` where there is none."""
+    if not path.exists():
+        raise UsageError(f"{path}: no such file")
+    if path.is_dir():
+        raise UsageError(f"{path}: is a folder, not a text file")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+
+
+def require_output(output: Path, *, overwrite: bool, marker: str) -> None:
+    """Raises `UsageError` if `output` cannot be made, or is in the way.
+
+    Only a folder that contains `marker` is ever overwritten: `-o ~ --force` must not end a home folder.
+    """
+    if output.is_symlink() and not output.exists():
+        raise UsageError(f"{output}: a link to nowhere; remove it or choose another output")
+    if output.exists():
+        _require_replaceable(output, overwrite=overwrite, marker=marker)
+    parent = existing_ancestor(output)
+    try:
+        # Asking the file system is the only test that holds for root, read-only mounts and quotas alike.
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".picompile-"):
+            pass
+    except OSError as error:
+        raise UsageError(f"{output}: cannot write in {parent}: {error.strerror}") from error
+
+
+def _require_replaceable(output: Path, *, overwrite: bool, marker: str) -> None:
+    if not output.is_dir():
+        raise UsageError(f"{output}: exists and is not a folder; choose another output")
+    if not any(output.iterdir()):
+        return
+    if not (output / marker).is_file():
+        raise UsageError(f"{output}: exists and has no {marker}, so it is not overwritten; choose another output")
+    if not overwrite:
+        raise UsageError(f"{output}: exists; give --force to overwrite it, or choose another output")
+
+
+def existing_ancestor(path: Path) -> Path:
+    """The nearest folder above `path` that is there: where its file system can be asked."""
+    for parent in path.absolute().parents:
+        if parent.exists():
+            return parent
+    return Path("/")
+
+
+@contextmanager
+def parents_of(output: Path) -> Iterator[None]:
+    """Makes the folders above `output`, and takes those that it made away again if the block fails."""
+    made: list[Path] = []
+    try:
+        for parent in reversed(output.absolute().parents):
+            if not parent.exists():
+                parent.mkdir()
+                made.append(parent)
+        yield
+    except BaseException:
+        for parent in reversed(made):
+            if parent.exists() and not any(parent.iterdir()):
+                parent.rmdir()
+        raise
+
+
+def require_free_disk(output: Path, needed_bytes: int) -> None:
+    """Raises `DoesNotFitError` unless `output`'s file system has room for `needed_bytes`."""
+    free_bytes = shutil.disk_usage(existing_ancestor(output)).free
+    if free_bytes < needed_bytes:
+        raise DoesNotFitError(
+            f"{output}: needs about {format_bytes(needed_bytes)} on disk, {format_bytes(free_bytes)} are free"
+        )
+
+
+def checkpoint_weights(folder: Path) -> int:
+    """How many weights the *.safetensors files of `folder` hold, from their headers alone; unreadable files count zero.
+
+    A lower bound is enough here: whoever reads the files in earnest says what is wrong with them.
+    """
+    return sum(_weights_in(path) for path in folder.glob("*.safetensors"))
+
+
+def _weights_in(path: Path) -> int:
+    # The format: u64 length of a JSON header, the header, the data. https://github.com/huggingface/safetensors
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > path.stat().st_size:
+                return 0
+            header = json.loads(file.read(length))
+        return sum(_product(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0
+
+
+def _product(shape: list[int]) -> int:
+    product = 1
+    for size in shape:
+        product *= int(size)
+    return product
+
+
+def format_bytes(count: float) -> str:
+    """Three digits and a unit: `3.21 GB`. Decimal, as disks and memory bandwidths are sold."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

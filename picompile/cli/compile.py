@@ -1,0 +1,135 @@
+"""`picompile compile`: from a Hugging Face folder to an artifact."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from picompile.cli.checks import (
+    checkpoint_weights,
+    format_bytes,
+    parents_of,
+    require_free_disk,
+    require_model_folder,
+    require_output,
+    require_text_file,
+)
+from picompile.cli.options import DebugOption, KvDtype, Predictor, Quant
+from picompile.cli.progress import progress
+from picompile.errors import UsageError
+from picompile.targets import find_target
+
+# Bits a weight with its scale; rows are padded, so an artifact is never smaller than this.
+_WEIGHT_BITS = {Quant.F16: 16.0, Quant.Q8: 8.5, Quant.Q4: 4.5}
+
+
+def compile_command(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder: config.json, *.safetensors.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="ARTIFACT", help="The folder to make.")],
+    target: Annotated[
+        str, typer.Option(metavar="NAME", help="The machine to compile for; see [bold]picompile targets[/].")
+    ] = "cpu",
+    quant: Annotated[Quant, typer.Option(help="Weight format.")] = Quant.Q4,
+    predictor: Annotated[
+        Predictor | None,
+        typer.Option(
+            help="How firing neurons are known. exact: from the gate computed in full, lossless, ReLU family only. "
+            "none: all are computed. Default: exact where it can be, else none.",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Longest sequence, in tokens. Default: the model's own, 4096 at most."),
+    ] = None,
+    kv_dtype: Annotated[KvDtype, typer.Option(help="Element type of the key/value cache.")] = KvDtype.F16,
+    passes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pass",
+            metavar="NAME",
+            help="One more pass on the canonical graph, as name or name{option=value,…}; may be given several times.",
+        ),
+    ] = None,
+    hot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='Split feed-forward blocks: JSON, layer to its hot neurons, as in {"0": [5, 17], "1": [3]}.',
+        ),
+    ] = None,
+    dump_ir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the graph after each pass to DIR/NNN_pass-name.txt.")
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check every stage's graph.")] = True,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an artifact that is in the way.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compile a checkpoint into an artifact.
+
+    The model may be larger than the machine's memory: weights are read, packed
+    and written one tensor at a time.
+
+    \b
+    Examples:
+      picompile compile models/tiny-reglu -o build/tiny
+      picompile compile models/tiny-reglu -o build/f16 --quant f16 --context 512
+    """
+    find_target(target)
+    require_model_folder(model)
+    require_output(output, overwrite=force, marker="manifest.json")
+    require_free_disk(output, int(checkpoint_weights(model) * _WEIGHT_BITS[quant] / 8))
+    hot_neurons = {} if hot is None else read_hot(hot)
+
+    from picompile.compile import CompileOptions, compile_model
+
+    options = CompileOptions(
+        target=target,
+        quant=quant.value,
+        predictor=None if predictor is None else predictor.value,
+        context=context,
+        kv_dtype=kv_dtype.value,
+        hot=hot_neurons,
+        passes=tuple(passes or ()),
+        dump_ir=dump_ir,
+        verify=verify,
+        overwrite=force,
+    )
+    with parents_of(output), progress() as shown:
+        compile_model(model, output, options, shown)
+    print(_summary(output))
+
+
+def read_hot(path: Path) -> Mapping[int, Sequence[int]]:
+    """Reads `--hot`: a JSON object from layer number to a list of neuron numbers. Raises `UsageError`."""
+    try:
+        content = json.loads(require_text_file(path))
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: must be a JSON object from layer to a list of neurons")
+    return {_layer(path, key): _neurons(path, key, value) for key, value in content.items()}
+
+
+def _layer(path: Path, key: str) -> int:
+    if not key.isdecimal():
+        raise UsageError(f"{path}: {key!r} is not a layer number")
+    return int(key)
+
+
+def _neurons(path: Path, layer: str, value: Any) -> tuple[int, ...]:
+    numbers = isinstance(value, list) and all(type(neuron) is int and neuron >= 0 for neuron in value)
+    if not numbers:
+        raise UsageError(f"{path}: layer {layer} must be a list of neuron numbers, from 0 on")
+    if len(set(value)) != len(value):
+        raise UsageError(f"{path}: layer {layer} names a neuron twice")
+    return tuple(sorted(value))
+
+
+def _summary(artifact: Path) -> str:
+    manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
+    size = sum(record["bytes"] for record in manifest["files"].values())
+    facts = f"{manifest['quant']}, {manifest['predictor']}, context {manifest['context']}"
+    return f"{artifact}: {manifest['model']['name']}, {facts}, {format_bytes(size)}"

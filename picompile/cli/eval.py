@@ -1,0 +1,76 @@
+"""`picompile eval`: how well an artifact predicts a text, and how far that is from the dense model."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from picompile.cli.checks import require_model_folder, require_text_file
+from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, ThreadsOption
+from picompile.cli.progress import progress
+
+
+def eval_command(
+    artifact: ArtifactArgument,
+    text: Annotated[Path, typer.Option(metavar="FILE", help="The text to predict.")],
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="MODEL", help="Compare with this checkpoint, dense and in float32; its weights must fit memory."
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="Read only the text's first N tokens.")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Tokens that are read together. Default: the context.")
+    ] = None,
+    by_decode: Annotated[
+        bool, typer.Option("--by-decode", help="Read token by token, as text is generated; slower.")
+    ] = False,
+    threads: ThreadsOption = None,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Measure the perplexity of an artifact on a text.
+
+    The text is cut into windows that do not overlap; each is read with nothing
+    before it, by both models alike.
+
+    \b
+    Examples:
+      picompile eval build/tiny --text README.md
+      picompile eval build/tiny --text README.md --against models/tiny-reglu
+    """
+    content = require_text_file(text)
+    if against is not None:
+        require_model_folder(against)
+
+    from picompile.evaluate import evaluate
+
+    with progress() as shown:
+        result = evaluate(
+            artifact,
+            content,
+            against=against,
+            max_tokens=max_tokens,
+            window=window,
+            by_decode=by_decode,
+            threads=threads,
+            progress=shown,
+        )
+    print(json.dumps(result, indent=2)) if json_output else _show(result)
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    print(f"perplexity  {result['perplexity']:.4f} over {result['tokens']} tokens")
+    if result["dense_perplexity"] is not None:
+        print(f"dense       {result['dense_perplexity']:.4f}")
+        print(f"change      {result['relative_change']:+.4%}")
+    for layer in result["layers"]:
+        print(
+            f"layer {layer['layer']:3d}  {layer['part']:4s}  {layer['kind']:6s}  "
+            f"{layer['firing_share']:6.1%} fire, {layer['computed_share']:6.1%} computed"
+        )

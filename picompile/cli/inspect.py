@@ -1,0 +1,122 @@
+"""`picompile inspect`: what is in an artifact."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from picompile.cli.checks import format_bytes
+from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption
+
+if TYPE_CHECKING:
+    from picompile_runtime.artifact import Manifest
+    from picompile_runtime.program import Program
+
+
+def inspect_command(artifact: ArtifactArgument, json_output: JsonOption = False, debug: DebugOption = False) -> None:
+    """Show what an artifact holds: model, formats, sizes, memory.
+
+    Works on any machine, and does not hash the weights; verify does.
+
+    \b
+    Examples:
+      picompile inspect build/tiny
+      picompile inspect build/tiny --json
+    """
+    facts = collect(artifact)
+    if json_output:
+        print(json.dumps(facts, indent=2, ensure_ascii=False))
+    else:
+        _show(facts)
+
+
+def collect(folder: Path) -> dict[str, Any]:
+    """Everything that `inspect --json` prints. Raises `ArtifactError`."""
+    from picompile_runtime.artifact import read_manifest
+
+    manifest = read_manifest(folder)
+    program = _program(folder, manifest)
+    state_bytes = sum(tensor.size_bytes for tensor in program.state.values())
+    return {
+        "artifact": str(folder),
+        "model": dict(manifest.model),
+        "quant": manifest.quant,
+        "predictor": manifest.predictor,
+        "kv_dtype": manifest.kv_dtype,
+        "context": manifest.context,
+        "chunk": manifest.chunk,
+        "machine": manifest.machine,
+        "features": list(manifest.features),
+        "files": {name: entry.size_bytes for name, entry in manifest.files.items()},
+        "memory_bytes": {
+            "weights": manifest.files["weights.safetensors"].size_bytes,
+            "kv_cache": state_bytes,
+            "workspace": program.arena_bytes,
+        },
+        "token_bytes": _bytes_by_operator(program),
+        "kernels": len({call.kernel for calls in program.functions.values() for call in calls}),
+        "calls": {name: len(calls) for name, calls in program.functions.items()},
+        "ffn": [{"layer": part.layer, "part": part.part, "neurons": part.neurons} for part in program.ffn],
+    }
+
+
+def _program(folder: Path, manifest: "Manifest") -> "Program":
+    from picompile_runtime import ArtifactError
+    from picompile_runtime.memory import map_file
+    from picompile_runtime.program import read_program
+    from picompile_runtime.weights import read_header
+
+    weights, program = folder / "weights.safetensors", folder / "program.json"
+    try:
+        with weights.open("rb") as file:
+            tensors = read_header(map_file(file.fileno()), str(weights))
+        return read_program(program.read_bytes(), tensors, str(program))
+    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        raise ArtifactError(f"{folder}: incomplete ({error}); compile the model again") from error
+
+
+def _bytes_by_operator(program: "Program") -> dict[str, int]:
+    """Bytes of weights that a decoded token reads where every neuron is computed, by operator."""
+    totals: Counter[str] = Counter()
+    for call in program.functions["decode"]:
+        totals[call.op] += call.weight_bytes
+    return {op: size for op, size in totals.most_common() if size}
+
+
+def _show(facts: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in _rows(facts):
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    model, memory = facts["model"], facts["memory_bytes"]
+    yield "artifact", facts["artifact"]
+    yield "model", f"{model['name']} ({model['architecture']}), {model['parameters'] / 1e6:,.1f} M parameters"
+    yield "shape", f"{model['layers']} layers, hidden {model['hidden']}, ffn {model['ffn']} ({model['activation']})"
+    yield "attention", f"{model['heads']} heads of {model['head_dim']}, {model['kv_heads']} key/value heads"
+    yield "vocabulary", f"{model['vocab']:,}"
+    yield "weights", f"{facts['quant']}, {format_bytes(memory['weights'])}"
+    yield "predictor", facts["predictor"]
+    yield "context", f"{facts['context']} tokens, prompts in chunks of {facts['chunk']}"
+    yield "kv cache", f"{facts['kv_dtype']}, {format_bytes(memory['kv_cache'])} when full"
+    yield "workspace", format_bytes(memory["workspace"])
+    yield "feed-forward", _ffn_text(facts["ffn"])
+    yield "read per token", ", ".join(f"{op} {format_bytes(size)}" for op, size in facts["token_bytes"].items())
+    yield "program", f"{facts['calls']['decode']} calls a token, {facts['kernels']} kernels"
+    yield "runs on", f"{facts['machine']} with {', '.join(facts['features'])}"
+    yield "files", f"{len(facts['files']) + 1}, {format_bytes(sum(facts['files'].values()))}"
+
+
+def _ffn_text(parts: Iterable[Mapping[str, Any]]) -> str:
+    sizes: dict[str, list[int]] = {}
+    for part in parts:
+        sizes.setdefault(part["part"], []).append(part["neurons"])
+    return ", ".join(f"{name}: {len(neurons)} blocks, {sum(neurons):,} neurons" for name, neurons in sizes.items())

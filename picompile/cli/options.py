@@ -1,0 +1,47 @@
+"""Options and arguments that several commands share."""
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def _set_debug(context: typer.Context, wanted: bool) -> bool:
+    if wanted:
+        context.obj.debug = True
+    return wanted
+
+
+# Eager, so that it counts for errors in the options after it as well.
+DebugOption = Annotated[
+    bool, typer.Option("--debug", help="On an error, print the traceback too.", callback=_set_debug, is_eager=True)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option("-t", "--threads", metavar="N", min=1, max=256, help="CPU threads. Default: one a physical core."),
+]
+ArtifactArgument = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A compiled model's folder.")]
+
+
+class Quant(str, Enum):
+    """Weight formats, as `picompile_passes.dialect.FORMATS` has them; not imported: that imports torch."""
+
+    F16 = "f16"
+    Q8 = "q8"
+    Q4 = "q4"
+
+
+class Predictor(str, Enum):
+    """Predictor kinds, as `picompile_passes.predictors` has them."""
+
+    EXACT = "exact"
+    NONE = "none"
+
+
+class KvDtype(str, Enum):
+    """Element types of the key/value cache."""
+
+    F16 = "f16"
+    F32 = "f32"

@@ -1,0 +1,52 @@
+"""Progress bars on stderr, and none where stderr is not a terminal."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from picompile.progress import Advance, NoProgress, Progress
+
+if TYPE_CHECKING:
+    import rich.progress
+
+# A step that took less is taken off the screen when it ends: a dozen passes of milliseconds say nothing.
+_WORTH_KEEPING_S = 1.0
+
+
+class _TerminalProgress:
+    """Shows each step as a line with a bar, or with a moving one where the total is unknown."""
+
+    def __init__(self, display: "rich.progress.Progress") -> None:
+        self._display = display
+
+    @contextmanager
+    def step(self, title: str, total: int | None = None) -> Iterator[Advance]:
+        task = self._display.add_task(title, total=total)
+        started = monotonic()
+
+        def advance(count: int) -> None:
+            self._display.advance(task, count)
+
+        yield advance
+        if monotonic() - started < _WORTH_KEEPING_S:
+            self._display.remove_task(task)
+        else:
+            total = total or 1
+            self._display.update(task, total=total, completed=total)
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """Where the steps inside the block are shown."""
+    if not sys.stderr.isatty():
+        yield NoProgress()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Display
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Display(*columns, console=Console(stderr=True)) as display:
+        yield _TerminalProgress(display)

@@ -1,0 +1,154 @@
+"""`picompile run`: generate text."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from picompile.cli.checks import require_text_file
+from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, ThreadsOption
+from picompile.cli.progress import progress
+from picompile.errors import UsageError
+
+if TYPE_CHECKING:
+    from picompile_runtime.engine import Engine
+    from picompile_runtime.generate import Generation, GenerationStats
+    from picompile_runtime.sampler import SamplingParams
+
+
+def run_command(
+    artifact: ArtifactArgument,
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="What to continue; - reads it from stdin.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("-f", "--file", metavar="FILE", help="A file that holds the prompt.")
+    ] = None,
+    ids: Annotated[
+        str | None,
+        typer.Option("--ids", metavar="IDS", help="The prompt as token ids, as in 1,15,7; answers with ids."),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("-n", "--max-tokens", metavar="N", min=1, help="At most so many tokens.")
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option("--temp", metavar="X", min=0.0, help="0 takes the likeliest token; above 0 draws.")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(metavar="N", min=0, help="Draw from the N likeliest tokens; 0: from all.")] = 40,
+    top_p: Annotated[
+        float, typer.Option(metavar="X", min=0.0, max=1.0, help="Draw from the likeliest that together reach X.")
+    ] = 0.95,
+    min_p: Annotated[
+        float,
+        typer.Option(metavar="X", min=0.0, max=1.0, help="Draw from those at least X as likely as the likeliest."),
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(metavar="X", min=0.0, help="Above 1 makes tokens that occurred less likely.")
+    ] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Makes drawing repeatable. Default: another every time.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given several times.")
+    ] = None,
+    threads: ThreadsOption = None,
+    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Continue a prompt; the text appears as it is made.
+
+    The same prompt, options and seed give the same text, with any number of
+    threads. A prompt from a file or from stdin loses the line break at its end.
+
+    \b
+    Examples:
+      picompile run build/tiny -p "def read_lines(path):" -n 64
+      echo "import os" | picompile run build/tiny -p - --temp 0.8 --seed 1
+      picompile run build/tiny --ids 1,15,7 -n 8 --json
+    """
+    source = read_prompt(prompt, file, ids)
+
+    from picompile_runtime import SamplingParams, load
+
+    params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    with progress() as shown, shown.step("check and load"):
+        engine = load(artifact, threads)
+    with engine:
+        generation = _start(engine, source, params, max_tokens, stop or ())
+        if json_output:
+            _print_json(generation, has_text=isinstance(source, str))
+        else:
+            _stream(generation, source if echo else "")
+
+
+def read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> str | list[int]:
+    """The prompt as text or as token ids, from the one option that was given. Raises `UsageError`."""
+    if sum(option is not None for option in (prompt, file, ids)) != 1:
+        raise UsageError("give the prompt with one of -p TEXT, -p - (stdin), -f FILE and --ids IDS")
+    if ids is not None:
+        return _parse_ids(ids)
+    if file is not None:
+        return require_text_file(file).removesuffix("\n")
+    if prompt != "-":
+        return prompt or ""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"stdin is not UTF-8 text (byte {error.start})") from error
+
+
+def _parse_ids(text: str) -> list[int]:
+    words = text.replace(",", " ").split()
+    if not words or not all(word.isascii() and word.isdigit() for word in words):
+        raise UsageError(f"--ids takes numbers from 0 on, separated by commas, not {text!r}")
+    return [int(word) for word in words]
+
+
+def _start(
+    engine: "Engine", source: str | list[int], params: "SamplingParams", max_tokens: int, stop: Sequence[str]
+) -> "Generation":
+    from picompile_runtime import Tokenizer, generate
+
+    if isinstance(source, str):
+        return generate(engine, Tokenizer.of(engine.artifact), source, params, max_tokens, stop)
+    if stop:
+        raise UsageError("--stop is a text; it cannot be given with --ids")
+    from picompile.cli.token_ids import generate_ids
+
+    return generate_ids(engine, source, params, max_tokens)
+
+
+def _stream(generation: "Generation", before: str | list[int]) -> None:
+    sys.stdout.write(before if isinstance(before, str) else "".join(f"{token}," for token in before))
+    for piece in generation:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    print()
+    _report(generation.stats)
+
+
+def _print_json(generation: "Generation", *, has_text: bool) -> None:
+    text = "".join(generation)
+    result = {
+        "text": text if has_text else None,
+        "tokens": generation.tokens,
+        "prompt_tokens": generation.prompt_tokens,
+        "stats": asdict(generation.stats),
+    }
+    print(json.dumps(result, ensure_ascii=False))
+
+
+def _report(stats: "GenerationStats") -> None:
+    """How fast it was, for who watches."""
+    if not sys.stderr.isatty():
+        return
+    print(
+        f"[{stats.prompt_tokens} prompt tokens at {stats.prefill_tokens_per_s:.0f}/s, "
+        f"{stats.generated_tokens} generated at {stats.decode_tokens_per_s:.1f}/s, ended by {stats.stop_reason}]",
+        file=sys.stderr,
+    )

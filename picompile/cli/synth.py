@@ -1,0 +1,62 @@
+"""`picompile synth`: a checkpoint of a given shape whose neurons fire at a given rate."""
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from picompile.cli.checks import parents_of, require_output
+from picompile.cli.options import DebugOption
+from picompile.cli.progress import progress
+from picompile.errors import UsageError
+
+
+class Dtype(str, Enum):
+    """Element types of a checkpoint, as `picompile.synth` has them."""
+
+    F16 = "f16"
+    BF16 = "bf16"
+    F32 = "f32"
+
+
+def synth_command(
+    shape: Annotated[
+        str,
+        typer.Option(metavar="NAME|FILE", help="reglu-1.3b, opt-1.3b, llama-7b, tiny-reglu, …, or a config.json."),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="MODEL", help="The folder to make.")],
+    active: Annotated[
+        float, typer.Option(metavar="X", help="Share of the neurons that fire for a token: above 0, at most 1.")
+    ] = 0.10,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="The same seed gives the same checkpoint.")] = 0,
+    dtype: Annotated[Dtype, typer.Option(help="Element type of the checkpoint.")] = Dtype.F16,
+    rank: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=2, help="Rank of the predictors that know the firing. Default: by shape."),
+    ] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Make a checkpoint whose neurons fire at a given rate, for benchmarks.
+
+    Its text means nothing. Some neurons fire often and most of them rarely (a
+    Beta distribution); low-rank predictors beside the weights know exactly which.
+
+    \b
+    Examples:
+      picompile synth --shape tiny-reglu -o build/tiny-synthetic
+      picompile synth --shape reglu-1.3b --active 0.05 -o build/reglu-1.3b
+    """
+    if not 0 < active <= 1:
+        raise UsageError(f"--active must be above 0 and at most 1, not {active:g}")
+    require_output(output, overwrite=False, marker="config.json")
+
+    from picompile.synth import find_shape, synthesize
+
+    found = find_shape(shape)
+    with parents_of(output), progress() as shown:
+        result = synthesize(found, active, seed, output, dtype.value, shown, rank)
+    print(
+        f"{output}: {result.parameters / 1e6:,.1f} M parameters, {result.dtype}, "
+        f"{result.measured_active:.2%} of the neurons fire"
+    )

@@ -1,0 +1,29 @@
+"""`picompile verify`: is an artifact whole."""
+
+from picompile.cli.checks import format_bytes
+from picompile.cli.options import ArtifactArgument, DebugOption
+from picompile.cli.progress import progress
+
+
+def verify_command(artifact: ArtifactArgument, debug: DebugOption = False) -> None:
+    """Check that an artifact is whole, hashing every byte of it.
+
+    Ends with exit code 4 where something was changed or is missing.
+
+    \b
+    Example:
+      picompile verify build/tiny
+    """
+    from picompile_runtime import verify
+    from picompile_runtime.artifact import read_manifest
+
+    total = sum(entry.size_bytes for entry in read_manifest(artifact).files.values())
+    with progress() as shown, shown.step("hash", total) as advance:
+        counted: dict[str, int] = {}
+
+        def count(name: str, done: int, size: int) -> None:
+            advance(done - counted.get(name, 0))
+            counted[name] = done
+
+        manifest = verify(artifact, count)
+    print(f"{artifact}: whole, {len(manifest.files)} files, {format_bytes(total)}")

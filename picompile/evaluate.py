@@ -1,0 +1,120 @@
+"""Evaluation: the perplexity of an artifact, its distance from the dense model, and how sparsely its neurons fired."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from picompile.errors import UsageError
+from picompile.progress import NoProgress, Progress
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from picompile_runtime import Engine
+
+# Firing is counted in decode steps only; so many are enough to see it where the text itself is read in chunks.
+_FIRING_TOKENS = 128
+
+
+def evaluate(
+    artifact: Path,
+    text: str,
+    *,
+    against: Path | None = None,
+    max_tokens: int | None = None,
+    window: int | None = None,
+    by_decode: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Reads `text` with an artifact, and with the checkpoint `against`; the result is that of `eval --json`.
+
+    `window` tokens are read together, the context unless given; `by_decode` reads them one by one. Raises `UsageError`
+    for a model with another vocabulary, and what the runtime and capture raise.
+    """
+    from picompile_runtime import Tokenizer, load
+    from picompile_runtime.perplexity import perplexity
+
+    progress = progress or NoProgress()
+    with progress.step("check and load"):
+        engine = load(artifact, threads)
+    with engine:
+        ids = Tokenizer.of(engine.artifact).encode(text)[:max_tokens]
+        window = window or engine.context
+        with progress.step("artifact", len(ids) - 1) as advance:
+            counted = 0
+
+            def count(done: int, total: int) -> None:
+                nonlocal counted
+                advance(done - counted)
+                counted = done
+
+            measured = perplexity(engine, ids, window, by_decode, count)
+        layers = _layers(engine, ids, measure=not by_decode)
+        vocabulary = engine.vocab
+    dense = None if against is None else dense_perplexity(against, ids, window, vocabulary, progress)
+    return {
+        "perplexity": measured.perplexity,
+        "dense_perplexity": dense,
+        "relative_change": None if dense is None else measured.perplexity / dense - 1,
+        "tokens": measured.tokens,
+        "layers": layers,
+    }
+
+
+def _layers(engine: "Engine", ids: Sequence[int], *, measure: bool) -> list[dict[str, Any]]:
+    """Predictor kind, and shares of the neurons computed and firing, of each feed-forward part."""
+    if measure:
+        engine.reset()
+        engine.reset_firing()
+        for token in ids[: min(_FIRING_TOKENS, engine.context)]:
+            engine.decode(token)
+    kinds = {row["stats_row"]: row["predictor"] for row in engine.artifact.json("report.json").get("ffn", ())}
+    return [
+        {
+            "layer": row.part.layer,
+            "part": row.part.part,
+            "kind": kinds.get(row.part.stats_row, "unknown"),
+            "computed_share": row.computed_share,
+            "firing_share": row.fired_share,
+        }
+        for row in engine.firing()
+    ]
+
+
+def dense_perplexity(
+    model: Path, ids: Sequence[int], window: int, vocabulary: int, progress: Progress | None = None
+) -> float:
+    """Perplexity of a checkpoint in eager PyTorch: its canonical graph, every neuron, original weights as float32.
+
+    Windows are those of `picompile_runtime.perplexity`. Raises `UsageError` where the vocabulary is not the artifact's.
+    """
+    import numpy as np
+    import torch
+
+    from picompile_runtime.perplexity import Perplexity, negative_log_likelihood
+
+    progress = progress or NoProgress()
+    with progress.step("capture the dense model"):
+        graph_module = _dense_graph(model, vocabulary)
+    nll, targets = 0.0, np.asarray(ids)
+    with progress.step("dense model", len(ids) - 1) as advance, torch.no_grad():
+        for start in range(0, len(ids) - 1, window):
+            tokens = torch.tensor(ids[start : min(start + window, len(ids) - 1)])
+            logits = graph_module(tokens, torch.arange(len(tokens)))
+            nll += float(negative_log_likelihood(logits.numpy(), targets[start + 1 : start + 1 + len(tokens)]).sum())
+            advance(len(tokens))
+    return Perplexity(nll, len(ids) - 1).perplexity
+
+
+def _dense_graph(model: Path, vocabulary: int) -> "GraphModule":
+    from picompile.capture import load_model
+    from picompile_passes.materialize import materialize
+    from picompile_passes.passes.canonicalize import CANONICALIZE
+    from picompile_passes.pipeline import Pipeline
+
+    captured = load_model(model)
+    if captured.facts.vocab != vocabulary:
+        raise UsageError(f"{model}: has {captured.facts.vocab} tokens, the artifact {vocabulary}: another model")
+    canonical = Pipeline(tuple(CANONICALIZE))(captured.graph_module).graph_module
+    return materialize(canonical, captured.weights)

@@ -1,0 +1,4 @@
+"""The runtime under the compiler's name: `from picompile.runtime import load`. See `picompile_runtime`."""
+
+from picompile_runtime import *  # noqa: F403
+from picompile_runtime import __all__ as __all__

@@ -1,0 +1,185 @@
+"""The model families that synth makes: how each writes its configuration, and how it names its tensors.
+
+Names are those of transformers' own checkpoints. A role is what a tensor does (`q`, `gate`, `attention_norm`); a family's
+`names` give each role its place in the checkpoint, `{}` being the layer.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from picompile.synth.shapes import Shape
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family.
+
+    `norm` is `rms` or `layer`. `attention` is `split` (q, k and v apart) or `fused` (Falcon: one matrix, grouped by key
+    head). `gated` says that there is a gate matrix, `two_sided` that up goes through the activation as well. `parallel`
+    says that attention and FFN read the same residual stream. `tied` is what a configuration that doesn't say means.
+    `required` are the fields that must have one value, or be absent.
+    """
+
+    architecture: str
+    fields: Mapping[str, str]
+    names: Mapping[str, str]
+    norm: str = "rms"
+    attention: str = "split"
+    gated: bool = True
+    two_sided: bool = False
+    parallel: bool = False
+    tied: bool = False
+    required: Mapping[str, Any] = field(default_factory=dict)
+    query_bias: Callable[[Config], bool] = lambda config: bool(config.get("attention_bias", False))
+    output_bias: Callable[[Config], bool] = lambda config: bool(config.get("attention_bias", False))
+    ffn_bias: Callable[[Config], bool] = lambda config: bool(config.get("mlp_bias", False))
+
+
+_FIELDS = {
+    "hidden": "hidden_size",
+    "ffn": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "activation": "hidden_act",
+    "eps": "rms_norm_eps",
+}
+
+_LLAMA_NAMES = {
+    "embedding": "model.embed_tokens",
+    "final_norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "model.layers.{}.input_layernorm",
+    "q": "model.layers.{}.self_attn.q_proj",
+    "k": "model.layers.{}.self_attn.k_proj",
+    "v": "model.layers.{}.self_attn.v_proj",
+    "o": "model.layers.{}.self_attn.o_proj",
+    "ffn_norm": "model.layers.{}.post_attention_layernorm",
+    "gate": "model.layers.{}.mlp.gate_proj",
+    "up": "model.layers.{}.mlp.up_proj",
+    "down": "model.layers.{}.mlp.down_proj",
+}
+
+_OPT_NAMES = {
+    "embedding": "model.decoder.embed_tokens",
+    "positions": "model.decoder.embed_positions",
+    "final_norm": "model.decoder.final_layer_norm",
+    "head": "lm_head",
+    "attention_norm": "model.decoder.layers.{}.self_attn_layer_norm",
+    "q": "model.decoder.layers.{}.self_attn.q_proj",
+    "k": "model.decoder.layers.{}.self_attn.k_proj",
+    "v": "model.decoder.layers.{}.self_attn.v_proj",
+    "o": "model.decoder.layers.{}.self_attn.out_proj",
+    "ffn_norm": "model.decoder.layers.{}.final_layer_norm",
+    "up": "model.decoder.layers.{}.fc1",
+    "down": "model.decoder.layers.{}.fc2",
+}
+
+_FALCON_NAMES = {
+    "embedding": "transformer.word_embeddings",
+    "final_norm": "transformer.ln_f",
+    "head": "lm_head",
+    "attention_norm": "transformer.h.{}.input_layernorm",
+    "qkv": "transformer.h.{}.self_attention.query_key_value",
+    "o": "transformer.h.{}.self_attention.dense",
+    "up": "transformer.h.{}.mlp.dense_h_to_4h",
+    "down": "transformer.h.{}.mlp.dense_4h_to_h",
+}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", _FIELDS, _LLAMA_NAMES),
+    "mistral": Family("MistralForCausalLM", _FIELDS, _LLAMA_NAMES),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", _FIELDS, _LLAMA_NAMES, query_bias=lambda config: True, output_bias=lambda config: False
+    ),
+    "bamboo": Family("BambooForCausalLM", _FIELDS, _LLAMA_NAMES, two_sided=True),
+    "opt": Family(
+        "OPTForCausalLM",
+        {**_FIELDS, "ffn": "ffn_dim", "kv_heads": "", "activation": "activation_function", "eps": ""},
+        _OPT_NAMES,
+        norm="layer",
+        gated=False,
+        tied=True,
+        required={"do_layer_norm_before": True, "enable_bias": True, "layer_norm_elementwise_affine": True},
+        query_bias=lambda config: True,
+        output_bias=lambda config: True,
+        ffn_bias=lambda config: True,
+    ),
+    "falcon": Family(
+        "FalconForCausalLM",
+        {**_FIELDS, "ffn": "ffn_hidden_size", "kv_heads": "num_kv_heads", "activation": "activation"}
+        | {"eps": "layer_norm_epsilon"},
+        _FALCON_NAMES,
+        norm="layer",
+        attention="fused",
+        gated=False,
+        parallel=True,
+        tied=True,
+        required={"alibi": False, "parallel_attn": True, "bias": False},
+    ),
+}
+# Falcon-40B and its kin: grouped key heads, and a norm of its own for each half of the block.
+FAMILIES["falcon-new"] = replace(
+    FAMILIES["falcon"],
+    names={
+        **{role: name for role, name in _FALCON_NAMES.items() if role != "attention_norm"},
+        "attention_norm": "transformer.h.{}.ln_attn",
+        "ffn_norm": "transformer.h.{}.ln_mlp",
+    },
+    required={**FAMILIES["falcon"].required, "num_ln_in_parallel_attn": None},
+)
+
+
+def find_family(config: Config) -> Family | None:
+    """The family of a `config.json`, or None when synth does not make it."""
+    variant = "-new" if config.get("new_decoder_architecture") else ""
+    return FAMILIES.get(f"{config.get('model_type')}{variant}")
+
+
+def tensor_shapes(shape: "Shape") -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of the checkpoint, in the order in which they are made."""
+    names = shape.family.names
+    yield f"{names['embedding']}.weight", (shape.vocab, shape.hidden)
+    if "positions" in names:
+        # OPT's table starts two rows late.
+        yield f"{names['positions']}.weight", (shape.positions + 2, shape.hidden)
+    for layer in range(shape.layers):
+        yield from _layer_tensors(shape, layer)
+    yield from _norm_tensors(shape, names["final_norm"])
+    if not shape.tied:
+        yield f"{names['head']}.weight", (shape.vocab, shape.hidden)
+
+
+def _layer_tensors(shape: "Shape", layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    linears = {
+        "qkv": (queries + 2 * keys, shape.hidden, shape.query_bias),
+        "q": (queries, shape.hidden, shape.query_bias),
+        "k": (keys, shape.hidden, shape.query_bias),
+        "v": (keys, shape.hidden, shape.query_bias),
+        "o": (shape.hidden, queries, shape.output_bias),
+        "gate": (shape.ffn, shape.hidden, shape.ffn_bias),
+        "up": (shape.ffn, shape.hidden, shape.ffn_bias),
+        "down": (shape.hidden, shape.ffn, shape.ffn_bias),
+    }
+    for role, template in shape.family.names.items():
+        if "{}" not in template:
+            continue
+        name = template.format(layer)
+        if role in linears:
+            rows, columns, bias = linears[role]
+            yield f"{name}.weight", (rows, columns)
+            if bias:
+                yield f"{name}.bias", (rows,)
+        else:
+            yield from _norm_tensors(shape, name)
+
+
+def _norm_tensors(shape: "Shape", name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (shape.hidden,)
+    if shape.family.norm == "layer":
+        yield f"{name}.bias", (shape.hidden,)

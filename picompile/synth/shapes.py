@@ -1,0 +1,255 @@
+"""Shapes that can be synthesized: the named ones, and any `config.json` of a supported family.
+
+A shape is nothing but the facts of a Hugging Face `config.json`; the named shapes are such configurations too, so that one
+reader serves both.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from picompile_passes.dialect.activations import ACTIVATIONS
+
+from picompile.errors import UnsupportedModelError, UsageError
+from picompile.synth.families import FAMILIES, Family, find_family
+
+# No layer of a real model comes near it, and the disk is asked for the size before anything is written.
+_LARGEST = 1 << 20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One model's shape. `config` is what its `config.json` says; the other fields are read from it.
+
+    `activation` is in the dialect's text form. `specials` are the token ids that stand for no text (start, end, padding).
+    `query_bias`, `output_bias` and `ffn_bias` say whether these linear layers have a bias.
+    """
+
+    name: str
+    family: Family
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    positions: int
+    activation: str
+    eps: float
+    rope_theta: float
+    tied: bool
+    query_bias: bool
+    output_bias: bool
+    ffn_bias: bool
+    specials: tuple[int, ...]
+    config: Mapping[str, Any] = field(repr=False)
+
+
+def shape_from_config(name: str, config: Mapping[str, Any]) -> Shape:
+    """Reads a `config.json`. Raises `UnsupportedModelError` for a family or variant that synth does not make."""
+    family = _family(name, config)
+    read = _Reader(name, config)
+    hidden, heads = read.count(family.fields["hidden"]), read.count(family.fields["heads"])
+    head_dim = read.count("head_dim", hidden // heads)
+    if head_dim % 2 or ("head_dim" not in config and head_dim * heads != hidden):
+        raise UnsupportedModelError(f"{name}: a hidden size of {hidden} cannot be divided among {heads} heads")
+    shape = Shape(
+        name=name,
+        family=family,
+        hidden=hidden,
+        ffn=read.count(family.fields["ffn"], 4 * hidden if family.attention == "fused" else None),
+        layers=read.count(family.fields["layers"]),
+        heads=heads,
+        kv_heads=_kv_heads(read, family, heads),
+        head_dim=head_dim,
+        vocab=read.count("vocab_size"),
+        positions=read.count("max_position_embeddings", 2048),
+        activation=_activation(name, config, family),
+        eps=float(config.get(family.fields["eps"], 1e-5)),
+        rope_theta=float((config.get("rope_parameters") or config).get("rope_theta") or 10000.0),
+        tied=bool(config.get("tie_word_embeddings", family.tied)),
+        query_bias=family.query_bias(config),
+        output_bias=family.output_bias(config),
+        ffn_bias=family.ffn_bias(config),
+        specials=_specials(name, config),
+        config=MappingProxyType({**config, "architectures": [family.architecture]}),
+    )
+    if shape.heads % shape.kv_heads:
+        raise UnsupportedModelError(f"{name}: {shape.heads} heads cannot share {shape.kv_heads} key heads")
+    if shape.vocab < 256 + len(shape.specials) or max(shape.specials, default=0) >= shape.vocab:
+        raise UnsupportedModelError(
+            f"{name}: a vocabulary of {shape.vocab} cannot hold 256 bytes and the special tokens {list(shape.specials)}"
+        )
+    return shape
+
+
+def _family(name: str, config: Mapping[str, Any]) -> Family:
+    family = find_family(config)
+    if family is None:
+        known = ", ".join(FAMILIES)
+        raise UnsupportedModelError(f"{name}: synth does not make model_type {config.get('model_type')!r}, only {known}")
+    required = {**family.required, "word_embed_proj_dim": config.get("hidden_size")}
+    for key, value in required.items():
+        if config.get(key, value) != value:
+            raise UnsupportedModelError(f"{name}: synth needs {key} = {value}, not {config[key]!r}")
+    return family
+
+
+def find_shape(text: str) -> Shape:
+    """The shape that `text` names: an entry of `SHAPES`, or a JSON file with the fields of a `config.json`.
+
+    Raises `UsageError` when there is neither, or the file cannot be read.
+    """
+    if text in SHAPES:
+        return SHAPES[text]
+    path = Path(text)
+    if not path.is_file():
+        raise UsageError(f"unknown shape {text!r}; name a JSON file with the fields of a config.json, or {', '.join(SHAPES)}")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{path} is not a JSON object with the fields of a config.json")
+    return shape_from_config(path.stem, config)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    name: str
+    config: Mapping[str, Any]
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A positive whole number."""
+        value = self.config.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _LARGEST:
+            raise UsageError(f"{self.name}: {key} must be a whole number from 1 to {_LARGEST}, not {value!r}")
+        return value
+
+
+def _kv_heads(read: _Reader, family: Family, heads: int) -> int:
+    if family.attention == "fused" and not read.config.get("new_decoder_architecture", False):
+        return 1 if read.config.get("multi_query", True) else heads
+    return read.count(family.fields["kv_heads"], heads)
+
+
+def _activation(name: str, config: Mapping[str, Any], family: Family) -> str:
+    text = config.get(family.fields["activation"], "")
+    if text == "fatrelu":
+        # ProSparse writes the threshold beside the name (arXiv 2402.13516).
+        return f"fatrelu({float(config.get('hidden_act_param', 0.0))!r})"
+    if text not in ACTIVATIONS or not ACTIVATIONS[text].sparse:
+        sparse = ", ".join(activation.name for activation in ACTIVATIONS.values() if activation.sparse)
+        raise UnsupportedModelError(f"{name}: {text!r} leaves no neuron silent; synth needs one of {sparse}, fatrelu")
+    return str(text)
+
+
+def _specials(name: str, config: Mapping[str, Any]) -> tuple[int, ...]:
+    found: list[int] = []
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = config.get(key)
+        for token in value if isinstance(value, list) else [value]:
+            if token is None or token == -1:
+                continue
+            if not isinstance(token, int) or token < 0:
+                raise UsageError(f"{name}: {key} must be a token id, not {token!r}")
+            if token not in found:
+                found.append(token)
+    return tuple(found)
+
+
+def _llama(hidden: int, ffn: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_act": "relu",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": hidden // heads,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **more,
+    }
+
+
+def _opt(hidden: int, ffn: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "opt",
+        "activation_function": "relu",
+        "hidden_size": hidden,
+        "word_embed_proj_dim": hidden,
+        "ffn_dim": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        "do_layer_norm_before": True,
+        "enable_bias": True,
+        "layer_norm_elementwise_affine": True,
+        "tie_word_embeddings": True,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+        **more,
+    }
+
+
+def _falcon(hidden: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "falcon",
+        "activation": "relu",
+        "hidden_size": hidden,
+        "ffn_hidden_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": 65024,
+        "max_position_embeddings": 2048,
+        "layer_norm_epsilon": 1e-5,
+        "rope_theta": 10000.0,
+        "alibi": False,
+        "bias": False,
+        "multi_query": True,
+        "new_decoder_architecture": False,
+        "parallel_attn": True,
+        "tie_word_embeddings": True,
+        "bos_token_id": 11,
+        "eos_token_id": 11,
+        **more,
+    }
+
+
+# Bamboo and TurboSparse (arXiv 2406.05955): Mistral's shape with ReLU on gate and on up.
+_DRELU = {"model_type": "bamboo", "sliding_window": None, "max_position_embeddings": 4096}
+
+SHAPES: Mapping[str, Shape] = MappingProxyType(
+    {
+        name: shape_from_config(name, config)
+        for name, config in {
+            "reglu-1.3b": _llama(2048, 5632, 24, 32),
+            "opt-1.3b": _opt(2048, 8192, 24, 32),
+            "llama-7b": _llama(4096, 11008, 32, 32),
+            "bamboo-7b": _llama(4096, 14336, 32, 32, num_key_value_heads=8, **_DRELU),
+            "falcon-7b": _falcon(4544, 32, 71),
+            "tiny-reglu": _llama(96, 200, 2, 4, num_key_value_heads=2, vocab_size=512),
+            "tiny-opt": _opt(96, 208, 2, 4, vocab_size=512),
+            "tiny-drelu": _llama(128, 200, 3, 4, num_key_value_heads=1, vocab_size=512, **_DRELU),
+            "tiny-falcon": _falcon(96, 2, 4, ffn_hidden_size=216, vocab_size=512),
+        }.items()
+    }
+)

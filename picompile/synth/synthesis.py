@@ -1,0 +1,149 @@
+"""The synthesis of a checkpoint: from a shape and a firing rate to a Hugging Face folder."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from picompile.errors import UsageError
+from picompile.progress import NoProgress, Progress
+from picompile.synth.families import tensor_shapes
+from picompile.synth.folder import (
+    CONFIG_DTYPES,
+    DTYPES,
+    SHARD_BYTES,
+    CheckpointWriter,
+    Table,
+    appearing,
+    check_place,
+    table_bytes,
+)
+from picompile.synth.network import LayerFiring, make_network
+from picompile.synth.rates import beta_rates
+from picompile.synth.recipe import Recipe, balanced_signs, random_subspace
+from picompile.synth.shapes import Shape
+from picompile.synth.tokens import write_tokenizer
+
+
+@dataclass(frozen=True)
+class Synthesis:
+    """What was asked for and what was measured, on tokens that nothing was calibrated by."""
+
+    shape: str
+    active: float
+    seed: int
+    dtype: str
+    rank: int
+    parameters: int
+    predictor_share: float
+    measured_active: float
+    layers: tuple[LayerFiring, ...]
+
+
+def synthesize(
+    shape: Shape,
+    active: float,
+    seed: int,
+    output: Path,
+    dtype: str = "f16",
+    progress: Progress | None = None,
+    rank: int | None = None,
+) -> Synthesis:
+    """Writes a checkpoint of `shape` whose FFN neurons fire on a share `active` (0 < active ≤ 1) of the tokens.
+
+    `dtype` is f16, bf16 or f32. `rank` is that of the predictors; None chooses it by the shape. The same arguments give
+    the same bytes on the same machine. Raises `UsageError` (2) for arguments that make no checkpoint or a place that is
+    taken, and `DoesNotFitError` (5) for a disk that is too small; nothing is left behind.
+    """
+    _check_arguments(shape, active, dtype, rank)
+    rank = rank or predictor_rank(shape)
+    weights, predictors = list(tensor_shapes(shape)), _predictor_table(shape, rank)
+    needed = table_bytes(weights, dtype), table_bytes(predictors, dtype)
+    check_place(output, sum(needed))
+    with appearing(output) as folder:
+        _write_json(folder / "config.json", {**shape.config, "dtype": CONFIG_DTYPES[dtype]})
+        write_tokenizer(shape, folder)
+        with _writers(folder, weights, predictors, dtype) as (weight_writer, predictor_writer):
+            direction, signs = (balanced_signs(seed, name, shape.hidden) for name in ("direction", "signs"))
+            recipe = Recipe(
+                shape=shape,
+                seed=seed,
+                rank=rank,
+                rates=beta_rates(active, shape.ffn),
+                direction=direction,
+                signs=signs,
+                subspace=random_subspace(seed, _deciding_rows(shape, rank), torch.stack([direction, direction * signs])),
+                weights=weight_writer,
+                predictors=predictor_writer,
+            )
+            title = f"Synthesizing {shape.name}"
+            with torch.inference_mode(), (progress or NoProgress()).step(title, shape.layers + 2) as advance:
+                layers = make_network(recipe, advance)
+        item_bytes = DTYPES[dtype].itemsize
+        result = Synthesis(
+            shape=shape.name,
+            active=active,
+            seed=seed,
+            dtype=dtype,
+            rank=rank,
+            parameters=needed[0] // item_bytes,
+            predictor_share=needed[1] / needed[0],
+            measured_active=sum(layer.rate for layer in layers) / len(layers),
+            layers=tuple(layers),
+        )
+        _write_json(folder / "synth.json", asdict(result))
+    return result
+
+
+def predictor_rank(shape: Shape) -> int:
+    """The rank of a shape's predictors: an eighth of the hidden size, at least 32, at most half of the hidden size.
+
+    From a hidden size of 1024 on this keeps the predictors below 6 % of the parameters.
+    """
+    return max(2, min(shape.hidden // 2, max(shape.hidden // 8, 32)))
+
+
+def _deciding_rows(shape: Shape, rank: int) -> int:
+    """Rows of the subspace that decides the firing: where offsets are no biases, the constant direction is one of `rank`."""
+    return rank if shape.ffn_bias else rank - 1
+
+
+def _check_arguments(shape: Shape, active: float, dtype: str, rank: int | None) -> None:
+    if not 0 < active <= 1:
+        raise UsageError(f"the share of active neurons must be above 0 and at most 1, not {active}")
+    if dtype not in DTYPES:
+        raise UsageError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
+    if rank is not None and not 2 <= rank <= shape.hidden // 2:
+        raise UsageError(f"the predictors' rank must be from 2 to {shape.hidden // 2} for {shape.name}, not {rank}")
+
+
+def _predictor_table(shape: Shape, rank: int) -> Table:
+    return [
+        entry
+        for layer in range(shape.layers)
+        for entry in (
+            (f"layers.{layer}.fc1", (rank, shape.hidden)),
+            (f"layers.{layer}.fc2", (shape.ffn, rank)),
+            (f"layers.{layer}.bias", (shape.ffn,)),
+        )
+    ]
+
+
+@contextmanager
+def _writers(
+    folder: Path, weights: Table, predictors: Table, dtype: str
+) -> Iterator[tuple[CheckpointWriter, CheckpointWriter]]:
+    predictor_bytes = table_bytes(predictors, dtype) + 1
+    with (
+        CheckpointWriter(folder, "model", weights, dtype, SHARD_BYTES) as weight_writer,
+        CheckpointWriter(folder, "predictors", predictors, dtype, predictor_bytes) as predictor_writer,
+    ):
+        yield weight_writer, predictor_writer
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
