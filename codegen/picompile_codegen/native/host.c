@@ -72,7 +72,8 @@ static struct {
   _Atomic int threads;           /* threads of the current run, the launching one included; unused workers wait on it */
   _Atomic int64_t region;        /* number of the parallel region << 8 | its tasks - 1; the others wait on its low half */
   _Atomic int sleepers;          /* workers inside futex_wait */
-  _Atomic int pending;           /* workers still busy with this region */
+  _Atomic int64_t claims;        /* number of the parallel region << 8 | its next task that nobody has taken */
+  _Atomic int finished;          /* tasks of this region that are done */
   _Atomic int failed;            /* a task of this region returned an error */
   PiLambda lambda;
   void *data;
@@ -118,8 +119,24 @@ typedef struct {
 
 static PiWorkerStart worker_start[PI_MAX_THREADS];
 
-/* The number of tasks travels in the region word itself: a worker that wakes late for a region it has no part in reads
- * a consistent pair and goes back to waiting, and one that has a part keeps the region open until it is done. */
+/* Takes the tasks of a region, one by one, until none is left. Any thread may run any task: a worker whose core another
+ * process has taken never wakes for its share, and whoever is awake does it instead. What a task computes does not
+ * depend on who runs it.
+ *
+ * The region's number is in the claim itself: a worker that comes late fails to claim in the next region, and one that
+ * succeeds keeps its region open, and `lambda` and `data` valid, until it is done. */
+static void run_tasks(int64_t region) {
+  int tasks = (int)(region & 0xff) + 1;
+  int64_t claim = atomic_load_explicit(&pool.claims, memory_order_acquire);
+  while (claim >> 8 == region >> 8 && (int)(claim & 0xff) < tasks) {
+    if (!atomic_compare_exchange_weak(&pool.claims, &claim, claim + 1)) continue;
+    PiParallelEnv env = {NULL, tasks};
+    if (pool.lambda((int)(claim & 0xff), &env, pool.data) != 0) atomic_store(&pool.failed, 1);
+    atomic_fetch_add_explicit(&pool.finished, 1, memory_order_release);
+    claim = atomic_load_explicit(&pool.claims, memory_order_acquire);
+  }
+}
+
 static void *worker_main(void *argument) {
   PiWorkerStart *start = argument;
   int index = start->index;
@@ -127,11 +144,7 @@ static void *worker_main(void *argument) {
   for (;;) {
     await_use(index);
     seen = await_region(seen);
-    int tasks = (int)(seen & 0xff) + 1;
-    if (index >= tasks) continue;
-    PiParallelEnv env = {NULL, tasks};
-    if (pool.lambda(index, &env, pool.data) != 0) atomic_store(&pool.failed, 1);
-    atomic_fetch_sub_explicit(&pool.pending, 1, memory_order_release);
+    run_tasks(seen);
   }
   return NULL;
 }
@@ -176,17 +189,17 @@ static int parallel_launch(PiLambda lambda, void *data, int num_task) {
   pool.lambda = lambda;
   pool.data = data;
   atomic_store(&pool.failed, 0);
-  atomic_store(&pool.pending, tasks - 1);
+  atomic_store(&pool.finished, 0);
   int64_t number = (atomic_load_explicit(&pool.region, memory_order_relaxed) >> 8) + 1;
+  atomic_store(&pool.claims, number << 8);
   atomic_store(&pool.region, number << 8 | (tasks - 1));
   if (atomic_load(&pool.sleepers) > 0) futex(&pool.region, FUTEX_WAKE, INT_MAX);
-  PiParallelEnv env = {NULL, tasks};
-  int status = lambda(0, &env, data);
-  for (int spin = 0; atomic_load_explicit(&pool.pending, memory_order_acquire) > 0; ++spin) {
+  run_tasks(number << 8 | (tasks - 1));
+  for (int spin = 0; atomic_load_explicit(&pool.finished, memory_order_acquire) < tasks; ++spin) {
     if (spin < PI_SPINS_MAIN) relax();
     else sched_yield();
   }
-  return status != 0 || atomic_load(&pool.failed) ? -1 : 0;
+  return atomic_load(&pool.failed) ? -1 : 0;
 }
 
 /* TVM's objects define this pointer as a weak, empty symbol; this definition is the one that is linked. */

@@ -1,0 +1,114 @@
+"""The last test of a compiler: what it made gives the numbers of the model that it was given.
+
+Every family, every weight format, against eager transformers in float32 on the same rounded weights: prompts of 1, 2, 17
+and 300 tokens, then 32 tokens one at a time, on 1, 2 and 3 threads.
+"""
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import picompile_runtime
+import pytest
+import torch
+from families import VARIANTS, build, save
+from reference import eager_logits, relative_error, round_weights
+from torch import nn
+
+from picompile.capture import Captured, load_model
+from picompile.compile import CompileOptions, compile_model
+
+PROMPTS = (1, 2, 17, 300)
+STEPS = 32
+TOLERANCE = 1e-3
+
+
+@functools.cache
+def _model(name: str) -> nn.Module:
+    return build(name)
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """Captures each variant once for all formats."""
+    known: dict[str, Captured] = {}
+
+    def capture(name: str) -> Captured:
+        if name not in known:
+            folder = tmp_path_factory.mktemp(name)
+            save(name, _model(name), folder)
+            known[name] = load_model(folder)
+        return known[name]
+
+    return capture
+
+
+def _compiled_logits(artifact: Path, ids: list[int], prompt: int, threads: int) -> torch.Tensor:
+    """Logits after the prompt and after each of STEPS further tokens: [STEPS + 1, vocabulary]."""
+    with picompile_runtime.load(artifact, threads=threads) as engine:
+        rows = [engine.prefill(ids[:prompt])]
+        rows += [engine.decode(token) for token in ids[prompt : prompt + STEPS]]
+    return torch.from_numpy(np.stack([row.reshape(-1) for row in rows]))
+
+
+@pytest.mark.parametrize("quant", ["f16", "q8", "q4"])
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_logits_equal_eager_transformers(name: str, quant: str, captured: object, tmp_path: Path) -> None:
+    artifact = tmp_path / "artifact"
+    compile_model(captured(name), artifact, CompileOptions(quant=quant))  # type: ignore[operator]
+    reference = build(name)
+    round_weights(reference, quant)
+    vocabulary = reference.config.vocab_size
+    ids = torch.randint(vocabulary, (max(PROMPTS) + STEPS,), generator=torch.Generator().manual_seed(1)).tolist()
+    expected = eager_logits(reference, ids)
+    for prompt in PROMPTS:
+        measured = {threads: _compiled_logits(artifact, ids, prompt, threads) for threads in (1, 2, 3)}
+        error = relative_error(measured[1], expected[prompt - 1 : prompt + STEPS])
+        assert error < TOLERANCE, f"prompt of {prompt} tokens: {error:.2e}"
+        assert torch.equal(measured[1], measured[2]), "2 threads give other bits than 1"
+        assert torch.equal(measured[1], measured[3]), "3 threads give other bits than 1"
+    with picompile_runtime.load(artifact, threads=2) as engine:
+        scored = torch.from_numpy(np.concatenate([np.array(rows) for rows in engine.score(ids)]))
+    assert relative_error(scored, expected) < TOLERANCE
+
+
+def _greedy(artifact: Path, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    """Tokens at temperature 0, and the share of neurons computed in each block."""
+    with picompile_runtime.load(artifact, threads=2) as engine:
+        logits, tokens = engine.prefill(prompt), []
+        for _ in range(count):
+            tokens.append(int(np.argmax(logits)))
+            logits = engine.decode(tokens[-1])
+        return tokens, [block.computed_share for block in engine.firing()]
+
+
+SPARSE = ("llama-relu", "prosparse", "bamboo", "opt-pre-norm", "opt-post-norm", "falcon-40b")
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_exact_gives_the_tokens_of_none_and_computes_less(name: str, captured: object, tmp_path: Path) -> None:
+    results = {}
+    for predictor in ("exact", "none"):
+        artifact = tmp_path / predictor
+        compile_model(captured(name), artifact, CompileOptions(quant="f16", predictor=predictor))  # type: ignore[operator]
+        results[predictor] = _greedy(artifact, [5, 17, 3], 48)
+    assert results["exact"][0] == results["none"][0]
+    assert all(share == 1.0 for share in results["none"][1])
+    assert all(0.0 < share < 0.9 for share in results["exact"][1])
+
+
+@pytest.mark.parametrize("quant", ["f16", "q4"])
+@pytest.mark.parametrize("name", ["llama-relu", "opt-pre-norm", "bamboo", "llama3-silu-tied"])
+def test_any_hot_set_gives_the_same_logits(name: str, quant: str, captured: object, tmp_path: Path) -> None:
+    model: Captured = captured(name)  # type: ignore[operator]
+    neurons, generator = model.facts.ffn, torch.Generator().manual_seed(2)
+    some = torch.randperm(neurons, generator=generator)[: neurons // 3].tolist()
+    ids = torch.randint(model.facts.vocab, (17 + STEPS,), generator=generator).tolist()
+    results = []
+    for number, hot in enumerate(({}, {0: some, 1: range(neurons)}, {0: [0], 1: []})):
+        artifact = tmp_path / str(number)
+        compile_model(model, artifact, CompileOptions(quant=quant, hot=hot))
+        results.append(_compiled_logits(artifact, ids, 17, threads=2))
+    for split in results[1:]:
+        # Rows keep their bits whatever part they are in; only the order of the sum differs.
+        assert relative_error(split, results[0]) < 1e-4
