@@ -3,6 +3,7 @@
 Everything that can be wrong with a checkpoint and shows in its headers is found before any weight is read.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -47,7 +48,7 @@ class ExpectedTensor:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises `UsageError` where there is no model folder, `UnsupportedModelError` where its weights are not safetensors."""
+    """Raises `UsageError` where there is no model folder, `UnsupportedModelError` where it is not in safetensors."""
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder")
     if not (folder / "config.json").is_file():
@@ -134,7 +135,7 @@ def _variants(name: str, prefix: str) -> tuple[str, ...]:
 def _check_tensor(folder: Path, name: str, header: TensorHeader, shape: tuple[int, ...]) -> None:
     if header.dtype not in DTYPES:
         raise UnsupportedModelError(
-            f"{header.file}: {name} is {header.dtype}; only {', '.join(DTYPES)} are read: use the unquantized checkpoint"
+            f"{header.file}: {name} is {header.dtype}; only {', '.join(DTYPES)} are read; use the original checkpoint"
         )
     if header.shape != shape:
         raise UnsupportedModelError(
@@ -150,6 +151,7 @@ class FolderWeights:
         self._names = dict(names)
         self._file: Path | None = None
         self._handle: Any = None
+        self._open = contextlib.ExitStack()
 
     def names(self) -> Iterable[str]:
         """The names of the model's parameters."""
@@ -169,7 +171,7 @@ class FolderWeights:
         try:
             if self._file != file:
                 self.close()
-                self._handle = safe_open(str(file), framework="pt", device="cpu").__enter__()
+                self._handle = self._open.enter_context(safe_open(str(file), framework="pt", device="cpu"))
                 self._file = file
             tensor = self._handle.get_tensor(stored)
         except (SafetensorError, OSError, ValueError) as error:
@@ -180,8 +182,7 @@ class FolderWeights:
 
     def close(self) -> None:
         """Closes the shard that is open, if one is."""
-        if self._handle is not None:
-            self._handle.__exit__(None, None, None)
+        self._open.close()
         self._file = self._handle = None
 
     @property

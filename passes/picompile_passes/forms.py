@@ -158,7 +158,7 @@ class Forms:
         return root, None if torch.equal(table, torch.arange(columns)) else table.clone()
 
     def same(self, node: Node) -> Node:
-        """The node that `node` merely reshapes, keeping the last dimension; `node` itself where it does more than that."""
+        """The node that `node` merely reshapes, keeping the last dimension; `node` itself where it does more."""
         moved = None if self.is_known(node) else self.moved(node)
         return moved[0] if moved is not None and moved[1] is None else node
 
@@ -252,7 +252,7 @@ class Forms:
         left, right = node.args
         if not isinstance(left, Node) or self.is_known(left):
             left, right = right, left
-        factor = self.known(right) if isinstance(right, Node) else right
+        factor: Any = self.known(right) if isinstance(right, Node) else right
         if node.target in _DIVIDE:
             factor = 1.0 / factor
         return _scaled(self._terms(left), factor)  # type: ignore[arg-type]
@@ -280,8 +280,8 @@ class Forms:
 def _is_plain(target: Any) -> bool:
     """Whether a call of `target` always gives the same value: not ours, which passes look for, and nothing random."""
     if not isinstance(target, OpOverload):
-        return target == operator.getitem
-    return target.namespace == "aten" and torch.Tag.nondeterministic_seeded not in target.tags
+        return target is operator.getitem
+    return bool(target.namespace == "aten" and torch.Tag.nondeterministic_seeded not in target.tags)
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -301,5 +301,5 @@ def _scaled(terms: tuple[Term, ...], factor: Any) -> tuple[Term, ...]:
 
 
 def _sum(left: tuple[Term, ...], right: tuple[Term, ...]) -> tuple[Term, ...]:
-    shape = torch.broadcast_shapes(left[0].index.shape, right[0].index.shape)
+    shape = (left[0].index + right[0].index).shape
     return _map((*left, *right), lambda tensor: tensor.expand(shape))

@@ -2,16 +2,13 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 
 from picompile_passes.constants import SharedConstants
 from picompile_passes.nodes import is_call
+from picompile_passes.operands import INDEX_SELECT, TRANSPOSE
 from picompile_passes.rewriter import Rewriter
-
-_TRANSPOSE = torch.ops.aten.transpose.int
-_INDEX_SELECT = torch.ops.aten.index_select.default
 
 
 @dataclass(frozen=True)
@@ -29,13 +26,13 @@ class Projection:
         table = constants.get("rows", self.table, self.linear)
 
         def select(matrix: Node) -> Node:
-            return rewriter.call(_INDEX_SELECT, (matrix, 0, table), before=before, sources=(matrix,))
+            return rewriter.call(INDEX_SELECT, (matrix, 0, table), before=before, sources=(matrix,))
 
         return select(weight), None if bias is None else select(bias)  # type: ignore[arg-type]
 
 
 def down_rows(rewriter: Rewriter, weight: Node, before: Node) -> Node:
     """The weight of a down projection [D, F] with a row for each neuron: its transpose [F, D]."""
-    if is_call(weight, _TRANSPOSE):
+    if is_call(weight, TRANSPOSE):
         return weight.all_input_nodes[0]
-    return rewriter.call(_TRANSPOSE, (weight, 0, 1), before=before, sources=(weight,))
+    return rewriter.call(TRANSPOSE, (weight, 0, 1), before=before, sources=(weight,))

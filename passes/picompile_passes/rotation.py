@@ -67,7 +67,7 @@ class Rotation:
 
 
 def read_rotation(form: Form, columns: int, heads: int) -> Rotation | None:
-    """The rotation that `form`, a value [tokens, heads · d] of a root with `columns` columns, is; None where it is none."""
+    """The rotation that `form`, [tokens, heads · d] of a root with `columns` columns, is; None where it is none."""
     parts = _parts(form, columns, heads)
     if parts is None:
         return None
@@ -80,7 +80,8 @@ def read_rotation(form: Form, columns: int, heads: int) -> Rotation | None:
     if halves is None:
         return None
     first, second = halves
-    rotation = Rotation(own[:, torch.cat(halves)].flatten(), torch.cat(halves), factor, cosine[:, 0, first], -sine[:, 0, first])
+    order = torch.cat(halves)
+    rotation = Rotation(own[:, order].flatten(), order, factor, cosine[:, 0, first], -sine[:, 0, first])
     expected = _rebuilt(rotation, own, first, second)
     return rotation if _agrees(expected, _Parts(own, other, cosine, sine)) else None
 
@@ -120,11 +121,16 @@ def _halves(own: Tensor, other: Tensor, is_first: Tensor, turning: Tensor) -> tu
 def _rebuilt(rotation: Rotation, own: Tensor, first: Tensor, second: Tensor) -> _Parts:
     """The parts that a value turned by `rotation` has, its factor left out."""
     heads, size = own.shape
-    cosine, sine = (torch.zeros(rotation.cosine.shape[0], heads, size, dtype=torch.float64) for _ in range(2))  # type:
-    ignore[union-attr] other = torch.empty_like(own) for half, opposite, sign in ((first, second, -1.0), (second, first,
-    1.0)): cosine[:, :, half] = rotation.cosine.unsqueeze(1)  # type: ignore[union-attr] sine[:, :, half] = sign *
-    rotation.sine.unsqueeze(1)  # type: ignore[union-attr] other[:, half] = own[:, opposite] return _Parts(own, other,
-    cosine, sine)
+    cosine, sine = (
+        torch.zeros(rotation.cosine.shape[0], heads, size, dtype=torch.float64)  # type: ignore[union-attr]
+        for _ in range(2)
+    )
+    other = torch.empty_like(own)
+    for half, opposite, sign in ((first, second, -1.0), (second, first, 1.0)):
+        cosine[:, :, half] = rotation.cosine.unsqueeze(1)  # type: ignore[union-attr]
+        sine[:, :, half] = sign * rotation.sine.unsqueeze(1)  # type: ignore[union-attr]
+        other[:, half] = own[:, opposite]
+    return _Parts(own, other, cosine, sine)
 
 
 def _agrees(expected: _Parts, found: _Parts) -> bool:

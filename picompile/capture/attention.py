@@ -5,12 +5,12 @@ It is registered under a name of our own, which only the models that we build he
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from picompile.errors import UnsupportedModelError
+from picompile_passes.operands import ATTENTION
 
 ATTENTION_NAME = "picompile"
 
@@ -39,7 +39,7 @@ def attention_forward(
     heads, kv_heads = query.shape[1], key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x.transpose(1, 2).flatten(-2) for x in (query, key, value))
-    result = torch.ops.picompile.attention(q, k, v, heads, kv_heads, scale, module.layer_idx, sliding_window or 0)
+    result = ATTENTION(q, k, v, heads, kv_heads, scale, module.layer_idx, sliding_window or 0)
     return result.unflatten(-1, (heads, -1)), None
 
 

@@ -64,8 +64,8 @@ def export_decoder(module: nn.Module, call: DecoderCall, max_tokens: int) -> Gra
     except UnsupportedModelError:
         raise
     except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        raise UnsupportedModelError(f"{type(module).__name__} cannot be captured: {type(error).__name__}: {text}") from error
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise UnsupportedModelError(f"{type(module).__name__} cannot be captured: {text}") from error
     return _plain_graph(exported, module)
 
 
@@ -94,7 +94,7 @@ def _plain_graph(exported: GraphModule, module: nn.Module) -> GraphModule:
     for node in list(exported.graph.nodes):
         if node.op == "call_function" and getattr(node.target, "_opname", "") in _CHECKS:
             exported.graph.erase_node(node)
-    result = graph.graph_copy(exported.graph, {})  # type: ignore[arg-type]
+    result = graph.graph_copy(exported.graph, {})
     (logits,) = result if isinstance(result, (tuple, list)) else (result,)
     graph.output(logits)
     parameters = {name: first for first, others in first_names(module).items() for name in (first, *others)}
@@ -121,6 +121,6 @@ def _plain_graph(exported: GraphModule, module: nn.Module) -> GraphModule:
 def _constant(name: str, tensor: Tensor) -> Tensor:
     """A buffer or a constant as the graph holds it: real, on the CPU, float32 where it is a float."""
     if not has_real_data(tensor):
-        raise UnsupportedModelError(f"the buffer {name} has no data: it is neither in the checkpoint nor computed again")
+        raise UnsupportedModelError(f"the buffer {name} has no data, and nothing says how to compute it")
     tensor = tensor.detach().to("cpu")
     return tensor.to(torch.float32) if tensor.is_floating_point() else tensor

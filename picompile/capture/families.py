@@ -121,7 +121,9 @@ def activation_text(config: Mapping[str, Any], name: object) -> str:
     if name == "fatrelu":
         threshold = config.get("hidden_act_param")
         if not isinstance(threshold, (int, float)):
-            raise UnsupportedModelError("config.json: hidden_act is fatrelu, but hidden_act_param, its threshold, is missing")
+            raise UnsupportedModelError(
+                "config.json: hidden_act is fatrelu, but its threshold, hidden_act_param, is missing"
+            )
         return f"fatrelu({float(threshold)!r})"
     if name not in ACTIVATIONS:
         raise UnsupportedModelError(

@@ -56,15 +56,22 @@ def build_model(family: Family, config: Any, activation: str) -> nn.Module:
     model_class = _resolve(family.model_class)
     try:
         with torch.device("meta"):
-            model: nn.Module = model_class._from_config(config, attn_implementation=family.attention,
-            dtype=torch.float32) except Exception as error: raise UnsupportedModelError(f"config.json:
-            {_one_line(error)}") from error if activation.startswith("fatrelu"): threshold =
-            float(activation.removeprefix("fatrelu(").removesuffix(")")) for module in model.modules(): if
-            hasattr(module, "act_fn"): module.act_fn = FatReLU(threshold) _compute_buffers(model) return model.eval()
+            model: nn.Module = model_class._from_config(
+                config, attn_implementation=family.attention, dtype=torch.float32
+            )
+    except Exception as error:
+        raise UnsupportedModelError(f"config.json: {_one_line(error)}") from error
+    if activation.startswith("fatrelu"):
+        threshold = float(activation.removeprefix("fatrelu(").removesuffix(")"))
+        for module in model.modules():
+            if hasattr(module, "act_fn"):
+                module.act_fn = FatReLU(threshold)
+    _compute_buffers(model)
+    return model.eval()
 
 
 def _compute_buffers(model: nn.Module) -> None:
-    """Computes again, on the CPU, the buffers that are in no checkpoint (rotary frequencies): the meta device lost them."""
+    """Computes again the buffers that are in no checkpoint (rotary frequencies): on the meta device they are empty."""
     for module in model.modules():
         names = [name for name, _ in module.named_buffers(recurse=False) if name in module._non_persistent_buffers_set]
         if names:

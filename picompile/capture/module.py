@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-import picompile_passes.dialect  # noqa: F401 (registers the operators)
 from picompile.capture.captured import Captured
 from picompile.capture.export import DecoderCall, export_decoder, first_names
 from picompile.capture.facts import ModelFacts
 from picompile.checkpoint import ModuleWeights
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile_passes.nodes import arguments, calls
+from picompile_passes.operands import ATTENTION, FFN
 from picompile_passes.passes.canonicalize import CANONICALIZE
 
 _DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -77,8 +77,8 @@ def _facts(
     """Read off the canonical graph, so that they are what is compiled."""
     for pass_ in CANONICALIZE:
         graph_module = pass_(graph_module).graph_module
-    attention, layers = _first_call(graph_module.graph, torch.ops.picompile.attention.default, module)
-    block, _ = _first_call(graph_module.graph, torch.ops.picompile.ffn.default, module)
+    attention, layers = _first_call(graph_module.graph, ATTENTION, module)
+    block, _ = _first_call(graph_module.graph, FFN, module)
     neurons, hidden = (int(size) for size in block["down"].meta["val"].shape)
     sizes = dict.fromkeys(_DTYPES, 0)
     for parameter in parameters.values():

@@ -1,7 +1,7 @@
 """The model families that synth makes: how each writes its configuration, and how it names its tensors.
 
-Names are those of transformers' own checkpoints. A role is what a tensor does (`q`, `gate`, `attention_norm`); a family's
-`names` give each role its place in the checkpoint, `{}` being the layer.
+Names are those of transformers' own checkpoints. A role is what a tensor does (`q`, `gate`, `attention_norm`); a
+family's `names` give each role its place in the checkpoint, `{}` being the layer.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -96,7 +96,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         "Qwen2ForCausalLM", _FIELDS, _LLAMA_NAMES, query_bias=lambda config: True, output_bias=lambda config: False
     ),
-    "bamboo": Family("BambooForCausalLM", _FIELDS, _LLAMA_NAMES, two_sided=True),
+    "bamboo": Family("BambooForCausalLM", _FIELDS, _LLAMA_NAMES, two_sided=True, required={"hidden_act": "relu"}),
     "opt": Family(
         "OPTForCausalLM",
         {**_FIELDS, "ffn": "ffn_dim", "kv_heads": "", "activation": "activation_function", "eps": ""},

@@ -1,45 +1,45 @@
 """The matrices that decide which neurons fire, and the predictor that knows.
 
-A neuron's deciding row is w = a·P + t·u: P [r, hidden] has few rows, u is the constant direction and t the neuron's offset.
-So the firing of all neurons is a function of the r numbers P·x, and the predictor with fc1 = (P, u) and fc2 = (a, t) tells
-it exactly, up to the rounding of w. The factors are rounded to the checkpoint's dtype before they are multiplied: only the
-product is rounded once more.
+A neuron's deciding row is w = a·P + t·u: P [r, hidden] has few rows, u is the constant direction and t the neuron's
+offset. So the firing of all neurons is a function of the r numbers P·x, and the predictor with fc1 = (P, u) and
+fc2 = (a, t) tells it exactly, up to the rounding of w. The factors are rounded to the checkpoint's dtype before they
+are multiplied: only the product is rounded once more.
 """
 
 from dataclasses import dataclass
 
 import torch
-from picompile_passes.dialect.activations import parse_activation
 from torch import Tensor
 
 from picompile.synth.rates import firing_offsets
 from picompile.synth.recipe import Recipe
-
-
-@dataclass(frozen=True)
-class Predictor:
-    """Neuron j fires where (fc2 · fc1 · x + bias)[j] > 0. fc1 [rank, hidden], fc2 [ffn, rank], bias [ffn]."""
-
-    fc1: Tensor
-    fc2: Tensor
-    bias: Tensor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, hidden] → bool [tokens, ffn]."""
-        return torch.addmm(self.bias, x @ self.fc1.T, self.fc2.T) > 0
+from picompile_passes.dialect.activations import parse_activation
 
 
 @dataclass(frozen=True)
 class Neurons:
-    """A layer's neurons on the calibration tokens, all [tokens, ffn].
+    """A layer's neurons on some tokens, all [tokens, ffn].
 
-    `values` is what they send to the down projection, `fired` which of them fired (their value is not zero), `predicted`
-    which of them the predictor named.
+    `values` is what they send to the down projection, `fired` which of them fired (their value is not zero),
+    `predicted` which of them the predictor named.
     """
 
     values: Tensor
     fired: Tensor
     predicted: Tensor
+
+
+@dataclass(frozen=True)
+class _Deciding:
+    """What decides the firing of a layer: `factors` [ffn, r] times `subspace` [r, hidden], offsets along `direction`.
+
+    A neuron fires on a token when its offset is above the level [tokens, ffn] that this token sets.
+    """
+
+    subspace: Tensor
+    factors: Tensor
+    direction: Tensor
+    levels: Tensor
 
 
 def make_neurons(recipe: Recipe, layer: int, x: Tensor, calibration: Tensor) -> Neurons:
@@ -48,93 +48,87 @@ def make_neurons(recipe: Recipe, layer: int, x: Tensor, calibration: Tensor) -> 
     x [tokens, hidden] are the FFN's inputs, of which those that `calibration` (bool [tokens]) names are used to set the
     offsets. The firing is computed from the matrices as written.
     """
-    subspace, factors = _factors(recipe, layer)
-    direction = recipe.predictors.round(recipe.direction / recipe.shape.hidden**0.5)
-    threshold = parse_activation(recipe.shape.activation).threshold
-    constant = torch.ones(len(x)) if recipe.offset == "bias" else x @ direction
-    levels = ((threshold - (x @ subspace.T) @ factors.T) / constant.unsqueeze(1))[calibration]
+    deciding = _deciding(recipe, layer, x)
     order = torch.randperm(recipe.shape.ffn, generator=recipe.generator(f"{layer}.order"))
-    rates = recipe.rates[order]
+    rates, levels = recipe.rates[order], deciding.levels[calibration]
     offsets = recipe.predictors.round(firing_offsets(levels, rates).float())
-    predictor = _write_predictor(recipe, layer, subspace, factors, direction, offsets, threshold)
-    deciding = _deciding_matrix(recipe, subspace, factors, direction, offsets)
+    predicted = _predict(recipe, layer, deciding, offsets, x)
     if not recipe.shape.family.gated:
-        return _plain(recipe, layer, x, deciding, offsets, predictor)
+        return _plain(recipe, layer, x, deciding, offsets, predicted)
     if not recipe.shape.family.two_sided:
-        return _gated(recipe, layer, x, deciding, offsets, predictor)
-    wide_offsets = recipe.predictors.round(firing_offsets(levels, rates.sqrt()).float())
-    wide = _deciding_matrix(recipe, subspace, factors, direction, wide_offsets)
-    return _two_sided(recipe, layer, x, (deciding, offsets), (wide, wide_offsets), predictor)
+        return _gated(recipe, layer, x, deciding, offsets, predicted)
+    wide = recipe.predictors.round(firing_offsets(levels, rates.sqrt()).float())
+    return _two_sided(recipe, layer, x, deciding, offsets, wide, predicted)
 
 
-def _factors(recipe: Recipe, layer: int) -> tuple[Tensor, Tensor]:
-    """P [r, hidden], the layer's own basis of the subspace, and a [ffn, r] with rows of length 1."""
+def _deciding(recipe: Recipe, layer: int, x: Tensor) -> _Deciding:
+    """The layer's own basis of the firing subspace, and factors whose rows have length 1."""
     subspace = recipe.orthonormal(f"{layer}.subspace", recipe.subspace)
     factors = torch.randn(recipe.shape.ffn, len(subspace), generator=recipe.generator(f"{layer}.factors"))
     factors /= factors.norm(dim=1, keepdim=True)
-    return recipe.predictors.round(subspace), recipe.predictors.round(factors)
+    subspace, factors, direction = map(
+        recipe.predictors.round, (subspace, factors, recipe.direction / recipe.shape.hidden**0.5)
+    )
+    threshold = parse_activation(recipe.shape.activation).threshold
+    constant = torch.ones(len(x)) if recipe.offset == "bias" else x @ direction
+    levels = (threshold - (x @ subspace.T) @ factors.T) / constant.unsqueeze(1)
+    return _Deciding(subspace, factors, direction, levels)
 
 
-def _deciding_matrix(recipe: Recipe, subspace: Tensor, factors: Tensor, direction: Tensor, offsets: Tensor) -> Tensor:
-    matrix = factors @ subspace
-    return matrix if recipe.offset == "bias" else matrix.addr_(offsets, direction)
-
-
-def _write_predictor(
-    recipe: Recipe, layer: int, subspace: Tensor, factors: Tensor, direction: Tensor, offsets: Tensor, threshold: float
-) -> Predictor:
-    bias = torch.full((recipe.shape.ffn,), -threshold)
+def _predict(recipe: Recipe, layer: int, deciding: _Deciding, offsets: Tensor, x: Tensor) -> Tensor:
+    """Writes the predictor and applies it: x [tokens, hidden] → bool [tokens, ffn]."""
+    bias = torch.full_like(offsets, -parse_activation(recipe.shape.activation).threshold)
+    fc1, fc2 = deciding.subspace, deciding.factors
     if recipe.offset == "bias":
         bias += offsets
     else:
-        subspace = torch.cat([subspace, direction.unsqueeze(0)])
-        factors = torch.cat([factors, offsets.unsqueeze(1)], dim=1)
+        fc1, fc2 = torch.cat([fc1, deciding.direction.unsqueeze(0)]), torch.cat([fc2, offsets.unsqueeze(1)], dim=1)
     put = recipe.predictors.put
-    return Predictor(
-        put(f"layers.{layer}.fc1", subspace), put(f"layers.{layer}.fc2", factors), put(f"layers.{layer}.bias", bias)
-    )
+    reduced = x @ put(f"layers.{layer}.fc1", fc1).T
+    fired: Tensor = torch.addmm(put(f"layers.{layer}.bias", bias), reduced, put(f"layers.{layer}.fc2", fc2).T) > 0
+    return fired
 
 
-def _matrix(recipe: Recipe, layer: int, role: str, matrix: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+def _rows(recipe: Recipe, deciding: _Deciding, offsets: Tensor) -> Tensor:
+    """The deciding rows [ffn, hidden]; an offset that is a bias is not in them."""
+    rows = deciding.factors @ deciding.subspace
+    return rows if recipe.offset == "bias" else rows.addr_(offsets, deciding.direction)
+
+
+def _apply(recipe: Recipe, layer: int, role: str, matrix: Tensor, bias: Tensor, x: Tensor) -> Tensor:
     """Writes a matrix [ffn, hidden] and its bias, if it has one; returns its product with x, [tokens, ffn]."""
     name = recipe.name(role, layer)
     product = x @ recipe.weights.put(f"{name}.weight", matrix).T
-    return product + recipe.weights.put(f"{name}.bias", bias) if recipe.shape.ffn_bias else product
+    return product + recipe.weights.put(f"{name}.bias", bias.clone()) if recipe.shape.ffn_bias else product
 
 
-def _plain(recipe: Recipe, layer: int, x: Tensor, deciding: Tensor, offsets: Tensor, predictor: Predictor) -> Neurons:
+def _plain(recipe: Recipe, layer: int, x: Tensor, deciding: _Deciding, offsets: Tensor, predicted: Tensor) -> Neurons:
     activation = parse_activation(recipe.shape.activation)
-    up = _matrix(recipe, layer, "up", deciding, offsets, x)
-    return Neurons(activation.function(up), up > activation.threshold, predictor(x))
+    up = _apply(recipe, layer, "up", _rows(recipe, deciding, offsets), offsets, x)
+    return Neurons(activation.function(up), up > activation.threshold, predicted)
 
 
-def _gated(recipe: Recipe, layer: int, x: Tensor, deciding: Tensor, offsets: Tensor, predictor: Predictor) -> Neurons:
+def _gated(recipe: Recipe, layer: int, x: Tensor, deciding: _Deciding, offsets: Tensor, predicted: Tensor) -> Neurons:
     activation = parse_activation(recipe.shape.activation)
-    gate = _matrix(recipe, layer, "gate", deciding, offsets, x)
+    gate = _apply(recipe, layer, "gate", _rows(recipe, deciding, offsets), offsets, x)
     drawn = recipe.uniform(recipe.name("up", layer), recipe.shape.ffn, recipe.shape.hidden, 1.0)
-    up = _matrix(recipe, layer, "up", recipe.ignore_direction(drawn), torch.zeros_like(offsets), x)
-    return Neurons(activation.function(gate) * up, gate > activation.threshold, predictor(x))
+    up = _apply(recipe, layer, "up", recipe.ignore_direction(drawn), torch.zeros_like(offsets), x)
+    return Neurons(activation.function(gate) * up, gate > activation.threshold, predicted)
 
 
 def _two_sided(
-    recipe: Recipe,
-    layer: int,
-    x: Tensor,
-    narrow: tuple[Tensor, Tensor],
-    wide: tuple[Tensor, Tensor],
-    predictor: Predictor,
+    recipe: Recipe, layer: int, x: Tensor, deciding: _Deciding, narrow: Tensor, wide: Tensor, predicted: Tensor
 ) -> Neurons:
     """A neuron of dReLU fires when its gate and its up are both positive.
 
-    One side is the deciding row. The other is the same row with a larger offset, so that it is positive whenever the
-    deciding one is, and at the rate sqrt(p) by itself: a single row of the predictor then tells the firing. For half of
-    the neurons the gate decides, for the others up.
+    One side has the offset `narrow`, which decides. The other is the same row with the larger offset `wide`: it is
+    positive whenever the first one is, and at the rate sqrt(p) by itself, so that one row of the predictor tells the
+    firing. For half of the neurons the gate decides, for the others up.
     """
     activation = parse_activation(recipe.shape.activation)
-    swapped = torch.rand(recipe.shape.ffn, generator=recipe.generator(f"{layer}.sides")) < 0.5
-    for first, second in zip(narrow, wide, strict=True):
-        first[swapped], second[swapped] = second[swapped], first[swapped]
-    gate = _matrix(recipe, layer, "gate", *narrow, x)
-    up = _matrix(recipe, layer, "up", *wide, x)
+    gate_decides = torch.rand(len(narrow), generator=recipe.generator(f"{layer}.sides")) < 0.5
+    gate_offsets, up_offsets = torch.where(gate_decides, narrow, wide), torch.where(gate_decides, wide, narrow)
+    gate = _apply(recipe, layer, "gate", _rows(recipe, deciding, gate_offsets), gate_offsets, x)
+    up = _apply(recipe, layer, "up", _rows(recipe, deciding, up_offsets), up_offsets, x)
     fired = (gate > activation.threshold) & (up > activation.threshold)
-    return Neurons(activation.function(gate) * activation.function(up), fired, predictor(x))
+    return Neurons(activation.function(gate) * activation.function(up), fired, predicted)

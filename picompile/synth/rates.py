@@ -6,8 +6,8 @@ Rates follow a Beta distribution, as hot and cold neurons of trained models do: 
 import torch
 from torch import Tensor
 
-# Beta's first parameter. A third of the neurons then makes 80 % of the firings: between what the PowerInfer paper reports
-# per layer for OPT-30B (26 %) and for ReGLU-70B (43 %).
+# Beta's first parameter. A third of the neurons then makes 80 % of the firings: between what the PowerInfer paper
+# reports per layer for OPT-30B (26 %) and for ReGLU-70B (43 %).
 _SKEW = 0.5
 _GRID = 1 << 16
 # Pooled samples that make a layer's quantile function; enough for tails of one in 100,000.
@@ -19,9 +19,11 @@ def beta_rates(active: float, neurons: int) -> Tensor:
 
     float64 [neurons]. Nothing is drawn: the i-th rate is the mean of the i-th slice of the distribution.
     """
+    if active == 1:
+        return torch.ones(neurons, dtype=torch.float64)
     if active > 0.5:
-        return (1 - beta_rates(1 - active, neurons)).flip(0) if active < 1 else torch.ones(neurons, dtype=torch.float64)
-    # With x = sin²θ the density of Beta(a, b) is 2 sin^(2a−1)θ cos^(2b−1)θ, without a pole where a = 1/2.
+        return (1 - beta_rates(1 - active, neurons)).flip(0)
+    # With x = sin²θ the density of Beta(a, b) is 2·sin(θ)^(2a-1)·cos(θ)^(2b-1), without a pole where a = 1/2.
     a, b = _SKEW, _SKEW * (1 - active) / active
     angle = (torch.arange(_GRID, dtype=torch.float64) + 0.5) * (torch.pi / 2 / _GRID)
     # For rare firing the mass lies near θ = 0; a quadratic grid puts the points there.
@@ -36,10 +38,10 @@ def beta_rates(active: float, neurons: int) -> Tensor:
 def firing_offsets(levels: Tensor, rates: Tensor) -> Tensor:
     """The offset t of each neuron with which it fires at its rate, given that it fires on a token where t > level.
 
-    levels float32 [tokens, neurons], all neurons with one distribution; rates [neurons] → float64 [neurons]. One quantile
-    function is read from all levels together: thousands of neurons tell about tails that the tokens of one neuron don't
-    reach, and none of them is fitted to the few tokens it has seen. Beyond the pool it is continued as a normal
-    distribution.
+    levels float32 [tokens, neurons], all neurons with one distribution; rates [neurons] → float64 [neurons]. One
+    quantile function is read from all levels together: thousands of neurons tell about tails that the tokens of one
+    neuron don't reach, and none of them is fitted to the few tokens it has seen. Beyond the pool it is continued as a
+    normal distribution.
     """
     pool = levels.flatten()
     ordered = pool[:: max(1, len(pool) // _POOL)].sort().values.to(torch.float64)
@@ -49,7 +51,8 @@ def firing_offsets(levels: Tensor, rates: Tensor) -> Tensor:
     quantiles = interpolate(position, torch.arange(len(ordered), dtype=torch.float64), ordered)
     wanted = torch.special.ndtri(rates.to(torch.float64).clamp(1e-12, 1 - 1e-12))
     beyond = (wanted - wanted.clamp(-edge, edge)) * ordered.std()
-    return interpolate(wanted, scores, quantiles) + beyond
+    offsets: Tensor = interpolate(wanted, scores, quantiles) + beyond
+    return offsets
 
 
 def share_of_firings(rates: Tensor, share: float = 0.8) -> float:

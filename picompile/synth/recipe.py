@@ -6,8 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from picompile.synth.folder import CheckpointWriter
 from picompile.synth.shapes import Shape
+from picompile.synth.writer import CheckpointWriter
+
+# The constant direction's entries in the stream, beside entries of about 1. More of it makes offsets small; less leaves
+# room for everything else.
+CONSTANT = 0.5
 
 
 @dataclass(frozen=True)
@@ -15,10 +19,11 @@ class Recipe:
     """One synthesis.
 
     `rates` float64 [ffn] are the firing rates of a layer's neurons, ascending; `rank` is the predictors'. `direction`
-    float32 [hidden] is the constant direction: entries ±1, as many of each. Every matrix that reads the stream ignores it
-    and every matrix that writes to the stream leaves it alone, but for the gates' offsets. `signs` float32 [hidden] are
-    those of the final norm. `subspace` float32 [r, hidden] are orthonormal rows, orthogonal to the constant direction: all
-    that decides which neurons fire. Embeddings are of one length in it, so that every token fires about as many.
+    float32 [hidden] is the constant direction: entries ±1, as many of each. Every matrix that reads the stream ignores
+    it and every matrix that writes to the stream leaves it alone, but for the gates' offsets. `signs` float32 [hidden]
+    are those of the final norm. `subspace` float32 [r, hidden] are orthonormal rows, orthogonal to the constant
+    direction: all that decides which neurons fire. Embeddings are of one length in it, so that every token fires about
+    as many.
     """
 
     shape: Shape
@@ -59,8 +64,9 @@ class Recipe:
         return torch.empty(rows, columns).uniform_(-bound, bound, generator=self.generator(name))
 
     def orthonormal(self, name: str, rows: Tensor) -> Tensor:
-        """Random orthonormal combinations of orthonormal `rows` [r, columns], in float32 of the same shape."""
-        return torch.linalg.qr(torch.randn(len(rows), len(rows), generator=self.generator(name))).Q @ rows
+        """Random orthonormal combinations of orthonormal `rows` [r, columns], of the same shape."""
+        rotation: Tensor = torch.linalg.qr(torch.randn(len(rows), len(rows), generator=self.generator(name))).Q
+        return rotation @ rows
 
     def ignore_direction(self, matrix: Tensor) -> Tensor:
         """Makes the rows of a matrix [rows, hidden] orthogonal to the constant direction, in place."""
@@ -87,5 +93,6 @@ def balanced_signs(seed: int, name: str, count: int) -> Tensor:
 def random_subspace(seed: int, rows: int, avoided: Tensor) -> Tensor:
     """float32 [rows, hidden]: random orthonormal rows, orthogonal to those of `avoided` [any, hidden]."""
     drawn = torch.randn(rows, avoided.shape[1], generator=generator(seed, "subspace"))
-    unit = torch.linalg.qr(avoided.T).Q.T
-    return torch.linalg.qr((drawn - (drawn @ unit.T) @ unit).T).Q.T.contiguous()
+    unit: Tensor = torch.linalg.qr(avoided.T).Q.T
+    subspace: Tensor = torch.linalg.qr((drawn - (drawn @ unit.T) @ unit).T).Q.T
+    return subspace.contiguous()

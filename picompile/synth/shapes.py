@@ -1,20 +1,13 @@
-"""Shapes that can be synthesized: the named ones, and any `config.json` of a supported family.
+"""A shape that can be synthesized: the facts of a Hugging Face `config.json` of a supported family."""
 
-A shape is nothing but the facts of a Hugging Face `config.json`; the named shapes are such configurations too, so that one
-reader serves both.
-"""
-
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from picompile_passes.dialect.activations import ACTIVATIONS
-
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.synth.families import FAMILIES, Family, find_family
+from picompile_passes.dialect.activations import ACTIVATIONS
 
 # No layer of a real model comes near it, and the disk is asked for the size before anything is written.
 _LARGEST = 1 << 20
@@ -24,8 +17,8 @@ _LARGEST = 1 << 20
 class Shape:
     """One model's shape. `config` is what its `config.json` says; the other fields are read from it.
 
-    `activation` is in the dialect's text form. `specials` are the token ids that stand for no text (start, end, padding).
-    `query_bias`, `output_bias` and `ffn_bias` say whether these linear layers have a bias.
+    `activation` is in the dialect's text form. `query_bias`, `output_bias` and `ffn_bias` say whether these linear
+    layers have a bias. `specials` are the token ids that stand for no text (start, end, padding).
     """
 
     name: str
@@ -90,32 +83,13 @@ def shape_from_config(name: str, config: Mapping[str, Any]) -> Shape:
 def _family(name: str, config: Mapping[str, Any]) -> Family:
     family = find_family(config)
     if family is None:
-        known = ", ".join(FAMILIES)
-        raise UnsupportedModelError(f"{name}: synth does not make model_type {config.get('model_type')!r}, only {known}")
+        found, known = config.get("model_type"), ", ".join(FAMILIES)
+        raise UnsupportedModelError(f"{name}: synth does not make model_type {found!r}; it makes {known}")
     required = {**family.required, "word_embed_proj_dim": config.get("hidden_size")}
     for key, value in required.items():
         if config.get(key, value) != value:
             raise UnsupportedModelError(f"{name}: synth needs {key} = {value}, not {config[key]!r}")
     return family
-
-
-def find_shape(text: str) -> Shape:
-    """The shape that `text` names: an entry of `SHAPES`, or a JSON file with the fields of a `config.json`.
-
-    Raises `UsageError` when there is neither, or the file cannot be read.
-    """
-    if text in SHAPES:
-        return SHAPES[text]
-    path = Path(text)
-    if not path.is_file():
-        raise UsageError(f"unknown shape {text!r}; name a JSON file with the fields of a config.json, or {', '.join(SHAPES)}")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UsageError(f"{path} is not a JSON object with the fields of a config.json")
-    return shape_from_config(path.stem, config)
 
 
 @dataclass(frozen=True)
@@ -161,95 +135,3 @@ def _specials(name: str, config: Mapping[str, Any]) -> tuple[int, ...]:
             if token not in found:
                 found.append(token)
     return tuple(found)
-
-
-def _llama(hidden: int, ffn: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "hidden_act": "relu",
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "head_dim": hidden // heads,
-        "vocab_size": 32000,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        **more,
-    }
-
-
-def _opt(hidden: int, ffn: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    return {
-        "model_type": "opt",
-        "activation_function": "relu",
-        "hidden_size": hidden,
-        "word_embed_proj_dim": hidden,
-        "ffn_dim": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "vocab_size": 50272,
-        "max_position_embeddings": 2048,
-        "do_layer_norm_before": True,
-        "enable_bias": True,
-        "layer_norm_elementwise_affine": True,
-        "tie_word_embeddings": True,
-        "dropout": 0.0,
-        "attention_dropout": 0.0,
-        "bos_token_id": 2,
-        "eos_token_id": 2,
-        "pad_token_id": 1,
-        **more,
-    }
-
-
-def _falcon(hidden: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    return {
-        "model_type": "falcon",
-        "activation": "relu",
-        "hidden_size": hidden,
-        "ffn_hidden_size": 4 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "vocab_size": 65024,
-        "max_position_embeddings": 2048,
-        "layer_norm_epsilon": 1e-5,
-        "rope_theta": 10000.0,
-        "alibi": False,
-        "bias": False,
-        "multi_query": True,
-        "new_decoder_architecture": False,
-        "parallel_attn": True,
-        "tie_word_embeddings": True,
-        "bos_token_id": 11,
-        "eos_token_id": 11,
-        **more,
-    }
-
-
-# Bamboo and TurboSparse (arXiv 2406.05955): Mistral's shape with ReLU on gate and on up.
-_DRELU = {"model_type": "bamboo", "sliding_window": None, "max_position_embeddings": 4096}
-
-SHAPES: Mapping[str, Shape] = MappingProxyType(
-    {
-        name: shape_from_config(name, config)
-        for name, config in {
-            "reglu-1.3b": _llama(2048, 5632, 24, 32),
-            "opt-1.3b": _opt(2048, 8192, 24, 32),
-            "llama-7b": _llama(4096, 11008, 32, 32),
-            "bamboo-7b": _llama(4096, 14336, 32, 32, num_key_value_heads=8, **_DRELU),
-            "falcon-7b": _falcon(4544, 32, 71),
-            "tiny-reglu": _llama(96, 200, 2, 4, num_key_value_heads=2, vocab_size=512),
-            "tiny-opt": _opt(96, 208, 2, 4, vocab_size=512),
-            "tiny-drelu": _llama(128, 200, 3, 4, num_key_value_heads=1, vocab_size=512, **_DRELU),
-            "tiny-falcon": _falcon(96, 2, 4, ffn_hidden_size=216, vocab_size=512),
-        }.items()
-    }
-)

@@ -12,21 +12,15 @@ import torch
 from picompile.errors import UsageError
 from picompile.progress import NoProgress, Progress
 from picompile.synth.families import tensor_shapes
-from picompile.synth.folder import (
-    CONFIG_DTYPES,
-    DTYPES,
-    SHARD_BYTES,
-    CheckpointWriter,
-    Table,
-    appearing,
-    check_place,
-    table_bytes,
-)
+from picompile.synth.folder import appearing, check_place
 from picompile.synth.network import LayerFiring, make_network
 from picompile.synth.rates import beta_rates
 from picompile.synth.recipe import Recipe, balanced_signs, random_subspace
 from picompile.synth.shapes import Shape
 from picompile.synth.tokens import write_tokenizer
+from picompile.synth.writer import DTYPES, SHARD_BYTES, CheckpointWriter, Table, table_bytes
+
+_CONFIG_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -65,32 +59,20 @@ def synthesize(
     needed = table_bytes(weights, dtype), table_bytes(predictors, dtype)
     check_place(output, sum(needed))
     with appearing(output) as folder:
-        _write_json(folder / "config.json", {**shape.config, "dtype": CONFIG_DTYPES[dtype]})
+        _write_json(folder / "config.json", {**shape.config, "dtype": _CONFIG_DTYPES[dtype]})
         write_tokenizer(shape, folder)
-        with _writers(folder, weights, predictors, dtype) as (weight_writer, predictor_writer):
-            direction, signs = (balanced_signs(seed, name, shape.hidden) for name in ("direction", "signs"))
-            recipe = Recipe(
-                shape=shape,
-                seed=seed,
-                rank=rank,
-                rates=beta_rates(active, shape.ffn),
-                direction=direction,
-                signs=signs,
-                subspace=random_subspace(seed, _deciding_rows(shape, rank), torch.stack([direction, direction * signs])),
-                weights=weight_writer,
-                predictors=predictor_writer,
-            )
+        with _writers(folder, weights, predictors, dtype) as writers:
+            recipe = _recipe(shape, active, seed, rank, *writers)
             title = f"Synthesizing {shape.name}"
             with torch.inference_mode(), (progress or NoProgress()).step(title, shape.layers + 2) as advance:
                 layers = make_network(recipe, advance)
-        item_bytes = DTYPES[dtype].itemsize
         result = Synthesis(
             shape=shape.name,
             active=active,
             seed=seed,
             dtype=dtype,
             rank=rank,
-            parameters=needed[0] // item_bytes,
+            parameters=needed[0] // DTYPES[dtype].itemsize,
             predictor_share=needed[1] / needed[0],
             measured_active=sum(layer.rate for layer in layers) / len(layers),
             layers=tuple(layers),
@@ -107,9 +89,23 @@ def predictor_rank(shape: Shape) -> int:
     return max(2, min(shape.hidden // 2, max(shape.hidden // 8, 32)))
 
 
-def _deciding_rows(shape: Shape, rank: int) -> int:
-    """Rows of the subspace that decides the firing: where offsets are no biases, the constant direction is one of `rank`."""
-    return rank if shape.ffn_bias else rank - 1
+def _recipe(
+    shape: Shape, active: float, seed: int, rank: int, weights: CheckpointWriter, predictors: CheckpointWriter
+) -> Recipe:
+    direction, signs = (balanced_signs(seed, name, shape.hidden) for name in ("direction", "signs"))
+    # Where offsets are no biases, the constant direction is one of the predictors' rows.
+    deciding = rank if shape.ffn_bias else rank - 1
+    return Recipe(
+        shape=shape,
+        seed=seed,
+        rank=rank,
+        rates=beta_rates(active, shape.ffn),
+        direction=direction,
+        signs=signs,
+        subspace=random_subspace(seed, deciding, torch.stack([direction, direction * signs])),
+        weights=weights,
+        predictors=predictors,
+    )
 
 
 def _check_arguments(shape: Shape, active: float, dtype: str, rank: int | None) -> None:

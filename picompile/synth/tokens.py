@@ -1,12 +1,13 @@
 """The tokenizer of a synthesized checkpoint, and the token ids that its firing is calibrated on.
 
-Nothing is trained: every byte is a token, so that any text can be a prompt. The rest of the vocabulary are made-up words,
-which no text is split into but which generated ids decode to.
+Nothing is trained: every byte is a token, so that any text can be a prompt. The rest of the vocabulary are made-up
+words, which no text is split into but which generated ids decode to.
 """
 
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,13 +18,17 @@ from picompile.synth.shapes import Shape
 
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 
+# In multiplications for a token.
+_SMALL_LAYER = 10_000_000
+
 # Any text would do: what matters is that its bytes are as uneven as those of prompts.
-_TEXT = """A compiler reads a program in one language and writes the same program in another. It keeps what the program means
-and changes how it is said: loops are turned around, values that are never used are dropped, and what is known before the
-program runs is worked out once. In 1957 the first one for FORTRAN took 18 person-years; its authors had promised six months.
+_TEXT = """A compiler reads a program in one language and writes the same program in another. It keeps what the program
+means and changes how it is said: loops are turned around, values that are never used are dropped, and what is known
+before the program runs is worked out once. In 1957 the first one for FORTRAN took 18 person-years (six months had been
+promised).
 def area(width, height):
     return width * height  # no units here!
-Most of its speed came from deciding which numbers stay close to the processor (in registers) and which are sent away."""
+Most of its speed came from deciding which numbers stay close to the processor (in registers), and which ones do not."""
 
 
 def byte_ids(shape: Shape) -> list[int]:
@@ -32,17 +37,35 @@ def byte_ids(shape: Shape) -> list[int]:
     return list(itertools.islice((token for token in range(shape.vocab) if token not in specials), 256))
 
 
-def calibration_ids(shape: Shape, sequences: int, length: int, generator: torch.Generator) -> Tensor:
-    """Token ids int64 [sequences, length]: in turn a sequence of random tokens and one of text, as bytes."""
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens that flow through a network while it is made: `sequences` of `length` each, flattened to [tokens].
+
+    `calibration` bool [tokens] names those that offsets are set by; the others check them.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    calibration: Tensor
+    sequences: int
+    length: int
+
+
+def calibration_tokens(shape: Shape, generator: torch.Generator) -> Tokens:
+    """In turn a sequence of random tokens and one of text, as bytes; two thirds of them are for calibration."""
+    layer_parameters = shape.hidden * (3 * shape.ffn + 4 * shape.hidden)
+    # Fewer tokens are enough where there are many neurons, and time matters there.
+    sequences, length = 24 if layer_parameters < _SMALL_LAYER else 6, min(128, shape.positions)
     ids = torch.randint(shape.vocab, (sequences, length), generator=generator)
     table, text = torch.tensor(byte_ids(shape)), torch.tensor(list(_TEXT.encode()))
-    starts = torch.randint(len(text), (sequences,), generator=generator)
-    for sequence in range(1, sequences, 2):
-        ids[sequence] = table[text[(starts[sequence] + torch.arange(length)) % len(text)]]
-    start = shape.config.get("bos_token_id")
-    if start is not None:
-        ids[:, 0] = start
-    return ids
+    for row in ids[1::2]:
+        start = torch.randint(len(text), (1,), generator=generator)
+        row[:] = table[text[(start + torch.arange(length)) % len(text)]]
+    first = shape.config.get("bos_token_id")
+    if first is not None:
+        ids[:, 0] = first
+    number = torch.arange(sequences * length)
+    return Tokens(ids.flatten(), number % length, number < sequences // 3 * 2 * length, sequences, length)
 
 
 def write_tokenizer(shape: Shape, folder: Path) -> None:

@@ -6,7 +6,6 @@ much of it the engine draws: bytes per token · tokens per second / bandwidth.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -102,7 +101,7 @@ class Speed:
     def of(cls, tokens: int, seconds: Sequence[float]) -> Speed:
         """The speed of rounds of `tokens` tokens each."""
         speeds = [tokens / second for second in seconds]
-        return cls(statistics.mean(speeds), statistics.stdev(speeds) if len(speeds) > 1 else 0.0)
+        return cls(float(np.mean(speeds)), float(np.std(speeds, ddof=1)) if len(speeds) > 1 else 0.0)
 
 
 def bytes_per_token(engine: Engine, firing: Sequence[Firing], tokens: float) -> float:

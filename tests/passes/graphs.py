@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,8 +28,9 @@ from picompile_passes.propagate import fake_like
 from picompile_passes.rewriter import Rewriter
 from picompile_passes.stages import Stage, set_stage
 
-# The same examples at every run.
-PROFILE = settings(derandomize=True, deadline=None, max_examples=20)
+# Examples that are the same at every run are few, and not shrunk: that takes minutes, and the models are small.
+_SAME = {"max_examples": 20, "phases": (Phase.explicit, Phase.generate)}
+PROFILE = settings(**_SAME) if settings.default.derandomize else settings()
 
 
 @dataclass(frozen=True)

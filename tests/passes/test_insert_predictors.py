@@ -1,7 +1,7 @@
 import pytest
 import torch
 from graphs import LLAMA, OPT, PROFILE, Shape, assert_close, build, random_weights, run, shapes
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from picompile_passes.errors import PassOptionError, UnsupportedGraphError
@@ -18,6 +18,8 @@ def predictors(graph_module):
 
 
 @PROFILE
+@example(shape=OPT, kind="auto", seed=0)
+@example(shape=Shape(activation="fatrelu(0.02)", up_activation="relu"), kind="auto", seed=0)
 @given(shape=shapes(), kind=st.sampled_from(["auto", "none"]), seed=st.integers(0, 100))
 def test_predicted_graph_computes_the_same(shape, kind, seed):
     before = build(shape)

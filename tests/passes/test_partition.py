@@ -1,7 +1,9 @@
+from random import Random
+
 import pytest
 import torch
 from graphs import LLAMA, OPT, PROFILE, Shape, assert_close, build, random_weights, run, shapes
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from picompile_passes import predictors
@@ -27,13 +29,19 @@ def parts(graph_module, layer):
 def shapes_and_hot_sets(draw):
     """A shape, and for some of its layers a hot set: any, none or all of the neurons."""
     shape = draw(shapes())
-    neurons = st.integers(0, shape.ffn - 1)
-    some = st.lists(neurons, unique=True, max_size=shape.ffn)
-    hot = st.one_of(some, st.just([]), st.just(list(range(shape.ffn))))
-    return shape, draw(st.dictionaries(st.integers(0, shape.layers - 1), hot))
+    hot = {}
+    for layer in range(shape.layers):
+        # Mostly real splits: those are where rows can go wrong.
+        kind = draw(st.sampled_from(["some"] * 6 + ["none", "all", "absent"]))
+        count = {"some": draw(st.integers(1, shape.ffn)), "none": 0, "all": shape.ffn, "absent": None}[kind]
+        if count is not None:
+            hot[layer] = Random(draw(st.integers(0, 1000))).sample(range(shape.ffn), count)
+    return shape, hot
 
 
 @PROFILE
+@example(drawn=(Shape(gated=False), {0: (5, 1, 39), 1: (0,)}), kind="auto", seed=0)
+@example(drawn=(Shape(up_activation="relu", kv_heads=1), {1: range(1, 40)}), kind="none", seed=0)
 @given(drawn=shapes_and_hot_sets(), kind=st.sampled_from(["auto", "none"]), seed=st.integers(0, 100))
 def test_partitioned_graph_computes_the_same(drawn, kind, seed):
     shape, hot = drawn

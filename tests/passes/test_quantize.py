@@ -1,7 +1,7 @@
 import pytest
 import torch
 from graphs import LLAMA, OPT, PROFILE, Shape, Weights, assert_close, build, random_weights, run, shapes
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from picompile_passes.dialect import dequantize_rows, quantize_rows
@@ -36,6 +36,8 @@ def rounded(weights, form):
 
 
 @PROFILE
+@example(shape=OPT, form="q4", split=True, seed=0)
+@example(shape=LLAMA, form="q8", split=True, seed=0)
 @given(shape=shapes(), form=st.sampled_from(["f16", "q8", "q4"]), split=st.booleans(), seed=st.integers(0, 100))
 def test_quantized_graph_computes_what_the_rounded_weights_do(shape, form, split, seed):
     before = partitioned(shape, {0: range(0, shape.ffn, 3)} if split else {})

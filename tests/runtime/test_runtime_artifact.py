@@ -436,12 +436,14 @@ def test_no_descriptor_is_left_open(folder: Path) -> None:
 
 
 def test_import_is_quick_and_takes_no_compiler_along() -> None:
+    """In processor time, since other tests may be running."""
     script = """
 import sys, time
-start = time.perf_counter()
+start = time.process_time()
 import picompile_runtime
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 heavy = {"torch", "tvm", "tvm_ffi", "transformers", "tokenizers", "jinja2", "picompile"} & set(sys.modules)
 sys.exit(f"{heavy}, {seconds} s" if heavy or seconds > 0.5 else 0)
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

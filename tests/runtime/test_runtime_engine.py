@@ -106,7 +106,7 @@ def test_firing_counts_decode_steps(engine: Engine) -> None:
     for token in IDS[9:14]:
         engine.decode(token)
     (row,) = engine.firing()
-    assert (row.part.neurons, row.computed_share, row.fired_share) == (32, 0.5, 0.25)
+    assert (row.part.neurons, row.computed_share, row.fired_share) == (32, 0.75, 0.25)
     engine.reset_firing()
     assert engine.firing()[0].fired_share == 0
 

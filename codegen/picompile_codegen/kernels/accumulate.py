@@ -73,10 +73,10 @@ def _each_group_of_block(matrix: Matrix, first_group: Expr, body: Callable[[Expr
 
 def _unpack_block(reduction: Reduction, first: Expr, count: int, first_group: Expr, weights: Tensor) -> None:
     with loop(0, count) as i:
-        row = bind(reduction.row_of(first + i))
+        row = reduction.matrix.part_of_row(bind(reduction.row_of(first + i)), first_group, _BLOCK_GROUPS)
 
         def unpack(group: Expr, counts: tuple[int, ...]) -> None:
-            values = reduction.matrix.group(row, first_group + group).weights()
+            values = row.group(group).weights()
             for j in range(len(counts)):
                 store(weights, i, group * GROUP + j * LANES, value=values[j])
 
@@ -108,12 +108,12 @@ def _add_tile(
         for v in vectors:
             sums[t * len(counts) + v, at(0)] = start(token, v)
     with loop(0, count) as i:
-        row = [bind(load(weights, i, group * GROUP + v * LANES)) for v in vectors]
-        for t, token in enumerate(tokens):
-            factor = bind(splat(reduction.h[token, first + i]))
-            for v in vectors:
+        factors = [bind(splat(reduction.h[token, first + i])) for token in tokens]
+        for v in vectors:
+            weight = bind(load(weights, i, group * GROUP + v * LANES))
+            for t, factor in enumerate(factors):
                 index = t * len(counts) + v
-                sums[index, at(0)] = fma(factor, row[v], sums[index, at(0)])
+                sums[index, at(0)] = fma(factor, weight, sums[index, at(0)])
     for t, token in enumerate(tokens):
         for v in vectors:
             value = sums[t * len(counts) + v, at(0)]

@@ -5,9 +5,10 @@ long as a group of weights costs no more cycles than its bytes take to arrive.
 """
 
 from dataclasses import dataclass
+from itertools import cycle
 
 from picompile_codegen.kernels.matrix import Group, Matrix, each_group
-from picompile_codegen.kernels.tensor import Expr, Tensor, local
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local
 from picompile_codegen.kernels.vector import LANES, at, fma, load, splat, store, total
 from picompile_passes.dialect.formats import GROUP
 
@@ -28,7 +29,7 @@ class Vector:
 
     def group(self, group: Expr, lane_counts: tuple[int, ...]) -> list[Expr]:
         """The vectors that meet group `group` of a row."""
-        return [load(self.x, 0, group * GROUP + i * LANES, valid=valid) for i, valid in enumerate(lane_counts)]
+        return [bind(load(self.x, 0, group * GROUP + i * LANES, valid=valid)) for i, valid in enumerate(lane_counts)]
 
 
 def prepare_vector(x: Tensor, matrix: Matrix) -> Vector:
@@ -46,41 +47,35 @@ def prepare_vector(x: Tensor, matrix: Matrix) -> Vector:
     return vector
 
 
-def dot(matrix: Matrix, row: Expr, vector: Vector) -> Expr:
-    """The product of one row of `matrix` with `vector`: a scalar."""
-    sums = local(_CHAINS * LANES)
+def dot(matrix: Matrix, number: Expr, vector: Vector, ahead: Expr | None = None) -> Expr:
+    """The product of row `number` of `matrix` with `vector`: a scalar. Row `ahead` is read next (see `Matrix.row`)."""
+    sums = local(_CHAINS, LANES)
     for chain in range(_CHAINS):
-        sums[at(chain * LANES)] = splat(0.0)
-    unroll = 1 if matrix.scale is None else _CHAINS
-    position = 0
+        sums[chain, at(0)] = splat(0.0)
+    row = matrix.row(number, ahead=ahead)
+    chains = cycle(range(_CHAINS))
 
     def add_group(group: Expr, lane_counts: tuple[int, ...]) -> None:
-        nonlocal position
-        weights, inputs = matrix.group(row, group), vector.group(group, lane_counts)
-        if weights.scale is None:
-            for i, value in enumerate(inputs):
-                _add(sums, i, weights.raw[i], value)
-            return
-        products = _raw_products(weights, inputs, vector.offsets, group)
-        _add(sums, position % _CHAINS, products, splat(weights.scale))
-        position += 1
+        part, inputs = row.group(group), vector.group(group, lane_counts)
+        if part.scale is None:
+            for raw, value in zip(part.raw, inputs, strict=False):
+                _add(sums, next(chains), raw, value)
+        else:
+            _add(sums, next(chains), _raw_products(part, inputs, vector.offsets, group), part.scale)
 
-    each_group(matrix.columns, add_group, unroll)
-    first, second, third, fourth = (sums[at(chain * LANES)] for chain in range(_CHAINS))
-    return total((first + second) + (third + fourth))
+    each_group(matrix.columns, add_group, unroll=matrix.groups_per_line)
+    a, b, c, d = (sums[chain, at(0)] for chain in range(_CHAINS))
+    return total((a + b) + (c + d))
 
 
 def _add(sums: Tensor, chain: int, a: Expr, b: Expr) -> None:
-    index = at(chain * LANES)
-    sums[index] = fma(a, b, sums[index])
+    sums[chain, at(0)] = fma(a, b, sums[chain, at(0)])
 
 
-def _raw_products(weights: Group, inputs: list[Expr], offsets: Tensor | None, group: Expr) -> Expr:
+def _raw_products(part: Group, inputs: list[Expr], offsets: Tensor | None, group: Expr) -> Expr:
     """Σ (raw + offset) · x of one group, lane by lane."""
-    if offsets is None:
-        products, start = weights.raw[0] * inputs[0], 1
-    else:
-        products, start = load(offsets, group * LANES), 0
-    for raw, value in zip(weights.raw[start:], inputs[start:], strict=False):
-        products = fma(raw, value, products)
+    raw, values = list(part.raw[: len(inputs)]), list(inputs)
+    products = raw.pop(0) * values.pop(0) if offsets is None else load(offsets, group * LANES)
+    for a, b in zip(raw, values, strict=True):
+        products = fma(a, b, products)
     return products

@@ -18,10 +18,10 @@ def embedding(*, format: str, vocab: int, dim: int, rows: int, offset: int) -> K
         w = matrix_argument(function, "w", format, vocab, dim)
         y = function.floats("y", rows, dim)
         with parallel(function.tokens(rows), when_worth=rows > 1) as t:
-            row = bind(ids[t] + offset)
+            row = w.row(bind(ids[t] + offset))
 
             def copy_group(group: Expr, lane_counts: tuple[int, ...]) -> None:
-                weights = w.group(row, group).weights()
+                weights = row.group(group).weights()
                 for i, valid in enumerate(lane_counts):
                     store(y, t, group * GROUP + i * LANES, value=weights[i], valid=valid)
 

@@ -6,8 +6,11 @@
    reads memory in long pieces, once.
 3. The slices' y are added up, in order.
 
-The number of slices is fixed: so are the order of all additions and therefore every bit of y, for any number of threads.
+The number of slices is fixed. So are then the order of all additions and every bit of y, for any number of threads.
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 from tvm import tirx
 
@@ -15,117 +18,153 @@ from picompile_codegen.kernels.dot import Vector, dot, prepare_vector
 from picompile_codegen.kernels.ffn_shape import FfnArguments
 from picompile_codegen.kernels.kernel import KernelFunction
 from picompile_codegen.kernels.matrix import Matrix, each_group
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, parallel, when, worth_a_region
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, minimum, parallel, when, worth_a_region
 from picompile_codegen.kernels.vector import LANES, at, blocks, fma, load, splat, store
 from picompile_passes.dialect.formats import GROUP
 
 # Divisible among 1, 2, 3, 4, 6, 8, 12 and 24 threads.
 SLICES = 24
-# Columns of y that are added up at a time.
+# Columns of y that a task of the last step adds up.
 _SUM_COLUMNS = 128
+
+
+@dataclass(frozen=True)
+class _Firing:
+    """The neurons to compute: `neurons` int32, the first `count` of which are numbers of neurons; their products."""
+
+    neurons: Tensor
+    count: Expr
+    products: Tensor
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """What each slice makes: y of its neurons [SLICES, dim], and how many of their outputs are not zero [SLICES]."""
+
+    y: Tensor
+    nonzero: Tensor
 
 
 def ffn_one(function: KernelFunction, arguments: FfnArguments) -> None:
     """Declares the rest of the arguments and writes the body."""
     shape = arguments.shape
-    decided = function.scratch("decided", "float32", shape.neurons) if shape.is_exact else None
+    products = function.scratch("products", "float32", shape.neurons) if shape.is_exact else None
     fired = function.scratch("fired", "int32", shape.neurons) if shape.is_exact else None
-    partial = function.scratch("partial", "float32", SLICES, shape.dim)
-    nonzero = function.scratch("nonzero", "int32", SLICES)
+    slices = _Slices(
+        function.scratch("slices", "float32", SLICES, shape.dim), function.scratch("nonzero", "int32", SLICES)
+    )
     y = function.floats("y", 1, shape.dim)
 
     vector = prepare_vector(arguments.x, arguments.bundle)
-    count: Expr = shape.neurons
-    if decided is not None and fired is not None:
-        _decide(arguments, vector, decided)
-        count = _compact(arguments, decided, fired)
-    with parallel(SLICES, when_worth=worth_a_region(arguments.bundle.bytes)) as index:
-        _slice(arguments, vector, decided, fired, count, index, partial, nonzero)
-    _sum_slices(arguments, partial, y)
-    _count(arguments.stats, count, nonzero)
+    is_worth = worth_a_region(arguments.bundle.bytes)
+    if products is None or fired is None:
+        with parallel(SLICES, when_worth=is_worth) as index:
+            _dense_slice(arguments, vector, slices, index)
+        computed: Expr = shape.neurons
+    else:
+        firing = _decide(arguments, vector, products, fired)
+        with parallel(SLICES, when_worth=is_worth) as index:
+            _firing_slice(arguments, vector, firing, slices, index)
+        computed = firing.count
+    _sum_slices(arguments, slices.y, y)
+    _count(arguments.stats, computed, slices.nonzero)
 
 
-def _decide(arguments: FfnArguments, vector: Vector, decided: Tensor) -> None:
-    """decided[j] = x · decide[j] + bias[j]."""
+def _decide(arguments: FfnArguments, vector: Vector, products: Tensor, fired: Tensor) -> _Firing:
+    """products[j] = x · decide[j] + bias[j] for all neurons, and which of them are above the threshold."""
     neurons, bias = arguments.shape.neurons, arguments.first_bias
     with parallel(neurons, when_worth=worth_a_region(arguments.bundle.bytes)) as neuron:
         matrix, row = arguments.first_row(neuron)
-        product = dot(matrix, row, vector)
-        decided[neuron] = product if bias is None else product + bias[neuron]
-
-
-def _compact(arguments: FfnArguments, decided: Tensor, fired: Tensor) -> Expr:
-    """Lists the neurons above the threshold; returns their number. Without a branch, which could not be predicted."""
+        products[neuron] = _biased(dot(matrix, row, vector), bias, neuron)
     count = local(1, dtype="int32")
     count[0] = 0
     threshold = tirx.FloatImm("float32", arguments.shape.threshold)
-    with loop(0, arguments.shape.neurons) as neuron:
+    with loop(0, neurons) as neuron:
+        # Written whether it fires or not, and then kept or overwritten: a branch could not be predicted.
         fired[count[0]] = neuron
-        count[0] = count[0] + tirx.Cast("int32", decided[neuron] > threshold)
-    return bind(count[0])
+        count[0] = count[0] + tirx.Cast("int32", products[neuron] > threshold)
+    return _Firing(fired, bind(count[0]), products)
 
 
-def _slice(
-    arguments: FfnArguments,
-    vector: Vector,
-    decided: Tensor | None,
-    fired: Tensor | None,
-    count: Expr,
-    index: Expr,
-    partial: Tensor,
-    nonzero: Tensor,
-) -> None:
-    blocks(arguments.shape.dim, lambda c, valid: store(partial, index, c, value=splat(0.0), valid=valid))
-    nonzero[index] = 0
-    with loop(tirx.floordiv(count * index, SLICES), tirx.floordiv(count * (index + 1), SLICES)) as position:
-        neuron = position if fired is None else bind(fired[position])
-        h = _neuron_output(arguments, vector, decided, neuron)
-        with when(h != tirx.FloatImm("float32", 0.0)):
-            nonzero[index] = nonzero[index] + 1
-            _add_row(arguments.bundle, arguments.down_row(neuron), h, partial, index)
-
-
-def _neuron_output(arguments: FfnArguments, vector: Vector, decided: Tensor | None, neuron: Expr) -> Expr:
-    """h of one neuron: a scalar."""
-    if decided is not None:
-        first = decided[neuron]
-    else:
+def _dense_slice(arguments: FfnArguments, vector: Vector, slices: _Slices, index: Expr) -> None:
+    """A slice of all neurons."""
+    _start_slice(arguments, slices, index)
+    with _run(arguments.shape.neurons, index) as neuron:
         matrix, row = arguments.first_row(neuron)
         first = _biased(dot(matrix, row, vector), arguments.first_bias, neuron)
-    up = None
-    if arguments.shape.gated:
-        up = splat(_biased(dot(arguments.bundle, arguments.up_row(neuron), vector), arguments.up_bias, neuron))
-    # Eight equal lanes: the functions are written for vectors, and a scalar costs as much.
-    return bind(tirx.Shuffle([bind(arguments.output(splat(first), up))], [0]))
+        up = None
+        if arguments.shape.gated:
+            up = _biased(dot(arguments.bundle, arguments.up_row(neuron), vector), arguments.up_bias, neuron)
+        h = _output(arguments, first, up)
+        slices.nonzero[index] = slices.nonzero[index] + tirx.Cast("int32", _is_nonzero(h))
+        # Even where h is zero: to leave out rows here and there would break the one stream that this reads.
+        _add_row(arguments.bundle, arguments.down_row(neuron), h, None, slices.y, index)
+
+
+def _firing_slice(arguments: FfnArguments, vector: Vector, firing: _Firing, slices: _Slices, index: Expr) -> None:
+    """A slice of the neurons that fire. While one is computed, the next is fetched."""
+    shape = arguments.shape
+    _start_slice(arguments, slices, index)
+    with _run(firing.count, index) as position:
+        neuron = bind(firing.neurons[position])
+        following = bind(firing.neurons[minimum(position + 1, firing.count - 1)])
+        up = None
+        if shape.gated:
+            up_row, ahead = arguments.up_row(neuron), arguments.up_row(following)
+            up = _biased(dot(arguments.bundle, up_row, vector, ahead), arguments.up_bias, neuron)
+        h = _output(arguments, firing.products[neuron], up)
+        with when(_is_nonzero(h)):
+            slices.nonzero[index] = slices.nonzero[index] + 1
+            # A row that its up may yet silence is not worth fetching.
+            ahead = None if shape.up_is_sparse else arguments.down_row(following)
+            _add_row(arguments.bundle, arguments.down_row(neuron), h, ahead, slices.y, index)
+
+
+def _run(total: Expr, index: Expr) -> Any:
+    """Loops over the part of `total` neurons that belongs to slice `index`."""
+    return loop(tirx.floordiv(total * index, SLICES), tirx.floordiv(total * (index + 1), SLICES))
+
+
+def _start_slice(arguments: FfnArguments, slices: _Slices, index: Expr) -> None:
+    blocks(arguments.shape.dim, lambda c, valid: store(slices.y, index, c, value=splat(0.0), valid=valid))
+    slices.nonzero[index] = 0
 
 
 def _biased(value: Expr, bias: Tensor | None, neuron: Expr) -> Expr:
     return value if bias is None else bind(value + bias[neuron])
 
 
-def _add_row(matrix: Matrix, row: Expr, factor: Expr, out: Tensor, index: Expr) -> None:
-    """out[index] += factor · row."""
+def _is_nonzero(value: Expr) -> Expr:
+    return value != tirx.FloatImm("float32", 0.0)
+
+
+def _output(arguments: FfnArguments, first: Expr, up: Expr | None) -> Expr:
+    """h of one neuron. The functions are written for vectors; LLVM sees that all lanes but one are for nothing."""
+    return bind(tirx.Shuffle([bind(arguments.output(splat(first), None if up is None else splat(up)))], [0]))
+
+
+def _add_row(matrix: Matrix, number: Expr, factor: Expr, ahead: Expr | None, out: Tensor, index: Expr) -> None:
+    """out[index] += factor · row `number`. Row `ahead` is added next (see `Matrix.row`)."""
+    row = matrix.row(number, factor=factor, ahead=ahead)
 
     def add(group: Expr, lane_counts: tuple[int, ...]) -> None:
-        weights = matrix.group(row, group)
-        scale = bind(splat(factor if weights.scale is None else factor * weights.scale))
-        for i, valid in enumerate(lane_counts):
-            raw = weights.raw[i] + splat(weights.offset) if weights.offset else weights.raw[i]
+        part = row.group(group)
+        for i, (value, valid) in enumerate(zip(part.unscaled(), lane_counts, strict=False)):
             c = group * GROUP + i * LANES
-            store(out, index, c, value=fma(raw, scale, load(out, index, c, valid=valid)), valid=valid)
+            store(out, index, c, value=fma(value, part.scale, load(out, index, c, valid=valid)), valid=valid)
 
-    each_group(matrix.columns, add)
+    each_group(matrix.columns, add, unroll=matrix.groups_per_line)
 
 
-def _sum_slices(arguments: FfnArguments, partial: Tensor, y: Tensor) -> None:
-    """y = down_bias + Σ partial[s], s in order."""
+def _sum_slices(arguments: FfnArguments, slices: Tensor, y: Tensor) -> None:
+    """y = down_bias + Σ slices[s], s in order."""
     dim, bias = arguments.shape.dim, arguments.down_bias
 
     def add_up(c: Expr, valid: int) -> None:
         value = local(LANES)
         value[at(0)] = splat(0.0) if bias is None else load(bias, c, valid=valid)
         with loop(0, SLICES) as index:
-            value[at(0)] = value[at(0)] + load(partial, index, c, valid=valid)
+            value[at(0)] = value[at(0)] + load(slices, index, c, valid=valid)
         store(y, 0, c, value=value[at(0)], valid=valid)
 
     full, rest = divmod(dim, _SUM_COLUMNS)

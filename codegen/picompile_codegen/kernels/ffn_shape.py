@@ -31,6 +31,11 @@ class FfnShape:
         return parse_activation(self.activation).threshold
 
     @property
+    def up_is_sparse(self) -> bool:
+        """Whether up, too, silences neurons: dReLU."""
+        return self.gated and parse_activation(self.up_activation).sparse
+
+    @property
     def bundle_parts(self) -> int:
         """Rows of a neuron in the bundle."""
         return 2 + self.gated - self.is_exact

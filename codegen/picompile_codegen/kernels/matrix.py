@@ -1,38 +1,64 @@
 """Packed matrices as kernels read them: a row's weights, a group of 32 at a time, as vectors of float32.
 
-The formats are those of `picompile_passes.dialect.formats`. A weight is (raw + offset) · scale: `raw` is what the bits say,
-`offset` is -8 in q4 and 0 elsewhere, `scale` belongs to the group and is absent in f16. Kernels that sum over a row
-leave offset and scale out of the inner loop; that is why the three come apart here.
+The formats are those of `picompile_passes.dialect.formats`. A weight is (raw + offset) · scale: `raw` is what its bits
+say, `offset` is -8 in q4 and 0 elsewhere, `scale` belongs to the group and is 1 in f16. The three come apart here, because
+a kernel that adds up a row need not spend an instruction on each of them for each weight.
+
+A new format is a function in `_RAW`, a data type in `_DATA_DTYPES` and an offset in `_OFFSETS`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import cycle
 
+from picompile_passes.dialect.formats import FORMATS, GROUP
 from tvm import tirx
 
 from picompile_codegen.kernels.kernel import KernelFunction
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, prefetch
 from picompile_codegen.kernels.vector import FLOATS, LANES, at, splat, to_floats
-from picompile_passes.dialect.formats import FORMATS, GROUP
 
-VECTORS = GROUP // LANES
+CACHE_LINE_BYTES = 64
 
 
 @dataclass(frozen=True)
 class Group:
-    """32 consecutive weights of a row: `raw` vectors, and the `scale` (a float32 scalar, or None for 1)."""
+    """32 consecutive weights of a row: `raw` vectors, their `offset`, and the `scale` in every lane (None for 1)."""
 
     raw: tuple[Expr, ...]
     offset: float
     scale: Expr | None
 
+    def unscaled(self) -> tuple[Expr, ...]:
+        """raw + offset."""
+        return tuple(bind(raw + splat(self.offset)) if self.offset else raw for raw in self.raw)
+
     def weights(self) -> tuple[Expr, ...]:
         """The weights themselves."""
-        values = [raw + splat(self.offset) if self.offset else raw for raw in self.raw]
-        if self.scale is not None:
-            scale = bind(splat(self.scale))
-            values = [value * scale for value in values]
-        return tuple(values)
+        return self.unscaled() if self.scale is None else tuple(value * self.scale for value in self.unscaled())
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a matrix that is being read, from group `first` on. `scales` float32 belong to its groups in order."""
+
+    matrix: "Matrix"
+    number: Expr
+    first: Expr
+    factor: Expr | None
+    scales: Tensor | None
+    ahead: Expr | None
+    # Whether the group that is read next begins a cache line. Groups are read in order, and loops unrolled by whole lines.
+    begins_line: Iterator[bool]
+
+    def group(self, group: Expr) -> Group:
+        """Loads group `first` + `group`. Columns that are padding have zero weights."""
+        column = (self.first + group) * self.matrix.group_elements
+        if next(self.begins_line) and self.ahead is not None:
+            prefetch(self.matrix.data, self.ahead, column)
+        raw = tuple(bind(vector) for vector in _RAW[self.matrix.format](self.matrix.data, self.number, column))
+        scale = self.factor if self.scales is None else bind(splat(self.scales[group]))
+        return Group(raw, self.matrix.offset, scale)
 
 
 @dataclass(frozen=True)
@@ -48,51 +74,83 @@ class Matrix:
     @property
     def groups(self) -> int:
         """Groups in a row; the last may be partly padding."""
-        return -(-self.columns // GROUP)
+        return groups_of(self.columns)
+
+    @property
+    def group_elements(self) -> int:
+        """Elements of `data` in a group."""
+        return GROUP // 2 if self.format == "q4" else GROUP
+
+    @property
+    def groups_per_line(self) -> int:
+        """Groups in a cache line."""
+        return CACHE_LINE_BYTES * 8 // (FORMATS[self.format].data_bits * GROUP)
 
     @property
     def offset(self) -> float:
         """What is to be added to the raw value of each weight, before scaling."""
-        return -8.0 if self.format == "q4" else 0.0
+        return _OFFSETS[self.format]
 
     @property
     def bytes(self) -> int:
         """Size in memory."""
         return self.rows * FORMATS[self.format].row_bytes(self.columns)
 
-    def group(self, row: Expr, group: Expr) -> Group:
-        """Loads a group of a row. Columns that are padding have zero weights."""
-        raw = _RAW[self.format](self.data, row, group)
-        return Group(tuple(bind(vector) for vector in raw), self.offset, self._scale(row, group))
+    def row(self, number: Expr, *, factor: Expr | None = None, ahead: Expr | None = None) -> Row:
+        """Begins to read a row, times the scalar `factor`; meanwhile row `ahead` is fetched into the cache.
 
-    def _scale(self, row: Expr, group: Expr) -> Expr | None:
+        Fetching ahead is for rows in no order. Rows one after the other are foreseen by the processor, and best so.
+        """
+        return self._row(number, 0, self.groups, factor, ahead)
+
+    def part_of_row(self, number: Expr, first: Expr, groups: int) -> Row:
+        """Begins to read `groups` groups of a row, of which the first is a multiple of 8, or of 4 if `groups` is 4."""
+        return self._row(number, first, groups, None, None)
+
+    def _row(self, number: Expr, first: Expr, groups: int, factor: Expr | None, ahead: Expr | None) -> Row:
+        scales = self._unpack_scales(number, first, groups, factor, ahead)
+        in_lanes = None if factor is None or scales is not None else bind(splat(factor))
+        begins_line = cycle(i == 0 for i in range(self.groups_per_line))
+        return Row(self, number, first, in_lanes, scales, ahead, begins_line)
+
+    def _unpack_scales(
+        self, number: Expr, first: Expr, groups: int, factor: Expr | None, ahead: Expr | None
+    ) -> Tensor | None:
+        """The scales as float32, side by side. One at a time they would cost as much as a vector of weights each.
+
+        A load may go past the last scale, but not past the row: scales begin at a multiple of 16 bytes, rows end at one.
+        """
         if self.scale is None:
             return None
-        first = FORMATS[self.format].scale_offset_bytes(self.columns) // 2
-        return bind(to_floats(self.scale[row, group + first], 1))
+        lanes = LANES if groups > LANES // 2 else LANES // 2
+        count = -(-groups // lanes)
+        scales = local(count * lanes)
+        start = first + FORMATS[self.format].scale_offset_bytes(self.columns) // 2
+        with loop(0, count) as index:
+            if ahead is not None:
+                prefetch(self.scale, ahead, start + index * lanes)
+            value = to_floats(self.scale[number, at(start + index * lanes, lanes)], lanes)
+            scales[at(index * lanes, lanes)] = value if factor is None else value * splat(factor, lanes)
+        return scales
 
 
-def _raw_f16(data: Tensor, row: Expr, group: Expr) -> list[Expr]:
-    return [to_floats(data[row, at(group * GROUP + i * LANES)]) for i in range(VECTORS)]
+def _raw_bytes_or_halves(data: Tensor, row: Expr, column: Expr) -> list[Expr]:
+    return [to_floats(data[row, at(column + start)]) for start in range(0, GROUP, LANES)]
 
 
-def _raw_q8(data: Tensor, row: Expr, group: Expr) -> list[Expr]:
-    return _raw_f16(data, row, group)
-
-
-def _raw_q4(data: Tensor, row: Expr, group: Expr) -> list[Expr]:
+def _raw_nibbles(data: Tensor, row: Expr, column: Expr) -> list[Expr]:
     """Byte i of a group holds element i in its low and element i + 16 in its high four bits."""
-    half = GROUP // 2
     low, high = [], []
-    for start in range(0, half, LANES):
-        pairs = bind(tirx.Cast(f"int32x{LANES}", data[row, at(group * half + start)]))
+    for start in range(0, GROUP // 2, LANES):
+        pairs = bind(tirx.Cast(f"int32x{LANES}", data[row, at(column + start)]))
         low.append(tirx.Cast(FLOATS, pairs & tirx.Broadcast(tirx.IntImm("int32", 15), LANES)))
         high.append(tirx.Cast(FLOATS, pairs >> tirx.Broadcast(tirx.IntImm("int32", 4), LANES)))
     return low + high
 
 
-_RAW = {"f16": _raw_f16, "q8": _raw_q8, "q4": _raw_q4}
+_RAW = {"f16": _raw_bytes_or_halves, "q8": _raw_bytes_or_halves, "q4": _raw_nibbles}
 _DATA_DTYPES = {"f16": "float16", "q8": "int8", "q4": "uint8"}
+_OFFSETS = {"f16": 0.0, "q8": 0.0, "q4": -8.0}
 
 
 def matrix_argument(function: KernelFunction, name: str, format_name: str, rows: int, columns: int) -> Matrix:
@@ -103,6 +161,11 @@ def matrix_argument(function: KernelFunction, name: str, format_name: str, rows:
     data = function.argument(f"{name}.data", dtype, rows, row_bytes // 2 if dtype == "float16" else row_bytes)
     scale = function.argument(f"{name}.scale", "float16", rows, row_bytes // 2) if form.scale_bytes else None
     return Matrix(format_name, rows, columns, data, scale)
+
+
+def groups_of(columns: int) -> int:
+    """Groups that hold so many columns."""
+    return -(-columns // GROUP)
 
 
 def lane_counts(columns: int) -> tuple[int, ...]:

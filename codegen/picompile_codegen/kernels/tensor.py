@@ -76,6 +76,13 @@ def when(condition: Expr) -> Iterator[None]:
         yield
 
 
+def prefetch(tensor: Tensor, *index: Expr) -> None:
+    """Asks for the cache line of an element, which need not exist, long before it is read."""
+    for_reading, into_all_levels, of_data = (tirx.IntImm("int32", value) for value in (0, 3, 1))
+    address = tirx.address_of(tensor[index])
+    T.evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", address, for_reading, into_all_levels, of_data))
+
+
 def minimum(a: Expr, b: Expr) -> Expr:
     """The smaller of two numbers, lane by lane."""
     return tirx.Min(a, b)

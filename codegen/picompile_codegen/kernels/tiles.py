@@ -10,9 +10,9 @@ from typing import Any
 
 from tvm import tirx
 
-from picompile_codegen.kernels.matrix import VECTORS, Matrix, each_group, lane_counts
+from picompile_codegen.kernels.matrix import Matrix, each_group, groups_of
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, minimum, when
-from picompile_codegen.kernels.vector import LANES, at, blocks, fma, load, splat, store
+from picompile_codegen.kernels.vector import LANES, at, blocks, fma, four_totals, load, splat, store
 from picompile_passes.dialect.formats import GROUP
 
 TILE_TOKENS = 3
@@ -70,11 +70,11 @@ def project_rows(projection: Projection, block: Expr, x: Tensor, tokens: Expr, o
 def _unpack_rows(projection: Projection, first_output: Expr, start: Expr, width: int, weights: Tensor) -> None:
     """Columns `start` … of a block's rows as float32. Rows past the end repeat the last one; nobody uses them."""
     with loop(0, ROW_BLOCK) as i:
-        row = bind(projection.row_of(minimum(first_output + i, projection.count - 1)))
+        number = bind(projection.row_of(minimum(first_output + i, projection.count - 1)))
+        row = projection.matrix.part_of_row(number, start // GROUP, groups_of(width))
 
         def unpack(group: Expr, _: tuple[int, ...]) -> None:
-            values = projection.matrix.group(row, tirx.floordiv(start, GROUP) + group).weights()
-            for j, value in enumerate(values):
+            for j, value in enumerate(row.group(group).weights()):
                 store(weights, i, group * GROUP + j * LANES, value=value)
 
         each_group(width, unpack)
@@ -97,20 +97,7 @@ def _tile_sums(
                 sums[index, at(0)] = fma(weight, inputs[t], sums[index, at(0)])
 
     blocks(width, step)
-    return [
-        bind(_four_totals([bind(sums[t * TILE_ROWS + r, at(0)]) for r in range(TILE_ROWS)])) for t in range(TILE_TOKENS)
-    ]
-
-
-def _four_totals(values: list[Expr]) -> Expr:
-    """The sums of the lanes of four vectors of eight, as four lanes."""
-    pairs = []
-    for a, b in (values[:2], values[2:]):
-        low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
-        pairs.append(bind(tirx.Shuffle([a, b], low) + tirx.Shuffle([a, b], high)))
-    low, high = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
-    halves = bind(tirx.Shuffle(pairs, low) + tirx.Shuffle(pairs, high))
-    return tirx.Shuffle([halves], [0, 1, 2, 3]) + tirx.Shuffle([halves], [4, 5, 6, 7])
+    return [four_totals([sums[t * TILE_ROWS + r, at(0)] for r in range(TILE_ROWS)]) for t in range(TILE_TOKENS)]
 
 
 def _emit(

@@ -49,6 +49,23 @@ def total(value: Expr) -> Expr:
     return fold(value, lambda a, b: a + b)
 
 
+def four_totals(values: list[Expr]) -> Expr:
+    """The sums of the lanes of each of four vectors: four lanes."""
+    halves = _add_neighbours(_add_neighbours(values[0], values[1]), _add_neighbours(values[2], values[3]))
+    return bind(tirx.Shuffle([halves], [0, 1, 2, 3]) + tirx.Shuffle([halves], [4, 5, 6, 7]))
+
+
+def eight_totals(values: list[Expr]) -> Expr:
+    """The sums of the lanes of each of eight vectors: eight lanes."""
+    return bind(tirx.Shuffle([four_totals(values[:4]), four_totals(values[4:])], list(range(8))))
+
+
+def _add_neighbours(a: Expr, b: Expr) -> Expr:
+    """In each half: two sums of neighbours from a, two from b."""
+    a, b = bind(a), bind(b)
+    return bind(tirx.Shuffle([a, b], [0, 2, 8, 10, 4, 6, 12, 14]) + tirx.Shuffle([a, b], [1, 3, 9, 11, 5, 7, 13, 15]))
+
+
 def blocks(width: int, body: Callable[[Expr, int], None], unroll: int = 1) -> None:
     """Runs `body(start, valid)` for each vector of a row of `width` elements.
 

@@ -11,26 +11,21 @@ from picompile_passes.constants import SharedConstants
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.forms import Forms
 from picompile_passes.infra import Pass
+from picompile_passes.nodes import arguments
+from picompile_passes.operands import ADD, ATTENTION, EMBEDDING, FFN, INDEX_SELECT, LAYER_NORM, LINEAR, RMS_NORM, ROTARY
 from picompile_passes.rewriter import Rewriter
 from picompile_passes.stages import Stage
 
-_aten = torch.ops.aten
-_picompile = torch.ops.picompile
-_ADD = _aten.add.Tensor
-_INDEX_SELECT = _aten.index_select.default
-_EMBEDDING = _picompile.embedding.default
-_LINEAR = _picompile.linear.default
-
 # For each operator, which of its arguments are values for each token.
 _VALUES: dict[Any, tuple[int, ...]] = {
-    _EMBEDDING: (0,),
-    _LINEAR: (0,),
-    _picompile.rms_norm.default: (0,),
-    _picompile.layer_norm.default: (0,),
-    _picompile.rotary.default: (0,),
-    _picompile.attention.default: (0, 1, 2),
-    _picompile.ffn.default: (0,),
-    _ADD: (0, 1),
+    EMBEDDING: (0,),
+    LINEAR: (0,),
+    RMS_NORM: (0,),
+    LAYER_NORM: (0,),
+    ROTARY: (0,),
+    ATTENTION: (0, 1, 2),
+    FFN: (0,),
+    ADD: (0, 1),
 }
 
 
@@ -54,7 +49,7 @@ class FlattenTokens(Pass):
         """Does nothing to a graph that is canonical already."""
         output = next(node for node in rewriter.graph.nodes if node.op == "output")
         builder = _Builder(rewriter)
-        result = builder.build(output.args[0])  # type: ignore[arg-type]
+        result = builder.build(output.args[0])
         if rewriter.changes:
             output.args = (result,)
         return rewriter.changes > 0
@@ -89,13 +84,13 @@ class _Builder:
                 continue
             _check_operator(root, self._forms)
             needed.add(root)
-            if root.target is not _EMBEDDING:
+            if root.target is not EMBEDDING:
                 stack.extend(root.args[position] for position in _VALUES[root.target])  # type: ignore[misc]
         return needed
 
     def _counterpart(self, node: Node) -> Node:
         args = list(node.args)
-        if node.target is _EMBEDDING:
+        if node.target is EMBEDDING:
             args[0], args[2] = self._ids(node)
         else:
             for position in _VALUES[node.target]:
@@ -113,7 +108,7 @@ class _Builder:
         flat = self._flat[root]
         if table is None:
             return flat
-        if root.target is not _LINEAR:
+        if root.target is not LINEAR:
             raise _unsupported(value, f"it takes some of the columns of {root.name}, which is no linear")
         return self._part(root, flat, self._constants.get("rows", table, root))
 
@@ -125,38 +120,42 @@ class _Builder:
             def call(op: OpOverload, *args: Any) -> Node:
                 return self._rewriter.call(op, args, before=linear, sources=(linear,))
 
-            rows = [None if matrix is None else call(_INDEX_SELECT, matrix, 0, table) for matrix in (weight, bias)]
-            self._parts[linear, table] = call(_LINEAR, x, *rows)
+            rows = [None if matrix is None else call(INDEX_SELECT, matrix, 0, table) for matrix in (weight, bias)]
+            self._parts[linear, table] = call(LINEAR, x, *rows)
         return self._parts[linear, table]
 
     def _ids(self, node: Node) -> tuple[Node, int]:
         """The placeholder that the ids of an embedding are, and the embedding's offset."""
-        ids, _, offset = node.args
+        values = arguments(node)
+        ids, offset = values["ids"], values["offset"]
         tokens, positions = (n for n in self._rewriter.graph.nodes if n.op == "placeholder")
         sample = torch.arange(self._forms.tokens)
-        if not self._forms.is_known(ids):  # type: ignore[arg-type]
-            form = self._forms.form(ids)  # type: ignore[arg-type]
+        if not self._forms.is_known(ids):
+            form = self._forms.form(ids)
             if form.root is tokens and len(form.terms) == 1 and torch.equal(form.terms[0].index.flatten(), sample):
-                return tokens, offset  # type: ignore[return-value]
+                return tokens, offset
             raise _unsupported(node, "its ids are not the tokens")
-        shift = self._forms.known(ids).flatten() - sample  # type: ignore[arg-type]
+        shift = self._forms.known(ids).flatten() - sample
         if not bool((shift == shift[0]).all()):
             raise _unsupported(node, "its ids are not the positions plus a constant")
-        return positions, offset + int(shift[0])  # type: ignore[operator]
+        return positions, offset + int(shift[0])
 
 
 def _check_operator(node: Node, forms: Forms) -> None:
-    if node.target not in _VALUES or (node.target is _ADD and (node.kwargs or len(node.args) != 2)):
+    if node.target not in _VALUES or (node.target is ADD and (node.kwargs or len(node.args) != 2)):
         raise _unsupported(node, "it has no counterpart in the dialect")
-    values = [node.args[position] for position in _VALUES[node.target]]
-    if not all(isinstance(value, Node) for value in values):
+    positions = _VALUES[node.target]
+    values = [value for position in positions if isinstance(value := node.args[position], Node)]
+    if len(values) != len(positions):
         raise _unsupported(node, "it takes a number where the dialect takes a value")
+    if node.target is ADD and not all(forms.columns(value) == forms.columns(node) for value in values):
+        raise _unsupported(node, "it adds values of different shapes")
     if node.meta["val"].shape[-1] != forms.columns(node):
         raise _unsupported(node, "it works on each head, not on all features of a token")
 
 
 def _layer(node: Node) -> int | None:
-    if node.target is _picompile.attention.default:
+    if node.target is ATTENTION:
         return int(node.args[6])  # type: ignore[arg-type]
     return node.meta.get("layer")
 

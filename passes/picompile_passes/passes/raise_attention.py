@@ -12,11 +12,11 @@ from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.forms import Form, Forms
 from picompile_passes.infra import Pass
 from picompile_passes.nodes import arguments, calls
+from picompile_passes.operands import ATTENTION
 from picompile_passes.rewriter import Rewriter
 from picompile_passes.stages import Stage
 
 _aten = torch.ops.aten
-_ATTENTION = torch.ops.picompile.attention.default
 
 # A mask is evaluated for this many tokens, or for as many as the graph takes: one more than the widest window in use
 # (Mistral's 4096), to tell it from none.
@@ -71,7 +71,7 @@ def _emit(rewriter: Rewriter, node: Node, layer: int, window: int, repeat: int) 
     heads, kv_heads = int(q.meta["val"].shape[-3]), int(k.meta["val"].shape[-3])
     scale = 1.0 / math.sqrt(q.meta["val"].shape[-1]) if values["scale"] is None else values["scale"]
     sides = [side_by_side(x) for x in (q, k, v)]
-    result = call(_ATTENTION, *sides, heads, kv_heads, float(scale), layer, window)
+    result = call(ATTENTION, *sides, heads, kv_heads, float(scale), layer, window)
     rewriter.replace(node, call(_aten.transpose.int, call(_aten.unflatten.int, result, -1, [heads, -1]), -2, -3))
     # torch takes it for a random operator, which stays even where nothing uses it.
     rewriter.graph.erase_node(node)
@@ -96,7 +96,7 @@ def _equal_heads(forms: Forms, node: Node) -> int:
 
 def _repeats_every(size: int) -> Any:
     def check(tensor: Tensor) -> bool:
-        groups = tensor.unflatten(-3, (-1, size))
+        groups = tensor.reshape(*tensor.shape[:-3], -1, size, *tensor.shape[-2:])
         return bool((groups == groups.narrow(-3, 0, 1)).all())
 
     return check

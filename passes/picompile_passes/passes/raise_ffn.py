@@ -13,14 +13,13 @@ from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.forms import Forms
 from picompile_passes.infra import Pass
 from picompile_passes.nodes import calls, is_call
+from picompile_passes.operands import FFN, LINEAR
 from picompile_passes.probe import recognize_activation
 from picompile_passes.projections import Projection, down_rows
 from picompile_passes.rewriter import Rewriter
 from picompile_passes.stages import Stage
 
 _aten = torch.ops.aten
-_LINEAR = torch.ops.picompile.linear.default
-_FFN = torch.ops.picompile.ffn.default
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class RaiseFFN(Pass):
     def rewrite(self, rewriter: Rewriter) -> bool:
         """Numbers layers in the order in which their blocks appear."""
         forms = Forms(rewriter.graph_module)
-        found = [block for node in calls(rewriter.graph, _LINEAR) if (block := _block(forms, node)) is not None]
+        found = [block for node in calls(rewriter.graph, LINEAR) if (block := _block(forms, node)) is not None]
         constants = SharedConstants(rewriter)
         for layer, block in enumerate(found):
             block.emit(rewriter, constants, layer)
@@ -72,7 +71,7 @@ class _Block:
         biases = (gate_bias, up_bias, down_bias)
         args = (self.x, gate_weight, up_weight, down_weight, *biases, self.activation, self.up_activation)
         linears = [projection.linear for projection in (self.gate, self.up) if projection is not None]
-        new = rewriter.call(_FFN, args, before=self.down, sources=(self.down, *linears), layer=layer)
+        new = rewriter.call(FFN, args, before=self.down, sources=(self.down, *linears), layer=layer)
         rewriter.replace(self.down, new)
 
 
@@ -99,7 +98,7 @@ def _plain(forms: Forms, down: Node, hidden: Node, x: Any) -> _Block:
 
 def _gated(forms: Forms, down: Node, hidden: Node, x: Any) -> _Block:
     if not is_call(hidden, _aten.mul.Tensor):
-        raise UnsupportedGraphError(f"{hidden.name} ({hidden.target}): a feed-forward block joins gate and up by a product")
+        raise UnsupportedGraphError(f"{hidden.name} ({hidden.target}): gate and up are joined by no product")
     first, second = (_activated(forms, forms.same(factor)) for factor in hidden.args)  # type: ignore[arg-type]
     gate, up = (second, first) if first[1] == "identity" else (first, second)
     return _Block(x, gate[0], up[0], down, gate[1], up[1])
@@ -113,13 +112,13 @@ def _activated(forms: Forms, node: Node) -> tuple[Projection, str]:
         raise UnsupportedGraphError(f"{node.name} ({node.target}): gate and up are mixed before their product")
     text = recognize_activation(lambda grid: _evaluate(forms, node, leaves[0], grid), _constants(forms, node))
     if text is None:
-        raise UnsupportedGraphError(f"{node.name} ({node.target}): an activation function that the dialect does not have")
+        raise UnsupportedGraphError(f"{node.name} ({node.target}): its activation is none of the dialect's")
     return projection, text
 
 
 def _projection(forms: Forms, leaf: Node) -> Projection | None:
     moved = forms.moved(leaf)
-    return Projection(*moved) if moved is not None and is_call(moved[0], _LINEAR) else None
+    return Projection(*moved) if moved is not None and is_call(moved[0], LINEAR) else None
 
 
 def _is_elementwise(node: Node) -> bool:
@@ -171,4 +170,5 @@ def _evaluate(forms: Forms, node: Node, leaf: Node, grid: Tensor) -> Tensor:
         return forms.known(argument) if forms.is_known(argument) else _evaluate(forms, forms.same(argument), leaf, grid)
 
     target: Any = node.target
-    return target(*torch.fx.node.map_arg(node.args, value), **torch.fx.node.map_arg(node.kwargs, value))  # type: ignore[no-any-return]
+    result: Tensor = target(*torch.fx.node.map_arg(node.args, value), **torch.fx.node.map_arg(node.kwargs, value))
+    return result

@@ -8,12 +8,11 @@ from torch.fx import Node
 
 from picompile_passes.infra import Pass
 from picompile_passes.nodes import arguments, calls, constant_nodes, is_call
+from picompile_passes.operands import EMBEDDING, LINEAR
 from picompile_passes.rewriter import Rewriter
 from picompile_passes.stages import Stage
 
 _aten = torch.ops.aten
-_LINEAR = torch.ops.picompile.linear.default
-_EMBEDDING = torch.ops.picompile.embedding.default
 _TRANSPOSES = (_aten.permute.default, _aten.transpose.int, _aten.t.default)
 _PRODUCTS = (_aten.linear.default, _aten.addmm.default, _aten.mm.default, _aten.matmul.default)
 
@@ -45,7 +44,7 @@ class RaiseLinear(Pass):
         for node in calls(rewriter.graph, _aten.embedding.default):
             weight, ids = node.args[:2]
             if weight in constant:
-                new = rewriter.call(_EMBEDDING, (ids, weight, 0), before=node, sources=(node,))
+                new = rewriter.call(EMBEDDING, (ids, weight, 0), before=node, sources=(node,))
                 rewriter.replace(node, new)
         return rewriter.changes > 0
 
@@ -57,7 +56,7 @@ def _raise_product(rewriter: Rewriter, node: Node, constant: frozenset[Node]) ->
     if bias is not None and bias not in constant:
         return
     weight = matrix if is_call(node, _aten.linear.default) else _transposed(rewriter, matrix, node)
-    new = rewriter.call(_LINEAR, (x, weight, bias), before=node, sources=(node,))
+    new = rewriter.call(LINEAR, (x, weight, bias), before=node, sources=(node,))
     rewriter.replace(node, new)
 
 
@@ -86,17 +85,17 @@ def _swaps(node: Node) -> bool:
     if is_call(node, _aten.permute.default):
         return [dim % 2 for dim in arguments(node)["dims"]] == [1, 0]
     values = arguments(node)
-    return values["dim0"] % 2 != values["dim1"] % 2
+    return bool(values["dim0"] % 2 != values["dim1"] % 2)
 
 
 def _absorb_bias(rewriter: Rewriter, node: Node, constant: frozenset[Node]) -> None:
-    if node.kwargs or not all(isinstance(argument, Node) for argument in node.args):
+    if node.kwargs or len(node.all_input_nodes) != 2:
         return
-    for product, bias in (node.args, node.args[::-1]):
-        if not is_call(product, _LINEAR) or bias not in constant:
+    for product, bias in (node.all_input_nodes, node.all_input_nodes[::-1]):
+        if not is_call(product, LINEAR) or bias not in constant:
             continue
-        x, weight, old = product.args  # type: ignore[union-attr]
-        if old is None and len(product.users) == 1 and bias.meta["val"].dim() == 1:  # type: ignore[union-attr]
-            new = rewriter.call(_LINEAR, (x, weight, bias), before=node, sources=(product, node))  # type: ignore[list-item]
+        x, weight, old = product.args
+        if old is None and len(product.users) == 1 and bias.meta["val"].dim() == 1:
+            new = rewriter.call(LINEAR, (x, weight, bias), before=node, sources=(product, node))
             rewriter.replace(node, new)
             return

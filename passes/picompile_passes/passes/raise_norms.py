@@ -9,13 +9,12 @@ from torch.fx import Node
 
 from picompile_passes.infra import Pass
 from picompile_passes.nodes import arguments, calls, constant_nodes, is_call
+from picompile_passes.operands import ADD, LAYER_NORM, RMS_NORM
 from picompile_passes.rewriter import Rewriter
 from picompile_passes.stages import Stage
 
 _aten = torch.ops.aten
-_RMS_NORM = torch.ops.picompile.rms_norm.default
-_LAYER_NORM = torch.ops.picompile.layer_norm.default
-_ADD, _MUL, _DIV = _aten.add.Tensor, _aten.mul.Tensor, _aten.div.Tensor
+_MUL, _DIV = _aten.mul.Tensor, _aten.div.Tensor
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class RaiseNorms(Pass):
             values = arguments(node)
             if len(values["normalized_shape"]) == 1:
                 arguments_ = (values["input"], values["weight"], values["bias"], values["eps"])
-                rewriter.replace(node, rewriter.call(_LAYER_NORM, arguments_, before=node, sources=(node,)))
+                rewriter.replace(node, rewriter.call(LAYER_NORM, arguments_, before=node, sources=(node,)))
         return rewriter.changes > 0
 
 
@@ -88,12 +87,12 @@ def _emit_rms_norm(
 ) -> None:
     if weight is None:
         weight = rewriter.constant("ones", torch.ones(int(x.meta["val"].shape[-1])), sources=sources)
-    rewriter.replace(node, rewriter.call(_RMS_NORM, (x, weight, eps), before=node, sources=sources))
+    rewriter.replace(node, rewriter.call(RMS_NORM, (x, weight, eps), before=node, sources=sources))
 
 
 def _mean_square(node: Any) -> tuple[Node, float] | None:
     """(x, eps) where `node` is mean(x², last dimension, keepdim) + eps."""
-    if not is_call(node, _ADD) or not isinstance(node.args[1], (int, float)) or node.kwargs:
+    if not is_call(node, ADD) or not isinstance(node.args[1], (int, float)) or node.kwargs:
         return None
     mean, eps = node.args
     if not is_call(mean, _aten.mean.dim):

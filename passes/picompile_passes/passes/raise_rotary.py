@@ -13,13 +13,12 @@ from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.forms import Forms
 from picompile_passes.infra import Pass
 from picompile_passes.nodes import calls
+from picompile_passes.operands import ATTENTION, ROTARY
 from picompile_passes.rewriter import Rewriter
 from picompile_passes.rotation import Rotation, read_rotation
 from picompile_passes.stages import Stage
 
 _aten = torch.ops.aten
-_ATTENTION = torch.ops.picompile.attention.default
-_ROTARY = torch.ops.picompile.rotary.default
 
 # Tables of cosines and sines are compared with what fitted frequencies give at this many positions. The tables' own
 # rounding of the angle grows to 2e-5 there.
@@ -45,7 +44,7 @@ class RaiseRotary(Pass):
     def rewrite(self, rewriter: Rewriter) -> bool:
         """Reads all rotations before the first change, since forms are of an unchanging graph."""
         reader = _Reader(rewriter.graph_module)
-        found = [(node, reader.read(node)) for node in calls(rewriter.graph, _ATTENTION)]
+        found = [(node, reader.read(node)) for node in calls(rewriter.graph, ATTENTION)]
         emitter = _Emitter(rewriter)
         for node, sides in found:
             if sides is not None:
@@ -81,7 +80,7 @@ class _Reader:
             return None
         sides = (self._side(node, q, heads), self._side(node, k, kv_heads))  # type: ignore[arg-type]
         if not torch.equal(sides[0].rotation.order, sides[1].rotation.order):
-            raise UnsupportedGraphError(f"{node.name} ({node.target}): its query and its key are turned in different ways")
+            raise UnsupportedGraphError(f"{node.name} ({node.target}): its query and key turn in different ways")
         return sides
 
     def _side(self, node: Node, value: Node, heads: int) -> _Side:
@@ -90,12 +89,12 @@ class _Reader:
         rotation = read_rotation(self._forms.form(value), columns, heads)
         if rotation is None or root.meta["val"].shape[-1] != columns:
             raise UnsupportedGraphError(
-                f"{value.name} ({value.target}): what happens between {root.name} and {node.name} is no rotary embedding"
+                f"{value.name} ({value.target}): what lies between {root.name} and {node.name} is no rotary embedding"
             )
         return _Side(root, columns, rotation, self._exact(rotation, node, value, heads))
 
     def _exact(self, rotation: Rotation, node: Node, value: Node, heads: int) -> Tensor | None:
-        """The frequencies in full precision: those of the graph nearest to what the sample shows, or else fitted ones."""
+        """The frequencies in full precision: those of the graph nearest to what the sample shows, or fitted ones."""
         if rotation.cosine is None:
             return None
         nearest = (self._frequencies - rotation.frequencies().unsqueeze(-1)).abs().argmin(dim=-1)
@@ -103,7 +102,7 @@ class _Reader:
             return self._frequencies[nearest]
         fitted = self._fit(value, heads)
         if fitted is None:
-            raise UnsupportedGraphError(f"{node.name} ({node.target}): its query does not turn evenly with the position")
+            raise UnsupportedGraphError(f"{node.name} ({node.target}): it does not turn evenly with the position")
         self._frequencies = torch.cat([self._frequencies, fitted])
         return fitted
 
@@ -143,7 +142,7 @@ class _Emitter:
             else:
                 frequencies = self._constants.get("inverse_frequency", side.frequencies, node)
                 args = (value, self._positions, frequencies, count, factor)
-                value = self._rewriter.call(_ROTARY, args, before=node, sources=(old, node))  # type: ignore[arg-type]
+                value = self._rewriter.call(ROTARY, args, before=node, sources=(old, node))  # type: ignore[arg-type]
             self._rewriter.set_argument(node, name, value)
         self._rewriter.set_argument(node, "scale", scale)
 

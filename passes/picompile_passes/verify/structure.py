@@ -18,6 +18,7 @@ from picompile_passes.operands import (
     LINEAR,
     PREDICT,
     QUANTIZE,
+    ROTARY,
     SPARSE_FFN,
 )
 from picompile_passes.propagate import fake_result, same_shape, same_value, value_text
@@ -130,6 +131,21 @@ def _check_argument(
         first, expected = sizes.setdefault(letter, (name, size))
         if not same_shape((size,), (expected,)):
             yield Fault(node, f"{name} is {value_text(value)}, but {first} makes that {size} a {expected}")
+
+
+def check_heads(graph_module: GraphModule) -> Iterator[Fault]:
+    """Heads divide what they are heads of: queries and keys in heads of one size, each key head shared by as many."""
+    for node in calls(graph_module.graph, ATTENTION):
+        values = arguments(node)
+        heads, kv_heads = values["heads"], values["kv_heads"]
+        q, k, v = (int(values[name].meta["val"].shape[1]) for name in "qkv")
+        if heads % kv_heads or q % heads or k % kv_heads or v % kv_heads or q // heads != k // kv_heads:
+            yield Fault(node, f"{heads} heads and {kv_heads} key heads do not fit q, k, v of {q}, {k}, {v}")
+    for node in calls(graph_module.graph, ROTARY):
+        values = arguments(node)
+        frequencies, dim = (int(values[name].meta["val"].shape[-1]) for name in ("inverse_frequency", "x"))
+        if 2 * frequencies * values["heads"] != dim:
+            yield Fault(node, f"{values['heads']} heads of {frequencies} frequencies do not fit {dim}")
 
 
 def check_unused(graph_module: GraphModule) -> Iterator[Fault]:

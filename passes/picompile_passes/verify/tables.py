@@ -22,6 +22,7 @@ from picompile_passes.verify.rule import Rule
 from picompile_passes.verify.structure import (
     check_arguments,
     check_head,
+    check_heads,
     check_layers,
     check_placeholders,
     check_provenance,
@@ -47,6 +48,7 @@ _CAPTURED = (
 _COMMON = (
     Rule("token-path", check_token_path),
     Rule("arguments", check_arguments),
+    Rule("heads", check_heads),
     Rule("unused", check_unused),
     Rule("layers", check_layers),
     Rule("head", check_head),

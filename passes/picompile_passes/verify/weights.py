@@ -6,7 +6,7 @@ from torch.fx import GraphModule
 
 from picompile_passes.dialect import FORMATS
 from picompile_passes.nodes import arguments, calls, is_call
-from picompile_passes.operands import DEQUANTIZE, MATRICES, QUANTIZE, matrix_operands
+from picompile_passes.operands import DEQUANTIZE, QUANTIZE, matrix_operands
 from picompile_passes.verify.rule import Fault
 
 
@@ -29,7 +29,7 @@ def check_packed(graph_module: GraphModule) -> Iterator[Fault]:
 
 
 def check_packed_once(graph_module: GraphModule) -> Iterator[Fault]:
-    """A matrix that several nodes use is packed once, and what is packed is a matrix that some node uses."""
+    """A matrix that several nodes use is packed once."""
     first: dict[object, str] = {}
     for node in calls(graph_module.graph, QUANTIZE):
         weight = arguments(node)["weight"]
@@ -37,7 +37,3 @@ def check_packed_once(graph_module: GraphModule) -> Iterator[Fault]:
         if key in first:
             yield Fault(node, f"{weight.name} is packed here and in {first[key]}")
         first[key] = node.name
-    for node in calls(graph_module.graph, DEQUANTIZE):
-        for user in node.users:
-            if user.target not in MATRICES or node not in matrix_operands(user):
-                yield Fault(node, f"{user.name} uses it, but not as a matrix")

@@ -1,0 +1,125 @@
+"""Safetensors files that are filled one tensor at a time."""
+
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+_SAFETENSORS_DTYPES = {"f16": "F16", "bf16": "BF16", "f32": "F32"}
+SHARD_BYTES = 2_000_000_000
+
+Table = Sequence[tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class _Place:
+    file: int
+    offset: int
+    shape: tuple[int, ...]
+
+
+class CheckpointWriter:
+    """Safetensors files whose tensors are put in any order, each exactly once.
+
+    The headers are written first, since names, shapes and dtype are known; a tensor goes to its place as soon as it
+    exists, so that no more than one of them is ever held.
+    """
+
+    def __init__(self, folder: Path, stem: str, table: Table, dtype: str, shard_bytes: int = SHARD_BYTES) -> None:
+        self._dtype = DTYPES[dtype]
+        self._places: dict[str, _Place] = {}
+        self._rows: dict[str, int] = {}
+        self._files: list[BinaryIO] = []
+        shards = split_shards(table, self._dtype.itemsize, shard_bytes)
+        names = [
+            f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
+            for number in range(1, len(shards) + 1)
+        ]
+        for name, shard in zip(names, shards, strict=True):
+            self._open(folder / name, shard, _SAFETENSORS_DTYPES[dtype])
+        if len(shards) > 1:
+            _write_index(folder / f"{stem}.safetensors.index.json", names, shards, self._dtype.itemsize)
+
+    def _open(self, path: Path, shard: Table, dtype: str) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name, shape in shard:
+            size = prod(shape) * self._dtype.itemsize
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+            offset += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        for name, shape in shard:
+            self._places[name] = _Place(len(self._files), 8 + len(text) + header[name]["data_offsets"][0], shape)
+        file = path.open("wb")
+        self._files.append(file)
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + offset)
+
+    def put(self, name: str, tensor: Tensor) -> Tensor:
+        """Writes the next rows of tensor `name`, usually all of them; returns them as written, still in float32.
+
+        The rounding is done in place.
+        """
+        place, first = self._places[name], self._rows.get(name, 0)
+        if tensor.shape[1:] != place.shape[1:] or first + tensor.shape[0] > place.shape[0]:
+            raise ValueError(f"{name}: rows of {tuple(tensor.shape)} after {first} do not fit into {place.shape}")
+        rounded = tensor.to(self._dtype).contiguous()
+        file = self._files[place.file]
+        file.seek(place.offset + first * prod(place.shape[1:]) * self._dtype.itemsize)
+        file.write(rounded.view(-1).view(torch.uint8).numpy().data)
+        self._rows[name] = first + tensor.shape[0]
+        return tensor.copy_(rounded)
+
+    def round(self, tensor: Tensor) -> Tensor:
+        """float32 values as the files can hold them."""
+        return tensor.to(self._dtype).to(torch.float32)
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Closes the files. Raises `ValueError` when a tensor is missing: a checkpoint with holes must not be kept."""
+        for file in self._files:
+            file.close()
+        if error is not None:
+            return
+        missing = [name for name, place in self._places.items() if self._rows.get(name) != place.shape[0]]
+        if missing:
+            raise ValueError(f"{len(missing)} tensors were not written, among them {missing[0]}")
+
+
+def split_shards(table: Table, item_bytes: int, shard_bytes: int) -> list[Table]:
+    """The tensors in order, cut into files of at most `shard_bytes` each.
+
+    A file is larger only where a single tensor is.
+    """
+    shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    used = 0
+    for name, shape in table:
+        size = prod(shape) * item_bytes
+        if shards[-1] and used + size > shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append((name, shape))
+        used += size
+    return list(shards)
+
+
+def table_bytes(table: Iterable[tuple[str, tuple[int, ...]]], dtype: str) -> int:
+    """Size of all tensors of a table."""
+    return sum(prod(shape) for _, shape in table) * DTYPES[dtype].itemsize
+
+
+def _write_index(path: Path, names: Sequence[str], shards: Sequence[Table], item_bytes: int) -> None:
+    total = sum(prod(shape) for shard in shards for _, shape in shard) * item_bytes
+    where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor, _ in shard}
+    content = {"metadata": {"total_size": total}, "weight_map": where}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,35 @@
+"""Captures are slow: each model is captured once for all tests."""
+
+from collections.abc import Callable, Iterator
+
+import families
+import pytest
+import torch
+from canonical import Model, canonicalize
+
+from picompile.capture import load_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    """`model(name)`: a variant, its checkpoint saved in float16."""
+    known: dict[str, Model] = {}
+
+    def get(name: str) -> Model:
+        if name not in known:
+            eager, folder = families.build(name), tmp_path_factory.mktemp(name)
+            families.save(name, eager, folder)
+            captured = load_model(folder)
+            known[name] = Model(eager, captured, canonicalize(captured))
+        return known[name]
+
+    return get
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """These tensors are tiny: more threads only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

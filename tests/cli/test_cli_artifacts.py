@@ -1,0 +1,236 @@
+"""What the commands do with an artifact: outputs for people and for programs."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from support import Cli, save_tiny_llama
+
+PROMPT = "Once upon"
+
+
+def run_json(cli: Cli, *arguments: object, stdin: str = "") -> dict[str, object]:
+    ended = cli("run", *arguments, "--json", stdin=stdin)
+    assert (ended.code, ended.err) == (0, "")
+    result = json.loads(ended.out)
+    assert isinstance(result, dict)
+    return result
+
+
+def test_compile_says_what_it_made(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "new" / "folders" / "artifact"
+    ended = cli("compile", tiny_model, "-o", output, "--quant", "q8", "--context", "32", "--kv-dtype", "f32")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith(f"{output}: ")
+    assert ended.out.count("\n") == 1
+    manifest = json.loads((output / "manifest.json").read_text())
+    assert (manifest["quant"], manifest["context"], manifest["kv_dtype"]) == ("q8", 32, "float32")
+    assert manifest["predictor"] == "exact"
+
+
+def test_compile_overwrites_an_artifact_when_forced(
+    cli: Cli, tiny_model: Path, tiny_artifact: Path, tmp_path: Path
+) -> None:
+    output = Path(shutil.copytree(tiny_artifact, tmp_path / "artifact"))
+    ended = cli("compile", tiny_model, "-o", output, "--quant", "q4", "--predictor", "none", "--force")
+    assert ended.code == 0
+    manifest = json.loads((output / "manifest.json").read_text())
+    assert (manifest["quant"], manifest["predictor"]) == ("q4", "none")
+    assert [path.name for path in tmp_path.iterdir()] == ["artifact"]
+    assert cli("verify", output).code == 0
+
+
+def test_a_split_model_says_the_same(cli: Cli, tiny_model: Path, tiny_artifact: Path, tmp_path: Path) -> None:
+    hot = tmp_path / "hot.json"
+    hot.write_text(json.dumps({"0": list(range(0, 200, 3)), "1": list(range(200))}))
+    output, dump = tmp_path / "artifact", tmp_path / "ir"
+    options = ["--quant", "f16", "--context", "64", "--hot", hot, "--dump-ir", dump]
+    assert cli("compile", tiny_model, "-o", output, *options).code == 0
+    parts = [
+        (part["layer"], part["part"], part["neurons"])
+        for part in json.loads(cli("inspect", output, "--json").out)["ffn"]
+    ]
+    assert sorted(parts) == [(0, "cold", 133), (0, "hot", 67), (1, "hot", 200)]
+    whole, split = (run_json(cli, folder, "-p", PROMPT, "-n", "16") for folder in (tiny_artifact, output))
+    assert whole["tokens"] == split["tokens"]
+    dumps = sorted(path.name for path in dump.iterdir())
+    assert dumps[0] == "000_input.txt"
+    assert [name[4:] for name in dumps[-3:]] == ["insert-predictors.txt", "partition.txt", "quantize.txt"]
+
+
+def test_run_prints_the_text(cli: Cli, tiny_artifact: Path) -> None:
+    ended = cli("run", tiny_artifact, "-p", PROMPT, "-n", "12")
+    assert (ended.code, ended.err) == (0, "")
+    result = run_json(cli, tiny_artifact, "-p", PROMPT, "-n", "12")
+    assert ended.out == f"{result['text']}\n"
+    echoed = cli("run", tiny_artifact, "-p", PROMPT, "-n", "12", "--echo")
+    assert echoed.out == f"{PROMPT}{ended.out}"
+
+
+def test_run_json_has_the_documented_shape(cli: Cli, tiny_artifact: Path) -> None:
+    result = run_json(cli, tiny_artifact, "-p", PROMPT, "-n", "5")
+    assert set(result) == {"text", "tokens", "prompt_tokens", "stats"}
+    assert len(result["prompt_tokens"]) == 1 + len(PROMPT)  # type: ignore[arg-type]
+    assert len(result["tokens"]) == 5  # type: ignore[arg-type]
+    assert result["stats"]["stop_reason"] == "max_tokens"  # type: ignore[index]
+
+
+def test_the_prompt_can_come_from_anywhere(cli: Cli, tiny_artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text(f"{PROMPT}\n")
+    by_option = run_json(cli, tiny_artifact, "-p", PROMPT, "-n", "8")
+    by_file = run_json(cli, tiny_artifact, "-f", tmp_path / "prompt.txt", "-n", "8")
+    by_stdin = run_json(cli, tiny_artifact, "-p", "-", "-n", "8", stdin=f"{PROMPT}\n")
+    ids = ",".join(map(str, by_option["prompt_tokens"]))  # type: ignore[call-overload]
+    by_ids = run_json(cli, tiny_artifact, "--ids", ids, "-n", "8")
+    assert by_option["tokens"] == by_file["tokens"] == by_stdin["tokens"] == by_ids["tokens"]
+    assert by_ids["text"] is None
+    assert cli("run", tiny_artifact, "--ids", ids, "-n", "8").out == ",".join(map(str, by_ids["tokens"])) + "\n"  # type: ignore[call-overload]
+
+
+def test_token_ids_need_no_tokenizer(cli: Cli, tmp_path: Path) -> None:
+    model, artifact = tmp_path / "model", tmp_path / "artifact"
+    save_tiny_llama(model)
+    for path in model.glob("tokenizer*"):
+        path.unlink()
+    assert cli("compile", model, "-o", artifact, "--context", "16").code == 0
+    ended = cli("run", artifact, "--ids", "256, 7 9", "-n", "4", "--echo")
+    assert ended.code == 0
+    assert ended.out.startswith("256,7,9,")
+    refused = cli("run", artifact, "-p", "text")
+    assert refused.code == 2
+    assert "token ids" in refused.err
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_seeds_repeat(cli: Cli, tiny_artifact: Path, threads: int) -> None:
+    options = ["-p", PROMPT, "-n", "24", "--temp", "1.5", "--top-k", "0", "--top-p", "1", "-t", threads]
+    first, second, other = (run_json(cli, tiny_artifact, *options, "--seed", seed) for seed in (1, 1, 2))
+    assert first["tokens"] == second["tokens"]
+    assert first["tokens"] != other["tokens"]
+    assert first["tokens"] == run_json(cli, tiny_artifact, *options[:-1], 1, "--seed", 1)["tokens"]
+
+
+def test_stop_texts_end_the_text(cli: Cli, tiny_artifact: Path) -> None:
+    options = ["-p", PROMPT, "-n", "24", "--temp", "1", "--seed", "3"]
+    whole = str(run_json(cli, tiny_artifact, *options)["text"])
+    stop = whole[4:6]
+    stopped = run_json(cli, tiny_artifact, *options, "--stop", "never there", "--stop", stop)
+    assert stopped["text"] == whole[: whole.index(stop)]
+    assert stopped["stats"]["stop_reason"] == "stop"  # type: ignore[index]
+
+
+def test_inspect(cli: Cli, tiny_artifact: Path) -> None:
+    facts = json.loads(cli("inspect", tiny_artifact, "--json").out)
+    assert facts["model"]["architecture"] == "LlamaForCausalLM"
+    assert (facts["model"]["hidden"], facts["model"]["ffn"], facts["context"]) == (96, 200, 64)
+    # Layers, key and value, heads, positions, dimensions, bytes.
+    assert facts["memory_bytes"]["kv_cache"] == 2 * 2 * 2 * 64 * 24 * 2
+    assert facts["memory_bytes"]["weights"] == (tiny_artifact / "weights.safetensors").stat().st_size
+    assert facts["ffn"] == [{"layer": layer, "part": "all", "neurons": 200} for layer in (0, 1)]
+    text = cli("inspect", tiny_artifact).out
+    for fact in ("LlamaForCausalLM", "2 layers, hidden 96, ffn 200 (relu)", "f16", "exact", "avx2"):
+        assert fact in text
+
+
+def test_verify(cli: Cli, tiny_artifact: Path) -> None:
+    ended = cli("verify", tiny_artifact)
+    assert (ended.code, ended.err) == (0, "")
+    assert "whole" in ended.out
+
+
+def test_bench_json_has_the_documented_shape(cli: Cli, tiny_artifact: Path) -> None:
+    ended = cli("bench", tiny_artifact, "-p", "16", "-n", "8", "-r", "2", "-t", "1", "--json")
+    assert (ended.code, ended.err) == (0, "")
+    result = json.loads(ended.out)
+    assert set(result) == {"prefill", "decode", "bandwidth_bytes_per_s", "threads"}
+    assert set(result["prefill"]) == {"tokens_per_s", "stdev"}
+    decode = result["decode"]
+    speeds = {"tokens_per_s", "stdev", "bytes_per_token", "bandwidth_share"}
+    assert set(decode) == speeds | {"firing_share", "computed_share"}
+    assert result["threads"] == 1
+    assert 0 < decode["firing_share"] <= decode["computed_share"] < 1
+    assert decode["tokens_per_s"] > 0
+
+
+def test_bench_text(cli: Cli, tiny_artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("some words, " * 3)
+    ended = cli("bench", tiny_artifact, "-n", "8", "-r", "1", "--text", tmp_path / "text")
+    assert (ended.code, ended.err) == (0, "")
+    assert "tokens/s" in ended.out
+    assert "% of this machine's" in ended.out
+
+
+def test_exact_computes_only_what_fires(cli: Cli, tiny_model: Path, tiny_artifact: Path, tmp_path: Path) -> None:
+    dense = tmp_path / "dense"
+    options = ["--quant", "f16", "--context", "64", "--predictor", "none"]
+    assert cli("compile", tiny_model, "-o", dense, *options).code == 0
+    exact, every = (run_json(cli, folder, "-p", PROMPT, "-n", "32") for folder in (tiny_artifact, dense))
+    assert exact["tokens"] == every["tokens"]
+    exact_bench, dense_bench = (
+        json.loads(cli("bench", folder, "-p", "8", "-n", "32", "-r", "1", "--json").out)["decode"]
+        for folder in (tiny_artifact, dense)
+    )
+    assert dense_bench["computed_share"] == 1
+    assert exact_bench["firing_share"] == pytest.approx(dense_bench["firing_share"], abs=1e-3)
+    assert exact_bench["computed_share"] == pytest.approx(exact_bench["firing_share"], abs=1e-3)
+    assert exact_bench["bytes_per_token"] < dense_bench["bytes_per_token"]
+
+
+TEXT = "A language model reads a text from left to right, and guesses at every place what comes next. " * 3
+
+
+def test_eval(cli: Cli, tiny_artifact: Path, tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(TEXT)
+    ended = cli("eval", tiny_artifact, "--text", tmp_path / "text", "--against", tiny_model, "--json")
+    assert (ended.code, ended.err) == (0, "")
+    result = json.loads(ended.out)
+    assert set(result) == {"perplexity", "dense_perplexity", "relative_change", "tokens", "layers"}
+    assert result["tokens"] == len(TEXT)
+    # Nothing but rounding to f16 lies between the two.
+    assert abs(result["relative_change"]) < 1e-2
+    assert [layer["kind"] for layer in result["layers"]] == ["exact", "exact"]
+    assert all(0 < layer["firing_share"] <= layer["computed_share"] < 1 for layer in result["layers"])
+
+
+def test_eval_against_transformers(cli: Cli, tiny_artifact: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """The dense figure is that of the original model, windows and all."""
+    import torch
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForCausalLM
+
+    ids = Tokenizer.from_file(str(tiny_model / "tokenizer.json")).encode(TEXT).ids[:100]
+    model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+    loss = 0.0
+    for start in range(0, 99, 40):
+        window = torch.tensor(ids[start : min(start + 40, 99)])
+        with torch.no_grad():
+            logits = model(window[None]).logits[0]
+        targets = torch.tensor(ids[start + 1 : start + 1 + len(window)])
+        loss += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+    (tmp_path / "text").write_text(TEXT)
+    options = ["--text", tmp_path / "text", "--against", tiny_model, "-n", "100", "--window", "40", "--json"]
+    result = json.loads(cli("eval", tiny_artifact, *options).out)
+    assert result["tokens"] == 99
+    assert result["dense_perplexity"] == pytest.approx(torch.tensor(loss / 99).exp().item(), rel=1e-4)
+
+
+def test_eval_by_decode_says_the_same(cli: Cli, tiny_artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(TEXT[:60])
+    options = ["eval", tiny_artifact, "--text", tmp_path / "text"]
+    chunked, decoded = (json.loads(cli(*options, *more, "--json").out) for more in ([], ["--by-decode"]))
+    assert chunked["perplexity"] == pytest.approx(decoded["perplexity"], rel=1e-3)
+    assert chunked["dense_perplexity"] is None
+    text = cli(*options)
+    assert "perplexity" in text.out
+    assert "exact" in text.out
+
+
+def test_synth_makes_what_compile_takes(cli: Cli, tmp_path: Path) -> None:
+    model = tmp_path / "new" / "model"
+    ended = cli("synth", "--shape", "tiny-reglu", "--active", "0.2", "--seed", "3", "-o", model)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith(f"{model}: ")
+    assert cli("compile", model, "-o", tmp_path / "artifact", "--context", "128").code == 0
+    bench = json.loads(cli("bench", tmp_path / "artifact", "-p", "32", "-n", "64", "-r", "1", "--json").out)
+    assert bench["decode"]["computed_share"] == pytest.approx(0.2, rel=0.25)

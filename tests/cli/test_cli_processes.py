@@ -1,0 +1,131 @@
+"""What only shows in a process of its own: what gets imported, pipes, signals, terminals."""
+
+import os
+import pty
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "picompile"]
+HEAVY = {"torch", "tvm", "tvm_ffi", "transformers", "picompile_passes", "picompile_codegen", "safetensors"}
+
+
+def modules_after(*arguments: object) -> tuple[int, set[str]]:
+    """Exit code of a command, and which of the heavy packages it loaded."""
+    code = (
+        "import sys\n"
+        "from picompile.cli import main\n"
+        "code = main(sys.argv[1:])\n"
+        f"print('loaded', *({HEAVY!r} & set(sys.modules)), file=sys.stderr)\n"
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
+    return done.returncode, set(done.stderr.splitlines()[-1].split()[1:])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["run", "-p", "x", "-n", "2"],
+        ["run", "--ids", "1,2", "-n", "2"],
+        ["verify"],
+        ["inspect"],
+        ["inspect", "--json"],
+        ["bench", "-p", "4", "-n", "4", "-r", "1"],
+    ],
+    ids=" ".join,
+)
+def test_using_an_artifact_loads_no_compiler(tiny_artifact: Path, command: list[str]) -> None:
+    assert modules_after(command[0], tiny_artifact, *command[1:]) == (0, set())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["--help"],
+        ["--version"],
+        ["targets"],
+        ["compile", "no-such-folder", "-o", "x"],
+        ["compile", "/", "-o", "x", "--target", "h100"],
+        ["eval", "x", "--text", "no-such-file"],
+    ],
+    ids=" ".join,
+)
+def test_what_fails_early_loads_no_compiler(command: list[str], tmp_path: Path) -> None:
+    code, loaded = modules_after(*command)
+    assert code in (0, 2)
+    assert loaded == set()
+
+
+def test_start_up_is_short(tiny_artifact: Path) -> None:
+    """CPU time, which other processes of a busy machine do not lengthen much. The bar is 0.6 s of a quiet one."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([*COMMAND, "run", tiny_artifact, "-p", "x", "-n", "1", "-t", "1"], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 1.2
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(tiny_artifact: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "run", tiny_artifact, "--ids", "1", "-n", "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(60) == 141
+    assert errors == b""
+
+
+def test_ctrl_c_ends_it_quietly(tiny_artifact: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "bench", tiny_artifact, "-r", "1000000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    # Long enough to be past imports on a busy machine; earlier would be Python's own traceback.
+    time.sleep(5)
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out, errors) == (130, b"", b"")
+
+
+def on_terminal(*arguments: object) -> str:
+    """What a command writes to stderr when that is a terminal."""
+    controller, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    process = subprocess.Popen(
+        [*COMMAND, *map(str, arguments)],
+        stdout=subprocess.DEVNULL,
+        stderr=terminal,
+        stdin=subprocess.DEVNULL,
+        env=environment,
+    )
+    os.close(terminal)
+    shown = b""
+    while select.select([controller], [], [], 120)[0]:
+        try:
+            block = os.read(controller, 65536)
+        except OSError:  # the other end was closed
+            break
+        if not block:
+            break
+        shown += block
+    os.close(controller)
+    assert process.wait(60) == 0
+    return shown.decode(errors="replace")
+
+
+def test_progress_and_speed_show_on_a_terminal(tiny_artifact: Path) -> None:
+    assert "measure" in on_terminal("bench", tiny_artifact, "-p", "4", "-n", "4", "-r", "3")
+    assert "generated at" in on_terminal("run", tiny_artifact, "-p", "x", "-n", "4")
+
+
+def test_nothing_shows_elsewhere(tiny_artifact: Path) -> None:
+    for command in (["bench", "-p", "4", "-n", "4", "-r", "1"], ["run", "-p", "x", "-n", "4"], ["verify"]):
+        done = subprocess.run([*COMMAND, command[0], tiny_artifact, *command[1:]], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")

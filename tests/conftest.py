@@ -1,0 +1,87 @@
+"""What all tests share: settings, and models and artifacts that are too expensive to make more than once a run."""
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from support import BUNDLED_MODEL, BuildOnce, Cli, Ended, compile_for_test, save_tiny_llama
+
+# The same examples in every run, so that a failure in CI can be had again; `make fuzz` looks for new ones.
+# No deadline: the first example of a test pays for imports and compilations.
+settings.register_profile(
+    "ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "fuzz", settings.get_profile("ci"), derandomize=False, max_examples=1000, suppress_health_check=list(HealthCheck)
+)
+settings.load_profile(os.environ.get("PICOMPILE_HYPOTHESIS", "ci"))
+
+# Every test process has its core; threads of torch would only take the others'.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Stamps of verified artifacts go to a folder of this run, not to the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.delenv("PICOMPILE_THREADS", raising=False)
+        yield
+
+
+@pytest.fixture(scope="session")
+def build_once(tmp_path_factory: pytest.TempPathFactory) -> BuildOnce:
+    """`build_once(name, make)`: the folder that `make(folder)` filled, made by one test process and used by all."""
+    base = tmp_path_factory.getbasetemp()
+    # Each process of pytest-xdist has a base of its own, side by side.
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    shared.mkdir(exist_ok=True)
+
+    def build(name: str, make: Callable[[Path], None]) -> Path:
+        with (shared / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (shared / f"{name}.done").exists():
+                make(shared / name)
+                (shared / f"{name}.done").touch()
+        return shared / name
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tiny_model(build_once: BuildOnce) -> Path:
+    """A Hugging Face folder that takes seconds to compile. Tests must not change it."""
+    return build_once("tiny-model", save_tiny_llama)
+
+
+@pytest.fixture(scope="session")
+def tiny_artifact(build_once: BuildOnce, tiny_model: Path) -> Path:
+    """`tiny_model`, compiled with a context of 64 and f16 weights; predictor `exact`. Tests must not change it."""
+    return build_once("tiny-artifact", lambda folder: compile_for_test(tiny_model, folder, quant="f16", context=64))
+
+
+@pytest.fixture(scope="session")
+def bundled_artifact(build_once: BuildOnce) -> Path:
+    """The bundled model with f16 weights, predictor `exact`. Tests must not change it."""
+    return build_once("bundled-artifact", lambda folder: compile_for_test(BUNDLED_MODEL, folder, quant="f16"))
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """`cli("run", artifact, "-p", "text", stdin="…")`: the command line in this process."""
+    import io
+
+    from picompile.cli import main
+
+    def run(*arguments: object, stdin: str = "") -> Ended:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"))
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Ended(code, captured.out, captured.err)
+
+    return run

@@ -1,0 +1,139 @@
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from picompile_passes import registry
+from picompile_passes.errors import PassOptionError, RegistryError
+from picompile_passes.infra import Pass
+from picompile_passes.passes import BUILTIN
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.quantize import Quantize
+from picompile_passes.registry import ENTRY_POINT_GROUP, find_pass, make_pass, registrations
+
+PLUGIN = """
+from dataclasses import dataclass
+from picompile_passes.infra import Pass
+from picompile_passes.stages import Stage
+
+@dataclass(frozen=True)
+class Shrink(Pass):
+    name = "shrink"
+    requires = ensures = Stage.CANONICAL
+    layers: tuple[int, ...] = ()
+
+    def rewrite(self, rewriter):
+        return False
+
+class NotADataclass(Pass):
+    name = "not-a-dataclass"
+    requires = ensures = Stage.CANONICAL
+
+    def rewrite(self, rewriter):
+        return False
+
+@dataclass(frozen=True)
+class Abstract(Pass):
+    name = "abstract"
+
+something = 3
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """Installs a package with the given entry points, as pip would leave it on the path."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "shrinking_plugin.py").write_text(PLUGIN)
+
+    def install(*points: str) -> None:
+        info = folder / "shrinking-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shrinking\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\n" + "\n".join(points) + "\n")
+
+    monkeypatch.syspath_prepend(str(folder))
+    yield install
+    sys.modules.pop("shrinking_plugin", None)
+
+
+def test_every_pass_of_the_table_is_there_under_its_own_name():
+    for name in BUILTIN:
+        pass_class = find_pass(name)
+        assert issubclass(pass_class, Pass)
+        assert pass_class.name == name
+        assert pass_class.requires <= pass_class.ensures
+        assert make_pass(name) == pass_class()
+
+
+def test_names_are_sorted_and_say_who_offers_them():
+    known = registrations()
+    assert list(known) == sorted(known)
+    assert known["quantize"].origin == "picompile"
+
+
+def test_options_reach_the_pass():
+    assert make_pass("quantize{format=q8}") == Quantize("q8")
+    assert make_pass("insert-predictors{kind=none}") == InsertPredictors("none")
+    with pytest.raises(PassOptionError, match="'q9' is not one of f16, q8, q4"):
+        make_pass("quantize{format=q9}")
+    with pytest.raises(PassOptionError, match="option hot of pass partition: it cannot be given as text"):
+        make_pass("partition{hot=(1,2)}")
+
+
+def test_an_unknown_name_is_refused_with_those_there_are():
+    with pytest.raises(PassOptionError, match=r"there is no pass quantise; there are .*quantize"):
+        make_pass("quantise")
+
+
+def test_nothing_is_imported_before_it_is_asked_for():
+    code = (
+        "import sys, picompile_passes.registry as r; r.registrations();"
+        "loaded = [m for m in sys.modules if m.startswith('picompile_passes.passes.')];"
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_installed_package_offers_passes(plugin):
+    plugin("shrink = shrinking_plugin:Shrink")
+    assert registrations()["shrink"].origin == "shrinking"
+    assert "shrinking_plugin" not in sys.modules
+    made = make_pass("shrink{layers=(1,2)}")
+    assert made.layers == (1, 2)
+
+
+def test_a_name_of_ours_cannot_be_taken(plugin):
+    plugin("quantize = shrinking_plugin:Shrink")
+    with pytest.raises(RegistryError) as error:
+        make_pass("insert-predictors")
+    assert str(error.value) == (
+        "two passes are called quantize: picompile_passes.passes.quantize:Quantize from picompile "
+        "and shrinking_plugin:Shrink from shrinking"
+    )
+
+
+def test_a_name_given_twice_by_packages_is_an_error(monkeypatch):
+    points = [EntryPoint("shrink", f"{module}:Shrink", ENTRY_POINT_GROUP) for module in ("one", "other")]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    with pytest.raises(RegistryError, match=r"two passes are called shrink: one:Shrink .* and other:Shrink"):
+        registrations()
+
+
+@pytest.mark.parametrize(
+    ("point", "message"),
+    [
+        ("gone = shrinking_plugin:Gone", "pass gone from shrinking does not import: .*Gone"),
+        ("gone = no_such_module_here:Gone", "pass gone from shrinking does not import: No module named"),
+        ("something = shrinking_plugin:something", "something from shrinking is not a subclass of Pass"),
+        ("not-a-dataclass = shrinking_plugin:NotADataclass", "NotADataclass from shrinking is not a dataclass"),
+        ("abstract = shrinking_plugin:Abstract", "Abstract from shrinking is not a dataclass with a rewrite method"),
+        ("smaller = shrinking_plugin:Shrink", "is registered as smaller but calls itself shrink"),
+    ],
+)
+def test_what_is_no_pass_is_refused(plugin, point, message):
+    plugin(point)
+    with pytest.raises(RegistryError, match=message):
+        find_pass(point.split(" ")[0])

@@ -1,0 +1,162 @@
+"""The documentation is true: every command in it runs, every link leads somewhere, and its Python works."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import BUNDLED_MODEL, ROOT
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# Not run here, and why.
+EXEMPT = {
+    "make demo": "makes a virtual environment and downloads torch; what it then runs is what the other commands run",
+    "make test": "runs this test",
+    "make fuzz": "runs the tests for long",
+    "make format": "rewrites the sources",
+    "make bench": "takes 7 GB of disk and some minutes",
+    "pip install ./runtime": "downloads packages",
+}
+
+# What a reader has, and what stands for it here.
+PLACEHOLDERS = {
+    "~/models/ReluLLaMA-7B": "models/tiny-reglu",
+    "reglu-1.3b": "tiny-reglu",
+}
+
+COMMAND = re.compile(r"```(?:console|bash)\n(.*?)```", re.DOTALL)
+PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
+LINK = re.compile(r"\]\(([^)#]+?)(?:#[^)]*)?\)")
+
+
+def commands(document: Path) -> list[str]:
+    """The commands of a document, without prompts and comments; those that are indented blocks too."""
+    text = document.read_text(encoding="utf-8")
+    lines = [line.removeprefix("$ ") for block in COMMAND.findall(text) for line in block.splitlines()]
+    lines += [line.strip() for line in text.splitlines() if re.match(r"    (make|picompile|pip) ", line)]
+    return [line.partition(" # ")[0].strip() for line in lines if line.strip()]
+
+
+def inline_commands(document: Path) -> list[str]:
+    """Commands inside of sentences that could be run as they stand."""
+    found = re.findall(r"`((?:make|pip|picompile) [^`]+)`", document.read_text(encoding="utf-8"))
+    return [command for command in found if command.startswith(("make ", "pip "))]
+
+
+def substituted(command: str) -> str:
+    for placeholder, value in PLACEHOLDERS.items():
+        command = command.replace(placeholder, value)
+    return command
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    """An empty folder with the models and the README, as after a clone."""
+    (tmp_path / "models").symlink_to(BUNDLED_MODEL.parent)
+    (tmp_path / "README.md").symlink_to(ROOT / "README.md")
+    return tmp_path
+
+
+def environment() -> dict[str, str]:
+    """The commands are those that were installed beside this Python."""
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_runs(document: Path, workplace: Path) -> None:
+    """In order, in one folder: later commands use what earlier ones made."""
+    for command in commands(document):
+        if command in EXEMPT:
+            continue
+        done = subprocess.run(
+            ["bash", "-c", substituted(command)],
+            cwd=workplace,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, f"{document.name}: {command}\n{done.stderr}"
+        assert done.stderr == "", f"{document.name}: {command}"
+        assert done.stdout, f"{document.name}: {command} printed nothing"
+
+
+def test_commands_are_found() -> None:
+    """The test above would pass on documents that it cannot read."""
+    assert "make demo" in commands(ROOT / "README.md")
+    assert sum("picompile" in command for command in commands(ROOT / "README.md")) >= 4
+    programs = {
+        shlex.split(command)[1] for command in commands(ROOT / "docs" / "cli.md") if command.startswith("picompile")
+    }
+    from picompile.cli.app import COMMANDS
+
+    assert programs == set(COMMANDS)
+
+
+def test_only_known_commands_are_exempt() -> None:
+    everywhere = {command for document in DOCUMENTS for command in [*commands(document), *inline_commands(document)]}
+    assert set(EXEMPT) <= everywhere
+    assert {command for command in everywhere if command.startswith(("make ", "pip "))} <= set(EXEMPT)
+
+
+@pytest.mark.parametrize("target", sorted({c.split()[1] for c in EXEMPT if c.startswith("make")}))
+def test_make_targets_exist(target: str) -> None:
+    done = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    links = [link for link in LINK.findall(document.read_text(encoding="utf-8")) if "://" not in link]
+    missing = [link for link in links if not (document.parent / link).exists()]
+    assert missing == []
+
+
+def test_python_of_the_readme(workplace: Path) -> None:
+    (code,) = PYTHON.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    (workplace / "build").mkdir()
+    code += "\nprint(engine.vocab)\n"
+    done = subprocess.run([sys.executable, "-c", code], cwd=workplace, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
+
+
+def test_the_pass_that_contributing_shows(tiny_model: Path) -> None:
+    """It registers, runs, and does what it says."""
+    from picompile.capture import load_model
+    from picompile_passes.passes.canonicalize import CANONICALIZE
+    from picompile_passes.pipeline import Pipeline
+    from picompile_passes.stages import Stage
+    from picompile_passes.verify import verify
+
+    (code,) = PYTHON.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    names: dict[str, object] = {"__name__": "shown"}
+    exec(compile(code, "CONTRIBUTING.md", "exec"), names)
+    canonical = Pipeline(CANONICALIZE)(load_model(tiny_model).graph_module).graph_module
+    replaced = names["ReplaceActivation"](activation="silu")(canonical)  # type: ignore[operator]
+    assert replaced.modified
+    verify(replaced.graph_module, Stage.CANONICAL)
+    activations = [node.args[7] for node in replaced.graph_module.graph.nodes if node.target is names["FFN"]]
+    assert activations == ["silu", "silu"]
+    assert not names["ReplaceActivation"](activation="relu")(canonical).modified  # type: ignore[operator]
+
+
+OPTION = re.compile(r"(?<![\w-])(--[a-z][a-z-]+)")
+
+
+def test_options_in_the_documentation_exist() -> None:
+    from typer.main import get_command
+
+    from picompile.cli.app import app
+
+    known = {"--help", "--version"}
+    for command in get_command(app).commands.values():  # type: ignore[attr-defined]
+        known |= {text for parameter in command.params for text in [*parameter.opts, *parameter.secondary_opts]}
+    for document in (ROOT / "README.md", ROOT / "docs" / "cli.md"):
+        mentioned = set(OPTION.findall(document.read_text(encoding="utf-8")))
+        assert mentioned <= known, f"{document.name}: {mentioned - known}"
