@@ -123,7 +123,7 @@ def write_weights(
             expected = tensor_bytes(tensor.dtype, tensor.shape)
             if value.numel() * value.element_size() != expected:
                 raise ValueError(f"{tensor.name}: {value.numel() * value.element_size()} bytes, planned {expected}")
-            write(memoryview(value.view(-1).view(torch.uint8).numpy()))
+            write(value.view(-1).view(torch.uint8).numpy().data)
             del value
             advance(expected)
     return digest.hexdigest()

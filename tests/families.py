@@ -1,7 +1,8 @@
 """Small models of every supported family and variant, with random weights and odd sizes, and their checkpoints.
 
-The models are transformers' own, in float32. Their weights are rounded to float16, so that an f16 artifact holds exactly
-the same numbers. What transformers does not have (dReLU, FATReLU) is patched in here, apart from picompile's definitions.
+The models are transformers' own, in float32. Their weights are rounded to float16, so that an f16 artifact holds
+exactly the same numbers. What transformers does not have (dReLU, FATReLU) is patched in here, apart from picompile's
+definitions.
 """
 
 import json

@@ -1,8 +1,9 @@
 """The reference that compiled models are held against: eager transformers on the same rounded weights."""
 
 import torch
-from picompile_passes.dialect import dequantize_rows, quantize_rows
 from torch import Tensor, nn
+
+from picompile_passes.dialect import dequantize_rows, quantize_rows
 
 # These hold a neuron in each column, and an artifact stores a neuron in a row: groups of 32 run the other way.
 _DOWN = ("down_proj", "fc2", "dense_4h_to_h")
@@ -15,7 +16,7 @@ def rounded(weight: Tensor, format_name: str) -> Tensor:
 
 @torch.no_grad()
 def round_weights(model: nn.Module, format_name: str) -> None:
-    """Replaces every matrix of a transformers model by what the format leaves of it, in place. Vectors stay as they are."""
+    """Replaces every matrix of a transformers model, in place, by what the format leaves of it. Vectors stay."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)

@@ -1,20 +1,20 @@
 """The last test of a compiler: what it made gives the numbers of the model that it was given.
 
-Every family, every weight format, against eager transformers in float32 on the same rounded weights: prompts of 1, 2, 17
-and 300 tokens, then 32 tokens one at a time, on 1, 2 and 3 threads.
+Every family, every weight format, against eager transformers in float32 on the same rounded weights: prompts of 1, 2,
+17 and 300 tokens, then 32 tokens one at a time, on 1, 2 and 3 threads.
 """
 
 import functools
 from pathlib import Path
 
 import numpy as np
-import picompile_runtime
 import pytest
 import torch
 from families import VARIANTS, build, save
 from reference import eager_logits, relative_error, round_weights
 from torch import nn
 
+import picompile_runtime
 from picompile.capture import Captured, load_model
 from picompile.compile import CompileOptions, compile_model
 

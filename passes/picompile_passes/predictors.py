@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PredictorKind:
-    """One kind. `evaluate(x [T, D], weights, threshold)` → bool [T, neurons]; `neurons(weights)` is that last dimension."""
+    """One kind. `evaluate(x [T, D], weights, threshold)` → bool [T, neurons]; `neurons(weights)` → that dimension."""
 
     name: str
     evaluate: Callable[[Tensor, list[Tensor], float], Tensor]

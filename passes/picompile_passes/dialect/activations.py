@@ -16,8 +16,8 @@ from torch import Tensor
 class Activation:
     """One activation function.
 
-    `sparse` says that the output is exactly zero for every input at or below `threshold`, so that a neuron whose gate stays
-    there contributes nothing and may be skipped without loss.
+    `sparse` says that the output is exactly zero for every input at or below `threshold`, so that a neuron whose gate
+    stays there contributes nothing and may be skipped without loss.
     """
 
     name: str

@@ -1,16 +1,17 @@
 """Weight formats: how a row of a matrix becomes bytes.
 
-A matrix is stored row by row. A row holds its data, then its scales, then zeros up to a multiple of 64 bytes, so that every
-row is one aligned, contiguous read. Columns are padded with zeros to a multiple of 32.
+A matrix is stored row by row. A row holds its data, then its scales, then zeros up to a multiple of 64 bytes, so that
+every row is one aligned, contiguous read. Columns are padded with zeros to a multiple of 32.
 
 | format | data of a row of K columns | scales | value |
 | --- | --- | --- | --- |
 | `f16` | K little-endian float16 | none | data |
 | `q8` | K int8 | K/32 float16 | data × scale of its group of 32 |
-| `q4` | K/2 bytes: byte i of a group holds element i in its low and element i + 16 in its high four bits | K/32 float16 | (nibble − 8) × scale |
+| `q4` | K/2 bytes, 16 a group | K/32 float16 | (nibble - 8) × scale of its group of 32 |
 
-q4 follows GGML's Q4_0 in its arithmetic (the scale is the signed extreme of the group divided by −8), not in its layout:
-GGML interleaves each scale with its 16 data bytes, which leaves no row aligned.
+Byte i of a q4 group holds element i in its low and element i + 16 in its high four bits. q4 follows GGML's Q4_0 in its
+arithmetic (the scale is the signed extreme of the group divided by -8), not in its layout: GGML interleaves each scale
+with its 16 data bytes, which leaves no row aligned.
 """
 
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class WeightFormat:
     scale_bytes: int
 
     def padded_columns(self, columns: int) -> int:
+        """Columns as stored: a whole number of groups."""
         return _round_up(columns, GROUP)
 
     def scale_offset_bytes(self, columns: int) -> int:

@@ -1,8 +1,8 @@
 """The operators, each with its equation, shapes, fake implementation and eager reference.
 
-Symbols: T tokens, D hidden size, F neurons of a feed-forward block, V vocabulary. All floats are float32. Matrices have one
-row for each output (`linear`) or for each neuron (`ffn`: gate, up *and* down, which is the transpose of a checkpoint's down
-projection), because a row is what is stored, moved and skipped.
+Symbols: T tokens, D hidden size, F neurons of a feed-forward block, V vocabulary. All floats are float32. Matrices have
+one row for each output (`linear`) or for each neuron (`ffn`: gate, up *and* down, which is the transpose of a
+checkpoint's down projection), because a row is what is stored, moved and skipped.
 """
 
 import torch
@@ -41,7 +41,10 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @torch.library.custom_op("picompile::rms_norm", mutates_args=())
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """y = x / sqrt(mean(x²) + eps) · weight over the last dimension (arXiv 1910.07467). x [T, D], weight [D] → [T, D]."""
+    """y = x / sqrt(mean(x²) + eps) · weight over the last dimension (arXiv 1910.07467).
+
+    x [T, D], weight [D] → [T, D].
+    """
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
@@ -52,7 +55,10 @@ def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @torch.library.custom_op("picompile::layer_norm", mutates_args=())
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """y = (x − mean(x)) / sqrt(var(x) + eps) · weight + bias (arXiv 1607.06450). x [T, D], weight and bias [D] → [T, D]."""
+    """y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias (arXiv 1607.06450).
+
+    x [T, D], weight and bias [D] → [T, D].
+    """
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
@@ -61,16 +67,22 @@ def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tens
     return torch.empty_like(x)
 
 
+def _split_heads(x: Tensor, heads: int) -> Tensor:
+    """[T, heads · d] → [T, heads, d]."""
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
+
+
 @torch.library.custom_op("picompile::rotary", mutates_args=())
 def rotary(x: Tensor, positions: Tensor, inverse_frequency: Tensor, heads: int, scaling: float) -> Tensor:
     """Rotary position embedding in the half-split form of GPT-NeoX and Llama (arXiv 2104.09864).
 
     With angle[t, i] = positions[t] · inverse_frequency[i], each head's (x[i], x[i + d/2]) turns by the angle and is
-    multiplied by `scaling` (1 except for YaRN). x [T, heads · d], positions int64 [T], inverse_frequency [d/2] → like x.
+    multiplied by `scaling` (1 except for YaRN). x [T, heads · d], positions int64 [T], inverse_frequency [d/2] → like
+    x.
     """
     angle = positions.to(torch.float32).unsqueeze(-1) * inverse_frequency.to(torch.float32)
     cos, sin = (angle.cos() * scaling).unsqueeze(-2), (angle.sin() * scaling).unsqueeze(-2)
-    first, second = x.unflatten(-1, (heads, -1)).chunk(2, dim=-1)
+    first, second = _split_heads(x, heads).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
 
 
@@ -83,19 +95,21 @@ def _(x: Tensor, positions: Tensor, inverse_frequency: Tensor, heads: int, scali
 def attention(
     q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, scale: float, layer: int, window: int
 ) -> Tensor:
-    """Causal attention: softmax(q · kᵀ · scale) · v, each group of heads / kv_heads query heads sharing a key head.
+    """Causal attention: softmax(q · kᵀ · scale) · v; heads / kv_heads query heads share a key head.
 
     Token t sees tokens max(0, t − window + 1) … t, or all up to t when `window` is 0. q [T, heads · d],
-    k [T, kv_heads · d], v [T, kv_heads · e] → [T, heads · e]. The compiled form reads and extends the KV cache of `layer`.
+    k [T, kv_heads · d], v [T, kv_heads · e] → [T, heads · e]. The compiled form reads and extends the KV cache of
+    `layer`.
     """
     tokens = q.shape[-2]
-    queries = q.unflatten(-1, (heads, -1)).transpose(-2, -3)
-    keys = k.unflatten(-1, (kv_heads, -1)).transpose(-2, -3).repeat_interleave(heads // kv_heads, dim=-3)
-    values = v.unflatten(-1, (kv_heads, -1)).transpose(-2, -3).repeat_interleave(heads // kv_heads, dim=-3)
+    queries = _split_heads(q, heads).transpose(-2, -3)
+    keys = _split_heads(k, kv_heads).transpose(-2, -3).repeat_interleave(heads // kv_heads, dim=-3)
+    values = _split_heads(v, kv_heads).transpose(-2, -3).repeat_interleave(heads // kv_heads, dim=-3)
     distance = torch.arange(tokens, device=q.device).unsqueeze(-1) - torch.arange(tokens, device=q.device)
     visible = distance >= 0 if window == 0 else (distance >= 0) & (distance < window)
     scores = (queries @ keys.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf"))
-    return (scores.softmax(dim=-1) @ values).transpose(-2, -3).flatten(-2)
+    mixed: Tensor = scores.softmax(dim=-1) @ values
+    return mixed.transpose(-2, -3).flatten(-2)
 
 
 @attention.register_fake
@@ -132,10 +146,10 @@ def ffn(
     activation: str,
     up_activation: str,
 ) -> Tensor:
-    """One whole feed-forward block: y = h · down + down_bias, h = activation(x · gateᵀ) ∘ up_activation(x · upᵀ).
+    """One feed-forward block: y = h · down + down_bias, h = activation(x · gateᵀ) ∘ up_activation(x · upᵀ).
 
-    Without a gate, h = activation(x · upᵀ). `up_activation` is `identity` but for dReLU models (arXiv 2406.05955), where it
-    is `relu`. x [T, D]; gate, up, down [F, D]; gate_bias, up_bias [F]; down_bias [D] → [T, D].
+    Without a gate, h = activation(x · upᵀ). `up_activation` is `identity` but for dReLU models (arXiv 2406.05955),
+    where it is `relu`. x [T, D]; gate, up, down [F, D]; gate_bias, up_bias [F]; down_bias [D] → [T, D].
     """
     hidden = _neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
     return F.linear(hidden, down.transpose(0, 1), down_bias)
