@@ -11,6 +11,8 @@ from picompile_passes.dialect.activations import ACTIVATIONS
 
 # No layer of a real model comes near it, and the disk is asked for the size before anything is written.
 _LARGEST = 1 << 20
+# With fewer dimensions there is no room for a low-rank subspace beside the constant directions.
+_SMALLEST_HIDDEN = 32
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,16 @@ class Shape:
 
 
 def shape_from_config(name: str, config: Mapping[str, Any]) -> Shape:
-    """Reads a `config.json`. Raises `UnsupportedModelError` for a family or variant that synth does not make."""
+    """Reads a `config.json`.
+
+    Raises `UsageError` for a value that makes no sense and `UnsupportedModelError` for what synth does not make.
+    """
     family = _family(name, config)
     read = _Reader(name, config)
     hidden, heads = read.count(family.fields["hidden"]), read.count(family.fields["heads"])
     head_dim = read.count("head_dim", hidden // heads)
+    if hidden < _SMALLEST_HIDDEN:
+        raise UnsupportedModelError(f"{name}: a hidden size of {hidden} is too small; synth needs {_SMALLEST_HIDDEN}")
     if head_dim % 2 or ("head_dim" not in config and head_dim * heads != hidden):
         raise UnsupportedModelError(f"{name}: a hidden size of {hidden} cannot be divided among {heads} heads")
     shape = Shape(
@@ -62,8 +69,8 @@ def shape_from_config(name: str, config: Mapping[str, Any]) -> Shape:
         vocab=read.count("vocab_size"),
         positions=read.count("max_position_embeddings", 2048),
         activation=_activation(name, config, family),
-        eps=float(config.get(family.fields["eps"], 1e-5)),
-        rope_theta=float((config.get("rope_parameters") or config).get("rope_theta") or 10000.0),
+        eps=read.number(family.fields["eps"], 1e-5),
+        rope_theta=_Reader(name, config.get("rope_parameters") or config).number("rope_theta", 10000.0),
         tied=bool(config.get("tie_word_embeddings", family.tied)),
         query_bias=family.query_bias(config),
         output_bias=family.output_bias(config),
@@ -105,6 +112,14 @@ class _Reader:
             raise UsageError(f"{self.name}: {key} must be a whole number from 1 to {_LARGEST}, not {value!r}")
         return value
 
+    def number(self, key: str, default: float) -> float:
+        """A positive number."""
+        value = self.config.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise UsageError(f"{self.name}: {key} must be a number above 0, not {value!r}")
+        return float(value)
+
 
 def _kv_heads(read: _Reader, family: Family, heads: int) -> int:
     if family.attention == "fused" and not read.config.get("new_decoder_architecture", False):
@@ -116,7 +131,7 @@ def _activation(name: str, config: Mapping[str, Any], family: Family) -> str:
     text = config.get(family.fields["activation"], "")
     if text == "fatrelu":
         # ProSparse writes the threshold beside the name (arXiv 2402.13516).
-        return f"fatrelu({float(config.get('hidden_act_param', 0.0))!r})"
+        return f"fatrelu({_Reader(name, config).number('hidden_act_param', 0.01)!r})"
     if text not in ACTIVATIONS or not ACTIVATIONS[text].sparse:
         sparse = ", ".join(activation.name for activation in ACTIVATIONS.values() if activation.sparse)
         raise UnsupportedModelError(f"{name}: {text!r} leaves no neuron silent; synth needs one of {sparse}, fatrelu")

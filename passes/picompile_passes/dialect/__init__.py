@@ -1,8 +1,8 @@
 """The graph dialect: a dozen operators that every supported model is made of.
 
 Each operator is a `torch.library.custom_op` with a fake implementation and an eager reference, so that a graph at any
-stage runs in plain PyTorch and can be compared with the stage before it. Leading dimensions are free: `[tokens, hidden]`
-stands for `[..., tokens, hidden]`.
+stage runs in plain PyTorch and can be compared with the stage before it. Leading dimensions are free:
+`[tokens, hidden]` stands for `[..., tokens, hidden]`.
 """
 
 from picompile_passes.dialect.activations import ACTIVATIONS, Activation, parse_activation
