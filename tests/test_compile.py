@@ -1,0 +1,139 @@
+"""The driver: the same inputs give the same bytes, and a failure leaves nothing behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import picompile_runtime
+from picompile.artifact_writer import check_disk
+from picompile.capture import capture_module
+from picompile.compile import CompileOptions, compile_model
+from picompile.errors import DoesNotFitError, TargetError, UnsupportedModelError, UsageError
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_same_inputs_give_the_same_bytes(tiny_model: Path, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        compile_model(tiny_model, tmp_path / name, CompileOptions(quant="q4", context=64))
+    first, second = _files(tmp_path / "first"), _files(tmp_path / "second")
+    assert first.keys() == second.keys()
+    assert [name for name in first if first[name] != second[name]] == []
+
+
+def test_a_failure_leaves_the_old_artifact_and_nothing_else(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "artifact"
+    compile_model(tiny_model, output, CompileOptions(quant="q4", context=32))
+    before = _files(output)
+
+    def fail(*_: object) -> Tensor:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("picompile_passes.materialize.evaluate_constant", fail)
+    with pytest.raises(OSError, match="no space left"):
+        compile_model(tiny_model, output, CompileOptions(quant="q8", context=32, overwrite=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["artifact"]
+    assert _files(output) == before
+
+
+def test_an_artifact_is_replaced_only_when_asked(tiny_model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "artifact"
+    compile_model(tiny_model, output, CompileOptions(quant="q4", context=32))
+    with pytest.raises(UsageError, match="--force"):
+        compile_model(tiny_model, output, CompileOptions(quant="q8", context=32))
+    compile_model(tiny_model, output, CompileOptions(quant="q8", context=32, overwrite=True))
+    assert json.loads((output / "manifest.json").read_text())["quant"] == "q8"
+    assert [path.name for path in tmp_path.iterdir()] == ["artifact"]
+
+
+def test_a_folder_that_is_no_artifact_is_never_replaced(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
+    with pytest.raises(UsageError, match="no artifact"):
+        compile_model(tiny_model, tmp_path / "thesis", CompileOptions(overwrite=True))
+    assert (tmp_path / "thesis" / "chapter.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"target": "4090"}, TargetError, "4090"),
+        ({"quant": "q5"}, UsageError, "q5"),
+        ({"predictor": "psychic"}, UsageError, "psychic"),
+        ({"kv_dtype": "f8"}, UsageError, "f8"),
+        ({"context": 0}, UsageError, "at least 1"),
+        ({"chunk": 1}, UsageError, "at least 2"),
+    ],
+)
+def test_options_are_checked_at_once(options: dict[str, object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        CompileOptions(**options)  # type: ignore[arg-type]
+
+
+def test_a_context_past_the_models_positions_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="257 tokens is more than the model's 256"):
+        compile_model(tiny_model, tmp_path / "artifact", CompileOptions(context=257))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFitError, match="GiB free"):
+        check_disk(tmp_path / "artifact", 1 << 60)
+
+
+def test_the_tokenizer_of_another_model_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    import shutil
+
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 300, "content": "<extra>"})
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(UnsupportedModelError, match="belongs to another model"):
+        compile_model(model, tmp_path / "artifact", CompileOptions(context=32))
+    assert not (tmp_path / "artifact").exists()
+
+
+class _Decoder(nn.Module):
+    """A decoder that nobody told picompile about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 48)
+        self.norm = nn.LayerNorm(48)
+        self.qkv = nn.ModuleList(nn.Linear(48, 48) for _ in range(3))
+        self.out = nn.Linear(48, 48)
+        self.second_norm = nn.LayerNorm(48)
+        self.up, self.down = nn.Linear(48, 120), nn.Linear(120, 48)
+        self.head = nn.Linear(48, 61, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        batch, count, _ = x.shape
+        q, k, v = (part(self.norm(x)).view(batch, count, 4, 12).transpose(1, 2) for part in self.qkv)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, count, 48))
+        x = x + self.down(torch.relu(self.up(self.second_norm(x))))
+        return self.head(x)
+
+
+def test_any_module_compiles_and_gives_its_own_logits(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    module = _Decoder().eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(parameter.half())
+    compile_model(capture_module(module), tmp_path / "artifact", CompileOptions(quant="f16", context=40))
+    ids = torch.randint(61, (30,)).tolist()
+    with torch.no_grad():
+        expected = module(torch.tensor([ids]))[0]
+    with picompile_runtime.load(tmp_path / "artifact", threads=2) as engine:
+        scored = torch.cat([torch.from_numpy(rows) for rows in engine.score(ids)])
+    torch.testing.assert_close(scored, expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
