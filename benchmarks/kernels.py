@@ -2,20 +2,22 @@
 
     python benchmarks/kernels.py [--threads N] [--formats f16 q8 q4] [--seconds S]
 
-Weights are copied until they are far larger than any cache, and the copies take turns, so that every byte comes from
-memory, as it does when a model decodes. Times are the least of many repetitions.
+Weights exist in so many copies that together they are larger than any cache, and the copies take turns. So every byte
+comes from memory, as it does when a model decodes. A time is the least of many calls.
 """
 
 import argparse
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from picompile_codegen import kernels
 from picompile_codegen.build import build_host_library
 from picompile_codegen.kernels import Kernel
@@ -23,144 +25,126 @@ from picompile_codegen.kernels.kernel import KernelFunction
 from picompile_codegen.kernels.tensor import local, loop, parallel
 from picompile_codegen.kernels.vector import LANES, at, splat, total
 from picompile_runtime.memory import aligned_zeros
-from picompile_runtime.native import CallList, HostLibrary
+from picompile_runtime.native import HostLibrary
 
-# Larger than the third-level cache of any desktop processor.
+Arguments = dict[str, NDArray[Any]]
+
+# Several times the third-level cache of a desktop processor.
 _WORKING_SET_BYTES = 192 * 2**20
-_READ_BYTES = 16 * 2**20
+_READ_BLOCKS, _READ_BLOCK_FLOATS = 256, 16 * 1024
 _FIRING = 0.10
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel to measure and the share of its weights that a call reads."""
+    """A kernel to measure, and the share of its weights that a call reads."""
 
     label: str
     kernel: Kernel
     share: float = 1.0
 
+    @property
+    def matrices(self) -> list[str]:
+        """The arguments whose bytes are counted."""
+        return [name for name in self.kernel.params if name.endswith(".data")]
 
-def read_kernel() -> Kernel:
-    """Adds up _READ_BYTES of float32: what reading costs when there is nothing else to do."""
-    blocks, chains = 256, 8
-    size = _READ_BYTES // 4 // blocks
-    function = KernelFunction("read", _READ_BYTES)
+
+def reading() -> Case:
+    """Adds up float32 numbers: what reading costs when there is nothing else to do."""
+    chains = 8
+    function = KernelFunction("read")
     with function:
-        x, y = function.floats("x", blocks, size), function.floats("y", blocks)
-        with parallel(blocks) as block:
-            sums = local(chains * LANES)
+        x = function.floats("x.data", _READ_BLOCKS, _READ_BLOCK_FLOATS)
+        y = function.floats("y", _READ_BLOCKS)
+        with parallel(_READ_BLOCKS) as block:
+            sums = local(chains, LANES)
             for i in range(chains):
-                sums[at(i * LANES)] = splat(0.0)
-            with loop(0, size // (chains * LANES)) as step:
+                sums[i, at(0)] = splat(0.0)
+            with loop(0, _READ_BLOCK_FLOATS // (chains * LANES)) as step:
                 for i in range(chains):
-                    sums[at(i * LANES)] = sums[at(i * LANES)] + x[block, at((step * chains + i) * LANES)]
-            y[block] = total(sum((sums[at(i * LANES)] for i in range(1, chains)), sums[at(0)]))
-    return function.kernel()
+                    sums[i, at(0)] = sums[i, at(0)] + x[block, at((step * chains + i) * LANES)]
+            y[block] = total(sum((sums[i, at(0)] for i in range(1, chains)), sums[0, at(0)]))
+    return Case("reading", function.kernel())
 
 
-def cases(format_name: str) -> Iterator[Case]:
-    """What a model of hidden size 2048 and 5632 neurons a layer runs for each token."""
+def decoding(format_name: str) -> Iterator[Case]:
+    """What a model of hidden size 2048 with 5632 neurons a layer runs for each token."""
     for n, k in ((2048, 2048), (5632, 2048), (32000, 2048)):
         kernel = kernels.linear(format=format_name, n=n, k=k, rows=1, bias=False)
         yield Case(f"linear {n}x{k}", kernel)
-    for kind, share in (("exact", (1 + 2 * _FIRING) / 3), ("dense", 1.0)):
+    for kind in ("exact", "dense"):
         kernel = kernels.ffn(
             kind=kind, format=format_name, neurons=5632, dim=2048, rows=1, gated=True, activation="relu",
-            up_activation="identity", gate_bias=kind == "exact", up_bias=False, down_bias=False,
+            up_activation="identity", gate_bias=True, up_bias=True, down_bias=False,
         )  # fmt: skip
-        yield Case(f"ffn {kind}" + (f" {_FIRING:.0%}" if kind == "exact" else ""), kernel, share)
+        if kind == "exact":
+            yield Case(f"ffn exact {_FIRING:.0%}", kernel, share=(1 + 2 * _FIRING) / 3)
+        else:
+            yield Case("ffn dense", kernel)
 
 
-def weights_of(kernel: Kernel) -> list[str]:
-    """The matrices of a kernel, by the names of their data."""
-    return [argument.name for argument in kernel.arguments if argument.name.endswith(".data")]
-
-
-def fill(kernel: Kernel, rng: np.random.Generator) -> dict[str, NDArray[np.generic]]:
-    """Arguments: weights of random bits that are finite numbers, and a bias that lets a tenth of the neurons fire."""
-    arrays: dict[str, NDArray[np.generic]] = {}
-    for argument in kernel.arguments:
-        name, _, part = argument.name.partition(".")
-        if part == "scale":
-            arrays[argument.name] = arrays[f"{name}.data"].view(np.float16).reshape(argument.shape)
-            continue
-        array = aligned_zeros(argument.shape, np.dtype(argument.dtype))
-        arrays[argument.name] = array
-        if part == "data":
-            # Bytes below 0x3c: as float16, in any place, less than 1.06.
-            array.view(np.uint8)[:] = rng.integers(0, 0x3C, (1024, 1), np.uint8).repeat(
-                array.nbytes // array.shape[0], 1
-            )[np.arange(array.shape[0]) % 1024]
-        elif name == "gate_bias":
-            array[:] = np.where(rng.random(argument.shape) < _FIRING, 1.0, -1.0)
-        elif name == "x" and "gate_bias" not in kernel.params:
-            array[:] = rng.uniform(-1, 1, argument.shape)
-    return arrays
-
-
-def copies(kernel: Kernel, rng: np.random.Generator) -> Iterator[dict[str, NDArray[np.generic]]]:
-    """Arguments with as many copies of the weights as make the working set."""
-    arrays = fill(kernel, rng)
-    size = sum(arrays[name].nbytes for name in weights_of(kernel))
+def arguments_of(case: Case, rng: np.random.Generator) -> Iterator[Arguments]:
+    """Arguments of a kernel, with as many copies of its weights as make the working set."""
+    shared = {name: _fill(case, name, rng) for name in case.kernel.params}
+    size = sum(shared[name].nbytes for name in case.matrices)
     for _ in range(max(1, _WORKING_SET_BYTES // size)):
-        other = dict(arrays)
-        for name in weights_of(kernel):
-            data = aligned_zeros(arrays[name].shape, arrays[name].dtype)
-            data[:] = arrays[name]
-            other[name] = data
+        arrays = dict(shared)
+        for name in case.matrices:
+            copy = aligned_zeros(shared[name].shape, shared[name].dtype)
+            copy[:] = shared[name]
+            arrays[name] = copy
             scale = name.replace(".data", ".scale")
-            if scale in arrays:
-                other[scale] = data.view(np.float16).reshape(arrays[scale].shape)
-        yield other
+            if scale in shared:
+                arrays[scale] = copy.view(np.float16)
+        yield arrays
 
 
-def least_seconds(library: HostLibrary, calls: CallList, threads: int, limit_s: float) -> float:
-    """The least time of one call, in as many runs as fit in `limit_s`."""
+def _fill(case: Case, name: str, rng: np.random.Generator) -> NDArray[Any]:
+    """x is zero, so that the biases alone decide which neurons fire: a tenth of them."""
+    argument = next(argument for argument in case.kernel.arguments if argument.name == name)
+    array = aligned_zeros(argument.shape, np.dtype(argument.dtype))
+    if name in case.matrices:
+        # Bytes below 0x3c make numbers below 1.06 in every format: nothing is infinite.
+        some = rng.integers(0, 0x3C, 2**20, np.uint8)
+        array.view(np.uint8).reshape(-1)[:] = np.resize(some, array.nbytes)
+    elif name == "gate_bias":
+        array[:] = np.where(rng.random(argument.shape) < _FIRING, 1.0, -1.0)
+    elif name == "up_bias":
+        array[:] = 1.0
+    return array
+
+
+def bytes_per_s(library: HostLibrary, case: Case, threads: int, limit_s: float) -> float:
+    """Bytes of weights that a call reads, over the least time of a call within `limit_s`."""
+    sets = list(arguments_of(case, np.random.default_rng(0)))
+    calls = library.bind([(case.kernel.name, [arrays[name] for name in case.kernel.params]) for arrays in sets])
     best, end = float("inf"), time.perf_counter() + limit_s
     while time.perf_counter() < end:
         seconds = np.zeros(len(calls))
         library.run(calls, threads, seconds)
         best = min(best, float(seconds.min()))
-    return best
+    return case.share * sum(sets[0][name].nbytes for name in case.matrices) / best
 
 
 def main() -> None:
+    """Builds all kernels into one library and prints a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--formats", nargs="+", default=["f16", "q8", "q4"])
     parser.add_argument("--seconds", type=float, default=0.5, help="for each kernel")
     options = parser.parse_args()
-    table = {form: list(cases(form)) for form in options.formats}
-    reader = read_kernel()
+    read = reading()
+    table = [(name, case) for name in options.formats for case in decoding(name)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "host.so"
-        build_host_library([reader, *(case.kernel for form in table.values() for case in form)], path)
-        measure(HostLibrary(path), reader, table, options.threads, options.seconds)
-
-
-def measure(
-    library: HostLibrary, reader: Kernel, table: dict[str, list[Case]], threads: int, limit_s: float
-) -> None:
-    """Prints a line for each case."""
-    rng = np.random.default_rng(0)
-
-    def gigabytes_per_s(kernel: Kernel, bytes_read: Callable[[dict[str, NDArray[np.generic]]], float]) -> float:
-        sets = list(copies(kernel, rng)) if weights_of(kernel) else [fill(kernel, rng) for _ in range(12)]
-        calls = library.bind([(kernel.name, [arrays[name] for name in kernel.params]) for arrays in sets])
-        seconds = least_seconds(library, calls, threads, limit_s)
-        return bytes_read(sets[0]) / seconds / 1e9
-
-    read = gigabytes_per_s(reader, lambda arrays: _READ_BYTES)
-    print(f"{threads} threads; reading memory: {read:.1f} GB/s")
-    print(f"{'':4} {'kernel':20} {'GB/s':>6} {'of reading':>10}")
-    for form, form_cases in table.items():
-        for case in form_cases:
-
-            def weight_bytes(arrays: dict[str, NDArray[np.generic]], case: Case = case) -> float:
-                return case.share * sum(arrays[name].nbytes for name in weights_of(case.kernel))
-
-            speed = gigabytes_per_s(case.kernel, weight_bytes)
-            print(f"{form:4} {case.label:20} {speed:6.1f} {speed / read:10.0%}")
+        build_host_library([read.kernel, *(case.kernel for _, case in table)], path)
+        library = HostLibrary(path)
+        bandwidth = bytes_per_s(library, read, options.threads, options.seconds)
+        print(f"{options.threads} threads; reading memory: {bandwidth / 1e9:.1f} GB/s")
+        print(f"{'':4} {'kernel':20} {'GB/s':>6} {'of reading':>10}")
+        for name, case in table:
+            speed = bytes_per_s(library, case, options.threads, options.seconds)
+            print(f"{name:4} {case.label:20} {speed / 1e9:6.1f} {speed / bandwidth:10.0%}")
 
 
 if __name__ == "__main__":

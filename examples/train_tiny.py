@@ -437,7 +437,7 @@ Version 2](https://docs.python.org/3/license.html); so is this model, and so are
     {command}
 
 {steps:,} steps of {tokens_per_step:,} tokens: {tokens_seen:,} tokens, {passes:.1f} times the text, in {minutes:.0f}
-minutes of wall time on at most {threads} CPU threads. AdamW, matrix products in bfloat16, master weights in float32.
+minutes of wall time, CPU threads: {threads}. AdamW, matrix products in bfloat16, master weights in float32.
 
 ## Held-out files
 

@@ -1,8 +1,10 @@
 """picompile: a compiler for language models whose feed-forward neurons fire sparsely.
 
+    from pathlib import Path
+
     import picompile
 
-    picompile.compile_model("models/tiny-reglu", "build/tiny-reglu", picompile.CompileOptions(quant="q8"))
+    picompile.compile_model(Path("models/tiny-reglu"), Path("build/tiny-reglu"), picompile.CompileOptions(quant="q8"))
     engine = picompile.load("build/tiny-reglu")
 
 Names are resolved on first use, so importing this package imports neither torch nor a compiler.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from picompile.capture import Captured
-    from picompile_codegen.lower import Lowered
+    from picompile_codegen.lower import Lowered, LowerOptions
     from picompile_passes.infra import Pass
 
 QUANTIZATIONS = ("f16", "q8", "q4")
@@ -35,15 +35,16 @@ class CompileOptions:
     """What to compile for.
 
     `predictor` None chooses `exact` where the activation leaves neurons silent and `none` elsewhere. `context` in
-    tokens; None takes the model's own limit, at most 4096. `hot` maps a layer to the neurons of its hot part. `passes`
-    are extra passes by name, run on the canonical graph. `dump_ir` receives the graph after every pass.
+    tokens; None takes the model's own limit, at most 4096. `kv_dtype` is f16 or f32; None takes f16, and f32 where
+    rounding would move neurons across a jump of the activation (FATReLU). `hot` maps a layer to the neurons of its hot
+    part. `passes` are extra passes by name, run on the canonical graph. `dump_ir` receives the graph after every pass.
     """
 
     target: str = "cpu"
     quant: str = "q4"
     predictor: str | None = None
     context: int | None = None
-    kv_dtype: str = "f16"
+    kv_dtype: str | None = None
     chunk: int = CHUNK
     hot: Mapping[int, Sequence[int]] = field(default_factory=dict)
     passes: tuple[str, ...] = ()
@@ -58,7 +59,7 @@ class CompileOptions:
         for value, known, name in (
             (self.quant, QUANTIZATIONS, "quantization"),
             (self.predictor, (None, *PREDICTORS), "predictor"),
-            (self.kv_dtype, tuple(KV_DTYPES), "KV cache type"),
+            (self.kv_dtype, (None, *KV_DTYPES), "KV cache type"),
         ):
             if value not in known:
                 raise UsageError(f"unknown {name} {value!r}; known are {', '.join(k for k in known if k)}")
@@ -80,12 +81,14 @@ def compile_model(
     """
     options, progress = options or CompileOptions(), progress or NoProgress()
     from picompile.artifact_writer import check_output
+    from picompile_codegen.lower import LowerOptions
 
     check_output(output, options.overwrite)
     captured = _capture(model, progress)
     context = _context(captured, options)
     graph_module = run_passes(captured, options, progress)
-    lowered = _lower(graph_module, context, options, progress)
+    kv_dtype = KV_DTYPES[options.kv_dtype or _kv_dtype(captured)]
+    lowered = _lower(graph_module, LowerOptions(context, options.chunk, kv_dtype), progress)
     folder = model if isinstance(model, Path) else None
     _write(_Compiled(captured, folder, graph_module, lowered), output, options, progress)
 
@@ -120,7 +123,6 @@ def _context(captured: "Captured", options: CompileOptions) -> int:
 def pipeline_passes(options: CompileOptions) -> "list[Pass]":
     """The passes from captured to quantized, in order."""
     from picompile_passes.passes.canonicalize import CANONICALIZE
-
     from picompile_passes.passes.insert_predictors import InsertPredictors
     from picompile_passes.passes.partition import Partition
     from picompile_passes.passes.quantize import Quantize
@@ -147,18 +149,22 @@ def run_passes(captured: "Captured", options: CompileOptions, progress: Progress
         return Pipeline(tuple(passes), hook)(captured.graph_module).graph_module
 
 
-def _lower(graph_module: "GraphModule", context: int, options: CompileOptions, progress: Progress) -> "Lowered":
-    with progress.step("lower"):
-        from picompile_codegen.lower import LowerOptions, lower
+def _kv_dtype(captured: "Captured") -> str:
+    """FATReLU jumps at its threshold: what a float16 cache rounds off moves neurons across and changes the logits."""
+    return "f32" if captured.facts.activation.startswith("fatrelu") else "f16"
 
-        return lower(graph_module, LowerOptions(context, options.chunk, KV_DTYPES[options.kv_dtype]))
+
+def _lower(graph_module: "GraphModule", options: "LowerOptions", progress: Progress) -> "Lowered":
+    with progress.step("lower"):
+        from picompile_codegen.lower import lower
+
+        return lower(graph_module, options)
 
 
 def _write(compiled: _Compiled, output: Path, options: CompileOptions, progress: Progress) -> None:
-    from picompile_codegen.build import build_host_library
-
     from picompile import artifact_writer as writer
     from picompile.tokenizer_files import read_tokenizer
+    from picompile_codegen.build import build_host_library
     from picompile_passes.materialize import evaluate_constant
 
     captured, lowered = compiled.captured, compiled.lowered
@@ -208,7 +214,7 @@ def _manifest(compiled: _Compiled, folder: Path, options: CompileOptions, weight
         "model": facts,
         "quant": options.quant,
         "predictor": "+".join(sorted({part.predictor for part in program.ffn})),
-        "kv_dtype": KV_DTYPES[options.kv_dtype],
+        "kv_dtype": program.state["k.0"].dtype,
         "context": program.context,
         "chunk": program.chunk,
         "files": {

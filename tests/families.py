@@ -5,6 +5,7 @@ exactly the same numbers. What transformers does not have (dReLU, FATReLU) is pa
 definitions.
 """
 
+import copy
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -161,9 +162,7 @@ def build(name: str, seed: int = 0) -> nn.Module:
 
 def save(name: str, model: nn.Module, folder: Path, dtype: torch.dtype = torch.float16, **options: Any) -> None:
     """Writes `model` as a checkpoint of the variant. `options` go to `save_pretrained`: max_shard_size, for one."""
-    original = {key: value.clone() for key, value in model.state_dict().items()}
-    model.to(dtype).save_pretrained(folder, **options)
-    model.to(torch.float32).load_state_dict(original)
+    copy.deepcopy(model).to(dtype).save_pretrained(folder, **options)
     path = folder / "config.json"
     config = json.loads(path.read_text()) | dict(VARIANTS[name].rename)
     path.write_text(json.dumps(config))

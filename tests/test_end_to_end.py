@@ -21,6 +21,7 @@ from picompile.compile import CompileOptions, compile_model
 PROMPTS = (1, 2, 17, 300)
 STEPS = 32
 TOLERANCE = 1e-3
+TIGHT_TOLERANCE = 1e-5
 
 
 @functools.cache
@@ -55,7 +56,9 @@ def _compiled_logits(artifact: Path, ids: list[int], prompt: int, threads: int) 
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_logits_equal_eager_transformers(name: str, quant: str, captured: object, tmp_path: Path) -> None:
     artifact = tmp_path / "artifact"
-    compile_model(captured(name), artifact, CompileOptions(quant=quant))  # type: ignore[operator]
+    # The cache as it comes with f16 weights; in float32 with the others, so that nothing hides in its rounding.
+    kv_dtype, tolerance = (None, TOLERANCE) if quant == "f16" else ("f32", TIGHT_TOLERANCE)
+    compile_model(captured(name), artifact, CompileOptions(quant=quant, kv_dtype=kv_dtype))  # type: ignore[operator]
     reference = build(name)
     round_weights(reference, quant)
     vocabulary = reference.config.vocab_size
@@ -64,12 +67,12 @@ def test_logits_equal_eager_transformers(name: str, quant: str, captured: object
     for prompt in PROMPTS:
         measured = {threads: _compiled_logits(artifact, ids, prompt, threads) for threads in (1, 2, 3)}
         error = relative_error(measured[1], expected[prompt - 1 : prompt + STEPS])
-        assert error < TOLERANCE, f"prompt of {prompt} tokens: {error:.2e}"
+        assert error < tolerance, f"prompt of {prompt} tokens: {error:.2e}"
         assert torch.equal(measured[1], measured[2]), "2 threads give other bits than 1"
         assert torch.equal(measured[1], measured[3]), "3 threads give other bits than 1"
     with picompile_runtime.load(artifact, threads=2) as engine:
         scored = torch.from_numpy(np.concatenate([np.array(rows) for rows in engine.score(ids)]))
-    assert relative_error(scored, expected) < TOLERANCE
+    assert relative_error(scored, expected) < tolerance
 
 
 def _greedy(artifact: Path, prompt: list[int], count: int) -> tuple[list[int], list[float]]:

@@ -15,8 +15,8 @@ from picompile_codegen.kernels import Kernel
 # says so in its log; hence no choice here.
 CPU_TARGET = {"kind": "llvm", "mcpu": "x86-64-v3"}
 
-# Of TVM's pipelines this is the one that leaves local tensors on the stack, as kernels/tensor.py asks: the default one turns
-# larger ones into allocations from TVM's runtime, which an artifact does not have.
+# Of TVM's pipelines this is the one that leaves local tensors on the stack, as kernels/tensor.py asks. The default one
+# makes larger ones allocations from TVM's runtime, which an artifact does not have.
 _PIPELINE = "tirx"
 
 _HOST_SOURCE = Path(__file__).parent / "native" / "host.c"

@@ -8,17 +8,14 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from picompile_passes.dialect import FORMATS, quantize_rows
 from picompile_passes.errors import PassesError
 from picompile_passes.infra import copy_graph_module
 from picompile_passes.nodes import attribute, has_real_data, is_call
 from picompile_passes.operands import INDEX_SELECT, QUANTIZE, TRANSPOSE
 
-# Operators that only move elements run in the checkpoint's own dtype, so that float32 is made of what is left of them.
-_MOVES = (TRANSPOSE, INDEX_SELECT)
-
-# Rows are packed in blocks of about this many float32 bytes; packing needs a few times a block besides its result.
-_QUANTIZE_BLOCK_BYTES = 16 << 20
+# These take the checkpoint's own dtype, so that no float32 copy of a whole matrix is made: operators that only move
+# elements, and quantization, which converts a block of rows at a time.
+_IN_OWN_DTYPE = (TRANSPOSE, INDEX_SELECT, QUANTIZE)
 
 
 class WeightSource(Protocol):
@@ -91,26 +88,14 @@ def _evaluate(graph_module: GraphModule, node: Node, values: dict[Node, Tensor],
         return tensor if has_real_data(tensor) else _load(weights, str(node.target), tensor)
     if node.op != "call_function" or not callable(node.target):
         raise PassesError(f"{node.name} ({node.op} {node.target}) is not constant, so it has no value ahead of time")
-    if is_call(node, QUANTIZE):
-        weight, form = node.args
-        return _quantize_in_blocks(values[weight], str(form))  # type: ignore[index]
-    convert = values.__getitem__ if is_call(node, *_MOVES) else lambda argument: _as_float32(values[argument])
+    in_own_dtype = is_call(node, *_IN_OWN_DTYPE)
+    convert = values.__getitem__ if in_own_dtype else lambda argument: _as_float32(values[argument])
     args, kwargs = map_arg(node.args, convert), map_arg(node.kwargs, convert)
     with torch.no_grad():
         result: Any = node.target(*args, **kwargs)
     if not isinstance(result, Tensor):
         raise PassesError(f"{node.name} ({node.target}) gives no tensor")
     return result
-
-
-def _quantize_in_blocks(weight: Tensor, form: str) -> Tensor:
-    """`quantize_rows`, a block of rows at a time: rows are independent, and no float32 copy of the whole is made."""
-    rows, columns = weight.shape
-    packed = torch.empty(rows, FORMATS[form].row_bytes(columns), dtype=torch.uint8)
-    block = max(1, _QUANTIZE_BLOCK_BYTES // max(1, 4 * columns))
-    for start in range(0, rows, block):
-        packed[start : start + block] = quantize_rows(weight[start : start + block], form)
-    return packed
 
 
 def _load(weights: WeightSource, name: str, expected: Tensor) -> Tensor:

@@ -49,11 +49,11 @@ DIMENSIONS: dict[OpOverload, dict[str, str]] = {
     ADD: {"self": "TD", "other": "TD"},
 }
 
-# The matrices: what quantization packs. `predict` takes a list, in which vectors may stand too.
+# The matrices that quantization packs; none of `ffn`, which is gone by then. `predict` takes a list that may hold vectors
+# too.
 MATRICES: dict[OpOverload, tuple[str, ...]] = {
     EMBEDDING: ("weight",),
     LINEAR: ("weight",),
-    FFN: ("gate", "up", "down"),
     PREDICT: ("weights",),
     SPARSE_FFN: ("gate", "up", "down"),
 }

@@ -3,6 +3,7 @@
 import importlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,30 @@ from picompile.models import FatReLU
 _MAX_TOKENS = 1 << 20
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder that has been checked: the model without weights, and where the weights are."""
+
+    model: nn.Module
+    weights: FolderWeights
+    facts: ModelFacts
+
+
 def load_model(folder: Path | str) -> Captured:
-    """Captures the model of `folder`. No weight is read: names, shapes and dtypes are checked in the files' headers.
+    """Captures the model of `folder`. No weight is read.
 
     Raises `UsageError` for what is no model folder, and `UnsupportedModelError`, in one line, for a model or a
     checkpoint that cannot be compiled.
     """
-    folder = Path(folder)
+    checkpoint = open_checkpoint(Path(folder))
+    return Captured(export_decoder(checkpoint.model, _call, _MAX_TOKENS), checkpoint.weights, checkpoint.facts)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Everything that can be known of `folder` before its model is captured; raises as `load_model` does.
+
+    Names, shapes and dtypes of all weights are held against the model by the files' headers.
+    """
     check_folder(folder)
     raw = _read_config(folder / "config.json")
     family = find_family(raw)
@@ -43,8 +61,7 @@ def load_model(folder: Path | str) -> Captured:
         for name, others in first_names(model).items()
     }
     weights = FolderWeights(headers, match_names(folder, expected, headers, f"{model.base_model_prefix}."))
-    graph_module = export_decoder(model, _call, _MAX_TOKENS)
-    return Captured(graph_module, weights, _facts(folder, family, config, activation, model, weights.dtype))
+    return Checkpoint(model, weights, _facts(folder, family, config, activation, model, weights.dtype))
 
 
 def build_model(family: Family, config: Any, activation: str) -> nn.Module:

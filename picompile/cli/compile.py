@@ -44,7 +44,10 @@ def compile_command(
         int | None,
         typer.Option(metavar="N", min=1, help="Longest sequence, in tokens. Default: the model's own, 4096 at most."),
     ] = None,
-    kv_dtype: Annotated[KvDtype, typer.Option(help="Element type of the key/value cache.")] = KvDtype.F16,
+    kv_dtype: Annotated[
+        KvDtype | None,
+        typer.Option(help="Element type of the key/value cache. Default: f16, and f32 for FATReLU models."),
+    ] = None,
     passes: Annotated[
         list[str] | None,
         typer.Option(
@@ -90,7 +93,7 @@ def compile_command(
         quant=quant.value,
         predictor=None if predictor is None else predictor.value,
         context=context,
-        kv_dtype=kv_dtype.value,
+        kv_dtype=kv_dtype.value if kv_dtype is not None else None,
         hot=hot_neurons,
         passes=tuple(passes or ()),
         dump_ir=dump_ir,

@@ -1,7 +1,6 @@
 """The folder of a checkpoint: it appears whole, or not at all."""
 
 import errno
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -22,8 +21,12 @@ def check_place(output: Path, needed_bytes: int) -> None:
         raise UsageError(f"{output} exists; choose another place or remove it first")
     if not parent.is_dir():
         raise UsageError(f"{parent} is no folder; create it first")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{parent} is not writable")
+    try:
+        # Asking the file system is the only test that holds for root and for read-only mounts alike.
+        with tempfile.TemporaryDirectory(dir=parent, prefix=f".{output.name}."):
+            pass
+    except OSError as error:
+        raise UsageError(f"{output} cannot be written: {error.strerror or error}") from error
     free = shutil.disk_usage(parent).free
     if free < needed_bytes + _OTHER_BYTES:
         raise DoesNotFitError(

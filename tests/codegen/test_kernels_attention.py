@@ -6,9 +6,10 @@ from itertools import product
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from workbench import Array, Workbench, assert_close, uniform
+
 from picompile_codegen import kernels
 from picompile_codegen.kernels import Kernel
-from workbench import Array, Workbench, assert_close, uniform
 
 CHUNK = 13
 

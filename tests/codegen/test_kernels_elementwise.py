@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from workbench import Workbench, assert_close, uniform
+
 from picompile_codegen import kernels
 from picompile_codegen.kernels import Kernel
 from picompile_codegen.kernels.activations import activate
@@ -10,7 +12,6 @@ from picompile_codegen.kernels.kernel import KernelFunction
 from picompile_codegen.kernels.vector import blocks, load, store
 from picompile_passes.dialect import parse_activation
 from picompile_passes.dialect.activations import ACTIVATIONS
-from workbench import Workbench, assert_close, uniform
 
 CHUNK = 13
 DIMS = (96, 100, 5)
@@ -102,7 +103,11 @@ def test_take_last(workbench: Workbench, dim: int, tokens: int) -> None:
 def test_activation(workbench: Workbench, text: str) -> None:
     """To 1e-6 of the function's own value, or of 1e-6 where it is smaller; large arguments included."""
     rng = np.random.default_rng(0)
-    near, far, tiny = rng.uniform(-8, 8, POINTS // 2), rng.uniform(-200, 200, POINTS // 4), rng.normal(0, 1e-3, POINTS // 4)
+    near, far, tiny = (
+        rng.uniform(-8, 8, POINTS // 2),
+        rng.uniform(-200, 200, POINTS // 4),
+        rng.normal(0, 1e-3, POINTS // 4),
+    )
     x = np.concatenate([near, far, tiny]).astype(np.float32)
     x[:6] = 0.0, -0.0, 0.5, 6.0, 1e30, -1e30
     measured = workbench.run(activation_kernel(text), {"x": x[None]})["y"][0]

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from workbench import Array, Workbench, assert_close, packed, uniform
+
 from picompile_codegen import kernels
 from picompile_codegen.kernels import Kernel
 from picompile_passes.dialect import parse_activation
-from workbench import Array, Workbench, assert_close, packed, uniform
 
 CHUNK = 13
 
@@ -41,7 +42,8 @@ CASES = [
     (name, kind, form, rows)
     for name, kind, form, rows in product(BLOCKS, ("dense", "exact"), FORMATS, (1, CHUNK))
     # The format changes nothing but how rows are read, which two blocks show.
-    if (form == "f16" or name in ("reglu", "opt")) and (kind == "dense" or parse_activation(BLOCKS[name].activation).sparse)
+    if (form == "f16" or name in ("reglu", "opt"))
+    and (kind == "dense" or parse_activation(BLOCKS[name].activation).sparse)
 ]
 
 

@@ -1,13 +1,13 @@
 """Linear layers and embeddings against products of the same weights in float64."""
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
+from workbench import Workbench, assert_close, packed, uniform
+
 from picompile_codegen import kernels
 from picompile_codegen.kernels import Kernel
-from workbench import Workbench, assert_close, packed, uniform
 
 FORMATS = ("f16", "q8", "q4")
 # (n, k): a model's size; neither a multiple of a vector, a group or a block; a vocabulary and a width of many blocks.

@@ -1,7 +1,7 @@
 """Runs single kernels on arrays, in conditions that show what a kernel must not do.
 
-Everything it is not to read holds NaN (or -1): its outputs, its scratch memory, rows past the tokens of a step. Every array
-lies between guards that are compared afterwards, so that a write outside is seen as well.
+Everything that it must not read holds NaN or -1: its outputs, its scratch memory, rows past the tokens of a step. Every
+array lies between guards that are compared afterwards, so that a write outside is seen as well.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from picompile_codegen.build import build_host_library
 from picompile_codegen.kernels import Argument, Kernel
 from picompile_passes.dialect import dequantize_rows, quantize_rows
@@ -69,8 +70,6 @@ class Workbench:
         damaged = [name for name, guarded in arrays.items() if not guarded.is_intact()]
         assert not damaged, f"{kernel.name} wrote outside of {damaged}"
         return {name: guarded.array for name, guarded in arrays.items()}
-
-
 
 
 def uniform(rng: np.random.Generator, *shape: int) -> Array:

@@ -1,10 +1,11 @@
+import weakref
+
 import pytest
 import torch
 from graphs import LLAMA, OPT, Weights, build, random_weights, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from picompile_passes import materialize as module
-from picompile_passes.dialect import dequantize_rows, quantize_rows
+from picompile_passes.dialect import dequantize_rows, formats, quantize_rows
 from picompile_passes.errors import PassesError
 from picompile_passes.materialize import evaluate_constant, materialize
 from picompile_passes.nodes import arguments, calls
@@ -114,24 +115,13 @@ def test_rows_are_selected_before_they_become_float32():
 
 
 def test_packing_goes_by_blocks_of_rows(monkeypatch):
-    monkeypatch.setattr(module, "_QUANTIZE_BLOCK_BYTES", 7 * 40 * 4 + 1)
-    graph_module = compiled(LLAMA)
-    blocks = []
-
-    def watched(weight, form):
-        blocks.append(tuple(weight.shape))
-        return quantize_rows(weight, form)
-
-    monkeypatch.setattr(module, "quantize_rows", watched)
-    weights = random_weights(graph_module, dtype=torch.bfloat16)
-    node = next(n for n in calls(graph_module.graph, QUANTIZE) if n.args[0].target == "lm_head.weight")
-    value = evaluate_constant(graph_module, node, weights)
-    weight = weights.tensors["lm_head.weight"]
-    assert blocks == [(11, 24), (11, 24), (11, 24), (11, 24), (6, 24)]
-    assert torch.equal(value, quantize_rows(weight, "q4"))
-    assert torch.equal(
-        evaluate_constant(graph_module, next(iter(node.users)), weights), dequantize_rows(value, "q4", 24)
-    )
+    """Blocks that do not divide the rows give the bytes that one block gives."""
+    weight = torch.randn(50, 40, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    whole = {form: quantize_rows(weight, form) for form in ("f16", "q8", "q4")}
+    monkeypatch.setattr(formats, "_BLOCK_ELEMENTS", 7 * 40 + 1)
+    for form, expected in whole.items():
+        assert torch.equal(quantize_rows(weight, form), expected)
+        assert torch.equal(quantize_rows(weight.T.contiguous().T, form), expected)
 
 
 def test_a_value_used_twice_is_loaded_once():
@@ -145,6 +135,30 @@ def test_a_value_used_twice_is_loaded_once():
     value = evaluate_constant(graph_module, four, weights)
     assert torch.equal(value, weights.tensors["model.embed.weight"].float() * 4)
     assert weights.loaded == ["model.embed.weight"]
+
+
+def test_a_weight_is_let_go_before_the_next_is_loaded():
+    graph_module = build(LLAMA)
+    rewriter = Rewriter(graph_module, "test")
+    (first, second) = calls(graph_module.graph, FFN)
+    table = rewriter.constant("table", torch.tensor([7, 3]))
+    rows = [
+        rewriter.call(INDEX_SELECT, (arguments(block)["up"], 0, table), before=first, sources=())
+        for block in (first, second)
+    ]
+    total = rewriter.call(ADD, rows, before=first, sources=())
+    weights = random_weights(graph_module)
+    alive = []
+
+    class Fresh(Weights):
+        def load(self, name):
+            assert [tensor() for tensor in alive if tensor() is not None] == []
+            tensor = super().load(name).to(torch.bfloat16)
+            alive.append(weakref.ref(tensor))
+            return tensor
+
+    evaluate_constant(graph_module, total, Fresh(weights.tensors))
+    assert len(alive) == 2
 
 
 def test_what_depends_on_tokens_has_no_constant_value():

@@ -4,7 +4,6 @@ A task takes a few queries that share their keys: query heads of one group in de
 prefill. What it does with them is in `attention_task.py`.
 """
 
-
 from picompile_codegen.kernels.attention_task import MAX_QUERIES, AttentionTensors, Query, attend
 from picompile_codegen.kernels.kernel import Kernel, KernelFunction
 from picompile_codegen.kernels.tensor import Expr, bind, maximum, minimum, parallel

@@ -1,8 +1,8 @@
 """Attention of 1, 2 or 4 queries to the keys and values of one head.
 
-The keys are gone through a block at a time, with a running maximum, sum and output for each query (arXiv 1805.02867), so
-that no memory is needed that grows with the context. The scores of a block lie key by key, and for each key query by
-query: one vector holds those of 8, 4 or 2 keys, and the softmax treats all queries at once.
+The keys are gone through a block at a time, with a running maximum, sum and output for each query (arXiv 1805.02867):
+no memory is needed that grows with the context. The scores of a block lie key by key, and for each key query by query.
+So one vector holds the scores of 8, 4 or 2 keys, and the softmax treats all queries at once.
 """
 
 from collections.abc import Callable
@@ -50,8 +50,8 @@ class AttentionTensors:
 class _Task:
     """The queries of a task and what is kept from block to block.
 
-    `maxima` and `sums` have the lanes of a vector of scores: those of one query have the same maximum, and sums that are
-    yet to be added up. `outputs` [queries, value_dim, padded] are yet to be divided by them.
+    `maxima` and `sums` have the lanes of a vector of scores: lanes of one query have the same maximum, and sums that
+    are yet to be added up. `outputs` [queries, value_dim, padded] are yet to be divided by those.
     """
 
     tensors: AttentionTensors
@@ -76,7 +76,7 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Block:
-    """The positions `begin` … `end` - 1 of a block of keys, whose first vector of scores starts at position `origin`."""
+    """The positions `begin` … `end` - 1 of a block of keys, whose vectors of scores are counted from `origin`."""
 
     origin: Expr
     begin: Expr
@@ -202,10 +202,13 @@ def _finish(task: _Task) -> None:
     sums = _combine_lanes(task.sums[at(0)], len(task.queries), lambda a, b: a + b)
     factors = bind(splat(1.0) / sums)
     for i, query in enumerate(task.queries):
-        factor = bind(splat(tirx.Shuffle([factors], [i])))
-        column = bind(query.head * task.tensors.value_dim)
+        _finish_query(task, i, query, bind(splat(tirx.Shuffle([factors], [i]))))
 
-        def finish(c: Expr, valid: int) -> None:
-            store(task.tensors.y, query.row, column + c, value=load(task.outputs, i, c) * factor, valid=valid)
 
-        blocks(task.tensors.value_dim, finish)
+def _finish_query(task: _Task, i: int, query: Query, factor: Expr) -> None:
+    column = bind(query.head * task.tensors.value_dim)
+
+    def finish(c: Expr, valid: int) -> None:
+        store(task.tensors.y, query.row, column + c, value=load(task.outputs, i, c) * factor, valid=valid)
+
+    blocks(task.tensors.value_dim, finish)

@@ -1,6 +1,6 @@
 """Products of rows of a packed matrix with one vector: what decoding is made of.
 
-A matrix is read once, front to back, and everything else stays in the first-level cache, so these are bound by memory as
+A matrix is read once, front to back; all else stays in the first-level cache. So these are bound by memory, as
 long as a group of weights costs no more cycles than its bytes take to arrive.
 """
 

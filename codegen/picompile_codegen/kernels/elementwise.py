@@ -1,7 +1,7 @@
 """Adding two values, and keeping the last row of one."""
 
 from picompile_codegen.kernels.kernel import Kernel, KernelFunction
-from picompile_codegen.kernels.tensor import parallel
+from picompile_codegen.kernels.tensor import Expr, parallel
 from picompile_codegen.kernels.vector import blocks, load, store
 
 
@@ -12,10 +12,11 @@ def add(*, dim: int, rows: int) -> Kernel:
         tokens = function.tokens(rows)
         a, b, y = (function.floats(name, rows, dim) for name in ("a", "b", "y"))
         with parallel(tokens, when_worth=rows > 1) as t:
-            blocks(
-                dim,
-                lambda c, valid: store(y, t, c, value=load(a, t, c, valid=valid) + load(b, t, c, valid=valid), valid=valid),
-            )
+
+            def add_up(c: Expr, valid: int) -> None:
+                store(y, t, c, value=load(a, t, c, valid=valid) + load(b, t, c, valid=valid), valid=valid)
+
+            blocks(dim, add_up)
     return function.kernel()
 
 

@@ -3,9 +3,9 @@
 from picompile_codegen.kernels.accumulate import Reduction, accumulate_columns, column_blocks
 from picompile_codegen.kernels.ffn_shape import FfnArguments
 from picompile_codegen.kernels.kernel import KernelFunction
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, minimum, parallel, select, when, worth_a_region
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, parallel, select, when, worth_a_region
 from picompile_codegen.kernels.tiles import ROW_BLOCK, Projection, project_rows
-from picompile_codegen.kernels.vector import LANES, blocks, load, splat, store
+from picompile_codegen.kernels.vector import blocks, load, splat, store
 
 
 def ffn_chunk(function: KernelFunction, arguments: FfnArguments) -> None:

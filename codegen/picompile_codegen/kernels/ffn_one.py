@@ -122,7 +122,7 @@ def _firing_slice(arguments: FfnArguments, vector: Vector, firing: _Firing, slic
 
 def _run(total: Expr, index: Expr) -> Any:
     """Loops over the part of `total` neurons that belongs to slice `index`."""
-    return loop(tirx.floordiv(total * index, SLICES), tirx.floordiv(total * (index + 1), SLICES))
+    return loop(total * index // SLICES, total * (index + 1) // SLICES)
 
 
 def _start_slice(arguments: FfnArguments, slices: _Slices, index: Expr) -> None:

@@ -15,22 +15,25 @@ shared by all the layers that need them: a kernel's name encodes every parameter
 
 import re
 from dataclasses import dataclass
+from math import prod
 from types import TracebackType
 from typing import Any
 
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import ir as T
 
+from picompile_codegen.errors import CodegenError
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind
 
 STEP_SHAPE = (8,)
-STEP_TOKENS = 0
-STEP_POSITION = 1
+_STEP_TOKENS = 0
+_STEP_POSITION = 1
+_MAX_ELEMENTS = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument: `name`, `dtype` and static `shape`. `scratch` memory is for the kernel's own use during one call."""
+    """One argument: `name`, `dtype` and static `shape`. `scratch` is memory for the kernel's own use during a call."""
 
     name: str
     dtype: str
@@ -92,7 +95,9 @@ class KernelFunction:
         self._builder.__exit__(kind, error, trace)
 
     def argument(self, name: str, dtype: str, *shape: int, scratch: bool = False) -> Tensor:
-        """Declares the next argument."""
+        """Declares the next argument. Raises `CodegenError` for more elements than TVM's 32-bit indices can count."""
+        if prod(shape) > _MAX_ELEMENTS:
+            raise CodegenError(f"kernel {self.name}: {name} {list(shape)} has more than {_MAX_ELEMENTS} elements")
         self._arguments.append(Argument(name, dtype, shape, scratch))
         return Tensor(T.arg(name.replace(".", "_"), T.buffer(shape, dtype)))
 
@@ -110,15 +115,15 @@ class KernelFunction:
 
     def tokens(self, rows: int) -> Expr:
         """How many of `rows` rows count in this step. With one row there is no choice, and nothing is read."""
-        return 1 if rows == 1 else bind(self._read_step(STEP_TOKENS))
+        return 1 if rows == 1 else bind(self._read_step(_STEP_TOKENS))
 
     def position(self) -> Expr:
         """The position of this step's first token."""
-        return bind(self._read_step(STEP_POSITION))
+        return bind(self._read_step(_STEP_POSITION))
 
     def _read_step(self, index: int) -> Expr:
         if self._step is None:
-            raise RuntimeError(f"kernel {self.name} is not being written")
+            raise CodegenError(f"kernel {self.name} is not being written")
         return self._step[index]
 
     def kernel(self) -> Kernel:

@@ -1,8 +1,8 @@
 """Packed matrices as kernels read them: a row's weights, a group of 32 at a time, as vectors of float32.
 
 The formats are those of `picompile_passes.dialect.formats`. A weight is (raw + offset) · scale: `raw` is what its bits
-say, `offset` is -8 in q4 and 0 elsewhere, `scale` belongs to the group and is 1 in f16. The three come apart here, because
-a kernel that adds up a row need not spend an instruction on each of them for each weight.
+say, `offset` is -8 in q4 and 0 elsewhere, `scale` belongs to the group and is 1 in f16. The three come apart here: a
+kernel that adds up a row need not spend an instruction on each of them for each weight.
 
 A new format is a function in `_RAW`, a data type in `_DATA_DTYPES` and an offset in `_OFFSETS`.
 """
@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle
 
-from picompile_passes.dialect.formats import FORMATS, GROUP
 from tvm import tirx
 
 from picompile_codegen.kernels.kernel import KernelFunction
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, prefetch
 from picompile_codegen.kernels.vector import FLOATS, LANES, at, splat, to_floats
+from picompile_passes.dialect.formats import FORMATS, GROUP
 
 CACHE_LINE_BYTES = 64
 
@@ -48,7 +48,7 @@ class Row:
     factor: Expr | None
     scales: Tensor | None
     ahead: Expr | None
-    # Whether the group that is read next begins a cache line. Groups are read in order, and loops unrolled by whole lines.
+    # Whether the group that is read next begins a cache line: groups are read in order, loops unrolled by whole lines.
     begins_line: Iterator[bool]
 
     def group(self, group: Expr) -> Group:
@@ -118,7 +118,7 @@ class Matrix:
     ) -> Tensor | None:
         """The scales as float32, side by side. One at a time they would cost as much as a vector of weights each.
 
-        A load may go past the last scale, but not past the row: scales begin at a multiple of 16 bytes, rows end at one.
+        A load may pass the last scale, but not the end of the row: both begin at multiples of 16 bytes.
         """
         if self.scale is None:
             return None

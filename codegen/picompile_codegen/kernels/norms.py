@@ -9,7 +9,6 @@ from picompile_codegen.kernels.kernel import Kernel, KernelFunction
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, parallel
 from picompile_codegen.kernels.vector import LANES, at, blocks, load, splat, store, total
 
-
 # Independent sums, so that an addition need not wait for the one before.
 _CHAINS = 4
 
@@ -32,7 +31,7 @@ def rms_norm(*, dim: int, rows: int, eps: float) -> Kernel:
 
 
 def layer_norm(*, dim: int, rows: int, eps: float, weight: bool, bias: bool) -> Kernel:
-    """y = (x − mean(x)) / sqrt(var(x) + eps) · weight + bias. x float32 [rows, dim], weight, bias [dim] → y like x."""
+    """y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias. x float32 [rows, dim], weight, bias [dim] → y like x."""
     function = KernelFunction("layer_norm", dim, f"r{rows}", eps, "w" * weight + "b" * bias)
     with function:
         x = function.floats("x", rows, dim)

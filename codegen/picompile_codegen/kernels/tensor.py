@@ -1,10 +1,10 @@
 """Tensors as a kernel sees them, and the statements that loops are made of: a thin skin over TVM's IR builder.
 
-Kernels are written in ordinary Python that runs once, when a kernel is built. A Python `for` or `if` therefore unrolls or
-selects at build time; `loop`, `parallel` and `when` make statements of the kernel.
+Kernels are written in ordinary Python that runs once, when a kernel is built. So a Python `for` unrolls and a Python
+`if` selects, while `loop`, `parallel` and `when` make statements of the kernel.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +50,20 @@ def bind(value: Expr) -> Expr:
 def loop(start: Expr, stop: Expr) -> Any:
     """`with loop(0, n) as i:` runs its body for i from `start` to `stop` - 1, in order."""
     return T.serial(start, stop)
+
+
+def in_slices(total: int, width: int, body: Callable[[Expr, int, bool], None]) -> None:
+    """Runs `body(start, size, is_first)` for each slice of `width` of a range, the last of which may be smaller.
+
+    The body is written up to three times: for the first slice, for those in the middle, and for what is left over.
+    """
+    body(0, min(width, total), True)
+    full, rest = divmod(total, width)
+    if full > 1:
+        with loop(1, full) as index:
+            body(index * width, width, False)
+    if full and rest:
+        body(full * width, rest, False)
 
 
 # Entering and leaving a parallel region takes about a microsecond, in which one core reads this much.

@@ -1,7 +1,7 @@
-"""Products of a packed matrix with the activations of many tokens: what prefill is made of.
+"""Products of rows of a packed matrix with the activations of many tokens: what prefill is made of.
 
-A task takes a block of weights, turns it into float32 once, and meets it with every token. Tiles of 4 vectors of weights
-by 3 tokens keep twelve sums, three inputs and a weight in AVX2's sixteen registers: twelve multiply-adds for seven loads.
+A task takes a block of weights, turns it into float32 once, and multiplies it with every token. Tiles of 4 rows by 3
+tokens keep twelve sums, three inputs and a weight in AVX2's sixteen registers: twelve multiply-adds for seven loads.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Any
 from tvm import tirx
 
 from picompile_codegen.kernels.matrix import Matrix, each_group, groups_of
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, minimum, when
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, in_slices, local, loop, minimum, when
 from picompile_codegen.kernels.vector import LANES, at, blocks, fma, four_totals, load, splat, store
 from picompile_passes.dialect.formats import GROUP
 
@@ -34,11 +34,11 @@ class Projection:
 
 def token_tiles(tokens: Expr) -> Any:
     """`with token_tiles(n) as tile:` for every TILE_TOKENS of n tokens."""
-    return loop(0, tirx.floordiv(tokens + (TILE_TOKENS - 1), TILE_TOKENS))
+    return loop(0, (tokens + (TILE_TOKENS - 1)) // TILE_TOKENS)
 
 
 def tile_tokens(tile: Expr, tokens: Expr) -> list[Expr]:
-    """The tokens of a tile. What is missing in the last tile is made up by its last token, which is then computed twice."""
+    """The tokens of a tile. In the last one the last token stands in for those past the end, and is computed again."""
     return [bind(minimum(tile * TILE_TOKENS + i, tokens - 1)) for i in range(TILE_TOKENS)]
 
 
@@ -53,18 +53,12 @@ def project_rows(projection: Projection, block: Expr, x: Tensor, tokens: Expr, o
         with token_tiles(tokens) as tile:
             chosen = tile_tokens(tile, tokens)
             remaining = minimum(ROW_BLOCK, projection.count - first_output)
-            with loop(0, tirx.floordiv(remaining + (TILE_ROWS - 1), TILE_ROWS)) as part:
+            with loop(0, (remaining + (TILE_ROWS - 1)) // TILE_ROWS) as part:
                 sums = _tile_sums(weights, part * TILE_ROWS, x, chosen, start, width)
                 output = bind(first_output + part * TILE_ROWS)
                 _emit(projection, out, chosen, output, sums, is_first)
 
-    one_slice(0, min(columns, _BLOCK_COLUMNS), is_first=True)
-    full, rest = divmod(columns, _BLOCK_COLUMNS)
-    if full > 1:
-        with loop(1, full) as index:
-            one_slice(index * _BLOCK_COLUMNS, _BLOCK_COLUMNS, is_first=False)
-    if full and rest:
-        one_slice(full * _BLOCK_COLUMNS, rest, is_first=False)
+    in_slices(columns, _BLOCK_COLUMNS, one_slice)
 
 
 def _unpack_rows(projection: Projection, first_output: Expr, start: Expr, width: int, weights: Tensor) -> None:
@@ -80,9 +74,7 @@ def _unpack_rows(projection: Projection, first_output: Expr, start: Expr, width:
         each_group(width, unpack)
 
 
-def _tile_sums(
-    weights: Tensor, first_row: Expr, x: Tensor, tokens: list[Expr], start: Expr, width: int
-) -> list[Expr]:
+def _tile_sums(weights: Tensor, first_row: Expr, x: Tensor, tokens: list[Expr], start: Expr, width: int) -> list[Expr]:
     """For each token, its products with TILE_ROWS rows of unpacked weights: a vector of TILE_ROWS lanes."""
     sums = local(TILE_TOKENS * TILE_ROWS, LANES)
     for i in range(TILE_TOKENS * TILE_ROWS):

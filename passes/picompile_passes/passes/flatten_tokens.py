@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
 
@@ -103,7 +104,7 @@ class _Builder:
         """The flat value that has exactly the columns of `value`."""
         moved = None if self._forms.is_known(value) else self._forms.moved(value)
         if moved is None:
-            raise _unsupported(value, f"{user.name} takes a value that is not just columns of another")
+            raise _unsupported(self._culprit(value), f"{user.name} takes it, but it is not just columns of a value")
         root, table = moved
         flat = self._flat[root]
         if table is None:
@@ -111,6 +112,16 @@ class _Builder:
         if root.target is not LINEAR:
             raise _unsupported(value, f"it takes some of the columns of {root.name}, which is no linear")
         return self._part(root, flat, self._constants.get("rows", table, root))
+
+    def _culprit(self, value: Node) -> Node:
+        """Where on the way from its root a value stops being just columns of it."""
+        while True:
+            parents = [parent for parent in value.all_input_nodes if isinstance(parent.meta.get("val"), Tensor)]
+            unknown = [parent for parent in parents if not self._forms.is_known(parent)]
+            spoiled = [parent for parent in unknown if self._forms.moved(parent) is None]
+            if self._forms.is_known(value) or self._forms.root(value) is value or not spoiled:
+                return value
+            value = spoiled[0]
 
     def _part(self, linear: Node, flat: Node, table: Node) -> Node:
         """The linear that gives only the columns `table` of `linear`."""

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from picompile_passes.constants import SharedConstants
@@ -20,6 +21,7 @@ from picompile_passes.rewriter import Rewriter
 from picompile_passes.stages import Stage
 
 _aten = torch.ops.aten
+_CONSTANTS_LIKE = (_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default)
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def _projection(forms: Forms, leaf: Node) -> Projection | None:
 def _is_elementwise(node: Node) -> bool:
     """Whether `node` is an operator that works on each element alone."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return target in _CONSTANTS_LIKE or (isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags)
 
 
 def _inputs(forms: Forms, node: Node) -> list[Node]:
