@@ -3,8 +3,8 @@
     python benchmarks/decode.py --shape reglu-1.3b --active 0.10 --work build/bench
 
 Makes the checkpoint, compiles it in every format asked for, and measures each at every thread count, interleaved, so
-that a machine that slows down slows all of them down. Prints a Markdown table; the share is of the bandwidth measured in
-the run.
+that a machine that slows down slows all of them down. Prints a Markdown table; the share is of the bandwidth measured
+in the run.
 """
 
 import argparse

@@ -39,7 +39,7 @@ def load_model(folder: Path | str) -> Captured:
     checkpoint that cannot be compiled.
     """
     checkpoint = open_checkpoint(Path(folder))
-    return Captured(export_decoder(checkpoint.model, _call, _MAX_TOKENS), checkpoint.weights, checkpoint.facts)
+    return Captured(export_decoder(checkpoint.model, call_model, _MAX_TOKENS), checkpoint.weights, checkpoint.facts)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -97,7 +97,8 @@ def _compute_buffers(model: nn.Module) -> None:
                 module.register_buffer(name, fresh.get_buffer(name), persistent=False)
 
 
-def _call(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
+def call_model(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Logits [1, T, V] of a transformers model for tokens and positions [1, T]."""
     logits: Tensor = model(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True).logits
     return logits
 

@@ -28,9 +28,8 @@ class Model:
             return [graph(ids, torch.arange(len(ids))) for graph in graphs]
 
 
-def canonicalize(captured: Captured) -> GraphModule:
-    """The canonical graph; both stages are verified."""
-    graph_module = captured.graph_module
+def canonicalize(graph_module: GraphModule) -> GraphModule:
+    """The canonical graph of a captured one; both stages are verified."""
     verify(graph_module, Stage.CAPTURED)
     for pass_ in CANONICALIZE:
         graph_module = pass_(graph_module).graph_module

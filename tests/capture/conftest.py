@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
             families.save(name, families.build(name), folder)
             captured = load_model(folder)
             # Built anew: saving in float16 has rounded the frequencies of the one that was saved.
-            known[name] = Model(families.build(name), captured, canonicalize(captured))
+            known[name] = Model(families.build(name), captured, canonicalize(captured.graph_module))
         return known[name]
 
     return get

@@ -24,7 +24,7 @@ def _spread(module: nn.Module) -> nn.Module:
 
 def _check(module: nn.Module, captured: Captured, with_positions: bool, tolerance: float = 2e-5) -> dict[str, int]:
     """Holds both graphs against the module; gives back how many of which operator the canonical graph has."""
-    canonical = canonicalize(captured)
+    canonical = canonicalize(captured.graph_module)
     for tokens in (1, 2, 17, 50):
         ids = torch.arange(tokens) * 13 % 101
         with torch.no_grad():

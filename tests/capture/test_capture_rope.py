@@ -61,7 +61,7 @@ def test_scaling_equals_eager_transformers(fields: dict, theta: float, kind: str
     module = eager.model.rotary_emb
     assert (module.rope_type, module.config.rope_parameters["rope_theta"]) == (kind, theta)
     captured = load_model(checkpoint)
-    canonical = canonicalize(captured)
+    canonical = canonicalize(captured.graph_module)
     node = next(calls(canonical.graph, ROTARY))
     frequencies = canonical.get_buffer(arguments(node)["inverse_frequency"].target)
     assert torch.equal(frequencies, module.inv_freq), "the frequencies come out exactly, not about"

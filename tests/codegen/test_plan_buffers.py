@@ -2,6 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from picompile_codegen.plan_buffers import ALIGNMENT_BYTES, plan_buffers
 from picompile_codegen.program import Arg, Call, Tensor, tensor_bytes
 

@@ -5,7 +5,7 @@ import torch
 from graphs import LLAMA, OPT, Weights, build, random_weights, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from picompile_passes.dialect import dequantize_rows, formats, quantize_rows
+from picompile_passes.dialect import formats, quantize_rows
 from picompile_passes.errors import PassesError
 from picompile_passes.materialize import evaluate_constant, materialize
 from picompile_passes.nodes import arguments, calls
