@@ -50,8 +50,9 @@ def synthesize(
     """Writes a checkpoint of `shape` whose FFN neurons fire on a share `active` (0 < active ≤ 1) of the tokens.
 
     `dtype` is f16, bf16 or f32. `rank` is that of the predictors; None chooses it by the shape. The same arguments give
-    the same bytes on the same machine with the same number of threads. Raises `UsageError` (2) for arguments that make no
-    checkpoint or a place that is taken, and `DoesNotFitError` (5) for a disk that is too small; nothing is left behind.
+    the same bytes on the same machine with the same number of threads. Raises `UsageError` (2) for arguments that make
+    no checkpoint or a place that is taken, and `DoesNotFitError` (5) for a disk that is too small; nothing is left
+    behind.
     """
     _check_arguments(shape, active, dtype, rank)
     rank = rank or predictor_rank(shape)

@@ -34,19 +34,13 @@ def fma(a: Expr, b: Expr, c: Expr) -> Expr:
     return tirx.call_llvm_pure_intrin(FLOATS, "llvm.fma", a, b, c)
 
 
-def fold(value: Expr, combine: Callable[[Expr, Expr], Expr], lanes: int = LANES) -> Expr:
-    """All lanes of `value` combined into a scalar, halves first."""
-    while lanes > 1:
-        value = bind(value)
-        lanes //= 2
-        low, high = list(range(lanes)), list(range(lanes, 2 * lanes))
-        value = combine(tirx.Shuffle([value], low), tirx.Shuffle([value], high))
-    return bind(value)
-
-
 def total(value: Expr) -> Expr:
-    """The sum of all lanes."""
-    return fold(value, lambda a, b: a + b)
+    """The sum of all lanes: halves first, then quarters."""
+    lanes = LANES
+    while lanes > 1:
+        value, lanes = bind(value), lanes // 2
+        value = tirx.Shuffle([value], list(range(lanes))) + tirx.Shuffle([value], list(range(lanes, 2 * lanes)))
+    return bind(value)
 
 
 def four_totals(values: list[Expr]) -> Expr:
