@@ -1,9 +1,9 @@
 """Products of rows of a packed matrix with one vector: what decoding is made of.
 
-A matrix is read once, front to back; all else stays in the first-level cache. So these are bound by memory, as long as a
-group of weights costs no more cycles than its bytes take to arrive. A core at 3.7 GHz gets through 24 GB/s of q8 and
-11 GB/s of q4 (20 billion weights): four conversions and five multiply-adds a group, and q4's unpacking, are what it takes
-with activations in float32.
+A matrix is read once, front to back; all else stays in the first-level cache. So these are bound by memory, as long as
+a group of weights costs no more cycles than its bytes take to arrive. A core at 3.7 GHz gets through 24 GB/s of q8 and
+11 GB/s of q4 (20 billion weights a second): with activations in float32, a group takes four conversions and five
+multiply-adds, and in q4 six instructions to unpack it.
 """
 
 from dataclasses import dataclass
