@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-PROMPT ?= def read_lines(path):
+PROMPT ?= class Reader:
 
 # More test processes than this only take memory: each holds torch.
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
@@ -21,7 +21,7 @@ JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || ec
 demo: $(VENV)/.installed
 	$(BIN)/picompile compile models/tiny-reglu -o build/tiny-reglu --force
 	$(BIN)/picompile inspect build/tiny-reglu
-	$(BIN)/picompile run build/tiny-reglu -p "$(PROMPT)" -n 120
+	$(BIN)/picompile run build/tiny-reglu -p "$(PROMPT)" -n 160 --echo --temp 0.5 --top-p 0.9 --repetition-penalty 1.1 --seed 1
 
 test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

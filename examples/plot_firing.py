@@ -90,7 +90,7 @@ def draw(counts: torch.Tensor, tokens: int, image: Path) -> None:
     mark = 100 * share_for(curve, 0.8)
     left.plot([0, mark, mark], [80, 80, 0], color="grey", linewidth=1, linestyle=(0, (4, 3)))
     left.plot(mark, 80, "o", color="black", markersize=6)
-    left.annotate(f"{mark:.0f} % of the neurons\nmake 80 % of the firings", (mark + 3, 74), va="top")
+    left.annotate(f"{mark:.0f} % of the neurons\nmake 80 % of the firings", (mark + 2, 5))
     left.set(xlim=(0, 100), ylim=(0, 101), xlabel="neurons, most frequent first (%)", ylabel="share of all firings (%)")
     left.legend(frameon=False, loc="lower right")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support import BUNDLED_MODEL, BuildOnce, Cli, Ended, compile_for_test, save_tiny_llama
+from support import BuildOnce, Cli, Ended, compile_for_test, save_tiny_llama
 
 # The same examples in every run, so that a failure in CI can be had again; `make fuzz` looks for new ones.
 # No deadline: the first example of a test pays for imports and compilations.
@@ -62,12 +62,6 @@ def tiny_model(build_once: BuildOnce) -> Path:
 def tiny_artifact(build_once: BuildOnce, tiny_model: Path) -> Path:
     """`tiny_model`, compiled with a context of 64 and f16 weights; predictor `exact`. Tests must not change it."""
     return build_once("tiny-artifact", lambda folder: compile_for_test(tiny_model, folder, quant="f16", context=64))
-
-
-@pytest.fixture(scope="session")
-def bundled_artifact(build_once: BuildOnce) -> Path:
-    """The bundled model with f16 weights, predictor `exact`. Tests must not change it."""
-    return build_once("bundled-artifact", lambda folder: compile_for_test(BUNDLED_MODEL, folder, quant="f16"))
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import BUNDLED_MODEL, BuildOnce, compile_for_test
 from reference import round_weights
+from support import BUNDLED_MODEL, BuildOnce, compile_for_test
 
 import picompile_runtime
 from picompile_runtime import Engine

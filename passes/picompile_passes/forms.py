@@ -21,59 +21,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
+from picompile_passes.moves import AS_RESHAPE, DIVIDE, JOINS, MOVES, MULTIPLY, NEGATE, SPLITS, SUMS
 from picompile_passes.nodes import attribute
 from picompile_passes.rewriter import has_real_data
 
 SAMPLE_TOKENS = 7
-
-_aten = torch.ops.aten
-
-# Operators that only move elements of their first argument.
-_MOVES: frozenset[Any] = frozenset(
-    {
-        _aten.alias.default,
-        _aten.clone.default,
-        _aten.contiguous.default,
-        _aten.detach.default,
-        _aten.expand.default,
-        _aten.flatten.using_ints,
-        _aten.index.Tensor,
-        _aten.index_select.default,
-        _aten.narrow.default,
-        _aten.permute.default,
-        _aten.repeat.default,
-        _aten.repeat_interleave.self_int,
-        _aten.reshape.default,
-        _aten.select.int,
-        _aten.slice.Tensor,
-        _aten.squeeze.default,
-        _aten.squeeze.dim,
-        _aten.squeeze.dims,
-        _aten.t.default,
-        _aten.transpose.int,
-        _aten.unflatten.int,
-        _aten.unsqueeze.default,
-        _aten.view.default,
-        _aten._unsafe_view.default,
-    }
-)
-# Operators that move elements of their first argument into several results.
-_SPLITS: frozenset[Any] = frozenset(
-    {
-        _aten.chunk.default,
-        _aten.split.Tensor,
-        _aten.split.sizes,
-        _aten.split_with_sizes.default,
-        _aten.unbind.int,
-    }
-)
-_JOINS: frozenset[Any] = frozenset({_aten.cat.default, _aten.stack.default})
-_SUMS: dict[Any, float] = {_aten.add.Tensor: 1.0, _aten.sub.Tensor: -1.0}
-_MULTIPLY: frozenset[Any] = frozenset({_aten.mul.Tensor, _aten.mul.Scalar})
-_DIVIDE: frozenset[Any] = frozenset({_aten.div.Tensor, _aten.div.Scalar})
-_NEGATE = _aten.neg.default
-# A view of a tensor of other strides may be refused; element for element it is a reshape.
-_AS_RESHAPE: frozenset[Any] = frozenset({_aten.view.default, _aten._unsafe_view.default})
 
 
 @dataclass(frozen=True)
@@ -114,7 +66,7 @@ class Forms:
     def most_tokens(self) -> int | None:
         """The greatest token count that the graph was captured for; None where it says none."""
         bound = self._symbol.node.shape_env.var_to_range[self._symbol.node.expr].upper
-        return int(bound) if bound.is_number and bound.is_finite else None
+        return int(bound) if bound.is_Integer else None
 
     def is_known(self, node: Node) -> bool:
         """Whether the value of `node` depends on positions, sizes and constants only."""
@@ -191,18 +143,18 @@ class Forms:
         return self._root_of_call(node)
 
     def _root_of_call(self, node: Node) -> Node | None:
-        if node.target in _MOVES or node.target in _SPLITS or node.target == _NEGATE:
+        if node.target in MOVES or node.target in SPLITS or node.target == NEGATE:
             return self._only_root(node, node.all_input_nodes[:1], rest=node.all_input_nodes[1:])
         if node.target == operator.getitem:
-            return self._roots[node.all_input_nodes[0]] if node.all_input_nodes[0].target in _SPLITS else node
-        if node.target in _JOINS:
+            return self._roots[node.all_input_nodes[0]] if node.all_input_nodes[0].target in SPLITS else node
+        if node.target in JOINS:
             return self._only_root(node, node.all_input_nodes)
-        if node.target in _SUMS:
+        if node.target in SUMS:
             return self._only_root(node, node.args) if not node.kwargs else node
-        if node.target in _MULTIPLY:
+        if node.target in MULTIPLY:
             unknown = [a for a in node.args if isinstance(a, Node) and not self.is_known(a)]
             return self._roots[unknown[0]] if len(unknown) == 1 else node
-        if node.target in _DIVIDE and isinstance(node.args[0], Node) and not node.kwargs:
+        if node.target in DIVIDE and isinstance(node.args[0], Node) and not node.kwargs:
             return self._only_root(node, node.args[:1], rest=[a for a in node.args[1:] if isinstance(a, Node)])
         return node
 
@@ -219,20 +171,20 @@ class Forms:
         if node.target == operator.getitem:
             return self._terms_of_part(node)
         first = node.args[0]
-        if node.target in _MOVES:
+        if node.target in MOVES:
             return _map(self._terms(first), lambda tensor: self._apply(node, tensor))  # type: ignore[arg-type]
-        if node.target == _NEGATE:
+        if node.target == NEGATE:
             return _scaled(self._terms(first), -1.0)  # type: ignore[arg-type]
-        if node.target in _JOINS:
+        if node.target in JOINS:
             return self._terms_of_join(node)
-        if node.target in _SUMS:
+        if node.target in SUMS:
             left, right = (self._terms(part) for part in node.args)  # type: ignore[arg-type]
-            return _sum(left, _scaled(right, _SUMS[node.target]))
+            return _sum(left, _scaled(right, SUMS[node.target]))
         return self._terms_of_product(node)
 
     def _terms_of_part(self, node: Node) -> tuple[Term, ...]:
         split, number = node.args
-        if not isinstance(split, Node) or split.target not in _SPLITS:
+        if not isinstance(split, Node) or split.target not in SPLITS:
             raise ValueError(f"{node.name} takes a part of {split}, which is not a split")
         return _map(self._terms(split.args[0]), lambda tensor: self._apply(split, tensor)[number])  # type: ignore[arg-type]
 
@@ -253,13 +205,13 @@ class Forms:
         if not isinstance(left, Node) or self.is_known(left):
             left, right = right, left
         factor: Any = self.known(right) if isinstance(right, Node) else right
-        if node.target in _DIVIDE:
+        if node.target in DIVIDE:
             factor = 1.0 / factor
         return _scaled(self._terms(left), factor)  # type: ignore[arg-type]
 
     def _apply(self, node: Node, first: Any) -> Any:
         """Runs the call of `node` with `first` in place of its first argument."""
-        target: Any = _aten.reshape.default if node.target in _AS_RESHAPE else node.target
+        target: Any = torch.ops.aten.reshape.default if node.target in AS_RESHAPE else node.target
         return target(first, *self._sample_arguments(node.args[1:]), **self._sample_arguments(_on_cpu(node.kwargs)))
 
     def _evaluate(self, node: Node) -> Any:

@@ -49,8 +49,8 @@ DIMENSIONS: dict[OpOverload, dict[str, str]] = {
     ADD: {"self": "TD", "other": "TD"},
 }
 
-# The matrices that quantization packs; none of `ffn`, which is gone by then. `predict` takes a list that may hold vectors
-# too.
+# The matrices that quantization packs; none of `ffn`, which is gone by then. `predict` takes a list that may hold
+# vectors too.
 MATRICES: dict[OpOverload, tuple[str, ...]] = {
     EMBEDDING: ("weight",),
     LINEAR: ("weight",),

@@ -15,7 +15,7 @@ from picompile.capture.captured import Captured
 from picompile.capture.export import export_decoder, first_names
 from picompile.capture.facts import ModelFacts
 from picompile.capture.families import Family, activation_text, check_config, find_family
-from picompile.checkpoint import ExpectedTensor, FolderWeights, check_folder, match_names, read_headers
+from picompile.checkpoint import ExpectedTensor, FolderWeights, check_folder, match_names, read_headers, ties_hold
 from picompile.errors import UnsupportedModelError
 from picompile.models import FatReLU
 
@@ -56,12 +56,17 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     check_config(family, config)
     headers = read_headers(folder)
     model = build_model(family, config, activation)
-    expected = {
-        name: ExpectedTensor(tuple(model.get_parameter(name).shape), others)
-        for name, others in first_names(model).items()
-    }
-    weights = FolderWeights(headers, match_names(folder, expected, headers, f"{model.base_model_prefix}."))
+    prefix = f"{model.base_model_prefix}."
+    if not ties_hold(_expected(model), headers, prefix):
+        config.tie_word_embeddings = False
+        model = build_model(family, config, activation)
+    weights = FolderWeights(headers, match_names(folder, _expected(model), headers, prefix))
     return Checkpoint(model, weights, _facts(folder, family, config, activation, model, weights.dtype))
+
+
+def _expected(model: nn.Module) -> dict[str, ExpectedTensor]:
+    names = first_names(model)
+    return {name: ExpectedTensor(tuple(model.get_parameter(name).shape), names[name]) for name in names}
 
 
 def build_model(family: Family, config: Any, activation: str) -> nn.Module:

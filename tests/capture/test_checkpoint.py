@@ -10,6 +10,7 @@ import torch
 from families import build, save
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from picompile import PicompileError, UnsupportedModelError, UsageError
 from picompile.capture.hf import open_checkpoint
@@ -103,6 +104,20 @@ def test_a_tied_embedding_under_its_other_name(checkpoint: Checkpoints) -> None:
     _rewrite(folder, lambda t: {n.replace("model.embed_tokens", "lm_head"): tensor for n, tensor in t.items()})
     weights = open_checkpoint(folder).weights
     assert torch.equal(weights.load("model.embed_tokens.weight"), embedding)
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_a_head_that_is_stored_besides_the_embedding_it_is_tied_to(equal: bool, checkpoint: Checkpoints) -> None:
+    folder = checkpoint("qwen2")
+    head = load_file(folder / SINGLE_FILE)["model.embed_tokens.weight"].clone()
+    head[-1, -1] += 0.0 if equal else 1.0
+    _rewrite(folder, lambda tensors: tensors | {"lm_head.weight": head})
+    opened = open_checkpoint(folder)
+    # transformers goes by the values, too.
+    assert ("lm_head.weight" in set(opened.weights.names())) != equal
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    assert (reference.lm_head.weight is reference.model.embed_tokens.weight) == equal
+    assert opened.facts.parameters == sum(parameter.numel() for parameter in reference.parameters())
 
 
 def test_buffers_and_predictors_of_others_are_left_alone(checkpoint: Checkpoints) -> None:

@@ -176,7 +176,7 @@ def _normed_heads(b: Builder, x: Node) -> Node:
     ("write", "message"),
     [
         (_only_query, "its query and key turn in different ways"),
-        (_not_a_turn, "is no rotary embedding"),
+        (_not_a_turn, "does not turn evenly"),
         (_uneven, "does not turn evenly"),
         (_normed_heads, "between layer_norm.* and attention is no rotary embedding"),
     ],

@@ -1,0 +1,164 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from graphs import LLAMA, OPT, Builder, build
+from raising import HIDDEN, aten, captured, only, operators, raised
+from torch.fx import Node
+
+from picompile_passes.errors import UnsupportedGraphError
+from picompile_passes.nodes import arguments
+from picompile_passes.operands import ATTENTION, EMBEDDING, LINEAR, RMS_NORM
+from picompile_passes.passes.flatten_tokens import FlattenTokens
+from picompile_passes.stages import Stage, stage_of
+from picompile_passes.verify import verify
+
+HEADS, SIZE = 3, HIDDEN // 3
+
+
+def _linear(b: Builder, x: Node, name: str = "w", rows: int = HIDDEN, bias: bool = False) -> Node:
+    return b.call(LINEAR, x, b.parameter(name, rows, HIDDEN), b.parameter(f"{name}_bias", rows) if bias else None)
+
+
+def _batched(b: Builder, x: Node) -> Node:
+    return b.call(aten.unsqueeze.default, x, 0)
+
+
+def test_views_and_batch_dimensions_go() -> None:
+    def write(b: Builder, x: Node) -> Node:
+        x = b.call(RMS_NORM, _batched(b, x), b.parameter("norm", HIDDEN), 1e-5)
+        heads = b.call(aten.unflatten.int, _linear(b, x), -1, [HEADS, SIZE])
+        turned = b.call(aten.transpose.int, heads, 1, 2)
+        back = b.call(aten.flatten.using_ints, b.call(aten.permute.default, turned, [0, 2, 1, 3]), 2)
+        return b.call(aten.squeeze.dim, _linear(b, back, "head"), 0)
+
+    result = raised(captured(write), FlattenTokens())
+    verify(result, Stage.CANONICAL)
+    assert operators(result) == {"rms_norm": 1, "linear": 2}
+
+
+def test_parts_of_a_fused_linear_become_linears() -> None:
+    def write(b: Builder, x: Node) -> Node:
+        fused = _linear(b, x, "qkv", 3 * HIDDEN, bias=True)
+        # Falcon's order: q, k and v of each head side by side.
+        heads = b.call(aten.unflatten.int, fused, -1, [HEADS, 3, SIZE])
+        q, k, v = (b.call(aten.flatten.using_ints, b.call(aten.select.int, heads, 2, i), 1) for i in range(3))
+        return _linear(b, b.call(ATTENTION, q, k, v, HEADS, HEADS, 0.3, 0, 0, layer=0), "head")
+
+    result = raised(captured(write), FlattenTokens())
+    verify(result, Stage.CANONICAL)
+    assert operators(result) == {"index_select": 6, "linear": 4, "attention": 1}
+    attention = only(result, ATTENTION)
+    assert attention.meta["layer"] == 0
+    for number, side in enumerate("qkv"):
+        _, weight, bias = arguments(attention)[side].args
+        assert (weight.args[0].target, bias.args[0].target) == ("qkv", "qkv_bias")
+        assert weight.args[2] is bias.args[2]
+        rows = result.get_buffer(weight.args[2].target).unflatten(0, (HEADS, SIZE))
+        assert torch.equal(rows[:, 0], (3 * torch.arange(HEADS) + number) * SIZE)
+
+
+def test_equal_parts_are_one_linear() -> None:
+    def write(b: Builder, x: Node) -> Node:
+        fused = _linear(b, x, "fused", 2 * HIDDEN)
+        halves = [b.call(aten.slice.Tensor, fused, -1, 0, HIDDEN) for _ in range(2)]
+        return _linear(b, b.call(aten.add.Tensor, *halves), "head")
+
+    # The sum of twice the same is a form of it, so it has to pass through something in between.
+    def apart(b: Builder, x: Node) -> Node:
+        fused = _linear(b, x, "fused", 2 * HIDDEN)
+        norms = [b.parameter(f"norm{i}", HIDDEN) for i in range(2)]
+        halves = [b.call(RMS_NORM, b.call(aten.slice.Tensor, fused, -1, 0, HIDDEN), norm, 1e-5) for norm in norms]
+        return _linear(b, b.call(aten.add.Tensor, *halves), "head")
+
+    result = raised(captured(apart), FlattenTokens())
+    assert operators(result) == {"index_select": 1, "linear": 2, "rms_norm": 2, "add": 1}
+    with pytest.raises(UnsupportedGraphError, match="add"):
+        FlattenTokens()(captured(write))
+
+
+def test_ids_of_embeddings() -> None:
+    def write(b: Builder, x: Node) -> Node:
+        shifted = b.call(aten.add.Tensor, _batched(b, b.positions), 2)
+        table = b.parameter("positions", 13, HIDDEN)
+        again = b.call(EMBEDDING, _batched(b, b.tokens), b.parameter("again", 31, HIDDEN), 0)
+        both = b.call(aten.add.Tensor, b.call(EMBEDDING, shifted, table, 1), again)
+        return b.call(aten.squeeze.dim, _linear(b, b.call(aten.add.Tensor, _batched(b, x), both), "head"), 0)
+
+    result = raised(captured(write), FlattenTokens())
+    found = {n.args[1].target: n.args for n in result.graph.find_nodes(op="call_function", target=EMBEDDING)}
+    assert (found["positions"][0].target, found["positions"][2]) == ("positions", 3)
+    assert (found["again"][0].target, found["again"][2]) == ("tokens", 0)
+
+
+def test_positions_made_inside_are_the_positions() -> None:
+    def write(b: Builder, x: Node) -> Node:
+        count = b.call(aten.sym_size.int, b.tokens, 0)
+        made = b.call(EMBEDDING, b.call(aten.arange.default, count), b.parameter("positions", 13, HIDDEN), 0)
+        return _linear(b, b.call(aten.add.Tensor, x, made), "head")
+
+    result = raised(captured(write), FlattenTokens())
+    assert operators(result)["embedding"] == 1
+    (ids,) = [n.args[0] for n in result.graph.find_nodes(op="call_function", target=EMBEDDING)][1:]
+    assert ids.target == "positions"
+
+
+@pytest.mark.parametrize("shape", [LLAMA, OPT])
+def test_a_canonical_graph_stays(shape: object) -> None:
+    graph_module = build(shape)  # type: ignore[arg-type]
+    result = FlattenTokens()(graph_module)
+    assert not result.modified
+    assert stage_of(result.graph_module) == Stage.CANONICAL
+
+
+def _scaled(b: Builder, x: Node) -> Node:
+    return b.call(aten.unsqueeze.default, b.call(aten.mul.Tensor, x, 12.0), 0)
+
+
+def _heads_mixed(b: Builder, x: Node) -> Node:
+    normed = b.call(RMS_NORM, x, b.parameter("norm", HIDDEN), 1e-5)
+    return b.call(aten.slice.Tensor, normed, -1, 0, SIZE)
+
+
+def _tokens_mixed(b: Builder, x: Node) -> Node:
+    return b.call(aten.flip.default, x, [0])
+
+
+def _normed_heads(b: Builder, x: Node) -> Node:
+    heads = b.call(aten.unflatten.int, _linear(b, x), -1, [HEADS, SIZE])
+    return b.call(aten.flatten.using_ints, b.call(RMS_NORM, heads, b.parameter("norm", SIZE), 1e-5), 1)
+
+
+def _plus_constant(b: Builder, x: Node) -> Node:
+    return b.call(aten.add.Tensor, x, b.parameter("shift", HIDDEN))
+
+
+def _plus_number(b: Builder, x: Node) -> Node:
+    return b.call(aten.add.Tensor, x, 1.0)
+
+
+def _one_for_all(b: Builder, x: Node) -> Node:
+    return b.call(aten.add.Tensor, x, b.call(LINEAR, x, b.parameter("one", 1, HIDDEN), None))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_scaled, r"mul \(aten\.mul\.Tensor\): linear.* takes it, but it is not just columns"),
+        (_heads_mixed, "it takes some of the columns of rms_norm, which is no linear"),
+        (_tokens_mixed, r"flip \(aten\.flip\.default\): it has no counterpart"),
+        (_normed_heads, "it works on each head"),
+        (_plus_constant, r"add .*it adds values of different shapes"),
+        (_plus_number, "it takes a number"),
+        (_one_for_all, "it adds values of different shapes"),
+    ],
+)
+def test_what_the_dialect_cannot_say_is_named(change: Callable[[Builder, Node], Node], message: str) -> None:
+    def write(b: Builder, x: Node) -> Node:
+        changed = change(b, x)
+        columns = int(changed.meta["val"].shape[-1])
+        return b.call(LINEAR, changed, b.parameter("head", 31, columns), None)
+
+    with pytest.raises(UnsupportedGraphError, match=message) as caught:
+        FlattenTokens()(captured(write))
+    assert "\n" not in str(caught.value)
