@@ -13,10 +13,14 @@ import torch
 from families import VARIANTS, build, save
 from reference import eager_logits, relative_error, round_weights
 from torch import nn
+from torch.fx import GraphModule
 
 import picompile_runtime
 from picompile.capture import Captured, load_model
-from picompile.compile import CompileOptions, compile_model
+from picompile.compile import CompileOptions, compile_model, pipeline_passes
+from picompile_passes.materialize import materialize
+from picompile_passes.pipeline import GraphPass, Pipeline
+from picompile_passes.stages import Stage, stage_of
 
 PROMPTS = (1, 2, 17, 300)
 STEPS = 32
@@ -115,3 +119,23 @@ def test_any_hot_set_gives_the_same_logits(name: str, quant: str, captured: obje
     for split in results[1:]:
         # Rows keep their bits whatever part they are in; only the order of the sum differs.
         assert relative_error(split, results[0]) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama-relu", "bamboo", "opt-post-norm", "falcon-40b", "qwen2"])
+def test_every_stage_runs_in_eager_pytorch(name: str, captured: object) -> None:
+    """After each pass the graph still gives the logits of transformers; f16 holds these weights exactly."""
+    model: Captured = captured(name)  # type: ignore[operator]
+    ids = [3, 1, 4, 1, 5, 9, 2, 6]
+    expected = eager_logits(_model(name), ids)
+    hot = {0: range(0, model.facts.ffn, 3), 1: [7]}
+    stages = []
+
+    def run(before: GraphModule, pass_: GraphPass, after: GraphModule, seconds: float) -> None:
+        with torch.no_grad():
+            logits = materialize(after, model.weights)(torch.tensor(ids), torch.arange(len(ids)))
+        error = relative_error(logits, expected)
+        assert error < TIGHT_TOLERANCE, f"after {pass_.name}: {error:.2e}"
+        stages.append(stage_of(after))
+
+    Pipeline(tuple(pipeline_passes(CompileOptions(quant="f16", hot=hot))), run)(model.graph_module)
+    assert set(stages) == set(Stage)
