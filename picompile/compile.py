@@ -8,6 +8,7 @@
 6. manifest   sizes and hashes; the folder is renamed into place
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from picompile.capture import Captured
-    from picompile_codegen.lower import Lowered, LowerOptions
+    from picompile_codegen.lower import Lowered
     from picompile_passes.infra import Pass
 
 QUANTIZATIONS = ("f16", "q8", "q4")
@@ -70,8 +71,8 @@ class CompileOptions:
 
 
 def compile_model(
-    model: "Path | Captured",
-    output: Path,
+    model: "str | os.PathLike[str] | Captured",
+    output: str | os.PathLike[str],
     options: CompileOptions | None = None,
     progress: Progress | None = None,
 ) -> None:
@@ -79,17 +80,17 @@ def compile_model(
 
     Raises `UsageError` (2), `UnsupportedModelError` (3) or `DoesNotFitError` (5), each before anything is written.
     """
-    options, progress = options or CompileOptions(), progress or NoProgress()
+    options, progress, output = options or CompileOptions(), progress or NoProgress(), Path(output)
     from picompile.artifact_writer import check_output
-    from picompile_codegen.lower import LowerOptions
 
     check_output(output, options.overwrite)
-    captured = _capture(model, progress)
+    if isinstance(model, str | os.PathLike):
+        folder, captured = Path(model), _capture(Path(model), progress)
+    else:
+        folder, captured = None, model
     context = _context(captured, options)
     graph_module = run_passes(captured, options, progress)
-    kv_dtype = KV_DTYPES[options.kv_dtype or _kv_dtype(captured)]
-    lowered = _lower(graph_module, LowerOptions(context, options.chunk, kv_dtype), progress)
-    folder = model if isinstance(model, Path) else None
+    lowered = _lower(graph_module, captured, context, options, progress)
     _write(_Compiled(captured, folder, graph_module, lowered), output, options, progress)
 
 
@@ -103,9 +104,7 @@ class _Compiled:
     lowered: "Lowered"
 
 
-def _capture(model: "Path | Captured", progress: Progress) -> "Captured":
-    if not isinstance(model, Path):
-        return model
+def _capture(model: Path, progress: Progress) -> "Captured":
     from picompile.capture import load_model
 
     with progress.step("capture"):
@@ -154,11 +153,14 @@ def _kv_dtype(captured: "Captured") -> str:
     return "f32" if captured.facts.activation.startswith("fatrelu") else "f16"
 
 
-def _lower(graph_module: "GraphModule", options: "LowerOptions", progress: Progress) -> "Lowered":
+def _lower(
+    graph_module: "GraphModule", captured: "Captured", context: int, options: CompileOptions, progress: Progress
+) -> "Lowered":
     with progress.step("lower"):
-        from picompile_codegen.lower import lower
+        from picompile_codegen.lower import LowerOptions, lower
 
-        return lower(graph_module, options)
+        kv_dtype = KV_DTYPES[options.kv_dtype or _kv_dtype(captured)]
+        return lower(graph_module, LowerOptions(context, options.chunk, kv_dtype))
 
 
 def _write(compiled: _Compiled, output: Path, options: CompileOptions, progress: Progress) -> None:

@@ -22,7 +22,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("artifact", help="folder that `picompile compile -o` wrote")
     parser.add_argument("-p", "--prompt", required=True, help="text to continue")
     parser.add_argument("-n", "--max-tokens", type=int, default=128, help="tokens to generate at most (default: 128)")
-    parser.add_argument("--temp", type=float, default=default.temperature, help="0 takes the most probable token")
+    parser.add_argument("--temp", type=float, default=0.0, help="0, the default, takes the most probable token")
     parser.add_argument("--top-k", type=int, default=default.top_k, help="0 is off")
     parser.add_argument("--top-p", type=float, default=default.top_p, help="1 is off")
     parser.add_argument("--min-p", type=float, default=default.min_p, help="0 is off")
