@@ -20,6 +20,9 @@ EXEMPT = {
     "make format": "rewrites the sources",
     "make bench": "takes 7 GB of disk and some minutes",
     "pip install ./runtime": "downloads packages",
+    "python benchmarks/decode.py --shape reglu-1.3b --active 0.10 --work build/bench": "takes 10 GB and ten minutes",
+    "python benchmarks/kernels.py": "takes a minute, and a quiet machine",
+    "python benchmarks/compile_memory.py MODEL --quant q4 [--limit-gb 6]": "a synopsis; takes minutes",
 }
 
 # What a reader has, and what stands for it here.
@@ -37,7 +40,7 @@ def commands(document: Path) -> list[str]:
     """The commands of a document, without prompts and comments; those that are indented blocks too."""
     text = document.read_text(encoding="utf-8")
     lines = [line.removeprefix("$ ") for block in COMMAND.findall(text) for line in block.splitlines()]
-    lines += [line.strip() for line in text.splitlines() if re.match(r"    (make|picompile|pip) ", line)]
+    lines += [line.strip() for line in text.splitlines() if re.match(r"    (make|picompile|pip|python) ", line)]
     return [line.partition(" # ")[0].strip() for line in lines if line.strip()]
 
 
@@ -58,6 +61,8 @@ def workplace(tmp_path: Path) -> Path:
     """An empty folder with the models and the README, as after a clone."""
     (tmp_path / "models").symlink_to(BUNDLED_MODEL.parent)
     (tmp_path / "README.md").symlink_to(ROOT / "README.md")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "data").symlink_to(ROOT / "tests" / "data")
     return tmp_path
 
 
