@@ -22,8 +22,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from picompile_passes.moves import AS_RESHAPE, DIVIDE, JOINS, MOVES, MULTIPLY, NEGATE, SPLITS, SUMS
-from picompile_passes.nodes import attribute
-from picompile_passes.rewriter import has_real_data
+from picompile_passes.nodes import attribute, has_real_data
 
 SAMPLE_TOKENS = 7
 

@@ -8,7 +8,6 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from picompile_passes.nodes import argument_position
-from picompile_passes.nodes import has_real_data as has_real_data
 from picompile_passes.propagate import fake_call, fake_like, fake_result
 
 

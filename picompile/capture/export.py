@@ -11,8 +11,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from picompile.errors import UnsupportedModelError
-from picompile_passes.nodes import attribute
-from picompile_passes.rewriter import has_real_data
+from picompile_passes.nodes import attribute, has_real_data
 from picompile_passes.stages import Stage, set_stage
 
 # How a module is called: (module, tokens [1, T], positions [1, T]) → logits [1, T, V].
