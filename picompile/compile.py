@@ -9,6 +9,7 @@
 """
 
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,7 +39,8 @@ class CompileOptions:
     `predictor` None chooses `exact` where the activation leaves neurons silent and `none` elsewhere. `context` in
     tokens; None takes the model's own limit, at most 4096. `kv_dtype` is f16 or f32; None takes f16, and f32 where
     rounding would move neurons across a jump of the activation (FATReLU). `hot` maps a layer to the neurons of its hot
-    part. `passes` are extra passes by name, run on the canonical graph. `dump_ir` receives the graph after every pass.
+    part. `passes` are extra passes as text, `name` or `name{option=value}`: each runs as soon as the graph is at the
+    stage it requires. `dump_ir` receives the graph after every pass.
     """
 
     target: str = "cpu"
@@ -84,12 +86,14 @@ def compile_model(
     from picompile.artifact_writer import check_output
 
     check_output(output, options.overwrite)
+    # Before the model is captured, which takes longer than to tell that a pass is not known.
+    passes = pipeline_passes(options)
     if isinstance(model, str | os.PathLike):
         folder, captured = Path(model), _capture(Path(model), progress)
     else:
         folder, captured = None, model
     context = _context(captured, options)
-    graph_module = run_passes(captured, options, progress)
+    graph_module = _run_passes(passes, captured, options, progress)
     lowered = _lower(graph_module, captured, context, options, progress)
     _write(_Compiled(captured, folder, graph_module, lowered), output, options, progress)
 
@@ -127,25 +131,46 @@ def pipeline_passes(options: CompileOptions) -> "list[Pass]":
     from picompile_passes.passes.quantize import Quantize
     from picompile_passes.registry import make_pass
 
-    return [
+    own = [
         *CANONICALIZE,
-        *(make_pass(text) for text in options.passes),
-        InsertPredictors(kind=options.predictor or "auto"),
-        Partition(hot=options.hot),
-        Quantize(format=options.quant),
+        InsertPredictors(options.predictor or "auto"),
+        Partition(options.hot),
+        Quantize(options.quant),
     ]
+    return _in_order(own, [make_pass(text) for text in options.passes])
+
+
+def _in_order(own: "Sequence[Pass]", extra: "Sequence[Pass]") -> "list[Pass]":
+    """`own` passes, with each of the `extra` ones where the stage that it requires is reached."""
+    from picompile_passes.stages import Stage
+
+    ordered, waiting, reached = [], list(extra), min(Stage)
+    for pass_ in own:
+        ordered += [other for other in waiting if other.requires <= reached]
+        waiting = [other for other in waiting if other.requires > reached]
+        ordered.append(pass_)
+        reached = max(reached, pass_.ensures or reached)
+    return [*ordered, *waiting]
 
 
 def run_passes(captured: "Captured", options: CompileOptions, progress: Progress) -> "GraphModule":
     """Runs the pipeline on a captured graph; the result is of the quantized stage."""
+    return _run_passes(pipeline_passes(options), captured, options, progress)
+
+
+def _run_passes(
+    passes: "Sequence[Pass]", captured: "Captured", options: CompileOptions, progress: Progress
+) -> "GraphModule":
     from picompile_passes.pipeline import Dump, Pipeline, each, verifying
 
-    passes = pipeline_passes(options)
+    # Where there is no folder for dumps; it is made only if something fails.
+    fallback = Path(tempfile.gettempdir()) / f"picompile-{os.getpid()}"
     # Dumped before it is verified, so that a faulty graph is there to be looked at.
     dump = Dump(options.dump_ir) if options.dump_ir is not None else None
     with progress.step("passes", len(passes)) as advance:
         hook = each(dump, verifying if options.verify else None, lambda *_: advance(1))
-        return Pipeline(tuple(passes), hook)(captured.graph_module).graph_module
+        pipeline = Pipeline(tuple(passes), hook, reproducers=options.dump_ir or fallback)
+        return pipeline(captured.graph_module).graph_module
 
 
 def _kv_dtype(captured: "Captured") -> str:

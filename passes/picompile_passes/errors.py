@@ -1,6 +1,7 @@
 """The errors of this package. Each says by `exit_code` how a command line program should end because of it."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch.fx import Node
 
@@ -12,13 +13,31 @@ class PassesError(Exception):
 
 
 class PassError(PassesError):
-    """A pass failed. Names it and the passes that ran before it; the cause is chained."""
+    """A pass failed. Names it and the passes that ran before it, None outside of a pipeline; the cause is chained.
 
-    def __init__(self, pass_name: str, predecessors: Sequence[str], cause: Exception) -> None:
+    `context` is the text of the ten nodes around the fault; `reproducer` a script that fails in the same way.
+    """
+
+    def __init__(
+        self,
+        pass_name: str,
+        predecessors: Sequence[str] | None,
+        cause: Exception,
+        context: str = "",
+        reproducer: Path | None = None,
+    ) -> None:
         self.pass_name = pass_name
-        self.predecessors = tuple(predecessors)
-        before = f"after {', '.join(self.predecessors)}" if self.predecessors else "the first of its pipeline"
-        super().__init__(f"pass {pass_name} ({before}) failed: {type(cause).__name__}: {cause}")
+        self.predecessors = tuple(predecessors or ())
+        self.cause = cause
+        self.context = context
+        self.reproducer = reproducer
+        order = f"after {', '.join(self.predecessors)}" if predecessors else "the first of its pipeline"
+        before = "" if predecessors is None else f" ({order})"
+        first, *rest = str(cause).splitlines() or [""]
+        # On the first line, which is all that a command shows.
+        found = f"; to see it fail by itself, run {reproducer}" if reproducer is not None else ""
+        head = f"pass {pass_name}{before} failed: {type(cause).__name__}: {first}{found}"
+        super().__init__("\n".join([head, *rest, *context.splitlines()]))
 
 
 class VerifyError(PassesError):
@@ -58,3 +77,8 @@ class UnsupportedGraphError(PassesError):
     """A graph holds what the dialect, or a pass asked for, cannot express. Names the node and its operator."""
 
     exit_code = 3
+
+
+def is_for_the_user(error: Exception) -> bool:
+    """Whether `error` tells the user of something that is not a fault of the program."""
+    return isinstance(error, PassesError) and error.exit_code != PassesError.exit_code

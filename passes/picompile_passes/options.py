@@ -1,13 +1,14 @@
 """A pass as text: `name{key=value,key2=value}`.
 
 The keys are the fields of the pass, with `-` or `_`; commas inside parentheses or quotes belong to the value. Fields of
-type `str`, `int`, `float`, `bool` and `tuple[T, ...]`, written `(a,b)`, can be given as text; others only in Python.
+type `str`, `int`, `float`, `bool`, `tuple[T, ...]` and `Sequence[T]`, written `(a,b)`, and `Mapping[K, T]`, written
+`(k:a,l:b)`, can be given as text; others only in Python.
 """
 
 import dataclasses
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from picompile_passes.errors import PassOptionError
@@ -57,8 +58,11 @@ def construct(name: str, pass_class: Callable[..., Any], options: dict[str, str]
 
 
 def _read(kind: Any, text: str) -> Any:
-    if typing.get_origin(kind) is tuple or kind is tuple:
+    origin = typing.get_origin(kind) or kind
+    if origin in (tuple, Sequence):
         return _read_tuple(kind, text)
+    if origin in (dict, Mapping):
+        return _read_mapping(kind, text)
     if kind is bool:
         if text.lower() not in _BOOLS:
             raise ValueError(f"{text!r} is neither true nor false")
@@ -77,9 +81,25 @@ def _read_tuple(kind: Any, text: str) -> tuple[Any, ...]:
     if not (text.startswith("(") and text.endswith(")")):
         raise ValueError(f"{text!r} is not a list in parentheses")
     item, *rest = typing.get_args(kind) or (str, ...)
-    if rest != [...]:
+    if rest not in ([...], []) or (not rest and typing.get_origin(kind) is tuple):
         raise ValueError("it cannot be given as text, only in Python")
     return tuple(_read(item, part.strip()) for part in _split_commas(text[1:-1]))
+
+
+def _read_mapping(kind: Any, text: str) -> dict[Any, Any]:
+    if not (text.startswith("(") and text.endswith(")")):
+        raise ValueError(f"{text!r} is not a list of key:value in parentheses")
+    key_kind, value_kind = typing.get_args(kind) or (str, str)
+    values: dict[Any, Any] = {}
+    for part in _split_commas(text[1:-1]):
+        key, colon, value = (piece.strip() for piece in part.partition(":"))
+        if not colon:
+            raise ValueError(f"{part.strip()!r} is not written key:value")
+        number = _read(key_kind, key)
+        if number in values:
+            raise ValueError(f"{key} is given twice")
+        values[number] = _read(value_kind, value)
+    return values
 
 
 def _split_commas(text: str) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Protocol
 from torch.fx import GraphModule
 
 from picompile_passes.dump import graph_text
-from picompile_passes.errors import PassError, PassesError, PassOptionError, StageError
+from picompile_passes.errors import PassError, PassOptionError, StageError, is_for_the_user
 from picompile_passes.infra import PassResult, check_stage
 from picompile_passes.stages import Stage, stage_of
 from picompile_passes.verify import verify
@@ -33,8 +33,8 @@ class GraphPass(Protocol):
         ...
 
     @property
-    def ensures(self) -> Stage:
-        """The stage of its result."""
+    def ensures(self) -> Stage | None:
+        """The stage of its result; None where it is that of its input."""
         ...
 
     def __call__(self, graph_module: GraphModule) -> PassResult:
@@ -47,11 +47,16 @@ Hook = Callable[[GraphModule, GraphPass, GraphModule, float], None]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Runs `passes` one after another and calls `hook` after each, whether it modified the graph or not."""
+    """Runs `passes` one after another and calls `hook` after each, whether it modified the graph or not.
+
+    Where a pass or its hook fails, a script that fails in the same way, on as small a graph as can be found in some
+    seconds, is written to the folder `reproducers`, if there is one.
+    """
 
     passes: tuple[GraphPass, ...]
     hook: Hook | None = None
     name: str = "pipeline"
+    reproducers: Path | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "passes", tuple(self.passes))
@@ -62,9 +67,10 @@ class Pipeline:
         return self.passes[0].requires if self.passes else min(Stage)
 
     @property
-    def ensures(self) -> Stage:
-        """The stage its last pass leads to."""
-        return self.passes[-1].ensures if self.passes else max(Stage)
+    def ensures(self) -> Stage | None:
+        """The stage its passes lead to; None where none of them leads to one."""
+        stages = [pass_.ensures for pass_ in self.passes if pass_.ensures is not None]
+        return stages[-1] if stages else None
 
     def __call__(self, graph_module: GraphModule) -> PassResult:
         """Runs all passes.
@@ -78,10 +84,21 @@ class Pipeline:
             try:
                 current = self._run(pass_, current)
             except Exception as error:
-                if isinstance(error, PassesError) and error.exit_code != PassesError.exit_code:
+                if is_for_the_user(error):
                     raise
-                raise PassError(pass_.name, [other.name for other in self.passes[:position]], error) from error
+                raise self._failure(position, current, error) from _cause(error)
         return PassResult(current, modified=current is not graph_module)
+
+    def _failure(self, position: int, before: GraphModule, error: Exception) -> PassError:
+        """What to raise where the pass at `position` met `error` on the graph `before`."""
+        pass_, cause = self.passes[position], _cause(error)
+        context = error.context if isinstance(error, PassError) else ""
+        script = None
+        if self.reproducers is not None:
+            from picompile_passes.reproducer import write_reproducer
+
+            script = write_reproducer(self.reproducers, pass_, before, cause)
+        return PassError(pass_.name, [other.name for other in self.passes[:position]], cause, context, script)
 
     def _run(self, pass_: GraphPass, before: GraphModule) -> GraphModule:
         start = time.perf_counter()
@@ -98,7 +115,12 @@ class Pipeline:
             except StageError as error:
                 order = ", ".join(other.name for other in self.passes)
                 raise StageError(f"{error} (the order of passes is {order})") from error
-            stage = pass_.ensures
+            stage = stage if pass_.ensures is None else pass_.ensures
+
+
+def _cause(error: Exception) -> Exception:
+    """What went wrong in a pass, without the name of the pass around it."""
+    return error.cause if isinstance(error, PassError) else error
 
 
 def each(*hooks: Hook | None) -> Hook:

@@ -23,12 +23,13 @@ _INHERITED_META = ("nn_module_stack", "stack_trace")
 
 
 class Rewriter:
-    """Changes one graph on behalf of one pass. `changes` counts what was done."""
+    """Changes one graph on behalf of one pass. `changes` counts what was done; `place` is where it was done last."""
 
     def __init__(self, graph_module: GraphModule, pass_name: str) -> None:
         self.graph_module = graph_module
         self.pass_name = pass_name
         self.changes = 0
+        self.place: Node | None = None
 
     @property
     def graph(self) -> Graph:
@@ -49,6 +50,7 @@ class Rewriter:
 
         `sources` are the nodes it stands for. Raises `PropagateError` where `op` does not accept `args`.
         """
+        self.place = before
         value = fake_call(self.graph, op, args)
         with self.graph.inserting_before(before):
             node = self.graph.create_node("call_function", op, tuple(args), {}, name=op._opname)
@@ -73,11 +75,13 @@ class Rewriter:
 
     def replace(self, old: Node, new: Node) -> None:
         """Uses of `old`, but for those by `new` itself, become uses of `new`. Unused nodes go when the pass ends."""
+        self.place = new
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         self.changes += 1
 
     def set_argument(self, node: Node, name: str, value: Any) -> None:
         """Passes `value` for the argument `name` of the call `node`, and computes the call's value anew."""
+        self.place = node
         position = argument_position(node, name)
         if position < len(node.args):
             node.update_arg(position, value)
@@ -86,12 +90,23 @@ class Rewriter:
         node.meta["val"] = fake_result(node)
         self.changes += 1
 
-    def annotate(self, node: Node, *, layer: int | None = None, device: str | None = None) -> None:
-        """Writes layer number and device on `node`; what is None stays as it is."""
+    def annotate(
+        self, node: Node, *, layer: int | None = None, device: str | None = None, **notes: int | float | str
+    ) -> None:
+        """Writes layer number, device and `notes` of any name on `node`; what is None stays as it is.
+
+        Notes are in `node.meta["notes"]` and in dumps. What was written so before is no change.
+        """
         given = {key: value for key, value in (("layer", layer), ("device", device)) if value is not None}
-        if given:
-            node.meta.update(given)
-            self.changes += 1
+        known = node.meta.get("notes", {})
+        if all(node.meta.get(key) == value for key, value in given.items()) and known == known | notes:
+            return
+        self.place = node
+        node.meta.update(given)
+        if notes:
+            # A new dict: copies of a graph share what their nodes' metadata hold.
+            node.meta["notes"] = known | notes
+        self.changes += 1
 
     def _describe(self, node: Node, value: Any, sources: Sequence[Node]) -> None:
         node.meta["val"] = value

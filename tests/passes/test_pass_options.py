@@ -1,3 +1,4 @@
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,6 +17,8 @@ class Options:
     names: tuple[str, ...] = ("x",)
     bare: tuple = ()
     table: dict[int, int] = field(default_factory=dict)
+    hot: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    nodes: set[int] = field(default_factory=set)
     pair: tuple[int, int] = (0, 0)
     long_name: int = 0
 
@@ -47,6 +50,9 @@ def read(text):
         ("p{layers=()}", Options(layers=())),
         ("p{names=(a,'b,c')}", Options(names=("a", "b,c"))),
         ("p{bare=(a,b)}", Options(bare=("a", "b"))),
+        ("p{table=(1:2, 3 : 4)}", Options(table={1: 2, 3: 4})),
+        ("p{hot=(0:(5,17),2:())}", Options(hot={0: (5, 17), 2: ()})),
+        ("p{hot=()}", Options(hot={})),
         ("p{long-name=4}", Options(long_name=4)),
         ("p{long_name=4}", Options(long_name=4)),
     ],
@@ -67,13 +73,17 @@ def test_options_are_read_by_the_types_of_the_fields(text, expected):
         ("p{count=1,count=2}", "option count is given twice in 'p{count=1,count=2}'"),
         ("p{layers=(1}", "a parenthesis is not closed in 'layers=(1'"),
         ("p{word='a}", 'a quote is not closed in "word=\'a"'),
-        ("p{weight=1}", "pass p has no option weight; its options: bare, count, flag, layers, long_name, "),
+        ("p{weight=1}", "pass p has no option weight; its options: bare, count, flag, hot, layers, long_name, "),
         ("p{count=1.5}", "option count of pass p: '1.5' is not a whole number"),
         ("p{share=half}", "option share of pass p: 'half' is not a number"),
         ("p{flag=yes}", "option flag of pass p: 'yes' is neither true nor false"),
         ("p{layers=1}", "option layers of pass p: '1' is not a list in parentheses"),
         ("p{layers=(1,x)}", "option layers of pass p: 'x' is not a whole number"),
-        ("p{table=1}", "option table of pass p: it cannot be given as text, only in Python"),
+        ("p{table=1}", "option table of pass p: '1' is not a list of key:value in parentheses"),
+        ("p{table=(1)}", "option table of pass p: '1' is not written key:value"),
+        ("p{table=(1:2,x:3)}", "option table of pass p: 'x' is not a whole number"),
+        ("p{table=(1:2,1:3)}", "option table of pass p: 1 is given twice"),
+        ("p{nodes=1}", "option nodes of pass p: it cannot be given as text, only in Python"),
         ("p{pair=(1,2)}", "option pair of pass p: it cannot be given as text, only in Python"),
     ],
 )

@@ -9,6 +9,7 @@ from picompile_passes.errors import PassOptionError, RegistryError
 from picompile_passes.infra import Pass
 from picompile_passes.passes import BUILTIN
 from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.registry import ENTRY_POINT_GROUP, find_pass, make_pass, registrations
 
@@ -79,7 +80,8 @@ def test_options_reach_the_pass():
     assert make_pass("insert-predictors{kind=none}") == InsertPredictors("none")
     with pytest.raises(PassOptionError, match="'q9' is not one of f16, q8, q4"):
         make_pass("quantize{format=q9}")
-    with pytest.raises(PassOptionError, match="option hot of pass partition: it cannot be given as text"):
+    assert make_pass("partition{hot=(0:(17,5),2:())}") == Partition({2: (), 0: (5, 17)})
+    with pytest.raises(PassOptionError, match="option hot of pass partition: '1' is not written key:value"):
         make_pass("partition{hot=(1,2)}")
 
 

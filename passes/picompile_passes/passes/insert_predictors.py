@@ -1,6 +1,6 @@
 """Puts a predictor in front of every feed-forward block."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch.fx import Node
@@ -31,7 +31,7 @@ class InsertPredictors(Pass):
     requires: ClassVar[Stage] = Stage.CANONICAL
     ensures: ClassVar[Stage] = Stage.PREDICTED
 
-    kind: str = "auto"
+    kind: str = field(default="auto", metadata={"help": "predictor: auto, exact or none"})
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -26,14 +26,18 @@ class Partition(Pass):
     2. A row-local predictor is split in the same way. Any other stays whole, and the parts name their rows of its mask
        by `neurons`.
     3. Where one part would have no neuron, the block stays as it is and gets the other part's device.
-    4. Layers that are not in `hot` stay as they are.
+    4. Layers that are not in `hot` stay as they are. A layer that is partitioned already is an error.
     """
 
     name: ClassVar[str] = "partition"
     requires: ClassVar[Stage] = Stage.PREDICTED
     ensures: ClassVar[Stage] = Stage.PARTITIONED
 
-    hot: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    idempotent: ClassVar[bool] = False
+
+    hot: Mapping[int, Sequence[int]] = field(
+        default_factory=dict, metadata={"help": "layer → its hot neurons, as in (0:(5,17),1:(3))"}
+    )
 
     def __post_init__(self) -> None:
         for layer, neurons in self.hot.items():

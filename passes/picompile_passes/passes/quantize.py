@@ -1,14 +1,14 @@
 """Packs every matrix in a weight format."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch.fx import Node
 
 from picompile_passes.dialect import FORMATS
 from picompile_passes.errors import PassOptionError, UnsupportedGraphError
-from picompile_passes.infra import Pass
+from picompile_passes.infra import Effect, Pass
 from picompile_passes.nodes import arguments, constant_nodes, is_call
 from picompile_passes.operands import DEQUANTIZE, MATRICES, QUANTIZE, matrix_operands
 from picompile_passes.rewriter import Rewriter
@@ -29,7 +29,9 @@ class Quantize(Pass):
     requires: ClassVar[Stage] = Stage.PREDICTED
     ensures: ClassVar[Stage] = Stage.QUANTIZED
 
-    format: str = "q4"
+    effect: ClassVar[Effect] = Effect.ROUNDS
+
+    format: str = field(default="q4", metadata={"help": "weight format: f16, q8 or q4"})
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
