@@ -10,6 +10,7 @@ _aten = torch.ops.aten
 MOVES: frozenset[Any] = frozenset(
     {
         _aten.alias.default,
+        _aten.broadcast_to.default,
         _aten.clone.default,
         _aten.contiguous.default,
         _aten.detach.default,
@@ -18,6 +19,7 @@ MOVES: frozenset[Any] = frozenset(
         _aten.index.Tensor,
         _aten.index_select.default,
         _aten.narrow.default,
+        _aten.numpy_T.default,
         _aten.permute.default,
         _aten.repeat.default,
         _aten.repeat_interleave.self_int,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -59,13 +60,22 @@ def export_decoder(module: nn.Module, call: DecoderCall, max_tokens: int) -> Gra
                 # A slice of a mask or a table guards against a length that is just the buffer's; it holds there too.
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
-            exported = program.run_decompositions({}).module(check_guards=False)
+            if _writes_in_place(program.graph):
+                # Retraces all of it, which takes twice as long as the export itself.
+                program = program.run_decompositions({})
+            exported = program.module(check_guards=False)
     except UnsupportedModelError:
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise UnsupportedModelError(f"{type(module).__name__} cannot be captured: {text}") from error
     return _plain_graph(exported, module)
+
+
+def _writes_in_place(graph: Graph) -> bool:
+    """Whether a call changes one of its arguments, as `add_` does."""
+    targets = [node.target for node in graph.nodes if isinstance(node.target, OpOverload)]
+    return any(target._schema.is_mutable for target in targets)
 
 
 def first_names(module: nn.Module) -> dict[str, tuple[str, ...]]:

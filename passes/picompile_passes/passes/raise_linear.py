@@ -13,7 +13,8 @@ from picompile_passes.rewriter import Rewriter
 from picompile_passes.stages import Stage
 
 _aten = torch.ops.aten
-_TRANSPOSES = (_aten.permute.default, _aten.transpose.int, _aten.t.default)
+_ALWAYS_SWAPS = (_aten.t.default, _aten.numpy_T.default)
+_TRANSPOSES = (_aten.permute.default, _aten.transpose.int, *_ALWAYS_SWAPS)
 _PRODUCTS = (_aten.linear.default, _aten.addmm.default, _aten.mm.default, _aten.matmul.default)
 
 
@@ -80,7 +81,7 @@ def _transposed(rewriter: Rewriter, matrix: Node, before: Node) -> Node:
 
 def _swaps(node: Node) -> bool:
     """Whether a transposing call on a matrix exchanges its dimensions, rather than leaving them as they are."""
-    if is_call(node, _aten.t.default):
+    if is_call(node, *_ALWAYS_SWAPS):
         return True
     if is_call(node, _aten.permute.default):
         return [dim % 2 for dim in arguments(node)["dims"]] == [1, 0]

@@ -14,7 +14,7 @@ from picompile_passes.stages import Stage
 _aten = torch.ops.aten
 _ALIASES = (_aten.alias.default, _aten.detach.default)
 _COPIES = (_aten.clone.default, _aten.contiguous.default)
-_CASTS = (_aten._to_copy.default, _aten.to.dtype)
+_CASTS = (_aten._to_copy.default, _aten.to.dtype, _aten.to.dtype_layout, _aten.to.device)
 
 
 @dataclass(frozen=True)
