@@ -12,6 +12,7 @@ from typer.main import get_command
 from picompile import __version__
 from picompile.cli.bench import bench_command
 from picompile.cli.compile import compile_command
+from picompile.cli.diff import diff_command
 from picompile.cli.doctor import doctor_command
 from picompile.cli.eval import eval_command
 from picompile.cli.failures import report
@@ -39,6 +40,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": eval_command,
     "synth": synth_command,
     "passes": passes_command,
+    "diff": diff_command,
     "targets": targets_command,
     "doctor": doctor_command,
 }

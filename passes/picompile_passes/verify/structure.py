@@ -83,6 +83,7 @@ def operators_rule(on_tokens: frozenset[OpOverload], on_constants: frozenset[OpO
     """Every call is one of `on_tokens`, or one of `on_constants` where it depends on no input."""
 
     def check(graph_module: GraphModule) -> Iterator[Fault]:
+        """Every call is one of the operators that the stage allows, on tokens or on what depends on no input."""
         constants = constant_nodes(graph_module.graph)
         for node in graph_module.graph.nodes:
             if node.op in ("call_module", "call_method"):

@@ -1,0 +1,146 @@
+import operator
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from picompile.passes import GraphBuilder
+from picompile.testing import LLAMA, build, captured_decoders, shapes
+from picompile_passes.dump import graph_text
+from picompile_passes.dump_reader import DumpError, DumpGraph, read_dump
+from picompile_passes.infra import copy_graph_module
+from picompile_passes.operands import EMBEDDING, LINEAR
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+from picompile_passes.passes.quantize import Quantize
+from picompile_passes.propagate import value_text
+
+# What can go wrong here does so in the first graphs; `make fuzz` draws more.
+FEW = settings(max_examples=4, phases=(Phase.explicit, Phase.generate)) if settings.default.derandomize else settings()
+HEADER = "# stage canonical, 1 nodes\n"
+
+
+def read(*lines: str) -> DumpGraph:
+    return read_dump("\n".join([f"# stage canonical, {len(lines)} nodes", *lines]) + "\n")
+
+
+@FEW
+@given(shapes(), st.sampled_from([(), (0,)]))
+def test_what_is_written_is_read(shape, hot):
+    canonical = build(shape)
+    predicted = InsertPredictors()(canonical).graph_module
+    partitioned = Partition({0: hot})(predicted).graph_module
+    for graph_module in (canonical, predicted, partitioned, Quantize("q8")(partitioned).graph_module):
+        assert_read_back(graph_module)
+
+
+@FEW
+@given(captured_decoders())
+def test_what_is_written_of_captured_graphs_is_read(graph_module):
+    assert_read_back(graph_module)
+
+
+def assert_read_back(graph_module):
+    text = graph_text(graph_module)
+    dump = read_dump(text)
+    nodes = {node.name: node for node in graph_module.graph.nodes}
+    assert dump.stage == graph_module.meta["stage"]
+    assert list(dump.nodes) == list(nodes)
+    for line, found in zip(text.splitlines()[1:], dump.nodes.values(), strict=True):
+        node = nodes[found.name]
+        assert found.shape == (value_text(node.meta["val"]) if "val" in node.meta else "")
+        assert found.inputs == tuple(other.name for other in node.all_input_nodes)
+        assert found.weight == (str(node.target) if node.op == "get_attr" else "")
+        assert found.notes.get("layer") == (str(node.meta["layer"]) if "layer" in node.meta else None)
+        assert found.notes.get("device") == node.meta.get("device")
+        assert found.origin == (tuple(node.meta["from"]) if "from" in node.meta else None)
+        assert line.partition("  = ")[2].partition("  # ")[0] == found.expression
+
+
+def test_a_line_by_its_parts():
+    after = Partition({0: (1, 2)})(InsertPredictors()(build(LLAMA)).graph_module).graph_module
+    nodes = read_dump(graph_text(after)).nodes
+    (hot,) = [
+        node for node in nodes.values() if node.operator.endswith("predict") and node.notes.get("device") == "hot"
+    ]
+    assert hot.operator == "picompile.predict"
+    assert dict(hot.arguments)["weights"] == "[index_select]"
+    assert hot.arguments[2:] == (("kind", "'exact'"), ("threshold", "0.0"))
+    assert hot.inputs[1:] == ("index_select",)
+    assert hot.notes == {"layer": "0", "device": "hot"}
+    assert hot.origin == ("partition", ("predict",))
+
+
+def test_notes_of_all_kinds():
+    graph_module = copy_graph_module(build(LLAMA))
+    node = next(iter(graph_module.graph.find_nodes(op="call_function", target=EMBEDDING)))
+    node.meta.update(layer=3, device="cold", notes={"weight_bytes": 4096, "share": 0.5, "why": "rare, large"})
+    (found,) = [other for other in read_dump(graph_text(graph_module)).nodes.values() if other.name == node.name]
+    assert found.notes == {
+        "layer": "3",
+        "device": "cold",
+        "weight_bytes": "4096",
+        "share": "0.5",
+        "why": "rare, large",
+    }
+
+
+def test_text_in_quotes_is_no_node_and_no_note():
+    node = read("a  i64  = placeholder", "b  i64  = f(x=a, s='a, (b)  # layer 7', t=\"it's\")  # layer 1").nodes["b"]
+    assert node.arguments == (("x", "a"), ("s", "'a, (b)  # layer 7'"), ("t", '"it\'s"'))
+    assert node.inputs == ("a",)
+    assert node.notes == {"layer": "1"}
+
+
+def test_words_that_look_like_nodes():
+    nodes = read(
+        "e        i64  = placeholder",
+        "torch    i64  = placeholder",
+        "call     i64  = f(a=1e-06, b=torch.float32, c=[e, 2e3, e], d=device(type='cpu'), f=call)",
+    ).nodes
+    assert nodes["call"].inputs == ("e",)
+
+
+def test_calls_that_are_no_operators():
+    b = GraphBuilder()
+    logits = b.call(LINEAR, b.call(EMBEDDING, b.tokens, b.parameter("w", 5, 4), 0), b.parameter("head", 5, 4), None)
+    graph_module = b.finish(logits)
+    graph = graph_module.graph
+    with graph.inserting_before(graph.output_node()):
+        size = graph.call_function(torch.ops.aten.sym_size.int, (b.tokens, 0))
+        product = graph.call_function(operator.mul, (size, 2))
+    found = read_dump(graph_text(graph_module)).nodes[product.name]
+    assert found.operator == "<built-in function mul>"
+    assert found.arguments == (("", size.name), ("", "2"))
+    assert found.inputs == (size.name,)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "not a dump: its first line"),
+        ("hello\n", "not a dump: its first line"),
+        ("# stage canonical, some nodes\n", "not a dump: its first line"),
+        ("# stage canonical, 2 nodes\na  i64  = placeholder\n", "not a whole dump: it says 2 nodes and has 1"),
+        (HEADER + "a i64 placeholder\n", "line 2 is not 'name  shape  = expression'"),
+        (HEADER + "a  i64  = nothing\n", "line 2 calls nothing"),
+        (HEADER + "a  i64  = f(b\n", "line 2 calls nothing"),
+        ("# stage x, 2 nodes\na  i  = placeholder\na  i  = placeholder\n", "line 3 has node a a second time"),
+        (HEADER + "\n", "line 2 is not"),
+    ],
+)
+def test_what_is_no_dump(text, says):
+    with pytest.raises(DumpError) as caught:
+        read_dump(text)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_reading_needs_no_torch():
+    import subprocess
+    import sys
+
+    code = "import picompile_passes.dump_reader, picompile.viewer, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
