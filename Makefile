@@ -1,6 +1,6 @@
 # make demo   compile the bundled model and generate text from it
 # make test   ruff, mypy and pytest
-# make fuzz   the property tests, with many more random examples
+# make fuzz   the property tests on new random examples, for MINUTES=10
 # make bench  compile a 1.3-billion-parameter model with 10 % of its neurons firing, and measure it
 # make format make clean
 #
@@ -11,6 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PROMPT ?= class Reader:
+MINUTES ?= 10
 
 # More test processes than this only take memory: each holds torch.
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
@@ -30,7 +31,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/pytest -n $(JOBS)
 
 fuzz: $(VENV)/.installed-dev
-	PICOMPILE_HYPOTHESIS=fuzz $(BIN)/pytest -n $(JOBS) -m hypothesis
+	$(BIN)/python tests/fuzz.py --minutes $(MINUTES) --jobs $(JOBS)
 
 bench: $(VENV)/.installed
 	test -d build/bench/reglu-1.3b || \

@@ -6,16 +6,27 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from support import BuildOnce, Cli, Ended, compile_for_test, save_tiny_llama
 
 # The same examples in every run, so that a failure in CI can be had again; `make fuzz` looks for new ones.
 # No deadline: the first example of a test pays for imports and compilations.
+# Nor are failing examples made smaller there: with graphs that takes minutes.
 settings.register_profile(
-    "ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "ci",
+    derandomize=True,
+    deadline=None,
+    print_blob=True,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile(
-    "fuzz", settings.get_profile("ci"), derandomize=False, max_examples=1000, suppress_health_check=list(HealthCheck)
+    "fuzz",
+    settings.get_profile("ci"),
+    derandomize=False,
+    max_examples=200,
+    phases=tuple(Phase),
+    suppress_health_check=list(HealthCheck),
 )
 settings.load_profile(os.environ.get("PICOMPILE_HYPOTHESIS", "ci"))
 

@@ -12,6 +12,9 @@ from support import BUNDLED_MODEL, ROOT
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+# Needs its files to be written first: a test of its own.
+TUTORIAL = ROOT / "docs" / "write_a_pass.md"
+
 # Not run here, and why.
 EXEMPT = {
     "make demo": "makes a virtual environment and downloads torch; what it then runs is what the other commands run",
@@ -20,6 +23,9 @@ EXEMPT = {
     "make format": "rewrites the sources",
     "make bench": "takes 7 GB of disk and some minutes",
     "pip install ./runtime": "downloads packages",
+    "pip install 'picompile[testing]'": "downloads packages",
+    "python benchmarks/passes.py --shape reglu-1.3b --layers 12,24,48,96": "takes minutes, and a quiet machine",
+    "pip install .": "run, in a folder of its own, by the test of the tutorial",
     "python benchmarks/decode.py --shape reglu-1.3b --active 0.10 --work build/bench": "takes 10 GB and ten minutes",
     "python benchmarks/kernels.py": "takes a minute, and a quiet machine",
     "python benchmarks/compile_memory.py MODEL --quant q4 [--limit-gb 6]": "a synopsis; takes minutes",
@@ -33,6 +39,7 @@ PLACEHOLDERS = {
 
 COMMAND = re.compile(r"```(?:console|bash)\n(.*?)```", re.DOTALL)
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
+TITLED = re.compile(r'```\w+ title="([^"]+)"\n(.*?)```', re.DOTALL)
 LINK = re.compile(r"\]\(([^)#]+?)(?:#[^)]*)?\)")
 
 
@@ -71,23 +78,23 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path != TUTORIAL], ids=lambda path: path.name)
 def test_every_command_runs(document: Path, workplace: Path) -> None:
     """In order, in one folder: later commands use what earlier ones made."""
     for command in commands(document):
-        if command in EXEMPT:
-            continue
-        done = subprocess.run(
-            ["bash", "-c", substituted(command)],
-            cwd=workplace,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, f"{document.name}: {command}\n{done.stderr}"
-        assert done.stderr == "", f"{document.name}: {command}"
-        assert done.stdout, f"{document.name}: {command} printed nothing"
+        if command not in EXEMPT:
+            done = run_command(substituted(command), workplace, environment())
+            assert done.stdout, f"{document.name}: {command} printed nothing"
+
+
+def run_command(command: str, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command, which must succeed and say nothing on stderr."""
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    assert done.stderr == "", command
+    return done
 
 
 def test_commands_are_found() -> None:
@@ -131,24 +138,28 @@ def test_python_of_the_readme(workplace: Path) -> None:
     assert int(done.stdout) > 0
 
 
-def test_the_pass_that_contributing_shows(tiny_model: Path) -> None:
-    """It registers, runs, and does what it says."""
-    from picompile.capture import load_model
-    from picompile_passes.passes.canonicalize import CANONICALIZE
-    from picompile_passes.pipeline import Pipeline
-    from picompile_passes.stages import Stage
-    from picompile_passes.verify import verify
-
-    (code,) = PYTHON.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
-    names: dict[str, object] = {"__name__": "shown"}
-    exec(compile(code, "CONTRIBUTING.md", "exec"), names)
-    canonical = Pipeline(CANONICALIZE)(load_model(tiny_model).graph_module).graph_module
-    replaced = names["ReplaceActivation"](activation="silu")(canonical)  # type: ignore[operator]
-    assert replaced.modified
-    verify(replaced.graph_module, Stage.CANONICAL)
-    activations = [node.args[7] for node in replaced.graph_module.graph.nodes if node.target is names["FFN"]]
-    assert activations == ["silu", "silu"]
-    assert not names["ReplaceActivation"](activation="relu")(canonical).modified  # type: ignore[operator]
+def test_write_a_pass(workplace: Path) -> None:
+    """As a reader would: the files as they stand, the commands in order, then the Python of the last section."""
+    text = TUTORIAL.read_text(encoding="utf-8")
+    files = dict(TITLED.findall(text))
+    assert set(files) == {"merge_duplicates.py", "test_merge_duplicates.py", "pyproject.toml"}
+    for name, content in files.items():
+        (workplace / name).write_text(content, encoding="utf-8")
+    site = workplace / "site"
+    # Into a folder of its own, and without the network.
+    install = f"python -m pip install --quiet --no-deps --no-build-isolation --target {site} ."
+    environment_ = environment() | {"PYTHONPATH": str(site), "PICOMPILE_HYPOTHESIS": "ci"}
+    ran = [command.replace("pip install .", install) for command in commands(TUTORIAL)]
+    assert install in ran
+    for command in ran:
+        run_command(command, workplace, environment_)
+    dumps = [
+        (workplace / "build" / "merged-ir" / name).read_text() for name in ("000_input.txt", "001_merge-duplicates.txt")
+    ]
+    assert len(dumps[1].splitlines()) < len(dumps[0].splitlines())
+    (code,) = PYTHON.findall(text)
+    script = f"from merge_duplicates import MergeDuplicates\n{code}"
+    subprocess.run([sys.executable, "-c", script], cwd=workplace, env=environment_, check=True, timeout=300)
 
 
 OPTION = re.compile(r"(?<![\w-])(--[a-z][a-z-]+)")

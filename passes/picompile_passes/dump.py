@@ -60,7 +60,7 @@ def _notes(node: Node) -> str:
     notes = [f"layer {node.meta['layer']}"] if "layer" in node.meta else []
     if "device" in node.meta:
         notes.append(str(node.meta["device"]))
-    notes += [f"{key} {value}" for key, value in node.meta.get("notes", {}).items()]
+    notes += [f"{key} {value!r}" for key, value in node.meta.get("notes", {}).items()]
     if "from" in node.meta:
         pass_name, sources = node.meta["from"]
         notes.append(f"from {pass_name}({', '.join(sources)})")

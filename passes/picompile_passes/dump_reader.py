@@ -12,6 +12,7 @@ _NOTES = re.compile(rf"{_QUOTED}|(?P<mark>  # )")
 _WORD = re.compile(rf"(?P<text>{_QUOTED})|(?<![\w.])(?P<word>[A-Za-z_][\w.]*)")
 _ARGUMENT_PARTS = re.compile(rf"{_QUOTED}|[()\[\]{{}}]|, ")
 _NAMED = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.+)", re.DOTALL)
+_NOTE = re.compile(rf"(?:(?P<key>\w+) (?P<value>{_QUOTED}|[^,]+)|(?P<word>[^,]+))(?:, |$)")
 _FROM = re.compile(r"(?:(?P<before>.*), )?from (?P<pass_name>[\w.-]+)\((?P<sources>[^()]*)\)")
 
 
@@ -111,18 +112,8 @@ def _split_origin(notes: str) -> tuple[str, tuple[str, tuple[str, ...]] | None]:
 
 
 def _read_notes(text: str) -> dict[str, str]:
-    """`layer 0, hot, bytes 4096` by keys; the word alone is the device. Any other word belongs to the value before."""
-    notes: dict[str, str] = {}
-    for piece in filter(None, text.split(", ")):
-        key, space, value = piece.partition(" ")
-        if space:
-            notes[key] = value
-        elif notes.keys() <= {"layer"}:
-            notes["device"] = piece
-        else:
-            last = list(notes)[-1]
-            notes[last] += f", {piece}"
-    return notes
+    """`layer 0, hot, bytes 4096, why 'rare, and large'` by keys, values as they stand; a word alone is the device."""
+    return {match["key"] or "device": match["value"] or match["word"] for match in _NOTE.finditer(text)}
 
 
 def _read_expression(text: str, number: int) -> tuple[str, str, tuple[tuple[str, str], ...]]:

@@ -29,7 +29,7 @@ class PassError(PassesError):
         self.pass_name = pass_name
         self.predecessors = tuple(predecessors or ())
         self.cause = cause
-        self.context = context
+        self.context = context or getattr(cause, "context", "")
         self.reproducer = reproducer
         order = f"after {', '.join(self.predecessors)}" if predecessors else "the first of its pipeline"
         before = "" if predecessors is None else f" ({order})"

@@ -158,9 +158,14 @@ class Dump:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Makes `folder` where it is missing. Raises `PassOptionError` where that cannot be done."""
+        """Makes `folder` where it is missing, and removes the dumps of another run from it.
+
+        Raises `PassOptionError` where that cannot be done.
+        """
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            for old in folder.glob("[0-9][0-9][0-9]_*.txt"):
+                old.unlink()
         except OSError as error:
             raise PassOptionError(f"cannot make the folder for dumps {folder}: {error.strerror}") from error
         self._folder = folder

@@ -6,6 +6,8 @@
 | `none` | not at all: every neuron is computed | nothing |
 
 `row_local` kinds need nothing but the rows of the neurons they speak of, so a partition may split them with the rows.
+
+`add_predictor_kind` adds others, before graphs that use them are made or read.
 """
 
 from collections.abc import Callable
@@ -56,6 +58,15 @@ def predictor_kind(name: str) -> PredictorKind:
         return _KINDS[name]
     except KeyError:
         raise ValueError(f"unknown predictor kind {name!r}; known are {', '.join(_KINDS)}") from None
+
+
+def add_predictor_kind(kind: PredictorKind) -> None:
+    """Makes `kind` known by its name to the operator `predict`, to passes and to the verifier.
+
+    Adding the same object again has no effect. Raises `ValueError` where another kind has the name.
+    """
+    if _KINDS.setdefault(kind.name, kind) is not kind:
+        raise ValueError(f"there is a predictor kind {kind.name!r} already")
 
 
 def predictor_kinds() -> tuple[str, ...]:

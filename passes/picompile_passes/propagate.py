@@ -4,8 +4,9 @@
 theirs by running the operator's fake implementation in that same mode, so that the symbols stay the same ones.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ from torch.fx.node import map_arg
 
 from picompile_passes.errors import PropagateError
 from picompile_passes.nodes import attribute
+
+
+# What calls gave, by mode and by all that their results depend on. Entries never change, and go with their mode.
+_RESULTS: WeakKeyDictionary[FakeTensorMode, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def fake_mode_of(graph: Graph) -> FakeTensorMode:
@@ -45,9 +50,16 @@ def fake_call(graph: Graph, op: Callable[..., Any], args: Any, kwargs: Any = Non
     """
     values = map_arg(tuple(args), _value)
     named = map_arg(kwargs or {}, _value)
+    mode = fake_mode_of(graph)
+    # The layers of a model ask the same again and again, and so does the verification after each pass.
+    known = _RESULTS.setdefault(mode, {})
+    key = (op, _key(values), _key(named))
+    if key in known:
+        return known[key]
     try:
-        with fake_mode_of(graph), torch.no_grad():
-            return op(*values, **named)
+        with mode, torch.no_grad():
+            known[key] = op(*values, **named)
+        return known[key]
     except PropagateError:
         raise
     except Exception as error:
@@ -92,6 +104,22 @@ def value_text(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(value_text, value))}]"
     return repr(value)
+
+
+def _key(value: Any) -> Hashable:
+    """Equal for arguments that an operator's fake implementation cannot tell apart."""
+    if isinstance(value, Tensor):
+        layout = (value.dtype, value.device, value.requires_grad)
+        return (*layout, *map(_key, value.shape), "strides", *map(_key, value.stride()))
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return (type(value), value.node.expr)
+    if isinstance(value, (tuple, list)):
+        return (type(value), *map(_key, value))
+    if isinstance(value, (dict, slice)):
+        items = value.items() if isinstance(value, dict) else (value.start, value.stop, value.step)
+        return (type(value), *map(_key, items))
+    # 1, 1.0 and True are equal, but not the same to an operator.
+    return (type(value), value)
 
 
 def _same_size(left: Any, right: Any) -> bool:

@@ -1,6 +1,6 @@
 """The one way a pass changes a graph: nodes made here carry their value and say where they came from."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -30,6 +30,7 @@ class Rewriter:
         self.pass_name = pass_name
         self.changes = 0
         self.place: Node | None = None
+        self._made: set[Node] = set()
 
     @property
     def graph(self) -> Graph:
@@ -110,11 +111,17 @@ class Rewriter:
 
     def _describe(self, node: Node, value: Any, sources: Sequence[Node]) -> None:
         node.meta["val"] = value
-        node.meta["from"] = Provenance(self.pass_name, tuple(source.name for source in sources))
+        node.meta["from"] = Provenance(self.pass_name, tuple(dict.fromkeys(self._origins(sources))))
+        self._made.add(node)
         for key in _INHERITED_META:
             if sources and key in sources[0].meta:
                 node.meta[key] = sources[0].meta[key]
         self.changes += 1
+
+    def _origins(self, sources: Sequence[Node]) -> Iterator[str]:
+        """The names of `sources`; of one that this pass made, those that it was made from."""
+        for source in sources:
+            yield from source.meta["from"].sources if source in self._made else (source.name,)
 
     def _fresh_attribute(self, name_hint: str) -> str:
         base = name_hint.replace(".", "_")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from picompile.capture.attention import register_attention
 from picompile.capture.captured import Captured
@@ -40,6 +41,18 @@ def load_model(folder: Path | str) -> Captured:
     """
     checkpoint = open_checkpoint(Path(folder))
     return Captured(export_decoder(checkpoint.model, call_model, _MAX_TOKENS), checkpoint.weights, checkpoint.facts)
+
+
+def capture_config(raw: Mapping[str, Any]) -> GraphModule:
+    """The captured graph of the model that a config.json of these contents describes; there need be no checkpoint.
+
+    Raises `UnsupportedModelError` as `load_model` does.
+    """
+    family = find_family(raw)
+    activation = activation_text(raw, _raw_activation(family, raw))
+    config = _make_config(family, raw)
+    check_config(family, config)
+    return export_decoder(build_model(family, config, activation), call_model, _MAX_TOKENS)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

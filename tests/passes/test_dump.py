@@ -1,5 +1,4 @@
-from graphs import LLAMA, OPT, build
-
+from picompile.testing import LLAMA, OPT, build
 from picompile_passes.dump import context_text, graph_text
 from picompile_passes.nodes import calls
 from picompile_passes.operands import EMBEDDING, PREDICT

@@ -75,14 +75,14 @@ def test_a_line_by_its_parts():
 def test_notes_of_all_kinds():
     graph_module = copy_graph_module(build(LLAMA))
     node = next(iter(graph_module.graph.find_nodes(op="call_function", target=EMBEDDING)))
-    node.meta.update(layer=3, device="cold", notes={"weight_bytes": 4096, "share": 0.5, "why": "rare, large"})
+    node.meta.update(layer=3, device="cold", notes={"weight_bytes": 4096, "share": 0.5, "why": "rare, and\nlarge"})
     (found,) = [other for other in read_dump(graph_text(graph_module)).nodes.values() if other.name == node.name]
     assert found.notes == {
         "layer": "3",
         "device": "cold",
         "weight_bytes": "4096",
         "share": "0.5",
-        "why": "rare, large",
+        "why": r"'rare, and\nlarge'",
     }
 
 

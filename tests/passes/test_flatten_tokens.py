@@ -2,10 +2,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from graphs import LLAMA, OPT, Builder, build
 from raising import HIDDEN, aten, captured, only, operators, raised
 from torch.fx import Node
 
+from picompile.testing import LLAMA, OPT, Shape, build
+from picompile_passes.builder import GraphBuilder
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.nodes import arguments
 from picompile_passes.operands import ATTENTION, EMBEDDING, LINEAR, RMS_NORM
@@ -16,16 +17,16 @@ from picompile_passes.verify import verify
 HEADS, SIZE = 3, HIDDEN // 3
 
 
-def _linear(b: Builder, x: Node, name: str = "w", rows: int = HIDDEN, bias: bool = False) -> Node:
+def _linear(b: GraphBuilder, x: Node, name: str = "w", rows: int = HIDDEN, bias: bool = False) -> Node:
     return b.call(LINEAR, x, b.parameter(name, rows, HIDDEN), b.parameter(f"{name}_bias", rows) if bias else None)
 
 
-def _batched(b: Builder, x: Node) -> Node:
+def _batched(b: GraphBuilder, x: Node) -> Node:
     return b.call(aten.unsqueeze.default, x, 0)
 
 
 def test_views_and_batch_dimensions_go() -> None:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         x = b.call(RMS_NORM, _batched(b, x), b.parameter("norm", HIDDEN), 1e-5)
         heads = b.call(aten.unflatten.int, _linear(b, x), -1, [HEADS, SIZE])
         turned = b.call(aten.transpose.int, heads, 1, 2)
@@ -38,7 +39,7 @@ def test_views_and_batch_dimensions_go() -> None:
 
 
 def test_parts_of_a_fused_linear_become_linears() -> None:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         fused = _linear(b, x, "qkv", 3 * HIDDEN, bias=True)
         # Falcon's order: q, k and v of each head side by side.
         heads = b.call(aten.unflatten.int, fused, -1, [HEADS, 3, SIZE])
@@ -59,13 +60,13 @@ def test_parts_of_a_fused_linear_become_linears() -> None:
 
 
 def test_equal_parts_are_one_linear() -> None:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         fused = _linear(b, x, "fused", 2 * HIDDEN)
         halves = [b.call(aten.slice.Tensor, fused, -1, 0, HIDDEN) for _ in range(2)]
         return _linear(b, b.call(aten.add.Tensor, *halves), "head")
 
     # The sum of twice the same is a form of it, so it has to pass through something in between.
-    def apart(b: Builder, x: Node) -> Node:
+    def apart(b: GraphBuilder, x: Node) -> Node:
         fused = _linear(b, x, "fused", 2 * HIDDEN)
         norms = [b.parameter(f"norm{i}", HIDDEN) for i in range(2)]
         halves = [b.call(RMS_NORM, b.call(aten.slice.Tensor, fused, -1, 0, HIDDEN), norm, 1e-5) for norm in norms]
@@ -78,7 +79,7 @@ def test_equal_parts_are_one_linear() -> None:
 
 
 def test_ids_of_embeddings() -> None:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         shifted = b.call(aten.add.Tensor, _batched(b, b.positions), 2)
         table = b.parameter("positions", 13, HIDDEN)
         again = b.call(EMBEDDING, _batched(b, b.tokens), b.parameter("again", 31, HIDDEN), 0)
@@ -92,7 +93,7 @@ def test_ids_of_embeddings() -> None:
 
 
 def test_positions_made_inside_are_the_positions() -> None:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         count = b.call(aten.sym_size.int, b.tokens, 0)
         made = b.call(EMBEDDING, b.call(aten.arange.default, count), b.parameter("positions", 13, HIDDEN), 0)
         return _linear(b, b.call(aten.add.Tensor, x, made), "head")
@@ -104,40 +105,40 @@ def test_positions_made_inside_are_the_positions() -> None:
 
 
 @pytest.mark.parametrize("shape", [LLAMA, OPT])
-def test_a_canonical_graph_stays(shape: object) -> None:
-    graph_module = build(shape)  # type: ignore[arg-type]
+def test_a_canonical_graph_stays(shape: Shape) -> None:
+    graph_module = build(shape)
     result = FlattenTokens()(graph_module)
     assert not result.modified
     assert stage_of(result.graph_module) == Stage.CANONICAL
 
 
-def _scaled(b: Builder, x: Node) -> Node:
+def _scaled(b: GraphBuilder, x: Node) -> Node:
     return b.call(aten.unsqueeze.default, b.call(aten.mul.Tensor, x, 12.0), 0)
 
 
-def _heads_mixed(b: Builder, x: Node) -> Node:
+def _heads_mixed(b: GraphBuilder, x: Node) -> Node:
     normed = b.call(RMS_NORM, x, b.parameter("norm", HIDDEN), 1e-5)
     return b.call(aten.slice.Tensor, normed, -1, 0, SIZE)
 
 
-def _tokens_mixed(b: Builder, x: Node) -> Node:
+def _tokens_mixed(b: GraphBuilder, x: Node) -> Node:
     return b.call(aten.flip.default, x, [0])
 
 
-def _normed_heads(b: Builder, x: Node) -> Node:
+def _normed_heads(b: GraphBuilder, x: Node) -> Node:
     heads = b.call(aten.unflatten.int, _linear(b, x), -1, [HEADS, SIZE])
     return b.call(aten.flatten.using_ints, b.call(RMS_NORM, heads, b.parameter("norm", SIZE), 1e-5), 1)
 
 
-def _plus_constant(b: Builder, x: Node) -> Node:
+def _plus_constant(b: GraphBuilder, x: Node) -> Node:
     return b.call(aten.add.Tensor, x, b.parameter("shift", HIDDEN))
 
 
-def _plus_number(b: Builder, x: Node) -> Node:
+def _plus_number(b: GraphBuilder, x: Node) -> Node:
     return b.call(aten.add.Tensor, x, 1.0)
 
 
-def _one_for_all(b: Builder, x: Node) -> Node:
+def _one_for_all(b: GraphBuilder, x: Node) -> Node:
     return b.call(aten.add.Tensor, x, b.call(LINEAR, x, b.parameter("one", 1, HIDDEN), None))
 
 
@@ -153,8 +154,8 @@ def _one_for_all(b: Builder, x: Node) -> Node:
         (_one_for_all, "it adds values of different shapes"),
     ],
 )
-def test_what_the_dialect_cannot_say_is_named(change: Callable[[Builder, Node], Node], message: str) -> None:
-    def write(b: Builder, x: Node) -> Node:
+def test_what_the_dialect_cannot_say_is_named(change: Callable[[GraphBuilder, Node], Node], message: str) -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
         changed = change(b, x)
         columns = int(changed.meta["val"].shape[-1])
         return b.call(LINEAR, changed, b.parameter("head", 31, columns), None)

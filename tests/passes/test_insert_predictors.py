@@ -1,9 +1,10 @@
 import pytest
 import torch
-from graphs import LLAMA, OPT, PROFILE, Shape, assert_close, build, random_weights, run, shapes
+from graphs import PROFILE
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from picompile.testing import LLAMA, OPT, Shape, assert_equivalent, build, random_weights, shapes
 from picompile_passes.errors import PassOptionError, UnsupportedGraphError
 from picompile_passes.materialize import materialize
 from picompile_passes.nodes import arguments, calls
@@ -27,8 +28,7 @@ def test_predicted_graph_computes_the_same(shape, kind, seed):
     assert result.modified
     assert stage_of(result.graph_module) is Stage.PREDICTED
     verify(result.graph_module, Stage.PREDICTED)
-    weights = random_weights(before, seed)
-    assert_close(run(result.graph_module, weights), run(before, weights))
+    assert_equivalent(before, result.graph_module, seed=seed)
 
 
 def test_every_block_is_replaced_by_a_predictor_and_a_sparse_block():

@@ -2,9 +2,9 @@ import weakref
 
 import pytest
 import torch
-from graphs import LLAMA, OPT, Weights, build, random_weights, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from picompile.testing import LLAMA, OPT, Weights, build, random_weights, run
 from picompile_passes.dialect import formats, quantize_rows
 from picompile_passes.errors import PassesError
 from picompile_passes.materialize import evaluate_constant, materialize

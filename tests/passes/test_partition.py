@@ -2,17 +2,16 @@ from random import Random
 
 import pytest
 import torch
-from graphs import LLAMA, OPT, PROFILE, Shape, assert_close, build, random_weights, run, shapes
+from graphs import PROFILE
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from picompile_passes import predictors
+from picompile.testing import LLAMA, OPT, Shape, assert_equivalent, build, shapes, with_predictors
 from picompile_passes.errors import PassOptionError
 from picompile_passes.nodes import arguments, attribute, calls
-from picompile_passes.operands import INDEX_SELECT, PREDICT, SPARSE_FFN
+from picompile_passes.operands import INDEX_SELECT, SPARSE_FFN
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
-from picompile_passes.rewriter import Rewriter
 from picompile_passes.stages import Stage, stage_of
 from picompile_passes.verify import verify
 
@@ -49,8 +48,7 @@ def test_partitioned_graph_computes_the_same(drawn, kind, seed):
     after = Partition(hot)(before).graph_module
     assert stage_of(after) is Stage.PARTITIONED
     verify(after, Stage.PARTITIONED)
-    weights = random_weights(before, seed)
-    assert_close(run(after, weights), run(before, weights))
+    assert_equivalent(before, after, seed=seed)
     for layer in range(shape.layers):
         sizes = [int(arguments(part)["up"].meta["val"].shape[0]) for part in parts(after, layer)]
         assert sum(sizes) == shape.ffn
@@ -125,28 +123,15 @@ def test_order_of_the_hot_neurons_does_not_matter():
         assert torch.equal(table, other.get_buffer(name))
 
 
-def test_predictor_that_is_not_row_local_stays_whole(monkeypatch):
+def test_predictor_that_is_not_row_local_stays_whole():
     """A kind as learned predictors will be: all of its neurons from one small matrix product."""
-    low_rank = predictors.PredictorKind(
-        "low-rank",
-        lambda x, weights, threshold: x @ weights[0].T @ weights[1].T > threshold,
-        lambda weights: int(weights[1].shape[0]),
-        row_local=False,
-    )
-    monkeypatch.setitem(predictors._KINDS, "low-rank", low_rank)
-    before = predicted(OPT, "none")
-    for mask in list(calls(before.graph, PREDICT)):
-        (up,) = arguments(mask)["weights"]
-        mixing = torch.randn(40, 40, generator=torch.Generator().manual_seed(1))
-        mask.update_arg(1, [up, Rewriter(before, "test").constant("mixing", mixing)])
-        mask.update_arg(2, "low-rank")
+    before = with_predictors(predicted(OPT), "testing-low-rank", 0.1)
     after = Partition({0: (3, 0, 17)})(before).graph_module
     hot, cold = parts(after, 0)
     assert arguments(hot)["mask"] is arguments(cold)["mask"]
     assert attribute(after, arguments(hot)["neurons"].target).tolist() == [0, 3, 17]
     verify(after, Stage.PARTITIONED)
-    weights = random_weights(before)
-    assert_close(run(after, weights), run(before, weights))
+    assert_equivalent(before, after)
 
 
 @pytest.mark.parametrize(
@@ -182,5 +167,4 @@ def test_fused_gate_and_up_are_split_by_neuron():
     before = predicted(shape)
     after = Partition({0: (39, 0)})(before).graph_module
     verify(after, Stage.PARTITIONED)
-    weights = random_weights(before)
-    assert_close(run(after, weights), run(before, weights))
+    assert_equivalent(before, after)

@@ -3,8 +3,8 @@ from itertools import pairwise
 from typing import ClassVar
 
 import pytest
-from graphs import LLAMA, OPT, build, structure
 
+from picompile.testing import LLAMA, OPT, build, structure
 from picompile_passes.dump import graph_text
 from picompile_passes.errors import (
     PassError,

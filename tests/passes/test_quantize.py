@@ -1,9 +1,10 @@
 import pytest
 import torch
-from graphs import LLAMA, OPT, PROFILE, Shape, Weights, assert_close, build, random_weights, run, shapes
+from graphs import PROFILE
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from picompile.testing import LLAMA, OPT, TOLERANCES, Shape, Weights, build, random_weights, run, shapes
 from picompile_passes.dialect import dequantize_rows, quantize_rows
 from picompile_passes.errors import PassOptionError
 from picompile_passes.nodes import arguments, calls
@@ -13,6 +14,11 @@ from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.stages import Stage, stage_of
 from picompile_passes.verify import verify
+
+
+def assert_close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCES[torch.float32] * float(expected.abs().max()))
+
 
 DOWN = ("down_proj.weight", "fc2.weight")
 

@@ -2,11 +2,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from graphs import Builder
 from raising import HIDDEN, aten, captured, only, operators, raised
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from picompile_passes.builder import GraphBuilder
 from picompile_passes.dialect import ACTIVATIONS, parse_activation
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.nodes import arguments
@@ -16,18 +16,18 @@ from picompile_passes.probe import recognize_activation
 
 NEURONS = 40
 
-Act = Callable[[Builder, Node], Node]
+Act = Callable[[GraphBuilder, Node], Node]
 
 
-def _linear(b: Builder, x: Node, name: str, rows: int, columns: int, bias: bool = False) -> Node:
+def _linear(b: GraphBuilder, x: Node, name: str, rows: int, columns: int, bias: bool = False) -> Node:
     return b.call(LINEAR, x, b.parameter(name, rows, columns), b.parameter(f"{name}_bias", rows) if bias else None)
 
 
-def _up(b: Builder, x: Node, name: str = "up", bias: bool = False) -> Node:
+def _up(b: GraphBuilder, x: Node, name: str = "up", bias: bool = False) -> Node:
     return _linear(b, x, name, NEURONS, HIDDEN, bias)
 
 
-def _down(b: Builder, hidden: Node, bias: bool = False) -> Node:
+def _down(b: GraphBuilder, hidden: Node, bias: bool = False) -> Node:
     return _linear(b, hidden, "down", HIDDEN, NEURONS, bias)
 
 
@@ -43,15 +43,15 @@ def _of(op: object, *args: object) -> Act:
     return lambda b, x: b.call(op, x, *args)
 
 
-def _quick_gelu(b: Builder, x: Node) -> Node:
+def _quick_gelu(b: GraphBuilder, x: Node) -> Node:
     return b.call(aten.mul.Tensor, x, b.call(aten.sigmoid.default, b.call(aten.mul.Tensor, x, 1.702)))
 
 
-def _silu(b: Builder, x: Node) -> Node:
+def _silu(b: GraphBuilder, x: Node) -> Node:
     return b.call(aten.mul.Tensor, b.call(aten.sigmoid.default, x), x)
 
 
-def _gelu_tanh(b: Builder, x: Node) -> Node:
+def _gelu_tanh(b: GraphBuilder, x: Node) -> Node:
     """gelu_new of transformers."""
     cubed = b.call(aten.mul.Tensor, b.call(aten.pow.Tensor_Scalar, x, 3.0), 0.044715)
     inner = b.call(aten.mul.Tensor, b.call(aten.add.Tensor, x, cubed), 0.7978845608028654)
@@ -59,16 +59,16 @@ def _gelu_tanh(b: Builder, x: Node) -> Node:
     return b.call(aten.mul.Tensor, b.call(aten.mul.Tensor, x, 0.5), outer)
 
 
-def _relu_squared(b: Builder, x: Node) -> Node:
+def _relu_squared(b: GraphBuilder, x: Node) -> Node:
     return b.call(aten.pow.Tensor_Scalar, b.call(aten.relu.default, x), 2)
 
 
-def _fatrelu(b: Builder, x: Node) -> Node:
+def _fatrelu(b: GraphBuilder, x: Node) -> Node:
     return b.call(aten.where.self, b.call(aten.gt.Scalar, x, 0.01), x, b.call(aten.zeros_like.default, x))
 
 
-def _fatrelu_of_constant(b: Builder, x: Node) -> Node:
-    zero = b.rewriter.constant("zero", torch.zeros(()))
+def _fatrelu_of_constant(b: GraphBuilder, x: Node) -> Node:
+    zero = b.constant("zero", torch.zeros(()))
     return b.call(aten.where.self, b.call(aten.gt.Scalar, x, 0.3), x, zero)
 
 
@@ -129,7 +129,7 @@ def test_down_has_a_row_for_each_neuron() -> None:
     assert _block(result)["down"] is only(result, TRANSPOSE)
     assert _block(result)["down"].meta["val"].shape == (NEURONS, HIDDEN)
 
-    def stored_by_neuron(b: Builder, x: Node) -> Node:
+    def stored_by_neuron(b: GraphBuilder, x: Node) -> Node:
         weight = b.call(TRANSPOSE, b.parameter("down", NEURONS, HIDDEN), 0, 1)
         return b.call(LINEAR, b.call(aten.relu.default, _up(b, x)), weight, None)
 
@@ -138,7 +138,7 @@ def test_down_has_a_row_for_each_neuron() -> None:
 
 @pytest.mark.parametrize("gate_first", [False, True])
 def test_the_gate_is_the_factor_with_the_activation(gate_first: bool) -> None:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         factors = [b.call(aten.silu.default, _up(b, x, "gate", bias=True)), _up(b, x)]
         return _down(b, b.call(aten.mul.Tensor, *(factors if gate_first else factors[::-1])))
 
@@ -148,7 +148,7 @@ def test_the_gate_is_the_factor_with_the_activation(gate_first: bool) -> None:
 
 
 def test_activations_on_both_sides() -> None:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         return _down(b, b.call(aten.mul.Tensor, *(b.call(aten.relu.default, _up(b, x, n)) for n in ("gate", "up"))))
 
     block = _block(raised(captured(write), RaiseFFN()))
@@ -156,14 +156,14 @@ def test_activations_on_both_sides() -> None:
 
 
 def test_a_composite_gate() -> None:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         return _down(b, b.call(aten.mul.Tensor, _silu(b, _up(b, x, "gate")), _up(b, x)))
 
     assert _block(raised(captured(write), RaiseFFN()))["activation"] == "silu"
 
 
 def test_fused_gate_and_up_in_views() -> None:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         fused = _linear(b, b.call(aten.unsqueeze.default, x, 0), "gate_up", 2 * NEURONS, HIDDEN, bias=True)
         gate, up = (b.call(aten.slice.Tensor, fused, -1, *ends) for ends in ((0, NEURONS), (NEURONS, 2 * NEURONS)))
         hidden = b.call(aten.mul.Tensor, b.call(aten.relu.default, gate), up)
@@ -176,7 +176,7 @@ def test_fused_gate_and_up_in_views() -> None:
 
 
 def test_layers_are_numbered() -> None:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         for i in range(3):
             hidden = b.call(aten.relu.default, _up(b, x, f"up{i}"))
             x = b.call(aten.add.Tensor, x, _linear(b, hidden, f"down{i}", HIDDEN, NEURONS))
@@ -188,13 +188,13 @@ def test_layers_are_numbered() -> None:
 
 
 def test_what_is_no_block_stays() -> None:
-    def straight(b: Builder, x: Node) -> Node:
+    def straight(b: GraphBuilder, x: Node) -> Node:
         return _down(b, _up(b, x))
 
-    def of_the_input(b: Builder, x: Node) -> Node:
+    def of_the_input(b: GraphBuilder, x: Node) -> Node:
         return _linear(b, b.call(aten.relu.default, x), "w", HIDDEN, HIDDEN)
 
-    def of_two_inputs(b: Builder, x: Node) -> Node:
+    def of_two_inputs(b: GraphBuilder, x: Node) -> Node:
         other = _up(b, b.call(aten.relu.default, x), "gate")
         return _down(b, b.call(aten.mul.Tensor, b.call(aten.relu.default, other), _up(b, x)))
 
@@ -203,10 +203,10 @@ def test_what_is_no_block_stays() -> None:
 
 
 def test_what_ffn_cannot_say_is_refused() -> None:
-    def summed(b: Builder, x: Node) -> Node:
+    def summed(b: GraphBuilder, x: Node) -> Node:
         return _down(b, b.call(aten.add.Tensor, b.call(aten.relu.default, _up(b, x, "gate")), _up(b, x)))
 
-    def mixed(b: Builder, x: Node) -> Node:
+    def mixed(b: GraphBuilder, x: Node) -> Node:
         product = b.call(aten.mul.Tensor, _up(b, x, "gate"), _up(b, x))
         return _down(b, b.call(aten.mul.Tensor, product, product))
 

@@ -1,25 +1,25 @@
 from collections.abc import Callable
 
 import pytest
-from graphs import Builder
 from raising import HIDDEN, aten, captured, only, operators, raised
 from torch.fx import Node
 
+from picompile_passes.builder import GraphBuilder
 from picompile_passes.operands import EMBEDDING, LINEAR, TRANSPOSE
 from picompile_passes.passes.raise_linear import RaiseLinear
 
-Write = Callable[[Builder, Node], Node]
+Write = Callable[[GraphBuilder, Node], Node]
 
 
-def _weight(b: Builder, *shape: int) -> Node:
+def _weight(b: GraphBuilder, *shape: int) -> Node:
     return b.parameter("w", *(shape or (40, HIDDEN)))
 
 
-def _bias(b: Builder) -> Node:
+def _bias(b: GraphBuilder) -> Node:
     return b.parameter("b", 40)
 
 
-def _permuted(b: Builder) -> Node:
+def _permuted(b: GraphBuilder) -> Node:
     return b.call(aten.permute.default, _weight(b), [1, 0])
 
 
@@ -66,7 +66,7 @@ def test_a_weight_stored_the_other_way_is_transposed() -> None:
 
 
 def test_a_product_that_others_use_keeps_its_bias_apart() -> None:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         product = b.call(aten.linear.default, x, _weight(b))
         return b.call(aten.mul.Tensor, b.call(aten.add.Tensor, product, _bias(b)), product)
 
@@ -79,7 +79,7 @@ def test_products_of_two_values_and_scaled_ones_stay() -> None:
     square = captured(lambda b, x: b.call(aten.mm.default, x, b.call(aten.t.default, x)))
     assert not RaiseLinear()(square).modified
 
-    def scaled(b: Builder, x: Node) -> Node:
+    def scaled(b: GraphBuilder, x: Node) -> Node:
         product = b.call(aten.addmm.default, _bias(b), x, _permuted(b))
         product.kwargs = {"beta": 0.5}
         return product
@@ -88,7 +88,7 @@ def test_products_of_two_values_and_scaled_ones_stay() -> None:
 
 
 def test_lookup() -> None:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         ids = b.call(aten.add.Tensor, b.positions, 2)
         return b.call(aten.add.Tensor, x, b.call(aten.embedding.default, b.parameter("p", 12, HIDDEN), ids, 1))
 

@@ -1,35 +1,35 @@
 from collections.abc import Callable
 
 import pytest
-from graphs import Builder
 from raising import HIDDEN, aten, captured, only, operators, raised
 from torch.fx import Node
 
+from picompile_passes.builder import GraphBuilder
 from picompile_passes.operands import LAYER_NORM, RMS_NORM
 from picompile_passes.passes.raise_norms import RaiseNorms
 
 EPS = 1e-3
 
 
-def _square(kind: str, b: Builder, x: Node) -> Node:
+def _square(kind: str, b: GraphBuilder, x: Node) -> Node:
     if kind == "pow":
         return b.call(aten.pow.Tensor_Scalar, x, 2)
     return b.call(aten.mul.Tensor, x, x) if kind == "mul" else b.call(aten.square.default, x)
 
 
-def _mean_square(b: Builder, x: Node, kind: str = "pow") -> Node:
+def _mean_square(b: GraphBuilder, x: Node, kind: str = "pow") -> Node:
     return b.call(aten.add.Tensor, b.call(aten.mean.dim, _square(kind, b, x), [-1], True), EPS)
 
 
-def _by_rsqrt(b: Builder, x: Node, kind: str = "pow") -> Node:
+def _by_rsqrt(b: GraphBuilder, x: Node, kind: str = "pow") -> Node:
     return b.call(aten.mul.Tensor, x, b.call(aten.rsqrt.default, _mean_square(b, x, kind)))
 
 
-def _by_sqrt(b: Builder, x: Node) -> Node:
+def _by_sqrt(b: GraphBuilder, x: Node) -> Node:
     return b.call(aten.div.Tensor, x, b.call(aten.sqrt.default, _mean_square(b, x)))
 
 
-def _by_reciprocal(b: Builder, x: Node) -> Node:
+def _by_reciprocal(b: GraphBuilder, x: Node) -> Node:
     root = b.call(aten.sqrt.default, _mean_square(b, x))
     return b.call(aten.mul.Tensor, b.call(aten.reciprocal.default, root), x)
 
@@ -37,7 +37,7 @@ def _by_reciprocal(b: Builder, x: Node) -> Node:
 @pytest.mark.parametrize("kind", ["pow", "mul", "square"])
 @pytest.mark.parametrize("weight_first", [False, True])
 def test_root_mean_square(kind: str, weight_first: bool) -> None:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         factors = [_by_rsqrt(b, x, kind), b.parameter("norm.weight", HIDDEN)]
         return b.call(aten.mul.Tensor, *(factors[::-1] if weight_first else factors))
 
@@ -48,8 +48,8 @@ def test_root_mean_square(kind: str, weight_first: bool) -> None:
 
 
 @pytest.mark.parametrize("normed", [_by_sqrt, _by_reciprocal])
-def test_root_mean_square_by_division(normed: Callable[[Builder, Node], Node]) -> None:
-    def write(b: Builder, x: Node) -> Node:
+def test_root_mean_square_by_division(normed: Callable[[GraphBuilder, Node], Node]) -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
         return b.call(aten.mul.Tensor, normed(b, x), b.parameter("norm.weight", HIDDEN))
 
     assert operators(raised(captured(write), RaiseNorms())) == {"rms_norm": 1}
@@ -62,7 +62,7 @@ def test_root_mean_square_without_weight() -> None:
 
 
 def test_one_root_mean_square_with_two_weights() -> None:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         normed = _by_rsqrt(b, x)
         halves = [b.call(aten.mul.Tensor, normed, b.parameter(f"{side}.weight", HIDDEN)) for side in ("left", "right")]
         return b.call(aten.add.Tensor, *halves)
@@ -71,15 +71,15 @@ def test_one_root_mean_square_with_two_weights() -> None:
 
 
 def test_another_mean_is_no_norm() -> None:
-    def over_tokens(b: Builder, x: Node) -> Node:
+    def over_tokens(b: GraphBuilder, x: Node) -> Node:
         mean = b.call(aten.mean.dim, _square("pow", b, x), [0], True)
         return b.call(aten.mul.Tensor, x, b.call(aten.rsqrt.default, b.call(aten.add.Tensor, mean, EPS)))
 
-    def of_cubes(b: Builder, x: Node) -> Node:
+    def of_cubes(b: GraphBuilder, x: Node) -> Node:
         mean = b.call(aten.mean.dim, b.call(aten.pow.Tensor_Scalar, x, 3), [-1], True)
         return b.call(aten.mul.Tensor, x, b.call(aten.rsqrt.default, b.call(aten.add.Tensor, mean, EPS)))
 
-    def of_another(b: Builder, x: Node) -> Node:
+    def of_another(b: GraphBuilder, x: Node) -> Node:
         other = b.call(aten.relu.default, x)
         return b.call(aten.mul.Tensor, x, b.call(aten.rsqrt.default, _mean_square(b, other)))
 
@@ -89,7 +89,7 @@ def test_another_mean_is_no_norm() -> None:
 
 @pytest.mark.parametrize(("weight", "bias"), [(True, True), (True, False), (False, False)])
 def test_layer_norm(weight: bool, bias: bool) -> None:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         weights = [b.parameter(f"norm.{name}", HIDDEN) if there else None
                    for name, there in (("weight", weight), ("bias", bias))]  # fmt: skip
         return b.call(aten.layer_norm.default, x, [HIDDEN], *weights, EPS)
@@ -101,7 +101,7 @@ def test_layer_norm(weight: bool, bias: bool) -> None:
 
 
 def test_rms_norm_of_torch() -> None:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         return b.call(aten.rms_norm.default, x, [HIDDEN], b.parameter("norm.weight", HIDDEN), EPS)
 
     assert operators(raised(captured(write), RaiseNorms())) == {"rms_norm": 1}

@@ -2,11 +2,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from graphs import Builder
 from raising import HIDDEN, aten, captured, operators, raised
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from picompile_passes.builder import GraphBuilder
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.nodes import arguments
 from picompile_passes.operands import ATTENTION, INDEX_SELECT, LINEAR, ROTARY
@@ -15,10 +15,10 @@ from picompile_passes.passes.raise_rotary import RaiseRotary
 HEADS, SIZE = 3, HIDDEN // 3
 FREQUENCIES = 0.3 ** torch.arange(SIZE // 2)
 
-Turn = Callable[[Builder, Node, Node, Node], Node]
+Turn = Callable[[GraphBuilder, Node, Node, Node], Node]
 
 
-def _cos_sin(b: Builder, repeat: bool, factor: float = 1.0) -> tuple[Node, Node]:
+def _cos_sin(b: GraphBuilder, repeat: bool, factor: float = 1.0) -> tuple[Node, Node]:
     """[T, 1, d/2] each, or [T, 1, d] with both halves alike."""
     angles = b.call(aten.mul.Tensor, b.call(aten.unsqueeze.default, b.positions, -1), _frequencies(b))
     if repeat:
@@ -28,11 +28,11 @@ def _cos_sin(b: Builder, repeat: bool, factor: float = 1.0) -> tuple[Node, Node]
     return cos, sin
 
 
-def _frequencies(b: Builder, values: Tensor = FREQUENCIES) -> Node:
-    return b.rewriter.constant("frequencies", values)
+def _frequencies(b: GraphBuilder, values: Tensor = FREQUENCIES) -> Node:
+    return b.constant("frequencies", values)
 
 
-def _halves(b: Builder, x: Node, cos: Node, sin: Node) -> Node:
+def _halves(b: GraphBuilder, x: Node, cos: Node, sin: Node) -> Node:
     """transformers' rotate_half: x · cos + cat(−x₂, x₁) · sin."""
     first, second = (b.call(aten.slice.Tensor, x, -1, *half) for half in ((0, SIZE // 2), (SIZE // 2, SIZE)))
     turned = b.call(aten.cat.default, [b.call(aten.neg.default, second), first], -1)
@@ -40,7 +40,7 @@ def _halves(b: Builder, x: Node, cos: Node, sin: Node) -> Node:
     return b.call(aten.add.Tensor, *products)
 
 
-def _neighbours(b: Builder, x: Node, cos: Node, sin: Node) -> Node:
+def _neighbours(b: GraphBuilder, x: Node, cos: Node, sin: Node) -> Node:
     """GPT-J's order: elements 2i and 2i + 1 turn together."""
     even, odd = (b.call(aten.slice.Tensor, x, -1, start, 2**63 - 1, 2) for start in (0, 1))
     first = b.call(aten.sub.Tensor, b.call(aten.mul.Tensor, even, cos), b.call(aten.mul.Tensor, odd, sin))
@@ -48,7 +48,7 @@ def _neighbours(b: Builder, x: Node, cos: Node, sin: Node) -> Node:
     return b.call(aten.flatten.using_ints, b.call(aten.stack.default, [first, second], -1), -2)
 
 
-def _attend(b: Builder, x: Node, change: Callable[[Node, str], Node]) -> Node:
+def _attend(b: GraphBuilder, x: Node, change: Callable[[Node, str], Node]) -> Node:
     """Attention of projections [T, HEADS, SIZE], of which `change` makes what is attended."""
     sides = []
     for name in "qkv":
@@ -59,7 +59,7 @@ def _attend(b: Builder, x: Node, change: Callable[[Node, str], Node]) -> Node:
 
 
 def _turned(turn: Turn, repeat: bool, factor: float = 1.0) -> GraphModule:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         cos, sin = _cos_sin(b, repeat, factor)
         return _attend(b, x, lambda part, _: turn(b, part, cos, sin))
 
@@ -98,14 +98,14 @@ def test_a_part_of_each_head_turns() -> None:
     """As Phi and GPT-NeoX have it: the rest stays, and counts as turning by 0."""
     turning = 4
 
-    def partly(b: Builder, x: Node, cos: Node, sin: Node) -> Node:
+    def partly(b: GraphBuilder, x: Node, cos: Node, sin: Node) -> Node:
         part, rest = (b.call(aten.slice.Tensor, x, -1, *ends) for ends in ((0, turning), (turning, SIZE)))
         first, second = (b.call(aten.slice.Tensor, part, -1, *ends) for ends in ((0, 2), (2, 4)))
         turned = b.call(aten.cat.default, [b.call(aten.neg.default, second), first], -1)
         sums = b.call(aten.mul.Tensor, part, cos), b.call(aten.mul.Tensor, turned, sin)
         return b.call(aten.cat.default, [b.call(aten.add.Tensor, *sums), rest], -1)
 
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         cos, sin = (b.call(aten.slice.Tensor, table, -1, 2, 4) for table in _cos_sin(b, False))
         cos, sin = (b.call(aten.cat.default, [table, table], -1) for table in (cos, sin))
         return _attend(b, x, lambda part, _: partly(b, part, cos, sin))
@@ -115,10 +115,10 @@ def test_a_part_of_each_head_turns() -> None:
 
 
 def test_tables_of_cosines_are_fitted() -> None:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         angles = torch.outer(torch.arange(300.0), FREQUENCIES)
         names = {"cos_table": angles.cos(), "sin_table": angles.sin()}
-        tables = [b.rewriter.constant(name, table) for name, table in names.items()]
+        tables = [b.constant(name, table) for name, table in names.items()]
         rows = (b.call(aten.index.Tensor, table, [b.positions]) for table in tables)
         cos, sin = (b.call(aten.unsqueeze.default, row, 1) for row in rows)
         return _attend(b, x, lambda part, _: _neighbours(b, part, cos, sin))
@@ -128,7 +128,7 @@ def test_tables_of_cosines_are_fitted() -> None:
 
 
 def test_a_constant_factor_goes_into_the_scale() -> None:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         return _attend(b, x, lambda part, name: b.call(aten.mul.Tensor, part, 0.25) if name == "q" else part)
 
     result = raised(captured(write), RaiseRotary())
@@ -142,23 +142,23 @@ def test_plain_attention_stays() -> None:
     assert not RaiseRotary()(captured(lambda b, x: _attend(b, x, lambda part, _: part))).modified
 
 
-def _only_query(b: Builder, x: Node) -> Node:
+def _only_query(b: GraphBuilder, x: Node) -> Node:
     cos, sin = _cos_sin(b, True)
     return _attend(b, x, lambda part, name: _neighbours_or_halves(b, part, cos, sin, name))
 
 
-def _neighbours_or_halves(b: Builder, part: Node, cos: Node, sin: Node, name: str) -> Node:
+def _neighbours_or_halves(b: GraphBuilder, part: Node, cos: Node, sin: Node, name: str) -> Node:
     if name == "q":
         return _halves(b, part, cos, sin)
     return _neighbours(b, part, *(b.call(aten.slice.Tensor, table, -1, 0, SIZE // 2) for table in (cos, sin)))
 
 
-def _not_a_turn(b: Builder, x: Node) -> Node:
+def _not_a_turn(b: GraphBuilder, x: Node) -> Node:
     cos, _ = _cos_sin(b, True)
     return _attend(b, x, lambda part, _: b.call(aten.mul.Tensor, part, cos))
 
 
-def _uneven(b: Builder, x: Node) -> Node:
+def _uneven(b: GraphBuilder, x: Node) -> Node:
     squared = b.call(aten.mul.Tensor, b.positions, b.positions)
     angles = b.call(aten.mul.Tensor, b.call(aten.unsqueeze.default, squared, -1), _frequencies(b))
     tables = (b.call(op, b.call(aten.unsqueeze.default, angles, 1)) for op in (aten.cos.default, aten.sin.default))
@@ -166,7 +166,7 @@ def _uneven(b: Builder, x: Node) -> Node:
     return _attend(b, x, lambda part, _: _neighbours(b, part, cos, sin))
 
 
-def _normed_heads(b: Builder, x: Node) -> Node:
+def _normed_heads(b: GraphBuilder, x: Node) -> Node:
     cos, sin = _cos_sin(b, True)
     norm = aten.layer_norm.default
     return _attend(b, x, lambda part, _: _halves(b, b.call(norm, part, [SIZE], None, None, 1e-5), cos, sin))
@@ -181,6 +181,6 @@ def _normed_heads(b: Builder, x: Node) -> Node:
         (_normed_heads, "between layer_norm.* and attention is no rotary embedding"),
     ],
 )
-def test_what_rotary_cannot_say_is_refused(write: Callable[[Builder, Node], Node], message: str) -> None:
+def test_what_rotary_cannot_say_is_refused(write: Callable[[GraphBuilder, Node], Node], message: str) -> None:
     with pytest.raises(UnsupportedGraphError, match=message):
         RaiseRotary()(captured(write))

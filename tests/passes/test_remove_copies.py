@@ -1,13 +1,13 @@
 import torch
-from graphs import Builder
 from raising import aten, captured, operators, raised
 from torch.fx import Node
 
+from picompile_passes.builder import GraphBuilder
 from picompile_passes.passes.remove_copies import RemoveCopies
 
 
 def test_copies_casts_and_dropout_go() -> None:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         x = b.call(aten.alias.default, b.call(aten.detach.default, x))
         x = b.call(aten.to.dtype, b.call(aten.clone.default, x), torch.float32)
         x = b.call(aten.dropout.default, b.call(aten.contiguous.default, x), 0.1, False)
@@ -17,7 +17,7 @@ def test_copies_casts_and_dropout_go() -> None:
 
 
 def test_what_changes_a_value_or_its_memory_stays() -> None:
-    def write(b: Builder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         half = b.call(aten.to.dtype, b.call(aten.to.dtype, x, torch.float16), torch.float32)
         columns = b.call(aten.clone.default, b.call(aten.t.default, half))
         columns.kwargs = {"memory_format": torch.contiguous_format}

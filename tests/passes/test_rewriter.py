@@ -1,8 +1,8 @@
 import pytest
 import torch
-from graphs import LLAMA, OPT, build
 from torch.fx import Graph
 
+from picompile.testing import LLAMA, OPT, build
 from picompile_passes.errors import PropagateError
 from picompile_passes.nodes import (
     argument_position,

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from graphs import LLAMA, OPT, Shape, build
 from torch.fx import GraphModule, Node
 
+from picompile.testing import LLAMA, OPT, Shape, build
 from picompile_passes.errors import VerifyError
 from picompile_passes.nodes import argument_position, arguments, calls
 from picompile_passes.operands import (

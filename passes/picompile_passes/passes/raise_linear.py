@@ -15,6 +15,7 @@ from picompile_passes.stages import Stage
 _aten = torch.ops.aten
 _ALWAYS_SWAPS = (_aten.t.default, _aten.numpy_T.default)
 _TRANSPOSES = (_aten.permute.default, _aten.transpose.int, *_ALWAYS_SWAPS)
+_COPIES = (_aten.clone.default, _aten.contiguous.default, _aten.alias.default, _aten.detach.default)
 _PRODUCTS = (_aten.linear.default, _aten.addmm.default, _aten.mm.default, _aten.matmul.default)
 
 
@@ -29,6 +30,8 @@ class RaiseLinear(Pass):
     4. `picompile.linear(x, w, None) + b`, b a constant vector and the linear used nowhere else → `picompile.linear(x,
        w, b)`.
     5. `embedding(w, ids)` → `picompile.embedding(ids, w, 0)`.
+
+    A matrix may be transposed and copied any number of times on the way; what is left is at most one transpose.
     """
 
     name: ClassVar[str] = "raise-linear"
@@ -43,8 +46,9 @@ class RaiseLinear(Pass):
         for node in calls(rewriter.graph, _aten.add.Tensor):
             _absorb_bias(rewriter, node, constant)
         for node in calls(rewriter.graph, _aten.embedding.default):
-            weight, ids = node.args[:2]
-            if weight in constant:
+            matrix, ids = node.args[:2]
+            if isinstance(matrix, Node) and matrix in constant:
+                weight = _plain(rewriter, matrix, node)
                 new = rewriter.call(EMBEDDING, (ids, weight, 0), before=node, sources=(node,))
                 rewriter.replace(node, new)
         return rewriter.changes > 0
@@ -56,7 +60,7 @@ def _raise_product(rewriter: Rewriter, node: Node, constant: frozenset[Node]) ->
         return
     if bias is not None and bias not in constant:
         return
-    weight = matrix if is_call(node, _aten.linear.default) else _transposed(rewriter, matrix, node)
+    weight = _plain(rewriter, matrix, node, transposed=not is_call(node, _aten.linear.default))
     new = rewriter.call(LINEAR, (x, weight, bias), before=node, sources=(node,))
     rewriter.replace(node, new)
 
@@ -72,10 +76,13 @@ def _operands(node: Node) -> tuple[Node, Node, Node | None]:
     return values["self"], values["mat2"] if "mat2" in values else values["other"], None
 
 
-def _transposed(rewriter: Rewriter, matrix: Node, before: Node) -> Node:
-    """The transpose of a constant matrix: what `matrix` is the transpose of, where it is one."""
-    if is_call(matrix, *_TRANSPOSES) and _swaps(matrix):
-        return matrix.all_input_nodes[0]
+def _plain(rewriter: Rewriter, matrix: Node, before: Node, *, transposed: bool = False) -> Node:
+    """The constant `matrix`, or its transpose, as no more than one transpose of what it is made from."""
+    while is_call(matrix, *_TRANSPOSES, *_COPIES):
+        transposed ^= not is_call(matrix, *_COPIES) and _swaps(matrix)
+        matrix = matrix.all_input_nodes[0]
+    if not transposed:
+        return matrix
     return rewriter.call(_aten.transpose.int, (matrix, 0, 1), before=before, sources=(matrix,))
 
 

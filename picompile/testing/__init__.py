@@ -1,0 +1,63 @@
+"""What passes are tested with: random models of every stage, weights for them, and what must hold of a pass.
+
+Needs hypothesis: `pip install 'picompile[testing]'`. The parts, by the question they answer:
+
+| | |
+| --- | --- |
+| does this pass keep its promises? | `check_pass`, which holds it to `PROPERTIES` |
+| do these two graphs compute the same? | `assert_equivalent`, within `TOLERANCES` or a bound |
+| which graphs are there? | `graphs`, `shapes` and `build`, `captured_decoders`, `configurations` and `models` |
+| what else varies? | `pipelines`, `hot_sets`, `partitions`, `masks`, `targets` |
+| what does a graph compute? | `random_weights`, `run` |
+| was a graph changed? | `structure` |
+"""
+
+import importlib.util
+
+if importlib.util.find_spec("hypothesis") is None:
+    raise ImportError("picompile.testing needs hypothesis: pip install 'picompile[testing]'")
+
+from picompile.testing.captured import build_captured, captured_decoders, captured_styles
+from picompile.testing.captured_style import Style
+from picompile.testing.checking import PropertyError, check_pass, check_run
+from picompile.testing.equivalence import TOLERANCES, assert_equivalent, run
+from picompile.testing.models import TestModel, configurations, models
+from picompile.testing.predictors import TESTING_KINDS, with_predictors
+from picompile.testing.properties import PROPERTIES
+from picompile.testing.shapes import LLAMA, OPT, Shape, build, shapes
+from picompile.testing.snapshot import structure
+from picompile.testing.strategies import graphs, hot_sets, masks, partitions, pipelines, targets
+from picompile.testing.weights import Weights, random_weights
+
+__all__ = [
+    "LLAMA",
+    "OPT",
+    "PROPERTIES",
+    "TESTING_KINDS",
+    "TOLERANCES",
+    "PropertyError",
+    "Shape",
+    "Style",
+    "TestModel",
+    "Weights",
+    "assert_equivalent",
+    "build",
+    "build_captured",
+    "captured_decoders",
+    "captured_styles",
+    "check_pass",
+    "check_run",
+    "configurations",
+    "graphs",
+    "hot_sets",
+    "masks",
+    "models",
+    "partitions",
+    "pipelines",
+    "random_weights",
+    "run",
+    "shapes",
+    "structure",
+    "targets",
+    "with_predictors",
+]

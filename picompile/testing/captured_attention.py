@@ -1,0 +1,182 @@
+"""Attention blocks as captured graphs have them."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from picompile.testing.captured_linears import write_linear, write_parts, write_unbound
+from picompile.testing.captured_masks import write_mask
+from picompile.testing.captured_positions import RotaryWriter
+from picompile.testing.captured_style import Style
+from picompile.testing.captured_writer import Writer
+from picompile_passes.operands import ATTENTION
+
+_aten = torch.ops.aten
+_LARGEST = 2**63 - 1
+
+# What a style other than `default` scales by, in place of 1 / √d.
+_GIVEN_SCALE = 0.3
+
+
+@dataclass(frozen=True)
+class AttentionWriter:
+    """Writes the attention of all layers."""
+
+    w: Writer
+    style: Style
+    rotary: RotaryWriter
+
+    def write(self, x: Node, name: str, layer: int) -> Node:
+        """The attention of layer `layer` of `x` [1, T, n] or [T, n] → the same shape."""
+        q, k, v = self._heads(x, name)
+        rotary_first = self.style.positions.before_transpose
+        if rotary_first:
+            q, k = self.rotary.turn(q), self.rotary.turn(k)
+        q, k, v = (self.w.swapped(side, self.style.attention.permute) for side in (q, k, v))
+        if self._repeats and self.style.attention.repeat_early and not rotary_first:
+            # Falcon's, which repeats heads before it turns them.
+            k, v = self._repeated(k), self._repeated(v)
+        if not rotary_first:
+            q, k = self.rotary.turn(q), self.rotary.turn(k)
+        q, k = self._scaled_late(q, k)
+        merged = self._attended(q, k, v, layer)
+        bias = self.style.attention.output_bias
+        return write_linear(self.w, self.style.attention.linear, merged, f"{name}.o_proj", self._hidden, bias=bias)
+
+    @property
+    def _hidden(self) -> int:
+        return self.style.sizes.hidden
+
+    @property
+    def _repeats(self) -> bool:
+        sizes, attention = self.style.sizes, self.style.attention
+        written = attention.repeat not in ("enable_gqa", "broadcast")
+        return sizes.heads > sizes.kv_heads and written and attention.operator == "sdpa"
+
+    def _heads(self, x: Node, name: str) -> tuple[Node, Node, Node]:
+        """q, k, v as […, T, heads, d]."""
+        attention, sizes = self.style.attention, self.style.sizes
+        counts = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
+        widths = (sizes.head_dim, sizes.head_dim, sizes.value_dim)
+        columns = [count * width for count, width in zip(counts, widths, strict=True)]
+        if attention.fused == "no":
+            sides = [self._linear(x, f"{name}.{side}_proj", size) for side, size in zip("qkv", columns, strict=True)]
+        else:
+            fused = self._linear(x, f"{name}.qkv_proj", sum(columns))
+            if attention.fused.startswith("interleaved"):
+                return self._interleaved(fused)
+            if attention.fused == "unbind":
+                q, k, v = write_unbound(self.w, self.w.split_last(fused, 3, sizes.heads, sizes.head_dim), -3)
+                return self._scaled_early(q), k, v
+            sides = write_parts(self.w, attention.fused, fused, columns)
+        sides[0] = self._scaled_early(sides[0])
+        q, k, v = (self.w.split_last(*side) for side in zip(sides, counts, widths, strict=True))
+        return q, k, v
+
+    def _linear(self, x: Node, name: str, size: int) -> Node:
+        attention = self.style.attention
+        return write_linear(self.w, attention.linear, x, name, size, bias=attention.qkv_bias)
+
+    def _interleaved(self, fused: Node) -> tuple[Node, Node, Node]:
+        """Falcon's: for each key head its queries, the key and the value side by side."""
+        sizes = self.style.sizes
+        group = sizes.heads // sizes.kv_heads
+        grouped = self.w.split_last(fused, sizes.kv_heads, group + 2, sizes.head_dim)
+        q = self.w.call(_aten.slice.Tensor, grouped, -2, 0, -2)
+        # [kv_heads, group, d] → [heads, d], by way of [heads · d].
+        q = self.w.split_last(self.w.merge_last(q, 3), sizes.heads, sizes.head_dim)
+        k, v = (self._member(grouped, number) for number in (-2, -1))
+        return self._scaled_early(q), k, v
+
+    def _member(self, grouped: Node, number: int) -> Node:
+        """[…, kv_heads, group + 2, d] → […, kv_heads, d]."""
+        if self.style.attention.fused == "interleaved":
+            return self.w.call(_aten.select.int, grouped, -2, number)
+        constant = self.w.shared(("member", number), lambda: self._index(number))
+        skipped = [None] * (grouped.meta["val"].dim() - 2)
+        found = self.w.call(_aten.index.Tensor, grouped, [*skipped, constant])
+        return self.w.call(_aten.squeeze.dim, found, -2)
+
+    def _index(self, number: int) -> Node:
+        return self.w.constant(f"model.lifted_tensor_{-number}", torch.tensor([number]))
+
+    @property
+    def _scale(self) -> float:
+        default = self.style.attention.scale == "default"
+        return self.style.sizes.head_dim**-0.5 if default else _GIVEN_SCALE
+
+    def _scaled_early(self, q: Node) -> Node:
+        """OPT's: the query is scaled as it comes out of its projection."""
+        if self.style.attention.scale == "query times":
+            return self.w.call(_aten.mul.Tensor, q, self._scale)
+        if self.style.attention.scale == "query divided":
+            return self.w.call(_aten.div.Tensor, q, 1 / self._scale)
+        return q
+
+    def _scaled_late(self, q: Node, k: Node) -> tuple[Node, Node]:
+        if self.style.attention.scale == "late query times":
+            return self.w.call(_aten.mul.Tensor, q, self._scale), k
+        if self.style.attention.scale == "both":
+            root = math.sqrt(self._scale)
+            return self.w.call(_aten.mul.Tensor, q, root), self.w.call(_aten.mul.Tensor, k, root)
+        return q, k
+
+    def _window(self, layer: int) -> int:
+        mask = self.style.attention.mask
+        return 0 if mask.alternate and layer % 2 else mask.window
+
+    def _attended(self, q: Node, k: Node, v: Node, layer: int) -> Node:
+        """Attention of heads […, heads, T, d] → […, T, heads · e]."""
+        if self.style.attention.operator == "picompile":
+            return self._by_our_operator(q, k, v, layer)
+        if self._repeats and (self.style.positions.before_transpose or not self.style.attention.repeat_early):
+            k, v = self._repeated(k), self._repeated(v)
+        style = self.style.attention
+        mask = write_mask(self.w, style.mask, self.style.sizes.heads, self._window(layer))
+        options: dict[str, object] = {} if style.scale == "default" else {"scale": self._remaining_scale}
+        if style.repeat == "enable_gqa":
+            options["enable_gqa"] = True
+        operator = _aten.scaled_dot_product_attention.default
+        attended = self.w.call(operator, q, k, v, mask, 0.0, mask is None, **options)
+        return self.w.merge_last(self.w.swapped(attended, style.permute))
+
+    @property
+    def _remaining_scale(self) -> float:
+        return self._scale if self.style.attention.scale in ("default", "given") else 1.0
+
+    def _by_our_operator(self, q: Node, k: Node, v: Node, layer: int) -> Node:
+        """As capture registers it with transformers."""
+        sizes = self.style.sizes
+        sides = [self.w.merge_last(self.w.swapped(side)) for side in (q, k, v)]
+        numbers = (sizes.heads, sizes.kv_heads, self._remaining_scale, layer, self._window(layer))
+        attended = self.w.call(ATTENTION, *sides, *numbers)
+        return self.w.merge_last(self.w.split_last(attended, sizes.heads, sizes.value_dim))
+
+    def _repeated(self, x: Node) -> Node:
+        """Key heads […, kv_heads, T, d], each as often as there are queries for it → […, heads, T, d]."""
+        sizes, way = self.style.sizes, self.style.attention.repeat
+        group = sizes.heads // sizes.kv_heads
+        if way == "repeat_interleave":
+            return self.w.call(_aten.repeat_interleave.self_int, x, group, -3)
+        if way == "index_select":
+            table = self.w.shared("repeat", lambda: self._repeat_table(group))
+            return self.w.call(_aten.index_select.default, x, -3, table)
+        batch = [1] if self.w.batched else []
+        shape = [*batch, sizes.heads, self.w.size(), int(x.meta["val"].shape[-1])]
+        return self.w.reshape(self._repeated_in_groups(x, way, group), shape)
+
+    def _repeated_in_groups(self, x: Node, way: str, group: int) -> Node:
+        """[…, kv_heads, T, d] → […, kv_heads, group, T, d]."""
+        if way == "stack":
+            return self.w.call(_aten.stack.default, [x] * group, -3)
+        widened = self.w.call(_aten.unsqueeze.default, x, -3)
+        before = widened.meta["val"].dim() - 3
+        if way == "repeat":
+            return self.w.call(_aten.repeat.default, widened, [*[1] * before, group, 1, 1])
+        return self.w.call(_aten.expand.default, widened, [*[-1] * before, group, -1, -1])
+
+    def _repeat_table(self, group: int) -> Node:
+        table = torch.arange(self.style.sizes.kv_heads).repeat_interleave(group)
+        return self.w.constant("model.repeated_heads", table)

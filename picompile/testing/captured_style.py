@@ -1,0 +1,197 @@
+"""How a captured decoder is written: one field for every choice that models make differently.
+
+The first choice of each field is the plainest, which is what a failing example shrinks to. A choice that another one
+leaves without meaning (a window where the mask is `is_causal`) is put right by `consistent`.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from picompile.testing.captured_activations import ACTIVATIONS
+
+# Masks and tables that are buffers have this many rows, and graphs that slice them take no more tokens.
+TABLE_ROWS = 64
+
+
+def one_of(*choices: Any) -> Any:
+    """A field of a style: the choices it has, of which the first is the default."""
+    return field(default=choices[0], metadata={"choices": choices})
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a decoder. `embedding` is the width of the embedding where it differs from `hidden`, else 0."""
+
+    hidden: int = 3
+    heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 2
+    value_dim: int = 2
+    ffn: int = 1
+    vocab: int = 2
+    layers: int = 1
+    embedding: int = 0
+
+
+@dataclass(frozen=True)
+class NormStyle:
+    """How normalizations are written. All but `kind`, `eps` and `affine` are for those written out."""
+
+    kind: str = one_of("rms", "layer")
+    eps: float = one_of(1e-6, 1e-5, 1e-3)
+    affine: str = one_of("weight", "none", "weight and bias")
+    writing: str = one_of("rsqrt", "sqrt", "reciprocal", "operator", "operator without eps")
+    square: str = one_of("pow", "mul", "square")
+    weight_first: bool = one_of(False, True)
+    inverse_first: bool = one_of(False, True)
+
+
+@dataclass(frozen=True)
+class LinearStyle:
+    """How products with a weight are written. `conv1d` is GPT-2's: the weight has one row for each input."""
+
+    product: str = one_of("linear", "linear plus bias", "matmul", "flattened", "conv1d")
+    transposed: str = one_of("permute", "t", "transpose")
+    bias_first: bool = one_of(False, True)
+
+
+@dataclass(frozen=True)
+class MaskStyle:
+    """What hides later tokens. `window` 0 is none; with `alternate`, every second layer has none."""
+
+    visible: str = one_of("is_causal", "positions", "arange", "transformers", "tril", "triu", "buffer")
+    form: str = one_of("boolean", "where", "masked_fill", "product", "log")
+    hidden: float = one_of(-torch.inf, torch.finfo(torch.float32).min)
+    dimensions: str = one_of("plain", "heads", "expanded")
+    window: int = one_of(0, 1, 3, 5, 40)
+    alternate: bool = one_of(False, True)
+
+
+@dataclass(frozen=True)
+class AttentionStyle:
+    """How attention is written, from the projections to their merging. `picompile`: with our operator, as capture of
+    transformers' models gives it.
+    """
+
+    operator: str = one_of("sdpa", "picompile")
+    linear: LinearStyle = field(default_factory=LinearStyle)
+    mask: MaskStyle = field(default_factory=MaskStyle)
+    qkv_bias: bool = one_of(False, True)
+    output_bias: bool = one_of(False, True)
+    fused: str = one_of("no", "slice", "narrow", "split", "chunk", "unbind", "interleaved", "interleaved by index")
+    scale: str = one_of("default", "given", "query times", "query divided", "both", "late query times")
+    repeat: str = one_of("expand", "repeat", "stack", "repeat_interleave", "index_select", "enable_gqa", "broadcast")
+    repeat_early: bool = one_of(False, True)
+    permute: bool = one_of(False, True)
+
+
+@dataclass(frozen=True)
+class PositionStyle:
+    """Where positions enter. `turning` is the part of a head that a rotary embedding turns."""
+
+    learned: str = one_of("no", "positions", "arange", "cumsum", "sinusoid")
+    offset: int = one_of(0, 2)
+    rotary: str = one_of("no", "halves", "explicit halves", "neighbours", "repeated neighbours")
+    turning: str = one_of("all", "first", "last")
+    tables: str = one_of("computed", "index", "index_select", "slice", "gather")
+    angles: str = one_of("mul", "matmul", "outer", "einsum")
+    frequencies: str = one_of("buffer", "inside")
+    from_arange: bool = one_of(False, True)
+    cast: bool = one_of(False, True)
+    base: float = one_of(10_000.0, 10.0, 1_000_000.0)
+    factor: float = one_of(1.0, 1.25)
+    before_transpose: bool = one_of(False, True)
+    table_first: bool = one_of(False, True)
+
+
+@dataclass(frozen=True)
+class FfnStyle:
+    """How feed-forward blocks are written. `up_activation`, `fused` and `up_first` are for gated ones."""
+
+    linear: LinearStyle = field(default_factory=LinearStyle)
+    gated: bool = one_of(False, True)
+    activation: str = one_of(*ACTIVATIONS)
+    up_activation: str = one_of("identity", "relu", "clamp_min")
+    threshold: float = one_of(0.01, 0.05, 0.3)
+    fused: str = one_of("no", "slice", "chunk", "split", "interleaved", "strided")
+    bias: bool = one_of(False, True)
+    down_bias: bool = one_of(False, True)
+    up_first: bool = one_of(False, True)
+    flat: bool = one_of(False, True)
+
+
+@dataclass(frozen=True)
+class Style:
+    """One decoder, as its author wrote it. `copies` is the seed of the copies strewn over it, 0 for none."""
+
+    sizes: Sizes = Sizes()
+    norm: NormStyle = NormStyle()
+    attention: AttentionStyle = AttentionStyle()
+    positions: PositionStyle = PositionStyle()
+    ffn: FfnStyle = FfnStyle()
+    head: LinearStyle = LinearStyle()
+    batch: str = one_of("unsqueeze", "none", "view")
+    unbatch: str = one_of("squeeze", "select", "view")
+    views: str = one_of("view", "reshape", "flatten")
+    count: str = one_of("size", "minus one")
+    block: str = one_of("pre", "post", "sandwich", "parallel", "parallel with two norms")
+    residual_first: bool = one_of(True, False)
+    embedding_norm: bool = one_of(False, True)
+    final_norm: bool = one_of(True, False)
+    tied: str = one_of("no", "one node", "two nodes")
+    head_bias: bool = one_of(False, True)
+    head_slice: bool = one_of(False, True)
+    max_tokens: int | None = one_of(48, 300, None)
+    copies: int = 0
+
+
+def consistent(style: Style) -> Style:
+    """`style` with sizes that its way of splitting allows, and without what means nothing in it."""
+    return replace(
+        style,
+        sizes=_sizes(style),
+        attention=_attention(style),
+        positions=_positions(style.positions),
+        ffn=_ffn(style.ffn),
+        max_tokens=TABLE_ROWS if _slices_tables(style) else style.max_tokens,
+    )
+
+
+def _sizes(style: Style) -> Sizes:
+    sizes, fused = style.sizes, style.attention.fused
+    if fused in ("chunk", "unbind", "interleaved", "interleaved by index"):
+        sizes = replace(sizes, value_dim=sizes.head_dim)
+    return replace(sizes, kv_heads=sizes.heads) if fused in ("chunk", "unbind") else sizes
+
+
+def _attention(style: Style) -> AttentionStyle:
+    attention, mask = style.attention, style.attention.mask
+    if mask.visible == "is_causal" and attention.operator == "sdpa":
+        mask = replace(mask, window=0)
+    if mask.visible == "triu":
+        mask = replace(mask, form="boolean")
+    if mask.form == "product":
+        # Infinity times 0 is no number.
+        mask = replace(mask, hidden=torch.finfo(torch.float32).min)
+    repeats = "expand" if attention.repeat == "broadcast" and _sizes(style).kv_heads > 1 else attention.repeat
+    return replace(attention, mask=mask, repeat=repeats)
+
+
+def _positions(positions: PositionStyle) -> PositionStyle:
+    # The factor of `rotary` is for whole heads.
+    return positions if positions.turning == "all" else replace(positions, factor=1.0)
+
+
+def _ffn(ffn: FfnStyle) -> FfnStyle:
+    if ffn.gated:
+        return ffn
+    # Without any activation there is no block but two linears.
+    activation = "relu" if ffn.activation == "identity" else ffn.activation
+    return replace(ffn, activation=activation, up_activation="identity", fused="no", up_first=False)
+
+
+def _slices_tables(style: Style) -> bool:
+    sliced_mask = style.attention.operator == "sdpa" and style.attention.mask.visible == "buffer"
+    return sliced_mask or (style.positions.rotary != "no" and style.positions.tables == "slice")

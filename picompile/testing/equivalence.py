@@ -1,0 +1,123 @@
+"""Whether two graphs compute the same logits, in eager PyTorch."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from hypothesis import assume, currently_in_test_context
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from picompile.testing.jumps import near_jump
+from picompile.testing.lookups import vocabulary
+from picompile.testing.weights import Weights, random_weights
+from picompile_passes.materialize import WeightSource, materialize
+
+TOLERANCES: Mapping[torch.dtype, float] = {
+    # Sums in another order differ by some 1e-7 of their terms, and a few layers make some 1e-6 of that. An eps of 1e-6
+    # for one of 1e-5, as small a fault as there is, moves the logits by more.
+    torch.float32: 2e-5,
+    # Every intermediate value is rounded by up to 2^-11 = 5e-4, and the errors of a few layers add up.
+    torch.float16: 2e-3,
+    # As with float16, but the roundings are of 2^-8 = 4e-3.
+    torch.bfloat16: 2e-2,
+}
+"""How far logits computed in a dtype may be off, relative to the largest expected one."""
+
+# How many draws of tokens a difference is looked for in, where a jump may explain it each time.
+_TRIES = 5
+
+
+def run(graph_module: GraphModule, weights: WeightSource, tokens: int | Tensor = 6) -> Tensor:
+    """Logits float32 [T, V] of `graph_module` in eager PyTorch, for tokens at positions 0 to T - 1.
+
+    `tokens` are ids int64 [T], or their number T: then they are always the same ones.
+    """
+    ids = torch.arange(tokens) * 7 % vocabulary(graph_module) if isinstance(tokens, int) else tokens
+    return _logits(materialize(graph_module, weights), ids)
+
+
+def assert_equivalent(
+    before: GraphModule | nn.Module,
+    after: GraphModule,
+    *,
+    weights: WeightSource | None = None,
+    tokens: Sequence[int] = (1, 2, 9),
+    dtype: torch.dtype = torch.float32,
+    bound: float | None = None,
+    seed: int = 0,
+) -> None:
+    """Raises `AssertionError` unless `before` and `after` compute the same logits.
+
+    Both run with the same `weights`, on random tokens, as many as each of `tokens` says. `before` is a graph module, or
+    any other module that has real weights and is called as before(tokens int64 [T], positions int64 [T]) → logits
+    [T, V]. By default the weights are random ones of `dtype`; for another module its own parameters, by their names.
+
+    Every logit must be within a tolerance of the largest expected one. Graphs compute in float32, whatever the weights
+    are; another module computes in `dtype`, and the tolerance is that of `TOLERANCES`. With `bound`, the relative error
+    of the logits of a run, in the 2-norm, may be as large as that: for passes that round, or skip what may matter.
+
+    Where the logits differ and a neuron of `before` lies next to a jump (see `jumps`), that may be no fault: other
+    tokens are tried. If that is so each time, a test of hypothesis gives up the example; elsewhere it is an error.
+    """
+    reference: nn.Module = before
+    if isinstance(before, GraphModule):
+        weights = random_weights(before, seed, dtype) if weights is None else weights
+        reference, dtype = materialize(before, weights), torch.float32
+    elif weights is None:
+        weights = Weights(dict(before.named_parameters()))
+    result, tolerance = materialize(after, weights), TOLERANCES[dtype]
+    ids = torch.Generator().manual_seed(seed)
+    stages = f"{_describe(before)} and {_describe(after)}"
+    for count in tokens:
+        for _ in range(_TRIES):
+            drawn = torch.randint(vocabulary(after), (count,), generator=ids)
+            fault = _fault(_logits(reference, drawn), _logits(result, drawn), tolerance, bound)
+            if fault is None:
+                break
+            message = f"{stages} differ, {count} tokens, seed {seed}: {fault}"
+            if bound is not None or not near_jump(reference if isinstance(reference, GraphModule) else result, drawn):
+                raise AssertionError(message)
+        else:
+            _give_up(message)
+
+
+def _give_up(message: str) -> None:
+    if currently_in_test_context():
+        assume(False)
+    raise AssertionError(f"{message}; a neuron lay next to a jump in each of {_TRIES} draws, which may be why")
+
+
+def _logits(module: nn.Module, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = module(tokens, torch.arange(len(tokens)))
+    return logits.to(torch.float32)
+
+
+def _fault(expected: Tensor, actual: Tensor, tolerance: float, bound: float | None) -> str | None:
+    """What is wrong with `actual` [T, V], or None."""
+    if actual.shape != expected.shape:
+        return f"logits are {list(actual.shape)}, not {list(expected.shape)}"
+    for name, logits in (("expected", expected), ("computed", actual)):
+        if not logits.isfinite().all():
+            return f"a {name} logit is not finite, {_place(~logits.isfinite())}"
+    difference = (actual - expected).abs()
+    if bound is not None:
+        error = float((actual - expected).norm() / expected.norm().clamp(min=1e-6))
+        return None if error <= bound else f"relative error {error:.3g} in the 2-norm, where bound={bound:g}"
+    largest = float(expected.abs().max().clamp(min=1e-6))
+    if float(difference.max()) <= tolerance * largest:
+        return None
+    ratio = float(difference.max()) / largest
+    return f"off by {ratio:.3g} of the largest logit {largest:.3g}, tolerance {tolerance:g}, {_place(difference)}"
+
+
+def _place(values: Tensor) -> str:
+    """Where the largest of `values` [T, V] is."""
+    token, entry = divmod(int(values.to(torch.float32).argmax()), values.shape[1])
+    return f"at token {token}, vocabulary entry {entry}"
+
+
+def _describe(module: nn.Module) -> str:
+    if isinstance(module, GraphModule):
+        return f"the graph of stage {module.meta.get('stage', 'unknown')}"
+    return f"module {type(module).__name__}"

@@ -1,0 +1,284 @@
+"""The properties that a pass must have, each a function of one run of it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from picompile.testing.equivalence import assert_equivalent
+from picompile.testing.neurons import neuron_rows
+from picompile.testing.snapshot import structure
+from picompile_passes.dump import graph_text
+from picompile_passes.errors import PassesError, StageError, UnsupportedGraphError
+from picompile_passes.infra import Effect, PassResult, copy_graph_module
+from picompile_passes.materialize import WeightSource
+from picompile_passes.nodes import arguments, calls, has_real_data
+from picompile_passes.operands import SPARSE_FFN
+from picompile_passes.passes.canonicalize import CANONICALIZE
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+from picompile_passes.passes.quantize import Quantize
+from picompile_passes.pipeline import GraphPass, Pipeline, verifying
+from picompile_passes.rewriter import Provenance
+from picompile_passes.stages import Stage, set_stage, stage_of
+from picompile_passes.verify import verify
+
+# What passes may write on nodes that they keep.
+_MAY_CHANGE = ("val", "layer", "device", "notes")
+
+# Rounding all weights to float16 moves logits by some 2^-11 of their size, and by more where they cancel.
+_F16_BOUND = 0.05
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a graph module was, so that a later change of it shows."""
+
+    stage: Stage
+    nodes: Any
+    tensors: Mapping[str, int]
+
+    @staticmethod
+    def of(graph_module: GraphModule) -> "Snapshot":
+        """The snapshot of `graph_module` as it is."""
+        tensors = {name: id(tensor) for name, tensor in _tensors(graph_module).items()}
+        return Snapshot(stage_of(graph_module), structure(graph_module), tensors)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of `pass_`: `was` is the snapshot of `before` from ahead of the run.
+
+    `weights` are those that the effect is judged by; `bound` is the relative error that a rounding pass may cause, None
+    where it may cause none on these weights.
+    """
+
+    pass_: GraphPass
+    before: GraphModule
+    was: Snapshot
+    result: PassResult
+    weights: WeightSource
+    bound: float | None
+    seed: int
+
+    @property
+    def after(self) -> GraphModule:
+        """The graph that the pass made."""
+        return self.result.graph_module
+
+
+Property = Callable[[Trial], Iterator[str]]
+
+
+def input_untouched(trial: Trial) -> Iterator[str]:
+    """The graph that went in is as it was: nodes, metadata, stage, tensors."""
+    if Snapshot.of(trial.before) != trial.was:
+        yield "the graph that went in has changed"
+
+
+def honest(trial: Trial) -> Iterator[str]:
+    """`modified` is true where the graph or its stage changed; where it is false, the result is the input itself."""
+    modified, same = trial.result.modified, trial.after is trial.before
+    if not modified and not same:
+        yield "modified is false, but the result is another graph module"
+    if modified and (same or _looks_like(trial.before, trial.after)):
+        yield "modified is true, but nothing was"
+
+
+def leads_to_its_stage(trial: Trial) -> Iterator[str]:
+    """The result is of the stage that the pass ensures; of the input's, where it ensures none."""
+    expected = trial.was.stage if trial.pass_.ensures is None else trial.pass_.ensures
+    if stage_of(trial.after) != expected:
+        yield f"the result is {stage_of(trial.after).text}, not {expected.text}"
+
+
+def verifies(trial: Trial) -> Iterator[str]:
+    """The result keeps every rule of its stage."""
+    try:
+        verify(trial.after, stage_of(trial.after))
+    except PassesError as error:
+        yield str(error)
+
+
+def keeps_metadata(trial: Trial) -> Iterator[str]:
+    """Every node has a value; a new one says which pass made it, and from what; an old one keeps what it said."""
+    old = {node.name: node for node in trial.before.graph.nodes}
+    had_values = all("val" in node.meta for node in old.values() if node.op != "output")
+    for node in trial.after.graph.nodes:
+        if had_values and node.op != "output" and "val" not in node.meta:
+            yield f'{node.name} has no meta["val"]'
+        # A name that a removed node had may be given again, to another operator.
+        if node.name not in old or node.target != old[node.name].target:
+            yield from _origin_faults(node, trial.pass_, set(old))
+        elif lost := [key for key, value in _meta(old[node.name]).items() if _meta(node).get(key) != value]:
+            yield f"{node.name} lost or changed its {', '.join(lost)}"
+
+
+def keeps_weights(trial: Trial) -> Iterator[str]:
+    """No parameter is changed or made; a tensor that stays is the very same; one that is new is real and on the CPU."""
+    before = _tensors(trial.before)
+    parameters = {name for name, _ in trial.after.named_parameters(remove_duplicate=False)}
+    for name, tensor in _tensors(trial.after).items():
+        if name in before and tensor is not before[name]:
+            yield f"{name} is another tensor than before"
+        if name not in before and (name in parameters or tensor.device.type != "cpu"):
+            yield f"{name} is new; only real constants on the CPU may be"
+
+
+def keeps_neurons(trial: Trial) -> Iterator[str]:
+    """Each block has the same neurons after as before, each once, with its own gate, up and down rows and biases."""
+    if _effect(trial.pass_) is Effect.CHANGES or trial.bound is not None:
+        return
+    before, after = (neuron_rows(graph_module, trial.weights) for graph_module in (trial.before, trial.after))
+    for layer, rows in before.items():
+        if layer not in after:
+            yield f"layer {layer} has lost its feed-forward block"
+        elif rows.shape != after[layer].shape or not torch.equal(rows, after[layer]):
+            yield f"layer {layer} has other neurons than before: one is missing, twice there, or mixed with another"
+
+
+def equivalent(trial: Trial) -> Iterator[str]:
+    """The logits stay as they were in eager PyTorch, as far as the effect promises."""
+    if _effect(trial.pass_) is Effect.CHANGES:
+        return
+    try:
+        assert_equivalent(trial.before, trial.after, weights=trial.weights, bound=trial.bound, seed=trial.seed)
+    except AssertionError as error:
+        yield str(error)
+
+
+def idempotent(trial: Trial) -> Iterator[str]:
+    """Where the pass claims it: run again, it modifies nothing."""
+    if not getattr(trial.pass_, "idempotent", False):
+        return
+    again = trial.pass_(trial.after)
+    if again.modified or again.graph_module is not trial.after:
+        yield "run on its own result, it modifies it"
+
+
+def deterministic(trial: Trial) -> Iterator[str]:
+    """Run again on the same input, it makes the same graph, names included."""
+    again = trial.pass_(trial.before).graph_module
+    if graph_text(again) != graph_text(trial.after) or not _same_constants(again, trial.after):
+        yield "run again on the same graph, it makes another one"
+
+
+def refuses_other_stages(trial: Trial) -> Iterator[str]:
+    """A graph of a stage that the pass does not take is refused, with the stage that it needs."""
+    last = max(Stage) if trial.pass_.ensures is None else trial.pass_.ensures
+    for stage in Stage:
+        if trial.pass_.requires <= stage <= last:
+            continue
+        graph_module = copy_graph_module(trial.before)
+        set_stage(graph_module, stage)
+        try:
+            trial.pass_(graph_module)
+        except StageError as error:
+            if trial.pass_.requires.text not in str(error):
+                yield f"it refuses a graph of stage {stage.text} without naming the stage it needs"
+        else:
+            yield f"it takes a graph of stage {stage.text}"
+
+
+def continues(trial: Trial) -> Iterator[str]:
+    """The rest of the pipeline takes the result, and what comes out at its end still computes the same."""
+    if not trial.result.modified:
+        return
+    try:
+        quantized = _to_the_end(trial.after)
+    except PassesError as error:
+        # What the pipeline does not support without the pass either is no fault of the pass.
+        if not isinstance(error, UnsupportedGraphError) or _is_supported(trial.before):
+            yield f"the rest of the pipeline fails on what it makes: {error}"
+        return
+    if _effect(trial.pass_) is not Effect.EXACT:
+        return
+    try:
+        assert_equivalent(trial.before, quantized, weights=trial.weights, bound=_F16_BOUND, seed=trial.seed)
+    except AssertionError as error:
+        yield f"at the end of the pipeline: {error}"
+
+
+PROPERTIES: Mapping[str, Property] = {
+    check.__name__.replace("_", "-"): check
+    for check in (
+        input_untouched,
+        honest,
+        leads_to_its_stage,
+        verifies,
+        keeps_metadata,
+        keeps_weights,
+        keeps_neurons,
+        equivalent,
+        idempotent,
+        deterministic,
+        refuses_other_stages,
+        continues,
+    )
+}
+
+
+def _effect(pass_: GraphPass) -> Effect:
+    return getattr(pass_, "effect", Effect.EXACT)
+
+
+def _tensors(graph_module: GraphModule) -> dict[str, Tensor]:
+    named = (graph_module.named_parameters, graph_module.named_buffers)
+    return {name: tensor for each in named for name, tensor in each(remove_duplicate=False)}
+
+
+def _looks_like(before: GraphModule, after: GraphModule) -> bool:
+    same_graph = stage_of(before) == stage_of(after) and graph_text(before) == graph_text(after)
+    return same_graph and _same_constants(before, after)
+
+
+def _same_constants(one: GraphModule, other: GraphModule) -> bool:
+    left, right = _tensors(one), _tensors(other)
+    real = [name for name, tensor in left.items() if has_real_data(tensor)]
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in real)
+
+
+def _meta(node: Node) -> dict[str, Any]:
+    return {key: value for key, value in node.meta.items() if key not in _MAY_CHANGE}
+
+
+def _origin_faults(node: Node, pass_: GraphPass, names: set[str]) -> Iterator[str]:
+    origin = node.meta.get("from")
+    if not isinstance(origin, Provenance):
+        yield f"{node.name} is new and does not say where it comes from"
+    elif isinstance(pass_, Pipeline):
+        # Its own passes made the node, and from nodes that may have come and gone in between.
+        return
+    elif origin.pass_name != pass_.name:
+        yield f"{node.name} is new and says that {origin.pass_name} made it"
+    elif missing := [source for source in origin.sources if source not in names]:
+        yield f"{node.name} says that it was made from {', '.join(missing)}, which there is not"
+    elif not origin.sources:
+        yield f"{node.name} is new and names no node that it was made from"
+
+
+def _to_the_end(graph_module: GraphModule) -> GraphModule:
+    """What the standard pipeline makes of a graph of any stage: every other neuron hot where it is not partitioned."""
+    stage = stage_of(graph_module)
+    if stage == Stage.CAPTURED:
+        graph_module = Pipeline(CANONICALIZE)(graph_module).graph_module
+        verify(graph_module, Stage.CANONICAL)
+    if stage <= Stage.CANONICAL:
+        graph_module = InsertPredictors()(graph_module).graph_module
+    if stage <= Stage.PREDICTED:
+        blocks = calls(graph_module.graph, SPARSE_FFN)
+        neurons = {block.meta["layer"]: int(arguments(block)["up"].meta["val"].shape[0]) for block in blocks}
+        hot = {layer: range(0, count, 2) for layer, count in neurons.items()}
+        graph_module = Pipeline((Partition(hot),), verifying)(graph_module).graph_module
+    return Pipeline((Quantize("f16"),), verifying)(graph_module).graph_module
+
+
+def _is_supported(graph_module: GraphModule) -> bool:
+    try:
+        _to_the_end(graph_module)
+    except PassesError:
+        return False
+    return True

@@ -1,0 +1,185 @@
+"""Small canonical graphs written by hand, in the manner of Llama, Falcon and OPT."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch.fx import GraphModule, Node
+
+from picompile_passes.builder import GraphBuilder
+from picompile_passes.operands import (
+    ADD,
+    ATTENTION,
+    EMBEDDING,
+    FFN,
+    INDEX_SELECT,
+    LAYER_NORM,
+    LINEAR,
+    RMS_NORM,
+    ROTARY,
+    TRANSPOSE,
+)
+
+# Rows of OPT's table of positions; the first two are never read.
+_POSITION_ROWS = 66
+
+
+@dataclass(frozen=True, repr=False)
+class Shape:
+    """Sizes and kind of a model. `gated` makes it Llama-like, otherwise it is OPT-like.
+
+    `hidden` is a multiple of twice `heads`. OPT-like models have as many key heads as heads.
+    """
+
+    hidden: int = 24
+    heads: int = 3
+    kv_heads: int = 3
+    ffn: int = 40
+    vocab: int = 50
+    layers: int = 2
+    activation: str = "relu"
+    up_activation: str = "identity"
+    gated: bool = True
+    fused: bool = False
+    """Gate and up are halves of one matrix (Llama-like only)."""
+    parallel: bool = False
+    """Attention and feed-forward block read the same norm, and are added to the residual together."""
+    bias: bool = True
+    """Linears have biases (OPT-like only)."""
+    window: int = 0
+    """How many tokens the attention of layers 0, 2, 4 … sees; 0 is all."""
+    eps: float = 1e-5
+    """Of every norm."""
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of one head."""
+        return self.hidden // self.heads
+
+    def layer_window(self, layer: int) -> int:
+        """The window of one layer."""
+        return self.window if layer % 2 == 0 else 0
+
+    def __repr__(self) -> str:
+        given = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        return f"Shape({', '.join(f'{name}={value!r}' for name, value, default in given if value != default)})"
+
+
+LLAMA = Shape()
+OPT = Shape(gated=False)
+
+_ACTIVATIONS = ("relu", "relu2", "relu6", "fatrelu(0.02)", "silu", "gelu")
+
+
+def shapes(**fixed: Any) -> st.SearchStrategy[Shape]:
+    """Shapes of both kinds, mostly of odd sizes. What is `fixed`, by name, is not drawn."""
+    drawn: dict[str, st.SearchStrategy[Any]] = {
+        "heads_and_kv": st.sampled_from([(1, 1), (3, 1), (4, 2), (3, 3)]),
+        "half_head": st.integers(1, 5),
+        "ffn": st.integers(1, 45),
+        "vocab": st.integers(2, 40),
+        "layers": st.integers(1, 3),
+        "activation": st.sampled_from(_ACTIVATIONS),
+        "up_activation": st.sampled_from(["identity", "relu"]),
+        "gated": st.booleans(),
+        "fused": st.booleans(),
+        "parallel": st.booleans(),
+        "bias": st.booleans(),
+        "window": st.sampled_from([0, 0, 1, 3]),
+        "eps": st.sampled_from([1e-5, 1e-6]),
+    }
+    return st.fixed_dictionaries(drawn | {name: st.just(value) for name, value in fixed.items()}).map(_shape)
+
+
+def _shape(values: dict[str, Any]) -> Shape:
+    """`hidden`, `heads` and `kv_heads` that were not fixed follow from what was drawn."""
+    heads, kv_heads = values.pop("heads_and_kv")
+    half_head = values.pop("half_head")
+    heads = values.setdefault("heads", heads)
+    values.setdefault("kv_heads", kv_heads if heads % kv_heads == 0 else heads)
+    values.setdefault("hidden", heads * 2 * half_head)
+    return Shape(**values)
+
+
+def build(shape: Shape = LLAMA) -> GraphModule:
+    """The canonical graph of `shape`: parameters on the meta device, a token count that is a symbol."""
+    return _llama(shape) if shape.gated else _opt(shape)
+
+
+def _llama(shape: Shape) -> GraphModule:
+    b = GraphBuilder()
+    d, eps = shape.hidden, shape.eps
+    frequency = b.constant("inverse_frequency", 10.0 ** -torch.arange(0.0, 1.0, 2 / shape.head_dim))
+    x = b.call(EMBEDDING, b.tokens, b.parameter("model.embed.weight", shape.vocab, d), 0)
+    for i in range(shape.layers):
+        name = f"model.layers.{i}"
+        h = b.call(RMS_NORM, x, b.parameter(f"{name}.input_norm.weight", d), eps)
+        attended = b.call(ADD, x, _rotary_attention(b, shape, h, frequency, i))
+        if not shape.parallel:
+            h = b.call(RMS_NORM, attended, b.parameter(f"{name}.post_norm.weight", d), eps)
+        gate, up = _gate_up(b, shape, f"{name}.mlp", i)
+        down = b.call(TRANSPOSE, b.parameter(f"{name}.mlp.down_proj.weight", d, shape.ffn), 0, 1)
+        weights = (gate, up, down, None, None, None)
+        x = b.call(ADD, attended, b.call(FFN, h, *weights, shape.activation, shape.up_activation, layer=i))
+    x = b.call(RMS_NORM, x, b.parameter("model.norm.weight", d), eps)
+    return b.finish(b.call(LINEAR, x, b.parameter("lm_head.weight", shape.vocab, d), None))
+
+
+def _rotary_attention(b: GraphBuilder, shape: Shape, h: Node, frequency: Node, layer: int) -> Node:
+    d, k, name = shape.hidden, shape.kv_heads * shape.head_dim, f"model.layers.{layer}"
+    q = b.call(LINEAR, h, b.parameter(f"{name}.q_proj.weight", d, d), None)
+    key = b.call(LINEAR, h, b.parameter(f"{name}.k_proj.weight", k, d), None)
+    value = b.call(LINEAR, h, b.parameter(f"{name}.v_proj.weight", k, d), None)
+    q = b.call(ROTARY, q, b.positions, frequency, shape.heads, 1.0)
+    key = b.call(ROTARY, key, b.positions, frequency, shape.kv_heads, 1.0)
+    y = _attention(b, shape, (q, key, value), shape.kv_heads, layer)
+    return b.call(LINEAR, y, b.parameter(f"{name}.o_proj.weight", d, d), None)
+
+
+def _attention(b: GraphBuilder, shape: Shape, qkv: tuple[Node, ...], kv_heads: int, layer: int) -> Node:
+    scale, window = shape.head_dim**-0.5, shape.layer_window(layer)
+    return b.call(ATTENTION, *qkv, shape.heads, kv_heads, scale, layer, window, layer=layer)
+
+
+def _gate_up(b: GraphBuilder, shape: Shape, name: str, layer: int) -> tuple[Node, Node]:
+    f, d = shape.ffn, shape.hidden
+    if not shape.fused:
+        return b.parameter(f"{name}.gate_proj.weight", f, d), b.parameter(f"{name}.up_proj.weight", f, d)
+    both = b.parameter(f"{name}.gate_up_proj.weight", 2 * f, d)
+    gate = b.constant(f"layer_{layer}_gate_rows", torch.arange(f))
+    up = b.constant(f"layer_{layer}_up_rows", torch.arange(f, 2 * f))
+    return b.call(INDEX_SELECT, both, 0, gate), b.call(INDEX_SELECT, both, 0, up)
+
+
+def _opt(shape: Shape) -> GraphModule:
+    """Learned positions two rows late, a head tied to the embedding."""
+    b = GraphBuilder()
+    d = shape.hidden
+    embedding = b.parameter("model.embed.weight", shape.vocab, d)
+    places = b.call(EMBEDDING, b.positions, b.parameter("model.embed_positions.weight", _POSITION_ROWS, d), 2)
+    x = b.call(ADD, b.call(EMBEDDING, b.tokens, embedding, 0), places)
+    for i in range(shape.layers):
+        name = f"model.layers.{i}"
+        h = _layer_norm(b, shape, x, f"{name}.attn_norm")
+        q, k, v = (b.call(LINEAR, h, *_linear(b, shape, f"{name}.{p}_proj", d, d)) for p in "qkv")
+        y = _attention(b, shape, (q, k, v), shape.heads, i)
+        attended = b.call(ADD, x, b.call(LINEAR, y, *_linear(b, shape, f"{name}.out_proj", d, d)))
+        if not shape.parallel:
+            h = _layer_norm(b, shape, attended, f"{name}.ffn_norm")
+        up, up_bias = _linear(b, shape, f"{name}.fc1", shape.ffn, d)
+        down, down_bias = _linear(b, shape, f"{name}.fc2", d, shape.ffn)
+        weights = (None, up, b.call(TRANSPOSE, down, 0, 1), None, up_bias, down_bias)
+        x = b.call(ADD, attended, b.call(FFN, h, *weights, shape.activation, "identity", layer=i))
+    x = _layer_norm(b, shape, x, "model.norm")
+    return b.finish(b.call(LINEAR, x, embedding, None))
+
+
+def _layer_norm(b: GraphBuilder, shape: Shape, x: Node, name: str) -> Node:
+    weight, bias = (b.parameter(f"{name}.{part}", shape.hidden) for part in ("weight", "bias"))
+    return b.call(LAYER_NORM, x, weight, bias, shape.eps)
+
+
+def _linear(b: GraphBuilder, shape: Shape, name: str, rows: int, columns: int) -> tuple[Node, Node | None]:
+    weight = b.parameter(f"{name}.weight", rows, columns)
+    return weight, b.parameter(f"{name}.bias", rows) if shape.bias else None

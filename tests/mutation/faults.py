@@ -1,0 +1,370 @@
+"""Faults that are planted in the passes, one at a time, to see whether the property suite finds them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old`, which stands exactly once in `file` (below `picompile_passes`), becomes `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+FAULTS: tuple[Fault, ...] = (
+    # Capture's leftovers.
+    Fault(
+        "removes casts that change the dtype",
+        "passes/remove_copies.py",
+        'return bool(node.meta["val"].dtype == node.all_input_nodes[0].meta["val"].dtype)',
+        "return True",
+    ),
+    # Matrix products.
+    Fault(
+        "drops the bias of a product",
+        "passes/raise_linear.py",
+        'return values["input"], values["weight"], values["bias"]',
+        'return values["input"], values["weight"], None',
+    ),
+    Fault(
+        "forgets to transpose",
+        "passes/raise_linear.py",
+        "weight = matrix if is_call(node, _aten.linear.default) else _transposed(rewriter, matrix, node)",
+        "weight = matrix",
+    ),
+    Fault(
+        "looks ids up one row late",
+        "passes/raise_linear.py",
+        "rewriter.call(EMBEDDING, (ids, weight, 0), before=node, sources=(node,))",
+        "rewriter.call(EMBEDDING, (ids, weight, 1), before=node, sources=(node,))",
+    ),
+    Fault(
+        "drops a bias that is added after the product",
+        "passes/raise_linear.py",
+        "new = rewriter.call(LINEAR, (x, weight, bias), before=node, sources=(product, node))",
+        "new = product",
+    ),
+    # Norms.
+    Fault(
+        "uses one eps for all norms",
+        "passes/raise_norms.py",
+        "return square.args[0], float(eps)\n    if is_call(square, _MUL)",
+        "return square.args[0], 1e-6\n    if is_call(square, _MUL)",
+    ),
+    Fault(
+        "drops the weight of a norm",
+        "passes/raise_norms.py",
+        "_emit_rms_norm(rewriter, product, x, weight, eps, (normed, product))",
+        "_emit_rms_norm(rewriter, product, x, None, eps, (normed, product))",
+    ),
+    Fault(
+        "drops the bias of a layer norm",
+        "passes/raise_norms.py",
+        'arguments_ = (values["input"], values["weight"], values["bias"], values["eps"])',
+        'arguments_ = (values["input"], values["weight"], None, values["eps"])',
+    ),
+    # Attention.
+    Fault(
+        "makes windows one token narrower",
+        "passes/raise_attention.py",
+        "return 0 if width == forms.tokens else width",
+        "return 0 if width == forms.tokens else width - 1",
+    ),
+    Fault(
+        "forgets windows",
+        "passes/raise_attention.py",
+        "return 0 if width == forms.tokens else width",
+        "return 0",
+    ),
+    Fault(
+        "scales by the head size instead of its root",
+        "passes/raise_attention.py",
+        'scale = 1.0 / math.sqrt(q.meta["val"].shape[-1])',
+        'scale = 1.0 / float(q.meta["val"].shape[-1])',
+    ),
+    Fault(
+        "numbers layers from one",
+        "passes/raise_attention.py",
+        "in enumerate(zip(found, repeats, strict=True)):",
+        "in enumerate(zip(found, repeats, strict=True), start=1):",
+    ),
+    Fault(
+        "takes neighbouring key heads for repeated ones",
+        "passes/raise_attention.py",
+        "if heads % size == 0 and all(map(_repeats_every(size), _tensors(form))):",
+        "if heads % size == 0:",
+    ),
+    # Rotary embeddings.
+    Fault(
+        "forgets the factor of a query",
+        "passes/raise_rotary.py",
+        "scale *= factor  # type: ignore[operator]",
+        "pass",
+    ),
+    Fault(
+        "forgets the factor of a rotation",
+        "passes/raise_rotary.py",
+        "args = (value, self._positions, frequencies, count, factor)",
+        "args = (value, self._positions, frequencies, count, 1.0)",
+    ),
+    Fault(
+        "takes neighbours for halves",
+        "passes/raise_rotary.py",
+        "if not torch.equal(side.rotation.columns, torch.arange(side.columns)):",
+        "if False:",
+    ),
+    Fault(
+        "turns the wrong way",
+        "rotation.py",
+        "rotation = Rotation(own[:, order].flatten(), order, factor, cosine[:, 0, first], -sine[:, 0, first])",
+        "rotation = Rotation(own[:, order].flatten(), order, factor, cosine[:, 0, first], sine[:, 0, first])",
+    ),
+    # Feed-forward blocks.
+    Fault(
+        "swaps gate and up",
+        "passes/raise_ffn.py",
+        'gate, up = (second, first) if first[1] == "identity" else (first, second)',
+        'gate, up = (first, second) if first[1] == "identity" else (second, first)',
+    ),
+    Fault(
+        "drops the bias of the down projection",
+        "passes/raise_ffn.py",
+        "biases = (gate_bias, up_bias, down_bias)",
+        "biases = (gate_bias, up_bias, None)",
+    ),
+    Fault(
+        "swaps the biases of gate and up",
+        "passes/raise_ffn.py",
+        "biases = (gate_bias, up_bias, down_bias)",
+        "biases = (up_bias, gate_bias, down_bias)",
+    ),
+    Fault(
+        "forgets that up has an activation too",
+        "passes/raise_ffn.py",
+        "return _Block(x, gate[0], up[0], down, gate[1], up[1])",
+        'return _Block(x, gate[0], up[0], down, gate[1], "identity")',
+    ),
+    Fault(
+        "gives all blocks the number of the first layer",
+        "passes/raise_ffn.py",
+        "block.emit(rewriter, constants, layer)",
+        "block.emit(rewriter, constants, 0)",
+    ),
+    Fault(
+        "takes tanh's GELU for the exact one",
+        "probe.py",
+        "_TOLERANCE = 1e-5",
+        "_TOLERANCE = 1e-2",
+    ),
+    # Flattening.
+    Fault(
+        "takes the columns of a part in reverse",
+        "passes/flatten_tokens.py",
+        'self._constants.get("rows", table, root)',
+        'self._constants.get("rows", table.flip(0), root)',
+    ),
+    Fault(
+        "drops the bias of a part",
+        "passes/flatten_tokens.py",
+        "for matrix in (weight, bias)]",
+        "for matrix in (weight, None)]",
+    ),
+    Fault(
+        "forgets the offset of positions",
+        "passes/flatten_tokens.py",
+        "return positions, offset + int(shift[0])",
+        "return positions, offset",
+    ),
+    Fault(
+        "forgets the layer of a block",
+        "passes/flatten_tokens.py",
+        'return node.meta.get("layer")',
+        "return None",
+    ),
+    # Predictors.
+    Fault(
+        "gives the threshold the wrong sign",
+        "passes/insert_predictors.py",
+        '"exact", activation.threshold',
+        '"exact", -activation.threshold - 0.01',
+    ),
+    Fault(
+        "decides by up where there is a gate",
+        "passes/insert_predictors.py",
+        'side = "up" if values["gate"] is None else "gate"',
+        'side = "up"',
+    ),
+    Fault(
+        "predicts without the bias",
+        "passes/insert_predictors.py",
+        'deciding = [values[side], values[f"{side}_bias"]]',
+        "deciding = [values[side]]",
+    ),
+    Fault(
+        "predicts for activations that are never silent",
+        "passes/insert_predictors.py",
+        'if self.kind == "none" or not activation.sparse:',
+        'if self.kind == "none":',
+    ),
+    Fault(
+        "puts a predictor in front of the first block only",
+        "passes/insert_predictors.py",
+        "for block in blocks:",
+        "for block in blocks[:1]:",
+    ),
+    Fault(
+        "says that it modified what it did not",
+        "passes/insert_predictors.py",
+        "return bool(blocks)",
+        "return True",
+    ),
+    # Partition.
+    Fault(
+        "shifts the table of hot neurons by one",
+        "passes/partition.py",
+        '"hot", chosen.nonzero().flatten(), values)',
+        '"hot", (chosen.nonzero().flatten() + 1) % total, values)',
+    ),
+    Fault(
+        "shifts both tables by one",
+        "passes/partition.py",
+        "chosen[list(hot)] = True",
+        "chosen[[(neuron + 1) % total for neuron in hot]] = True",
+    ),
+    Fault(
+        "keeps a neuron twice",
+        "passes/partition.py",
+        "(~chosen).nonzero()",
+        "(~chosen | (torch.arange(total) == hot[0])).nonzero()",
+    ),
+    Fault(
+        "loses a cold neuron",
+        "passes/partition.py",
+        "(~chosen).nonzero().flatten()",
+        "(~chosen).nonzero().flatten()[1:]",
+    ),
+    Fault(
+        "adds the bias of down in both parts",
+        "passes/partition.py",
+        'values | {"down_bias": None}',
+        "values",
+    ),
+    Fault(
+        "adds the bias of down in no part",
+        "passes/partition.py",
+        '"hot", chosen.nonzero().flatten(), values)',
+        '"hot", chosen.nonzero().flatten(), values | {"down_bias": None})',
+    ),
+    Fault(
+        "selects rows of up for the gate",
+        "passes/partition.py",
+        "selected = {name: select(values[name]) for name",
+        'selected = {name: select(values["up" if name == "gate" else name]) for name',
+    ),
+    Fault(
+        "leaves the order of down's rows as it was",
+        "passes/partition.py",
+        "selected = {name: select(values[name]) for name",
+        'selected = {name: select(values[name]).args[0] if name == "down" else select(values[name]) for name',
+    ),
+    Fault(
+        "does not say which rows of a whole mask a part has",
+        "passes/partition.py",
+        'masked: dict[str, Any] = {"neurons": table}',
+        'masked: dict[str, Any] = {"neurons": None}',
+    ),
+    Fault(
+        "keeps the cold part only",
+        "passes/partition.py",
+        "rewriter.replace(block, rewriter.call(ADD, parts, before=block, sources=(block,)))",
+        "rewriter.replace(block, parts[1])",
+    ),
+    Fault(
+        "takes hot for cold where a layer has one part",
+        "passes/partition.py",
+        'device = "hot" if hot else "cold"',
+        'device = "cold" if hot else "hot"',
+    ),
+    Fault(
+        "forgets the layer of a part",
+        "passes/partition.py",
+        "(SPARSE_FFN, list(args.values()), before=block, sources=(block,), layer=layer, device=device)",
+        "(SPARSE_FFN, list(args.values()), before=block, sources=(block,), device=device)",
+    ),
+    # Quantization.
+    Fault(
+        "reads rows as columns",
+        "passes/quantize.py",
+        'columns = int(weight.meta["val"].shape[1])',
+        'columns = int(weight.meta["val"].shape[0])',
+    ),
+    Fault(
+        "packs in one format and unpacks in another",
+        "passes/quantize.py",
+        "data = rewriter.call(QUANTIZE, (weight, self.format)",
+        'data = rewriter.call(QUANTIZE, (weight, "q8")',
+    ),
+    Fault(
+        "packs tied weights twice",
+        "passes/quantize.py",
+        "key = _constant_key(weight)",
+        "key = (weight, user)",
+    ),
+    Fault(
+        "takes different rows of one weight for the same",
+        "passes/quantize.py",
+        "return (node.op, node.target, key(node.args), key(tuple(sorted(node.kwargs.items()))))",
+        "return (node.op, node.target, node.all_input_nodes[0].target)",
+    ),
+    Fault(
+        "skips the weights of predictors",
+        "passes/quantize.py",
+        "elif isinstance(value, (list, tuple)) and old in value:",
+        "elif False:",
+    ),
+    Fault(
+        "skips the head",
+        "passes/quantize.py",
+        "for user in list(rewriter.graph.nodes):",
+        "for user in list(rewriter.graph.nodes)[:-2]:",
+    ),
+    Fault(
+        "packs again what is packed",
+        "passes/quantize.py",
+        "if is_call(weight, DEQUANTIZE):",
+        "if False:",
+    ),
+    # What all passes share.
+    Fault(
+        "does not say from what a node was made",
+        "rewriter.py",
+        "tuple(source.name for source in sources))",
+        "())",
+    ),
+    Fault(
+        "does not say which module a node comes from",
+        "rewriter.py",
+        '_INHERITED_META = ("nn_module_stack", "stack_trace")',
+        "_INHERITED_META = ()",
+    ),
+    Fault(
+        "changes the graph it was given",
+        "infra.py",
+        "copy.deepcopy(graph_module.graph)",
+        "graph_module.graph",
+    ),
+    Fault(
+        "keeps weights that nothing reads",
+        "infra.py",
+        "graph_module.graph.eliminate_dead_code()",
+        "graph_module.graph.lint()",
+    ),
+    Fault(
+        "forgets to move on to its stage",
+        "infra.py",
+        "set_stage(result, ensured)",
+        "set_stage(result, stage)",
+    ),
+)

@@ -1,0 +1,209 @@
+"""A failure leaves a script behind that fails in the same way, on a small graph."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from picompile.testing import Shape, build, captured_decoders, random_weights, run, structure
+from picompile_passes.builder import GraphBuilder
+from picompile_passes.errors import PassError, PassOptionError
+from picompile_passes.infra import Pass
+from picompile_passes.nodes import arguments, calls
+from picompile_passes.operands import ADD, ATTENTION, EMBEDDING, LINEAR, SPARSE_FFN
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+from picompile_passes.passes.quantize import Quantize
+from picompile_passes.pipeline import Pipeline, verifying
+from picompile_passes.reduce import reduce_graph
+from picompile_passes.rewriter import Rewriter
+from picompile_passes.source import graph_source
+from picompile_passes.stages import Stage, stage_of
+from picompile_passes.verify import verify
+
+OPT = Shape(gated=False, layers=5)
+
+
+@dataclass(frozen=True)
+class DropBias(Pass):
+    """Forgets the bias of `layer`, which its predictor still reads: the verifier objects."""
+
+    name: ClassVar[str] = "drop-bias"
+    requires: ClassVar[Stage] = Stage.PREDICTED
+    ensures: ClassVar[Stage] = Stage.PREDICTED
+
+    layer: int = 3
+
+    def rewrite(self, rewriter: Rewriter) -> bool:
+        for block in calls(rewriter.graph, SPARSE_FFN):
+            if block.meta["layer"] == self.layer:
+                rewriter.set_argument(block, "up_bias", None)
+        return rewriter.changes > 0
+
+
+@dataclass(frozen=True)
+class AddWeight(Pass):
+    """Adds a weight where values are added: the operator objects, in the middle of the rewrite."""
+
+    name: ClassVar[str] = "add-weight"
+    requires: ClassVar[Stage] = Stage.PREDICTED
+    ensures: ClassVar[Stage] = Stage.PREDICTED
+
+    def rewrite(self, rewriter: Rewriter) -> bool:
+        weight = arguments(next(calls(rewriter.graph, LINEAR)))["weight"]
+        for node in calls(rewriter.graph, ADD):
+            rewriter.set_argument(node, "other", weight)
+        return True
+
+
+def failure(folder: Path, *passes: Pass) -> PassError:
+    with pytest.raises(PassError) as error:
+        Pipeline(passes, hook=verifying, reproducers=folder)(build(OPT))
+    return error.value
+
+
+def ended(script: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    return subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_a_broken_rule_is_reproduced_on_a_small_graph(tmp_path):
+    error = failure(tmp_path, InsertPredictors(), DropBias(), Quantize())
+    assert error.reproducer == tmp_path / "reproducer_drop_bias.py"
+    assert str(error).splitlines()[0].endswith(f"to see it fail by itself, run {error.reproducer}")
+    text = error.reproducer.read_text()
+    assert "Pipeline((DropBias(layer=3),), hook=verifying)(graph())" in text
+    # Of 5 layers of 15 calls: the block, its mask, and as many attentions as its number needs.
+    assert text.count("b.call(") < 12
+    done = ended(error.reproducer)
+    assert done.returncode == 1
+    assert "pass drop-bias (the first of its pipeline) failed: VerifyError: rule 'predictors' broken" in done.stderr
+
+
+def test_an_error_within_a_pass_says_where_and_is_reproduced(tmp_path):
+    error = failure(tmp_path, InsertPredictors(), AddWeight())
+    lines = error.context.splitlines()
+    assert len(lines) == 10
+    assert next(line for line in lines if line.startswith(">")).split()[1].startswith("add")
+    assert error.context in str(error)
+    assert error.reproducer is not None
+    assert "PropagateError: aten.add.Tensor does not accept" in ended(error.reproducer).stderr
+
+
+def test_the_script_fails_as_long_as_the_pass_does(tmp_path, monkeypatch):
+    error = failure(tmp_path, InsertPredictors(), DropBias())
+    names: dict[str, object] = {"__name__": "reproducer"}
+    exec(compile(error.reproducer.read_text(), "reproducer", "exec"), names)
+    graph_module = names["graph"]()
+    verify(graph_module, Stage.PREDICTED)
+    with pytest.raises(PassError):
+        Pipeline((DropBias(layer=3),), hook=verifying)(graph_module)
+    monkeypatch.setattr(DropBias, "rewrite", lambda self, rewriter: False)
+    Pipeline((DropBias(layer=3),), hook=verifying)(graph_module)
+
+
+def test_what_is_told_to_the_user_leaves_no_script(tmp_path):
+    with pytest.raises(PassOptionError):
+        Pipeline((InsertPredictors(), Partition({9: (1,)})), hook=verifying, reproducers=tmp_path)(build(OPT))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_fault_of_a_hook_leaves_no_script(tmp_path):
+    def full(*_):
+        raise OSError("disk full")
+
+    with pytest.raises(PassError, match="disk full") as error:
+        Pipeline((InsertPredictors(),), hook=full, reproducers=tmp_path)(build(OPT))
+    assert error.value.reproducer is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_to_does_not_hide_the_failure(tmp_path):
+    (tmp_path / "file").write_text("")
+    error = failure(tmp_path / "file", InsertPredictors(), DropBias())
+    assert isinstance(error.cause, Exception)
+    assert error.reproducer is None
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [(), (InsertPredictors(),), (InsertPredictors(), Partition({1: (0, 3)}), Quantize())],
+    ids=["canonical", "predicted", "quantized"],
+)
+@pytest.mark.parametrize("shape", [Shape(fused=True), OPT], ids=["llama", "opt"])
+def test_source_builds_the_graph_again(shape, passes):
+    before = Pipeline(passes)(build(shape)).graph_module
+    after = rebuilt(before)
+    assert stage_of(after) is stage_of(before)
+    verify(after, stage_of(after))
+    assert [node.name for node in after.graph.nodes if node.op == "call_function"] == [
+        node.name for node in before.graph.nodes if node.op == "call_function"
+    ]
+    weights = random_weights(before)
+    assert torch.equal(run(after, weights), run(before, weights))
+
+
+@settings(max_examples=8)
+@given(before=captured_decoders(), seed=st.integers(0, 100))
+def test_source_builds_captured_graphs_again(before, seed):
+    weights = random_weights(before, seed)
+    assert torch.equal(run(rebuilt(before), weights), run(before, weights))
+
+
+def rebuilt(graph_module):
+    names: dict[str, object] = {}
+    exec(compile(graph_source(graph_module), "source", "exec"), names)
+    return names["graph"]()
+
+
+def test_reduction_keeps_what_must_hold_and_little_else():
+    before = build(Shape(layers=6))
+    was = structure(before)
+    after = reduce_graph(before, lambda g: len(list(calls(g.graph, ATTENTION))) >= 2, seconds=30)
+    assert structure(before) == was
+    assert len(list(calls(after.graph, ATTENTION))) == 2
+    assert not list(calls(after.graph, ADD))
+    assert len([node for node in after.graph.nodes if node.op == "call_function"]) <= 5
+    after.graph.lint()
+
+
+def test_reduction_stops_in_time():
+    before = build(Shape(layers=3))
+    assert reduce_graph(before, lambda g: True, seconds=0) is before
+
+
+def test_layers_are_numbered_anew():
+    def keeps(graph_module):
+        verify(graph_module, Stage.CANONICAL)
+        return any("layers.4.mlp" in name for name, _ in graph_module.named_parameters())
+
+    def valid(graph_module):
+        try:
+            return keeps(graph_module)
+        except Exception:
+            return False
+
+    after = reduce_graph(build(Shape(layers=5)), valid, seconds=60)
+    assert [arguments(node)["layer"] for node in calls(after.graph, ATTENTION)] == [0]
+
+
+def test_a_graph_by_hand():
+    b = GraphBuilder()
+    table = b.parameter("embed.weight", 9, 4)
+    twice = b.call(ADD, *[b.call(EMBEDDING, b.tokens, table, 0, name="x", layer=3, device="hot")] * 2)
+    shift = b.constant("shift", torch.arange(4.0))
+    graph_module = b.finish(b.call(ADD, twice, b.read("shift")), Stage.CAPTURED)
+    verify(graph_module, Stage.CAPTURED)
+    node = graph_module.graph.find_nodes(op="call_function", target=EMBEDDING)[0]
+    assert (node.name, node.meta["layer"], node.meta["device"]) == ("x", 3, "hot")
+    assert shift.users == {}
+    weights = random_weights(graph_module)
+    expected = 2 * weights.load("embed.weight")[torch.arange(3)] + torch.arange(4.0)
+    torch.testing.assert_close(run(graph_module, weights, torch.arange(3)), expected)

@@ -1,0 +1,121 @@
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+
+import pytest
+import torch
+from hypothesis import find, given, settings
+from torch.fx import GraphModule
+
+from picompile.testing import Style, assert_equivalent, build_captured, captured_styles
+from picompile.testing.captured_activations import ACTIVATIONS
+from picompile.testing.captured_style import consistent
+from picompile_passes.nodes import arguments, calls
+from picompile_passes.operands import ATTENTION, FFN, ROTARY
+from picompile_passes.passes.canonicalize import CANONICALIZE
+from picompile_passes.pipeline import Pipeline, verifying
+from picompile_passes.stages import Stage, stage_of
+from picompile_passes.verify import verify
+
+aten = torch.ops.aten
+
+# Enough for every choice to be drawn, most of them many times.
+SAMPLE = 800
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """These tensors are tiny: more threads only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def canonical(graph_module: GraphModule) -> GraphModule:
+    """What the passes of `CANONICALIZE` make of it; the stage is verified after each."""
+    return Pipeline(CANONICALIZE, hook=verifying)(graph_module).graph_module
+
+
+@settings(max_examples=25)
+@given(captured_styles())
+def test_every_style_is_raised(style: Style) -> None:
+    captured = build_captured(style)
+    assert stage_of(captured) == Stage.CAPTURED
+    verify(captured, Stage.CAPTURED)
+    result = canonical(captured)
+    assert_equivalent(captured, result, tokens=(1, 2, 9))
+    check_blocks(result, style)
+    check_attention(result, style)
+
+
+def check_blocks(graph_module: GraphModule, style: Style) -> None:
+    """The feed-forward blocks of `style`, with its activations. Where only up has one, it counts as the gate."""
+    texts = (style.ffn.activation, style.ffn.up_activation)
+    expected = sorted(ACTIVATIONS[text].text.format(style.ffn.threshold) for text in texts)
+    blocks = [arguments(node) for node in calls(graph_module.graph, FFN)]
+    assert [sorted((b["activation"], b["up_activation"])) for b in blocks] == [expected] * style.sizes.layers
+    assert all((block["gate"] is not None) == style.ffn.gated for block in blocks)
+
+
+def check_attention(graph_module: GraphModule, style: Style) -> None:
+    """The attention of `style`: its heads, its windows, and queries and keys turned or not."""
+    found = [arguments(node) for node in calls(graph_module.graph, ATTENTION)]
+    heads = (style.sizes.heads, style.sizes.kv_heads)
+    assert [(values["heads"], values["kv_heads"]) for values in found] == [heads] * style.sizes.layers
+    mask = style.attention.mask
+    windows = [0 if mask.alternate and layer % 2 else mask.window for layer in range(style.sizes.layers)]
+    assert [values["window"] for values in found] == windows
+    turned = 0 if style.positions.rotary == "no" else 2 * style.sizes.layers
+    assert len(list(calls(graph_module.graph, ROTARY))) == turned
+
+
+def test_every_choice_is_drawn() -> None:
+    drawn: dict[str, set[object]] = defaultdict(set)
+
+    @settings(max_examples=SAMPLE, derandomize=True, database=None)
+    @given(captured_styles())
+    def draw(style: Style) -> None:
+        assert consistent(style) == style
+        for name, value in choices(style):
+            drawn[name].add(value)
+
+    draw()
+    for name, possible in possible_choices(Style()):
+        assert drawn[name] >= set(possible), f"{name} is never one of {set(possible) - drawn[name]}"
+    assert drawn["Sizes.heads"] == {1, 2, 3, 4}
+    assert drawn["Sizes.layers"] == {1, 2, 3}
+    assert 0 in drawn["Style.copies"]
+    assert len(drawn["Style.copies"]) > 20
+
+
+def test_the_simplest_example_is_the_plainest_style() -> None:
+    assert find(captured_styles(), lambda style: True, settings=settings(database=None)) == Style()
+
+
+def test_copies_of_every_kind_are_strewn_in() -> None:
+    copies = (aten.alias, aten.clone, aten.contiguous, aten.detach, aten.dropout, aten.to, aten._to_copy)
+    graphs = [build_captured(Style(copies=seed)).graph for seed in range(8)]
+    assert not {node.target.overloadpacket for node in graphs[0].nodes if node.op == "call_function"} & set(copies)
+    found = {node.target.overloadpacket for graph in graphs for node in graph.nodes if node.op == "call_function"}
+    assert found >= set(copies)
+
+
+def choices(style: object) -> Iterator[tuple[str, object]]:
+    """Every field of a style and of its parts, by class and name, with its value."""
+    for each in fields(style):  # type: ignore[arg-type]
+        value = getattr(style, each.name)
+        if is_dataclass(value):
+            yield from choices(value)
+        else:
+            yield f"{type(style).__name__}.{each.name}", value
+
+
+def possible_choices(style: object) -> Iterator[tuple[str, tuple[object, ...]]]:
+    """Every field of a style and of its parts that has choices, with them."""
+    for each in fields(style):  # type: ignore[arg-type]
+        value = getattr(style, each.name)
+        if is_dataclass(value):
+            yield from possible_choices(value)
+        elif each.metadata:
+            yield f"{type(style).__name__}.{each.name}", each.metadata["choices"]
