@@ -4,9 +4,9 @@
 theirs by running the operator's fake implementation in that same mode, so that the symbols stay the same ones.
 """
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from picompile_passes.errors import PropagateError
 from picompile_passes.nodes import attribute
 
 
-# What calls gave, by mode and by all that their results depend on. Entries never change, and go with their mode.
-_RESULTS: WeakKeyDictionary[FakeTensorMode, dict[Hashable, Any]] = WeakKeyDictionary()
+@functools.lru_cache(maxsize=2)
+def _results(mode: FakeTensorMode) -> dict[Hashable, Any]:
+    """What calls in `mode` gave, by all that it depends on. Results hold their mode, so that of few modes is kept."""
+    return {}
 
 
 def fake_mode_of(graph: Graph) -> FakeTensorMode:
@@ -52,7 +54,7 @@ def fake_call(graph: Graph, op: Callable[..., Any], args: Any, kwargs: Any = Non
     named = map_arg(kwargs or {}, _value)
     mode = fake_mode_of(graph)
     # The layers of a model ask the same again and again, and so does the verification after each pass.
-    known = _RESULTS.setdefault(mode, {})
+    known = _results(mode)
     key = (op, _key(values), _key(named))
     if key in known:
         return known[key]

@@ -53,7 +53,7 @@ def compile_command(
         typer.Option(
             "--pass",
             metavar="NAME",
-            help="One more pass on the canonical graph, as name or name{option=value,…}; may be given several times.",
+            help="One more pass, as name or name{option=value,…}, where the stage it requires is reached. Several times.",
         ),
     ] = None,
     hot: Annotated[
