@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from picompile.capture import Captured
     from picompile_codegen.lower import Lowered
     from picompile_passes.infra import Pass
+    from picompile_passes.stages import Stage
 
 QUANTIZATIONS = ("f16", "q8", "q4")
 PREDICTORS = ("exact", "none")
@@ -39,8 +40,8 @@ class CompileOptions:
     `predictor` None chooses `exact` where the activation leaves neurons silent and `none` elsewhere. `context` in
     tokens; None takes the model's own limit, at most 4096. `kv_dtype` is f16 or f32; None takes f16, and f32 where
     rounding would move neurons across a jump of the activation (FATReLU). `hot` maps a layer to the neurons of its hot
-    part. `passes` are extra passes as text, `name` or `name{option=value}`: each runs as soon as the graph is at the
-    stage it requires. `dump_ir` receives the graph after every pass.
+    part. `passes` are extra passes as text, `name{option=value}@stage`, options and stage as needed: each runs as soon
+    as the graph is at that stage, or else the one it requires. `dump_ir` receives the graph after every pass.
     """
 
     target: str = "cpu"
@@ -137,20 +138,36 @@ def pipeline_passes(options: CompileOptions) -> "list[Pass]":
         Partition(options.hot),
         Quantize(options.quant),
     ]
-    return _in_order(own, [make_pass(text) for text in options.passes])
+    extra = [_with_stage(text) for text in options.passes]
+    return _in_order(own, [(make_pass(name), stage) for name, stage in extra])
 
 
-def _in_order(own: "Sequence[Pass]", extra: "Sequence[Pass]") -> "list[Pass]":
-    """`own` passes, with each of the `extra` ones where the stage that it requires is reached."""
+def _with_stage(text: str) -> "tuple[str, Stage | None]":
+    """The pass and the stage that `name{option=value}@stage` names; the stage may be left out."""
     from picompile_passes.stages import Stage
 
-    ordered, waiting, reached = [], list(extra), min(Stage)
+    name, at, stage = text.rpartition("@")
+    # An option may hold an @ too.
+    if not at or "}" in stage:
+        return text, None
+    known = {each.text: each for each in Stage}
+    if stage not in known:
+        raise UsageError(f"--pass {text}: {stage!r} is no stage; the stages are {', '.join(known)}")
+    return name, known[stage]
+
+
+def _in_order(own: "Sequence[Pass]", extra: "Sequence[tuple[Pass, Stage | None]]") -> "list[Pass]":
+    """`own` passes, with each of the `extra` ones where its stage, or else the one it requires, is reached."""
+    from picompile_passes.stages import Stage
+
+    ordered, reached = [], min(Stage)
+    waiting = [(pass_, pass_.requires if stage is None else max(stage, pass_.requires)) for pass_, stage in extra]
     for pass_ in own:
-        ordered += [other for other in waiting if other.requires <= reached]
-        waiting = [other for other in waiting if other.requires > reached]
+        ordered += [other for other, stage in waiting if stage <= reached]
+        waiting = [(other, stage) for other, stage in waiting if stage > reached]
         ordered.append(pass_)
         reached = max(reached, pass_.ensures or reached)
-    return [*ordered, *waiting]
+    return [*ordered, *(other for other, _ in waiting)]
 
 
 def run_passes(captured: "Captured", options: CompileOptions, progress: Progress) -> "GraphModule":

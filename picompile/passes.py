@@ -1,10 +1,37 @@
 """What a pass is written with: `from picompile.passes import Pass`. The package itself is `picompile_passes`."""
 
 from picompile_passes.builder import GraphBuilder
+from picompile_passes.errors import PassError, PassOptionError, StageError, UnsupportedGraphError, VerifyError
 from picompile_passes.infra import Effect, Pass, PassResult
-from picompile_passes.pipeline import Pipeline
-from picompile_passes.rewriter import Rewriter
-from picompile_passes.stages import Stage
+from picompile_passes.nodes import arguments, attribute, calls, constant_nodes, is_call
+from picompile_passes.pipeline import Dump, Pipeline, Timings, each, verifying
+from picompile_passes.rewriter import Provenance, Rewriter
+from picompile_passes.stages import Stage, stage_of
 from picompile_passes.verify import verify
 
-__all__ = ["Effect", "GraphBuilder", "Pass", "PassResult", "Pipeline", "Rewriter", "Stage", "verify"]
+__all__ = [
+    "Dump",
+    "Effect",
+    "GraphBuilder",
+    "Pass",
+    "PassError",
+    "PassOptionError",
+    "PassResult",
+    "Pipeline",
+    "Provenance",
+    "Rewriter",
+    "Stage",
+    "StageError",
+    "Timings",
+    "UnsupportedGraphError",
+    "VerifyError",
+    "arguments",
+    "attribute",
+    "calls",
+    "constant_nodes",
+    "each",
+    "is_call",
+    "stage_of",
+    "verify",
+    "verifying",
+]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import picompile_runtime
 from picompile.artifact_writer import check_disk
 from picompile.capture import capture_module
-from picompile.compile import CompileOptions, compile_model
+from picompile.compile import CompileOptions, compile_model, pipeline_passes
 from picompile.errors import DoesNotFitError, TargetError, UnsupportedModelError, UsageError
 
 
@@ -137,3 +137,34 @@ def test_any_module_compiles_and_gives_its_own_logits(tmp_path: Path) -> None:
     with picompile_runtime.load(tmp_path / "artifact", threads=2) as engine:
         scored = torch.cat([torch.from_numpy(rows) for rows in engine.score(ids)])
     torch.testing.assert_close(scored, expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
+
+
+def _order(*passes: str) -> list[str]:
+    return [pass_.name for pass_ in pipeline_passes(CompileOptions(passes=passes))]
+
+
+def test_a_pass_runs_where_the_graph_reaches_its_stage() -> None:
+    own = _order()
+    assert own[-4:] == ["flatten-tokens", "insert-predictors", "partition", "quantize"]
+    # Twice the same: what requires captured comes first, what requires predicted behind the predictors.
+    assert _order("partition{hot=(0:(1,))}", "remove-copies") == ["remove-copies", *own[:-2], "partition", *own[-2:]]
+    assert _order("remove-copies@canonical")[-4:] == ["remove-copies", *own[-3:]]
+    assert _order("quantize{format=q8}@partitioned")[-3:] == ["partition", "quantize", "quantize"]
+    # A stage before the one it requires changes nothing.
+    assert _order("partition@captured") == _order("partition")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("partition@early", "'early' is no stage; the stages are captured, canonical"),
+        ("no-such-pass", "there is no pass no-such-pass"),
+        ("no-such-pass@quantized", "there is no pass no-such-pass"),
+        ("quantize{format=a@b}", "'a@b' is not one of"),
+    ],
+)
+def test_a_pass_that_cannot_be_had_is_told_before_the_model_is_read(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=message) as error:
+        compile_model(tmp_path / "no model", tmp_path / "artifact", CompileOptions(passes=(text,)))
+    assert error.value.exit_code == 2  # type: ignore[attr-defined]
+    assert not list(tmp_path.iterdir())

@@ -40,7 +40,8 @@ def construct(name: str, pass_class: Callable[..., Any], options: dict[str, str]
 
     Raises `PassOptionError` for an option it does not have, or cannot take the text as.
     """
-    fields = {field.name for field in dataclasses.fields(pass_class) if field.init}  # type: ignore[arg-type]
+    declared = [field for field in dataclasses.fields(pass_class) if field.init]  # type: ignore[arg-type]
+    fields = {field.name for field in declared}
     types = typing.get_type_hints(pass_class)
     values = {}
     for key, text in options.items():
@@ -51,10 +52,17 @@ def construct(name: str, pass_class: Callable[..., Any], options: dict[str, str]
             values[key] = _read(types[key], text)
         except ValueError as error:
             raise PassOptionError(f"option {key} of pass {name}: {error}") from error
+    missing = [field.name for field in declared if _is_required(field) and field.name not in values]
+    if missing:
+        raise PassOptionError(f"pass {name} needs the option {missing[0]}: {name}{{{missing[0]}=...}}")
     try:
         return pass_class(**values)
     except TypeError as error:
         raise PassOptionError(f"pass {name}: {error}") from error
+
+
+def _is_required(field: "dataclasses.Field[Any]") -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _read(kind: Any, text: str) -> Any:
@@ -83,7 +91,8 @@ def _read_tuple(kind: Any, text: str) -> tuple[Any, ...]:
     item, *rest = typing.get_args(kind) or (str, ...)
     if rest not in ([...], []) or (not rest and typing.get_origin(kind) is tuple):
         raise ValueError("it cannot be given as text, only in Python")
-    return tuple(_read(item, part.strip()) for part in _split_commas(text[1:-1]))
+    # A comma may end the list, as in Python.
+    return tuple(_read(item, part.strip()) for part in _split_commas(text[1:-1].strip().removesuffix(",")))
 
 
 def _read_mapping(kind: Any, text: str) -> dict[Any, Any]:

@@ -53,7 +53,7 @@ def compile_command(
         typer.Option(
             "--pass",
             metavar="NAME",
-            help="One more pass, as name or name{option=value,…}, where the stage it requires is reached. Several times.",
+            help="One more pass, name{option=value,…}@stage, options and stage as needed. May be given several times.",
         ),
     ] = None,
     hot: Annotated[

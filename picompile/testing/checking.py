@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hypothesis import HealthCheck, assume, given, note, settings
+from hypothesis import HealthCheck, Phase, assume, given, note, settings
 from hypothesis import strategies as st
 from torch.fx import GraphModule
 
@@ -42,6 +42,7 @@ def check_pass(
     bound: float | None = None,
     may_refuse: bool = True,
     max_examples: int = 30,
+    shrink: bool = False,
 ) -> None:
     """Runs `pass_` on random graphs and holds it to all of `PROPERTIES`. Raises `PropertyError` for one it lacks.
 
@@ -49,12 +50,14 @@ def check_pass(
     on the graph); the last needs `graphs`. By default the graphs are of the stages that the pass takes. `weights(graph,
     seed)` are what it computes with. A pass that rounds needs either weights that need no rounding, or a `bound` on
     the relative error of the logits in the 2-norm. `may_refuse` allows the pass to raise an error for the user, such as
-    `UnsupportedGraphError`; such graphs are passed over. `max_examples` is hypothesis's; all else is as its profile
-    says, but for the deadline: there is none.
+    `UnsupportedGraphError`; such graphs are passed over. `max_examples` is hypothesis's; with `shrink` a failing
+    example is made smaller, which can take minutes. All else is as its profile says, but that there is no deadline.
     """
     _check_usage(pass_, graphs, weights, bound)
 
-    @settings(max_examples=max_examples, deadline=None, suppress_health_check=_SLOW)
+    phases = [phase for phase in settings().phases if shrink or phase not in (Phase.shrink, Phase.explain)]
+
+    @settings(max_examples=max_examples, deadline=None, suppress_health_check=_SLOW, phases=phases)
     @given(data=st.data(), seed=st.integers(0, 2**16))
     def suite(data: st.DataObject, seed: int) -> None:
         chosen, before = _draw(data, pass_, graphs)

@@ -31,8 +31,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "forgets to transpose",
         "passes/raise_linear.py",
-        "weight = matrix if is_call(node, _aten.linear.default) else _transposed(rewriter, matrix, node)",
-        "weight = matrix",
+        "weight = _plain(rewriter, matrix, node, transposed=not is_call(node, _aten.linear.default))",
+        "weight = _plain(rewriter, matrix, node)",
     ),
     Fault(
         "looks ids up one row late",
@@ -340,7 +340,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "does not say from what a node was made",
         "rewriter.py",
-        "tuple(source.name for source in sources))",
+        "tuple(dict.fromkeys(self._origins(sources))))",
         "())",
     ),
     Fault(

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from picompile.testing import LLAMA, OPT, Weights, build, random_weights, run, structure
+from picompile_passes.dump import graph_text
 from picompile_passes.errors import PassesError, StageError
 from picompile_passes.infra import Pass, copy_graph_module
 from picompile_passes.materialize import materialize
@@ -195,3 +196,59 @@ def test_passes_work_on_a_graph_that_torch_export_made():
     weights = Weights({name: torch.randn(p.shape) for name, p in model.named_parameters()})
     x = torch.randn(3, 8)
     torch.testing.assert_close(materialize(after, weights)(x), materialize(captured, weights)(x), rtol=0, atol=2e-5)
+
+
+@dataclass(frozen=True)
+class CountUsers(Pass):
+    """An analysis: it only annotates, at any stage from canonical on."""
+
+    name: ClassVar[str] = "count-users"
+    requires: ClassVar[Stage] = Stage.CANONICAL
+    ensures: ClassVar[Stage | None] = None
+
+    def rewrite(self, rewriter: Rewriter) -> bool:
+        for node in calls(rewriter.graph, LINEAR):
+            rewriter.annotate(node, users=len(node.users), why="counted, once")
+        return rewriter.changes > 0
+
+
+def test_an_analysis_runs_at_any_stage_and_leaves_it():
+    graph_module = build(OPT)
+    for pass_ in (*PASSES, None):
+        stage, was = stage_of(graph_module), structure(graph_module)
+        result = CountUsers()(graph_module)
+        assert result.modified
+        assert stage_of(result.graph_module) is stage
+        assert structure(graph_module) == was
+        notes = [node.meta["notes"] for node in calls(result.graph_module.graph, LINEAR)]
+        assert notes[0] == {"users": 1, "why": "counted, once"}
+        # What is written already is no change.
+        assert not CountUsers()(result.graph_module).modified
+        assert "  # users 1, why 'counted, once'" in graph_text(result.graph_module)
+        if pass_ is not None:
+            graph_module = pass_(graph_module).graph_module
+    with pytest.raises(StageError, match="needs a graph of stage canonical to quantized, but this one is captured"):
+        set_stage(graph_module, Stage.CAPTURED)
+        CountUsers()(graph_module)
+
+
+def test_what_a_pass_made_on_the_way_is_no_source():
+    """The sources of a node are nodes of the graph that went in."""
+
+    @dataclass(frozen=True)
+    class TwoSteps(Pass):
+        name: ClassVar[str] = "two-steps"
+        requires: ClassVar[Stage] = Stage.CANONICAL
+        ensures: ClassVar[Stage | None] = None
+
+        def rewrite(self, rewriter: Rewriter) -> bool:
+            first = next(iter(calls(rewriter.graph, ADD)))
+            step = rewriter.call(ADD, first.args, before=first, sources=(first,))
+            last = rewriter.call(ADD, first.args, before=first, sources=(step, first))
+            rewriter.replace(first, last)
+            return True
+
+    before = build(OPT)
+    after = TwoSteps()(before).graph_module
+    (made,) = [node for node in after.graph.nodes if "from" in node.meta]
+    assert made.meta["from"] == ("two-steps", (next(iter(calls(before.graph, ADD))).name,))

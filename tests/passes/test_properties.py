@@ -35,6 +35,7 @@ from picompile_passes.stages import Stage, stage_of
 
 # The same few in every run of `make test`; as many as asked for in `make fuzz`.
 EXAMPLES = 20 if settings.default.derandomize else settings.default.max_examples
+check = partial(check_pass, shrink=not settings.default.derandomize)
 pytestmark = pytest.mark.hypothesis
 
 
@@ -46,39 +47,45 @@ def captured_before(pass_: Pass) -> st.SearchStrategy[torch.fx.GraphModule]:
 
 @pytest.mark.parametrize("pass_", CANONICALIZE, ids=lambda pass_: pass_.name)
 def test_raising(pass_):
-    check_pass(pass_, graphs=captured_before(pass_), may_refuse=False, max_examples=EXAMPLES)
+    check(pass_, graphs=captured_before(pass_), may_refuse=False, max_examples=EXAMPLES)
 
 
 @pytest.mark.parametrize("pass_", CANONICALIZE[:-1], ids=lambda pass_: pass_.name)
 def test_raising_out_of_order(pass_):
-    check_pass(pass_, graphs=graphs(Stage.CAPTURED), max_examples=EXAMPLES)
+    check(pass_, graphs=graphs(Stage.CAPTURED), max_examples=EXAMPLES)
 
 
 def test_insert_predictors():
-    check_pass(st.sampled_from(["auto", "none"]).map(InsertPredictors), may_refuse=False, max_examples=EXAMPLES)
+    check(st.sampled_from(["auto", "none"]).map(InsertPredictors), may_refuse=False, max_examples=EXAMPLES)
 
 
 def test_insert_predictors_exact():
-    check_pass(InsertPredictors("exact"), max_examples=EXAMPLES)
+    check(InsertPredictors("exact"), max_examples=EXAMPLES)
 
 
 def test_partition():
     def partitions(graph_module):
         return hot_sets(graph_module).map(Partition)
 
-    check_pass(partitions, graphs=graphs(Stage.PREDICTED), may_refuse=False, max_examples=2 * EXAMPLES)
+    check(partitions, graphs=graphs(Stage.PREDICTED), may_refuse=False, max_examples=2 * EXAMPLES)
 
 
 @pytest.mark.parametrize("form", ["f16", "q8", "q4"])
 def test_quantize(form):
     weights = partial(random_weights, representable=form)
     stages = st.sampled_from([Stage.PREDICTED, Stage.PARTITIONED, Stage.PARTITIONED])
-    check_pass(Quantize(form), graphs=stages.flatmap(graphs), weights=weights, may_refuse=False, max_examples=EXAMPLES)
+    check(
+        Quantize(form),
+        graphs=stages.flatmap(graphs),
+        weights=weights,
+        may_refuse=False,
+        max_examples=EXAMPLES,
+    )
 
 
 @pytest.mark.parametrize("form", ["f16", "q8", "q4"])
 def test_quantize_leaves_what_is_packed(form):
-    check_pass(
+    check(
         Quantize(form),
         graphs=graphs(Stage.QUANTIZED),
         weights=partial(random_weights, representable=form),

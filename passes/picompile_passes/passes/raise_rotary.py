@@ -28,8 +28,9 @@ _FIT_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class RaiseRotary(Pass):
-    """What lies between an attention and the roots of its q and k becomes one `rotary` each, or nothing. The anchor is
-    the attention.
+    """What lies between an attention and the roots of its q and k becomes one `rotary` each, or nothing.
+
+    The anchor is the attention.
 
     1. q or k turned by position · frequency → `rotary` of the root's columns. Where the pairs of elements are not
        halves of a head, q and k are reordered alike, which leaves q · k as it is.
