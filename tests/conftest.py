@@ -24,7 +24,7 @@ settings.register_profile(
     "fuzz",
     settings.get_profile("ci"),
     derandomize=False,
-    max_examples=200,
+    max_examples=60,
     phases=tuple(Phase),
     suppress_health_check=list(HealthCheck),
 )

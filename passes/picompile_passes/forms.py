@@ -21,8 +21,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
+from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.moves import AS_RESHAPE, DIVIDE, JOINS, MOVES, MULTIPLY, NEGATE, SPLITS, SUMS
 from picompile_passes.nodes import attribute, has_real_data
+from picompile_passes.operands import EMBEDDING
 
 SAMPLE_TOKENS = 7
 
@@ -49,17 +51,28 @@ class Form:
 
 
 class Forms:
-    """The forms of one graph, which must not change meanwhile. `tokens` is the size of the sample."""
+    """The forms of one graph, which must not change meanwhile.
 
-    def __init__(self, graph_module: GraphModule, tokens: int = SAMPLE_TOKENS) -> None:
+    The sample has `tokens` tokens, or as many as the graph was captured for where those are fewer. What an operator
+    does not give for them raises `UnsupportedGraphError`. With `lookups`, rows that positions look up in a constant of
+    the graph are known too; without, every lookup is a root.
+    """
+
+    def __init__(self, graph_module: GraphModule, tokens: int = SAMPLE_TOKENS, *, lookups: bool = False) -> None:
         self._graph_module = graph_module
-        self.tokens = tokens
+        self._lookups = lookups
         placeholder = next(node for node in graph_module.graph.nodes if node.op == "placeholder")
         self._symbol = placeholder.meta["val"].shape[0]
+        self.tokens = min(tokens, self.most_tokens or tokens)
         self._known: dict[Node, Any] = {}
         self._roots: dict[Node, Node | None] = {}
         for node in graph_module.graph.nodes:
             self._roots[node] = self._find_root(node)
+
+    @property
+    def tokens_shape(self) -> torch.Size:
+        """The graph's token count, which is not the sample's, as a shape [T]."""
+        return torch.Size([self._symbol])
 
     @property
     def most_tokens(self) -> int | None:
@@ -111,7 +124,23 @@ class Forms:
     def same(self, node: Node) -> Node:
         """The node that `node` merely reshapes, keeping the last dimension; `node` itself where it does more."""
         moved = None if self.is_known(node) else self.moved(node)
-        return moved[0] if moved is not None and moved[1] is None else node
+        if moved is not None and moved[1] is None:
+            return moved[0]
+        # Its root may lie behind a factor, where a move ahead of that does not.
+        while not self.is_known(node) and node.target in MOVES and self._is_reshape(node):
+            node = node.args[0]  # type: ignore[assignment]
+        return node
+
+    def _is_reshape(self, node: Node) -> bool:
+        """Whether a move has the elements of its argument in their order, the last dimension as it was."""
+        argument: Node = node.args[0]  # type: ignore[assignment]
+        if self.root(argument) is not self.root(node):
+            return False
+        new, old = self._terms(node), self._terms(argument)
+        return new[0].index.shape[-1:] == old[0].index.shape[-1:] and all(
+            torch.equal(a.index.flatten(), b.index.flatten()) and torch.equal(a.factor.flatten(), b.factor.flatten())
+            for a, b in zip(new, old, strict=True)
+        )
 
     def columns(self, node: Node) -> int:
         """How many elements the value of `node` has for each token."""
@@ -138,7 +167,7 @@ class Forms:
             return None
         roots = [self._roots[argument] for argument in node.all_input_nodes]
         if all(root is None for root in roots):
-            return None if _is_plain(node.target) else node
+            return None if _is_plain(node.target) or (self._lookups and node.target is EMBEDDING) else node
         return self._root_of_call(node)
 
     def _root_of_call(self, node: Node) -> Node | None:
@@ -211,7 +240,7 @@ class Forms:
     def _apply(self, node: Node, first: Any) -> Any:
         """Runs the call of `node` with `first` in place of its first argument."""
         target: Any = torch.ops.aten.reshape.default if node.target in AS_RESHAPE else node.target
-        return target(first, *self._sample_arguments(node.args[1:]), **self._sample_arguments(_on_cpu(node.kwargs)))
+        return self._run(node, target, (first, *self._sample_arguments(node.args[1:])))
 
     def _evaluate(self, node: Node) -> Any:
         value = node.meta.get("val")
@@ -221,8 +250,18 @@ class Forms:
             return torch.arange(self.tokens)
         if node.op == "get_attr":
             return attribute(self._graph_module, str(node.target))
-        target: Any = node.target
-        return target(*self._sample_arguments(node.args), **self._sample_arguments(_on_cpu(node.kwargs)))
+        return self._run(node, node.target, self._sample_arguments(node.args))
+
+    def _run(self, node: Node, target: Any, args: Sequence[Any]) -> Any:
+        """What `target` gives for `args` and the keyword arguments of `node`."""
+        try:
+            return target(*args, **self._sample_arguments(on_cpu(node.kwargs)))
+        except (IndexError, RuntimeError) as error:
+            # A table shorter than the graph says it takes tokens: only calls by position, unlike slices, get so far.
+            raise UnsupportedGraphError(
+                f"{node.name} ({node.target}): it fails for {self.tokens} tokens, which the graph says that it takes: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
 
     def _sample_arguments(self, arguments: Any) -> Any:
         return torch.fx.node.map_arg(arguments, self.known)
@@ -235,7 +274,7 @@ def _is_plain(target: Any) -> bool:
     return bool(target.namespace == "aten" and torch.Tag.nondeterministic_seeded not in target.tags)
 
 
-def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+def on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
     """A capture on the meta device made its constants there; evaluated, they must have values."""
     return {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
 

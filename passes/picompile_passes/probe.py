@@ -24,6 +24,8 @@ def recognize_activation(function: Callable[[Tensor], Tensor], constants: Sequen
     """
     grid = _grid(constants)
     values = function(grid)
+    if values.dtype != grid.dtype:
+        return None
     for text in (*ACTIVATIONS, *(f"fatrelu({constant!r})" for constant in sorted(set(constants)))):
         if torch.allclose(parse_activation(text).function(grid), values, rtol=_TOLERANCE, atol=_TOLERANCE):
             return text

@@ -97,6 +97,16 @@ def _fatrelu_by_where(w: Writer, x: Node, threshold: float) -> Node:
     return w.call(_aten.where.self, w.call(_aten.gt.Scalar, x, threshold), x, zeros)
 
 
+def _fatrelu_by_number(w: Writer, x: Node, threshold: float) -> Node:
+    """`torch.where(x > threshold, x, 0.0)`."""
+    return w.call(_aten.where.ScalarOther, w.call(_aten.gt.Scalar, x, threshold), x, 0.0)
+
+
+def _fatrelu_by_float_mask(w: Writer, x: Node, threshold: float) -> Node:
+    mask = w.call(_aten._to_copy.default, w.call(_aten.gt.Scalar, x, threshold), dtype=torch.float32)
+    return w.call(_mul, x, mask)
+
+
 def _fatrelu_by_constant(w: Writer, x: Node, threshold: float) -> Node:
     zero = w.shared("zero", lambda: w.constant("model.zero", torch.zeros(())))
     return w.call(_aten.where.self, w.call(_aten.gt.Scalar, x, threshold), x, zero)
@@ -146,6 +156,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "fatrelu by where": Activation("fatrelu({})", _fatrelu_by_where),
     "fatrelu by constant": Activation("fatrelu({})", _fatrelu_by_constant),
     "fatrelu by full": Activation("fatrelu({})", _fatrelu_by_full),
+    "fatrelu by number": Activation("fatrelu({})", _fatrelu_by_number),
+    "fatrelu by float mask": Activation("fatrelu({})", _fatrelu_by_float_mask),
     "fatrelu by mask": Activation("fatrelu({})", _fatrelu_by_mask),
     "fatrelu by fill": Activation("fatrelu({})", _fatrelu_by_fill),
     "threshold": Activation("fatrelu({})", lambda w, x, t: w.call(_aten.threshold.default, x, t, 0.0)),

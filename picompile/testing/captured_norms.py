@@ -35,6 +35,8 @@ def _over_root(w: Writer, style: NormStyle, x: Node) -> Node:
         inverse = w.call(_aten.rsqrt.default, shifted)
     else:
         inverse = w.call(_aten.reciprocal.default, w.call(_aten.sqrt.default, shifted))
+    if style.writing == "one over sqrt":
+        inverse = w.call(_aten.mul.Tensor, inverse, 1.0)
     return w.call(_aten.mul.Tensor, *((inverse, x) if style.inverse_first else (x, inverse)))
 
 

@@ -42,7 +42,7 @@ class NormStyle:
     kind: str = one_of("rms", "layer")
     eps: float = one_of(1e-6, 1e-5, 1e-3)
     affine: str = one_of("weight", "none", "weight and bias")
-    writing: str = one_of("rsqrt", "sqrt", "reciprocal", "operator", "operator without eps")
+    writing: str = one_of("rsqrt", "sqrt", "reciprocal", "one over sqrt", "operator", "operator without eps")
     square: str = one_of("pow", "mul", "square")
     weight_first: bool = one_of(False, True)
     inverse_first: bool = one_of(False, True)

@@ -14,8 +14,7 @@ from picompile_passes.propagate import fake_mode_of
 _aten = torch.ops.aten
 
 _COPY_SHARE = 0.12
-# Operators that give back their argument, with what comes after it. Casts are apart: they may lay out anew the memory
-# of a value that is not contiguous.
+# Operators that give back their argument, with what comes after it.
 _COPIES: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = (
     (_aten.clone.default, (), {}),
     (_aten.clone.default, (), {"memory_format": torch.contiguous_format}),
@@ -127,5 +126,5 @@ class Writer:
             return node
         if self._copies.random() >= _COPY_SHARE:
             return node
-        op, args, kwargs = self._copies.choice((*_COPIES, *_CASTS) if value.is_contiguous() else _COPIES)
+        op, args, kwargs = self._copies.choice((*_COPIES, *_CASTS))
         return self.builder.call(op, node, *args, **kwargs)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from picompile.testing.lookups import embedding_names
+from picompile_passes.dialect import FORMATS
 from picompile_passes.nodes import attribute, has_real_data
 
 # The second makes values so small that the eps of a norm is no longer lost beside their mean square.
@@ -51,8 +52,11 @@ def random_weights(
     matters.
 
     With `representable`, a weight format, every matrix is one that the format holds exactly: packed by rows or by
-    columns, whole or any of them in any order, it comes out as it went in. Vectors are never packed.
+    columns, whole or any of them in any order, it comes out as it went in. Vectors are never packed. Raises
+    `ValueError` for another format.
     """
+    if representable not in _DRAW:
+        raise ValueError(f"there is no weight format {representable!r}; there are {', '.join(FORMATS)}")
     embedding_scale = _EMBEDDING_SCALES[seed % 2]
     other_scale = 1.0 if embedding_scale == 1.0 else _OTHER_SCALE
     embeddings = embedding_names(graph_module)

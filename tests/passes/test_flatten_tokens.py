@@ -9,7 +9,7 @@ from picompile.testing import LLAMA, OPT, Shape, build
 from picompile_passes.builder import GraphBuilder
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.nodes import arguments
-from picompile_passes.operands import ATTENTION, EMBEDDING, LINEAR, RMS_NORM
+from picompile_passes.operands import ATTENTION, EMBEDDING, FFN, LINEAR, RMS_NORM
 from picompile_passes.passes.flatten_tokens import FlattenTokens
 from picompile_passes.stages import Stage, stage_of
 from picompile_passes.verify import verify
@@ -142,16 +142,51 @@ def _one_for_all(b: GraphBuilder, x: Node) -> Node:
     return b.call(aten.add.Tensor, x, b.call(LINEAR, x, b.parameter("one", 1, HIDDEN), None))
 
 
+def _joined_weight(b: GraphBuilder, x: Node) -> Node:
+    weight = b.call(aten.cat.default, [b.parameter(name, HIDDEN, HIDDEN) for name in ("gate", "up")])
+    return b.call(LINEAR, x, weight, None)
+
+
+def _shifted_weight(b: GraphBuilder, x: Node) -> Node:
+    return b.call(RMS_NORM, x, b.call(aten.add.Tensor, b.parameter("norm", HIDDEN), 1.0), 1e-5)
+
+
+def _wide_weight(b: GraphBuilder, x: Node) -> Node:
+    return b.call(RMS_NORM, x, b.parameter("norm", 1, HIDDEN), 1e-5)
+
+
+def _in_double(b: GraphBuilder, x: Node) -> Node:
+    return b.call(
+        aten.add.Tensor, x, b.call(EMBEDDING, b.tokens, b.constant("table", torch.zeros(31, HIDDEN).double()), 0)
+    )
+
+
+def _attending_to_heads(b: GraphBuilder, x: Node) -> Node:
+    sides = [b.call(aten.unsqueeze.default, _linear(b, x, name), 1) for name in "qkv"]
+    return b.call(aten.squeeze.dim, b.call(ATTENTION, *sides, HEADS, HEADS, 0.3, 0, 0, layer=0), 1)
+
+
+def _block_without_attention(b: GraphBuilder, x: Node) -> Node:
+    weights = [b.parameter(name, 40, HIDDEN) for name in ("up", "down")]
+    return b.call(FFN, x, None, *weights, None, None, None, "relu", "identity", layer=0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (_scaled, r"mul \(aten\.mul\.Tensor\): linear.* takes it, but it is not just columns"),
         (_heads_mixed, "it takes some of the columns of rms_norm, which is no linear"),
-        (_tokens_mixed, r"flip \(aten\.flip\.default\): it has no counterpart"),
+        (_tokens_mixed, r"flip \(aten\.flip\.default\): linear.* takes it, but it is not just columns"),
         (_normed_heads, "it works on each head"),
         (_plus_constant, r"add .*it adds values of different shapes"),
         (_plus_number, "it takes a number"),
         (_one_for_all, "it adds values of different shapes"),
+        (_joined_weight, r"cat \(aten\.cat\.default\): the weight of linear is neither a parameter nor rows of one"),
+        (_shifted_weight, r"add \(aten\.add\.Tensor\): the weight of rms_norm is neither"),
+        (_wide_weight, r"rms_norm .*: its weight is float32\[1, 24\]"),
+        (_in_double, "it is torch.float64, not float32"),
+        (_attending_to_heads, "it attends to other dimensions than the tokens"),
+        (_block_without_attention, r"ffn .*: a feed-forward block more than the 0 attentions"),
     ],
 )
 def test_what_the_dialect_cannot_say_is_named(change: Callable[[GraphBuilder, Node], Node], message: str) -> None:
@@ -163,3 +198,8 @@ def test_what_the_dialect_cannot_say_is_named(change: Callable[[GraphBuilder, No
     with pytest.raises(UnsupportedGraphError, match=message) as caught:
         FlattenTokens()(captured(write))
     assert "\n" not in str(caught.value)
+
+
+def test_logits_are_made_by_a_linear() -> None:
+    with pytest.raises(UnsupportedGraphError, match="no linear makes rms_norm"):
+        FlattenTokens()(captured(lambda b, x: b.call(RMS_NORM, x, b.parameter("norm", HIDDEN), 1e-5)))

@@ -125,7 +125,7 @@ def _additive(b: GraphBuilder, window: int | None, hidden: float) -> Node:
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 600])
-@pytest.mark.parametrize("hidden", [None, -3.4e38])
+@pytest.mark.parametrize("hidden", [None, -3.4e38, -1e9])
 def test_masks_of_positions(window: int | None, hidden: float | None) -> None:
     def write(b: GraphBuilder, x: Node) -> Node:
         mask = _visible(b, window) if hidden is None else _additive(b, window, hidden)
@@ -133,6 +133,29 @@ def test_masks_of_positions(window: int | None, hidden: float | None) -> None:
 
     values = arguments(only(raised(captured(write), RaiseAttention()), ATTENTION))
     assert values["window"] == (window or 0)
+
+
+def test_a_table_shorter_than_the_graph_takes_tokens_is_refused() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        shown = b.constant("shown", torch.ones(9, 9, dtype=torch.bool).tril())
+        rows = b.call(aten.index.Tensor, shown, [b.positions])
+        mask = b.call(aten.index_select.default, rows, 1, b.positions)
+        return _together(b, b.call(SDPA, *_qkv(b, x), mask))
+
+    with pytest.raises(
+        UnsupportedGraphError, match=r"index \(aten\.index\.Tensor\): it fails for \d+ tokens, .* size 9"
+    ):
+        RaiseAttention()(captured(write))
+
+
+def test_a_mask_of_more_dimensions_than_the_heads_is_refused() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        heads = [b.call(aten.squeeze.dim, part, 0) for part in _qkv(b, x)]
+        mask = b.call(aten.unsqueeze.default, b.call(aten.unsqueeze.default, _visible(b, None), 0), 0)
+        return _together(b, b.call(SDPA, *heads, mask))
+
+    with pytest.raises(UnsupportedGraphError, match="its q, k and v are not of its dimensions"):
+        RaiseAttention()(captured(write))
 
 
 def _biased(b: GraphBuilder, x: Node) -> Node:

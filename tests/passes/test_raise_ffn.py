@@ -72,6 +72,28 @@ def _fatrelu_of_constant(b: GraphBuilder, x: Node) -> Node:
     return b.call(aten.where.self, b.call(aten.gt.Scalar, x, 0.3), x, zero)
 
 
+def _fatrelu_of_number(b: GraphBuilder, x: Node) -> Node:
+    return b.call(aten.where.ScalarOther, b.call(aten.gt.Scalar, x, 0.1), x, 0.0)
+
+
+def _fatrelu_of_number_first(b: GraphBuilder, x: Node) -> Node:
+    return b.call(aten.where.ScalarSelf, b.call(aten.le.Scalar, x, 0.1), 0.0, x)
+
+
+def _fatrelu_of_float_mask(b: GraphBuilder, x: Node) -> Node:
+    mask = b.call(aten._to_copy.default, b.call(aten.gt.Scalar, x, 0.1), dtype=torch.float32)
+    return b.call(aten.mul.Tensor, x, mask)
+
+
+def _relu_of_new_zeros(b: GraphBuilder, x: Node) -> Node:
+    return b.call(aten.maximum.default, x, b.call(aten.new_zeros.default, x, []))
+
+
+def _gelu_special(b: GraphBuilder, x: Node) -> Node:
+    erf = b.call(aten.special_erf.default, b.call(aten.div.Tensor, x, 2**0.5))
+    return b.call(aten.mul.Tensor, b.call(aten.mul.Tensor, x, 0.5), b.call(aten.add.Tensor, erf, 1.0))
+
+
 @pytest.mark.parametrize(
     ("act", "text"),
     [
@@ -88,6 +110,11 @@ def _fatrelu_of_constant(b: GraphBuilder, x: Node) -> Node:
         (_of(aten.tanh.default), "tanh"),
         (_fatrelu, "fatrelu(0.01)"),
         (_fatrelu_of_constant, "fatrelu(0.3)"),
+        (_fatrelu_of_number, "fatrelu(0.1)"),
+        (_fatrelu_of_number_first, "fatrelu(0.1)"),
+        (_fatrelu_of_float_mask, "fatrelu(0.1)"),
+        (_relu_of_new_zeros, "relu"),
+        (_gelu_special, "gelu"),
         (_of(aten.threshold.default, 0.25, 0.0), "fatrelu(0.25)"),
     ],
 )
@@ -210,10 +237,35 @@ def test_what_ffn_cannot_say_is_refused() -> None:
         product = b.call(aten.mul.Tensor, _up(b, x, "gate"), _up(b, x))
         return _down(b, b.call(aten.mul.Tensor, product, product))
 
+    def scaled(b: GraphBuilder, x: Node) -> Node:
+        product = b.call(aten.mul.Tensor, b.call(aten.relu.default, _up(b, x, "gate")), _up(b, x))
+        return _down(b, b.call(aten.mul.Tensor, product, 0.5))
+
+    def by_neuron(b: GraphBuilder, x: Node) -> Node:
+        scales = b.constant("scales", torch.arange(float(NEURONS)))
+        return _down(b, b.call(aten.relu.default, b.call(aten.add.Tensor, _up(b, x), scales)))
+
     for graph, message in (
         (_plain(_of(aten.leaky_relu.default)), r"leaky_relu \(aten\.leaky_relu\.default\): its activation is none of"),
         (captured(summed), r"aten\.add\.Tensor\): gate and up are joined by no product"),
         (captured(mixed), "gate and up are mixed before their product"),
+        (captured(scaled), "gate and up are joined by no product"),
+        (captured(by_neuron), "an activation with scales, which is not one number"),
     ):
         with pytest.raises(UnsupportedGraphError, match=message):
             RaiseFFN()(graph)
+
+
+def test_an_activation_that_ends_in_a_factor_and_a_view():
+    """Found by fuzzing: the factor is no part of what the view, one step later, is a form of."""
+
+    def write(b, x):
+        up = b.call(LINEAR, b.call(aten.view.default, x, [-1, HIDDEN]), b.parameter("up.weight", 7, HIDDEN), None)
+        up = b.call(aten.unsqueeze.default, up, 0)
+        inner = b.call(aten.add.Tensor, b.call(aten.erf.default, b.call(aten.mul.Tensor, up, 0.5**0.5)), 1.0)
+        halved = b.call(aten.div.Tensor, b.call(aten.mul.Tensor, inner, up), 2.0)
+        return b.call(LINEAR, b.call(aten.view.default, halved, [-1, 7]), b.parameter("down.weight", HIDDEN, 7), None)
+
+    after = raised(captured(write), RaiseFFN())
+    assert operators(after) == {"ffn": 1, "transpose": 1, "view": 1}
+    assert arguments(only(after, FFN))["activation"] == "gelu"

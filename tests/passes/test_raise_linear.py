@@ -41,6 +41,11 @@ _FORMS: dict[str, tuple[Write, bool]] = {
         lambda b, x: b.call(aten.add.Tensor, _bias(b), b.call(aten.matmul.default, x, _permuted(b))),
         True,
     ),
+    "mm of mT": (lambda b, x: b.call(aten.mm.default, x, b.call(aten.mT.default, _weight(b))), False),
+    "bias of more dimensions": (
+        lambda b, x: b.call(aten.addmm.default, b.call(aten.unsqueeze.default, _bias(b), 0), x, _permuted(b)),
+        True,
+    ),
     "batched": (
         lambda b, x: b.call(aten.matmul.default, b.call(aten.unsqueeze.default, x, 0), _permuted(b)),
         False,
@@ -56,6 +61,17 @@ def test_every_product_becomes_linear(form: str) -> None:
     assert weight.target == "w"
     assert (bias is not None and bias.target == "b") == has_bias
     assert operators(result).keys() <= {"linear", "unsqueeze"}
+
+
+def test_a_bias_behind_a_view_is_absorbed() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        product = b.call(aten.unsqueeze.default, b.call(aten.mm.default, x, _permuted(b)), 0)
+        bias = b.call(aten.view.default, _bias(b), [1, 1, 40])
+        return b.call(aten.add.Tensor, product, bias)
+
+    result = raised(captured(write), RaiseLinear())
+    assert only(result, LINEAR).args[2].target == "b"
+    assert operators(result) == {"linear": 1, "unsqueeze": 1}
 
 
 def test_a_weight_stored_the_other_way_is_transposed() -> None:

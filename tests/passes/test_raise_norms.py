@@ -34,6 +34,30 @@ def _by_reciprocal(b: GraphBuilder, x: Node) -> Node:
     return b.call(aten.mul.Tensor, b.call(aten.reciprocal.default, root), x)
 
 
+def _by_reciprocal_times_one(b: GraphBuilder, x: Node) -> Node:
+    """What export makes of x · (1.0 / sqrt(…))."""
+    inverse = b.call(aten.reciprocal.default, b.call(aten.sqrt.default, _mean_square(b, x)))
+    return b.call(aten.mul.Tensor, x, b.call(aten.mul.Tensor, inverse, 1.0))
+
+
+def _by_powers(b: GraphBuilder, x: Node) -> Node:
+    return b.call(aten.mul.Tensor, x, b.call(aten.pow.Tensor_Scalar, _mean_square(b, x), -0.5))
+
+
+def _by_root_power(b: GraphBuilder, x: Node) -> Node:
+    return b.call(aten.div.Tensor, x, b.call(aten.pow.Tensor_Scalar, _mean_square(b, x), 0.5))
+
+
+def _by_sum(b: GraphBuilder, x: Node) -> Node:
+    mean = b.call(aten.div.Tensor, b.call(aten.sum.dim_IntList, _square("pow", b, x), [-1], True), HIDDEN)
+    return b.call(aten.mul.Tensor, x, b.call(aten.rsqrt.default, b.call(aten.add.Tensor, mean, EPS)))
+
+
+def _by_unsqueezed_mean(b: GraphBuilder, x: Node) -> Node:
+    mean = b.call(aten.unsqueeze.default, b.call(aten.mean.dim, _square("pow", b, x), [-1]), -1)
+    return b.call(aten.mul.Tensor, x, b.call(aten.rsqrt.default, b.call(aten.add.Tensor, mean, EPS)))
+
+
 @pytest.mark.parametrize("kind", ["pow", "mul", "square"])
 @pytest.mark.parametrize("weight_first", [False, True])
 def test_root_mean_square(kind: str, weight_first: bool) -> None:
@@ -47,12 +71,46 @@ def test_root_mean_square(kind: str, weight_first: bool) -> None:
     assert (weight.target, eps) == ("norm.weight", EPS)
 
 
-@pytest.mark.parametrize("normed", [_by_sqrt, _by_reciprocal])
-def test_root_mean_square_by_division(normed: Callable[[GraphBuilder, Node], Node]) -> None:
+_WRITINGS = (
+    _by_sqrt,
+    _by_reciprocal,
+    _by_reciprocal_times_one,
+    _by_powers,
+    _by_root_power,
+    _by_sum,
+    _by_unsqueezed_mean,
+)
+
+
+@pytest.mark.parametrize("normed", _WRITINGS)
+def test_root_mean_square_in_other_words(normed: Callable[[GraphBuilder, Node], Node]) -> None:
     def write(b: GraphBuilder, x: Node) -> Node:
         return b.call(aten.mul.Tensor, normed(b, x), b.parameter("norm.weight", HIDDEN))
 
     assert operators(raised(captured(write), RaiseNorms())) == {"rms_norm": 1}
+
+
+def _weight_then_inverse(b: GraphBuilder, x: Node, weight: Node) -> Node:
+    return b.call(aten.mul.Tensor, b.call(aten.mul.Tensor, x, weight), b.call(aten.rsqrt.default, _mean_square(b, x)))
+
+
+def _weighted_inverse(b: GraphBuilder, x: Node, weight: Node) -> Node:
+    return b.call(aten.mul.Tensor, x, b.call(aten.mul.Tensor, b.call(aten.rsqrt.default, _mean_square(b, x)), weight))
+
+
+def _weight_then_division(b: GraphBuilder, x: Node, weight: Node) -> Node:
+    return b.call(aten.div.Tensor, b.call(aten.mul.Tensor, weight, x), b.call(aten.sqrt.default, _mean_square(b, x)))
+
+
+def _weight_over_root(b: GraphBuilder, x: Node, weight: Node) -> Node:
+    return b.call(aten.mul.Tensor, b.call(aten.div.Tensor, weight, b.call(aten.sqrt.default, _mean_square(b, x))), x)
+
+
+@pytest.mark.parametrize("write", [_weight_then_inverse, _weighted_inverse, _weight_then_division, _weight_over_root])
+def test_products_in_any_order(write: Callable[[GraphBuilder, Node, Node], Node]) -> None:
+    result = raised(captured(lambda b, x: write(b, x, b.parameter("norm.weight", HIDDEN))), RaiseNorms())
+    assert operators(result) == {"rms_norm": 1}
+    assert only(result, RMS_NORM).args[1].target == "norm.weight"
 
 
 def test_root_mean_square_without_weight() -> None:
@@ -83,7 +141,11 @@ def test_another_mean_is_no_norm() -> None:
         other = b.call(aten.relu.default, x)
         return b.call(aten.mul.Tensor, x, b.call(aten.rsqrt.default, _mean_square(b, other)))
 
-    for write in (over_tokens, of_cubes, of_another):
+    def of_another_sum(b: GraphBuilder, x: Node) -> Node:
+        mean = b.call(aten.div.Tensor, b.call(aten.sum.dim_IntList, _square("pow", b, x), [-1], True), HIDDEN - 1)
+        return b.call(aten.mul.Tensor, x, b.call(aten.rsqrt.default, b.call(aten.add.Tensor, mean, EPS)))
+
+    for write in (over_tokens, of_cubes, of_another, of_another_sum):
         assert not RaiseNorms()(captured(write)).modified
 
 

@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 from picompile_passes.builder import GraphBuilder
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.nodes import arguments
-from picompile_passes.operands import ATTENTION, INDEX_SELECT, LINEAR, ROTARY
+from picompile_passes.operands import ATTENTION, EMBEDDING, INDEX_SELECT, LINEAR, ROTARY
 from picompile_passes.passes.raise_rotary import RaiseRotary
 
 HEADS, SIZE = 3, HIDDEN // 3
@@ -125,6 +125,50 @@ def test_tables_of_cosines_are_fitted() -> None:
 
     result = raised(captured(write), RaiseRotary())
     torch.testing.assert_close(_frequencies_of(result, _rotaries(result)[0]), FREQUENCIES, rtol=3e-7, atol=0)
+
+
+def test_tables_looked_up_as_embeddings() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        angles = torch.outer(torch.arange(300.0), FREQUENCIES)
+        names = {"cos_table": angles.cos(), "sin_table": angles.sin()}
+        rows = (b.call(EMBEDDING, b.positions, b.constant(name, table), 0) for name, table in names.items())
+        cos, sin = (b.call(aten.unsqueeze.default, row, 1) for row in rows)
+        return _attend(b, x, lambda part, _: _neighbours(b, part, cos, sin))
+
+    result = raised(captured(write), RaiseRotary())
+    torch.testing.assert_close(_frequencies_of(result, _rotaries(result)[0]), FREQUENCIES, rtol=3e-7, atol=0)
+
+
+def test_short_tables_are_refused() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        angles = torch.outer(torch.arange(9.0), FREQUENCIES)
+        tables = [b.constant("cos_table", angles.cos()), b.constant("sin_table", angles.sin())]
+        rows = (b.call(aten.index.Tensor, table, [b.positions]) for table in tables)
+        cos, sin = (b.call(aten.unsqueeze.default, row, 1) for row in rows)
+        return _attend(b, x, lambda part, _: _neighbours(b, part, cos, sin))
+
+    with pytest.raises(
+        UnsupportedGraphError, match=r"index.* \(aten\.index\.Tensor\): it fails for 256 tokens, .* size 9"
+    ):
+        RaiseRotary()(captured(write))
+
+
+def test_tokens_in_front_of_the_batch() -> None:
+    """As Megatron and ChatGLM have it: projections are of [T, 1, HIDDEN], the attention of [1, T, HIDDEN]."""
+
+    def write(b: GraphBuilder, x: Node) -> Node:
+        cos, sin = _cos_sin(b, True)
+        sides = []
+        for name in "qkv":
+            projected = b.call(LINEAR, b.call(aten.unsqueeze.default, x, 1), b.parameter(name, HIDDEN, HIDDEN), None)
+            split = b.call(aten.squeeze.dim, b.call(aten.unflatten.int, projected, -1, [HEADS, SIZE]), 1)
+            turned = split if name == "v" else _halves(b, split, cos, sin)
+            sides.append(b.call(aten.unsqueeze.default, b.call(aten.flatten.using_ints, turned, -2), 0))
+        return b.call(ATTENTION, *sides, HEADS, HEADS, 0.5, 0, 0, layer=0)
+
+    result = raised(captured(write), RaiseRotary())
+    assert operators(result)["rotary"] == 2
+    assert [rotary["x"].meta["val"].shape[0] for rotary in _rotaries(result)] == [1, 1]
 
 
 def test_a_constant_factor_goes_into_the_scale() -> None:

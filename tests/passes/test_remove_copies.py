@@ -16,6 +16,22 @@ def test_copies_casts_and_dropout_go() -> None:
     assert operators(raised(captured(write), RemoveCopies())) == {"neg": 1}
 
 
+def test_a_cast_that_lays_out_memory_anew_leaves_a_copy() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        half = b.call(aten.slice.Tensor, x, 1, 0, 4)
+        return b.call(aten.view.default, b.call(aten._to_copy.default, half, dtype=torch.float32), [-1])
+
+    assert operators(raised(captured(write), RemoveCopies())) == {"slice": 1, "contiguous": 1, "view": 1}
+
+
+def test_a_cast_of_a_transpose_goes() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        turned = b.call(aten.t.default, x)
+        return b.call(aten.neg.default, b.call(aten._to_copy.default, turned, dtype=torch.float32))
+
+    assert operators(raised(captured(write), RemoveCopies())) == {"t": 1, "neg": 1}
+
+
 def test_what_changes_a_value_or_its_memory_stays() -> None:
     def write(b: GraphBuilder, x: Node) -> Node:
         half = b.call(aten.to.dtype, b.call(aten.to.dtype, x, torch.float16), torch.float32)

@@ -242,6 +242,13 @@ def too_few_frequencies(g: GraphModule) -> None:
     put(first(g, ROTARY), "inverse_frequency", constant(g, [0.5, 0.25]))
 
 
+def gate_and_up_are_swapped(g: GraphModule) -> None:
+    block = first(g, FFN)
+    put(block, "gate", arguments(block)["up"])
+    put(block, "up_activation", "relu")
+    put(block, "activation", "identity")
+
+
 def weight_is_not_read(g: GraphModule) -> None:
     g.register_parameter("left_over", torch.nn.Parameter(torch.empty(3, device="meta")))
 
@@ -511,6 +518,7 @@ CASES = [
     Case(C1, "heads", key_heads_do_not_divide, "3 heads and 3 key heads do not fit q, k, v of 24, 25, 24"),
     Case(C1, "heads", key_heads_are_of_another_size, "3 heads and 3 key heads do not fit q, k, v of 24, 36, 24"),
     Case(C1, "heads", too_few_frequencies, "3 heads of 2 frequencies do not fit 24", shape=LLAMA),
+    Case(C1, "gates", gate_and_up_are_swapped, "at ffn: its up has the activation relu, its gate none"),
     Case(C1, "unused", weight_is_not_read, "weight left_over is read by no node"),
     Case(C1, "unused", buffer_is_not_read, "weight left_over is read by no node"),
     Case(C1, "unused", value_is_not_used, "its value is not used"),

@@ -20,7 +20,7 @@ from picompile_passes.verify import verify
 aten = torch.ops.aten
 
 # Enough for every choice to be drawn, most of them many times.
-SAMPLE = 800
+SAMPLE = 1200
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -110,7 +110,7 @@ def test_packing_changes_nothing_along_rows_or_columns(rows, columns, seed, form
         assert torch.equal(packed_again(part, form), part)
 
 
-@FEW
+@settings(FEW, max_examples=max(5, FEW.max_examples // 4))
 @given(data=st.data(), seed=st.integers(0, 100), form=st.sampled_from([*FORMATS]))
 def test_quantizing_a_graph_changes_nothing(data, seed, form):
     stages = st.sampled_from([Stage.PREDICTED, Stage.PARTITIONED])
@@ -118,6 +118,11 @@ def test_quantizing_a_graph_changes_nothing(data, seed, form):
     after = Quantize(form)(before).graph_module
     weights = random_weights(before, seed, representable=form)
     assert_equivalent(before, after, weights=weights, seed=seed)
+
+
+def test_a_format_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="there is no weight format 'q5'; there are f16, q8, q4"):
+        random_weights(build(LLAMA), representable="q5")
 
 
 @pytest.mark.parametrize("form", ["q8", "q4"])

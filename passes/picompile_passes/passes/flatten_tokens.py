@@ -1,5 +1,6 @@
 """Drops everything but the operators of the dialect: views, batch dimensions, positions computed on the way."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,8 +13,21 @@ from picompile_passes.constants import SharedConstants
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.forms import Forms
 from picompile_passes.infra import Pass
-from picompile_passes.nodes import arguments
-from picompile_passes.operands import ADD, ATTENTION, EMBEDDING, FFN, INDEX_SELECT, LAYER_NORM, LINEAR, RMS_NORM, ROTARY
+from picompile_passes.nodes import arguments, is_call
+from picompile_passes.operands import (
+    ADD,
+    ATTENTION,
+    DIMENSIONS,
+    EMBEDDING,
+    FFN,
+    INDEX_SELECT,
+    LAYER_NORM,
+    LINEAR,
+    RMS_NORM,
+    ROTARY,
+    TRANSPOSE,
+)
+from picompile_passes.propagate import same_shape, value_text
 from picompile_passes.rewriter import Rewriter
 from picompile_passes.stages import Stage
 
@@ -66,10 +80,13 @@ class _Builder:
         self._constants = SharedConstants(rewriter)
         self._parts: dict[tuple[Node, Node], Node] = {}
 
-    def build(self, value: Node) -> Node:
-        """The flat counterpart of `value`."""
+    def build(self, value: Any) -> Node:
+        """The flat counterpart of `value`, the logits."""
+        if not isinstance(value, Node) or self._forms.root(value).target is not LINEAR:
+            raise UnsupportedGraphError(f"the graph cannot be expressed in the dialect: no linear makes {value}")
         needed = self._needed(value)
         nodes = list(self._rewriter.graph.nodes)
+        _check_layers([node for node in nodes if node in needed])
         for node in nodes:
             if node in needed:
                 self._flat[node] = self._counterpart(node)
@@ -84,6 +101,7 @@ class _Builder:
             if root in needed:
                 continue
             _check_operator(root, self._forms)
+            _check_weights(root, self._forms)
             needed.add(root)
             if root.target is not EMBEDDING:
                 stack.extend(root.args[position] for position in _VALUES[root.target])  # type: ignore[misc]
@@ -161,8 +179,43 @@ def _check_operator(node: Node, forms: Forms) -> None:
         raise _unsupported(node, "it takes a number where the dialect takes a value")
     if node.target is ADD and not all(forms.columns(value) == forms.columns(node) for value in values):
         raise _unsupported(node, "it adds values of different shapes")
+    if node.meta["val"].dtype != torch.float32:
+        raise _unsupported(node, f"it is {node.meta['val'].dtype}, not float32")
     if node.meta["val"].shape[-1] != forms.columns(node):
         raise _unsupported(node, "it works on each head, not on all features of a token")
+    if node.target is ATTENTION and not same_shape(node.meta["val"].shape[-2:-1], forms.tokens_shape):
+        raise _unsupported(node, "it attends to other dimensions than the tokens")
+
+
+def _check_weights(node: Node, forms: Forms) -> None:
+    """Whether all that `node` takes besides values is constant, of the form that the dialect has it in."""
+    values = {node.args[position] for position in _VALUES[node.target]}
+    for name, letters in DIMENSIONS[node.target].items():  # type: ignore[index]
+        weight = arguments(node)[name]
+        if not isinstance(weight, Node) or weight in values or weight.op == "placeholder":
+            continue
+        if weight.meta["val"].dim() != len(letters):
+            raise _unsupported(node, f"its {name} is {value_text(weight.meta['val'])}")
+        for part in _made_of(weight):
+            if part.op != "get_attr" and not is_call(part, TRANSPOSE, INDEX_SELECT):
+                raise _unsupported(part, f"the {name} of {node.name} is neither a parameter nor rows of one")
+
+
+def _check_layers(nodes: list[Node]) -> None:
+    attentions, blocks = ([node for node in nodes if node.target is op] for op in (ATTENTION, FFN))
+    if len(blocks) > len(attentions):
+        raise _unsupported(blocks[len(attentions)], f"a feed-forward block more than the {len(attentions)} attentions")
+
+
+def _made_of(constant: Node) -> Iterator[Node]:
+    """`constant` and all that it is computed from."""
+    seen, stack = set(), [constant]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+            yield node
 
 
 def _layer(node: Node) -> int | None:

@@ -43,7 +43,7 @@ class RaiseAttention(Pass):
         if not found:
             return False
         forms = Forms(rewriter.graph_module)
-        mask_forms = Forms(rewriter.graph_module, min(_MASK_TOKENS, forms.most_tokens or _MASK_TOKENS))
+        mask_forms = Forms(rewriter.graph_module, _MASK_TOKENS)
         windows: dict[Any, int] = {}
         repeats = [_repeats(forms, node) for node in found]
         for layer, (node, repeat) in enumerate(zip(found, repeats, strict=True)):
@@ -57,6 +57,9 @@ class RaiseAttention(Pass):
 
 def _emit(rewriter: Rewriter, node: Node, layer: int, window: int, repeat: int) -> None:
     values = arguments(node)
+    dims = {value.meta["val"].dim() for value in (node, values["query"], values["key"], values["value"])}
+    if len(dims) != 1 or min(dims) < 3:
+        raise UnsupportedGraphError(f"{node.name} ({node.target}): its q, k and v are not of its dimensions")
 
     def call(op: Any, *args: Any) -> Node:
         return rewriter.call(op, args, before=node, sources=(node,), layer=layer)
@@ -115,7 +118,7 @@ def _window(forms: Forms, node: Node, mask: Node | None, is_causal: bool) -> int
     shown = forms.known(mask)
     visible = shown if shown.dtype == torch.bool else shown == 0
     # An additive mask may hide with a large negative number instead of infinity; anything else would be a bias.
-    hidden_fully = shown.dtype == torch.bool or bool((shown[~visible] < -1e9).all())
+    hidden_fully = shown.dtype == torch.bool or bool((shown[~visible] <= -1e9).all())
     visible = visible.expand(*visible.shape[:-2], forms.tokens, forms.tokens).reshape(-1, forms.tokens, forms.tokens)
     width = int(visible[0, -1].sum())
     expected = torch.ones(forms.tokens, forms.tokens, dtype=torch.bool).tril_().triu_(1 - width)

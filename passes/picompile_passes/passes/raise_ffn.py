@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from picompile_passes.constants import SharedConstants
 from picompile_passes.errors import UnsupportedGraphError
-from picompile_passes.forms import Forms
+from picompile_passes.forms import Forms, on_cpu
 from picompile_passes.infra import Pass
 from picompile_passes.nodes import calls, is_call
 from picompile_passes.operands import FFN, LINEAR
@@ -22,6 +22,21 @@ from picompile_passes.stages import Stage
 
 _aten = torch.ops.aten
 _CONSTANTS_LIKE = (_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default)
+_CONSTANTS_BESIDE = (_aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default)
+# Those of torch's elementwise operators that it does not tag as such.
+_UNTAGGED = (
+    *_CONSTANTS_LIKE,
+    _aten._to_copy.default,
+    _aten.hardswish.default,
+    _aten.log_sigmoid.default,
+    _aten.masked_fill.Tensor,
+    _aten.special_erf.default,
+    _aten.special_expit.default,
+    _aten.to.dtype,
+    _aten.where.Scalar,
+    _aten.where.ScalarOther,
+    _aten.where.ScalarSelf,
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +114,7 @@ def _plain(forms: Forms, down: Node, hidden: Node, x: Any) -> _Block:
 
 
 def _gated(forms: Forms, down: Node, hidden: Node, x: Any) -> _Block:
-    if not is_call(hidden, _aten.mul.Tensor):
+    if not is_call(hidden, _aten.mul.Tensor) or not all(isinstance(factor, Node) for factor in hidden.args):
         raise UnsupportedGraphError(f"{hidden.name} ({hidden.target}): gate and up are joined by no product")
     first, second = (_activated(forms, forms.same(factor)) for factor in hidden.args)  # type: ignore[arg-type]
     gate, up = (second, first) if first[1] == "identity" else (first, second)
@@ -109,9 +124,10 @@ def _gated(forms: Forms, down: Node, hidden: Node, x: Any) -> _Block:
 def _activated(forms: Forms, node: Node) -> tuple[Projection, str]:
     """The projection whose result elementwise operators turn into `node`, and the activation they make."""
     leaves = list(_leaves(forms, node))
-    projection = _projection(forms, leaves[0])
-    if len(leaves) != 1 or projection is None:
+    projection = _projection(forms, leaves[0]) if len(leaves) == 1 else None
+    if projection is None:
         raise UnsupportedGraphError(f"{node.name} ({node.target}): gate and up are mixed before their product")
+    _check_numbers(forms, node)
     text = recognize_activation(lambda grid: _evaluate(forms, node, leaves[0], grid), _constants(forms, node))
     if text is None:
         raise UnsupportedGraphError(f"{node.name} ({node.target}): its activation is none of the dialect's")
@@ -119,14 +135,16 @@ def _activated(forms: Forms, node: Node) -> tuple[Projection, str]:
 
 
 def _projection(forms: Forms, leaf: Node) -> Projection | None:
-    moved = forms.moved(leaf)
+    moved = None if forms.is_known(leaf) else forms.moved(leaf)
     return Projection(*moved) if moved is not None and is_call(moved[0], LINEAR) else None
 
 
 def _is_elementwise(node: Node) -> bool:
     """Whether `node` is an operator that works on each element alone."""
     target = node.target
-    return target in _CONSTANTS_LIKE or (isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags)
+    if is_call(node, *_CONSTANTS_BESIDE):
+        return not node.args[1]
+    return target in _UNTAGGED or (isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags)
 
 
 def _inputs(forms: Forms, node: Node) -> list[Node]:
@@ -151,6 +169,16 @@ def _leaves(forms: Forms, node: Node) -> Iterator[Node]:
     return (current for current in _region(forms, node) if not _is_elementwise(current))
 
 
+def _check_numbers(forms: Forms, node: Node) -> None:
+    """Raises `UnsupportedGraphError` where a known value in the expression of `node` is not one number for all."""
+    for current in filter(_is_elementwise, _region(forms, node)):
+        for value in filter(forms.is_known, current.all_input_nodes):
+            number = forms.known(value)
+            if not isinstance(number, Tensor) or number.numel() != 1:
+                why = f"an activation with {value.name}, which is not one number"
+                raise UnsupportedGraphError(f"{current.name} ({current.target}): {why}")
+
+
 def _constants(forms: Forms, node: Node) -> list[float]:
     """All numbers in the expression of `node`."""
     numbers: list[float] = []
@@ -158,7 +186,7 @@ def _constants(forms: Forms, node: Node) -> list[float]:
         if _is_elementwise(current):
             numbers += [float(a) for a in current.args if isinstance(a, (int, float)) and not isinstance(a, bool)]
             for value in current.all_input_nodes:
-                if forms.is_known(value) and forms.known(value).numel() == 1:
+                if forms.is_known(value):
                     numbers.append(float(forms.known(value)))
     return numbers
 
@@ -172,5 +200,6 @@ def _evaluate(forms: Forms, node: Node, leaf: Node, grid: Tensor) -> Tensor:
         return forms.known(argument) if forms.is_known(argument) else _evaluate(forms, forms.same(argument), leaf, grid)
 
     target: Any = node.target
-    result: Tensor = target(*torch.fx.node.map_arg(node.args, value), **torch.fx.node.map_arg(node.kwargs, value))
+    kwargs = on_cpu(node.kwargs)
+    result: Tensor = target(*torch.fx.node.map_arg(node.args, value), **torch.fx.node.map_arg(kwargs, value))
     return result

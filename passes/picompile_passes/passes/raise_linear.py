@@ -9,13 +9,15 @@ from torch.fx import Node
 from picompile_passes.infra import Pass
 from picompile_passes.nodes import arguments, calls, constant_nodes, is_call
 from picompile_passes.operands import EMBEDDING, LINEAR
+from picompile_passes.propagate import same_shape
 from picompile_passes.rewriter import Rewriter
 from picompile_passes.stages import Stage
 
 _aten = torch.ops.aten
-_ALWAYS_SWAPS = (_aten.t.default, _aten.numpy_T.default)
+_ALWAYS_SWAPS = (_aten.t.default, _aten.numpy_T.default, _aten.mT.default)
 _TRANSPOSES = (_aten.permute.default, _aten.transpose.int, *_ALWAYS_SWAPS)
 _COPIES = (_aten.clone.default, _aten.contiguous.default, _aten.alias.default, _aten.detach.default)
+_VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.unsqueeze.default)
 _PRODUCTS = (_aten.linear.default, _aten.addmm.default, _aten.mm.default, _aten.matmul.default)
 
 
@@ -28,7 +30,7 @@ class RaiseLinear(Pass):
        transpose is the weight.
     3. `addmm(b, x, wᵀ)` → `picompile.linear(x, w, b)`.
     4. `picompile.linear(x, w, None) + b`, b a constant vector and the linear used nowhere else → `picompile.linear(x,
-       w, b)`.
+       w, b)`. Views may lie between the two, and are put behind.
     5. `embedding(w, ids)` → `picompile.embedding(ids, w, 0)`.
 
     A matrix may be transposed and copied any number of times on the way; what is left is at most one transpose.
@@ -58,7 +60,8 @@ def _raise_product(rewriter: Rewriter, node: Node, constant: frozenset[Node]) ->
     x, matrix, bias = _operands(node)
     if matrix not in constant or x in constant or matrix.meta["val"].dim() != 2:
         return
-    if bias is not None and bias not in constant:
+    bias = None if bias is None else _vector(bias)
+    if bias is not None and (bias not in constant or bias.meta["val"].dim() != 1):
         return
     weight = _plain(rewriter, matrix, node, transposed=not is_call(node, _aten.linear.default))
     new = rewriter.call(LINEAR, (x, weight, bias), before=node, sources=(node,))
@@ -99,11 +102,42 @@ def _swaps(node: Node) -> bool:
 def _absorb_bias(rewriter: Rewriter, node: Node, constant: frozenset[Node]) -> None:
     if node.kwargs or len(node.all_input_nodes) != 2:
         return
-    for product, bias in (node.all_input_nodes, node.all_input_nodes[::-1]):
-        if not is_call(product, LINEAR) or bias not in constant:
+    for value, addend in (node.all_input_nodes, node.all_input_nodes[::-1]):
+        views, bias = _views(value), _vector(addend)
+        product: Node = views[-1].all_input_nodes[0] if views else value
+        if not is_call(product, LINEAR) or bias not in constant or not _same_dimensions(node, value):
             continue
         x, weight, old = product.args
         if old is None and len(product.users) == 1 and bias.meta["val"].dim() == 1:
             new = rewriter.call(LINEAR, (x, weight, bias), before=node, sources=(product, node))
+            for view in reversed(views):
+                new = rewriter.call(view.target, (new, *view.args[1:]), before=node, sources=(view,))  # type: ignore[arg-type]
             rewriter.replace(node, new)
             return
+
+
+def _views(value: Node) -> list[Node]:
+    """The views, outermost first, through which `value` shows the same columns of another and nothing else does."""
+    views: list[Node] = []
+    while is_call(value, *_VIEWS) and not value.kwargs and len(value.users) == 1:
+        inner = value.all_input_nodes[0]
+        if not same_shape(value.meta["val"].shape[-1:], inner.meta["val"].shape[-1:]):
+            break
+        views.append(value)
+        value = inner
+    return views
+
+
+def _vector(constant: Node) -> Node:
+    """What `constant` is a view of, where that is a vector for its last dimension; otherwise `constant` itself."""
+    inner = constant
+    while is_call(inner, *_VIEWS, *_COPIES):
+        inner = inner.all_input_nodes[0]
+    value, vector = constant.meta["val"], inner.meta["val"]
+    # The token count is left a symbol: a plain comparison would fix it.
+    is_vector = same_shape(vector.shape, value.shape[-1:]) and same_shape((vector.numel(),), (value.numel(),))
+    return inner if is_vector else constant
+
+
+def _same_dimensions(left: Node, right: Node) -> bool:
+    return bool(left.meta["val"].dim() == right.meta["val"].dim())

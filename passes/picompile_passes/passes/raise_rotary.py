@@ -14,6 +14,7 @@ from picompile_passes.forms import Forms
 from picompile_passes.infra import Pass
 from picompile_passes.nodes import calls
 from picompile_passes.operands import ATTENTION, ROTARY
+from picompile_passes.propagate import same_shape
 from picompile_passes.rewriter import Rewriter
 from picompile_passes.rotation import Rotation, read_rotation
 from picompile_passes.stages import Stage
@@ -68,7 +69,7 @@ class _Reader:
 
     def __init__(self, graph_module: GraphModule) -> None:
         self._graph_module = graph_module
-        self._forms = Forms(graph_module)
+        self._forms = Forms(graph_module, lookups=True)
         self._frequencies = torch.cat([torch.zeros(1), *self._angles_at_one()])
 
     def read(self, node: Node) -> tuple[_Side, _Side] | None:
@@ -109,7 +110,7 @@ class _Reader:
 
     def _fit(self, value: Node, heads: int) -> Tensor | None:
         """The frequencies behind tables of cosines and sines, from a longer sample."""
-        forms = Forms(self._graph_module, min(_FIT_TOKENS, self._forms.most_tokens or _FIT_TOKENS))
+        forms = Forms(self._graph_module, _FIT_TOKENS, lookups=True)
         rotation = read_rotation(forms.form(value), forms.columns(forms.root(value)), heads)
         if rotation is None or rotation.cosine is None:
             return None
@@ -153,9 +154,19 @@ class _Emitter:
         if not torch.equal(side.rotation.columns, torch.arange(side.columns)):
             table = self._constants.get("columns", side.rotation.columns, node)
             value = self._rewriter.call(_aten.index_select.default, (value, -1, table), before=node, sources=(value,))
-        # Leading dimensions of size 1 come and go between a root and its attention.
-        missing = node.meta["val"].dim() - value.meta["val"].dim()
-        op = _aten.unsqueeze.default if missing > 0 else _aten.squeeze.dim
-        for _ in range(abs(missing)):
-            value = self._rewriter.call(op, (value, 0), before=node, sources=(value,))
+        return self._shaped(value, node)
+
+    def _shaped(self, value: Node, node: Node) -> Node:
+        """`value` with the dimensions that the attention `node` has before the last: the tokens, and others of size 1.
+
+        Between a root and its attention those come, go and change places with the tokens.
+        """
+        shape, wanted = value.meta["val"].shape[:-1], node.meta["val"].shape[:-1]
+        if same_shape(shape, wanted):
+            return value
+        singles = [dim for dim, size in enumerate(shape) if isinstance(size, int) and size == 1]
+        for dim in reversed(singles):
+            value = self._rewriter.call(_aten.squeeze.dim, (value, dim), before=node, sources=(value,))
+        for _ in wanted[1:]:
+            value = self._rewriter.call(_aten.unsqueeze.default, (value, 0), before=node, sources=(value,))
         return value

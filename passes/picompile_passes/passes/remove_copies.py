@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from picompile_passes.infra import Pass
 from picompile_passes.nodes import arguments, calls
+from picompile_passes.propagate import same_shape
 from picompile_passes.rewriter import Rewriter
 from picompile_passes.stages import Stage
 
@@ -22,7 +23,7 @@ class RemoveCopies(Pass):
     """Makes every value the only one of its kind, so that patterns need not look through copies.
 
     1. `alias`, `detach` of x → x; `clone` and `contiguous` of x too, where x is contiguous as it is.
-    2. `_to_copy` and `to` of x to the dtype that x has → x.
+    2. `_to_copy` and `to` of x to the dtype that x has → x; `contiguous` of x where they lay out its memory anew.
     3. `dropout` of x outside training → x.
     """
 
@@ -33,10 +34,20 @@ class RemoveCopies(Pass):
     def rewrite(self, rewriter: Rewriter) -> bool:
         """Goes through the candidates once; a chain of copies falls from its first on."""
         for node in calls(rewriter.graph, *_ALIASES, *_COPIES, *_CASTS, _aten.dropout.default):
-            if _gives_back_argument(node):
-                rewriter.replace(node, node.all_input_nodes[0])
-                rewriter.graph.erase_node(node)
+            if not _gives_back_argument(node):
+                continue
+            value = node.all_input_nodes[0]
+            if _lays_out_anew(node, value):
+                value = rewriter.call(_aten.contiguous.default, (value,), before=node, sources=(node,))
+            rewriter.replace(node, value)
+            rewriter.graph.erase_node(node)
         return rewriter.changes > 0
+
+
+def _lays_out_anew(node: Node, value: Node) -> bool:
+    """Whether a view after the copy `node` may be one that `value` itself does not allow."""
+    before, after = value.meta["val"], node.meta["val"]
+    return not before.is_contiguous() and not same_shape(before.stride(), after.stride())
 
 
 def _gives_back_argument(node: Node) -> bool:

@@ -179,6 +179,14 @@ def check_layers(graph_module: GraphModule) -> Iterator[Fault]:
         last = number
 
 
+def check_gates(graph_module: GraphModule) -> Iterator[Fault]:
+    """Of a gated block, the side with an activation is the gate: the other way round, nothing can tell who is silent."""
+    for node in calls(graph_module.graph, FFN, SPARSE_FFN):
+        values = arguments(node)
+        if values["gate"] is not None and values["activation"] == "identity" != values["up_activation"]:
+            yield Fault(node, f"its up has the activation {values['up_activation']}, its gate none")
+
+
 def check_head(graph_module: GraphModule) -> Iterator[Fault]:
     """The graph gives back one value, and a `linear` makes it: the logits."""
     output = graph_module.graph.output_node()

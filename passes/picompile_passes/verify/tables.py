@@ -21,6 +21,7 @@ from picompile_passes.verify.neurons import check_masks, check_parts, check_pred
 from picompile_passes.verify.rule import Rule
 from picompile_passes.verify.structure import (
     check_arguments,
+    check_gates,
     check_head,
     check_heads,
     check_layers,
@@ -49,6 +50,7 @@ _COMMON = (
     Rule("token-path", check_token_path),
     Rule("arguments", check_arguments),
     Rule("heads", check_heads),
+    Rule("gates", check_gates),
     Rule("unused", check_unused),
     Rule("layers", check_layers),
     Rule("head", check_head),
