@@ -16,17 +16,8 @@ import time
 
 def round_of(seed: int, jobs: int, seconds: float, arguments: list[str]) -> int | None:
     """Runs one round. Returns pytest's exit code; None where the time was up first."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-n",
-        str(jobs),
-        "-m",
-        "hypothesis",
-        f"--hypothesis-seed={seed}",
-        *arguments,
-    ]
+    options = ["-x", "-n", str(jobs), "-m", "hypothesis", f"--hypothesis-seed={seed}"]
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
     environment = {**os.environ, "PICOMPILE_HYPOTHESIS": "fuzz"}
     # In a group of its own: its test processes must go with it.
     process = subprocess.Popen(command, env=environment, start_new_session=True)

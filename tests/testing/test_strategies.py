@@ -153,7 +153,7 @@ def test_partitions_are_hot_sets_of_every_kind(neurons):
             yield "stretch" if hot[-1] - hot[0] == len(hot) - 1 else "scattered"
 
     kinds = ["stretch", "scattered"] if neurons > 3 else []
-    draw_until(partitions(neurons), look, [0, min(neurons, 1), neurons, *kinds], least=20)
+    draw_until(partitions(neurons), look, [0, min(neurons, 1), neurons, *kinds])
 
 
 @pytest.mark.parametrize("partitioned", [False, True])

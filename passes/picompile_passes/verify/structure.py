@@ -180,7 +180,7 @@ def check_layers(graph_module: GraphModule) -> Iterator[Fault]:
 
 
 def check_gates(graph_module: GraphModule) -> Iterator[Fault]:
-    """Of a gated block, the side with an activation is the gate: the other way round, nothing can tell who is silent."""
+    """A gated block has its activation on the gate: otherwise nothing could tell which neurons are silent."""
     for node in calls(graph_module.graph, FFN, SPARSE_FFN):
         values = arguments(node)
         if values["gate"] is not None and values["activation"] == "identity" != values["up_activation"]:
