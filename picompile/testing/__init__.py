@@ -21,7 +21,7 @@ from picompile.testing.captured import build_captured, captured_decoders, captur
 from picompile.testing.captured_style import Style
 from picompile.testing.checking import PropertyError, check_pass, check_run
 from picompile.testing.equivalence import TOLERANCES, assert_equivalent, run
-from picompile.testing.models import TestModel, configurations, models
+from picompile.testing.models import TestModel, configurations, make_model, models
 from picompile.testing.predictors import TESTING_KINDS, with_predictors
 from picompile.testing.properties import PROPERTIES
 from picompile.testing.shapes import LLAMA, OPT, Shape, build, shapes
@@ -50,6 +50,7 @@ __all__ = [
     "configurations",
     "graphs",
     "hot_sets",
+    "make_model",
     "masks",
     "models",
     "partitions",

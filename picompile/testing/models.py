@@ -54,7 +54,7 @@ class TestModel:
     """One model: its `config`, its graph at stage captured, random weights for it, and itself with these weights.
 
     `module` is transformers' own model with its own attention, called as module(tokens int64 [T], positions int64 [T])
-    → logits float32 [T, V].
+    → logits [T, V]. It computes in the dtype of the weights.
     """
 
     __test__: ClassVar[bool] = False
@@ -75,16 +75,20 @@ def configurations(family: str | None = None) -> st.SearchStrategy[dict[str, Any
 
 def models(family: str | None = None) -> st.SearchStrategy[TestModel]:
     """Models of `configurations(family)`, captured. Takes 0.3 to 1 s for each, for that is what torch.export takes."""
-    return st.builds(_make, configurations(family), st.integers(0, 2**16))
+    return st.builds(make_model, configurations(family), st.integers(0, 2**16))
 
 
-def _make(config: dict[str, Any], seed: int) -> TestModel:
+def make_model(config: Mapping[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> TestModel:
+    """The model that a config.json of the contents `config` describes, with `random_weights` of `seed` and `dtype`.
+
+    Raises `UnsupportedModelError` for one that cannot be captured.
+    """
     # transformers takes seconds to import, and most tests need none of its models.
     from picompile.capture import capture_config
 
     graph_module = capture_config(config)
-    weights = random_weights(graph_module, seed)
-    return TestModel(config, graph_module, weights, _Eager(config, weights))
+    weights = random_weights(graph_module, seed, dtype)
+    return TestModel(config, graph_module, weights, _Eager(config, weights).to(dtype))
 
 
 class _Eager(nn.Module):
@@ -98,7 +102,7 @@ class _Eager(nn.Module):
                 parameter.copy_(weights.tensors[name])
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens and positions int64 [T] → logits float32 [T, V]."""
+        """tokens and positions int64 [T] → logits [T, V]."""
         from picompile.capture.hf import call_model
 
         return call_model(self.model, tokens.unsqueeze(0), positions.unsqueeze(0)).squeeze(0)
