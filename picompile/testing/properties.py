@@ -112,7 +112,7 @@ def keeps_metadata(trial: Trial) -> Iterator[str]:
             yield f'{node.name} has no meta["val"]'
         # A name that a removed node had may be given again, to another operator.
         if node.name not in old or node.target != old[node.name].target:
-            yield from _origin_faults(node, trial.pass_, set(old))
+            yield from _origin_faults(node, trial.pass_, old)
         elif lost := [key for key, value in _meta(old[node.name]).items() if _meta(node).get(key) != value]:
             yield f"{node.name} lost or changed its {', '.join(lost)}"
 
@@ -245,7 +245,7 @@ def _meta(node: Node) -> dict[str, Any]:
     return {key: value for key, value in node.meta.items() if key not in _MAY_CHANGE}
 
 
-def _origin_faults(node: Node, pass_: GraphPass, names: set[str]) -> Iterator[str]:
+def _origin_faults(node: Node, pass_: GraphPass, old: Mapping[str, Node]) -> Iterator[str]:
     origin = node.meta.get("from")
     if not isinstance(origin, Provenance):
         yield f"{node.name} is new and does not say where it comes from"
@@ -254,10 +254,12 @@ def _origin_faults(node: Node, pass_: GraphPass, names: set[str]) -> Iterator[st
         return
     elif origin.pass_name != pass_.name:
         yield f"{node.name} is new and says that {origin.pass_name} made it"
-    elif missing := [source for source in origin.sources if source not in names]:
+    elif missing := [source for source in origin.sources if source not in old]:
         yield f"{node.name} says that it was made from {', '.join(missing)}, which there is not"
     elif not origin.sources:
         yield f"{node.name} is new and names no node that it was made from"
+    elif "nn_module_stack" in old[origin.sources[0]].meta and "nn_module_stack" not in node.meta:
+        yield f"{node.name} is new and does not say which module {origin.sources[0]} came from"
 
 
 def _to_the_end(graph_module: GraphModule) -> GraphModule:

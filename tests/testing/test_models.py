@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from picompile.capture import capture_config
 from picompile.capture.families import ACTIVATIONS, find_family
 from picompile.testing import assert_equivalent, configurations, make_model, models
-from picompile_passes.passes.canonicalize import CANONICALIZE
-from picompile_passes.pipeline import Pipeline
 from picompile_passes.stages import Stage
 from picompile_passes.verify import verify
 
@@ -116,15 +114,13 @@ def test_models_are_captured_as_transformers_computes_them(family):
     def check(model, seed):
         verify(model.graph_module, Stage.CAPTURED)
         assert_equivalent(model.module, model.graph_module, weights=model.weights, seed=seed)
-        canonical = Pipeline(CANONICALIZE)(model.graph_module).graph_module
-        assert_equivalent(model.module, canonical, weights=model.weights, seed=seed)
         assert repr(model) == f"TestModel(config={model.config!r})"
 
     check()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_model_may_compute_in_another_dtype(dtype):
+def test_a_model_may_compute_in_another_dtype():
+    dtype = torch.bfloat16
     model = make_model(LLAMA, seed=0, dtype=dtype)
     assert {parameter.dtype for parameter in model.module.parameters()} == {dtype}
     assert_equivalent(model.module, model.graph_module, weights=model.weights, dtype=dtype)
