@@ -120,7 +120,9 @@ def test_choices_are_those_of_the_packages() -> None:
     from picompile_passes.predictors import predictor_kinds
 
     assert {item.value for item in Quant} == set(FORMATS)
-    assert {item.value for item in Predictor} == set(predictor_kinds())
+    # Other tests of this process may have added theirs.
+    kinds = {kind for kind in predictor_kinds() if not kind.startswith("testing-")}
+    assert {item.value for item in Predictor} == kinds
     assert {item.value for item in KvDtype} == set(KV_DTYPES)
 
 

@@ -82,8 +82,11 @@ class _Builder:
 
     def build(self, value: Any) -> Node:
         """The flat counterpart of `value`, the logits."""
-        if not isinstance(value, Node) or self._forms.root(value).target is not LINEAR:
-            raise UnsupportedGraphError(f"the graph cannot be expressed in the dialect: no linear makes {value}")
+        if not isinstance(value, Node):
+            raise UnsupportedGraphError(f"the graph cannot be expressed in the dialect: it gives back {value}")
+        root = self._forms.root(value)
+        if root.target is not LINEAR:
+            raise _unsupported(root, "it makes the logits, which only a linear does")
         needed = self._needed(value)
         nodes = list(self._rewriter.graph.nodes)
         _check_layers([node for node in nodes if node in needed])
