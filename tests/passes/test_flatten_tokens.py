@@ -201,5 +201,5 @@ def test_what_the_dialect_cannot_say_is_named(change: Callable[[GraphBuilder, No
 
 
 def test_logits_are_made_by_a_linear() -> None:
-    with pytest.raises(UnsupportedGraphError, match="rms_norm .*: it makes the logits"):
+    with pytest.raises(UnsupportedGraphError, match=r"rms_norm .*: it makes the logits"):
         FlattenTokens()(captured(lambda b, x: b.call(RMS_NORM, x, b.parameter("norm", HIDDEN), 1e-5)))
