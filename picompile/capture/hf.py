@@ -24,6 +24,10 @@ from picompile.models import FatReLU
 _MAX_TOKENS = 1 << 20
 
 
+# What transformers' feed-forward blocks call their activation: Llama and its like, OPT, Falcon.
+_ACTIVATION_MODULES = ("act_fn", "activation_fn", "act")
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A folder that has been checked: the model without weights, and where the weights are."""
@@ -99,8 +103,9 @@ def build_model(family: Family, config: Any, activation: str) -> nn.Module:
     if activation.startswith("fatrelu"):
         threshold = float(activation.removeprefix("fatrelu(").removesuffix(")"))
         for module in model.modules():
-            if hasattr(module, "act_fn"):
-                module.act_fn = FatReLU(threshold)
+            for name in _ACTIVATION_MODULES:
+                if hasattr(module, name):
+                    setattr(module, name, FatReLU(threshold))
     _compute_buffers(model)
     return model.eval()
 

@@ -114,3 +114,31 @@ def test_facts(model: Models) -> None:
     assert (facts.vocab, facts.max_positions, facts.checkpoint_dtype) == (503, 384, "f16")
     assert facts.parameters == sum(parameter.numel() for parameter in model("opt-post-norm").eager.parameters())
     assert (facts.bos_token_id, facts.eos_token_ids) == (2, (2,))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "architectures": ["OPTForCausalLM"],
+            "ffn_dim": 20,
+            "word_embed_proj_dim": 12,
+            "activation_function": "fatrelu",
+        },
+        {"architectures": ["FalconForCausalLM"], "activation": "fatrelu", "alibi": False},
+        {"architectures": ["LlamaForCausalLM"], "intermediate_size": 20, "hidden_act": "fatrelu"},
+    ],
+    ids=lambda fields: fields["architectures"][0],
+)
+def test_fatrelu_of_every_family(fields):
+    """Families call their activation by different names; where it was not found, plain ReLU stayed."""
+    from picompile.capture import capture_config
+    from picompile_passes.nodes import arguments, calls
+    from picompile_passes.operands import FFN
+    from picompile_passes.passes.canonicalize import CANONICALIZE
+    from picompile_passes.pipeline import Pipeline
+
+    sizes = {"num_hidden_layers": 1, "vocab_size": 20, "hidden_size": 12, "num_attention_heads": 3}
+    config = {**sizes, "max_position_embeddings": 64, "hidden_act_param": 0.05, **fields}
+    graph = Pipeline(CANONICALIZE)(capture_config(config)).graph_module.graph
+    assert [arguments(block)["activation"] for block in calls(graph, FFN)] == ["fatrelu(0.05)"]
