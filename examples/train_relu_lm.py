@@ -1,11 +1,16 @@
-"""Trains the bundled model: a small Llama-architecture language model with ReGLU feed-forward blocks.
+"""Trains small language models whose feed-forward neurons fire sparsely, from scratch: the bundled one and larger ones.
 
-The text is the source code of the running Python's standard library, the tokenizer a byte-level BPE trained on the
-same files. About 3 % of the files, chosen by a hash of their names, are seen by neither and measure the result.
-Everything runs on a CPU; an hour on two cores gives a model that writes plausible Python and whose neurons fire
-sparsely.
+| variant | parameters | feed-forward blocks | text |
+| --- | --- | --- | --- |
+| `tiny-reglu` | 3.5 million, the bundled model | Llama with a ReLU gate (ReGLU) | code |
+| `reglu` | 21 million | the same | code and documents |
+| `opt` | 22 million | OPT: ReLU without a gate, biases, layer norms | code and documents |
 
-    python examples/train_tiny.py --out models/tiny-reglu --minutes 55
+The code is that of the running Python's standard library, the documents its language reference; the tokenizer is a
+byte-level BPE trained on the same files. About 3 % of the files, chosen by a hash of their names, are seen by neither
+and measure the result. Everything runs on a CPU: an hour on one or two cores for each.
+
+    python examples/train_relu_lm.py --variant reglu --out build/relu-lm/reglu --steps 1500
 
 An interrupted training goes on with the same command and `--resume`.
 """
@@ -25,6 +30,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Annotated, Any
 
 import torch
@@ -32,7 +38,14 @@ import typer
 from plot_firing import count_firings, summarize
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    OPTConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_PERCENT = 3
@@ -75,6 +88,12 @@ def is_held_out(name: Path) -> bool:
     """Whether a file is kept from training, by its name alone: the same for every machine and Python version."""
     digest = hashlib.sha256(name.as_posix().encode()).digest()
     return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
+
+
+def read_documents(held_out: bool) -> dict[str, str]:
+    """The topics of the language reference that the standard library carries: those held out, or the others."""
+    found = {f"topics/{name}": text for name, text in topics.items() if text.strip()}
+    return {name: text for name, text in found.items() if is_held_out(Path(name)) == held_out}
 
 
 def read_library(held_out: bool) -> dict[str, str]:
@@ -163,12 +182,12 @@ class Recipe:
     learning_rate: float
     tokens_per_step: int
 
-    def command(self, out: Path) -> str:
+    def command(self, variant: Variant, out: Path) -> str:
         """What to type to train like this."""
         bound = f"--steps {self.steps}" if self.steps else f"--minutes {self.minutes:g}"
         return (
-            f"python examples/train_tiny.py --out models/{out.name} {bound} --seed {self.seed} --l1 {self.l1:g} "
-            f"--learning-rate {self.learning_rate:g} --tokens-per-step {self.tokens_per_step}"
+            f"python examples/train_relu_lm.py --variant {variant.name} --out {out} {bound} --seed {self.seed} "
+            f"--l1 {self.l1:g} --learning-rate {self.learning_rate:g} --tokens-per-step {self.tokens_per_step}"
         )
 
     def progress(self, step: int, elapsed_s: float) -> float:
@@ -192,31 +211,77 @@ class Recipe:
         return draw_batch(tokens, context, self.tokens_per_step // context, seed=self.seed * 1_000_003 + step)
 
 
-def new_model(tokenizer: Tokenizer, seed: int) -> LlamaForCausalLM:
+@dataclass(frozen=True)
+class Variant:
+    """One model that can be trained. Sizes of its tokenizer and its shape, and whether it reads documents too."""
+
+    name: str
+    family: str
+    vocabulary: int
+    hidden: int
+    neurons: int
+    layers: int
+    heads: int
+    documents: bool
+
+    def config(self, end: int, vocabulary: int) -> PretrainedConfig:
+        shared = {
+            "vocab_size": vocabulary,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "max_position_embeddings": MAX_CONTEXT,
+            "tie_word_embeddings": True,
+            "bos_token_id": end,
+            "eos_token_id": end,
+        }
+        if self.family == "opt":
+            return OPTConfig(
+                **shared,
+                ffn_dim=self.neurons,
+                word_embed_proj_dim=self.hidden,
+                activation_function="relu",
+                dropout=0.0,
+                pad_token_id=end,
+            )
+        return LlamaConfig(
+            **shared, intermediate_size=self.neurons, num_key_value_heads=self.heads // 2, hidden_act="relu"
+        )
+
+    def texts(self, held_out: bool) -> dict[str, str]:
+        """What the model reads, or what measures it, by name."""
+        return read_library(held_out) | (read_documents(held_out) if self.documents else {})
+
+
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant("tiny-reglu", "llama", 2048, 192, 704, 6, 6, documents=False),
+        Variant("reglu", "llama", 4096, 512, 1536, 6, 8, documents=True),
+        Variant("opt", "opt", 4096, 512, 2048, 6, 8, documents=True),
+    )
+}
+
+
+def down_projections(model: PreTrainedModel) -> list[tuple[torch.nn.Linear, torch.nn.Linear]]:
+    """What writes to the residual stream in each layer: the attention's output and the FFN's down projection."""
+    if model.config.model_type == "opt":
+        return [(layer.self_attn.out_proj, layer.fc2) for layer in model.model.decoder.layers]
+    return [(layer.self_attn.o_proj, layer.mlp.down_proj) for layer in model.model.layers]
+
+
+def new_model(variant: Variant, tokenizer: Tokenizer, seed: int) -> PreTrainedModel:
     """Random weights; what writes to the residual stream starts smaller in deeper models, as in GPT-2."""
     torch.manual_seed(seed)
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    config = LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=192,
-        intermediate_size=704,
-        num_hidden_layers=6,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        hidden_act="relu",
-        max_position_embeddings=MAX_CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=end,
-        eos_token_id=end,
-    )
-    model = LlamaForCausalLM(config)
-    for layer in model.model.layers:
-        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            projection.weight.data /= math.sqrt(2 * config.num_hidden_layers)
+    config = variant.config(tokenizer.token_to_id(END_OF_TEXT), tokenizer.get_vocab_size())
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    for projections in down_projections(model):
+        for projection in projections:
+            projection.weight.data /= math.sqrt(2 * variant.layers)
     return model
 
 
-def new_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
+def new_optimizer(model: PreTrainedModel) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only. The learning rate is set at each step."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -225,14 +290,14 @@ def new_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
 
 
 @contextmanager
-def recorded_magnitudes(model: LlamaForCausalLM) -> Iterator[list[torch.Tensor]]:
-    """Collects the mean magnitude of each layer's ReGLU output, relu(x·gate) * (x·up), in a forward pass."""
+def recorded_magnitudes(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Collects the mean magnitude of what each layer's neurons send to the down projection, in a forward pass."""
     magnitudes: list[torch.Tensor] = []
 
     def record(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
         magnitudes.append(inputs[0].abs().mean(dtype=torch.float32))
 
-    hooks = [layer.mlp.down_proj.register_forward_pre_hook(record) for layer in model.model.layers]
+    hooks = [down.register_forward_pre_hook(record) for _, down in down_projections(model)]
     try:
         yield magnitudes
     finally:
@@ -240,8 +305,8 @@ def recorded_magnitudes(model: LlamaForCausalLM) -> Iterator[list[torch.Tensor]]
             hook.remove()
 
 
-def batch_loss(model: LlamaForCausalLM, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cross entropy, and the mean magnitude of the ReGLU outputs. `[rows, context + 1] → [], []`
+def batch_loss(model: PreTrainedModel, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cross entropy, and the mean magnitude of the neurons' outputs. `[rows, context + 1] → [], []`
 
     Matrix products are in bfloat16, which was 1.4 times as fast as float32 on a CPU with AVX-512 BF16.
     """
@@ -252,13 +317,13 @@ def batch_loss(model: LlamaForCausalLM, batch: torch.Tensor) -> tuple[torch.Tens
 
 
 def take_step(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     optimizer: torch.optim.AdamW,
     batch: torch.Tensor,
     learning_rate: float,
     l1: float,
 ) -> tuple[float, float]:
-    """One update. The penalty on the ReGLU magnitude makes neurons fall silent: ProSparse, arXiv 2402.13516."""
+    """One update. The penalty on the magnitude makes neurons fall silent: ProSparse, arXiv 2402.13516."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     entropy, magnitude = batch_loss(model, batch)
@@ -276,7 +341,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def train(
-    model: LlamaForCausalLM, tokens: torch.Tensor, held_out: torch.Tensor, recipe: Recipe, checkpoint: Path
+    model: PreTrainedModel, tokens: torch.Tensor, held_out: torch.Tensor, recipe: Recipe, checkpoint: Path
 ) -> tuple[int, float]:
     """Trains to the end of the recipe, from the checkpoint where there is one. Returns all its steps and seconds."""
     optimizer = new_optimizer(model)
@@ -331,7 +396,7 @@ class Score:
 
 
 @torch.no_grad()
-def score(model: LlamaForCausalLM, tokenizer: Tokenizer, texts: Iterable[str]) -> Score:
+def score(model: PreTrainedModel, tokenizer: Tokenizer, texts: Iterable[str]) -> Score:
     """Each text by itself, after an end-of-text token, in full windows that overlap by half.
 
     A token is scored once, with at least half a window before it, except near the beginning of its text.
@@ -351,7 +416,7 @@ def score(model: LlamaForCausalLM, tokenizer: Tokenizer, texts: Iterable[str]) -
 
 
 @torch.no_grad()
-def write_sample(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, seed: int) -> str:
+def write_sample(model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, seed: int) -> str:
     """The prompt and 160 tokens after it, at temperature 0.7, from the most probable 90 %."""
     torch.manual_seed(seed)
     ids = torch.tensor([tokenizer.encode(prompt).ids])
@@ -371,13 +436,13 @@ def write_sample(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, see
 # --------------------------------------------------------------------------------------------------------------- export
 
 
-def round_weights(model: LlamaForCausalLM) -> None:
+def round_weights(model: PreTrainedModel) -> None:
     """Gives every weight its nearest float16 value, in place; what is measured from here on is what is saved."""
     for parameter in model.parameters():
         parameter.data = parameter.data.half().float()
 
 
-def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
+def save_model(model: PreTrainedModel, tokenizer: Tokenizer, out: Path) -> None:
     """The Hugging Face folder, with float16 weights."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     model.generation_config = GenerationConfig(bos_token_id=end, eos_token_id=end)
@@ -413,24 +478,22 @@ license_name: psf-2.0
 license_link: https://docs.python.org/3/license.html
 library_name: transformers
 ---
-# tiny-reglu
+# {variant.name}
 
-A language model of {parameters:,} parameters that writes Python, small enough to be kept beside the code that compiles
-it. It has the Llama architecture with a ReLU gate (ReGLU): 6 layers, hidden size 192, 704 neurons a layer, 6 heads, 3
-key-value heads, tied embeddings, a vocabulary of {vocabulary}, a context of {context} tokens. Weights are float16. It
-was trained from scratch by [`examples/train_tiny.py`](../../examples/train_tiny.py), with a penalty that makes its
-neurons fire sparsely; the sparsity is real, not simulated. It is for tests and demonstrations, and good for nothing
-else.
+A language model of {parameters:,} parameters that writes Python, {architecture}: {variant.layers} layers,
+hidden size {variant.hidden}, {variant.neurons} neurons a layer, {variant.heads} heads, tied embeddings, a vocabulary of
+{vocabulary}, a context of {context} tokens. Weights are float16. It was trained from scratch by `examples/train_relu_lm.py`, with a
+penalty that makes its neurons fire sparsely; the sparsity is real, not simulated. It is for tests and demonstrations,
+and good for nothing else.
 
 ## Data and licence
 
-The standard library of CPython {python}, less tests, `encodings`, `pydoc_data` and generated tables: {files} source
+The standard library of CPython {python}, less tests, `encodings`, `pydoc_data` and generated tables{documents}: {files}
 files, {megabytes:.2f} MB, {corpus_tokens:,} tokens. {held_files} more files, chosen by a hash of their names, trained
 neither the model nor the tokenizer, and measure it.
 
 Copyright © 2001 Python Software Foundation; all rights reserved. CPython is distributed under the [PSF License
-Version 2](https://docs.python.org/3/license.html); so is this model, and so are the excerpts of held-out files in
-`tests/data/heldout.txt` and `tests/data/heldout_prompts.json`.
+Version 2](https://docs.python.org/3/license.html); so is this model, and so are excerpts of held-out files.
 
 ## Training
 
@@ -446,11 +509,11 @@ Measured on the rounded weights, in float32, each text by itself in windows of {
 | text | bytes | tokens | perplexity per token | bits per byte |
 | --- | --- | --- | --- | --- |
 | all held-out files | {all.bytes:,} | {all.tokens:,} | {all.perplexity:.3f} | {all.bits_per_byte:.3f} |
-| `tests/data/heldout.txt` | {part.bytes:,} | {part.tokens:,} | {part.perplexity:.3f} | {part.bits_per_byte:.3f} |
+| small held-out files | {part.bytes:,} | {part.tokens:,} | {part.perplexity:.3f} | {part.bits_per_byte:.3f} |
 
 ## Firing
 
-Measured on `tests/data/heldout.txt`, in windows of {context} tokens. A neuron fires for a token when its ReLU is not
+Measured on small held-out files, in windows of {context} tokens. A neuron fires for a token when its ReLU is not
 zero.
 
 {firing}
@@ -467,19 +530,25 @@ The first line and the quotes are the prompt; temperature 0.7, top-p 0.9, seed {
 
 def main(
     out: Annotated[Path, typer.Option(help="The model's folder.")],
+    variant: Annotated[str, typer.Option(help=f"What to train: {', '.join(VARIANTS)}.")] = "tiny-reglu",
     steps: Annotated[int, typer.Option(help="Train for so many steps; 0 for no bound.", min=0)] = 0,
     minutes: Annotated[float, typer.Option(help="Train for so long; 0 for no bound.", min=0)] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the first weights and of the order of the text.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in the work folder.")] = False,
-    work: Annotated[Path, typer.Option(help="Where the checkpoint is.")] = Path("build/train-tiny"),
+    work: Annotated[
+        Path | None, typer.Option(help="Where the checkpoint is; build/train-VARIANT if not given.")
+    ] = None,
     tests_data: Annotated[Path | None, typer.Option(help="Also write held-out text and prompts here.")] = None,
-    l1: Annotated[float, typer.Option(help="Penalty on the mean ReGLU magnitude, for sparsity.", min=0)] = 0.5,
+    l1: Annotated[float, typer.Option(help="Penalty on the mean magnitude, for sparsity.", min=0)] = 0.5,
     learning_rate: Annotated[float, typer.Option(help="At its peak.")] = 1.5e-3,
     tokens_per_step: Annotated[int, typer.Option(help="In one update.", min=MAX_CONTEXT)] = 2048,
-    vocabulary: Annotated[int, typer.Option(help="Tokens of the tokenizer.", min=257)] = 2048,
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = 2,
 ) -> None:
-    """Train a tiny ReGLU language model on Python's standard library."""
+    """Train a small language model that fires sparsely, on Python's standard library."""
+    if variant not in VARIANTS:
+        raise typer.BadParameter(f"unknown variant {variant!r}; known are {', '.join(VARIANTS)}")
+    chosen = VARIANTS[variant]
+    work = work or Path("build") / f"train-{variant}"
     if not steps and not minutes:
         raise typer.BadParameter("say how long to train, with --steps or --minutes")
     torch.set_num_threads(threads)
@@ -490,13 +559,13 @@ def main(
         checkpoint.unlink(missing_ok=True)
         tokenizer_file.unlink(missing_ok=True)
 
-    texts, held_texts = read_library(held_out=False), read_library(held_out=True)
+    texts, held_texts = chosen.texts(held_out=False), chosen.texts(held_out=True)
     if not tokenizer_file.exists():
         say("training the tokenizer")
-        train_tokenizer(texts.values(), vocabulary).save(str(tokenizer_file))
+        train_tokenizer(texts.values(), chosen.vocabulary).save(str(tokenizer_file))
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokens = pack(tokenizer, texts.values())
-    model = new_model(tokenizer, seed)
+    model = new_model(chosen, tokenizer, seed)
     say(f"{len(texts)} files, {len(tokens):,} tokens; {model.num_parameters():,} parameters")
     done, elapsed_s = train(model, tokens, pack(tokenizer, held_texts.values()), recipe, checkpoint)
 
@@ -509,6 +578,9 @@ def main(
     firing = summarize(count_firings(model, excerpt_tokens, MAX_CONTEXT), len(excerpt_tokens))
     sample = write_sample(model, tokenizer, SAMPLE_PROMPT, seed)
     card = CARD.format(
+        variant=chosen,
+        architecture="an OPT with ReLU" if chosen.family == "opt" else "a Llama with a ReLU gate (ReGLU)",
+        documents=", and the language reference it carries" if chosen.documents else "",
         parameters=model.num_parameters(),
         vocabulary=tokenizer.get_vocab_size(),
         context=MAX_CONTEXT,
@@ -517,7 +589,7 @@ def main(
         megabytes=sum(len(text.encode()) for text in texts.values()) / 1e6,
         corpus_tokens=len(tokens),
         held_files=len(held_texts),
-        command=recipe.command(out),
+        command=recipe.command(chosen, out),
         steps=done,
         tokens_per_step=tokens_per_step,
         tokens_seen=done * tokens_per_step,
