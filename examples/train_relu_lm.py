@@ -482,9 +482,9 @@ library_name: transformers
 
 A language model of {parameters:,} parameters that writes Python, {architecture}: {variant.layers} layers,
 hidden size {variant.hidden}, {variant.neurons} neurons a layer, {variant.heads} heads, tied embeddings, a vocabulary of
-{vocabulary}, a context of {context} tokens. Weights are float16. It was trained from scratch by `examples/train_relu_lm.py`, with a
-penalty that makes its neurons fire sparsely; the sparsity is real, not simulated. It is for tests and demonstrations,
-and good for nothing else.
+{vocabulary}, a context of {context} tokens. Weights are float16. It was trained from scratch by
+`examples/train_relu_lm.py`, with a penalty that makes its neurons fire sparsely; the sparsity is real, not simulated.
+It is for tests and demonstrations, and good for nothing else.
 
 ## Data and licence
 
