@@ -1,11 +1,13 @@
 """The compiler driver: from a checkpoint to an artifact, in numbered steps.
 
 1. capture    the model becomes an FX graph, without weights
-2. passes     canonical → predicted → partitioned → quantized
-3. lower      kernel calls, packed weights, planned buffers
-4. kernels    TVM compiles them, gcc links them with the thread pool
-5. weights    each tensor is read, transformed and written, one at a time
-6. manifest   sizes and hashes; the folder is renamed into place
+2. predictors where they are trained: profile, train, or what a folder has of both (`picompile.prediction`)
+3. passes     canonical → predicted → partitioned → quantized
+4. lower      kernel calls, packed weights, planned buffers
+5. kernels    TVM compiles them, gcc links them with the thread pool
+6. weights    each tensor is read, transformed and written, one at a time
+7. gate       perplexity with the predictors against every neuron; too far off, and larger predictors go back to 3
+8. manifest   sizes and hashes; the folder is renamed into place
 """
 
 import os
@@ -15,21 +17,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from picompile.errors import TargetError, UsageError
+from picompile.errors import AccuracyGateError, TargetError, UsageError
 from picompile.progress import NoProgress, Progress
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from picompile.capture import Captured
+    from picompile.prediction import Prediction
     from picompile_codegen.lower import Lowered
     from picompile_passes.infra import Pass
     from picompile_passes.stages import Stage
 
 QUANTIZATIONS = ("f16", "q8", "q4")
-PREDICTORS = ("exact", "none")
+PREDICTORS = ("exact", "learned", "sign", "none")
+LOSSY = ("learned", "sign")
 KV_DTYPES = {"f16": "float16", "f32": "float32"}
 DEFAULT_CONTEXT = 4096
+DEFAULT_GATE = 0.001
 CHUNK = 64
 
 
@@ -37,7 +42,11 @@ CHUNK = 64
 class CompileOptions:
     """What to compile for.
 
-    `predictor` None chooses `exact` where the activation leaves neurons silent and `none` elsewhere. `context` in
+    `predictor` None chooses `exact` where the activation leaves neurons silent and `none` elsewhere. `learned` and
+    `sign` leave out neurons, and pass a gate: with them, perplexity on held-out text may rise by the share `gate` at
+    most, None for whatever it comes to. They come from the folder `predictors`, or are trained on the profile in the
+    folder `profile`, or on one made from the text files `calibration`; `work` keeps these stages for the next time.
+    `context` in
     tokens; None takes the model's own limit, at most 4096. `kv_dtype` is f16 or f32; None takes f16, and f32 where
     rounding would move neurons across a jump of the activation (FATReLU). `hot` maps a layer to the neurons of its hot
     part. `passes` are extra passes as text, `name{option=value}@stage`, options and stage as needed: each runs as soon
@@ -55,6 +64,12 @@ class CompileOptions:
     dump_ir: Path | None = None
     verify: bool = True
     overwrite: bool = False
+    predictors: Path | None = None
+    profile: Path | None = None
+    calibration: tuple[Path, ...] = ()
+    gate: float | None = DEFAULT_GATE
+    gate_tokens: int = 4096
+    work: Path | None = None
 
     def __post_init__(self) -> None:
         """Refuses what no model can be compiled with. Raises `UsageError`."""
@@ -67,6 +82,12 @@ class CompileOptions:
         ):
             if value not in known:
                 raise UsageError(f"unknown {name} {value!r}; known are {', '.join(k for k in known if k)}")
+        given = {"predictors": self.predictors, "profile": self.profile, "calibration text": self.calibration}
+        for what, wanted in given.items():
+            if wanted and self.predictor not in LOSSY:
+                raise UsageError(f"{what} given, but predictor {self.predictor or 'auto'} needs none; choose learned")
+        if self.gate_tokens < 2:
+            raise UsageError(f"the gate must read at least 2 tokens, not {self.gate_tokens}")
         if self.context is not None and self.context < 1:
             raise UsageError(f"the context must be at least 1 token, not {self.context}")
         if self.chunk < 2:
@@ -88,25 +109,62 @@ def compile_model(
 
     check_output(output, options.overwrite)
     # Before the model is captured, which takes longer than to tell that a pass is not known.
-    passes = pipeline_passes(options)
+    pipeline_passes(options)
     if isinstance(model, str | os.PathLike):
         folder, captured = Path(model), _capture(Path(model), progress)
     else:
         folder, captured = None, model
-    context = _context(captured, options)
-    graph_module = _run_passes(passes, captured, options, progress)
-    lowered = _lower(graph_module, captured, context, options, progress)
-    _write(_Compiled(captured, folder, graph_module, lowered), output, options, progress)
+    source = _Source(captured, folder, _context(captured, options))
+    if options.predictor not in LOSSY:
+        _compile(source, None, output, options, progress)
+        return
+    from picompile.prediction import find_prediction
+
+    with find_prediction(folder, captured, output, options, progress) as prediction:
+        _compile_gated(source, prediction, output, options, progress)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is compiled. `folder` is the checkpoint's, where there is one."""
+
+    captured: "Captured"
+    folder: Path | None
+    context: int
 
 
 @dataclass(frozen=True)
 class _Compiled:
-    """All that an artifact is written from. `folder` is the checkpoint's, where there is one."""
+    """All that an artifact is written from."""
 
-    captured: "Captured"
-    folder: Path | None
+    source: _Source
+    prediction: "Prediction | None"
     graph_module: "GraphModule"
     lowered: "Lowered"
+
+
+def _compile(
+    source: _Source, prediction: "Prediction | None", output: Path, options: CompileOptions, progress: Progress
+) -> None:
+    insert = None if prediction is None else prediction.insert_pass()
+    graph_module = _run_passes(pipeline_passes(options, insert), source.captured, options, progress)
+    lowered = _lower(graph_module, source, options, progress)
+    _write(_Compiled(source, prediction, graph_module, lowered), output, options, progress)
+
+
+def _compile_gated(
+    source: _Source, prediction: "Prediction", output: Path, options: CompileOptions, progress: Progress
+) -> None:
+    """Compiles; where the gate is not met, again with larger predictors for the layers to blame."""
+    while True:
+        try:
+            return _compile(source, prediction, output, options, progress)
+        except AccuracyGateError as error:
+            larger = prediction.larger(error.layers)
+            if larger is None:
+                raise
+            progress.say(f"{error}; trying larger predictors there")
+            prediction = larger
 
 
 def _capture(model: Path, progress: Progress) -> "Captured":
@@ -124,8 +182,8 @@ def _context(captured: "Captured", options: CompileOptions) -> int:
     return context
 
 
-def pipeline_passes(options: CompileOptions) -> "list[Pass]":
-    """The passes from captured to quantized, in order."""
+def pipeline_passes(options: CompileOptions, insert: "Pass | None" = None) -> "list[Pass]":
+    """The passes from captured to quantized, in order; `insert` is the one that puts lossy predictors in."""
     from picompile_passes.passes.canonicalize import CANONICALIZE
     from picompile_passes.passes.insert_predictors import InsertPredictors
     from picompile_passes.passes.partition import Partition
@@ -134,7 +192,7 @@ def pipeline_passes(options: CompileOptions) -> "list[Pass]":
 
     own = [
         *CANONICALIZE,
-        InsertPredictors(options.predictor or "auto"),
+        insert or InsertPredictors("auto" if options.predictor in (None, *LOSSY) else str(options.predictor)),
         Partition(options.hot),
         Quantize(options.quant),
     ]
@@ -195,14 +253,12 @@ def _kv_dtype(captured: "Captured") -> str:
     return "f32" if captured.facts.activation.startswith("fatrelu") else "f16"
 
 
-def _lower(
-    graph_module: "GraphModule", captured: "Captured", context: int, options: CompileOptions, progress: Progress
-) -> "Lowered":
+def _lower(graph_module: "GraphModule", source: _Source, options: CompileOptions, progress: Progress) -> "Lowered":
     with progress.step("lower"):
         from picompile_codegen.lower import LowerOptions, lower
 
-        kv_dtype = KV_DTYPES[options.kv_dtype or _kv_dtype(captured)]
-        return lower(graph_module, LowerOptions(context, options.chunk, kv_dtype))
+        kv_dtype = KV_DTYPES[options.kv_dtype or _kv_dtype(source.captured)]
+        return lower(graph_module, LowerOptions(source.context, options.chunk, kv_dtype))
 
 
 def _write(compiled: _Compiled, output: Path, options: CompileOptions, progress: Progress) -> None:
@@ -211,8 +267,9 @@ def _write(compiled: _Compiled, output: Path, options: CompileOptions, progress:
     from picompile_codegen.build import build_host_library
     from picompile_passes.materialize import evaluate_constant
 
-    captured, lowered = compiled.captured, compiled.lowered
-    tokenizer = read_tokenizer(compiled.folder, captured.facts.vocab)
+    source, lowered, prediction = compiled.source, compiled.lowered, compiled.prediction
+    weights = source.captured.weights if prediction is None else prediction.weights(source.captured.weights)
+    tokenizer = read_tokenizer(source.folder, source.captured.facts.vocab)
     tensors = list(lowered.weights.tensors.values())
     total = writer.weights_bytes(tensors)
     writer.check_disk(output, total)
@@ -224,31 +281,53 @@ def _write(compiled: _Compiled, output: Path, options: CompileOptions, progress:
             sha256 = writer.write_weights(
                 folder / "weights.safetensors",
                 tensors,
-                lambda node: evaluate_constant(compiled.graph_module, node, captured.weights),
+                lambda node: evaluate_constant(compiled.graph_module, node, weights),
                 advance,
             )
         tokenizer.write(folder)
         writer.write_json(folder / "program.json", lowered.program.to_json())
-        writer.write_json(folder / "report.json", _report(lowered))
-        writer.write_json(folder / "manifest.json", _manifest(compiled, folder, options, sha256))
+        _write_facts(compiled, folder, options, sha256, None)
+        if prediction is not None:
+            # The gate reads with the artifact as it will be used.
+            accuracy = prediction.measure(folder, source.captured, source.context, options, progress)
+            _write_facts(compiled, folder, options, sha256, accuracy)
 
 
-def _report(lowered: "Lowered") -> dict[str, Any]:
-    """What is known of each feed-forward block; profile, predictors and plan add to it in later stages."""
+def _write_facts(
+    compiled: _Compiled, folder: Path, options: CompileOptions, sha256: str, accuracy: dict[str, Any] | None
+) -> None:
+    """Writes report and manifest, with what the gate has found once it has."""
+    from picompile import artifact_writer as writer
+
+    writer.write_json(folder / "report.json", _report(compiled.lowered, accuracy))
+    writer.write_json(folder / "manifest.json", _manifest(compiled, folder, options, sha256, accuracy))
+
+
+def _report(lowered: "Lowered", accuracy: dict[str, Any] | None) -> dict[str, Any]:
+    """What is known of each feed-forward block, and what the predictors cost; the plan adds to it in a later stage."""
     from picompile_codegen.program import tensor_bytes
 
     sizes = {name: tensor_bytes(tensor.dtype, tensor.shape) for name, tensor in lowered.weights.tensors.items()}
-    return {"schema": 1, "ffn": [vars(part) for part in lowered.program.ffn], "weight_bytes": sizes}
+    report = {"schema": 1, "ffn": [vars(part) for part in lowered.program.ffn], "weight_bytes": sizes}
+    return report if accuracy is None else report | {"accuracy": accuracy}
 
 
-def _manifest(compiled: _Compiled, folder: Path, options: CompileOptions, weights_sha256: str) -> dict[str, Any]:
+def _manifest(
+    compiled: _Compiled,
+    folder: Path,
+    options: CompileOptions,
+    weights_sha256: str,
+    accuracy: dict[str, Any] | None,
+) -> dict[str, Any]:
     import picompile
     from picompile import artifact_writer as writer
     from picompile.tokenizer_files import generation_eos
 
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    program, facts = compiled.lowered.program, asdict(compiled.captured.facts)
-    facts["eos_token_ids"] = sorted({*facts["eos_token_ids"], *generation_eos(compiled.folder)})
+    files = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    names = sorted(name for name in files if name != "manifest.json")
+    program, facts = compiled.lowered.program, asdict(compiled.source.captured.facts)
+    facts["eos_token_ids"] = sorted({*facts["eos_token_ids"], *generation_eos(compiled.source.folder)})
+    gate = {} if accuracy is None else {"accuracy": {key: accuracy[key] for key in accuracy if key != "layers"}}
     return {
         "format": writer.MANIFEST_FORMAT,
         "schema": writer.MANIFEST_SCHEMA,
@@ -261,6 +340,7 @@ def _manifest(compiled: _Compiled, folder: Path, options: CompileOptions, weight
         "kv_dtype": program.state["k.0"].dtype,
         "context": program.context,
         "chunk": program.chunk,
+        **gate,
         "files": {
             name: writer.file_record(folder / name, weights_sha256 if name == "weights.safetensors" else None)
             for name in names

@@ -15,6 +15,7 @@ Every error carries the exit code that the command line ends with. `picompile_pa
 | 7 | accuracy gate not met | `AccuracyGateError` |
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -47,9 +48,16 @@ class DoesNotFitError(PicompileError):
 
 
 class AccuracyGateError(PicompileError):
-    """The compiled model's perplexity is further from the dense model's than was allowed."""
+    """The compiled model's perplexity is further from the dense model's than was allowed.
+
+    `layers` are those to blame, the worst first.
+    """
 
     exit_code: ClassVar[int] = 7
+
+    def __init__(self, message: str, layers: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.layers = tuple(layers)
 
 
 class SolverError(PicompileError):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # Firing is counted in decode steps only; so many are enough to see it where the text itself is read in chunks.
 _FIRING_TOKENS = 128
+_FROM_GATE = ("recall", "weighted_recall", "precision", "rank")
 
 
 def evaluate(
@@ -63,13 +64,19 @@ def evaluate(
 
 
 def _layers(engine: "Engine", ids: Sequence[int], *, measure: bool) -> list[dict[str, Any]]:
-    """Predictor kind, and shares of the neurons computed and firing, of each feed-forward part."""
+    """Predictor kind, and shares of the neurons computed and firing, of each feed-forward part.
+
+    Recall, precision and rank are those that the gate measured when the artifact was made; None where there was none.
+    A neuron that a lossy predictor leaves out is not known to fire: `firing_share` counts among the computed ones.
+    """
     if measure:
         engine.reset()
         engine.reset_firing()
         for token in ids[: min(_FIRING_TOKENS, engine.context)]:
             engine.decode(token)
-    kinds = {row["stats_row"]: row["predictor"] for row in engine.artifact.json("report.json").get("ffn", ())}
+    report = engine.artifact.json("report.json")
+    kinds = {row["stats_row"]: row["predictor"] for row in report.get("ffn", ())}
+    gate = {row["layer"]: row for row in report.get("accuracy", {}).get("layers", ())}
     return [
         {
             "layer": row.part.layer,
@@ -77,6 +84,7 @@ def _layers(engine: "Engine", ids: Sequence[int], *, measure: bool) -> list[dict
             "kind": kinds.get(row.part.stats_row, "unknown"),
             "computed_share": row.computed_share,
             "firing_share": row.fired_share,
+            **{name: gate.get(row.part.layer, {}).get(name) for name in _FROM_GATE},
         }
         for row in engine.firing()
     ]

@@ -5,6 +5,7 @@ from picompile_passes.errors import PassError, PassOptionError, StageError, Unsu
 from picompile_passes.infra import Effect, Pass, PassResult
 from picompile_passes.nodes import arguments, attribute, calls, constant_nodes, is_call
 from picompile_passes.pipeline import Dump, Pipeline, Timings, each, verifying
+from picompile_passes.predictors import PredictorKind, add_predictor_kind
 from picompile_passes.rewriter import Provenance, Rewriter
 from picompile_passes.stages import Stage, stage_of
 from picompile_passes.verify import verify
@@ -18,6 +19,7 @@ __all__ = [
     "PassOptionError",
     "PassResult",
     "Pipeline",
+    "PredictorKind",
     "Provenance",
     "Rewriter",
     "Stage",
@@ -25,6 +27,7 @@ __all__ = [
     "Timings",
     "UnsupportedGraphError",
     "VerifyError",
+    "add_predictor_kind",
     "arguments",
     "attribute",
     "calls",

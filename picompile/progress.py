@@ -14,6 +14,10 @@ class Progress(Protocol):
         """Opens one step; `advance(n)` counts towards `total`, in the unit that the step works in."""
         ...
 
+    def say(self, text: str) -> None:
+        """Tells the user one line that matters: what was taken for granted, or is done again."""
+        ...
+
 
 class NoProgress:
     """Shows nothing."""
@@ -22,3 +26,6 @@ class NoProgress:
     def step(self, title: str, total: int | None = None) -> Iterator[Advance]:
         """Opens one step."""
         yield lambda count: None
+
+    def say(self, text: str) -> None:
+        """Tells the user one line."""

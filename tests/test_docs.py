@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from powerinfer_files import Sizes, random_predictors, write_gguf
 from support import BUNDLED_MODEL, ROOT
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -73,6 +74,13 @@ def workplace(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def make_predictors(folder: Path) -> None:
+    """A file as PowerInfer's users have it, for the bundled model."""
+    folder.mkdir()
+    sizes = Sizes(hidden=192, neurons=704, ranks=[32] * 6)
+    write_gguf(folder / "llama-7b-relu.powerinfer.gguf", random_predictors(sizes, seed=0))
+
+
 def environment() -> dict[str, str]:
     """The commands are those that were installed beside this Python."""
     return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
@@ -81,6 +89,8 @@ def environment() -> dict[str, str]:
 @pytest.mark.parametrize("document", [path for path in DOCUMENTS if path != TUTORIAL], ids=lambda path: path.name)
 def test_every_command_runs(document: Path, workplace: Path) -> None:
     """In order, in one folder: later commands use what earlier ones made."""
+    if document.name == "cli.md":
+        make_predictors(workplace / "powerinfer")
     for command in commands(document):
         if command not in EXEMPT:
             done = run_command(substituted(command), workplace, environment())
@@ -139,7 +149,7 @@ def test_python_of_the_readme(workplace: Path) -> None:
 
 
 def test_write_a_pass(workplace: Path) -> None:
-    """As a reader would: the files as they stand, the commands in order, then the Python of the last section."""
+    """As a reader would: the files as they stand, the commands in order, then the Python of the last sections."""
     text = TUTORIAL.read_text(encoding="utf-8")
     files = dict(TITLED.findall(text))
     assert set(files) == {"merge_duplicates.py", "test_merge_duplicates.py", "pyproject.toml"}
@@ -157,7 +167,7 @@ def test_write_a_pass(workplace: Path) -> None:
         (workplace / "build" / "merged-ir" / name).read_text() for name in ("000_input.txt", "001_merge-duplicates.txt")
     ]
     assert len(dumps[1].splitlines()) < len(dumps[0].splitlines())
-    (code,) = PYTHON.findall(text)
+    code = "\n".join(PYTHON.findall(text))
     script = f"from merge_duplicates import MergeDuplicates\n{code}"
     subprocess.run([sys.executable, "-c", script], cwd=workplace, env=environment_, check=True, timeout=300)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.fx import Node
 
@@ -64,6 +65,10 @@ class Function:
         """A new buffer float32 [rows, dim] for the value of `node`."""
         self.values[node] = self.buffer(node.name, "float32", (self.rows, dimension(node)))
         return self.values[node]
+
+    def vectors(self, values: dict[str, Any], *names: str) -> Bindings:
+        """The vectors among the operands `names` of a node, those that are there."""
+        return {name: self.shared.weights.vector(values[name]) for name in names if values[name] is not None}
 
     def call(
         self,

@@ -6,6 +6,7 @@
    `prefill`       a chunk of the prompt, only as far as the KV cache needs it
    `prefill_last`  the last chunk: everything after the last attention runs for the last token alone
    `score`         a chunk with logits for every token, for perplexity
+   Only `decode` has masks of neurons made; the others compute every neuron, and leave out what predictors alone need.
 3. The activations of each function get places in one arena.
 """
 
@@ -24,7 +25,7 @@ from picompile_codegen.plan_buffers import align, plan_buffers
 from picompile_codegen.program import Program, Tensor, tensor_bytes
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.nodes import arguments, constant_nodes, is_call
-from picompile_passes.operands import ATTENTION
+from picompile_passes.operands import ATTENTION, PREDICT
 
 __all__ = ["LowerOptions", "Lowered", "lower"]
 
@@ -42,15 +43,17 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
     """Lowers a graph of the quantized stage. Raises `UnsupportedGraphError` for a node without a kernel."""
     constant = constant_nodes(graph_module.graph)
     nodes = [node for node in graph_module.graph.nodes if node.op == "call_function" and node not in constant]
-    attentions = [position for position, node in enumerate(nodes) if is_call(node, ATTENTION)]
+    needed = _ancestors(graph_module.graph.output_node().all_input_nodes)
+    unmasked = [node for node in nodes if node in needed]
+    attentions = [position for position, node in enumerate(unmasked) if is_call(node, ATTENTION)]
     if not attentions:
         raise UnsupportedGraphError("the graph has no attention, so there is nothing to keep between tokens")
     shared, last = Shared(options), attentions[-1]
     functions = [
         _whole("decode", 1, nodes, shared, "logits"),
-        _prefill(nodes, last, shared),
-        _prefill_last(nodes, last, shared),
-        _whole("score", options.chunk, nodes, shared, "logits.score"),
+        _prefill(unmasked, last, shared),
+        _prefill_last(unmasked, last, shared),
+        _whole("score", options.chunk, unmasked, shared, "logits.score"),
     ]
     program = Program(options.context, options.chunk, dimension(nodes[-1]), len(attentions))
     program.state, program.ffn = shared.state, shared.ffn
@@ -105,12 +108,12 @@ def _crossing(head: Sequence[Node], tail: Sequence[Node]) -> list[Node]:
 
 
 def _ancestors(nodes: Sequence[Node]) -> set[Node]:
-    """`nodes` and all that they depend on."""
+    """`nodes` and all that they depend on where every neuron is computed: not by way of a predictor."""
     found: set[Node] = set()
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
-        if node not in found:
+        if node not in found and not is_call(node, PREDICT):
             found.add(node)
             waiting.extend(node.all_input_nodes)
     return found

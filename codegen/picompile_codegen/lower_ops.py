@@ -7,17 +7,14 @@ import torch
 from torch.fx import Node
 
 from picompile_codegen import kernels
-from picompile_codegen.function import STATS_ROW_BYTES, Bindings, Function, dimension
+from picompile_codegen.function import Bindings, Function, dimension
+from picompile_codegen.lower_ffn import lower_sparse_ffn
+from picompile_codegen.lower_predict import lower_predict
 from picompile_codegen.packing import Evaluate
-from picompile_codegen.program import Arg, FfnPart, Tensor
+from picompile_codegen.program import Arg, Tensor
 from picompile_passes import operands as op
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.nodes import arguments
-
-
-def _vectors(function: Function, values: dict[str, Any], *names: str) -> Bindings:
-    """The vectors among the operands `names`, those that are there."""
-    return {name: function.shared.weights.vector(values[name]) for name in names if values[name] is not None}
 
 
 def _embedding(node: Node, function: Function) -> None:
@@ -51,14 +48,14 @@ def _linear(node: Node, function: Function) -> None:
     is_head = any(user.op == "output" for user in node.users)
     y = Arg("buffer", function.logits) if is_head else function.result(node)
     bindings: Bindings = {"x": function.values[values["x"]], "w": matrix, "y": y}
-    function.call(kernel, bindings | _vectors(function, values, "bias"), op="head" if is_head else "linear")
+    function.call(kernel, bindings | function.vectors(values, "bias"), op="head" if is_head else "linear")
 
 
 def _rms_norm(node: Node, function: Function) -> None:
     values = arguments(node)
     kernel = function.shared.kernel(kernels.rms_norm, dim=dimension(node), rows=function.rows, eps=values["eps"])
     bindings: Bindings = {"x": function.values[values["x"]], "y": function.result(node)}
-    function.call(kernel, bindings | _vectors(function, values, "weight"), op="norm")
+    function.call(kernel, bindings | function.vectors(values, "weight"), op="norm")
 
 
 def _layer_norm(node: Node, function: Function) -> None:
@@ -72,7 +69,7 @@ def _layer_norm(node: Node, function: Function) -> None:
         bias=values["bias"] is not None,
     )
     bindings: Bindings = {"x": function.values[values["x"]], "y": function.result(node)}
-    function.call(kernel, bindings | _vectors(function, values, "weight", "bias"), op="norm")
+    function.call(kernel, bindings | function.vectors(values, "weight", "bias"), op="norm")
 
 
 def _rotary(node: Node, function: Function) -> None:
@@ -146,58 +143,11 @@ def _attention(node: Node, function: Function) -> None:
     function.call(kernel, bindings | caches, op="attention", layer=values["layer"])
 
 
-def _sparse_ffn(node: Node, function: Function) -> None:
-    """`exact` stores the deciding matrix apart, since it is read in full; what is skipped lies together in a bundle."""
-    values, weights = arguments(node), function.shared.weights
-    kind = arguments(values["mask"])["kind"]
-    if kind not in ("exact", "none"):
-        raise UnsupportedGraphError(f"{node.name}: there is no CPU kernel for predictor kind {kind!r}")
-    layer, part = node.meta["layer"], node.meta.get("device", "all")
-    gated = values["gate"] is not None
-    parts = [values["gate"], values["up"], values["down"]] if gated else [values["up"], values["down"]]
-    bindings: Bindings = {"x": function.values[values["x"]], "y": function.result(node)}
-    if kind == "exact":
-        bindings["decide_w"] = weights.matrix(parts.pop(0))
-    bundle = weights.bundle(f"layers.{layer}.ffn.neurons" + ("" if part == "all" else f".{part}"), parts)
-    neurons = bundle.rows // len(parts)
-    bindings |= {"neuron_w": bundle, "stats": _statistics(function, layer, part, neurons, kind)}
-    kernel = function.shared.kernel(
-        kernels.ffn,
-        kind="exact" if kind == "exact" else "dense",
-        format=bundle.format,
-        neurons=neurons,
-        dim=dimension(node),
-        rows=function.rows,
-        gated=gated,
-        activation=values["activation"],
-        up_activation=values["up_activation"],
-        gate_bias=values["gate_bias"] is not None,
-        up_bias=values["up_bias"] is not None,
-        down_bias=values["down_bias"] is not None,
-    )
-    function.call(
-        kernel, bindings | _vectors(function, values, "gate_bias", "up_bias", "down_bias"), op="ffn", layer=layer
-    )
-
-
-def _statistics(function: Function, layer: int, part: str, neurons: int, kind: str) -> Arg:
-    """Where a kernel counts its neurons. Only decode counts for the record; the rest share a row that nobody reads."""
-    if function.name != "decode":
-        return Arg("buffer", "stats.unused")
-    row = len(function.shared.ffn)
-    function.shared.ffn.append(FfnPart(layer, part, neurons, kind, row))
-    return Arg("buffer", "stats", shape=(2,), offset=row * STATS_ROW_BYTES)
-
-
 def _add(node: Node, function: Function) -> None:
     values = arguments(node)
     kernel = function.shared.kernel(kernels.add, dim=dimension(node), rows=function.rows)
     a, b = function.values[values["self"]], function.values[values["other"]]
     function.call(kernel, {"a": a, "b": b, "y": function.result(node)}, op="add")
-
-
-def _nothing(node: Node, function: Function) -> None:
-    """A predictor is part of the kernel of the block that it predicts for."""
 
 
 _LOWERINGS: dict[Any, Callable[[Node, Function], None]] = {
@@ -207,8 +157,8 @@ _LOWERINGS: dict[Any, Callable[[Node, Function], None]] = {
     op.LAYER_NORM: _layer_norm,
     op.ROTARY: _rotary,
     op.ATTENTION: _attention,
-    op.PREDICT: _nothing,
-    op.SPARSE_FFN: _sparse_ffn,
+    op.PREDICT: lower_predict,
+    op.SPARSE_FFN: lower_sparse_ffn,
     op.ADD: _add,
 }
 

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from picompile_codegen.program import Arg
+from picompile_codegen.signs import pack_signs, sign_row_bytes
 from picompile_passes.dialect import FORMATS
+from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.nodes import arguments
 
 # evaluate(node) → the value of one constant subgraph
@@ -83,9 +85,15 @@ class WeightTable:
         return self.bundle(_parameter_name(_quantized(operand)[0]), [operand])
 
     def bundle(self, name: str, operands: list[Node]) -> Matrix:
-        """Matrices of equal shape whose rows interleave: row j · len(operands) + i is row j of operand i."""
+        """Matrices of equal shape whose rows interleave: row j · len(operands) + i is row j of operand i.
+
+        Raises `UnsupportedGraphError` where they differ in format.
+        """
         quantized = [_quantized(operand) for operand in operands]
         _, format_name, columns = quantized[0]
+        formats = sorted({form for _, form, _ in quantized})
+        if len(formats) > 1:
+            raise UnsupportedGraphError(f"{name}: matrices that are read together are {' and '.join(formats)}")
         row_bytes = FORMATS[format_name].row_bytes(columns)
         rows = int(operands[0].meta["val"].shape[0]) * len(operands)
         nodes = [node for node, _, _ in quantized]
@@ -100,6 +108,31 @@ class WeightTable:
 
         self._add(PackedTensor(name, "uint8", (rows, row_bytes), produce))
         return Matrix(name, format_name, rows, row_bytes)
+
+    def signs(self, operand: Node) -> Arg:
+        """A bit for each weight of a matrix: whether it is below zero, once rounded (see `signs.py`)."""
+        packed, format_name, columns = _quantized(operand)
+        name = f"{_parameter_name(packed)}.signs"
+        rows, row_bytes = int(operand.meta["val"].shape[0]), sign_row_bytes(columns)
+
+        def produce(evaluate: Evaluate) -> Tensor:
+            return pack_signs(evaluate(packed), format_name, columns)
+
+        self._add(PackedTensor(name, "uint8", (rows, row_bytes), produce))
+        return Arg("weight", name, "int32", (rows, row_bytes // 4))
+
+    def numbers(self, node: Node) -> Arg:
+        """A table of integers, stored as the bytes of int32 and zero-padded to the alignment."""
+        name, count = _parameter_name(node), int(node.meta["val"].shape[0])
+        stored = -(-count // VECTOR_MULTIPLE) * VECTOR_MULTIPLE
+
+        def produce(evaluate: Evaluate) -> Tensor:
+            values = torch.zeros(stored, dtype=torch.int32)
+            values[:count] = evaluate(node)
+            return values.view(torch.uint8)
+
+        self._add(PackedTensor(name, "uint8", (stored * 4,), produce))
+        return Arg("weight", name, "int32", (count,))
 
     def vector(self, node: Node) -> Arg:
         """A float32 vector: a bias or the weight of a norm."""

@@ -30,6 +30,8 @@ class Effect(enum.Enum):
     """They stay the same, but for the rounding of float32."""
     ROUNDS = "rounds"
     """They change as far as it rounds weights, and stay the same where the weights need no rounding."""
+    SKIPS = "skips"
+    """They change as far as predictors miss neurons that fire, and stay the same where every neuron is computed."""
     CHANGES = "changes"
     """They are those of another model, on purpose."""
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from picompile_passes.errors import PassesError
+from picompile_passes.deciding import PREDICTORS
+from picompile_passes.errors import PassesError, PassOptionError
 from picompile_passes.infra import copy_graph_module
 from picompile_passes.nodes import attribute, has_real_data, is_call
 from picompile_passes.operands import INDEX_SELECT, QUANTIZE, TRANSPOSE
@@ -37,7 +38,8 @@ class WeightSource(Protocol):
 def materialize(graph_module: GraphModule, weights: WeightSource) -> GraphModule:
     """The same graph with float32 parameters in place of those on the meta device: it runs in eager PyTorch.
 
-    Raises `PassesError` for a parameter that `weights` lacks or holds in another shape.
+    Raises `PassesError` for a parameter that `weights` lacks or holds in another shape, `PassOptionError` for one of a
+    predictor that they lack.
     """
     result = copy_graph_module(graph_module)
     for target in sorted({str(node.target) for node in result.graph.nodes if node.op == "get_attr"}):
@@ -102,6 +104,10 @@ def _load(weights: WeightSource, name: str, expected: Tensor) -> Tensor:
     try:
         tensor = weights.load(name)
     except KeyError as error:
+        if name.startswith(PREDICTORS):
+            raise PassOptionError(
+                f"the weights hold no {name}: a learned predictor needs weights of its own"
+            ) from error
         raise PassesError(f"the weights hold no tensor {name!r}, which the graph reads") from error
     if tensor.shape != expected.shape:
         raise PassesError(f"{name} is {list(tensor.shape)} in the weights but {list(expected.shape)} in the graph")

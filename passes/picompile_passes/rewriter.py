@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
+from picompile_passes.errors import PassesError
 from picompile_passes.nodes import argument_position
 from picompile_passes.propagate import fake_call, fake_like, fake_result
 
@@ -68,11 +70,25 @@ class Rewriter:
             raise ValueError(f"constant {name_hint} is on {tensor.device}, not on the CPU")
         name = self._fresh_attribute(name_hint)
         self.graph_module.register_buffer(name, tensor)
-        first = next(node for node in self.graph.nodes if node.op not in ("placeholder", "get_attr"))
-        with self.graph.inserting_before(first):
-            node = self.graph.create_node("get_attr", name, (), {}, name=name)
-        self._describe(node, fake_like(self.graph, tensor), sources)
-        return node
+        return self._read(name, tensor, sources)
+
+    def parameter(self, name: str, shape: Sequence[int], *, sources: Sequence[Node] = ()) -> Node:
+        """A `get_attr` of a new float32 parameter called `name` (dotted), ahead of every computing node.
+
+        It is on the meta device: its values come from the weight source, which must know it by that name. Raises
+        `PassesError` where the module has something of that name.
+        """
+        path, _, leaf = name.rpartition(".")
+        owner: nn.Module = self.graph_module
+        for part in filter(None, path.split(".")):
+            if not hasattr(owner, part):
+                owner.add_module(part, nn.Module())
+            owner = getattr(owner, part)
+        if hasattr(owner, leaf):
+            raise PassesError(f"there is a {name} already")
+        tensor = nn.Parameter(torch.empty(tuple(shape), device="meta"), requires_grad=False)
+        owner.register_parameter(leaf, tensor)
+        return self._read(name, tensor, sources)
 
     def replace(self, old: Node, new: Node) -> None:
         """Uses of `old`, but for those by `new` itself, become uses of `new`. Unused nodes go when the pass ends."""
@@ -108,6 +124,13 @@ class Rewriter:
             # A new dict: copies of a graph share what their nodes' metadata hold.
             node.meta["notes"] = known | notes
         self.changes += 1
+
+    def _read(self, target: str, tensor: Tensor, sources: Sequence[Node]) -> Node:
+        first = next(node for node in self.graph.nodes if node.op not in ("placeholder", "get_attr"))
+        with self.graph.inserting_before(first):
+            node = self.graph.create_node("get_attr", target, (), {}, name=target.replace(".", "_"))
+        self._describe(node, fake_like(self.graph, tensor), sources)
+        return node
 
     def _describe(self, node: Node, value: Any, sources: Sequence[Node]) -> None:
         node.meta["val"] = value

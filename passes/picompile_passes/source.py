@@ -15,7 +15,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from picompile_passes.nodes import attribute, has_real_data
+from picompile_passes.nodes import arguments, attribute, calls, has_real_data
+from picompile_passes.operands import PREDICT
+from picompile_passes.predictor_kinds import BUILTIN_KINDS
+from picompile_passes.predictors import predictor_kind
 from picompile_passes.stages import stage_of
 
 # A longer constant is written compressed.
@@ -46,8 +49,15 @@ def graph_source(graph_module: GraphModule, imports: Sequence[str] = ()) -> str:
     lines = [writer.line(node) for node in graph_module.graph.nodes if node.op not in ("placeholder", "output")]
     result = writer.text(graph_module.graph.output_node().args[0])
     body = ["b = GraphBuilder()", *lines, f"return b.finish({result}, Stage.{stage_of(graph_module).name})"]
-    head = _HEAD + "".join(f"{line}\n" for line in imports) + _UNPACK
+    head = _HEAD + "".join(f"{line}\n" for line in [*imports, *_kind_imports(graph_module)]) + _UNPACK
     return f"{head}\n\ndef graph():\n" + "\n".join(f"    {line}" for line in body) + "\n"
+
+
+def _kind_imports(graph_module: GraphModule) -> list[str]:
+    """Lines that make known the predictor kinds of the graph that a program has added."""
+    names = {str(arguments(node)["kind"]) for node in calls(graph_module.graph, PREDICT)}
+    modules = {predictor_kind(name).evaluate.__module__ for name in names - {kind.name for kind in BUILTIN_KINDS}}
+    return [f"import {module}  # a predictor kind" for module in sorted(modules - {"__main__"})]
 
 
 def pass_source(pass_: Any) -> tuple[str, list[str], str]:

@@ -16,11 +16,15 @@ from picompile.cli.diff import diff_command
 from picompile.cli.doctor import doctor_command
 from picompile.cli.eval import eval_command
 from picompile.cli.failures import report
+from picompile.cli.import_predictors import import_predictors_command
 from picompile.cli.inspect import inspect_command
 from picompile.cli.passes import passes_command
+from picompile.cli.report import report_command
+from picompile.cli.profile import profile_command
 from picompile.cli.run import run_command
 from picompile.cli.synth import synth_command
 from picompile.cli.targets import targets_command
+from picompile.cli.train import train_command
 from picompile.cli.verify import verify_command
 
 app = typer.Typer(
@@ -38,7 +42,11 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "verify": verify_command,
     "bench": bench_command,
     "eval": eval_command,
+    "import-predictors": import_predictors_command,
     "synth": synth_command,
+    "profile": profile_command,
+    "train": train_command,
+    "report": report_command,
     "passes": passes_command,
     "diff": diff_command,
     "targets": targets_command,

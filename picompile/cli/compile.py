@@ -16,9 +16,10 @@ from picompile.cli.checks import (
     require_output,
     require_text_file,
 )
-from picompile.cli.options import DebugOption, KvDtype, Predictor, Quant
+from picompile.cli.options import CalibrationOption, DebugOption, GateOption, KvDtype, Predictor, Quant
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
+from picompile.shares import parse_gate
 from picompile.targets import find_target
 
 # Bits a weight with its scale; rows are padded, so an artifact is never smaller than this.
@@ -36,9 +37,26 @@ def compile_command(
         Predictor | None,
         typer.Option(
             help="How firing neurons are known. exact: from the gate computed in full, lossless, ReLU family only. "
-            "none: all are computed. Default: exact where it can be, else none.",
+            "learned: by a small trained predictor a layer. sign: from the signs of the weights. none: all are "
+            "computed. Default: exact where it can be, else none.",
             show_default=False,
         ),
+    ] = None,
+    predictors: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Predictors that train or import-predictors made. Default: train them."),
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Train predictors on this profile. Default: make one.")
+    ] = None,
+    calibration: CalibrationOption = None,
+    gate: GateOption = "0.1%",
+    gate_tokens: Annotated[
+        int, typer.Option(metavar="N", min=2, help="How many tokens of held-out text the gate reads, at most.")
+    ] = 4096,
+    work: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep profile and predictors here, and go on from what is there."),
     ] = None,
     context: Annotated[
         int | None,
@@ -79,12 +97,14 @@ def compile_command(
     Examples:
       picompile compile models/tiny-reglu -o build/tiny
       picompile compile models/tiny-reglu -o build/f16 --quant f16 --context 512
+      picompile compile models/tiny-reglu -o build/learned --predictor learned --work build/work
     """
     find_target(target)
     require_model_folder(model)
     require_output(output, overwrite=force, marker="manifest.json")
     require_free_disk(output, int(checkpoint_weights(model) * _WEIGHT_BITS[quant] / 8))
     hot_neurons = {} if hot is None else read_hot(hot)
+    bound = parse_gate(gate)
 
     from picompile.compile import CompileOptions, compile_model
 
@@ -99,6 +119,12 @@ def compile_command(
         dump_ir=dump_ir,
         verify=verify,
         overwrite=force,
+        predictors=predictors,
+        profile=profile,
+        calibration=tuple(calibration or ()),
+        gate=bound,
+        gate_tokens=gate_tokens,
+        work=work,
     )
     with parents_of(output), progress() as shown:
         compile_model(model, output, options, shown)
@@ -135,4 +161,8 @@ def _summary(artifact: Path) -> str:
     manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
     size = sum(record["bytes"] for record in manifest["files"].values())
     facts = f"{manifest['quant']}, {manifest['predictor']}, context {manifest['context']}"
-    return f"{artifact}: {manifest['model']['name']}, {facts}, {format_bytes(size)}"
+    text = f"{artifact}: {manifest['model']['name']}, {facts}, {format_bytes(size)}"
+    if accuracy := manifest.get("accuracy"):
+        change, tokens = accuracy["relative_change"], accuracy["tokens"]
+        text += f"\nperplexity {change:+.3%} by its predictors, on {tokens:,} tokens of {accuracy['text']}"
+    return text

@@ -71,6 +71,13 @@ def _show(result: Mapping[str, Any]) -> None:
         print(f"change      {result['relative_change']:+.4%}")
     for layer in result["layers"]:
         print(
-            f"layer {layer['layer']:3d}  {layer['part']:4s}  {layer['kind']:6s}  "
-            f"{layer['firing_share']:6.1%} fire, {layer['computed_share']:6.1%} computed"
+            f"layer {layer['layer']:3d}  {layer['part']:4s}  {layer['kind']:12s}  "
+            f"{layer['firing_share']:6.1%} fire, {layer['computed_share']:6.1%} computed{_recall(layer)}"
         )
+
+
+def _recall(layer: Mapping[str, Any]) -> str:
+    if layer["recall"] is None:
+        return ""
+    rank = "" if layer["rank"] is None else f", rank {layer['rank']}"
+    return f", recall {layer['recall']:.1%}, by contribution {layer['weighted_recall']:.2%}{rank}"

@@ -57,7 +57,11 @@ def collect(folder: Path) -> dict[str, Any]:
         "token_bytes": _bytes_by_operator(program),
         "kernels": len({call.kernel for calls in program.functions.values() for call in calls}),
         "calls": {name: len(calls) for name, calls in program.functions.items()},
-        "ffn": [{"layer": part.layer, "part": part.part, "neurons": part.neurons} for part in program.ffn],
+        "ffn": [
+            {"layer": part.layer, "part": part.part, "neurons": part.neurons, "predictor": part.predictor}
+            for part in program.ffn
+        ],
+        "accuracy": _accuracy(folder),
     }
 
 
@@ -104,7 +108,7 @@ def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "attention", f"{model['heads']} heads of {model['head_dim']}, {model['kv_heads']} key/value heads"
     yield "vocabulary", f"{model['vocab']:,}"
     yield "weights", f"{facts['quant']}, {format_bytes(memory['weights'])}"
-    yield "predictor", facts["predictor"]
+    yield "predictor", _predictor_text(facts)
     yield "context", f"{facts['context']} tokens, prompts in chunks of {facts['chunk']}"
     yield "kv cache", f"{facts['kv_dtype']}, {format_bytes(memory['kv_cache'])} when full"
     yield "workspace", format_bytes(memory["workspace"])
@@ -113,6 +117,23 @@ def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "program", f"{facts['calls']['decode']} calls a token, {facts['kernels']} kernels"
     yield "runs on", f"{facts['machine']} with {', '.join(facts['features'])}"
     yield "files", f"{len(facts['files']) + 1}, {format_bytes(sum(facts['files'].values()))}"
+
+
+def _accuracy(folder: Path) -> dict[str, Any] | None:
+    """What the gate found when the artifact was made; None where nothing was lossy."""
+    try:
+        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    found = report.get("accuracy")
+    return found if isinstance(found, dict) else None
+
+
+def _predictor_text(facts: Mapping[str, Any]) -> str:
+    kinds = Counter(part["predictor"] for part in facts["ffn"])
+    text = ", ".join(f"{kind} ({count} blocks)" for kind, count in sorted(kinds.items()))
+    accuracy = facts["accuracy"]
+    return text if accuracy is None else f"{text}, perplexity {accuracy['relative_change']:+.3%} by them"
 
 
 def _ffn_text(parts: Iterable[Mapping[str, Any]]) -> str:

@@ -25,6 +25,23 @@ ThreadsOption = Annotated[
 ArtifactArgument = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A compiled model's folder.")]
 
 
+CalibrationOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE",
+        help="Text to learn from; may be given several times, - is standard input. Default: the sources and documents "
+        "of Python's standard library, and text sampled from the model.",
+        allow_dash=True,
+        show_default=False,
+    ),
+]
+GateOption = Annotated[
+    str,
+    typer.Option(metavar="SHARE", help="How far predictors may raise the perplexity on held-out text, or off."),
+]
+
+
 class Quant(str, Enum):
     """Weight formats, as `picompile_passes.dialect.FORMATS` has them; not imported: that imports torch."""
 
@@ -37,6 +54,8 @@ class Predictor(str, Enum):
     """Predictor kinds, as `picompile_passes.predictors` has them."""
 
     EXACT = "exact"
+    LEARNED = "learned"
+    SIGN = "sign"
     NONE = "none"
 
 

@@ -19,6 +19,7 @@ _GIVEN = "the stage it was given"
 _EFFECTS = {
     "exact": "the logits stay the same, but for the rounding of float32",
     "rounds": "the logits change as far as weights are rounded, and stay the same where they need no rounding",
+    "skips": "the logits change as far as neurons that fire are missed, and stay the same where none is",
     "changes": "the logits are those of another model, on purpose",
 }
 
@@ -126,7 +127,9 @@ def _written(value: Any) -> str:
 
 
 def _example(field: "dataclasses.Field[Any]", kind: Any) -> str:
-    """The default, or, where that is missing or empty, something of the option's type."""
+    """What the field says, else the default, or, where that is missing or empty, something of the option's type."""
+    if "example" in field.metadata:
+        return str(field.metadata["example"])
     value = _default(field)
     if value is not dataclasses.MISSING and value not in ("", (), None) and value != {}:
         return _written(value)

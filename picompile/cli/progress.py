@@ -36,17 +36,28 @@ class _TerminalProgress:
             total = total or 1
             self._display.update(task, total=total, completed=total)
 
+    def say(self, text: str) -> None:
+        self._display.console.print(text, markup=False, highlight=False)
+
+
+class _PlainProgress(NoProgress):
+    """No bars where stderr is not a terminal, but what the user should know all the same."""
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
 
 @contextmanager
 def progress() -> Iterator[Progress]:
     """Where the steps inside the block are shown."""
     if not sys.stderr.isatty():
-        yield NoProgress()
+        yield _PlainProgress()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Display
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    left = TimeRemainingColumn(compact=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), left)
     with Display(*columns, console=Console(stderr=True)) as display:
         yield _TerminalProgress(display)

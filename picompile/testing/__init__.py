@@ -7,8 +7,8 @@ Needs hypothesis: `pip install 'picompile[testing]'`. The parts, by the question
 | does this pass keep its promises? | `check_pass`, which holds it to `PROPERTIES` |
 | do these two graphs compute the same? | `assert_equivalent`, within `TOLERANCES` or a bound |
 | which graphs are there? | `graphs`, `shapes` and `build`, `captured_decoders`, `configurations` and `models` |
-| what else varies? | `pipelines`, `hot_sets`, `partitions`, `masks`, `targets` |
-| what does a graph compute? | `random_weights`, `run` |
+| what else varies? | `pipelines`, `skipping_predictors`, `hot_sets`, `partitions`, `masks`, `targets` |
+| what does a graph compute? | `random_weights`, `run`, `every_neuron` |
 | was a graph changed? | `structure` |
 """
 
@@ -22,7 +22,13 @@ from picompile.testing.captured_style import Style
 from picompile.testing.checking import PropertyError, check_pass, check_run
 from picompile.testing.equivalence import TOLERANCES, assert_equivalent, run
 from picompile.testing.models import TestModel, configurations, make_model, models
-from picompile.testing.predictors import TESTING_KINDS, with_predictors
+from picompile.testing.predictors import (
+    SKIPPING_KINDS,
+    TESTING_KINDS,
+    every_neuron,
+    skipping_predictors,
+    with_predictors,
+)
 from picompile.testing.properties import PROPERTIES
 from picompile.testing.shapes import LLAMA, OPT, Shape, build, shapes
 from picompile.testing.snapshot import structure
@@ -33,6 +39,7 @@ __all__ = [
     "LLAMA",
     "OPT",
     "PROPERTIES",
+    "SKIPPING_KINDS",
     "TESTING_KINDS",
     "TOLERANCES",
     "PropertyError",
@@ -48,6 +55,7 @@ __all__ = [
     "check_pass",
     "check_run",
     "configurations",
+    "every_neuron",
     "graphs",
     "hot_sets",
     "make_model",
@@ -58,6 +66,7 @@ __all__ = [
     "random_weights",
     "run",
     "shapes",
+    "skipping_predictors",
     "structure",
     "targets",
     "with_predictors",

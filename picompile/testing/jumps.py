@@ -68,8 +68,12 @@ def _predictor_is_near(values: dict[str, Any]) -> bool:
     if values["kind"] == "exact":
         # It jumps where its block does.
         return False
-    evaluate = predictor_kind(values["kind"]).evaluate
-    below, above = (evaluate(values["x"], values["weights"], values["threshold"] + by) for by in (-_NEAR, _NEAR))
+    evaluate, x, threshold = predictor_kind(values["kind"]).evaluate, values["x"], values["threshold"]
+    # Sums of large values are rounded by as much more.
+    near = _NEAR * max(1.0, float(x.abs().max()))
+    # A rounding moves what is compared with the threshold; where signs are counted, it moves x past 0.
+    dx, dt = (near, 0.0) if values["kind"] == "sign" else (0.0, near)
+    below, above = (evaluate(x + side * dx, values["weights"], threshold + side * dt) for side in (-1, 1))
     return not torch.equal(below, above)
 
 

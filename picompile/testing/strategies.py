@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from picompile.targets import TARGETS, Target
 from picompile.testing.captured import captured_decoders
-from picompile.testing.predictors import TESTING_KINDS, with_predictors
+from picompile.testing.predictors import skipping_predictors
 from picompile.testing.shapes import build, shapes
 from picompile_passes.dialect import FORMATS, parse_activation
 from picompile_passes.infra import Pass
@@ -24,8 +24,6 @@ from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Pipeline
 from picompile_passes.stages import Stage, stage_of
 
-# Of the testing kinds: with the second most neurons fire, with the last few. Not 0, at which a row of zeros always is.
-_THRESHOLDS = (0.1, -0.5, 0.5, 1.0)
 # q8 holds 127 units, and q4 eight of -127/8.
 _HELD_BY_ALL_FORMATS = 127 / 128
 _MACHINES = ("x86_64", "aarch64")
@@ -38,7 +36,7 @@ def graphs(stage: Stage = Stage.CANONICAL) -> st.SearchStrategy[GraphModule]:
     Captured ones are `captured_decoders`, with none, some, or all but the last of the passes of `CANONICALIZE` behind
     them. Canonical ones are the `Shape`s, or captured ones with all of these passes behind them; matrices of constants
     (sinusoids of positions) are made such that no weight format rounds them. Those of a later stage come from canonical
-    ones by our own passes with drawn options; predictors are of the testing kinds too.
+    ones by our own passes with drawn options, predictors of all kinds included.
     """
     return _GRAPHS[stage]()
 
@@ -70,12 +68,11 @@ def _canonicalized(graph_module: GraphModule) -> GraphModule:
 
 @st.composite
 def _predicted(draw: st.DrawFn) -> GraphModule:
-    testing_kind = draw(st.sampled_from([None, None, *TESTING_KINDS]))
-    threshold = draw(st.sampled_from(_THRESHOLDS)) if testing_kind is not None else 0.0
+    skips = draw(st.booleans())
     graph_module = draw(_canonical())
-    if testing_kind is None:
-        return InsertPredictors(draw(st.sampled_from(_kinds(graph_module))))(graph_module).graph_module
-    return with_predictors(InsertPredictors("none")(graph_module).graph_module, testing_kind, threshold)
+    if skips:
+        return draw(skipping_predictors(graph_module))(graph_module).graph_module
+    return InsertPredictors(draw(st.sampled_from(_kinds(graph_module))))(graph_module).graph_module
 
 
 @st.composite
@@ -151,9 +148,9 @@ def pipelines(
     """Pipelines of our own passes, for graphs of `stage`, with drawn options.
 
     With `ordered` the passes are those of compilation in their order, up to any of them, some run twice. Without, they
-    are any passes in any order, which may not fit the stage or one another. None is both, the first mostly. Layers are
-    partitioned, and predictor `exact` is asked for, only where `graph_module` is given: the graph to be run on. By
-    default the stage is that of the graph, and any without one.
+    are any passes in any order, which may not fit the stage or one another. None is both, the first mostly. Predictors
+    lose nothing. Layers are partitioned, and predictor `exact` is asked for, only where `graph_module` is given: the
+    graph to be run on. By default the stage is that of the graph, and any without one.
     """
     if stage is None and graph_module is not None:
         stage = stage_of(graph_module)
@@ -191,6 +188,6 @@ def _passes(graph_module: GraphModule | None, stage: Stage = Stage.CAPTURED) -> 
 
 
 def _kinds(graph_module: GraphModule) -> list[str]:
-    """The options of `insert-predictors` that the graph allows."""
+    """The kinds of `insert-predictors` that lose nothing, of those that the graph allows."""
     activations = [parse_activation(arguments(block)["activation"]) for block in calls(graph_module.graph, FFN)]
     return ["auto", "none", *(["exact"] if all(activation.sparse for activation in activations) else [])]

@@ -127,7 +127,7 @@ def test_inspect(cli: Cli, tiny_artifact: Path) -> None:
     # Layers, key and value, heads, positions, dimensions, bytes.
     assert facts["memory_bytes"]["kv_cache"] == 2 * 2 * 2 * 64 * 24 * 2
     assert facts["memory_bytes"]["weights"] == (tiny_artifact / "weights.safetensors").stat().st_size
-    assert facts["ffn"] == [{"layer": layer, "part": "all", "neurons": 200} for layer in (0, 1)]
+    assert facts["ffn"] == [{"layer": layer, "part": "all", "neurons": 200, "predictor": "exact"} for layer in (0, 1)]
     text = cli("inspect", tiny_artifact).out
     for fact in ("LlamaForCausalLM", "2 layers, hidden 96, ffn 200 (relu)", "f16", "exact", "avx2"):
         assert fact in text

@@ -40,17 +40,22 @@ BLOCKS = {
 FORMATS = ("f16", "q8", "q4")
 CASES = [
     (name, kind, form, rows)
-    for name, kind, form, rows in product(BLOCKS, ("dense", "exact"), FORMATS, (1, CHUNK))
+    for name, kind, form, rows in product(BLOCKS, ("dense", "exact", "masked", "part"), FORMATS, (1, CHUNK))
     # The format changes nothing but how rows are read, which two blocks show.
     if (form == "f16" or name in ("reglu", "opt"))
-    and (kind == "dense" or parse_activation(BLOCKS[name].activation).sparse)
+    and (kind != "exact" or parse_activation(BLOCKS[name].activation).sparse)
+    and (kind in ("dense", "exact") or rows == 1)
+    # Nor does it matter to a part, which only finds its neurons in another mask.
+    and (kind != "part" or (name in ("reglu", "opt") and form == "f16"))
 ]
+# What a part of a block has a mask of: more columns than the part has neurons.
+MASK_COLUMNS = 1000
 
 
 def kernel_of(name: str, kind: str, format_name: str, rows: int) -> Kernel:
     block = BLOCKS[name]
     return kernels.ffn(
-        kind=kind,
+        kind="masked" if kind == "part" else kind,
         format=format_name,
         neurons=block.neurons,
         dim=block.dim,
@@ -61,6 +66,7 @@ def kernel_of(name: str, kind: str, format_name: str, rows: int) -> Kernel:
         gate_bias="g" in block.biases,
         up_bias="u" in block.biases,
         down_bias="d" in block.biases,
+        mask_columns=MASK_COLUMNS if kind == "part" else None,
     )
 
 
@@ -90,13 +96,28 @@ class Example:
         self.inputs["neuron_w"] = np.stack(together, axis=1).reshape(-1, together[0].shape[1])
         if apart:
             self.inputs["decide_w"] = matrices[apart[0]][0]
+        self.kept = np.ones(block.neurons, bool)
+        if kind in ("masked", "part"):
+            self.mask(rng.random(block.neurons) < 0.4, kind, rng)
+
+    def mask(self, kept: NDArray[np.bool_], kind: str, rng: np.random.Generator) -> None:
+        """Keeps the neurons of `kept`. In a part they are columns of the mask here and there, in no order."""
+        self.kept, mask = kept, kept
+        if kind == "part":
+            self.inputs["table"] = rng.permutation(MASK_COLUMNS)[: len(kept)].astype(np.int32)
+            mask = rng.random(MASK_COLUMNS) < 0.5
+            mask[self.inputs["table"]] = kept
+        self.inputs["mask"] = mask[None].astype(np.uint8)
 
     def products(self, name: str) -> NDArray[np.float64]:
         """x times gate or up, with its bias: [tokens, neurons]."""
         return self.x.astype(np.float64) @ self.weights[name].T + self.biases.get(f"{name}_bias", 0)
 
     def hidden(self) -> NDArray[np.float64]:
-        """What each neuron sends down: [tokens, neurons]."""
+        """What each neuron sends down, if it is kept: [tokens, neurons]."""
+        return np.where(self.kept, self._hidden(), 0.0)
+
+    def _hidden(self) -> NDArray[np.float64]:
         up = torch.from_numpy(self.products("up"))
         act = parse_activation(self.block.activation).function
         if not self.block.gated:
@@ -120,12 +141,14 @@ def test_ffn(workbench: Workbench, name: str, kind: str, format_name: str, rows:
 # GELU of a number far below zero is zero in float32 only.
 @pytest.mark.parametrize(("name", "kind", "format_name", "rows"), [c for c in CASES if c[3] == 1 and c[0] != "gelu"])
 def test_counts(workbench: Workbench, name: str, kind: str, format_name: str, rows: int) -> None:
-    """Computed: all neurons, or those above the threshold; then those that send something down."""
+    """Computed: all neurons, those above the threshold or those of the mask; then those that send something down."""
     block = BLOCKS[name]
     example = Example(block, kind, format_name, tokens=1, seed=9)
     result = workbench.run(kernel_of(name, kind, format_name, rows), example.inputs)
-    decided = example.products("gate" if block.gated else "up")
-    computed = int((decided > parse_activation(block.activation).threshold).sum()) if kind == "exact" else block.neurons
+    computed = int(example.kept.sum())
+    if kind == "exact":
+        decided = example.products("gate" if block.gated else "up")
+        computed = int((decided > parse_activation(block.activation).threshold).sum())
     assert result["stats"].tolist() == [1000 + computed, 2000 + np.count_nonzero(example.hidden())]
 
 
@@ -142,6 +165,37 @@ def test_none_and_all_fire(workbench: Workbench, rows: int, value: float) -> Non
         assert result["stats"].tolist() == [1000 + fired, 2000 + fired]
 
 
+@pytest.mark.parametrize(("name", "kind"), [c[:2] for c in CASES if c[1] in ("masked", "part") and c[2] == "f16"])
+@pytest.mark.parametrize("value", [False, True])
+def test_empty_and_full_masks(workbench: Workbench, name: str, kind: str, value: bool) -> None:
+    example = Example(BLOCKS[name], kind, "f16", tokens=1, seed=6)
+    example.mask(np.full(BLOCKS[name].neurons, value), kind, np.random.default_rng(6))
+    result = workbench.run(kernel_of(name, kind, "f16", 1), example.inputs)
+    expected = example.output() if value or "d" in BLOCKS[name].biases else np.zeros((1, BLOCKS[name].dim))
+    assert np.allclose(result["y"], expected, rtol=0, atol=2e-5 * max(np.abs(expected).max(), 1))
+    assert result["stats"][0] == 1000 + value * BLOCKS[name].neurons
+
+
+@pytest.mark.parametrize("name", ["reglu", "opt", "swiglu"])
+def test_one_neuron(workbench: Workbench, name: str) -> None:
+    """Whichever it is: the first, the last and those at the edges of the slices."""
+    kernel, block = kernel_of(name, "masked", "f16", 1), BLOCKS[name]
+    for neuron in (0, 1, 23, 24, 25, block.neurons - 1):
+        example = Example(block, "masked", "f16", tokens=1, seed=7)
+        example.mask(np.arange(block.neurons) == neuron, "masked", np.random.default_rng())
+        result = workbench.run(kernel, example.inputs)
+        assert np.allclose(result["y"], example.output(), rtol=0, atol=1e-5)
+        assert result["stats"].tolist() == [1001, 2000 + np.count_nonzero(example.hidden())]
+
+
+def test_neuron_that_is_left_out_may_overflow(workbench: Workbench) -> None:
+    example = Example(BLOCKS["opt"], "masked", "f16", tokens=1, seed=8)
+    example.mask(np.arange(130) != 5, "masked", np.random.default_rng())
+    expected = example.output()
+    example.biases["up_bias"][5] = np.inf
+    assert_close(workbench.run(kernel_of("opt", "masked", "f16", 1), example.inputs)["y"], expected)
+
+
 @pytest.mark.parametrize("rows", [1, CHUNK])
 def test_silent_neuron_may_overflow(workbench: Workbench, rows: int) -> None:
     """A neuron that does not fire contributes nothing, not even where its up is infinite."""
@@ -153,9 +207,7 @@ def test_silent_neuron_may_overflow(workbench: Workbench, rows: int) -> None:
     assert_close(result["y"], expected)
 
 
-@pytest.mark.parametrize("kind", ["dense", "exact"])
-@pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize("rows", [1, CHUNK])
+@pytest.mark.parametrize(("kind", "format_name", "rows"), [case[1:] for case in CASES if case[0] == "reglu"])
 def test_same_bits_for_any_number_of_threads(workbench: Workbench, kind: str, format_name: str, rows: int) -> None:
     example = Example(BLOCKS["reglu"], kind, format_name, tokens=rows, seed=5)
     kernel = kernel_of("reglu", kind, format_name, rows)

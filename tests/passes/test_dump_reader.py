@@ -29,7 +29,7 @@ def read(*lines: str) -> DumpGraph:
 @given(shapes(), st.sampled_from([(), (0,)]))
 def test_what_is_written_is_read(shape, hot):
     canonical = build(shape)
-    predicted = InsertPredictors()(canonical).graph_module
+    predicted = InsertPredictors(kinds={0: "learned"}, ranks={0: 2}, thresholds={0: -1e-07})(canonical).graph_module
     partitioned = Partition({0: hot})(predicted).graph_module
     for graph_module in (canonical, predicted, partitioned, Quantize("q8")(partitioned).graph_module):
         assert_read_back(graph_module)

@@ -4,12 +4,15 @@ from graphs import PROFILE
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from picompile.testing import LLAMA, OPT, Shape, assert_equivalent, build, random_weights, shapes
+from picompile.testing import LLAMA, OPT, Shape, Weights, assert_equivalent, build, random_weights, run, shapes
+from picompile.testing.jumps import node_values
 from picompile_passes.errors import PassOptionError, UnsupportedGraphError
+from picompile_passes.infra import Effect
 from picompile_passes.materialize import materialize
 from picompile_passes.nodes import arguments, calls
 from picompile_passes.operands import FFN, PREDICT, SPARSE_FFN
 from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.registry import make_pass
 from picompile_passes.stages import Stage, stage_of
 from picompile_passes.verify import verify
 
@@ -126,6 +129,160 @@ def test_unknown_activation_is_refused():
 def test_unknown_kind_is_refused():
     with pytest.raises(PassOptionError, match="option kind of pass insert-predictors: 'magic' is not one of auto"):
         InsertPredictors("magic")
+
+
+@pytest.mark.parametrize("shape", [LLAMA, OPT, Shape(fused=True, layers=2)], ids=["llama", "opt", "fused"])
+def test_sign_reads_the_matrix_that_decides_alone(shape):
+    after = InsertPredictors("sign", thresholds={1: 0.375})(build(shape)).graph_module
+    verify(after, Stage.PREDICTED)
+    for block in calls(after.graph, SPARSE_FFN):
+        values = arguments(block)
+        assert arguments(values["mask"])["weights"] == [values["up" if values["gate"] is None else "gate"]]
+    assert [p["threshold"] for p in predictors(after)] == [0.5, 0.375]
+
+
+def test_learned_reads_new_parameters_of_the_weight_source():
+    before = build(Shape(hidden=18, ffn=11))
+    pass_ = InsertPredictors("learned", kinds={1: "learned-relu"}, ranks={0: 3, 1: 5}, thresholds={1: -0.25})
+    after = pass_(before).graph_module
+    verify(after, Stage.PREDICTED)
+    shapes = {name: tuple(weight.shape) for name, weight in after.named_parameters() if name.startswith("predictors")}
+    assert shapes == {
+        "predictors.layers.0.fc1": (3, 18),
+        "predictors.layers.0.fc2": (11, 3),
+        "predictors.layers.0.bias": (11,),
+        "predictors.layers.1.fc1": (5, 18),
+        "predictors.layers.1.fc2": (11, 5),
+        "predictors.layers.1.bias": (11,),
+    }
+    assert [(p["kind"], p["threshold"]) for p in predictors(after)] == [("learned", 0.0), ("learned-relu", -0.25)]
+    for layer, predictor in enumerate(predictors(after)):
+        names = [f"predictors.layers.{layer}.{name}" for name in ("fc1", "fc2", "bias")]
+        assert [weight.target for weight in predictor["weights"]] == names
+    assert not any(name.startswith("predictors") for name, _ in before.named_parameters())
+    weights = random_weights(after)
+    missing = Weights({name: value for name, value in weights.tensors.items() if not name.endswith("1.fc2")})
+    with pytest.raises(PassOptionError) as error:
+        materialize(after, missing)
+    text = "the weights hold no predictors.layers.1.fc2: a learned predictor needs weights of its own"
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize("shape", [Shape(layers=3), Shape(layers=3, gated=False, parallel=True)], ids=repr)
+def test_inputs_of_learned_predictors(shape):
+    after = InsertPredictors("learned", ranks={0: 1, 1: 2, 2: 3}, inputs={0: "stream", 2: "previous"})(build(shape))
+    verify(after.graph_module, Stage.PREDICTED)
+    blocks = [arguments(block)["x"] for block in calls(after.graph_module.graph, SPARSE_FFN)]
+    read = [p["x"] for p in predictors(after.graph_module)]
+    assert read == [arguments(blocks[0])["x"], blocks[1], blocks[1]]
+
+
+def test_masked_neurons_are_those_that_the_predictor_tells():
+    """The logits are those of a model whose down rows are zero where the predictor, computed apart, says no."""
+    before = build(Shape(layers=1))
+    after = InsertPredictors("learned", ranks={0: 2}, inputs={0: "stream"}, thresholds={0: 0.1})(before).graph_module
+    weights = random_weights(after)
+    ids = torch.arange(1, 6)
+    real = materialize(before, weights)
+    values = node_values(real, ids)
+    (block,) = calls(real.graph, FFN)
+    stream = values[arguments(arguments(block)["x"])["x"].name]
+    fc1, fc2, bias = (weights.tensors[f"predictors.layers.0.{name}"] for name in ("fc1", "fc2", "bias"))
+    fires = stream @ fc1.T @ fc2.T + bias > 0.1
+    assert 0.1 < fires.float().mean() < 0.9
+    for token in range(len(ids)):
+        name = "model.layers.0.mlp.down_proj.weight"
+        alone = Weights(weights.tensors | {name: weights.tensors[name] * fires[token]})
+        torch.testing.assert_close(run(after, weights, ids)[token], run(before, alone, ids)[token], rtol=0, atol=1e-4)
+
+
+def test_a_predictor_that_says_yes_to_all_loses_nothing():
+    before = build(LLAMA)
+    everything = {0: -1e9, 1: -1.0}
+    after = InsertPredictors("learned", {1: "sign"}, {0: 2}, {0: "stream"}, everything)(before).graph_module
+    assert_equivalent(before, after, weights=random_weights(after))
+
+
+@pytest.mark.parametrize(
+    ("options", "effect"),
+    [
+        ({}, Effect.EXACT),
+        ({"kind": "exact", "kinds": {0: "none", 1: "auto"}}, Effect.EXACT),
+        ({"kind": "sign"}, Effect.SKIPS),
+        ({"kinds": {7: "learned"}, "ranks": {7: 1}}, Effect.SKIPS),
+    ],
+)
+def test_the_effect_is_that_of_the_kinds(options, effect):
+    assert InsertPredictors(**options).effect is effect
+    assert InsertPredictors.effect is Effect.EXACT
+
+
+def test_options_can_be_given_as_text():
+    text = "kind=sign,kinds=(1:learned,0:none),ranks=(1:32),inputs=(1:previous),thresholds=(1:-0.5,2:0.45)"
+    given = make_pass(f"insert-predictors{{{text}}}")
+    assert given == InsertPredictors("sign", {0: "none", 1: "learned"}, {1: 32}, {1: "previous"}, {1: -0.5, 2: 0.45})
+    assert repr(given) == repr(
+        make_pass(f"insert-predictors{{{text.replace('1:learned,0:none', '0:none,1:learned')}}}")
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kinds": {1: "magic"}}, "option kinds of pass insert-predictors: layer 1: 'magic' is not one of auto"),
+        (
+            {"inputs": {1: "norm"}},
+            "inputs of pass insert-predictors: layer 1: 'norm' is not one of block, stream, prev",
+        ),
+        ({"ranks": {1: 0}}, "option ranks of pass insert-predictors: layer 1: 0 is not 1 or more"),
+        ({"thresholds": {0: float("nan")}}, "thresholds of pass insert-predictors: layer 0: nan is not finite"),
+        ({"thresholds": {0: float("-inf")}}, "thresholds of pass insert-predictors: layer 0: -inf is not finite"),
+    ],
+)
+def test_options_that_fit_no_graph_are_refused_at_once(options, message):
+    with pytest.raises(PassOptionError, match=message) as error:
+        InsertPredictors("learned", **options)
+    assert error.value.exit_code == 2
+
+
+RANKS = {0: 2, 1: 2}
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        (LLAMA, {"ranks": {0: 2}}, "option ranks of pass insert-predictors: layer 1: predictor learned needs one"),
+        (LLAMA, {"ranks": RANKS, "kinds": {1: "sign"}}, "ranks .*: layer 1: predictor sign has no rank"),
+        (LLAMA, {"ranks": RANKS | {2: 4}}, "ranks .*: layer 2: the graph has no feed-forward block of that number"),
+        (LLAMA, {"ranks": RANKS, "kinds": {9: "none"}}, "kinds .*: layer 9: the graph has no feed-forward block"),
+        (
+            LLAMA,
+            {"ranks": RANKS, "inputs": {0: "previous"}},
+            "inputs .*: layer 0: previous cannot be had, there is no block in the layer before",
+        ),
+        (
+            LLAMA,
+            {"ranks": {1: 2}, "kinds": {0: "sign"}, "inputs": {0: "stream"}},
+            "inputs .*: layer 0: predictor sign reads the block's own input only",
+        ),
+        (
+            LLAMA,
+            {"ranks": {1: 2}, "kinds": {0: "exact"}, "thresholds": {0: 0.5}},
+            "thresholds .*: layer 0: predictor exact takes none",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_the_graph_are_refused(shape, options, message):
+    with pytest.raises(PassOptionError, match=message):
+        InsertPredictors("learned", **options)(build(shape))
+
+
+def test_without_a_norm_there_is_no_stream():
+    before = build(OPT)
+    for block in calls(before.graph, FFN):
+        block.update_arg(0, arguments(block.args[0])["x"])
+    with pytest.raises(PassOptionError, match="layer 1: stream cannot be had, the block's input is not from a norm"):
+        InsertPredictors("learned", ranks=RANKS, inputs={1: "stream"})(before)
 
 
 def test_second_run_changes_nothing():

@@ -9,7 +9,7 @@ from picompile_passes.dialect import formats, quantize_rows
 from picompile_passes.errors import PassesError
 from picompile_passes.materialize import evaluate_constant, materialize
 from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import ADD, DEQUANTIZE, FFN, INDEX_SELECT, QUANTIZE, SPARSE_FFN, TRANSPOSE
+from picompile_passes.operands import ADD, DEQUANTIZE, FFN, INDEX_SELECT, PREDICT, QUANTIZE, SPARSE_FFN, TRANSPOSE
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
@@ -48,6 +48,23 @@ def test_materialized_parameters_are_the_checkpoints_in_float32(dtype):
     assert real.inverse_frequency is graph_module.inverse_frequency
     assert all(parameter.is_meta for parameter in graph_module.parameters())
     assert sorted(weights.loaded) == sorted(weights.tensors)
+
+
+def test_weights_of_a_predictor_are_loaded_by_their_names():
+    graph_module = InsertPredictors("learned", ranks={0: 3, 1: 2})(build(OPT)).graph_module
+    after = Quantize("q8")(graph_module).graph_module
+    weights = random_weights(after)
+    of_predictors = [name for name in weights.tensors if name.startswith("predictors.")]
+    assert len(of_predictors) == 6
+    weights.tensors |= {name: weights.tensors[name].to(torch.float16) for name in of_predictors}
+    first, _ = calls(after.graph, PREDICT)
+    fc1, _, bias = arguments(first)["weights"]
+    given = weights.tensors["predictors.layers.0.fc1"], weights.tensors["predictors.layers.0.bias"]
+    packed = evaluate_constant(after, arguments(fc1)["packed"], weights)
+    assert torch.equal(packed, quantize_rows(given[0], "q8"))
+    assert torch.equal(evaluate_constant(after, bias, weights), given[1].to(torch.float32))
+    assert weights.loaded == ["predictors.layers.0.fc1", "predictors.layers.0.bias"]
+    assert torch.equal(materialize(after, weights).get_parameter("predictors.layers.0.bias"), given[1].float())
 
 
 def test_any_number_of_tokens_runs():

@@ -6,7 +6,7 @@ from graphs import PROFILE
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from picompile.testing import LLAMA, OPT, Shape, assert_equivalent, build, shapes, with_predictors
+from picompile.testing import LLAMA, OPT, Shape, assert_equivalent, build, shapes
 from picompile_passes.errors import PassOptionError
 from picompile_passes.nodes import arguments, attribute, calls
 from picompile_passes.operands import INDEX_SELECT, SPARSE_FFN
@@ -123,14 +123,31 @@ def test_order_of_the_hot_neurons_does_not_matter():
         assert torch.equal(table, other.get_buffer(name))
 
 
-def test_predictor_that_is_not_row_local_stays_whole():
-    """A kind as learned predictors will be: all of its neurons from one small matrix product."""
-    before = with_predictors(predicted(OPT), "testing-low-rank", 0.1)
-    after = Partition({0: (3, 0, 17)})(before).graph_module
+def with_kind(kind, **options):
+    return InsertPredictors(kind, **options)(build(OPT)).graph_module
+
+
+@pytest.mark.parametrize("kind", ["learned", "learned-relu", "testing-low-rank"])
+def test_predictor_that_is_not_row_local_stays_whole(kind):
+    before = with_kind(kind, ranks={0: 2, 1: 3}, inputs={0: "stream", 1: "previous"})
+    after = Partition({0: (3, 0, 17), 1: (5,)})(before).graph_module
     hot, cold = parts(after, 0)
     assert arguments(hot)["mask"] is arguments(cold)["mask"]
+    assert "device" not in arguments(hot)["mask"].meta
     assert attribute(after, arguments(hot)["neurons"].target).tolist() == [0, 3, 17]
     verify(after, Stage.PARTITIONED)
+    assert_equivalent(before, after)
+
+
+@pytest.mark.parametrize("kind", ["sign", "testing-linear"])
+def test_predictor_that_is_row_local_is_split_with_the_rows(kind):
+    before = with_kind(kind)
+    after = Partition({0: (3, 0, 17)})(before).graph_module
+    verify(after, Stage.PARTITIONED)
+    for part in parts(after, 0):
+        (matrix,) = arguments(arguments(part)["mask"])["weights"]
+        assert arguments(matrix)["index"] is arguments(arguments(part)["up"])["index"]
+        assert (matrix is arguments(part)["up"]) == (kind == "sign")
     assert_equivalent(before, after)
 
 

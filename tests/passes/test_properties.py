@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from picompile.testing import (
     assert_equivalent,
+    build,
     captured_decoders,
     check_pass,
     check_run,
@@ -20,6 +21,8 @@ from picompile.testing import (
     models,
     pipelines,
     random_weights,
+    shapes,
+    skipping_predictors,
 )
 from picompile_passes.dump import graph_text
 from picompile_passes.errors import PassesError, StageError, UnsupportedGraphError
@@ -32,6 +35,7 @@ from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Pipeline, verifying
 from picompile_passes.stages import Stage, stage_of
+from picompile_passes.verify import verify
 
 # The same few in every run of `make test`; as many as asked for in `make fuzz`.
 EXAMPLES = 20 if settings.default.derandomize else settings.default.max_examples
@@ -61,6 +65,10 @@ def test_insert_predictors():
 
 def test_insert_predictors_exact():
     check(InsertPredictors("exact"), max_examples=EXAMPLES)
+
+
+def test_insert_predictors_that_skip():
+    check(skipping_predictors, graphs=graphs(Stage.CANONICAL), may_refuse=False, max_examples=EXAMPLES)
 
 
 def test_partition():
@@ -110,6 +118,32 @@ def test_partition_puts_the_neurons_where_it_was_told(data):
         wanted = {"hot": sorted(hot[layer]), "cold": cold}
         assert on_device == {device: neurons for device, neurons in wanted.items() if neurons}
         assert all(arguments(block)["mask"].meta.get("device") in (None, block.meta["device"]) for block in blocks)
+
+
+@settings(max_examples=EXAMPLES)
+@given(data=st.data(), shape=shapes(bias=True))
+def test_predictors_are_those_that_were_asked_for(data, shape):
+    before = build(shape)
+    pass_ = data.draw(skipping_predictors(before), label="pass")
+    after = pass_(before).graph_module
+    verify(after, Stage.PREDICTED)
+    blocks = {layer: arguments(block) for layer, (block,) in blocks_by_layer(after).items()}
+    for layer, block in blocks.items():
+        predictor = arguments(block["mask"])
+        assert predictor["kind"] == pass_.kinds.get(layer, pass_.kind)
+        assert predictor["threshold"] == pass_.thresholds.get(layer, 0.0)
+        assert (
+            predictor["x"]
+            is {
+                "block": block["x"],
+                "stream": arguments(block["x"])["x"],
+                "previous": blocks.get(layer - 1, block)["x"],
+            }[pass_.inputs.get(layer, "block")]
+        )
+        own = [str(weight.target) for weight in predictor["weights"] if str(weight.target).startswith("predictors")]
+        assert all(name.startswith(f"predictors.layers.{layer}.") for name in own)
+        if layer in pass_.ranks:
+            assert predictor["weights"][0].meta["val"].shape == (pass_.ranks[layer], shape.hidden)
 
 
 def blocks_by_layer(graph_module):
@@ -172,9 +206,8 @@ def test_models_of_all_families(model, seed):
     """From the eager model to the last stage before rounding, hot and cold parts included."""
     note(str(model.config))
     assert_equivalent(model.module, model.graph_module, weights=model.weights, seed=seed)
+    graph_module = model.graph_module
     for pass_ in (*CANONICALIZE, InsertPredictors()):
-        before = model.graph_module if pass_ is CANONICALIZE[0] else result.graph_module  # noqa: F821
-        result = check_run(pass_, before, model.weights, seed=seed)
-    blocks = blocks_by_layer(result.graph_module)
-    hot = {layer: range(0, neuron_count(result.graph_module, layer), 3) for layer in blocks}
-    check_run(Partition(hot), result.graph_module, model.weights, seed=seed)
+        graph_module = check_run(pass_, graph_module, model.weights, seed=seed).graph_module
+    hot = {layer: range(0, neuron_count(graph_module, layer), 3) for layer in blocks_by_layer(graph_module)}
+    check_run(Partition(hot), graph_module, model.weights, seed=seed)

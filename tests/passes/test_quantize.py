@@ -8,7 +8,7 @@ from picompile.testing import LLAMA, OPT, TOLERANCES, Shape, Weights, build, ran
 from picompile_passes.dialect import dequantize_rows, quantize_rows
 from picompile_passes.errors import PassOptionError
 from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import DEQUANTIZE, QUANTIZE, matrix_operands
+from picompile_passes.operands import DEQUANTIZE, PREDICT, QUANTIZE, SPARSE_FFN, matrix_operands
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
@@ -73,6 +73,33 @@ def test_matrices_are_packed_and_vectors_are_not():
     for node in calls(after.graph, QUANTIZE):
         assert node.args[0].meta["val"].dim() == 2
         assert node.args[1] == "q8"
+
+
+@pytest.mark.parametrize("form", ["f16", "q8", "q4"])
+def test_matrices_of_a_learned_predictor_are_packed_and_its_bias_is_not(form):
+    before = InsertPredictors("learned", ranks={0: 3, 1: 5}, inputs={1: "previous"})(build(OPT)).graph_module
+    after = Quantize(form)(Partition({0: (1, 7)})(before).graph_module).graph_module
+    verify(after, Stage.QUANTIZED)
+    for mask in calls(after.graph, PREDICT):
+        fc1, fc2, bias = arguments(mask)["weights"]
+        packed = [arguments(weight)["packed"] for weight in (fc1, fc2)]
+        assert [arguments(node)["format"] for node in packed] == [form] * 2
+        names = [str(node.target).split(".")[-1] for node in (*(arguments(p)["weight"] for p in packed), bias)]
+        assert names == ["fc1", "fc2", "bias"]
+    weights = random_weights(before)
+    assert_close(run(after, weights), run(before, rounded(weights, form)))
+
+
+@pytest.mark.parametrize("shape", [LLAMA, OPT], ids=["llama", "opt"])
+def test_signs_are_those_of_the_matrix_that_is_packed(shape):
+    before = InsertPredictors("sign")(build(shape)).graph_module
+    after = Quantize("q4")(Partition({0: (1, 7)})(before).graph_module).graph_module
+    verify(after, Stage.QUANTIZED)
+    for block in calls(after.graph, SPARSE_FFN):
+        values = arguments(block)
+        assert arguments(values["mask"])["weights"] == [values["up" if values["gate"] is None else "gate"]]
+    weights = random_weights(before)
+    assert_close(run(after, weights), run(before, rounded(weights, "q4")))
 
 
 def test_a_tied_weight_is_packed_once():

@@ -134,8 +134,13 @@ def test_a_folder_that_cannot_be_written_to_does_not_hide_the_failure(tmp_path):
 
 @pytest.mark.parametrize(
     "passes",
-    [(), (InsertPredictors(),), (InsertPredictors(), Partition({1: (0, 3)}), Quantize())],
-    ids=["canonical", "predicted", "quantized"],
+    [
+        (),
+        (InsertPredictors(),),
+        (InsertPredictors(), Partition({1: (0, 3)}), Quantize()),
+        (InsertPredictors("sign", kinds={1: "learned"}, ranks={1: 2}), Partition({1: (0, 3)}), Quantize()),
+    ],
+    ids=["canonical", "predicted", "quantized", "learned"],
 )
 @pytest.mark.parametrize("shape", [Shape(fused=True), OPT], ids=["llama", "opt"])
 def test_source_builds_the_graph_again(shape, passes):
@@ -148,6 +153,13 @@ def test_source_builds_the_graph_again(shape, passes):
     ]
     weights = random_weights(before)
     assert torch.equal(run(after, weights), run(before, weights))
+
+
+def test_source_names_the_module_of_a_kind_that_is_not_ours():
+    before = InsertPredictors("sign", kinds={1: "testing-linear"})(build(OPT)).graph_module
+    lines = graph_source(before).splitlines()
+    assert "import picompile.testing.predictors  # a predictor kind" in lines
+    assert not any("predictor_kinds" in line for line in lines)
 
 
 @settings(max_examples=8)

@@ -3,7 +3,7 @@ import torch
 from torch.fx import Graph
 
 from picompile.testing import LLAMA, OPT, build
-from picompile_passes.errors import PropagateError
+from picompile_passes.errors import PassesError, PropagateError
 from picompile_passes.nodes import (
     argument_position,
     arguments,
@@ -76,6 +76,27 @@ def test_constants_get_fresh_names_and_stand_ahead_of_every_call(graph_module, r
 def test_a_constant_without_data_is_refused(rewriter):
     with pytest.raises(ValueError, match="constant table is on meta"):
         rewriter.constant("table", torch.empty(3, device="meta"))
+
+
+def test_a_parameter_has_no_data_and_the_name_it_was_given(graph_module, rewriter):
+    block = next(calls(graph_module.graph, FFN))
+    node = rewriter.parameter("predictors.layers.0.fc1", (3, 24), sources=(block,))
+    assert node.target == "predictors.layers.0.fc1"
+    assert value_text(node.meta["val"]) == "float32[3, 24]"
+    assert node.meta["from"] == ("test-pass", ("ffn",))
+    parameter = dict(graph_module.named_parameters())["predictors.layers.0.fc1"]
+    assert parameter.is_meta
+    assert not parameter.requires_grad
+    ahead = list(graph_module.graph.nodes)[: list(graph_module.graph.nodes).index(node)]
+    assert all(other.op in ("placeholder", "get_attr") for other in ahead)
+    rewriter.parameter("predictors.layers.0.fc2", (40, 3), sources=(block,))
+    graph_module.graph.lint()
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.norm"])
+def test_a_parameter_does_not_take_the_place_of_another(rewriter, name):
+    with pytest.raises(PassesError, match=f"there is a {name} already"):
+        rewriter.parameter(name, (2, 2))
 
 
 def test_replace_leaves_the_new_node_its_own_use(graph_module, rewriter):

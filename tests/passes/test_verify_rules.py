@@ -242,6 +242,10 @@ def too_few_frequencies(g: GraphModule) -> None:
     put(first(g, ROTARY), "inverse_frequency", constant(g, [0.5, 0.25]))
 
 
+def window_is_negative(g: GraphModule) -> None:
+    put(first(g, ATTENTION), "window", -1)
+
+
 def gate_and_up_are_swapped(g: GraphModule) -> None:
     block = first(g, FFN)
     put(block, "gate", arguments(block)["up"])
@@ -365,6 +369,56 @@ def threshold_has_the_wrong_sign(g: GraphModule) -> None:
 
 def exact_on_silu(g: GraphModule) -> None:
     put(first(g, SPARSE_FFN), "activation", "silu")
+
+
+def sign_reads_the_bias_too(g: GraphModule) -> None:
+    put(first(g, PREDICT), "kind", "sign")
+
+
+def predictor_without_weights_of_its_own_reads_the_stream(g: GraphModule) -> None:
+    mask = first(g, PREDICT)
+    put(mask, "x", arguments(arguments(mask)["x"])["x"])
+
+
+def learn(g: GraphModule, layer: int, *shapes: tuple[int, ...], source: Node | None = None) -> None:
+    """Gives a layer a learned predictor whose weights have `shapes`."""
+    mask = list(calls(g.graph, PREDICT))[layer]
+    rewriter = Rewriter(g, "breaker")
+    weights = [rewriter.parameter(f"learned.{i}", shape, sources=(mask,)) for i, shape in enumerate(shapes)]
+    put(mask, "weights", weights)
+    put(mask, "kind", "learned")
+    if source is not None:
+        put(mask, "x", source)
+    sweep(g)
+
+
+def learned_reads_the_block_two_layers_before(g: GraphModule) -> None:
+    masks = list(calls(g.graph, PREDICT))
+    learn(g, 2, (3, 24), (40, 3), (40,), source=arguments(masks[0])["x"])
+
+
+def learned_reads_the_input_of_attention(g: GraphModule) -> None:
+    learn(g, 0, (3, 24), (40, 3), (40,), source=first(g, LAYER_NORM))
+
+
+def learned_has_a_bias_of_another_length(g: GraphModule) -> None:
+    learn(g, 0, (3, 24), (40, 3), (1,))
+
+
+def learned_has_a_bias_of_two_dimensions(g: GraphModule) -> None:
+    learn(g, 0, (3, 24), (40, 3), (40, 1))
+
+
+def learned_reads_another_width(g: GraphModule) -> None:
+    learn(g, 0, (3, 23), (40, 3), (40,))
+
+
+def learned_has_two_ranks(g: GraphModule) -> None:
+    learn(g, 0, (2, 24), (40, 3), (40,))
+
+
+def learned_has_no_bias(g: GraphModule) -> None:
+    learn(g, 0, (3, 24), (40, 3))
 
 
 def none_reads_something_else(g: GraphModule) -> None:
@@ -518,6 +572,7 @@ CASES = [
     Case(C1, "heads", key_heads_do_not_divide, "3 heads and 3 key heads do not fit q, k, v of 24, 25, 24"),
     Case(C1, "heads", key_heads_are_of_another_size, "3 heads and 3 key heads do not fit q, k, v of 24, 36, 24"),
     Case(C1, "heads", too_few_frequencies, "3 heads of 2 frequencies do not fit 24", shape=LLAMA),
+    Case(C1, "windows", window_is_negative, "its window is -1"),
     Case(C1, "gates", gate_and_up_are_swapped, "at ffn: its up has the activation relu, its gate none"),
     Case(C1, "unused", weight_is_not_read, "weight left_over is read by no node"),
     Case(C1, "unused", buffer_is_not_read, "weight left_over is read by no node"),
@@ -543,6 +598,15 @@ CASES = [
     Case(C2, "predictors", threshold_has_the_wrong_sign, "its threshold is 0.5, relu's 0.0"),
     Case(C2, "predictors", exact_on_silu, "its predictor is exact, but silu is never silent"),
     Case(C2, "predictors", none_reads_something_else, "its predictor none does not read its up"),
+    Case(C2, "predictors", sign_reads_the_bias_too, "its predictor sign reads"),
+    Case(C2, "masks", predictor_without_weights_of_its_own_reads_the_stream, "is predicted from another input"),
+    Case(C2, "masks", learned_reads_the_block_two_layers_before, "from another input", shape=Shape(layers=3)),
+    Case(C2, "masks", learned_reads_the_input_of_attention, "is predicted from another input"),
+    Case(C2, "predictors", learned_has_a_bias_of_another_length, "bias of its predictor is float32[1], not [40]"),
+    Case(C2, "predictors", learned_has_a_bias_of_two_dimensions, "float32[40, 1], not of 1 dimensions"),
+    Case(C2, "predictors", learned_reads_another_width, "fc1 of its predictor is float32[3, 23], not [3, 24]"),
+    Case(C2, "predictors", learned_has_two_ranks, "fc2 of its predictor is float32[40, 3], not [40, 2]"),
+    Case(C2, "predictors", learned_has_no_bias, "its predictor learned has 2 weights, not fc1, fc2, bias"),
     Case(C3, "parts", neuron_is_in_both_parts, "neuron 2 is in the layer's parts more than once"),
     Case(C3, "parts", neuron_is_in_a_part_twice, "neuron 1 is in the layer's parts more than once"),
     Case(C3, "parts", neuron_is_outside, "a table names a neuron outside 0 to 39"),
@@ -567,6 +631,16 @@ CASES = [
 @pytest.mark.parametrize("stage", Stage)
 def test_sound_graphs_pass(stage, shape):
     verify(at_stage(stage, shape), stage)
+
+
+@pytest.mark.parametrize(("source", "layer"), [("block", 0), ("stream", 0), ("stream", 2), ("previous", 2)])
+def test_sound_learned_predictors_pass(source, layer):
+    shape = Shape(layers=3, hidden=18, ffn=11)
+    pass_ = InsertPredictors("learned", ranks={0: 1, 1: 5, 2: 3}, inputs={layer: source})
+    graph_module = build(shape)
+    for each in (pass_, Partition({layer: (1, 7)}), Quantize("q8")):
+        graph_module = each(graph_module).graph_module
+        verify(graph_module, each.ensures)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.rule}-{case.change.__name__}")

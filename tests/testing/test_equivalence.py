@@ -259,6 +259,24 @@ def test_predictors_jump_at_their_threshold(kind):
         assert near_jump(materialize(graph_module, weights), torch.arange(2)) == near
 
 
+def test_signs_jump_where_a_value_is_next_to_zero():
+    before = build(ONE_LAYER)
+    graph_module = InsertPredictors("sign")(before).graph_module
+    weights = random_weights(before)
+    real = materialize(graph_module, weights)
+    assert not near_jump(real, torch.arange(2))
+    # As many columns agree as may where a neuron is silent; x is 0, or nearly, in a column that does not.
+    norm, gate = (f"model.layers.0.{name}.weight" for name in ("post_norm", "mlp.gate_proj"))
+    (mask,) = calls(real.graph, PREDICT)
+    x = node_values(real, torch.arange(1))[arguments(mask)["x"].name][0]
+    row = torch.where(torch.arange(24) < 12, x, -x)
+    weights.tensors[gate] = weights.tensors[gate].clone()
+    weights.tensors[gate][3] = row
+    weights.tensors[norm] = weights.tensors[norm].clone()
+    weights.tensors[norm][20] = 1e-7
+    assert near_jump(materialize(graph_module, weights), torch.arange(1))
+
+
 def test_comparisons_of_captured_graphs_jump_too():
     class Thresholded(nn.Module):
         def forward(self, tokens, positions):

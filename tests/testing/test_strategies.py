@@ -7,17 +7,24 @@ from hypothesis import strategies as st
 
 from picompile.targets import TARGETS, Target
 from picompile.testing import (
-    TESTING_KINDS,
+    LLAMA,
+    SKIPPING_KINDS,
+    assert_equivalent,
     build,
+    every_neuron,
     graphs,
     hot_sets,
     masks,
     partitions,
     pipelines,
+    random_weights,
     shapes,
+    skipping_predictors,
 )
+from picompile_passes.infra import Effect
 from picompile_passes.nodes import arguments, calls
 from picompile_passes.operands import PREDICT, SPARSE_FFN
+from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.pipeline import Pipeline, verifying
 from picompile_passes.stages import Stage, stage_of
 from picompile_passes.verify import verify
@@ -34,16 +41,43 @@ def test_graphs_are_of_their_stage_and_verify(stage):
     check()
 
 
-def test_predictors_are_of_all_kinds():
+def test_predicted_graphs_lose_nothing_or_skip():
     seen = set()
 
-    @settings(max_examples=30)
+    @settings(max_examples=20)
     @given(graph_module=graphs(Stage.PREDICTED))
     def look(graph_module):
         seen.update(arguments(mask)["kind"] for mask in calls(graph_module.graph, PREDICT))
 
     look()
-    assert seen == {"exact", "none", *TESTING_KINDS}
+    assert seen >= {"exact", "none"}
+    assert len(seen & set(SKIPPING_KINDS)) >= 2
+
+
+def test_predictors_that_skip_are_of_all_kinds_and_read_all_inputs():
+    kinds, inputs, effects = set(), set(), set()
+
+    @settings(max_examples=40)
+    @given(pass_=skipping_predictors(build(LLAMA)))
+    def look(pass_):
+        kinds.update({pass_.kind, *pass_.kinds.values()})
+        inputs.update(pass_.inputs.items())
+        effects.add(pass_.effect)
+
+    look()
+    assert kinds == {"none", *SKIPPING_KINDS}
+    assert inputs == {(0, "block"), (0, "stream"), (1, "block"), (1, "stream"), (1, "previous")}
+    assert effects == {Effect.SKIPS}
+
+
+def test_every_neuron_is_computed_where_a_predictor_would_skip_it():
+    before = build(LLAMA)
+    after = InsertPredictors("sign", thresholds={0: 1.0, 1: 1.0})(before).graph_module
+    weights = random_weights(before)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_equivalent(before, after, weights=weights)
+    assert_equivalent(before, every_neuron(after), weights=weights)
+    verify(after, Stage.PREDICTED)
 
 
 def test_shapes_can_be_fixed():

@@ -8,6 +8,8 @@ from picompile_codegen.kernels.ffn import ffn
 from picompile_codegen.kernels.kernel import Argument, Kernel
 from picompile_codegen.kernels.linear import linear
 from picompile_codegen.kernels.norms import layer_norm, rms_norm
+from picompile_codegen.kernels.predict_low_rank import predict_low_rank
+from picompile_codegen.kernels.predict_signs import predict_signs
 from picompile_codegen.kernels.rotary import rotary
 
 __all__ = [
@@ -20,6 +22,8 @@ __all__ = [
     "ffn",
     "layer_norm",
     "linear",
+    "predict_low_rank",
+    "predict_signs",
     "rms_norm",
     "rotary",
     "take_last",

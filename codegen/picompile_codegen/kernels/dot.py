@@ -70,6 +70,11 @@ def dot(matrix: Matrix, number: Expr, vector: Vector, ahead: Expr | None = None)
     return total((a + b) + (c + d))
 
 
+def biased(product: Expr, bias: Tensor | None, row: Expr) -> Expr:
+    """`product` of row `row`, with its bias where there is one."""
+    return product if bias is None else bind(product + bias[row])
+
+
 def _add(sums: Tensor, chain: int, a: Expr, b: Expr) -> None:
     sums[chain, at(0)] = fma(a, b, sums[chain, at(0)])
 

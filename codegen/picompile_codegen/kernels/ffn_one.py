@@ -1,20 +1,23 @@
-"""The feed-forward block of one token, over the neurons that fire.
+"""The feed-forward block of one token, over the neurons that are predicted to fire.
 
-1. `exact`: the deciding product of every neuron, in parallel; then the numbers of the neurons that fire, in order.
-2. Neurons are cut into SLICES equal runs. Each slice goes through its neurons one after the other: product with up,
-   activation, and down's row, times what came out, added to the slice's own y. A neuron's rows lie together, so this
-   reads memory in long pieces, once.
+1. The numbers of the neurons to compute are listed, in order (`ffn_list.py`): in `exact` by the deciding product of
+   every neuron, in `masked` by the mask.
+2. They are cut into SLICES equal runs. Each slice goes through its neurons one after the other: products with gate and
+   up, activation, and down's row, times what came out, added to the slice's own y. A neuron's rows lie together, so
+   this reads memory in long pieces, once.
 3. The slices' y are added up, in order.
 
 The number of slices is fixed. So are then the order of all additions and every bit of y, for any number of threads.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
 
-from picompile_codegen.kernels.dot import Vector, dot, prepare_vector
+from picompile_codegen.kernels.dot import Vector, biased, dot, prepare_vector
+from picompile_codegen.kernels.ffn_list import NeuronList, declare_list, make_list
 from picompile_codegen.kernels.ffn_shape import FfnArguments
 from picompile_codegen.kernels.kernel import KernelFunction
 from picompile_codegen.kernels.matrix import Matrix, each_group
@@ -29,15 +32,6 @@ _SUM_COLUMNS = 128
 
 
 @dataclass(frozen=True)
-class _Firing:
-    """The neurons to compute: `neurons` int32, the first `count` of which are numbers of neurons; their products."""
-
-    neurons: Tensor
-    count: Expr
-    products: Tensor
-
-
-@dataclass(frozen=True)
 class _Slices:
     """What each slice makes: y of its neurons [SLICES, dim], and how many of their outputs are not zero [SLICES]."""
 
@@ -48,8 +42,7 @@ class _Slices:
 def ffn_one(function: KernelFunction, arguments: FfnArguments) -> None:
     """Declares the rest of the arguments and writes the body."""
     shape = arguments.shape
-    products = function.scratch("products", "float32", shape.neurons) if shape.is_exact else None
-    fired = function.scratch("fired", "int32", shape.neurons) if shape.is_exact else None
+    memory = declare_list(function, arguments)
     slices = _Slices(
         function.scratch("slices", "float32", SLICES, shape.dim), function.scratch("nonzero", "int32", SLICES)
     )
@@ -57,33 +50,17 @@ def ffn_one(function: KernelFunction, arguments: FfnArguments) -> None:
 
     vector = prepare_vector(arguments.x, arguments.bundle)
     is_worth = worth_a_region(arguments.bundle.bytes)
-    if products is None or fired is None:
+    computed: Expr = shape.neurons
+    if memory is None:
         with parallel(SLICES, when_worth=is_worth) as index:
             _dense_slice(arguments, vector, slices, index)
-        computed: Expr = shape.neurons
     else:
-        firing = _decide(arguments, vector, products, fired)
+        listed = make_list(arguments, vector, memory)
+        computed = listed.count
         with parallel(SLICES, when_worth=is_worth) as index:
-            _firing_slice(arguments, vector, firing, slices, index)
-        computed = firing.count
+            _listed_slice(arguments, vector, listed, slices, index)
     _sum_slices(arguments, slices.y, y)
     _count(arguments.stats, computed, slices.nonzero)
-
-
-def _decide(arguments: FfnArguments, vector: Vector, products: Tensor, fired: Tensor) -> _Firing:
-    """products[j] = x · decide[j] + bias[j] for all neurons, and which of them are above the threshold."""
-    neurons, bias = arguments.shape.neurons, arguments.first_bias
-    with parallel(neurons, when_worth=worth_a_region(arguments.bundle.bytes)) as neuron:
-        matrix, row = arguments.first_row(neuron)
-        products[neuron] = _biased(dot(matrix, row, vector), bias, neuron)
-    count = local(1, dtype="int32")
-    count[0] = 0
-    threshold = tirx.FloatImm("float32", arguments.shape.threshold)
-    with loop(0, neurons) as neuron:
-        # Written whether it fires or not, and then kept or overwritten: a branch could not be predicted.
-        fired[count[0]] = neuron
-        count[0] = count[0] + tirx.Cast("int32", products[neuron] > threshold)
-    return _Firing(fired, bind(count[0]), products)
 
 
 def _dense_slice(arguments: FfnArguments, vector: Vector, slices: _Slices, index: Expr) -> None:
@@ -91,33 +68,50 @@ def _dense_slice(arguments: FfnArguments, vector: Vector, slices: _Slices, index
     _start_slice(arguments, slices, index)
     with _run(arguments.shape.neurons, index) as neuron:
         matrix, row = arguments.first_row(neuron)
-        first = _biased(dot(matrix, row, vector), arguments.first_bias, neuron)
+        first = biased(dot(matrix, row, vector), arguments.first_bias, neuron)
         up = None
         if arguments.shape.gated:
-            up = _biased(dot(arguments.bundle, arguments.up_row(neuron), vector), arguments.up_bias, neuron)
+            up = biased(dot(arguments.bundle, arguments.up_row(neuron), vector), arguments.up_bias, neuron)
         h = _output(arguments, first, up)
         slices.nonzero[index] = slices.nonzero[index] + tirx.Cast("int32", _is_nonzero(h))
         # Even where h is zero: to leave out rows here and there would break the one stream that this reads.
         _add_row(arguments.bundle, arguments.down_row(neuron), h, None, slices.y, index)
 
 
-def _firing_slice(arguments: FfnArguments, vector: Vector, firing: _Firing, slices: _Slices, index: Expr) -> None:
-    """A slice of the neurons that fire. While one is computed, the next is fetched."""
+def _listed_slice(arguments: FfnArguments, vector: Vector, listed: NeuronList, slices: _Slices, index: Expr) -> None:
+    """A slice of the listed neurons. While one is computed, the next is fetched."""
     shape = arguments.shape
     _start_slice(arguments, slices, index)
-    with _run(firing.count, index) as position:
-        neuron = bind(firing.neurons[position])
-        following = bind(firing.neurons[minimum(position + 1, firing.count - 1)])
-        up = None
-        if shape.gated:
-            up_row, ahead = arguments.up_row(neuron), arguments.up_row(following)
-            up = _biased(dot(arguments.bundle, up_row, vector, ahead), arguments.up_bias, neuron)
-        h = _output(arguments, firing.products[neuron], up)
-        with when(_is_nonzero(h)):
-            slices.nonzero[index] = slices.nonzero[index] + 1
-            # A row that its up may yet silence is not worth fetching.
-            ahead = None if shape.up_is_sparse else arguments.down_row(following)
-            _add_row(arguments.bundle, arguments.down_row(neuron), h, ahead, slices.y, index)
+    with _run(listed.count, index) as position:
+        neuron = bind(listed.neurons[position])
+        following = bind(listed.neurons[minimum(position + 1, listed.count - 1)])
+        first = _first_product(arguments, vector, listed, neuron, following)
+        with _unless_silent(arguments, listed, first):
+            up = None
+            if shape.gated:
+                up_row, ahead = arguments.up_row(neuron), arguments.up_row(following)
+                up = biased(dot(arguments.bundle, up_row, vector, ahead), arguments.up_bias, neuron)
+            h = _output(arguments, first, up)
+            with when(_is_nonzero(h)):
+                slices.nonzero[index] = slices.nonzero[index] + 1
+                # A row that its up may yet silence is not worth fetching.
+                ahead = None if shape.up_is_sparse else arguments.down_row(following)
+                _add_row(arguments.bundle, arguments.down_row(neuron), h, ahead, slices.y, index)
+
+
+def _first_product(arguments: FfnArguments, vector: Vector, listed: NeuronList, neuron: Expr, following: Expr) -> Expr:
+    """The product with gate (with up, where there is no gate), which in `exact` is known."""
+    if listed.products is not None:
+        return listed.products[neuron]
+    (matrix, row), (_, ahead) = arguments.first_row(neuron), arguments.first_row(following)
+    return biased(dot(matrix, row, vector, ahead), arguments.first_bias, neuron)
+
+
+def _unless_silent(arguments: FfnArguments, listed: NeuronList, first: Expr) -> AbstractContextManager[None]:
+    """Leaves out the rest of a neuron that a mask named and that is silent all the same."""
+    if listed.products is not None or not arguments.shape.is_sparse:
+        return nullcontext()
+    return when(first > tirx.FloatImm("float32", arguments.shape.threshold))
 
 
 def _run(total: Expr, index: Expr) -> Any:
@@ -128,10 +122,6 @@ def _run(total: Expr, index: Expr) -> Any:
 def _start_slice(arguments: FfnArguments, slices: _Slices, index: Expr) -> None:
     blocks(arguments.shape.dim, lambda c, valid: store(slices.y, index, c, value=splat(0.0), valid=valid))
     slices.nonzero[index] = 0
-
-
-def _biased(value: Expr, bias: Tensor | None, neuron: Expr) -> Expr:
-    return value if bias is None else bind(value + bias[neuron])
 
 
 def _is_nonzero(value: Expr) -> Expr:

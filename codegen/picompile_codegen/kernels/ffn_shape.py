@@ -26,9 +26,19 @@ class FfnShape:
         return self.kind == "exact"
 
     @property
+    def is_masked(self) -> bool:
+        """Whether a mask, made by another kernel, says which neurons are computed."""
+        return self.kind == "masked"
+
+    @property
     def threshold(self) -> float:
         """A neuron is silent unless its deciding product is above this."""
         return parse_activation(self.activation).threshold
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the activation silences neurons, whatever predicted them."""
+        return parse_activation(self.activation).sparse
 
     @property
     def up_is_sparse(self) -> bool:
@@ -47,6 +57,8 @@ class FfnArguments:
 
     shape: FfnShape
     x: Tensor
+    mask: Tensor | None
+    table: Tensor | None
     decide: Matrix | None
     bundle: Matrix
     gate_bias: Tensor | None

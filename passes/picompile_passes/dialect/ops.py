@@ -117,7 +117,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, scale: float, 
     return q.new_empty((*q.shape[:-1], v.shape[-1] // kv_heads * heads))
 
 
-def _neuron_outputs(
+def neuron_outputs(
     x: Tensor,
     gate: Tensor | None,
     up: Tensor,
@@ -151,7 +151,7 @@ def ffn(
     Without a gate, h = activation(x · upᵀ). `up_activation` is `identity` but for dReLU models (arXiv 2406.05955),
     where it is `relu`. x [T, D]; gate, up, down [F, D]; gate_bias, up_bias [F]; down_bias [D] → [T, D].
     """
-    hidden = _neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
+    hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
     return F.linear(hidden, down.transpose(0, 1), down_bias)
 
 
@@ -172,7 +172,11 @@ def _(
 
 @torch.library.custom_op("picompile::predict", mutates_args=())
 def predict(x: Tensor, weights: list[Tensor], kind: str, threshold: float) -> Tensor:
-    """Which neurons will fire: bool [T, F]. `kind` names an entry of `picompile_passes.predictors`. x [T, D]."""
+    """Which neurons will fire: bool [T, F]. x [T, D].
+
+    `kind` is one of `picompile_passes.predictors`. It says what the weights are, and what the threshold is compared
+    with.
+    """
     return predictor_kind(kind).evaluate(x, weights, threshold)
 
 
@@ -200,7 +204,7 @@ def sparse_ffn(
     mask bool [T, F of the mask]. The rows may be a part of the block: then row r is neuron `neurons[r]` of the mask
     (int64 [F]); without a table row r is neuron r. Otherwise as `ffn`.
     """
-    hidden = _neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
+    hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
     rows = mask if neurons is None else mask.index_select(-1, neurons)
     # `where`, not a product: a skipped neuron that overflowed to infinity must not turn into NaN.
     return F.linear(torch.where(rows, hidden, torch.zeros_like(hidden)), down.transpose(0, 1), down_bias)

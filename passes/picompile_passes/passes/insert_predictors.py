@@ -1,72 +1,184 @@
 """Puts a predictor in front of every feed-forward block."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch.fx import Node
 
+from picompile_passes.deciding import INPUTS, PREDICTORS, deciding_weights, stream_of
 from picompile_passes.dialect import Activation, parse_activation
 from picompile_passes.errors import PassOptionError, UnsupportedGraphError
-from picompile_passes.infra import Pass
+from picompile_passes.infra import Effect, Pass
 from picompile_passes.nodes import arguments, calls
 from picompile_passes.operands import FFN, PREDICT, SPARSE_FFN
+from picompile_passes.predictors import PredictorKind, predictor_kind, predictor_kinds
 from picompile_passes.rewriter import Rewriter
 from picompile_passes.stages import Stage
 
-KINDS = ("auto", "exact", "none")
+_LOSSLESS = ("auto", "exact", "none")
 
 
 @dataclass(frozen=True)
 class InsertPredictors(Pass):
-    """Tells which neurons fire, with a predictor that needs no training.
+    """Tells which neurons fire, by a predictor in front of every feed-forward block.
 
     1. `ffn(x, ...)` becomes `sparse_ffn(x, predict(x, weights, kind, threshold), None, ...)`.
     2. kind `exact`: weights are the matrix that decides (gate, or up where there is no gate) and its bias, if any;
        threshold is that of the block's activation, at or below which it gives exactly zero. Lossless.
     3. kind `none`: weights are up alone, and every neuron counts as firing.
     4. kind `auto` is `exact` where the activation can be silent and `none` elsewhere, block by block.
+    5. kind `sign`: weights are the matrix that decides, alone.
+    6. kinds `learned` and `learned-relu`: weights are new parameters `predictors.layers.LAYER.fc1`, `fc2` and `bias`,
+       whose values come from the weight source; fc1 has as many rows as `ranks` says. `inputs` says what they read: x,
+       what the norm that makes x reads (`stream`), or the x of the layer before (`previous`).
+
+    `kinds`, `ranks`, `inputs` and `thresholds` are by layer; a layer that is not in `kinds` is of `kind`. All but the
+    first three kinds skip neurons: the logits stay the same only where none is skipped that fires.
     """
 
     name: ClassVar[str] = "insert-predictors"
     requires: ClassVar[Stage] = Stage.CANONICAL
     ensures: ClassVar[Stage] = Stage.PREDICTED
 
-    kind: str = field(default="auto", metadata={"help": "predictor: auto, exact or none"})
+    kind: str = field(
+        default="auto", metadata={"help": "predictor: auto, exact, none, learned, learned-relu, sign or a plug-in's"}
+    )
+    kinds: Mapping[int, str] = field(
+        default_factory=dict,
+        metadata={"help": "layer → its predictor, where that is another than kind", "example": "(1:learned,2:sign)"},
+    )
+    ranks: Mapping[int, int] = field(
+        default_factory=dict,
+        metadata={"help": "layer → rank of its predictor, for every learned one", "example": "(1:32)"},
+    )
+    inputs: Mapping[int, str] = field(
+        default_factory=dict,
+        metadata={
+            "help": "layer → what its learned predictor reads: block, stream or previous",
+            "example": "(1:previous)",
+        },
+    )
+    thresholds: Mapping[int, float] = field(
+        default_factory=dict,
+        metadata={
+            "help": "layer → above what a neuron is computed: a logit where learned (0), a share of signs (0.5)",
+            "example": "(1:-0.5,2:0.55)",
+        },
+    )
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise PassOptionError(f"option kind of pass {self.name}: {self.kind!r} is not one of {', '.join(KINDS)}")
+        """Raises `PassOptionError` for what fits no graph, `RegistryError` where two kinds share a name."""
+        for option, kind in (("kinds", str), ("ranks", int), ("inputs", str), ("thresholds", float)):
+            # Sorted, so that equal options make equal passes whatever order they came in.
+            given = {layer: kind(value) for layer, value in sorted(getattr(self, option).items())}
+            object.__setattr__(self, option, given)
+        known = ("auto", *predictor_kinds())
+        self._check_choice("kind", {None: self.kind}, known)
+        self._check_choice("kinds", self.kinds, known)
+        self._check_choice("inputs", self.inputs, INPUTS)
+        for layer, rank in self.ranks.items():
+            if rank < 1:
+                raise self._wrong("ranks", f"{rank} is not 1 or more", layer)
+        for layer, threshold in self.thresholds.items():
+            if not math.isfinite(threshold):
+                raise self._wrong("thresholds", f"{threshold} is not finite", layer)
+        if not {self.kind, *self.kinds.values()} <= set(_LOSSLESS):
+            object.__setattr__(self, "effect", Effect.SKIPS)
 
     def rewrite(self, rewriter: Rewriter) -> bool:
-        """Applies the rules. Raises `UnsupportedGraphError` where `exact` is asked for and cannot be had."""
+        """Applies the rules.
+
+        Raises `UnsupportedGraphError` where `exact` is asked for and cannot be had, `PassOptionError` for an option of
+        a layer that there is not, that its predictor does not take, or that it lacks.
+        """
         blocks = list(calls(rewriter.graph, FFN))
+        inputs = {_layer(block): arguments(block)["x"] for block in blocks}
+        for option in ("kinds", "ranks", "inputs", "thresholds") if blocks else ():
+            for layer in sorted(getattr(self, option).keys() - inputs.keys()):
+                raise self._wrong(option, "the graph has no feed-forward block of that number", layer)
         for block in blocks:
-            self._insert(rewriter, block)
+            self._insert(rewriter, block, inputs)
         return bool(blocks)
 
-    def _insert(self, rewriter: Rewriter, block: Node) -> None:
-        values = arguments(block)
-        layer = block.meta.get("layer")
-        weights, kind, threshold = self._predictor(block, values)
+    def _insert(self, rewriter: Rewriter, block: Node, inputs: Mapping[Any, Node]) -> None:
+        values, layer = arguments(block), _layer(block)
+        activation = _activation(block, values["activation"])
+        kind = self._kind(block, activation)
+        source = self._input(layer, kind, inputs)
+        threshold = activation.threshold if kind.name == "exact" else self.thresholds.get(layer, kind.threshold)
+        args = (source, self._weights(rewriter, block, kind, source), kind.name, threshold)
+        mask = rewriter.call(PREDICT, args, before=block, sources=(block,), layer=layer)
         x = values.pop("x")
-        mask = rewriter.call(PREDICT, (x, weights, kind, threshold), before=block, sources=(block,), layer=layer)
         sparse = rewriter.call(
             SPARSE_FFN, (x, mask, None, *values.values()), before=block, sources=(block,), layer=layer
         )
         rewriter.replace(block, sparse)
 
-    def _predictor(self, block: Node, values: dict[str, Any]) -> tuple[list[Node], str, float]:
-        activation = _activation(block, values["activation"])
-        if self.kind == "exact" and not activation.sparse:
+    def _kind(self, block: Node, activation: Activation) -> PredictorKind:
+        """The kind for `block`. Raises for options that it does not take."""
+        layer = _layer(block)
+        name = self.kinds.get(layer, self.kind)
+        if name == "auto":
+            name = "exact" if activation.sparse else "none"
+        if name == "exact" and not activation.sparse:
             raise UnsupportedGraphError(
                 f"predictor exact needs an activation that can be silent, such as relu; {block.name} of "
                 f"{_place(block)} uses {activation.text}: use predictor none"
             )
-        if self.kind == "none" or not activation.sparse:
-            return [values["up"]], "none", 0.0
-        side = "up" if values["gate"] is None else "gate"
-        deciding = [values[side], values[f"{side}_bias"]]
-        return [weight for weight in deciding if weight is not None], "exact", activation.threshold
+        kind = predictor_kind(name)
+        if layer in self.ranks and not kind.has_rank:
+            raise self._wrong("ranks", f"predictor {name} has no rank", layer)
+        if layer not in self.ranks and kind.has_rank:
+            raise self._wrong("ranks", f"predictor {name} needs one", layer)
+        if layer in self.thresholds and name in _LOSSLESS:
+            raise self._wrong("thresholds", f"predictor {name} takes none", layer)
+        return kind
+
+    def _input(self, layer: Any, kind: PredictorKind, inputs: Mapping[Any, Node]) -> Node:
+        """What the predictor of `layer` reads. `inputs` are the x of all blocks, by layer."""
+        asked, x = self.inputs.get(layer, "block"), inputs[layer]
+        if asked == "block":
+            return x
+        if kind.parameters is None:
+            raise self._wrong("inputs", f"predictor {kind.name} reads the block's own input only", layer)
+        found = stream_of(x) if asked == "stream" else inputs.get(layer - 1)
+        if found is None:
+            why = (
+                "the block's input is not from a norm" if asked == "stream" else "there is no block in the layer before"
+            )
+            raise self._wrong("inputs", f"{asked} cannot be had, {why}", layer)
+        return found
+
+    def _weights(self, rewriter: Rewriter, block: Node, kind: PredictorKind, source: Node) -> list[Node]:
+        values, layer = arguments(block), _layer(block)
+        if kind.name == "none":
+            return [values["up"]]
+        if kind.parameters is None:
+            return deciding_weights(values, with_bias=kind.reads_bias)
+        sizes = {
+            "F": int(values["up"].meta["val"].shape[0]),
+            "D": int(source.meta["val"].shape[1]),
+            "R": self.ranks.get(layer, 0),
+        }
+        shapes = {name: [sizes[letter] for letter in letters] for name, letters in kind.parameters.items()}
+        return [
+            rewriter.parameter(f"{PREDICTORS}{layer}.{name}", shape, sources=(block,)) for name, shape in shapes.items()
+        ]
+
+    def _check_choice(self, option: str, given: Mapping[Any, str], known: tuple[str, ...]) -> None:
+        for layer, value in given.items():
+            if value not in known:
+                raise self._wrong(option, f"{value!r} is not one of {', '.join(known)}", layer)
+
+    def _wrong(self, option: str, fault: str, layer: int | None = None) -> PassOptionError:
+        of_layer = "" if layer is None else f"layer {layer}: "
+        return PassOptionError(f"option {option} of pass {self.name}: {of_layer}{fault}")
+
+
+def _layer(block: Node) -> Any:
+    return block.meta.get("layer")
 
 
 def _activation(block: Node, text: str) -> Activation:

@@ -1,66 +1,16 @@
-"""Rules of neurons: masks, predictors, and the parts of a partition."""
+"""Rules of the parts of a partition: which neurons each has."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from picompile_passes.dialect import parse_activation
 from picompile_passes.nodes import arguments, attribute, calls, is_call
-from picompile_passes.operands import ADD, DEQUANTIZE, INDEX_SELECT, NEURON_ROWS, PREDICT, QUANTIZE, SPARSE_FFN
+from picompile_passes.operands import ADD, DEQUANTIZE, INDEX_SELECT, NEURON_ROWS, QUANTIZE, SPARSE_FFN
 from picompile_passes.predictors import predictor_kind
 from picompile_passes.verify.rule import Fault
-
-
-def check_masks(graph_module: GraphModule) -> Iterator[Fault]:
-    """Each block's mask comes from a `predict` of its layer on the same input; its rows name columns of that mask."""
-    for node in calls(graph_module.graph, SPARSE_FFN):
-        values = arguments(node)
-        mask, neurons = values["mask"], values["neurons"]
-        if not is_call(mask, PREDICT):
-            yield Fault(node, f"its mask {mask} comes from no predict")
-            continue
-        if mask.meta.get("layer") != node.meta.get("layer"):
-            yield Fault(node, f"its mask {mask.name} is of layer {mask.meta.get('layer')}")
-        if arguments(mask)["x"] is not values["x"]:
-            yield Fault(node, f"its mask {mask.name} is predicted from another input")
-        rows, columns = int(values["up"].meta["val"].shape[0]), int(mask.meta["val"].shape[1])
-        if neurons is None and rows != columns:
-            yield Fault(node, f"has {rows} neurons, but its mask {columns}")
-        if neurons is not None:
-            yield from _check_table(node, _table(graph_module, neurons), columns)
-
-
-def _check_table(node: Node, table: Tensor | None, columns: int) -> Iterator[Fault]:
-    if table is None:
-        yield Fault(node, "its neurons are no table of the module")
-    elif table.numel() and not 0 <= int(table.min()) <= int(table.max()) < columns:
-        yield Fault(node, f"its neurons are {int(table.min())} to {int(table.max())}, but its mask has {columns}")
-
-
-def check_predictors(graph_module: GraphModule) -> Iterator[Fault]:
-    """`exact` decides as the block's activation does, on the block's own weights; `none` reads the block's up."""
-    for node in calls(graph_module.graph, SPARSE_FFN):
-        block, predictor = arguments(node), arguments(arguments(node)["mask"])
-        if predictor["kind"] == "none" and list(predictor["weights"]) != [block["up"]]:
-            yield Fault(node, "its predictor none does not read its up")
-        if predictor["kind"] == "exact":
-            yield from _check_exact(node, block, predictor)
-
-
-def _check_exact(node: Node, block: dict[str, Any], predictor: dict[str, Any]) -> Iterator[Fault]:
-    side = "up" if block["gate"] is None else "gate"
-    deciding = [weight for weight in (block[side], block[f"{side}_bias"]) if weight is not None]
-    if list(predictor["weights"]) != deciding:
-        yield Fault(node, f"its predictor exact reads {list(predictor['weights'])}, not its {side} {deciding}")
-    activation = parse_activation(block["activation"])
-    if not activation.sparse:
-        yield Fault(node, f"its predictor is exact, but {activation.text} is never silent")
-    elif predictor["threshold"] != activation.threshold:
-        yield Fault(node, f"its threshold is {predictor['threshold']}, {activation.text}'s {activation.threshold}")
 
 
 @dataclass(frozen=True)
@@ -101,7 +51,7 @@ def _check_split(graph_module: GraphModule, parts: list[Node]) -> Iterator[Fault
     for name, rows in selections[0].items():
         if name not in selections[1] or selections[1][name].source is not rows.source:
             yield Fault(cold, f"{name} is not selected from the same weight as in {hot.name}")
-    tables = [_table(graph_module, selection["up"].table) for selection in selections]
+    tables = [table_of(graph_module, selection["up"].table) for selection in selections]
     yield from _check_cover(cold, tables, int(selections[0]["up"].source.meta["val"].shape[0]))
 
 
@@ -152,7 +102,7 @@ def _rows(weight: Node) -> _Rows:
     return _Rows(values["self"], values["index"])
 
 
-def _table(graph_module: GraphModule, node: Node | None) -> Tensor | None:
+def table_of(graph_module: GraphModule, node: Node | None) -> Tensor | None:
     """The int64 table that `node` reads, or None where it reads none that is there."""
     if node is None or node.op != "get_attr":
         return None

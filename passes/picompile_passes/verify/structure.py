@@ -149,6 +149,14 @@ def check_heads(graph_module: GraphModule) -> Iterator[Fault]:
             yield Fault(node, f"{values['heads']} heads of {frequencies} frequencies do not fit {dim}")
 
 
+def check_windows(graph_module: GraphModule) -> Iterator[Fault]:
+    """The window of an attention is a number of tokens, or 0 for all of them."""
+    for node in calls(graph_module.graph, ATTENTION):
+        window = arguments(node)["window"]
+        if window < 0:
+            yield Fault(node, f"its window is {window}")
+
+
 def check_unused(graph_module: GraphModule) -> Iterator[Fault]:
     """Every weight the module holds is read, and every node's value is used."""
     graph = graph_module.graph

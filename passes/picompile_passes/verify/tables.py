@@ -17,7 +17,8 @@ from picompile_passes.operands import (
     TRANSPOSE,
 )
 from picompile_passes.stages import Stage
-from picompile_passes.verify.neurons import check_masks, check_parts, check_predictors
+from picompile_passes.verify.masks import check_masks, check_predictors
+from picompile_passes.verify.neurons import check_parts
 from picompile_passes.verify.rule import Rule
 from picompile_passes.verify.structure import (
     check_arguments,
@@ -31,6 +32,7 @@ from picompile_passes.verify.structure import (
     check_unused,
     check_values,
     check_well_formed,
+    check_windows,
     operators_rule,
 )
 from picompile_passes.verify.weights import check_packed, check_packed_once
@@ -50,6 +52,7 @@ _COMMON = (
     Rule("token-path", check_token_path),
     Rule("arguments", check_arguments),
     Rule("heads", check_heads),
+    Rule("windows", check_windows),
     Rule("gates", check_gates),
     Rule("unused", check_unused),
     Rule("layers", check_layers),

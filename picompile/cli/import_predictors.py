@@ -1,0 +1,50 @@
+"""`picompile import-predictors`: predictors that PowerInfer's authors trained, made ours."""
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from picompile.cli.checks import parents_of, require_model_folder, require_output
+from picompile.cli.options import DebugOption
+from picompile.cli.progress import progress
+from picompile.errors import UsageError
+
+
+def import_predictors_command(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A *.powerinfer.gguf, a folder with one, or one with model_N.pt.")
+    ],
+    model: Annotated[Path, typer.Option("--model", metavar="MODEL", help="The checkpoint that they were trained for.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="The folder to make.")],
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FOLDER, if it holds predictors.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Import predictors that others have trained, from PowerInfer's files.
+
+    SOURCE is taken to be hostile: its header is checked first, and another
+    process with limits on memory and time reads the rest.
+
+    \b
+    Examples:
+      picompile import-predictors relu-llama-7b.powerinfer.gguf --model ReluLLaMA-7B -o build/predictors
+      picompile import-predictors ReluLLaMA-7B-Predictor --model ReluLLaMA-7B -o build/predictors
+    """
+    require_model_folder(model)
+    require_output(output, overwrite=force, marker="predictors.json")
+
+    from picompile.importing import find_source, import_predictors
+
+    found = find_source(source)
+    if found.header is not None and importlib.util.find_spec("gguf") is None:
+        raise UsageError("GGUF files are read with the gguf package; install it: pip install 'picompile[gguf]'")
+    with parents_of(output), progress() as shown:
+        result = import_predictors(found, model, output, shown)
+    ranks = [layer.rank for layer in result.layers if layer.rank is not None]
+    print(
+        f"{output}: predictors of {len(result.layers)} layers, ranks {min(ranks)} to {max(ranks)}, "
+        f"{result.parameters:,} parameters"
+    )
+    if result.counted_layers:
+        print(f"{output / 'layers'}: how often each neuron fired, from the activation statistics")

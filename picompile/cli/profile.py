@@ -1,0 +1,102 @@
+"""`picompile profile`: how a model's neurons fire on text."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from picompile.calibration import read_calibration
+from picompile.cli.checks import parents_of, require_model_folder
+from picompile.cli.options import CalibrationOption, DebugOption, JsonOption
+from picompile.cli.progress import progress
+from picompile.shares import parse_gate
+
+if TYPE_CHECKING:
+    from picompile.profiling import Profile
+
+
+def profile_command(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder: config.json, *.safetensors.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="The folder to make.")],
+    calibration: CalibrationOption = None,
+    tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Count firings over so many tokens, or what the text has.")
+    ] = 65_536,
+    samples: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Keep what each block reads on so many of the tokens.")
+    ] = 32_768,
+    window: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=2, help="Tokens that are read together. Default: 512, or the model's limit."),
+    ] = None,
+    held_out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text that only measures. Default: the end of the calibration text, or files that it leaves out.",
+            allow_dash=True,
+        ),
+    ] = None,
+    gate: Annotated[
+        str,
+        typer.Option(
+            metavar="SHARE",
+            help="SiLU and GELU models: how far thresholds may raise the perplexity on held-out text; off leaves "
+            "them at zero.",
+        ),
+    ] = "0.1%",
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Draws samples and text.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a profile that is in the way.")] = False,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Count how often each neuron fires, and keep samples to train predictors on.
+
+    All text goes through one layer before the next is read, so that memory holds
+    one layer and not the model. What was interrupted goes on with the same command.
+
+    \b
+    Examples:
+      picompile profile models/tiny-reglu -o build/profile
+      picompile profile models/tiny-reglu -o build/profile --calibration README.md
+      cat docs/*.md | picompile profile models/tiny-reglu -o build/profile --calibration -
+    """
+    require_model_folder(model)
+    texts = read_calibration([*(calibration or ()), *([] if held_out is None else [held_out])])
+    allowed = parse_gate(gate)
+
+    from picompile.profiling import ProfileOptions, profile_model
+
+    options = ProfileOptions(
+        calibration=texts if held_out is None else texts[:-1],
+        held_out=() if held_out is None else texts[-1:],
+        tokens=tokens,
+        samples=samples,
+        window=window,
+        gate=allowed,
+        seed=seed,
+        overwrite=force,
+    )
+    with parents_of(output), progress() as shown:
+        profile = profile_model(model, output, options, shown)
+    print(json.dumps(_facts(profile), indent=2)) if json_output else _show(profile)
+
+
+def _facts(profile: "Profile") -> dict[str, Any]:
+    description: dict[str, Any] = json.loads((profile.folder / "profile.json").read_text(encoding="utf-8"))
+    return description
+
+
+def _show(profile: "Profile") -> None:
+    print(f"{profile.folder}: {profile.model_name}, {profile.tokens} tokens in windows of {profile.window}")
+    print(f"text      {', '.join(profile.sources)}")
+    print(f"held out  {profile.held_out_tokens} tokens: {profile.held_out_source}")
+    if profile.thresholds is not None:
+        change = profile.thresholds["perplexity"] / profile.thresholds["dense_perplexity"] - 1
+        print(f"silenced  {profile.thresholds['silenced_share']:.1%} of the magnitudes; perplexity {change:+.3%}")
+    for layer in profile.layers:
+        threshold = f", |h| above {layer.threshold:.3g}" if layer.threshold else ""
+        most = f"{layer.neurons_for_80_percent:5.1%} of the neurons make 80 % of the firings"
+        never = f"{layer.never_fired} of {layer.neurons} never fired"
+        print(f"layer {layer.layer:3d}  {layer.firing_share:6.1%} fire{threshold}, {most}, {never}")

@@ -1,0 +1,40 @@
+"""`picompile report`: pictures of profiles, predictors and artifacts, on one page."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from picompile.cli.options import DebugOption
+from picompile.cli.pages import require_page, write_page
+from picompile.cli.progress import progress
+
+
+def report_command(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH...", help="Profiles, predictors and artifacts, in any order.")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The HTML page to write.")],
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a page that is in the way.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show profiles, predictors and artifacts in pictures, on one HTML page.
+
+    The page loads nothing and works offline. What is known of several predictors
+    stands side by side in its first table. Needs matplotlib.
+
+    \b
+    Examples:
+      picompile report build/profile -o build/profile.html
+      picompile report build/profile build/predictors build/tiny -o build/report.html
+    """
+    require_page(output, "-o", overwrite=force)
+
+    from picompile.report import read_sources, render_report, require_matplotlib
+
+    require_matplotlib()
+    sources = read_sources(paths)
+    with progress() as shown, shown.step("draw", len(sources)) as advance:
+        html = render_report(sources, advance)
+    write_page(output, html)
+    print(f"{output}: {len(sources)} section{'s' if len(sources) > 1 else ''}, {len(html.encode()) / 1e6:.2f} MB")

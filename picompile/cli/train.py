@@ -1,0 +1,130 @@
+"""`picompile train`: predictors for a model, from a profile of it."""
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from picompile.cli.checks import parents_of, require_model_folder
+from picompile.cli.options import DebugOption, GateOption, JsonOption
+from picompile.cli.progress import progress
+from picompile.errors import UsageError
+from picompile.shares import parse_gate, parse_share
+
+if TYPE_CHECKING:
+    from picompile.predictors import Predictors
+
+
+class Input(str, Enum):
+    """What a learned predictor reads."""
+
+    AUTO = "auto"
+    BLOCK = "block"
+    STREAM = "stream"
+    PREVIOUS = "previous"
+
+
+class Device(str, Enum):
+    """Where the arithmetic is done."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+def train_command(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder: config.json, *.safetensors.")],
+    profile: Annotated[Path, typer.Option(metavar="FOLDER", help="What [bold]picompile profile[/] made of MODEL.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="The folder to make.")],
+    gate: GateOption = "0.1%",
+    budget: Annotated[
+        str, typer.Option(metavar="SHARE", help="Parameters of all predictors, of the model's parameters.")
+    ] = "6%",
+    recall: Annotated[
+        str, typer.Option(metavar="SHARE", help="What a predictor must find of what firing neurons contribute.")
+    ] = "99.5%",
+    computed: Annotated[
+        float,
+        typer.Option(metavar="X", min=1, help="Neurons computed for one that fires, at most, where a layer can."),
+    ] = 1.5,
+    exact: Annotated[
+        bool, typer.Option("--exact/--no-exact", help="Let layers be exact where that reads fewer bytes.")
+    ] = True,
+    input_: Annotated[
+        Input,
+        typer.Option(
+            "--input", help="block: what the block reads. stream: before its norm. previous: of the layer before."
+        ),
+    ] = Input.AUTO,
+    rank: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="One rank for all layers. Default: searched for each.")
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Layers trained at a time. Default: one a core, as far as memory goes."),
+    ] = None,
+    device: Annotated[Device, typer.Option(help="auto: CUDA where there is a device.")] = Device.AUTO,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Train on a Ray cluster; local starts one here. Needs picompile[ray]."),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Orders the samples.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite predictors that are in the way.")] = False,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Train small predictors that tell which neurons will fire.
+
+    Each layer gets the rank that it needs: the choice over all layers reads the
+    fewest bytes within the budget. Then the gate: perplexity on held-out text.
+    What was interrupted goes on with the same command.
+
+    \b
+    Examples:
+      picompile train models/tiny-reglu --profile build/profile -o build/predictors
+      picompile train models/tiny-reglu --profile build/profile -o build/small --budget 4% --gate off
+    """
+    require_model_folder(model)
+    bound, share, least = parse_gate(gate), parse_share(budget, "--budget"), parse_share(recall, "--recall")
+    if not share or not least:
+        raise UsageError("--budget and --recall must be above 0")
+    if not profile.is_dir():
+        raise UsageError(f"{profile}: no such folder; picompile profile makes it")
+
+    from picompile.profiling import load_profile
+    from picompile.training import TrainOptions, train_predictors
+
+    options = TrainOptions(
+        gate=bound,
+        budget=share,
+        recall=least,
+        computed_ratio=computed,
+        exact=exact,
+        input=input_.value,
+        ranks=rank,
+        jobs=jobs,
+        device=device.value,
+        ray=ray,
+        seed=seed,
+        overwrite=force,
+    )
+    loaded = load_profile(profile)
+    with parents_of(output), progress() as shown:
+        predictors = train_predictors(model, loaded, output, options, shown)
+    print((output / "predictors.json").read_text(encoding="utf-8").rstrip()) if json_output else _show(predictors)
+
+
+def _show(predictors: "Predictors") -> None:
+    gate, share = predictors.gate, predictors.parameters / (predictors.model_parameters or 1)
+    print(f"{predictors.path}: {predictors.parameters} parameters, {share:.2%} of the model's")
+    if "perplexity" in gate:
+        print(
+            f"perplexity {gate['perplexity']:.4f}, dense {gate['dense_perplexity']:.4f}, "
+            f"change {gate['relative_change']:+.3%} over {gate['tokens']} tokens"
+        )
+    for layer in predictors.layers:
+        rank = f"rank {layer.rank} of {layer.input}" if layer.learned else ""
+        found = f"recall {layer.recall or 0:.2%}, by contribution {layer.weighted_recall or 0:.2%}"
+        shares = f"{layer.firing_share or 0:.1%} fire, {layer.computed_share or 0:.1%} computed"
+        print(f"layer {layer.layer:3d}  {layer.kind:7s} {rank:20s} {found}; {shares}")

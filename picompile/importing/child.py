@@ -1,0 +1,85 @@
+"""The guarded process: `python -m picompile.importing.child` with a request on standard input.
+
+It reads files of strangers with libraries that were not made for that. It may hang or eat memory: its limits end it.
+What it found goes into a safetensors file, and why it refused into a text file. Nothing else of it is ever read.
+"""
+
+import errno
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from picompile.importing.handover import REFUSAL_FILE, TENSORS_FILE, RefusedError
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+# Between the signal that says which limit it was and the one that always ends a process.
+_GRACE_S = 2
+
+
+def main() -> int:
+    """Reads the request, does it, and returns the exit code: 0, or 1 where a refusal was written."""
+    request = json.load(sys.stdin)
+    output = Path(request["output"])
+    # The libraries are trusted, and some are large; what is limited is what they do with the files.
+    read = _readers(request)
+    _limit(**request["limits"])
+    try:
+        parts = [part for reader in read for part in reader()]
+        from picompile.importing.child_output import write_parts
+
+        write_parts(output / TENSORS_FILE, parts)
+    except Exception as error:
+        refusal = {"text": _explain(error), "full_disk": isinstance(error, OSError) and error.errno in _NO_SPACE}
+        (output / REFUSAL_FILE).write_text(json.dumps(refusal), encoding="utf-8")
+        return 1
+    return 0
+
+
+def _readers(request: Mapping[str, Any]) -> list[Callable[[], Any]]:
+    readers: list[Callable[[], Any]] = []
+    if request["gguf"]:
+        from picompile.importing.child_gguf import read_gguf
+
+        readers.append(lambda: read_gguf(**request["gguf"]))
+    if request["files"] or request["activations"]:
+        from picompile.importing.child_torch import read_activations, read_files
+
+        readers.append(lambda: read_files(request["files"]))
+        readers.append(lambda: read_activations(request["activations"]))
+    return readers
+
+
+def _limit(memory_bytes: int, cpu_s: float, file_bytes: int) -> None:
+    """Limits for the rest of the process: memory and time on top of what it has used, and the size of a file."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        mapped_bytes = int(statm.read().split()[0]) * resource.getpagesize()
+    cpu_limit_s = math.ceil(time.process_time() + cpu_s)
+    _set_limit(resource.RLIMIT_AS, mapped_bytes + memory_bytes)
+    _set_limit(resource.RLIMIT_CPU, cpu_limit_s, _GRACE_S)
+    _set_limit(resource.RLIMIT_FSIZE, file_bytes)
+    _set_limit(resource.RLIMIT_CORE, 0)
+
+
+def _set_limit(which: int, limit: int, grace: int = 0) -> None:
+    highest = resource.getrlimit(which)[1]
+    soft, hard = limit, limit + grace
+    if highest != resource.RLIM_INFINITY:
+        soft, hard = min(soft, highest), min(hard, highest)
+    resource.setrlimit(which, (soft, hard))
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, RefusedError):
+        return str(error)
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return "reading it takes more memory than its size explains"
+    return f"cannot be read: {type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""From a source of predictors to a folder of ours."""
+
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from picompile.errors import UsageError
+from picompile.importing.expected import check_by_config, check_shapes
+from picompile.importing.guard import read_guarded
+from picompile.importing.sources import PARTS, Source
+from picompile.progress import NoProgress, Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.fx import GraphModule
+
+    from picompile.predictors import LayerPredictor
+
+# The smallest step of f16 at zero.
+_SMALLEST_STEP = 2.0**-24
+
+Shapes = dict[int, dict[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was written: the predictors of each layer, and how many layers have counts."""
+
+    layers: "tuple[LayerPredictor, ...]"
+    counted_layers: int
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters all predictors have together."""
+        return sum(layer.parameters for layer in self.layers)
+
+
+def import_predictors(source: Source, model: Path, output: Path, progress: Progress | None = None) -> Imported:
+    """Writes the predictors of `source`, which are for `model`, to the folder `output`, in place of what may be there.
+
+    They become kind `learned-relu` with input `stream`. Activation statistics become `layers/NNN.safetensors` with
+    `counts` int64 [F], as a profile has them. Raises `UsageError` for files that are refused or are predictors of
+    another model, `UnsupportedModelError` for the model; then nothing is written.
+    """
+    progress = progress or NoProgress()
+    if source.header is not None:
+        check_by_config(source.path, source.shapes, model)
+    place = output.absolute()
+    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", suffix=".import", dir=place.parent) as folder:
+        with progress.step("read"):
+            file = read_guarded(source, Path(folder))
+            shapes, counts = _handed_back(file)
+            check_by_config(source.path, shapes, model)
+        with progress.step("check"):
+            fingerprint = _check_model(source.path, shapes, counts, model)
+        layers = _layers(shapes, computes_above(source.threshold))
+        with progress.step("write"):
+            _write(output, layers, _Handed(file, shapes), counts, {"fingerprint": fingerprint, "name": model.name})
+    return Imported(layers, len(counts))
+
+
+def computes_above(threshold: float) -> float:
+    """The number t for which logit > t where logit ≥ `threshold`.
+
+    PowerInfer leaves a neuron out if its logit is *below* the threshold. At 0 that is no hair's breadth: where
+    relu(fc1·x) is zero, all logits are, and every neuron is computed. Below 0 a step is taken that f16 has too.
+    """
+    import numpy as np
+
+    below = float(np.nextafter(np.float32(threshold), np.float32(-math.inf)))
+    return min(below, -_SMALLEST_STEP) if threshold == 0 else below
+
+
+def _handed_back(file: Path) -> "tuple[Shapes, dict[int, Tensor]]":
+    """Shapes of the predictors by layer and part, and the counts by layer."""
+    from safetensors import safe_open
+
+    shapes: Shapes = {}
+    counts: dict[int, Tensor] = {}
+    with safe_open(str(file), framework="pt") as handle:
+        for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
+            _, layer, part = name.split(".")
+            if part in PARTS:
+                shapes.setdefault(int(layer), {})[part] = tuple(handle.get_slice(name).get_shape())
+            else:
+                counts[int(layer)] = handle.get_tensor(name).clone()
+    return shapes, counts
+
+
+def _check_model(path: Path, shapes: Shapes, counts: "Mapping[int, Tensor]", model: Path) -> str:
+    """Holds everything against the model's graph; returns the model's fingerprint."""
+    from picompile.capture import load_model
+    from picompile.checkpoint.fingerprint import fingerprint
+    from picompile.predictors import block_shapes
+    from picompile_passes.passes.canonicalize import CANONICALIZE
+    from picompile_passes.pipeline import Pipeline
+
+    graph_module = Pipeline(tuple(CANONICALIZE))(load_model(model).graph_module).graph_module
+    blocks = block_shapes(graph_module)
+    check_shapes(path, shapes, {layer: (block.neurons, block.hidden) for layer, block in blocks.items()})
+    _check_norms(path, graph_module)
+    if counts and set(counts) != set(blocks):
+        raise UsageError(f"{path}: activation statistics of {len(counts)} layers; the model has {len(blocks)}")
+    for layer, values in counts.items():
+        if len(values) != blocks[layer].neurons:
+            raise UsageError(
+                f"{path}: activation_{layer}.pt has {len(values)} neurons; the model's have {blocks[layer].neurons}"
+            )
+    return fingerprint(model)
+
+
+def _check_norms(path: Path, graph_module: "GraphModule") -> None:
+    """Raises where a block has no norm before it, and so nothing that PowerInfer's predictors could read."""
+    from picompile_passes.deciding import stream_of
+    from picompile_passes.nodes import arguments, calls
+    from picompile_passes.operands import FFN
+
+    for block in calls(graph_module.graph, FFN):
+        if stream_of(arguments(block)["x"]) is None:
+            raise UsageError(
+                f"{path}: PowerInfer's predictors read what the norm before a block reads; {block.name} has none"
+            )
+
+
+def _layers(shapes: Shapes, threshold: float) -> "tuple[LayerPredictor, ...]":
+    from picompile.predictors import LayerPredictor
+
+    layers = []
+    for layer, parts in sorted(shapes.items()):
+        (rank, hidden), (neurons, _) = parts["fc1"], parts["fc2"]
+        parameters = rank * hidden + neurons * rank + neurons
+        layers.append(LayerPredictor(layer, "learned-relu", "stream", rank, threshold, parameters, 2 * parameters))
+    return tuple(layers)
+
+
+class _Handed(Mapping[str, "Tensor"]):
+    """The tensors that the guarded process left, read when they are asked for, and biases of zero."""
+
+    def __init__(self, file: Path, shapes: Shapes) -> None:
+        self._file = file
+        self._neurons = {f"layers.{layer}.bias": parts["fc2"][0] for layer, parts in shapes.items()}
+        self._names = [f"layers.{layer}.{part}" for layer in shapes for part in PARTS]
+
+    def __getitem__(self, name: str) -> "Tensor":
+        import torch
+        from safetensors import safe_open
+
+        if name in self._neurons:
+            return torch.zeros(self._neurons[name], dtype=torch.float16)
+        with safe_open(str(self._file), framework="pt") as handle:
+            tensor: Tensor = handle.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._names, *self._neurons])
+
+    def __len__(self) -> int:
+        return len(self._names) + len(self._neurons)
+
+
+def _write(
+    output: Path,
+    layers: "tuple[LayerPredictor, ...]",
+    tensors: "Mapping[str, Tensor]",
+    counts: "Mapping[int, Tensor]",
+    model: Mapping[str, Any],
+) -> None:
+    from safetensors.torch import save_file
+
+    from picompile.artifact_writer import replacing
+    from picompile.predictors.save import write_predictors
+
+    with replacing(output) as place:
+        write_predictors(place, layers, tensors, model)
+        if counts:
+            (place / "layers").mkdir()
+        for layer, values in counts.items():
+            save_file({"counts": values}, place / "layers" / f"{layer:03}.safetensors")

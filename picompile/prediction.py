@@ -1,0 +1,208 @@
+"""The lossy predictors of one compilation: where they come from, what they cost, and how they grow.
+
+They are, in this order,
+
+1. those of the folder `predictors`;
+2. those that lie beside the model's weights, `predictors.safetensors`, as `picompile synth` writes them;
+3. trained on the profile in the folder `profile`, or on one that is made first, in the work folder.
+
+Only predictors that were trained here can grow: `train` keeps its candidates.
+"""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from picompile.checkpoint.fingerprint import fingerprint
+from picompile.compile import CompileOptions
+from picompile.errors import AccuracyGateError, UsageError
+from picompile.predictors import Predictors, block_shapes, load_predictors
+from picompile.progress import Progress
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from picompile.capture import Captured
+    from picompile.gate import LayerAccuracy
+    from picompile.profiling import Profile
+    from picompile_passes.materialize import WeightSource
+    from picompile_passes.passes.insert_predictors import InsertPredictors
+
+# What each layer's mask is judged on; the gate itself reads more.
+_LAYER_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Text that nothing was trained on, as windows of token ids, and where it came from."""
+
+    windows: Sequence[Sequence[int]]
+    source: str
+
+    def first(self, tokens: int, longest: int) -> list[list[int]]:
+        """The first `tokens` ids at most, in windows of `longest` ids at most and 2 at least."""
+        kept: list[list[int]] = []
+        pieces = (
+            window[start : start + longest] for window in self.windows for start in range(0, len(window), longest)
+        )
+        for piece in pieces:
+            room = tokens - sum(map(len, kept))
+            if min(room, len(piece)) >= 2:
+                kept.append(list(piece[:room]))
+        return kept
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predictors and the text that they are judged on. `trained` is the folder that holds their candidates."""
+
+    predictors: Predictors
+    held_out: HeldOut
+    firing_thresholds: dict[int, float] = field(default_factory=dict)
+    trained: Path | None = None
+
+    def insert_pass(self) -> "InsertPredictors":
+        """The pass that puts them into a canonical graph."""
+        return self.predictors.insert_pass()
+
+    def weights(self, base: "WeightSource") -> "WeightSource":
+        """The model's weights and theirs."""
+        return self.predictors.weights(base)
+
+    def larger(self, layers: Sequence[int]) -> "Prediction | None":
+        """The same with larger predictors in `layers`, or None where there are none."""
+        if self.trained is None or not layers:
+            return None
+        from picompile.training import tighten
+
+        larger = tighten(self.trained, layers)
+        return None if larger is None else replace(self, predictors=larger)
+
+    def measure(
+        self, artifact: Path, captured: "Captured", context: int, options: CompileOptions, progress: Progress
+    ) -> dict[str, Any]:
+        """What the predictors cost in `artifact`, for its report. Raises `AccuracyGateError` beyond the bound."""
+        from picompile.gate import check_artifact
+
+        # The last id of a window is only predicted.
+        windows = self.held_out.first(options.gate_tokens, context + 1)
+        result = check_artifact(artifact, windows, progress=progress)
+        layers = self._layers(captured, context, progress)
+        change = result.relative_change
+        if options.gate is not None and not change <= options.gate:
+            raise AccuracyGateError(_refusal(change, options.gate, layers), _to_blame(layers))
+        return {
+            "bound": options.gate,
+            "dense_perplexity": result.dense_perplexity,
+            "perplexity": result.perplexity,
+            "relative_change": change,
+            "tokens": result.tokens,
+            "text": self.held_out.source,
+            "layers": [asdict(layer) for layer in layers],
+        }
+
+    def _layers(self, captured: "Captured", context: int, progress: Progress) -> "list[LayerAccuracy]":
+        from picompile.gate import measure_layers
+
+        predicted = self.insert_pass()(canonical_graph(captured)).graph_module
+        windows = self.held_out.first(_LAYER_TOKENS, context)
+        return measure_layers(predicted, self.weights(captured.weights), windows, self.firing_thresholds, progress)
+
+
+def canonical_graph(captured: "Captured") -> "GraphModule":
+    """The captured graph, canonicalized."""
+    from picompile_passes.passes.canonicalize import CANONICALIZE
+    from picompile_passes.pipeline import Pipeline
+
+    return Pipeline(tuple(CANONICALIZE))(captured.graph_module).graph_module
+
+
+def _to_blame(layers: "Sequence[LayerAccuracy]") -> list[int]:
+    """The layers that together make most of what is missed, the worst first."""
+    ordered = sorted(layers, key=lambda layer: -layer.missed_energy)
+    total, found, seen = sum(layer.missed_energy for layer in layers), [], 0.0
+    for layer in ordered:
+        if seen > total / 2 or layer.missed_energy == 0:
+            break
+        found.append(layer.layer)
+        seen += layer.missed_energy
+    return found
+
+
+def _refusal(change: float, bound: float, layers: "Sequence[LayerAccuracy]") -> str:
+    recalls = {layer.layer: layer.weighted_recall for layer in layers}
+    blamed = ", ".join(f"{layer} (recall by contribution {recalls[layer]:.2%})" for layer in _to_blame(layers)[:4])
+    return (
+        f"the predictors raise the perplexity by {100 * change:.3g} %, more than {100 * bound:.3g} %; most is missed "
+        f"in layers {blamed or 'none'}; train larger ones, or allow more with --gate"
+    )
+
+
+@contextmanager
+def find_prediction(
+    model: Path | None, captured: "Captured", output: Path, options: CompileOptions, progress: Progress
+) -> Iterator[Prediction]:
+    """The predictors that `options` ask for; what had to be made without a work folder is removed in the end.
+
+    Raises `UsageError` for predictors or a profile of another model.
+    """
+    if model is None:
+        raise UsageError("lossy predictors need a model folder; a module in memory can be compiled with exact or none")
+    found = options.predictors or _beside(model, options)
+    if found is not None:
+        yield _given(model, captured, found, options)
+        return
+    if options.work is not None:
+        options.work.mkdir(parents=True, exist_ok=True)
+        yield _trained(model, captured, options.work, options, progress)
+        return
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".work", dir=output.absolute().parent) as work:
+        yield _trained(model, captured, Path(work), options, progress)
+
+
+def _beside(model: Path, options: CompileOptions) -> Path | None:
+    """Predictors in the model's own folder, unless the user gave something to train on."""
+    beside = model / "predictors.safetensors"
+    wanted = options.predictor == "learned" and not (options.profile or options.calibration)
+    return beside if wanted and beside.is_file() else None
+
+
+def _given(model: Path, captured: "Captured", path: Path, options: CompileOptions) -> Prediction:
+    predictors = load_predictors(path)
+    predictors.require_model(fingerprint(model), block_shapes(canonical_graph(captured)))
+    return Prediction(predictors, _held_out(model, options))
+
+
+def _held_out(model: Path, options: CompileOptions) -> HeldOut:
+    from picompile.profiling import held_out_windows, load_profile
+
+    if options.profile is not None:
+        profile = load_profile(options.profile)
+        profile.require_model(fingerprint(model))
+        return _held_out_of(profile)
+    windows, source = held_out_windows(model, options.calibration, options.gate_tokens)
+    return HeldOut(windows, source)
+
+
+def _held_out_of(profile: "Profile") -> HeldOut:
+    return HeldOut(profile.held_out(), profile.held_out_source)
+
+
+def _trained(model: Path, captured: "Captured", work: Path, options: CompileOptions, progress: Progress) -> Prediction:
+    from picompile.profiling import ProfileOptions, load_profile, profile_model
+    from picompile.training import TrainOptions, train_predictors
+
+    if options.profile is not None:
+        profile = load_profile(options.profile)
+        profile.require_model(fingerprint(model))
+    else:
+        settings = ProfileOptions(calibration=options.calibration)
+        profile = profile_model(model, work / "profile", settings, progress)
+    folder = work / "predictors"
+    training = TrainOptions(kind=options.predictor or "learned", gate=options.gate)
+    predictors = train_predictors(model, profile, folder, training, progress)
+    thresholds = {layer.layer: layer.threshold for layer in profile.layers}
+    return Prediction(predictors, _held_out_of(profile), thresholds, folder)

@@ -1,0 +1,28 @@
+"""Predictors on disk: a folder that `picompile train` or `import-predictors` wrote, and how it enters a compilation.
+
+    predictors = load_predictors(Path("predictors"))
+    predictors.require_model(fingerprint, block_shapes(graph_module))
+    predicted = predictors.insert_pass()(graph_module).graph_module
+    runnable = materialize(predicted, predictors.weights(captured.weights))
+
+A folder holds `predictors.json` (one entry a layer: kind, input, rank, threshold, what was measured of it) and
+`predictors.safetensors` (`layers.N.fc1` [rank, hidden], `layers.N.fc2` [neurons, rank], `layers.N.bias` [neurons]).
+"""
+
+from picompile.predictors.layer import INPUTS, LEARNED_KINDS, LayerPredictor
+from picompile.predictors.load import load_predictors
+from picompile.predictors.loaded import BlockShape, Predictors, block_shapes
+from picompile.predictors.overlay import OverlayWeights
+from picompile.predictors.save import save_predictors
+
+__all__ = [
+    "INPUTS",
+    "LEARNED_KINDS",
+    "BlockShape",
+    "LayerPredictor",
+    "OverlayWeights",
+    "Predictors",
+    "block_shapes",
+    "load_predictors",
+    "save_predictors",
+]

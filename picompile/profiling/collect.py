@@ -1,0 +1,127 @@
+"""What is gathered of one layer while windows of tokens run through it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+from picompile.errors import UnsupportedModelError
+from picompile.layerwise import Segment
+from picompile_passes.dialect import parse_activation
+from picompile_passes.dialect.ops import neuron_outputs
+from picompile_passes.nodes import arguments, is_call
+from picompile_passes.operands import LAYER_NORM, RMS_NORM
+
+Replace = dict[Node, Callable[..., Tensor]]
+
+_LARGEST_F16 = 65504.0
+
+
+def layer_of(block: Node) -> int:
+    """The layer's number."""
+    return int(block.meta["layer"])
+
+
+def norm_of(segment: Segment, block: Node) -> Node | None:
+    """The norm that makes what the block reads, where there is one."""
+    norm = arguments(block)["x"]
+    # One in another segment would have to be remembered from there when a killed run goes on.
+    return norm if is_call(norm, RMS_NORM, LAYER_NORM) and norm in segment.nodes else None
+
+
+def can_be_silent(block: Node) -> bool:
+    """Whether what a neuron of the block sends to its down row is exactly zero where it does not fire."""
+    values = arguments(block)
+    texts = [values["activation"], *([values["up_activation"]] if values["gate"] is not None else [])]
+    return any(parse_activation(text).sparse for text in texts)
+
+
+def thresholded_ffn(threshold: float, see: Callable[[Tensor, Tensor, Tensor], None]) -> Callable[..., Tensor]:
+    """`ffn` without the neurons whose outputs are at most `threshold` in magnitude.
+
+    `see` receives the magnitudes [tokens, neurons], which of them fire, and the down rows [neurons, hidden].
+    """
+
+    def ffn(x: Tensor, *operands: Any) -> Tensor:
+        gate, up, down, gate_bias, up_bias, down_bias, activation, up_activation = operands
+        hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
+        magnitude = hidden.abs()
+        fires = magnitude > threshold
+        see(magnitude, fires, down)
+        kept = hidden if threshold == 0 else torch.where(fires, hidden, torch.zeros_like(hidden))
+        return F.linear(kept, down.transpose(0, 1), down_bias)
+
+    return ffn
+
+
+class LayerCollector:
+    """Counts firings of one layer's neurons, and keeps what the block read at `positions`."""
+
+    def __init__(self, segment: Segment, block: Node, threshold: float, positions: Tensor) -> None:
+        self.block, self.norm, self.threshold = block, norm_of(segment, block), threshold
+        neurons, hidden = (int(size) for size in arguments(block)["up"].meta["val"].shape)
+        self.counts = torch.zeros(neurons, dtype=torch.int64)
+        self._magnitude = torch.zeros(neurons, dtype=torch.float64)
+        self._lengths = torch.zeros(neurons)
+        self._positions = positions
+        self._samples = torch.empty(len(positions), hidden, dtype=torch.float16)
+        self._tokens, self._taken = 0, 0
+
+    def replace(self) -> Replace:
+        """The calls to be made instead of the graph's."""
+        ffn = thresholded_ffn(self.threshold, self._count)
+        if self.norm is None:
+            return {self.block: lambda x, *operands: ffn(self._sample(x), *operands)}
+        normalize: Any = self.norm.target
+        return {self.block: ffn, self.norm: lambda x, *operands: normalize(self._sample(x), *operands)}
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What is kept of the layer. Raises `UnsupportedModelError` where its values are not numbers."""
+        contribution = (self._magnitude * self._lengths).float()
+        if not bool(contribution.isfinite().all()):
+            raise UnsupportedModelError(
+                f"layer {layer_of(self.block)}: its neurons' values are not finite numbers: the weights are damaged"
+            )
+        return {
+            "counts": self.counts,
+            "contribution": contribution,
+            "input": self._samples,
+            "positions": self._positions,
+        }
+
+    def _sample(self, x: Tensor) -> Tensor:
+        """Keeps the rows that are among the sampled positions; gives x on."""
+        end = self._tokens + len(x)
+        stop = int(torch.searchsorted(self._positions, end))
+        rows = x[self._positions[self._taken : stop] - self._tokens]
+        # A few directions of a residual stream can be beyond float16.
+        self._samples[self._taken : stop] = rows.clamp(-_LARGEST_F16, _LARGEST_F16)
+        self._tokens, self._taken = end, stop
+        return x
+
+    def _count(self, magnitude: Tensor, fires: Tensor, down: Tensor) -> None:
+        self.counts += fires.sum(dim=0)
+        kept = magnitude if self.threshold == 0 else magnitude * fires
+        self._magnitude += kept.sum(dim=0)
+        self._lengths = down.norm(dim=1)
+
+
+def summarize(counts: Tensor, tokens: int) -> dict[str, Any]:
+    """`firing_share`, `neurons_for_80_percent` and `never_fired` of a layer; counts int64 [neurons]."""
+    reached = counts.sort(descending=True).values.double().cumsum(0)
+    total = float(reached[-1])
+    needed = int((reached < 0.8 * total).sum()) + 1 if total else 0
+    return {
+        "firing_share": total / tokens / len(counts),
+        "neurons_for_80_percent": needed / len(counts),
+        "never_fired": int((counts == 0).sum()),
+    }
+
+
+def draw_positions(samples: int, tokens: int, seed: int) -> Tensor:
+    """Which tokens are sampled: int64 [min(samples, tokens)], in order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(tokens, generator=generator)[:samples].sort().values

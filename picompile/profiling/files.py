@@ -1,0 +1,98 @@
+"""Files that appear whole or not at all, and tensors in them that are written and read one at a time."""
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from picompile.checkpoint.headers import READ_ERRORS, one_line, open_file
+from picompile.errors import UsageError
+
+_DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.bool: "BOOL",
+}
+
+
+@contextmanager
+def appearing_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes its place when the block ends well: synced, then renamed. Until then the old one stays."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """JSON as people and `diff` read it."""
+    with appearing_file(path) as file:
+        file.write((json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """A safetensors file. Unlike `safetensors.torch.save_file` it makes no copy of all the data in memory."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, tensor in tensors.items():
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with appearing_file(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def read_tensors(path: Path, only: str | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a safetensors file, or the one called `only`, in memory of their own, and the file's metadata.
+
+    Raises `UsageError` for a file that is missing, cut or damaged.
+    """
+    with _opened(path) as file:
+        names = [name for name in file.keys() if only in (None, name)]  # noqa: SIM118 (no mapping)
+        # Copied, since sums depend on how numbers lie in memory: a run that goes on must not differ.
+        return {name: file.get_tensor(name).clone() for name in names}, dict(file.metadata() or {})
+
+
+def read_shapes(path: Path) -> dict[str, list[int]]:
+    """The shapes of a file's tensors, from its header. Raises `UsageError` as `read_tensors` does."""
+    with _opened(path) as file:
+        return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with open_file(path) as file:
+            yield file
+    except READ_ERRORS as error:
+        raise UsageError(f"{path}: missing or damaged: {one_line(error)}") from error

@@ -1,0 +1,126 @@
+"""An artifact as the report needs it: its parts, what its weights take, and what its predictors cost in accuracy."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from picompile.report.layers import LayerFigures, of_accuracy
+from picompile.report.numbers import measured
+
+if TYPE_CHECKING:
+    from picompile_runtime.artifact import Manifest
+    from picompile_runtime.fields import Fields
+
+# The row of the statistics that a feed-forward call counts into is its place in the buffer.
+_STATS_ROW_BYTES = 16
+
+
+@dataclass(frozen=True)
+class FfnPart:
+    """A feed-forward block, or one of the parts it is computed in, and the bytes of the weights that it reads."""
+
+    layer: int
+    part: str
+    neurons: int
+    predictor: str
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """What the predictors cost: the gate's `figures`, on `text`, and those of each layer."""
+
+    figures: Mapping[str, float | None]
+    text: str
+    layers: tuple[LayerFigures, ...]
+
+
+@dataclass(frozen=True)
+class ArtifactFacts:
+    """What manifest.json, program.json and report.json say.
+
+    `operator_bytes` are the bytes of weights by the operator that reads them, most first; `predictor_bytes` by layer.
+    """
+
+    path: Path
+    manifest: "Manifest"
+    parts: tuple[FfnPart, ...]
+    operator_bytes: Mapping[str, int]
+    predictor_bytes: Mapping[int, int]
+    accuracy: Accuracy | None
+
+
+class _Reader(NamedTuple):
+    """What reads a tensor first when a token is decoded; `row` is that of the statistics."""
+
+    operator: str
+    layer: int | None = None
+    row: int | None = None
+
+
+def read_artifact(folder: Path) -> ArtifactFacts:
+    """Reads the small files of an artifact, not its weights. Raises `ArtifactError` for one that is not whole."""
+    from picompile_runtime import ArtifactError
+    from picompile_runtime.artifact import read_manifest
+    from picompile_runtime.fields import parse_object
+
+    manifest = read_manifest(folder)
+    try:
+        program, report = (
+            parse_object((folder / name).read_bytes(), str(folder / name)) for name in ("program.json", "report.json")
+        )
+    except OSError as error:
+        raise ArtifactError(f"{folder}: incomplete ({error.strerror}); compile the model again") from error
+    sizes = report.object("weight_bytes")
+    readers = _readers(program)
+    totals: Counter[_Reader] = Counter()
+    for name in sizes.data:
+        totals[readers.get(name, _Reader("other"))] += sizes.integer(name)
+    operators, predictors, rows = Counter[str](), Counter[int](), Counter[int | None]()
+    for reader, size in totals.items():
+        operators[reader.operator] += size
+        rows[reader.row] += size
+        if reader.operator == "predict" and reader.layer is not None:
+            predictors[reader.layer] += size
+    parts = tuple(_part(entry, rows) for entry in report.objects("ffn"))
+    accuracy = _accuracy(report.object("accuracy")) if report.data.get("accuracy") else None
+    return ArtifactFacts(folder, manifest, parts, dict(operators.most_common()), predictors, accuracy)
+
+
+def _readers(program: "Fields") -> dict[str, _Reader]:
+    """The tensors that decoding a token reads."""
+    found: dict[str, _Reader] = {}
+    for call in program.object("functions").objects("decode"):
+        operator, arguments = call.text("op"), call.objects("args")
+        layer = None if call.data.get("layer") is None else call.integer("layer")
+        rows = [
+            argument.data.get("offset", 0) // _STATS_ROW_BYTES
+            for argument in arguments
+            if argument.data.get("buffer") == "stats" and type(argument.data.get("offset", 0)) is int
+        ]
+        for argument in arguments:
+            if "weight" in argument.data:
+                found.setdefault(argument.text("weight"), _Reader(operator, layer, rows[0] if rows else None))
+    return found
+
+
+def _part(entry: "Fields", row_bytes: Mapping[int | None, int]) -> FfnPart:
+    return FfnPart(
+        layer=entry.integer("layer"),
+        part=entry.text("part"),
+        neurons=entry.integer("neurons"),
+        predictor=entry.text("predictor"),
+        weight_bytes=row_bytes.get(entry.integer("stats_row"), 0),
+    )
+
+
+def _accuracy(entry: "Fields") -> Accuracy:
+    names = ("bound", "dense_perplexity", "perplexity", "relative_change", "tokens")
+    rows = entry.objects("layers") if entry.data.get("layers") else []
+    return Accuracy(
+        figures={name: measured(entry.data.get(name)) for name in names},
+        text=str(entry.data.get("text") or ""),
+        layers=tuple(of_accuracy(row.integer("layer"), row.text("kind"), row.data) for row in rows),
+    )

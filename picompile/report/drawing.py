@@ -1,0 +1,196 @@
+"""From matplotlib to a picture inside an HTML page: SVG whose colours, fonts and titles are the page's.
+
+matplotlib draws with stand-in colours. In the SVG each becomes a CSS variable of `page.css`, so that a picture follows
+the reader's light or dark mode. The same figure gives the same bytes: no dates, no random ids.
+"""
+
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element, SubElement
+
+from markupsafe import Markup
+
+from picompile.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH, HEIGHT = 440, 320
+TALL = 440, 360
+RAMP_STEPS = 12
+
+INK, FAINT = "#000001", "#000002"
+RAMP = tuple(f"#0000{0x10 + step:02x}" for step in range(RAMP_STEPS))
+"""From the first layer to the last, or from the smallest predictor to the largest."""
+SERIES = tuple(f"#0000{0x40 + number:02x}" for number in range(4))
+"""Quantities that have no order."""
+
+_VARIABLES = {
+    INK: "currentColor",
+    FAINT: "var(--faint)",
+    **{colour: f"var(--ramp-{step})" for step, colour in enumerate(RAMP)},
+    **{colour: f"var(--series-{number})" for number, colour in enumerate(SERIES)},
+}
+_STYLE = {
+    "svg.fonttype": "none",
+    "font.size": 12,
+    "axes.titlesize": 12,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.formatter.use_mathtext": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.linewidth": 0.7,
+    "legend.frameon": False,
+    "legend.fontsize": 11,
+    "lines.linewidth": 1.6,
+    "text.parse_math": False,
+    "grid.color": FAINT,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+}
+_NAMES = {"{http://www.w3.org/2000/svg}": "", "{http://www.w3.org/1999/xlink}": ""}
+_NUMBER = re.compile(r"-?\d+\.\d+")
+_COLOUR = re.compile(r"#0000[0-9a-f]{2}")
+_FONT = re.compile(r"font-family:[^;]*;?\s*")
+
+
+@dataclass
+class Canvas:
+    """A figure to draw on. `hover` gives an artist of matplotlib the text that pointing at it shows."""
+
+    figure: "Figure"
+    hovers: dict[str, str] = field(default_factory=dict)
+
+    def hover(self, artist: Any, text: str) -> None:
+        """Notes `text` for a line, a bar or a collection of points."""
+        name = f"hover-{len(self.hovers)}"
+        artist.set_gid(name)
+        self.hovers[name] = text
+
+    def axes(self, *, x: str, y: str) -> "Axes":
+        """The only axes of the figure, with what stands at them."""
+        axes = self.figure.add_subplot()
+        axes.set(xlabel=x, ylabel=y)
+        return axes
+
+
+def require_matplotlib() -> None:
+    """Raises `UsageError` where there is nothing to draw with."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UsageError("pictures need matplotlib, which is not installed: pip install 'picompile[report]'") from error
+
+
+def draw(
+    paint: Callable[[Canvas], None],
+    *,
+    name: str,
+    title: str,
+    description: str,
+    size: tuple[int, int] = (WIDTH, HEIGHT),
+    margins: Mapping[str, float] | None = None,
+) -> Markup:
+    """The SVG of what `paint` draws. `name` is unlike those of other pictures of the page; `size` in CSS pixels.
+
+    `margins`, as shares of the size, are found by trying unless they are given: half the work of drawing. `title` and
+    `description` are what a reader hears who does not see the picture.
+    """
+    from matplotlib.figure import Figure
+
+    with _style(name):
+        # 72 dots per inch: then matplotlib's points, which the SVG counts in, are the page's pixels.
+        figure = Figure(figsize=(size[0] / 72, size[1] / 72), dpi=72, layout="constrained" if margins is None else None)
+        if margins is not None:
+            figure.subplots_adjust(**margins)
+        canvas = Canvas(figure)
+        paint(canvas)
+        buffer = io.BytesIO()
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    root = _clean(buffer.getvalue(), name, canvas.hovers)
+    root.attrib = {
+        "viewBox": root.attrib["viewBox"],
+        "role": "img",
+        "aria-labelledby": f"{name}-title {name}-description",
+        "style": f"max-width:{size[0] * 1.2:.0f}px",
+    }
+    for position, (tag, text) in enumerate((("title", title), ("desc", description))):
+        element = Element(tag, id=f"{name}-{'title' if tag == 'title' else 'description'}")
+        element.text = text
+        root.insert(position, element)
+    return Markup(ElementTree.tostring(root, encoding="unicode", method="html"))
+
+
+@contextmanager
+def _style(salt: str) -> Iterator[None]:
+    """The style of the pictures, whatever the user's matplotlib is set to."""
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        settings: Any = matplotlib.rcParams
+        settings.update({**_STYLE, "svg.hashsalt": salt})
+        yield
+
+
+def _clean(svg: bytes, name: str, hovers: Mapping[str, str]) -> Element:
+    """matplotlib's SVG without what concerns it as a file, and with the page's colours and `hovers`."""
+    root = ElementTree.fromstring(svg)
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag.endswith(("}metadata", "}style")):
+                parent.remove(child)
+    referred = {match for element in root.iter() for match in _references(element)}
+    for element in root.iter():
+        _clean_element(element, name, referred)
+        if (text := hovers.get(element.attrib.pop("data-hover", ""))) is not None:
+            element.set("class", "hover")
+            title = SubElement(element, "title")
+            title.text = text
+            element.remove(title)
+            element.insert(0, title)
+    return root
+
+
+def _references(element: Element) -> Sequence[str]:
+    return re.findall(r"#([\w-]+)", " ".join(value for key, value in element.items() if key.endswith(("href", "path"))))
+
+
+def _clean_element(element: Element, name: str, referred: set[str]) -> None:
+    for uri, prefix in _NAMES.items():
+        element.tag = element.tag.replace(uri, prefix)
+    kept = {key.rpartition("}")[2]: value for key, value in element.items()}
+    identity = kept.pop("id", "")
+    if identity in referred:
+        kept["id"] = f"{name}-{identity}"
+    elif identity.startswith("hover-"):
+        kept["data-hover"] = identity
+    for key in ("href", "clip-path"):
+        if key in kept:
+            kept[key] = kept[key].replace("#", f"#{name}-")
+    if "d" in kept:
+        kept["d"] = " ".join(_rounded(kept["d"]).split())
+    for key in ("x", "y", "transform"):
+        if key in kept:
+            kept[key] = _rounded(kept[key])
+    if "style" in kept:
+        kept["style"] = _COLOUR.sub(lambda found: _VARIABLES[found[0]], _FONT.sub("", kept["style"]))
+    element.attrib = kept
+    element.text, element.tail = (element.text or "").strip(), None
+
+
+def _rounded(numbers: str) -> str:
+    """A hundredth of a pixel is enough, and the page a third of the size."""
+    return _NUMBER.sub(lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), numbers)
+
+
+def ramp(number: int, count: int) -> str:
+    """The colour of one of `count` things that have an order."""
+    return RAMP[round(number * (RAMP_STEPS - 1) / max(count - 1, 1))]

@@ -1,0 +1,98 @@
+"""Numbers as the report writes them; a dash where nothing was measured."""
+
+from math import floor, isfinite, log10
+
+NOTHING = "–"
+
+# Between a number and its unit no line ends.
+_SPACE = "\u00a0"
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    """`0.1234 → 12.3 %`."""
+    return NOTHING if share is None else f"{100 * share:.{digits}f}{_SPACE}%"
+
+
+def recall(share: float | None) -> str:
+    """A share near one, with as many digits as tell it from one: `99.53 %`, `99.991 %`."""
+    if share is None:
+        return NOTHING
+    missed = 100 * (1 - share)
+    digits = 2 if missed <= 0 else min(max(-floor(log10(missed)), 2), 4)
+    return percent(share, digits)
+
+
+def change(share: float | None) -> str:
+    """A relative change with its sign: `+0.084 %`."""
+    return NOTHING if share is None else f"{100 * share:+.3f}{_SPACE}%".replace("-", "−")
+
+
+def times(ratio: float | None) -> str:
+    """`1.42 ×`."""
+    return NOTHING if ratio is None else f"{ratio:.2f}{_SPACE}×"
+
+
+def count(number: int | None) -> str:
+    """`12,345`."""
+    return NOTHING if number is None else f"{number:,}"
+
+
+def decimal(number: float | None) -> str:
+    """Four digits that count."""
+    return NOTHING if number is None else f"{number:.4g}".replace("-", "−")
+
+
+def perplexity(value: float | None) -> str:
+    """As `picompile eval` prints it."""
+    return NOTHING if value is None else f"{value:.4f}"
+
+
+def measured(value: object) -> float | None:
+    """A number that was measured, or None for what is none: NaN, infinity, text, nothing."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def share(value: object) -> float | None:
+    """A share that was measured: from 0 to 1, but for what summing rounds off."""
+    known = measured(value)
+    return None if known is None or not -1e-6 <= known <= 1 + 1e-6 else min(max(known, 0.0), 1.0)
+
+
+def whole(value: object) -> int | None:
+    """A count that was measured, or None for what is none."""
+    known = measured(value)
+    return None if known is None else int(known)
+
+
+def from_text(text: str) -> float | None:
+    """The number that a key of a JSON object means."""
+    try:
+        return measured(float(text))
+    except ValueError:
+        return None
+
+
+def unbroken(text: str) -> str:
+    """A sentence in which no line ends before a percent sign."""
+    return text.replace(" %", f"{_SPACE}%")
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    """`above / below` where both are known and it exists."""
+    return above / below if above is not None and below else None
+
+
+def size(byte_count: float | None) -> str:
+    """Three digits and a decimal unit: `3.21 GB`."""
+    if byte_count is None:
+        return NOTHING
+    for unit in ("B", "kB", "MB", "GB"):
+        if byte_count < 1000:
+            return f"{byte_count:.3g}{_SPACE}{unit}"
+        byte_count /= 1000
+    return f"{byte_count:.3g}{_SPACE}TB"

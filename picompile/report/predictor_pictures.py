@@ -1,0 +1,148 @@
+"""Pictures of predictors, layer by layer: how well they tell which neurons fire, and what they miss."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from picompile.report import numbers
+from picompile.report.blocks import Picture
+from picompile.report.drawing import INK, SERIES, TALL, Canvas, draw
+from picompile.report.layers import LayerFigures
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Layers = Sequence[LayerFigures]
+
+
+def accuracy_picture(name: str, layers: Layers) -> Picture | None:
+    """Recall, recall by contribution and precision of each layer; None where nothing was measured."""
+    series = {
+        "by contribution": [layer.weighted_recall for layer in layers],
+        "recall": [layer.recall for layer in layers],
+        "precision": [layer.precision for layer in layers],
+    }
+    if not any(value is not None for values in series.values() for value in values):
+        return None
+
+    def paint(canvas: Canvas) -> None:
+        above, below = canvas.figure.subplots(2, 1, sharex=True)
+        for axes, what, marker, colour in (
+            (above, "by contribution", "o", SERIES[0]),
+            (above, "recall", "s", SERIES[1]),
+            (below, "precision", "D", SERIES[2]),
+        ):
+            _dots(canvas, axes, layers, series[what], what, marker, colour)
+        lowest = min((v for key in ("by contribution", "recall") for v in series[key] if v is not None), default=0.0)
+        above.set_ylim(100 - 112 * max(1 - lowest, 0.001), 100 + 12 * max(1 - lowest, 0.001))
+        above.set_ylabel("recall (%)")
+        below.set_ylabel("precision (%)")
+        below.set_ylim(0, 105)
+        above.legend(loc="lower center", bbox_to_anchor=(0.5, 0.98), ncols=2)
+        _layer_axis(canvas, above, below)
+
+    words = (
+        "Recall: of the neurons that fire, the share that is computed. By contribution: the same, but each firing "
+        "counts by what it adds to the layer's output, |h| times the length of its row of the down matrix, since "
+        "missing a weak one costs little. Precision: of the neurons that are computed, the share that fires."
+    )
+    description = "; ".join(
+        f"{what} from {numbers.recall(min(known))} to {numbers.recall(max(known))}"
+        for what, values in series.items()
+        if (known := [value for value in values if value is not None])
+    )
+    title = "Recall and precision"
+    return Picture(title, draw(paint, name=name, title=title, description=f"{description}.", size=TALL), words)
+
+
+def computed_picture(name: str, layers: Layers) -> Picture | None:
+    """Neurons that are computed against those that fire, per layer; None where nothing was measured."""
+    rows = [
+        (layer.layer, layer.firing_share, layer.computed_share)
+        for layer in layers
+        if layer.firing_share is not None and layer.computed_share is not None
+    ]
+    if not rows:
+        return None
+
+    def paint(canvas: Canvas) -> None:
+        axes = canvas.axes(x="layer", y="neurons, per token (%)")
+        for layer, firing, computed in rows:
+            (line,) = axes.plot([layer, layer], [100 * firing, 100 * computed], color=INK, linewidth=1, zorder=1)
+            canvas.hover(line, _computed_text(layer, firing, computed))
+        for number, what, marker, place in ((0, "fire", "o", 1), (1, "are computed", "s", 2)):
+            for position, row in enumerate(rows):
+                label = what if position == 0 else None
+                (dot,) = axes.plot(row[0], 100 * row[place], marker, color=SERIES[number], label=label, zorder=2)
+                canvas.hover(dot, _computed_text(*row))
+        axes.set_ylim(0, 115 * max(max(row[1:]) for row in rows))
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 0.98), ncols=2)
+        _layer_axis(canvas, axes)
+
+    words = (
+        "The share of a layer's neurons that fire for a token, and the share that its predictor has computed for it. "
+        "What lies between is computed in vain, but for the firings that are missed."
+    )
+    ratios = [computed / firing for _, firing, computed in rows if firing]
+    description = (
+        f"Computed neurons are {min(ratios):.2f} to {max(ratios):.2f} times those that fire." if ratios else ""
+    )
+    title = "Computed against firing"
+    return Picture(title, draw(paint, name=name, title=title, description=description, size=TALL), words)
+
+
+def missed_picture(name: str, layers: Layers) -> Picture | None:
+    """Whom to blame: the share of each block's output that is missed; None where nothing was measured."""
+    rows = [(layer.layer, layer.missed_energy) for layer in layers if layer.missed_energy is not None]
+    if not rows:
+        return None
+
+    def paint(canvas: Canvas) -> None:
+        axes = canvas.axes(x="layer", y="missed energy (%)")
+        bars = axes.bar([layer for layer, _ in rows], [100 * missed for _, missed in rows], color=SERIES[3], width=0.75)
+        for bar, (layer, missed) in zip(bars, rows, strict=True):
+            canvas.hover(bar, f"layer {layer}: {numbers.percent(missed, 3)} of the energy is missed")
+        _layer_axis(canvas, axes)
+
+    words = (
+        "What the neurons that fired but were left out would have added to the output of their block: its squared "
+        "length, as a share of that of the whole output. The highest bars are the layers to blame for the loss of "
+        "perplexity."
+    )
+    worst, most = max(rows, key=lambda row: row[1])
+    description = f"Most is missed in layer {worst}: {numbers.percent(most, 3)}."
+    title = "What is missed"
+    return Picture(title, draw(paint, name=name, title=title, description=description, size=TALL), words)
+
+
+def _computed_text(layer: int, firing: float, computed: float) -> str:
+    ratio = numbers.times(numbers.ratio(computed, firing))
+    return f"layer {layer}: {numbers.percent(firing)} fire, {numbers.percent(computed)} are computed, {ratio}"
+
+
+def _dots(
+    canvas: Canvas,
+    axes: "Axes",
+    layers: Layers,
+    values: Sequence[float | None],
+    what: str,
+    marker: str,
+    colour: str,
+) -> None:
+    """A faint line over the layers, and a dot with its figure for each of them."""
+    known = [(layer.layer, value) for layer, value in zip(layers, values, strict=True) if value is not None]
+    axes.plot([layer for layer, _ in known], [100 * value for _, value in known], color=colour, linewidth=0.8)
+    for position, (layer, value) in enumerate(known):
+        label = what if position == 0 else None
+        (dot,) = axes.plot(layer, 100 * value, marker, color=colour, markersize=6, label=label)
+        canvas.hover(dot, f"layer {layer}: {what} {numbers.recall(value)}")
+
+
+def _layer_axis(canvas: Canvas, *axes: "Axes") -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes[-1].set_xlabel("layer")
+    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    for each in axes:
+        each.margins(x=0.06)
+        each.grid(axis="x", visible=False)
+    canvas.figure.align_ylabels(list(axes))

@@ -1,0 +1,123 @@
+"""The table at the top of a report: a row for each source, so that several of one kind can be compared."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from picompile.predictors import Predictors
+from picompile.report import numbers
+from picompile.report.artifact import ArtifactFacts
+from picompile.report.gate import relative_change
+from picompile.report.layers import LayerFigures, of_predictors, parameters_text
+from picompile.report.profile import FiringProfile
+
+COLUMNS = (
+    "model",
+    "predictor",
+    "fire",
+    "make 80 %",
+    "parameters",
+    "size",
+    "computed / fire",
+    "recall",
+    "by contribution",
+    "precision",
+    "dense perplexity",
+    "with predictors",
+    "change",
+)
+TEXTS = frozenset({"model", "predictor"})
+
+
+@dataclass(frozen=True)
+class Row:
+    """One source: what it is, where its section begins, and a figure for each of some columns."""
+
+    anchor: str
+    kind: str
+    name: str
+    cells: Sequence[str]
+
+
+def summary_row(anchor: str, source: FiringProfile | Predictors | ArtifactFacts) -> Row:
+    """The row of a source; what it does not know is a dash."""
+    if isinstance(source, FiringProfile):
+        kind, cells = "profile", _profile(source)
+    elif isinstance(source, Predictors):
+        kind, cells = "predictors", _predictors(source)
+    else:
+        kind, cells = "artifact", _artifact(source)
+    return Row(anchor, kind, str(source.path), [cells.get(column, numbers.NOTHING) for column in COLUMNS])
+
+
+def without_empty(rows: Sequence[Row]) -> tuple[list[str], list[Row]]:
+    """The columns of which some row knows something, and the rows with those only."""
+    kept = [i for i, _ in enumerate(COLUMNS) if any(row.cells[i] != numbers.NOTHING for row in rows)]
+    return [COLUMNS[i] for i in kept], [
+        Row(row.anchor, row.kind, row.name, [row.cells[i] for i in kept]) for row in rows
+    ]
+
+
+def _profile(source: FiringProfile) -> dict[str, str]:
+    model = source.model_figures()
+    return {
+        "model": source.of.model_name,
+        "fire": numbers.percent(model.firing_share),
+        "make 80 %": numbers.percent(model.neurons_for_80_percent),
+    }
+
+
+def _predictors(source: Predictors) -> dict[str, str]:
+    layers = of_predictors(source)
+    return {
+        "model": source.name or numbers.NOTHING,
+        "predictor": _kinds([layer.kind for layer in layers]),
+        "parameters": parameters_text(source, brief=True),
+        "size": numbers.size(sum(layer.bytes_f16 or 0 for layer in layers) or None),
+        **_layers(layers),
+        "dense perplexity": numbers.perplexity(numbers.measured(source.gate.get("dense_perplexity"))),
+        "with predictors": numbers.perplexity(numbers.measured(source.gate.get("perplexity"))),
+        "change": numbers.change(relative_change(source.gate)),
+    }
+
+
+def _artifact(source: ArtifactFacts) -> dict[str, str]:
+    figures = source.accuracy.figures if source.accuracy else {}
+    model = source.manifest.model
+    return {
+        "model": str(model.get("name", numbers.NOTHING)),
+        "predictor": _kinds([part.predictor for part in source.parts]),
+        "size": numbers.size(sum(source.predictor_bytes.values()) or None),
+        **_layers(source.accuracy.layers if source.accuracy else ()),
+        "dense perplexity": numbers.perplexity(figures.get("dense_perplexity")),
+        "with predictors": numbers.perplexity(figures.get("perplexity")),
+        "change": numbers.change(relative_change(figures)),
+    }
+
+
+def _layers(layers: Sequence[LayerFigures]) -> dict[str, str]:
+    """Recall is of all firings and precision of all computed neurons; contributions of layers do not add up."""
+    fired = _mean(layers, lambda layer: layer.firing_share)
+    computed = _mean(layers, lambda layer: layer.computed_share)
+    kept = _mean(layers, lambda layer: _product(layer.recall, layer.firing_share))
+    return {
+        "fire": numbers.percent(fired),
+        "recall": numbers.recall(numbers.ratio(kept, fired)),
+        "by contribution": numbers.recall(_mean(layers, lambda layer: layer.weighted_recall)),
+        "precision": numbers.percent(numbers.ratio(kept, computed)),
+        "computed / fire": numbers.times(numbers.ratio(computed, fired)),
+    }
+
+
+def _mean(layers: Sequence[LayerFigures], of: Callable[[LayerFigures], float | None]) -> float | None:
+    """The mean over layers; None where one of them was not measured."""
+    values = [of(layer) for layer in layers]
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def _product(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a * b
+
+
+def _kinds(kinds: Sequence[str]) -> str:
+    return ", ".join(sorted(set(kinds))) or numbers.NOTHING

@@ -1,0 +1,135 @@
+"""The trade-off of each layer: how much is missed against how much is computed, for predictors of several ranks.
+
+Read from the `curves` of predictors.json. A candidate that was trained gives a line, a threshold a point on it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from picompile.report import numbers
+from picompile.report.blocks import Picture
+from picompile.report.drawing import INK, Canvas, draw, ramp
+from picompile.report.layers import LayerFigures
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# There may be a hundred of these pictures, with labels of the same sizes.
+_MARGINS = {"left": 0.19, "right": 0.97, "bottom": 0.18, "top": 0.97}
+
+# What is missed is drawn on a logarithmic axis, which has no place for nothing.
+_LEAST_MISSED = 1e-5
+
+# Points beyond are of no use, and would squeeze the others.
+_MOST_COMPUTED = 10.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """What one threshold gives: computed / fired neurons, and recall by contribution."""
+
+    computed_ratio: float
+    weighted_recall: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A predictor that was trained for a layer, whether or not it was taken."""
+
+    layer: int
+    label: str
+    rank: int | None
+    points: tuple[Point, ...]
+
+
+def read_candidates(curves: Iterable[Any]) -> list[Candidate]:
+    """The candidates in `curves`, by layer and rank; entries of another form are passed over."""
+    found = []
+    for entry in curves:
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("points"), Sequence):
+            continue
+        layer, rank = entry.get("layer"), entry.get("rank")
+        points = tuple(sorted(_points(entry["points"]), key=lambda point: point.computed_ratio))
+        if isinstance(layer, int) and points:
+            label = ", ".join(str(entry[key]) for key in ("kind", "input") if isinstance(entry.get(key), str))
+            found.append(Candidate(layer, label, rank if isinstance(rank, int) else None, points))
+    return sorted(found, key=lambda candidate: (candidate.layer, candidate.label, candidate.rank or 0))
+
+
+def _points(rows: Iterable[Any]) -> Iterable[Point]:
+    for row in rows:
+        if not isinstance(row, Mapping):
+            continue
+        ratio, recall = numbers.measured(row.get("computed_ratio")), numbers.share(row.get("weighted_recall"))
+        if ratio is not None and 0 <= ratio <= _MOST_COMPUTED and recall is not None:
+            yield Point(ratio, recall)
+
+
+def tradeoff_pictures(name: str, candidates: Sequence[Candidate], layers: Sequence[LayerFigures]) -> list[Picture]:
+    """A picture for each layer that has candidates; what was taken is marked."""
+    taken = {layer.layer: layer for layer in layers}
+    by_layer: dict[int, list[Candidate]] = {}
+    for candidate in candidates:
+        by_layer.setdefault(candidate.layer, []).append(candidate)
+    return [_picture(f"{name}-{layer}", layer, found, taken.get(layer)) for layer, found in by_layer.items()]
+
+
+def _picture(name: str, layer: int, candidates: Sequence[Candidate], taken: LayerFigures | None) -> Picture:
+    ranks = sorted({candidate.rank or 0 for candidate in candidates})
+    styles = ("-", (0, (5, 2)), (0, (1, 2)), (0, (5, 2, 1, 2)))
+    labels = list(dict.fromkeys(candidate.label for candidate in candidates))
+
+    def paint(canvas: Canvas) -> None:
+        axes = canvas.axes(x="computed / fire", y="missed contribution (%)")
+        for candidate in candidates:
+            x = [point.computed_ratio for point in candidate.points]
+            y = [100 * max(1 - point.weighted_recall, _LEAST_MISSED) for point in candidate.points]
+            colour, style = (
+                ramp(ranks.index(candidate.rank or 0), len(ranks)),
+                styles[labels.index(candidate.label) % 4],
+            )
+            label = _rank_text(candidate) if candidate.label == labels[0] else None
+            (line,) = axes.plot(x, y, color=colour, linestyle=style, linewidth=1.4, label=label)
+            canvas.hover(line, f"layer {layer}: {_candidate_text(candidate)}")
+        _mark_taken(canvas, axes, taken)
+        axes.set_yscale("log")
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.legend(loc="upper right", fontsize=10, handlelength=1.4, labelspacing=0.25)
+
+    chosen = f"; taken: {_taken_text(taken)}" if taken is not None else ""
+    description = f"Layer {layer}: {len(candidates)} candidates, {', '.join(map(_rank_text, candidates))}{chosen}."
+    title = f"layer {layer}"
+    svg = draw(
+        paint, name=name, title=f"Trade-off of {title}", description=description, size=(360, 270), margins=_MARGINS
+    )
+    return Picture(title, svg, _taken_text(taken))
+
+
+def _rank_text(candidate: Candidate) -> str:
+    return candidate.label if candidate.rank is None else f"rank {candidate.rank}"
+
+
+def _candidate_text(candidate: Candidate) -> str:
+    return candidate.label if candidate.rank is None else f"rank {candidate.rank}, {candidate.label}"
+
+
+def _mark_taken(canvas: Canvas, axes: "Axes", taken: LayerFigures | None) -> None:
+    if taken is None or taken.computed_ratio is None or taken.weighted_recall is None:
+        return
+    missed = 100 * max(1 - taken.weighted_recall, _LEAST_MISSED)
+    (ring,) = axes.plot(
+        taken.computed_ratio, missed, "o", markersize=9, markeredgewidth=2, markerfacecolor="none", color=INK, zorder=5
+    )
+    canvas.hover(ring, f"taken: {_taken_text(taken)}")
+
+
+def _taken_text(taken: LayerFigures | None) -> str:
+    if taken is None:
+        return ""
+    rank = "" if taken.rank is None else f", rank {taken.rank}"
+    if taken.weighted_recall is None:
+        return f"{taken.kind}{rank}"
+    recall, ratio = numbers.recall(taken.weighted_recall), numbers.times(taken.computed_ratio)
+    return f"{taken.kind}{rank}: {recall} by contribution, {ratio}"

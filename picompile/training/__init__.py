@@ -1,0 +1,29 @@
+"""Training of predictors: one layer after another, each a job of its own, then a choice over all layers.
+
+    profile = load_profile(Path("profile"))
+    predictors = train_predictors(Path("model"), profile, Path("predictors"), TrainOptions(gate=0.001))
+
+1. jobs      each layer is trained at several ranks (`fit_layer`); all of these candidates are kept
+2. choice    one candidate a layer, so that the fewest bytes are read within the budget of parameters
+3. gate      the model's perplexity with all predictors; beyond the bound, layers that miss most get larger ones
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from picompile.training.options import TrainOptions
+
+if TYPE_CHECKING:
+    from picompile.training.larger import tighten
+    from picompile.training.run import train_predictors
+
+__all__ = ["TrainOptions", "tighten", "train_predictors"]
+
+_HOME = {"tighten": "picompile.training.larger", "train_predictors": "picompile.training.run"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the module that `name` lives in (PEP 562): worker processes need neither."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'picompile.training' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

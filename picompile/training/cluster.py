@@ -1,0 +1,69 @@
+"""Training layers on a Ray cluster: the same job, as a remote task."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from picompile.errors import UsageError
+from picompile.training.candidates import JobSettings, LayerResult, fit_layer
+from picompile.training.data import LayerData
+from picompile.training.local import Prepare
+from picompile.training.results import load_result, save_result
+
+# Tasks that are handed over beyond those that the cluster can run at once, so that none of its cores waits.
+_AHEAD = 1
+
+
+def require_ray() -> Any:
+    """The ray module. Raises `UsageError` where it is not installed."""
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError("--ray needs ray: pip install 'picompile[ray]'") from error
+    return ray
+
+
+def train_on_cluster(
+    layers: list[int], prepare: Prepare, place: Callable[[int], Path], address: str, device: str
+) -> Iterator[LayerResult]:
+    """Trains `layers` on the cluster at `address`; `local` starts one on this machine and ends it after.
+
+    Data and results travel; the machines need picompile of this version, and no folder in common.
+    """
+    ray = require_ray()
+    with _connected(ray, address):
+        remote = ray.remote(num_cpus=1, num_gpus=1 if device == "cuda" else 0)(_job)
+        most = int(ray.cluster_resources().get("CPU", 1)) + _AHEAD
+        waiting = list(layers)
+        running: dict[Any, int] = {}
+        while waiting or running:
+            while waiting and len(running) < most:
+                layer = waiting.pop(0)
+                running[remote.remote(*prepare(layer))] = layer
+            (done,), _ = ray.wait(list(running), num_returns=1)
+            layer = running.pop(done)
+            save_result(place(layer), ray.get(done))
+            yield load_result(place(layer))
+
+
+def _job(data: LayerData, settings: JobSettings) -> LayerResult:
+    torch.set_num_threads(1)
+    return fit_layer(data, settings)
+
+
+@contextmanager
+def _connected(ray: Any, address: str) -> Iterator[None]:
+    try:
+        if address == "local":
+            ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False)
+        else:
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        raise UsageError(f"--ray {address}: no cluster: {' '.join(str(error).split())}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()

@@ -1,0 +1,143 @@
+"""Training layers in worker processes of this machine."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+
+from picompile.errors import PicompileError
+from picompile.training.candidates import JobSettings, LayerResult
+from picompile.training.data import LayerData, save_layer_data
+from picompile.training.jobs import run_job
+from picompile.training.results import load_result
+
+# What a process holds before it has any data: Python, torch.
+_PROCESS_BYTES = 400 << 20
+
+Prepare = Callable[[int], tuple[LayerData, JobSettings]]
+
+
+def train_locally(
+    layers: list[int], prepare: Prepare, place: Callable[[int], Path], jobs: int
+) -> Iterator[LayerResult]:
+    """Trains `layers`, at most `jobs` at a time; yields results as they come, already written to `place(layer)`.
+
+    `prepare` gathers a layer's data when a worker is free for it, in this process. One job at a time runs in this
+    process; the bytes are the same.
+    """
+    if jobs == 1:
+        for layer in layers:
+            data = _hand_over(layer, prepare, place)
+            run_job(data[0], place(layer), data[1])
+            data[0].unlink()
+            yield load_result(place(layer))
+        return
+    with _workers(min(jobs, len(layers))) as submit:
+        running: dict[Future[None], tuple[int, Path]] = {}
+        waiting = list(layers)
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                layer = waiting.pop(0)
+                data = _hand_over(layer, prepare, place)
+                running[submit(data[0], place(layer), data[1])] = layer, data[0]
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                layer, handed = running.pop(done)
+                done.result()
+                handed.unlink()
+                yield load_result(place(layer))
+
+
+def _hand_over(layer: int, prepare: Prepare, place: Callable[[int], Path]) -> tuple[Path, JobSettings]:
+    """Writes a layer's data where a worker reads them."""
+    data, settings = prepare(layer)
+    path = place(layer).with_suffix(".data")
+    save_layer_data(path, data)
+    return path, settings
+
+
+@contextmanager
+def _workers(count: int) -> Iterator[Callable[[Path, Path, JobSettings], "Future[None]"]]:
+    """`count` worker processes, each with a thread here that waits for it; they end with the block."""
+    with ExitStack() as stack:
+        free: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
+        processes = [_start() for _ in range(count)]
+        for process in processes:
+            stack.callback(_end, process)
+            free.put(process)
+
+        def run(data: Path, result: Path, settings: JobSettings) -> None:
+            process = free.get()
+            try:
+                _ask(process, data, result, settings)
+            finally:
+                free.put(process)
+
+        pool = stack.enter_context(ThreadPoolExecutor(count))
+        # Before the pool waits for its threads, since those wait for processes.
+        stack.callback(_kill, processes)
+        yield lambda data, result, settings: pool.submit(run, data, result, settings)
+
+
+def _kill(processes: "list[subprocess.Popen[str]]") -> None:
+    for process in processes:
+        process.kill()
+
+
+def _start() -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "picompile.training.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+    )
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+    process.wait()
+
+
+def _ask(process: "subprocess.Popen[str]", data: Path, result: Path, settings: JobSettings) -> None:
+    job = {"data": str(data), "result": str(result), "settings": settings.to_json()}
+    answer = ""
+    try:
+        if process.stdin is not None and process.stdout is not None:
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+    except BrokenPipeError:
+        answer = ""
+    if not answer:
+        raise PicompileError(
+            f"a worker that trained {result.stem} ended with {process.wait()}; if memory was short, use fewer --jobs"
+        )
+    if error := json.loads(answer).get("error"):
+        raise PicompileError(f"training of layer {int(result.stem)} failed: {error}")
+
+
+def count_jobs(asked: int | None, layers: int, job_bytes: int) -> int:
+    """How many layers to train at a time: as asked, or one a core, as far as they fit into the memory that is free."""
+    if asked is not None:
+        return max(1, min(asked, layers))
+    cores = len(os.sched_getaffinity(0))
+    fitting = int(_available_bytes() // (job_bytes + _PROCESS_BYTES))
+    return max(1, min(cores, layers, fitting))
+
+
+def _available_bytes() -> float:
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return float(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return float("inf")

@@ -1,0 +1,233 @@
+"""Training: from a profile to predictors that keep within the gate."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from picompile.capture import Captured, load_model
+from picompile.checkpoint.fingerprint import fingerprint
+from picompile.errors import AccuracyGateError, UsageError
+from picompile.predictors import Predictors, load_predictors
+from picompile.profiling import Profile
+from picompile.progress import NoProgress, Progress
+from picompile.training.assemble import assemble, key_of
+from picompile.training.candidates import JobSettings, LayerResult
+from picompile.training.choose import Limits
+from picompile.training.cluster import require_ray, train_on_cluster
+from picompile.training.data import LayerData, find_blocks, layer_data
+from picompile.training.gate import Gate, entry, first_windows, to_blame
+from picompile.training.local import count_jobs, train_locally
+from picompile.training.options import TrainOptions
+from picompile.training.results import load_result
+from picompile.training.selection import Selection
+from picompile.training.workplace import Workplace, digest, locked
+from picompile_passes.passes.canonicalize import CANONICALIZE
+from picompile_passes.pipeline import Pipeline
+
+# Of the neurons, whose share of the firings is a layer's skewness.
+_MOST_ACTIVE = 0.2
+
+
+def train_predictors(
+    model: Path, profile: Profile, output: Path, options: TrainOptions | None = None, progress: Progress | None = None
+) -> Predictors:
+    """Trains predictors of the checkpoint `model` on `profile` into the folder `output`.
+
+    Predictors of the same inputs that are complete are read; training that was interrupted goes on and ends with the
+    same bytes. Candidates are kept in `output/work`, so that another budget, gate or recall needs no new training.
+    Raises `UsageError` for a profile of another model or a place that may not be overwritten, and `AccuracyGateError`,
+    which names the layers, where the gate cannot be met; then no predictors are written.
+    """
+    options, progress = options or TrainOptions(), progress or NoProgress()
+    if options.ray is not None:
+        require_ray()
+    mark = fingerprint(model)
+    profile.require_model(mark)
+    run = _Run(model, profile, options, progress, Workplace(output), mark)
+    run.place.check(run.inputs, overwrite=options.overwrite)
+    if run.place.holds(run.inputs) and not options.overwrite:
+        progress.say(f"{output}: is complete already")
+        return load_predictors(output)
+    run.check_blocks()
+    output.mkdir(parents=True, exist_ok=True)
+    with locked(output):
+        if found := run.place.open(run.inputs, run.candidate_inputs):
+            progress.say(f"{output}: {found}")
+        return run.run()
+
+
+@dataclass(frozen=True)
+class _Run:
+    model: Path
+    profile: Profile
+    options: TrainOptions
+    progress: Progress
+    place: Workplace
+    mark: str
+
+    @cached_property
+    def device(self) -> str:
+        wanted = self.options.device
+        if wanted == "cuda" and not torch.cuda.is_available():
+            raise UsageError("--device cuda: PyTorch finds no CUDA device; use --device cpu")
+        return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
+
+    @cached_property
+    def candidate_inputs(self) -> str:
+        """A hash of all that the candidates depend on."""
+        import picompile
+
+        o = self.options
+        ranks = o.ranks if not isinstance(o.ranks, dict) else sorted(o.ranks.items())
+        facts = json.loads((self.profile.folder / "profile.json").read_text(encoding="utf-8"))
+        trained = (o.kind, o.input, ranks, o.weighting, o.epochs, o.recall, o.seed, self.device)
+        return digest(picompile.__version__, self.mark, facts, trained)
+
+    @cached_property
+    def inputs(self) -> str:
+        """A hash of all that the result depends on."""
+        o = self.options
+        chosen = (o.gate, o.budget, o.recall, o.computed_ratio, o.exact, o.rounds, o.gate_tokens)
+        return digest(self.candidate_inputs, chosen)
+
+    @cached_property
+    def captured(self) -> Captured:
+        with self.progress.step("capture"):
+            return load_model(self.model)
+
+    @cached_property
+    def graph_module(self) -> GraphModule:
+        return Pipeline(tuple(CANONICALIZE))(self.captured.graph_module).graph_module
+
+    @cached_property
+    def layers(self) -> list[int]:
+        return sorted(find_blocks(self.graph_module))
+
+    def check_blocks(self) -> None:
+        """Raises `UsageError` where the profile does not have the model's layers."""
+        profiled = [layer.layer for layer in self.profile.layers]
+        if profiled != self.layers:
+            raise UsageError(
+                f"{self.profile.folder}: has {len(profiled)} layers, the model {len(self.layers)}; profile it again"
+            )
+
+    def run(self) -> Predictors:
+        results = self.train()
+        budget = int(self.options.budget * self.captured.facts.parameters)
+        limits = Limits(budget, self.options.computed_ratio, self.options.exact)
+        return self.within_gate(results, Selection.first(self.layers, self.options.recall, limits, self._measured()))
+
+    def _measured(self) -> dict[str, float]:
+        """The perplexities that a run before this one has measured."""
+        begun = Selection.read(self.place)
+        return {} if begun is None else begun.measured
+
+    def train(self) -> list[LayerResult]:
+        """Trains what is not there yet; the results of all layers, in order."""
+        missing = [layer for layer in self.layers if not self.place.layer_file(layer).is_file()]
+        with self.progress.step("train layers", len(self.layers)) as advance:
+            advance(len(self.layers) - len(missing))
+            for _ in self._trained(missing):
+                advance(1)
+        return [load_result(self.place.layer_file(layer)) for layer in self.layers]
+
+    def _trained(self, missing: list[int]) -> Iterator[LayerResult]:
+        if self.options.ray is not None:
+            return train_on_cluster(missing, self.prepare, self.place.layer_file, self.options.ray, self.device)
+        jobs = count_jobs(self.options.jobs, max(1, len(missing)), self._job_bytes())
+        return train_locally(missing, self.prepare, self.place.layer_file, jobs)
+
+    def _job_bytes(self) -> int:
+        """An upper bound of what a job holds: labels, samples, the block's weights, the largest candidate."""
+        neurons, hidden = max(layer.neurons for layer in self.profile.layers), self.profile.hidden
+        samples = self.profile.sample_count
+        squares = 6 * hidden * hidden
+        return 2 * samples * (neurons + 2 * hidden) + 4 * (squares + hidden * neurons * 8) + (256 << 20)
+
+    def prepare(self, layer: int) -> tuple[LayerData, JobSettings]:
+        """What the job of a layer needs."""
+        wanted = [layer]
+        if self.options.input in ("auto", "previous") and layer - 1 in self.layers and self.options.kind == "learned":
+            wanted.append(layer - 1)
+        profiles = {each.layer: each for each in self.profile.layers}
+        samples = {number: (self.profile.samples(number), profiles[number].place) for number in wanted}
+        threshold = profiles[layer].threshold
+        data = layer_data(self.graph_module, self.captured.weights, layer, samples, threshold)
+        o = self.options
+        trained = (o.weighting, o.epochs, o.recall, o.seed, self.device)
+        return data, JobSettings(o.kind, o.input, o.rank_of(layer), *trained, self._skewness(layer))
+
+    def _skewness(self, layer: int) -> float:
+        counts = self.profile.counts(layer).sort(descending=True).values.double()
+        total = float(counts.sum())
+        return float(counts[: max(1, round(_MOST_ACTIVE * len(counts)))].sum()) / total if total else 1.0
+
+    def within_gate(self, results: list[LayerResult], selection: Selection) -> Predictors:
+        """Writes the choice; as long as it is beyond the gate, another that misses less where most is missed."""
+        gate = self._gate(selection)
+        for number in range(self.options.rounds + 1):
+            selection.write(self.place)
+            predictors = self._assemble(results, selection, {})
+            perplexity, dense = gate.predicted(key_of(predictors.layers), predictors), gate.dense()
+            selection.write(self.place)
+            change = perplexity / dense - 1
+            met = self.options.gate is None or change <= self.options.gate
+            if met:
+                break
+            accuracies = gate.layers(predictors)
+            blamed = to_blame(accuracies)
+            tighter = selection.tightened(blamed)
+            if number == self.options.rounds or not blamed or not selection.changes(tighter, results):
+                self._discard()
+                raise AccuracyGateError(_refusal(change, self.options.gate or 0.0, blamed), blamed)
+            self.progress.say(f"perplexity {change:+.3%}: layers {', '.join(map(str, blamed))} get larger predictors")
+            selection = tighter
+        facts = {
+            "bound": self.options.gate,
+            "dense_perplexity": dense,
+            "perplexity": perplexity,
+            "relative_change": change,
+            "tokens": sum(len(window) - 1 for window in gate.windows),
+            "text": self.profile.held_out_source,
+            "rounds": number,
+            "targets": [selection.targets[layer] for layer in self.layers],
+            "layers": [entry(layer) for layer in gate.layers(predictors)],
+        }
+        selection.write(self.place, facts)
+        return self._assemble(results, selection, facts)
+
+    def _gate(self, selection: Selection) -> Gate:
+        windows = first_windows(self.profile.held_out(), self.options.gate_tokens)
+        thresholds = {layer.layer: layer.threshold for layer in self.profile.layers}
+        weights = self.captured.weights
+        return Gate(self.graph_module, weights, windows, thresholds, self.progress, selection.measured)
+
+    def _assemble(self, results: list[LayerResult], selection: Selection, facts: dict[str, Any]) -> Predictors:
+        places = {layer: self.place.layer_file(layer) for layer in self.layers}
+        # What is not yet within the gate is no result.
+        folder = self.place.folder if facts else self.place.work / "tried"
+        folder.mkdir(exist_ok=True)
+        model = {
+            "fingerprint": self.mark,
+            "name": self.profile.model_name,
+            "parameters": self.captured.facts.parameters,
+        }
+        return assemble(folder, results, selection.choices(results), places, model, facts)
+
+    def _discard(self) -> None:
+        import shutil
+
+        shutil.rmtree(self.place.work / "tried", ignore_errors=True)
+
+
+def _refusal(change: float, bound: float, layers: list[int]) -> str:
+    return (
+        f"with predictors the perplexity rises by {change:.3%}, more than {bound:.3%}; most is missed in layers "
+        f"{', '.join(map(str, layers))}; allow more with --gate or --budget, or exact predictors"
+    )

@@ -1,0 +1,92 @@
+"""Runs a lowered program step by step, in memory that holds NaN or -1 wherever a step may not look."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.fx import GraphModule
+
+from picompile_codegen.build import build_host_library
+from picompile_codegen.lower import Lowered
+from picompile_codegen.program import Arg, Tensor
+from picompile_passes.materialize import WeightSource, evaluate_constant
+from picompile_runtime.memory import aligned_zeros
+from picompile_runtime.native import HostLibrary
+
+# What is to be kept from step to step; all else a step must write before it reads it.
+_KEPT = ("step", "tokens", "positions", "stats")
+
+
+class Runner:
+    """A program of `lowered` with its weights. Steps are counted from position 0."""
+
+    def __init__(self, path: Path, lowered: Lowered, graph_module: GraphModule, weights: WeightSource) -> None:
+        build_host_library(lowered.kernels, path)
+        self.program, self.position = lowered.program, 0
+        self._library = HostLibrary(path)
+        self._arena = aligned_zeros((self.program.arena_bytes,), np.uint8)
+        self._memory = {"buffer": {name: self._place(tensor) for name, tensor in self.program.buffers.items()}}
+        self._memory["state"] = {name: _poisoned(tensor) for name, tensor in self.program.state.items()}
+        self._memory["weight"] = {
+            tensor.name: tensor.produce(lambda node: evaluate_constant(graph_module, node, weights)).numpy()
+            for tensor in lowered.weights.tensors.values()
+        }
+        self._keep_aligned()
+        self._calls = {
+            name: self._library.bind([(call.kernel, [self._view(arg) for arg in call.args]) for call in calls])
+            for name, calls in self.program.functions.items()
+        }
+
+    def run(self, function: str, tokens: list[int], threads: int = 2) -> torch.Tensor | None:
+        """The logits of `function` for `tokens`, [rows of its logits, vocabulary]."""
+        buffers, kept = self._memory["buffer"], {}
+        for name in _KEPT:
+            kept[name] = buffers[name].copy()
+        self._arena[:] = 255
+        for name, value in kept.items():
+            buffers[name][...] = value
+        buffers["step"][:2] = len(tokens), self.position
+        buffers["tokens"][: len(tokens)] = tokens
+        buffers["positions"][: len(tokens)] = np.arange(self.position, self.position + len(tokens))
+        self._library.run(self._calls[function], threads)
+        self.position += len(tokens)
+        logits = self.program.logits.get(function)
+        return None if logits is None else torch.from_numpy(buffers[logits].copy())
+
+    def decode(self, tokens: list[int], threads: int = 2) -> torch.Tensor:
+        """The logits after each of `tokens`, read one at a time from position 0 on: [tokens, vocabulary]."""
+        self.position = 0
+        rows = [self.run("decode", [token], threads) for token in tokens]
+        return torch.cat([row for row in rows if row is not None])
+
+    def stats(self) -> NDArray[np.int64]:
+        """[parts, 2]: computed and fired since the last call."""
+        buffer = self._memory["buffer"]["stats"]
+        counts: NDArray[np.int64] = buffer.copy()
+        buffer[:] = 0
+        return counts
+
+    def _place(self, tensor: Tensor) -> NDArray[np.uint8]:
+        assert tensor.offset is not None
+        size = int(np.prod(tensor.shape)) * np.dtype(tensor.dtype).itemsize
+        placed: NDArray[np.uint8] = self._arena[tensor.offset : tensor.offset + size]
+        return placed.view(tensor.dtype).reshape(tensor.shape)
+
+    def _keep_aligned(self) -> None:
+        for name, value in self._memory["weight"].items():
+            aligned = aligned_zeros(value.shape, value.dtype)
+            aligned[...] = value
+            self._memory["weight"][name] = aligned
+
+    def _view(self, arg: Arg) -> NDArray[np.uint8]:
+        array = self._memory[arg.space][arg.name]
+        dtype, shape = np.dtype(arg.dtype or array.dtype), arg.shape or array.shape
+        flat = array.reshape(-1).view(np.uint8)[arg.offset :]
+        return flat[: int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def _poisoned(tensor: Tensor) -> NDArray[np.uint8]:
+    array = aligned_zeros(tensor.shape, tensor.dtype)
+    array.reshape(-1).view(np.uint8)[:] = 255
+    return array

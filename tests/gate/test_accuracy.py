@@ -1,0 +1,106 @@
+"""What `measure_layers` says of a predictor equals a count over the whole graph, run in one go."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+
+from picompile.gate import LayerAccuracy, measure_layers
+from picompile.testing import Shape, build, random_weights
+from picompile_passes.dialect import parse_activation
+from picompile_passes.materialize import materialize
+from picompile_passes.nodes import arguments, calls
+from picompile_passes.operands import SPARSE_FFN
+from picompile_passes.passes.insert_predictors import InsertPredictors
+
+SHAPES = {
+    "gated": Shape(hidden=30, heads=3, ffn=37, layers=3),
+    "plain": Shape(hidden=24, heads=3, ffn=41, layers=2, gated=False),
+    "parallel": Shape(hidden=24, heads=4, kv_heads=2, ffn=33, layers=2, parallel=True),
+}
+
+
+def _insert(kind: str, layers: int) -> InsertPredictors:
+    return InsertPredictors(kind=kind, ranks={layer: 5 + layer for layer in range(layers)} if kind == "learned" else {})
+
+
+class _Recorder(Interpreter):
+    """Keeps every value of a run."""
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        super().__init__(graph_module, garbage_collect_values=False)
+
+    def value(self, node: Node | None) -> Any:
+        return None if node is None else self.env[node]
+
+
+def _counted(graph_module: GraphModule, windows: list[list[int]]) -> list[dict[str, float]]:
+    """Per block: figures straight from their definitions, over all windows, one token and one neuron at a time."""
+    blocks = list(calls(graph_module.graph, SPARSE_FFN))
+    rows: list[list[tuple[Tensor, ...]]] = [[] for _ in blocks]
+    for window in windows:
+        recorder = _Recorder(graph_module)
+        with torch.no_grad():
+            recorder.run(torch.tensor(window), torch.arange(len(window)))
+        for block, row in zip(blocks, rows, strict=True):
+            row.append(_neurons(block, recorder))
+    return [_figures(*(torch.cat(part) for part in zip(*row, strict=True))) for row in rows]
+
+
+def _neurons(block: Node, recorder: _Recorder) -> tuple[Tensor, Tensor, Tensor]:
+    values = {name: recorder.value(v) if isinstance(v, Node) else v for name, v in arguments(block).items()}
+    x, up = values["x"].double(), values["up"].double()
+    raised = x @ up.T + (0 if values["up_bias"] is None else values["up_bias"])
+    act = parse_activation(values["activation"]).function
+    hidden = act(raised) if values["gate"] is None else act(x @ values["gate"].double().T) * raised
+    return hidden, values["mask"], values["down"].double().norm(dim=1).expand_as(hidden)
+
+
+def _figures(hidden: Tensor, mask: Tensor, length: Tensor) -> dict[str, float]:
+    fired = hidden != 0
+    weight = hidden.abs() * length
+    return {
+        "recall": float((fired & mask).sum() / fired.sum()),
+        "weighted_recall": float(weight[mask].sum() / weight.sum()),
+        "precision": float((fired & mask).sum() / mask.sum()),
+        "firing_share": float(fired.double().mean()),
+        "computed_share": float(mask.double().mean()),
+    }
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("kind", ["learned", "sign"])
+def test_figures_are_those_of_the_whole_graph(name: str, kind: str) -> None:
+    graph_module = _insert(kind, SHAPES[name].layers)(build(SHAPES[name])).graph_module
+    weights = random_weights(graph_module, seed=2)
+    generator = torch.Generator().manual_seed(3)
+    windows = [torch.randint(50, (tokens,), generator=generator).tolist() for tokens in (13, 1, 22)]
+    measured = measure_layers(graph_module, weights, windows)
+    expected = _counted(materialize(graph_module, weights), windows)
+    assert [layer.layer for layer in measured] == list(range(SHAPES[name].layers))
+    for layer, figures in zip(measured, expected, strict=True):
+        assert 0 < figures["recall"] < 1, "the case says nothing"
+        assert {key: getattr(layer, key) for key in figures} == pytest.approx(figures, rel=1e-4)
+        assert layer.rank == (5 + layer.layer if kind == "learned" else None)
+        assert layer.missed_energy > 0
+
+
+def _of(kind: str, threshold: float = 0.0) -> list[LayerAccuracy]:
+    graph_module = InsertPredictors(kind=kind)(build(Shape())).graph_module
+    windows = [[7, 3, 49, 0, 12]]
+    return measure_layers(graph_module, random_weights(graph_module), windows, {0: threshold})
+
+
+@pytest.mark.parametrize("kind", ["exact", "none"])
+def test_what_loses_nothing_is_found_to_lose_nothing(kind: str) -> None:
+    for layer in _of(kind):
+        assert (layer.recall, layer.weighted_recall, layer.missed_energy) == (1, 1, 0)
+        assert layer.precision == pytest.approx(1 if kind == "exact" else layer.firing_share)
+
+
+def test_a_threshold_says_which_neurons_count_as_firing() -> None:
+    low, high = _of("none"), _of("none", threshold=1e9)
+    assert high[0].firing_share == 0 and high[0].recall == 1
+    assert low[1] == high[1]

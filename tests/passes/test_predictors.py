@@ -1,0 +1,227 @@
+"""What each predictor kind says of a neuron, and where kinds come from."""
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from picompile_passes import predictors
+from picompile_passes.dialect import dequantize_rows, quantize_rows
+from picompile_passes.errors import PassOptionError, RegistryError
+from picompile_passes.operands import PREDICT
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.predictor_kinds import sign_limit
+from picompile_passes.predictors import (
+    ENTRY_POINT_GROUP,
+    PredictorKind,
+    add_predictor_kind,
+    predictor_kind,
+    predictor_kinds,
+)
+
+PLUGIN = """
+from picompile.passes import PredictorKind
+
+def evaluate(x, weights, threshold):
+    return x @ weights[0].T > threshold
+
+def neurons(weights):
+    return weights[0].shape[0]
+
+KIND = PredictorKind("plugged", evaluate, neurons, row_local=True, parameters={"probe": "FD"}, threshold=0.25)
+OTHER = PredictorKind("plugged", evaluate, neurons, row_local=True)
+something = 3
+"""
+
+
+def values(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@given(
+    tokens=st.integers(0, 3),
+    inputs=st.integers(1, 9),
+    rank=st.integers(1, 4),
+    neurons=st.integers(1, 9),
+    threshold=st.sampled_from([0.0, -0.7, 0.3]),
+    relu=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_a_learned_predictor_is_its_formula(tokens, inputs, rank, neurons, threshold, relu, seed):
+    x, fc1, fc2, bias = (
+        values(*shape, seed=seed + i)
+        for i, shape in enumerate([(tokens, inputs), (rank, inputs), (neurons, rank), (neurons,)])
+    )
+    middle = [[sum(float(a) * float(b) for a, b in zip(row, token, strict=True)) for row in fc1] for token in x]
+    if relu:
+        middle = [[max(value, 0.0) for value in row] for row in middle]
+    logits = [
+        [sum(float(a) * b for a, b in zip(fc2[n], row, strict=True)) + float(bias[n]) for n in range(neurons)]
+        for row in middle
+    ]
+    mask = PREDICT(x, [fc1, fc2, bias], "learned-relu" if relu else "learned", threshold)
+    assert mask.shape == (tokens, neurons)
+    assert mask.dtype == torch.bool
+    for row, found in zip(logits, mask, strict=True):
+        for logit, fires in zip(row, found, strict=True):
+            assert bool(fires) == (logit > threshold) or abs(logit - threshold) < 1e-4
+
+
+SPECIAL = [0.0, -0.0, 1e-45, -1e-45, float("inf"), float("-inf"), 3.0, -3.0]
+
+
+@given(data=st.data(), columns=st.integers(1, 9), threshold=st.floats(-0.5, 1.0))
+def test_sign_counts_the_columns_that_agree(data, columns, threshold):
+    row = st.lists(st.sampled_from(SPECIAL), min_size=columns, max_size=columns)
+    x, w = data.draw(row), data.draw(row)
+    agree = sum((a < 0) == (b < 0) for a, b in zip(x, w, strict=True))
+    mask = PREDICT(torch.tensor([x]), [torch.tensor([w])], "sign", threshold)
+    assert mask.tolist() == [[agree > threshold * columns]]
+
+
+def test_a_share_of_just_the_threshold_is_silent():
+    """Seven of ten columns are not more than 0.7 of them, though float32 knows no 0.7."""
+    x = torch.ones(1, 10)
+    rows = torch.ones(11, 10).tril(-1)
+    mask = PREDICT(x, [torch.where(rows == 1, 1.0, -1.0)], "sign", 0.7)
+    assert mask[0].tolist() == [False] * 8 + [True] * 3
+    assert [sign_limit(10, threshold) for threshold in (0.7, 0.5, 0.55, -1.0, 1.0)] == [7, 5, 5, -10, 10]
+
+
+@pytest.mark.parametrize("form", ["f16", "q8", "q4"])
+def test_signs_of_a_packed_matrix_are_those_of_what_it_holds(form):
+    """A small weight becomes 0, or -0 where the scale is negative, and counts as positive."""
+    w = values(7, 64, seed=0) * torch.tensor([1.0, 1e-9]).repeat(32)
+    held = dequantize_rows(quantize_rows(w, form), form, 64)
+    x = values(3, 64, seed=1)
+    assert torch.equal(PREDICT(x, [held], "sign", 0.5), PREDICT(x, [held + 0.0], "sign", 0.5))
+
+
+@pytest.mark.parametrize("kind", ["learned", "learned-relu", "sign", "exact", "none"])
+def test_a_fake_value_has_the_shape_of_the_real_one(kind):
+    weights = [values(3, 5, seed=0), values(7, 3, seed=1), values(7, seed=2)]
+    weights = weights if kind.startswith("learned") else [values(7, 5, seed=0)]
+    real = PREDICT(values(2, 5, seed=4), weights, kind, 0.0)
+    fake = PREDICT(torch.empty(2, 5, device="meta"), [weight.to("meta") for weight in weights], kind, 0.0)
+    assert (fake.shape, fake.dtype) == (real.shape, real.dtype) == ((2, 7), torch.bool)
+
+
+def test_an_unknown_kind_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match=r"unknown predictor kind 'magic'; known are exact, none, learned, .*sign"):
+        predictor_kind("magic")
+
+
+def test_a_name_that_is_taken_cannot_be_added():
+    exact = predictor_kind("exact")
+    add_predictor_kind(exact)
+    with pytest.raises(ValueError, match="there is a predictor kind 'exact' already"):
+        add_predictor_kind(PredictorKind("exact", exact.evaluate, exact.neurons, row_local=True))
+    assert predictor_kind("exact") is exact
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """Installs a package that offers predictor kinds, as pip would leave it on the path; and forgets it in the end."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "predicting_plugin.py").write_text(PLUGIN)
+
+    def install(*points: str) -> str:
+        info = folder / "predicting-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: predicting\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\n" + "\n".join(points) + "\n")
+        return str(folder)
+
+    monkeypatch.setattr(predictors, "_KINDS", dict(predictors._KINDS))
+    monkeypatch.syspath_prepend(str(folder))
+    yield install
+    sys.modules.pop("predicting_plugin", None)
+
+
+def test_an_installed_package_offers_a_kind_which_is_imported_when_it_is_named(plugin):
+    plugin("plugged = predicting_plugin:KIND")
+    assert "plugged" in predictor_kinds()
+    InsertPredictors("exact", kinds={0: "plugged"})
+    assert "predicting_plugin" not in sys.modules
+    kind = predictor_kind("plugged")
+    assert kind is predictor_kind("plugged")
+    assert predictor_kinds().count("plugged") == 1
+    assert PREDICT(torch.ones(1, 2), [torch.tensor([[0.2, 0.2], [0.1, 0.1]])], "plugged", 0.3).tolist() == [
+        [True, False]
+    ]
+
+
+def test_a_kind_of_a_package_goes_through_all_stages(plugin):
+    """In a process of its own, which no test has told of the kind: verified, split, packed, and computed."""
+    folder = plugin("plugged = predicting_plugin:KIND")
+    code = f"""if True:
+        import sys
+        sys.path.insert(0, {folder!r})
+        from picompile.passes import Pipeline, verifying, calls, arguments
+        from picompile.testing import build, OPT, random_weights, run
+        from picompile_passes.operands import PREDICT
+        from picompile_passes.registry import make_pass
+        passes = map(make_pass, ("insert-predictors{{kind=plugged}}", "partition{{hot=(0:(1,2))}}", "quantize"))
+        after = Pipeline(tuple(passes), hook=verifying)(build(OPT)).graph_module
+        weights = random_weights(after)
+        assert "predictors.layers.1.probe" in weights.tensors
+        assert run(after, weights).isfinite().all()
+        print([arguments(mask)["threshold"] for mask in calls(after.graph, PREDICT)])
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[0.25, 0.25, 0.25]\n"
+
+
+@pytest.mark.parametrize(
+    ("point", "message"),
+    [
+        ("gone = predicting_plugin:Gone", "predictor kind gone from predicting does not import: .*Gone"),
+        ("gone = no_such_module_here:Gone", "predictor kind gone from predicting does not import: No module named"),
+        ("something = predicting_plugin:something", "predicting_plugin:something from predicting is not a Predictor"),
+        ("smaller = predicting_plugin:KIND", "is registered as smaller but calls itself plugged"),
+    ],
+)
+def test_what_is_no_kind_is_refused(plugin, point, message):
+    plugin(point)
+    with pytest.raises(RegistryError, match=message) as error:
+        predictor_kind(point.split(" ")[0])
+    assert error.value.exit_code == 2
+
+
+def test_a_name_of_ours_cannot_be_taken(plugin):
+    plugin("learned = predicting_plugin:KIND")
+    with pytest.raises(RegistryError) as error:
+        InsertPredictors()
+    assert str(error.value) == (
+        "two predictor kinds are called learned: one from picompile and predicting_plugin:KIND from predicting"
+    )
+
+
+def test_a_program_and_a_package_may_name_the_same_kind_but_not_two(plugin):
+    plugin("plugged = predicting_plugin:KIND")
+    import predicting_plugin
+
+    add_predictor_kind(predicting_plugin.KIND)
+    assert predictor_kinds().count("plugged") == 1
+    predictors._KINDS["plugged"] = predicting_plugin.OTHER
+    with pytest.raises(RegistryError, match="two predictor kinds are called plugged: one that this program added and"):
+        predictor_kinds()
+
+
+def test_a_name_given_twice_by_packages_is_an_error(monkeypatch):
+    points = [EntryPoint("plugged", f"{module}:KIND", ENTRY_POINT_GROUP) for module in ("one", "other")]
+    monkeypatch.setattr(predictors, "entry_points", lambda group: points)
+    with pytest.raises(RegistryError, match=r"two predictor kinds are called plugged: one:KIND .* and other:KIND from"):
+        predictor_kinds()
+
+
+def test_an_option_names_the_kinds_of_packages(plugin):
+    plugin("plugged = predicting_plugin:KIND")
+    with pytest.raises(PassOptionError, match=r"layer 3: 'plug' is not one of auto, exact, none, .*plugged"):
+        InsertPredictors(kinds={3: "plug"})

@@ -1,0 +1,26 @@
+import functools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def prose(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """3,000 bytes of words: as many tokens for a tokenizer of bytes."""
+    path = tmp_path_factory.mktemp("text") / "prose.txt"
+    words = ["neuron", "gate", "up", "down", "hot", "cold", "mask", "fires", "and", "the", "is", "not"]
+    path.write_text(" ".join(random.choices(words, k=3000))[:3000])
+    return path
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _captured_once() -> Iterator[None]:
+    """Capture takes a second and gives the same every time."""
+    from picompile.profiling import prepare, run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "capture", functools.cache(run.capture))
+        patch.setattr(prepare, "open_checkpoint", functools.cache(prepare.open_checkpoint))
+        yield

@@ -1,0 +1,133 @@
+"""What is recognized at a path, what is read there, and what is refused in one line."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from report_folders import FINGERPRINT, predictor_row, write_artifact, write_predictors, write_profile
+
+from picompile.errors import UsageError
+from picompile.predictors import Predictors
+from picompile.report import read_sources
+from picompile.report.artifact import ArtifactFacts
+from picompile.report.layers import of_predictor
+from picompile.report.profile import FiringProfile
+from picompile_runtime import ArtifactError
+
+
+def test_each_is_recognized_by_its_file(tmp_path: Path) -> None:
+    write_profile(tmp_path / "c", seed=1)
+    write_predictors(tmp_path / "b", [predictor_row(0, 1)])
+    write_artifact(tmp_path / "a")
+    found = read_sources([tmp_path / name for name in "abc"])
+    assert [type(source) for source in found] == [ArtifactFacts, Predictors, FiringProfile]
+    assert [source.path.name for source in found] == ["a", "b", "c"]
+
+
+def test_a_profile_gives_its_counts(tmp_path: Path) -> None:
+    counts = write_profile(tmp_path / "profile", seed=2)
+    (profile,) = read_sources([tmp_path / "profile"])
+    assert isinstance(profile, FiringProfile)
+    assert profile.of.fingerprint == FINGERPRINT
+    for layer, values in zip(profile.layers, counts, strict=True):
+        np.testing.assert_array_equal(layer.counts, values)
+    assert profile.model_figures().firing_share == pytest.approx(np.concatenate(counts).mean() / (8 * 24))
+    assert profile.figures()[2].never_fired >= 1
+
+
+def test_an_artifact_gives_bytes_by_operator_and_part(tmp_path: Path) -> None:
+    write_artifact(tmp_path / "artifact")
+    (artifact,) = read_sources([tmp_path / "artifact"])
+    assert isinstance(artifact, ArtifactFacts)
+    # The table that the head reads too is the embedding's.
+    assert artifact.operator_bytes == {"embedding": 700, "ffn": 700, "predict": 70, "other": 9}
+    assert [(part.part, part.weight_bytes) for part in artifact.parts] == [("hot", 100), ("cold", 200), ("all", 400)]
+    assert artifact.predictor_bytes == {0: 70}
+    assert artifact.accuracy is None
+
+
+def test_a_compiled_artifact_is_read(tiny_artifact: Path) -> None:
+    (artifact,) = read_sources([tiny_artifact])
+    assert isinstance(artifact, ArtifactFacts)
+    assert set(artifact.operator_bytes) == {"embedding", "linear", "norm", "rotary", "ffn", "head"}
+    report = json.loads((tiny_artifact / "report.json").read_text())
+    assert sum(artifact.operator_bytes.values()) == sum(report["weight_bytes"].values())
+    assert sum(part.weight_bytes for part in artifact.parts) == artifact.operator_bytes["ffn"]
+    assert [(part.layer, part.neurons, part.predictor) for part in artifact.parts] == [
+        (0, 200, "exact"),
+        (1, 200, "exact"),
+    ]
+
+
+def test_the_cost_in_accuracy_is_read(tmp_path: Path) -> None:
+    rows = [{**predictor_row(layer, 5), "missed_energy": 0.001} for layer in range(2)]
+    accuracy = {"dense_perplexity": 9.5, "perplexity": 9.501, "relative_change": 0.0001, "tokens": 77, "layers": rows}
+    write_artifact(tmp_path / "artifact", accuracy=accuracy)
+    (artifact,) = read_sources([tmp_path / "artifact"])
+    assert isinstance(artifact, ArtifactFacts)
+    assert artifact.accuracy is not None
+    assert artifact.accuracy.figures == {**{key: accuracy[key] for key in accuracy if key != "layers"}, "bound": None}
+    for layer, row in zip(artifact.accuracy.layers, rows, strict=True):
+        assert (layer.rank, layer.recall, layer.missed_energy) == (row["rank"], row["recall"], 0.001)
+        assert layer.computed_ratio == pytest.approx(row["computed_share"] / row["firing_share"])
+
+
+def test_figures_that_are_none_are_left_out(tmp_path: Path) -> None:
+    odd = {"recall": float("nan"), "precision": 3.5, "skewness": None, "computed_share": -1}
+    write_predictors(tmp_path / "predictors", [{**predictor_row(0, 1), **odd}])
+    (predictors,) = read_sources([tmp_path / "predictors"])
+    assert isinstance(predictors, Predictors)
+    layer = of_predictor(predictors.layers[0])
+    assert (layer.recall, layer.precision, layer.skewness, layer.computed_ratio) == (None, None, None, None)
+    assert layer.weighted_recall is not None
+
+
+def refused(*paths: Path) -> str:
+    with pytest.raises((UsageError, ArtifactError)) as raised:
+        read_sources(paths)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_what_is_none_of_them(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("{}")
+    assert "no such folder" in refused(tmp_path / "missing")
+    assert "not a folder" in refused(tmp_path / "file")
+    assert "holds none of profile.json, predictors.json, manifest.json" in refused(tmp_path / "empty")
+    write_profile(tmp_path / "both", seed=1)
+    (tmp_path / "both" / "manifest.json").write_text("{}")
+    assert "profile.json and manifest.json" in refused(tmp_path / "both")
+    # All are looked at before one is read.
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "profile.json").write_text("{")
+    assert "no such folder" in refused(tmp_path / "damaged", tmp_path / "missing")
+
+
+@pytest.mark.parametrize("marker", ["profile.json", "predictors.json", "manifest.json"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"format": "other"}', b"\xff\xfe", b'{"schema": 1}'])
+def test_damaged_files_are_refused(tmp_path: Path, marker: str, content: bytes) -> None:
+    (tmp_path / marker).write_bytes(content)
+    assert str(tmp_path) in refused(tmp_path)
+
+
+@pytest.mark.parametrize("counts", [[-1, 3], [1, 10**9], []])
+def test_counts_that_cannot_be_are_refused(tmp_path: Path, counts: list[int]) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    write_profile(tmp_path, seed=1, layers=1, neurons=2)
+    file = tmp_path / "layers" / "000.safetensors"
+    tensors = load_file(file)
+    tensors["counts"] = np.array(counts, np.int64)
+    save_file(tensors, file)
+    refused(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["program.json", "report.json"])
+@pytest.mark.parametrize("content", [None, b"{}", b'{"functions": [], "ffn": {}, "weight_bytes": {"a": "b"}}'])
+def test_damaged_artifacts_are_refused(tmp_path: Path, name: str, content: bytes | None) -> None:
+    write_artifact(tmp_path / "artifact")
+    file = tmp_path / "artifact" / name
+    file.unlink() if content is None else file.write_bytes(content)
+    assert "artifact" in refused(tmp_path / "artifact")

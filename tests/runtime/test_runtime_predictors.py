@@ -1,0 +1,117 @@
+"""An artifact whose blocks follow a mask, in the engine: what it says of its neurons, its bytes and its perplexity."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from picompile_runtime import load, perplexity
+from picompile_runtime.bench import bytes_per_token
+
+if TYPE_CHECKING:
+    from picompile.capture import Captured
+    from picompile.compile import CompileOptions
+
+IDS = np.random.default_rng(4).integers(0, 300, 50).tolist()
+WINDOW = 24
+
+
+def options() -> CompileOptions:
+    from picompile.compile import CompileOptions
+
+    predictors = "insert-predictors{kind=sign,kinds=(1:learned),ranks=(1:9),inputs=(1:previous),thresholds=(0:0.49)}"
+    return CompileOptions(quant="q8", kv_dtype="f32", context=64, passes=(predictors,))
+
+
+@pytest.fixture(scope="module")
+def captured(tiny_model: Path) -> Captured:
+    """The tiny model, and the weights of a predictor beside its own."""
+    import torch
+
+    from picompile.capture import load_model
+    from picompile.testing import Weights
+
+    model = load_model(tiny_model)
+    tensors = {name: model.weights.load(name) for name in model.weights.names()}
+    random = torch.Generator().manual_seed(5)
+    for name, shape in (("fc1", (9, 96)), ("fc2", (200, 9)), ("bias", (200,))):
+        tensors[f"predictors.layers.1.{name}"] = torch.randn(shape, generator=random)
+    return dataclasses.replace(model, weights=Weights(tensors))
+
+
+@pytest.fixture(scope="module")
+def artifact(captured: Captured, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from picompile.compile import compile_model
+
+    folder = tmp_path_factory.mktemp("predicted") / "artifact"
+    compile_model(captured, folder, options())
+    return folder
+
+
+def eager_nll(captured: Captured) -> float:
+    """That of the quantized graph, predictors and all, in windows that know nothing of each other."""
+    import torch
+
+    from picompile.compile import run_passes
+    from picompile.progress import NoProgress
+    from picompile_passes.materialize import materialize
+
+    module = materialize(run_passes(captured, options(), NoProgress()), captured.weights)
+    total = 0.0
+    for start in range(0, len(IDS) - 1, WINDOW):
+        ids = torch.tensor(IDS[start : start + WINDOW + 1])
+        count = min(WINDOW, len(ids) - 1)
+        with torch.no_grad():
+            logits = module(ids[:count], torch.arange(count))
+        total += float(torch.nn.functional.cross_entropy(logits, ids[1 : count + 1], reduction="sum"))
+    return total
+
+
+def test_perplexity_by_decode_is_that_of_the_predicted_graph(captured: Captured, artifact: Path) -> None:
+    with load(artifact, threads=2) as engine:
+        by_decode, by_prompt = (perplexity(engine, IDS, WINDOW, by) for by in (True, False))
+    expected = eager_nll(captured)
+    assert by_decode.nll == pytest.approx(expected, rel=1e-5)
+    assert by_decode.perplexity == pytest.approx(math.exp(expected / (len(IDS) - 1)), rel=1e-4)
+    # Prompts are read with every neuron.
+    assert abs(by_prompt.nll - expected) > 1e-3 * expected
+
+
+def test_firing(artifact: Path) -> None:
+    with load(artifact, threads=1) as engine:
+        for token in IDS[:20]:
+            engine.decode(token)
+        rows = engine.firing()
+        assert [(row.part.layer, row.part.predictor, row.part.neurons) for row in rows] == [
+            (0, "sign", 200),
+            (1, "learned", 200),
+        ]
+        assert all(0.1 < row.fired_share < row.computed_share < 0.9 for row in rows)
+        assert engine.artifact.manifest.predictor == "learned+sign"
+
+
+def test_bytes_per_token_count_predictors_in_full_and_blocks_by_computed_neurons(artifact: Path) -> None:
+    """A row of q8: 96 columns and 3 scales take 128 bytes, 9 columns padded to 32 take 64. Of signs, it is 64."""
+    with load(artifact, threads=1) as engine:
+        for token in IDS[:20]:
+            engine.decode(token)
+        program, firing = engine.artifact.program, engine.firing()
+        others = sum(call.weight_bytes for call in program.functions["decode"] if call.op not in ("ffn", "predict"))
+        predictors = 200 * 64 + 9 * 128 + 200 * 64 + 200 * 4
+        blocks = sum(row.computed_share for row in firing) * 200 * 3 * 128
+        cache = 2 * 2 * 2 * 24 * 4 * 10  # layers, keys and values, heads, columns, bytes, tokens
+        assert bytes_per_token(engine, firing, tokens=10) == pytest.approx(others + predictors + blocks + cache)
+
+
+def test_same_logits_for_any_number_of_threads(artifact: Path) -> None:
+    results = []
+    for threads in (1, 2, 3):
+        with load(artifact, threads=threads) as engine:
+            results.append(np.stack([engine.decode(token) for token in IDS[:12]]))
+    assert np.array_equal(results[0], results[1])
+    assert np.array_equal(results[0], results[2])

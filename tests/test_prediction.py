@@ -1,0 +1,128 @@
+"""Compilation with lossy predictors: where they come from, what the artifact says of them, what the gate refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support import BUNDLED_MODEL, Cli
+
+import picompile_runtime
+from picompile.checkpoint.fingerprint import fingerprint
+from picompile.compile import CompileOptions, compile_model
+from picompile.errors import AccuracyGateError, UsageError
+from picompile.prediction import HeldOut
+from picompile.predictors import LayerPredictor, save_predictors
+
+RANK = 7
+
+
+def write_predictors(model: Path, folder: Path, bias: float) -> Path:
+    """Predictors of random weights: a large bias computes nearly all neurons, a small one few or none."""
+    generator = torch.Generator().manual_seed(0)
+    config = json.loads((model / "config.json").read_text())
+    hidden, neurons = config["hidden_size"], config["intermediate_size"]
+    tensors, layers = {}, []
+    for layer in range(config["num_hidden_layers"]):
+        tensors[f"layers.{layer}.fc1"] = torch.randn(RANK, hidden, generator=generator) / hidden**0.5
+        tensors[f"layers.{layer}.fc2"] = torch.randn(neurons, RANK, generator=generator) / RANK**0.5
+        tensors[f"layers.{layer}.bias"] = torch.full((neurons,), bias)
+        layers.append(LayerPredictor(layer, "learned", "block", RANK, parameters=1, bytes_f16=2))
+    save_predictors(folder, layers, tensors, {"fingerprint": fingerprint(model), "name": "tiny"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"line {number}: def f(x): return x ** {number}\n" for number in range(400)))
+    return path
+
+
+def test_the_artifact_says_what_its_predictors_cost(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
+    predictors = write_predictors(tiny_model, tmp_path / "predictors", bias=0.0)
+    options = CompileOptions(
+        quant="f16",
+        context=128,
+        predictor="learned",
+        predictors=predictors,
+        calibration=(held_out,),
+        gate=None,
+        gate_tokens=300,
+    )
+    compile_model(tiny_model, tmp_path / "artifact", options)
+    accuracy = json.loads((tmp_path / "artifact" / "report.json").read_text())["accuracy"]
+    assert accuracy["bound"] is None
+    assert accuracy["relative_change"] == pytest.approx(accuracy["perplexity"] / accuracy["dense_perplexity"] - 1)
+    assert abs(accuracy["relative_change"]) > 1e-4, "half of the neurons are left out, and nothing is lost"
+    assert [layer["rank"] for layer in accuracy["layers"]] == [RANK, RANK]
+    assert all(0.2 < layer["recall"] < 0.8 for layer in accuracy["layers"])
+    manifest = json.loads((tmp_path / "artifact" / "manifest.json").read_text())
+    assert manifest["predictor"] == "learned"
+    assert manifest["accuracy"]["relative_change"] == accuracy["relative_change"]
+    with picompile_runtime.load(tmp_path / "artifact") as engine:
+        for token in (1, 2, 3):
+            engine.decode(token)
+        assert all(0.2 < part.computed_share < 0.8 for part in engine.firing())
+    assert picompile_runtime.verify(tmp_path / "artifact").predictor == "learned"
+
+
+def test_a_gate_that_is_not_met(cli: Cli, held_out: Path, tmp_path: Path) -> None:
+    predictors = write_predictors(BUNDLED_MODEL, tmp_path / "predictors", bias=-2.0)
+    ended = cli(
+        "compile", BUNDLED_MODEL, "-o", tmp_path / "artifact", "--predictor", "learned", "--predictors", predictors,
+        "--calibration", held_out, "--context", 64, "--gate", "0.01%", "--gate-tokens", 200,
+    )  # fmt: skip
+    assert ended.code == 7
+    assert ended.err.count("\n") == 1
+    for said in ("0.01 %", "layers", "recall by contribution", "--gate"):
+        assert said in ended.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["predictors"]
+
+
+def test_predictors_that_compute_every_neuron_pass_any_gate(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
+    predictors = write_predictors(tiny_model, tmp_path / "predictors", bias=1e4)
+    options = CompileOptions(
+        context=64, predictor="learned", predictors=predictors, calibration=(held_out,), gate=1e-4, gate_tokens=100
+    )
+    compile_model(tiny_model, tmp_path / "artifact", options)
+    accuracy = json.loads((tmp_path / "artifact" / "report.json").read_text())["accuracy"]
+    assert [layer["weighted_recall"] for layer in accuracy["layers"]] == [1, 1]
+
+
+def test_predictors_of_another_model(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+    predictors = write_predictors(tiny_model, tmp_path / "predictors", bias=0.0)
+    facts = json.loads((predictors / "predictors.json").read_text())
+    facts["model"]["fingerprint"] = "0" * 64
+    (predictors / "predictors.json").write_text(json.dumps(facts))
+    ended = cli("compile", tiny_model, "-o", tmp_path / "out", "--predictor", "learned", "--predictors", predictors)
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert "another model" in ended.err
+
+
+def test_what_lossless_predictors_do_not_need(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+    for option, value in (("--predictors", tmp_path), ("--profile", tmp_path), ("--calibration", tmp_path / "text")):
+        ended = cli("compile", tiny_model, "-o", tmp_path / "out", option, value)
+        assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
+        assert "choose learned" in ended.err
+
+
+def test_a_module_in_memory_has_no_text_to_be_judged_by(tiny_model: Path, tmp_path: Path) -> None:
+    from picompile.capture import load_model
+
+    with pytest.raises(UsageError, match="model folder"):
+        compile_model(load_model(tiny_model), tmp_path / "artifact", CompileOptions(predictor="learned", context=32))
+
+
+def test_the_first_windows_of_a_text() -> None:
+    text = HeldOut([[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]], "somewhere")
+    assert text.first(100, 10) == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    assert text.first(7, 10) == [[1, 2, 3, 4], [5, 6, 7]]
+    assert text.first(5, 10) == [[1, 2, 3, 4]]
+    assert text.first(6, 3) == [[1, 2, 3], [5, 6, 7]]
+    assert text.first(6, 2) == [[1, 2], [3, 4], [5, 6]]
+
+
+def test_an_error_of_the_gate_carries_the_layers() -> None:
+    assert AccuracyGateError("too far", [3, 1]).layers == (3, 1)
+    assert AccuracyGateError.exit_code == 7

@@ -1,0 +1,91 @@
+"""A pass that skips neurons is held to what it does with all of them."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from picompile.cli.passes import _EFFECTS
+from picompile.testing import OPT, Shape, build, check_run, random_weights
+from picompile.testing.checking import PropertyError
+from picompile_passes.infra import Effect, Pass
+from picompile_passes.nodes import arguments, calls
+from picompile_passes.operands import PREDICT, SPARSE_FFN
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.rewriter import Rewriter
+from picompile_passes.stages import Stage
+
+
+@dataclass(frozen=True)
+class SkipMore(Pass):
+    """Raises every threshold to 0.75; with `and_more` it also forgets the biases of down."""
+
+    name: ClassVar[str] = "skip-more"
+    requires: ClassVar[Stage] = Stage.PREDICTED
+    ensures: ClassVar[Stage] = Stage.PREDICTED
+    effect: ClassVar[Effect] = Effect.SKIPS
+
+    and_more: bool = False
+
+    def rewrite(self, rewriter: Rewriter) -> bool:
+        for mask in calls(rewriter.graph, PREDICT):
+            if arguments(mask)["threshold"] != 0.75:
+                rewriter.set_argument(mask, "threshold", 0.75)
+        for block in calls(rewriter.graph, SPARSE_FFN):
+            if self.and_more and arguments(block)["down_bias"] is not None:
+                rewriter.set_argument(block, "down_bias", None)
+        return rewriter.changes > 0
+
+
+class SaysExact(SkipMore):
+    effect: ClassVar[Effect] = Effect.EXACT
+
+
+def predicted():
+    before = InsertPredictors("sign")(build(OPT)).graph_module
+    return before, random_weights(before)
+
+
+def test_a_pass_may_skip_neurons_where_it_says_so():
+    check_run(SkipMore(), *predicted())
+    with pytest.raises(PropertyError, match="property equivalent does not hold"):
+        check_run(SaysExact(), *predicted())
+
+
+def test_a_pass_that_skips_may_do_nothing_else():
+    with pytest.raises(PropertyError, match="property equivalent does not hold"):
+        check_run(SkipMore(and_more=True), *predicted())
+
+
+@pytest.mark.parametrize("kind", ["learned", "sign"])
+def test_predictors_that_skip_keep_every_property(kind):
+    before = build(Shape(activation="silu"))
+    ranks = {0: 2, 1: 3} if kind == "learned" else {}
+    check_run(InsertPredictors(kind, ranks=ranks), before, random_weights(before))
+
+
+@dataclass(frozen=True)
+class AddWeight(Pass):
+    """Makes a parameter that is no predictor's."""
+
+    name: ClassVar[str] = "add-weight"
+    requires: ClassVar[Stage] = Stage.CANONICAL
+    ensures: ClassVar[Stage] = Stage.CANONICAL
+    effect: ClassVar[Effect] = Effect.CHANGES
+
+    def rewrite(self, rewriter: Rewriter) -> bool:
+        end = rewriter.graph.output_node().args[0]
+        rows, columns = arguments(end)["weight"].meta["val"].shape
+        weight = rewriter.parameter("other.head", (rows, columns), sources=(end,))
+        rewriter.set_argument(end, "weight", weight)
+        return True
+
+
+def test_another_new_parameter_is_a_fault():
+    before = build(OPT)
+    with pytest.raises(PropertyError, match=r"property keeps-weights .*other\.head is new"):
+        check_run(AddWeight(), before, random_weights(before))
+
+
+def test_every_effect_is_explained_by_the_command():
+    assert set(_EFFECTS) == {effect.value for effect in Effect}

@@ -1,0 +1,97 @@
+"""The choice over all layers is the best there is, by trying all of them."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from picompile.errors import UsageError
+from picompile.training.candidates import Candidate, LayerResult
+from picompile.training.choose import Limits, choose, described, options_of
+from picompile.training.curve import Curve, measure_curve
+from picompile.training.selection import Selection
+
+
+def _curve(draw: torch.Generator, sharpness: float) -> Curve:
+    scores = torch.randn(400, 20, generator=draw)
+    fires = scores * sharpness + torch.randn(400, 20, generator=draw) > 1.0
+    return measure_curve(iter([(scores, (fires * torch.rand(400, 20, generator=draw)).half())]))
+
+
+def _results(seed: int, layers: int = 4, decided: float | None = 0.3) -> list[LayerResult]:
+    draw = torch.Generator().manual_seed(seed)
+    results = []
+    for layer in range(layers):
+        candidates = tuple(
+            Candidate("learned", "block", rank, rank * 44, _curve(draw, rank / 3), {}) for rank in (2, 5, 9, 14)
+        )
+        results.append(LayerResult(layer, 20, 24, 72, decided, 0.5, {}, candidates))
+    return results
+
+
+@pytest.mark.parametrize("ratio", [1.2, 3.0])
+def test_the_choice_is_the_cheapest_of_all(ratio: float) -> None:
+    for _ in range(8):
+        results = _results(random.randrange(1 << 30))
+        targets = {layer: random.choice((0.9, 0.99)) for layer in range(4)}
+        limits = Limits(random.randrange(0, 2500), ratio, exact=True)
+        options = [options_of(result, targets[result.layer], limits) for result in results]
+        fitting = [
+            combination
+            for combination in itertools.product(*options)
+            if sum(choice.parameters for choice in combination) <= limits.parameters
+        ]
+        if not fitting:
+            with pytest.raises(UsageError, match="budget"):
+                choose(results, targets, limits)
+            continue
+        best = min(sum(choice.cost for choice in combination) for combination in fitting)
+        chosen = choose(results, targets, limits)
+        assert sum(choice.cost for choice in chosen) == pytest.approx(best)
+        assert sum(choice.parameters for choice in chosen) <= limits.parameters
+        assert all(choice.point.weighted_recall >= targets[choice.layer] for choice in chosen)
+
+
+def test_exact_needs_no_parameters_and_misses_nothing() -> None:
+    results = _results(1)
+    chosen = choose(results, dict.fromkeys(range(4), 0.999), Limits(0, 1.5, exact=True))
+    assert [(choice.kind, choice.parameters, choice.point.weighted_recall) for choice in chosen] == [
+        ("exact", 0, 1.0)
+    ] * 4
+    # The gate in full; up and down of the neurons that it does not silence.
+    assert chosen[0].cost == pytest.approx(20 * 24 + 0.3 * 20 * 48)
+
+
+def test_without_exact_a_budget_can_be_too_small() -> None:
+    results = _results(2)
+    targets = dict.fromkeys(range(4), 0.9)
+    with pytest.raises(UsageError, match="the smallest predictors have 352 parameters, more than the budget of 351"):
+        choose(results, targets, Limits(351, 1.5, exact=False))
+    assert all(choice.kind == "learned" for choice in choose(results, targets, Limits(4000, 1.5, exact=False)))
+
+
+def test_where_nothing_can_be_exact_everything_can_be_computed() -> None:
+    results = _results(3, decided=None)
+    (choice, *_) = choose(results, dict.fromkeys(range(4), 0.9), Limits(0, 1.5, exact=True))
+    assert (choice.kind, choice.point.computed_share, choice.cost) == ("none", 1.0, 20 * 72)
+    entry = described(results[0], choice)
+    assert (entry.kind, entry.rank, entry.parameters, entry.weighted_recall) == ("none", None, 0, 1.0)
+
+
+def test_the_ratio_is_kept_where_it_can_be() -> None:
+    results = _results(4)
+    for result in results:
+        kept = options_of(result, 0.95, Limits(10**6, 1.5, exact=True))
+        assert all(choice.point.computed_ratio <= 1.5 for choice in kept) or len(kept) == 5
+
+
+def test_tightening_halves_what_may_be_missed() -> None:
+    results = _results(5)
+    first = Selection.first([0, 1, 2, 3], 0.9, Limits(10**6, 99.0, exact=False), {})
+    tighter = first.tightened([1, 3])
+    assert dict(tighter.targets) == {0: 0.9, 1: pytest.approx(0.95), 2: 0.9, 3: pytest.approx(0.95)}
+    assert first.changes(tighter, results)
+    assert not first.changes(first.tightened([]), results)
+    recalls = [choice.point.weighted_recall for choice in tighter.choices(results)]
+    assert recalls[1] >= 0.95 and recalls[3] >= 0.95
