@@ -2,7 +2,7 @@
 
     python benchmarks/profile_memory.py --work build/profile-memory
 
-Makes a checkpoint of the shape with `--layers` layers, profiles it, and prints JSON. The time of a layer is that between the
+Makes a checkpoint of the shape with `--layers` layers, profiles it, and prints JSON. A layer's time is that between the
 files of two; the estimate for the whole model is its layers times that, plus the rest. Memory does not depend on the
 number of layers. Takes 4 GB of disk, and about 10 minutes of two cores for each layer.
 """

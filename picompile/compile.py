@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 QUANTIZATIONS = ("f16", "q8", "q4")
 PREDICTORS = ("exact", "learned", "sign", "none")
-LOSSY = ("learned", "sign")
+_LOSSLESS = (None, "exact", "none")
+_TRAINED = ("learned", "sign")
 KV_DTYPES = {"f16": "float16", "f32": "float32"}
 DEFAULT_CONTEXT = 4096
 DEFAULT_GATE = 0.001
@@ -42,15 +43,17 @@ CHUNK = 64
 class CompileOptions:
     """What to compile for.
 
-    `predictor` None chooses `exact` where the activation leaves neurons silent and `none` elsewhere. `learned` and
-    `sign` leave out neurons, and pass a gate: with them, perplexity on held-out text may rise by the share `gate` at
-    most, None for whatever it comes to. They come from the folder `predictors`, or are trained on the profile in the
-    folder `profile`, or on one made from the text files `calibration`; `work` keeps these stages for the next time.
-    `context` in
-    tokens; None takes the model's own limit, at most 4096. `kv_dtype` is f16 or f32; None takes f16, and f32 where
-    rounding would move neurons across a jump of the activation (FATReLU). `hot` maps a layer to the neurons of its hot
-    part. `passes` are extra passes as text, `name{option=value}@stage`, options and stage as needed: each runs as soon
-    as the graph is at that stage, or else the one it requires. `dump_ir` receives the graph after every pass.
+    `predictor` None chooses `exact` where the activation leaves neurons silent and `none` elsewhere. `learned`, `sign`
+    and what plug-ins add leave out neurons, and pass a gate: with them, perplexity on held-out text may rise by the
+    share `gate` at most, None for whatever it comes to. `learned` ones come from the folder `predictors`; or they, and
+    the thresholds of `sign`, are trained on the profile in the folder `profile`, or on one made from the text files
+    `calibration`. `work` keeps these stages for the next time.
+
+    `context` in tokens; None takes the model's own limit, at most 4096. `kv_dtype` is f16 or f32; None takes f16, and
+    f32 where rounding would move neurons across a jump of the activation (FATReLU). `hot` maps a layer to the neurons
+    of its hot part. `passes` are extra passes as text, `name{option=value}@stage`, options and stage as needed: each
+    runs as soon as the graph is at that stage, or else the one it requires. `dump_ir` receives the graph after every
+    pass.
     """
 
     target: str = "cpu"
@@ -77,14 +80,14 @@ class CompileOptions:
             raise TargetError(f"target {self.target!r} is not supported yet; supported is cpu")
         for value, known, name in (
             (self.quant, QUANTIZATIONS, "quantization"),
-            (self.predictor, (None, *PREDICTORS), "predictor"),
+            (self.predictor, (None, *_predictors(self.predictor)), "predictor"),
             (self.kv_dtype, (None, *KV_DTYPES), "KV cache type"),
         ):
             if value not in known:
                 raise UsageError(f"unknown {name} {value!r}; known are {', '.join(k for k in known if k)}")
         given = {"predictors": self.predictors, "profile": self.profile, "calibration text": self.calibration}
         for what, wanted in given.items():
-            if wanted and self.predictor not in LOSSY:
+            if wanted and self.predictor not in _TRAINED:
                 raise UsageError(f"{what} given, but predictor {self.predictor or 'auto'} needs none; choose learned")
         if self.gate_tokens < 2:
             raise UsageError(f"the gate must read at least 2 tokens, not {self.gate_tokens}")
@@ -92,6 +95,19 @@ class CompileOptions:
             raise UsageError(f"the context must be at least 1 token, not {self.context}")
         if self.chunk < 2:
             raise UsageError(f"the prefill chunk must be at least 2 tokens, not {self.chunk}")
+
+
+def _predictors(wanted: str | None) -> tuple[str, ...]:
+    """The kinds that can be asked for: ours, and those of plug-ins, which are only looked for where it is none of ours.
+
+    A kind with weights of its own comes with the folder that holds them.
+    """
+    if wanted is None or wanted in PREDICTORS:
+        return PREDICTORS
+    from picompile_passes.predictors import predictor_kind, predictor_kinds
+
+    others = [name for name in predictor_kinds() if name not in PREDICTORS]
+    return (*PREDICTORS, *(name for name in others if predictor_kind(name).parameters is None))
 
 
 def compile_model(
@@ -115,7 +131,7 @@ def compile_model(
     else:
         folder, captured = None, model
     source = _Source(captured, folder, _context(captured, options))
-    if options.predictor not in LOSSY:
+    if options.predictor in _LOSSLESS:
         _compile(source, None, output, options, progress)
         return
     from picompile.prediction import find_prediction
@@ -192,7 +208,7 @@ def pipeline_passes(options: CompileOptions, insert: "Pass | None" = None) -> "l
 
     own = [
         *CANONICALIZE,
-        insert or InsertPredictors("auto" if options.predictor in (None, *LOSSY) else str(options.predictor)),
+        insert or InsertPredictors(str(options.predictor) if options.predictor in ("exact", "none") else "auto"),
         Partition(options.hot),
         Quantize(options.quant),
     ]

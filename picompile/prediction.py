@@ -57,20 +57,27 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predictors and the text that they are judged on. `trained` is the folder that holds their candidates."""
+    """Predictors and the text that they are judged on.
 
-    predictors: Predictors
+    Without `predictors` it is `kind` in every layer, which needs no weights. `trained` is the folder that holds
+    candidates of larger ones.
+    """
+
+    kind: str
+    predictors: Predictors | None
     held_out: HeldOut
     firing_thresholds: dict[int, float] = field(default_factory=dict)
     trained: Path | None = None
 
     def insert_pass(self) -> "InsertPredictors":
         """The pass that puts them into a canonical graph."""
-        return self.predictors.insert_pass()
+        from picompile_passes.passes.insert_predictors import InsertPredictors
+
+        return InsertPredictors(self.kind) if self.predictors is None else self.predictors.insert_pass()
 
     def weights(self, base: "WeightSource") -> "WeightSource":
         """The model's weights and theirs."""
-        return self.predictors.weights(base)
+        return base if self.predictors is None else self.predictors.weights(base)
 
     def larger(self, layers: Sequence[int]) -> "Prediction | None":
         """The same with larger predictors in `layers`, or None where there are none."""
@@ -151,6 +158,10 @@ def find_prediction(
     """
     if model is None:
         raise UsageError("lossy predictors need a model folder; a module in memory can be compiled with exact or none")
+    kind = str(options.predictor)
+    if kind not in ("learned", "sign"):
+        yield Prediction(kind, None, _held_out(model, options))
+        return
     found = options.predictors or _beside(model, options)
     if found is not None:
         yield _given(model, captured, found, options)
@@ -173,7 +184,7 @@ def _beside(model: Path, options: CompileOptions) -> Path | None:
 def _given(model: Path, captured: "Captured", path: Path, options: CompileOptions) -> Prediction:
     predictors = load_predictors(path)
     predictors.require_model(fingerprint(model), block_shapes(canonical_graph(captured)))
-    return Prediction(predictors, _held_out(model, options))
+    return Prediction(str(options.predictor), predictors, _held_out(model, options))
 
 
 def _held_out(model: Path, options: CompileOptions) -> HeldOut:
@@ -205,4 +216,4 @@ def _trained(model: Path, captured: "Captured", work: Path, options: CompileOpti
     training = TrainOptions(kind=options.predictor or "learned", gate=options.gate)
     predictors = train_predictors(model, profile, folder, training, progress)
     thresholds = {layer.layer: layer.threshold for layer in profile.layers}
-    return Prediction(predictors, _held_out_of(profile), thresholds, folder)
+    return Prediction(training.kind, predictors, _held_out_of(profile), thresholds, folder)

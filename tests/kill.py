@@ -25,31 +25,39 @@ _POLL_S = 0.002
 
 @dataclass(frozen=True)
 class Killed:
-    """One moment: seconds after the folder appeared; whether the kill was in time; whether the bytes are the same."""
+    """One moment: seconds after the folder appeared; whether the kill was in time; how many files were there then;
+    whether the bytes are the same in the end.
+    """
 
     after_s: float
     in_time: bool
-    left: tuple[str, ...]
+    files: int
     same: bool
 
 
-def kill_at_random_moments(command: Sequence[str], work: Path, moments: int, seed: int) -> list[Killed]:
-    """Runs `picompile` with the words `command`; `FOLDER` among them stands for a folder under `work`."""
+def kill_at_random_moments(
+    command: Sequence[str], work: Path, moments: int, seed: int, together: bool = False
+) -> list[Killed]:
+    """Runs `picompile` with the words `command`; `FOLDER` among them stands for a folder under `work`.
+
+    With `together` one run is killed again and again; else each is killed once.
+    """
     _import_once()
     draw = random.Random(seed)
     reference = work / "reference"
     appeared_s, ended_s = _watch(_start(command, reference), reference)
     expected = digests(reference)
-    found = []
+    found, same = [], True
     for number in range(moments):
-        folder = work / f"killed-{number}"
+        folder = work / ("killed" if together else f"killed-{number}")
         after_s = draw.uniform(0, ended_s - appeared_s)
         in_time = _kill(_start(command, folder), folder, after_s)
-        left = tuple(sorted(digests(folder)))
-        if in_time:
+        files = len(digests(folder))
+        if not together or number + 1 == moments:
             _watch(_start(command, folder), folder)
-        found.append(Killed(after_s, in_time, left, digests(folder) == expected))
-        shutil.rmtree(folder)
+            same = digests(folder) == expected
+            shutil.rmtree(folder)
+        found.append(Killed(after_s, in_time, files, same))
     return found
 
 
@@ -122,17 +130,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--moments", type=int, default=20)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
+    parser.add_argument("--together", action="store_true", help="kill one run at all moments, not one at each")
     parser.add_argument("work", type=Path, help="a folder for all that is made; it must not exist")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what comes after `picompile`, with FOLDER in it")
     options = parser.parse_args()
     if "FOLDER" not in options.command:
         parser.error("the word FOLDER must be in the command")
     options.work.mkdir(parents=True)
-    found = kill_at_random_moments(options.command, options.work, options.moments, options.seed)
+    found = kill_at_random_moments(options.command, options.work, options.moments, options.seed, options.together)
     for killed in found:
         state = "killed" if killed.in_time else "had ended"
         verdict = "same bytes" if killed.same else "OTHER BYTES"
-        print(f"{killed.after_s:7.3f} s: {state}, {len(killed.left)} files; then {verdict}")
+        print(f"{killed.after_s:7.3f} s: {state}, {killed.files} files; then {verdict}")
     print(f"seed {options.seed}: {sum(killed.same for killed in found)} of {len(found)} the same")
     sys.exit(0 if all(killed.same for killed in found) else 1)
 

@@ -13,8 +13,16 @@ from picompile.compile import CompileOptions, compile_model
 from picompile.errors import AccuracyGateError, UsageError
 from picompile.prediction import HeldOut
 from picompile.predictors import LayerPredictor, save_predictors
+from picompile_passes.errors import UnsupportedGraphError
+from picompile_passes.predictors import PredictorKind, add_predictor_kind
 
 RANK = 7
+EVERY_NEURON = PredictorKind(
+    "testing-every-neuron",
+    lambda x, weights, threshold: torch.ones(*x.shape[:-1], len(weights[0]), dtype=torch.bool),
+    lambda weights: len(weights[0]),
+    row_local=True,
+)
 
 
 def write_predictors(model: Path, folder: Path, bias: float) -> Path:
@@ -126,3 +134,17 @@ def test_the_first_windows_of_a_text() -> None:
 def test_an_error_of_the_gate_carries_the_layers() -> None:
     assert AccuracyGateError("too far", [3, 1]).layers == (3, 1)
     assert AccuracyGateError.exit_code == 7
+
+
+def test_a_plug_in_kind_without_weights(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
+    """It is inserted in every layer; where it has no kernel, that is said."""
+    add_predictor_kind(EVERY_NEURON)
+    options = CompileOptions(context=64, predictor=EVERY_NEURON.name, gate=None)
+    with pytest.raises(UnsupportedGraphError, match=EVERY_NEURON.name):
+        compile_model(tiny_model, tmp_path / "artifact", options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kind_with_weights_comes_in_a_folder() -> None:
+    with pytest.raises(UsageError, match="learned-relu"):
+        CompileOptions(predictor="learned-relu")

@@ -19,8 +19,8 @@ from picompile.cli.failures import report
 from picompile.cli.import_predictors import import_predictors_command
 from picompile.cli.inspect import inspect_command
 from picompile.cli.passes import passes_command
-from picompile.cli.report import report_command
 from picompile.cli.profile import profile_command
+from picompile.cli.report import report_command
 from picompile.cli.run import run_command
 from picompile.cli.synth import synth_command
 from picompile.cli.targets import targets_command

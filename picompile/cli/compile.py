@@ -16,7 +16,7 @@ from picompile.cli.checks import (
     require_output,
     require_text_file,
 )
-from picompile.cli.options import CalibrationOption, DebugOption, GateOption, KvDtype, Predictor, Quant
+from picompile.cli.options import CalibrationOption, DebugOption, GateOption, KvDtype, Quant
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.shares import parse_gate
@@ -34,11 +34,12 @@ def compile_command(
     ] = "cpu",
     quant: Annotated[Quant, typer.Option(help="Weight format.")] = Quant.Q4,
     predictor: Annotated[
-        Predictor | None,
+        str | None,
         typer.Option(
+            metavar="KIND",
             help="How firing neurons are known. exact: from the gate computed in full, lossless, ReLU family only. "
             "learned: by a small trained predictor a layer. sign: from the signs of the weights. none: all are "
-            "computed. Default: exact where it can be, else none.",
+            "computed. Or a plug-in's. Default: exact where it can be, else none.",
             show_default=False,
         ),
     ] = None,
@@ -111,7 +112,7 @@ def compile_command(
     options = CompileOptions(
         target=target,
         quant=quant.value,
-        predictor=None if predictor is None else predictor.value,
+        predictor=predictor,
         context=context,
         kv_dtype=kv_dtype.value if kv_dtype is not None else None,
         hot=hot_neurons,

@@ -50,15 +50,6 @@ class Quant(str, Enum):
     Q4 = "q4"
 
 
-class Predictor(str, Enum):
-    """Predictor kinds, as `picompile_passes.predictors` has them."""
-
-    EXACT = "exact"
-    LEARNED = "learned"
-    SIGN = "sign"
-    NONE = "none"
-
-
 class KvDtype(str, Enum):
     """Element types of the key/value cache."""
 

@@ -53,7 +53,7 @@ def prepare(model: Path, options: ProfileOptions, progress: Progress) -> Task:
         text = text_windows(tokenizer, window_size(options, facts.max_positions), options)
     own = own_tokens(facts.parameters, text.calibration.numel()) if text.library else 0
     if text.library:
-        without = "none of the model's own, which is too large to write enough of it"
+        without = "none of the model's own, since that would be too slow or too little"
         added = f"{own} tokens of the model's own" if own else without
         progress.say(f"no calibration text is given; it is {text.sources[0]}, and {added}")
     return Task(model, options, facts, fingerprint(model), text, own)
@@ -74,7 +74,7 @@ def check_place(output: Path, task: Task) -> None:
         others = [path for path in output.iterdir() if not (path.name.startswith(".") and path.name.endswith(".tmp"))]
         if description is None and others:
             raise UsageError(f"{output}: exists and has no {PROFILE_FILE}, so it is not overwritten")
-    if description is not None and description.get("complete") and not task.options.overwrite:
+    if description is not None and description.get("complete") is True and not task.options.overwrite:
         if description.get("inputs") != task.inputs:
             raise UsageError(f"{output}: holds a profile of other inputs; give --force to overwrite it")
     elif description is None:

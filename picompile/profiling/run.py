@@ -61,7 +61,8 @@ def profile_model(
     task = prepare(model, options, progress)
     check_place(output, task)
     workplace = Workplace(output, task.inputs)
-    complete = bool((read_description(output) or {}).get("complete"))
+    description = read_description(output)
+    complete = description is not None and description.get("complete") is True
     if complete and not options.overwrite:
         progress.say(f"{output}: is complete already")
         workplace.tidy()
@@ -72,6 +73,8 @@ def profile_model(
     with locked(output):
         if workplace.open(anew=complete):
             progress.say(f"{output}: was begun, and goes on")
+        elif description is not None and not complete:
+            progress.say(f"{output}: was begun with other inputs, and begins anew")
         try:
             _Run(task, captured, workplace, progress).run()
         except UnsupportedModelError:

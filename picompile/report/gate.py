@@ -36,9 +36,9 @@ def gate_table(gate: Mapping[str, Any], layers: Sequence[LayerFigures]) -> Table
     )
     return Table(
         "What it costs in accuracy",
-        ("dense", "with predictors", "change", "gate", "met", "rounds", "most is missed in layers", "tokens", "text"),
+        ("dense", "with predictors", "change", "gate", "met", "rounds", "layers to blame", "tokens", "text"),
         [row],
-        texts=frozenset({"met", "most is missed in layers", "text"}),
+        texts=frozenset({"met", "layers to blame", "text"}),
         words=_WORDS,
     ).without_empty(NOTHING)
 

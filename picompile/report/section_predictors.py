@@ -53,8 +53,8 @@ def predictors_section(anchor: str, predictors: Predictors, profiles: Sequence[F
     firing = known[0].figures() if known else {}
     layers = of_predictors(predictors, firing)
     facts = [
-        ("model", predictors.name or NOTHING),
-        ("fingerprint", (predictors.fingerprint or NOTHING)[:16]),
+        ("model", str(predictors.name or NOTHING)),
+        ("fingerprint", str(predictors.fingerprint or NOTHING)[:16]),
         ("kinds", kinds_text([layer.kind for layer in layers])),
         ("parameters", parameters_text(predictors)),
         ("in f16", numbers.size(sum(layer.bytes_f16 or 0 for layer in layers) or None)),

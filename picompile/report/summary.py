@@ -69,7 +69,7 @@ def _profile(source: FiringProfile) -> dict[str, str]:
 def _predictors(source: Predictors) -> dict[str, str]:
     layers = of_predictors(source)
     return {
-        "model": source.name or numbers.NOTHING,
+        "model": str(source.name or numbers.NOTHING),
         "predictor": _kinds([layer.kind for layer in layers]),
         "parameters": parameters_text(source, brief=True),
         "size": numbers.size(sum(layer.bytes_f16 or 0 for layer in layers) or None),

@@ -1,11 +1,13 @@
-"""Where a graph looks rows up by ids: its embeddings, written in whatever way."""
+"""Which parameters of a graph are looked up by ids, in whatever way that is written, and which are predictors'."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from picompile_passes.nodes import constant_nodes
+from picompile_passes.nodes import arguments, calls, constant_nodes
+from picompile_passes.operands import PREDICT
+from picompile_passes.predictors import predictor_kind
 
 
 def vocabulary(graph_module: GraphModule) -> int:
@@ -19,13 +21,24 @@ def vocabulary(graph_module: GraphModule) -> int:
 
 def embedding_names(graph_module: GraphModule) -> frozenset[str]:
     """The names of the parameters whose rows are looked up: for tokens, and for positions where those are learned."""
+    return _parameters_of(matrix for _, matrix in _lookups(graph_module.graph))
+
+
+def predictor_names(graph_module: GraphModule) -> frozenset[str]:
+    """The names of the parameters that predictors have of their own."""
+    predictors = (arguments(node) for node in calls(graph_module.graph, PREDICT))
+    own = [values for values in predictors if predictor_kind(values["kind"]).parameters is not None]
+    return _parameters_of(weight for values in own for weight in values["weights"])
+
+
+def _parameters_of(weights: Iterable[Node]) -> frozenset[str]:
+    """The names of all parameters that `weights` are made of."""
     names: set[str] = set()
-    for _, matrix in _lookups(graph_module.graph):
-        stack = [matrix]
-        while stack:
-            node = stack.pop()
-            names.update([str(node.target)] if node.op == "get_attr" else [])
-            stack.extend(node.all_input_nodes)
+    stack = list(weights)
+    while stack:
+        node = stack.pop()
+        names.update([str(node.target)] if node.op == "get_attr" else [])
+        stack.extend(node.all_input_nodes)
     return frozenset(names)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from picompile.testing.lookups import embedding_names
+from picompile.testing.lookups import embedding_names, predictor_names
 from picompile_passes.dialect import FORMATS
 from picompile_passes.nodes import attribute, has_real_data
 
@@ -60,13 +60,15 @@ def random_weights(
     embedding_scale = _EMBEDDING_SCALES[seed % 2]
     other_scale = 1.0 if embedding_scale == 1.0 else _OTHER_SCALE
     embeddings = embedding_names(graph_module)
-    draw = _DRAW[representable]
+    own = predictor_names(graph_module)
     tensors = {}
     for name, parameter in _parameters(graph_module).items():
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         if parameter.dim() == 2:
             scale = embedding_scale if name in embeddings else other_scale * parameter.shape[1] ** -0.5
-            value = draw(parameter.shape, scale, generator)
+            # Predictors' own matrices are packed in q8 where others are in q4.
+            form = "q8" if representable == "q4" and name in own else representable
+            value = _DRAW[form](parameter.shape, scale, generator)
         else:
             value = _vector(name, parameter.shape, other_scale, generator)
         tensors[name] = value.to(dtype)

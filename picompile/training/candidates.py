@@ -115,7 +115,9 @@ def _learned(
     data: LayerData, firing: Firing, train: slice, test: slice, settings: JobSettings
 ) -> tuple[tuple[Candidate, ...], dict[str, float]]:
     ranks = _ranks(data, firing, settings)
-    how = Fit(settings.epochs, settings.weighting, settings.seed * 1000 + data.layer, train, settings.device)
+    how = Fit(
+        settings.epochs, settings.weighting, settings.recall, settings.seed * 1000 + data.layer, train, settings.device
+    )
     starts: dict[str, Start] = {}
 
     def candidate(name: str, rank: int, how: Fit) -> Candidate:
@@ -130,7 +132,7 @@ def _learned(
     name = settings.input
     inputs: dict[str, float] = {}
     if name == "auto":
-        shorter = Fit(1, how.weighting, how.seed, train, how.device)
+        shorter = Fit(1, how.weighting, how.recall, how.seed, train, how.device)
         rank = ranks[len(ranks) // 2]
         for choice in data.input_choices:
             inputs[choice] = _cost(data, candidate(choice, rank, shorter), settings.recall)

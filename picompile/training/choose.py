@@ -21,6 +21,10 @@ class Choice:
     cost: float
 
 
+# Parameters, cost and the choices of the layers so far.
+_Entry = tuple[int, float, tuple[Choice, ...]]
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a choice must keep to: `parameters` of all predictors; `computed_ratio` where a layer can."""
@@ -33,31 +37,45 @@ class Limits:
 def choose(results: Sequence[LayerResult], targets: Mapping[int, float], limits: Limits) -> list[Choice]:
     """The cheapest choice of which every layer reaches its target, a share of the contribution of firing neurons.
 
-    Exact: the sums of parameters of the layers so far are kept, each with its cheapest choice, unless another has fewer
-    parameters and costs less. Raises `UsageError` where even the smallest predictors are too large together.
+    The computed ratio is let go of in a layer that cannot keep it, and in all where the budget has no room for it.
+    Raises `UsageError` where even the smallest predictors are too large together.
     """
-    front: list[tuple[int, float, tuple[Choice, ...]]] = [(0, 0.0, ())]
-    for result in results:
-        options = options_of(result, targets[result.layer], limits)
-        longer = [
-            (parameters + option.parameters, cost + option.cost, (*chosen, option))
-            for parameters, cost, chosen in front
-            for option in options
-        ]
-        front = _undominated(longer)
-    fitting = [entry for entry in front if entry[0] <= limits.parameters]
-    if not fitting:
-        least = front[0][0]
-        raise UsageError(
-            f"the smallest predictors have {least} parameters, more than the budget of {limits.parameters}; "
-            f"raise --budget, lower --rank, or allow exact ones"
+    every = [options_of(result, targets[result.layer], limits) for result in results]
+    kept = [
+        [option for option in options if option.point.computed_ratio <= limits.computed_ratio] or options
+        for options in every
+    ]
+    for options in (kept, every):
+        fitting = [entry for entry in _front(options) if entry[0] <= limits.parameters]
+        if fitting:
+            return list(fitting[-1][2])
+    least = sum(min(option.parameters for option in options) for options in every)
+    raise UsageError(
+        f"the smallest predictors have {least} parameters, more than the budget of {limits.parameters}; "
+        f"raise --budget, lower --rank, or allow exact ones"
+    )
+
+
+def _front(options: Sequence[Sequence[Choice]]) -> list[_Entry]:
+    """Of all combinations, those for which none has as few parameters at a smaller cost.
+
+    A combination that is beaten in its first layers is beaten in all, so that layer after layer few are kept.
+    """
+    front: list[_Entry] = [(0, 0.0, ())]
+    for of_layer in options:
+        front = _undominated(
+            [
+                (parameters + option.parameters, cost + option.cost, (*chosen, option))
+                for parameters, cost, chosen in front
+                for option in of_layer
+            ]
         )
-    return list(fitting[-1][2])
+    return front
 
 
-def _undominated(entries: list[tuple[int, float, tuple[Choice, ...]]]) -> list[tuple[int, float, tuple[Choice, ...]]]:
-    """Those for which none has as few parameters at a smaller cost; rising parameters, falling cost."""
-    kept: list[tuple[int, float, tuple[Choice, ...]]] = []
+def _undominated(entries: list[_Entry]) -> list[_Entry]:
+    """By rising parameters and falling cost."""
+    kept: list[_Entry] = []
     for entry in sorted(entries, key=lambda entry: entry[:2]):
         if not kept or entry[1] < kept[-1][1]:
             kept.append(entry)
@@ -65,10 +83,9 @@ def _undominated(entries: list[tuple[int, float, tuple[Choice, ...]]]) -> list[t
 
 
 def options_of(result: LayerResult, target: float, limits: Limits) -> list[Choice]:
-    """What the layer may get for its target: candidates and lossless kinds that keep the ratio, or all if none does."""
+    """What the layer may get for its target: its candidates, and a lossless kind."""
     every = [_of_candidate(result, number, target) for number in range(len(result.candidates))]
-    every += _lossless(result) if limits.exact or result.decided_share is None else []
-    return [choice for choice in every if choice.point.computed_ratio <= limits.computed_ratio] or every
+    return every + (_lossless(result) if limits.exact or result.decided_share is None else [])
 
 
 def _of_candidate(result: LayerResult, number: int, target: float) -> Choice:

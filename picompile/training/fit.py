@@ -9,10 +9,12 @@ from torch import Tensor
 from picompile.training.data import LayerData
 from picompile.training.start import Weights
 
-# What a silent neuron weighs beside a firing of mean contribution. Small, so that the loss is about what lies in the
-# region of thresholds that find nearly all: 0.2, 0.05, 0.02 and 0.005 gave 1.58, 1.55, 1.54 and 1.55 computed neurons
-# for one that fires (recall 99.5 %, rank 64, third layer of the bundled model).
-_SILENCE = 0.02
+# What a silent neuron weighs beside a firing of mean contribution, for each share of the contribution that may be
+# missed. Small, so that the loss is about the thresholds that find nearly all: at a recall of 99.5 %, 0.2, 0.05, 0.02
+# and 0.005 gave 1.58, 1.55, 1.54 and 1.55 computed neurons for one that fires (rank 64, third layer of the bundled
+# model). Where more may be missed, more of it is better.
+_SILENCE_OF_MISS = 4.0
+_LEAST_SILENCE, _MOST_SILENCE = 0.005, 0.5
 
 _BATCH = 256
 _LEAST_STEPS = 16
@@ -24,27 +26,35 @@ _WARM_UP = 0.1
 
 @dataclass(frozen=True)
 class Fit:
-    """How long and how to train. `weighting` is that of `TrainOptions`; `train` are the samples."""
+    """How long and how to train. `weighting` and `recall` are those of `TrainOptions`; `train` are the samples."""
 
     epochs: int
     weighting: str
+    recall: float
     seed: int
     train: slice
     device: str = "cpu"
+
+    @property
+    def silence(self) -> float | None:
+        """What a silent neuron weighs; None where all weigh alike."""
+        if self.weighting == "none":
+            return None
+        return min(_MOST_SILENCE, max(_LEAST_SILENCE, _SILENCE_OF_MISS * (1 - self.recall)))
 
 
 def fit(data: LayerData, contribution: Tensor, name: str, start: Weights, how: Fit) -> Weights:
     """Trains a predictor that reads input `name`, from `start`; contribution float16 [S, F], 0 where silent.
 
     Loss: the logistic loss of each neuron and sample, a firing weighted by its contribution in units of the mean, a
-    silence by 0.02; with weighting `none` all alike. The gradient is written out, since the loss of 11,008 neurons on a
+    silence by `how.silence`; with weighting `none` all alike. The gradient is written out, since the loss of 11,008 neurons on a
     batch would be held several times over otherwise.
     """
     parts = [part.to(how.device).clone() for part in (start.fc1, start.fc2, start.bias)]
     optimizer = _Adam(parts, _steps_of(start))
     count = how.train.stop - how.train.start
     batch = max(1, min(_BATCH, count // _LEAST_STEPS))
-    unit = 1.0 if how.weighting == "none" else _mean_of_firings(contribution[how.train])
+    unit = 1.0 if how.silence is None else _mean_of_firings(contribution[how.train])
     steps = how.epochs * (count // batch)
     generator = torch.Generator().manual_seed(how.seed)
     order = torch.empty(0, dtype=torch.int64)
@@ -54,20 +64,22 @@ def fit(data: LayerData, contribution: Tensor, name: str, start: Weights, how: F
         rows, order = order[:batch], order[batch:]
         x = data.inputs(name, rows).to(how.device)
         weight = contribution[rows].to(how.device).float()
-        gradients = _gradients(parts, x, weight, unit, how.weighting)
+        gradients = _gradients(parts, x, weight, unit, how.silence)
         optimizer.step(gradients, _schedule((step + 1) / steps))
     return Weights(*(part.cpu() for part in parts))
 
 
-def _gradients(parts: list[Tensor], x: Tensor, contribution: Tensor, unit: float, weighting: str) -> list[Tensor]:
+def _gradients(
+    parts: list[Tensor], x: Tensor, contribution: Tensor, unit: float, silence: float | None
+) -> list[Tensor]:
     fc1, fc2, bias = parts
     inner = x @ fc1.T
     slope = torch.addmm(bias, inner, fc2.T).sigmoid_()
-    if weighting == "none":
+    if silence is None:
         slope -= (contribution > 0).float()
     else:
         weight = contribution / unit
-        slope.mul_(weight.masked_fill(weight == 0, _SILENCE)).sub_(weight)
+        slope.mul_(weight.masked_fill(weight == 0, silence)).sub_(weight)
     slope /= len(x)
     return [(slope @ fc2).T @ x, slope.T @ inner, slope.sum(0)]
 

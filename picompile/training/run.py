@@ -1,6 +1,7 @@
 """Training: from a profile to predictors that keep within the gate."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -200,6 +201,7 @@ class _Run:
             "layers": [entry(layer) for layer in gate.layers(predictors)],
         }
         selection.write(self.place, facts)
+        self._discard()
         return self._assemble(results, selection, facts)
 
     def _gate(self, selection: Selection) -> Gate:
@@ -221,8 +223,6 @@ class _Run:
         return assemble(folder, results, selection.choices(results), places, model, facts)
 
     def _discard(self) -> None:
-        import shutil
-
         shutil.rmtree(self.place.work / "tried", ignore_errors=True)
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import typer
-from support import ROOT, Cli
+from support import BUNDLED_MODEL, ROOT, Cli
 
 import picompile
 from picompile.cli.app import COMMANDS
 from picompile.cli.failures import report
-from picompile.cli.options import KvDtype, Predictor, Quant
+from picompile.cli.options import KvDtype, Quant
 from picompile.errors import DoesNotFitError, UsageError
 
 
@@ -75,7 +75,7 @@ def test_version_is_that_of_the_distribution() -> None:
         (["eval", "x", "--text", "/"], "folder"),
         (["compile", "x"], "-o"),
         (["compile", "x", "-o", "y", "--quant", "q5"], "q5"),
-        (["compile", "x", "-o", "y", "--predictor", "learned"], "learned"),
+        (["compile", str(BUNDLED_MODEL), "-o", "y", "--predictor", "guessed"], "guessed"),
         (["compile", "x", "-o", "y", "--kv-dtype", "q4"], "q4"),
         (["compile", "x", "-o", "y", "--context", "-4"], "--context"),
         (["compile", "x", "-o", "y", "--context", "0"], "--context"),
@@ -117,12 +117,8 @@ def test_stdin_that_is_not_text_is_refused(cli: Cli, monkeypatch: pytest.MonkeyP
 def test_choices_are_those_of_the_packages() -> None:
     from picompile.compile import KV_DTYPES
     from picompile_passes.dialect import FORMATS
-    from picompile_passes.predictors import predictor_kinds
 
     assert {item.value for item in Quant} == set(FORMATS)
-    # Other tests of this process may have added theirs.
-    kinds = {kind for kind in predictor_kinds() if not kind.startswith("testing-")}
-    assert {item.value for item in Predictor} == kinds
     assert {item.value for item in KvDtype} == set(KV_DTYPES)
 
 
@@ -184,7 +180,8 @@ def test_passes_are_listed_with_their_options(cli: Cli) -> None:
     rows = {row["name"]: row for row in json.loads(ended.out)}
     assert {"insert-predictors", "partition", "quantize"} <= set(rows)
     assert rows["quantize"]["ensures"] == "quantized"
-    assert rows["insert-predictors"]["options"] == {"kind": "str"}
+    assert rows["insert-predictors"]["options"]["kind"] == "str"
+    assert rows["insert-predictors"]["options"]["ranks"] == "Mapping[int, int]"
     text = cli("passes").out
     assert all(row["summary"] and row["summary"] in text for row in rows.values())
 

@@ -351,7 +351,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "packs in one format and unpacks in another",
         "passes/quantize.py",
-        "data = rewriter.call(QUANTIZE, (weight, self.format)",
+        "data = rewriter.call(QUANTIZE, (weight, form)",
         'data = rewriter.call(QUANTIZE, (weight, "q8")',
     ),
     Fault(

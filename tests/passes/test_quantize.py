@@ -28,14 +28,18 @@ def partitioned(shape=LLAMA, hot=None):
     return Partition(hot or {})(predicted).graph_module
 
 
-def rounded(weights, form):
-    """What `form` leaves of each matrix. A down projection holds a neuron in each column, and is packed by neuron."""
+def rounded(weights, form, predictors=None):
+    """What `form` leaves of each matrix, and `predictors` of predictors' own, `form` if not given.
+
+    A down projection holds a neuron in each column, and is packed by neuron.
+    """
 
     def keep(name, weight):
         if weight.dim() != 2:
             return weight
         rows = weight.T if name.endswith(DOWN) else weight
-        left = dequantize_rows(quantize_rows(rows, form), form, rows.shape[1])
+        stored = (predictors or form) if name.startswith("predictors.") else form
+        left = dequantize_rows(quantize_rows(rows, stored), stored, rows.shape[1])
         return left.T if name.endswith(DOWN) else left
 
     return Weights({name: keep(name, weight) for name, weight in weights.tensors.items()})
@@ -75,19 +79,22 @@ def test_matrices_are_packed_and_vectors_are_not():
         assert node.args[1] == "q8"
 
 
-@pytest.mark.parametrize("form", ["f16", "q8", "q4"])
-def test_matrices_of_a_learned_predictor_are_packed_and_its_bias_is_not(form):
+@pytest.mark.parametrize(
+    ("form", "predictors", "own"),
+    [("f16", "auto", "f16"), ("q8", "auto", "q8"), ("q4", "auto", "q8"), ("q4", "q4", "q4"), ("q4", "f16", "f16")],
+)
+def test_matrices_of_a_learned_predictor_are_packed_and_its_bias_is_not(form, predictors, own):
     before = InsertPredictors("learned", ranks={0: 3, 1: 5}, inputs={1: "previous"})(build(OPT)).graph_module
-    after = Quantize(form)(Partition({0: (1, 7)})(before).graph_module).graph_module
+    after = Quantize(form, predictors)(Partition({0: (1, 7)})(before).graph_module).graph_module
     verify(after, Stage.QUANTIZED)
     for mask in calls(after.graph, PREDICT):
         fc1, fc2, bias = arguments(mask)["weights"]
         packed = [arguments(weight)["packed"] for weight in (fc1, fc2)]
-        assert [arguments(node)["format"] for node in packed] == [form] * 2
+        assert [arguments(node)["format"] for node in packed] == [own] * 2
         names = [str(node.target).split(".")[-1] for node in (*(arguments(p)["weight"] for p in packed), bias)]
         assert names == ["fc1", "fc2", "bias"]
     weights = random_weights(before)
-    assert_close(run(after, weights), run(before, rounded(weights, form)))
+    assert_close(run(after, weights), run(before, rounded(weights, form, own)))
 
 
 @pytest.mark.parametrize("shape", [LLAMA, OPT], ids=["llama", "opt"])

@@ -15,7 +15,7 @@ def prose(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _captured_once() -> Iterator[None]:
     """Capture takes a second and gives the same every time."""
     from picompile.profiling import prepare, run

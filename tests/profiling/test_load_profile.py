@@ -91,6 +91,6 @@ def test_weights_that_are_no_numbers_leave_nothing(tiny_model: Path, prose: Path
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UnsupportedModelError, match="^layer 1: its neurons' values are not finite numbers"):
+    with pytest.raises(UnsupportedModelError, match=r"^layer 1: its neurons' values are not finite numbers"):
         profile_model(model, tmp_path / "new", ProfileOptions((prose,), tokens=1024, window=128))
     assert not (tmp_path / "new").exists()

@@ -14,6 +14,7 @@ from picompile.errors import UsageError
 from picompile.layerwise import run as layerwise_run
 from picompile.profiling import ProfileOptions, files, load_profile, profile_model
 from picompile.profiling.workplace import locked
+from picompile.progress import NoProgress
 
 
 class Ended(BaseException):
@@ -105,7 +106,9 @@ def test_one_of_other_inputs_begins_anew(
         patch.setattr("picompile.profiling.workplace.Workplace.finish", Mock(side_effect=Ended))
         profile_model(tiny_model, folder, options(prose, seed=1))
     assert (folder / "layers" / "001.safetensors").exists()
-    profile_model(tiny_model, folder, options(prose, seed=2))
+    said = Mock(wraps=NoProgress())
+    profile_model(tiny_model, folder, options(prose, seed=2), said)
+    said.say.assert_called_once_with(f"{folder}: was begun with other inputs, and begins anew")
     profile_model(tiny_model, tmp_path / "undisturbed", options(prose, seed=2))
     assert digests(folder) == digests(tmp_path / "undisturbed")
 

@@ -112,6 +112,11 @@ def test_damaged_files_are_refused(tmp_path: Path, marker: str, content: bytes) 
     assert str(tmp_path) in refused(tmp_path)
 
 
+def test_layers_that_no_model_has_are_refused(tmp_path: Path) -> None:
+    write_predictors(tmp_path / "predictors", [{**predictor_row(0, 1, kind="exact"), "layer": 10**400}])
+    assert "which no model has" in refused(tmp_path / "predictors")
+
+
 @pytest.mark.parametrize("counts", [[-1, 3], [1, 10**9], []])
 def test_counts_that_cannot_be_are_refused(tmp_path: Path, counts: list[int]) -> None:
     from safetensors.numpy import load_file, save_file
