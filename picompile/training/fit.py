@@ -47,8 +47,8 @@ def fit(data: LayerData, contribution: Tensor, name: str, start: Weights, how: F
     """Trains a predictor that reads input `name`, from `start`; contribution float16 [S, F], 0 where silent.
 
     Loss: the logistic loss of each neuron and sample, a firing weighted by its contribution in units of the mean, a
-    silence by `how.silence`; with weighting `none` all alike. The gradient is written out, since the loss of 11,008 neurons on a
-    batch would be held several times over otherwise.
+    silence by `how.silence`; with weighting `none` all alike. The gradient is written out, since the loss of 11,008
+    neurons on a batch would be held several times over otherwise.
     """
     parts = [part.to(how.device).clone() for part in (start.fc1, start.fc2, start.bias)]
     optimizer = _Adam(parts, _steps_of(start))
