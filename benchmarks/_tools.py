@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 
 def picompile(*arguments: object) -> str:
     """Runs the command line; returns its standard output. Stops the benchmark when it fails."""
@@ -25,6 +27,23 @@ def picompile_json(*arguments: object) -> dict[str, Any]:
     return result
 
 
+def _descendants(pid: int) -> list[int]:
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+def _memory(pid: int) -> dict[str, int]:
+    """Anonymous and resident bytes of a process; none of one that has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return {}
+    fields = dict(line.split(":", 1) for line in lines if line.startswith(("Anonymous:", "Rss:")))
+    return {name: int(value.split()[0]) * 1024 for name, value in fields.items()}
+
+
 @dataclass(frozen=True)
 class Watched:
     """How a process went. Bytes are peaks; `anonymous_bytes` leaves out mapped files."""
@@ -36,7 +55,9 @@ class Watched:
 
 
 def watch(command: list[str], limit_bytes: int | None = None) -> Watched:
-    """Runs a command and samples its memory 50 times a second.
+    """Runs a command and samples the memory of all its processes together, up to 50 times a second.
+
+    Pages that several of them share, such as libraries, are counted in each.
 
     `limit_bytes` is set on the process with RLIMIT_AS, which counts every mapped byte, files and libraries included.
     """
@@ -46,16 +67,13 @@ def watch(command: list[str], limit_bytes: int | None = None) -> Watched:
     peaks = {"Anonymous": 0, "Rss": 0}
 
     def sample() -> None:
-        path = Path(f"/proc/{process.pid}/smaps_rollup")
         while process.poll() is None:
-            try:
-                lines = path.read_text().splitlines()
-            except OSError:
-                return
-            for line in lines:
-                name, _, value = line.partition(":")
-                if name in peaks and value:
-                    peaks[name] = max(peaks[name], int(value.split()[0]) * 1024)
+            sums = dict.fromkeys(peaks, 0)
+            for pid in [process.pid, *_descendants(process.pid)]:
+                for name, size in _memory(pid).items():
+                    sums[name] += size
+            for name, size in sums.items():
+                peaks[name] = max(peaks[name], size)
             time.sleep(0.02)
 
     thread = threading.Thread(target=sample)

@@ -16,6 +16,9 @@ from picompile.training.data import LayerData, save_layer_data
 from picompile.training.jobs import run_job
 from picompile.training.results import load_result
 
+# All jobs together, where --jobs does not say how many: with the process that starts them they stay below 6 GB.
+_MOST_BYTES = 5 << 30
+
 # What a process holds before it has any data: Python, torch.
 _PROCESS_BYTES = 400 << 20
 
@@ -125,11 +128,14 @@ def _ask(process: "subprocess.Popen[str]", data: Path, result: Path, settings: J
 
 
 def count_jobs(asked: int | None, layers: int, job_bytes: int) -> int:
-    """How many layers to train at a time: as asked, or one a core, as far as they fit into the memory that is free."""
+    """How many layers to train at a time: as asked, or one a core, as far as they fit into memory.
+
+    That is what is free, and no more than what is promised of any model unless more is asked for.
+    """
     if asked is not None:
         return max(1, min(asked, layers))
     cores = len(os.sched_getaffinity(0))
-    fitting = int(_available_bytes() // (job_bytes + _PROCESS_BYTES))
+    fitting = int(min(_available_bytes(), _MOST_BYTES) // (job_bytes + _PROCESS_BYTES))
     return max(1, min(cores, layers, fitting))
 
 

@@ -25,7 +25,7 @@ class TrainOptions:
     missed firings alike: with both, predictors are those of PowerInfer and Deja Vu but for their form. `epochs` are
     passes over the samples.
 
-    `jobs` is how many layers are trained at a time (None: one a core, as far as memory goes), `ray` the address of a
+    `jobs` is how many layers are trained at a time (None: one a core, as far as 5 GiB go), `ray` the address of a
     Ray cluster that does it instead. Neither changes the result.
     """
 
