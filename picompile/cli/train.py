@@ -43,7 +43,7 @@ def train_command(
     ] = "6%",
     recall: Annotated[
         str, typer.Option(metavar="SHARE", help="What a predictor must find of what firing neurons contribute.")
-    ] = "99.5%",
+    ] = "99.7%",
     computed: Annotated[
         float,
         typer.Option(metavar="X", min=1, help="Neurons computed for one that fires, at most, where a layer can."),

@@ -10,6 +10,10 @@ INPUT_CHOICES = ("auto", "block", "stream", "previous")
 WEIGHTINGS = ("contribution", "none")
 DEVICES = ("auto", "cpu", "cuda")
 
+# Aimed at on samples that training has not seen. Other text is less like them: aimed at 99.5 %, an OPT of 22 million
+# parameters found 99.43 % on held-out text in its worst layer.
+DEFAULT_RECALL = 0.997
+
 
 @dataclass(frozen=True)
 class TrainOptions:
@@ -32,7 +36,7 @@ class TrainOptions:
     kind: str = "learned"
     gate: float | None = 0.001
     budget: float = 0.06
-    recall: float = 0.995
+    recall: float = DEFAULT_RECALL
     computed_ratio: float = 1.5
     exact: bool = True
     input: str = "auto"
