@@ -58,7 +58,16 @@ def _job(data: LayerData, settings: JobSettings) -> LayerResult:
 def _connected(ray: Any, address: str) -> Iterator[None]:
     try:
         if address == "local":
-            ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False)
+            # On the loopback: workers of one machine need no other address, and not every network lets it be reached.
+            ray.init(
+                address="local",
+                _node_ip_address="127.0.0.1",
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                # Ray's workers are nice; beside anything else they would wait for minutes only to import torch.
+                _system_config={"worker_niceness": 0},
+            )
         else:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
