@@ -29,6 +29,13 @@ EXEMPT = {
     "pip install .": "run, in a folder of its own, by the test of the tutorial",
     "python benchmarks/decode.py --shape reglu-1.3b --active 0.10 --work build/bench": "takes 10 GB and ten minutes",
     "python benchmarks/kernels.py": "takes a minute, and a quiet machine",
+    **{
+        f"python examples/train_relu_lm.py --variant {variant} --out build/relu-lm/{variant} --steps 1800 --threads 1 "
+        "--l1 1 --learning-rate 0.001": "takes an hour or two"
+        for variant in ("reglu", "opt")
+    },
+    "python benchmarks/predictors.py build/relu-lm/reglu": "takes a quarter of an hour, and a trained model",
+    "python benchmarks/predictors.py models/tiny-reglu --ranks 48,64,80": "takes some minutes",
     "python benchmarks/compile_memory.py MODEL --quant q4 [--limit-gb 6]": "a synopsis; takes minutes",
 }
 

@@ -95,7 +95,8 @@ class Workplace:
             return ""
         if known.get("candidates") != candidates:
             return "was begun from other inputs, and starts anew"
-        return "was begun, and goes on" if any(self.work.glob("layers/*.safetensors")) else ""
+        begun = known.get("inputs") == inputs and any(self.work.glob("layers/*.safetensors"))
+        return "was begun, and goes on" if begun else ""
 
 
 def digest(*parts: object) -> str:
