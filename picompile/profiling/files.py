@@ -1,5 +1,6 @@
 """Files that appear whole or not at all, and tensors in them that are written and read one at a time."""
 
+import fcntl
 import json
 import os
 import struct
@@ -96,3 +97,17 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except READ_ERRORS as error:
         raise UsageError(f"{path}: missing or damaged: {one_line(error)}") from error
+
+
+@contextmanager
+def locked(folder: Path, doing: str) -> Iterator[None]:
+    """Keeps other processes from working in `folder` meanwhile. Raises `UsageError` where one is `doing` that."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(f"{folder}: another process is {doing} into it") from error
+        yield
+    finally:
+        os.close(handle)

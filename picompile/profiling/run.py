@@ -25,7 +25,7 @@ from picompile.profiling.collect import (
     norm_of,
     summarize,
 )
-from picompile.profiling.files import read_tensors, write_tensors
+from picompile.profiling.files import locked, read_tensors, write_tensors
 from picompile.profiling.options import ProfileOptions
 from picompile.profiling.own_text import own_windows
 from picompile.profiling.passes import Extra, Model, run_pass
@@ -41,7 +41,7 @@ from picompile.profiling.profile import (
 )
 from picompile.profiling.thresholds import Search
 from picompile.profiling.tokens import windows_sha256
-from picompile.profiling.workplace import Workplace, locked
+from picompile.profiling.workplace import Workplace
 from picompile.progress import NoProgress, Progress
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.pipeline import Pipeline
@@ -70,7 +70,7 @@ def profile_model(
     with progress.step("capture"):
         captured = capture(model)
     output.mkdir(parents=True, exist_ok=True)
-    with locked(output):
+    with locked(output, "profiling"):
         if workplace.open(anew=complete):
             progress.say(f"{output}: was begun, and goes on")
         elif description is not None and not complete:

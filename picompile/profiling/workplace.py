@@ -5,11 +5,8 @@ every window there; a layer's own file is in place before it. So whenever the pr
 needs, and does again at most one segment.
 """
 
-import fcntl
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,17 +108,3 @@ def description_inputs(folder: Path) -> str | None:
     """The inputs of the profile, complete or not, in a folder; None where there is none."""
     content = read_description(folder)
     return None if content is None else str(content.get("inputs"))
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keeps other processes from working in `folder` meanwhile. Raises `UsageError` where one does."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UsageError(f"{folder}: another process is profiling into it") from error
-        yield
-    finally:
-        os.close(handle)

@@ -5,10 +5,11 @@ from pathlib import Path
 
 from picompile.errors import UsageError
 from picompile.predictors import Predictors, load_predictors
+from picompile.profiling.files import locked
 from picompile.training.assemble import assemble
 from picompile.training.results import load_result
 from picompile.training.selection import Selection
-from picompile.training.workplace import Workplace, locked
+from picompile.training.workplace import Workplace
 
 
 def tighten(folder: Path, layers: Sequence[int]) -> Predictors | None:
@@ -24,7 +25,7 @@ def tighten(folder: Path, layers: Sequence[int]) -> Predictors | None:
         return None
     if unknown := sorted(set(layers) - selection.targets.keys()):
         raise UsageError(f"{folder}: has no layer {unknown[0]}")
-    with locked(folder):
+    with locked(folder, "training"):
         results = [load_result(place.layer_file(layer.layer)) for layer in current.layers]
         tighter = selection.tightened(layers)
         try:

@@ -16,6 +16,7 @@ from picompile.checkpoint.fingerprint import fingerprint
 from picompile.errors import AccuracyGateError, UsageError
 from picompile.predictors import Predictors, load_predictors
 from picompile.profiling import Profile
+from picompile.profiling.files import locked
 from picompile.progress import NoProgress, Progress
 from picompile.training.assemble import assemble, key_of
 from picompile.training.candidates import JobSettings, LayerResult
@@ -27,7 +28,7 @@ from picompile.training.local import count_jobs, train_locally
 from picompile.training.options import TrainOptions
 from picompile.training.results import load_result
 from picompile.training.selection import Selection
-from picompile.training.workplace import Workplace, digest, locked
+from picompile.training.workplace import Workplace, digest
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.pipeline import Pipeline
 
@@ -57,7 +58,7 @@ def train_predictors(
         return load_predictors(output)
     run.check_blocks()
     output.mkdir(parents=True, exist_ok=True)
-    with locked(output):
+    with locked(output, "training"):
         if found := run.place.open(run.inputs, run.candidate_inputs):
             progress.say(f"{output}: {found}")
         return run.run()

@@ -8,13 +8,10 @@
 | `predictors.json`, `predictors.safetensors` | the result, written last |
 """
 
-import fcntl
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,17 +99,3 @@ class Workplace:
 def digest(*parts: object) -> str:
     """Hex digits of what `json` makes of `parts`."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keeps other processes from training into `folder` meanwhile. Raises `UsageError` where one does."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UsageError(f"{folder}: another process is training into it") from error
-        yield
-    finally:
-        os.close(handle)

@@ -13,7 +13,7 @@ from support import ROOT, BuildOnce, save_tiny_llama
 from picompile.errors import UsageError
 from picompile.layerwise import run as layerwise_run
 from picompile.profiling import ProfileOptions, files, load_profile, profile_model
-from picompile.profiling.workplace import locked
+from picompile.profiling.files import locked
 from picompile.progress import NoProgress
 
 
@@ -128,7 +128,7 @@ def test_a_state_that_was_lost_is_made_again(
 
 def test_two_at_once(tiny_model: Path, prose: Path, tmp_path: Path) -> None:
     (tmp_path / "profile").mkdir()
-    with locked(tmp_path / "profile"), pytest.raises(UsageError, match="another process"):
+    with locked(tmp_path / "profile", "profiling"), pytest.raises(UsageError, match="another process"):
         profile_model(tiny_model, tmp_path / "profile", options(prose))
 
 
