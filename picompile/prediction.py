@@ -42,18 +42,6 @@ class HeldOut:
     windows: Sequence[Sequence[int]]
     source: str
 
-    def first(self, tokens: int, longest: int) -> list[list[int]]:
-        """The first `tokens` ids at most, in windows of `longest` ids at most and 2 at least."""
-        kept: list[list[int]] = []
-        pieces = (
-            window[start : start + longest] for window in self.windows for start in range(0, len(window), longest)
-        )
-        for piece in pieces:
-            room = tokens - sum(map(len, kept))
-            if min(room, len(piece)) >= 2:
-                kept.append(list(piece[:room]))
-        return kept
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -92,15 +80,16 @@ class Prediction:
         self, artifact: Path, captured: "Captured", context: int, options: CompileOptions, progress: Progress
     ) -> dict[str, Any]:
         """What the predictors cost in `artifact`, for its report. Raises `AccuracyGateError` beyond the bound."""
-        from picompile.gate import check_artifact
+        from picompile.gate import check_artifact, first_windows, to_blame
 
         # The last id of a window is only predicted.
-        windows = self.held_out.first(options.gate_tokens, context + 1)
+        windows = first_windows(self.held_out.windows, options.gate_tokens, context + 1)
         result = check_artifact(artifact, windows, progress=progress)
         layers = self._layers(captured, context, progress)
         change = result.relative_change
         if options.gate is not None and not change <= options.gate:
-            raise AccuracyGateError(_refusal(change, options.gate, layers), _to_blame(layers))
+            blamed = to_blame(layers)
+            raise AccuracyGateError(_refusal(change, options.gate, layers, blamed), blamed)
         return {
             "bound": options.gate,
             "dense_perplexity": result.dense_perplexity,
@@ -112,10 +101,10 @@ class Prediction:
         }
 
     def _layers(self, captured: "Captured", context: int, progress: Progress) -> "list[LayerAccuracy]":
-        from picompile.gate import measure_layers
+        from picompile.gate import first_windows, measure_layers
 
         predicted = self.insert_pass()(canonical_graph(captured)).graph_module
-        windows = self.held_out.first(_LAYER_TOKENS, context)
+        windows = first_windows(self.held_out.windows, _LAYER_TOKENS, context)
         return measure_layers(predicted, self.weights(captured.weights), windows, self.firing_thresholds, progress)
 
 
@@ -127,24 +116,12 @@ def canonical_graph(captured: "Captured") -> "GraphModule":
     return Pipeline(tuple(CANONICALIZE))(captured.graph_module).graph_module
 
 
-def _to_blame(layers: "Sequence[LayerAccuracy]") -> list[int]:
-    """The layers that together make most of what is missed, the worst first."""
-    ordered = sorted(layers, key=lambda layer: -layer.missed_energy)
-    total, found, seen = sum(layer.missed_energy for layer in layers), [], 0.0
-    for layer in ordered:
-        if seen > total / 2 or layer.missed_energy == 0:
-            break
-        found.append(layer.layer)
-        seen += layer.missed_energy
-    return found
-
-
-def _refusal(change: float, bound: float, layers: "Sequence[LayerAccuracy]") -> str:
+def _refusal(change: float, bound: float, layers: "Sequence[LayerAccuracy]", blamed: Sequence[int]) -> str:
     recalls = {layer.layer: layer.weighted_recall for layer in layers}
-    blamed = ", ".join(f"{layer} (recall by contribution {recalls[layer]:.2%})" for layer in _to_blame(layers)[:4])
+    named = ", ".join(f"{layer} (recall by contribution {recalls[layer]:.2%})" for layer in blamed[:4])
     return (
         f"the predictors raise the perplexity by {100 * change:.3g} %, more than {100 * bound:.3g} %; most is missed "
-        f"in layers {blamed or 'none'}; train larger ones, or allow more with --gate"
+        f"in layers {named or 'none'}; train larger ones, or allow more with --gate"
     )
 
 

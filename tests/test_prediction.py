@@ -11,7 +11,6 @@ import picompile_runtime
 from picompile.checkpoint.fingerprint import fingerprint
 from picompile.compile import CompileOptions, compile_model
 from picompile.errors import AccuracyGateError, UsageError
-from picompile.prediction import HeldOut
 from picompile.predictors import LayerPredictor, save_predictors
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.predictors import PredictorKind, add_predictor_kind
@@ -120,15 +119,6 @@ def test_a_module_in_memory_has_no_text_to_be_judged_by(tiny_model: Path, tmp_pa
 
     with pytest.raises(UsageError, match="model folder"):
         compile_model(load_model(tiny_model), tmp_path / "artifact", CompileOptions(predictor="learned", context=32))
-
-
-def test_the_first_windows_of_a_text() -> None:
-    text = HeldOut([[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]], "somewhere")
-    assert text.first(100, 10) == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
-    assert text.first(7, 10) == [[1, 2, 3, 4], [5, 6, 7]]
-    assert text.first(5, 10) == [[1, 2, 3, 4]]
-    assert text.first(6, 3) == [[1, 2, 3], [5, 6, 7]]
-    assert text.first(6, 2) == [[1, 2], [3, 4], [5, 6]]
 
 
 def test_an_error_of_the_gate_carries_the_layers() -> None:

@@ -46,7 +46,7 @@ def train_command(
     ] = "99.7%",
     computed: Annotated[
         float,
-        typer.Option(metavar="X", min=1, help="Neurons computed for one that fires, at most, where a layer can."),
+        typer.Option(metavar="X", min=1, help="Neurons computed for one that fires, at most, as the budget allows."),
     ] = 1.5,
     exact: Annotated[
         bool, typer.Option("--exact/--no-exact", help="Let layers be exact where that reads fewer bytes.")

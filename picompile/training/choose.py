@@ -11,7 +11,10 @@ from picompile.training.curve import Point
 
 @dataclass(frozen=True)
 class Choice:
-    """What a layer may get. `candidate` is None for `exact` and `none`; `cost` counts weights read for a token."""
+    """What a layer may get. `candidate` is None for `exact` and `none`.
+
+    `cost` counts weights that are read for a token, `excess` neurons that are computed beyond the limit on them.
+    """
 
     layer: int
     kind: str
@@ -19,15 +22,16 @@ class Choice:
     point: Point
     parameters: int
     cost: float
+    excess: float
 
 
-# Parameters, cost and the choices of the layers so far.
-_Entry = tuple[int, float, tuple[Choice, ...]]
+# Parameters; excess and cost; the choices of the layers so far.
+_Entry = tuple[int, tuple[float, float], tuple[Choice, ...]]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a choice must keep to: `parameters` of all predictors; `computed_ratio` where a layer can."""
+    """What a choice must keep to: `parameters` of all predictors; `computed_ratio` as far as these allow it."""
 
     parameters: int
     computed_ratio: float
@@ -35,20 +39,16 @@ class Limits:
 
 
 def choose(results: Sequence[LayerResult], targets: Mapping[int, float], limits: Limits) -> list[Choice]:
-    """The cheapest choice of which every layer reaches its target, a share of the contribution of firing neurons.
+    """The best choice of which every layer reaches its target, a share of the contribution of firing neurons.
 
-    The computed ratio is let go of in a layer that cannot keep it, and in all where the budget has no room for it.
-    Raises `UsageError` where even the smallest predictors are too large together.
+    That is the one with the fewest neurons beyond the computed ratio, none wherever the budget has room for it, and of
+    those the one that reads the fewest weights. Raises `UsageError` where even the smallest predictors are too large
+    together.
     """
     every = [options_of(result, targets[result.layer], limits) for result in results]
-    kept = [
-        [option for option in options if option.point.computed_ratio <= limits.computed_ratio] or options
-        for options in every
-    ]
-    for options in (kept, every):
-        fitting = [entry for entry in _front(options) if entry[0] <= limits.parameters]
-        if fitting:
-            return list(fitting[-1][2])
+    fitting = [entry for entry in _front(every) if entry[0] <= limits.parameters]
+    if fitting:
+        return list(fitting[-1][2])
     least = sum(min(option.parameters for option in options) for options in every)
     raise UsageError(
         f"the smallest predictors have {least} parameters, more than the budget of {limits.parameters}; "
@@ -57,16 +57,16 @@ def choose(results: Sequence[LayerResult], targets: Mapping[int, float], limits:
 
 
 def _front(options: Sequence[Sequence[Choice]]) -> list[_Entry]:
-    """Of all combinations, those for which none has as few parameters at a smaller cost.
+    """Of all combinations, those for which none is better that has as few parameters.
 
     A combination that is beaten in its first layers is beaten in all, so that layer after layer few are kept.
     """
-    front: list[_Entry] = [(0, 0.0, ())]
+    front: list[_Entry] = [(0, (0.0, 0.0), ())]
     for of_layer in options:
         front = _undominated(
             [
-                (parameters + option.parameters, cost + option.cost, (*chosen, option))
-                for parameters, cost, chosen in front
+                (parameters + option.parameters, (excess + option.excess, cost + option.cost), (*chosen, option))
+                for parameters, (excess, cost), chosen in front
                 for option in of_layer
             ]
         )
@@ -74,7 +74,7 @@ def _front(options: Sequence[Sequence[Choice]]) -> list[_Entry]:
 
 
 def _undominated(entries: list[_Entry]) -> list[_Entry]:
-    """By rising parameters and falling cost."""
+    """By rising parameters, each better than those before it."""
     kept: list[_Entry] = []
     for entry in sorted(entries, key=lambda entry: entry[:2]):
         if not kept or entry[1] < kept[-1][1]:
@@ -84,11 +84,11 @@ def _undominated(entries: list[_Entry]) -> list[_Entry]:
 
 def options_of(result: LayerResult, target: float, limits: Limits) -> list[Choice]:
     """What the layer may get for its target: its candidates, and a lossless kind."""
-    every = [_of_candidate(result, number, target) for number in range(len(result.candidates))]
-    return every + (_lossless(result) if limits.exact or result.decided_share is None else [])
+    every = [_of_candidate(result, number, target, limits) for number in range(len(result.candidates))]
+    return every + (_lossless(result, limits) if limits.exact or result.decided_share is None else [])
 
 
-def _of_candidate(result: LayerResult, number: int, target: float) -> Choice:
+def _of_candidate(result: LayerResult, number: int, target: float, limits: Limits) -> Choice:
     candidate = result.candidates[number]
     point = candidate.curve.at(target)
     read = candidate.parameters
@@ -96,20 +96,28 @@ def _of_candidate(result: LayerResult, number: int, target: float) -> Choice:
         # One bit of each weight that decides.
         read = result.neurons * result.hidden // 16
     cost = read + point.computed_share * result.neurons * result.neuron_parameters
-    return Choice(result.layer, candidate.kind, number, point, candidate.parameters, cost)
+    excess = _excess(result, point, limits)
+    return Choice(result.layer, candidate.kind, number, point, candidate.parameters, cost, excess)
 
 
-def _lossless(result: LayerResult) -> list[Choice]:
+def _excess(result: LayerResult, point: Point, limits: Limits) -> float:
+    """Neurons a token that are computed beyond the limit."""
+    share_beyond = 1 - limits.computed_ratio / max(point.computed_ratio, limits.computed_ratio)
+    return share_beyond * point.computed_share * result.neurons
+
+
+def _lossless(result: LayerResult, limits: Limits) -> list[Choice]:
     firing = result.candidates[0].curve.firing_share
     whole = result.neurons * result.neuron_parameters
     if result.decided_share is None:
         point = Point(0.0, 1.0, 1.0, firing, 1.0, 1 / firing if firing else 1.0)
-        return [Choice(result.layer, "none", None, point, 0, float(whole))]
+        return [Choice(result.layer, "none", None, point, 0, float(whole), _excess(result, point, limits))]
     share = result.decided_share
     ratio = share / firing if firing else 1.0
     point = Point(0.0, 1.0, 1.0, firing / share if share else 1.0, share, ratio)
     deciding = result.neurons * result.hidden
-    return [Choice(result.layer, "exact", None, point, 0, deciding + share * (whole - deciding))]
+    cost = deciding + share * (whole - deciding)
+    return [Choice(result.layer, "exact", None, point, 0, cost, _excess(result, point, limits))]
 
 
 def described(result: LayerResult, choice: Choice) -> LayerPredictor:

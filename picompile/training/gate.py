@@ -1,4 +1,4 @@
-"""The gate: what predictors do to the model's perplexity, and which layers are to blame for it."""
+"""The gate: what predictors do to the model's perplexity, and to each layer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,14 +6,11 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from picompile.gate import LayerAccuracy, measure_layers
+from picompile.gate import LayerAccuracy, first_windows, measure_layers
 from picompile.layerwise import layerwise_perplexity
 from picompile.predictors import Predictors
 from picompile.progress import Progress
 from picompile_passes.materialize import WeightSource
-
-# Blame falls on the layers that make this share of the missed energy.
-_BLAMED_SHARE = 0.8
 
 # Of the held-out tokens, for finding out whom to blame.
 _BLAME_TOKENS = 2048
@@ -53,29 +50,6 @@ class Gate:
         windows = first_windows(self.windows, _BLAME_TOKENS)
         weights = predictors.weights(self.weights)
         return measure_layers(graph_module, weights, windows, self.thresholds, self.progress)
-
-
-def first_windows(windows: Sequence[Sequence[int]], tokens: int) -> list[Sequence[int]]:
-    """The first windows, of `tokens` ids together, the last one cut."""
-    kept: list[Sequence[int]] = []
-    for window in windows:
-        room = tokens - sum(map(len, kept))
-        if room < 2:
-            break
-        kept.append(window[:room])
-    return kept
-
-
-def to_blame(layers: Sequence[LayerAccuracy]) -> list[int]:
-    """The layers that miss most of what all miss together, the worst first; none that misses nothing."""
-    ordered = sorted(layers, key=lambda layer: -layer.missed_energy)
-    whole, seen, found = sum(layer.missed_energy for layer in layers), 0.0, []
-    for layer in ordered:
-        if layer.missed_energy <= 0 or seen >= _BLAMED_SHARE * whole:
-            break
-        found.append(layer.layer)
-        seen += layer.missed_energy
-    return found
 
 
 def entry(layer: LayerAccuracy) -> dict[str, Any]:

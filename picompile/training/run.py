@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from picompile.capture import Captured, load_model
 from picompile.checkpoint.fingerprint import fingerprint
 from picompile.errors import AccuracyGateError, UsageError
+from picompile.gate import first_windows, to_blame
 from picompile.predictors import Predictors, load_predictors
 from picompile.profiling import Profile
 from picompile.profiling.files import locked
@@ -23,7 +24,7 @@ from picompile.training.candidates import JobSettings, LayerResult
 from picompile.training.choose import Limits
 from picompile.training.cluster import require_ray, train_on_cluster
 from picompile.training.data import LayerData, find_blocks, layer_data
-from picompile.training.gate import Gate, entry, first_windows, to_blame
+from picompile.training.gate import Gate, entry
 from picompile.training.local import count_jobs, train_locally
 from picompile.training.options import TrainOptions
 from picompile.training.results import load_result
