@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from picompile.blame import to_blame
 from picompile.checkpoint.fingerprint import fingerprint
 from picompile.compile import CompileOptions
 from picompile.errors import AccuracyGateError, UsageError
@@ -80,7 +81,7 @@ class Prediction:
         self, artifact: Path, captured: "Captured", context: int, options: CompileOptions, progress: Progress
     ) -> dict[str, Any]:
         """What the predictors cost in `artifact`, for its report. Raises `AccuracyGateError` beyond the bound."""
-        from picompile.gate import check_artifact, first_windows, to_blame
+        from picompile.gate import check_artifact, first_windows
 
         # The last id of a window is only predicted.
         windows = first_windows(self.held_out.windows, options.gate_tokens, context + 1)
@@ -88,7 +89,7 @@ class Prediction:
         layers = self._layers(captured, context, progress)
         change = result.relative_change
         if options.gate is not None and not change <= options.gate:
-            blamed = to_blame(layers)
+            blamed = to_blame({layer.layer: layer.missed_energy for layer in layers})
             raise AccuracyGateError(_refusal(change, options.gate, layers, blamed), blamed)
         return {
             "bound": options.gate,

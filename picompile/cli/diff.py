@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from picompile.cli.checks import parents_of, require_text_file
+from picompile.cli.checks import require_text_file
 from picompile.cli.options import DebugOption, JsonOption
+from picompile.cli.pages import require_page, write_page
 from picompile.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 _WANTED = "A and B are two dumps that compile --dump-ir wrote, or two folders of them"
 _DUMP = re.compile(r"(?P<number>\d+)_(?P<pass_name>.+)\.txt")
-_PAGE_START = b"<!doctype html>"
 _STYLES = {"removed": "red", "added": "green", "changed": "yellow", "section": "bold", "title": "bold"}
 
 
@@ -47,10 +47,10 @@ def diff_command(
       picompile diff build/ir/007_flatten-tokens.txt build/ir/010_quantize.txt --html build/diff.html
     """
     if html is not None:
-        _require_page(html, overwrite=force)
+        require_page(html, "--html", overwrite=force)
     found = _find(before, after)
     if html is not None:
-        _write_page(html, found)
+        write_page(html, _page(found))
     if json_output:
         print(json.dumps(_json(found), indent=2, ensure_ascii=False))
         return
@@ -117,26 +117,10 @@ def _read(path: Path) -> "DumpGraph":
         raise UsageError(f"{path}: {error}") from error
 
 
-def _require_page(path: Path, *, overwrite: bool) -> None:
-    """Raises `UsageError` where `path` cannot become a page: only a page is ever overwritten."""
-    if path.is_dir():
-        raise UsageError(f"{path}: is a folder; --html names the file to write")
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        is_page = file.read(len(_PAGE_START)).lower() == _PAGE_START
-    if not is_page:
-        raise UsageError(f"{path}: exists and is no HTML page, so it is not overwritten; choose another file")
-    if not overwrite:
-        raise UsageError(f"{path}: exists; give --force to overwrite it, or choose another file")
-
-
-def _write_page(path: Path, found: _Found) -> None:
+def _page(found: _Found) -> str:
     from picompile.viewer import render_page
 
-    shown = [item for item in found.compared if not (found.in_folders and item.comparison.equal)]
-    with parents_of(path):
-        path.write_text(render_page(shown), encoding="utf-8")
+    return render_page([item for item in found.compared if not (found.in_folders and item.comparison.equal)])
 
 
 def _json(found: _Found) -> dict[str, Any]:

@@ -42,9 +42,7 @@ def import_predictors_command(
     with parents_of(output), progress() as shown:
         result = import_predictors(found, model, output, shown)
     ranks = [layer.rank for layer in result.layers if layer.rank is not None]
-    print(
-        f"{output}: predictors of {len(result.layers)} layers, ranks {min(ranks)} to {max(ranks)}, "
-        f"{result.parameters:,} parameters"
-    )
+    layers = f"{len(ranks)} layer{'s' if len(ranks) > 1 else ''}"
+    print(f"{output}: predictors of {layers}, ranks {min(ranks)} to {max(ranks)}, {result.parameters:,} parameters")
     if result.counted_layers:
         print(f"{output / 'layers'}: how often each neuron fired, from the activation statistics")

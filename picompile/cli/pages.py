@@ -14,6 +14,8 @@ def require_page(path: Path, option: str, *, overwrite: bool) -> None:
     """Raises `UsageError` where `path` cannot become a page: only a page is ever overwritten."""
     if path.is_dir():
         raise UsageError(f"{path}: is a folder; {option} names the file to write")
+    if path.is_symlink() and not path.exists():
+        raise UsageError(f"{path}: a link to nowhere; remove it or choose another file")
     if path.exists():
         _require_replaceable(path, overwrite=overwrite)
     parent = existing_ancestor(path)
@@ -26,6 +28,8 @@ def require_page(path: Path, option: str, *, overwrite: bool) -> None:
 
 
 def _require_replaceable(path: Path, *, overwrite: bool) -> None:
+    if not path.is_file():  # reading from a pipe would wait for a writer
+        raise UsageError(f"{path}: not a regular file; choose another")
     with path.open("rb") as file:
         is_page = file.read(len(_START)).lower() == _START
     if not is_page:
@@ -35,8 +39,10 @@ def _require_replaceable(path: Path, *, overwrite: bool) -> None:
 
 
 def write_page(path: Path, html: str) -> None:
-    """Writes the page, and the folders above it: it is there whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    """Writes the page, and the folders above it: it is there whole or not at all. A link goes on pointing at it."""
+    path = path.resolve()
+    # Without the page's name, which may be as long as a name can be.
+    partial = path.with_name(f".picompile-{os.getpid()}.partial")
     with parents_of(path):
         try:
             partial.write_text(html, encoding="utf-8")

@@ -118,7 +118,7 @@ def train_command(
 def _show(predictors: "Predictors") -> None:
     gate, share = predictors.gate, predictors.parameters / (predictors.model_parameters or 1)
     print(f"{predictors.path}: {predictors.parameters} parameters, {share:.2%} of the model's")
-    if "perplexity" in gate:
+    if {"perplexity", "dense_perplexity", "relative_change", "tokens"} <= gate.keys():
         print(
             f"perplexity {gate['perplexity']:.4f}, dense {gate['dense_perplexity']:.4f}, "
             f"change {gate['relative_change']:+.3%} over {gate['tokens']} tokens"

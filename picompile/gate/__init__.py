@@ -5,8 +5,8 @@ same artifact reads the same text twice, once with every neuron and once as it g
 predictors makes the difference.
 """
 
-from picompile.gate.accuracy import LayerAccuracy, measure_layers, to_blame
+from picompile.gate.accuracy import LayerAccuracy, measure_layers
 from picompile.gate.check import GateResult, check_artifact
 from picompile.gate.windows import first_windows
 
-__all__ = ["GateResult", "LayerAccuracy", "check_artifact", "first_windows", "measure_layers", "to_blame"]
+__all__ = ["GateResult", "LayerAccuracy", "check_artifact", "first_windows", "measure_layers"]

@@ -25,9 +25,6 @@ from picompile_passes.operands import SPARSE_FFN
 
 _WEIGHTS = ("gate", "up", "down", "gate_bias", "up_bias")
 
-# Blame falls on the layers that make this share of the missed energy.
-_BLAMED_SHARE = 0.8
-
 
 @dataclass(frozen=True)
 class LayerAccuracy:
@@ -65,18 +62,6 @@ def measure_layers(
 
     run_layerwise(graph_module, weights, windows, observe=observe, nodes=tuple(waiting), progress=progress)
     return [block.accuracy() for block in blocks]
-
-
-def to_blame(layers: Sequence[LayerAccuracy]) -> list[int]:
-    """The layers that miss most of what all miss together, the worst first; none that misses nothing."""
-    ordered = sorted(layers, key=lambda layer: -layer.missed_energy)
-    whole, seen, found = sum(layer.missed_energy for layer in layers), 0.0, []
-    for layer in ordered:
-        if layer.missed_energy <= 0 or seen >= _BLAMED_SHARE * whole:
-            break
-        found.append(layer.layer)
-        seen += layer.missed_energy
-    return found
 
 
 def _blocks(graph_module: GraphModule) -> list[Node]:

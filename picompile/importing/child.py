@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from picompile.importing.handover import REFUSAL_FILE, TENSORS_FILE, RefusedError
+from picompile.importing.handover import DISK_FULL, REFUSAL_FILE, REFUSED, TENSORS_FILE, RefusedError
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # Between the signal that says which limit it was and the one that always ends a process.
@@ -22,7 +22,7 @@ _GRACE_S = 2
 
 
 def main() -> int:
-    """Reads the request, does it, and returns the exit code: 0, or 1 where a refusal was written."""
+    """Does what is requested. Returns the exit code: 0, `DISK_FULL`, or `REFUSED` where a refusal was written."""
     request = json.load(sys.stdin)
     output = Path(request["output"])
     # The libraries are trusted, and some are large; what is limited is what they do with the files.
@@ -34,9 +34,10 @@ def main() -> int:
 
         write_parts(output / TENSORS_FILE, parts)
     except Exception as error:
-        refusal = {"text": _explain(error), "full_disk": isinstance(error, OSError) and error.errno in _NO_SPACE}
-        (output / REFUSAL_FILE).write_text(json.dumps(refusal), encoding="utf-8")
-        return 1
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            return DISK_FULL
+        (output / REFUSAL_FILE).write_text(_explain(error), encoding="utf-8", errors="replace")
+        return REFUSED
     return 0
 
 

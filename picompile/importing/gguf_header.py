@@ -73,7 +73,7 @@ def read_header(file: Path) -> GgufHeader:
     except HeaderError as error:
         raise UsageError(f"{file}: {error}") from error
     except (OSError, ValueError) as error:
-        raise UsageError(f"{file}: cannot be read: {error}") from error
+        raise UsageError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _read(file: Path, cursor: Cursor) -> GgufHeader:

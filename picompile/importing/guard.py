@@ -12,7 +12,7 @@ from typing import Any
 
 from picompile.errors import DoesNotFitError, UsageError
 from picompile.importing.gguf_header import GgufHeader
-from picompile.importing.handover import REFUSAL_FILE, TENSORS_FILE
+from picompile.importing.handover import DISK_FULL, REFUSAL_FILE, REFUSED, TENSORS_FILE
 from picompile.importing.sources import Source
 
 _MEMORY_BYTES = 256 << 20
@@ -109,10 +109,11 @@ def _environment() -> dict[str, str]:
 
 
 def _failure(path: Path, folder: Path, code: int) -> UsageError | DoesNotFitError:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        refusal = json.loads((folder / REFUSAL_FILE).read_text(encoding="utf-8"))
-        text = _printable(str(refusal["text"]))
-        return DoesNotFitError(f"{path}: {text}") if refusal["full_disk"] else UsageError(f"{path}: {text}")
+    if code == DISK_FULL:
+        return DoesNotFitError(f"{folder.parent}: no space left on the disk for the predictors in {path}")
+    if code == REFUSED:
+        with contextlib.suppress(OSError):
+            return UsageError(f"{path}: {_printable((folder / REFUSAL_FILE).read_text('utf-8', 'replace'))}")
     if code == -signal.SIGXCPU:
         return UsageError(f"{path}: reading it took more processor time than its size explains; refused")
     last = (folder / "stderr.txt").read_bytes()[-_LONGEST_REFUSAL:].decode(errors="replace").strip().splitlines()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from picompile.errors import UsageError
-from picompile.importing.expected import check_by_config, check_shapes
+from picompile.importing.expected import Shapes, check_by_config, check_shapes
 from picompile.importing.guard import read_guarded
 from picompile.importing.sources import PARTS, Source
 from picompile.progress import NoProgress, Progress
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 # The smallest step of f16 at zero.
 _SMALLEST_STEP = 2.0**-24
-
-Shapes = dict[int, dict[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,10 @@ def import_predictors(source: Source, model: Path, output: Path, progress: Progr
 
     They become kind `learned-relu` with input `stream`. Activation statistics become `layers/NNN.safetensors` with
     `counts` int64 [F], as a profile has them. Raises `UsageError` for files that are refused or are predictors of
-    another model, `UnsupportedModelError` for the model; then nothing is written.
+    another model, `UnsupportedModelError` for the model, `DoesNotFitError` for a full disk; then nothing is written.
     """
     progress = progress or NoProgress()
+    _require_utf8(output)
     if source.header is not None:
         check_by_config(source.path, source.shapes, model)
     place = output.absolute()
@@ -60,6 +59,13 @@ def import_predictors(source: Source, model: Path, output: Path, progress: Progr
         with progress.step("write"):
             _write(output, layers, _Handed(file, shapes), counts, {"fingerprint": fingerprint, "name": model.name})
     return Imported(layers, len(counts))
+
+
+def _require_utf8(output: Path) -> None:
+    try:
+        str(output.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{output}: not a name in UTF-8, the only ones that safetensors files can have") from error
 
 
 def computes_above(threshold: float) -> float:
@@ -78,7 +84,7 @@ def _handed_back(file: Path) -> "tuple[Shapes, dict[int, Tensor]]":
     """Shapes of the predictors by layer and part, and the counts by layer."""
     from safetensors import safe_open
 
-    shapes: Shapes = {}
+    shapes: dict[int, dict[str, tuple[int, ...]]] = {}
     counts: dict[int, Tensor] = {}
     with safe_open(str(file), framework="pt") as handle:
         for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
@@ -102,8 +108,9 @@ def _check_model(path: Path, shapes: Shapes, counts: "Mapping[int, Tensor]", mod
     blocks = block_shapes(graph_module)
     check_shapes(path, shapes, {layer: (block.neurons, block.hidden) for layer, block in blocks.items()})
     _check_norms(path, graph_module)
-    if counts and set(counts) != set(blocks):
-        raise UsageError(f"{path}: activation statistics of {len(counts)} layers; the model has {len(blocks)}")
+    if counts and (odd := sorted(set(counts) ^ set(blocks))):
+        what = "a layer that the model has not" if odd[0] in counts else "missing, and others are there"
+        raise UsageError(f"{path}: activation_{odd[0]}.pt is {what}; the model has {len(blocks)} layers")
     for layer, values in counts.items():
         if len(values) != blocks[layer].neurons:
             raise UsageError(
@@ -172,10 +179,11 @@ def _write(
 
     from picompile.artifact_writer import replacing
     from picompile.predictors.save import write_predictors
+    from picompile.profiling.profile import layer_file
 
     with replacing(output) as place:
         write_predictors(place, layers, tensors, model)
-        if counts:
-            (place / "layers").mkdir()
         for layer, values in counts.items():
-            save_file({"counts": values}, place / "layers" / f"{layer:03}.safetensors")
+            file = place / layer_file(layer)
+            file.parent.mkdir(exist_ok=True)
+            save_file({"counts": values}, file)

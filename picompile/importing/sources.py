@@ -1,7 +1,6 @@
 """What a user's SOURCE is, found out by names and headers alone."""
 
 import json
-import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ _PREDICTOR = re.compile(r"model_(0|[1-9][0-9]*)\.pt")
 _ACTIVATION = re.compile(r"activation_(0|[1-9][0-9]*)\.pt")
 _SPARSE_THRESHOLD = "powerinfer.sparse_threshold"
 _LARGEST_CONFIG_BYTES = 1 << 20
+_LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,7 @@ def _find_in_folder(folder: Path) -> Source:
 
 def _gguf_source(file: Path) -> Source:
     header = read_header(file)
-    threshold = float(header.values.get(_SPARSE_THRESHOLD, 0.0))
-    if not math.isfinite(threshold):
-        raise UsageError(f"{file}: {_SPARSE_THRESHOLD} is {threshold}")
+    threshold = _threshold(file, _SPARSE_THRESHOLD, header.values.get(_SPARSE_THRESHOLD, 0.0))
     source = Source(file, threshold, header, activations=_activations(file.parent))
     if not source.tensors:
         split = any(name.endswith(".gpu_idx") for name in header.tensors)
@@ -113,12 +111,15 @@ def _configured_threshold(folder: Path) -> float:
     file = folder / "config.json"
     if not file.is_file():
         return 0.0
-    threshold: Any = _read_json(file).get("sparse_threshold")
-    if threshold is None:
-        return 0.0
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not math.isfinite(threshold):
-        raise UsageError(f"{file}: sparse_threshold is {str(threshold)[:40]!r}, not a number")
-    return float(threshold)
+    value = _read_json(file).get("sparse_threshold")
+    return 0.0 if value is None else _threshold(file, "sparse_threshold", value)
+
+
+def _threshold(file: Path, name: str, value: object) -> float:
+    """`value` as a number that a float32 can hold, which is what PowerInfer compares with."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST_FLOAT32:
+        raise UsageError(f"{file}: {name} is {str(value)[:40]!r}, not a number of float32")
+    return float(value)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from picompile.report.blocks import Picture
-from picompile.report.drawing import INK, SERIES, WIDTH, Canvas, draw
+from picompile.report.drawing import INK, SERIES, WIDTH, Canvas, draw, drawable
 from picompile.report.numbers import size
 
 _OPERATORS = {
@@ -52,4 +52,4 @@ def bytes_picture(name: str, operator_bytes: Mapping[str, int]) -> Picture:
 
 def _title(operator: str) -> str:
     """The operator in words; one of a later version by its name, as far as fonts have it."""
-    return _OPERATORS.get(operator) or "".join(c if c.isascii() and c.isprintable() else "?" for c in operator[:24])
+    return _OPERATORS.get(operator) or drawable(operator)

@@ -191,6 +191,28 @@ def _rounded(numbers: str) -> str:
     return _NUMBER.sub(lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), numbers)
 
 
+def layer_axis(canvas: Canvas, *axes: "Axes") -> None:
+    """The axis of the layers, which `axes`, one below another, share: whole numbers only, be it one."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes[-1].set_xlabel("layer")
+    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    for each in axes:
+        each.margins(x=0.06)
+        each.grid(axis="x", visible=False)
+    canvas.figure.align_ylabels(list(axes))
+
+
+def from_zero(axes: "Axes", largest: float, least: float = 0.1) -> None:
+    """Lets the vertical axis of percentages begin at zero, with room above `largest`; at least up to `least`."""
+    axes.set_ylim(0, max(115 * largest, least))
+
+
+def drawable(text: str, most: int = 24) -> str:
+    """A name out of a file as fonts have it: printable ASCII, not too long."""
+    return "".join(c if c.isascii() and c.isprintable() else "?" for c in text[:most])
+
+
 def ramp(number: int, count: int) -> str:
     """The colour of one of `count` things that have an order."""
     return RAMP[round(number * (RAMP_STEPS - 1) / max(count - 1, 1))]

@@ -14,13 +14,14 @@ class Firing:
     """How the neurons of a layer or a model fire.
 
     `firing_share` of the neurons fire for a token; the share `neurons_for_80_percent` of them makes 80 % of the
-    firings; the most active fifth makes the share `skewness`; `never_fired` counts those that fired for no token.
+    firings; the most active fifth makes the share `skewness`; `never_fired` counts those that fired for no token. Where
+    nothing fired, there are no firings to have a share of: both are None.
     """
 
     neurons: int
     firing_share: float
-    neurons_for_80_percent: float
-    skewness: float
+    neurons_for_80_percent: float | None
+    skewness: float | None
     never_fired: int
 
 
@@ -34,9 +35,9 @@ def firing_curve(counts: Counts) -> NDArray[np.float64]:
     return curve / curve[-1] if curve[-1] > 0 else curve
 
 
-def share_for(curve: NDArray[np.float64], firings: float) -> float:
-    """The smallest share of the neurons that makes this share of the firings."""
-    return int((curve < firings).sum()) / (len(curve) - 1) if curve[-1] > 0 else 0.0
+def share_for(curve: NDArray[np.float64], firings: float) -> float | None:
+    """The smallest share of the neurons that makes this share of the firings; None where nothing fired."""
+    return int((curve < firings).sum()) / (len(curve) - 1) if curve[-1] > 0 else None
 
 
 def summarize(layers: Sequence[Counts], tokens: int) -> Firing:
@@ -48,7 +49,7 @@ def summarize(layers: Sequence[Counts], tokens: int) -> Firing:
         neurons=len(counts),
         firing_share=float(counts.mean()) / tokens,
         neurons_for_80_percent=share_for(curve, 0.8),
-        skewness=float(curve[fifth]),
+        skewness=float(curve[fifth]) if curve[-1] > 0 else None,
         never_fired=int((counts == 0).sum()),
     )
 

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from picompile.blame import to_blame
 from picompile.report import numbers
 from picompile.report.blocks import Table
 from picompile.report.layers import LayerFigures
 from picompile.report.numbers import NOTHING, measured, whole
 
-# Of what all layers miss: as in `picompile.training`.
-_BLAMED_SHARE = 0.8
+_NAMED_LAYERS = 8
 
 _WORDS = (
     "Perplexity of held-out text, with every neuron computed (dense) and with those that the predictors choose. The "
@@ -19,7 +19,7 @@ _WORDS = (
 
 
 def gate_table(gate: Mapping[str, Any], layers: Sequence[LayerFigures]) -> Table | None:
-    """What the predictors cost on held-out text; None where nothing was measured. `layers` say who is to blame."""
+    """What the predictors cost on held-out text; None where nothing was measured. `layers` say where most is missed."""
     dense, perplexity = measured(gate.get("dense_perplexity")), measured(gate.get("perplexity"))
     if dense is None and perplexity is None:
         return None
@@ -30,15 +30,15 @@ def gate_table(gate: Mapping[str, Any], layers: Sequence[LayerFigures]) -> Table
         numbers.percent(measured(gate.get("bound")), 2),
         verdict(gate),
         numbers.count(whole(gate.get("rounds"))),
-        ", ".join(map(str, most_missed(layers))) or NOTHING,
+        _named(to_blame({layer.layer: layer.missed_energy or 0.0 for layer in layers})),
         numbers.count(whole(gate.get("tokens"))),
         str(gate.get("text") or NOTHING),
     )
     return Table(
         "What it costs in accuracy",
-        ("dense", "with predictors", "change", "gate", "met", "rounds", "layers to blame", "tokens", "text"),
+        ("dense", "with predictors", "change", "gate", "met", "rounds", "most missed in layers", "tokens", "text"),
         [row],
-        texts=frozenset({"met", "layers to blame", "text"}),
+        texts=frozenset({"met", "most missed in layers", "text"}),
         words=_WORDS,
     ).without_empty(NOTHING)
 
@@ -58,13 +58,7 @@ def verdict(gate: Mapping[str, Any]) -> str:
     return "yes" if change <= bound else "no"
 
 
-def most_missed(layers: Sequence[LayerFigures]) -> list[int]:
-    """The layers to blame: those that miss most, as many as make the greater part of what all miss, the worst first."""
-    known = [(layer.missed_energy or 0.0, layer.layer) for layer in layers]
-    whole, seen, found = sum(missed for missed, _ in known), 0.0, []
-    for missed, layer in sorted(known, key=lambda entry: (-entry[0], entry[1])):
-        if missed <= 0 or seen >= _BLAMED_SHARE * whole:
-            break
-        found.append(layer)
-        seen += missed
-    return found
+def _named(layers: Sequence[int]) -> str:
+    """A few of the layers, and how many more there are."""
+    more = f" and {len(layers) - _NAMED_LAYERS} more" if len(layers) > _NAMED_LAYERS else ""
+    return ", ".join(map(str, layers[:_NAMED_LAYERS])) + more or NOTHING

@@ -1,6 +1,5 @@
 """What the report shows of a layer's predictor, wherever it was recorded: in predictors.json or in an artifact."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -112,9 +111,7 @@ def parameters_text(predictors: Predictors, *, brief: bool = False) -> str:
     own = sum(whole(layer.parameters) or 0 for layer in predictors.layers)
     if not own:
         return NOTHING
-    # Not among what a compilation needs to know, so not in `Predictors`.
-    facts = json.loads((predictors.path / "predictors.json").read_text(encoding="utf-8"))
-    of_model = ratio(own, whole(facts["model"].get("parameters")))
+    of_model = ratio(own, whole(predictors.model_parameters))
     if of_model is None:
         return count(own)
     return percent(of_model, 2) if brief else f"{count(own)} ({percent(of_model, 2)})"

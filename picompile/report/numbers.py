@@ -1,11 +1,14 @@
 """Numbers as the report writes them; a dash where nothing was measured."""
 
-from math import floor, isfinite, log10
+from math import floor, log10
 
 NOTHING = "–"
 
 # Between a number and its unit no line ends.
 _SPACE = "\u00a0"
+
+# No figure of ours comes near; a damaged file's would fill the page with digits.
+_LARGEST = 1e18
 
 
 def percent(share: float | None, digits: int = 1) -> str:
@@ -37,6 +40,11 @@ def count(number: int | None) -> str:
     return NOTHING if number is None else f"{number:,}"
 
 
+def counted(number: int, thing: str) -> str:
+    """`1 layer`, `12,345 layers`."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
 def decimal(number: float | None) -> str:
     """Four digits that count."""
     return NOTHING if number is None else f"{number:.4g}".replace("-", "−")
@@ -48,13 +56,10 @@ def perplexity(value: float | None) -> str:
 
 
 def measured(value: object) -> float | None:
-    """A number that was measured, or None for what is none: NaN, infinity, text, nothing."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    """A number that was measured, or None for what is none: NaN, infinity, one beyond all measure, text, nothing."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
         return None
-    try:
-        return float(value) if isfinite(value) else None
-    except OverflowError:
-        return None
+    return float(value)
 
 
 def share(value: object) -> float | None:
@@ -66,7 +71,7 @@ def share(value: object) -> float | None:
 def whole(value: object) -> int | None:
     """A count that was measured, or None for what is none."""
     known = measured(value)
-    return None if known is None else int(known)
+    return None if known is None or known < 0 else int(known)
 
 
 def from_text(text: str) -> float | None:
@@ -84,7 +89,7 @@ def unbroken(text: str) -> str:
 
 def ratio(above: float | None, below: float | None) -> float | None:
     """`above / below` where both are known and it exists."""
-    return above / below if above is not None and below else None
+    return measured(above / below) if above is not None and below else None
 
 
 def size(byte_count: float | None) -> str:

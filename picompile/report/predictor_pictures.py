@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from picompile.report import numbers
 from picompile.report.blocks import Picture
-from picompile.report.drawing import INK, SERIES, TALL, Canvas, draw
+from picompile.report.drawing import INK, SERIES, TALL, Canvas, draw, from_zero, layer_axis
 from picompile.report.layers import LayerFigures
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def accuracy_picture(name: str, layers: Layers) -> Picture | None:
         below.set_ylabel("precision (%)")
         below.set_ylim(0, 105)
         above.legend(loc="lower center", bbox_to_anchor=(0.5, 0.98), ncols=2)
-        _layer_axis(canvas, above, below)
+        layer_axis(canvas, above, below)
 
     words = (
         "Recall: of the neurons that fire, the share that is computed. By contribution: the same, but each firing "
@@ -74,26 +74,26 @@ def computed_picture(name: str, layers: Layers) -> Picture | None:
                 label = what if position == 0 else None
                 (dot,) = axes.plot(row[0], 100 * row[place], marker, color=SERIES[number], label=label, zorder=2)
                 canvas.hover(dot, _computed_text(*row))
-        axes.set_ylim(0, 115 * max(max(row[1:]) for row in rows))
+        from_zero(axes, max(max(row[1:]) for row in rows))
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 0.98), ncols=2)
-        _layer_axis(canvas, axes)
+        layer_axis(canvas, axes)
 
     words = (
         "The share of a layer's neurons that fire for a token, and the share that its predictor has computed for it. "
         "What lies between is computed in vain, but for the firings that are missed."
     )
-    ratios = [computed / firing for _, firing, computed in rows if firing]
-    description = (
-        f"Computed neurons are {min(ratios):.2f} to {max(ratios):.2f} times those that fire." if ratios else ""
-    )
+    ratios = [ratio for _, firing, computed in rows if (ratio := numbers.ratio(computed, firing)) is not None]
+    description = "Neurons that are computed against those that fire"
+    if ratios:
+        description += f": from {numbers.times(min(ratios))} to {numbers.times(max(ratios))}"
     title = "Computed against firing"
-    return Picture(title, draw(paint, name=name, title=title, description=description, size=TALL), words)
+    return Picture(title, draw(paint, name=name, title=title, description=f"{description}.", size=TALL), words)
 
 
 def missed_picture(name: str, layers: Layers) -> Picture | None:
-    """Whom to blame: the share of each block's output that is missed; None where nothing was measured."""
+    """The share of each block's output that is missed; None where nothing was measured, or nothing missed."""
     rows = [(layer.layer, layer.missed_energy) for layer in layers if layer.missed_energy is not None]
-    if not rows:
+    if not any(missed for _, missed in rows):
         return None
 
     def paint(canvas: Canvas) -> None:
@@ -101,12 +101,12 @@ def missed_picture(name: str, layers: Layers) -> Picture | None:
         bars = axes.bar([layer for layer, _ in rows], [100 * missed for _, missed in rows], color=SERIES[3], width=0.75)
         for bar, (layer, missed) in zip(bars, rows, strict=True):
             canvas.hover(bar, f"layer {layer}: {numbers.percent(missed, 3)} of the energy is missed")
-        _layer_axis(canvas, axes)
+        layer_axis(canvas, axes)
 
     words = (
         "What the neurons that fired but were left out would have added to the output of their block: its squared "
-        "length, as a share of that of the whole output. The highest bars are the layers to blame for the loss of "
-        "perplexity."
+        "length, as a share of that of the whole output. The highest bars are the layers in which most "
+        "of the perplexity is lost."
     )
     worst, most = max(rows, key=lambda row: row[1])
     description = f"Most is missed in layer {worst}: {numbers.percent(most, 3)}."
@@ -135,14 +135,3 @@ def _dots(
         label = what if position == 0 else None
         (dot,) = axes.plot(layer, 100 * value, marker, color=colour, markersize=6, label=label)
         canvas.hover(dot, f"layer {layer}: {what} {numbers.recall(value)}")
-
-
-def _layer_axis(canvas: Canvas, *axes: "Axes") -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes[-1].set_xlabel("layer")
-    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    for each in axes:
-        each.margins(x=0.06)
-        each.grid(axis="x", visible=False)
-    canvas.figure.align_ylabels(list(axes))

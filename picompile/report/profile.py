@@ -59,9 +59,11 @@ def read_profile(folder: Path) -> FiringProfile:
 
 
 def _layer(profile: "Profile", layer: "LayerProfile") -> LayerFiring:
-    counts = profile.counts(layer.layer).numpy()
-    contribution = np.nan_to_num(profile.contribution(layer.layer).double().numpy(), posinf=0.0)
-    if not counts.size or counts.dtype != np.int64 or counts.min() < 0 or counts.max() > profile.tokens:
+    stored = profile.counts(layer.layer)
+    counts = stored.long().numpy()
+    # A damaged one must not take the whole layer's share of the picture.
+    contribution = np.nan_to_num(profile.contribution(layer.layer).double().numpy(), posinf=0.0).clip(min=0)
+    if not counts.size or stored.is_floating_point() or counts.min() < 0 or counts.max() > profile.tokens:
         raise UsageError(
             f"{profile.folder}: layer {layer.layer} has counts that are none of {profile.tokens} tokens; profile again"
         )

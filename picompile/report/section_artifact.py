@@ -19,7 +19,7 @@ def artifact_section(anchor: str, artifact: ArtifactFacts) -> Section:
     model = {name: manifest.model.get(name, NOTHING) for name in ("name", "layers", "hidden", "ffn", "activation")}
     facts = [
         ("model", str(model["name"])),
-        ("shape", f"{model['layers']} layers, hidden {model['hidden']}, ffn {model['ffn']} ({model['activation']})"),
+        ("shape", f"layers {model['layers']}, hidden {model['hidden']}, ffn {model['ffn']} ({model['activation']})"),
         ("weights", f"{manifest.quant}, {numbers.size(sum(artifact.operator_bytes.values()))}"),
         ("predictor", kinds_text([part.predictor for part in artifact.parts])),
         ("context", f"{manifest.context:,} tokens, cache in {manifest.kv_dtype}"),

@@ -36,7 +36,8 @@ _COLUMNS = (
 _TRADEOFF_WORDS = (
     "Each line is a predictor that was trained for the layer, of the rank that the legend gives; moving its threshold "
     "moves along it. To the right: how many neurons are computed for one that fires. Upwards: the share of the firing "
-    "neurons' contribution that is missed. Lower and further left is better. The ring is what was taken."
+    "neurons' contribution that is missed. Lower and further left is better. The ring is what was taken; where nothing "
+    "is missed it stands at 0.001 %."
 )
 
 
@@ -112,5 +113,5 @@ def _row(layer: LayerFigures) -> tuple[str, ...]:
 
 
 def kinds_text(kinds: Sequence[str]) -> str:
-    """`exact in 1 layer, learned in 5`."""
+    """`exact × 1, learned × 5`."""
     return ", ".join(f"{kind} × {kinds.count(kind)}" for kind in dict.fromkeys(kinds)) or NOTHING

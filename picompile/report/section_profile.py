@@ -1,7 +1,6 @@
 """The section of a profile: who fires, and how often."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from picompile.report import numbers
 from picompile.report.blocks import UNFOLDED, Part, Pictures, Section, Table
@@ -35,16 +34,16 @@ def profile_section(anchor: str, profile: FiringProfile) -> Section:
         ("model", of.model_name),
         ("fingerprint", of.fingerprint[:16]),
         ("text", f"{of.tokens:,} tokens, in windows of {of.window}: {', '.join(of.sources) or NOTHING}"),
-        ("neurons", f"{model.neurons:,} in {len(profile.layers)} layers"),
+        ("neurons", f"{model.neurons:,} in {numbers.counted(len(profile.layers), 'layer')}"),
         ("fire for a token", numbers.percent(model.firing_share, 2)),
-        ("make 80 % of the firings", f"{numbers.percent(model.neurons_for_80_percent, 2)} of the neurons"),
-        ("never fired", f"{model.never_fired:,} neurons"),
+        ("make 80 % of the firings", numbers.percent(model.neurons_for_80_percent, 2)),
+        ("never fired", numbers.counted(model.never_fired, "neuron")),
     ]
     pictures = [
         curves_picture(f"{anchor}-curves", {layer.layer: layer.counts for layer in profile.layers}),
         layers_picture(f"{anchor}-layers", figures),
     ]
-    tables = [_layers_table(profile, figures), *_search_tables(of.thresholds or {})]
+    tables = [_layers_table(profile, figures), *_search_tables(of.thresholds)]
     parts: list[Part] = [Pictures(pictures), *tables]
     return Section(anchor, "profile", str(profile.path), facts, parts)
 
@@ -57,7 +56,7 @@ def _layers_table(profile: FiringProfile, figures: Mapping[int, Firing]) -> Tabl
             (
                 str(layer.layer),
                 f"{firing.neurons:,}",
-                numbers.decimal(layer.threshold),
+                numbers.decimal(numbers.measured(layer.threshold)),
                 numbers.percent(firing.firing_share, 2),
                 numbers.percent(firing.neurons_for_80_percent, 2),
                 numbers.percent(share_for(contribution, 0.8), 2),
@@ -68,9 +67,9 @@ def _layers_table(profile: FiringProfile, figures: Mapping[int, Firing]) -> Tabl
     return Table("Each layer", _COLUMNS, rows, words=_WORDS, folded=len(rows) > UNFOLDED)
 
 
-def _search_tables(search: Mapping[str, Any]) -> list[Table]:
+def _search_tables(search: object) -> list[Table]:
     """How the thresholds of neurons that are never quite silent were found; nothing where they need none."""
-    if not isinstance(tried := search.get("tried"), Mapping):
+    if not isinstance(search, Mapping) or not isinstance(tried := search.get("tried"), Mapping):
         return []
     dense, taken = numbers.measured(search.get("dense_perplexity")), numbers.measured(search.get("silenced_share"))
     found = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from picompile.report import numbers
 from picompile.report.blocks import Picture
-from picompile.report.drawing import INK, Canvas, draw, ramp
+from picompile.report.drawing import INK, Canvas, draw, drawable, ramp
 from picompile.report.layers import LayerFigures
 
 if TYPE_CHECKING:
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 # There may be a hundred of these pictures, with labels of the same sizes.
 _MARGINS = {"left": 0.19, "right": 0.97, "bottom": 0.18, "top": 0.97}
+
+# A line style for each kind and input that was tried.
+_STYLES = {"solid": "-", "dashed": (0, (5, 2)), "dotted": (0, (1, 2)), "dashed and dotted": (0, (5, 2, 1, 2))}
 
 # What is missed is drawn on a logarithmic axis, which has no place for nothing.
 _LEAST_MISSED = 1e-5
@@ -49,11 +52,11 @@ def read_candidates(curves: Iterable[Any]) -> list[Candidate]:
     for entry in curves:
         if not isinstance(entry, Mapping) or not isinstance(entry.get("points"), Sequence):
             continue
-        layer, rank = entry.get("layer"), entry.get("rank")
+        layer, rank = numbers.whole(entry.get("layer")), numbers.whole(entry.get("rank"))
         points = tuple(sorted(_points(entry["points"]), key=lambda point: point.computed_ratio))
-        if isinstance(layer, int) and points:
-            label = ", ".join(str(entry[key]) for key in ("kind", "input") if isinstance(entry.get(key), str))
-            found.append(Candidate(layer, label, rank if isinstance(rank, int) else None, points))
+        if layer is not None and points:
+            label = ", ".join(drawable(entry[key]) for key in ("kind", "input") if isinstance(entry.get(key), str))
+            found.append(Candidate(layer, label or "of unknown kind", rank, points))
     return sorted(found, key=lambda candidate: (candidate.layer, candidate.label, candidate.rank or 0))
 
 
@@ -77,18 +80,15 @@ def tradeoff_pictures(name: str, candidates: Sequence[Candidate], layers: Sequen
 
 def _picture(name: str, layer: int, candidates: Sequence[Candidate], taken: LayerFigures | None) -> Picture:
     ranks = sorted({candidate.rank or 0 for candidate in candidates})
-    styles = ("-", (0, (5, 2)), (0, (1, 2)), (0, (5, 2, 1, 2)))
-    labels = list(dict.fromkeys(candidate.label for candidate in candidates))
+    styles, labels = list(_STYLES.values()), list(dict.fromkeys(candidate.label for candidate in candidates))
 
     def paint(canvas: Canvas) -> None:
         axes = canvas.axes(x="computed / fire", y="missed contribution (%)")
         for candidate in candidates:
             x = [point.computed_ratio for point in candidate.points]
             y = [100 * max(1 - point.weighted_recall, _LEAST_MISSED) for point in candidate.points]
-            colour, style = (
-                ramp(ranks.index(candidate.rank or 0), len(ranks)),
-                styles[labels.index(candidate.label) % 4],
-            )
+            colour = ramp(ranks.index(candidate.rank or 0), len(ranks))
+            style = styles[labels.index(candidate.label) % len(styles)]
             label = _rank_text(candidate) if candidate.label == labels[0] else None
             (line,) = axes.plot(x, y, color=colour, linestyle=style, linewidth=1.4, label=label)
             canvas.hover(line, f"layer {layer}: {_candidate_text(candidate)}")
@@ -104,7 +104,12 @@ def _picture(name: str, layer: int, candidates: Sequence[Candidate], taken: Laye
     svg = draw(
         paint, name=name, title=f"Trade-off of {title}", description=description, size=(360, 270), margins=_MARGINS
     )
-    return Picture(title, svg, _taken_text(taken))
+    return Picture(title, svg, " · ".join(filter(None, (_taken_text(taken), _styles_text(labels)))))
+
+
+def _styles_text(labels: Sequence[str]) -> str:
+    """Which line is of which kind and input, where there are several."""
+    return ", ".join(f"{style}: {label}" for style, label in zip(_STYLES, labels, strict=False)) if labels[1:] else ""
 
 
 def _rank_text(candidate: Candidate) -> str:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from picompile.blame import to_blame
 from picompile.capture import Captured, load_model
 from picompile.checkpoint.fingerprint import fingerprint
 from picompile.errors import AccuracyGateError, UsageError
-from picompile.gate import first_windows, to_blame
-from picompile.predictors import Predictors, load_predictors
+from picompile.gate import first_windows
+from picompile.predictors import BlockShape, Predictors, block_shapes, load_predictors
 from picompile.profiling import Profile
 from picompile.profiling.files import locked
 from picompile.progress import NoProgress, Progress
@@ -23,7 +24,7 @@ from picompile.training.assemble import assemble, key_of
 from picompile.training.candidates import JobSettings, LayerResult
 from picompile.training.choose import Limits
 from picompile.training.cluster import require_ray, train_on_cluster
-from picompile.training.data import LayerData, find_blocks, layer_data
+from picompile.training.data import LayerData, find_blocks, layer_data, reads_norm
 from picompile.training.gate import Gate, entry
 from picompile.training.local import count_jobs, train_locally
 from picompile.training.options import TrainOptions
@@ -113,12 +114,19 @@ class _Run:
         return sorted(find_blocks(self.graph_module))
 
     def check_blocks(self) -> None:
-        """Raises `UsageError` where the profile does not have the model's layers."""
-        profiled = [layer.layer for layer in self.profile.layers]
-        if profiled != self.layers:
-            raise UsageError(
-                f"{self.profile.folder}: has {len(profiled)} layers, the model {len(self.layers)}; profile it again"
-            )
+        """Raises `UsageError` where the profile's layers or tokens are none of the model's."""
+        folder, profiled = self.profile.folder, self.profile.layers
+        if [layer.layer for layer in profiled] != self.layers:
+            raise UsageError(f"{folder}: has {len(profiled)} layers, the model {len(self.layers)}; profile it again")
+        shapes, blocks = block_shapes(self.graph_module), find_blocks(self.graph_module)
+        for layer in profiled:
+            fits = BlockShape(layer.neurons, self.profile.hidden) == shapes[layer.layer]
+            if not fits or (layer.place == "stream" and not reads_norm(blocks[layer.layer])):
+                raise UsageError(f"{folder}: layer {layer.layer} is another block than the model's; profile it again")
+        vocabulary = self.captured.facts.vocab
+        for windows in (self.profile.calibration(), self.profile.held_out()):
+            if any(not 0 <= token < vocabulary for window in windows for token in window):
+                raise UsageError(f"{folder}: has tokens that the model does not have; profile it again")
 
     def run(self) -> Predictors:
         results = self.train()
@@ -183,8 +191,7 @@ class _Run:
             met = self.options.gate is None or change <= self.options.gate
             if met:
                 break
-            accuracies = gate.layers(predictors)
-            blamed = to_blame(accuracies)
+            blamed = to_blame({layer.layer: layer.missed_energy for layer in gate.layers(predictors)})
             tighter = selection.tightened(blamed)
             if number == self.options.rounds or not blamed or not selection.changes(tighter, results):
                 self._discard()

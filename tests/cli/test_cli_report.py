@@ -1,5 +1,6 @@
 """`picompile report`: the page it writes, and what it refuses before anything is read or written."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -55,6 +56,24 @@ def test_where_no_page_is_written(cli: Cli, tiny_artifact: Path, tmp_path: Path)
     assert "is a folder" in refused(cli, tiny_artifact, "-o", tmp_path, "--force")
     refused(cli, tiny_artifact, "-o", notes / "report.html")
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_pipes_and_links(cli: Cli, tiny_artifact: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "not a regular file" in refused(cli, tiny_artifact, "-o", tmp_path / "pipe", "--force")
+    (tmp_path / "lost").symlink_to(tmp_path / "nowhere")
+    assert "a link to nowhere" in refused(cli, tiny_artifact, "-o", tmp_path / "lost", "--force")
+    (tmp_path / "old").write_text("<!doctype html>old")
+    (tmp_path / "link").symlink_to("old")
+    assert cli("report", tiny_artifact, "-o", tmp_path / "link", "--force").code == 0
+    assert (tmp_path / "link").is_symlink()
+    assert "feed-forward" in (tmp_path / "old").read_text(encoding="utf-8")
+
+
+def test_names_as_long_as_they_can_be(cli: Cli, tiny_artifact: Path, tmp_path: Path) -> None:
+    page = tmp_path / ("a" * 250 + ".html")
+    assert cli("report", tiny_artifact, "-o", page).code == 0
+    assert list(tmp_path.iterdir()) == [page]
 
 
 def test_without_matplotlib(cli: Cli, tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """How much of a text the gate reads."""
 
-from picompile.gate import LayerAccuracy, first_windows, to_blame
+from picompile.gate import first_windows
 
 WINDOWS = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
 
@@ -21,13 +21,3 @@ def test_windows_that_are_too_long_are_cut() -> None:
 def test_a_single_id_tells_nothing() -> None:
     assert first_windows(WINDOWS, 5) == [[1, 2, 3, 4]]
     assert first_windows(WINDOWS, 1) == []
-
-
-def _layer(number: int, missed_energy: float) -> LayerAccuracy:
-    return LayerAccuracy(number, "learned", 8, 0.9, 0.9, 0.9, 0.1, 0.1, missed_energy)
-
-
-def test_blame_falls_on_those_that_miss_most() -> None:
-    assert to_blame([_layer(0, 1.0), _layer(1, 6.0), _layer(2, 3.0), _layer(3, 0.0)]) == [1, 2]
-    assert to_blame([_layer(0, 0.0), _layer(1, 0.0)]) == []
-    assert to_blame([_layer(4, 1e-9)]) == [4]

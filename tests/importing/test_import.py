@@ -25,7 +25,7 @@ from powerinfer_files import (
 from safetensors.numpy import load_file
 
 from picompile.checkpoint.fingerprint import fingerprint
-from picompile.errors import UsageError
+from picompile.errors import DoesNotFitError, UsageError
 from picompile.importing import Limits, Source, find_source, import_predictors, read_guarded
 from picompile.importing.child_output import write_parts
 from picompile.importing.child_torch import read_activations, read_files
@@ -128,7 +128,8 @@ def test_folder_with_statistics(tmp_path: Path, tiny_model: Path) -> None:
 def test_threshold_of_a_folder(tmp_path: Path) -> None:
     write_folder(tmp_path, random_predictors(SIZES, 5), threshold=-0.75)
     assert find_source(tmp_path).threshold == -0.75
-    for text in ('{"sparse_threshold": "0"}', '{"sparse_threshold": NaN}', "[]", "[" * 100_000, "no JSON"):
+    huge = [f'{{"sparse_threshold": {number}}}' for number in (10**400, "1e300", "-3.5e38")]
+    for text in ('{"sparse_threshold": "0"}', '{"sparse_threshold": NaN}', "[]", "[" * 100_000, "no JSON", *huge):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UsageError, match=r"config\.json: (sparse_threshold is .*, not a number|not )"):
             find_source(tmp_path)
@@ -170,7 +171,7 @@ def test_sizes_that_show_after_reading(tmp_path: Path, tiny_model: Path, monkeyp
     write_folder(tmp_path / "in", random_predictors(SIZES, 7))
     for counts, says in (
         (199, r"activation_1\.pt has 199 neurons; the model's have 200"),
-        (0, "statistics of 1 layers"),
+        (0, r"activation_1\.pt is missing, and others are there; the model has 2 layers"),
     ):
         write_activations(tmp_path / "in", [torch.ones(200), torch.ones(counts)][: 1 + (counts > 0)])
         if not counts:
@@ -286,6 +287,23 @@ def test_mutations_through_the_guarded_process(tmp_path: Path, tiny_model: Path)
         if mutation.harmless:
             assert all(np.array_equal(values, expected[name]) for name, values in found.items()), mutation.name
     assert passed > 8
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """Where there is no space for the tensors, there is none for the reason either."""
+    write_gguf(tmp_path / "a.gguf", random_predictors(SIZES, 15))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "tensors.safetensors").symlink_to("/dev/full")
+    (tmp_path / "folder" / "refusal.txt").mkdir()
+    with pytest.raises(DoesNotFitError, match="no space left"):
+        read_guarded(find_source(tmp_path / "a.gguf"), tmp_path / "folder")
+
+
+def test_places_that_safetensors_cannot_write(tmp_path: Path, tiny_model: Path) -> None:
+    write_gguf(tmp_path / "a.gguf", random_predictors(SIZES, 16))
+    with pytest.raises(UsageError, match="not a name in UTF-8"):
+        import_predictors(find_source(tmp_path / "a.gguf"), tiny_model, tmp_path / os.fsdecode(b"\xff"))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
 
 
 def test_limits_end_the_process(tmp_path: Path) -> None:

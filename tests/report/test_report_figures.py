@@ -48,7 +48,9 @@ def test_figures_of_a_model_are_of_all_its_neurons() -> None:
 def test_neurons_that_never_fire_have_a_flat_curve() -> None:
     assert firing_curve(np.zeros(6, np.int64)).tolist() == [0] * 7
     figures = summarize([np.zeros(6, np.int64)], 10)
-    assert (figures.firing_share, figures.neurons_for_80_percent, figures.skewness, figures.never_fired) == (0, 0, 0, 6)
+    assert (figures.firing_share, figures.never_fired) == (0, 6)
+    # Of no firings, nobody makes a share.
+    assert (figures.neurons_for_80_percent, figures.skewness) == (None, None)
 
 
 @pytest.mark.parametrize("neurons", [1, 2, 100, 5000])
@@ -84,11 +86,16 @@ def test_numbers_in_words(text: str, expected: str) -> None:
     assert text.replace("\u00a0", " ") == expected
 
 
-@pytest.mark.parametrize("value", [None, True, "1", [], float("nan"), float("inf"), 10**400])
+@pytest.mark.parametrize("value", [None, True, "1", [], float("nan"), float("inf"), 10**400, 1e300])
 def test_what_was_not_measured_is_none(value: object) -> None:
     assert numbers.measured(value) is None
     assert numbers.share(value) is None
     assert numbers.whole(value) is None
+
+
+def test_counts_are_not_below_zero() -> None:
+    assert numbers.whole(-1) is None
+    assert [numbers.counted(number, "layer") for number in (0, 1, 1234)] == ["0 layers", "1 layer", "1,234 layers"]
 
 
 def test_a_share_is_between_zero_and_one() -> None:

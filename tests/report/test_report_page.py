@@ -273,6 +273,62 @@ def test_a_model_of_which_nothing_fires(tmp_path: Path) -> None:
     file = tmp_path / "layers" / "000.safetensors"
     tensors = load_file(file)
     save_file({**tensors, "counts": 0 * tensors["counts"], "contribution": 0 * tensors["contribution"]}, file)
-    text = Page(render_report(read_sources([tmp_path]))).text
-    assert "0.00 %" in text
-    assert "nan" not in text
+    page = Page(render_report(read_sources([tmp_path])))
+    assert "0.00 %" in page.text
+    assert "nan" not in page.text
+    # Of no firings nobody makes 80 %, and no axis of shares goes below zero.
+    assert "layer 0: nothing fired" in page.of("title")
+    assert "0.0 % of the neurons" not in page.text
+    assert not any(text.startswith("−") for text in page.of("text"))
+
+
+@pytest.mark.filterwarnings("error")
+def test_predictors_of_layers_in_which_nothing_fires(tmp_path: Path) -> None:
+    nothing = dict.fromkeys(("firing_share", "computed_share", "missed_energy"), 0.0)
+    rows = [{**predictor_row(layer, 9, kind="exact"), **nothing} for layer in range(2)]
+    gate = {"perplexity": 3.0, "layers": [{"layer": layer, "missed_energy": 0.0} for layer in range(2)]}
+    page = Page(made(tmp_path / "predictors", rows, gate=gate))
+    assert page.of("h4") == ["Recall and precision", "Computed against firing"]
+    assert not any(text.startswith("−") for text in page.of("text"))
+
+
+def test_a_model_of_one_layer(tmp_path: Path) -> None:
+    write_profile(tmp_path, seed=1, layers=1, neurons=50)
+    page = Page(render_report(read_sources([tmp_path])))
+    assert "50 in 1 layer" in page.of("dd")
+    # The axis of layers names the only one, and no tenths of it.
+    assert not any(text in page.of("text") for text in ("0.1", "−0.1"))
+
+
+def test_of_many_layers_the_worst_are_named(tmp_path: Path) -> None:
+    gate = {"perplexity": 3.0, "layers": [{"layer": layer, "missed_energy": 2**-7} for layer in range(40)]}
+    page = Page(made(tmp_path / "predictors", [predictor_row(layer, 9) for layer in range(40)], gate=gate))
+    assert "0, 1, 2, 3, 4, 5, 6, 7 and 24 more" in page.of("td")
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_beyond_all_measure_are_left_out(tmp_path: Path) -> None:
+    row = {**predictor_row(0, 1), "firing_share": 1e-300}
+    gate = {"dense_perplexity": 1e-200, "perplexity": 1e300, "rounds": 10**30, "layers": [_missed(1e308)]}
+    curves = [{**curve(0, 4), "layer": 10**400}, {**curve(0, 4), "rank": 10**400}]
+    page = Page(made(tmp_path / "predictors", [row], gate=gate, curves=curves))
+    assert not re.search(r"\d{20}", page.text)
+    assert "inf" not in page.text
+
+
+def _missed(energy: float) -> dict[str, float]:
+    return {"layer": 0, "missed_energy": energy}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["\ud800", "\x01", "中", "x" * 999])
+def test_names_that_no_font_has_are_drawn_as_marks(tmp_path: Path, kind: str) -> None:
+    candidate = {**curve(0, 4), "kind": kind, "rank": None}
+    html = made(tmp_path / "predictors", [predictor_row(0, 9)], curves=[candidate])
+    assert ("?, stream" if len(kind) == 1 else f"{24 * 'x'}, stream") in Page(html).of("text")
+
+
+def test_lines_of_several_inputs_are_told_apart(tmp_path: Path) -> None:
+    curves = [{**curve(0, 4), "kind": "learned", "input": place} for place in ("stream", "block")]
+    page = Page(made(tmp_path / "predictors", [predictor_row(0, 9)], curves=curves))
+    assert any(text.endswith(" · solid: learned, block, dashed: learned, stream") for text in page.of("figcaption"))

@@ -129,6 +129,25 @@ def test_counts_that_cannot_be_are_refused(tmp_path: Path, counts: list[int]) ->
     refused(tmp_path)
 
 
+def test_counts_of_another_type_are_refused(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    write_profile(tmp_path, seed=1, layers=1, neurons=2)
+    file = tmp_path / "layers" / "000.safetensors"
+    save_file({**load_file(file), "counts": torch.ones(2, dtype=torch.bfloat16)}, file)
+    assert "'counts' BF16 [2]" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("threshold", ["x", None, 10**400, float("nan")])
+def test_thresholds_that_are_none_are_refused(tmp_path: Path, threshold: object) -> None:
+    write_profile(tmp_path, seed=1, layers=1)
+    facts = json.loads((tmp_path / "profile.json").read_text())
+    facts["layers"][0]["threshold"] = threshold
+    (tmp_path / "profile.json").write_text(json.dumps(facts))
+    assert "layers[0]: threshold must be a number" in refused(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["program.json", "report.json"])
 @pytest.mark.parametrize("content", [None, b"{}", b'{"functions": [], "ffn": {}, "weight_bytes": {"a": "b"}}'])
 def test_damaged_artifacts_are_refused(tmp_path: Path, name: str, content: bytes | None) -> None:
