@@ -1,9 +1,14 @@
 """What is known of one layer's predictor."""
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from picompile.description import LARGEST_F32, choice, figure, layer_number, number
+from picompile_runtime.fields import Fields
+
 LEARNED_KINDS = ("learned", "learned-relu")
+LOSSLESS_KINDS = ("exact", "none")
 INPUTS = ("block", "stream", "previous")
 
 # The parts of a learned predictor, as their tensors are called.
@@ -49,50 +54,39 @@ class LayerPredictor:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, entry: Any) -> "LayerPredictor":
+    def from_json(cls, entry: Fields) -> "LayerPredictor":
         """Reads an entry; fields of later versions are passed over.
 
-        Raises `ValueError` with the fact that is wrong.
+        Raises `ArtifactError` with the field that is wrong.
         """
-        if not isinstance(entry, dict):
-            raise ValueError("an entry of layers is no object")
-        known = {field.name for field in fields(cls)}
-        given = {key: value for key, value in entry.items() if key in known}
-        if not _whole(given.get("layer")) or not isinstance(given.get("kind"), str):
-            raise ValueError("an entry of layers has no layer number or no kind")
-        predictor = cls(**given)
-        predictor._check()
-        return predictor
-
-    def _check(self) -> None:
-        place = f"layer {self.layer}"
-        for name, value in (("threshold", self.threshold), *((name, getattr(self, name)) for name in _MEASURES)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise ValueError(f"{place}: {name} is {value!r}, not a number")
-        if self.threshold != self.threshold or abs(self.threshold) == float("inf"):
-            raise ValueError(f"{place}: threshold is {self.threshold}")
-        if not self.learned:
-            return
-        if self.input not in INPUTS:
-            raise ValueError(f"{place}: input is {self.input!r}, not one of {', '.join(INPUTS)}")
-        if not _whole(self.rank) or self.rank == 0:
-            raise ValueError(f"{place}: rank is {self.rank!r}, not a count")
+        layer, kind = layer_number(entry), entry.text("kind")
+        given = {key: read(entry, key) for key, read in _READ.items() if entry.data.get(key) is not None}
+        for key in _needed(kind):
+            if key not in given:
+                raise entry.wrong(key, f"given for a layer of kind {kind}")
+        return cls(layer, kind, **given)
 
 
-_MEASURES = (
-    "parameters",
-    "bytes_f16",
-    "recall",
-    "weighted_recall",
-    "precision",
-    "firing_share",
-    "computed_share",
-    "skewness",
-)
+# How the fields are read that an entry need not have.
+_READ: Mapping[str, Callable[[Fields, str], Any]] = {
+    "input": lambda entry, key: choice(entry, key, INPUTS),
+    "rank": lambda entry, key: entry.integer(key, 1),
+    "threshold": lambda entry, key: number(entry, key, -LARGEST_F32, LARGEST_F32),
+    "parameters": Fields.integer,
+    "bytes_f16": Fields.integer,
+    **dict.fromkeys(
+        ("recall", "weighted_recall", "precision", "firing_share", "computed_share", "skewness"),
+        figure,
+    ),
+}
 
 
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _needed(kind: str) -> tuple[str, ...]:
+    """What a layer of `kind` cannot be without."""
+    if kind in LEARNED_KINDS:
+        return ("input", "rank", "threshold", "parameters", "bytes_f16")
+    # Of a kind that skips neurons, no threshold is as good as another.
+    return () if kind in LOSSLESS_KINDS else ("threshold",)
 
 
 def tensor_name(layer: int, part: str) -> str:

@@ -1,6 +1,5 @@
 """Reading predictors: a folder with `predictors.json`, or a bare `predictors.safetensors`."""
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,9 +8,11 @@ from typing import Any
 import torch
 
 from picompile.checkpoint.headers import READ_ERRORS, TensorHeader, one_line, open_file
+from picompile.description import check_order, check_schema, figure, read_object, refusing
 from picompile.errors import UsageError
 from picompile.predictors.layer import PARTS, LayerPredictor, tensor_name
 from picompile.predictors.loaded import Predictors
+from picompile_runtime.fields import Fields
 
 FORMAT = "picompile-predictors"
 SCHEMA = 1
@@ -19,7 +20,9 @@ FACTS_FILE = "predictors.json"
 WEIGHTS_FILE = "predictors.safetensors"
 
 _DTYPES = ("F16", "BF16", "F32")
-_NAME = re.compile(rf"layers\.(0|[1-9][0-9]*)\.({'|'.join(PARTS)})")
+_NAME = re.compile(rf"layers\.(0|[1-9][0-9]{{0,3}})\.({'|'.join(PARTS)})")
+_FIGURES = ("dense_perplexity", "perplexity", "relative_change", "tokens")
+_ADVICE = "train again"
 
 
 def load_predictors(path: Path | str) -> Predictors:
@@ -32,7 +35,8 @@ def load_predictors(path: Path | str) -> Predictors:
     path = Path(path)
     facts = path / FACTS_FILE
     if facts.is_file():
-        predictors = _described(path, _read_facts(facts))
+        with refusing(_ADVICE):
+            predictors = _described(path, _read_facts(facts))
     elif path.is_file() or (path / WEIGHTS_FILE).is_file():
         predictors = _bare(path, path if path.is_file() else path / WEIGHTS_FILE)
     else:
@@ -42,25 +46,40 @@ def load_predictors(path: Path | str) -> Predictors:
     return predictors
 
 
-def _described(folder: Path, facts: Mapping[str, Any]) -> Predictors:
-    try:
-        layers = tuple(LayerPredictor.from_json(entry) for entry in facts["layers"])
-        model, gate, curves = facts["model"], facts.get("gate", {}), facts.get("curves", [])
-        numbers = [layer.layer for layer in layers]
-        if not layers or len(set(numbers)) != len(numbers):
-            raise ValueError("no layers, or one of them twice")
-        if not isinstance(model, dict) or not isinstance(gate, dict) or not isinstance(curves, list):
-            raise ValueError("model, gate or curves has another form")
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{folder / FACTS_FILE}: not the facts of predictors: {one_line(error)}") from error
+def _described(folder: Path, facts: Fields) -> Predictors:
+    layers = tuple(LayerPredictor.from_json(entry) for entry in facts.objects("layers"))
+    check_order(facts, [layer.layer for layer in layers])
+    model = facts.object("model")
+    gate = _gate(facts.object("gate")) if "gate" in facts.data else {}
+    curves = facts.data.get("curves", [])
+    if not isinstance(curves, list):
+        raise facts.wrong("curves", "a list")
     learned = [layer for layer in layers if layer.learned]
     headers = _read_headers(folder / WEIGHTS_FILE) if learned else {}
     for layer in learned:
         _require_parts(folder / WEIGHTS_FILE, headers, layer.layer, layer.rank)
     wanted = {tensor_name(layer.layer, part) for layer in learned for part in PARTS}
     used = {name: header for name, header in headers.items() if name in wanted}
-    described = (model.get("fingerprint"), model.get("name"), model.get("parameters"))
+    parameters = model.integer("parameters", 1) if model.data.get("parameters") is not None else None
+    described = (_word(model, "fingerprint"), _word(model, "name"), parameters)
     return Predictors(folder, layers, used, *described, gate, curves)
+
+
+def _gate(gate: Fields) -> Mapping[str, Any]:
+    """What training found, as it stands there; the figures in it are numbers."""
+    for key in _FIGURES:
+        # What came to no number was measured nevertheless.
+        if key in gate.data and figure(gate, key) is None and not isinstance(gate.data[key], float):
+            raise gate.wrong(key, "a number")
+    return gate.data
+
+
+def _word(fields: Fields, key: str) -> str | None:
+    """A text, or None where nobody wrote it down."""
+    value = fields.data.get(key)
+    if value is not None and not isinstance(value, str):
+        raise fields.wrong(key, "a text")
+    return value
 
 
 def _bare(path: Path, file: Path) -> Predictors:
@@ -76,16 +95,10 @@ def _bare(path: Path, file: Path) -> Predictors:
     return Predictors(path, tuple(layers), headers)
 
 
-def _read_facts(file: Path) -> Mapping[str, Any]:
-    try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UsageError(f"{file}: not readable as JSON: {one_line(error)}") from error
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise UsageError(f"{file}: not the facts of predictors")
-    if facts.get("schema") != SCHEMA:
-        raise UsageError(f"{file}: schema {facts.get('schema')!r}; this version reads {SCHEMA}; train again")
-    return facts
+def _read_facts(file: Path) -> Fields:
+    facts = read_object(file, FORMAT, "the facts of predictors")
+    check_schema(file, facts, SCHEMA, _ADVICE)
+    return Fields(facts, f"{file}: not the facts of predictors")
 
 
 def _read_headers(file: Path) -> dict[str, TensorHeader]:

@@ -51,7 +51,8 @@ def _sync_folder(folder: Path) -> None:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """JSON as people and `diff` read it."""
     with appearing_file(path) as file:
-        file.write((json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+        # Names of files need not be text.
+        file.write((json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "replace"))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -84,10 +85,11 @@ def read_tensors(path: Path, only: str | None = None) -> tuple[dict[str, Tensor]
         return {name: file.get_tensor(name).clone() for name in names}, dict(file.metadata() or {})
 
 
-def read_shapes(path: Path) -> dict[str, list[int]]:
-    """The shapes of a file's tensors, from its header. Raises `UsageError` as `read_tensors` does."""
+def read_kinds(path: Path) -> dict[str, str]:
+    """What a file's tensors are, from its header: `F16 [700, 192]`. Raises `UsageError` as `read_tensors` does."""
     with _opened(path) as file:
-        return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        return {name: f"{found.get_dtype()} {list(found.get_shape())}" for name, found in slices.items()}
 
 
 @contextmanager

@@ -1,20 +1,24 @@
 """A profile: how a model's neurons fire, and samples of what its feed-forward blocks read. A folder on disk."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from picompile.description import read_object
 from picompile.errors import UsageError
-from picompile.profiling.files import read_shapes, read_tensors
+from picompile.profiling.files import read_tensors
+from picompile.profiling.tokens import windows_sha256
 
 FORMAT = "picompile-profile"
 SCHEMA = 1
 PROFILE_FILE = "profile.json"
 TOKENS_FILE = "tokens.safetensors"
+PLACES = ("stream", "block")
+
+ADVICE = "profile the model again"
 
 
 def layer_file(layer: int) -> str:
@@ -47,7 +51,7 @@ class Profile:
 
     `fingerprint` is that of the model, `tokens` are counted in windows of `window`, `sample_count` of them were kept.
     `sources` and `held_out_source` name the texts. `thresholds` says how those of the layers were found: None in ReLU
-    models, where they are zero.
+    models, where they are zero. `tokens_sha256` is that of the token ids, as `windows_sha256` has it.
     """
 
     folder: Path
@@ -62,6 +66,7 @@ class Profile:
     held_out_source: str
     held_out_tokens: int
     thresholds: Mapping[str, Any] | None = field(default=None, repr=False)
+    tokens_sha256: str = field(default="", repr=False)
 
     def counts(self, layer: int) -> Tensor:
         """On how many of the tokens each neuron fired: int64 [neurons]."""
@@ -88,50 +93,50 @@ class Profile:
         return self._windows("held_out")
 
     def require_model(self, fingerprint: str) -> None:
-        """Raises `UsageError` unless the profile is of the model of that fingerprint."""
+        """Raises `UsageError` for a profile of a model of another fingerprint, or with other tokens than it is of."""
         if fingerprint != self.fingerprint:
-            raise UsageError(f"{self.folder}: is a profile of another model ({self.model_name}); profile this one")
+            raise UsageError(f"{self.folder}: is a profile of another model ({self.model_name!r}); profile this one")
+        self._token_ids()
 
     def _layer_tensor(self, layer: int, name: str) -> Tensor:
+        """Raises `UsageError` for values that no profile has."""
         path = self.folder / layer_file(layer)
-        return _named(path, read_tensors(path, only=name)[0], name)
+        found = _named(path, read_tensors(path, only=name)[0], name)
+        must, holds = _VALUES[name]
+        if not holds(found, self.tokens):
+            raise UsageError(f"{path}: damaged: {name} must be {must}; {ADVICE}")
+        return found
 
     def _windows(self, name: str) -> list[list[int]]:
+        windows: list[list[int]] = self._token_ids()[name].tolist()
+        return windows
+
+    def _token_ids(self) -> dict[str, Tensor]:
+        """Raises `UsageError` for other token ids than those that were profiled on."""
         path = self.folder / TOKENS_FILE
-        windows: list[list[int]] = _named(path, read_tensors(path)[0], name).tolist()
+        tensors = read_tensors(path)[0]
+        windows = {name: _named(path, tensors, name) for name in ("calibration", "held_out")}
+        if windows_sha256(*windows.values()) != self.tokens_sha256:
+            raise UsageError(f"{path}: damaged: other token ids than {PROFILE_FILE} was made of; {ADVICE}")
         return windows
 
 
-def load_profile(folder: Path) -> Profile:
-    """Reads the profile in `folder`. Raises `UsageError` for what is none, is not complete, or is damaged."""
-    path = folder / PROFILE_FILE
-    content = read_description(folder)
-    if content is None:
-        raise UsageError(f"{folder}: is no profile: it has no {PROFILE_FILE}")
-    if content.get("schema") != SCHEMA:
-        raise UsageError(f"{path}: has schema {content.get('schema')}, not {SCHEMA}; profile the model again")
-    if content.get("complete") is not True:
-        raise UsageError(f"{folder}: is a profile that is not complete; the same command goes on with it")
-    try:
-        profile = _from_json(folder, content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"{path}: damaged: {error!r}; profile the model again") from error
-    _check_files(profile)
-    return profile
+# What the tensors of a layer must hold, of so many tokens.
+_VALUES: Mapping[str, tuple[str, Callable[[Tensor, int], bool]]] = {
+    "counts": ("from 0 to the number of tokens", lambda x, tokens: bool(((x >= 0) & (x <= tokens)).all())),
+    "contribution": ("finite and not negative", lambda x, tokens: bool((x.isfinite() & (x >= 0)).all())),
+    "input": ("finite", lambda x, tokens: bool(x.isfinite().all())),
+    "positions": (
+        "places of tokens in order",
+        lambda x, tokens: bool((x[1:] > x[:-1]).all() and x[0] >= 0 and x[-1] < tokens),
+    ),
+}
 
 
 def read_description(folder: Path) -> dict[str, Any] | None:
     """What `profile.json` says; None where there is none. Raises `UsageError` for one that is not a profile's."""
     path = folder / PROFILE_FILE
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UsageError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise UsageError(f"{path}: is not a profile's description")
-    return content
+    return read_object(path, FORMAT, "a profile's description") if path.is_file() else None
 
 
 def describe(profile: Profile, inputs: str, version: str, sha256: str) -> dict[str, Any]:
@@ -157,47 +162,7 @@ def describe(profile: Profile, inputs: str, version: str, sha256: str) -> dict[s
     }
 
 
-def _from_json(folder: Path, content: Mapping[str, Any]) -> Profile:
-    calibration = content["calibration"]
-    return Profile(
-        folder=folder,
-        fingerprint=str(content["model"]["fingerprint"]),
-        model_name=str(content["model"]["name"]),
-        hidden=int(content["model"]["hidden"]),
-        layers=tuple(LayerProfile(**layer) for layer in content["layers"]),
-        window=int(calibration["window"]),
-        tokens=int(calibration["tokens"]),
-        sample_count=int(content["samples"]),
-        sources=tuple(map(str, calibration["sources"])),
-        held_out_source=str(calibration["held_out_source"]),
-        held_out_tokens=int(calibration["held_out_tokens"]),
-        thresholds=content["thresholds"],
-    )
-
-
-def _check_files(profile: Profile) -> None:
-    """Raises `UsageError` for a file that is missing, cut, or of other shapes. Reads headers only."""
-    count, hidden = profile.sample_count, profile.hidden
-    for layer in profile.layers:
-        shapes = {
-            "counts": [layer.neurons],
-            "contribution": [layer.neurons],
-            "input": [count, hidden],
-            "positions": [count],
-        }
-        _check_shapes(profile.folder / layer_file(layer.layer), shapes)
-    windows = {"calibration": profile.tokens, "held_out": profile.held_out_tokens}
-    shapes = {name: [tokens // profile.window, profile.window] for name, tokens in windows.items()}
-    _check_shapes(profile.folder / TOKENS_FILE, shapes)
-
-
-def _check_shapes(path: Path, shapes: Mapping[str, list[int]]) -> None:
-    found = read_shapes(path)
-    if found != shapes:
-        raise UsageError(f"{path}: damaged: it holds {found} instead of {dict(shapes)}; profile the model again")
-
-
 def _named(path: Path, tensors: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in tensors:
-        raise UsageError(f"{path}: damaged: it holds no {name}; profile the model again")
+        raise UsageError(f"{path}: damaged: it holds no {name}; {ADVICE}")
     return tensors[name]

@@ -26,6 +26,7 @@ from picompile.profiling.collect import (
     summarize,
 )
 from picompile.profiling.files import locked, read_tensors, write_tensors
+from picompile.profiling.load import load_profile
 from picompile.profiling.options import ProfileOptions
 from picompile.profiling.own_text import own_windows
 from picompile.profiling.passes import Extra, Model, run_pass
@@ -36,7 +37,6 @@ from picompile.profiling.profile import (
     Profile,
     describe,
     layer_file,
-    load_profile,
     read_description,
 )
 from picompile.profiling.thresholds import Search

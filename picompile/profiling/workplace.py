@@ -21,6 +21,7 @@ from picompile.profiling.profile import FORMAT, PROFILE_FILE, SCHEMA, TOKENS_FIL
 
 _STATE_FILE = "state.safetensors"
 _SEARCH_FILE = "search.json"
+_SEARCHED = {"dense_perplexity", "perplexities", "histograms"}
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,12 @@ class Workplace:
             (self.folder / name).unlink(missing_ok=True)
 
     def read_search(self) -> dict[str, Any]:
-        """What the search for thresholds has found so far."""
-        path = self.folder / _SEARCH_FILE
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        return found
+        """What the search for thresholds has found so far; nothing where that cannot be read."""
+        try:
+            found = json.loads((self.folder / _SEARCH_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) and found.keys() >= _SEARCHED else {}
 
     def write_search(self, found: Mapping[str, Any]) -> None:
         """Notes what the search has found."""
@@ -82,16 +85,18 @@ class Workplace:
         states = new_states(graph_module, windows)
         try:
             tensors, metadata = read_tensors(self.folder / _STATE_FILE)
-        except UsageError:
+            if metadata.get("pass") != pass_name:
+                return 0, states, {}
+            number = int(metadata["segment"])
+            outputs = segments[number - 1].outputs
+            alive = [
+                {node: tensors.pop(f"windows.{index}.{place}") for place, node in enumerate(outputs)}
+                for index in range(len(states))
+            ]
+        except (UsageError, KeyError, ValueError, IndexError):
             # There is none, or a disk lost a part of it.
             return 0, states, {}
-        if metadata.get("pass") != pass_name:
-            return 0, states, {}
-        number = int(metadata["segment"])
-        for index, state in enumerate(states):
-            for place, node in enumerate(segments[number - 1].outputs):
-                state[node] = tensors.pop(f"windows.{index}.{place}")
-        return number, states, tensors
+        return number, [state | values for state, values in zip(states, alive, strict=True)], tensors
 
     def finish(self, description: Mapping[str, Any]) -> None:
         """Writes the description of the complete profile and removes what was only there to go on."""

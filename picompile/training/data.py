@@ -170,9 +170,14 @@ def layer_data(
     )
 
 
+def reads_norm(block: Node) -> bool:
+    """Whether a block reads what comes from a norm."""
+    return is_call(arguments(block)["x"], RMS_NORM, LAYER_NORM)
+
+
 def _norm(block: Node, constant: Any) -> Norm:
     node = arguments(block)["x"]
-    if not is_call(node, RMS_NORM, LAYER_NORM):
+    if not reads_norm(block):
         raise ValueError(f"what {block.name} reads is from no norm")
     values = arguments(node)
     op = "rms_norm" if is_call(node, RMS_NORM) else "layer_norm"

@@ -26,12 +26,14 @@ class Selection:
 
     @classmethod
     def read(cls, place: Workplace) -> "Selection | None":
-        """What `write` wrote; None where nothing was."""
+        """What `write` wrote; None where nothing was, or where it is damaged: then it is made again."""
         content = place.read(_FILE)
-        if not content:
+        try:
+            targets = {int(layer): float(target) for layer, target in content["targets"].items()}
+            measured = {str(key): float(perplexity) for key, perplexity in content["measured"].items()}
+            return cls(targets, Limits(**content["limits"]), measured)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             return None
-        targets = {int(layer): float(target) for layer, target in content["targets"].items()}
-        return cls(targets, Limits(**content["limits"]), dict(content["measured"]))
 
     def write(self, place: Workplace, gate: Mapping[str, Any] | None = None) -> None:
         """Notes the selection, and what the gate found of it."""

@@ -42,7 +42,7 @@ class Workplace:
         """A description in the work folder; empty where there is none that can be read."""
         try:
             content = json.loads((self.work / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
 

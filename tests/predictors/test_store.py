@@ -3,15 +3,21 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from damage import STRANGE, Place, places, replaced, strange_values, without
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from picompile.checkpoint import ModuleWeights
+from picompile.cli.train import _show as show_predictors
 from picompile.errors import UsageError
 from picompile.predictors import BlockShape, LayerPredictor, load_predictors, save_predictors
+from picompile_passes.errors import PassOptionError
 
 HIDDEN, NEURONS = 29, 71
 RANKS = {0: 5, 2: 11}
@@ -147,13 +153,30 @@ def test_wrong_tensors_are_refused(folder: Path, change: dict[str, Tensor | None
     [
         ({"format": "picompile-profile"}, "not the facts"),
         ({"schema": 2}, "schema 2"),
-        ({"layers": []}, "no layers"),
-        ({"layers": [{"layer": 0, "kind": "learned"}]}, "input"),
-        ({"layers": [{"layer": -1, "kind": "exact"}]}, "layer number"),
-        ({"layers": [{"layer": 0, "kind": "exact"}, {"layer": 0, "kind": "none"}]}, "twice"),
-        ({"layers": [{"layer": 0, "kind": "exact", "threshold": "low"}]}, "threshold"),
+        ({"schema": "a\nb"}, r"schema 'a\\nb'"),
+        ({"layers": []}, "layers must be a list of layers in order, each once"),
+        ({"layers": [{"layer": 0, "kind": "learned"}]}, "input must be given for a layer of kind learned"),
+        ({"layers": [{"layer": 0, "kind": "sign"}]}, "threshold must be given for a layer of kind sign"),
+        ({"layers": [{"layer": -1, "kind": "exact"}]}, r"layers\[0\]: layer must be an integer from 0 to 9999"),
+        ({"layers": [{"layer": 0.0, "kind": "exact"}]}, "layer must be an integer"),
+        ({"layers": [{"layer": 10**400, "kind": "exact"}]}, "beyond which no model has layers"),
+        ({"layers": [{"layer": 0, "kind": "exact"}, {"layer": 0, "kind": "none"}]}, "in order, each once"),
+        ({"layers": [{"layer": 1, "kind": "exact"}, {"layer": 0, "kind": "none"}]}, "in order, each once"),
+        ({"layers": [{"layer": 0, "kind": ["exact"]}]}, "kind must be a text"),
+        ({"layers": [{"layer": 0, "kind": "exact", "threshold": "low"}]}, "threshold must be a number"),
+        ({"layers": [{"layer": 0, "kind": "sign", "threshold": float("nan")}]}, "threshold must be a number"),
+        ({"layers": [{"layer": 0, "kind": "sign", "threshold": 10**400}]}, "threshold must be a number"),
+        ({"layers": [{"layer": 0, "kind": "exact", "parameters": -1}]}, "parameters must be an integer from 0"),
+        ({"layers": [{"layer": 0, "kind": "exact", "recall": 10**400}]}, "recall must be a finite number"),
+        ({"layers": [{"layer": 0, "kind": "exact", "rank": True}]}, "rank must be an integer from 1"),
         ({"layers": 7}, "not the facts"),
-        ({"model": None}, "model"),
+        ({"model": None}, "model must be an object"),
+        ({"model": {"parameters": "many"}}, "parameters must be an integer from 1"),
+        ({"model": {"fingerprint": 7}}, "fingerprint must be a text"),
+        ({"gate": [1]}, "gate must be an object"),
+        ({"gate": {"perplexity": "low"}}, "gate: perplexity must be a finite number, but is 'low'"),
+        ({"gate": {"tokens": None}}, "gate: tokens must be a number"),
+        ({"curves": {}}, "curves must be a list"),
     ],
 )
 def test_wrong_facts_are_refused(folder: Path, change: dict[str, object], says: str) -> None:
@@ -162,6 +185,86 @@ def test_wrong_facts_are_refused(folder: Path, change: dict[str, object], says: 
     with pytest.raises(UsageError, match=says) as refused:
         load_predictors(folder)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"format": "picompile-predictors", "format": "picompile-predictors"}', "a key stands twice"),
+        ("[" * 100_000, "recursion"),
+        ('{"x":' * 100_000, "recursion"),
+    ],
+)
+def test_texts_that_json_reads_in_its_own_way_are_refused(folder: Path, text: str, says: str) -> None:
+    (folder / "predictors.json").write_text(text)
+    with pytest.raises(UsageError, match=f"not readable as JSON: .*{says}"):
+        load_predictors(folder)
+
+
+def test_names_that_are_no_text_are_marked(folder: Path) -> None:
+    facts = folder / "predictors.json"
+    facts.write_text(json.dumps(replaced(json.loads(facts.read_text()), ("model", "name"), "\udcff\u4e2d")))
+    assert load_predictors(folder).name == "?\u4e2d"
+
+
+def test_figures_that_came_to_no_number_are_none(folder: Path) -> None:
+    facts = folder / "predictors.json"
+    content = json.loads(facts.read_text())
+    changed = replaced(content, ("layers", 0, "recall"), float("nan"))
+    facts.write_text(json.dumps(replaced(changed, ("gate", "perplexity"), float("inf"))))
+    read = load_predictors(folder)
+    assert read.layers[0].recall is None
+    assert read.gate["perplexity"] == float("inf")
+
+
+@pytest.mark.parametrize("number", ["10000", "1" * 5000, "00", "-1"])
+def test_layers_that_no_model_has_are_not_found_in_a_bare_file(tmp_path: Path, number: str) -> None:
+    named = {name.replace("layers.2", f"layers.{number}"): tensor for name, tensor in _tensors().items()}
+    save_file(named, tmp_path / "predictors.safetensors")
+    assert [layer.layer for layer in load_predictors(tmp_path).layers] == [0]
+
+
+def loads_or_is_refused(folder: Path, content: Any) -> None:
+    """Whatever the facts say: one line that can be printed, or predictors that can be shown and used."""
+    (folder / "predictors.json").write_text(json.dumps(content))
+    try:
+        read = load_predictors(folder)
+        read.require_model(None, BLOCKS)
+        read.insert_pass()
+    except (UsageError, PassOptionError) as error:
+        assert str(error).isprintable()
+        assert len(str(error)) < 600
+        return
+    assert [layer.layer for layer in read.layers] == [0, 1, 2]
+    if {"dense_perplexity", "relative_change", "tokens"} <= read.gate.keys():
+        show_predictors(read)
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Predictors of which only the facts are damaged, and written anew every time; and these facts."""
+    folder = tmp_path_factory.mktemp("described") / "p"
+    gate = {"bound": 0.001, "dense_perplexity": 9.5, "perplexity": 9.6, "relative_change": 0.0105, "tokens": 126}
+    model = {**MODEL, "parameters": 10_000}
+    save_predictors(folder, LAYERS, _tensors(), model, gate, [{"layer": 0, "points": [{"recall": 0.5}]}])
+    return folder, json.loads((folder / "predictors.json").read_text())
+
+
+def test_everything_strange_in_every_place(described: tuple[Path, Any]) -> None:
+    folder, content = described
+    for place in places(content):
+        loads_or_is_refused(folder, without(content, place))
+        for value in STRANGE:
+            loads_or_is_refused(folder, replaced(content, place, value))
+
+
+@given(data=st.data())
+def test_anything_in_any_places(data: st.DataObject, described: tuple[Path, Any]) -> None:
+    folder, content = described
+    for _ in range(data.draw(st.integers(1, 3))):
+        place: Place = data.draw(st.sampled_from(list(places(content))))
+        content = replaced(content, place, data.draw(strange_values))
+    loads_or_is_refused(folder, content)
 
 
 def test_damaged_files_are_refused(folder: Path) -> None:

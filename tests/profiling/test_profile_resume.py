@@ -98,6 +98,35 @@ def test_layers_that_are_through_are_not_run_again(
     assert digests(tmp_path / "profile") == digests(tmp_path / "undisturbed")
 
 
+@pytest.mark.parametrize("damage", ["{", "[]", "{}", "[" * 100_000, None])
+def test_notes_that_cannot_be_read_are_made_again(
+    damage: str | None, build_once: BuildOnce, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is alive of the windows, and what the search has found."""
+    monkeypatch.setattr("picompile.profiling.thresholds._STEPS", 4)
+    model = build_once("tiny-silu", lambda folder: save_tiny_llama(folder, hidden_act="silu"))
+    expected = build_once("tiny-silu-profile", lambda folder: profile_model(model, folder, options(prose)) and None)
+    real = files.write_tensors
+
+    def write(path: Path, *arguments: object) -> None:
+        real(path, *arguments)  # type: ignore[arg-type]
+        if path.name == "state.safetensors" and (path.parent / "layers" / "000.safetensors").exists():
+            raise Ended
+
+    with monkeypatch.context() as patch, pytest.raises(Ended):
+        patch.setattr("picompile.profiling.workplace.write_tensors", write)
+        profile_model(model, tmp_path / "profile", options(prose))
+    state = tmp_path / "profile" / "state.safetensors"
+    if damage is None:
+        tensors, metadata = files.read_tensors(state)
+        real(state, dict(list(tensors.items())[:-1]), metadata)
+    else:
+        state.write_bytes(state.read_bytes()[:-1])
+        (tmp_path / "profile" / "search.json").write_text(damage)
+    profile_model(model, tmp_path / "profile", options(prose))
+    assert digests(tmp_path / "profile") == digests(expected)
+
+
 def test_one_of_other_inputs_begins_anew(
     tiny_model: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

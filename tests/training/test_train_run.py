@@ -232,6 +232,40 @@ def test_a_profile_of_another_model_is_refused(profile: Profile, tmp_path: Path)
     assert not (tmp_path / "p").exists()
 
 
+def test_a_profile_that_does_not_fit_its_model_is_refused(
+    tiny_model: Path, profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(forged: Profile, words: str) -> None:
+        with pytest.raises(UsageError, match=words):
+            train_predictors(tiny_model, forged, tmp_path / "predictors", OPTIONS)
+        assert not (tmp_path / "predictors").exists()
+
+    first, *others = profile.layers
+    for wrong in ({"neurons": first.neurons + 1}, {"neurons": 1}):
+        forged = dataclasses.replace(profile, layers=(dataclasses.replace(first, **wrong), *others))
+        refused(forged, "layer 0 is another block than the model's")
+    refused(dataclasses.replace(profile, hidden=profile.hidden * 2), "another block")
+    refused(dataclasses.replace(profile, layers=tuple(others)), "has 1 layers, the model 2")
+    for token in (-1, 1 << 20):
+        monkeypatch.setattr(Profile, "held_out", lambda self, token=token: [[1, token]])
+        refused(profile, "tokens that the model does not have")
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "{}", '{"targets": 3}', '{"targets": {"0": null}, "measured": {}}', "[" * 9999]
+)
+def test_damaged_notes_on_the_choice_are_made_again(
+    trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path, content: str
+) -> None:
+    folder = tmp_path / "predictors"
+    shutil.copytree(trained, folder)
+    (folder / "predictors.json").unlink()
+    (folder / "work" / "choice.json").write_text(content)
+    train_predictors(tiny_model, profile, folder, OPTIONS)
+    for name in ("predictors.json", "predictors.safetensors", "work/choice.json"):
+        assert (folder / name).read_bytes() == (trained / name).read_bytes(), name
+
+
 def test_a_folder_of_something_else_is_left_alone(tiny_model: Path, profile: Profile, tmp_path: Path) -> None:
     (tmp_path / "letters.txt").write_text("dear")
     with pytest.raises(UsageError, match="not overwritten"):
