@@ -35,12 +35,16 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _memory(pid: int) -> dict[str, int]:
-    """Anonymous and resident bytes of a process; none of one that has ended."""
+    """Anonymous and resident bytes of a process; none of one that has ended.
+
+    From counters that the kernel keeps. `smaps_rollup` walks all pages: of a process of 3 GB that takes half of a core,
+    and stops the process meanwhile.
+    """
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return {}
-    fields = dict(line.split(":", 1) for line in lines if line.startswith(("Anonymous:", "Rss:")))
+    fields = dict(line.split(":", 1) for line in lines if line.startswith(("RssAnon:", "VmRSS:")))
     return {name: int(value.split()[0]) * 1024 for name, value in fields.items()}
 
 
@@ -64,7 +68,7 @@ def watch(command: list[str], limit_bytes: int | None = None) -> Watched:
     prefix = ["prlimit", f"--as={limit_bytes}"] if limit_bytes else []
     start = time.monotonic()
     process = subprocess.Popen([*prefix, *command], stdout=subprocess.DEVNULL)
-    peaks = {"Anonymous": 0, "Rss": 0}
+    peaks = {"RssAnon": 0, "VmRSS": 0}
 
     def sample() -> None:
         while process.poll() is None:
@@ -80,4 +84,4 @@ def watch(command: list[str], limit_bytes: int | None = None) -> Watched:
     thread.start()
     returncode = process.wait()
     thread.join()
-    return Watched(time.monotonic() - start, peaks["Anonymous"], peaks["Rss"], returncode)
+    return Watched(time.monotonic() - start, peaks["RssAnon"], peaks["VmRSS"], returncode)
