@@ -83,9 +83,15 @@ def _undominated(entries: list[_Entry]) -> list[_Entry]:
 
 
 def options_of(result: LayerResult, target: float, limits: Limits) -> list[Choice]:
-    """What the layer may get for its target: its candidates, and a lossless kind."""
+    """What the layer may get for its target: its candidates, and a lossless kind.
+
+    Nothing that reads more than the whole block, unless all do: many neurons of a SiLU model can hardly be told apart.
+    """
     every = [_of_candidate(result, number, target, limits) for number in range(len(result.candidates))]
-    return every + (_lossless(result, limits) if limits.exact or result.decided_share is None else [])
+    if limits.exact or result.decided_share is None:
+        every.append(_lossless(result, limits))
+    whole = result.neurons * result.neuron_parameters
+    return [option for option in every if option.cost <= whole] or every
 
 
 def _of_candidate(result: LayerResult, number: int, target: float, limits: Limits) -> Choice:
@@ -106,18 +112,18 @@ def _excess(result: LayerResult, point: Point, limits: Limits) -> float:
     return share_beyond * point.computed_share * result.neurons
 
 
-def _lossless(result: LayerResult, limits: Limits) -> list[Choice]:
+def _lossless(result: LayerResult, limits: Limits) -> Choice:
     firing = result.candidates[0].curve.firing_share
     whole = result.neurons * result.neuron_parameters
     if result.decided_share is None:
         point = Point(0.0, 1.0, 1.0, firing, 1.0, 1 / firing if firing else 1.0)
-        return [Choice(result.layer, "none", None, point, 0, float(whole), _excess(result, point, limits))]
+        return Choice(result.layer, "none", None, point, 0, float(whole), _excess(result, point, limits))
     share = result.decided_share
     ratio = share / firing if firing else 1.0
     point = Point(0.0, 1.0, 1.0, firing / share if share else 1.0, share, ratio)
     deciding = result.neurons * result.hidden
     cost = deciding + share * (whole - deciding)
-    return [Choice(result.layer, "exact", None, point, 0, cost, _excess(result, point, limits))]
+    return Choice(result.layer, "exact", None, point, 0, cost, _excess(result, point, limits))
 
 
 def described(result: LayerResult, choice: Choice) -> LayerPredictor:

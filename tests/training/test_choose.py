@@ -93,6 +93,21 @@ def test_where_nothing_can_be_exact_everything_can_be_computed() -> None:
     assert (entry.kind, entry.rank, entry.parameters, entry.weighted_recall) == ("none", None, 0, 1.0)
 
 
+def test_no_predictor_that_reads_more_than_it_spares() -> None:
+    draw = torch.Generator().manual_seed(4)
+    # It knows nothing, so that it computes nearly all.
+    blind = Candidate("learned", "block", 9, 9 * 44, _curve(draw, 0.0), {})
+    sharp = Candidate("learned", "block", 14, 9 * 44, _curve(draw, 9.0), {})
+    for candidates, kind in (((blind,), "none"), ((blind, sharp), "learned")):
+        result = LayerResult(0, 20, 24, 72, None, 0.5, {}, candidates)
+        (choice,) = choose([result], {0: 0.99}, Limits(10**6, 1.5, exact=True))
+        assert choice.kind == kind
+        assert choice.cost <= 20 * 72
+    # Where it is the only one, it is taken all the same.
+    alone = LayerResult(0, 20, 24, 72, 0.3, 0.5, {}, (blind,))
+    assert choose([alone], {0: 0.99}, Limits(10**6, 1.5, exact=False))[0].kind == "learned"
+
+
 def test_tightening_halves_what_may_be_missed() -> None:
     results = _results(5)
     first = Selection.first([0, 1, 2, 3], 0.9, Limits(10**6, 99.0, exact=False), {})
