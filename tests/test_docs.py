@@ -36,6 +36,8 @@ EXEMPT = {
     },
     "python benchmarks/predictors.py build/relu-lm/reglu": "takes a quarter of an hour, and a trained model",
     "python benchmarks/predictors.py models/tiny-reglu --ranks 48,64,80": "takes some minutes",
+    "python benchmarks/profile_memory.py": "takes 4 GB of disk and minutes",
+    'python benchmarks/profile_memory.py --tokens 32768 --train ""': "takes 4 GB of disk and most of an hour",
     "python benchmarks/compile_memory.py MODEL --quant q4 [--limit-gb 6]": "a synopsis; takes minutes",
 }
 
