@@ -1,9 +1,11 @@
 """Whatever ends a profiling, the same command goes on with it and ends with the same bytes."""
 
+import hashlib
 import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -75,8 +77,8 @@ def test_layers_that_are_through_are_not_run_again(
 ) -> None:
     real = files.write_tensors
 
-    def write(path: Path, *arguments: object) -> None:
-        real(path, *arguments)  # type: ignore[arg-type]
+    def write(path: Path, *arguments: Any) -> None:
+        real(path, *arguments)
         if path.name == "001.safetensors":
             raise Ended
 
@@ -105,11 +107,13 @@ def test_notes_that_cannot_be_read_are_made_again(
     """What is alive of the windows, and what the search has found."""
     monkeypatch.setattr("picompile.profiling.thresholds._STEPS", 4)
     model = build_once("tiny-silu", lambda folder: save_tiny_llama(folder, hidden_act="silu"))
-    expected = build_once("tiny-silu-profile", lambda folder: profile_model(model, folder, options(prose)) and None)
+    # Every worker has a text of its own.
+    name = f"tiny-silu-profile-{hashlib.sha256(prose.read_bytes()).hexdigest()}"
+    expected = build_once(name, lambda folder: profile_model(model, folder, options(prose)) and None)
     real = files.write_tensors
 
-    def write(path: Path, *arguments: object) -> None:
-        real(path, *arguments)  # type: ignore[arg-type]
+    def write(path: Path, *arguments: Any) -> None:
+        real(path, *arguments)
         if path.name == "state.safetensors" and (path.parent / "layers" / "000.safetensors").exists():
             raise Ended
 
