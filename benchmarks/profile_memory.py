@@ -4,8 +4,8 @@
 
 Makes a checkpoint of the shape with `--layers` layers, profiles it, trains predictors for it with the options that
 `--train` gives, and prints JSON. A layer's time is that between the files of two; the estimate for the whole model is
-its layers times that, plus the rest. Memory does not depend on the number of layers. Takes 4 GB of disk, and about 10
-minutes of two cores for each layer of the profile.
+its layers times that, plus the rest. Memory does not depend on the number of layers. Takes 4 GB of disk, and
+about 3 minutes of two cores for each layer of the profile and 18 of one core for each that is trained.
 """
 
 import argparse

@@ -55,6 +55,15 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         file.write((json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "replace"))
 
 
+def read_notes(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; empty where there is none that can be read, so that what it notes is made again."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """A safetensors file. Unlike `safetensors.torch.save_file` it makes no copy of all the data in memory."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}

@@ -5,7 +5,6 @@ every window there; a layer's own file is in place before it. So whenever the pr
 needs, and does again at most one segment.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.fx import GraphModule
 
 from picompile.errors import UsageError
 from picompile.layerwise import Segment, State, new_states
-from picompile.profiling.files import read_tensors, write_json, write_tensors
+from picompile.profiling.files import read_notes, read_tensors, write_json, write_tensors
 from picompile.profiling.profile import FORMAT, PROFILE_FILE, SCHEMA, TOKENS_FILE, read_description
 
 _STATE_FILE = "state.safetensors"
@@ -59,11 +58,8 @@ class Workplace:
 
     def read_search(self) -> dict[str, Any]:
         """What the search for thresholds has found so far; nothing where that cannot be read."""
-        try:
-            found = json.loads((self.folder / _SEARCH_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return found if isinstance(found, dict) and found.keys() >= _SEARCHED else {}
+        found = read_notes(self.folder / _SEARCH_FILE)
+        return found if found.keys() >= _SEARCHED else {}
 
     def write_search(self, found: Mapping[str, Any]) -> None:
         """Notes what the search has found."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile.errors import UsageError
 from picompile.report.firing import Firing, summarize
 
 if TYPE_CHECKING:
@@ -53,18 +52,9 @@ def read_profile(folder: Path) -> FiringProfile:
     from picompile.profiling import load_profile
 
     profile = load_profile(folder)
-    if not profile.layers or profile.tokens < 1:
-        raise UsageError(f"{folder}: a profile of no layers or no tokens; profile the model again")
     return FiringProfile(profile, tuple(_layer(profile, layer) for layer in profile.layers))
 
 
 def _layer(profile: "Profile", layer: "LayerProfile") -> LayerFiring:
-    stored = profile.counts(layer.layer)
-    counts = stored.long().numpy()
-    # A damaged one must not take the whole layer's share of the picture.
-    contribution = np.nan_to_num(profile.contribution(layer.layer).double().numpy(), posinf=0.0).clip(min=0)
-    if not counts.size or stored.is_floating_point() or counts.min() < 0 or counts.max() > profile.tokens:
-        raise UsageError(
-            f"{profile.folder}: layer {layer.layer} has counts that are none of {profile.tokens} tokens; profile again"
-        )
+    counts, contribution = profile.counts(layer.layer).numpy(), profile.contribution(layer.layer).double().numpy()
     return LayerFiring(layer.layer, layer.threshold, counts, contribution)

@@ -1,6 +1,7 @@
 """The section of a profile: who fires, and how often."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from picompile.report import numbers
 from picompile.report.blocks import UNFOLDED, Part, Pictures, Section, Table
@@ -67,9 +68,9 @@ def _layers_table(profile: FiringProfile, figures: Mapping[int, Firing]) -> Tabl
     return Table("Each layer", _COLUMNS, rows, words=_WORDS, folded=len(rows) > UNFOLDED)
 
 
-def _search_tables(search: object) -> list[Table]:
+def _search_tables(search: Mapping[str, Any] | None) -> list[Table]:
     """How the thresholds of neurons that are never quite silent were found; nothing where they need none."""
-    if not isinstance(search, Mapping) or not isinstance(tried := search.get("tried"), Mapping):
+    if search is None or not isinstance(tried := search.get("tried"), Mapping):
         return []
     dense, taken = numbers.measured(search.get("dense_perplexity")), numbers.measured(search.get("silenced_share"))
     found = {

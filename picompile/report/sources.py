@@ -10,9 +10,6 @@ from picompile.report.profile import FiringProfile, read_profile
 
 Source = FiringProfile | Predictors | ArtifactFacts
 
-# More layers than any model has; a picture of them must end.
-_MOST_LAYERS = 10_000
-
 _WANTED = "give a profile (profile.json), predictors (predictors.json) or an artifact (manifest.json)"
 
 
@@ -36,15 +33,8 @@ def _marker(path: Path) -> str:
     return markers[0]
 
 
-def _read_predictors(path: Path) -> Predictors:
-    predictors = load_predictors(path)
-    if (last := max(layer.layer for layer in predictors.layers)) >= _MOST_LAYERS:
-        raise UsageError(f"{path}: has a layer {str(last)[:12]}, which no model has; train the predictors again")
-    return predictors
-
-
 _READERS: dict[str, Callable[[Path], Source]] = {
     "profile.json": read_profile,
-    "predictors.json": _read_predictors,
+    "predictors.json": load_predictors,
     "manifest.json": read_artifact,
 }

@@ -18,7 +18,7 @@ from typing import Any
 
 from picompile.errors import UsageError
 from picompile.predictors.load import FACTS_FILE, WEIGHTS_FILE
-from picompile.profiling.files import write_json
+from picompile.profiling.files import read_notes, write_json
 
 _FORMAT, _SCHEMA = "picompile-training", 1
 
@@ -40,11 +40,7 @@ class Workplace:
 
     def read(self, name: str) -> dict[str, Any]:
         """A description in the work folder; empty where there is none that can be read."""
-        try:
-            content = json.loads((self.work / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return content if isinstance(content, dict) else {}
+        return read_notes(self.work / name)
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Writes a description."""
