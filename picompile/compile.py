@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from picompile.errors import AccuracyGateError, TargetError, UsageError
+from picompile.errors import AccuracyGateError, UsageError
 from picompile.progress import NoProgress, Progress
+from picompile.targets import find_compiled_target
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -76,8 +77,7 @@ class CompileOptions:
 
     def __post_init__(self) -> None:
         """Refuses what no model can be compiled with. Raises `UsageError`."""
-        if self.target != "cpu":
-            raise TargetError(f"target {self.target!r} is not supported yet; supported is cpu")
+        find_compiled_target(self.target)
         for value, known, name in (
             (self.quant, QUANTIZATIONS, "quantization"),
             (self.predictor, (None, *_predictors(self.predictor)), "predictor"),

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from picompile.errors import DoesNotFitError, UnsupportedModelError, UsageError
 from picompile.models import BambooForCausalLM, FatReLU
-from picompile.synth import SHAPES, Shape, Synthesis, find_shape, shape_from_config, synthesize
+from picompile.synth import SHAPES, Shape, Synthesis, find_config, find_shape, shape_from_config, synthesize
 from picompile.synth.families import tensor_shapes
 from picompile.synth.rates import beta_rates, firing_offsets, share_of_firings
 from picompile.synth.writer import CheckpointWriter
@@ -174,6 +174,36 @@ def test_tensors_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     assert dict(tensor_shapes(shape)) == expected
 
 
+# In billions: what the models have that the shapes are named after. Falcon-40B's 41.8 count its tied head twice.
+PUBLISHED = {
+    "opt-6.7b": 6.66,
+    "opt-13b": 12.85,
+    "opt-30b": 29.97,
+    "opt-66b": 65.7,
+    "opt-175b": 174.6,
+    "llama-7b": 6.74,
+    "llama-13b": 13.02,
+    "llama-70b": 68.98,
+    "falcon-40b": 41.3,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shapes_are_those_of_the_models_they_are_named_after(name: str) -> None:
+    parameters = sum(math.prod(extents) for _, extents in tensor_shapes(SHAPES[name]))
+    assert parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=1e-3)
+
+
+def test_a_config_is_found_that_synth_does_not_make(tmp_path: Path) -> None:
+    config = {**SHAPES["tiny-reglu"].config, "hidden_act": "silu"}
+    path = tmp_path / "smooth.json"
+    path.write_text(json.dumps(config))
+    assert find_config(str(path)) == ("smooth", config | {"architectures": ["LlamaForCausalLM"]})
+    assert find_config("tiny-opt") == ("tiny-opt", SHAPES["tiny-opt"].config)
+    with pytest.raises(UnsupportedModelError, match="'silu' leaves no neuron silent"):
+        find_shape(str(path))
+
+
 def test_same_seed_same_bytes(make: Make, tmp_path: Path) -> None:
     first = make("tiny-opt", 0.1)
     synthesize(SHAPES["tiny-opt"], 0.1, 1, tmp_path / "again")
@@ -305,6 +335,13 @@ def test_rates_are_a_beta_distribution(active: float) -> None:
     a = 0.5 if active <= 0.5 else 0.5 * active / max(1 - active, 1e-12)
     variance = active * (1 - active) / (a / active + 1)
     assert rates.var().item() == pytest.approx(variance, rel=0.02, abs=1e-9)
+
+
+def test_skew_says_how_few_neurons_make_most_firings() -> None:
+    hot = [share_of_firings(beta_rates(0.07, 1000, skew)) for skew in (0.1, 0.3, 0.5, 1.0, 5.0)]
+    assert hot == sorted(hot)
+    assert hot[2] == share_of_firings(beta_rates(0.07, 1000))
+    assert hot[0] < 0.15 and hot[-1] > 0.6
 
 
 def test_offsets_give_the_rates() -> None:

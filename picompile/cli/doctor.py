@@ -1,6 +1,5 @@
 """`picompile doctor`: what this machine is, and whether picompile works on it."""
 
-import ctypes.util
 import json
 import os
 import platform
@@ -8,15 +7,22 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from time import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from picompile.cli.checks import format_bytes
 from picompile.cli.options import DebugOption, JsonOption
 from picompile.cli.progress import progress
 from picompile.errors import PicompileError
-from picompile.targets import find_target
+from picompile.targets import TARGETS
+
+if TYPE_CHECKING:
+    from picompile.measure import LocalMachine
 
 _PACKAGES = ("torch", "transformers", "apache-tvm", "apache-tvm-ffi", "tokenizers", "safetensors", "numpy")
 
@@ -36,46 +42,70 @@ class Finding:
     missing: str = ""
 
 
-def doctor_command(json_output: JsonOption = False, debug: DebugOption = False) -> None:
+def doctor_command(
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure memory and GPU anew, also where they were measured before.")
+    ] = False,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
     """Describe this machine and say what picompile lacks on it.
 
+    Speeds of memory and GPU are measured once and kept in the cache folder.
     Ends with exit code 6 where something is missing.
 
     \b
     Examples:
       picompile doctor
+      picompile doctor --measure
       picompile doctor --json
     """
-    with progress() as shown, shown.step("measure memory bandwidth"):
-        findings = list(examine())
+    from picompile.measure import measure_local
+
+    with progress() as shown, shown.step("measure memory and GPU"):
+        local = measure_local(anew=measure)
+    findings = list(examine(local))
     if json_output:
         facts: dict[str, object] = {finding.name: finding.value for finding in findings}
         facts["missing"] = [finding.missing for finding in findings if finding.missing]
+        facts["local"] = _local_facts(local)
         print(json.dumps(facts, indent=2, ensure_ascii=False))
     else:
         for finding in findings:
             mark = "✗" if finding.missing else " "
-            print(f"{mark} {finding.name:18s} {finding.value}")
+            print(f"{mark} {finding.name:20s} {finding.value}")
     if missing := [finding.missing for finding in findings if finding.missing]:
         raise UnfitMachineError("; ".join(missing))
 
 
-def examine() -> Iterator[Finding]:
-    """All findings. Measures the memory's bandwidth, which takes a second."""
-    from picompile_runtime.bench import memory_bandwidth
+def examine(local: "LocalMachine") -> Iterator[Finding]:
+    """All findings; those about speed are what was measured of `local`."""
     from picompile_runtime.machine import cpu_features, default_threads
 
     old = "" if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed"
     yield Finding("python", f"{platform.python_version()}, {platform.system()} {platform.machine()}", old)
     yield _compiler()
-    yield Finding("processor", _cpu_name())
+    yield Finding("processor", local.machine.cpu)
     yield _features(cpu_features())
     yield Finding("cores", f"{default_threads()} used by default, {os.cpu_count()} hardware threads")
     yield Finding("memory", _memory())
-    yield Finding("memory bandwidth", f"{format_bytes(memory_bandwidth(default_threads()))}/s, reading")
+    yield Finding("memory bandwidth", f"{format_bytes(local.host.bytes_per_s)}/s, reading")
     for package in _PACKAGES:
         yield _package(package)
-    yield Finding("gpu", f"{_gpu()}; not used by this version")
+    yield from _gpu(local)
+    yield Finding("measured", _age(time() - local.measured_at_s))
+
+
+def _local_facts(local: "LocalMachine") -> dict[str, object]:
+    """What was measured, in numbers: the target `local` and the host's memory."""
+    return {
+        "target": asdict(local.target),
+        "host_bytes": local.host.bytes,
+        "host_bytes_per_s": local.host.bytes_per_s,
+        "gpu": None if local.speed is None else asdict(local.speed),
+        "no_gpu": local.no_gpu,
+        "measured_at_s": local.measured_at_s,
+    }
 
 
 def _compiler() -> Finding:
@@ -86,15 +116,8 @@ def _compiler() -> Finding:
     return Finding("gcc", done.stdout.strip() or path)
 
 
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
-
-
 def _features(present: frozenset[str]) -> Finding:
-    needed = find_target("cpu").features
+    needed = TARGETS["cpu"].features
     lacking = [feature for feature in needed if feature not in present]
     missing = f"this processor has no {', '.join(lacking)}, which artifacts need" if lacking else ""
     also = sorted(feature for feature in present if feature.startswith(("avx512", "avx_vnni", "amx")))
@@ -102,9 +125,10 @@ def _features(present: frozenset[str]) -> Finding:
 
 
 def _memory() -> str:
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
-    total, free = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    return f"{format_bytes(total)}, {format_bytes(free)} available"
+    from picompile.measure import host_memory
+
+    total, available = host_memory()
+    return f"{format_bytes(total)}, {format_bytes(available)} available"
 
 
 def _package(name: str) -> Finding:
@@ -114,14 +138,31 @@ def _package(name: str) -> Finding:
         return Finding(name, "not installed", f"{name} is not installed")
 
 
-def _gpu() -> str:
-    """What the driver says, without loading it."""
-    names = [
+def _gpu(local: "LocalMachine") -> Iterator[Finding]:
+    gpu, speed = local.machine.gpu, local.speed
+    if gpu is None or speed is None:
+        yield Finding("gpu", f"{_gpu_without_driver() or 'none'}; {local.no_gpu}; not used by this version")
+        return
+    memory = f"{format_bytes(gpu.total_bytes)}, {format_bytes(speed.free_bytes)} free when measured"
+    yield Finding("gpu", f"{gpu.name}, sm_{gpu.sm}, {memory}, CUDA {gpu.driver}; not used by this version")
+    yield Finding("gpu bandwidth", f"{format_bytes(speed.copy_bytes_per_s)}/s, copying")
+    down, up = format_bytes(speed.down_bytes_per_s), format_bytes(speed.up_bytes_per_s)
+    yield Finding("pcie bandwidth", f"{down}/s to the GPU, {up}/s from it")
+    yield Finding("gpu exchange", f"{speed.exchange_s * 1e6:.1f} µs, a vector there and back")
+
+
+def _gpu_without_driver() -> str:
+    """What the kernel's part of the driver says, which may be there where libcuda is not."""
+    return ", ".join(
         line.partition(":")[2].strip()
         for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
         for line in path.read_text(encoding="utf-8").splitlines()
         if line.startswith("Model:")
-    ]
-    if names:
-        return ", ".join(names)
-    return "driver without a device" if ctypes.util.find_library("cuda") else "none"
+    )
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if (count := int(seconds // size)) > 0:
+            return f"{count} {unit}{'s' if count > 1 else ''} ago; --measure does it anew"
+    return "just now"

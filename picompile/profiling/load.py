@@ -58,6 +58,7 @@ def _profile(folder: Path, content: Fields) -> Profile:
         held_out_tokens=_windowed(text, "held_out_tokens", window),
         thresholds=None if content.data.get("thresholds", 0) is None else _search(content.object("thresholds")),
         tokens_sha256=text.text("sha256"),
+        config=model.object("config").data if "config" in model.data else None,
     )
 
 

@@ -51,7 +51,8 @@ class Profile:
 
     `fingerprint` is that of the model, `tokens` are counted in windows of `window`, `sample_count` of them were kept.
     `sources` and `held_out_source` name the texts. `thresholds` says how those of the layers were found: None in ReLU
-    models, where they are zero. `tokens_sha256` is that of the token ids, as `windows_sha256` has it.
+    models, where they are zero. `tokens_sha256` is that of the token ids, as `windows_sha256` has it. `config` is what
+    the model's config.json says, None in profiles of earlier versions.
     """
 
     folder: Path
@@ -67,6 +68,7 @@ class Profile:
     held_out_tokens: int
     thresholds: Mapping[str, Any] | None = field(default=None, repr=False)
     tokens_sha256: str = field(default="", repr=False)
+    config: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def counts(self, layer: int) -> Tensor:
         """On how many of the tokens each neuron fired: int64 [neurons]."""
@@ -145,7 +147,12 @@ def describe(profile: Profile, inputs: str, version: str, sha256: str) -> dict[s
         "format": FORMAT,
         "schema": SCHEMA,
         "picompile": version,
-        "model": {"fingerprint": profile.fingerprint, "name": profile.model_name, "hidden": profile.hidden},
+        "model": {
+            "fingerprint": profile.fingerprint,
+            "name": profile.model_name,
+            "hidden": profile.hidden,
+            "config": profile.config,
+        },
         "calibration": {
             "sources": list(profile.sources),
             "tokens": profile.tokens,

@@ -5,6 +5,7 @@
 3. layers      all windows go through one layer, whose firings are counted, before the next is read
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,7 @@ def profile_model(
         return load_profile(output)
     with progress.step("capture"):
         captured = capture(model)
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     output.mkdir(parents=True, exist_ok=True)
     with locked(output, "profiling"):
         if workplace.open(anew=complete):
@@ -76,7 +78,7 @@ def profile_model(
         elif description is not None and not complete:
             progress.say(f"{output}: was begun with other inputs, and begins anew")
         try:
-            _Run(task, captured, workplace, progress).run()
+            _Run(task, captured, config, workplace, progress).run()
         except UnsupportedModelError:
             # No later run would end otherwise.
             workplace.discard()
@@ -112,6 +114,7 @@ class _Tokens:
 class _Run:
     task: Task
     model: Model
+    config: Mapping[str, Any]
     workplace: Workplace
     progress: Progress
 
@@ -200,6 +203,7 @@ class _Run:
             held_out_source=text.held_out_source,
             held_out_tokens=tokens.held_out.numel(),
             thresholds=search,
+            config=self.config,
         )
         self.workplace.finish(describe(profile, self.task.inputs, picompile.__version__, tokens.sha256))
 

@@ -17,7 +17,7 @@ bias, the bias is the offset. Tokens flow through each layer as it is made, and 
 then see (`network`). Memory holds one matrix at a time.
 """
 
-from picompile.synth.named import SHAPES, find_shape
+from picompile.synth.named import SHAPES, find_config, find_shape
 from picompile.synth.network import LayerFiring
 from picompile.synth.shapes import Shape, shape_from_config
 from picompile.synth.synthesis import Synthesis, predictor_rank, synthesize
@@ -27,6 +27,7 @@ __all__ = [
     "LayerFiring",
     "Shape",
     "Synthesis",
+    "find_config",
     "find_shape",
     "predictor_rank",
     "shape_from_config",

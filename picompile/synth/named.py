@@ -84,6 +84,9 @@ def _falcon(hidden: int, layers: int, heads: int, **more: Any) -> dict[str, Any]
 # Bamboo and TurboSparse (arXiv 2406.05955): Mistral's shape with ReLU on gate and on up.
 _DRELU = {"model_type": "bamboo", "sliding_window": None, "max_position_embeddings": 4096}
 
+# Falcon-40B's form of the block: grouped key heads, and a norm for each half.
+_FALCON_NEW = {"new_decoder_architecture": True, "num_kv_heads": 8}
+
 SHAPES: Mapping[str, Shape] = MappingProxyType(
     {
         name: shape_from_config(name, config)
@@ -93,6 +96,14 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             "llama-7b": _llama(4096, 11008, 32, 32),
             "bamboo-7b": _llama(4096, 14336, 32, 32, num_key_value_heads=8, **_DRELU),
             "falcon-7b": _falcon(4544, 32, 71),
+            "llama-13b": _llama(5120, 13824, 40, 40),
+            "llama-70b": _llama(8192, 28672, 80, 64, num_key_value_heads=8),
+            "opt-6.7b": _opt(4096, 16384, 32, 32),
+            "opt-13b": _opt(5120, 20480, 40, 40),
+            "opt-30b": _opt(7168, 28672, 48, 56),
+            "opt-66b": _opt(9216, 36864, 64, 72),
+            "opt-175b": _opt(12288, 49152, 96, 96),
+            "falcon-40b": _falcon(8192, 60, 128, **_FALCON_NEW),
             "tiny-reglu": _llama(96, 200, 2, 4, num_key_value_heads=2, vocab_size=512),
             "tiny-opt": _opt(96, 208, 2, 4, vocab_size=512),
             "tiny-drelu": _llama(128, 200, 3, 4, num_key_value_heads=1, vocab_size=512, **_DRELU),
@@ -107,16 +118,24 @@ def find_shape(text: str) -> Shape:
 
     Raises `UsageError` when there is neither, or the file cannot be read.
     """
+    return SHAPES[text] if text in SHAPES else shape_from_config(*find_config(text))
+
+
+def find_config(text: str) -> tuple[str, Mapping[str, Any]]:
+    """The name and the fields of the `config.json` that `text` names, as `find_shape` does.
+
+    What synth cannot make is found as well. Raises as `find_shape` does.
+    """
     if text in SHAPES:
-        return SHAPES[text]
+        return text, SHAPES[text].config
     path = Path(text)
     if not path.is_file():
         known = ", ".join(SHAPES)
         raise UsageError(f"unknown shape {text!r}; name a JSON file with the fields of a config.json, or {known}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise UsageError(f"{path} is not a JSON object with the fields of a config.json")
-    return shape_from_config(path.stem, config)
+    return path.stem, config

@@ -8,23 +8,24 @@ from torch import Tensor
 
 # Beta's first parameter. A third of the neurons then makes 80 % of the firings: between what the PowerInfer paper
 # reports per layer for OPT-30B (26 %) and for ReGLU-70B (43 %).
-_SKEW = 0.5
+SKEW = 0.5
 _GRID = 1 << 16
 # Pooled samples that make a layer's quantile function; enough for tails of one in 100,000.
 _POOL = 1 << 20
 
 
-def beta_rates(active: float, neurons: int) -> Tensor:
+def beta_rates(active: float, neurons: int, skew: float = SKEW) -> Tensor:
     """Firing rates of `neurons` neurons, ascending: quantiles of a Beta distribution, their mean exactly `active`.
 
-    float64 [neurons]. Nothing is drawn: the i-th rate is the mean of the i-th slice of the distribution.
+    float64 [neurons]. The less `skew`, Beta's first parameter (the second above a half), the more of the firings a few
+    neurons make. Nothing is drawn: the i-th rate is the mean of the i-th slice of the distribution.
     """
     if active == 1:
         return torch.ones(neurons, dtype=torch.float64)
     if active > 0.5:
-        return (1 - beta_rates(1 - active, neurons)).flip(0)
+        return (1 - beta_rates(1 - active, neurons, skew)).flip(0)
     # With x = sin²θ the density of Beta(a, b) is 2·sin(θ)^(2a-1)·cos(θ)^(2b-1), without a pole where a = 1/2.
-    a, b = _SKEW, _SKEW * (1 - active) / active
+    a, b = skew, skew * (1 - active) / active
     angle = (torch.arange(_GRID, dtype=torch.float64) + 0.5) * (torch.pi / 2 / _GRID)
     # For rare firing the mass lies near θ = 0; a quadratic grid puts the points there.
     angle = angle**2 / (torch.pi / 2)

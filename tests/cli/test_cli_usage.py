@@ -79,7 +79,8 @@ def test_version_is_that_of_the_distribution() -> None:
         (["compile", "x", "-o", "y", "--kv-dtype", "q4"], "q4"),
         (["compile", "x", "-o", "y", "--context", "-4"], "--context"),
         (["compile", "x", "-o", "y", "--context", "0"], "--context"),
-        (["compile", "x", "-o", "y", "--target", "4090"], "not supported yet"),
+        (["compile", "x", "-o", "y", "--target", "4090"], "compiles only for: cpu"),
+        (["compile", "x", "-o", "y", "--target", "local"], "this machine's processor is cpu"),
         (["compile", "x", "-o", "y", "--target", "9999"], "unknown target"),
         (["synth", "-o", "y"], "--shape"),
         (["synth", "--shape", "nosuch", "-o", "y"], "nosuch"),
@@ -165,13 +166,6 @@ def test_debug_adds_the_traceback(cli: Cli) -> None:
     assert ended.err.splitlines()[-1].startswith("error: ")
 
 
-def test_targets_lists_only_what_works(cli: Cli) -> None:
-    ended = cli("targets")
-    assert ended.code == 0
-    assert ended.out.startswith("cpu ")
-    assert "4090" not in ended.out
-
-
 def test_passes_are_listed_with_their_options(cli: Cli) -> None:
     import json
 
@@ -184,21 +178,3 @@ def test_passes_are_listed_with_their_options(cli: Cli) -> None:
     assert rows["insert-predictors"]["options"]["ranks"] == "Mapping[int, int]"
     text = cli("passes").out
     assert all(row["summary"] and row["summary"] in text for row in rows.values())
-
-
-def test_doctor_describes_this_machine(cli: Cli) -> None:
-    import json
-
-    ended = cli("doctor", "--json")
-    facts = json.loads(ended.out)
-    assert ended.code == (6 if facts["missing"] else 0)
-    assert facts["torch"].startswith("2.13.")
-    assert facts["memory bandwidth"].endswith("/s, reading")
-
-
-def test_doctor_misses_gcc(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    ended = cli("doctor")
-    assert ended.code == 6
-    assert "gcc" in ended.err
-    assert ended.err.count("\n") == 1

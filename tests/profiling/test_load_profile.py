@@ -77,6 +77,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: change(f, thresholds={}), "thresholds: silenced_share must be a number from 0 to 1, but is missing"),
     (lambda f: change(f, layers=[]), "layers must be a list of layers in order, each once"),
     (lambda f: put(f, "model", "hidden", value=96.0), "model: hidden must be"),
+    (lambda f: put(f, "model", "config", value=["relu"]), "model: config must be an object"),
     (lambda f: put(f, "calibration", "window", value=0), "window must be an integer from 2"),
     (lambda f: put(f, "calibration", "window", value=96), "tokens must be a multiple of the window of 96"),
     (lambda f: put(f, "calibration", "held_out_tokens", value=0), "held_out_tokens must be an integer from 128"),
@@ -138,6 +139,13 @@ def test_damaged_layer(name: str, damage: Callable[[Tensor], Tensor], message: s
     with pytest.raises(UsageError, match=message) as caught:
         load_profile(folder)
     assert str(caught.value).startswith(f"{file}: damaged: ")
+
+
+def test_earlier_profiles_have_no_config(folder: Path, tiny_model: Path) -> None:
+    assert load_profile(folder).config == json.loads((tiny_model / "config.json").read_text())
+    path = folder / "profile.json"
+    path.write_text(json.dumps(without(json.loads(path.read_text()), ("model", "config"))))
+    assert load_profile(folder).config is None
 
 
 def test_names_that_are_no_text_are_marked(folder: Path) -> None:

@@ -1,0 +1,354 @@
+"""The linear program of some pieces, as HiGHS holds it: rows are added as its solutions need them.
+
+Columns, in this order: for each piece, whether it is chosen; for each piece of more than one number, its groups on the
+GPU; for each of these, its cost; for each switch of sides that there can be, whether there is one; for each kind of
+choice, how many stages make it.
+"""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import highspy
+import numpy as np
+from numpy.typing import NDArray
+
+from picompile.errors import SolverError
+from picompile.placement.pieces import Piece, Region
+from picompile.placement.prices import Prices
+from picompile.placement.program import Place, Program
+
+# Lines that every piece begins with; the others are added where a solution is below the hull.
+_FIRST_LINES = 6
+# What the costs of all stages come to in the units of the solver, whose tolerances are absolute.
+_COST_UNITS = 1e4
+_OPTIONS = {
+    "output_flag": False,
+    "threads": 1,
+    "random_seed": 0,
+    "mip_abs_gap": 0.0,
+    "primal_feasibility_tolerance": 1e-7,
+    "mip_feasibility_tolerance": 1e-7,
+}
+_INFINITY = highspy.kHighsInf
+_STATUS = highspy.HighsModelStatus
+
+
+@dataclass(frozen=True, eq=False)
+class Relaxed:
+    """What HiGHS found: the columns' values, and a bound on the cost in the program's units."""
+
+    values: NDArray[np.float64]
+    bound: float
+    timed_out: bool = False
+
+
+class Limit(NamedTuple):
+    """How many stages may make one kind of choice."""
+
+    low: int
+    high: int
+
+
+class Kind(NamedTuple):
+    """A kind of choice: its label, whether it has groups to place, whether all are on the GPU, and else how many."""
+
+    label: Hashable
+    divisible: bool
+    whole: bool
+    region: Region
+
+
+Limits = Mapping[Kind, Limit]
+
+
+class Columns:
+    """A program over `pieces`, with lines as exact as a `gap` needs."""
+
+    def __init__(self, program: Program, pieces: Sequence[Piece], gap: float) -> None:
+        self.program, self.pieces = program, tuple(pieces)
+        wide = [number for number, piece in enumerate(pieces) if not piece.single]
+        self._kinds = _kinds(program, pieces)
+        self._limits = {kind: Limit(0, len(program.stages)) for kind in self._kinds}
+        first = len(pieces)
+        self._groups = {number: first + place for place, number in enumerate(wide)}
+        self._costs = {number: first + len(wide) + place for place, number in enumerate(wide)}
+        first += 2 * len(wide)
+        self._switches = range(first, first + _switch_count(program))
+        self._totals = range(self._switches.stop, self._switches.stop + len(self._kinds))
+        self._cost_scale = _COST_UNITS / _cost_size(program)
+        self._byte_unit = float(max((stage.group_bytes for stage in program.stages), default=0) or 1)
+        self._tolerance = max(1e-7, gap * _COST_UNITS / 10 / len(program.stages))
+        self._capacity_rows: list[int] = []
+        self._kind_rows: list[int] = []
+        # (row, stage, coefficient of what the stage has on the GPU)
+        self._side_rows: list[tuple[int, int, float]] = []
+        self._lines: set[tuple[int, int]] = set()
+        self._highs: Any = _new_solver()
+        self._add_columns()
+        self._add_rows()
+
+    def limit(self, limits: Limits) -> None:
+        """Bounds how many stages make each kind of choice; kinds that are not among these pieces are passed over."""
+        for column, kind in zip(self._totals, self._kinds, strict=True):
+            self._limits[kind] = limits[kind]
+            self._highs.changeColBounds(column, *limits[kind])
+
+    @property
+    def limits(self) -> Limits:
+        """The bounds that hold."""
+        return dict(self._limits)
+
+    def totals(self, relaxed: Relaxed) -> dict[Kind, float]:
+        """How many stages make each kind of choice."""
+        return {kind: float(relaxed.values[column]) for column, kind in zip(self._totals, self._kinds, strict=True)}
+
+    def weights(self, relaxed: Relaxed) -> dict[tuple[int, Kind], float]:
+        """How far each stage makes each kind of choice."""
+        found: dict[tuple[int, Kind], float] = {}
+        for piece, weight in zip(self.pieces, relaxed.values, strict=False):
+            pair = (piece.stage, kind_of(self.program, piece))
+            found[pair] = found.get(pair, 0.0) + float(weight)
+        return found
+
+    def on_gpu(self, relaxed: Relaxed) -> float:
+        """How many stages have the stream on the GPU."""
+        return float(sum(relaxed.values[number] for number in range(len(self.pieces)) if self._on_gpu(number)))
+
+    def relax(self) -> Relaxed | None:
+        """The linear relaxation of all lines; None where it has no solution. Raises `SolverError`."""
+        while True:
+            status = self._run()
+            if status == _STATUS.kUnknown:
+                # Its basis is at the end of its precision: anew without it.
+                self._highs.clearSolver()
+                status = self._run()
+            if status in (_STATUS.kInfeasible, _STATUS.kUnboundedOrInfeasible):
+                return None
+            if status != _STATUS.kOptimal:
+                raise self._failure(status)
+            found = Relaxed(self._values(), self._highs.getInfo().objective_function_value / self._cost_scale)
+            if not self.tighten(found):
+                return found
+
+    def branch(self, gap: float, start: Sequence[Place] | None, time_limit_s: float) -> Relaxed | None:
+        """The program in whole numbers, from the placement `start`. Raises `SolverError`."""
+        self._make_integer(gap)
+        if start is not None:
+            self._set_start(start)
+        status = self._run(time_limit_s)
+        if status in (_STATUS.kInfeasible, _STATUS.kUnboundedOrInfeasible):
+            return None
+        info = self._highs.getInfo()
+        if status not in (_STATUS.kOptimal, _STATUS.kTimeLimit):
+            raise self._failure(status)
+        if not np.isfinite(info.objective_function_value):
+            raise SolverError("HiGHS found no placement in the time that it had")
+        return Relaxed(self._values(), info.mip_dual_bound / self._cost_scale, status == _STATUS.kTimeLimit)
+
+    def tighten(self, relaxed: Relaxed) -> bool:
+        """Adds the lines that a solution is below; whether there were any."""
+        added = False
+        for number, groups_column in self._groups.items():
+            piece, chosen = self.pieces[number], relaxed.values[number]
+            if chosen < 1e-9:
+                continue
+            groups = relaxed.values[groups_column] / chosen
+            # What is missing counts by how far the piece is chosen.
+            missing = piece.hull(groups) * chosen * self._cost_scale - relaxed.values[self._costs[number]]
+            if missing > self._tolerance:
+                added |= self._add_line(number, piece.segment(groups))
+        return added
+
+    def chosen(self, solution: Relaxed) -> Iterator[tuple[Piece, int]]:
+        """The pieces that a solution in whole numbers chooses, each with its groups on the GPU."""
+        for number, piece in enumerate(self.pieces):
+            if solution.values[number] > 0.5:
+                yield piece, piece.low if piece.single else round(float(solution.values[self._groups[number]]))
+
+    def places(self, solution: Relaxed) -> list[Place]:
+        """The placement of a solution in whole numbers."""
+        places = {piece.stage: Place(piece.choice, groups) for piece, groups in self.chosen(solution)}
+        return [places[stage] for stage in range(len(self.program.stages))]
+
+    def prices(self) -> Prices:
+        """The duals of the relaxation that was solved last."""
+        duals = np.asarray(self._highs.getSolution().row_dual) / self._cost_scale
+        gpu, host = (max(0.0, -float(duals[row])) / self._byte_unit for row in self._capacity_rows)
+        sides = np.zeros(len(self.program.stages))
+        for row, stage, coefficient in self._side_rows:
+            sides[stage] -= coefficient * max(0.0, float(duals[row]))
+        choices = [
+            np.asarray([side if choice.on_gpu else 0.0 for choice in stage.choices])
+            for side, stage in zip(sides, self.program.stages, strict=True)
+        ]
+        given = 0.0
+        kinds: dict[Kind, float] = {}
+        for kind, row in zip(self._kinds, self._kind_rows, strict=True):
+            kinds[kind], limit = -float(duals[row]), self._limits[kind]
+            given -= max(kinds[kind] * limit.low, kinds[kind] * limit.high)
+        beside = [
+            float(choices[piece.stage][piece.choice]) + kinds.get(kind_of(self.program, piece), 0.0)
+            for piece in self.pieces
+        ]
+        return Prices(gpu, host, beside, given)
+
+    def _run(self, time_limit_s: float = _INFINITY) -> Any:
+        self._highs.setOptionValue("time_limit", self._highs.getRunTime() + time_limit_s)
+        self._highs.run()
+        return self._highs.getModelStatus()
+
+    def _values(self) -> NDArray[np.float64]:
+        return np.asarray(self._highs.getSolution().col_value, dtype=np.float64)
+
+    def _failure(self, status: Any) -> SolverError:
+        return SolverError(f"HiGHS ended with {self._highs.modelStatusToString(status)!r} on the placement program")
+
+    def _on_gpu(self, number: int) -> bool:
+        piece = self.pieces[number]
+        return self.program.stages[piece.stage].choices[piece.choice].on_gpu
+
+    def _add_columns(self) -> None:
+        count = self._totals.stop
+        cost, lower, upper = np.zeros(count), np.zeros(count), np.ones(count)
+        for number, piece in enumerate(self.pieces):
+            if piece.single:
+                cost[number] = piece.value[0] * self._cost_scale
+                continue
+            upper[self._groups[number]] = piece.high
+            column = self._costs[number]
+            cost[column], lower[column], upper[column] = 1.0, -_INFINITY, _INFINITY
+        switches = slice(self._switches.start, self._switches.stop)
+        cost[switches] = self.program.switch_cost * self._cost_scale
+        # Without a bound of their own, so that their prices are in the duals of the rows alone.
+        upper[switches] = _INFINITY
+        upper[self._totals.start :] = len(self.program.stages)
+        nothing = np.zeros(0, dtype=np.int32)
+        self._highs.addCols(count, cost, lower, upper, 0, nothing, nothing, np.zeros(0))
+
+    def _add_rows(self) -> None:
+        stages: list[list[int]] = [[] for _ in self.program.stages]
+        for number, piece in enumerate(self.pieces):
+            stages[piece.stage].append(number)
+        for members in stages:
+            self._row(1.0, 1.0, dict.fromkeys(members, 1.0))
+        for number, column in self._groups.items():
+            piece = self.pieces[number]
+            self._row(0.0, _INFINITY, {column: 1.0, number: -float(piece.low)})
+            self._row(-_INFINITY, 0.0, {column: 1.0, number: -float(piece.high)})
+            last = len(piece.at) - 2
+            for segment in np.unique(np.linspace(0, last, min(_FIRST_LINES, last + 1)).round().astype(int)):
+                self._add_line(number, int(segment))
+        for column, members in zip(self._totals, self._kinds.values(), strict=True):
+            self._kind_rows.append(self._row(0.0, 0.0, {column: -1.0} | dict.fromkeys(members, 1.0)))
+        self._add_capacities()
+        self._add_switches(stages)
+
+    def _add_capacities(self) -> None:
+        gpu: dict[int, float] = {}
+        host: dict[int, float] = {}
+        for number, piece in enumerate(self.pieces):
+            stage = self.program.stages[piece.stage]
+            choice = stage.choices[piece.choice]
+            moved = piece.low * stage.group_bytes if piece.single else 0
+            gpu[number] = (choice.gpu_bytes + moved) / self._byte_unit
+            host[number] = (choice.host_bytes - moved) / self._byte_unit
+            if not piece.single:
+                gpu[self._groups[number]] = stage.group_bytes / self._byte_unit
+                host[self._groups[number]] = -stage.group_bytes / self._byte_unit
+        for row, capacity in ((gpu, self.program.gpu_capacity_bytes), (host, self.program.host_capacity_bytes)):
+            self._capacity_rows.append(self._row(-_INFINITY, capacity / self._byte_unit, row))
+
+    def _add_switches(self, stages: Sequence[Sequence[int]]) -> None:
+        sides = [
+            (stage, [number for number in members if self._on_gpu(number)]) for stage, members in enumerate(stages)
+        ]
+        if self.program.from_host:
+            sides = [(0, []), *sides, (0, [])]
+        for column, before, after in zip(self._switches, sides, sides[1:], strict=False):
+            for one, other in ((before, after), (after, before)):
+                row = self._row(
+                    0.0, _INFINITY, {column: 1.0} | dict.fromkeys(one[1], -1.0) | dict.fromkeys(other[1], 1.0)
+                )
+                self._side_rows += [
+                    (row, stage, sign) for sign, (stage, members) in ((-1.0, one), (1.0, other)) if members
+                ]
+
+    def _add_line(self, number: int, segment: int) -> bool:
+        if (number, segment) in self._lines:
+            return False
+        self._lines.add((number, segment))
+        value, slope = (self._cost_scale * part for part in self.pieces[number].line(segment))
+        self._row(0.0, _INFINITY, {self._costs[number]: 1.0, number: -value, self._groups[number]: -slope})
+        return True
+
+    def _row(self, lower: float, upper: float, entries: dict[int, float]) -> int:
+        """Adds a row; returns its number."""
+        kept = {column: value for column, value in entries.items() if value}
+        columns = np.fromiter(kept.keys(), dtype=np.int32, count=len(kept))
+        values = np.fromiter(kept.values(), dtype=np.float64, count=len(kept))
+        self._highs.addRow(lower, upper, len(kept), columns, values)
+        return int(self._highs.getNumRow()) - 1
+
+    def _make_integer(self, gap: float) -> None:
+        self._highs.setOptionValue("mip_rel_gap", gap)
+        whole = [*range(len(self.pieces)), *self._groups.values(), *self._totals]
+        kinds = np.full(len(whole), highspy.HighsVarType.kInteger.value, dtype=np.uint8)
+        self._highs.changeColsIntegrality(len(whole), np.asarray(whole, dtype=np.int32), kinds)
+
+    def _set_start(self, places: Sequence[Place]) -> None:
+        """Tells HiGHS of a placement, as far as it is within the pieces; it sees for itself whether it holds."""
+        values = np.zeros(self._totals.stop)
+        sides = np.zeros(len(self.program.stages))
+        for number, piece in enumerate(self.pieces):
+            place = places[piece.stage]
+            if place.choice != piece.choice or not piece.low <= place.groups <= piece.high:
+                continue
+            values[number] = 1.0
+            sides[piece.stage] = self._on_gpu(number)
+            if not piece.single:
+                values[self._groups[number]] = place.groups
+                values[self._costs[number]] = piece.hull(place.groups) * self._cost_scale
+        if self._switches:
+            walls = np.zeros(1 if self.program.from_host else 0)
+            values[self._switches.start : self._switches.stop] = np.abs(np.diff(np.concatenate((walls, sides, walls))))
+        for column, members in zip(self._totals, self._kinds.values(), strict=True):
+            values[column] = values[members].sum()
+        solution = highspy.HighsSolution()
+        solution.col_value = values.tolist()
+        solution.value_valid = True
+        self._highs.setSolution(solution)
+
+
+def _new_solver() -> Any:
+    # It has no types.
+    make: Any = highspy.Highs
+    highs = make()
+    for option, value in _OPTIONS.items():
+        highs.setOptionValue(option, value)
+    return highs
+
+
+def _switch_count(program: Program) -> int:
+    if program.switch_cost == 0:
+        return 0
+    return len(program.stages) - 1 + (2 if program.from_host else 0)
+
+
+def _cost_size(program: Program) -> float:
+    total = sum(min(float(np.abs(choice.costs).max()) for choice in stage.choices) for stage in program.stages)
+    return total or 1.0
+
+
+def kind_of(program: Program, piece: Piece) -> Kind:
+    """What stages that choose alike have in common."""
+    choice = program.stages[piece.stage].choices[piece.choice]
+    return Kind(choice.label, len(choice.costs) > 1, piece.low == choice.last, piece.region)
+
+
+def _kinds(program: Program, pieces: Sequence[Piece]) -> dict[Kind, list[int]]:
+    """The pieces by kind, of kinds that several stages have."""
+    kinds: dict[Kind, list[int]] = {}
+    for number, piece in enumerate(pieces):
+        kinds.setdefault(kind_of(program, piece), []).append(number)
+    return {kind: members for kind, members in kinds.items() if len({pieces[number].stage for number in members}) > 1}

@@ -1,0 +1,44 @@
+"""A machine as the planner sees it: what each device holds, and how fast it reads."""
+
+from dataclasses import dataclass
+
+# What kernels draw of a device's bandwidth, where nothing better is known. On the host f16 weights were read at 68 % of
+# the streaming bandwidth measured in the same run (docs/benchmarks.md). On the GPU it is an assumption: copies reach
+# some 90 % of the datasheet's figure, and matrix-vector products of a few MB less than copies.
+HOST_EFFICIENCY = 0.7
+GPU_EFFICIENCY = 0.8
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One GPU (or none) and one host.
+
+    `gpu_bytes` and `host_bytes` are what may be filled, margins already taken off; 0 `gpu_bytes` is a machine without
+    a GPU. Bandwidths are those of datasheets, or of a copy; `gpu_efficiency` and `host_efficiency` are the shares that
+    kernels draw of them. `sync_s` is one exchange between the devices: a vector down, a vector up, each waiting for the
+    other. `launch_s` is what every kernel on the GPU costs beside the bytes that it reads.
+    """
+
+    gpu_bytes: int
+    gpu_bytes_per_s: float
+    host_bytes: int
+    host_bytes_per_s: float
+    pcie_bytes_per_s: float
+    sync_s: float
+    launch_s: float = 0.0
+    gpu_efficiency: float = GPU_EFFICIENCY
+    host_efficiency: float = HOST_EFFICIENCY
+
+    @property
+    def gpu_read_bytes_per_s(self) -> float:
+        """What kernels on the GPU read weights at."""
+        return self.gpu_bytes_per_s * self.gpu_efficiency
+
+    @property
+    def host_read_bytes_per_s(self) -> float:
+        """What kernels on the host read weights at."""
+        return self.host_bytes_per_s * self.host_efficiency
+
+    def crossing_s(self, crossing_bytes: float) -> float:
+        """One exchange in which so many bytes cross."""
+        return self.sync_s + (crossing_bytes / self.pcie_bytes_per_s if self.pcie_bytes_per_s else 0.0)

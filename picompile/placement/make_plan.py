@@ -1,0 +1,161 @@
+"""Making a plan: budgets become a program, its solution becomes a plan."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from picompile.errors import DoesNotFitError, UsageError
+from picompile.placement import policies
+from picompile.placement.account import memory_account
+from picompile.placement.firing import Firing
+from picompile.placement.latency import Task, head_s, latency_program
+from picompile.placement.machine import Machine
+from picompile.placement.model_bytes import ModelBytes
+from picompile.placement.plan import Plan, PlanLayer
+from picompile.placement.program import Place, Program, evaluate
+from picompile.placement.refusal import refusal
+from picompile.placement.schedule import LayerParts, layer_graph, token_s
+from picompile.placement.solve import GAP, solve
+from picompile.placement.times import GROUP, Where, computed_by_groups
+
+OBJECTIVES = ("latency", "impact")
+DEFAULT_MARGIN = 0.05
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What to plan for.
+
+    `machine` is without margins: `gpu_bytes` and `host_bytes` are the budgets, of which the share `margin` is left
+    free. `tokens` are in the cache where the speed is expected; None for half the context. Raises `UsageError`.
+    """
+
+    target: str
+    machine: Machine
+    objective: str = "latency"
+    margin: float = DEFAULT_MARGIN
+    tokens: int | None = None
+    gap: float = GAP
+    fingerprint: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise UsageError(f"unknown objective {self.objective!r}; known are {', '.join(OBJECTIVES)}")
+        if not 0 <= self.margin < 1:
+            raise UsageError(f"the margin must be a share from 0 to below 1, not {self.margin}")
+        if self.tokens is not None and self.tokens < 0:
+            raise UsageError(f"there cannot be {self.tokens} tokens in the cache")
+
+    @property
+    def capacity(self) -> Machine:
+        """The machine with what may be filled."""
+        kept = 1 - self.margin
+        machine = self.machine
+        return replace(machine, gpu_bytes=int(machine.gpu_bytes * kept), host_bytes=int(machine.host_bytes * kept))
+
+
+def make_plan(model: ModelBytes, firing: Firing, options: PlanOptions) -> Plan:
+    """Plans `model`. Raises `DoesNotFitError`, with the budgets that would do, and `SolverError`."""
+    tokens = model.context // 2 if options.tokens is None else min(options.tokens, model.context)
+    task = Task(model, firing, options.capacity, tokens)
+    program = latency_program(task)
+    places, gap = _solve(task, program, options)
+    layers = tuple(_layer(task, program, number, place) for number, place in enumerate(places[:-1]))
+    head = _where(program, len(layers), places[-1])
+    parts = [LayerParts(vars(layer), layer.attention, layer.kv_cache, layer.predictor) for layer in layers]
+    side = "gpu" if head.attention_on_gpu else "host"
+    seconds = head_s(model, task.machine, head.attention_on_gpu)
+    graph = layer_graph(parts, (side, seconds), program.switch_cost)
+    return Plan(
+        model=model.name,
+        fingerprint=options.fingerprint,
+        parameters=model.parameters,
+        quant=model.quant,
+        predictor=model.predictor,
+        context=model.context,
+        batch=model.batch,
+        tokens=tokens,
+        target=options.target,
+        machine=task.machine,
+        gpu_budget_bytes=options.machine.gpu_bytes,
+        host_budget_bytes=options.machine.host_bytes,
+        margin=options.margin,
+        objective=options.objective,
+        firing=firing.source,
+        layers=layers,
+        head=side,
+        head_s=seconds,
+        switch_s=program.switch_cost,
+        memory=memory_account(task, [_where(program, number, place) for number, place in enumerate(places)], places),
+        token_s=token_s(graph),
+        gap=gap,
+        baselines=_baselines(task),
+    )
+
+
+def _solve(task: Task, program: Program, options: PlanOptions) -> tuple[list[Place], float]:
+    if options.objective == "impact":
+        found = policies.paper(task, program, kv_cache_on_gpu=True, gap=options.gap)
+        if found is not None:
+            return found.places, found.gap
+    else:
+        solution = solve(program, options.gap, known=policies.known(task, program))
+        if solution is not None:
+            return list(solution.places), solution.gap
+    raise DoesNotFitError(refusal(task, program, options.margin))
+
+
+def _where(program: Program, stage: int, place: Place) -> Where:
+    label = program.stages[stage].choices[place.choice].label
+    if not isinstance(label, Where):
+        raise TypeError(label)
+    return label
+
+
+def _layer(task: Task, program: Program, number: int, place: Place) -> PlanLayer:
+    layer, firing = task.model.layers[number], task.firing.layers[number]
+    where = _where(program, number, place)
+    times = task.layer_times(number).times(where)
+    seconds = times.at(place.groups)
+    computed = computed_by_groups(firing)
+    hot = min(place.groups * GROUP, layer.neurons)
+    return PlanLayer(
+        layer=number,
+        neurons=layer.neurons,
+        hot_neurons=hot,
+        attention=_side(where.attention_on_gpu),
+        kv_cache=_side(where.kv_cache_on_gpu),
+        predictor=_side(where.predictor_on_gpu) if layer.predictor_bytes else "none",
+        computed=float(computed[-1]),
+        hot_computed=float(computed[place.groups]),
+        **seconds,
+        total_s=float(times.total_s[place.groups]),
+        limit=_limit(seconds),
+        hot=None if firing.order is None else tuple(sorted(int(neuron) for neuron in firing.order[:hot])),
+    )
+
+
+def _side(on_gpu: bool) -> str:
+    return "gpu" if on_gpu else "host"
+
+
+def _limit(seconds: Mapping[str, float]) -> str:
+    """What takes most of a layer's time; of the neurons that is the slower side."""
+    shares = {
+        "attention": seconds["attention_s"] + seconds["kv_cache_s"] + seconds["predict_s"],
+        "gpu": seconds["hot_s"] if seconds["hot_s"] >= seconds["cold_s"] else 0.0,
+        "host": seconds["cold_s"] if seconds["cold_s"] > seconds["hot_s"] else 0.0,
+        "exchange": seconds["exchange_s"],
+    }
+    return max(shares, key=lambda name: shares[name])
+
+
+def _baselines(task: Task) -> dict[str, float]:
+    """Tokens a second of dense inference: whole layers on the GPU as far as they fit, and all on the host."""
+    dense = policies.dense(task)
+    program = latency_program(dense)
+    found = {}
+    for name, policy in (("layers-first", policies.layers_first), ("host", policies.host_only)):
+        totals = evaluate(program, policy(dense, program))
+        if totals.fits(program) and (name == "host" or task.machine.gpu_bytes > 0):
+            found[name] = task.model.batch / totals.cost
+    return found

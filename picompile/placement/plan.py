@@ -1,0 +1,101 @@
+"""A plan: where everything of a model lies on a machine, what it takes there, and how fast it is expected to be."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from picompile.placement.machine import Machine
+
+FORMAT = "picompile-plan"
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """`bytes` of one kind (`what`) on a `device`, gpu or host."""
+
+    device: str
+    what: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PlanLayer:
+    """One layer. `attention`, `kv_cache` and `predictor` are where they lie, gpu or host; `predictor` is none where
+    there is none with weights of its own.
+
+    `computed` neurons are, in the mean, computed for a token, `hot_computed` of them on the GPU. Seconds are expected
+    of a token, `total_s` the layer's. `limit` says which takes most of it: attention, gpu, host or exchange. `hot` are
+    the numbers of the neurons on the GPU, None where the plan is of a curve and not of a model's neurons.
+    """
+
+    layer: int
+    neurons: int
+    hot_neurons: int
+    attention: str
+    kv_cache: str
+    predictor: str
+    computed: float
+    hot_computed: float
+    attention_s: float
+    kv_cache_s: float
+    predict_s: float
+    hot_s: float
+    cold_s: float
+    exchange_s: float
+    total_s: float
+    limit: str
+    hot: tuple[int, ...] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of it.
+
+    Budgets are what may be taken on each device, of which `margin` is left free; `machine` has what remains. `tokens`
+    are in the cache where the speed is expected. `token_s` is one step, of which `batch` tokens come; `gap` is how much
+    less any placement could cost by the same objective, as a share. `baselines` are tokens/s of dense inference on the
+    same machine by name, `layers-first` and `host`, each where it fits. `fingerprint` is that of the checkpoint, None
+    for a shape.
+    """
+
+    model: str
+    fingerprint: str | None
+    parameters: int
+    quant: str
+    predictor: str
+    context: int
+    batch: int
+    tokens: int
+    target: str
+    machine: Machine
+    gpu_budget_bytes: int
+    host_budget_bytes: int
+    margin: float
+    objective: str
+    firing: str
+    layers: tuple[PlanLayer, ...]
+    head: str
+    head_s: float
+    switch_s: float
+    memory: tuple[MemoryRow, ...]
+    token_s: float
+    gap: float
+    baselines: Mapping[str, float]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Expected, of all sequences together."""
+        return self.batch / self.token_s
+
+    def taken_bytes(self, device: str) -> int:
+        """All that lies on a device."""
+        return sum(row.bytes for row in self.memory if row.device == device)
+
+    def hot_neurons(self) -> dict[int, tuple[int, ...]]:
+        """Layer → its neurons on the GPU, as `Partition` takes them; of a plan that knows the model's neurons."""
+        return {layer.layer: layer.hot for layer in self.layers if layer.hot is not None}
+
+    def to_json(self) -> dict[str, Any]:
+        """The contents of a plan's file."""
+        return {"format": FORMAT, "schema": SCHEMA, "tokens_per_s": self.tokens_per_s, **asdict(self)}

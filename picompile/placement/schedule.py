@@ -1,0 +1,94 @@
+"""The layer graph of a decoded token: which step waits for which, on which device, and from when to when it runs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+
+DEVICES = ("gpu", "host", "link")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a token. `layer` is None for the output head and the transfers around it; times in seconds."""
+
+    layer: int | None
+    part: str
+    device: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """What a layer does: the seconds of each of its parts by name, and on which side its parts are.
+
+    Parts are `attention_s`, `kv_cache_s`, `predict_s`, `hot_s`, `cold_s`, `exchange_s`, as in `times.Times`.
+    """
+
+    seconds: Mapping[str, float]
+    attention: str
+    kv_cache: str
+    predictor: str
+
+
+def layer_graph(layers: Sequence[LayerParts], head: tuple[str, float], switch_s: float) -> nx.DiGraph:
+    """The steps of a token in a graph: nodes (layer or None, part) with `device` and `seconds`, edges to what waits.
+
+    Hot and cold neurons of a layer run side by side; what exchanges the devices make follows both. Where the stream
+    changes sides, and from the host at the beginning and back to it at the end, there is a transfer of `switch_s`.
+    """
+    graph: nx.DiGraph = nx.DiGraph()
+    last, side = _add(graph, [], None, "begin", "host", 0.0), "host"
+    for number, layer in enumerate(layers):
+        if layer.attention != side:
+            last, side = _add(graph, [last], number, "switch", "link", switch_s), layer.attention
+        for part, device in (
+            ("attention", layer.attention),
+            ("kv_cache", layer.kv_cache),
+            ("predict", layer.predictor),
+        ):
+            last = _add(graph, [last], number, part, device, layer.seconds[f"{part}_s"])
+        both = [
+            _add(graph, [last], number, part, device, layer.seconds[f"{part}_s"])
+            for part, device in (("hot", "gpu"), ("cold", "host"))
+        ]
+        last = _add(graph, both, number, "exchange", "link", layer.seconds["exchange_s"])
+    device, seconds = head
+    if device != side:
+        last = _add(graph, [last], None, "switch", "link", switch_s)
+    last = _add(graph, [last], None, "head", device, seconds)
+    if device != "host":
+        _add(graph, [last], None, "end", "link", switch_s)
+    return graph
+
+
+def schedule(graph: nx.DiGraph) -> list[Step]:
+    """When each step runs at the earliest, in order of their starts; steps that take no time are left out."""
+    ends: dict[tuple[int | None, str], float] = {}
+    steps = []
+    for node in nx.topological_sort(graph):
+        start = max((ends[before] for before in graph.predecessors(node)), default=0.0)
+        ends[node] = start + graph.nodes[node]["seconds"]
+        if ends[node] > start:
+            steps.append(Step(node[0], node[1], graph.nodes[node]["device"], start, ends[node]))
+    return sorted(steps, key=lambda step: step.start_s)
+
+
+def token_s(graph: nx.DiGraph) -> float:
+    """The length of the critical path."""
+    return max((step.end_s for step in schedule(graph)), default=0.0)
+
+
+def _add(
+    graph: nx.DiGraph,
+    after: Sequence[tuple[int | None, str]],
+    layer: int | None,
+    part: str,
+    device: str,
+    seconds: float,
+) -> tuple[int | None, str]:
+    node = (layer, part)
+    graph.add_node(node, device=device, seconds=seconds)
+    graph.add_edges_from((before, node) for before in after)
+    return node

@@ -1,0 +1,153 @@
+"""The cost model: how long each part of a layer takes, by where it is.
+
+Decoding reads; a part takes its bytes over the bandwidth of its device, and on the GPU a launch for each of its
+kernels. The hybrid step of a layer:
+
+    attention ─ predict ─┬─ hot neurons on the GPU ───┬─ exchange ─ next layer
+                         └─ cold neurons on the host ─┘
+
+    layer = attention + predict + max(hot, cold) + exchange
+
+A layer of which no cold neuron fires skips the exchange, so it counts by how often one fires: 1 - Π (1 - f) over the
+cold neurons, which is 1 - exp(-Σ f) where each f is small and less where not.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from picompile.placement.firing import LayerFiring
+from picompile.placement.machine import Machine
+from picompile.placement.model_bytes import LayerBytes
+
+GROUP = 64
+
+# Kernels of a layer in the decode function: norm, q, k, v, rotary, cache, attention, output, add, norm; two for a
+# predictor; feed-forward and the add after it.
+_ATTENTION_KERNELS, _PREDICT_KERNELS, _FFN_KERNELS = 10, 2, 2
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where the parts of a layer are that are not neurons."""
+
+    attention_on_gpu: bool
+    kv_cache_on_gpu: bool
+    predictor_on_gpu: bool
+
+
+ALL_ON_GPU = Where(True, True, True)
+ALL_ON_HOST = Where(False, False, False)
+
+
+@dataclass(frozen=True, eq=False)
+class Times:
+    """Seconds of each part, by the number of groups on the GPU: float64 [groups + 1] each.
+
+    `exchange_s` holds all exchanges of the layer. `attention_s` reads weights, `kv_cache_s` the cache.
+    """
+
+    attention_s: NDArray[np.float64]
+    kv_cache_s: NDArray[np.float64]
+    predict_s: NDArray[np.float64]
+    hot_s: NDArray[np.float64]
+    cold_s: NDArray[np.float64]
+    exchange_s: NDArray[np.float64]
+
+    @property
+    def total_s(self) -> NDArray[np.float64]:
+        """The layer's time."""
+        before = self.attention_s + self.kv_cache_s + self.predict_s
+        return before + np.maximum(self.hot_s, self.cold_s) + self.exchange_s
+
+    def at(self, groups: int) -> Mapping[str, float]:
+        """The seconds of each part with so many groups on the GPU, by name."""
+        return MappingProxyType({name: float(values[groups]) for name, values in vars(self).items()})
+
+
+def group_count(neurons: int) -> int:
+    """Groups of a layer; the last may be short."""
+    return -(-neurons // GROUP)
+
+
+def computed_by_groups(firing: LayerFiring) -> NDArray[np.float64]:
+    """How many neurons of the first n groups a token computes, n from 0 on: float64 [groups + 1]."""
+    neurons = len(firing.shares)
+    ends = np.minimum(np.arange(group_count(neurons) + 1) * GROUP, neurons)
+    return np.concatenate(([0.0], np.cumsum(firing.shares)))[ends]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTimes:
+    """The cost model of one layer. `kv_cache_read_bytes` of its cache are read a token, all sequences together.
+
+    `crossing_bytes` go each way in an exchange: what the block reads and its mask down, its result up.
+    """
+
+    layer: LayerBytes
+    firing: LayerFiring
+    machine: Machine
+    kv_cache_read_bytes: float
+    crossing_bytes: float
+
+    def times(self, where: Where) -> Times:
+        """What the layer takes with its parts placed so, for every number of groups on the GPU."""
+        layer = self.layer
+        size = group_count(layer.neurons) + 1
+        shared = layer.attention_bytes + layer.shared_bytes
+        attention = self._read(shared, where.attention_on_gpu, _ATTENTION_KERNELS)
+        kv_cache = self._read(self.kv_cache_read_bytes, where.kv_cache_on_gpu, 0)
+        predict = 0.0
+        if layer.predictor_bytes:
+            predict = self._read(layer.predictor_bytes, where.predictor_on_gpu, _PREDICT_KERNELS)
+        hot, cold = self._neurons()
+        exchange = self._exchanges(where)
+        return Times(np.full(size, attention), np.full(size, kv_cache), np.full(size, predict), hot, cold, exchange)
+
+    def _read(self, read_bytes: float, on_gpu: bool, kernels: int) -> float:
+        if on_gpu:
+            return read_bytes / self.machine.gpu_read_bytes_per_s + kernels * self.machine.launch_s
+        return read_bytes / self.machine.host_read_bytes_per_s
+
+    def _neurons(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        layer, machine = self.layer, self.machine
+        computed = computed_by_groups(self.firing)
+        ends = np.minimum(np.arange(len(computed)) * GROUP, layer.neurons)
+        skipped = layer.neuron_bytes - layer.deciding_bytes
+        hot = ends * layer.deciding_bytes + computed * skipped
+        cold = (layer.neurons - ends) * layer.deciding_bytes + (computed[-1] - computed) * skipped
+        launches = np.where(ends > 0, _FFN_KERNELS * machine.launch_s, 0.0)
+        hot_s = launches if machine.gpu_bytes == 0 else hot / machine.gpu_read_bytes_per_s + launches
+        return hot_s, cold / machine.host_read_bytes_per_s
+
+    def _exchanges(self, where: Where) -> NDArray[np.float64]:
+        """Exchanges of the layer in seconds, in the mean over tokens."""
+        groups = group_count(self.layer.neurons)
+        number = np.zeros(groups + 1)
+        if where.attention_on_gpu:
+            number[:-1] = self._cold_fires()[:-1]
+            if self.layer.predictor_bytes and not where.predictor_on_gpu:
+                # What is predicted from goes down and the mask up; where some are hot and some cold, a result as well.
+                number[:] = 1.0
+                number[1:-1] += self._cold_fires()[1:-1]
+        else:
+            number[1:] = 1.0
+        if where.attention_on_gpu and not where.kv_cache_on_gpu:
+            number += 1.0
+        return number * self.machine.crossing_s(2 * self.crossing_bytes)
+
+    def _cold_fires(self) -> NDArray[np.float64]:
+        """On which share of the tokens a cold neuron is computed: float64 [groups + 1]."""
+        groups, shares = group_count(self.layer.neurons), self.firing.shares
+        if self.layer.deciding_bytes:
+            # Every cold neuron is looked at, whether or not it fires.
+            return np.concatenate((np.ones(groups), [0.0]))
+        with np.errstate(divide="ignore"):
+            silent = np.log1p(-np.minimum(shares, 1.0))
+        tails = np.concatenate((np.cumsum(silent[::-1])[::-1], [0.0]))
+        ends = np.minimum(np.arange(groups + 1) * GROUP, len(shares))
+        fires: NDArray[np.float64] = -np.expm1(tails[ends])
+        return fires

@@ -1,0 +1,86 @@
+"""Sizes and bandwidths as people write them: `8GiB`, `80%`, `67.2GB/s`."""
+
+import re
+from fractions import Fraction
+
+from picompile.errors import UsageError
+
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_NUMBER = r"(?P<number>\d+(?:\.\d*)?|\.\d+)"
+_SIZE = re.compile(_NUMBER + r"\s*(?:(?P<prefix>[kmgtp]?)(?P<binary>i?)(?P<bytes>b?))", re.IGNORECASE | re.ASCII)
+_SHARE = re.compile(_NUMBER + r"\s*%", re.ASCII)
+# A capital B: 100 Gb/s are bits.
+_BANDWIDTH = re.compile(_NUMBER + r"\s*(?:(?P<prefix>[kKmMgGtT]?)(?P<binary>i?)B/s)?", re.ASCII)
+
+# Longer texts are no sizes, and whole numbers beyond this no memory.
+_LONGEST = 40
+_MOST_BYTES = 2**60
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """The bytes that `text` means, rounded down: `8GB` is 8·10⁹, `8GiB` and `8G` are 8·2³⁰, as GNU's tools have it.
+
+    Raises `UsageError` that names `option`.
+    """
+    match = _match(_SIZE, text)
+    # `8i` and `8iB` are no units.
+    if match is None or (match["binary"] and not match["prefix"]):
+        raise UsageError(f"{option}: {_quoted(text)} is no size; write it as 8GiB, 8GB, 512MiB or in bytes")
+    value = _scaled(match, binary=not match["bytes"] or bool(match["binary"]))
+    _check_bound(value, text, option)
+    return int(value)
+
+
+def parse_budget(text: str, available_bytes: int | None, option: str) -> int:
+    """The bytes that `text` means: a size, a share of `available_bytes` like `80%`, or `auto` for all of them.
+
+    `available_bytes` is None where nobody knows; only a size will do then. A size may be more than what is available:
+    whether that is allowed is for the caller to say. Raises `UsageError` that names `option`.
+    """
+    share = Fraction(1) if text.strip().lower() == "auto" else _share(text, option)
+    if share is None:
+        return parse_bytes(text, option)
+    if available_bytes is None:
+        raise UsageError(f"{option}: how much there is is not known, so {_quoted(text)} says nothing; give a size")
+    return int(share * available_bytes)
+
+
+def _share(text: str, option: str) -> Fraction | None:
+    """The share that `text` is, from 0 to 1; None for what is written as a size."""
+    if not text.strip().endswith("%"):
+        return None
+    match = _match(_SHARE, text)
+    if match is None or (value := Fraction(match["number"].rstrip(".")) / 100) > 1:
+        raise UsageError(f"{option}: {_quoted(text)} is no share from 0% to 100%")
+    return value
+
+
+def parse_bandwidth(text: str, option: str) -> float:
+    """Bytes per second: `67.2GB/s`, `62.6GiB/s`, or a plain number of GB/s. Raises `UsageError` that names `option`."""
+    match = _match(_BANDWIDTH, text)
+    if match is None or (match["binary"] and not match["prefix"]):
+        raise UsageError(f"{option}: {_quoted(text)} is no bandwidth; write it as 67.2GB/s or 67.2")
+    plain = match["prefix"] is None
+    value = Fraction(match["number"].rstrip(".")) * 10**9 if plain else _scaled(match, binary=bool(match["binary"]))
+    if value == 0:
+        raise UsageError(f"{option}: a bandwidth must be more than 0, not {_quoted(text)}")
+    _check_bound(value, text, option)
+    return float(value)
+
+
+def _match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    return pattern.fullmatch(text.strip()) if len(text) <= _LONGEST else None
+
+
+def _scaled(match: re.Match[str], *, binary: bool) -> Fraction:
+    unit: int = (1024 if binary else 1000) ** _POWERS[match["prefix"].lower()]
+    return Fraction(match["number"].rstrip(".")) * unit
+
+
+def _check_bound(value: Fraction, text: str, option: str) -> None:
+    if value > _MOST_BYTES:
+        raise UsageError(f"{option}: {_quoted(text)} is more than any machine has")
+
+
+def _quoted(text: str) -> str:
+    return ascii(text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…")

@@ -1,0 +1,137 @@
+"""`picompile targets` and `picompile doctor`."""
+
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from support import Cli
+
+from picompile.measure import GpuName, GpuSpeed, Host, LocalMachine, cache_file, local, measure_local
+from picompile.measure.cuda_driver import CudaError
+from picompile.targets import TARGETS
+
+GPU = GpuName("GPU of nobody", "12.4", 89, 24 * 10**9)
+SPEED = GpuSpeed(23 * 10**9, 9.1e11, 2.4e10, 2.6e10, 1.74e-5)
+
+
+@pytest.fixture(autouse=True)
+def not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "find_gpu", lambda: GPU)
+    monkeypatch.setattr(local, "measure_gpu", lambda: SPEED)
+    monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10))
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find() -> GpuName:
+        raise CudaError("no driver today")
+
+    monkeypatch.setattr(local, "find_gpu", find)
+    monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10))
+
+
+def test_targets_are_a_table(cli: Cli, without_gpu: None) -> None:
+    ended = cli("targets")
+    assert ended.code == 0
+    lines = {line.split()[0]: line for line in ended.out.splitlines() if line[:1] not in ("", " ")}
+    assert {*TARGETS, "local"} <= set(lines)
+    assert "plan, compile" in lines["cpu"]
+    figures = ["24", "GiB", "1.01", "TB/s", "31.5", "GB/s", "89", "plan"]
+    assert lines["4090"].split() == ["4090", "GeForce", "RTX", "4090", *figures]
+    assert all(row.source in ended.out for row in TARGETS.values())
+    assert "not measured yet" in lines["local"]
+
+
+def test_targets_show_what_was_measured(cli: Cli, with_gpu: None) -> None:
+    measure_local()
+    ended = cli("targets")
+    assert "not measured yet" not in ended.out
+    for figure in ("22.4 GiB", "910 GB/s", "24 GB/s"):
+        assert figure in ended.out
+
+
+def test_targets_measure_nothing(cli: Cli, with_gpu: None) -> None:
+    cli("targets")
+    assert not cache_file().exists()
+
+
+def test_targets_as_json(cli: Cli, with_gpu: None) -> None:
+    expected = [asdict(row) for row in TARGETS.values()]
+    assert json.loads(cli("targets", "--json").out) == json.loads(json.dumps(expected))
+    measured = measure_local()
+    rows = json.loads(cli("targets", "--json").out)
+    assert rows[:-1] == json.loads(json.dumps(expected))
+    assert rows[-1] == json.loads(json.dumps(asdict(measured.target)))
+
+
+def test_doctor_describes_this_machine(cli: Cli) -> None:
+    ended = cli("doctor", "--json")
+    facts = json.loads(ended.out)
+    assert ended.code == (6 if facts["missing"] else 0)
+    assert facts["torch"].startswith("2.13.")
+    assert facts["memory bandwidth"].endswith("/s, reading")
+    assert facts["local"]["host_bytes_per_s"] > 1e8
+    assert facts["measured"] == "just now"
+    assert "not used by this version" in facts["gpu"]
+
+
+def test_doctor_shows_the_gpu(cli: Cli, with_gpu: None) -> None:
+    facts = json.loads(cli("doctor", "--json").out)
+    assert facts["gpu"].startswith("GPU of nobody, sm_89, 24 GB, 23 GB free when measured, CUDA 12.4;")
+    assert facts["gpu bandwidth"] == "910 GB/s, copying"
+    assert facts["pcie bandwidth"] == "24 GB/s to the GPU, 26 GB/s from it"
+    assert facts["gpu exchange"] == "17.4 µs, a vector there and back"
+    assert facts["local"]["gpu"] == asdict(SPEED)
+    assert facts["local"]["target"]["sync_s"] == SPEED.exchange_s
+
+
+def test_doctor_says_why_there_is_no_gpu(cli: Cli, without_gpu: None) -> None:
+    facts = json.loads(cli("doctor", "--json").out)
+    assert "no driver today; not used by this version" in facts["gpu"]
+    assert facts["local"]["no_gpu"] == "no driver today"
+    assert facts["local"]["gpu"] is None
+    assert not {"gpu bandwidth", "pcie bandwidth", "gpu exchange"} & set(facts)
+
+
+@pytest.mark.parametrize(
+    ("age_s", "says"),
+    [
+        (-100, "just now"),
+        (59, "just now"),
+        (61, "1 minute ago; --measure does it anew"),
+        (3 * 3600 + 9, "3 hours ago; --measure does it anew"),
+        (400 * 86400, "400 days ago; --measure does it anew"),
+    ],
+)
+def test_doctor_says_when_it_measured(cli: Cli, with_gpu: None, age_s: float, says: str) -> None:
+    _make_older(measure_local(), age_s)
+    assert json.loads(cli("doctor", "--json").out)["measured"] == says
+    assert json.loads(cli("doctor", "--json", "--measure").out)["measured"] == "just now"
+    assert json.loads(cli("doctor", "--json").out)["measured"] == "just now"
+
+
+def _make_older(measured: LocalMachine, age_s: float) -> None:
+    from picompile.measure import cache
+
+    cache.store(replace(measured, measured_at_s=time.time() - age_s))
+
+
+def test_doctor_without_a_cache(cli: Cli, with_gpu: None, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("in the way")
+    assert json.loads(cli("doctor", "--json").out)["measured"] == "just now"
+
+
+def test_doctor_misses_gcc(cli: Cli, without_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    ended = cli("doctor")
+    assert ended.code == 6
+    assert "gcc" in ended.err
+    assert ended.err.count("\n") == 1
+    assert any(line.startswith("✗ gcc") for line in ended.out.splitlines())

@@ -1,0 +1,207 @@
+"""This machine as a target: measured once, kept in a file, and measured again when that is of no use."""
+
+import ctypes
+import json
+import os
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from picompile.measure import GpuSpeed, Host, LocalMachine, cache, cache_file, cached_local, gpu, local, measure_local
+from picompile.measure.cuda_driver import CudaError
+from picompile.measure.gpu import GpuName
+from picompile.targets import LAUNCH_S, TARGETS, find_target
+
+GPU = GpuName("GPU of nobody", "12.4", 89, 9_000_000_001)
+SPEED = GpuSpeed(7_000_000_001, 9.1e11, 2.4e10, 2.6e10, 1.7e-5)
+
+
+class Counted:
+    """Stands for both measurements, and counts how often there was one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, gpu: GpuName | None = GPU) -> None:
+        self.times, self.gpu, self.cpu, self.memory_bytes = 0, gpu, "cpu of nobody", 10**10
+        self.gpu_fails = False
+        monkeypatch.setattr(local, "find_gpu", self._find)
+        monkeypatch.setattr(local, "measure_gpu", self._gpu)
+        monkeypatch.setattr(local, "measure_host", self._host)
+        monkeypatch.setattr(local, "cpu_name", lambda: self.cpu)
+        monkeypatch.setattr(local, "host_memory", lambda: (self.memory_bytes, 1))
+
+    def _find(self) -> GpuName:
+        if self.gpu is None:
+            raise CudaError("no driver today")
+        return self.gpu
+
+    def _gpu(self) -> GpuSpeed:
+        if self.gpu_fails:
+            raise CudaError("cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY")
+        return SPEED
+
+    def _host(self, threads: int) -> Host:
+        self.times += 1
+        return Host(self.memory_bytes, 1e10 + self.times)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(monkeypatch)
+
+
+def test_a_machine_is_measured_once(counted: Counted) -> None:
+    assert cached_local() is None
+    first = measure_local()
+    assert measure_local() == cached_local() == first
+    assert counted.times == 1
+    assert abs(time.time() - first.measured_at_s) < 60
+
+
+def test_it_can_be_measured_anew(counted: Counted) -> None:
+    measure_local()
+    assert measure_local(anew=True).host.bytes_per_s == 1e10 + 2
+    assert measure_local().host.bytes_per_s == 1e10 + 2
+    assert counted.times == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cpu", "another"),
+        ("memory_bytes", 10**10 + 1),
+        ("gpu", None),
+        ("gpu", replace(GPU, name="another")),
+        ("gpu", replace(GPU, driver="13.0")),
+        ("gpu", replace(GPU, total_bytes=1)),
+    ],
+)
+def test_another_machine_is_measured_again(counted: Counted, name: str, value: object) -> None:
+    measure_local()
+    setattr(counted, name, value)
+    assert cached_local() is None
+    measure_local()
+    assert counted.times == 2
+
+
+def test_other_threads_are_measured_again(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    for threads in (3, 3, 4):
+        monkeypatch.setenv("PICOMPILE_THREADS", str(threads))
+        assert measure_local().machine.threads == threads
+    assert counted.times == 2
+
+
+def test_a_gpu_that_could_not_be_measured_is_tried_again(counted: Counted) -> None:
+    counted.gpu_fails = True
+    failed = measure_local()
+    assert failed.speed is None
+    assert failed.no_gpu == "GPU of nobody: cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY"
+    assert failed.target.vram_bytes == 0
+    counted.gpu_fails = False
+    assert measure_local().speed == SPEED
+    assert measure_local().speed == SPEED
+    assert counted.times == 2
+
+
+def test_why_there_is_no_gpu_is_todays_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch, gpu=None)
+    assert measure_local().no_gpu == "no driver today"
+    assert measure_local().no_gpu == "no driver today"
+    assert counted.times == 1
+
+
+def test_the_row_has_what_was_measured(counted: Counted) -> None:
+    row = find_target("local")
+    assert (row.name, row.sm, row.vram_bytes) == ("local", 89, 9_000_000_001)
+    assert (row.gpu_bytes_per_s, row.pcie_bytes_per_s, row.sync_s) == (9.1e11, 2.4e10, 1.7e-5)
+    assert row.launch_s == LAUNCH_S
+    assert not row.compiles
+    assert row.features == TARGETS["cpu"].features
+
+
+def test_a_row_without_a_gpu_has_no_gpu_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    Counted(monkeypatch, gpu=None)
+    row = find_target("local")
+    assert (row.sm, row.vram_bytes, row.gpu_bytes_per_s, row.pcie_bytes_per_s, row.sync_s) == (None, 0, 0, 0, 0)
+
+
+def broken_contents() -> list[bytes]:
+    """What may lie in the file's place; the machine in them is the right one where there is any."""
+    good = json.loads(cache_file().read_bytes())
+    made: list[Any] = [None, 3, [], {}, "text"]
+    for path in [("schema",), ("host",), ("host", "bytes"), ("host", "bytes_per_s"), ("speed",), ("measured_at_s",)]:
+        for value in (None, -1, 0, "1", False, [], {}, float("nan"), float("inf")):
+            copy = json.loads(json.dumps(good))
+            (copy if len(path) == 1 else copy[path[0]])[path[-1]] = value
+            made.append(copy)
+    for key in good["speed"]:
+        made += [{**good, "speed": {**good["speed"], key: value}} for value in (None, "1", float("nan"), -1)]
+    for key in good:
+        made.append({name: value for name, value in good.items() if name != key})
+    text = cache_file().read_bytes()
+    cut = [text[: random.randrange(len(text) - 2)] for _ in range(20)]
+    return [*(json.dumps(content).encode() for content in made), *cut, b"\xff\xfe", b"[" * 99999, b"\0" * 100]
+
+
+def test_a_damaged_file_is_measured_over(counted: Counted) -> None:
+    good = measure_local()
+    for times, content in enumerate(broken_contents(), start=2):
+        cache_file().write_bytes(content)
+        assert cached_local() is None, content[:200]
+        assert measure_local().host == replace(good.host, bytes_per_s=1e10 + times)
+        assert cached_local() is not None
+
+
+def test_a_folder_in_the_files_place(counted: Counted) -> None:
+    cache_file().mkdir(parents=True)
+    assert measure_local().host.bytes_per_s == 1e10 + 1
+    assert measure_local().host.bytes_per_s == 1e10 + 2
+    assert list(cache_file().parent.iterdir()) == [cache_file()]
+
+
+def test_a_cache_that_cannot_be_made_costs_only_time(counted: Counted, cache_home: Path) -> None:
+    cache_home.write_text("a file, not a folder")
+    for times in (1, 2):
+        assert measure_local().host.bytes_per_s == 1e10 + times
+    assert cache_home.read_text() == "a file, not a folder"
+
+
+def test_no_home_folder_costs_only_time(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    for times in (1, 2):
+        assert measure_local().host.bytes_per_s == 1e10 + times
+
+
+def test_a_full_disk_leaves_the_old_file(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = measure_local()
+    monkeypatch.setattr(cache.os, "replace", _full)
+    measure_local(anew=True)
+    assert cached_local() == old
+    assert os.listdir(cache_file().parent) == ["local.json"]
+
+
+def _full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_relative_cache_home_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The XDG base directory specification has it so.
+    monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
+    monkeypatch.setenv("HOME", "/home/of/nobody")
+    assert cache_file() == Path("/home/of/nobody/.cache/picompile/local.json")
+
+
+def test_all_of_it_with_the_stand_in(fake_cuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "measure_host", lambda threads: Host(1, 1.0))
+    monkeypatch.setattr(gpu, "perf_counter", fake_cuda.fake_time)
+    measured = measure_local()
+    assert measured.machine.gpu == GpuName("Stand-in 4090", "12.4", 89, 2**30)
+    assert isinstance(cached_local(), LocalMachine)
+    assert measured.target.vram_bytes == 2**30
+    assert measured.target.description.endswith("Stand-in 4090")

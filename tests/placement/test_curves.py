@@ -1,0 +1,143 @@
+"""Firing by profile, by name and by share."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from picompile.errors import UsageError
+from picompile.placement.curves import CURVES, computed_ratios, firing_of_curve, firing_of_profile
+from picompile.placement.firing import Firing
+from picompile.predictors import LayerPredictor, Predictors
+from picompile.profiling.profile import LayerProfile, Profile
+from picompile.synth.rates import beta_rates, share_of_firings
+
+
+class Counted(Profile):
+    """A profile of counts that are given, not read."""
+
+    def counts(self, layer: int) -> torch.Tensor:
+        return COUNTS[layer]
+
+
+COUNTS = {number: torch.randint(0, 51, (random.randint(1, 200),)) for number in (0, 2)}
+TOKENS = 50
+
+
+def profile() -> Profile:
+    layers = [LayerProfile(layer, len(counts), 0.0, 0.1, 0.5, 0, "stream") for layer, counts in COUNTS.items()]
+    return Counted(Path("some"), "00", "model", 5, tuple(layers), 10, TOKENS, 1, (), "text", 10)
+
+
+def hot(shares: NDArray[np.float64]) -> float:
+    """The share of the neurons that makes 80 % of the firings."""
+    return share_of_firings(torch.from_numpy(shares.ravel().copy()))
+
+
+def stacked(firing: Firing) -> NDArray[np.float64]:
+    return np.stack([layer.shares for layer in firing.layers])
+
+
+def test_profile_is_sorted() -> None:
+    firing = firing_of_profile(profile())
+    assert len(firing.layers) == 2
+    for layer, counts in zip(firing.layers, COUNTS.values(), strict=True):
+        assert layer.order is not None
+        expected = sorted(range(len(counts)), key=lambda neuron: (-int(counts[neuron]), neuron))
+        assert layer.order.tolist() == expected
+        assert layer.shares.dtype == np.float64
+        assert layer.shares.tolist() == [int(counts[neuron]) / TOKENS for neuron in expected]
+
+
+def test_profile_with_predictors_and_batch() -> None:
+    plain = firing_of_profile(profile())
+    firing = firing_of_profile(profile(), 3, {2: 1.7})
+    expected = 1 - (1 - plain.layers[0].shares) ** 3
+    np.testing.assert_allclose(firing.layers[0].shares, expected)
+    more = 1 - (1 - np.minimum(1, plain.layers[1].shares * 1.7)) ** 3
+    np.testing.assert_allclose(firing.layers[1].shares, more)
+    assert (firing.layers[1].shares <= 1).all()
+
+
+@settings(max_examples=30)
+@given(
+    text=st.sampled_from((*CURVES, "10%", "0.3", "7%:35%", "100%", "60%")),
+    layers=st.integers(1, 9),
+    neurons=st.integers(1, 300),
+    batch=st.integers(1, 5),
+    computed=st.floats(1, 8),
+)
+def test_curves_are_shares_that_fall(text: str, layers: int, neurons: int, batch: int, computed: float) -> None:
+    firing = firing_of_curve(text, layers, neurons, batch, computed)
+    shares = stacked(firing)
+    assert shares.shape == (layers, neurons)
+    assert shares.dtype == np.float64
+    assert shares.min() >= 0 and shares.max() <= 1
+    assert (np.diff(shares, axis=1) <= 0).all()
+    assert all(layer.order is None for layer in firing.layers)
+    assert (shares >= stacked(firing_of_curve(text, layers, neurons)) * (1 - 1e-12)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "active", "of_layer", "of_model"),
+    [("opt", 48, 0.03, 0.26, 0.17), ("reglu-70b", 80, 0.18, 0.43, 0.26)],
+)
+def test_curves_are_those_of_the_paper(name: str, layers: int, active: float, of_layer: float, of_model: float) -> None:
+    shares = stacked(firing_of_curve(name, layers, 4000))
+    assert shares.mean() == pytest.approx(active, rel=1e-6)
+    assert hot(shares) == pytest.approx(of_model, abs=0.003)
+    assert float(np.median([hot(layer) for layer in shares])) == pytest.approx(of_layer, abs=0.003)
+    # Deeper layers fire more.
+    assert (np.diff(shares.mean(1)) > 0).all()
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_every_curve_keeps_its_share(name: str) -> None:
+    for layers in (1, random.randint(2, 60)):
+        shares = stacked(firing_of_curve(name, layers, random.randint(500, 3000)))
+        assert shares.mean() == pytest.approx(CURVES[name].active, rel=1e-3)
+
+
+def test_plain_shares() -> None:
+    for text in ("12.5%", " 0.125 "):
+        for layer in firing_of_curve(text, 3, 777).layers:
+            assert layer.shares.tolist() == beta_rates(0.125, 777).flip(0).tolist()
+    for share, few in ((0.1, 0.3), (0.03, 0.2), (0.4, 0.6)):
+        shares = firing_of_curve(f"{share}:{few}", 1, 1000).layers[0].shares
+        assert shares.mean() == pytest.approx(share, rel=1e-6)
+        assert hot(shares) == pytest.approx(few, abs=0.003)
+
+
+@pytest.mark.parametrize("text", ["", "gpt", "0", "0%", "-1%", "110%", "nan", "10%:", ":10%", "10%:20%:30%", "1e-9"])
+def test_no_curve(text: str) -> None:
+    with pytest.raises(UsageError, match=r"no firing curve: name opt, falcon, bamboo, reglu-7b, .* \(10%:30%\)$"):
+        firing_of_curve(text, 2, 10)
+
+
+@pytest.mark.parametrize("text", ["10%:2%", "10%:79%", "50%:20%", "1%:0"])
+def test_curves_that_cannot_be(text: str) -> None:
+    with pytest.raises(UsageError, match=r"from 0\.\d\d to 0\.\d\d of them can make 80 %"):
+        firing_of_curve(text, 2, 10)
+
+
+def test_ratios_of_predictors() -> None:
+    layers = (
+        LayerPredictor(0, "learned", "block", 8, firing_share=0.1, computed_share=0.13),
+        LayerPredictor(1, "learned", "block", 8, firing_share=0.0, computed_share=0.0),
+        LayerPredictor(2, "sign", threshold=0.5),
+        LayerPredictor(3, "exact"),
+    )
+    ratios = computed_ratios(Predictors(Path("some"), layers, {}))
+    assert ratios == {0: pytest.approx(1.3), 1: 1.2, 2: 6.0, 3: 1.0}
+
+
+def test_a_curve_is_the_same_every_time() -> None:
+    first, second = (firing_of_curve("bamboo", 5, 321, 2, 1.3) for _ in range(2))
+    assert json.dumps(stacked(first).tolist()) == json.dumps(stacked(second).tolist())
+    assert first.source == "the curve bamboo"

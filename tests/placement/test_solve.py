@@ -1,0 +1,151 @@
+"""Placement programs against brute force over everything that can be chosen."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from picompile.placement.program import Choice, Place, Program, Stage, Totals, evaluate
+from picompile.placement.solve import Solution, solve
+
+
+def random_program(seed: int) -> Program:
+    """Up to three stages of up to three choices of up to five numbers of groups, with costs of any form."""
+    rng = np.random.default_rng(seed)
+    stages = []
+    for _ in range(rng.integers(1, 4)):
+        size, groups = int(rng.integers(1, 6)), int(rng.integers(0, 5))
+        total = int(rng.integers(0, 5)) + groups * size
+        choices = []
+        for number in range(rng.integers(1, 4)):
+            on_gpu = int(rng.integers(0, total - groups * size + 1))
+            costs = _costs(rng, groups + 1)
+            choices.append(Choice(number, on_gpu, total - on_gpu, costs, 0, bool(rng.integers(0, 2))))
+        stages.append(Stage(tuple(choices), size))
+    switch_cost = float(rng.random() * 2 * (rng.random() < 0.7))
+    gpu, host = int(rng.integers(0, 30)), int(rng.integers(0, 40))
+    return Program(tuple(stages), gpu, host, switch_cost, bool(rng.integers(0, 2)))
+
+
+def _costs(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Of any form, falling, bent upwards (convex), or bent downwards (concave) and negative."""
+    values = rng.random(count)
+    kind = rng.integers(0, 4)
+    if kind == 0:
+        return values * 10
+    if kind == 1:
+        return np.sort(values)[::-1] * 5
+    if kind == 2:
+        return np.cumsum(np.sort(-values)) + 20
+    return -np.cumsum(np.sort(values))
+
+
+def brute_force(program: Program) -> Totals | None:
+    options = [
+        [
+            Place(number, groups)
+            for number, choice in enumerate(stage.choices)
+            for groups in range(choice.first, choice.last + 1)
+        ]
+        for stage in program.stages
+    ]
+    found = (evaluate(program, places) for places in itertools.product(*options))
+    return min((totals for totals in found if totals.fits(program)), default=None, key=lambda totals: totals.cost)
+
+
+def check(program: Program, solution: Solution | None, best: Totals | None, gap: float) -> None:
+    if best is None or solution is None:
+        assert solution is None
+        assert best is None
+        return
+    rounding = 1e-7 * max(1.0, abs(best.cost))
+    assert solution.totals == evaluate(program, solution.places)
+    assert solution.totals.fits(program)
+    assert best.cost - rounding <= solution.totals.cost <= best.cost + gap * abs(solution.totals.cost) + rounding
+    assert solution.bound <= best.cost + rounding
+
+
+# Seeds that found faults: prices of sides at a bound, limits of kinds that another program has.
+@given(st.integers(0, 2**32 - 1))
+@example(287)
+@example(1471)
+def test_the_solution_is_the_best_of_all(seed: int) -> None:
+    program = random_program(seed)
+    check(program, solve(program, gap=0.0), brute_force(program), gap=0.0)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1e-4, 0.02, 0.5]))
+def test_a_gap_is_what_may_be_lost(seed: int, gap: float) -> None:
+    program = random_program(seed)
+    check(program, solve(program, gap=gap), brute_force(program), gap=gap)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_many_programs(block: int) -> None:
+    """2,000 in all, beside those that hypothesis draws."""
+    for seed in range(500 * block, 500 * (block + 1)):
+        program = random_program(seed)
+        check(program, solve(program, gap=0.0), brute_force(program), gap=0.0)
+
+
+def test_stages_that_are_all_alike() -> None:
+    """Any of them can be on the GPU: the number is what counts, and HiGHS is not to try them by turns."""
+    costs = np.asarray([4.0, 3.0, 2.5, 2.4, 0.9])
+    here, there = Choice("here", 3, 9, costs), Choice("there", 0, 12, costs + 5, 0, False)
+    for capacity in range(0, 60, 7):
+        program = Program(tuple(Stage((here, there), 2) for _ in range(5)), capacity, 100, 0.1, True)
+        check(program, solve(program, gap=0.0), _brute_force_of_alike(program), gap=0.0)
+
+
+def _brute_force_of_alike(program: Program) -> Totals | None:
+    """Of stages that are alike: what counts is how often each place is taken; those of a side lie together."""
+    stage = program.stages[0]
+    places = [Place(c, n) for c, choice in enumerate(stage.choices) for n in range(len(choice.costs))]
+    found = []
+    for taken in itertools.combinations_with_replacement(places, len(program.stages)):
+        found.append(evaluate(program, taken))
+    return min((totals for totals in found if totals.fits(program)), default=None, key=lambda totals: totals.cost)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_a_known_placement_is_never_better(seed: int) -> None:
+    program = random_program(seed)
+    rng = np.random.default_rng(seed)
+    places = []
+    for stage in program.stages:
+        number = int(rng.integers(len(stage.choices)))
+        places.append(Place(number, int(rng.integers(stage.choices[number].last + 1))))
+    known = evaluate(program, places)
+    solution = solve(program, gap=0.5, known=[places])
+    if known.fits(program):
+        assert solution is not None
+        assert solution.totals.cost <= known.cost
+
+
+def test_capacities_count_to_the_byte() -> None:
+    """Sizes as models have them, and a program that fits exactly, and not with a byte less."""
+    rng = np.random.default_rng()
+    groups, size = 40, int(rng.integers(10**6, 2 * 10**6))
+    costs = np.linspace(1, 0.1, groups + 1) ** 2
+    stages = tuple(Stage((Choice("gpu", 7 * 10**8 + stage, groups * size, costs),), size) for stage in range(9))
+    whole = 9 * (7 * 10**8 + groups * size) + 36
+    assert whole == evaluate(Program(stages, 0, 0), [Place(0, groups)] * 9).gpu_bytes
+    fits = solve(Program(stages, whole, 10**12), gap=0.0)
+    assert fits is not None
+    assert [place.groups for place in fits.places] == [groups] * 9
+    less = solve(Program(stages, whole - 1, 10**12), gap=0.0)
+    assert less is not None
+    assert sum(place.groups for place in less.places) == 9 * groups - 1
+    least = 9 * 7 * 10**8 + 36
+    assert solve(Program(stages, least - 1, 10**12)) is None
+    assert solve(Program(stages, least, 10**12)) is not None
+
+
+def test_nothing_is_solved_at_once() -> None:
+    program = random_program(3)
+    solution = solve(replace(program, gpu_capacity_bytes=10**6, host_capacity_bytes=10**6))
+    assert solution is not None
+    assert solution.gap <= 1e-4

@@ -1,0 +1,82 @@
+"""The table of targets against figures that are published as such."""
+
+import re
+from dataclasses import fields
+
+import pytest
+
+from picompile.errors import TargetError
+from picompile.targets import LOCAL, TARGETS, find_compiled_target, find_target, pcie_bytes_per_s, target_names
+
+# Name: GB/s of its memory, GiB of it, GB/s of its slot, compute capability.
+PUBLISHED = {
+    "2080ti": (616, 11, 15.75, "7.5"),
+    "3060": (360, 12, 31.5, "8.6"),
+    "3090": (936, 24, 31.5, "8.6"),
+    "4060": (272, 8, 15.75, "8.9"),
+    "4070": (504, 12, 31.5, "8.9"),
+    "4080": (716.8, 16, 31.5, "8.9"),
+    "4090": (1008, 24, 31.5, "8.9"),
+    "5090": (1792, 32, 63, "12.0"),
+    "a100": (2039, 80, 31.5, "8.0"),
+    "h100": (3350, 80, 63, "9.0"),
+}
+
+
+def test_every_row_is_of_a_published_machine() -> None:
+    assert set(TARGETS) == {"cpu", *PUBLISHED}
+    assert target_names() == (*TARGETS, LOCAL)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_bus_and_data_rate_give_the_published_bandwidth(name: str) -> None:
+    row, (memory, size, slot, capability) = TARGETS[name], PUBLISHED[name]
+    assert row.gpu_bytes_per_s == pytest.approx(memory * 1e9, rel=2e-4)
+    assert row.vram_bytes == size * 2**30
+    assert row.pcie_bytes_per_s == pytest.approx(slot * 1e9, rel=1e-3)
+    assert row.sm == int(capability.replace(".", ""))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_gpu_rows_are_complete(name: str) -> None:
+    row = TARGETS[name]
+    assert row.name == name
+    assert all(getattr(row, field.name) for field in fields(row) if field.name != "compiles")
+    assert not row.compiles
+    assert re.fullmatch(r"https://[\w.-]+/\S+", row.source)
+    # An exchange is slower than a launch, and both take microseconds.
+    assert 1e-7 < row.launch_s < row.sync_s < 1e-4
+
+
+def test_a_processor_has_no_gpu() -> None:
+    row = TARGETS["cpu"]
+    assert (row.sm, row.vram_bytes, row.gpu_bytes_per_s, row.pcie_bytes_per_s, row.sync_s) == (None, 0, 0, 0, 0)
+    assert row.compiles
+
+
+def test_bandwidth_of_slots() -> None:
+    assert pcie_bytes_per_s(4, 8) == pytest.approx(pcie_bytes_per_s(3, 16))
+    assert pcie_bytes_per_s(3, 1) == pytest.approx(984.6e6, rel=1e-4)
+    assert pcie_bytes_per_s(5, 16) == pytest.approx(63.0e9, rel=1e-3)
+
+
+def test_rows_are_found() -> None:
+    assert {find_target(name).name for name in TARGETS} == set(TARGETS)
+    assert find_compiled_target("cpu") is TARGETS["cpu"]
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, LOCAL])
+def test_what_is_planned_for_is_not_compiled_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from picompile import measure
+
+    monkeypatch.delattr(measure, "local_target")  # nothing is measured to say so
+    with pytest.raises(TargetError, match=f"plans for target '{name}' .*compiles only for: cpu") as caught:
+        find_compiled_target(name)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["", "CPU", "9999", "rtx4090", "local ", "../cpu"])
+@pytest.mark.parametrize("find", [find_target, find_compiled_target])
+def test_unknown_names(find: object, name: str) -> None:
+    with pytest.raises(TargetError, match=r"unknown target .*; known are cpu, 2080ti, .*, local"):
+        find(name)  # type: ignore[operator]

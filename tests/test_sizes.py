@@ -1,0 +1,142 @@
+"""Sizes and bandwidths as people write them."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from picompile.errors import UsageError
+from picompile.sizes import parse_bandwidth, parse_budget, parse_bytes
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "Gi": 2**30,
+}
+NUMBERS = st.decimals(0, 9999, places=3, allow_nan=False).map(lambda value: f"{value:f}")
+
+
+def anycase(text: str) -> st.SearchStrategy[str]:
+    return st.sampled_from([text, text.lower(), text.upper()])
+
+
+@given(number=NUMBERS, unit=st.sampled_from(sorted(UNITS)), data=st.data())
+def test_sizes(number: str, unit: str, data: st.DataObject) -> None:
+    text = number + data.draw(st.sampled_from(["", " "])) + data.draw(anycase(unit))
+    assert parse_bytes(text, "--size") == int(Fraction(number) * UNITS[unit])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8GiB", 8 * 2**30),
+        ("8GB", 8 * 10**9),
+        ("24G", 24 * 2**30),
+        ("512MiB", 2**29),
+        ("123", 123),
+        ("0", 0),
+        (".5k", 512),
+        ("1.", 1),
+        (" 1.5 gib ", 3 * 2**29),
+        ("0.1B", 0),
+        # What floating point would round.
+        ("1125899.906842623GB", 1125899906842623),
+    ],
+)
+def test_sizes_by_example(text: str, expected: int) -> None:
+    assert parse_bytes(text, "--size") == expected
+
+
+ABSURD = ["", " ", "-3GiB", "+3GiB", "nan", "inf", "1e400GiB", "1e3", "0x10", "∞", "12 parsecs", "GiB", "1 2", "1,5GiB"]
+ABSURD += ["8i", "8iB", "1_000", "٣GiB", "8GiB8", "8 G B", "8GiB\n9", "9" * 39 + "G", "9" * 5000, "1." + "0" * 9999]
+ABSURD += ["4EiB", "1000000PB", "\udc80", "8GiB\0", "³GiB", "%", "-5%", "101%", "nan%", "1e1%", "5%%", "50%GiB"]
+
+
+@pytest.mark.parametrize("text", ABSURD)
+@pytest.mark.parametrize(
+    "parse", [parse_bytes, parse_bandwidth, lambda text, option: parse_budget(text, 2**34, option)]
+)
+def test_absurd_input_is_refused_by_name(parse: object, text: str) -> None:
+    with pytest.raises(UsageError, match=r"^--size: ") as caught:
+        parse(text, "--size")  # type: ignore[operator]
+    assert caught.value.exit_code == 2
+    message = str(caught.value)
+    assert len(message) < 250
+    assert "\n" not in message
+    message.encode()
+
+
+@given(text=st.text(max_size=60), available=st.none() | st.integers(0, 2**50))
+def test_any_text_is_a_size_or_refused(text: str, available: int | None) -> None:
+    for value in (
+        _or_refused(lambda: parse_bytes(text, "--size")),
+        _or_refused(lambda: parse_budget(text, available, "--size")),
+        _or_refused(lambda: parse_bandwidth(text, "--size")),
+    ):
+        assert value is None or 0 <= value <= 2**60
+
+
+def _or_refused(parse: object) -> float | None:
+    try:
+        return parse()  # type: ignore[no-any-return, operator]
+    except UsageError as error:
+        assert str(error).startswith("--size: ")
+        return None
+
+
+@given(percent=st.decimals(0, 100, places=2, allow_nan=False), available=st.integers(0, 2**50))
+def test_shares_of_a_budget(percent: object, available: int) -> None:
+    assert parse_budget(f"{percent:f}%", available, "--size") == int(Fraction(f"{percent:f}") * available / 100)
+
+
+@given(available=st.integers(0, 2**50), text=st.sampled_from(["auto", "AUTO", " auto ", "100%", "100.0 %"]))
+def test_all_of_a_budget(available: int, text: str) -> None:
+    assert parse_budget(text, available, "--size") == available
+
+
+@given(number=NUMBERS, unit=st.sampled_from(sorted(UNITS)), available=st.none() | st.integers(0, 2**40))
+def test_a_budget_in_bytes_does_not_ask_what_there_is(number: str, unit: str, available: int | None) -> None:
+    assert parse_budget(number + unit, available, "--size") == parse_bytes(number + unit, "--size")
+
+
+@pytest.mark.parametrize("text", ["auto", "80%"])
+def test_a_share_of_what_is_not_known(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^--host-memory: .*give a size"):
+        parse_budget(text, None, "--host-memory")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("67.2", 67.2e9),
+        ("67.2GB/s", 67.2e9),
+        ("67.2 GB/s", 67.2e9),
+        ("62.5GiB/s", 62.5 * 2**30),
+        ("500MB/s", 5e8),
+        ("1.008TB/s", 1.008e12),
+        ("7B/s", 7.0),
+    ],
+)
+def test_bandwidths(text: str, expected: float) -> None:
+    assert parse_bandwidth(text, "--host-bandwidth") == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "0.0GB/s", "100Gb/s", "100gb/s", "8GB", "8GiB", "67.2GBps", "iB/s", "8iB/s", "/s"]
+)
+def test_no_bandwidths(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^--host-bandwidth: "):
+        parse_bandwidth(text, "--host-bandwidth")
