@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from picompile.placement.latency import Task, capacities, fixed_bytes, group_bytes
+from picompile.placement.latency import Task, fixed_bytes, group_bytes
 from picompile.placement.plan import MemoryRow
 from picompile.placement.program import Place
 from picompile.placement.times import Where
@@ -14,7 +14,7 @@ def memory_account(task: Task, wheres: Sequence[Where], places: Sequence[Place])
     model, taken = task.model, Counter[tuple[str, str]]()
     for layer, where, place in zip(model.layers, wheres, places, strict=False):
         moved = place.groups * group_bytes(layer)
-        left = list(fixed_bytes(layer, where))
+        left = list(fixed_bytes(layer, where, split=place.groups > 0))
         for on_gpu, what, size in (
             (where.attention_on_gpu, "attention", layer.attention_bytes + layer.shared_bytes),
             (where.kv_cache_on_gpu, "kv cache", layer.kv_cache_bytes),
@@ -26,10 +26,7 @@ def memory_account(task: Task, wheres: Sequence[Where], places: Sequence[Place])
         taken["host", "cold neurons"] += left[1] - moved
     taken[_side(wheres[-1].attention_on_gpu), "output head"] += model.head_bytes
     taken["host", "embedding"] += model.embedding_bytes
-    if capacities(task)[0] <= 0:
-        # What two parts of a block would take more is nowhere then.
-        taken["host", "cold neurons"] += taken.pop(("gpu", "hot neurons"))
-    for device in ("gpu", "host") if any(device == "gpu" for device, _ in taken) else ("host",):
+    for device in ("gpu", "host") if any(size for (device, _), size in taken.items() if device == "gpu") else ("host",):
         taken[device, "workspace"] += model.workspace_bytes
         taken[device, "tables"] += model.table_bytes
     return tuple(MemoryRow(device, what, size) for (device, what), size in sorted(taken.items()) if size)

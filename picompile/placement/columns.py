@@ -336,7 +336,7 @@ def _switch_count(program: Program) -> int:
 
 
 def _cost_size(program: Program) -> float:
-    total = sum(min(float(np.abs(choice.costs).max()) for choice in stage.choices) for stage in program.stages)
+    total = sum(max(float(np.abs(choice.costs).mean()) for choice in stage.choices) for stage in program.stages)
     return total or 1.0
 
 

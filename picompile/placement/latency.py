@@ -42,8 +42,11 @@ def places_of(layer: LayerBytes) -> Sequence[Where]:
     return (*places, ALL_ON_HOST)
 
 
-def fixed_bytes(layer: LayerBytes, where: Where) -> tuple[int, int]:
-    """(bytes on the GPU, bytes on the host) with no neuron on the GPU. A short last group counts as a full one."""
+def fixed_bytes(layer: LayerBytes, where: Where, *, split: bool | None = None) -> tuple[int, int]:
+    """(bytes on the GPU, bytes on the host) beside the groups on the GPU. A short last group counts as a full one.
+
+    `split` says whether there can be a part on the GPU, with vectors of its own; by itself where the attention is.
+    """
     parts = (
         (layer.attention_bytes + layer.shared_bytes, where.attention_on_gpu),
         (layer.kv_cache_bytes, where.kv_cache_on_gpu),
@@ -51,8 +54,8 @@ def fixed_bytes(layer: LayerBytes, where: Where) -> tuple[int, int]:
         (group_count(layer.neurons) * group_bytes(layer), False),
     )
     on_gpu = sum(size for size, gpu in parts if gpu)
-    # Either part of the block has vectors of its own.
-    return on_gpu + SPLIT_BYTES, sum(size for size, _ in parts) - on_gpu + SPLIT_BYTES
+    on_host = sum(size for size, _ in parts) - on_gpu + SPLIT_BYTES
+    return on_gpu + (SPLIT_BYTES if where.attention_on_gpu or split else 0), on_host
 
 
 def group_bytes(layer: LayerBytes) -> int:
@@ -85,8 +88,12 @@ def _layer_stage(task: Task, number: int, gpu: bool) -> Stage:
     choices = []
     for where in places_of(layer) if gpu else (ALL_ON_HOST,):
         costs = times.times(where).total_s
-        on_gpu, on_host = fixed_bytes(layer, where) if gpu else (0, sum(fixed_bytes(layer, where)))
-        choices.append(Choice(where, on_gpu, on_host, costs if gpu else costs[:1], 0, where.attention_on_gpu))
+        if where.attention_on_gpu:
+            choices.append(Choice(where, *fixed_bytes(layer, where), costs))
+            continue
+        choices.append(Choice(where, *fixed_bytes(layer, where), costs[:1], 0, False))
+        if gpu:
+            choices.append(Choice(where, *fixed_bytes(layer, where, split=True), costs[1:], 1, False))
     return Stage(tuple(choices), group_bytes(layer))
 
 

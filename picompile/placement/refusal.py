@@ -23,9 +23,10 @@ def refusal(task: Task, program: Program, margin: float) -> str:
     ways = []
     if (host := _least_bytes(program, on_host=True)) is not None:
         ways.append(f"--host-memory {_budget((host + everywhere + model.embedding_bytes) / kept)}")
-    larger = latency_program(replace(task, machine=replace(machine, gpu_bytes=_ANY_BYTES)))
-    if machine.gpu_bytes_per_s and (gpu := _least_bytes(larger, on_host=False)) is not None:
-        ways.append(f"--vram-budget {_budget((gpu + everywhere) / kept)}")
+    if machine.gpu_bytes_per_s:
+        larger = latency_program(replace(task, machine=replace(machine, gpu_bytes=_ANY_BYTES)))
+        if (gpu := _least_bytes(larger, on_host=False)) is not None:
+            ways.append(f"--vram-budget {_budget((gpu + everywhere) / kept)}")
     return f"{text}; it would with {' or with '.join(ways)}" if ways else text
 
 

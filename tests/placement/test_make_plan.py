@@ -1,0 +1,141 @@
+"""Plans of random models on random machines: memory, refusals, and never worse than any policy."""
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from placement.tasks import random_task
+
+from picompile.errors import DoesNotFitError, UsageError
+from picompile.placement import policies
+from picompile.placement.latency import Task, latency_program
+from picompile.placement.machine import Machine
+from picompile.placement.make_plan import PlanOptions, make_plan
+from picompile.placement.plan import Plan
+from picompile.placement.program import evaluate
+
+SEEDS = st.integers(0, 2**32 - 1)
+_MIB = 2**20
+
+
+def options_of(task: Task, margin: float = 0.05, objective: str = "latency") -> PlanOptions:
+    return PlanOptions("random", task.machine, objective, margin, task.tokens)
+
+
+def taken(plan: Plan, device: str) -> int:
+    return sum(row.bytes for row in plan.memory if row.device == device)
+
+
+@settings(max_examples=60)
+@given(SEEDS, st.sampled_from([0.0, 0.05, 0.5]), st.sampled_from(["latency", "impact"]))
+def test_memory_is_never_more_than_the_budget_less_its_margin(seed: int, margin: float, objective: str) -> None:
+    task = random_task(seed)
+    try:
+        plan = make_plan(task.model, task.firing, options_of(task, margin, objective))
+    except DoesNotFitError:
+        return
+    assert taken(plan, "gpu") <= task.machine.gpu_bytes * (1 - margin)
+    assert taken(plan, "host") <= task.machine.host_bytes * (1 - margin)
+
+
+@settings(max_examples=50)
+@given(SEEDS)
+def test_every_byte_is_in_the_account(seed: int) -> None:
+    """On both devices together: the model, a second workspace where there are two, rounding of groups and vectors."""
+    task = random_task(seed)
+    model = task.model
+    try:
+        plan = make_plan(model, task.firing, options_of(task))
+    except DoesNotFitError:
+        return
+    weights = model.embedding_bytes + model.head_bytes
+    slack = 0
+    for layer in model.layers:
+        weights += layer.attention_bytes + layer.shared_bytes + layer.predictor_bytes + layer.kv_cache_bytes
+        weights += layer.neurons * layer.neuron_bytes
+        slack += 64 * (layer.neuron_bytes + layer.number_bytes) + layer.neurons * layer.number_bytes + 2 * 192
+    devices = {row.device for row in plan.memory}
+    weights += len(devices) * (model.workspace_bytes + model.table_bytes)
+    assert weights <= taken(plan, "gpu") + taken(plan, "host") <= weights + slack
+
+
+# Each example solves up to nine programs.
+@settings(max_examples=30)
+@given(SEEDS)
+def test_a_refusal_names_budgets_that_would_do(seed: int) -> None:
+    task = random_task(seed)
+    try:
+        make_plan(task.model, task.firing, options_of(task))
+    except DoesNotFitError as error:
+        message = str(error)
+    else:
+        return
+    host = re.search(r"--host-memory (\d+)MiB", message)
+    gpu = re.search(r"--vram-budget (\d+)MiB", message)
+    assert host, message
+    for found, name in ((host, "host_bytes"), (gpu, "gpu_bytes")):
+        if found is None:
+            continue
+        for budget, fits in ((int(found[1]) * _MIB, True), ((int(found[1]) - 2) * _MIB, False)):
+            machine = Machine(**{**vars(task.machine), name: max(0, budget)})
+            if fits:
+                make_plan(task.model, task.firing, PlanOptions("random", machine, tokens=task.tokens))
+            elif budget > 0:
+                with pytest.raises(DoesNotFitError):
+                    make_plan(task.model, task.firing, PlanOptions("random", machine, tokens=task.tokens))
+
+
+@given(SEEDS)
+def test_no_policy_is_faster(seed: int) -> None:
+    task = random_task(seed)
+    try:
+        plan = make_plan(task.model, task.firing, options_of(task, margin=0.0))
+    except DoesNotFitError:
+        return
+    program = latency_program(Task(task.model, task.firing, plan.machine, plan.tokens))
+    for places in policies.known(Task(task.model, task.firing, plan.machine, plan.tokens), program):
+        totals = evaluate(program, places)
+        if totals.fits(program):
+            assert plan.token_s <= totals.cost * (1 + 1e-9)
+
+
+@given(SEEDS)
+def test_hot_neurons_are_those_that_fire_most(seed: int) -> None:
+    task = random_task(seed)
+    try:
+        plan = make_plan(task.model, task.firing, options_of(task))
+    except DoesNotFitError:
+        return
+    for layer, firing in zip(plan.layers, task.firing.layers, strict=True):
+        np.testing.assert_allclose(layer.hot_computed, firing.shares[: layer.hot_neurons].sum(), rtol=1e-9, atol=1e-12)
+        assert layer.hot_neurons == layer.neurons or layer.hot_neurons % 64 == 0
+        if firing.order is None:
+            assert layer.hot is None
+        else:
+            assert layer.hot == tuple(sorted(firing.order[: layer.hot_neurons].tolist()))
+
+
+def test_without_a_gpu_everything_is_on_the_host() -> None:
+    task = random_task(5)
+    machine = Machine(0, 0.0, 1 << 40, 30e9, 0.0, 0.0)
+    for objective in ("latency", "impact"):
+        plan = make_plan(task.model, task.firing, PlanOptions("cpu", machine, objective))
+        assert {row.device for row in plan.memory} == {"host"}
+        assert all(layer.hot_neurons == 0 for layer in plan.layers)
+        assert set(plan.baselines) == {"host"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"objective": "speed"}, "speed"),
+        ({"margin": 1.0}, "margin"),
+        ({"margin": -0.1}, "margin"),
+        ({"tokens": -1}, "-1"),
+    ],
+)
+def test_options_that_make_no_sense(wrong: dict[str, object], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        PlanOptions("cpu", Machine(0, 0.0, 1, 1.0, 0.0, 0.0), **wrong)  # type: ignore[arg-type]

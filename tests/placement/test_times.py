@@ -1,0 +1,101 @@
+"""The cost model against the same sums made neuron by neuron."""
+
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from placement.tasks import random_task
+
+from picompile.placement.latency import Task, latency_program, places_of
+from picompile.placement.program import Place, evaluate
+from picompile.placement.schedule import LayerParts, layer_graph, schedule, token_s
+from picompile.placement.times import GROUP, LayerTimes, Times, Where
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def with_gpu(seed: int) -> Task:
+    while True:
+        task = random_task(seed)
+        if task.machine.gpu_bytes > task.model.workspace_bytes + task.model.table_bytes:
+            return task
+        seed += 1
+
+
+def expected_parts(model: LayerTimes, where: Where, groups: int) -> dict[str, float]:
+    layer, machine, shares = model.layer, model.machine, model.firing.shares
+    gpu, host = machine.gpu_bytes_per_s * machine.gpu_efficiency, machine.host_bytes_per_s * machine.host_efficiency
+    hot = min(groups * GROUP, layer.neurons)
+
+    def neurons(which: range) -> float:
+        return sum(
+            layer.deciding_bytes + shares[neuron] * (layer.neuron_bytes - layer.deciding_bytes) for neuron in which
+        )
+
+    all_silent = 1.0
+    for neuron in range(hot, layer.neurons):
+        all_silent *= 1 - shares[neuron]
+    fires = 0.0 if hot == layer.neurons else 1.0 if layer.deciding_bytes else 1 - all_silent
+    if not where.attention_on_gpu:
+        exchanges = float(groups > 0)
+    elif where.predictor_on_gpu or not layer.predictor_bytes:
+        exchanges = fires
+    else:
+        exchanges = 1.0 + (fires if groups > 0 else 0.0)
+    if where.attention_on_gpu and not where.kv_cache_on_gpu:
+        exchanges += 1
+    crossing = machine.sync_s + 2 * model.crossing_bytes / machine.pcie_bytes_per_s
+    attention = layer.attention_bytes + layer.shared_bytes
+    predictor = layer.predictor_bytes
+    return {
+        "attention_s": attention / gpu + 10 * machine.launch_s if where.attention_on_gpu else attention / host,
+        "kv_cache_s": model.kv_cache_read_bytes / (gpu if where.kv_cache_on_gpu else host),
+        "predict_s": predictor / gpu + 2 * machine.launch_s * bool(predictor)
+        if where.predictor_on_gpu
+        else predictor / host,
+        "hot_s": neurons(range(hot)) / gpu + 2 * machine.launch_s * (hot > 0),
+        "cold_s": neurons(range(hot, layer.neurons)) / host,
+        "exchange_s": exchanges * crossing,
+    }
+
+
+@given(SEEDS)
+def test_parts_of_a_layer(seed: int) -> None:
+    task = with_gpu(seed)
+    model = task.layer_times(0)
+    for where in places_of(task.model.layers[0]):
+        times: Times = model.times(where)
+        for groups in {0, 1, len(times.total_s) // 2, len(times.total_s) - 1}:
+            expected = expected_parts(model, where, groups)
+            for name, seconds in times.at(groups).items():
+                np.testing.assert_allclose(seconds, expected[name], rtol=1e-9, atol=1e-18, err_msg=name)
+            sides = max(expected["hot_s"], expected["cold_s"])
+            others = sum(value for name, value in expected.items() if name not in ("hot_s", "cold_s"))
+            np.testing.assert_allclose(times.total_s[groups], sides + others, rtol=1e-9)
+
+
+@given(SEEDS)
+def test_the_schedule_takes_what_the_program_costs(seed: int) -> None:
+    """The critical path of the layer graph is the cost of the placement, whatever is chosen."""
+    task = with_gpu(seed)
+    program = latency_program(task)
+    rng = np.random.default_rng(seed)
+    places = []
+    for stage in program.stages:
+        number = int(rng.integers(len(stage.choices)))
+        choice = stage.choices[number]
+        places.append(Place(number, int(rng.integers(choice.first, choice.last + 1))))
+    parts = []
+    for number, place in enumerate(places[:-1]):
+        where = program.stages[number].choices[place.choice].label
+        assert isinstance(where, Where)
+        sides = ["gpu" if on_gpu else "host" for on_gpu in vars(where).values()]
+        parts.append(LayerParts(task.layer_times(number).times(where).at(place.groups), *sides))
+    head = program.stages[-1].choices[places[-1].choice]
+    graph = layer_graph(parts, ("gpu" if head.on_gpu else "host", head.cost(0)), program.switch_cost)
+    np.testing.assert_allclose(token_s(graph), evaluate(program, places).cost, rtol=1e-9)
+    steps = schedule(graph)
+    for device in ("gpu", "host", "link"):
+        own = [step for step in steps if step.device == device]
+        assert all(after.start_s >= before.end_s - 1e-12 for before, after in pairwise(own))
