@@ -37,6 +37,8 @@ TIME_LIMIT_S = 10.0
 # Of the size of the costs: what is taken for rounding of the solver's arithmetic.
 _ROUNDING = 1e-9
 _MOST_ROUNDS = 200
+# How often it is branched on numbers of stages before HiGHS branches on everything.
+_MOST_NODES = 60
 # Of a relaxation's numbers: what is taken for whole.
 _WHOLE = 1e-5
 
@@ -128,9 +130,10 @@ class _Search:
 
     def _branch(self, columns: Columns) -> float:
         """Branches on how many stages choose alike, the part with the least bound first; returns the bound of all."""
-        open_nodes, whole = [_Node(-math.inf, 0, columns.limits)], list[_Node]()
+        root = _Node(-math.inf, 0, columns.limits)
+        open_nodes, whole = [root], list[_Node]()
         bounds: list[float] = []
-        while open_nodes and not self._closed(open_nodes[0].bound) and not self._late():
+        while open_nodes and not self._closed(open_nodes[0].bound) and self._nodes < _MOST_NODES and not self._late():
             node = heapq.heappop(open_nodes)
             columns.limit(node.limits)
             relaxed = columns.relax()
@@ -145,6 +148,10 @@ class _Search:
                 whole.append(node._replace(bound=bound))
             for number, limits in enumerate(parts):
                 heapq.heappush(open_nodes, _Node(bound, 2 * self._nodes + number, limits))
+        left = [node.bound for node in (*open_nodes, *whole)]
+        if open_nodes and not self._closed(open_nodes[0].bound):
+            # Stages that are nothing like each other: their number says little.
+            return max(min([*bounds, *left]), self._branch_on_all(columns, root))
         # By now the best placement mostly closes these.
         for node in whole:
             bounds.append(node.bound if self._closed(node.bound) else self._branch_on_all(columns, node))
