@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from picompile.capture import Captured
+    from picompile.placement.plan import Plan
     from picompile.prediction import Prediction
     from picompile_codegen.lower import Lowered
     from picompile_passes.infra import Pass
@@ -52,9 +53,9 @@ class CompileOptions:
 
     `context` in tokens; None takes the model's own limit, at most 4096. `kv_dtype` is f16 or f32; None takes f16, and
     f32 where rounding would move neurons across a jump of the activation (FATReLU). `hot` maps a layer to the neurons
-    of its hot part. `passes` are extra passes as text, `name{option=value}@stage`, options and stage as needed: each
-    runs as soon as the graph is at that stage, or else the one it requires. `dump_ir` receives the graph after every
-    pass.
+    of its hot part; or `plan`, which is of this model's neurons, says which are hot. Both parts run on the CPU.
+    `passes` are extra passes as text, `name{option=value}@stage`, options and stage as needed: each runs as soon as the
+    graph is at that stage, or else the one it requires. `dump_ir` receives the graph after every pass.
     """
 
     target: str = "cpu"
@@ -64,6 +65,7 @@ class CompileOptions:
     kv_dtype: str | None = None
     chunk: int = CHUNK
     hot: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    plan: "Plan | None" = None
     passes: tuple[str, ...] = ()
     dump_ir: Path | None = None
     verify: bool = True
@@ -95,6 +97,22 @@ class CompileOptions:
             raise UsageError(f"the context must be at least 1 token, not {self.context}")
         if self.chunk < 2:
             raise UsageError(f"the prefill chunk must be at least 2 tokens, not {self.chunk}")
+        if self.plan is not None:
+            self._require_neurons(self.plan)
+
+    def _require_neurons(self, plan: "Plan") -> None:
+        if self.hot:
+            raise UsageError("hot neurons and a plan, which has its own; give one of them")
+        if any(layer.hot is None for layer in plan.layers):
+            raise UsageError(
+                f"the plan of {plan.model} is made of {plan.firing}, which says nothing of single neurons; plan with "
+                f"the model and its profile"
+            )
+
+    @property
+    def hot_neurons(self) -> Mapping[int, Sequence[int]]:
+        """Layer → the neurons of its hot part, from `hot` or `plan`."""
+        return self.hot if self.plan is None else self.plan.hot_neurons()
 
 
 def _predictors(wanted: str | None) -> tuple[str, ...]:
@@ -127,10 +145,13 @@ def compile_model(
     # Before the model is captured, which takes longer than to tell that a pass is not known.
     pipeline_passes(options)
     if isinstance(model, str | os.PathLike):
+        _check_plan_model(options.plan, Path(model))
         folder, captured = Path(model), _capture(Path(model), progress)
     else:
         folder, captured = None, model
     source = _Source(captured, folder, _context(captured, options))
+    if options.plan is not None:
+        _check_plan(options.plan, source, options, progress)
     if options.predictor in _LOSSLESS:
         _compile(source, None, output, options, progress)
         return
@@ -198,6 +219,35 @@ def _context(captured: "Captured", options: CompileOptions) -> int:
     return context
 
 
+def _check_plan_model(plan: "Plan | None", folder: Path) -> None:
+    """Raises `UsageError` for a plan of another checkpoint than `folder`."""
+    if plan is None:
+        return
+    from picompile.checkpoint.fingerprint import fingerprint
+
+    if plan.fingerprint != fingerprint(folder):
+        raise UsageError(f"the plan is of another model ({plan.model!r}) than {folder}; plan this one")
+
+
+def _check_plan(plan: "Plan", source: _Source, options: CompileOptions, progress: Progress) -> None:
+    """Says where `plan` is not for what is compiled. Raises `UsageError` for other layers than the model's."""
+    from picompile_passes.dialect.activations import parse_activation
+
+    facts = source.captured.facts
+    neurons = {layer.neurons for layer in plan.layers}
+    if len(plan.layers) != facts.layers or neurons != {facts.ffn}:
+        found = f"{len(plan.layers)} layers of {', '.join(map(str, sorted(neurons)))} neurons"
+        raise UsageError(f"the plan is of {found}, but the model has {facts.layers} of {facts.ffn}; plan this one")
+    predictor = options.predictor or ("exact" if parse_activation(facts.activation).sparse else "none")
+    for what, planned, compiled in (
+        ("weights in", plan.quant, options.quant),
+        ("a context of", plan.context, source.context),
+        ("predictor", plan.predictor, predictor),
+    ):
+        if planned != compiled:
+            progress.say(f"the plan is for {what} {planned}, but this compiles for {compiled}; its figures do not hold")
+
+
 def pipeline_passes(options: CompileOptions, insert: "Pass | None" = None) -> "list[Pass]":
     """The passes from captured to quantized, in order; `insert` is the one that puts lossy predictors in."""
     from picompile_passes.passes.canonicalize import CANONICALIZE
@@ -209,7 +259,7 @@ def pipeline_passes(options: CompileOptions, insert: "Pass | None" = None) -> "l
     own = [
         *CANONICALIZE,
         insert or InsertPredictors(str(options.predictor) if options.predictor in ("exact", "none") else "auto"),
-        Partition(options.hot),
+        Partition(options.hot_neurons),
         Quantize(options.quant),
     ]
     extra = [_with_stage(text) for text in options.passes]
@@ -315,17 +365,26 @@ def _write_facts(
     """Writes report and manifest, with what the gate has found once it has."""
     from picompile import artifact_writer as writer
 
-    writer.write_json(folder / "report.json", _report(compiled.lowered, accuracy))
+    writer.write_json(folder / "report.json", _report(compiled.lowered, options.plan, accuracy))
     writer.write_json(folder / "manifest.json", _manifest(compiled, folder, options, sha256, accuracy))
 
 
-def _report(lowered: "Lowered", accuracy: dict[str, Any] | None) -> dict[str, Any]:
-    """What is known of each feed-forward block, and what the predictors cost; the plan adds to it in a later stage."""
+def _report(lowered: "Lowered", plan: "Plan | None", accuracy: dict[str, Any] | None) -> dict[str, Any]:
+    """What is known of each feed-forward block, of the plan that split them, and what the predictors cost."""
     from picompile_codegen.program import tensor_bytes
 
     sizes = {name: tensor_bytes(tensor.dtype, tensor.shape) for name, tensor in lowered.weights.tensors.items()}
     report = {"schema": 1, "ffn": [vars(part) for part in lowered.program.ffn], "weight_bytes": sizes}
+    if plan is not None:
+        report["plan"] = _without_neurons(plan)
     return report if accuracy is None else report | {"accuracy": accuracy}
+
+
+def _without_neurons(plan: "Plan") -> dict[str, Any]:
+    """The plan but for the numbers of the hot neurons, which the artifact has in its tables."""
+    content = plan.to_json()
+    layers = [{key: value for key, value in layer.items() if key != "hot"} for layer in content["layers"]]
+    return content | {"layers": layers}
 
 
 def _manifest(

@@ -19,6 +19,7 @@ from picompile.cli.failures import report
 from picompile.cli.import_predictors import import_predictors_command
 from picompile.cli.inspect import inspect_command
 from picompile.cli.passes import passes_command
+from picompile.cli.plan import plan_command
 from picompile.cli.profile import profile_command
 from picompile.cli.report import report_command
 from picompile.cli.run import run_command
@@ -46,6 +47,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "synth": synth_command,
     "profile": profile_command,
     "train": train_command,
+    "plan": plan_command,
     "report": report_command,
     "passes": passes_command,
     "diff": diff_command,

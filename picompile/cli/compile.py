@@ -82,6 +82,14 @@ def compile_command(
             help='Split feed-forward blocks: JSON, layer to its hot neurons, as in {"0": [5, 17], "1": [3]}.',
         ),
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Split feed-forward blocks as picompile plan -o has it. Both parts run on the CPU: this version has "
+            "no code for GPUs.",
+        ),
+    ] = None,
     dump_ir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the graph after each pass to DIR/NNN_pass-name.txt.")
     ] = None,
@@ -104,10 +112,13 @@ def compile_command(
     require_model_folder(model)
     require_output(output, overwrite=force, marker="manifest.json")
     require_free_disk(output, int(checkpoint_weights(model) * _WEIGHT_BITS[quant] / 8))
+    if plan is not None and hot is not None:
+        raise UsageError("--plan and --hot both say which neurons are hot; give one of them")
     hot_neurons = {} if hot is None else read_hot(hot)
     bound = parse_gate(gate)
 
     from picompile.compile import CompileOptions, compile_model
+    from picompile.placement.plan_file import read_plan
 
     options = CompileOptions(
         target=target,
@@ -116,6 +127,7 @@ def compile_command(
         context=context,
         kv_dtype=kv_dtype.value if kv_dtype is not None else None,
         hot=hot_neurons,
+        plan=None if plan is None else read_plan(plan),
         passes=tuple(passes or ()),
         dump_ir=dump_ir,
         verify=verify,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from picompile.cli.checks import format_bytes
 from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption
+from picompile.cli.plan_show import size, tokens
 
 if TYPE_CHECKING:
     from picompile_runtime.artifact import Manifest
@@ -61,7 +62,9 @@ def collect(folder: Path) -> dict[str, Any]:
             {"layer": part.layer, "part": part.part, "neurons": part.neurons, "predictor": part.predictor}
             for part in program.ffn
         ],
-        "accuracy": _accuracy(folder),
+        "parts": _parts(program, str(folder / "program.json")),
+        "accuracy": _reported(folder, "accuracy"),
+        "plan": _reported(folder, "plan"),
     }
 
 
@@ -80,12 +83,26 @@ def _program(folder: Path, manifest: "Manifest") -> "Program":
         raise ArtifactError(f"{folder}: incomplete ({error}); compile the model again") from error
 
 
+def _parts(program: "Program", where: str) -> dict[str, dict[str, int]]:
+    """What the feed-forward blocks come to: all of them, or the hot and the cold parts of those that are split."""
+    from picompile_runtime import ArtifactError
+
+    # They are numbered in the order of their calls.
+    sizes = [call.weight_bytes for call in program.functions["decode"] if call.op == "ffn"]
+    if len(sizes) != len(program.ffn):
+        raise ArtifactError(f"{where}: {len(sizes)} calls for {len(program.ffn)} parts of feed-forward blocks")
+    totals: dict[str, Counter[str]] = {}
+    for part, weight_bytes in zip(program.ffn, sizes, strict=True):
+        totals.setdefault(part.part, Counter()).update(blocks=1, neurons=part.neurons, weight_bytes=weight_bytes)
+    return {name: dict(total) for name, total in totals.items()}
+
+
 def _bytes_by_operator(program: "Program") -> dict[str, int]:
     """Bytes of weights that a decoded token reads where every neuron is computed, by operator."""
     totals: Counter[str] = Counter()
     for call in program.functions["decode"]:
         totals[call.op] += call.weight_bytes
-    return {op: size for op, size in totals.most_common() if size}
+    return {op: read for op, read in totals.most_common() if read}
 
 
 def _show(facts: Mapping[str, Any]) -> None:
@@ -112,20 +129,22 @@ def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "context", f"{facts['context']} tokens, prompts in chunks of {facts['chunk']}"
     yield "kv cache", f"{facts['kv_dtype']}, {format_bytes(memory['kv_cache'])} when full"
     yield "workspace", format_bytes(memory["workspace"])
-    yield "feed-forward", _ffn_text(facts["ffn"])
-    yield "read per token", ", ".join(f"{op} {format_bytes(size)}" for op, size in facts["token_bytes"].items())
+    yield "feed-forward", _ffn_text(facts["parts"])
+    if facts["plan"] is not None:
+        yield "plan", _plan_text(facts["plan"])
+    yield "read per token", ", ".join(f"{op} {format_bytes(read)}" for op, read in facts["token_bytes"].items())
     yield "program", f"{facts['calls']['decode']} calls a token, {facts['kernels']} kernels"
     yield "runs on", f"{facts['machine']} with {', '.join(facts['features'])}"
     yield "files", f"{len(facts['files']) + 1}, {format_bytes(sum(facts['files'].values()))}"
 
 
-def _accuracy(folder: Path) -> dict[str, Any] | None:
-    """What the gate found when the artifact was made; None where nothing was lossy."""
+def _reported(folder: Path, what: str) -> dict[str, Any] | None:
+    """What the report has of `accuracy`, which the gate found, or of the `plan`; None where there was none."""
     try:
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    found = report.get("accuracy")
+    found = report.get(what) if isinstance(report, dict) else None
     return found if isinstance(found, dict) else None
 
 
@@ -136,8 +155,17 @@ def _predictor_text(facts: Mapping[str, Any]) -> str:
     return text if accuracy is None else f"{text}, perplexity {accuracy['relative_change']:+.3%} by them"
 
 
-def _ffn_text(parts: Iterable[Mapping[str, Any]]) -> str:
-    sizes: dict[str, list[int]] = {}
-    for part in parts:
-        sizes.setdefault(part["part"], []).append(part["neurons"])
-    return ", ".join(f"{name}: {len(neurons)} blocks, {sum(neurons):,} neurons" for name, neurons in sizes.items())
+def _ffn_text(parts: Mapping[str, Mapping[str, int]]) -> str:
+    return ", ".join(
+        f"{name}: {part['blocks']} blocks, {part['neurons']:,} neurons, {format_bytes(part['weight_bytes'])}"
+        for name, part in parts.items()
+    )
+
+
+def _plan_text(plan: Mapping[str, Any]) -> str:
+    """Target, budget and speed of the plan that split the blocks; a report need not be whole to be looked at."""
+    try:
+        budget, speed = size(plan["gpu_budget_bytes"]), tokens(plan["tokens_per_s"]).strip()
+        return f"for {plan['target']}, {budget} of its GPU memory: {speed} tokens/s predicted, not measured"
+    except (KeyError, TypeError, ValueError):
+        return "cannot be read"

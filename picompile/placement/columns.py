@@ -29,6 +29,7 @@ _OPTIONS = {
     "mip_abs_gap": 0.0,
     "primal_feasibility_tolerance": 1e-7,
     "mip_feasibility_tolerance": 1e-7,
+    "dual_feasibility_tolerance": 1e-6,
 }
 _INFINITY = highspy.kHighsInf
 _STATUS = highspy.HighsModelStatus

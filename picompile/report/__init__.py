@@ -1,4 +1,4 @@
-"""Pictures of profiles, predictors and artifacts, on one page that works offline.
+"""Pictures of profiles, predictors, artifacts and plans, on one page that works offline.
 
     sources = read_sources([Path("build/profile"), Path("build/predictors"), Path("build/artifact")])
     Path("report.html").write_text(render_report(sources), encoding="utf-8")

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from picompile.placement.plan import Plan
 from picompile.report.layers import LayerFigures, of_accuracy
 from picompile.report.numbers import measured
+from picompile.report.plan import plan_of_report
 
 if TYPE_CHECKING:
     from picompile_runtime.artifact import Manifest
@@ -42,6 +44,7 @@ class ArtifactFacts:
     """What manifest.json, program.json and report.json say.
 
     `operator_bytes` are the bytes of weights by the operator that reads them, most first; `predictor_bytes` by layer.
+    `plan` is what the artifact was split by, if by any.
     """
 
     path: Path
@@ -50,6 +53,7 @@ class ArtifactFacts:
     operator_bytes: Mapping[str, int]
     predictor_bytes: Mapping[int, int]
     accuracy: Accuracy | None
+    plan: Plan | None
 
 
 class _Reader(NamedTuple):
@@ -86,7 +90,8 @@ def read_artifact(folder: Path) -> ArtifactFacts:
             predictors[reader.layer] += size
     parts = tuple(_part(entry, rows) for entry in report.objects("ffn"))
     accuracy = _accuracy(report.object("accuracy")) if report.data.get("accuracy") else None
-    return ArtifactFacts(folder, manifest, parts, dict(operators.most_common()), predictors, accuracy)
+    operator_bytes = dict(operators.most_common())
+    return ArtifactFacts(folder, manifest, parts, operator_bytes, predictors, accuracy, plan_of_report(report))
 
 
 def _readers(program: "Fields") -> dict[str, _Reader]:

@@ -25,15 +25,16 @@ WIDTH, HEIGHT = 440, 320
 TALL = 440, 360
 RAMP_STEPS = 12
 
-INK, FAINT = "#000001", "#000002"
+INK, FAINT, MUTED = "#000001", "#000002", "#000003"
 RAMP = tuple(f"#0000{0x10 + step:02x}" for step in range(RAMP_STEPS))
 """From the first layer to the last, or from the smallest predictor to the largest."""
-SERIES = tuple(f"#0000{0x40 + number:02x}" for number in range(4))
+SERIES = tuple(f"#0000{0x40 + number:02x}" for number in range(6))
 """Quantities that have no order."""
 
 _VARIABLES = {
     INK: "currentColor",
     FAINT: "var(--faint)",
+    MUTED: "var(--muted)",
     **{colour: f"var(--ramp-{step})" for step, colour in enumerate(RAMP)},
     **{colour: f"var(--series-{number})" for number, colour in enumerate(SERIES)},
 }

@@ -97,7 +97,29 @@ def size(byte_count: float | None) -> str:
     if byte_count is None:
         return NOTHING
     for unit in ("B", "kB", "MB", "GB"):
-        if byte_count < 1000:
+        # What would be rounded up to 1000 is one of the next unit.
+        if byte_count < 999.5:
             return f"{byte_count:.3g}{_SPACE}{unit}"
         byte_count /= 1000
     return f"{byte_count:.3g}{_SPACE}TB"
+
+
+def seconds(duration_s: float | None) -> str:
+    """Three digits and a unit: `12.3 ms`."""
+    if duration_s is None:
+        return NOTHING
+    unit, factor = time_unit(duration_s)
+    return f"{duration_s * factor:.3g}{_SPACE}{unit}" if duration_s < 999.5 else f"{duration_s:,.0f}{_SPACE}s"
+
+
+def time_unit(duration_s: float) -> tuple[str, float]:
+    """The unit that a time is written in, and how many of them are a second."""
+    for unit, factor in (("ns", 1e9), ("µs", 1e6), ("ms", 1e3)):
+        if duration_s * factor < 999.5:
+            return unit, factor
+    return "s", 1.0
+
+
+def rate(per_s: float | None) -> str:
+    """Three digits of tokens/s; all of a whole number: `0.567`, `28.8`, `21,206`."""
+    return NOTHING if per_s is None else f"{per_s:.3g}" if per_s < 999.5 else f"{per_s:,.0f}"

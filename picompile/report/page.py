@@ -8,8 +8,10 @@ import jinja2
 from picompile.predictors import Predictors
 from picompile.report.blocks import Section
 from picompile.report.numbers import unbroken
+from picompile.report.plan import PlanFacts
 from picompile.report.profile import FiringProfile
 from picompile.report.section_artifact import artifact_section
+from picompile.report.section_plan import plan_section
 from picompile.report.section_predictors import predictors_section
 from picompile.report.section_profile import profile_section
 from picompile.report.sources import Source
@@ -40,4 +42,6 @@ def _section(anchor: str, source: Source, profiles: Sequence[FiringProfile]) -> 
         return profile_section(anchor, source)
     if isinstance(source, Predictors):
         return predictors_section(anchor, source, profiles)
+    if isinstance(source, PlanFacts):
+        return plan_section(anchor, source)
     return artifact_section(anchor, source)

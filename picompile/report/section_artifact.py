@@ -1,4 +1,4 @@
-"""The section of an artifact: its parts, kinds and bytes, and what its predictors cost."""
+"""The section of an artifact: its parts, kinds and bytes, what its predictors cost, and its plan."""
 
 from picompile.report import numbers
 from picompile.report.artifact import ArtifactFacts
@@ -6,6 +6,7 @@ from picompile.report.artifact_pictures import bytes_picture
 from picompile.report.blocks import UNFOLDED, Part, Pictures, Section, Table
 from picompile.report.gate import gate_table
 from picompile.report.numbers import NOTHING
+from picompile.report.section_plan import plan_parts
 from picompile.report.section_predictors import accuracy_pictures, kinds_text, layers_table
 
 _COLUMNS = ("layer", "part", "neurons", "predictor", "weights", "of the predictor")
@@ -31,6 +32,8 @@ def artifact_section(anchor: str, artifact: ArtifactFacts) -> Section:
     parts: list[Part] = [*([] if gate is None else [gate]), Pictures(pictures), _parts_table(artifact)]
     if accuracy is not None and accuracy.layers:
         parts.append(layers_table(accuracy.layers, _WORDS))
+    if artifact.plan is not None:
+        parts += plan_parts(anchor, artifact.plan)
     return Section(anchor, "artifact", str(artifact.path), facts, parts)
 
 

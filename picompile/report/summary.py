@@ -3,12 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from picompile.placement.plan import Plan
 from picompile.predictors import Predictors
 from picompile.report import numbers
 from picompile.report.artifact import ArtifactFacts
 from picompile.report.gate import relative_change
 from picompile.report.layers import LayerFigures, of_predictors, parameters_text
+from picompile.report.plan import PlanFacts
+from picompile.report.plan_pictures import hot_shares
 from picompile.report.profile import FiringProfile
+from picompile.report.section_plan import gain_text, taken_text
 
 COLUMNS = (
     "model",
@@ -24,8 +28,14 @@ COLUMNS = (
     "dense perplexity",
     "with predictors",
     "change",
+    "planned for",
+    "on the GPU",
+    "predicted tokens/s",
+    "against layers-first",
+    "GPU memory",
+    "host memory",
 )
-TEXTS = frozenset({"model", "predictor"})
+TEXTS = frozenset({"model", "predictor", "planned for"})
 
 
 @dataclass(frozen=True)
@@ -38,12 +48,14 @@ class Row:
     cells: Sequence[str]
 
 
-def summary_row(anchor: str, source: FiringProfile | Predictors | ArtifactFacts) -> Row:
+def summary_row(anchor: str, source: FiringProfile | Predictors | ArtifactFacts | PlanFacts) -> Row:
     """The row of a source; what it does not know is a dash."""
     if isinstance(source, FiringProfile):
         kind, cells = "profile", _profile(source)
     elif isinstance(source, Predictors):
         kind, cells = "predictors", _predictors(source)
+    elif isinstance(source, PlanFacts):
+        kind, cells = "plan", {"model": source.plan.model, "predictor": source.plan.predictor, **_plan(source.plan)}
     else:
         kind, cells = "artifact", _artifact(source)
     return Row(anchor, kind, str(source.path), [cells.get(column, numbers.NOTHING) for column in COLUMNS])
@@ -91,6 +103,18 @@ def _artifact(source: ArtifactFacts) -> dict[str, str]:
         "dense perplexity": numbers.perplexity(figures.get("dense_perplexity")),
         "with predictors": numbers.perplexity(figures.get("perplexity")),
         "change": numbers.change(relative_change(figures)),
+        **({} if source.plan is None else _plan(source.plan)),
+    }
+
+
+def _plan(plan: Plan) -> dict[str, str]:
+    return {
+        "planned for": plan.target,
+        "on the GPU": numbers.percent(hot_shares(plan)[0]),
+        "predicted tokens/s": numbers.rate(plan.tokens_per_s),
+        "against layers-first": gain_text(plan, "layers-first"),
+        "GPU memory": taken_text(plan, "gpu"),
+        "host memory": taken_text(plan, "host"),
     }
 
 

@@ -92,9 +92,9 @@ def refused(*paths: Path) -> str:
 
 def test_what_is_none_of_them(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("{}")
-    assert "no such folder" in refused(tmp_path / "missing")
-    assert "not a folder" in refused(tmp_path / "file")
+    (tmp_path / "file").write_text("[]")
+    assert "no such folder or file" in refused(tmp_path / "missing")
+    assert "neither a folder nor a plan" in refused(tmp_path / "file")
     assert "holds none of profile.json, predictors.json, manifest.json" in refused(tmp_path / "empty")
     write_profile(tmp_path / "both", seed=1)
     (tmp_path / "both" / "manifest.json").write_text("{}")

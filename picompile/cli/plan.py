@@ -1,0 +1,180 @@
+"""`picompile plan`: what of a model goes on the GPU of a machine, what it takes there, and how fast that would be."""
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from picompile.cli.checks import parents_of
+from picompile.cli.options import DebugOption, JsonOption, KvDtype, Quant
+from picompile.cli.plan_machine import MachineOptions, check_machine_options, find_machine
+from picompile.cli.plan_model import ModelOptions, check_model_options, find_model
+from picompile.cli.plan_output import require_plan_output
+from picompile.cli.plan_show import Shown, show_plan
+from picompile.cli.progress import progress
+from picompile.errors import UsageError
+from picompile.shares import parse_share
+
+
+class Objective(str, Enum):
+    """What a plan is best by, as `picompile.placement.make_plan` has it."""
+
+    LATENCY = "latency"
+    IMPACT = "impact"
+
+
+def plan_command(
+    source: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="MODEL|PROFILE", help="A Hugging Face folder, or what profile made.", show_default=False
+        ),
+    ] = None,
+    target: Annotated[
+        str, typer.Option(metavar="NAME", help="The machine to plan for; see [bold]picompile targets[/].")
+    ] = "local",
+    shape: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="No model, but a shape: opt-175b, llama-70b, …, or a config.json."),
+    ] = None,
+    firing: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CURVE",
+            help="How neurons fire where there is no profile: opt, falcon, bamboo, reglu-7b, reglu-13b, reglu-70b; "
+            "the share that fires on a token, 10%; or also the share that makes 80 % of the firings, 10%:30%.",
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="How MODEL's neurons fire. Default: profile it.")
+    ] = None,
+    predictors: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="What train made: real sizes, and what they compute.")
+    ] = None,
+    work: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Take and keep profile and predictors here, as compile does.")
+    ] = None,
+    quant: Annotated[Quant, typer.Option(help="Weight format.")] = Quant.Q4,
+    predictor: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="learned, exact, sign or none, or a plug-in's. Default: learned where neurons can be silent, else "
+            "none.",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Longest sequence, in tokens. Default: the model's own, 4096 at most."),
+    ] = None,
+    batch: Annotated[
+        int, typer.Option(metavar="N", min=1, max=65_536, help="Sequences that are decoded at the same time.")
+    ] = 1,
+    at: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="Tokens in the cache where speed counts. Default: half the context."),
+    ] = None,
+    kv_dtype: Annotated[
+        KvDtype | None,
+        typer.Option(help="Element type of the key/value cache. Default: f16, and f32 for FATReLU models."),
+    ] = None,
+    vram_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="What may be taken of the GPU's memory: 8GiB, 80%, or auto: what is free, of a target in the table "
+            "96 %.",
+        ),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="The host's memory. Default: 64GiB; of this machine what is available."),
+    ] = None,
+    host_bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="How fast it reads: 67.2GB/s. Default: 51.2, two channels of DDR4-3200; of this machine as measured.",
+        ),
+    ] = None,
+    margin: Annotated[str, typer.Option(metavar="SHARE", help="How much of either memory to leave free.")] = "5%",
+    objective: Annotated[
+        Objective,
+        typer.Option(help="latency: least time of a token. impact: most firings on the GPU, as PowerInfer published."),
+    ] = Objective.LATENCY,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan, for compile --plan.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a plan that is in the way.")] = False,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Plan what of a model goes where on a machine, before anything is downloaded or bought.
+
+    Attention, cache, predictors and neurons are placed so that a token takes the
+    least time within both memories. Speeds are predicted, not measured; GPU code
+    is not in this version.
+
+    \b
+    Examples:
+      picompile plan --shape opt-66b --firing opt --target 4090
+      picompile plan build/profile --target 4090 -o build/plan.json
+      picompile plan models/tiny-reglu --profile build/profile --target cpu
+    """
+    machine_options = MachineOptions(target, vram_budget, host_memory, host_bandwidth)
+    model_options = ModelOptions(
+        source=source,
+        shape=shape,
+        firing=firing,
+        profile=profile,
+        predictors=predictors,
+        work=work,
+        quant=quant.value,
+        predictor=predictor,
+        context=context,
+        batch=batch,
+        kv_dtype=None if kv_dtype is None else kv_dtype.value,
+    )
+    kept_free = parse_margin(margin)
+    check_machine_options(machine_options)
+    if output is not None:
+        require_plan_output(output, overwrite=force)
+    check_model_options(model_options)
+
+    from picompile.placement.make_plan import PlanOptions, make_plan
+    from picompile.placement.plan_file import write_plan
+
+    with progress() as shown:
+        with shown.step("machine"):
+            machine = find_machine(machine_options)
+        if machine.warning is not None:
+            shown.say(machine.warning)
+        found = find_model(model_options, shown)
+        options = PlanOptions(
+            target=target,
+            machine=machine.machine,
+            objective=objective.value,
+            margin=kept_free,
+            tokens=at,
+            fingerprint=found.fingerprint,
+        )
+        with shown.step("plan"):
+            plan = make_plan(found.model, found.firing, options)
+    if output is not None:
+        with parents_of(output):
+            write_plan(output, plan)
+    if json_output:
+        print(json.dumps(plan.to_json(), ensure_ascii=False))
+    else:
+        show_plan(plan, Shown(machine.target.description, machine.host_source))
+
+
+def parse_margin(text: str) -> float:
+    """The share that `--margin` leaves free. Raises `UsageError`."""
+    margin = parse_share(text, "--margin")
+    if margin >= 1:
+        raise UsageError(f"--margin: {text!r} leaves no memory to use; it must be below 100%")
+    return margin

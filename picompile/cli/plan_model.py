@@ -1,0 +1,283 @@
+"""What is planned: the bytes of a model and how its neurons fire, from a checkpoint, a profile or a shape."""
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from picompile.cli.checks import require_model_folder
+from picompile.errors import UsageError
+from picompile.progress import Progress
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from picompile.placement.count_bytes import Packing
+    from picompile.placement.firing import Firing
+    from picompile.placement.model_bytes import ModelBytes
+    from picompile.predictors import Predictors
+    from picompile.predictors.loaded import BlockShape
+    from picompile.profiling import Profile
+
+_PROFILE_FILE = "profile.json"
+# Neurons a layer of the curve that ranks are estimated by, before it is known how many there are.
+_SAMPLE = 1000
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What the user said of the model. `source` is a checkpoint or a profile, None with a `shape`."""
+
+    source: Path | None
+    shape: str | None
+    firing: str | None
+    profile: Path | None
+    predictors: Path | None
+    work: Path | None
+    quant: str
+    predictor: str | None
+    context: int | None
+    batch: int
+    kv_dtype: str | None
+
+    @property
+    def is_profile(self) -> bool:
+        """Whether the source is a profile. A folder with both is a model's."""
+        source = self.source
+        return source is not None and not (source / "config.json").is_file() and (source / _PROFILE_FILE).is_file()
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """The model as it is placed."""
+
+    model: "ModelBytes"
+    firing: "Firing"
+    fingerprint: str | None
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """How neurons fire, from a profile or from a curve. `source` names a profile that is not kept."""
+
+    profile: "Profile | None"
+    curve: str | None
+    source: str | None = None
+
+    def firing(self, shape: tuple[int, int], batch: int = 1, ratios: Mapping[int, float] | None = None) -> "Firing":
+        """Of `shape` (layers, neurons), with so many computed for one that fires."""
+        from picompile.placement.curves import firing_of_curve, firing_of_profile
+
+        if self.profile is not None:
+            firing = firing_of_profile(self.profile, batch, ratios)
+            return firing if self.source is None else replace(firing, source=self.source)
+        ratio = sum(ratios.values()) / len(ratios) if ratios else 1.0
+        return firing_of_curve(str(self.curve), *shape, batch=batch, computed=ratio)
+
+
+def check_model_options(options: ModelOptions) -> None:
+    """Raises `UsageError` for what can be known to be wrong before anything is read."""
+    if (options.source is None) == (options.shape is None):
+        raise UsageError("give one of MODEL (a Hugging Face folder), PROFILE (of picompile profile) and --shape")
+    _check_firing(options)
+    if options.predictors is not None and options.predictor not in (None, "learned"):
+        raise UsageError(f"--predictors: predictor {options.predictor} needs none; leave it out, or choose learned")
+    if options.source is not None and not options.is_profile:
+        require_model_folder(options.source)
+
+    from picompile.placement.count_bytes import Packing
+
+    # Here for its checks alone: what is not known yet is valid.
+    Packing(options.quant, options.predictor or "auto", options.context or 1, options.batch, options.kv_dtype)
+
+
+def _check_firing(options: ModelOptions) -> None:
+    if options.shape is not None:
+        for name, value in (("profile", options.profile), ("predictors", options.predictors), ("work", options.work)):
+            if value is not None:
+                raise UsageError(f"--{name}: is of a model; with --shape, --firing says how neurons fire")
+        if options.firing is None:
+            raise UsageError("--shape needs --firing: the name of a curve, such as opt, or a share, such as 10%")
+    if options.is_profile:
+        for name, given in (("profile", options.profile), ("work", options.work), ("firing", options.firing)):
+            if given is not None:
+                raise UsageError(f"--{name}: {options.source} is a profile already")
+    if options.firing is not None:
+        if options.profile is not None:
+            raise UsageError("--firing and --profile both say how neurons fire; give one of them")
+        if options.work is not None:
+            raise UsageError("--work: with --firing nothing is profiled; leave one of them out")
+        from picompile.placement.curves import firing_of_curve
+
+        firing_of_curve(options.firing, 1, 1)
+
+
+def find_model(options: ModelOptions, progress: Progress) -> PlannedModel:
+    """Counts the model. Raises `UsageError`, `UnsupportedModelError`, and what profiling raises."""
+    if options.source is None:
+        from picompile.synth import find_config
+
+        name, config = find_config(str(options.shape))
+        return _of_config(name, config, _Counts(None, options.firing), None, options, progress)
+    if not options.is_profile:
+        return _of_checkpoint(options.source, options, progress)
+    from picompile.profiling import load_profile
+
+    profile = load_profile(options.source)
+    if profile.config is None:
+        raise UsageError(
+            f"{options.source}: does not say what shape its model has, as profiles of earlier versions; "
+            f"plan MODEL --profile {options.source}"
+        )
+    counts = _Counts(profile, None)
+    return _of_config(profile.model_name, profile.config, counts, profile.fingerprint, options, progress)
+
+
+def _of_config(
+    name: str,
+    config: Mapping[str, Any],
+    counts: _Counts,
+    fingerprint: str | None,
+    options: ModelOptions,
+    progress: Progress,
+) -> PlannedModel:
+    """Two layers stand for all, unless there are predictors, which differ."""
+    from picompile.capture.hf import capture_config
+    from picompile.placement.count_bytes import count_bytes, shape_bytes
+    from picompile.predictors import load_predictors
+
+    packing = _packing(options, config.get("max_position_embeddings"), _activation(config))
+    ranks = counts.firing((_layers(config), _SAMPLE))
+    with progress.step("count"):
+        if options.predictors is None:
+            return _planned(shape_bytes(name, config, packing, ranks), counts, None, fingerprint)
+        predictors = load_predictors(options.predictors)
+        graph_module = capture_config(config)
+        predictors.require_model(fingerprint, _block_shapes(graph_module))
+        model = count_bytes(name, graph_module, packing, predictors, ranks)
+        return _planned(model, counts, predictors, fingerprint)
+
+
+def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> PlannedModel:
+    from picompile.capture import load_model
+    from picompile.checkpoint.fingerprint import fingerprint
+    from picompile.placement.count_bytes import count_bytes
+
+    mark = fingerprint(folder)
+    given = _given(options, mark)
+    loaded = _load_predictors(folder, options)
+    with progress.step("capture"):
+        captured = load_model(folder)
+    facts, graph_module = captured.facts, captured.graph_module
+    packing = _packing(options, facts.max_positions, facts.activation)
+    predictors = loaded if options.predictors is not None or packing.predictor == "learned" else None
+    if predictors is not None:
+        predictors.require_model(mark, _block_shapes(graph_module))
+    with _profiled(given, folder, options, progress) as counts, progress.step("count"):
+        model = count_bytes(facts.name, graph_module, packing, predictors, counts.firing((facts.layers, _SAMPLE)))
+        return _planned(model, counts, predictors, mark)
+
+
+def _packing(options: ModelOptions, limit: object, activation: str) -> "Packing":
+    """How the model is packed; `limit` is how many positions it has, where it has a limit."""
+    from picompile.compile import DEFAULT_CONTEXT
+    from picompile.placement.count_bytes import Packing
+    from picompile_passes.dialect.activations import parse_activation
+
+    longest = limit if isinstance(limit, int) and limit > 0 else None
+    context = options.context or min(longest or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+    if longest is not None and context > longest:
+        raise UsageError(f"a context of {context} tokens is more than the model's {longest} positions")
+    predictor = options.predictor
+    if predictor is None:
+        predictor = "learned" if options.predictors or parse_activation(activation).sparse else "none"
+    return Packing(options.quant, predictor, context, options.batch, options.kv_dtype)
+
+
+def _activation(config: Mapping[str, Any]) -> str:
+    """The dialect's text for the activation of a config."""
+    from picompile.capture.families import activation_text, find_family
+    from picompile.capture.hf import _raw_activation
+
+    return activation_text(config, _raw_activation(find_family(config), config))
+
+
+def _layers(config: Mapping[str, Any]) -> int:
+    """How many layers a config has, for what depends on it only a little; whoever counts in earnest checks it."""
+    from picompile.description import MOST_LAYERS
+
+    layers = config.get("num_hidden_layers")
+    return layers if type(layers) is int and 0 < layers < MOST_LAYERS else 1
+
+
+def _given(options: ModelOptions, fingerprint: str) -> _Counts | None:
+    """The curve or the profile that was given, or that lies in the work folder; None where one has to be made."""
+    from picompile.profiling import load_profile
+    from picompile.profiling.profile import read_description
+
+    if options.firing is not None:
+        return _Counts(None, options.firing)
+    path = options.profile
+    if path is None:
+        if options.work is None or not (read_description(options.work / "profile") or {}).get("complete"):
+            return None
+        path = options.work / "profile"
+    profile = load_profile(path)
+    profile.require_model(fingerprint)
+    return _Counts(profile, None)
+
+
+@contextmanager
+def _profiled(given: _Counts | None, folder: Path, options: ModelOptions, progress: Progress) -> Iterator[_Counts]:
+    """What was given, or a profile that is made; without a work folder it goes again."""
+    from picompile.profiling import ProfileOptions, profile_model
+
+    if given is not None:
+        yield given
+    elif options.work is not None:
+        options.work.mkdir(parents=True, exist_ok=True)
+        yield _Counts(profile_model(folder, options.work / "profile", ProfileOptions(), progress), None)
+    else:
+        with tempfile.TemporaryDirectory(prefix="picompile-") as work:
+            profile = profile_model(folder, Path(work) / "profile", ProfileOptions(), progress)
+            yield _Counts(profile, None, "a profile made for this plan")
+
+
+def _load_predictors(folder: Path, options: ModelOptions) -> "Predictors | None":
+    """Those that were given, or that compile would take: in its work folder, or beside the model."""
+    from picompile.predictors import load_predictors
+
+    if options.predictors is not None:
+        return load_predictors(options.predictors)
+    if options.predictor not in (None, "learned"):
+        return None
+    if options.work is not None and (options.work / "predictors" / "predictors.json").is_file():
+        return load_predictors(options.work / "predictors")
+    beside = folder / "predictors.safetensors"
+    return load_predictors(beside) if beside.is_file() else None
+
+
+def _block_shapes(graph_module: "GraphModule") -> "dict[int, BlockShape]":
+    from picompile.predictors import block_shapes
+    from picompile_passes.passes.canonicalize import CANONICALIZE
+    from picompile_passes.pipeline import Pipeline
+
+    return block_shapes(Pipeline(tuple(CANONICALIZE))(graph_module).graph_module)
+
+
+def _planned(
+    model: "ModelBytes", counts: _Counts, predictors: "Predictors | None", fingerprint: str | None
+) -> PlannedModel:
+    from picompile.placement.curves import COMPUTED_RATIOS, computed_ratios
+
+    numbers = range(len(model.layers))
+    ratios = {number: COMPUTED_RATIOS.get(model.predictor, 1.0) for number in numbers}
+    if predictors is not None:
+        ratios = computed_ratios(predictors)
+    firing = counts.firing((len(model.layers), model.layers[0].neurons), model.batch, ratios)
+    found = [len(layer.shares) for layer in firing.layers]
+    if found != [layer.neurons for layer in model.layers]:
+        raise UsageError(f"{firing.source} has other layers or neurons than the model; profile the model again")
+    return PlannedModel(model, firing, fingerprint)

@@ -1,0 +1,211 @@
+"""A plan as text: tables 80 columns wide."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from picompile.placement.plan import Plan, PlanLayer
+
+# Below this a gain is not worth the trouble, nor more than the model of the machine can tell.
+WORTH = 1.1
+
+_MOST_ROWS = 14
+_HEADINGS = {"gpu": "GPU", "host": "host"}
+_BASELINES = {"layers-first": "dense, by layers", "host": "dense, on the CPU"}
+_KINDS = ("attention", "kv cache", "predictors", "hot neurons", "cold neurons", "output head", "embedding", "tables")
+_ORDER = {what: place for place, what in enumerate(_KINDS)}
+_LIMITS = {"attention": "attention", "gpu": "GPU", "host": "CPU", "exchange": "exchange"}
+
+_NOTES = (
+    "hot: of the layer's neurons, on the GPU; computed: of them, for a token;",
+    "on GPU: of those computed; ms: all layers of the row; limit: takes most of it",
+    "Tokens/s are predicted, not measured. This version has no code for GPUs.",
+)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a plan does not know of itself: the target in words, and where the figures of the host are from."""
+
+    target: str
+    host_source: str
+
+
+def show_plan(plan: "Plan", shown: Shown) -> None:
+    """Prints all of it."""
+    from rich.console import Console
+
+    # No wrapping: a file or a pipe gets whole lines.
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    for text in (*_header(plan, shown), "", *_speed(plan), *_worth(plan), ""):
+        console.print(text)
+    console.print(_memory_table(plan))
+    console.print()
+    console.print(_layer_table(plan))
+    for text in _NOTES:
+        console.print(text)
+
+
+def _header(plan: "Plan", shown: Shown) -> Iterator[str]:
+    batch = "" if plan.batch == 1 else f", {plan.batch} sequences"
+    bandwidth = f"{plan.machine.host_bytes_per_s / 1e9:.3g} GB/s"
+    yield f"model   {plan.model}, {_parameters(plan.parameters)}, {plan.quant}, context {plan.context}{batch}"
+    yield f"firing  {plan.firing}; predictor {plan.predictor}"
+    yield f"target  {plan.target}: {shown.target}"
+    yield f"host    {size(plan.host_budget_bytes)} at {bandwidth} ({shown.host_source})"
+
+
+def _parameters(count: int) -> str:
+    return f"{count / 1e9:.3g} B parameters" if count >= 1e9 else f"{count / 1e6:.3g} M parameters"
+
+
+def _speed(plan: "Plan") -> Iterator[str]:
+    latency = plan.objective == "latency"
+    how = f"within {max(plan.gap, 1e-4):.2%} of the best" if latency else f"objective {plan.objective}"
+    yield f"{tokens(plan.tokens_per_s)} tokens/s predicted, {plan.tokens} tokens in the cache ({how})"
+
+
+def _worth(plan: "Plan") -> Iterator[str]:
+    """Dense inference beside it, by which one can tell."""
+    for name, title in _BASELINES.items():
+        if name in plan.baselines:
+            gain = plan.tokens_per_s / plan.baselines[name]
+            yield f"{tokens(plan.baselines[name])} tokens/s {title}: the plan is {gain:.2f} times as fast"
+        elif name == "host" or plan.gpu_budget_bytes:
+            yield f"{'-':>6} {title}: does not fit"
+    yield f"Is it worth it here? {verdict(plan)}"
+
+
+def verdict(plan: "Plan") -> str:
+    """An honest answer, in one or two lines."""
+    if not plan.baselines:
+        return "Yes: dense, the model does not fit this machine."
+    gain = plan.tokens_per_s / max(plan.baselines.values())
+    fits = "\nDense, all of it fits on the GPU." if dense_fits_gpu(plan) else ""
+    if gain < WORTH:
+        speed = "as fast as the plan" if gain > 1 / WORTH else "faster"
+        return f"No: dense inference is {speed}.{fits}"
+    text = f"Yes: {gain:.2f} times as fast as dense inference."
+    if plan.gpu_budget_bytes and not plan.taken_bytes("gpu"):
+        return f"{text}\nBut without the GPU, which would cost more than it saves: nothing is put on it."
+    return f"{text}{fits}"
+
+
+def dense_fits_gpu(plan: "Plan") -> bool:
+    """Whether all but the embedding would fit on the GPU, without predictors."""
+    counted = [row for row in plan.memory if row.what not in ("predictors", "embedding")]
+    # Each device has its own of these.
+    twice = [row for row in counted if row.what in ("workspace", "tables")]
+    needed = sum(row.bytes for row in counted) - sum(row.bytes for row in twice if row.device == "gpu")
+    return needed <= plan.machine.gpu_bytes
+
+
+def tokens(per_s: float) -> str:
+    """Tokens per second, six characters wide or more."""
+    return f"{per_s:6.2f}" if per_s < 100 else f"{per_s:6,.0f}"
+
+
+def _memory_table(plan: "Plan") -> "Table":
+    from rich.table import Table
+
+    devices = [device for device in ("gpu", "host") if device == "host" or plan.gpu_budget_bytes]
+    table = Table("memory", box=None, pad_edge=False)
+    for device in devices:
+        table.add_column(_HEADINGS[device], justify="right", min_width=10)
+    sizes: dict[str, dict[str, int]] = {}
+    for row in plan.memory:
+        of_row = sizes.setdefault(row.what, {})
+        of_row[row.device] = of_row.get(row.device, 0) + row.bytes
+    for what, by_device in sorted(sizes.items(), key=lambda item: _ORDER.get(item[0], len(_ORDER))):
+        table.add_row(what, *(size(by_device[device]) if device in by_device else "" for device in devices))
+    for title, row in _sums(plan).items():
+        table.add_row(title, *(size(row[device]) for device in devices))
+    return table
+
+
+def _sums(plan: "Plan") -> dict[str, dict[str, int]]:
+    """What is needed, against what there is."""
+    budgets = {"gpu": plan.gpu_budget_bytes, "host": plan.host_budget_bytes}
+    usable = {"gpu": plan.machine.gpu_bytes, "host": plan.machine.host_bytes}
+    taken = {device: plan.taken_bytes(device) for device in budgets}
+    return {
+        "projected": taken,
+        "available": budgets,
+        f"margin {100 * plan.margin:.3g}%": {device: budgets[device] - usable[device] for device in budgets},
+        "free": {device: usable[device] - taken[device] for device in budgets},
+    }
+
+
+def _layer_table(plan: "Plan") -> "Table":
+    from rich.table import Table
+
+    table = Table("layers", "attention", "kv cache", "predictor", box=None, pad_edge=False)
+    for title in ("hot", "computed", "on GPU", "ms"):
+        table.add_column(title, justify="right")
+    table.add_column("limit")
+    for layers in ranges(plan.layers):
+        table.add_row(*_row(layers))
+    table.add_row("head", _HEADINGS[plan.head], "", "", "", "", "", _ms(plan.head_s), "")
+    return table
+
+
+def _row(layers: Sequence["PlanLayer"]) -> Iterable[str]:
+    first, last = layers[0], layers[-1]
+    neurons = sum(layer.neurons for layer in layers)
+    computed = sum(layer.computed for layer in layers)
+    on_gpu = sum(layer.hot_computed for layer in layers)
+    return (
+        str(first.layer) if first is last else f"{first.layer}-{last.layer}",
+        _HEADINGS[first.attention],
+        _HEADINGS[first.kv_cache],
+        _HEADINGS.get(first.predictor, "none"),
+        f"{sum(layer.hot_neurons for layer in layers) / neurons:.0%}",
+        f"{computed / neurons:.0%}",
+        f"{on_gpu / computed:.0%}" if computed else "",
+        _ms(sum(layer.total_s for layer in layers)),
+        _LIMITS[first.limit],
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}" if seconds >= 1e-3 else f"{seconds * 1e3:.3f}"
+
+
+def ranges(layers: Sequence["PlanLayer"]) -> list[list["PlanLayer"]]:
+    """Layers that are alike in a row, as few rows as a screen has: hot shares in a row differ by ever more."""
+    for tolerance in (0.0, 0.05, 0.1, 0.2, 0.5):
+        found = _ranges(layers, tolerance)
+        if len(found) <= _MOST_ROWS:
+            return found
+    return _ranges(layers, 1.0)
+
+
+def _ranges(layers: Sequence["PlanLayer"], tolerance: float) -> list[list["PlanLayer"]]:
+    found: list[list[PlanLayer]] = []
+    for layer in layers:
+        if found and _alike(found[-1][0], layer, tolerance):
+            found[-1].append(layer)
+        else:
+            found.append([layer])
+    return found
+
+
+def _alike(one: "PlanLayer", other: "PlanLayer", tolerance: float) -> bool:
+    def kind(layer: "PlanLayer") -> tuple[str, ...]:
+        return layer.attention, layer.kv_cache, layer.predictor, layer.limit
+
+    difference = abs(one.hot_neurons / one.neurons - other.hot_neurons / other.neurons)
+    return kind(one) == kind(other) and difference <= tolerance
+
+
+def size(count: int) -> str:
+    """Three digits and a binary unit, as memory is sold: `3.21 GiB`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} GiB" if value < 1000 else f"{value:,.0f} GiB"

@@ -1,0 +1,441 @@
+"""`picompile plan`, and `compile --plan`."""
+
+import functools
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import BUNDLED_MODEL, BuildOnce, Cli, compile_for_test
+
+import picompile_runtime
+from picompile import capture
+from picompile.capture import hf
+from picompile.cli.plan_show import ranges, verdict
+from picompile.measure import Host, local
+from picompile.measure.cuda_driver import CudaError
+from picompile.placement.plan import MemoryRow, Plan
+from picompile.placement.plan_file import read_plan
+from picompile.profiling import ProfileOptions, profile_model
+
+CURVE = ("--shape", "tiny-reglu", "--firing", "10%", "--target", "4090")
+# A host so slow that the GPU is worth it for a tiny model, and a GPU so small that not all of it fits.
+SLOW_HOST = ("--host-bandwidth", "0.02", "--target", "4090")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _captured_once() -> Iterator[None]:
+    """Capture takes a second and gives the same every time."""
+    found: dict[str, Any] = {}
+    capture_config = hf.capture_config
+
+    def once(raw: Mapping[str, Any]) -> Any:
+        key = json.dumps(raw)
+        if key not in found:
+            found[key] = capture_config(raw)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capture, "load_model", functools.cache(capture.load_model))
+        patch.setattr(hf, "capture_config", once)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This machine has no GPU and a memory of 20 GB/s."""
+
+    def find() -> None:
+        raise CudaError("no driver today")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(local, "find_gpu", find)
+    monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10))
+
+
+def _profile(model: Path) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        text = folder.with_name(f"{folder.name}.txt")
+        text.write_text(" ".join(random.choices(["def", "return", "x", "=", "self.", "import", "(y)"], k=2500)))
+        profile_model(model, folder, ProfileOptions((text,), tokens=1024, samples=9, window=128))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_profile(build_once: BuildOnce, tiny_model: Path) -> Path:
+    """A profile of `tiny_model`. Tests must not change it."""
+    return build_once("plan-tiny-profile", _profile(tiny_model))
+
+
+@pytest.fixture(scope="session")
+def bundled_profile(build_once: BuildOnce) -> Path:
+    """A profile of the bundled model. Tests must not change it."""
+    return build_once("plan-bundled-profile", _profile(BUNDLED_MODEL))
+
+
+def test_plans_what_nobody_has_downloaded(cli: Cli) -> None:
+    words = ("--shape", "opt-175b", "--firing", "opt", "--target", "4090", "--host-memory", "128GiB")
+    ended = cli("plan", *words)
+    assert (ended.code, ended.err) == (0, "")
+    lines = ended.out.splitlines()
+    assert all(len(line.rstrip()) <= 80 for line in lines)
+    assert re.fullmatch(r"model   opt-175b, 1\d\d B parameters, q4, context 2048", lines[0])
+    assert lines[1:4] == [
+        "firing  the curve opt; predictor learned",
+        "target  4090: GeForce RTX 4090",
+        "host    128 GiB at 51.2 GB/s (bandwidth assumed: dual-channel DDR4)",
+    ]
+    assert "tokens/s predicted, 1024 tokens in the cache" in ended.out
+    assert "Is it worth it here? Yes: " in ended.out
+    assert "predicted, not measured. This version has no code for GPUs." in lines[-1]
+    rows = {line.split()[0]: line for line in lines if line}
+    assert rows["available"].split()[1:] == ["23", "GiB", "128", "GiB"]
+    layers = [line.split()[0] for line in lines[lines.index(rows["layers"]) + 1 : lines.index(rows["head"])]]
+    numbers = [number for text in layers for number in _numbers(text)]
+    assert numbers == list(range(96))
+
+
+def _numbers(text: str) -> range:
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def test_json_is_the_plan(cli: Cli, tmp_path: Path) -> None:
+    output = tmp_path / "new" / "plan.json"
+    ended = cli(
+        "plan", *CURVE, "--json", "-o", output, "--context", "37", "--at", "7", "--batch", "3", "--quant", "f16"
+    )
+    assert (ended.code, ended.err) == (0, "")
+    plan = json.loads(ended.out)
+    assert plan == json.loads(output.read_text())
+    assert {"tokens_per_s", "gap", "memory", "layers"} <= set(plan)
+    assert (plan["context"], plan["tokens"], plan["batch"], plan["quant"]) == (37, 7, 3, "f16")
+    assert (plan["model"], plan["fingerprint"], plan["target"]) == ("tiny-reglu", None, "4090")
+    assert plan["predictor"] == "learned"
+    assert [layer["neurons"] for layer in plan["layers"]] == [200, 200]
+    assert plan["gpu_budget_bytes"] == int(24 * 2**30 * 0.96)
+    assert plan["host_budget_bytes"] == 64 * 2**30
+    assert plan["machine"]["gpu_bytes"] == int(plan["gpu_budget_bytes"] * 0.95)
+    assert plan["firing"] == "the curve 10%"
+
+
+def test_options_reach_the_plan(cli: Cli, tiny_model: Path) -> None:
+    words = ("--host-memory", "3GB", "--host-bandwidth", "7", "--margin", "0", "--objective", "impact")
+    plan = _plan(cli, tiny_model, "--firing", "10%:30%", "--target", "3090", "--vram-budget", "50%", *words)
+    assert plan["host_budget_bytes"] == plan["machine"]["host_bytes"] == 3 * 10**9
+    assert plan["machine"]["host_bytes_per_s"] == 7e9
+    assert plan["gpu_budget_bytes"] == plan["machine"]["gpu_bytes"] == int(24 * 2**30 * 0.96) // 2
+    assert (plan["objective"], plan["margin"], plan["model"]) == ("impact", 0.0, "tiny-model")
+    assert plan["fingerprint"] is not None
+    assert all(layer["hot"] is None for layer in plan["layers"])
+
+
+def test_this_machine_is_measured(cli: Cli) -> None:
+    ended = cli("plan", "--shape", "tiny-opt", "--firing", "opt", "--target", "cpu")
+    assert ended.code == 0
+    assert re.search(r"host    .* at 20 GB/s \(size as available, bandwidth as measured\)", ended.out)
+    assert "GPU        host" not in ended.out
+    here = _plan(cli, "--shape", "tiny-opt", "--firing", "opt")
+    assert here["target"] == "local"
+    assert here["machine"]["host_bytes_per_s"] == 2e10
+    assert {row["device"] for row in here["memory"]} == {"host"}
+    assert set(here["baselines"]) == {"host"}
+
+
+def test_silu_models_have_no_predictor_unless_asked(cli: Cli, tmp_path: Path) -> None:
+    from picompile.synth import SHAPES
+
+    config = tmp_path / "silu.json"
+    config.write_text(json.dumps({**SHAPES["tiny-reglu"].config, "hidden_act": "silu"}))
+    words = ("--shape", config, "--firing", "30%", "--target", "cpu")
+    assert _plan(cli, *words)["predictor"] == "none"
+    assert _plan(cli, *words, "--predictor", "learned")["predictor"] == "learned"
+    ended = cli("plan", *words)
+    assert "Is it worth it here? No: dense inference is as fast as the plan." in ended.out
+
+
+def test_more_memory_than_there_is_gets_a_warning(cli: Cli) -> None:
+    ended = cli("plan", *CURVE, "--vram-budget", "24GiB")
+    assert ended.code == 0
+    assert ended.err.startswith("--vram-budget 24GiB is more than 23.0 GiB")
+    assert ended.err.count("\n") == 1
+
+
+def test_what_does_not_fit_says_what_would(cli: Cli, tmp_path: Path) -> None:
+    output = tmp_path / "new" / "plan.json"
+    words = (*CURVE, "-o", output, "--vram-budget", "10kB")
+    ended = cli("plan", *words, "--host-memory", "10kB")
+    assert (ended.code, ended.out) == (5, "")
+    assert ended.err.count("\n") == 1
+    assert not output.parent.exists()
+    (enough,) = re.findall(r"--host-memory (\S+?)[,;]?(?:\s|$)", ended.err)
+    assert cli("plan", *words, "--host-memory", enough).code == 0
+
+
+def test_plans_from_a_profile_and_from_its_model(cli: Cli, tiny_model: Path, tiny_profile: Path) -> None:
+    words = ("--vram-budget", "1MiB", "--predictor", "exact", "--context", "48", *SLOW_HOST)
+    of_profile = _plan(cli, tiny_profile, *words)
+    of_model = _plan(cli, tiny_model, "--profile", tiny_profile, *words)
+    assert of_profile == of_model
+    assert of_profile["fingerprint"] is not None
+    for layer in of_profile["layers"]:
+        assert len(layer["hot"]) == layer["hot_neurons"]
+
+
+def test_takes_the_profile_of_the_work_folder(cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_profile, tmp_path / "work" / "profile")
+    plan = _plan(cli, tiny_model, "--work", tmp_path / "work", "--target", "cpu")
+    assert plan["firing"] == f"the profile {tmp_path / 'work' / 'profile'}"
+
+
+def test_takes_trained_predictors(cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    rank = random.randint(3, 70)
+    parts = {"fc1": (rank, 96), "fc2": (200, rank), "bias": (200,)}
+    tensors = {f"layers.{layer}.{part}": torch.zeros(shape) for layer in (0, 1) for part, shape in parts.items()}
+    save_file(tensors, tmp_path / "predictors.safetensors")
+    words = (
+        "--predictors",
+        tmp_path / "predictors.safetensors",
+        "--target",
+        "cpu",
+        "--quant",
+        "f16",
+        "--host-memory",
+        "1GiB",
+    )
+    of_profile = _plan(cli, tiny_profile, *words)
+    of_model = _plan(cli, tiny_model, "--profile", tiny_profile, *words)
+    assert of_profile == of_model
+    taken = next(row["bytes"] for row in of_model["memory"] if row["what"] == "predictors")
+    # Rows in f16 are padded to 64 bytes; the bias is float32.
+    assert taken == 2 * (rank * 96 * 2 + 200 * -(-rank * 2 // 64) * 64 + 832)
+
+
+@pytest.mark.parametrize(
+    ("gpu_s", "dense", "fits", "says"),
+    [
+        (0.1, {}, False, "Yes: dense, the model does not fit this machine."),
+        (0.1, {"host": 2.0}, False, "Yes: 5.00 times as fast as dense inference."),
+        (0.1, {"host": 2.0, "layers-first": 8.0}, False, "Yes: 1.25 times as fast as dense inference."),
+        (0.1, {"host": 2.0}, True, "Yes: 5.00 times as fast as dense inference.\nDense, all of it fits on the GPU."),
+        (0.1, {"host": 9.5}, False, "No: dense inference is as fast as the plan."),
+        (0.1, {"host": 10.5}, True, "No: dense inference is as fast as the plan.\nDense, all of it fits on the GPU."),
+        (0.1, {"host": 12.0}, False, "No: dense inference is faster."),
+        (None, {"host": 2.0}, False, "Yes: 5.00 times as fast as dense inference.\nBut without the GPU"),
+    ],
+)
+def test_is_it_worth_it(curve_plan: Plan, gpu_s: float | None, dense: dict[str, float], fits: bool, says: str) -> None:
+    rows = [("host", "cold neurons", 900), ("host", "embedding", 5000), ("host", "tables", 50)]
+    rows += [] if gpu_s is None else [("gpu", "attention", 50), ("gpu", "tables", 50), ("gpu", "predictors", 70)]
+    plan = replace(
+        curve_plan,
+        token_s=0.1,
+        baselines=dense,
+        memory=tuple(MemoryRow(*row) for row in rows),
+        machine=replace(curve_plan.machine, gpu_bytes=1000 if fits else 949),
+    )
+    assert verdict(plan).startswith(says)
+    assert gpu_s is None or verdict(plan) == says
+
+
+def test_layers_are_shown_as_ranges(curve_plan: Plan) -> None:
+    """Every layer once and in order, in few rows, of layers that lie alike."""
+    one = curve_plan.layers[0]
+    for count in (1, 5, 14, 15, 96):
+        sides = sorted(random.choices(["gpu", "host"], k=count))
+        layers = [
+            replace(one, layer=number, attention=side, hot_neurons=random.randint(0, one.neurons))
+            for number, side in enumerate(sides)
+        ]
+        rows = ranges(layers)
+        assert [layer for row in rows for layer in row] == layers
+        assert len(rows) <= 14
+        assert all(len({layer.attention for layer in row}) == 1 for row in rows)
+
+
+@pytest.fixture
+def curve_plan(cli: Cli, tmp_path: Path) -> Plan:
+    output = tmp_path / "curve.json"
+    assert cli("plan", *CURVE, "-o", output).code == 0
+    return read_plan(output)
+
+
+def _plan(cli: Cli, *words: object) -> dict[str, Any]:
+    ended = cli("plan", *words, "--json")
+    assert (ended.code, ended.err) == (0, "")
+    plan = json.loads(ended.out)
+    assert isinstance(plan, dict)
+    return plan
+
+
+def test_bad_input(cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Path) -> None:
+    work, taken, old = tmp_path / "work", tmp_path / "taken.txt", tmp_path / "old"
+    taken.write_text("mine")
+    Path(shutil.copytree(tiny_profile, old))
+    content = json.loads((old / "profile.json").read_text())
+    del content["model"]["config"]
+    (old / "profile.json").write_text(json.dumps(content))
+    other = tmp_path / "other.json"
+    other.write_text("[]")
+    before = sorted(tmp_path.rglob("*"))
+    for words, message in (
+        ((), "give one of MODEL"),
+        ((tiny_model, *CURVE), "give one of MODEL"),
+        (("--shape", "tiny-reglu"), "--shape needs --firing"),
+        ((*CURVE, "--profile", tiny_profile), "--profile: is of a model"),
+        ((*CURVE, "--work", work), "--work: is of a model"),
+        (("--shape", "nosuch", "--firing", "opt"), "unknown shape 'nosuch'"),
+        (("--shape", other, "--firing", "opt"), "not a JSON object"),
+        (("--shape", "tiny-reglu", "--firing", "luck"), "'luck' is no firing curve"),
+        (("--shape", "tiny-reglu", "--firing", "0%"), "'0%' is no firing curve"),
+        ((*CURVE, "--target", "9999"), "unknown target '9999'"),
+        ((*CURVE, "--target", "cpu", "--vram-budget", "1GiB"), "the target cpu has no GPU"),
+        ((*CURVE, "--target", "local", "--vram-budget", "1GiB"), "no GPU that can be used (no driver today)"),
+        ((*CURVE, "--vram-budget", "much"), "--vram-budget: 'much' is no size"),
+        ((*CURVE, "--vram-budget", "101%"), "--vram-budget: '101%' is no share"),
+        ((*CURVE, "--host-memory", "50%"), "--host-memory"),
+        ((*CURVE, "--host-memory", "-1"), "--host-memory"),
+        ((*CURVE, "--host-bandwidth", "0"), "--host-bandwidth"),
+        ((*CURVE, "--margin", "100%"), "--margin: '100%' leaves no memory"),
+        ((*CURVE, "--margin", "-1"), "--margin"),
+        ((*CURVE, "--objective", "luck"), "luck"),
+        ((*CURVE, "--batch", "0"), "--batch"),
+        ((*CURVE, "--at", "-1"), "--at"),
+        ((*CURVE, "--predictor", "luck"), "unknown predictor 'luck'"),
+        ((*CURVE, "--context", "4097"), "more than the model's 4096 positions"),
+        ((*CURVE, "-o", tmp_path), "is a folder"),
+        ((*CURVE, "-o", taken), "exists and is no plan"),
+        ((*CURVE, "-o", taken, "--force"), "exists and is no plan"),
+        ((tmp_path / "no",), "no such folder"),
+        ((tmp_path,), "no config.json in it"),
+        ((tiny_model, "--profile", tmp_path), "is no profile"),
+        ((tiny_model, "--profile", tiny_profile, "--firing", "opt"), "give one of them"),
+        ((tiny_model, "--work", work, "--firing", "opt"), "leave one of them out"),
+        ((tiny_model, "--profile", tiny_profile, "--context", "257"), "more than the model's 256 positions"),
+        ((tiny_model, "--predictors", tmp_path, "--predictor", "exact"), "predictor exact needs none"),
+        ((tiny_model, "--firing", "opt", "--predictors", tmp_path), "neither predictors.json nor"),
+        ((BUNDLED_MODEL, "--profile", tiny_profile), "is a profile of another model"),
+        ((tiny_profile, "--firing", "opt"), "is a profile already"),
+        ((tiny_profile, "--work", work), "is a profile already"),
+        ((old,), f"plan MODEL --profile {old}"),
+    ):
+        ended = cli("plan", *words)
+        assert (ended.code, ended.out) == (2, ""), words
+        assert message in ended.err and ended.err.count("\n") == 1, words
+    assert [path for path in sorted(tmp_path.rglob("*")) if "cache" not in str(path)] == before
+
+
+def test_overwrites_a_plan_when_forced(cli: Cli, tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    assert cli("plan", *CURVE, "-o", output).code == 0
+    before = output.read_bytes()
+    ended = cli("plan", *CURVE, "-o", output, "--quant", "q8")
+    assert ended.code == 2 and "give --force" in ended.err
+    assert output.read_bytes() == before
+    assert cli("plan", *CURVE, "-o", output, "--quant", "q8", "--force").code == 0
+    assert read_plan(output).quant == "q8"
+
+
+# ------------------------------------------------------------------------------------------------------ compile --plan
+
+
+def test_compiles_as_planned(cli: Cli, build_once: BuildOnce, bundled_profile: Path, tmp_path: Path) -> None:
+    path, artifact = tmp_path / "plan.json", tmp_path / "artifact"
+    words = ("--quant", "f16", "--predictor", "exact", "--vram-budget", "6MiB", *SLOW_HOST)
+    _plan(cli, bundled_profile, *words, "-o", path)
+    plan = read_plan(path)
+    hot = [layer.hot_neurons for layer in plan.layers]
+    assert any(0 < count < 704 for count in hot)
+    ended = cli("compile", BUNDLED_MODEL, "-o", artifact, "--quant", "f16", "--plan", path)
+    assert (ended.code, ended.err) == (0, "")
+    unsplit = build_once("bundled-f16", lambda folder: compile_for_test(BUNDLED_MODEL, folder, quant="f16"))
+    assert _tokens(artifact) == _tokens(unsplit)
+    _check_inspect(cli, artifact, hot)
+    kept = json.loads((artifact / "report.json").read_text())["plan"]
+    assert all("hot" not in layer for layer in kept["layers"])
+    expected = json.loads(path.read_text())
+    for layer in expected["layers"]:
+        del layer["hot"]
+    assert kept == expected
+
+
+def _tokens(artifact: Path) -> list[int]:
+    with picompile_runtime.load(artifact, threads=1) as engine:
+        tokens = [int(np.argmax(engine.prefill([7, 300, 21])))]
+        while len(tokens) < 60:
+            tokens.append(int(np.argmax(engine.decode(tokens[-1]))))
+    return tokens
+
+
+def _check_inspect(cli: Cli, artifact: Path, hot: list[int]) -> None:
+    facts = json.loads(cli("inspect", artifact, "--json").out)
+    assert facts["plan"]["target"] == "4090"
+    found = {(part["layer"], part["part"]): part["neurons"] for part in facts["ffn"]}
+    for layer, count in enumerate(hot):
+        assert found.get((layer, "hot"), 0) == count
+        assert found.get((layer, "cold"), 0) == 704 - count
+    parts = facts["parts"]
+    for name, neurons in (("hot", sum(hot)), ("cold", 6 * 704 - sum(hot))):
+        assert parts[name]["neurons"] == neurons
+        # Gate, up and down in f16, of 192 elements each.
+        assert parts[name]["weight_bytes"] == neurons * 3 * 192 * 2
+    text = " ".join(cli("inspect", artifact).out.split())
+    assert f"hot: {parts['hot']['blocks']} blocks, {sum(hot):,} neurons" in text
+    assert "plan for 4090, 6 MiB of its GPU memory:" in text and "tokens/s predicted, not measured" in text
+
+
+@pytest.fixture
+def tiny_plan(cli: Cli, tiny_profile: Path, tmp_path: Path) -> Path:
+    """A plan of `tiny_model` for predictor exact and a context of 256."""
+    path = tmp_path / "plan.json"
+    _plan(cli, tiny_profile, "--predictor", "exact", "-o", path, "--vram-budget", "1MiB", *SLOW_HOST)
+    return path
+
+
+def test_says_where_the_plan_does_not_hold(cli: Cli, tiny_model: Path, tiny_plan: Path, tmp_path: Path) -> None:
+    words = ("--plan", tiny_plan, "--quant", "q8", "--context", "32", "--predictor", "none")
+    ended = cli("compile", tiny_model, "-o", tmp_path / "artifact", *words)
+    assert ended.code == 0
+    assert ended.err.splitlines() == [
+        f"the plan is for {planned}, but this compiles for {compiled}; its figures do not hold"
+        for planned, compiled in (
+            ("weights in q4", "q8"),
+            ("a context of 256", "32"),
+            ("predictor exact", "none"),
+        )
+    ]
+
+
+def test_refuses_plans_that_will_not_do(cli: Cli, tiny_model: Path, tiny_plan: Path, tmp_path: Path) -> None:
+    hot, curve, damaged, other, wrong = (tmp_path / name for name in ("hot", "curve", "damaged", "other", "wrong"))
+    hot.write_text('{"0": [1]}')
+    assert cli("plan", tiny_model, "--firing", "10%", "--target", "cpu", "-o", curve).code == 0
+    damaged.write_bytes(tiny_plan.read_bytes()[:-9])
+    content = json.loads(tiny_plan.read_text())
+    other.write_text(json.dumps(content | {"fingerprint": "0" * 64}))
+    wrong.write_text(json.dumps(content | {"layers": content["layers"][:1]}))
+    output = tmp_path / "new" / "artifact"
+    for words, message in (
+        ((tmp_path / "no",), "no such file"),
+        ((tmp_path,), "is no file"),
+        ((damaged,), "not readable as JSON"),
+        ((hot,), "is not a plan"),
+        ((tiny_plan, "--hot", hot), "--plan and --hot"),
+        ((curve,), "says nothing of single neurons"),
+        ((other,), "is of another model ('tiny-model')"),
+        ((wrong,), "1 layers of 200 neurons, but the model has 2 of 200"),
+    ):
+        ended = cli("compile", tiny_model, "-o", output, "--plan", *words)
+        assert (ended.code, ended.out) == (2, ""), words
+        assert message in ended.err and ended.err.count("\n") == 1
+        assert not output.parent.exists()

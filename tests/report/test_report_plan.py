@@ -1,0 +1,321 @@
+"""Plans on the page: every value is the plan's, bars are as long as they should be, and damaged plans are refused."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from report_folders import write_artifact
+from report_plans import GPU_BYTES, HOST_BYTES, MARGIN, random_plan, write_plan_file
+from test_report_page import Page
+
+from picompile.errors import UsageError
+from picompile.placement.plan import MemoryRow, Plan
+from picompile.report import read_sources, render_report
+from picompile.report.memory_pictures import memory_picture
+from picompile.report.plan_pictures import split_picture, time_picture
+from picompile.report.timeline_pictures import timeline_pictures
+from picompile_runtime import ArtifactError
+
+UNITS = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+PARTS = {
+    "attention": "attention_s",
+    "KV cache": "kv_cache_s",
+    "predictor": "predict_s",
+    "hot neurons": "hot_s",
+    "cold neurons": "cold_s",
+    "exchange": "exchange_s",
+}
+
+
+def page_of(folder: Path, plan: Plan) -> str:
+    return render_report(read_sources([write_plan_file(folder / "plan.json", plan)]))
+
+
+def hovers(svg: str) -> dict[str, tuple[float, float, float, float]]:
+    """Text → left, top, right and bottom of the bar or line that it is of."""
+    found = {}
+    for element in ElementTree.fromstring(svg).iter("g"):
+        if element.get("class") == "hover":
+            title, path = element.find("title"), element.find("path")
+            assert title is not None
+            assert title.text
+            text = title.text.replace("\u00a0", " ")
+            values = [] if path is None else [float(value) for value in re.findall(r"-?[\d.]+", path.get("d", ""))]
+            x, y = values[::2], values[1::2]
+            assert text not in found
+            found[text] = (min(x), min(y), max(x), max(y)) if values else (0.0, 0.0, 0.0, 0.0)
+    return found
+
+
+def seconds(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * UNITS[unit]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 7, 96])
+def test_times_are_the_plans(layers: int) -> None:
+    plan = random_plan(layers, layers)
+    bars, expected = {}, {}
+    for text, (_, top, _, bottom) in hovers(str(time_picture("t", plan).svg)).items():
+        found = re.fullmatch(r"layer (\d+): ([\w ]+?)(?: on the (\w+))?, ([\d.]+ \w+) of ([\d.]+ \w+)", text)
+        assert found, text
+        number, part = int(found[1]), found[2]
+        layer = plan.layers[number]
+        assert seconds(found[4]) == pytest.approx(getattr(layer, PARTS[part]), rel=6e-3)
+        assert seconds(found[5]) == pytest.approx(layer.total_s, rel=6e-3)
+        assert found[3] in ({"gpu": "GPU", "host": "host"}[layer.attention], None)
+        bars[number, part] = bottom - top
+    for layer in plan.layers:
+        expected |= {(layer.layer, part): getattr(layer, name) for part, name in PARTS.items() if getattr(layer, name)}
+    assert set(bars) == set(expected)
+    pixels_per_s = sum(bars.values()) / sum(expected.values())
+    for key, height in bars.items():
+        assert height == pytest.approx(pixels_per_s * expected[key], abs=0.05)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_the_slower_side_is_above_the_axis(swap: bool) -> None:
+    slow, quick = 3e-4, 1e-4
+    layer = replace(random_plan(3, 1).layers[0], hot_s=quick if swap else slow, cold_s=slow if swap else quick)
+    found = hovers(str(time_picture("t", replace(random_plan(3, 1), layers=(layer,))).svg))
+    tops = {re.split(r": |,", text)[1]: (top, bottom) for text, (_, top, _, bottom) in found.items()}
+    above, below = ("cold neurons", "hot neurons") if swap else ("hot neurons", "cold neurons")
+    # Pixels count downwards; both begin at the axis.
+    assert tops[above][1] == pytest.approx(tops[below][0], abs=0.02)
+    assert tops[above][0] < tops[below][0]
+    # What follows stands on it.
+    assert tops["attention on the GPU"][1] == pytest.approx(tops[above][0], abs=0.02)
+
+
+@pytest.mark.parametrize("layers", [1, 6, 96])
+def test_shares_are_the_plans(layers: int) -> None:
+    plan = random_plan(layers + 50, layers)
+    svg = str(split_picture("s", plan).svg).replace("\u00a0", " ")
+    for layer in plan.layers:
+        text = (
+            f"layer {layer.layer}: {layer.hot_neurons:,} of {layer.neurons:,} neurons "
+            f"({100 * layer.hot_neurons / layer.neurons:.1f} %), "
+            f"{100 * layer.hot_computed / layer.computed:.1f} % of the computed ones"
+        )
+        # Once for the bar and once for the point.
+        assert svg.count(f"<title>{text}</title>") == 2
+
+
+def test_of_layers_that_compute_nothing_there_is_no_share() -> None:
+    plan = random_plan(4, 1)
+    layer = replace(plan.layers[0], computed=0.0, hot_computed=0.0)
+    picture = split_picture("s", replace(plan, layers=(layer,)))
+    assert "of the computed" not in str(picture.svg)
+    assert "–" in str(picture.svg)
+
+
+def test_memory_is_the_plans() -> None:
+    plan = random_plan(5)
+    expected = {(row.device, row.what): float(row.bytes) for row in plan.memory}
+    expected |= {("gpu", "limit"): (1 - MARGIN) * GPU_BYTES, ("host", "limit"): (1 - MARGIN) * HOST_BYTES}
+    names = {"workspace, tables": {"gpu": "workspace", "host": "tables"}}
+    found = {}
+    for text in hovers(str(memory_picture("m", plan).svg)):
+        device, what = text.lower().split(": ")
+        match = re.fullmatch(r"(.*?) ?([\d.]+) ([mg]b)( may be taken)?", what)
+        assert match, text
+        kind = "limit" if match[4] else names.get(match[1], {}).get(device, match[1])
+        found[device, kind] = float(match[2]) * {"mb": 1e6, "gb": 1e9}[match[3]]
+    assert found == pytest.approx(expected, rel=6e-3)
+
+
+def test_memory_bars_end_where_the_budget_says() -> None:
+    rows = (MemoryRow("gpu", "attention", GPU_BYTES // 2), MemoryRow("gpu", "hot neurons", GPU_BYTES // 4))
+    found = hovers(str(memory_picture("m", random_plan(6, memory=rows)).svg))
+    first, second = found["GPU: attention 12 GB"], found["GPU: hot neurons 6 GB"]
+    assert first[2] - first[0] == pytest.approx(2 * (second[2] - second[0]), abs=0.05)
+    assert second[0] == pytest.approx(first[2], abs=0.02)
+    limit = found["GPU: 22.8 GB may be taken"]
+    assert limit[0] - first[0] == pytest.approx(2 * (1 - MARGIN) * (first[2] - first[0]), abs=0.1)
+
+
+def test_small_kinds_of_memory_count_together() -> None:
+    rows = tuple(MemoryRow("host", what, 10**9) for what in ("workspace", "tables", "embedding", "output head"))
+    found = hovers(str(memory_picture("m", random_plan(6, memory=rows)).svg))
+    assert {"host: workspace, tables 2 GB", "host: embedding, output head 2 GB"} <= set(found)
+
+
+def test_hot_and_cold_neurons_run_at_the_same_time() -> None:
+    plan = random_plan(8, 1)
+    layer = plan.layers[0]
+    (picture,), left_out = timeline_pictures("t", plan)
+    assert left_out == 0
+    bars = {re.split(r": |, ", text)[-2]: place for text, place in hovers(str(picture.svg)).items() if "layer" in text}
+    hot, cold, exchange = bars["hot neurons"], bars["cold neurons"], bars["exchange"]
+    assert hot[0] == pytest.approx(cold[0], abs=0.02)
+    assert hot[1] != cold[1]
+    assert exchange[0] == pytest.approx(max(hot[2], cold[2]), abs=0.02)
+    pixels_per_s = (bars["attention"][2] - bars["attention"][0]) / layer.attention_s
+    for part, name in PARTS.items():
+        assert bars[part][2] - bars[part][0] == pytest.approx(pixels_per_s * getattr(layer, name), abs=0.05)
+
+
+def test_each_kind_of_layer_has_a_timeline() -> None:
+    plan = random_plan(9, 9)
+    pictures, left_out = timeline_pictures("t", plan)
+    assert [picture.title for picture in pictures] == ["One token in layers 0 to 2", "One token in layers 7 to 8"]
+    assert [picture.words.rsplit(".", 2)[1] for picture in pictures] == [
+        " So are 7 of 9 layers",
+        " So are 2 of 9 layers",
+    ]
+    assert left_out == 0
+    places = (("gpu", "host", "gpu"), ("gpu", "host", "host"), ("gpu", "gpu", "host"), ("host", "host", "none"))
+    layers = list(plan.layers)
+    for number, (attention, kv_cache, predictor) in enumerate(places):
+        layers[number] = replace(layers[number], attention=attention, kv_cache=kv_cache, predictor=predictor)
+    pictures, left_out = timeline_pictures("t", replace(plan, layers=tuple(layers)))
+    assert (len(pictures), left_out) == (4, 2)
+
+
+def test_a_page_of_a_plan(tmp_path: Path) -> None:
+    plan = random_plan(10, 40)
+    html = page_of(tmp_path, plan)
+    page = Page(html)
+    assert page.of("h4") == [
+        "What is on the GPU",
+        "Where a token's time goes",
+        "What it takes of the memory",
+        "One token in layers 0 to 2",
+        "One token in layers 38 to 39",
+    ]
+    pictures = html.count("<svg")
+    assert pictures == 5
+    assert len(re.findall(r'<desc id="[^"]+">[^<]{20,}</desc>', html)) == pictures
+    assert not re.search(r"https?:|@import|url\((?!#)|<script", html)
+    ids = [value for key, value in page.attributes if key == "id"]
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r"url\(#([^)]+)\)", html)) <= set(ids)
+    # The summary and the facts.
+    rate = f"{1 / plan.token_s:.3g}"
+    gain, facts = f"{1 / plan.token_s / 2.5:.2f} ×", page.of("dd")
+    assert {"4090", rate, "24 GB", gain} <= {*page.of("td")}
+    assert any(fact.startswith(f"{rate} tokens/s, ") for fact in facts)
+    assert "at most 0.0085 %, by the objective" in facts
+    assert f"2.5 tokens/s; the plan is {gain} as fast" in facts
+    assert "the curve some" in facts
+    assert "5.0 % of each budget is left free" in facts
+    assert "Each layer of the plan" in page.of("summary")
+    assert "predicted from datasheets" in page.text
+    # Nothing here is of predictors or profiles.
+    assert "Recall:" not in page.text
+
+
+def test_the_same_plan_gives_the_same_bytes(tmp_path: Path) -> None:
+    assert page_of(tmp_path, random_plan(11)) == page_of(tmp_path, random_plan(11))
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_on_the_gpu(tmp_path: Path) -> None:
+    plan = random_plan(12, 3)
+    on_host = tuple(replace(random_plan(12, 3).layers[2], layer=number) for number in range(3))
+    machine = replace(plan.machine, gpu_bytes=0)
+    memory = tuple(row for row in plan.memory if row.device == "host")
+    changes: dict[str, Any] = {"layers": on_host, "machine": machine, "memory": memory, "gpu_budget_bytes": 0}
+    page = Page(page_of(tmp_path, replace(plan, head="host", gap=0.0, baselines={"host": 1.0}, **changes)))
+    assert page.of("h4") == ["Where a token's time goes", "What it takes of the memory", "One token in layers 0 to 2"]
+    assert "none" in page.of("dd")
+    assert "nothing, by the objective" in page.of("dd")
+    # No lane, no column and no budget of a GPU that there is not.
+    assert "GPU" not in page.of("text")
+    assert "GPU" not in page.of("th")
+
+
+@pytest.mark.filterwarnings("error")
+def test_all_on_the_gpu(tmp_path: Path) -> None:
+    plan = random_plan(13, 4)
+    hot = [
+        replace(layer, layer=number, hot_neurons=layer.neurons, hot_computed=layer.computed, cold_s=0.0)
+        for number, layer in enumerate((plan.layers[0],) * 4)
+    ]
+    page = Page(page_of(tmp_path, replace(plan, layers=tuple(hot))))
+    assert "100.0 %, 100.0 % of those computed" in page.of("dd")
+    assert not any("cold neurons," in title for title in page.of("title"))
+    assert any("hot neurons," in title for title in page.of("title"))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_plan_of_nothing_but_zeros(tmp_path: Path) -> None:
+    plan = random_plan(14, 2)
+    times = {f"{part}_s": 0.0 for part in ("attention", "kv_cache", "predict", "hot", "cold", "exchange", "total")}
+    layers = tuple(replace(layer, computed=0.0, hot_computed=0.0, **times) for layer in plan.layers)
+    machine = replace(plan.machine, gpu_bytes=0, host_bytes=0)
+    changes: dict[str, Any] = {"layers": layers, "machine": machine, "memory": (), "baselines": {}}
+    empty = replace(plan, gpu_budget_bytes=0, host_budget_bytes=0, head_s=0.0, switch_s=0.0, **changes)
+    page = Page(page_of(tmp_path, empty))
+    assert "nan" not in page.text
+    assert "inf" not in page.text
+
+
+EVIL = "</title></svg><script>alert(1)</script>&<b>'$a_1$"
+
+
+def test_names_of_a_plan_are_escaped(tmp_path: Path) -> None:
+    rows = (MemoryRow("gpu", EVIL, 10**9), MemoryRow("gpu", "中\x01" + "x" * 99, 10**8))
+    names = dict.fromkeys(("model", "target", "firing", "quant", "predictor"), EVIL)
+    html = page_of(tmp_path, random_plan(15, memory=rows, baselines={EVIL: 1.0}, **names))
+    assert "<script" not in html
+    assert "<b>" not in html
+    assert Page(html).of("dd").count(EVIL) == 5
+
+
+def test_an_artifact_shows_its_plan(tmp_path: Path) -> None:
+    plan = random_plan(16, 2, fingerprint="5a" * 32)
+    content = json.loads(json.dumps(plan.to_json()))
+    for layer in content["layers"]:
+        # An artifact has the neurons in its tables.
+        del layer["hot"]
+    write_artifact(tmp_path / "artifact", plan=content)
+    write_artifact(tmp_path / "without")
+    with_plan, without = (Page(render_report(read_sources([tmp_path / name]))) for name in ("artifact", "without"))
+    assert "Where a token's time goes" in with_plan.of("h4")
+    assert "Placement" in with_plan.of("h3")
+    assert {"predicted tokens/s", "planned for"} <= {text.replace("\n", " ") for text in with_plan.of("th")}
+    assert f"{1 / plan.token_s:.3g}" in with_plan.of("td")
+    assert "Where a token's time goes" not in without.of("h4")
+    assert "predicted tokens/s" not in without.of("th")
+    # Beside the plan itself, ids are still unlike one another.
+    both = render_report(read_sources([tmp_path / "artifact", write_plan_file(tmp_path / "plan.json", plan)]))
+    ids = [value for key, value in Page(both).attributes if key == "id"]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("damage", [{"schema": 99}, {"layers": []}, {"layers": [{}]}, {"machine": 1}, {"token_s": 0}])
+def test_damaged_plans_are_refused(tmp_path: Path, damage: dict[str, Any]) -> None:
+    path = write_plan_file(tmp_path / "plan.json", random_plan(17), **damage)
+    with pytest.raises(UsageError, match=re.escape(str(path))) as raised:
+        read_sources([path])
+    assert "\n" not in str(raised.value)
+    write_artifact(tmp_path / "artifact", plan={**random_plan(17).to_json(), **damage})
+    with pytest.raises(ArtifactError, match="plan"):
+        read_sources([tmp_path / "artifact"])
+
+
+@pytest.mark.parametrize("plan", [[], "x", 3, {"format": "picompile-plan"}])
+def test_what_is_no_plan_in_an_artifact_is_refused(tmp_path: Path, plan: object) -> None:
+    write_artifact(tmp_path / "artifact", plan=plan)
+    with pytest.raises(ArtifactError, match="plan"):
+        read_sources([tmp_path / "artifact"])
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF" + bytes(99), b"[1]", b"{", b'{"format": "other"}', b"\xff\xfe{"])
+def test_files_that_are_no_plan_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(UsageError, match=re.escape(str(tmp_path / "file"))) as raised:
+        read_sources([tmp_path / "file"])
+    assert "\n" not in str(raised.value)
+
+
+def test_a_plan_is_read_beside_folders(tmp_path: Path) -> None:
+    path = write_plan_file(tmp_path / "plan.json", random_plan(18))
+    write_artifact(tmp_path / "artifact")
+    page = Page(render_report(read_sources([tmp_path / "artifact", path])))
+    assert page.of("a") == [str(tmp_path / "artifact"), str(path)]
