@@ -53,7 +53,7 @@ def capture_config(raw: Mapping[str, Any]) -> GraphModule:
     Raises `UnsupportedModelError` as `load_model` does.
     """
     family = find_family(raw)
-    activation = activation_text(raw, _raw_activation(family, raw))
+    activation = activation_text(raw, raw_activation(family, raw))
     config = _make_config(family, raw)
     check_config(family, config)
     return export_decoder(build_model(family, config, activation), call_model, _MAX_TOKENS)
@@ -68,7 +68,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     raw = _read_config(folder / "config.json")
     family = find_family(raw)
     _check_unquantized(raw)
-    activation = activation_text(raw, _raw_activation(family, raw))
+    activation = activation_text(raw, raw_activation(family, raw))
     config = _make_config(family, raw)
     check_config(family, config)
     headers = read_headers(folder)
@@ -143,7 +143,8 @@ def _check_unquantized(raw: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(f"the checkpoint is quantized ({method}); use the original, unquantized one")
 
 
-def _raw_activation(family: Family, raw: Mapping[str, Any]) -> object:
+def raw_activation(family: Family, raw: Mapping[str, Any]) -> object:
+    """What a config.json says of the activation, or what its family has where it says nothing."""
     if family.name == "bamboo":
         return "relu"
     default = getattr(_resolve(family.config_class)(), family.activation)

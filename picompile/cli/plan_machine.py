@@ -13,9 +13,6 @@ _USABLE = 0.96
 _HOST_BYTES = 64 * 2**30
 _HOST_BYTES_PER_S = 2 * 3200e6 * 8
 
-# A target without a GPU has no figures for one; nothing is ever placed there, but the formulas divide by them.
-_NO_GPU_BYTES_PER_S = 1.0
-
 
 @dataclass(frozen=True)
 class MachineOptions:
@@ -130,7 +127,7 @@ def _with_gpu(
 
 
 def _without_gpu(host_bytes: int, host_bytes_per_s: float) -> Machine:
-    return Machine(0, _NO_GPU_BYTES_PER_S, host_bytes, host_bytes_per_s, _NO_GPU_BYTES_PER_S, 0.0)
+    return Machine(0, 0.0, host_bytes, host_bytes_per_s, 0.0, 0.0)
 
 
 def _host_budget(text: str, available_bytes: int | None) -> int:

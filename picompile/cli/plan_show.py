@@ -121,8 +121,8 @@ def _memory_table(plan: "Plan") -> "Table":
         of_row[row.device] = of_row.get(row.device, 0) + row.bytes
     for what, by_device in sorted(sizes.items(), key=lambda item: _ORDER.get(item[0], len(_ORDER))):
         table.add_row(what, *(size(by_device[device]) if device in by_device else "" for device in devices))
-    for title, row in _sums(plan).items():
-        table.add_row(title, *(size(row[device]) for device in devices))
+    for title, summed in _sums(plan).items():
+        table.add_row(title, *(size(summed[device]) for device in devices))
     return table
 
 

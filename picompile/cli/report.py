@@ -1,4 +1,4 @@
-"""`picompile report`: pictures of profiles, predictors and artifacts, on one page."""
+"""`picompile report`: pictures of profiles, predictors, artifacts and plans, on one page."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,13 +12,13 @@ from picompile.cli.progress import progress
 
 def report_command(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH...", help="Profiles, predictors and artifacts, in any order.")
+        list[Path], typer.Argument(metavar="PATH...", help="Profiles, predictors, artifacts and plans, in any order.")
     ],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The HTML page to write.")],
     force: Annotated[bool, typer.Option("--force", help="Overwrite a page that is in the way.")] = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show profiles, predictors and artifacts in pictures, on one HTML page.
+    """Show profiles, predictors, artifacts and plans in pictures, on one HTML page.
 
     The page loads nothing and works offline. What is known of several predictors
     stands side by side in its first table. Needs matplotlib.

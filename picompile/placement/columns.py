@@ -31,6 +31,7 @@ _OPTIONS = {
     "mip_feasibility_tolerance": 1e-7,
     "dual_feasibility_tolerance": 1e-6,
 }
+_OTHER_WAYS = (("presolve", "choose"), ("presolve", "off"), ("simplex_strategy", 4), ("solver", "ipm"))
 _INFINITY = highspy.kHighsInf
 _STATUS = highspy.HighsModelStatus
 
@@ -59,6 +60,9 @@ class Kind(NamedTuple):
     whole: bool
     region: Region
 
+
+# All choices that have the stream on the GPU, of whatever kind they are else.
+ON_GPU = Kind("on gpu", True, True, Region.ABOVE)
 
 Limits = Mapping[Kind, Limit]
 
@@ -119,11 +123,7 @@ class Columns:
     def relax(self) -> Relaxed | None:
         """The linear relaxation of all lines; None where it has no solution. Raises `SolverError`."""
         while True:
-            status = self._run()
-            if status == _STATUS.kUnknown:
-                # Its basis is at the end of its precision: anew without it.
-                self._highs.clearSolver()
-                status = self._run()
+            status = self._run_again()
             if status in (_STATUS.kInfeasible, _STATUS.kUnboundedOrInfeasible):
                 return None
             if status != _STATUS.kOptimal:
@@ -189,7 +189,9 @@ class Columns:
             kinds[kind], limit = -float(duals[row]), self._limits[kind]
             given -= max(kinds[kind] * limit.low, kinds[kind] * limit.high)
         beside = [
-            float(choices[piece.stage][piece.choice]) + kinds.get(kind_of(self.program, piece), 0.0)
+            float(choices[piece.stage][piece.choice])
+            + kinds.get(kind_of(self.program, piece), 0.0)
+            + (kinds.get(ON_GPU, 0.0) if self._has_stream(piece) else 0.0)
             for piece in self.pieces
         ]
         return Prices(gpu, host, beside, given)
@@ -199,6 +201,19 @@ class Columns:
         self._highs.run()
         return self._highs.getModelStatus()
 
+    def _run_again(self) -> Any:
+        """Runs; where HiGHS comes to the end of its precision, anew and in other ways."""
+        status = self._run()
+        for option, value in _OTHER_WAYS:
+            if status in (_STATUS.kOptimal, _STATUS.kInfeasible, _STATUS.kUnboundedOrInfeasible):
+                break
+            self._highs.clearSolver()
+            before = self._highs.getOptionValue(option)[1]
+            self._highs.setOptionValue(option, value)
+            status = self._run()
+            self._highs.setOptionValue(option, before)
+        return status
+
     def _values(self) -> NDArray[np.float64]:
         return np.asarray(self._highs.getSolution().col_value, dtype=np.float64)
 
@@ -206,7 +221,9 @@ class Columns:
         return SolverError(f"HiGHS ended with {self._highs.modelStatusToString(status)!r} on the placement program")
 
     def _on_gpu(self, number: int) -> bool:
-        piece = self.pieces[number]
+        return self._has_stream(self.pieces[number])
+
+    def _has_stream(self, piece: Piece) -> bool:
         return self.program.stages[piece.stage].choices[piece.choice].on_gpu
 
     def _add_columns(self) -> None:
@@ -352,4 +369,7 @@ def _kinds(program: Program, pieces: Sequence[Piece]) -> dict[Kind, list[int]]:
     kinds: dict[Kind, list[int]] = {}
     for number, piece in enumerate(pieces):
         kinds.setdefault(kind_of(program, piece), []).append(number)
+    kinds[ON_GPU] = [
+        number for number, piece in enumerate(pieces) if program.stages[piece.stage].choices[piece.choice].on_gpu
+    ]
     return {kind: members for kind, members in kinds.items() if len({pieces[number].stage for number in members}) > 1}

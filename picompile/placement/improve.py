@@ -30,6 +30,12 @@ class Improver:
             self._grow(places, counts, free_bytes)
         return [Place(place.choice, count) for place, count in zip(places, counts, strict=True)]
 
+    def shrink(self, places: Sequence[Place]) -> list[Place]:
+        """The placement with fewer groups, as far as it needs."""
+        counts = [place.groups for place in places]
+        self._shrink(places, counts, self._program.gpu_capacity_bytes - evaluate(self._program, places).gpu_bytes)
+        return [Place(place.choice, count) for place, count in zip(places, counts, strict=True)]
+
     def _shrink(self, places: Sequence[Place], counts: list[int], free_bytes: int) -> int:
         heap = [step for stage, place in enumerate(places) for step in self._down(stage, place, counts[stage])]
         heapq.heapify(heap)

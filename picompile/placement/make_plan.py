@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from picompile.errors import DoesNotFitError, UsageError
 from picompile.placement import policies
 from picompile.placement.account import memory_account
 from picompile.placement.firing import Firing
+from picompile.placement.impact import impact_program
 from picompile.placement.latency import Task, head_s, latency_program
 from picompile.placement.machine import Machine
 from picompile.placement.model_bytes import ModelBytes
@@ -101,7 +103,8 @@ def _solve(task: Task, program: Program, options: PlanOptions) -> tuple[list[Pla
         solution = solve(program, options.gap, known=policies.known(task, program))
         if solution is not None:
             return list(solution.places), solution.gap
-    raise DoesNotFitError(refusal(task, program, options.margin))
+    programs = latency_program if options.objective == "latency" else partial(impact_program, kv_cache_on_gpu=True)
+    raise DoesNotFitError(refusal(task, programs, options.margin))
 
 
 def _where(program: Program, stage: int, place: Place) -> Where:

@@ -44,10 +44,11 @@ def read_plan(path: Path) -> Plan:
     content = read_object(path, FORMAT, _WHAT)
     check_schema(path, content, SCHEMA, _ADVICE)
     with refusing(_ADVICE):
-        return _plan(Fields(content, f"{path}: damaged"))
+        return plan_of(Fields(content, f"{path}: damaged"))
 
 
-def _plan(content: Fields) -> Plan:
+def plan_of(content: Fields) -> Plan:
+    """The plan that `content` describes. Raises `ArtifactError` with the field that is wrong."""
     layers = tuple(map(_layer, content.objects("layers")))
     if not layers or [layer.layer for layer in layers] != list(range(len(layers))):
         raise content.wrong("layers", "a list of all layers in order")

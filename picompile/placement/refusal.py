@@ -1,10 +1,11 @@
 """What is said where no placement fits: what is lacking, and the smallest budgets that would do."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
-from picompile.placement.latency import Task, latency_program
+from picompile.placement.latency import Task
 from picompile.placement.program import Program, Stage
 from picompile.placement.solve import solve
 
@@ -12,8 +13,8 @@ _ANY_BYTES = 1 << 62
 _MIB, _GIB = 2**20, 2**30
 
 
-def refusal(task: Task, program: Program, margin: float) -> str:
-    """One line. `program` is the task's; budgets are named with the share `margin` that is left free of them."""
+def refusal(task: Task, programs: Callable[[Task], Program], margin: float) -> str:
+    """One line. `programs` makes the program of a task; the share `margin` of budgets that are named is left free."""
     model, machine, kept = task.model, task.machine, 1 - margin
     everywhere = model.workspace_bytes + model.table_bytes
     text = (
@@ -21,10 +22,10 @@ def refusal(task: Task, program: Program, margin: float) -> str:
         f"be taken and {machine.gpu_bytes / _GIB:.2f} GiB of the GPU's"
     )
     ways = []
-    if (host := _least_bytes(program, on_host=True)) is not None:
+    if (host := _least_bytes(programs(task), on_host=True)) is not None:
         ways.append(f"--host-memory {_budget((host + everywhere + model.embedding_bytes) / kept)}")
     if machine.gpu_bytes_per_s:
-        larger = latency_program(replace(task, machine=replace(machine, gpu_bytes=_ANY_BYTES)))
+        larger = programs(replace(task, machine=replace(machine, gpu_bytes=_ANY_BYTES)))
         if (gpu := _least_bytes(larger, on_host=False)) is not None:
             ways.append(f"--vram-budget {_budget((gpu + everywhere) / kept)}")
     return f"{text}; it would with {' or with '.join(ways)}" if ways else text
@@ -49,5 +50,5 @@ def _least_bytes(program: Program, *, on_host: bool) -> int | None:
     if on_host:
         found = solve(replace(program, host_capacity_bytes=_ANY_BYTES))
         return None if found is None else found.totals.host_bytes
-    found = solve(replace(program, gpu_capacity_bytes=_ANY_BYTES))
+    found = solve(program)
     return None if found is None else found.totals.gpu_bytes

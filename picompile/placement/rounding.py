@@ -1,6 +1,6 @@
 """From a solution in fractions to placements near it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,14 +10,23 @@ from picompile.placement.prices import Prices, priced
 from picompile.placement.program import Place
 
 
-def round_relaxed(columns: Columns, relaxed: Relaxed, prices: Prices) -> Iterator[list[Place]]:
-    """Placements near a solution in fractions; they need not fit.
+class Priced(NamedTuple):
+    """A place and what it costs at given prices."""
+
+    price: float
+    place: Place
+
+
+_NOWHERE = Priced(np.inf, Place(-1, 0))
+
+
+def round_relaxed(columns: Columns, relaxed: Relaxed, best: Sequence[Mapping[Kind, Priced]]) -> Iterator[list[Place]]:
+    """Placements near a solution in fractions, of the `best_places` at its prices; they need not fit.
 
     In the first each kind of choice is made by as many stages as in the solution, by those that have most of it. In
     the others as many stages are on the GPU as in the solution, one more or one less: the first, the last, or those
     that gain most by it at the solution's prices.
     """
-    best = _best_places(columns, prices)
     yield _alike(columns, relaxed, best)
     host, gpu = (_cheapest(columns, best, on_gpu) for on_gpu in (False, True))
     in_order = list(range(len(best)))
@@ -30,29 +39,19 @@ def round_relaxed(columns: Columns, relaxed: Relaxed, prices: Prices) -> Iterato
             yield [(first if first.price < np.inf else second).place for first, second in pairs]
 
 
-class _Priced(NamedTuple):
-    """A place and what it costs at given prices."""
-
-    price: float
-    place: Place
-
-
-_NOWHERE = _Priced(np.inf, Place(-1, 0))
-
-
-def _best_places(columns: Columns, prices: Prices) -> list[dict[Kind, _Priced]]:
+def best_places(columns: Columns, prices: Prices) -> list[dict[Kind, Priced]]:
     """Of each stage the best number of groups at these prices, by kind of choice."""
-    best: list[dict[Kind, _Priced]] = [{} for _ in columns.program.stages]
+    best: list[dict[Kind, Priced]] = [{} for _ in columns.program.stages]
     for piece, beside in zip(columns.pieces, prices.pieces, strict=True):
         values = priced(columns.program, piece, prices, beside)
         place = int(np.argmin(values))
-        found = _Priced(float(values[place]), Place(piece.choice, piece.low + place))
+        found = Priced(float(values[place]), Place(piece.choice, piece.low + place))
         kinds, kind = best[piece.stage], kind_of(columns.program, piece)
         kinds[kind] = min(found, kinds.get(kind, _NOWHERE))
     return best
 
 
-def _cheapest(columns: Columns, best: Sequence[dict[Kind, _Priced]], on_gpu: bool) -> list[_Priced]:
+def _cheapest(columns: Columns, best: Sequence[Mapping[Kind, Priced]], on_gpu: bool) -> list[Priced]:
     """Of each stage the best place on one side; at no price where there is none."""
     found = []
     for stage, kinds in zip(columns.program.stages, best, strict=True):
@@ -61,7 +60,7 @@ def _cheapest(columns: Columns, best: Sequence[dict[Kind, _Priced]], on_gpu: boo
     return found
 
 
-def _alike(columns: Columns, relaxed: Relaxed, best: Sequence[dict[Kind, _Priced]]) -> list[Place]:
+def _alike(columns: Columns, relaxed: Relaxed, best: Sequence[Mapping[Kind, Priced]]) -> list[Place]:
     """As many stages of each kind of choice as in the solution, in whole numbers."""
     weights = columns.weights(relaxed)
     left = {kind: int(total + 1e-6) for kind, total in columns.totals(relaxed).items()}

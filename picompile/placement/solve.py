@@ -24,12 +24,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from picompile.errors import SolverError
-from picompile.placement.columns import Columns, Kind, Limit, Limits, Relaxed
+from picompile.placement.columns import ON_GPU, Columns, Kind, Limit, Limits, Relaxed
+from picompile.placement.exchange import exchange
 from picompile.placement.improve import Improver
 from picompile.placement.pieces import Piece, cut_at_bends, first_pieces, split
 from picompile.placement.prices import lagrange_bound, remaining
 from picompile.placement.program import Place, Program, Totals, evaluate
-from picompile.placement.rounding import round_relaxed
+from picompile.placement.rounding import best_places, round_relaxed
 
 GAP = 1e-4
 TIME_LIMIT_S = 10.0
@@ -38,7 +39,9 @@ TIME_LIMIT_S = 10.0
 _ROUNDING = 1e-9
 _MOST_ROUNDS = 200
 # How often it is branched on numbers of stages before HiGHS branches on everything.
-_MOST_NODES = 60
+_MOST_NODES = 150
+# Looking for placements takes longer than a relaxation; of these every so many is enough.
+_ROUND_EVERY = 8
 # Of a relaxation's numbers: what is taken for whole.
 _WHOLE = 1e-5
 
@@ -111,15 +114,44 @@ class _Search:
             if len(cut) > len(pieces):
                 columns = Columns(self._program, cut, self._gap)
                 columns.relax()
+            columns = self._narrowed(columns)
+            root = columns.limits
+            self._dive(columns)
+            columns.limit(root)
+            columns.relax()
             bound = max(bound, self._branch(self._narrowed(columns)))
         return self._solution(bound)
 
-    def _round(self, columns: Columns, relaxed: Relaxed) -> float:
-        """Looks for placements near a relaxation's solution; returns the bound that the relaxation proves."""
+    def _round(self, columns: Columns, relaxed: Relaxed, *, alike: bool = False) -> float:
+        """Looks for placements near a relaxation's solution; returns the bound that the relaxation proves.
+
+        With `alike` only at the likeliest.
+        """
         prices = columns.prices()
-        for places in round_relaxed(columns, relaxed, prices):
+        best = best_places(columns, prices)
+        options = [[priced.place for priced in kinds.values()] for kinds in best]
+        for places in round_relaxed(columns, relaxed, best):
             self._offer(self._improver.improve(places))
+            fitting = self._improver.shrink(places)
+            self._offer(self._improver.improve(exchange(self._program, fitting, options)))
+            if alike:
+                break
         return max(relaxed.bound, lagrange_bound(self._program, columns.pieces, prices))
+
+    def _dive(self, columns: Columns) -> None:
+        """Looks for a placement: rounds how many stages choose alike, one kind after another.
+
+        What it ends at is mostly so good that little is left to search.
+        """
+        limits: Limits | None = columns.limits
+        while limits is not None and not self._late():
+            columns.limit(limits)
+            relaxed = columns.relax()
+            if relaxed is None or (self._best is not None and relaxed.bound >= self._best.totals.cost):
+                return
+            self._nodes += 1
+            self._round(columns, relaxed, alike=True)
+            limits = _rounded(limits, columns.totals(relaxed))
 
     def _narrowed(self, columns: Columns) -> Columns:
         """The same without what the prices of its relaxation rule out."""
@@ -140,8 +172,10 @@ class _Search:
             if relaxed is None:
                 continue
             self._nodes += 1
-            bound = max(node.bound, self._round(columns, relaxed))
-            parts = [] if self._closed(bound) else _parts(node.limits, columns.totals(relaxed))
+            bound, parts = max(node.bound, relaxed.bound), _parts(node.limits, columns.totals(relaxed))
+            if not self._closed(bound) and (not parts or self._nodes % _ROUND_EVERY == 0):
+                bound = max(bound, self._round(columns, relaxed, alike=True))
+            parts = [] if self._closed(bound) else parts
             if self._closed(bound):
                 bounds.append(bound)
             elif not parts:
@@ -169,9 +203,17 @@ class _Search:
         for _ in range(_MOST_ROUNDS):
             columns.limit(node.limits)
             left_s = self._deadline - time.perf_counter()
-            found = columns.branch(0.8 * self._gap, self._best and self._best.places, left_s) if left_s > 0 else None
+            if left_s <= 0:
+                return bound
+            try:
+                found = columns.branch(0.8 * self._gap, self._best and self._best.places, left_s)
+            except SolverError:
+                if self._best is None:
+                    raise
+                # What was proved until now still holds.
+                return bound
             if found is None:
-                return math.inf if left_s > 0 else bound
+                return math.inf
             self._nodes += 1
             bound = max(bound, found.bound)
             places = columns.places(found)
@@ -230,11 +272,21 @@ class _Search:
 def _parts(limits: Limits, totals: Mapping[Kind, float]) -> list[Limits]:
     """The two parts of what is within `limits`, by the total that is furthest from whole; none where all are whole."""
     away = {kind: abs(total - round(total)) for kind, total in totals.items()}
-    kind = max(away, key=lambda kind: away[kind], default=None)
+    # How many have their attention on the GPU matters most: nothing else that is placed whole is as large.
+    first = ON_GPU if away.get(ON_GPU, 0.0) >= _WHOLE else None
+    kind = first or max(away, key=lambda kind: away[kind], default=None)
     if kind is None or away[kind] < _WHOLE:
         return []
     total, limit = math.floor(totals[kind]), limits[kind]
     return [{**limits, kind: part} for part in (Limit(limit.low, total), Limit(total + 1, limit.high))]
+
+
+def _rounded(limits: Limits, totals: Mapping[Kind, float]) -> Limits | None:
+    """`limits` with the total that is nearest to whole, of those that are not, as this whole number; None: all are."""
+    away = {kind: abs(total - round(total)) for kind, total in totals.items()}
+    parts = (kind for kind in away if away[kind] >= _WHOLE)
+    kind = min(parts, key=lambda kind: (kind != ON_GPU, away[kind]), default=None)
+    return None if kind is None else {**limits, kind: Limit(round(totals[kind]), round(totals[kind]))}
 
 
 def _likeness(piece: Piece) -> tuple[int, int, int, bytes]:

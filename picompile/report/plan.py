@@ -45,11 +45,11 @@ def plan_of_report(report: "Fields") -> Plan | None:
     """
     if report.data.get("plan") is None:
         return None
-    from picompile.placement.plan_file import _plan
+    from picompile.placement.plan_file import plan_of
 
     fields = report.object("plan")
     if fields.data.get("schema") != SCHEMA:
         raise fields.wrong("schema", f"{SCHEMA}; compile the model again")
     for layer in fields.objects("layers"):
         layer.data.setdefault("hot", None)
-    return _plan(fields)
+    return plan_of(fields)
