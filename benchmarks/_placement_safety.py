@@ -18,7 +18,7 @@ def safety(options: argparse.Namespace) -> list[Row]:
     seen = Counter[str]()
     for number in counted(range(options.first, options.first + options.count), options.count):
         rng = np.random.default_rng((options.seed, number))
-        task = absurd(random_task(rng, 12), rng)
+        task = absurd(random_task(rng, options.layers), rng)
         margin, objective = float(rng.choice([0.0, 0.05, 0.1, 0.5, 0.99])), str(rng.choice(OBJECTIVES))
         plan_options = PlanOptions("random", task.machine, objective, margin, int(rng.choice([0, task.tokens, 10**9])))
         try:

@@ -57,6 +57,7 @@ def main() -> None:
     of_safety = commands.add_parser("safety")
     of_safety.add_argument("--count", type=int, default=10000)
     of_safety.add_argument("--every", type=int, default=5, help="of refusals, which are checked")
+    of_safety.add_argument("--layers", type=int, default=5, help="most layers of a model")
     of_safety.add_argument("--first", type=int, default=0, help="number of the first instance")
     of_times.set_defaults(run=times)
     of_policies.set_defaults(run=compare_policies)
