@@ -30,7 +30,7 @@ def compare_policies(options: argparse.Namespace) -> list[Row]:
         found = None
         while found is None:
             number += 1
-            task = random_task(np.random.default_rng((options.seed, number)))
+            task = random_task(np.random.default_rng((options.seed, number)), options.layers)
             try:
                 found = token_times(task, alone=len(gains) % options.alone_every == 0)
                 seen["does not fit"] += found is None

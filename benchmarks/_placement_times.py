@@ -78,7 +78,8 @@ def times(options: argparse.Namespace) -> list[Row]:
         if repetitions > options.most:
             continue
         base = bases.setdefault(shape, of_size(shape, curve, 1))
-        task = repeated(base, repetitions) if repetitions > 1 else base
+        machine = replace(base.machine, host_bytes=repetitions * base.machine.host_bytes)
+        task = replace(repeated(base, repetitions) if repetitions > 1 else base, machine=machine)
         layers, groups = len(task.model.layers), group_count(task.model.layers[0].neurons)
         row: Row = {"shape": shape, "layers": layers, "groups a layer": groups, "groups": layers * groups}
         budgets = BUDGETS if repetitions == 1 else BUDGETS[1::2]

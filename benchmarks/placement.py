@@ -51,6 +51,7 @@ def main() -> None:
     of_times.add_argument("--plot", type=Path)
     of_policies = commands.add_parser("policies")
     of_policies.add_argument("--instances", type=int, default=1000)
+    of_policies.add_argument("--layers", type=int, default=20, help="most layers of a model")
     of_policies.add_argument("--alone-every", type=int, default=5, help="of instances, solved without policies too")
     of_prefixes = commands.add_parser("prefixes")
     of_prefixes.add_argument("--instances", type=int, default=2000)
