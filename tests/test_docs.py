@@ -38,6 +38,12 @@ EXEMPT = {
     "python benchmarks/predictors.py models/tiny-reglu --ranks 48,64,80": "takes some minutes",
     "python benchmarks/profile_memory.py": "takes 4 GB of disk and minutes",
     'python benchmarks/profile_memory.py --tokens 32768 --train ""': "takes 4 GB of disk and most of an hour",
+    "python benchmarks/placement.py times --plot docs/images/solver_time.png": "takes minutes, and a quiet machine",
+    "python benchmarks/placement.py times --most 1 --direct --direct-limit 30": "takes minutes, and a quiet machine",
+    "python benchmarks/placement.py prefixes": "takes half a minute",
+    "python benchmarks/placement.py policies": "takes ten minutes",
+    "python benchmarks/placement_paper.py": "takes a minute",
+    "python benchmarks/placement.py safety --layers 2 --every 50": "takes ten minutes",
     "python benchmarks/compile_memory.py MODEL --quant q4 [--limit-gb 6]": "a synopsis; takes minutes",
 }
 
