@@ -3,7 +3,7 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,13 +43,7 @@ def require_output(output: Path, *, overwrite: bool, marker: str) -> None:
         raise UsageError(f"{output}: a link to nowhere; remove it or choose another output")
     if output.exists():
         _require_replaceable(output, overwrite=overwrite, marker=marker)
-    parent = existing_ancestor(output)
-    try:
-        # Asking the file system is the only test that holds for root, read-only mounts and quotas alike.
-        with tempfile.TemporaryDirectory(dir=parent, prefix=".picompile-"):
-            pass
-    except OSError as error:
-        raise UsageError(f"{output}: cannot write in {parent}: {error.strerror}") from error
+    _require_writable(output)
 
 
 def _require_replaceable(output: Path, *, overwrite: bool, marker: str) -> None:
@@ -61,6 +55,34 @@ def _require_replaceable(output: Path, *, overwrite: bool, marker: str) -> None:
         raise UsageError(f"{output}: exists and has no {marker}, so it is not overwritten; choose another output")
     if not overwrite:
         raise UsageError(f"{output}: exists; give --force to overwrite it, or choose another output")
+
+
+def require_output_file(path: Path, option: str, require_kind: Callable[[Path], None], *, overwrite: bool) -> None:
+    """Raises `UsageError` if the file `path` cannot be made, or is in the way.
+
+    `require_kind` raises where a file is of another kind than what would be written: only its own kind is overwritten.
+    """
+    if path.is_dir():
+        raise UsageError(f"{path}: is a folder; {option} names the file to write")
+    if path.is_symlink() and not path.exists():
+        raise UsageError(f"{path}: a link to nowhere; remove it or choose another file")
+    if path.exists():
+        if not path.is_file():  # reading from a pipe would wait for a writer
+            raise UsageError(f"{path}: not a regular file; choose another")
+        require_kind(path)
+        if not overwrite:
+            raise UsageError(f"{path}: exists; give --force to overwrite it, or choose another file")
+    _require_writable(path)
+
+
+def _require_writable(path: Path) -> None:
+    parent = existing_ancestor(path)
+    try:
+        # Asking the file system is the only test that holds for root, read-only mounts and quotas alike.
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".picompile-"):
+            pass
+    except OSError as error:
+        raise UsageError(f"{path}: cannot write in {parent}: {error.strerror}") from error
 
 
 def existing_ancestor(path: Path) -> Path:

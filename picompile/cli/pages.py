@@ -1,10 +1,9 @@
 """HTML pages as outputs: what they may overwrite, and how they are written."""
 
 import os
-import tempfile
 from pathlib import Path
 
-from picompile.cli.checks import existing_ancestor, parents_of
+from picompile.cli.checks import parents_of, require_output_file
 from picompile.errors import UsageError
 
 _START = b"<!doctype html>"
@@ -12,30 +11,14 @@ _START = b"<!doctype html>"
 
 def require_page(path: Path, option: str, *, overwrite: bool) -> None:
     """Raises `UsageError` where `path` cannot become a page: only a page is ever overwritten."""
-    if path.is_dir():
-        raise UsageError(f"{path}: is a folder; {option} names the file to write")
-    if path.is_symlink() and not path.exists():
-        raise UsageError(f"{path}: a link to nowhere; remove it or choose another file")
-    if path.exists():
-        _require_replaceable(path, overwrite=overwrite)
-    parent = existing_ancestor(path)
-    try:
-        # Asking the file system is the only test that holds for root, read-only mounts and quotas alike.
-        with tempfile.TemporaryDirectory(dir=parent, prefix=".picompile-"):
-            pass
-    except OSError as error:
-        raise UsageError(f"{path}: cannot write in {parent}: {error.strerror}") from error
+    require_output_file(path, option, _require_page, overwrite=overwrite)
 
 
-def _require_replaceable(path: Path, *, overwrite: bool) -> None:
-    if not path.is_file():  # reading from a pipe would wait for a writer
-        raise UsageError(f"{path}: not a regular file; choose another")
+def _require_page(path: Path) -> None:
     with path.open("rb") as file:
         is_page = file.read(len(_START)).lower() == _START
     if not is_page:
         raise UsageError(f"{path}: exists and is no HTML page, so it is not overwritten; choose another file")
-    if not overwrite:
-        raise UsageError(f"{path}: exists; give --force to overwrite it, or choose another file")
 
 
 def write_page(path: Path, html: str) -> None:
