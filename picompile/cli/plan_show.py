@@ -86,7 +86,8 @@ def verdict(plan: "Plan") -> str:
     gain = plan.tokens_per_s / max(plan.baselines.values())
     fits = "\nDense, all of it fits on the GPU." if dense_fits_gpu(plan) else ""
     if gain < WORTH:
-        speed = "as fast as the plan" if gain > 1 / WORTH else "faster"
+        way = "" if plan.predictor == "none" else "; plan and compile with --predictor none"
+        speed = "as fast as the plan" if gain > 1 / WORTH else f"faster{way}"
         return f"No: dense inference is {speed}.{fits}"
     text = f"Yes: {gain:.2f} times as fast as dense inference."
     if plan.gpu_budget_bytes and not plan.taken_bytes("gpu"):

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from picompile.placement.latency import Task, fixed_bytes, group_bytes
-from picompile.placement.plan import MemoryRow
+from picompile.placement.plan import MemoryRow, device_name
 from picompile.placement.program import Place
 from picompile.placement.times import Where
 
@@ -20,17 +20,13 @@ def memory_account(task: Task, wheres: Sequence[Where], places: Sequence[Place])
             (where.kv_cache_on_gpu, "kv cache", layer.kv_cache_bytes),
             (where.predictor_on_gpu, "predictors", layer.predictor_bytes),
         ):
-            taken[_side(on_gpu), what] += size
+            taken[device_name(on_gpu), what] += size
             left[0 if on_gpu else 1] -= size
         taken["gpu", "hot neurons"] += left[0] + moved
         taken["host", "cold neurons"] += left[1] - moved
-    taken[_side(wheres[-1].attention_on_gpu), "output head"] += model.head_bytes
+    taken[device_name(wheres[-1].attention_on_gpu), "output head"] += model.head_bytes
     taken["host", "embedding"] += model.embedding_bytes
-    for device in ("gpu", "host") if any(size for (device, _), size in taken.items() if device == "gpu") else ("host",):
+    for device in {device for (device, _), size in taken.items() if size}:
         taken[device, "workspace"] += model.workspace_bytes
         taken[device, "tables"] += model.table_bytes
     return tuple(MemoryRow(device, what, size) for (device, what), size in sorted(taken.items()) if size)
-
-
-def _side(on_gpu: bool) -> str:
-    return "gpu" if on_gpu else "host"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from picompile.errors import SolverError
 from picompile.placement.pieces import Piece, Region
 from picompile.placement.prices import Prices
-from picompile.placement.program import Place, Program
+from picompile.placement.program import Choice, Place, Program
 
 # Lines that every piece begins with; the others are added where a solution is below the hull.
 _FIRST_LINES = 6
@@ -53,7 +53,10 @@ class Limit(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of choice: its label, whether it has groups to place, whether all are on the GPU, and else how many."""
+    """What stages that choose alike have in common.
+
+    The choice's label, whether it has groups to place, whether all are on the GPU, and else how many.
+    """
 
     label: Hashable
     divisible: bool
@@ -73,7 +76,10 @@ class Columns:
     def __init__(self, program: Program, pieces: Sequence[Piece], gap: float) -> None:
         self.program, self.pieces = program, tuple(pieces)
         wide = [number for number, piece in enumerate(pieces) if not piece.single]
-        self._kinds = _kinds(program, pieces)
+        # The kind of each piece, and the pieces of each.
+        self.piece_kinds = tuple(_kind(program, piece) for piece in pieces)
+        self._on_gpu = np.asarray([_choice(program, piece).on_gpu for piece in pieces], dtype=bool)
+        self._kinds = self._shared_kinds()
         self._limits = {kind: Limit(0, len(program.stages)) for kind in self._kinds}
         first = len(pieces)
         self._groups = {number: first + place for place, number in enumerate(wide)}
@@ -111,14 +117,14 @@ class Columns:
     def weights(self, relaxed: Relaxed) -> dict[tuple[int, Kind], float]:
         """How far each stage makes each kind of choice."""
         found: dict[tuple[int, Kind], float] = {}
-        for piece, weight in zip(self.pieces, relaxed.values, strict=False):
-            pair = (piece.stage, kind_of(self.program, piece))
+        for piece, kind, weight in zip(self.pieces, self.piece_kinds, relaxed.values, strict=False):
+            pair = (piece.stage, kind)
             found[pair] = found.get(pair, 0.0) + float(weight)
         return found
 
     def on_gpu(self, relaxed: Relaxed) -> float:
         """How many stages have the stream on the GPU."""
-        return float(sum(relaxed.values[number] for number in range(len(self.pieces)) if self._on_gpu(number)))
+        return float(relaxed.values[: len(self.pieces)][self._on_gpu].sum())
 
     def relax(self) -> Relaxed | None:
         """The linear relaxation of all lines; None where it has no solution. Raises `SolverError`."""
@@ -190,9 +196,9 @@ class Columns:
             given -= max(kinds[kind] * limit.low, kinds[kind] * limit.high)
         beside = [
             float(choices[piece.stage][piece.choice])
-            + kinds.get(kind_of(self.program, piece), 0.0)
-            + (kinds.get(ON_GPU, 0.0) if self._has_stream(piece) else 0.0)
-            for piece in self.pieces
+            + kinds.get(kind, 0.0)
+            + (kinds.get(ON_GPU, 0.0) if on_gpu else 0.0)
+            for piece, kind, on_gpu in zip(self.pieces, self.piece_kinds, self._on_gpu, strict=True)
         ]
         return Prices(gpu, host, beside, given)
 
@@ -220,11 +226,17 @@ class Columns:
     def _failure(self, status: Any) -> SolverError:
         return SolverError(f"HiGHS ended with {self._highs.modelStatusToString(status)!r} on the placement program")
 
-    def _on_gpu(self, number: int) -> bool:
-        return self._has_stream(self.pieces[number])
-
-    def _has_stream(self, piece: Piece) -> bool:
-        return self.program.stages[piece.stage].choices[piece.choice].on_gpu
+    def _shared_kinds(self) -> dict[Kind, list[int]]:
+        """The pieces by kind, of kinds that several stages have."""
+        kinds: dict[Kind, list[int]] = {}
+        for number, kind in enumerate(self.piece_kinds):
+            kinds.setdefault(kind, []).append(number)
+        kinds[ON_GPU] = [number for number, on_gpu in enumerate(self._on_gpu) if on_gpu]
+        return {
+            kind: members
+            for kind, members in kinds.items()
+            if len({self.pieces[number].stage for number in members}) > 1
+        }
 
     def _add_columns(self) -> None:
         count = self._totals.stop
@@ -279,7 +291,7 @@ class Columns:
 
     def _add_switches(self, stages: Sequence[Sequence[int]]) -> None:
         sides = [
-            (stage, [number for number in members if self._on_gpu(number)]) for stage, members in enumerate(stages)
+            (stage, [number for number in members if self._on_gpu[number]]) for stage, members in enumerate(stages)
         ]
         if self.program.from_host:
             sides = [(0, []), *sides, (0, [])]
@@ -323,7 +335,7 @@ class Columns:
             if place.choice != piece.choice or not piece.low <= place.groups <= piece.high:
                 continue
             values[number] = 1.0
-            sides[piece.stage] = self._on_gpu(number)
+            sides[piece.stage] = self._on_gpu[number]
             if not piece.single:
                 values[self._groups[number]] = place.groups
                 values[self._costs[number]] = piece.hull(place.groups) * self._cost_scale
@@ -358,18 +370,10 @@ def _cost_size(program: Program) -> float:
     return total or 1.0
 
 
-def kind_of(program: Program, piece: Piece) -> Kind:
-    """What stages that choose alike have in common."""
-    choice = program.stages[piece.stage].choices[piece.choice]
+def _choice(program: Program, piece: Piece) -> Choice:
+    return program.stages[piece.stage].choices[piece.choice]
+
+
+def _kind(program: Program, piece: Piece) -> Kind:
+    choice = _choice(program, piece)
     return Kind(choice.label, len(choice.costs) > 1, piece.low == choice.last, piece.region)
-
-
-def _kinds(program: Program, pieces: Sequence[Piece]) -> dict[Kind, list[int]]:
-    """The pieces by kind, of kinds that several stages have."""
-    kinds: dict[Kind, list[int]] = {}
-    for number, piece in enumerate(pieces):
-        kinds.setdefault(kind_of(program, piece), []).append(number)
-    kinds[ON_GPU] = [
-        number for number, piece in enumerate(pieces) if program.stages[piece.stage].choices[piece.choice].on_gpu
-    ]
-    return {kind: members for kind, members in kinds.items() if len({pieces[number].stage for number in members}) > 1}

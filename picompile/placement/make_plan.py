@@ -1,6 +1,6 @@
 """Making a plan: budgets become a program, its solution becomes a plan."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,7 +12,7 @@ from picompile.placement.impact import impact_program
 from picompile.placement.latency import Task, head_s, latency_program
 from picompile.placement.machine import Machine
 from picompile.placement.model_bytes import ModelBytes
-from picompile.placement.plan import Plan, PlanLayer
+from picompile.placement.plan import Plan, PlanLayer, device_name
 from picompile.placement.program import Place, Program, evaluate
 from picompile.placement.refusal import refusal
 from picompile.placement.schedule import LayerParts, layer_graph, token_s
@@ -61,12 +61,14 @@ def make_plan(model: ModelBytes, firing: Firing, options: PlanOptions) -> Plan:
     task = Task(model, firing, options.capacity, tokens)
     program = latency_program(task)
     places, gap = _solve(task, program, options)
-    layers = tuple(_layer(task, program, number, place) for number, place in enumerate(places[:-1]))
-    head = _where(program, len(layers), places[-1])
+    *wheres, head_where = _wheres(program, places)
+    layers = tuple(
+        _layer(task, number, where, place.groups)
+        for number, (where, place) in enumerate(zip(wheres, places, strict=False))
+    )
+    head, seconds = device_name(head_where.attention_on_gpu), head_s(model, task.machine, head_where.attention_on_gpu)
     parts = [LayerParts(vars(layer), layer.attention, layer.kv_cache, layer.predictor) for layer in layers]
-    side = "gpu" if head.attention_on_gpu else "host"
-    seconds = head_s(model, task.machine, head.attention_on_gpu)
-    graph = layer_graph(parts, (side, seconds), program.switch_cost)
+    graph = layer_graph(parts, (head, seconds), program.switch_cost)
     return Plan(
         model=model.name,
         fingerprint=options.fingerprint,
@@ -84,10 +86,10 @@ def make_plan(model: ModelBytes, firing: Firing, options: PlanOptions) -> Plan:
         objective=options.objective,
         firing=firing.source,
         layers=layers,
-        head=side,
+        head=head,
         head_s=seconds,
         switch_s=program.switch_cost,
-        memory=memory_account(task, [_where(program, number, place) for number, place in enumerate(places)], places),
+        memory=memory_account(task, [*wheres, head_where], places),
         token_s=token_s(graph),
         gap=gap,
         baselines=_baselines(task),
@@ -107,38 +109,35 @@ def _solve(task: Task, program: Program, options: PlanOptions) -> tuple[list[Pla
     raise DoesNotFitError(refusal(task, programs, options.margin))
 
 
-def _where(program: Program, stage: int, place: Place) -> Where:
-    label = program.stages[stage].choices[place.choice].label
-    if not isinstance(label, Where):
-        raise TypeError(label)
-    return label
+def _wheres(program: Program, places: Sequence[Place]) -> list[Where]:
+    """The labels of what was chosen for each stage."""
+    labels = [stage.choices[place.choice].label for stage, place in zip(program.stages, places, strict=True)]
+    wheres = [label for label in labels if isinstance(label, Where)]
+    if len(wheres) < len(labels):
+        raise TypeError(labels)
+    return wheres
 
 
-def _layer(task: Task, program: Program, number: int, place: Place) -> PlanLayer:
+def _layer(task: Task, number: int, where: Where, groups: int) -> PlanLayer:
     layer, firing = task.model.layers[number], task.firing.layers[number]
-    where = _where(program, number, place)
     times = task.layer_times(number).times(where)
-    seconds = times.at(place.groups)
+    seconds = times.at(groups)
     computed = computed_by_groups(firing)
-    hot = min(place.groups * GROUP, layer.neurons)
+    hot = min(groups * GROUP, layer.neurons)
     return PlanLayer(
         layer=number,
         neurons=layer.neurons,
         hot_neurons=hot,
-        attention=_side(where.attention_on_gpu),
-        kv_cache=_side(where.kv_cache_on_gpu),
-        predictor=_side(where.predictor_on_gpu) if layer.predictor_bytes else "none",
+        attention=device_name(where.attention_on_gpu),
+        kv_cache=device_name(where.kv_cache_on_gpu),
+        predictor=device_name(where.predictor_on_gpu) if layer.predictor_bytes else "none",
         computed=float(computed[-1]),
-        hot_computed=float(computed[place.groups]),
+        hot_computed=float(computed[groups]),
         **seconds,
-        total_s=float(times.total_s[place.groups]),
+        total_s=float(times.total_s[groups]),
         limit=_limit(seconds),
         hot=None if firing.order is None else tuple(sorted(int(neuron) for neuron in firing.order[:hot])),
     )
-
-
-def _side(on_gpu: bool) -> str:
-    return "gpu" if on_gpu else "host"
 
 
 def _limit(seconds: Mapping[str, float]) -> str:

@@ -10,6 +10,11 @@ FORMAT = "picompile-plan"
 SCHEMA = 1
 
 
+def device_name(on_gpu: bool) -> str:
+    """What a plan calls it."""
+    return "gpu" if on_gpu else "host"
+
+
 @dataclass(frozen=True)
 class MemoryRow:
     """`bytes` of one kind (`what`) on a `device`, gpu or host."""

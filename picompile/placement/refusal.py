@@ -24,16 +24,36 @@ def refusal(task: Task, programs: Callable[[Task], Program], margin: float) -> s
     ways = []
     if (host := _least_bytes(programs(task), on_host=True)) is not None:
         ways.append(f"--host-memory {_budget((host + everywhere + model.embedding_bytes) / kept)}")
-    if machine.gpu_bytes_per_s:
-        larger = programs(replace(task, machine=replace(machine, gpu_bytes=_ANY_BYTES)))
-        if (gpu := _least_bytes(larger, on_host=False)) is not None:
-            ways.append(f"--vram-budget {_budget((gpu + everywhere) / kept)}")
+    if machine.gpu_bytes_per_s and (gpu := _least_gpu_bytes(task, programs, everywhere)) is not None:
+        ways.append(f"--vram-budget {_budget((gpu + everywhere) / kept)}")
     return f"{text}; it would with {' or with '.join(ways)}" if ways else text
 
 
 def _budget(size: float) -> str:
     """A size for the command line that is no less, for the margin is rounded too."""
     return f"{int(size // _MIB) + 1}MiB"
+
+
+def _least_gpu_bytes(task: Task, programs: Callable[[Task], Program], everywhere: int) -> int | None:
+    """The least bytes of stages on the GPU with the host as it is, to a MiB; None where the host holds too little."""
+
+    def program_of(gpu_bytes: int) -> Program:
+        return programs(replace(task, machine=replace(task.machine, gpu_bytes=gpu_bytes + everywhere)))
+
+    high = _least_bytes(program_of(_ANY_BYTES), on_host=False)
+    if high is None:
+        return None
+    # The paper's policy puts more beside the neurons on a larger GPU, so that a smaller one may do.
+    low, tried = 0, high - _MIB
+    while tried > low:
+        program = program_of(tried)
+        host = _least_bytes(program, on_host=True)
+        if host is not None and host <= program.host_capacity_bytes:
+            high = tried
+        else:
+            low = tried
+        tried = (low + high) // 2 if high - low > _MIB else low
+    return high
 
 
 def _least_bytes(program: Program, *, on_host: bool) -> int | None:

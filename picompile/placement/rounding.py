@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from picompile.placement.columns import Columns, Kind, Relaxed, kind_of
+from picompile.placement.columns import Columns, Kind, Relaxed
 from picompile.placement.prices import Prices, priced
 from picompile.placement.program import Place
 
@@ -42,12 +42,11 @@ def round_relaxed(columns: Columns, relaxed: Relaxed, best: Sequence[Mapping[Kin
 def best_places(columns: Columns, prices: Prices) -> list[dict[Kind, Priced]]:
     """Of each stage the best number of groups at these prices, by kind of choice."""
     best: list[dict[Kind, Priced]] = [{} for _ in columns.program.stages]
-    for piece, beside in zip(columns.pieces, prices.pieces, strict=True):
+    for piece, kind, beside in zip(columns.pieces, columns.piece_kinds, prices.pieces, strict=True):
         values = priced(columns.program, piece, prices, beside)
         place = int(np.argmin(values))
         found = Priced(float(values[place]), Place(piece.choice, piece.low + place))
-        kinds, kind = best[piece.stage], kind_of(columns.program, piece)
-        kinds[kind] = min(found, kinds.get(kind, _NOWHERE))
+        best[piece.stage][kind] = min(found, best[piece.stage].get(kind, _NOWHERE))
     return best
 
 

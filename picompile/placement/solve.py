@@ -207,22 +207,22 @@ class _Search:
                 return bound
             try:
                 found = columns.branch(0.8 * self._gap, self._best and self._best.places, left_s)
+                if found is None:
+                    return math.inf
+                self._nodes += 1
+                bound = max(bound, found.bound)
+                places = columns.places(found)
+                self._offer(places)
+                self._offer(self._improver.improve(places))
+                if self._closed(bound) or found.timed_out:
+                    return bound
+                if not columns.tighten(found):
+                    columns = self._refined(columns, found)
             except SolverError:
+                # HiGHS comes to the end of its precision. What was proved until now still holds.
                 if self._best is None:
                     raise
-                # What was proved until now still holds.
                 return bound
-            if found is None:
-                return math.inf
-            self._nodes += 1
-            bound = max(bound, found.bound)
-            places = columns.places(found)
-            self._offer(places)
-            self._offer(self._improver.improve(places))
-            if self._closed(bound) or found.timed_out:
-                return bound
-            if not columns.tighten(found):
-                columns = self._refined(columns, found)
         raise SolverError("branching on the placement program does not come to an end")
 
     def _refined(self, columns: Columns, found: Relaxed) -> Columns:

@@ -12,7 +12,7 @@ from picompile.errors import DoesNotFitError, UsageError
 from picompile.placement import policies
 from picompile.placement.latency import Task, latency_program
 from picompile.placement.machine import Machine
-from picompile.placement.make_plan import PlanOptions, make_plan
+from picompile.placement.make_plan import OBJECTIVES, PlanOptions, make_plan
 from picompile.placement.plan import Plan
 from picompile.placement.program import evaluate
 
@@ -29,7 +29,7 @@ def taken(plan: Plan, device: str) -> int:
 
 
 @settings(max_examples=60)
-@given(SEEDS, st.sampled_from([0.0, 0.05, 0.5]), st.sampled_from(["latency", "impact"]))
+@given(SEEDS, st.sampled_from([0.0, 0.05, 0.5]), st.sampled_from(OBJECTIVES))
 def test_memory_is_never_more_than_the_budget_less_its_margin(seed: int, margin: float, objective: str) -> None:
     task = random_task(seed)
     try:
@@ -61,13 +61,13 @@ def test_every_byte_is_in_the_account(seed: int) -> None:
     assert weights <= taken(plan, "gpu") + taken(plan, "host") <= weights + slack
 
 
-# Each example solves up to nine programs.
+# Each example solves a dozen programs and more.
 @settings(max_examples=30)
-@given(SEEDS)
-def test_a_refusal_names_budgets_that_would_do(seed: int) -> None:
+@given(SEEDS, st.sampled_from(OBJECTIVES))
+def test_a_refusal_names_the_smallest_budgets_that_would_do(seed: int, objective: str) -> None:
     task = random_task(seed)
     try:
-        make_plan(task.model, task.firing, options_of(task))
+        make_plan(task.model, task.firing, options_of(task, objective=objective))
     except DoesNotFitError as error:
         message = str(error)
     else:
@@ -80,11 +80,12 @@ def test_a_refusal_names_budgets_that_would_do(seed: int) -> None:
             continue
         for budget, fits in ((int(found[1]) * _MIB, True), ((int(found[1]) - 2) * _MIB, False)):
             machine = Machine(**{**vars(task.machine), name: max(0, budget)})
+            options = PlanOptions("random", machine, objective, tokens=task.tokens)
             if fits:
-                make_plan(task.model, task.firing, PlanOptions("random", machine, tokens=task.tokens))
+                make_plan(task.model, task.firing, options)
             elif budget > 0:
                 with pytest.raises(DoesNotFitError):
-                    make_plan(task.model, task.firing, PlanOptions("random", machine, tokens=task.tokens))
+                    make_plan(task.model, task.firing, options)
 
 
 @given(SEEDS)
