@@ -9,6 +9,7 @@ figures, those of the model most like it are taken.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -127,6 +128,7 @@ def _rates(active: float, neurons: int, skew: float | None) -> NDArray[np.float6
     return np.asarray(beta_rates(active, neurons, SKEW if skew is None else skew), dtype=np.float64)
 
 
+@cache
 def _skew(text: str, active: float, hot: float) -> float:
     """The skew with which the share `hot` of the neurons makes 80 % of the firings. Raises `UsageError`."""
     import torch

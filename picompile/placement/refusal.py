@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from picompile.errors import SolverError
 from picompile.placement.latency import Task
 from picompile.placement.program import Program, Stage
-from picompile.placement.solve import solve
+from picompile.placement.solve import GAP, solve
 
 _ANY_BYTES = 1 << 62
 _MIB, _GIB = 2**20, 2**30
@@ -21,12 +22,11 @@ def refusal(task: Task, programs: Callable[[Task], Program], margin: float) -> s
         f"{model.name} in {model.quant} does not fit: {max(0, machine.host_bytes) / _GIB:.2f} GiB of host memory may "
         f"be taken and {machine.gpu_bytes / _GIB:.2f} GiB of the GPU's"
     )
-    ways = []
-    if (host := _least_bytes(programs(task), on_host=True)) is not None:
-        ways.append(f"--host-memory {_budget((host + everywhere + model.embedding_bytes) / kept)}")
-    if machine.gpu_bytes_per_s and (gpu := _least_gpu_bytes(task, programs, everywhere)) is not None:
+    host = _least_host_bytes(programs(task)) + everywhere + model.embedding_bytes
+    ways = [f"--host-memory {_budget(host / kept)}"]
+    if machine.gpu_bytes_per_s and (gpu := _least_gpu_bytes(task, programs, everywhere, kept * _MIB)) is not None:
         ways.append(f"--vram-budget {_budget((gpu + everywhere) / kept)}")
-    return f"{text}; it would with {' or with '.join(ways)}" if ways else text
+    return f"{text}; it would with {' or with '.join(ways)}"
 
 
 def _budget(size: float) -> str:
@@ -34,41 +34,39 @@ def _budget(size: float) -> str:
     return f"{int(size // _MIB) + 1}MiB"
 
 
-def _least_gpu_bytes(task: Task, programs: Callable[[Task], Program], everywhere: int) -> int | None:
-    """The least bytes of stages on the GPU with the host as it is, to a MiB; None where the host holds too little."""
+def _least_gpu_bytes(task: Task, programs: Callable[[Task], Program], everywhere: int, tolerance: float) -> int | None:
+    """The least bytes of stages on the GPU with the host as it is, within `tolerance` bytes or `GAP`.
 
-    def program_of(gpu_bytes: int) -> Program:
-        return programs(replace(task, machine=replace(task.machine, gpu_bytes=gpu_bytes + everywhere)))
+    None where no number is enough. `everywhere` are the bytes that the GPU has beside stages.
 
-    high = _least_bytes(program_of(_ANY_BYTES), on_host=False)
-    if high is None:
+    What the host lacks with a GPU of some size is the least that it must have more. Only the paper's policy may do
+    with less, for on a larger GPU it puts more beside the neurons: what was found is halved, down to what doesn't do.
+    """
+
+    def lacking(gpu_bytes: int) -> int:
+        program = programs(replace(task, machine=replace(task.machine, gpu_bytes=gpu_bytes + everywhere)))
+        return _least_host_bytes(program) - program.host_capacity_bytes
+
+    if lacking(_ANY_BYTES) > 0:
         return None
-    # The paper's policy puts more beside the neurons on a larger GPU, so that a smaller one may do.
-    low, tried = 0, high - _MIB
-    while tried > low:
-        program = program_of(tried)
-        host = _least_bytes(program, on_host=True)
-        if host is not None and host <= program.host_capacity_bytes:
-            high = tried
-        else:
-            low = tried
-        tried = (low + high) // 2 if high - low > _MIB else low
+    low, high, tried = -1, _ANY_BYTES, 0
+    while high - low > max(tolerance, GAP * high):
+        more = lacking(tried)
+        low, high = (tried, high) if more > 0 else (low, tried)
+        tried = low + max(more, int(tolerance), 1) if high == _ANY_BYTES else (low + high) // 2
     return high
 
 
-def _least_bytes(program: Program, *, on_host: bool) -> int | None:
-    """The least bytes on one device with what the other holds; None where the other holds too little for any."""
+def _least_host_bytes(program: Program) -> int:
+    """The least bytes of stages on a host of any size, with the GPU as it is."""
     stages = []
     for stage in program.stages:
         choices = []
         for choice in stage.choices:
             moved = np.arange(choice.first, choice.last + 1, dtype=np.float64) * stage.group_bytes
-            costs = choice.host_bytes - moved if on_host else choice.gpu_bytes + moved
-            choices.append(replace(choice, costs=costs))
+            choices.append(replace(choice, costs=choice.host_bytes - moved))
         stages.append(Stage(tuple(choices), stage.group_bytes))
-    program = replace(program, stages=tuple(stages), switch_cost=0.0)
-    if on_host:
-        found = solve(replace(program, host_capacity_bytes=_ANY_BYTES))
-        return None if found is None else found.totals.host_bytes
-    found = solve(program)
-    return None if found is None else found.totals.gpu_bytes
+    found = solve(replace(program, stages=tuple(stages), switch_cost=0.0, host_capacity_bytes=_ANY_BYTES))
+    if found is None:
+        raise SolverError("nothing fits a host of any size")
+    return found.totals.host_bytes
