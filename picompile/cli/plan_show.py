@@ -116,11 +116,7 @@ def _memory_table(plan: "Plan") -> "Table":
     table = Table("memory", box=None, pad_edge=False)
     for device in devices:
         table.add_column(_HEADINGS[device], justify="right", min_width=10)
-    sizes: dict[str, dict[str, int]] = {}
-    for row in plan.memory:
-        of_row = sizes.setdefault(row.what, {})
-        of_row[row.device] = of_row.get(row.device, 0) + row.bytes
-    for what, by_device in sorted(sizes.items(), key=lambda item: _ORDER.get(item[0], len(_ORDER))):
+    for what, by_device in sorted(plan.bytes_by_kind().items(), key=lambda item: _ORDER.get(item[0], len(_ORDER))):
         table.add_row(what, *(size(by_device[device]) if device in by_device else "" for device in devices))
     for title, summed in _sums(plan).items():
         table.add_row(title, *(size(summed[device]) for device in devices))
@@ -129,9 +125,10 @@ def _memory_table(plan: "Plan") -> "Table":
 
 def _sums(plan: "Plan") -> dict[str, dict[str, int]]:
     """What is needed, against what there is."""
-    budgets = {"gpu": plan.gpu_budget_bytes, "host": plan.host_budget_bytes}
-    usable = {"gpu": plan.machine.gpu_bytes, "host": plan.machine.host_bytes}
-    taken = {device: plan.taken_bytes(device) for device in budgets}
+    budgets, usable, taken = (
+        {device: of_device(device) for device in _HEADINGS}
+        for of_device in (plan.budget_bytes, plan.capacity_bytes, plan.taken_bytes)
+    )
     return {
         "projected": taken,
         "available": budgets,

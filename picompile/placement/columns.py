@@ -200,10 +200,11 @@ class Columns:
             + (kinds.get(ON_GPU, 0.0) if on_gpu else 0.0)
             for piece, kind, on_gpu in zip(self.pieces, self.piece_kinds, self._on_gpu, strict=True)
         ]
-        return Prices(gpu, host, beside, given)
+        return Prices(gpu, host, beside, given, sides)
 
     def _run(self, time_limit_s: float = _INFINITY) -> Any:
-        self._highs.setOptionValue("time_limit", self._highs.getRunTime() + time_limit_s)
+        # Of this run alone: its own clock, `getRunTime`, is of all runs.
+        self._highs.setOptionValue("time_limit", time_limit_s)
         self._highs.run()
         return self._highs.getModelStatus()
 

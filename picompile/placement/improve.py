@@ -1,6 +1,7 @@
 """From a placement to one of the same choices that fits, and that uses the memory that is left."""
 
 import heapq
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -65,16 +66,21 @@ class Improver:
     def _down(self, stage: int, place: Place, groups: int) -> list[tuple[float, int, int]]:
         """[(cost for its groups, stage, groups after)] of the next step down, if there is one."""
         choice = self._choice(stage, place)
-        below = [vertex for vertex in self._hull(stage, place) if vertex < groups]
-        if not below:
+        hull = self._hull(stage, place)
+        below = bisect_left(hull, groups)
+        if below == 0:
             return []
-        after = below[-1]
+        after = hull[below - 1]
         return [((choice.cost(after) - choice.cost(groups)) / (groups - after) / self._size(stage), stage, after)]
 
     def _up(self, stage: int, place: Place, groups: int) -> list[tuple[float, int, int]]:
         """The same of the next step up that gains."""
         choice = self._choice(stage, place)
-        after = next((vertex for vertex in self._hull(stage, place) if vertex > groups), groups)
+        hull = self._hull(stage, place)
+        above = bisect_right(hull, groups)
+        if above == len(hull):
+            return []
+        after = hull[above]
         change = choice.cost(after) - choice.cost(groups)
         return [(change / (after - groups) / self._size(stage), stage, after)] if change < 0 else []
 

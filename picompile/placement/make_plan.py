@@ -15,7 +15,7 @@ from picompile.placement.model_bytes import ModelBytes
 from picompile.placement.plan import Plan, PlanLayer, device_name
 from picompile.placement.program import Place, Program, evaluate
 from picompile.placement.refusal import refusal
-from picompile.placement.schedule import LayerParts, layer_graph, token_s
+from picompile.placement.schedule import plan_graph, token_s
 from picompile.placement.solve import GAP, solve
 from picompile.placement.times import GROUP, Where, computed_by_groups
 
@@ -67,8 +67,7 @@ def make_plan(model: ModelBytes, firing: Firing, options: PlanOptions) -> Plan:
         for number, (where, place) in enumerate(zip(wheres, places, strict=False))
     )
     head, seconds = device_name(head_where.attention_on_gpu), head_s(model, task.machine, head_where.attention_on_gpu)
-    parts = [LayerParts(vars(layer), layer.attention, layer.kv_cache, layer.predictor) for layer in layers]
-    graph = layer_graph(parts, (head, seconds), program.switch_cost)
+    graph = plan_graph(layers, (head, seconds), program.switch_cost)
     return Plan(
         model=model.name,
         fingerprint=options.fingerprint,

@@ -5,7 +5,7 @@ that is the slower side makes a bend. On a single range the hull is below the co
 matters, hull and costs agree there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -92,25 +92,23 @@ def split(program: Program, piece: Piece, groups: int) -> Iterator[Piece]:
             yield make_piece(piece.stage, piece.choice, choice, low, high, piece.region)
 
 
-def cut_at_bends(program: Program, pieces: Sequence[Piece], tolerance: float) -> Iterator[Piece]:
-    """The pieces, each cut where its costs bend the other way, if its hull is further below them than `tolerance`.
+def cut_at_bends(program: Program, piece: Piece, tolerance: float) -> Iterator[Piece]:
+    """The piece, cut where its costs bend the other way, if its hull is further below them than `tolerance`.
 
     Then few numbers of groups are any good: those before the bend, and those after it. How many layers are on which
     side is a number to branch on. What lies between is cut on until hull and costs are close.
     """
-    for piece in pieces:
-        choice = program.stages[piece.stage].choices[piece.choice]
-        worst, below = _worst(piece, choice)
-        if below <= tolerance:
-            yield piece
-            continue
-        segment = piece.segment(worst)
-        low, high = int(piece.at[segment]), int(piece.at[segment + 1])
-        yield make_piece(piece.stage, piece.choice, choice, piece.low, low, Region.BELOW)
-        yield from _close(
-            make_piece(piece.stage, piece.choice, choice, low + 1, high - 1, Region.BETWEEN), choice, tolerance
-        )
-        yield make_piece(piece.stage, piece.choice, choice, high, piece.high, Region.ABOVE)
+    choice = program.stages[piece.stage].choices[piece.choice]
+    worst, below = _worst(piece, choice)
+    if below <= tolerance:
+        yield piece
+        return
+    segment = piece.segment(worst)
+    low, high = int(piece.at[segment]), int(piece.at[segment + 1])
+    yield make_piece(piece.stage, piece.choice, choice, piece.low, low, Region.BELOW)
+    between = make_piece(piece.stage, piece.choice, choice, low + 1, high - 1, Region.BETWEEN)
+    yield from _close(between, choice, tolerance)
+    yield make_piece(piece.stage, piece.choice, choice, high, piece.high, Region.ABOVE)
 
 
 def _close(piece: Piece, choice: Choice, tolerance: float) -> Iterator[Piece]:

@@ -93,6 +93,22 @@ class Plan:
         """Expected, of all sequences together."""
         return self.batch / self.token_s
 
+    def budget_bytes(self, device: str) -> int:
+        """What may be taken of a device, its margin included."""
+        return self.gpu_budget_bytes if device == "gpu" else self.host_budget_bytes
+
+    def capacity_bytes(self, device: str) -> int:
+        """The budget less its margin: what may be filled."""
+        return self.machine.gpu_bytes if device == "gpu" else self.machine.host_bytes
+
+    def bytes_by_kind(self) -> dict[str, dict[str, int]]:
+        """What lies on the devices, by kind and then by device."""
+        kinds: dict[str, dict[str, int]] = {}
+        for row in self.memory:
+            of_kind = kinds.setdefault(row.what, {})
+            of_kind[row.device] = of_kind.get(row.device, 0) + row.bytes
+        return kinds
+
     def taken_bytes(self, device: str) -> int:
         """All that lies on a device."""
         return sum(row.bytes for row in self.memory if row.device == device)

@@ -23,13 +23,15 @@ class Prices:
     """Duals in the program's units: what a byte of each device costs, at least 0, and each piece beside its bytes.
 
     `pieces` has the price of each piece: of the side that the stream is on, and of what is given of how many stages
-    choose alike. `given` is what these prices come to by themselves.
+    choose alike. `given` is what these prices come to by themselves. `sides` float64 [stages] is what there is in
+    `pieces` for having the stream on the GPU, so that transfers cost nothing beside.
     """
 
     gpu_byte: float
     host_byte: float
     pieces: Sequence[float]
     given: float
+    sides: NDArray[np.float64]
 
 
 def lagrange_bound(program: Program, pieces: Sequence[Piece], prices: Prices) -> float:

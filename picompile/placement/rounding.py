@@ -4,10 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from picompile.placement.columns import Columns, Kind, Relaxed
 from picompile.placement.prices import Prices, priced
-from picompile.placement.program import Place
+from picompile.placement.program import Place, Program
 
 
 class Priced(NamedTuple):
@@ -20,23 +21,58 @@ class Priced(NamedTuple):
 _NOWHERE = Priced(np.inf, Place(-1, 0))
 
 
-def round_relaxed(columns: Columns, relaxed: Relaxed, best: Sequence[Mapping[Kind, Priced]]) -> Iterator[list[Place]]:
+def round_relaxed(
+    columns: Columns, relaxed: Relaxed, best: Sequence[Mapping[Kind, Priced]], sides: NDArray[np.float64]
+) -> Iterator[list[Place]]:
     """Placements near a solution in fractions, of the `best_places` at its prices; they need not fit.
 
     In the first each kind of choice is made by as many stages as in the solution, by those that have most of it. In
-    the others as many stages are on the GPU as in the solution, one more or one less: the first, the last, or those
-    that gain most by it at the solution's prices.
+    the others as many stages are on the GPU as in the solution, one more or one less: the cheapest at these prices, of
+    which those of the `sides` are in the transfers' place.
     """
     yield _alike(columns, relaxed, best)
     host, gpu = (_cheapest(columns, best, on_gpu) for on_gpu in (False, True))
-    in_order = list(range(len(best)))
-    by_gain = sorted(in_order, key=lambda stage: gpu[stage].price - host[stage].price)
+    by_count = _Sides(
+        np.asarray([priced.price for priced in host]),
+        np.asarray([priced.price for priced in gpu]) - sides,
+        columns.program,
+    )
     whole = int(columns.on_gpu(relaxed) + 1e-6)
     for count in (whole, whole + 1, whole - 1):
-        for order in (in_order, in_order[::-1], by_gain):
-            chosen = set(order[: max(count, 0)])
-            pairs = [(gpu[stage], host[stage]) if stage in chosen else (host[stage], gpu[stage]) for stage in in_order]
-            yield [(first if first.price < np.inf else second).place for first, second in pairs]
+        chosen = by_count.cheapest(count)
+        if chosen is not None:
+            yield [(gpu if on_gpu else host)[stage].place for stage, on_gpu in enumerate(chosen)]
+
+
+class _Sides:
+    """The cheapest sides of all stages by how many are on the GPU, transfers counted: found stage by stage."""
+
+    def __init__(self, host: NDArray[np.float64], gpu: NDArray[np.float64], program: Program) -> None:
+        stages, switch = len(host), program.switch_cost
+        # By side and number on the GPU; nothing is dearer than what cannot be.
+        costs = np.full((2, stages + 1), np.inf)
+        costs[0, 0] = 0.0
+        self._came_over = np.zeros((stages, 2, stages + 1), dtype=bool)
+        for stage in range(stages):
+            over = costs[::-1] + (switch if stage or program.from_host else 0.0)
+            self._came_over[stage] = over < costs
+            costs = np.minimum(costs, over)
+            costs[0] += host[stage]
+            costs[1, 1:] = costs[1, :-1] + gpu[stage]
+            costs[1, 0] = np.inf
+        self._costs = costs + np.asarray([[0.0], [switch if program.from_host else 0.0]])
+
+    def cheapest(self, count: int) -> list[bool] | None:
+        """Whether each stage is on the GPU, of `count` that are; None where it cannot be so many."""
+        if not 0 <= count < self._costs.shape[1] or not np.isfinite(self._costs[:, count]).any():
+            return None
+        side = int(np.argmin(self._costs[:, count]))
+        found = []
+        for came_over in self._came_over[::-1]:
+            found.append(side == 1)
+            count -= side
+            side ^= int(came_over[side, count])
+        return found[::-1]
 
 
 def best_places(columns: Columns, prices: Prices) -> list[dict[Kind, Priced]]:

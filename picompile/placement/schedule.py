@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import networkx as nx
 
+from picompile.placement.plan import PlanLayer
+
 DEVICES = ("gpu", "host", "link")
 
 
@@ -61,6 +63,12 @@ def layer_graph(layers: Sequence[LayerParts], head: tuple[str, float], switch_s:
     if device != "host":
         _add(graph, [last], None, "end", "link", switch_s)
     return graph
+
+
+def plan_graph(layers: Sequence[PlanLayer], head: tuple[str, float], switch_s: float) -> nx.DiGraph:
+    """The same of layers as planned."""
+    parts = [LayerParts(vars(layer), layer.attention, layer.kv_cache, layer.predictor) for layer in layers]
+    return layer_graph(parts, head, switch_s)
 
 
 def schedule(graph: nx.DiGraph) -> list[Step]:

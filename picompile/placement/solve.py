@@ -20,7 +20,8 @@ import heapq
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 from picompile.errors import SolverError
@@ -110,10 +111,8 @@ class _Search:
             return None
         bound = self._round(columns, relaxed)
         if not self._closed(bound):
-            cut = tuple(cut_at_bends(self._program, pieces, self._gap / 4 * abs(bound)))
-            if len(cut) > len(pieces):
-                columns = Columns(self._program, cut, self._gap)
-                columns.relax()
+            columns = self._cut(columns, self._gap / 4 * abs(bound))
+            columns.relax()
             columns = self._narrowed(columns)
             root = columns.limits
             self._dive(columns)
@@ -125,17 +124,15 @@ class _Search:
     def _round(self, columns: Columns, relaxed: Relaxed, *, alike: bool = False) -> float:
         """Looks for placements near a relaxation's solution; returns the bound that the relaxation proves.
 
-        With `alike` only at the likeliest.
+        With `alike` only at the likeliest two.
         """
         prices = columns.prices()
         best = best_places(columns, prices)
         options = [[priced.place for priced in kinds.values()] for kinds in best]
-        for places in round_relaxed(columns, relaxed, best):
+        for places in islice(round_relaxed(columns, relaxed, best, prices.sides), 2 if alike else None):
             self._offer(self._improver.improve(places))
             fitting = self._improver.shrink(places)
             self._offer(self._improver.improve(exchange(self._program, fitting, options)))
-            if alike:
-                break
         return max(relaxed.bound, lagrange_bound(self._program, columns.pieces, prices))
 
     def _dive(self, columns: Columns) -> None:
@@ -153,12 +150,28 @@ class _Search:
             self._round(columns, relaxed, alike=True)
             limits = _rounded(limits, columns.totals(relaxed))
 
+    def _cut(self, columns: Columns, tolerance: float) -> Columns:
+        """The same cut at bends, without what the prices of its relaxation rule out."""
+        prices, left = columns.prices(), {(piece.stage, piece.choice) for piece in self._left(columns)}
+        pieces, beside = list[Piece](), list[float]()
+        for piece, price in zip(columns.pieces, prices.pieces, strict=True):
+            if (piece.stage, piece.choice) in left:
+                pieces += cut_at_bends(self._program, piece, tolerance)
+                beside += [price] * (len(pieces) - len(beside))
+        if self._best is not None:
+            pieces = remaining(self._program, pieces, replace(prices, pieces=beside), self._best.totals.cost)
+        return Columns(self._program, pieces, self._gap)
+
     def _narrowed(self, columns: Columns) -> Columns:
         """The same without what the prices of its relaxation rule out."""
+        left = self._left(columns)
+        return columns if left == columns.pieces else Columns(self._program, left, self._gap)
+
+    def _left(self, columns: Columns) -> Sequence[Piece]:
+        """What the prices of the last relaxation do not rule out."""
         if self._best is None:
-            return columns
-        left = remaining(self._program, columns.pieces, columns.prices(), self._best.totals.cost)
-        return Columns(self._program, left, self._gap)
+            return columns.pieces
+        return tuple(remaining(self._program, columns.pieces, columns.prices(), self._best.totals.cost))
 
     def _branch(self, columns: Columns) -> float:
         """Branches on how many stages choose alike, the part with the least bound first; returns the bound of all."""
@@ -194,12 +207,16 @@ class _Search:
     def _branch_on_all(self, columns: Columns, node: _Node) -> float:
         """Lets HiGHS branch within the limits of a node; returns the bound of what it searched."""
         columns.limit(node.limits)
-        if columns.relax() is None:
+        relaxed = columns.relax()
+        if relaxed is None:
             return math.inf
-        columns = self._narrowed(columns)
+        bound = max(node.bound, self._round(columns, relaxed))
+        if self._closed(bound):
+            return bound
+        # Anew, for these become whole numbers.
+        columns = Columns(self._program, self._left(columns), self._gap)
         if len({piece.stage for piece in columns.pieces}) < len(self._program.stages):
             return math.inf
-        bound = node.bound
         for _ in range(_MOST_ROUNDS):
             columns.limit(node.limits)
             left_s = self._deadline - time.perf_counter()

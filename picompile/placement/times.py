@@ -14,6 +14,7 @@ cold neurons, which is 1 - exp(-Σ f) where each f is small and less where not.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
@@ -114,7 +115,7 @@ class LayerTimes:
 
     def _neurons(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         layer, machine = self.layer, self.machine
-        computed = computed_by_groups(self.firing)
+        computed = self._computed
         ends = np.minimum(np.arange(len(computed)) * GROUP, layer.neurons)
         skipped = layer.neuron_bytes - layer.deciding_bytes
         hot = ends * layer.deciding_bytes + computed * skipped
@@ -128,17 +129,22 @@ class LayerTimes:
         groups = group_count(self.layer.neurons)
         number = np.zeros(groups + 1)
         if where.attention_on_gpu:
-            number[:-1] = self._cold_fires()[:-1]
+            number[:-1] = self._cold_fires[:-1]
             if self.layer.predictor_bytes and not where.predictor_on_gpu:
                 # What is predicted from goes down and the mask up; where some are hot and some cold, a result as well.
                 number[:] = 1.0
-                number[1:-1] += self._cold_fires()[1:-1]
+                number[1:-1] += self._cold_fires[1:-1]
         else:
             number[1:] = 1.0
         if where.attention_on_gpu and not where.kv_cache_on_gpu:
             number += 1.0
         return number * self.machine.crossing_s(2 * self.crossing_bytes)
 
+    @cached_property
+    def _computed(self) -> NDArray[np.float64]:
+        return computed_by_groups(self.firing)
+
+    @cached_property
     def _cold_fires(self) -> NDArray[np.float64]:
         """On which share of the tokens a cold neuron is computed: float64 [groups + 1]."""
         groups, shares = group_count(self.layer.neurons), self.firing.shares

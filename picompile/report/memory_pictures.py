@@ -12,19 +12,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def budget_bytes(plan: Plan, device: str) -> int:
-    """What the plan was given of a device."""
-    return plan.gpu_budget_bytes if device == "gpu" else plan.host_budget_bytes
-
-
-def capacity_bytes(plan: Plan, device: str) -> int:
-    """The budget less the margin: what may be filled."""
-    return plan.machine.gpu_bytes if device == "gpu" else plan.machine.host_bytes
-
-
 def devices_of(plan: Plan) -> list[str]:
     """The devices that have a budget, or that something lies on."""
-    return [device for device in ("gpu", "host") if budget_bytes(plan, device) or plan.taken_bytes(device)]
+    return [device for device in ("gpu", "host") if plan.budget_bytes(device) or plan.taken_bytes(device)]
 
 
 def memory_picture(name: str, plan: Plan) -> Picture:
@@ -52,7 +42,7 @@ def memory_picture(name: str, plan: Plan) -> Picture:
 
 def _draw_device(canvas: Canvas, axes: "Axes", plan: Plan, device: str, place: int, named: set[str]) -> float:
     """Draws the bar of a device and returns where it ends; `named` are the kinds that the legend has already."""
-    percent, left = 100 / (budget_bytes(plan, device) or plan.taken_bytes(device)), 0.0
+    percent, left = 100 / (plan.budget_bytes(device) or plan.taken_bytes(device)), 0.0
     for (title, colour), taken in _stack(plan, device).items():
         # An edge of its own colour, so that the smallest are seen as well.
         style: dict[str, Any] = {
@@ -65,9 +55,9 @@ def _draw_device(canvas: Canvas, axes: "Axes", plan: Plan, device: str, place: i
         canvas.hover(bar, f"{DEVICES[device]}: {title} {numbers.size(taken)}")
         named.add(title)
         left += percent * taken
-    capacity = percent * capacity_bytes(plan, device)
+    capacity = percent * plan.capacity_bytes(device)
     (line,) = axes.plot([capacity] * 2, [place - 0.36, place + 0.36], color=INK, linestyle=(0, (4, 2)))
-    canvas.hover(line, f"{DEVICES[device]}: {numbers.size(capacity_bytes(plan, device))} may be taken")
+    canvas.hover(line, f"{DEVICES[device]}: {numbers.size(plan.capacity_bytes(device))} may be taken")
     axes.annotate(_text(plan, device), (0, place - 0.38), va="bottom")
     return left
 
@@ -75,18 +65,18 @@ def _draw_device(canvas: Canvas, axes: "Axes", plan: Plan, device: str, place: i
 def _stack(plan: Plan, device: str) -> dict[tuple[str, str], int]:
     """(kind, colour) → bytes, the largest first."""
     found: dict[tuple[str, str], int] = {}
-    for row in plan.memory:
-        if row.device == device and row.bytes:
-            kind = kind_of_memory(row.what)
-            found[kind] = found.get(kind, 0) + row.bytes
+    for what, sizes in plan.bytes_by_kind().items():
+        if taken := sizes.get(device):
+            kind = kind_of_memory(what)
+            found[kind] = found.get(kind, 0) + taken
     return dict(sorted(found.items(), key=lambda entry: -entry[1]))
 
 
 def _text(plan: Plan, device: str) -> str:
-    return f"{numbers.size(plan.taken_bytes(device))} of {numbers.size(budget_bytes(plan, device))}"
+    return f"{numbers.size(plan.taken_bytes(device))} of {numbers.size(plan.budget_bytes(device))}"
 
 
 def _description(plan: Plan, device: str) -> str:
     parts = ", ".join(f"{title} {numbers.size(taken)}" for (title, _), taken in _stack(plan, device).items())
-    of = f"of which {numbers.size(capacity_bytes(plan, device))} may be taken"
+    of = f"of which {numbers.size(plan.capacity_bytes(device))} may be taken"
     return f"{DEVICES[device]}: {_text(plan, device)}, {of}: {parts or 'nothing'}"

@@ -131,14 +131,8 @@ def _part_text(layer: PlanLayer, part: str) -> str:
 
 
 def _split_description(plan: Plan) -> str:
-    hot, neurons = sum(layer.hot_neurons for layer in plan.layers), sum(layer.neurons for layer in plan.layers)
-    of_all = numbers.percent(numbers.ratio(hot, neurons))
-    computed = numbers.ratio(
-        sum(layer.hot_computed for layer in plan.layers), sum(layer.computed for layer in plan.layers)
-    )
-    return (
-        f"{of_all} of the neurons are on the GPU, among them {numbers.percent(computed)} of those computed for a token."
-    )
+    hot, computed = map(numbers.percent, hot_shares(plan))
+    return f"{hot} of the neurons are on the GPU, among them {computed} of those computed for a token."
 
 
 def _time_description(plan: Plan) -> str:

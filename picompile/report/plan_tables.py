@@ -3,7 +3,7 @@
 from picompile.placement.plan import Plan, PlanLayer
 from picompile.report import numbers
 from picompile.report.blocks import UNFOLDED, Table
-from picompile.report.memory_pictures import budget_bytes, capacity_bytes, devices_of
+from picompile.report.memory_pictures import devices_of
 from picompile.report.numbers import NOTHING
 from picompile.report.plan_colours import DEVICES
 from picompile.report.plan_pictures import hot_computed_share, hot_share
@@ -37,15 +37,12 @@ _LIMITS = {"attention": "attention, cache and predictor", "gpu": "hot neurons", 
 def memory_table(plan: Plan) -> Table:
     """Bytes of each kind on each device, and what there may be of them."""
     devices = devices_of(plan)
-    taken: dict[str, dict[str, int]] = {}
-    for row in plan.memory:
-        of_kind = taken.setdefault(row.what, {})
-        of_kind[row.device] = of_kind.get(row.device, 0) + row.bytes
-    rows = [(what, *(numbers.size(sizes.get(device)) for device in devices)) for what, sizes in sorted(taken.items())]
+    kinds = sorted(plan.bytes_by_kind().items())
+    rows = [(what, *(numbers.size(sizes.get(device)) for device in devices)) for what, sizes in kinds]
     rows += [
         ("all", *(numbers.size(plan.taken_bytes(device)) for device in devices)),
-        ("may be taken", *(numbers.size(capacity_bytes(plan, device)) for device in devices)),
-        ("budget", *(numbers.size(budget_bytes(plan, device)) for device in devices)),
+        ("may be taken", *(numbers.size(plan.capacity_bytes(device)) for device in devices)),
+        ("budget", *(numbers.size(plan.budget_bytes(device)) for device in devices)),
     ]
     return Table("Memory", ("what", *(DEVICES[device] for device in devices)), rows, frozenset({"what"}))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from picompile.placement.plan import Plan, PlanLayer
 from picompile.report import numbers
 from picompile.report.blocks import Part, Pictures, Section, Table
-from picompile.report.memory_pictures import budget_bytes, devices_of, memory_picture
+from picompile.report.memory_pictures import devices_of, memory_picture
 from picompile.report.numbers import NOTHING
 from picompile.report.plan import PlanFacts
 from picompile.report.plan_colours import DEVICES
@@ -44,7 +44,7 @@ def taken_text(plan: Plan, device: str) -> str:
     """`17.2 GB of 24 GB`; a dash for a device that the plan does not have."""
     if device not in devices_of(plan):
         return NOTHING
-    return f"{numbers.size(plan.taken_bytes(device))} of {numbers.size(budget_bytes(plan, device))}"
+    return f"{numbers.size(plan.taken_bytes(device))} of {numbers.size(plan.budget_bytes(device))}"
 
 
 def _parts(anchor: str, plan: Plan) -> list[Part]:
@@ -98,7 +98,7 @@ def _device_text(plan: Plan, device: str) -> str:
     machine = plan.machine
     speed = machine.gpu_bytes_per_s if device == "gpu" else machine.host_bytes_per_s
     share = machine.gpu_efficiency if device == "gpu" else machine.host_efficiency
-    budget, reads = numbers.size(budget_bytes(plan, device)), numbers.percent(share, 0)
+    budget, reads = numbers.size(plan.budget_bytes(device)), numbers.percent(share, 0)
     return f"budget {budget}, {numbers.size(speed)}/s, of which kernels reach {reads}"
 
 

@@ -32,10 +32,9 @@ def timeline_pictures(name: str, plan: Plan) -> tuple[list[Picture], int]:
 
 def plan_schedule(plan: Plan) -> "list[Step]":
     """The steps of a token by the plan, each with its start and end; of devices that there are."""
-    from picompile.placement.schedule import LayerParts, layer_graph, schedule
+    from picompile.placement.schedule import plan_graph, schedule
 
-    parts = [LayerParts(vars(layer), layer.attention, layer.kv_cache, layer.predictor) for layer in plan.layers]
-    graph = layer_graph(parts, (plan.head, plan.head_s), plan.switch_s)
+    graph = plan_graph(plan.layers, (plan.head, plan.head_s), plan.switch_s)
     return [step for step in schedule(graph) if step.device in DEVICES and step.part in STEPS]
 
 
