@@ -185,19 +185,13 @@ class Columns:
         sides = np.zeros(len(self.program.stages))
         for row, stage, coefficient in self._side_rows:
             sides[stage] -= coefficient * max(0.0, float(duals[row]))
-        choices = [
-            np.asarray([side if choice.on_gpu else 0.0 for choice in stage.choices])
-            for side, stage in zip(sides, self.program.stages, strict=True)
-        ]
         given = 0.0
         kinds: dict[Kind, float] = {}
         for kind, row in zip(self._kinds, self._kind_rows, strict=True):
             kinds[kind], limit = -float(duals[row]), self._limits[kind]
             given -= max(kinds[kind] * limit.low, kinds[kind] * limit.high)
         beside = [
-            float(choices[piece.stage][piece.choice])
-            + kinds.get(kind, 0.0)
-            + (kinds.get(ON_GPU, 0.0) if on_gpu else 0.0)
+            kinds.get(kind, 0.0) + (float(sides[piece.stage]) + kinds.get(ON_GPU, 0.0) if on_gpu else 0.0)
             for piece, kind, on_gpu in zip(self.pieces, self.piece_kinds, self._on_gpu, strict=True)
         ]
         return Prices(gpu, host, beside, given, sides)

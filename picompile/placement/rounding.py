@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from picompile.placement.columns import Columns, Kind, Relaxed
 from picompile.placement.prices import Prices, priced
-from picompile.placement.program import Place, Program
+from picompile.placement.program import Place
+from picompile.placement.sides import CheapestSides
 
 
 class Priced(NamedTuple):
@@ -32,47 +33,13 @@ def round_relaxed(
     """
     yield _alike(columns, relaxed, best)
     host, gpu = (_cheapest(columns, best, on_gpu) for on_gpu in (False, True))
-    by_count = _Sides(
-        np.asarray([priced.price for priced in host]),
-        np.asarray([priced.price for priced in gpu]) - sides,
-        columns.program,
-    )
+    host_prices, gpu_prices = (np.asarray([found.price for found in of_side]) for of_side in (host, gpu))
+    program = columns.program
+    cheapest = CheapestSides(host_prices, gpu_prices - sides, program.switch_cost, from_host=program.from_host)
     whole = int(columns.on_gpu(relaxed) + 1e-6)
     for count in (whole, whole + 1, whole - 1):
-        chosen = by_count.cheapest(count)
-        if chosen is not None:
-            yield [(gpu if on_gpu else host)[stage].place for stage, on_gpu in enumerate(chosen)]
-
-
-class _Sides:
-    """The cheapest sides of all stages by how many are on the GPU, transfers counted: found stage by stage."""
-
-    def __init__(self, host: NDArray[np.float64], gpu: NDArray[np.float64], program: Program) -> None:
-        stages, switch = len(host), program.switch_cost
-        # By side and number on the GPU; nothing is dearer than what cannot be.
-        costs = np.full((2, stages + 1), np.inf)
-        costs[0, 0] = 0.0
-        self._came_over = np.zeros((stages, 2, stages + 1), dtype=bool)
-        for stage in range(stages):
-            over = costs[::-1] + (switch if stage or program.from_host else 0.0)
-            self._came_over[stage] = over < costs
-            costs = np.minimum(costs, over)
-            costs[0] += host[stage]
-            costs[1, 1:] = costs[1, :-1] + gpu[stage]
-            costs[1, 0] = np.inf
-        self._costs = costs + np.asarray([[0.0], [switch if program.from_host else 0.0]])
-
-    def cheapest(self, count: int) -> list[bool] | None:
-        """Whether each stage is on the GPU, of `count` that are; None where it cannot be so many."""
-        if not 0 <= count < self._costs.shape[1] or not np.isfinite(self._costs[:, count]).any():
-            return None
-        side = int(np.argmin(self._costs[:, count]))
-        found = []
-        for came_over in self._came_over[::-1]:
-            found.append(side == 1)
-            count -= side
-            side ^= int(came_over[side, count])
-        return found[::-1]
+        if (found := cheapest.of(count)) is not None:
+            yield [(gpu if on_gpu else host)[stage].place for stage, on_gpu in enumerate(found[1])]
 
 
 def best_places(columns: Columns, prices: Prices) -> list[dict[Kind, Priced]]:
