@@ -1,5 +1,6 @@
 """A plan as text: tables 80 columns wide."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,7 +22,8 @@ _LIMITS = {"attention": "attention", "gpu": "GPU", "host": "CPU", "exchange": "e
 
 _NOTES = (
     "hot: of the layer's neurons, on the GPU; computed: of them, for a token;",
-    "on GPU: of those computed; ms: all layers of the row; limit: takes most of it",
+    "on GPU: of those computed; ms: of all layers of the row;",
+    "limit: what takes longest in a layer, in most of the row's.",
     "Tokens/s are predicted, not measured. This version has no code for GPUs.",
 )
 
@@ -164,7 +166,7 @@ def _row(layers: Sequence["PlanLayer"]) -> Iterable[str]:
         f"{computed / neurons:.0%}",
         f"{on_gpu / computed:.0%}" if computed else "",
         _ms(sum(layer.total_s for layer in layers)),
-        _LIMITS[first.limit],
+        _LIMITS[Counter(layer.limit for layer in layers).most_common(1)[0][0]],
     )
 
 
@@ -193,7 +195,7 @@ def _ranges(layers: Sequence["PlanLayer"], tolerance: float) -> list[list["PlanL
 
 def _alike(one: "PlanLayer", other: "PlanLayer", tolerance: float) -> bool:
     def kind(layer: "PlanLayer") -> tuple[str, ...]:
-        return layer.attention, layer.kv_cache, layer.predictor, layer.limit
+        return layer.attention, layer.kv_cache, layer.predictor
 
     difference = abs(one.hot_neurons / one.neurons - other.hot_neurons / other.neurons)
     return kind(one) == kind(other) and difference <= tolerance
