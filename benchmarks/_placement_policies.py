@@ -17,7 +17,7 @@ from picompile.placement.direct import most_lost_s, restricted
 from picompile.placement.impact import dense_first
 from picompile.placement.latency import Task, latency_program
 from picompile.placement.program import Place, Program, evaluate
-from picompile.placement.solve import GAP, solve
+from picompile.placement.solver import GAP, solve
 from picompile.placement.times import GROUP, Where
 
 FITTING = (0.1, 0.25, 0.5, 0.8, 1.0)

@@ -11,7 +11,7 @@ from _placement import Row, counted, random_task
 
 from picompile.errors import DoesNotFitError, SolverError
 from picompile.placement.latency import Task
-from picompile.placement.make_plan import OBJECTIVES, PlanOptions, make_plan
+from picompile.placement.planning import OBJECTIVES, PlanOptions, make_plan
 
 
 def safety(options: argparse.Namespace) -> list[Row]:

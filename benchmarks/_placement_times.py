@@ -14,14 +14,14 @@ from _placement import GIB, Row, everything_bytes, placed_bytes, repeated
 
 from picompile.errors import SolverError
 from picompile.placement import policies
-from picompile.placement.count_bytes import Packing, shape_bytes
+from picompile.placement.counting import Packing, shape_bytes
 from picompile.placement.curves import firing_of_curve
 from picompile.placement.direct import direct_impact, direct_latency, restricted
 from picompile.placement.impact import dense_first, impact_program
 from picompile.placement.latency import Task, latency_program
-from picompile.placement.machine import Machine
-from picompile.placement.make_plan import OBJECTIVES
-from picompile.placement.solve import solve
+from picompile.placement.machine import machine_of
+from picompile.placement.planning import OBJECTIVES
+from picompile.placement.solver import solve
 from picompile.placement.times import group_count
 from picompile.synth.named import find_config
 from picompile.targets import TARGETS
@@ -54,16 +54,7 @@ def of_size(shape: str, curve: str, times: int) -> Task:
     name, config = find_config(shape)
     model = shape_bytes(name, config, Packing("q4", "learned", CONTEXT))
     firing = firing_of_curve(curve, len(model.layers), model.layers[0].neurons)
-    target = TARGETS["4090"]
-    machine = Machine(
-        gpu_bytes=0,
-        gpu_bytes_per_s=target.gpu_bytes_per_s,
-        host_bytes=2 * times * everything_bytes(model),
-        host_bytes_per_s=67.2e9,
-        pcie_bytes_per_s=target.pcie_bytes_per_s,
-        sync_s=target.sync_s,
-        launch_s=target.launch_s,
-    )
+    machine = machine_of(TARGETS["4090"], 0, 2 * times * everything_bytes(model), 67.2e9)
     return repeated(Task(model, firing, machine, CONTEXT // 2), times)
 
 

@@ -19,14 +19,14 @@ from pathlib import Path
 from _placement import GIB, WEIGHT_BYTES
 
 from picompile.placement import policies
-from picompile.placement.count_bytes import Packing, shape_bytes
+from picompile.placement.counting import Packing, shape_bytes
 from picompile.placement.curves import firing_of_curve
 from picompile.placement.firing import Firing
 from picompile.placement.latency import Task, latency_program
 from picompile.placement.machine import GPU_EFFICIENCY, HOST_EFFICIENCY, Machine
 from picompile.placement.model_bytes import ModelBytes
 from picompile.placement.program import Place, Program, evaluate
-from picompile.placement.solve import solve
+from picompile.placement.solver import solve
 from picompile.synth.named import find_config
 from picompile.targets import SYNC_S, TARGETS
 

@@ -155,10 +155,11 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert missing == []
 
 
-def test_python_of_the_readme(workplace: Path) -> None:
-    (code,) = PYTHON.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+@pytest.mark.parametrize(("page", "shown"), [("README.md", "engine.vocab"), ("docs/cli.md", "sum(hot)")])
+def test_python_of_the_docs(workplace: Path, page: str, shown: str) -> None:
+    (code,) = PYTHON.findall((ROOT / page).read_text(encoding="utf-8"))
     (workplace / "build").mkdir()
-    code += "\nprint(engine.vocab)\n"
+    code += f"\nprint({shown})\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=workplace, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 0

@@ -19,7 +19,7 @@ from picompile.shares import parse_share
 
 
 class Objective(str, Enum):
-    """What a plan is best by, as `picompile.placement.make_plan` has it."""
+    """What a plan is best by, as `picompile.placement.planning` has it."""
 
     LATENCY = "latency"
     IMPACT = "impact"
@@ -144,8 +144,8 @@ def plan_command(
         require_plan_output(output, overwrite=force)
     check_model_options(model_options)
 
-    from picompile.placement.make_plan import PlanOptions, make_plan
     from picompile.placement.plan_file import write_plan
+    from picompile.placement.planning import PlanOptions, make_plan
 
     with progress() as shown:
         with shown.step("machine"):

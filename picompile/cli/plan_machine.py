@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from picompile.errors import UsageError
-from picompile.placement.machine import Machine
+from picompile.placement.machine import Machine, machine_of
 from picompile.sizes import parse_bandwidth, parse_budget, parse_bytes
 from picompile.targets import LOCAL, TARGETS, Target, find_target
 
@@ -114,16 +114,7 @@ def _with_gpu(
             f"--vram-budget {options.vram_budget} is more than {usable_bytes / 2**30:.1f} GiB, which is what programs "
             f"get of {target.description}'s memory"
         )
-    machine = Machine(
-        gpu_bytes=gpu_bytes,
-        gpu_bytes_per_s=target.gpu_bytes_per_s,
-        host_bytes=host[0],
-        host_bytes_per_s=host[1],
-        pcie_bytes_per_s=target.pcie_bytes_per_s,
-        sync_s=target.sync_s,
-        launch_s=target.launch_s,
-    )
-    return machine, warning
+    return machine_of(target, gpu_bytes, *host), warning
 
 
 def _without_gpu(host_bytes: int, host_bytes_per_s: float) -> Machine:

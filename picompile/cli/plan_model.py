@@ -14,7 +14,7 @@ from picompile.progress import Progress
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from picompile.placement.count_bytes import Packing
+    from picompile.placement.counting import Packing
     from picompile.placement.firing import Firing
     from picompile.placement.model_bytes import ModelBytes
     from picompile.predictors import Predictors
@@ -87,7 +87,7 @@ def check_model_options(options: ModelOptions) -> None:
     if options.source is not None and not options.is_profile:
         require_model_folder(options.source)
 
-    from picompile.placement.count_bytes import Packing
+    from picompile.placement.counting import Packing
 
     # Here for its checks alone: what is not known yet is valid.
     Packing(options.quant, options.predictor or "auto", options.context or 1, options.batch, options.kv_dtype)
@@ -145,7 +145,7 @@ def _of_config(
 ) -> PlannedModel:
     """Two layers stand for all, unless there are predictors, which differ."""
     from picompile.capture.hf import capture_config
-    from picompile.placement.count_bytes import count_bytes, shape_bytes
+    from picompile.placement.counting import count_bytes, shape_bytes
     from picompile.predictors import load_predictors
 
     packing = _packing(options, config.get("max_position_embeddings"), _activation(config))
@@ -163,7 +163,7 @@ def _of_config(
 def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> PlannedModel:
     from picompile.capture import load_model
     from picompile.checkpoint.fingerprint import fingerprint
-    from picompile.placement.count_bytes import count_bytes
+    from picompile.placement.counting import count_bytes
 
     mark = fingerprint(folder)
     given = _given(options, mark)
@@ -183,7 +183,7 @@ def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> P
 def _packing(options: ModelOptions, limit: object, activation: str) -> "Packing":
     """How the model is packed; `limit` is how many positions it has, where it has a limit."""
     from picompile.compile import DEFAULT_CONTEXT
-    from picompile.placement.count_bytes import Packing
+    from picompile.placement.counting import Packing
     from picompile_passes.dialect.activations import parse_activation
 
     longest = limit if isinstance(limit, int) and limit > 0 else None

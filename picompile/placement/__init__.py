@@ -1,1 +1,105 @@
-"""Placement: which parts of a model lie on the GPU, and which on the host; see `make_plan`."""
+"""Placement: which parts of a model lie on the GPU, and which on the host.
+
+A model's bytes (`shape_bytes`, `count_bytes`), how its neurons fire (`firing_of_curve`, `firing_of_profile`) and a
+machine (`machine_of` a target) make a plan (`make_plan`). The parts, for who changes them:
+
+| | |
+| --- | --- |
+| what can be placed where | `latency.places_of`, and what it takes, `latency.fixed_bytes` |
+| what it costs | `times.LayerTimes`; `impact.impact_program` is the paper's objective |
+| as a program | `program.Program`: choices for each stage, two memories, and transfers between stages |
+| solved | `solver.solve`, to a proven gap; `direct` is the same written out in full, a reference |
+| by rules instead | `policies` |
+
+Names are resolved on first use: a machine needs no solver.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from picompile.placement.counting import Packing, count_bytes, shape_bytes
+    from picompile.placement.curves import firing_of_curve, firing_of_profile
+    from picompile.placement.firing import Firing, LayerFiring
+    from picompile.placement.impact import impact_program
+    from picompile.placement.latency import Task, latency_program
+    from picompile.placement.machine import Machine, machine_of
+    from picompile.placement.model_bytes import LayerBytes, ModelBytes
+    from picompile.placement.plan import MemoryRow, Plan, PlanLayer
+    from picompile.placement.plan_file import read_plan, write_plan
+    from picompile.placement.planning import PlanOptions, make_plan
+    from picompile.placement.program import Choice, Place, Program, Stage, evaluate
+    from picompile.placement.solver import Solution, solve
+
+_HOME = {
+    "Choice": "program",
+    "Firing": "firing",
+    "LayerBytes": "model_bytes",
+    "LayerFiring": "firing",
+    "Machine": "machine",
+    "MemoryRow": "plan",
+    "ModelBytes": "model_bytes",
+    "Packing": "counting",
+    "Place": "program",
+    "Plan": "plan",
+    "PlanLayer": "plan",
+    "PlanOptions": "planning",
+    "Program": "program",
+    "Solution": "solver",
+    "Stage": "program",
+    "Task": "latency",
+    "count_bytes": "counting",
+    "evaluate": "program",
+    "firing_of_curve": "curves",
+    "firing_of_profile": "curves",
+    "impact_program": "impact",
+    "latency_program": "latency",
+    "machine_of": "machine",
+    "make_plan": "planning",
+    "read_plan": "plan_file",
+    "shape_bytes": "counting",
+    "solve": "solver",
+    "write_plan": "plan_file",
+}
+
+__all__ = [
+    "Choice",
+    "Firing",
+    "LayerBytes",
+    "LayerFiring",
+    "Machine",
+    "MemoryRow",
+    "ModelBytes",
+    "Packing",
+    "Place",
+    "Plan",
+    "PlanLayer",
+    "PlanOptions",
+    "Program",
+    "Solution",
+    "Stage",
+    "Task",
+    "count_bytes",
+    "evaluate",
+    "firing_of_curve",
+    "firing_of_profile",
+    "impact_program",
+    "latency_program",
+    "machine_of",
+    "make_plan",
+    "read_plan",
+    "shape_bytes",
+    "solve",
+    "write_plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the module that `name` lives in (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'picompile.placement' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"picompile.placement.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

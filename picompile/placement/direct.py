@@ -24,7 +24,7 @@ from picompile.errors import SolverError
 from picompile.placement.impact import dense_first, least_groups
 from picompile.placement.latency import Task, capacities, fixed_bytes, group_bytes, head_s, latency_program
 from picompile.placement.program import Program
-from picompile.placement.solve import GAP
+from picompile.placement.solver import GAP
 from picompile.placement.times import ALL_ON_GPU, ALL_ON_HOST, GROUP, Times, Where, computed_by_groups
 
 TIME_LIMIT_S = 190.0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from picompile.placement.count_bytes import SPLIT_BYTES
+from picompile.placement.counting import SPLIT_BYTES
 from picompile.placement.firing import Firing
 from picompile.placement.machine import Machine
 from picompile.placement.model_bytes import LayerBytes, ModelBytes

@@ -1,6 +1,10 @@
 """A machine as the planner sees it: what each device holds, and how fast it reads."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from picompile.targets import Target
 
 # What kernels draw of a device's bandwidth, where nothing better is known. On the host f16 weights were read at 68 % of
 # the streaming bandwidth measured in the same run (docs/benchmarks.md). On the GPU it is an assumption: copies reach
@@ -42,3 +46,16 @@ class Machine:
     def crossing_s(self, crossing_bytes: float) -> float:
         """One exchange in which so many bytes cross."""
         return self.sync_s + (crossing_bytes / self.pcie_bytes_per_s if self.pcie_bytes_per_s else 0.0)
+
+
+def machine_of(target: "Target", gpu_bytes: int, host_bytes: int, host_bytes_per_s: float) -> Machine:
+    """A row of the targets, with what may be filled of its GPU's memory, and the host that its name does not say."""
+    return Machine(
+        gpu_bytes=gpu_bytes,
+        gpu_bytes_per_s=target.gpu_bytes_per_s,
+        host_bytes=host_bytes,
+        host_bytes_per_s=host_bytes_per_s,
+        pcie_bytes_per_s=target.pcie_bytes_per_s,
+        sync_s=target.sync_s,
+        launch_s=target.launch_s,
+    )

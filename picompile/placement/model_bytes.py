@@ -16,7 +16,7 @@ class LayerBytes:
 
     `number_bytes` are what a neuron of a part takes besides: where a predictor makes one mask for both parts, each part
     has the numbers of its neurons. So a part of n neurons takes at most n · (`neuron_bytes` + `number_bytes`) +
-    `SPLIT_BYTES` (of `count_bytes`), the hot part `shared_bytes` more.
+    `SPLIT_BYTES` (of `counting`), the hot part `shared_bytes` more.
     """
 
     attention_bytes: int

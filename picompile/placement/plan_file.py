@@ -9,8 +9,8 @@ from typing import Any
 from picompile.description import check_schema, choice, layer_number, number, read_object, refusing
 from picompile.errors import UsageError
 from picompile.placement.machine import Machine
-from picompile.placement.make_plan import OBJECTIVES
 from picompile.placement.plan import FORMAT, SCHEMA, MemoryRow, Plan, PlanLayer
+from picompile.placement.planning import OBJECTIVES
 from picompile_runtime.fields import Fields
 
 DEVICES = ("gpu", "host")

@@ -12,7 +12,7 @@ from picompile.placement.impact import dense_first, impact_program
 from picompile.placement.latency import Task, capacities, fixed_bytes, group_bytes
 from picompile.placement.model_bytes import ModelBytes
 from picompile.placement.program import Place, Program
-from picompile.placement.solve import GAP, solve
+from picompile.placement.solver import GAP, solve
 from picompile.placement.times import ALL_ON_GPU, ALL_ON_HOST, Where, computed_by_groups, group_count
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from picompile.errors import SolverError
 from picompile.placement.latency import Task
 from picompile.placement.program import Program, Stage
-from picompile.placement.solve import GAP, solve
+from picompile.placement.solver import GAP, solve
 
 _ANY_BYTES = 1 << 62
 _MIB, _GIB = 2**20, 2**30

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from picompile.placement.model_bytes import LayerBytes, ModelBytes
 
 if TYPE_CHECKING:
-    from picompile.placement.count_bytes import Packing
+    from picompile.placement.counting import Packing
     from picompile_codegen.lower import Lowered
     from picompile_codegen.program import Program
 

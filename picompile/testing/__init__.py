@@ -1,4 +1,4 @@
-"""What passes are tested with: random models of every stage, weights for them, and what must hold of a pass.
+"""What passes and placements are tested with: random models of every stage, weights, and what must hold of a pass.
 
 Needs hypothesis: `pip install 'picompile[testing]'`. The parts, by the question they answer:
 
@@ -8,6 +8,7 @@ Needs hypothesis: `pip install 'picompile[testing]'`. The parts, by the question
 | do these two graphs compute the same? | `assert_equivalent`, within `TOLERANCES` or a bound |
 | which graphs are there? | `graphs`, `shapes` and `build`, `captured_decoders`, `configurations` and `models` |
 | what else varies? | `pipelines`, `skipping_predictors`, `hot_sets`, `partitions`, `masks`, `targets` |
+| what is placed, and where? | `tasks` and `random_task`: a model's bytes, how its neurons fire, and a machine |
 | what does a graph compute? | `random_weights`, `run`, `every_neuron` |
 | was a graph changed? | `structure` |
 """
@@ -33,6 +34,7 @@ from picompile.testing.properties import PROPERTIES
 from picompile.testing.shapes import LLAMA, OPT, Shape, build, shapes
 from picompile.testing.snapshot import structure
 from picompile.testing.strategies import graphs, hot_sets, masks, partitions, pipelines, targets
+from picompile.testing.tasks import random_task, tasks
 from picompile.testing.weights import Weights, random_weights
 
 __all__ = [
@@ -63,11 +65,13 @@ __all__ = [
     "models",
     "partitions",
     "pipelines",
+    "random_task",
     "random_weights",
     "run",
     "shapes",
     "skipping_predictors",
     "structure",
     "targets",
+    "tasks",
     "with_predictors",
 ]

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from placement.tasks import random_task, whole_bytes
 
 from picompile.placement.direct import Direct, direct_impact, direct_latency, most_lost_s, restricted
 from picompile.placement.firing import Firing, LayerFiring
@@ -16,8 +15,9 @@ from picompile.placement.impact import dense_first, impact_program
 from picompile.placement.latency import Task, capacities, fixed_bytes, group_bytes, latency_program, places_of
 from picompile.placement.machine import Machine
 from picompile.placement.program import Program
-from picompile.placement.solve import solve
+from picompile.placement.solver import solve
 from picompile.placement.times import ALL_ON_GPU, ALL_ON_HOST, GROUP, Where, group_count
+from picompile.testing.tasks import random_task, whole_bytes
 
 SEEDS = st.integers(0, 2**32 - 1)
 ROUNDING = 1e-6

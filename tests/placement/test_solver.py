@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from picompile.placement.program import Choice, Place, Program, Stage, Totals, evaluate
-from picompile.placement.solve import Solution, solve
+from picompile.placement.solver import Solution, solve
 
 
 def random_program(seed: int) -> Program:

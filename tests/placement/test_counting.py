@@ -21,7 +21,7 @@ from picompile.artifact_writer import weights_bytes
 from picompile.capture.hf import capture_config, load_model
 from picompile.compile import KV_DTYPES
 from picompile.errors import UnsupportedModelError, UsageError
-from picompile.placement.count_bytes import SPLIT_BYTES, Packing, count_bytes, shape_bytes
+from picompile.placement.counting import SPLIT_BYTES, Packing, count_bytes, shape_bytes
 from picompile.placement.curves import firing_of_curve
 from picompile.placement.model_bytes import LayerBytes, ModelBytes
 from picompile.placement.ranks import estimate_rank

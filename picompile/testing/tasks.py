@@ -1,6 +1,7 @@
-"""Random models, firing curves and machines, small and odd ones among them."""
+"""What is placed: random models, firing curves and machines, small and odd ones among them."""
 
 import numpy as np
+from hypothesis import strategies as st
 
 from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.latency import Task
@@ -8,8 +9,13 @@ from picompile.placement.machine import Machine
 from picompile.placement.model_bytes import LayerBytes, ModelBytes
 
 
+def tasks(most_layers: int = 6, most_neurons: int = 700) -> st.SearchStrategy[Task]:
+    """Tasks as `random_task` makes them."""
+    return st.integers(0, 2**32 - 1).map(lambda seed: random_task(seed, most_layers, most_neurons))
+
+
 def random_task(seed: int, most_layers: int = 6, most_neurons: int = 700) -> Task:
-    """A task of any kind; budgets from nothing to more than enough."""
+    """A task of any kind: layers that differ in everything, budgets from nothing to more than enough."""
     rng = np.random.default_rng(seed)
     layers = tuple(_layer(rng, most_neurons) for _ in range(rng.integers(1, most_layers + 1)))
     context = int(rng.integers(1, 4096))

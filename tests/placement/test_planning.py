@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placement.tasks import random_task
 
 from picompile.errors import DoesNotFitError, UsageError
 from picompile.placement import policies
 from picompile.placement.latency import Task, latency_program
 from picompile.placement.machine import Machine
-from picompile.placement.make_plan import OBJECTIVES, PlanOptions, make_plan
 from picompile.placement.plan import Plan
+from picompile.placement.planning import OBJECTIVES, PlanOptions, make_plan
 from picompile.placement.program import evaluate
+from picompile.testing.tasks import random_task, tasks
 
 SEEDS = st.integers(0, 2**32 - 1)
 _MIB = 2**20
@@ -102,9 +102,8 @@ def test_no_policy_is_faster(seed: int) -> None:
             assert plan.token_s <= totals.cost * (1 + 1e-9)
 
 
-@given(SEEDS)
-def test_hot_neurons_are_those_that_fire_most(seed: int) -> None:
-    task = random_task(seed)
+@given(tasks())
+def test_hot_neurons_are_those_that_fire_most(task: Task) -> None:
     try:
         plan = make_plan(task.model, task.firing, options_of(task))
     except DoesNotFitError:

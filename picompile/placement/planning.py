@@ -16,7 +16,7 @@ from picompile.placement.plan import Plan, PlanLayer, device_name
 from picompile.placement.program import Place, Program, evaluate
 from picompile.placement.refusal import refusal
 from picompile.placement.schedule import plan_graph, token_s
-from picompile.placement.solve import GAP, solve
+from picompile.placement.solver import GAP, solve
 from picompile.placement.times import GROUP, Where, computed_by_groups
 
 OBJECTIVES = ("latency", "impact")
