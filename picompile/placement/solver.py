@@ -111,15 +111,20 @@ class _Search:
             return None
         bound = self._round(columns, relaxed)
         if not self._closed(bound):
-            columns = self._cut(columns, self._gap / 4 * abs(bound))
-            columns.relax()
-            columns = self._narrowed(columns)
-            root = columns.limits
-            self._dive(columns)
-            columns.limit(root)
-            columns.relax()
-            bound = max(bound, self._branch(self._narrowed(columns)))
+            bound = max(bound, self._search(self._cut(columns, self._gap / 4 * abs(bound))))
         return self._solution(bound)
+
+    def _search(self, columns: Columns) -> float:
+        """Looks for the best placement of all in `columns`; returns the bound of what was not looked at."""
+        if columns.relax() is None:
+            return math.inf
+        columns = self._narrowed(columns)
+        root = columns.limits
+        self._dive(columns)
+        columns.limit(root)
+        if columns.relax() is None:
+            return math.inf
+        return self._branch(self._narrowed(columns))
 
     def _round(self, columns: Columns, relaxed: Relaxed, *, alike: bool = False) -> float:
         """Looks for placements near a relaxation's solution; returns the bound that the relaxation proves.
