@@ -28,7 +28,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n $(JOBS)
+	$(BIN)/pytest -n $(JOBS) --dist worksteal
 
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python tests/fuzz.py --minutes $(MINUTES) --jobs $(JOBS)

@@ -88,6 +88,7 @@ def test_a_refusal_names_the_smallest_budgets_that_would_do(seed: int, objective
                     make_plan(task.model, task.firing, options)
 
 
+@settings(max_examples=50)
 @given(SEEDS)
 def test_no_policy_is_faster(seed: int) -> None:
     task = random_task(seed)
@@ -102,6 +103,7 @@ def test_no_policy_is_faster(seed: int) -> None:
             assert plan.token_s <= totals.cost * (1 + 1e-9)
 
 
+@settings(max_examples=30)
 @given(tasks())
 def test_hot_neurons_are_those_that_fire_most(task: Task) -> None:
     try:
