@@ -9,8 +9,9 @@ import numpy as np
 
 from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.latency import Task, fixed_bytes, group_bytes
-from picompile.placement.machine import Machine
+from picompile.placement.machine import Machine, machine_of
 from picompile.placement.model_bytes import LayerBytes, ModelBytes
+from picompile.placement.solver import GAP
 from picompile.placement.times import ALL_ON_GPU, GROUP, group_count
 from picompile.targets import TARGETS
 
@@ -29,6 +30,11 @@ def counted(items: "Iterator[_Item] | range", count: int) -> "Iterator[_Item] | 
         yield item
     if sys.stderr.isatty():
         print("\r", end="", file=sys.stderr)
+
+
+def solved(gap: object) -> bool:
+    """Whether a solver that was told the usual gap came to it; None where it found nothing."""
+    return isinstance(gap, float) and gap <= GAP * (1 + 1e-6)
 
 
 def placed_bytes(model: ModelBytes) -> int:
@@ -103,15 +109,13 @@ def random_firing(rng: np.random.Generator, model: ModelBytes) -> Firing:
 def random_machine(rng: np.random.Generator, model: ModelBytes) -> Machine:
     """One of the targets with as much memory as brings some of the model to the GPU, or all; and a host of any kind."""
     gpu, size = _GPUS[rng.integers(len(_GPUS))], everything_bytes(model)
-    return Machine(
+    machine = machine_of(
+        gpu,
         gpu_bytes=int(size * rng.uniform(0.01, 1.3)),
-        gpu_bytes_per_s=gpu.gpu_bytes_per_s,
         host_bytes=int(size * rng.choice([2.0, rng.uniform(0.3, 1.2)])),
         host_bytes_per_s=10 ** rng.uniform(10.3, 11.6),
-        pcie_bytes_per_s=gpu.pcie_bytes_per_s,
-        sync_s=10 ** rng.uniform(-5.3, -3.3),
-        launch_s=rng.uniform(1e-6, 5e-6),
     )
+    return replace(machine, sync_s=10 ** rng.uniform(-5.3, -3.3), launch_s=rng.uniform(1e-6, 5e-6))
 
 
 def random_task(rng: np.random.Generator, most_layers: int = 100) -> Task:

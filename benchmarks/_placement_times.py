@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-from _placement import GIB, Row, everything_bytes, placed_bytes, repeated
+from _placement import GIB, Row, everything_bytes, placed_bytes, repeated, solved
 
 from picompile.errors import SolverError
 from picompile.placement import policies
@@ -159,7 +159,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
         if points:
             axes.loglog(*zip(*points, strict=True), style, color=color, label=label)
     for row, (name, *_) in product(rows, DIRECT):
-        if f"{name} s" in row and unsolved(row[f"{name} gap"]):
+        if f"{name} s" in row and not solved(row[f"{name} gap"]):
             place = (float(str(row["groups"])), float(str(row[f"{name} s"])))
             axes.annotate("not solved", place, xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set(xlabel="groups of 64 neurons, all layers", ylabel="solve time in seconds")
@@ -167,7 +167,3 @@ def plot(rows: Sequence[Row], file: Path) -> None:
     figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=2)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=130)
-
-
-def unsolved(gap: object) -> bool:
-    return gap is None or float(str(gap)) > 1e-4 * (1 + 1e-6)

@@ -23,7 +23,7 @@ from picompile.placement.counting import Packing, shape_bytes
 from picompile.placement.curves import firing_of_curve
 from picompile.placement.firing import Firing
 from picompile.placement.latency import Task, latency_program
-from picompile.placement.machine import GPU_EFFICIENCY, HOST_EFFICIENCY, Machine
+from picompile.placement.machine import Machine, machine_of
 from picompile.placement.model_bytes import ModelBytes
 from picompile.placement.program import Place, Program, evaluate
 from picompile.placement.solver import solve
@@ -98,27 +98,18 @@ def firing_of(name: str, layers: int, neurons: int) -> Firing:
     return firing_of_curve(MODELS[name][0], layers, neurons)
 
 
-def machine_of(name: str, sync_s: float) -> Machine:
+def paper_machine(name: str, sync_s: float) -> Machine:
     gpu, host_gib, host_bytes_per_s = MACHINES[name]
     target = TARGETS[gpu]
-    return Machine(
-        gpu_bytes=target.vram_bytes - FREE_BYTES,
-        gpu_bytes_per_s=target.gpu_bytes_per_s,
-        host_bytes=host_gib * GIB,
-        host_bytes_per_s=host_bytes_per_s,
-        pcie_bytes_per_s=target.pcie_bytes_per_s,
-        sync_s=sync_s,
-        launch_s=LAUNCH_S,
-        gpu_efficiency=GPU_EFFICIENCY,
-        host_efficiency=HOST_EFFICIENCY,
-    )
+    machine = machine_of(target, target.vram_bytes - FREE_BYTES, host_gib * GIB, host_bytes_per_s)
+    return replace(machine, sync_s=sync_s, launch_s=LAUNCH_S)
 
 
 def predicted(case: Case, sync_s: float) -> dict[str, float | None]:
     """Tokens/s of PowerInfer, llama.cpp and picompile's own plan; None for what the machine has no memory for."""
     model = model_of(case.model, case.quant)
     firing = firing_of(case.model, len(model.layers), model.layers[0].neurons)
-    task = Task(model, firing, machine_of(case.machine, sync_s), TOKENS)
+    task = Task(model, firing, paper_machine(case.machine, sync_s), TOKENS)
     program, dense = latency_program(task), policies.dense(task)
     dense_program = latency_program(dense)
     paper, own = policies.paper(task, program), solve(program)

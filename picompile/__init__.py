@@ -10,8 +10,7 @@
 Names are resolved on first use, so importing this package imports neither torch nor a compiler.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from picompile.errors import (
     AccuracyGateError,
@@ -22,6 +21,7 @@ from picompile.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from picompile.lazy import lazy
 
 if TYPE_CHECKING:
     from picompile.capture import Captured, capture_module, load_model
@@ -60,12 +60,7 @@ _HOME = {
     "verify": "picompile_runtime",
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Imports the module that `name` lives in (PEP 562)."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'picompile' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+__getattr__ = lazy(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

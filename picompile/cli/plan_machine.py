@@ -95,11 +95,11 @@ def _this_machine(options: MachineOptions) -> PlanMachine:
         "bandwidth as measured" if options.host_bandwidth is None else "",
     ]
     source = ", ".join(text for text in said if text) or "as given"
+    host = (host_bytes, host_bytes_per_s)
     if not target.vram_bytes or measured.speed is None:
         if options.vram_budget is not None:
             raise UsageError(f"--vram-budget: this machine has no GPU that can be used ({measured.no_gpu})")
-        return PlanMachine(_without_gpu(host_bytes, host_bytes_per_s), target, source)
-    host = (host_bytes, host_bytes_per_s)
+        return PlanMachine(machine_of(target, 0, *host), target, source)
     machine, warning = _with_gpu(target, options, measured.speed.free_bytes, host)
     return PlanMachine(machine, target, source, warning)
 
@@ -115,10 +115,6 @@ def _with_gpu(
             f"get of {target.description}'s memory"
         )
     return machine_of(target, gpu_bytes, *host), warning
-
-
-def _without_gpu(host_bytes: int, host_bytes_per_s: float) -> Machine:
-    return Machine(0, 0.0, host_bytes, host_bytes_per_s, 0.0, 0.0)
 
 
 def _host_budget(text: str, available_bytes: int | None) -> int:

@@ -15,8 +15,9 @@ imports nothing heavy. Only then does another process read them, with limits on 
 is a safetensors file.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from picompile.lazy import lazy
 
 if TYPE_CHECKING:
     from picompile.importing.guard import Limits, read_guarded
@@ -27,17 +28,12 @@ __all__ = ["Imported", "Limits", "Source", "find_source", "import_predictors", "
 
 # Resolved on first use: the guarded process needs none of them, and a refusal should not wait for imports.
 _HOME = {
-    "Imported": "importer",
-    "Limits": "guard",
-    "Source": "sources",
-    "find_source": "sources",
-    "import_predictors": "importer",
-    "read_guarded": "guard",
+    "Imported": ".importer",
+    "Limits": ".guard",
+    "Source": ".sources",
+    "find_source": ".sources",
+    "import_predictors": ".importer",
+    "read_guarded": ".guard",
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Imports the module that `name` lives in (PEP 562)."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = lazy(__name__, _HOME)

@@ -14,8 +14,9 @@ machine (`machine_of` a target) make a plan (`make_plan`). The parts, for who ch
 Names are resolved on first use: a machine needs no solver.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from picompile.lazy import lazy
 
 if TYPE_CHECKING:
     from picompile.placement.counting import Packing, count_bytes, shape_bytes
@@ -32,34 +33,34 @@ if TYPE_CHECKING:
     from picompile.placement.solver import Solution, solve
 
 _HOME = {
-    "Choice": "program",
-    "Firing": "firing",
-    "LayerBytes": "model_bytes",
-    "LayerFiring": "firing",
-    "Machine": "machine",
-    "MemoryRow": "plan",
-    "ModelBytes": "model_bytes",
-    "Packing": "counting",
-    "Place": "program",
-    "Plan": "plan",
-    "PlanLayer": "plan",
-    "PlanOptions": "planning",
-    "Program": "program",
-    "Solution": "solver",
-    "Stage": "program",
-    "Task": "latency",
-    "count_bytes": "counting",
-    "evaluate": "program",
-    "firing_of_curve": "curves",
-    "firing_of_profile": "curves",
-    "impact_program": "impact",
-    "latency_program": "latency",
-    "machine_of": "machine",
-    "make_plan": "planning",
-    "read_plan": "plan_file",
-    "shape_bytes": "counting",
-    "solve": "solver",
-    "write_plan": "plan_file",
+    "Choice": ".program",
+    "Firing": ".firing",
+    "LayerBytes": ".model_bytes",
+    "LayerFiring": ".firing",
+    "Machine": ".machine",
+    "MemoryRow": ".plan",
+    "ModelBytes": ".model_bytes",
+    "Packing": ".counting",
+    "Place": ".program",
+    "Plan": ".plan",
+    "PlanLayer": ".plan",
+    "PlanOptions": ".planning",
+    "Program": ".program",
+    "Solution": ".solver",
+    "Stage": ".program",
+    "Task": ".latency",
+    "count_bytes": ".counting",
+    "evaluate": ".program",
+    "firing_of_curve": ".curves",
+    "firing_of_profile": ".curves",
+    "impact_program": ".impact",
+    "latency_program": ".latency",
+    "machine_of": ".machine",
+    "make_plan": ".planning",
+    "read_plan": ".plan_file",
+    "shape_bytes": ".counting",
+    "solve": ".solver",
+    "write_plan": ".plan_file",
 }
 
 __all__ = [
@@ -93,12 +94,7 @@ __all__ = [
     "write_plan",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Imports the module that `name` lives in (PEP 562)."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'picompile.placement' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"picompile.placement.{_HOME[name]}"), name)
+__getattr__ = lazy(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

@@ -8,9 +8,9 @@
 3. gate      the model's perplexity with all predictors; beyond the bound, layers that miss most get larger ones
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from picompile.lazy import lazy
 from picompile.training.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -21,9 +21,5 @@ __all__ = ["TrainOptions", "tighten", "train_predictors"]
 
 _HOME = {"tighten": "picompile.training.larger", "train_predictors": "picompile.training.run"}
 
-
-def __getattr__(name: str) -> Any:
-    """Imports the module that `name` lives in (PEP 562): worker processes need neither."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'picompile.training' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+# Worker processes need neither.
+__getattr__ = lazy(__name__, _HOME)
