@@ -1,0 +1,85 @@
+"""Instruction sets that kernels are compiled for, and the one that a kernel is being written for.
+
+A kernel is written once. What differs between instruction sets is how bytes are multiplied and added up, and how many
+registers there are; `dot.py` and `tiles.py` ask `current()` for these. Its arguments never differ, so that the kernels
+of several instruction sets can serve one program.
+
+    with targeting(ISAS["x86-64-v4-vnni"]):
+        kernel = kernels.linear(format="q4", n=4096, k=4096, rows=1, bias=False)
+
+Vectors have eight lanes of 32 bits everywhere: AVX-512 brings these more registers and better instructions, and
+processors that carry out 512 bits in two halves lose nothing; on NEON, LLVM makes two instructions of each.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Isa:
+    """One instruction set.
+
+    `machine` is what `uname -m` says, `features` what /proc/cpuinfo must list. `llvm` are the fields of TVM's target.
+    `bytes_dot` says how products of bytes are added up in fours: `maddubs` (AVX2: pairs in 16 bits, then fours),
+    `vnni` (unsigned times signed, one instruction), `sdot` (signed times signed, one instruction). `registers` counts
+    vectors of eight float32.
+    """
+
+    name: str
+    description: str
+    machine: str
+    features: tuple[str, ...]
+    mcpu: str
+    mattr: tuple[str, ...]
+    triple: str
+    bytes_dot: Literal["maddubs", "vnni", "sdot"]
+    registers: int
+
+    @property
+    def llvm(self) -> dict[str, Any]:
+        """The target as TVM takes it. A name that LLVM does not know would be taken for a generic machine."""
+        target: dict[str, Any] = {"kind": "llvm", "mcpu": self.mcpu, "mtriple": self.triple}
+        return target | ({"mattr": list(self.mattr)} if self.mattr else {})
+
+
+_AVX2 = ("avx2", "f16c", "fma")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+_LINUX_X86, _LINUX_ARM = "x86_64-linux-gnu", "aarch64-linux-gnu"
+
+# The first is the default: what x86 desktops have had since 2013.
+ISAS: dict[str, Isa] = {
+    isa.name: isa
+    for isa in (
+        Isa("x86-64-v3", "AVX2, FMA and F16C", "x86_64", _AVX2, "x86-64-v3", (), _LINUX_X86, "maddubs", 16),
+        Isa("x86-64-v4", "AVX-512", "x86_64", _AVX512, "x86-64-v4", (), _LINUX_X86, "maddubs", 32),
+        Isa(
+            "x86-64-v4-vnni", "AVX-512 with VNNI", "x86_64", (*_AVX512, "avx512_vnni"), "x86-64-v4", ("+avx512vnni",),
+            _LINUX_X86, "vnni", 32,
+        ),
+        Isa(
+            "aarch64-dotprod", "NEON with dot products (Armv8.2)", "aarch64", ("asimd", "asimdhp", "asimddp"), "generic",
+            ("+v8.2a", "+neon", "+dotprod", "+fullfp16"), _LINUX_ARM, "sdot", 16,
+        ),
+    )
+}  # fmt: skip
+DEFAULT_ISA = "x86-64-v3"
+
+_current: ContextVar[Isa] = ContextVar("isa", default=ISAS[DEFAULT_ISA])
+
+
+def current() -> Isa:
+    """The instruction set that kernels are being written for."""
+    return _current.get()
+
+
+@contextmanager
+def targeting(isa: Isa) -> Iterator[None]:
+    """Kernels made inside are for `isa`."""
+    token = _current.set(isa)
+    try:
+        yield
+    finally:
+        _current.reset(token)
