@@ -72,22 +72,20 @@ def decoding(format_name: str) -> Iterator[Case]:
     for n, k in ((2048, 2048), (5632, 2048), (32000, 2048)):
         kernel = kernels.linear(format=format_name, n=n, k=k, rows=1, bias=False)
         yield Case(f"linear {n}x{k}", kernel)
-    for kind in ("exact", "dense"):
+    for kind in ("exact", "masked", "dense"):
         kernel = kernels.ffn(
             kind=kind, format=format_name, neurons=5632, dim=2048, rows=1, gated=True, activation="relu",
             up_activation="identity", gate_bias=True, up_bias=True, down_bias=False,
         )  # fmt: skip
-        if kind == "exact":
-            yield Case(f"ffn exact {_FIRING:.0%}", kernel, share=(1 + 2 * _FIRING) / 3)
-        else:
-            yield Case("ffn dense", kernel)
+        share = {"exact": (1 + 2 * _FIRING) / 3, "masked": _FIRING, "dense": 1.0}[kind]
+        yield Case(f"ffn {kind}" + (f" {_FIRING:.0%}" if share < 1 else ""), kernel, share)
 
 
 def arguments_of(case: Case, rng: np.random.Generator) -> Iterator[Arguments]:
     """Arguments of a kernel, with as many copies of its weights as make the working set."""
     shared = {name: _fill(case, name, rng) for name in case.kernel.params}
-    size = sum(shared[name].nbytes for name in case.matrices)
-    for _ in range(max(1, _WORKING_SET_BYTES // size)):
+    size = case.share * sum(shared[name].nbytes for name in case.matrices)
+    for _ in range(max(1, int(_WORKING_SET_BYTES / size))):
         arrays = dict(shared)
         for name in case.matrices:
             copy = aligned_zeros(shared[name].shape, shared[name].dtype)
@@ -107,6 +105,10 @@ def _fill(case: Case, name: str, rng: np.random.Generator) -> NDArray[Any]:
         # Bytes below 0x3c make numbers below 1.06 in every format: nothing is infinite.
         some = rng.integers(0, 0x3C, 2**20, np.uint8)
         array.view(np.uint8).reshape(-1)[:] = np.resize(some, array.nbytes)
+    elif name == "mask":
+        array[:] = rng.random(argument.shape) < _FIRING
+    elif name == "gate_bias" and "mask" in case.kernel.params:
+        array[:] = 1.0
     elif name == "gate_bias":
         array[:] = np.where(rng.random(argument.shape) < _FIRING, 1.0, -1.0)
     elif name == "up_bias":

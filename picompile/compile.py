@@ -4,7 +4,7 @@
 2. predictors where they are trained: profile, train, or what a folder has of both (`picompile.prediction`)
 3. passes     canonical → predicted → partitioned → quantized
 4. lower      kernel calls, packed weights, planned buffers
-5. kernels    TVM compiles them, gcc links them with the thread pool
+5. kernels    TVM compiles them for each instruction set, gcc links them with the thread pool
 6. weights    each tensor is read, transformed and written, one at a time
 7. gate       perplexity with the predictors against every neuron; too far off, and larger predictors go back to 3
 8. manifest   sizes and hashes; the folder is renamed into place
@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from picompile.errors import AccuracyGateError, UsageError
 from picompile.progress import NoProgress, Progress
-from picompile.targets import find_compiled_target
+from picompile.targets import find_compiled_targets
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from picompile.capture import Captured
+    from picompile.code import Code
     from picompile.placement.plan import Plan
     from picompile.prediction import Prediction
     from picompile_codegen.lower import Lowered
@@ -44,6 +45,8 @@ CHUNK = 64
 @dataclass(frozen=True)
 class CompileOptions:
     """What to compile for.
+
+    `target` names rows of the table of targets, several with commas between them; the artifact has code for each.
 
     `predictor` None chooses `exact` where the activation leaves neurons silent and `none` elsewhere. `learned`, `sign`
     and what plug-ins add leave out neurons, and pass a gate: with them, perplexity on held-out text may rise by the
@@ -79,7 +82,7 @@ class CompileOptions:
 
     def __post_init__(self) -> None:
         """Refuses what no model can be compiled with. Raises `UsageError`."""
-        find_compiled_target(self.target)
+        find_compiled_targets(self.target)
         for value, known, name in (
             (self.quant, QUANTIZATIONS, "quantization"),
             (self.predictor, (None, *_predictors(self.predictor)), "predictor"),
@@ -136,20 +139,25 @@ def compile_model(
 ) -> None:
     """Compiles `model`, an HF folder or what `picompile.capture.capture_module` returned, into the artifact `output`.
 
-    Raises `UsageError` (2), `UnsupportedModelError` (3) or `DoesNotFitError` (5), each before anything is written.
+    Raises `UsageError` (2), `UnsupportedModelError` (3), `DoesNotFitError` (5), or `MachineError` or `ToolchainError`
+    (6) where the code cannot be made here; each before anything is written.
     """
     options, progress, output = options or CompileOptions(), progress or NoProgress(), Path(output)
     from picompile.artifact_writer import check_output
+    from picompile.code import code_to_measure, planned_code
 
     check_output(output, options.overwrite)
     # Before the model is captured, which takes longer than to tell that a pass is not known.
     pipeline_passes(options)
+    code = planned_code(options.target)
+    if options.predictor not in _LOSSLESS:
+        code_to_measure(code)
     if isinstance(model, str | os.PathLike):
         _check_plan_model(options.plan, Path(model))
         folder, captured = Path(model), _capture(Path(model), progress)
     else:
         folder, captured = None, model
-    source = _Source(captured, folder, _context(captured, options))
+    source = _Source(captured, folder, _context(captured, options), code)
     if options.plan is not None:
         _check_plan(options.plan, source, options, progress)
     if options.predictor in _LOSSLESS:
@@ -163,11 +171,12 @@ def compile_model(
 
 @dataclass(frozen=True)
 class _Source:
-    """What is compiled. `folder` is the checkpoint's, where there is one."""
+    """What is compiled. `folder` is the checkpoint's, where there is one; `code` is what the artifact shall have."""
 
     captured: "Captured"
     folder: Path | None
     context: int
+    code: "Sequence[Code]"
 
 
 @dataclass(frozen=True)
@@ -329,8 +338,8 @@ def _lower(graph_module: "GraphModule", source: _Source, options: CompileOptions
 
 def _write(compiled: _Compiled, output: Path, options: CompileOptions, progress: Progress) -> None:
     from picompile import artifact_writer as writer
+    from picompile.code import build_code, code_to_measure
     from picompile.tokenizer_files import read_tokenizer
-    from picompile_codegen.build import build_host_library
     from picompile_passes.materialize import evaluate_constant
 
     source, lowered, prediction = compiled.source, compiled.lowered, compiled.prediction
@@ -338,11 +347,11 @@ def _write(compiled: _Compiled, output: Path, options: CompileOptions, progress:
     tokenizer = read_tokenizer(source.folder, source.captured.facts.vocab)
     tensors = list(lowered.weights.tensors.values())
     total = writer.weights_bytes(tensors)
+    # The gate reads with the artifact as it will be used; one for another machine gets code for this one meanwhile.
+    code = source.code if prediction is None else code_to_measure(source.code)
     writer.check_disk(output, total)
     with writer.replacing(output) as folder:
-        (folder / "kernels").mkdir()
-        with progress.step("kernels"):
-            build_host_library(lowered.kernels, folder / "kernels" / "host.so")
+        build_code(code, lowered, folder, progress)
         with progress.step("weights", total) as advance:
             sha256 = writer.write_weights(
                 folder / "weights.safetensors",
@@ -352,21 +361,27 @@ def _write(compiled: _Compiled, output: Path, options: CompileOptions, progress:
             )
         tokenizer.write(folder)
         writer.write_json(folder / "program.json", lowered.program.to_json())
-        _write_facts(compiled, folder, options, sha256, None)
+        _write_facts(compiled, folder, options, code, sha256, None)
         if prediction is not None:
-            # The gate reads with the artifact as it will be used.
             accuracy = prediction.measure(folder, source.captured, source.context, options, progress)
-            _write_facts(compiled, folder, options, sha256, accuracy)
+            for each in code[len(source.code) :]:
+                (folder / each.file).unlink()
+            _write_facts(compiled, folder, options, source.code, sha256, accuracy)
 
 
 def _write_facts(
-    compiled: _Compiled, folder: Path, options: CompileOptions, sha256: str, accuracy: dict[str, Any] | None
+    compiled: _Compiled,
+    folder: Path,
+    options: CompileOptions,
+    code: "Sequence[Code]",
+    sha256: str,
+    accuracy: dict[str, Any] | None,
 ) -> None:
     """Writes report and manifest, with what the gate has found once it has."""
     from picompile import artifact_writer as writer
 
     writer.write_json(folder / "report.json", _report(compiled.lowered, options.plan, accuracy))
-    writer.write_json(folder / "manifest.json", _manifest(compiled, folder, options, sha256, accuracy))
+    writer.write_json(folder / "manifest.json", _manifest(compiled, folder, options, code, sha256, accuracy))
 
 
 def _report(lowered: "Lowered", plan: "Plan | None", accuracy: dict[str, Any] | None) -> dict[str, Any]:
@@ -391,6 +406,7 @@ def _manifest(
     compiled: _Compiled,
     folder: Path,
     options: CompileOptions,
+    code: "Sequence[Code]",
     weights_sha256: str,
     accuracy: dict[str, Any] | None,
 ) -> dict[str, Any]:
@@ -408,7 +424,8 @@ def _manifest(
         "schema": writer.MANIFEST_SCHEMA,
         "picompile": picompile.__version__,
         "abi": writer.KERNEL_ABI,
-        "target": {"name": options.target, "machine": "x86_64", "features": ["avx2", "f16c", "fma"]},
+        "target": ",".join(target.name for target in find_compiled_targets(options.target)),
+        "code": [each.to_json() for each in code],
         "model": facts,
         "quant": options.quant,
         "predictor": "+".join(sorted({part.predictor for part in program.ffn})),

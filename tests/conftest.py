@@ -3,11 +3,12 @@
 import fcntl
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from support import BuildOnce, Cli, Ended, compile_for_test, save_tiny_llama
+from support import CPU_TARGET, BuildOnce, Cli, Ended, compile_for_test, save_tiny_llama
 
 # The same examples in every run, so that a failure in CI can be had again; `make fuzz` looks for new ones.
 # No deadline: the first example of a test pays for imports and compilations.
@@ -42,6 +43,29 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.delenv("PICOMPILE_THREADS", raising=False)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _code_for_this_machine() -> Iterator[None]:
+    """Artifacts have the code that is used here, and no other: both take seconds a model, and show no more.
+
+    Tests of several instruction sets ask for `every_isa`.
+    """
+    from picompile.targets import TARGETS, find_native_target
+
+    native = find_native_target()
+    with pytest.MonkeyPatch.context() as patch:
+        if native is not None:
+            patch.setitem(TARGETS, "cpu", replace(CPU_TARGET, isas=native.isas))
+        yield
+
+
+@pytest.fixture
+def every_isa(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target `cpu` as users have it."""
+    from picompile.targets import TARGETS
+
+    monkeypatch.setitem(TARGETS, "cpu", CPU_TARGET)
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from picompile.targets import TARGETS
+
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLED_MODEL = ROOT / "models" / "tiny-reglu"
+
+# Before a fixture leaves out what is not used here.
+CPU_TARGET = TARGETS["cpu"]
 
 BuildOnce = Callable[[str, Callable[[Path], None]], Path]
 

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import tvm
 from tvm.target import Target
+from tvm.target.codegen import llvm_get_cpu_features, llvm_is_valid_cpu
 
-from picompile_codegen.errors import BuildError
+from picompile_codegen.errors import BuildError, CodegenError
+from picompile_codegen.isa import DEFAULT_ISA, ISAS, Isa
 from picompile_codegen.kernels import Kernel
-
-# AVX2, FMA and F16C: what x86 desktops have had since 2013. TVM takes an unknown name for a generic machine, and merely
-# says so in its log; hence no choice here.
-CPU_TARGET = {"kind": "llvm", "mcpu": "x86-64-v3"}
+from picompile_codegen.toolchain import c_compiler
 
 # Of TVM's pipelines this is the one that leaves local tensors on the stack, as kernels/tensor.py asks. The default one
 # makes larger ones allocations from TVM's runtime, which an artifact does not have.
 _PIPELINE = "tirx"
 
 _HOST_SOURCE = Path(__file__).parent / "native" / "host.c"
+_READ_SOURCE = _HOST_SOURCE.with_name("read.c")
 _GCC_FLAGS = (
     "-shared", "-fPIC", "-std=c11", "-O2", "-fvisibility=hidden",
     # Calls between the library's own functions are not to be intercepted by another library's of the same name.
@@ -30,32 +30,52 @@ _GCC_FLAGS = (
 _LIBRARIES = ("-lpthread", "-lm")
 
 
-def build_host_library(kernels: Iterable[Kernel], output: Path) -> None:
-    """Compiles `kernels` and writes the shared library to `output`, which may exist already.
+def build_host_library(kernels: Iterable[Kernel], output: Path, isa: Isa = ISAS[DEFAULT_ISA]) -> None:
+    """Compiles `kernels`, written for `isa`, and writes the shared library to `output`, which may exist already.
 
-    Kernels of the same name are taken to be the same. Raises `BuildError` with the compiler's message.
+    Kernels of the same name are taken to be the same. Raises `BuildError` with the compiler's message, and
+    `ToolchainError` where there is no C compiler for machines of `isa`.
     """
-    functions = {kernel.name: kernel.prim_func for kernel in kernels}
+    compiler, target = c_compiler(isa), llvm_target(isa)
+    functions = {kernel.name: _written_for(isa, kernel) for kernel in kernels}
     with tempfile.TemporaryDirectory(prefix="picompile-build-") as folder:
         object_file = Path(folder) / "kernels.o"
-        _compile(functions, object_file)
-        _link(object_file, output)
+        _compile(functions, target, object_file)
+        _link(compiler, object_file, output)
 
 
-def _compile(functions: dict[str, object], object_file: Path) -> None:
+def llvm_target(isa: Isa) -> Target:
+    """TVM's target for `isa`.
+
+    Raises `BuildError` if this LLVM does not know it: TVM would merely log that, and compile for a generic machine.
+    """
+    target = Target(isa.llvm)
+    known = llvm_is_valid_cpu(isa.mcpu, isa.triple)
+    lacking = {name.removeprefix("+") for name in isa.mattr} - set(map(str, llvm_get_cpu_features(target)))
+    if not known or lacking:
+        what = ", ".join(sorted(lacking)) if known else isa.mcpu
+        raise BuildError(f"this TVM's LLVM cannot compile for {isa.name}: it does not know {what}")
+    return target
+
+
+def _written_for(isa: Isa, kernel: Kernel) -> object:
+    # LLVM ends the process over an instruction that the target lacks.
+    if kernel.isa != isa.name:
+        raise CodegenError(f"kernel {kernel.name} was written for {kernel.isa}, not for {isa.name}")
+    return kernel.prim_func
+
+
+def _compile(functions: dict[str, object], target: Target, object_file: Path) -> None:
     module = tvm.IRModule({name: functions[name] for name in sorted(functions)})
     try:
-        executable = tvm.compile(module, target=Target(CPU_TARGET), tir_pipeline=_PIPELINE)
+        executable = tvm.compile(module, target=target, tir_pipeline=_PIPELINE)
         executable.mod.write_to_file(str(object_file), "o")
     except Exception as error:  # TVM raises many types, none of them its own
         raise BuildError(f"TVM cannot compile the kernels: {error}") from error
 
 
-def _link(object_file: Path, output: Path) -> None:
-    command = ["gcc", *_GCC_FLAGS, "-o", str(output), str(_HOST_SOURCE), str(object_file), *_LIBRARIES]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise BuildError("gcc is needed to link an artifact's code, and was not found") from error
+def _link(compiler: str, object_file: Path, output: Path) -> None:
+    command = [compiler, *_GCC_FLAGS, "-o", str(output), str(_HOST_SOURCE), str(_READ_SOURCE), str(object_file), *_LIBRARIES]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise BuildError(f"gcc cannot link the kernels: {result.stderr.strip()}")
+        raise BuildError(f"{compiler} cannot link the kernels: {result.stderr.strip()}")

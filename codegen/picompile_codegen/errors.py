@@ -9,3 +9,9 @@ class CodegenError(Exception):
 
 class BuildError(CodegenError):
     """Kernels did not compile or link; the message is the compiler's."""
+
+
+class ToolchainError(BuildError):
+    """This machine lacks the compiler that the code for a target needs."""
+
+    exit_code = 6

@@ -7,8 +7,10 @@ from typing import Any
 from torch.fx import Node
 
 from picompile_codegen.kernels import Kernel
+from picompile_codegen.kernels.step_rows import Mode
 from picompile_codegen.packing import Matrix, WeightTable
 from picompile_codegen.program import Arg, Call, FfnPart, Tensor
+from picompile_codegen.retarget import Recipe
 
 STEP = Arg("buffer", "step")
 STATS_ROW_BYTES = 16
@@ -18,11 +20,15 @@ Bindings = dict[str, Arg | Matrix]
 
 @dataclass(frozen=True)
 class LowerOptions:
-    """What the graph does not say. `context` and `chunk` in tokens; `kv_dtype` float16 or float32."""
+    """What the graph does not say.
+
+    `context` and `chunk` in tokens; `kv_dtype` float16, float32 or q8; `sequences` have a place in the KV cache.
+    """
 
     context: int
     chunk: int
     kv_dtype: str
+    sequences: int = 1
 
 
 @dataclass
@@ -33,7 +39,7 @@ class Shared:
     weights: WeightTable = field(default_factory=WeightTable)
     state: dict[str, Tensor] = field(default_factory=dict)
     ffn: list[FfnPart] = field(default_factory=list)
-    kernels: dict[Hashable, Kernel] = field(default_factory=dict)
+    kernels: dict[Recipe, Kernel] = field(default_factory=dict)
 
     def kernel(self, builder: Callable[..., Kernel], **parameters: Hashable) -> Kernel:
         """Builds a kernel, once for the same parameters: most layers ask for the same few."""
@@ -54,6 +60,13 @@ class Function:
     calls: list[Call] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     values: dict[Node, Arg] = field(default_factory=dict)
+
+    @property
+    def mode(self) -> Mode:
+        """Where the rows of a step are (see `kernels/step_rows.py`)."""
+        if self.name == "batch":
+            return "batch"
+        return "one" if self.rows == 1 else "chunk"
 
     def buffer(self, hint: str, dtype: str, shape: tuple[int, ...]) -> Arg:
         """A new buffer, to be placed when the function is complete."""

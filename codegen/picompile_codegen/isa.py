@@ -22,7 +22,8 @@ from typing import Any, Literal
 class Isa:
     """One instruction set.
 
-    `machine` is what `uname -m` says, `features` what /proc/cpuinfo must list. `llvm` are the fields of TVM's target.
+    `machine` is what `uname -m` says, `features` what /proc/cpuinfo must list: all that LLVM may make use of. (What
+    every processor with AVX2 has, SSE4 for instance, is not named.) `llvm` are the fields of TVM's target.
     `bytes_dot` says how products of bytes are added up in fours: `maddubs` (AVX2: pairs in 16 bits, then fours),
     `vnni` (unsigned times signed, one instruction), `sdot` (signed times signed, one instruction). `registers` counts
     vectors of eight float32.
@@ -45,7 +46,8 @@ class Isa:
         return target | ({"mattr": list(self.mattr)} if self.mattr else {})
 
 
-_AVX2 = ("avx2", "f16c", "fma")
+# abm is lzcnt, which older processors take for another instruction: a wrong result, and not even an illegal one.
+_AVX2 = ("abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 _LINUX_X86, _LINUX_ARM = "x86_64-linux-gnu", "aarch64-linux-gnu"
 
@@ -60,8 +62,8 @@ ISAS: dict[str, Isa] = {
             _LINUX_X86, "vnni", 32,
         ),
         Isa(
-            "aarch64-dotprod", "NEON with dot products (Armv8.2)", "aarch64", ("asimd", "asimdhp", "asimddp"), "generic",
-            ("+v8.2a", "+neon", "+dotprod", "+fullfp16"), _LINUX_ARM, "sdot", 16,
+            "aarch64-dotprod", "NEON with dot products", "aarch64", ("asimd", "asimddp", "asimdhp", "fphp"), "generic",
+            ("+neon", "+dotprod", "+fullfp16"), _LINUX_ARM, "sdot", 16,
         ),
     )
 }  # fmt: skip

@@ -1,28 +1,32 @@
 """Lowering: the quantized graph becomes calls of kernels over planned buffers.
 
 1. Every node becomes one or two calls; weights are entered into the table of packed tensors; nothing is read yet.
-2. This happens four times, because a program has four functions:
+2. This happens for each of the functions that a program has:
    `decode`        one token
    `prefill`       a chunk of the prompt, only as far as the KV cache needs it
    `prefill_last`  the last chunk: everything after the last attention runs for the last token alone
    `score`         a chunk with logits for every token, for perplexity
+   `batch`         one token each of several sequences, where the KV cache holds several
    Only `decode` has masks of neurons made; the others compute every neuron, and leave out what predictors alone need.
 3. The activations of each function get places in one arena.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
 from picompile_codegen import kernels
 from picompile_codegen.function import Function, LowerOptions, Shared, dimension
+from picompile_codegen.isa import Isa
 from picompile_codegen.kernels import Kernel
 from picompile_codegen.kernels.kernel import STEP_SHAPE
-from picompile_codegen.lower_ops import extend_cache, lower_node
+from picompile_codegen.lower_attention import extend_cache
+from picompile_codegen.lower_ops import lower_node
 from picompile_codegen.packing import WeightTable
 from picompile_codegen.plan_buffers import align, plan_buffers
 from picompile_codegen.program import Program, Tensor, tensor_bytes
+from picompile_codegen.retarget import Recipe, kernels_for
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.nodes import arguments, constant_nodes, is_call
 from picompile_passes.operands import ATTENTION, PREDICT
@@ -32,11 +36,20 @@ __all__ = ["LowerOptions", "Lowered", "lower"]
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program, the kernels it calls and the tensors it reads."""
+    """A program, the kernels it calls (`built`, by their recipes) and the tensors it reads."""
 
     program: Program
-    kernels: tuple[Kernel, ...]
+    built: Mapping[Recipe, Kernel]
     weights: WeightTable
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels for the instruction set that was current when the graph was lowered."""
+        return tuple(self.built.values())
+
+    def kernels_for(self, isa: Isa) -> tuple[Kernel, ...]:
+        """The same kernels for `isa`."""
+        return kernels_for(isa, self.built)
 
 
 def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
@@ -55,11 +68,13 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
         _prefill_last(unmasked, last, shared),
         _whole("score", options.chunk, unmasked, shared, "logits.score"),
     ]
-    program = Program(options.context, options.chunk, dimension(nodes[-1]), len(attentions))
+    if options.sequences > 1:
+        functions.append(_whole("batch", options.sequences, unmasked, shared, "logits.batch"))
+    program = Program(options.context, options.chunk, dimension(nodes[-1]), len(attentions), options.sequences)
     program.state, program.ffn = shared.state, shared.ffn
-    program.logits = {"decode": "logits", "prefill_last": "logits", "score": "logits.score"}
+    program.logits = {function.name: function.logits for function in functions if function.name != "prefill"}
     _place(program, functions)
-    return Lowered(program, tuple(shared.kernels.values()), shared.weights)
+    return Lowered(program, shared.kernels, shared.weights)
 
 
 def _whole(name: str, rows: int, nodes: Sequence[Node], shared: Shared, logits: str) -> Function:
@@ -132,15 +147,20 @@ def _place(program: Program, functions: Sequence[Function]) -> None:
 
 def _reserved(program: Program) -> tuple[dict[str, Tensor], int]:
     """Buffers with a place of their own: inputs, statistics and outputs."""
+    rows = max(program.chunk, program.sequences)
+    statistics = ("int64", (max(1, len(program.ffn)), 2))
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {
         "step": ("int32", STEP_SHAPE),
-        "tokens": ("int32", (program.chunk,)),
-        "positions": ("int32", (program.chunk,)),
-        "stats": ("int64", (max(1, len(program.ffn)), 2)),
+        "tokens": ("int32", (rows,)),
+        "positions": ("int32", (rows,)),
+        "slots": ("int32", (rows,)),
+        "stats": statistics,
         "stats.unused": ("int64", (2,)),
         "logits": ("float32", (1, program.vocab)),
         "logits.score": ("float32", (program.chunk, program.vocab)),
     }
+    if program.sequences > 1:
+        shapes |= {"stats.batch": statistics, "logits.batch": ("float32", (program.sequences, program.vocab))}
     buffers, offset = {}, 0
     for name, (dtype, shape) in shapes.items():
         buffers[name] = Tensor(dtype, shape, offset)

@@ -57,7 +57,10 @@ def _mask(mask: Node, neurons: Node | None, function: Function) -> Bindings:
 
 
 def _statistics(function: Function, layer: int, part: str, neurons: int, kind: str) -> Arg:
-    """Where a kernel counts its neurons. Only decode counts for the record; the rest share a row that nobody reads."""
+    """Where a kernel counts its neurons. Prompts are not counted: their kernels share a row that nobody reads."""
+    if function.name == "batch":
+        (row,) = (each.stats_row for each in function.shared.ffn if (each.layer, each.part) == (layer, part))
+        return Arg("buffer", "stats.batch", shape=(2,), offset=row * STATS_ROW_BYTES)
     if function.name != "decode":
         return Arg("buffer", "stats.unused")
     row = len(function.shared.ffn)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-PROGRAM_SCHEMA = 1
+PROGRAM_SCHEMA = 2
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "int32": 4, "int64": 8, "int8": 1, "uint8": 1}
 
@@ -56,23 +56,28 @@ class Arg:
 
 @dataclass(frozen=True)
 class Call:
-    """One kernel call. `weight_bytes` is what it reads of weights when every neuron is computed."""
+    """One kernel call. `weight_bytes` is what it reads of weights when every neuron is computed.
+
+    `window` of an attention: how many positions a token sees at most, 0 for all that there are.
+    """
 
     kernel: str
     args: tuple[Arg, ...]
     op: str
     layer: int | None
     weight_bytes: int
+    window: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The form in program.json."""
-        return {
+        fields = {
             "kernel": self.kernel,
             "args": [arg.to_json() for arg in self.args],
             "op": self.op,
             "layer": self.layer,
             "weight_bytes": self.weight_bytes,
         }
+        return {**fields, "window": self.window} if self.window else fields
 
 
 @dataclass(frozen=True)
@@ -88,12 +93,16 @@ class FfnPart:
 
 @dataclass
 class Program:
-    """Everything the runtime executes. Four functions share one arena, one KV cache and the weights."""
+    """Everything the runtime executes. All functions share one arena, one KV cache and the weights.
+
+    The cache has a place, a slot, for each of `sequences`.
+    """
 
     context: int
     chunk: int
     vocab: int
     layers: int
+    sequences: int = 1
     arena_bytes: int = 0
     buffers: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -109,6 +118,7 @@ class Program:
             "chunk": self.chunk,
             "vocab": self.vocab,
             "layers": self.layers,
+            "sequences": self.sequences,
             "arena_bytes": self.arena_bytes,
             "buffers": {name: tensor.to_json() for name, tensor in self.buffers.items()},
             "state": {name: tensor.to_json() for name, tensor in self.state.items()},
@@ -119,5 +129,5 @@ class Program:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the KV cache at full context."""
+        """Bytes of the KV cache at full context, of all sequences."""
         return sum(tensor_bytes(tensor.dtype, tensor.shape) for tensor in self.state.values())

@@ -20,7 +20,7 @@ from picompile.cli.options import CalibrationOption, DebugOption, GateOption, Kv
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.shares import parse_gate
-from picompile.targets import find_compiled_target
+from picompile.targets import find_compiled_targets
 
 # Bits a weight with its scale; rows are padded, so an artifact is never smaller than this.
 _WEIGHT_BITS = {Quant.F16: 16.0, Quant.Q8: 8.5, Quant.Q4: 4.5}
@@ -30,7 +30,12 @@ def compile_command(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder: config.json, *.safetensors.")],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="ARTIFACT", help="The folder to make.")],
     target: Annotated[
-        str, typer.Option(metavar="NAME", help="The machine to compile for; see [bold]picompile targets[/].")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="The machine to compile for, or several with commas between; see [bold]picompile targets[/]. "
+            "native: this one's processor and no other.",
+        ),
     ] = "cpu",
     quant: Annotated[Quant, typer.Option(help="Weight format.")] = Quant.Q4,
     predictor: Annotated[
@@ -108,7 +113,7 @@ def compile_command(
       picompile compile models/tiny-reglu -o build/f16 --quant f16 --context 512
       picompile compile models/tiny-reglu -o build/learned --predictor learned --work build/work
     """
-    find_compiled_target(target)
+    find_compiled_targets(target)
     require_model_folder(model)
     require_output(output, overwrite=force, marker="manifest.json")
     require_free_disk(output, int(checkpoint_weights(model) * _WEIGHT_BITS[quant] / 8))

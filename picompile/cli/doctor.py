@@ -19,11 +19,13 @@ from picompile.cli.checks import format_bytes
 from picompile.cli.options import DebugOption, JsonOption
 from picompile.cli.progress import progress
 from picompile.errors import PicompileError
-from picompile.targets import TARGETS
+from picompile.targets import TARGETS, find_native_target
 
 if TYPE_CHECKING:
     from picompile.measure import LocalMachine
 
+# Further vector extensions, which code may be made for one day.
+_OF_INTEREST = ("avx512", "avx_vnni", "amx", "sve", "i8mm")
 _PACKAGES = ("torch", "transformers", "apache-tvm", "apache-tvm-ffi", "tokenizers", "safetensors", "numpy")
 
 
@@ -86,7 +88,7 @@ def examine(local: "LocalMachine") -> Iterator[Finding]:
     yield Finding("python", f"{platform.python_version()}, {platform.system()} {platform.machine()}", old)
     yield _compiler()
     yield Finding("processor", local.machine.cpu)
-    yield _features(cpu_features())
+    yield from _features(cpu_features())
     yield Finding("cores", f"{default_threads()} used by default, {os.cpu_count()} hardware threads")
     yield Finding("memory", _memory())
     yield Finding("memory bandwidth", f"{format_bytes(local.host.bytes_per_s)}/s, reading")
@@ -116,12 +118,19 @@ def _compiler() -> Finding:
     return Finding("gcc", done.stdout.strip() or path)
 
 
-def _features(present: frozenset[str]) -> Finding:
-    needed = TARGETS["cpu"].features
-    lacking = [feature for feature in needed if feature not in present]
+def _features(present: frozenset[str]) -> Iterator[Finding]:
+    """What the processor has of the features that code is made for, and the code that would be used here."""
+    rows = [row for row in TARGETS.values() if row.compiles and row.machine == platform.machine()]
+    used = list(dict.fromkeys(feature for row in rows for feature in row.features))
+    also = sorted(name for name in present - {*used} if name.startswith(_OF_INTEREST))
+    lacking = [feature for feature in rows[0].features if feature not in present] if rows else []
     missing = f"this processor has no {', '.join(lacking)}, which artifacts need" if lacking else ""
-    also = sorted(feature for feature in present if feature.startswith(("avx512", "avx_vnni", "amx")))
-    return Finding("instruction sets", ", ".join([f for f in needed if f in present] + also), missing)
+    yield Finding("instruction sets", ", ".join([name for name in used if name in present] + also), missing)
+    native = find_native_target()
+    if native is not None:
+        yield Finding("code", f"{native.isas[0]} is the best for it: --target native, or {native.name}")
+    elif not missing:
+        yield Finding("code", "none", f"no code can be made for {platform.machine()}")
 
 
 def _memory() -> str:

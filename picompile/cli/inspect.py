@@ -3,6 +3,8 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +49,7 @@ def collect(folder: Path) -> dict[str, Any]:
         "kv_dtype": manifest.kv_dtype,
         "context": manifest.context,
         "chunk": manifest.chunk,
-        "machine": manifest.machine,
-        "features": list(manifest.features),
+        "code": _code(manifest),
         "files": {name: entry.size_bytes for name, entry in manifest.files.items()},
         "memory_bytes": {
             "weights": manifest.files["weights.safetensors"].size_bytes,
@@ -66,6 +67,20 @@ def collect(folder: Path) -> dict[str, Any]:
         "accuracy": _reported(folder, "accuracy"),
         "plan": _reported(folder, "plan"),
     }
+
+
+def _code(manifest: "Manifest") -> list[dict[str, Any]]:
+    """The code for each instruction set, the best first; `used_here` where it is what this machine runs."""
+    from picompile_runtime import MachineError, RequestError
+    from picompile_runtime.variants import choose
+
+    chosen = None
+    with suppress(MachineError, RequestError):
+        chosen = choose(manifest.code)
+    return [
+        {**asdict(variant), "bytes": manifest.files[variant.file].size_bytes, "used_here": variant == chosen}
+        for variant in manifest.code
+    ]
 
 
 def _program(folder: Path, manifest: "Manifest") -> "Program":
@@ -134,7 +149,7 @@ def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         yield "plan", _plan_text(facts["plan"])
     yield "read per token", ", ".join(f"{op} {format_bytes(read)}" for op, read in facts["token_bytes"].items())
     yield "program", f"{facts['calls']['decode']} calls a token, {facts['kernels']} kernels"
-    yield "runs on", f"{facts['machine']} with {', '.join(facts['features'])}"
+    yield "runs on", "\n".join(map(_code_text, facts["code"]))
     yield "files", f"{len(facts['files']) + 1}, {format_bytes(sum(facts['files'].values()))}"
 
 
@@ -146,6 +161,11 @@ def _reported(folder: Path, what: str) -> dict[str, Any] | None:
         return None
     found = report.get(what) if isinstance(report, dict) else None
     return found if isinstance(found, dict) else None
+
+
+def _code_text(code: Mapping[str, Any]) -> str:
+    used = " (used here)" if code["used_here"] else ""
+    return f"{code['isa']}{used}: {code['machine']} with {', '.join(code['features'])}"
 
 
 def _predictor_text(facts: Mapping[str, Any]) -> str:

@@ -9,6 +9,9 @@ from picompile.cli.options import DebugOption, JsonOption
 from picompile.targets import TARGETS, Target
 
 
+_WIDTH = 120
+
+
 def targets_command(json_output: JsonOption = False, debug: DebugOption = False) -> None:
     """List the machines that models can be planned and compiled for.
 
@@ -24,7 +27,7 @@ def targets_command(json_output: JsonOption = False, debug: DebugOption = False)
     local = cached_local()
     rows = [*TARGETS.values(), *([] if local is None else [local.target])]
     if json_output:
-        print(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
+        print(json.dumps([{**asdict(row), "compiles": row.compiles} for row in rows], indent=2, ensure_ascii=False))
         return
     _print_table(rows)
     print("bandwidth and PCIe: at best, PCIe in each direction; local: as measured")
@@ -45,7 +48,8 @@ def _print_table(rows: Sequence[Target]) -> None:
     table.add_column("for")
     for row in rows:
         table.add_row(row.name, row.description, *_gpu(row), "plan, compile" if row.compiles else "plan")
-    Console(markup=False, highlight=False, soft_wrap=True).print(table)
+    # A row is to be a line, also where nobody says how wide the terminal is.
+    Console(markup=False, highlight=False, width=_WIDTH).print(table)
 
 
 def _gpu(row: Target) -> tuple[str, str, str, str]:

@@ -24,6 +24,7 @@ def artifact_section(anchor: str, artifact: ArtifactFacts) -> Section:
         ("weights", f"{manifest.quant}, {numbers.size(sum(artifact.operator_bytes.values()))}"),
         ("predictor", kinds_text([part.predictor for part in artifact.parts])),
         ("context", f"{manifest.context:,} tokens, cache in {manifest.kv_dtype}"),
+        ("code", ", ".join(variant.isa for variant in manifest.code)),
         ("files", numbers.size(sum(entry.size_bytes for entry in manifest.files.values()))),
     ]
     gate = gate_table({**accuracy.figures, "text": accuracy.text}, accuracy.layers) if accuracy is not None else None

@@ -6,16 +6,20 @@ from picompile.targets.table import LAUNCH_S, SYNC_S, TARGETS, Target, pcie_byte
 __all__ = [
     "LAUNCH_S",
     "LOCAL",
+    "NATIVE",
     "SYNC_S",
     "TARGETS",
     "Target",
-    "find_compiled_target",
+    "find_compiled_targets",
+    "find_native_target",
     "find_target",
+    "native_target",
     "pcie_bytes_per_s",
     "target_names",
 ]
 
 LOCAL = "local"
+NATIVE = "native"
 
 
 def target_names() -> tuple[str, ...]:
@@ -34,10 +38,48 @@ def find_target(name: str) -> Target:
     raise TargetError(f"unknown target {name!r}; known are {', '.join(target_names())}")
 
 
-def find_compiled_target(name: str) -> Target:
-    """The row called `name`, if this version makes code for it. Measures nothing. Raises `TargetError`."""
-    compiled = ", ".join(target.name for target in TARGETS.values() if target.compiles)
+def find_compiled_targets(names: str) -> tuple[Target, ...]:
+    """The rows that `names` lists, separated by commas, each once; `native` is the best that this machine has.
+
+    Measures nothing. Raises `TargetError` for what this version makes no code for, and `MachineError` for `native` on a
+    machine that it makes no code for.
+    """
+    return tuple(dict.fromkeys(_find_compiled(name) for name in names.split(",")))
+
+
+def _find_compiled(name: str) -> Target:
+    if name == NATIVE:
+        return native_target()
+    compiled = ", ".join([*(target.name for target in TARGETS.values() if target.compiles), NATIVE])
     if name == LOCAL or (name in TARGETS and not TARGETS[name].compiles):
         what = f"this version plans for target {name!r} (picompile plan), but compiles only for: {compiled}"
-        raise TargetError(f"{what}; this machine's processor is cpu" if name == LOCAL else what)
-    return find_target(name)
+        raise TargetError(f"{what}; this machine's processor is {NATIVE}" if name == LOCAL else what)
+    if name not in TARGETS:
+        raise TargetError(f"unknown target {name!r}; known are {', '.join((*target_names(), NATIVE))}")
+    return TARGETS[name]
+
+
+def native_target() -> Target:
+    """The row of the best instruction set that this machine has. Raises `MachineError` where it has none of them."""
+    found = find_native_target()
+    if found is not None:
+        return found
+    import platform
+
+    from picompile_runtime.errors import MachineError
+
+    known = "; ".join(f"{row.machine} with {', '.join(row.features)}" for row in _single_rows())
+    raise MachineError(f"no code can be made for this machine's processor, {platform.machine()}; known are {known}")
+
+
+def find_native_target() -> Target | None:
+    """The row of the best instruction set that this machine has, if it has any."""
+    from picompile_runtime.machine import is_machine, missing_features
+
+    rows = (row for row in reversed(_single_rows()) if is_machine(row.machine))
+    return next((row for row in rows if not missing_features(row.features)), None)
+
+
+def _single_rows() -> list[Target]:
+    """One row for each instruction set; of those of one machine, the best comes last."""
+    return [row for row in TARGETS.values() if len(row.isas) == 1]

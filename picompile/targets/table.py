@@ -14,21 +14,24 @@ LAUNCH_S = 1e-6
 # Transfers per second and lane, of which 128 of 130 bits are data. (PCIe 3.0, 4.0 and 5.0, base specifications.)
 _PCIE_TRANSFERS_PER_S = {3: 8e9, 4: 16e9, 5: 32e9}
 
-_CPU_FEATURES = ("avx2", "fma", "f16c")
+# The instruction sets that code is made for are those of picompile_codegen.isa, which is not imported here: a command
+# that only runs models loads no compiler.
+_CPU_FEATURES = ("abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe")
+_AVX512_FEATURES = (*_CPU_FEATURES, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 
 
 @dataclass(frozen=True)
 class Target:
     """A machine to plan or to compile for: a processor, and a GPU where `vram_bytes` is not 0.
 
-    `machine` and `features` are the processor's; `features` are the instruction sets that compiled code needs, as the
-    kernel names them in /proc/cpuinfo. `sm` is the GPU's compute capability times ten, None without a GPU. `vram_bytes`
+    `machine` and `features` are the processor's; `features` are what compiled code needs at least, as the kernel names
+    them in /proc/cpuinfo. `sm` is the GPU's compute capability times ten, None without a GPU. `vram_bytes`
     is the size it is sold with, of which the driver keeps some percent. `gpu_bytes_per_s` is what its memory reads at
     best, `pcie_bytes_per_s` what its slot carries at best in each direction; both are theoretical but for `local`.
     `sync_s` is one exchange of a vector between GPU and CPU, `launch_s` what a kernel costs beside the bytes that it
     reads. `source` is where memory and slot were looked up. Host memory is not here: a GPU's name doesn't say it.
 
-    `compiles` says whether this version makes code for it; others can only be planned for.
+    `isas` are the instruction sets that code is made for, best first; machines without any can only be planned for.
     """
 
     name: str
@@ -42,7 +45,12 @@ class Target:
     sync_s: float = 0.0
     launch_s: float = 0.0
     source: str = ""
-    compiles: bool = False
+    isas: tuple[str, ...] = ()
+
+    @property
+    def compiles(self) -> bool:
+        """Whether this version makes code for it."""
+        return bool(self.isas)
 
 
 def pcie_bytes_per_s(generation: int, lanes: int) -> float:
@@ -77,9 +85,24 @@ def _gpu(
     )
 
 
+def _cpu(name: str, description: str, features: tuple[str, ...], *isas: str) -> Target:
+    return Target(name, description, "x86_64", features, isas=isas)
+
+
 # Compute capabilities: https://developer.nvidia.com/cuda-gpus
 _ROWS = (
-    Target("cpu", "x86-64 with AVX2 (x86-64-v3)", "x86_64", _CPU_FEATURES, compiles=True),
+    # People whose processor has AVX-512 need not ask for it.
+    _cpu("cpu", "x86-64-v3 and v4 VNNI", _CPU_FEATURES, "x86-64-v4-vnni", "x86-64-v3"),
+    _cpu("cpu-avx2", "x86-64-v3: AVX2", _CPU_FEATURES, "x86-64-v3"),
+    _cpu("cpu-avx512", "x86-64-v4: AVX-512", _AVX512_FEATURES, "x86-64-v4"),
+    _cpu("cpu-avx512-vnni", "x86-64-v4 and VNNI", (*_AVX512_FEATURES, "avx512_vnni"), "x86-64-v4-vnni"),
+    Target(
+        "cpu-arm64",
+        "AArch64, dot products",
+        "aarch64",
+        ("asimd", "asimddp", "asimdhp", "fphp"),
+        isas=("aarch64-dotprod",),
+    ),
     _gpu(
         "2080ti",
         "GeForce RTX 2080 Ti",

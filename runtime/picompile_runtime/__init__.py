@@ -8,8 +8,9 @@ with load("artifact") as engine:
 """
 
 from picompile_runtime.artifact import Artifact, Manifest, open_artifact, verify
-from picompile_runtime.bench import measure, memory_bandwidth
-from picompile_runtime.engine import Engine, Firing, load
+from picompile_runtime.bandwidth import memory_bandwidth
+from picompile_runtime.bench import measure
+from picompile_runtime.engine import Engine, load
 from picompile_runtime.errors import (
     ArtifactError,
     DoesNotFitError,
@@ -18,6 +19,7 @@ from picompile_runtime.errors import (
     PicompileRuntimeError,
     RequestError,
 )
+from picompile_runtime.firing import Firing
 from picompile_runtime.generate import Generation, GenerationStats, generate
 from picompile_runtime.perplexity import Perplexity, perplexity
 from picompile_runtime.sampler import Sampler, SamplingParams

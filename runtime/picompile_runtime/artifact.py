@@ -16,19 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from picompile_runtime.errors import ArtifactError, MachineError
+from picompile_runtime.errors import ArtifactError
 from picompile_runtime.fields import Fields, parse_object
-from picompile_runtime.machine import check_machine
 from picompile_runtime.memory import Tensor, map_file
 from picompile_runtime.native import HostLibrary
 from picompile_runtime.program import Program, read_program
 from picompile_runtime.stamps import is_stamped, stamp
+from picompile_runtime.variants import Variant, choose
 from picompile_runtime.weights import read_header
 
 FORMAT = "picompile-artifact"
-SCHEMA = 1
+SCHEMA = 2
 ABI = 1
-CODE = "kernels/host.so"
 WEIGHTS = "weights.safetensors"
 PROGRAM = "program.json"
 _MOST_JSON_BYTES = 2**28
@@ -48,10 +47,9 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """manifest.json; `model` are facts about the model as the compiler wrote them."""
+    """manifest.json; `code` lists the best first, `model` are facts about the model as the compiler wrote them."""
 
-    machine: str
-    features: tuple[str, ...]
+    code: tuple[Variant, ...]
     files: Mapping[str, FileEntry]
     model: Mapping[str, Any]
     quant: str
@@ -59,12 +57,13 @@ class Manifest:
     kv_dtype: str
     context: int
     chunk: int
+    sequences: int
     sha256: str
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """An opened artifact. `texts` has its small files; `weights` is mapped; `library` is None until `load_code`."""
+    """An opened artifact. `texts` has its small files; `weights` is mapped, code only by `load_code`."""
 
     folder: Path
     manifest: Manifest
@@ -72,12 +71,17 @@ class Artifact:
     tensors: Mapping[str, Tensor]
     weights: mmap.mmap
     texts: Mapping[str, bytes]
-    code_descriptor: int
+    code_descriptors: Mapping[str, int]
 
-    def load_code(self) -> HostLibrary:
-        """Map the code; ArtifactError if it lacks a kernel of the program, MachineError if it cannot run here."""
-        check_machine(self.manifest.machine, self.manifest.features)
-        library = HostLibrary(f"/proc/self/fd/{self.code_descriptor}", name=str(self.folder / CODE))
+    @property
+    def variant(self) -> Variant:
+        """The code that is used here. Raises MachineError if none can be, RequestError for a wrong PICOMPILE_ISA."""
+        return choose(self.manifest.code)
+
+    def load_code(self, variant: Variant | None = None) -> HostLibrary:
+        """Map the code of `variant`, or else of what `choose` takes; ArtifactError if it lacks a kernel."""
+        file = (variant or self.variant).file
+        library = HostLibrary(f"/proc/self/fd/{self.code_descriptors[file]}", name=str(self.folder / file))
         for kernel in {call.kernel for calls in self.program.functions.values() for call in calls}:
             library.kernel(kernel)
         return library
@@ -99,8 +103,9 @@ class Artifact:
         """Unmap the weights, unless arrays over them are still in use, and close the files."""
         with suppress(BufferError):
             self.weights.close()
-        with suppress(OSError):
-            os.close(self.code_descriptor)
+        for descriptor in self.code_descriptors.values():
+            with suppress(OSError):
+                os.close(descriptor)
 
 
 def open_artifact(path: str | os.PathLike[str]) -> Artifact:
@@ -110,18 +115,19 @@ def open_artifact(path: str | os.PathLike[str]) -> Artifact:
     """
     folder = Path(path)
     manifest = read_manifest(folder)
-    check_machine(manifest.machine, manifest.features)
+    choose(manifest.code)  # before weights are hashed for nothing
     return _open(folder, manifest, None, trust_stamps=True)
 
 
 def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Manifest:
-    """Check an artifact wholly, hashing every byte of it; on a machine that it was made for, its kernels' names too."""
+    """Check an artifact wholly, hashing every byte of it; of the code that runs here, its kernels' names too."""
     folder = Path(path)
     manifest = read_manifest(folder)
     artifact = _open(folder, manifest, progress, trust_stamps=False)
     try:
-        with suppress(MachineError):
-            artifact.load_code()
+        for variant in manifest.code:
+            if variant.runs_here:
+                artifact.load_code(variant)
     finally:
         artifact.close()
     return manifest
@@ -143,17 +149,17 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{where}: {key} is {root.data[key]}, and this runtime knows {known}; "
                 f"{'update the runtime' if root.data[key] > known else 'compile the model again'}"
             )
-    target = root.object("target")
+    files = _files(root.object("files"))
     return Manifest(
-        machine=target.text("machine"),
-        features=target.texts("features"),
-        files=_files(root.object("files")),
+        code=_code(root, files),
+        files=files,
         model=root.object("model").data,
         quant=root.text("quant"),
         predictor=root.text("predictor"),
         kv_dtype=root.text("kv_dtype"),
         context=root.integer("context", 1),
         chunk=root.integer("chunk", 1),
+        sequences=root.integer("sequences", 1),
         sha256=hashlib.sha256(text).hexdigest(),
     )
 
@@ -166,19 +172,32 @@ def _files(root: Fields) -> Mapping[str, FileEntry]:
         if not re.fullmatch("[0-9a-f]{64}", entry.text("sha256")):
             raise entry.wrong("sha256", "64 hexadecimal digits")
         files[name] = FileEntry(entry.integer("bytes"), entry.text("sha256"))
-    if missing := [name for name in (PROGRAM, WEIGHTS, CODE) if name not in files]:
+    if missing := [name for name in (PROGRAM, WEIGHTS) if name not in files]:
         raise ArtifactError(f"{root.where}: {missing[0]} is missing; compile the model again")
     return files
 
 
+def _code(root: Fields, files: Mapping[str, FileEntry]) -> tuple[Variant, ...]:
+    variants = []
+    for entry in root.objects("code"):
+        variant = Variant(entry.text("isa"), entry.text("machine"), entry.texts("features"), entry.text("file"))
+        if variant.file not in files or variant.file in (PROGRAM, WEIGHTS):
+            raise entry.wrong("file", "one of the artifact's files")
+        variants.append(variant)
+    if not variants:
+        raise root.wrong("code", "a list of one variant or more")
+    return tuple(variants)
+
+
 def _open(folder: Path, manifest: Manifest, progress: Progress | None, trust_stamps: bool) -> Artifact:
     texts: dict[str, bytes] = {}
+    code = {variant.file for variant in manifest.code}
     with ExitStack() as stack:
         kept = {}
         for name, entry in manifest.files.items():
             descriptor = _open_file(folder, name, stack)
             _check_size(descriptor, entry, folder / name)
-            if name in (WEIGHTS, CODE):
+            if name == WEIGHTS or name in code:
                 kept[name] = descriptor
                 stamped = name == WEIGHTS and trust_stamps and is_stamped(folder / name, descriptor, manifest.sha256)
                 if not stamped:
@@ -195,9 +214,11 @@ def _open(folder: Path, manifest: Manifest, progress: Progress | None, trust_sta
         weights = map_file(kept[WEIGHTS])
         tensors = read_header(weights, str(folder / WEIGHTS))
         program = read_program(texts.pop(PROGRAM), tensors, str(folder / PROGRAM))
-        if (program.context, program.chunk) != (manifest.context, manifest.chunk):
-            raise ArtifactError(f"{folder}: manifest.json and program.json disagree on context or chunk")
-        return Artifact(folder, manifest, program, tensors, weights, texts, os.dup(kept[CODE]))
+        sizes = (program.context, program.chunk, program.sequences)
+        if sizes != (manifest.context, manifest.chunk, manifest.sequences):
+            raise ArtifactError(f"{folder}: manifest.json and program.json disagree on context, chunk or sequences")
+        descriptors = {name: os.dup(kept[name]) for name in sorted(code)}
+        return Artifact(folder, manifest, program, tensors, weights, texts, descriptors)
 
 
 def _open_file(folder: Path, name: str, stack: ExitStack) -> int:

@@ -1,34 +1,22 @@
-"""The engine: an artifact in memory, its KV cache, and the position in it."""
+"""The engine: an artifact in memory, its KV cache, and the position of each sequence in it."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.artifact import Artifact, open_artifact
+from picompile_runtime.checks import check_batch, check_room, check_slot, token_id, token_ids
 from picompile_runtime.errors import RequestError
+from picompile_runtime.executor import Executor, Logits
+from picompile_runtime.firing import Firing, firing_of
 from picompile_runtime.machine import check_threads, default_threads
-from picompile_runtime.memory import anonymous_map, array_at
-from picompile_runtime.native import CallList, TensorTable
-from picompile_runtime.program import FUNCTIONS, Argument, Call, FeedForward
-
-Logits = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Firing:
-    """Of the neurons of one feed-forward part, the share that decode steps computed and the share that fired."""
-
-    part: FeedForward
-    computed_share: float
-    fired_share: float
+from picompile_runtime.program import BATCH, Call
 
 
 def load(path: str | os.PathLike[str], threads: int | None = None) -> Engine:
@@ -42,10 +30,14 @@ def load(path: str | os.PathLike[str], threads: int | None = None) -> Engine:
 
 
 class Engine:
-    """Runs one sequence of tokens. Every method returns arrays of its own.
+    """Runs sequences of tokens, each in a slot of the KV cache: slot 0 unless a method is told another.
+
+    An artifact has as many slots as it was compiled for with `--sequences`. Sequences know nothing of each other, but
+    `decode_batch` reads a token of each in one step, which takes little longer than one token does. Methods return
+    arrays of their own, or with `copy` False the engine's memory, which the next step overwrites.
 
     An engine is not made for several threads: each call takes a lock and waits for its turn, but which token lands at
-    which position is then a matter of luck. For several sequences at a time, load several engines; they share weights.
+    which position is then a matter of luck. Engines on one artifact share its weights.
     """
 
     def __init__(self, artifact: Artifact, threads: int | None = None) -> None:
@@ -53,37 +45,15 @@ class Engine:
         self.artifact = artifact
         self.threads = check_threads(threads) if threads is not None else default_threads()
         self._program = artifact.program
-        self._library = artifact.load_code()
+        self._executor = Executor(artifact, self.threads)
         self._lock = threading.RLock()
-        arena = anonymous_map(self._program.arena_bytes, "the model's workspace")
-        self._buffers = {name: array_at(arena, tensor) for name, tensor in self._program.buffers.items()}
-        self._functions = self._bind(arena)
-        self._seconds: dict[str, NDArray[np.float64]] = {}
-        self._position = 0
-        self._decode_steps = 0
+        self._positions = [0] * self._program.sequences
+        self._counted = {"decode": 0, BATCH: 0}
         self._closed = False
-
-    def _bind(self, arena: Any) -> Mapping[str, CallList]:
-        places = {("buffer", name): (arena, tensor.offset) for name, tensor in self._program.buffers.items()}
-        for name, tensor in self._program.state.items():
-            places["state", name] = (anonymous_map(tensor.size_bytes, f"the cache {name}"), 0)
-        for name, tensor in self.artifact.tensors.items():
-            places["weight", name] = (self.artifact.weights, tensor.offset)
-
-        def array(argument: Argument) -> NDArray[Any]:
-            place, offset = places[argument.kind, argument.name]
-            return array_at(place, replace(argument.view, offset=offset + argument.view.offset))
-
-        tensors = TensorTable()
-        functions = self._program.functions
-        lists = {
-            name: [(call.kernel, [array(arg) for arg in call.args]) for call in functions[name]] for name in FUNCTIONS
-        }
-        return {name: self._library.bind(calls, tensors) for name, calls in lists.items()}
 
     @property
     def context(self) -> int:
-        """Tokens that fit at most."""
+        """Tokens that fit a sequence at most."""
         return self._program.context
 
     @property
@@ -97,94 +67,148 @@ class Engine:
         return self._program.vocab
 
     @property
+    def sequences(self) -> int:
+        """Slots of the KV cache."""
+        return self._program.sequences
+
+    @property
     def position(self) -> int:
-        """Tokens seen so far: the place of the next one."""
-        return self._position
+        """Tokens seen so far in slot 0: the place of the next one."""
+        return self._positions[0]
 
-    def reset(self) -> None:
-        """Forget all tokens."""
-        self.rewind(0)
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The same of each slot."""
+        return tuple(self._positions)
 
-    def rewind(self, position: int) -> None:
-        """Forget the tokens from `position` on."""
+    def reset(self, slot: int = 0) -> None:
+        """Forget all tokens of a sequence."""
+        self.rewind(0, slot)
+
+    def rewind(self, position: int, slot: int = 0) -> None:
+        """Forget the tokens of a sequence from `position` on."""
         with self._lock:
-            if not 0 <= position <= self._position:
-                raise RequestError(f"cannot rewind to position {position}; {self._position} tokens were seen")
-            self._position = position
+            check_slot(slot, self.sequences)
+            if not 0 <= position <= self._positions[slot]:
+                seen = f"{self._positions[slot]} tokens were seen"
+                raise RequestError(f"cannot rewind to position {position}; {seen}")
+            self._positions[slot] = position
 
-    def check(self, ids: Sequence[int]) -> None:
+    def copy(self, source: int, target: int) -> None:
+        """Let slot `target` hold the sequence of slot `source`, too: a prompt that several begin with is read once."""
+        with self._lock:
+            self._open()
+            check_slot(source, self.sequences)
+            check_slot(target, self.sequences)
+            self._executor.copy_cache(source, target, self._positions[source])
+            self._positions[target] = self._positions[source]
+
+    def check(self, ids: Sequence[int], slot: int = 0) -> None:
         """Raise RequestError unless `ids` are tokens of this model that fit behind those seen so far."""
         with self._lock:
-            self._checked(ids)
+            self._checked(ids, slot)
 
-    def prefill(self, ids: Sequence[int]) -> Logits:
+    def prefill(self, ids: Sequence[int], slot: int = 0, copy: bool = True) -> Logits:
         """Read `ids`; the logits [vocab] of what follows them."""
         with self._lock:
-            tokens = self._checked(ids)
+            tokens = self._checked(ids, slot)
             if len(tokens) == 1:
-                return self._decode(tokens)
+                return self._decode(int(tokens[0]), slot, copy)
             while len(tokens) > self.chunk:
-                self._step("prefill", tokens[: self.chunk])
+                self._read("prefill", tokens[: self.chunk], slot)
                 tokens = tokens[self.chunk :]
-            self._step("prefill_last", tokens)
-            return self._logits("prefill_last", 1).ravel()
+            self._read("prefill_last", tokens, slot)
+            return self._executor.logits("prefill_last", 1, copy).ravel()
 
-    def decode(self, token: int) -> Logits:
+    def decode(self, token: int, slot: int = 0, copy: bool = True) -> Logits:
         """Read one token; the logits [vocab] of the next."""
         with self._lock:
-            return self._decode(self._checked([token]))
+            self._open()
+            token = token_id(token, self.vocab)
+            self._check_room(1, slot)
+            return self._decode(token, slot, copy)
 
-    def score(self, ids: Sequence[int]) -> Iterator[Logits]:
+    def decode_batch(self, tokens: Sequence[int], slots: Sequence[int], copy: bool = True) -> Logits:
+        """Read the next token of several sequences, `tokens[i]` of that in `slots[i]`; row i are the logits behind it.
+
+        Logits [len(tokens), vocab] are those that `decode` would give one by one, but for rounding, and but for neurons
+        that predictors leave out: of those a batch may compute more.
+        """
+        with self._lock:
+            self._open()
+            ids = token_ids(tokens, self.vocab)
+            check_batch(slots, len(ids), self.sequences)
+            positions = [self._positions[slot] for slot in slots]
+            for slot, position in zip(slots, positions, strict=True):
+                check_room(1, position, self.context, slot)
+            if len(ids) == 1:
+                return self._decode(int(ids[0]), slots[0], copy)[np.newaxis]
+            self._executor.run_batch(ids, positions, slots)
+            self._counted[BATCH] += 1
+            for slot in slots:
+                self._positions[slot] += 1
+            return self._executor.logits(BATCH, len(ids), copy)
+
+    def score(self, ids: Sequence[int], slot: int = 0) -> Iterator[Logits]:
         """Read `ids` in chunks and give the logits of each, [tokens of the chunk, vocab]: row i is what follows ids[i].
 
         The chunks are read as the iterator is asked for them; nothing else may be read in between.
         """
         with self._lock:
-            tokens = self._checked(ids)
-        return self._score(tokens)
+            tokens = self._checked(ids, slot)
+        return self._score(tokens, slot)
 
-    def _score(self, tokens: NDArray[np.int32]) -> Iterator[Logits]:
+    def _score(self, tokens: NDArray[np.int32], slot: int) -> Iterator[Logits]:
         for start in range(0, len(tokens), self.chunk):
             with self._lock:
-                part = self._checked(tokens[start : start + self.chunk])
-                self._step("score", part)
-                logits = self._logits("score", len(part))
+                part = self._checked(tokens[start : start + self.chunk], slot)
+                self._read("score", part, slot)
+                logits = self._executor.logits("score", len(part))
             yield logits
 
-    def firing(self) -> list[Firing]:
-        """How sparsely each feed-forward part fired, over the decode steps since loading or `reset_firing`."""
+    def firing(self, function: str = "decode") -> list[Firing]:
+        """How sparsely each feed-forward part fired, over the steps of `decode`, or of `batch`, since loading or
+        `reset_firing`. In a batch a neuron counts as computed that is computed for any sequence.
+        """
         with self._lock:
             self._open()
-            counts = [self._buffers["stats"][part.stats_row] / part.neurons for part in self._program.ffn]
-            steps = max(self._decode_steps, 1)
-            rows = zip(self._program.ffn, counts, strict=True)
-            return [Firing(part, float(computed) / steps, float(fired) / steps) for part, (computed, fired) in rows]
+            if function not in self._program.functions or function not in self._counted:
+                raise RequestError(f"neurons of {function!r} are not counted")
+            name = "stats" if function == "decode" else f"stats.{function}"
+            return firing_of(self._program.ffn, self._executor.buffers.get(name), self._counted[function])
 
     def reset_firing(self) -> None:
         """Start counting anew."""
         with self._lock:
             self._open()
-            if "stats" in self._buffers:
-                self._buffers["stats"][:] = 0
-            self._decode_steps = 0
+            for name in ("stats", "stats.batch"):
+                if name in self._executor.buffers:
+                    self._executor.buffers[name][:] = 0
+            self._counted = dict.fromkeys(self._counted, 0)
 
     def start_timing(self) -> None:
         """Measure every kernel call from now on; this costs about 50 ns a call."""
         with self._lock:
-            self._seconds = {name: np.zeros(len(calls)) for name, calls in self._functions.items()}
+            self._executor.start_timing()
+
+    def stop_timing(self) -> None:
+        """Measure no more."""
+        with self._lock:
+            self._executor.stop_timing()
 
     def timing(self, function: str) -> list[tuple[Call, float]]:
-        """The calls of `decode`, `prefill`, `prefill_last` or `score`, each with its seconds since `start_timing`."""
+        """The calls of a function of the program, each with its seconds since `start_timing`.
+
+        Functions are `decode`, `prefill`, `prefill_last`, `score` and, where there are several slots, `batch`.
+        """
         with self._lock:
-            if function not in self._seconds:
-                raise RequestError(f"no times were measured for {function!r}; call start_timing() first")
-            return list(zip(self._program.functions[function], self._seconds[function].tolist(), strict=True))
+            return self._executor.timing(function)
 
     def close(self) -> None:
         """Give the memory back. Nothing can be run afterwards; arrays that were returned stay valid."""
         with self._lock:
             self._closed = True
-            self._functions, self._buffers = {}, {}
+            self._executor.close()
             self.artifact.close()
 
     def __enter__(self) -> Engine:
@@ -199,44 +223,23 @@ class Engine:
         if self._closed:
             raise RequestError("the engine is closed")
 
-    def _checked(self, ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+    def _checked(self, ids: Sequence[int] | NDArray[np.int32], slot: int) -> NDArray[np.int32]:
         """`ids` as int32 [tokens], if they are tokens of this model and fit behind those seen so far."""
         self._open()
-        tokens = np.asarray(ids)
-        if tokens.ndim != 1 or not len(tokens):
-            raise RequestError("there are no tokens to read; give at least one")
-        if tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= self.vocab:
-            raise RequestError(
-                f"tokens must be integers from 0 to {self.vocab - 1}; is this the model's own tokenizer?"
-            )
-        if self._position + len(tokens) > self.context:
-            behind = f" behind the {self._position} before it" if self._position else ""
-            what = f"prompt of {len(tokens)} tokens" if len(tokens) > 1 else "token"
-            raise RequestError(f"a {what} does not fit the context of {self.context}{behind}; shorten it")
-        return tokens.astype(np.int32)
+        tokens = token_ids(ids, self.vocab)
+        self._check_room(len(tokens), slot)
+        return tokens
 
-    def _decode(self, token: NDArray[np.int32]) -> Logits:
-        self._step("decode", token)
-        self._decode_steps += 1
-        return self._logits("decode", 1).ravel()
+    def _check_room(self, tokens: int, slot: int) -> None:
+        check_slot(slot, self.sequences)
+        check_room(tokens, self._positions[slot], self.context, slot if self.sequences > 1 else None)
 
-    def _step(self, function: str, tokens: NDArray[np.int32]) -> None:
-        count = len(tokens)
-        self._buffers["step"][:2] = count, self._position
-        self._buffers["tokens"][:count] = tokens
-        self._buffers["positions"][:count] = np.arange(self._position, self._position + count)
-        self._library.run(self._functions[function], self.threads, self._seconds.get(function))
-        self._position += count
+    def _decode(self, token: int, slot: int, copy: bool) -> Logits:
+        self._executor.run_one(token, self._positions[slot], slot)
+        self._positions[slot] += 1
+        self._counted["decode"] += 1
+        return self._executor.logits("decode", 1, copy).ravel()
 
-    def _logits(self, function: str, rows: int) -> Logits:
-        logits: Logits = self._buffers[self._program.logits[function]][:rows].copy()
-        return logits
-
-
-def mean_shares(rows: Sequence[Firing]) -> tuple[float, float]:
-    """Computed and fired share over all neurons of the model; 1.0 each for a model with no feed-forward parts."""
-    neurons = sum(row.part.neurons for row in rows)
-    if not neurons:
-        return 1.0, 1.0
-    computed = sum(row.computed_share * row.part.neurons for row in rows)
-    return computed / neurons, sum(row.fired_share * row.part.neurons for row in rows) / neurons
+    def _read(self, function: str, tokens: NDArray[np.int32], slot: int) -> None:
+        self._executor.run(function, tokens, self._positions[slot], slot)
+        self._positions[slot] += len(tokens)

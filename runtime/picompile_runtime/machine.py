@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from picompile_runtime.errors import MachineError, RequestError
+from picompile_runtime.errors import RequestError
 
 MOST_THREADS = 256  # host.c: PI_MAX_THREADS
 _MOST_DEFAULT_THREADS = 64  # decoding is bound by memory long before this
 
 
 def cpu_features() -> frozenset[str]:
-    """Instruction set names as the kernel spells them (`avx2`, `fma`, …); empty where it does not say."""
+    """Instruction set names as Linux spells them (`avx2`, `asimd`, …); empty where it does not say.
+
+    x86 lists them as `flags`, AArch64 as `Features`. What the system cannot save for a process is not among them.
+    """
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")
@@ -24,15 +27,14 @@ def cpu_features() -> frozenset[str]:
     return frozenset()
 
 
-def check_machine(machine: str, features: Sequence[str]) -> None:
-    """MachineError unless this is a `machine` (as `uname -m` says it) whose processor has all of `features`."""
-    if platform.machine() != machine or platform.system() != "Linux":
-        here = f"{platform.system()} on {platform.machine()}"
-        raise MachineError(
-            f"the artifact is for Linux on {machine}, this is {here}; compile the model for this machine"
-        )
-    if missing := sorted(set(features) - cpu_features()):
-        raise MachineError(f"the artifact needs a processor with {', '.join(missing)}; compile the model for this one")
+def is_machine(machine: str) -> bool:
+    """Whether this is Linux on a `machine`, as `uname -m` says it."""
+    return (platform.system(), platform.machine()) == ("Linux", machine)
+
+
+def missing_features(features: Sequence[str]) -> list[str]:
+    """Those of `features` that this machine's processor lacks."""
+    return sorted(set(features) - cpu_features())
 
 
 def default_threads() -> int:

@@ -45,14 +45,28 @@ def anonymous_map(size_bytes: int, purpose: str) -> mmap.mmap:
 
     A cache for a long context thus costs only what the tokens so far have filled, but it must be possible to fill it.
     """
-    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    too_much = f"{purpose} needs {size_bytes / 2**30:.2f} GiB and this machine has {total_bytes / 2**30:.2f} GiB"
-    if size_bytes > total_bytes:
-        raise DoesNotFitError(f"{too_much}; compile the model for a smaller context (--context)")
+    check_total(size_bytes, purpose)
     try:
         return mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise DoesNotFitError(f"{too_much}, of which not enough is free ({error.strerror})") from error
+        raise DoesNotFitError(
+            f"{_needs(size_bytes, purpose)}, of which not enough is free ({error.strerror})"
+        ) from error
+
+
+def check_total(size_bytes: int, purpose: str) -> None:
+    """DoesNotFitError if this machine could not hold so much, whatever else is in its memory."""
+    if size_bytes > _machine_bytes():
+        hint = "compile the model for a smaller context (--context) or fewer sequences (--sequences)"
+        raise DoesNotFitError(f"{_needs(size_bytes, purpose)}; {hint}")
+
+
+def _needs(size_bytes: int, purpose: str) -> str:
+    return f"{purpose} needs {size_bytes / 2**30:.2f} GiB and this machine has {_machine_bytes() / 2**30:.2f} GiB"
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def map_file(descriptor: int) -> mmap.mmap:

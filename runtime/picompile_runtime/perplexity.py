@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.engine import Engine, Logits
+from picompile_runtime.engine import Engine
 from picompile_runtime.errors import KernelError, RequestError
+from picompile_runtime.executor import Logits
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ import numpy as np
 from picompile_runtime.errors import ArtifactError
 from picompile_runtime.fields import Fields, parse_object
 from picompile_runtime.memory import ALIGNMENT, Tensor
+from picompile_runtime.program_checks import check_program
 
-SCHEMA = 1
+SCHEMA = 2
 FUNCTIONS = ("decode", "prefill", "prefill_last", "score")
-STEP_FIELDS = 8  # step[0] = tokens in this step, step[1] = position of the first; the rest is reserved
+BATCH = "batch"  # a program for several sequences has this function, too
+MOST_SEQUENCES = 256
 STATS_ROW_BYTES = 16  # int64 [computed, fired]
 _DTYPES = ("int8", "uint8", "int32", "int64", "float16", "float32")
-_OWN_PLACE = ("step", "tokens", "positions", "stats")  # a kernel that wrote over these would lead others astray
 
 
 @dataclass(frozen=True)
@@ -32,19 +33,22 @@ class Argument:
 
 @dataclass(frozen=True)
 class Call:
-    """One kernel call. `weight_bytes`: what it reads of weights when every neuron is computed."""
+    """One kernel call. `weight_bytes`: what it reads of weights when every neuron is computed. `window` of an
+    attention: how many positions a token sees at most, 0 for all that there are.
+    """
 
     kernel: str
     args: tuple[Argument, ...]
     op: str
     layer: int | None
     weight_bytes: int
+    window: int = 0
 
 
 @dataclass(frozen=True)
 class FeedForward:
     """One feed-forward part of `decode`: which neurons it computes is decided by `predictor`, how many it did compute
-    and how many fired it counts in row `stats_row` of the buffer `stats`.
+    and how many fired it counts in row `stats_row` of the buffer `stats`, or `stats.batch` where it runs in a batch.
     """
 
     layer: int
@@ -58,7 +62,8 @@ class FeedForward:
 class Program:
     """A whole program.
 
-    `buffers` lie at their offsets in the arena; `functions` has the calls of each of FUNCTIONS; `logits` names the
+    `buffers` lie at their offsets in the arena; `state` has the caches, with a slot for each of `sequences`;
+    `functions` has the calls of each of FUNCTIONS, and of BATCH where there are several sequences; `logits` names the
     buffer of each function that gives logits.
     """
 
@@ -66,6 +71,7 @@ class Program:
     chunk: int
     vocab: int
     layers: int
+    sequences: int
     arena_bytes: int
     buffers: Mapping[str, Tensor]
     state: Mapping[str, Tensor]
@@ -84,21 +90,22 @@ def read_program(text: bytes, weights: Mapping[str, Tensor], where: str) -> Prog
     state = {name: _tensor(entry) for name, entry in root.object("state").members().items()}
     sources: dict[str, Mapping[str, Tensor]] = {"buffer": buffers, "state": state, "weight": weights}
     functions = root.object("functions")
+    sequences = root.integer("sequences", 1, MOST_SEQUENCES)
+    names = (*FUNCTIONS, BATCH) if sequences > 1 else FUNCTIONS
     program = Program(
         context=root.integer("context", 1, 2**31 - 1),
         chunk=root.integer("chunk", 1, 2**20),
         vocab=root.integer("vocab", 1, 2**31 - 1),
         layers=root.integer("layers"),
+        sequences=sequences,
         arena_bytes=arena_bytes,
         buffers=buffers,
         state=state,
-        functions={name: tuple(_call(entry, sources) for entry in functions.objects(name)) for name in FUNCTIONS},
-        logits={name: root.object("logits").text(name) for name in FUNCTIONS if name != "prefill"},
+        functions={name: tuple(_call(entry, sources) for entry in functions.objects(name)) for name in names},
+        logits={name: root.object("logits").text(name) for name in names if name != "prefill"},
         ffn=tuple(_feed_forward(entry) for entry in root.objects("ffn")),
     )
-    _check_interface(program, where)
-    _check_own_places(program, where)
-    _check_lookups(program, where)
+    check_program(program, where)
     return program
 
 
@@ -122,6 +129,7 @@ def _call(entry: Fields, sources: Mapping[str, Mapping[str, Tensor]]) -> Call:
         op=entry.text("op"),
         layer=None if entry.data.get("layer") is None else entry.integer("layer"),
         weight_bytes=entry.integer("weight_bytes"),
+        window=entry.integer("window") if "window" in entry.data else 0,
     )
 
 
@@ -147,42 +155,3 @@ def _feed_forward(entry: Fields) -> FeedForward:
         predictor=entry.text("predictor"),
         stats_row=entry.integer("stats_row"),
     )
-
-
-def _check_interface(program: Program, where: str) -> None:
-    """The buffers through which the runtime talks to the program."""
-    logits = {name: [program.chunk if name == "score" else 1, program.vocab] for name in program.logits}
-    wanted = [("step", "int32", [STEP_FIELDS]), ("tokens", "int32", [program.chunk])]
-    wanted += [("positions", "int32", [program.chunk])]
-    wanted += [(buffer, "float32", logits[name]) for name, buffer in program.logits.items()]
-    if program.ffn:
-        rows = program.buffers["stats"].shape[0] if "stats" in program.buffers else 1
-        wanted += [("stats", "int64", [rows, 2])]
-        if any(part.stats_row >= rows for part in program.ffn):
-            raise ArtifactError(f"{where}: ffn: a stats_row lies outside of the buffer stats, which has {rows}")
-    for name, dtype, shape in wanted:
-        found = program.buffers.get(name)
-        if found is None or (found.dtype, list(found.shape)) != (dtype, shape):
-            raise ArtifactError(f"{where}: buffers: {name} must be {dtype} {shape}")
-    for name, tensor in program.state.items():
-        if len(tensor.shape) != 3 or tensor.shape[1] != program.context:
-            raise ArtifactError(f"{where}: state: {name} must be [kv_heads, {program.context}, head_dim]")
-
-
-def _check_own_places(program: Program, where: str) -> None:
-    """No buffer may overlap those that steer the kernels."""
-    for own in (name for name in _OWN_PLACE if name in program.buffers):
-        kept = program.buffers[own]
-        for name, other in program.buffers.items():
-            apart = other.offset + other.size_bytes <= kept.offset or kept.offset + kept.size_bytes <= other.offset
-            if name != own and not apart:
-                raise ArtifactError(f"{where}: buffers: {name} overlaps {own}")
-
-
-def _check_lookups(program: Program, where: str) -> None:
-    """Tables indexed by token or position have a row for each; kernels do not check their indices."""
-    needed = {"tokens": program.vocab, "positions": program.context}
-    for call in (call for calls in program.functions.values() for call in calls if call.op == "embedding"):
-        rows = max((needed.get(argument.name, 0) for argument in call.args if argument.kind == "buffer"), default=0)
-        if any(argument.kind == "weight" and argument.view.shape[0] < rows for argument in call.args):
-            raise ArtifactError(f"{where}: {call.kernel}: the table has fewer than {rows} rows")

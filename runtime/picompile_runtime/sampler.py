@@ -15,6 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.errors import KernelError, RequestError
+from picompile_runtime.top_k import leading
+
+Tokens = NDArray[np.int64]
+Probabilities = NDArray[np.float64]
+
+_MANY = 1024  # tokens; sorting fewer takes no time to speak of
 
 
 @dataclass(frozen=True)
@@ -60,64 +66,96 @@ class Sampler:
 
     def sample(self, logits: NDArray[Any]) -> int:
         """The next token for logits [vocab]; it is noted as seen. Raises KernelError if they are not numbers."""
-        ids, probabilities = self.distribution(logits)
-        choice = np.searchsorted(np.cumsum(probabilities), self._random.random() * probabilities.sum(), side="right")
-        token = int(ids[min(int(choice), len(ids) - 1)])
+        if self.params.temperature == 0:
+            token, _ = _likeliest(self._scores(logits))
+        else:
+            token = _draw(*self._possible(logits), self._random.random())
         self._seen[token] = True
         return token
 
-    def distribution(self, logits: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def distribution(self, logits: NDArray[Any]) -> tuple[Tokens, Probabilities]:
         """The tokens that may be chosen, ascending by probability, and their probabilities (float64, summing to 1)."""
-        scores = _penalized(_numbers(logits), self._seen, self.params.repetition_penalty)
-        if self.params.temperature == 0:
-            return np.array([np.argmax(scores)]), np.ones(1)
-        scores = _finite(scores)
-        with np.errstate(over="ignore"):
-            scores = (scores - scores.max()) / self.params.temperature
-        kept = _top_k(scores, self.params.top_k)
-        # Ascending, and of equals the lower id last: the tails that top-p cuts off are then at the front.
-        kept = kept[np.lexsort((-kept, scores[kept]))]
-        kept = kept[_top_p(_softmax(scores[kept]), self.params.top_p)]
-        probabilities = _softmax(scores[kept])
-        probable = probabilities >= self.params.min_p * probabilities[-1]
-        return kept[probable], probabilities[probable] / probabilities[probable].sum()
+        ids, probabilities = self._possible(logits)
+        order = _ascending(ids, probabilities)
+        return ids[order], probabilities[order]
+
+    def _possible(self, logits: NDArray[Any]) -> tuple[Tokens, Probabilities]:
+        """The tokens that may be chosen and their probabilities, in any order."""
+        params, scores = self.params, self._scores(logits)
+        likeliest, highest = _likeliest(scores)
+        if params.temperature == 0:
+            return np.array([likeliest]), np.ones(1)
+        if highest == np.inf:  # only those are possible, all alike: the limit
+            ids = np.flatnonzero(scores == np.inf)
+            weights = np.ones(len(ids))
+        else:
+            ids = leading(scores, int(params.top_k))
+            with np.errstate(over="ignore"):
+                weights = np.exp((scores[ids].astype(np.float64) - highest) / params.temperature)
+        ids, probabilities = _top_p(ids, weights / weights.sum(), params.top_p)
+        probable = (probabilities > 0) & (probabilities >= params.min_p * probabilities.max())
+        return ids[probable], probabilities[probable] / probabilities[probable].sum()
+
+    def _scores(self, logits: NDArray[Any]) -> NDArray[Any]:
+        """The logits, which are not changed, or those that the penalty makes of them."""
+        penalty = self.params.repetition_penalty
+        if penalty == 1.0 and isinstance(logits, np.ndarray) and logits.dtype.kind == "f":
+            return logits
+        scores = np.array(logits, np.float64)
+        of_seen = scores[self._seen]
+        scores[self._seen] = np.where(of_seen < 0, of_seen * penalty, of_seen / penalty)
+        return scores
 
 
-def _numbers(logits: NDArray[Any]) -> NDArray[np.float64]:
-    scores = np.array(logits, np.float64)
-    if np.isnan(scores).any() or scores.max() == -np.inf:
-        kind = "contain NaN" if np.isnan(scores).any() else "rule out every token"
+def _likeliest(scores: NDArray[Any]) -> tuple[int, float]:
+    """The first of the highest scores: its token, and the score."""
+    token = int(scores.argmax())  # where there is a NaN, the first of them
+    highest = float(scores[token])
+    if math.isnan(highest) or highest == -math.inf:
+        kind = "contain NaN" if math.isnan(highest) else "rule out every token"
         raise KernelError(f"the model's logits {kind}: its weights or the artifact's code are broken; try `verify`")
-    return scores
+    return token, highest
 
 
-def _penalized(scores: NDArray[np.float64], seen: NDArray[np.bool_], penalty: float) -> NDArray[np.float64]:
-    if penalty != 1.0:
-        of_seen = scores[seen]
-        scores[seen] = np.where(of_seen < 0, of_seen * penalty, of_seen / penalty)
-    return scores
-
-
-def _finite(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The same, but where some are +inf only those are possible, all alike: their limit."""
-    return np.where(scores == np.inf, 0.0, -np.inf) if scores.max() == np.inf else scores
-
-
-def _softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    weights = np.exp(scores - scores.max())
-    probabilities: NDArray[np.float64] = weights / weights.sum()
-    return probabilities
-
-
-def _top_k(scores: NDArray[np.float64], top_k: int) -> NDArray[np.int64]:
-    """Tokens no less probable than the k-th: more than k where several equal it."""
-    if not 0 < top_k < len(scores):
-        return np.flatnonzero(scores > -np.inf)
-    return np.flatnonzero((scores >= np.partition(scores, -top_k)[-top_k]) & (scores > -np.inf))
-
-
-def _top_p(ascending: NDArray[np.float64], top_p: float) -> NDArray[np.bool_]:
-    """Which are left when the least probable ones, as many as together have at most 1 - top_p, are cut off."""
-    kept = np.cumsum(ascending) > 1 - top_p if top_p < 1 else np.ones(len(ascending), bool)
+def _top_p(ids: Tokens, probabilities: Probabilities, top_p: float) -> tuple[Tokens, Probabilities]:
+    """What is left when the least probable tokens are cut off: as many as have at most 1 - top_p together."""
+    if top_p == 1:
+        return ids, probabilities
+    improbable = 0.0
+    if len(ids) > _MANY:
+        # Each of these is so improbable that all tokens like it together would be cut off; they need no order.
+        cut = probabilities < 0.99 * (1 - top_p) / len(ids)
+        improbable = float(probabilities[cut].sum())
+        ids, probabilities = ids[~cut], probabilities[~cut]
+    order = _ascending(ids, probabilities)
+    kept = np.cumsum(probabilities[order]) > 1 - top_p - improbable
     kept[-1] = True
-    return kept
+    return ids[order[kept]], probabilities[order[kept]]
+
+
+def _draw(ids: Tokens, probabilities: Probabilities, share: float) -> int:
+    """The token at which the sum of the probabilities, ascending, exceeds `share`."""
+    while len(ids) > _MANY:  # sorting them all would take longest
+        below = probabilities < probabilities.mean()
+        if below.all() or not below.any():  # all alike, but for rounding
+            break
+        sum_below = float(probabilities[below].sum())
+        part = below if share < sum_below else ~below
+        share -= 0.0 if share < sum_below else sum_below
+        ids, probabilities = ids[part], probabilities[part]
+    order = _ascending(ids, probabilities)
+    place = int(np.searchsorted(np.cumsum(probabilities[order]), share, side="right"))
+    return int(ids[order[min(place, len(order) - 1)]])
+
+
+def _ascending(ids: Tokens, probabilities: Probabilities) -> NDArray[np.int64]:
+    """Places in order of the probabilities, of equal ones the higher id first: top-p cuts off what is in front."""
+    order = np.argsort(probabilities)
+    ordered = probabilities[order]
+    equal = ordered[1:] == ordered[:-1]
+    if equal.any():
+        some = np.append(equal, False)
+        some[1:] |= equal
+        places = order[some]
+        order[some] = places[np.lexsort((-ids[places], probabilities[places]))]
+    return order

@@ -268,7 +268,7 @@ def test_failures_while_writing_leave_nothing(
         raise failure
 
     # Kernels take seconds to compile and have no part in this.
-    monkeypatch.setattr(picompile_codegen.build, "build_host_library", lambda kernels, path: path.touch())
+    monkeypatch.setattr(picompile_codegen.build, "build_host_library", lambda kernels, path, isa: path.touch())
     monkeypatch.setattr(picompile.artifact_writer, "write_weights", fail)
     ended = cli("compile", model, "-o", tmp_path / "out" / "artifact")
     assert ended.code == code
@@ -346,7 +346,8 @@ def test_lost_files_are_missed(cli: Cli, tiny_artifact: Path, tmp_path: Path, co
 def test_another_machine(cli: Cli, tiny_artifact: Path, tmp_path: Path) -> None:
     artifact = Path(shutil.copytree(tiny_artifact, tmp_path / "artifact"))
     manifest = json.loads((artifact / "manifest.json").read_text())
-    manifest["target"]["features"].append("nosuchfeature")
+    for variant in manifest["code"]:
+        variant["features"].append("nosuchfeature")
     (artifact / "manifest.json").write_text(json.dumps(manifest))
     assert_refused(cli("run", artifact, "-p", "x"), 6, "nosuchfeature")
     assert cli("inspect", artifact).code == 0

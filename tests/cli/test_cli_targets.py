@@ -10,7 +10,7 @@ from support import Cli
 
 from picompile.measure import GpuName, GpuSpeed, Host, LocalMachine, cache_file, local, measure_local
 from picompile.measure.cuda_driver import CudaError
-from picompile.targets import TARGETS
+from picompile.targets import TARGETS, find_native_target
 
 GPU = GpuName("GPU of nobody", "12.4", 89, 24 * 10**9)
 SPEED = GpuSpeed(23 * 10**9, 9.1e11, 2.4e10, 2.6e10, 1.74e-5)
@@ -63,12 +63,12 @@ def test_targets_measure_nothing(cli: Cli, with_gpu: None) -> None:
 
 
 def test_targets_as_json(cli: Cli, with_gpu: None) -> None:
-    expected = [asdict(row) for row in TARGETS.values()]
+    expected = [{**asdict(row), "compiles": row.compiles} for row in TARGETS.values()]
     assert json.loads(cli("targets", "--json").out) == json.loads(json.dumps(expected))
     measured = measure_local()
     rows = json.loads(cli("targets", "--json").out)
     assert rows[:-1] == json.loads(json.dumps(expected))
-    assert rows[-1] == json.loads(json.dumps(asdict(measured.target)))
+    assert rows[-1] == json.loads(json.dumps({**asdict(measured.target), "compiles": False}))
 
 
 def test_doctor_describes_this_machine(cli: Cli) -> None:
@@ -78,6 +78,9 @@ def test_doctor_describes_this_machine(cli: Cli) -> None:
     assert facts["torch"].startswith("2.13.")
     assert facts["memory bandwidth"].endswith("/s, reading")
     assert facts["local"]["host_bytes_per_s"] > 1e8
+    if native := find_native_target():
+        assert facts["code"] == f"{native.isas[0]} is the best for it: --target native, or {native.name}"
+        assert set(native.features) <= set(facts["instruction sets"].split(", "))
     assert facts["measured"] == "just now"
     assert "not used by this version" in facts["gpu"]
 

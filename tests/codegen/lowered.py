@@ -33,13 +33,18 @@ class Runner:
             for tensor in lowered.weights.tensors.values()
         }
         self._keep_aligned()
-        self._calls = {
-            name: self._library.bind([(call.kernel, [self._view(arg) for arg in call.args]) for call in calls])
-            for name, calls in self.program.functions.items()
-        }
+        self._calls = {name: self._library.bind(self.calls(name)) for name in self.program.functions}
 
     def run(self, function: str, tokens: list[int], threads: int = 2) -> torch.Tensor | None:
         """The logits of `function` for `tokens`, [rows of its logits, vocabulary]."""
+        self.prepare(tokens)
+        self._library.run(self._calls[function], threads)
+        self.position += len(tokens)
+        logits = self.program.logits.get(function)
+        return None if logits is None else torch.from_numpy(self._memory["buffer"][logits].copy())
+
+    def prepare(self, tokens: list[int]) -> None:
+        """What a step with `tokens` finds in memory."""
         buffers, kept = self._memory["buffer"], {}
         for name in _KEPT:
             kept[name] = buffers[name].copy()
@@ -49,10 +54,15 @@ class Runner:
         buffers["step"][:2] = len(tokens), self.position
         buffers["tokens"][: len(tokens)] = tokens
         buffers["positions"][: len(tokens)] = np.arange(self.position, self.position + len(tokens))
-        self._library.run(self._calls[function], threads)
-        self.position += len(tokens)
-        logits = self.program.logits.get(function)
-        return None if logits is None else torch.from_numpy(buffers[logits].copy())
+
+    def calls(self, function: str) -> list[tuple[str, list[NDArray[np.uint8]]]]:
+        """Each call of `function`: its kernel, and the arrays that it is given."""
+        calls = self.program.functions[function]
+        return [(call.kernel, [self._view(arg) for arg in call.args]) for call in calls]
+
+    def written(self) -> list[NDArray[np.uint8]]:
+        """All memory that a step may write: the arena and the states."""
+        return [self._arena, *self._memory["state"].values()]
 
     def decode(self, tokens: list[int], threads: int = 2) -> torch.Tensor:
         """The logits after each of `tokens`, read one at a time from position 0 on: [tokens, vocabulary]."""

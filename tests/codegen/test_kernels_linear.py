@@ -1,10 +1,10 @@
-"""Linear layers and embeddings against products of the same weights in float64."""
+"""Linear layers and embeddings against products of the same weights and activations, as they see them, in float64."""
 
 import itertools
 
 import numpy as np
 import pytest
-from workbench import Workbench, assert_close, packed, uniform
+from workbench import Workbench, as_seen, assert_close, packed, uniform
 
 from picompile_codegen import kernels
 from picompile_codegen.kernels import Kernel
@@ -41,7 +41,7 @@ def test_linear(workbench: Workbench, format_name: str, shape: tuple[int, int], 
     data, weights = packed(rng, format_name, *shape)
     x, bias = uniform(rng, tokens or 1, shape[1]), uniform(rng, shape[0])
     result = workbench.run(kernel, {"x": x, "w": data, "bias": bias}, tokens=-1 if tokens is None else tokens)
-    expected = x.astype(np.float64) @ weights.T + (bias if "bias" in kernel.params else 0)
+    expected = as_seen(x, format_name) @ weights.T + (bias if "bias" in kernel.params else 0)
     assert_close(result["y"][: len(x)], expected)
 
 

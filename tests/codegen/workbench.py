@@ -4,7 +4,7 @@ Everything that it must not read holds NaN or -1: its outputs, its scratch memor
 array lies between guards that are compared afterwards, so that a write outside is seen as well.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from picompile_codegen.build import build_host_library
+from picompile_codegen.isa import DEFAULT_ISA, ISAS, Isa
 from picompile_codegen.kernels import Argument, Kernel
 from picompile_passes.dialect import dequantize_rows, quantize_rows
 from picompile_runtime.native import HostLibrary
@@ -25,7 +26,7 @@ _GUARD_BYTES = 128
 
 
 @dataclass
-class _Guarded:
+class Guarded:
     """An array between two guards. All ones in every bit: NaN as a float, -1 as an integer."""
 
     memory: Array
@@ -37,20 +38,20 @@ class _Guarded:
         return bool((self.memory[:start] == 255).all() and (self.memory[end:] == 255).all())
 
 
-def _poisoned(argument: Argument) -> _Guarded:
+def _poisoned(argument: Argument) -> Guarded:
     dtype = np.dtype(argument.dtype)
     size = int(np.prod(argument.shape)) * dtype.itemsize
     memory = np.full(size + 2 * _GUARD_BYTES + 64, 255, np.uint8)
     start = _GUARD_BYTES + (-(memory.ctypes.data + _GUARD_BYTES)) % 64
-    return _Guarded(memory, memory[start : start + size].view(dtype).reshape(argument.shape))
+    return Guarded(memory, memory[start : start + size].view(dtype).reshape(argument.shape))
 
 
 class Workbench:
-    """Kernels compiled into one library."""
+    """Kernels, all written for `isa`, compiled into one library."""
 
-    def __init__(self, path: Path, kernels: Iterable[Kernel]) -> None:
-        build_host_library(kernels, path)
-        self.library = HostLibrary(path)
+    def __init__(self, path: Path, kernels: Iterable[Kernel], isa: Isa = ISAS[DEFAULT_ISA]) -> None:
+        self.path = path
+        build_host_library(kernels, path, isa)
 
     def run(
         self, kernel: Kernel, inputs: Inputs, *, tokens: int = 1, position: int = 0, threads: int = 2
@@ -65,11 +66,15 @@ class Workbench:
             if name in given:
                 value = given[name].view(argument.dtype) if part else given[name]
                 arrays[argument.name].array[: len(value)] = value
-        calls = self.library.bind([(kernel.name, [arrays[name].array for name in kernel.params])])
-        self.library.run(calls, threads)
+        self.call(kernel, [arrays[name] for name in kernel.params], threads)
         damaged = [name for name, guarded in arrays.items() if not guarded.is_intact()]
         assert not damaged, f"{kernel.name} wrote outside of {damaged}"
         return {name: guarded.array for name, guarded in arrays.items()}
+
+    def call(self, kernel: Kernel, arrays: Sequence[Guarded], threads: int) -> None:
+        """Calls `kernel` with `arrays`, in the order of its arguments."""
+        library = HostLibrary(self.path)
+        library.run(library.bind([(kernel.name, [guarded.array for guarded in arrays])]), threads)
 
 
 def uniform(rng: np.random.Generator, *shape: int) -> Array:
@@ -81,6 +86,24 @@ def packed(rng: np.random.Generator, format_name: str, rows: int, columns: int) 
     """A random matrix: its bytes [rows, row_bytes], and the weights that they stand for, float64 [rows, columns]."""
     data = quantize_rows(torch.from_numpy(uniform(rng, rows, columns)), format_name)
     return data.numpy(), dequantize_rows(data, format_name, columns).numpy().astype(np.float64)
+
+
+def as_seen(x: Array, format_name: str) -> NDArray[np.float64]:
+    """Activations float32 [tokens, columns] as products with a matrix of this format see them.
+
+    q8 and q4 see bytes: each 32 columns' largest magnitude is 127 of them, the rest is rounded.
+    """
+    if format_name == "f16":
+        return x.astype(np.float64)
+    tokens, columns = x.shape
+    groups = np.zeros((tokens, -(-columns // 32) * 32), np.float32)
+    groups[:, :columns] = x
+    groups = groups.reshape(tokens, -1, 32)
+    largest = np.abs(groups).max(axis=2, keepdims=True)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0)).astype(np.float32)
+    values = np.rint(groups * inverse).astype(np.float64) * (largest / np.float32(127))
+    return values.reshape(tokens, -1)[:, :columns]
 
 
 def assert_close(measured: Array, expected: Array, tolerance: float = 2e-5) -> None:

@@ -42,11 +42,11 @@ def test_the_processor_has_a_name() -> None:
 def test_the_buffer_is_a_small_part_of_memory(
     limits: Path, monkeypatch: pytest.MonkeyPatch, limit_bytes: int, expected: int
 ) -> None:
-    from picompile_runtime import bench
+    from picompile_runtime import bandwidth
 
     if limit_bytes > psutil.virtual_memory().available and psutil.virtual_memory().available < 8 * 2**29:
         pytest.skip("needs 4 GiB of memory")
-    monkeypatch.setattr(bench, "memory_bandwidth", lambda threads, size_bytes: float(threads * size_bytes))
+    monkeypatch.setattr(bandwidth, "memory_bandwidth", lambda threads, size_bytes: float(threads * size_bytes))
     limits.write_text(str(limit_bytes))
     measured = measure_host(3)
     assert measured.bytes == min(limit_bytes, psutil.virtual_memory().total)

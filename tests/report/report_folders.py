@@ -105,9 +105,10 @@ def write_artifact(folder: Path, **report: Any) -> None:
     _write(folder / "report.json", {"schema": 1, "ffn": ffn, "weight_bytes": sizes, **report})
     manifest = {
         "format": "picompile-artifact",
-        "schema": 1,
+        "schema": 2,
         "abi": 1,
-        "target": {"name": "cpu", "machine": "x86_64", "features": ["avx2"]},
+        "target": "cpu",
+        "code": [{"isa": "x86-64-v3", "machine": "x86_64", "features": ["avx2"], "file": "kernels/host.so"}],
         "model": {"name": "some-model", "layers": 2, "hidden": 5, "ffn": 37, "activation": "relu"},
         "quant": "q8",
         "predictor": "exact+learned",

@@ -1,9 +1,13 @@
-/* Runs the thread pool of host.c from C, so that a sanitizer can watch it: pool_driver SECONDS. Exits with 1 on a wrong sum. */
+/* Runs the thread pool of host.c from C, so that a sanitizer can watch it: pool_driver SECONDS.
+ *
+ * Two threads take turns at it, with changing numbers of workers, naps, tasks that fail, and forks, whose children run
+ * some more. Exits with 1 on a wrong sum. */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -43,6 +47,16 @@ static int shift_task(int task, Env *env, void *data) {
   return 0;
 }
 
+static int fail_task(int task, Env *env, void *data) {
+  (void)data;
+  return task == env->num_task / 2 ? -1 : 0;
+}
+
+static int failing_kernel(void *self, const Any *args, int count, Any *result) {
+  (void)self, (void)args, (void)count, (void)result;
+  return __TVMBackendParallelLaunch(fail_task, NULL, 0);
+}
+
 static int kernel(void *self, const Any *args, int count, Any *result) {
   (void)self, (void)count, (void)result;
   if (__TVMBackendParallelLaunch(add_task, args[0].value, 0) != 0) return -1;
@@ -56,21 +70,35 @@ static double now(void) {
 }
 
 static double until;
-static int wrong;
+static _Atomic int wrong;
+
+/* Runs the kernel CALLS times on fresh values; 0 if all sums are right. */
+static int run_once(int threads) {
+  int values[SIZE] = {0}, errors = 0;
+  Any arg = {7, 0, values};
+  Call calls[CALLS];
+  for (int i = 0; i < CALLS; ++i) calls[i] = (Call){kernel, &arg, 1, 0};
+  errors += pi_run(calls, CALLS, threads, NULL) != -1;
+  for (int i = 0; i < SIZE; ++i) errors += values[i] != CALLS * 2;
+  calls[7].kernel = failing_kernel;
+  errors += pi_run(calls, CALLS, threads, NULL) != 7;
+  return errors;
+}
+
+static int run_in_child(int threads) {
+  int status;
+  pid_t child = fork();
+  if (child == 0) _exit(run_once(threads) ? 1 : 0);
+  return waitpid(child, &status, 0) != child || status != 0;
+}
 
 static void *work(void *data) {
   unsigned seed = (unsigned)(intptr_t)data;
   static const int threads[] = {1, 2, 3, 8};
-  int values[SIZE], runs = 0;
-  Any arg = {7, 0, values};
-  Call calls[CALLS];
-  for (int i = 0; i < CALLS; ++i) calls[i] = (Call){kernel, &arg, 1, 0};
-  memset(values, 0, sizeof values);
-  for (; now() < until; ++runs) {
-    if (pi_run(calls, CALLS, threads[rand_r(&seed) % 4], NULL) != -1) wrong = 1;
-    for (int i = 0; i < SIZE; ++i)
-      if (values[i] != (runs + 1) * CALLS * 2) wrong = 1;
+  for (int runs = 0; now() < until; ++runs) {
+    if (run_once(threads[rand_r(&seed) % 4]) != 0) wrong = 1;
     if (runs % 7 == 0) usleep(3000); /* workers fall asleep */
+    if (runs % 50 == 10 && run_in_child(3) != 0) wrong = 1; /* and the other thread may be amid a region */
   }
   return NULL;
 }

@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_artifact import make_toy, safetensors, toy_program, write_manifest
+from toy_artifact import code_entry, make_toy, safetensors, toy_program, write_manifest
 
 from picompile_runtime import (
     ArtifactError,
@@ -157,14 +156,20 @@ def test_no_artifact_at_all(tmp_path: Path) -> None:
     ("change", "match"),
     [
         ({"format": "other"}, "no artifact of picompile"),
-        ({"schema": 2}, "schema is 2, and this runtime knows 1; update the runtime"),
-        ({"schema": 0}, "schema is 0, and this runtime knows 1; compile the model again"),
+        ({"schema": 3}, "schema is 3, and this runtime knows 2; update the runtime"),
+        ({"schema": 1}, "schema is 1, and this runtime knows 2; compile the model again"),
         ({"abi": 2}, "abi is 2, and this runtime knows 1"),
         ({"schema": "1"}, "schema must be an integer"),
         ({"context": 41}, "disagree on context"),
-        ({"chunk": 9}, "disagree on context or chunk"),
+        ({"chunk": 9}, "disagree on context, chunk or sequences"),
+        ({"sequences": 2}, "disagree on context, chunk or sequences"),
         ({"files": {}}, "program.json is missing"),
-        ({"target": []}, "target must be an object"),
+        ({"code": {}}, "code must be a list, but is {}"),
+        ({"code": []}, "code must be a list of one variant or more"),
+        ({"code": [code_entry(), 3]}, r"code\[1\]: must be a JSON object"),
+        ({"code": [code_entry(file="kernels/other.so")]}, "file must be one of the artifact's files"),
+        ({"code": [code_entry(file="weights.safetensors")]}, "file must be one of the artifact's files"),
+        ({"code": [code_entry() | {"features": "avx2"}]}, "features must be a list of texts"),
     ],
 )
 def test_wrong_manifests(make_artifact: Callable[..., Path], change: dict[str, Any], match: str) -> None:
@@ -189,26 +194,11 @@ def test_errors_are_one_line_whatever_the_names(make_artifact: Callable[..., Pat
     fails(make_artifact(program={"state": {"k\n\x1b[31m": {"dtype": 3}}}), r"state: k\?\?\[31m: dtype must be")
 
 
-def test_other_machines(make_artifact: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    def target(machine: str, *features: str) -> dict[str, Any]:
-        return {"target": {"name": "cpu", "machine": machine, "features": list(features)}}
-
-    other = make_artifact("other", manifest=target("riscv128"))
-    newer = make_artifact("newer", manifest=target(platform.machine(), "avx4096", "amx-dream"))
-    with pytest.raises(MachineError, match="for Linux on riscv128, this is Linux on"):
-        load(other)
-    with pytest.raises(MachineError, match="needs a processor with amx-dream, avx4096; compile"):
-        load(newer)
-    assert MachineError.exit_code == 6
-    verify(other)
-    verify(newer)
-
-
 # ---- the program ----
 
 
-def program_with(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    program = toy_program(make_toy(), 40, 8)
+def program_with(change: Callable[[dict[str, Any]], Any], sequences: int = 1) -> dict[str, Any]:
+    program = toy_program(make_toy(), 40, 8, sequences)
     change(program)
     return program
 
@@ -231,7 +221,7 @@ DECODE = ("functions", "decode", 0, "args")
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (set_at("schema", 2), "schema must be 1"),
+        (set_at("schema", 1), "schema must be 2"),
         (set_at("arena_bytes", 64), "offset must be a multiple of 64"),
         (set_at("arena_bytes", -64), "arena_bytes must be an integer"),
         (set_at("buffers", "x", "offset", 2**40), "offset must be a multiple of 64 such that"),
@@ -263,7 +253,10 @@ DECODE = ("functions", "decode", 0, "args")
         (set_at(*DECODE, 2, {"weight": "table", "offset": -64, "shape": [1, 16]}), "offset must be an integer"),
         (set_at(*DECODE, 2, {"weight": "table", "dtype": "int64"}), "is not inside of table"),
         (set_at(*DECODE, 2, {"weight": "table", "shape": [49, 16]}), "the table has fewer than 50 rows"),
-        (set_at("state", "k.0", "shape", [1, 39, 16]), "k.0 must be"),
+        (set_at("state", "k.0", "shape", [1, 1, 39, 16]), r"k.0 must be \[1, kv_heads, 40, head_dim\]"),
+        (set_at("state", "k.0", "shape", [1, 40, 16]), "k.0 must be"),
+        (set_at("sequences", 0), "sequences must be an integer from 1 to 256"),
+        (set_at("sequences", 2), "batch must be a list, but is missing"),
         (set_at("functions", "decode", 0, "kernel", "no_such_kernel"), "no kernel called 'no_such_kernel'"),
         (set_at("functions", "decode", 0, "kernel", "toy_embed\0"), "no kernel called"),
         (set_at("context", 0), "context must be an integer from 1"),
@@ -275,6 +268,53 @@ def test_wrong_programs(make_artifact: Callable[..., Path], change: Callable[[An
     (folder / "program.json").write_text(json.dumps(program_with(change)))
     write_manifest(folder)
     fails(folder, match)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (set_at("sequences", 257), "sequences must be an integer from 1 to 256"),
+        (set_at("sequences", 2), r"logits.batch must be float32 \[2, 50\]"),
+        (set_at("state", "k.0", "shape", [1, 3, 40, 16]), r"k.0 must be \[3, kv_heads, 40, head_dim\]"),
+        (set_at("state", "k.0", "shape", [3, 1, 41, 16]), "k.0 must be"),
+        (set_at("state", "k.0", "shape", [3, 1, 40]), "k.0 must be"),
+        (set_at("state", "k.0", "shape", [3, 1, 40, 16, 1]), "k.0 must be"),
+        (lambda program: program["functions"].pop("batch"), "batch must be a list, but is missing"),
+        (lambda program: program["logits"].pop("batch"), "batch must be a text, but is missing"),
+        (set_at("logits", "batch", "logits"), r"logits must be float32 \[3, 50\]"),
+        (lambda program: program["buffers"].pop("slots"), "'slots'"),
+        (set_at("buffers", "slots", "dtype", "int64"), r"slots must be int32 \[8\]"),
+        (set_at("buffers", "slots", "shape", [3]), r"slots must be int32 \[8\]"),
+        (set_at("buffers", "stats.batch", "shape", [3, 2]), r"stats.batch must be int64 \[2, 2\]"),
+        (
+            lambda program: set_at("buffers", "x", "offset", program["buffers"]["slots"]["offset"])(program),
+            "overlaps slots",
+        ),
+        (
+            lambda program: set_at("buffers", "x", "offset", program["buffers"]["stats.batch"]["offset"])(program),
+            "overlaps stats.batch",
+        ),
+        (set_at("functions", "batch", 0, "args", 2, {"weight": "table", "shape": [49, 16]}), "fewer than 50 rows"),
+        (set_at("functions", "batch", 2, "kernel", "no_such_kernel"), "no kernel called 'no_such_kernel'"),
+    ],
+)
+def test_wrong_programs_for_several_sequences(
+    make_artifact: Callable[..., Path], change: Callable[[Any], Any], match: str
+) -> None:
+    folder = make_artifact(sequences=3)
+    (folder / "program.json").write_text(json.dumps(program_with(change, 3)))
+    write_manifest(folder, changes={"sequences": 3})
+    fails(folder, match)
+
+
+def test_more_sequences_than_tokens_in_a_chunk(make_artifact: Callable[..., Path]) -> None:
+    """The inputs have room for either."""
+    folder = make_artifact(sequences=20)
+    load(folder).close()
+    change = set_at("buffers", "tokens", "shape", [21])
+    (folder / "program.json").write_text(json.dumps(program_with(change, 20)))
+    write_manifest(folder, changes={"sequences": 20})
+    fails(folder, r"tokens must be int32 \[20\]")
 
 
 def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -308,10 +348,20 @@ def test_any_wrong_value_is_an_error_or_harmless(folder: Path, name: str) -> Non
 
 
 def test_a_cache_larger_than_the_machine_does_not_fit(make_artifact: Callable[..., Path]) -> None:
-    state = {"k.0": {"dtype": "float32", "shape": [2**15, 2**24, 16]}}
+    state = {"k.0": {"dtype": "float32", "shape": [1, 2**15, 2**24, 16]}}
     folder = make_artifact(program={"context": 2**24, "state": state}, manifest={"context": 2**24})
-    with pytest.raises(DoesNotFitError, match=r"the cache k.0 needs 32768.00 GiB and this machine has .*--context"):
+    with pytest.raises(DoesNotFitError, match=r"cache for 16777216 tokens needs 32768.00 GiB .* has .*--context"):
         load(folder)
+
+
+def test_caches_that_fit_only_one_by_one_do_not_fit(make_artifact: Callable[..., Path]) -> None:
+    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    one = {"dtype": "float32", "shape": [3, 1, 40, machine_bytes // 2000]}  # a quarter of the memory
+    folder = make_artifact(sequences=3, program={"state": {f"{side}.0": one for side in "kvwxy"}})
+    program = json.loads((folder / "program.json").read_text())
+    with pytest.raises(DoesNotFitError, match=r"a cache for 3 sequences of 40 tokens needs .*\(--sequences\)"):
+        load(folder)
+    assert 4 * 3 * 40 * program["state"]["k.0"]["shape"][-1] < machine_bytes / 4
 
 
 # ---- weights ----

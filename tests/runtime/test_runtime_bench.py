@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from toy_artifact import make_toy
 
-from picompile_runtime import RequestError, bench, load, measure, memory_bandwidth
-from picompile_runtime.bench import Speed, bytes_per_token
+from picompile_runtime import RequestError, load, measure, memory_bandwidth, rounds
+from picompile_runtime.bandwidth import MemoryReader
+from picompile_runtime.bench import Speed
+from picompile_runtime.firing import Firing
+from picompile_runtime.floor import KINDS, bytes_per_token, step_bytes
+from picompile_runtime.memory import aligned_zeros
+from picompile_runtime.native import HostLibrary
 
 
 @pytest.fixture
@@ -16,23 +23,55 @@ def folder(make_artifact: Callable[..., Path]) -> Path:
     return make_artifact(toy=make_toy())
 
 
-def test_result_has_the_documented_shape_and_adds_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "memory_bandwidth", lambda threads: 1e9 * threads)
-    rounds: list[tuple[int, int]] = []
+@pytest.fixture(autouse=True)
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading half a gigabyte takes long, and nothing here depends on how fast that is."""
+    monkeypatch.setattr(rounds, "MemoryReader", functools.partial(MemoryReader, size_bytes=2**18))
+
+
+def test_result_has_the_documented_shape_and_adds_up(folder: Path) -> None:
+    progress: list[tuple[int, int]] = []
     with load(folder, threads=1) as engine:
-        engine._buffers["stats"][:] = 1000  # as after other work
-        result = measure(engine, 20, 10, 3, progress=lambda done, total: rounds.append((done, total)))
-    assert rounds == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    assert set(result) == {"prefill", "decode", "bandwidth_bytes_per_s", "threads"}
+        engine.decode(3)  # other work, which does not count
+        result = measure(engine, 20, 10, 3, progress=lambda done, total: progress.append((done, total)))
+    assert progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert set(result) == {"prefill", "decode", "bandwidth_bytes_per_s", "bandwidth_best_bytes_per_s", "threads"}
     assert set(result["prefill"]) == {"tokens_per_s", "stdev"}
-    decode = result["decode"]
+    decode, bandwidth = result["decode"], result["bandwidth_bytes_per_s"]
     assert set(decode) == {
-        "tokens_per_s", "stdev", "bytes_per_token", "bandwidth_share", "firing_share", "computed_share",
+        "tokens_per_s", "stdev", "depth", "batch", "bytes_per_token", "floor_tokens_per_s", "bandwidth_share",
+        "firing_share", "computed_share", "kernels",
     }  # fmt: skip
-    assert (decode["computed_share"], decode["firing_share"], result["threads"]) == (0.75, 0.25, 1)
-    drawn = decode["bytes_per_token"] * decode["tokens_per_s"] / result["bandwidth_bytes_per_s"]
-    assert decode["bandwidth_share"] == pytest.approx(drawn, rel=1e-3)
+    assert (decode["depth"], decode["batch"], result["threads"]) == (20, 1, 1)
+    assert (decode["computed_share"], decode["firing_share"]) == (0.75, 0.25)
+    assert 0 < bandwidth <= result["bandwidth_best_bytes_per_s"]
+    assert decode["floor_tokens_per_s"] == pytest.approx(bandwidth / decode["bytes_per_token"], rel=1e-3)
     assert json.loads(json.dumps(result)) == result
+
+
+def test_kernels_add_up_to_a_token(folder: Path) -> None:
+    with load(folder, threads=1) as engine:
+        result = measure(engine, 20, 10, 1)
+        calls = engine.artifact.program.functions["decode"]
+    decode, bandwidth = result["decode"], result["bandwidth_bytes_per_s"]
+    kernels = {kernel["kind"]: kernel for kernel in decode["kernels"]}
+    assert list(kernels) == [kind for kind in KINDS if kind in kernels]
+    assert {kind: kernel["calls"] for kind, kernel in kernels.items()} == {
+        "attention": 1, "feed-forward": 1, "head": 1, "norms and rest": len(calls) - 3,
+    }  # fmt: skip
+    assert sum(kernel["bytes_per_token"] for kernel in kernels.values()) == decode["bytes_per_token"]
+    # Positions 20 to 29 are read with what is before them: 25.5 rows of 16 float32 a token.
+    assert kernels["attention"]["bytes_per_token"] == round(25.5 * 16 * 4)
+    assert kernels["feed-forward"]["bytes_per_token"] == 4 * 16 * 32 * 3 / 4
+    for kernel in kernels.values():
+        assert set(kernel) == {
+            "kind", "calls", "bytes_per_token", "s_per_token", "bytes_per_s", "floor_s_per_token", "floor_share",
+        }  # fmt: skip
+        assert 0 < kernel["s_per_token"] < 1
+        assert kernel["bytes_per_s"] == pytest.approx(kernel["bytes_per_token"] / kernel["s_per_token"], abs=1e4)
+        assert kernel["floor_share"] == pytest.approx(kernel["bytes_per_s"] / bandwidth, rel=0.01, abs=1e-4)
+    # Kernels take no longer than the steps that they are in.
+    assert sum(kernel["s_per_token"] for kernel in kernels.values()) < 1 / decode["tokens_per_s"]
 
 
 def test_bytes_per_token(folder: Path) -> None:
@@ -41,11 +80,58 @@ def test_bytes_per_token(folder: Path) -> None:
         engine.prefill([1, 2, 3])
         engine.decode(4)
         expected = 4 * 16 + 4 * 16 * 50 + 4 * 16 * 32 * 3 / 4 + 4 * 16 * 25
-        assert bytes_per_token(engine, engine.firing(), tokens=25) == expected
+        assert bytes_per_token(engine.artifact, engine.firing(), cached=25) == expected
 
 
-def test_given_text_is_repeated_to_length(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "memory_bandwidth", lambda threads: 1e9 * threads)
+def test_bytes_of_a_batch_and_of_a_window(make_artifact: Callable[..., Path]) -> None:
+    """Weights are read once for all sequences, the cache for each; of that no more than attention's window."""
+    folder = make_artifact(toy=make_toy(), sequences=3)
+    program = json.loads((folder / "program.json").read_text())
+    for window, seen in ((0, 25), (10, 10), (30, 25)):
+        program["functions"]["batch"][2]["window"] = window
+        other = make_artifact(f"window{window}", toy=make_toy(), sequences=3, program=program)
+        with load(other, threads=1) as engine:
+            (part,) = engine.artifact.program.ffn
+            found = step_bytes(engine.artifact, "batch", [Firing(part, 0.5, 0.1)], cached=25, rows=2)
+        assert found == [3 * 4 * 16, 0, 2 * 4 * 16 * seen, 4 * 16 * 32 / 2, 4 * 16 * 50]
+
+
+@pytest.mark.parametrize("depth", [0, 7, 25])
+def test_depth_is_what_is_in_the_cache_before(folder: Path, depth: int) -> None:
+    with load(folder, threads=1) as engine:
+        seen: list[tuple[str, int]] = []
+        prefill, decode = engine.prefill, engine.decode
+        engine.prefill = lambda ids: (seen.append(("prefill", engine.position)), prefill(ids))[1]  # type: ignore
+        engine.decode = lambda *args, **options: (seen.append(("decode", engine.position)), decode(*args, **options))[1]  # type: ignore
+        result = measure(engine, 5, 3, 2, depth=depth)
+    fill = [("prefill", 0)] if depth else []
+    one = [("prefill", depth), ("decode", depth), ("decode", depth + 1), ("decode", depth + 2)]
+    assert seen == fill + 3 * one
+    assert result["decode"]["depth"] == depth
+
+
+def test_batch_decodes_all_sequences_from_the_same_depth(make_artifact: Callable[..., Path]) -> None:
+    folder = make_artifact(toy=make_toy(), sequences=4)
+    with load(folder, threads=1) as engine:
+        batches: list[tuple[list[int], tuple[int, ...]]] = []
+        decode_batch = engine.decode_batch
+
+        def noted(tokens: list[int], slots: list[int], copy: bool) -> np.ndarray:
+            batches.append((tokens, engine.positions))
+            return decode_batch(tokens, slots, copy)
+
+        engine.decode_batch = noted  # type: ignore[method-assign,assignment]
+        result = measure(engine, 6, 5, 1, batch=3)
+    assert [positions for _, positions in batches] == 2 * [(place, place, place, 0) for place in range(6, 11)]
+    assert all(len(set(tokens)) > 1 for tokens, _ in batches)
+    assert batches[:5] == batches[5:]
+    decode = result["decode"]
+    assert (decode["batch"], decode["computed_share"]) == (3, 0.75)
+    # A third of the weights, and a cache of its own.
+    assert decode["bytes_per_token"] == round((4 * 4 * 16 + 4 * 16 * 50 + 4 * 16 * 32 * 0.75) / 3 + 4 * 16 * (6 + 3))
+
+
+def test_given_text_is_repeated_to_length(folder: Path) -> None:
     with load(folder, threads=1) as engine:
         measure(engine, 6, 3, 1, ids=[1, 2, 3, 4])
         assert engine.position == 9
@@ -53,9 +139,27 @@ def test_given_text_is_repeated_to_length(folder: Path, monkeypatch: pytest.Monk
             measure(engine, 6, 3, 1, ids=[1, 2, 3, 400])
 
 
-def test_speed_is_the_mean_of_rounds() -> None:
-    assert Speed.of(10, [1.0, 2.0]) == Speed(tokens_per_s=7.5, stdev=pytest.approx(3.5355, abs=1e-3))
+def test_speed_is_the_median_of_rounds() -> None:
+    assert Speed.of(10, [1.0, 2.0, 5.0]) == Speed(tokens_per_s=5.0, stdev=pytest.approx(4.0415, abs=1e-3))
     assert Speed.of(10, [1.0]) == Speed(10.0, 0.0)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_kernel_that_reads_reads_everything(library: Path, threads: int) -> None:
+    """All but the few vectors that are left over when a buffer is cut into the halves of each thread's share."""
+    numbers, sums = aligned_zeros((16 * threads * 8,), np.int64), aligned_zeros((256,), np.int64)
+    numbers[:], sums[:] = np.arange(len(numbers)), -1
+    reader = HostLibrary(library)
+    reader.run(reader.bind([("pi_read", [numbers, sums])]), threads)
+    assert sums[:threads].tolist() == numbers.reshape(threads, -1).sum(axis=1).tolist()
+    assert (sums[threads:] == -1).all()
+
+
+def test_reading_gives_the_speed_of_each_slice(library: Path) -> None:
+    reader = MemoryReader(HostLibrary(library), 2, size_bytes=2**28)
+    speeds = reader.read()
+    assert speeds.shape == (4,)
+    assert ((speeds > 1e8) & (speeds < 1e13)).all()
 
 
 def test_memory_bandwidth_is_believable() -> None:
@@ -69,3 +173,10 @@ def test_requests_that_make_no_sense(folder: Path) -> None:
         for sizes in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
             with pytest.raises(RequestError, match="at least one"):
                 measure(engine, *sizes)
+        with pytest.raises(RequestError, match="10 prompt tokens and 3 decoded ones behind 31 others do not fit"):
+            measure(engine, 10, 3, 1, depth=31)
+        with pytest.raises(RequestError, match="depth must be 0 or more, not -1"):
+            measure(engine, 10, 3, 1, depth=-1)
+        for batch in (0, 2):
+            with pytest.raises(RequestError, match=rf"a batch of {batch} sequences .* compiled for 1 \(--sequences\)"):
+                measure(engine, 10, 3, 1, batch=batch)

@@ -184,7 +184,7 @@ def test_state_is_committed_only_when_used(make_artifact: Callable[..., Path]) -
 
     context = 2**24
     before = resident_bytes()
-    state = {"k.0": {"dtype": "float32", "shape": [1, context, 16]}}
+    state = {"k.0": {"dtype": "float32", "shape": [1, 1, context, 16]}}
     folder = make_artifact(
         toy=make_toy(), context=40, program={"state": state, "context": context}, manifest={"context": context}
     )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from picompile_runtime import load, perplexity
-from picompile_runtime.bench import bytes_per_token
+from picompile_runtime.floor import bytes_per_token
 
 if TYPE_CHECKING:
     from picompile.capture import Captured
@@ -105,7 +105,8 @@ def test_bytes_per_token_count_predictors_in_full_and_blocks_by_computed_neurons
         predictors = 200 * 64 + 9 * 128 + 200 * 64 + 200 * 4
         blocks = sum(row.computed_share for row in firing) * 200 * 3 * 128
         cache = 2 * 2 * 2 * 24 * 4 * 10  # layers, keys and values, heads, columns, bytes, tokens
-        assert bytes_per_token(engine, firing, tokens=10) == pytest.approx(others + predictors + blocks + cache)
+        expected = others + predictors + blocks + cache
+        assert bytes_per_token(engine.artifact, firing, cached=10) == pytest.approx(expected)
 
 
 def test_same_logits_for_any_number_of_threads(artifact: Path) -> None:

@@ -64,6 +64,36 @@ def test_distribution_is_that_of_transformers(
         np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("vocab", [2560, 5003, 20_011])
+@pytest.mark.parametrize("step", [0.0, 0.25])
+def test_large_vocabularies_go_the_same_way(vocab: int, step: float) -> None:
+    """Beyond some thousand tokens most are never looked at alone; `step` makes many of them equal."""
+    random = np.random.default_rng(vocab)
+    logits = (2 * random.normal(size=vocab)).astype(np.float32)
+    logits = np.round(logits / step) * np.float32(step) if step else logits
+    seen = random.integers(0, vocab, 50).tolist()
+    for top_k, top_p, min_p, penalty in (
+        (40, 0.95, 0.0, 1.0), (1, 1.0, 0.0, 1.0), (40, 1.0, 0.0, 1.3), (600, 0.5, 0.01, 1.0), (0, 0.9, 0.0, 1.0),
+        (0, 1.0, 0.0, 1.1),
+    ):  # fmt: skip
+        params = SamplingParams(0.7, top_k, top_p, min_p, penalty)
+        actual, expected = by_sampler(list(logits), seen, params), by_transformers(list(logits), seen, params)
+        np.testing.assert_allclose(np.sort(actual), np.sort(expected), rtol=1e-9, atol=1e-12)
+        if not step:
+            np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-15, 1.0, 12.0])
+def test_draws_are_those_from_the_ordered_distribution(spread: float) -> None:
+    """Whichever part of a large vocabulary the draw sorts."""
+    logits = spread * np.random.default_rng(0).normal(size=3001)
+    sampler = Sampler(SamplingParams(temperature=1.0, top_k=0, top_p=1.0, seed=7), 3001)
+    ids, probabilities = sampler.distribution(logits)
+    shares = np.random.Generator(np.random.PCG64(7)).random(300)
+    expected = ids[np.searchsorted(np.cumsum(probabilities), shares, side="right")]
+    assert [sampler.sample(logits) for _ in shares] == expected.tolist()
+
+
 def test_order_of_the_steps() -> None:
     """Top-p after temperature and top-k, min-p last: with any two exchanged, other tokens would be left."""
     logits = np.log([0.5, 0.2, 0.15, 0.1, 0.05])

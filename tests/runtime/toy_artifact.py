@@ -20,14 +20,15 @@ import numpy as np
 from picompile_runtime.machine import cpu_features
 
 HERE = Path(__file__).parent
-HOST_C = HERE.parents[1] / "codegen" / "picompile_codegen" / "native" / "host.c"
+NATIVE = HERE.parents[1] / "codegen" / "picompile_codegen" / "native"
+HOST_C = NATIVE / "host.c"
 DIM, NEURONS = 16, 32
 
 
 def build_library(output: Path) -> Path:
-    """host.c and the toy kernels as one library."""
+    """What every library has, and the toy kernels, as one library."""
     flags = ["-O2", "-g", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-shared", "-fPIC"]
-    sources = [str(HOST_C), str(HERE / "toy_kernels.c")]
+    sources = [str(HOST_C), str(NATIVE / "read.c"), str(HERE / "toy_kernels.c")]
     link = ["-lpthread", "-lm", "-Wl,-Bsymbolic", "-Wl,--build-id=none"]
     subprocess.run(["gcc", *flags, "-o", str(output), *sources, *link], check=True)
     return output
@@ -82,7 +83,7 @@ def safetensors(tensors: Mapping[str, np.ndarray]) -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
-def toy_program(toy: Toy, context: int, chunk: int) -> dict[str, Any]:
+def toy_program(toy: Toy, context: int, chunk: int, sequences: int = 1) -> dict[str, Any]:
     """The program.json of the toy model."""
     buffers: dict[str, Any] = {}
     end = 0
@@ -93,13 +94,17 @@ def toy_program(toy: Toy, context: int, chunk: int) -> dict[str, Any]:
         end = -(-(end + int(np.prod(shape)) * np.dtype(dtype).itemsize) // 64) * 64
 
     buffer("step", "int32", [8])
-    buffer("tokens", "int32", [chunk])
-    buffer("positions", "int32", [chunk])
+    most = max(chunk, sequences)
+    for name in ("tokens", "positions", "slots"):
+        buffer(name, "int32", [most])
     buffer("stats", "int64", [2, 2])
     buffer("logits", "float32", [1, toy.vocab])
     buffer("logits.score", "float32", [chunk, toy.vocab])
+    if sequences > 1:
+        buffer("stats.batch", "int64", [2, 2])
+        buffer("logits.batch", "float32", [sequences, toy.vocab])
     for name in ("x", "y"):
-        buffer(name, "float32", [chunk, DIM])
+        buffer(name, "float32", [most, DIM])
     buffer("last", "float32", [1, DIM])
 
     def call(kernel: str, *args: dict[str, Any], op: str = "toy", weight_bytes: int = 0) -> dict[str, Any]:
@@ -115,30 +120,50 @@ def toy_program(toy: Toy, context: int, chunk: int) -> dict[str, Any]:
             call("toy_mix", positions, {"state": "k.0"}, y, op="attention"),
         ]
 
+    def batch() -> list[dict[str, Any]]:
+        x, y = ({"buffer": name, "shape": [sequences, DIM]} for name in "xy")
+        ids, positions, slots = ({"buffer": name, "shape": [sequences]} for name in ("tokens", "positions", "slots"))
+        cache, stats = {"state": "k.0"}, {"buffer": "stats.batch", "offset": 16, "shape": [2]}
+        row, last = {"buffer": "y", "shape": [1, DIM]}, {"buffer": "last"}
+        return [
+            call("toy_embed", ids, {"weight": "table"}, x, op="embedding", weight_bytes=4 * DIM * sequences),
+            call("toy_cache_batch", x, cache, positions, slots, op="cache"),
+            call("toy_mix_batch", positions, slots, cache, y, op="attention"),
+            call("toy_ffn", row, {"weight": "neurons"}, stats, last, op="ffn", weight_bytes=4 * DIM * NEURONS),
+            head(y, "logits.batch"),
+        ]
+
     def head(source: dict[str, Any], logits: str) -> dict[str, Any]:
         weights = [{"weight": "head"}, {"weight": "script"}]
         return call("toy_head", source, *weights, {"buffer": logits}, op="head", weight_bytes=4 * DIM * toy.vocab)
 
-    one = {"buffer": "last"}
+    one, rows = {"buffer": "last"}, {"buffer": "y", "shape": [chunk, DIM]}
     y = {"buffer": "y", "shape": [1, DIM]}
     stats = {"buffer": "stats", "offset": 16, "shape": [2]}
     ffn = call("toy_ffn", y, {"weight": "neurons"}, stats, one, op="ffn", weight_bytes=4 * DIM * NEURONS)
     return {
-        "schema": 1,
+        "schema": 2,
         "context": context,
         "chunk": chunk,
         "vocab": toy.vocab,
         "layers": 1,
+        "sequences": sequences,
         "arena_bytes": end,
         "buffers": buffers,
-        "state": {"k.0": {"dtype": "float32", "shape": [1, context, DIM]}},
+        "state": {"k.0": {"dtype": "float32", "shape": [sequences, 1, context, DIM]}},
         "functions": {
             "decode": [*body(1), ffn, head(one, "logits")],
             "prefill": body(chunk)[:2],
-            "prefill_last": [*body(chunk), call("toy_last", {"buffer": "y"}, one), head(one, "logits")],
-            "score": [*body(chunk), head({"buffer": "y"}, "logits.score")],
+            "prefill_last": [*body(chunk), call("toy_last", rows, one), head(one, "logits")],
+            "score": [*body(chunk), head(rows, "logits.score")],
+            **({"batch": batch()} if sequences > 1 else {}),
         },
-        "logits": {"decode": "logits", "prefill_last": "logits", "score": "logits.score"},
+        "logits": {
+            "decode": "logits",
+            "prefill_last": "logits",
+            "score": "logits.score",
+            **({"batch": "logits.batch"} if sequences > 1 else {}),
+        },
         "ffn": [{"layer": 0, "part": "all", "neurons": NEURONS, "predictor": "exact", "stats_row": 1}],
     }
 
@@ -149,6 +174,7 @@ def write_artifact(
     toy: Toy | None = None,
     context: int = 40,
     chunk: int = 8,
+    sequences: int = 1,
     program: Mapping[str, Any] | None = None,
     texts: Mapping[str, str] | None = None,
     manifest: Mapping[str, Any] | None = None,
@@ -161,11 +187,22 @@ def write_artifact(
     table = {"table": toy.table, "head": toy.head, "script": toy.script}
     tensors = {**table, "neurons": np.zeros((NEURONS, DIM), np.float32)}
     (folder / "weights.safetensors").write_bytes(weights if weights is not None else safetensors(tensors))
-    (folder / "program.json").write_text(json.dumps({**toy_program(toy, context, chunk), **(program or {})}))
+    (folder / "program.json").write_text(json.dumps({**toy_program(toy, context, chunk, sequences), **(program or {})}))
     for name, text in (texts or {}).items():
         (folder / name).write_text(text)
-    write_manifest(folder, context, chunk, manifest or {})
+    write_manifest(folder, context, chunk, {"sequences": sequences, **(manifest or {})})
     return folder
+
+
+def code_entry(
+    isa: str = "toy",
+    file: str = "kernels/host.so",
+    machine: str | None = None,
+    features: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """What the manifest says of one variant of the code; this machine has what it needs unless told otherwise."""
+    needed = sorted(cpu_features())[:3] if features is None else [*features]
+    return {"isa": isa, "machine": machine or platform.machine(), "features": needed, "file": file}
 
 
 def write_manifest(folder: Path, context: int = 40, chunk: int = 8, changes: Mapping[str, Any] | None = None) -> None:
@@ -180,10 +217,11 @@ def write_manifest(folder: Path, context: int = 40, chunk: int = 8, changes: Map
     }
     manifest = {
         "format": "picompile-artifact",
-        "schema": 1,
+        "schema": 2,
         "picompile": "0.1.0",
         "abi": 1,
-        "target": {"name": "cpu", "machine": platform.machine(), "features": sorted(cpu_features())[:3]},
+        "target": "cpu",
+        "code": [code_entry()],
         "files": listed,
         "model": {"name": "toy", "eos_token_ids": [0]},
         "quant": "f32",
@@ -191,5 +229,6 @@ def write_manifest(folder: Path, context: int = 40, chunk: int = 8, changes: Map
         "kv_dtype": "float32",
         "context": context,
         "chunk": chunk,
+        "sequences": 1,
     }
     (folder / "manifest.json").write_text(json.dumps({**manifest, **(changes or {})}))

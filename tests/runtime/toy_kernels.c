@@ -1,8 +1,13 @@
 /* Kernels of the toy model (see toy_artifact.py), with the ABI of compiled ones, and some that only try host.c out.
- * Each takes its sizes from its arguments. `step` is int32[8]: step[0] tokens, the first of them at position step[1]. */
+ * Each takes its sizes from its arguments. `step` is int32[8]: step[0] tokens, the first of them at position step[1] of
+ * the sequence in slot step[2]. Kernels of a batch are given the position and the slot of each row. */
+#define _GNU_SOURCE
 #include <math.h>
+#include <pthread.h>
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 typedef struct {
   int32_t type_index;
@@ -49,39 +54,64 @@ KERNEL(toy_embed) {
   return 0;
 }
 
-/* step, x[rows, dim], cache[1, context, dim] */
+/* The cache[sequences, 1, context, dim] of one sequence. */
+static float *cache_of(const Tensor *cache, int slot) {
+  return (float *)cache->data + slot * cache->shape[2] * cache->shape[3];
+}
+
+/* step, x[rows, dim], cache */
 KERNEL(toy_cache) {
   UNUSED;
   int64_t dim = TENSOR(1)->shape[1];
-  memcpy(F32(2) + I32(0)[1] * dim, F32(1), I32(0)[0] * dim * sizeof(float));
+  memcpy(cache_of(TENSOR(2), I32(0)[2]) + I32(0)[1] * dim, F32(1), I32(0)[0] * dim * sizeof(float));
   return 0;
 }
 
-/* step, positions[rows], cache[1, context, dim], y[rows, dim]: y[t] = sum over j <= p of cache[j] * cos(p - j) */
+/* step, x[rows, dim], cache, positions[rows], slots[rows] */
+KERNEL(toy_cache_batch) {
+  UNUSED;
+  int64_t dim = TENSOR(1)->shape[1];
+  for (int t = 0; t < I32(0)[0]; ++t)
+    memcpy(cache_of(TENSOR(2), I32(4)[t]) + I32(3)[t] * dim, F32(1) + t * dim, dim * sizeof(float));
+  return 0;
+}
+
+/* y[t] = sum over j <= p of cache[j] * cos(p - j) */
 typedef struct {
-  const Any *args;
-  int64_t dim;
+  int rows;
+  const int32_t *positions, *slots; /* slots: NULL where all rows are of sequence `slot` */
+  int slot;
+  const Tensor *cache;
+  float *y;
 } Mix;
 
 static int mix_task(int task, Env *env, void *data) {
-  const Any *args = ((Mix *)data)->args;
-  int64_t dim = ((Mix *)data)->dim;
-  for (int t = task; t < I32(0)[0]; t += env->num_task) {
-    int position = I32(1)[t];
+  const Mix *mix = data;
+  int64_t dim = mix->cache->shape[3];
+  for (int t = task; t < mix->rows; t += env->num_task) {
+    const float *cache = cache_of(mix->cache, mix->slots ? mix->slots[t] : mix->slot);
     for (int64_t d = 0; d < dim; ++d) {
       float sum = 0;
-      for (int j = 0; j <= position; ++j) sum += F32(2)[j * dim + d] * cosf((float)(position - j));
-      F32(3)[t * dim + d] = sum;
+      for (int j = 0; j <= mix->positions[t]; ++j) sum += cache[j * dim + d] * cosf((float)(mix->positions[t] - j));
+      mix->y[t * dim + d] = sum;
     }
   }
   return 0;
 }
 
+/* step, positions[rows], cache, y[rows, dim] */
 KERNEL(toy_mix) {
   UNUSED;
   for (int t = 0; t < I32(0)[0]; ++t)
     if (I32(1)[t] != I32(0)[1] + t) return refuse("positions do not follow from step");
-  Mix mix = {args, TENSOR(3)->shape[1]};
+  Mix mix = {I32(0)[0], I32(1), NULL, I32(0)[2], TENSOR(2), F32(3)};
+  return __TVMBackendParallelLaunch(mix_task, &mix, 0);
+}
+
+/* step, positions[rows], slots[rows], cache, y[rows, dim] */
+KERNEL(toy_mix_batch) {
+  UNUSED;
+  Mix mix = {I32(0)[0], I32(1), I32(2), 0, TENSOR(3), F32(4)};
   return __TVMBackendParallelLaunch(mix_task, &mix, 0);
 }
 
@@ -104,7 +134,8 @@ KERNEL(toy_last) {
 }
 
 /* step, x[rows, dim], w[vocab, dim], script[context], y[rows, vocab]: y = x w^T, and 100 more for the token that the
- * script wants at the position of the last of the step's tokens (that of each row, if there are as many rows) */
+ * script wants at the position of the last of the step's tokens (that of each row, if there are as many rows; a batch,
+ * whose step says nothing of positions, is no place for a script) */
 KERNEL(toy_head) {
   UNUSED;
   int64_t dim = TENSOR(1)->shape[1], vocab = TENSOR(2)->shape[0], rows = TENSOR(4)->shape[0];
@@ -166,6 +197,31 @@ KERNEL(pool_sum) {
   for (int i = 0; i < 256; ++i) total += partial[i * 8];
   for (int64_t i = 0; i < n; ++i) I32(2)[i] = (int32_t)((I32(0)[i] + total) % 1000003);
   return 0;
+}
+
+typedef struct {
+  pthread_t caller;
+  _Atomic int naps;
+} Nap;
+
+static int nap_task(int task, Env *env, void *data) {
+  (void)task, (void)env;
+  Nap *nap = data;
+  if (pthread_equal(pthread_self(), nap->caller)) {
+    while (nap->naps == 0) sched_yield();
+  } else {
+    nap->naps = 1;
+    nanosleep(&(struct timespec){0, 300000000}, NULL);
+  }
+  return 0;
+}
+
+/* Workers sleep for 0.3 s over each of their tasks; the caller waits for the first of them, and so does not take all. */
+KERNEL(pool_nap) {
+  UNUSED;
+  (void)args;
+  Nap nap = {pthread_self(), 0};
+  return __TVMBackendParallelLaunch(nap_task, &nap, 0);
 }
 
 static int fail_last_task(int task, Env *env, void *data) {

@@ -1,12 +1,15 @@
 """The table of targets against figures that are published as such."""
 
+import platform
 import re
+from collections.abc import Sequence
 from dataclasses import fields
 
 import pytest
 
 from picompile.errors import TargetError
-from picompile.targets import LOCAL, TARGETS, find_compiled_target, find_target, pcie_bytes_per_s, target_names
+from picompile.targets import LOCAL, TARGETS, find_compiled_targets, find_target, pcie_bytes_per_s, target_names
+from picompile_runtime import MachineError, machine
 
 # Name: GB/s of its memory, GiB of it, GB/s of its slot, compute capability.
 PUBLISHED = {
@@ -24,7 +27,7 @@ PUBLISHED = {
 
 
 def test_every_row_is_of_a_published_machine() -> None:
-    assert set(TARGETS) == {"cpu", *PUBLISHED}
+    assert {name for name, row in TARGETS.items() if row.vram_bytes} == {*PUBLISHED}
     assert target_names() == (*TARGETS, LOCAL)
 
 
@@ -41,15 +44,16 @@ def test_bus_and_data_rate_give_the_published_bandwidth(name: str) -> None:
 def test_gpu_rows_are_complete(name: str) -> None:
     row = TARGETS[name]
     assert row.name == name
-    assert all(getattr(row, field.name) for field in fields(row) if field.name != "compiles")
+    assert all(getattr(row, field.name) for field in fields(row) if field.name != "isas")
     assert not row.compiles
     assert re.fullmatch(r"https://[\w.-]+/\S+", row.source)
     # An exchange is slower than a launch, and both take microseconds.
     assert 1e-7 < row.launch_s < row.sync_s < 1e-4
 
 
-def test_a_processor_has_no_gpu() -> None:
-    row = TARGETS["cpu"]
+@pytest.mark.parametrize("name", [name for name in TARGETS if name.startswith("cpu")])
+def test_a_processor_has_no_gpu(name: str) -> None:
+    row = TARGETS[name]
     assert (row.sm, row.vram_bytes, row.gpu_bytes_per_s, row.pcie_bytes_per_s, row.sync_s) == (None, 0, 0, 0, 0)
     assert row.compiles
 
@@ -62,7 +66,35 @@ def test_bandwidth_of_slots() -> None:
 
 def test_rows_are_found() -> None:
     assert {find_target(name).name for name in TARGETS} == set(TARGETS)
-    assert find_compiled_target("cpu") is TARGETS["cpu"]
+    assert find_compiled_targets("cpu") == (TARGETS["cpu"],)
+    assert find_compiled_targets("cpu-arm64,cpu,cpu-arm64") == (TARGETS["cpu-arm64"], TARGETS["cpu"])
+
+
+@pytest.mark.parametrize(
+    ("machine_name", "features", "name"),
+    [
+        ("x86_64", TARGETS["cpu-avx512-vnni"].features, "cpu-avx512-vnni"),
+        ("x86_64", [*TARGETS["cpu-avx512"].features, "avx_vnni"], "cpu-avx512"),
+        ("x86_64", [*TARGETS["cpu-avx2"].features, "avx512f"], "cpu-avx2"),
+        ("aarch64", ["fp", *TARGETS["cpu-arm64"].features], "cpu-arm64"),
+    ],
+)
+def test_native_is_the_best_that_this_machine_has(
+    machine_name: str, features: Sequence[str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine_name)
+    monkeypatch.setattr(machine, "cpu_features", lambda: frozenset(features))
+    assert find_compiled_targets("native") == (TARGETS[name],)
+
+
+@pytest.mark.parametrize(("name", "features"), [("x86_64", ("avx2", "fma")), ("aarch64", ("asimd",)), ("riscv64", ())])
+def test_native_of_a_machine_that_no_code_is_made_for(
+    name: str, features: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: name)
+    monkeypatch.setattr(machine, "cpu_features", lambda: frozenset(features))
+    with pytest.raises(MachineError, match=f"no code can be made for this machine's processor, {name}; known are"):
+        find_compiled_targets("cpu,native")
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED, LOCAL])
@@ -71,12 +103,12 @@ def test_what_is_planned_for_is_not_compiled_for(name: str, monkeypatch: pytest.
 
     monkeypatch.delattr(measure, "local_target")  # nothing is measured to say so
     with pytest.raises(TargetError, match=f"plans for target '{name}' .*compiles only for: cpu") as caught:
-        find_compiled_target(name)
+        find_compiled_targets(name)
     assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize("name", ["", "CPU", "9999", "rtx4090", "local ", "../cpu"])
-@pytest.mark.parametrize("find", [find_target, find_compiled_target])
+@pytest.mark.parametrize("find", [find_target, find_compiled_targets])
 def test_unknown_names(find: object, name: str) -> None:
-    with pytest.raises(TargetError, match=r"unknown target .*; known are cpu, 2080ti, .*, local"):
+    with pytest.raises(TargetError, match=r"unknown target .*; known are cpu, cpu-avx2, .*, local"):
         find(name)  # type: ignore[operator]

@@ -7,8 +7,25 @@ columns and goes through all rows; no two tasks add to the same output.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from picompile_codegen.kernels.matrix import Matrix, lane_counts
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, in_slices, local, loop, minimum, when
+from tvm import tirx
+
+from picompile_codegen.kernels.byte_tiles import QUADS, ByteBlock, block_rows, multiply_tile, signed_offset
+from picompile_codegen.kernels.byte_tiles import TILE_TOKENS, tile_tokens as byte_tile_tokens
+from picompile_codegen.kernels.bytes import BYTES
+from picompile_codegen.kernels.matrix import Matrix, groups_of, lane_counts
+from picompile_codegen.kernels.quantized import QuantizedRows
+from picompile_codegen.kernels.tensor import (
+    Expr,
+    Tensor,
+    bind,
+    in_slices,
+    local,
+    loop,
+    maximum,
+    minimum,
+    select,
+    when,
+)
 from picompile_codegen.kernels.tiles import tile_tokens, token_tiles
 from picompile_codegen.kernels.vector import LANES, at, fma, load, splat, store
 from picompile_passes.dialect.formats import GROUP
@@ -16,6 +33,8 @@ from picompile_passes.dialect.formats import GROUP
 # 128 columns are at least one whole cache line of a row in every format; by 32 rows they are 16 KiB of float32.
 _BLOCK_GROUPS = 4
 _BLOCK_ROWS = 32
+# Groups of 32 rows that are kept as bytes at a time: 16 KiB of them.
+_SLICE_GROUPS = 4
 
 
 @dataclass(frozen=True)
@@ -56,8 +75,95 @@ def column_blocks(reduction: Reduction) -> int:
     return -(-reduction.matrix.groups // _BLOCK_GROUPS)
 
 
-def accumulate_columns(reduction: Reduction, block: Expr, tokens: Expr) -> None:
-    """Computes block number `block` of y's columns, for all tokens."""
+def accumulate_columns(reduction: Reduction, block: Expr, quantized: QuantizedRows | None, tokens: Expr) -> None:
+    """Computes block number `block` of y's columns, for all tokens. `quantized` is h in bytes, where they are used."""
+    if quantized is None:
+        _accumulate_floats(reduction, block, tokens)
+    else:
+        _accumulate_bytes(reduction, block, quantized, tokens)
+
+
+def _accumulate_bytes(reduction: Reduction, block: Expr, quantized: QuantizedRows, tokens: Expr) -> None:
+    """In slices of a few groups of rows: unpacked, turned into bytes again by columns, multiplied and added to y."""
+    weights = local(_BLOCK_ROWS, _BLOCK_GROUPS * GROUP)
+    first_group = bind(block * _BLOCK_GROUPS)
+    parts = block_rows() // LANES
+    columns = _BLOCK_GROUPS * GROUP
+    blocks = [
+        ByteBlock.declare(parts, _SLICE_GROUPS, signed_offset() != 0) for _ in range(columns // (parts * LANES))
+    ]
+
+    def one_slice(start: Expr, groups: int, is_first: bool) -> None:
+        with loop(0, groups) as group:
+            first_row = bind((start + group) * GROUP)
+            unpacked = _Block(reduction, weights, first_row, GROUP, first_group, is_first)
+            _unpack(unpacked)
+            for number, target in enumerate(blocks):
+                for part in range(parts):
+                    _requantize(weights, (number * parts + part) * LANES, target, group, part)
+        with loop(0, (tokens + (TILE_TOKENS - 1)) // TILE_TOKENS) as tile:
+            chosen = byte_tile_tokens(tile, tokens)
+            for number, target in enumerate(blocks):
+                column = bind(first_group * GROUP + number * parts * LANES)
+                multiply_tile(
+                    target, groups, start, quantized, chosen,
+                    lambda token, part, sums: _add_columns(reduction, token, column + part * LANES, sums, is_first),
+                )  # fmt: skip
+
+    in_slices(groups_of(reduction.count), _SLICE_GROUPS, one_slice)
+
+
+def _requantize(weights: Tensor, column: int, block: ByteBlock, group: Expr, part: int) -> None:
+    """Eight columns of 32 unpacked rows: bytes of a column share a scale, its largest magnitude over 127."""
+    largest = local(LANES)
+    largest[at(0)] = splat(0.0)
+    for i in range(GROUP):
+        largest[at(0)] = maximum(largest[at(0)], tirx.abs(weights[i, at(column)]))
+    top = bind(largest[at(0)])
+    inverse = bind(select(top > splat(0.0), splat(127.0) / top, splat(0.0)))
+    visible = local(LANES)
+    visible[at(0)] = splat(0.0)
+    for quad in range(QUADS):
+        words = []
+        for i in range(4):
+            value = bind(weights[4 * quad + i, at(column)] * inverse)
+            visible[at(0)] = visible[at(0)] + value
+            words.append(bind(tirx.Cast(f"int32x{LANES}", tirx.nearbyint(value)) & _every(255)))
+        word = words[0] | (words[1] << _every(8)) | (words[2] << _every(16)) | (words[3] << _every(24))
+        if block.is_unsigned:
+            word = bind(word) ^ _every(-0x7F7F7F80)
+        bytes_ = tirx.reinterpret(f"{block.weights.dtype}x{BYTES}", bind(word))
+        block.weights[(group * QUADS + quad) * block.parts + part, at(0, BYTES)] = bytes_
+    # What is not a number or infinite must show: times zero it makes the scale NaN.
+    block.scales[group * block.parts + part, at(0)] = top / splat(127.0) + visible[at(0)] * splat(0.0)
+
+
+def _every(value: int) -> Expr:
+    return tirx.Broadcast(tirx.IntImm("int32", value), LANES)
+
+
+def _add_columns(reduction: Reduction, token: Expr, column: Expr, sums: Expr, is_first: bool) -> None:
+    """Adds eight columns, those that exist, to y, or begins them."""
+    full, rest = divmod(reduction.matrix.columns, LANES)
+
+    def add(valid: int) -> None:
+        if not is_first:
+            start = load(reduction.y, token, column, valid=valid)
+        else:
+            start = splat(0.0) if reduction.bias is None else load(reduction.bias, column, valid=valid)
+        store(reduction.y, token, column, value=start + sums, valid=valid)
+
+    if not reduction.matrix.columns % (_BLOCK_GROUPS * GROUP):
+        add(LANES)
+        return
+    with when(column < full * LANES):
+        add(LANES)
+    if rest:
+        with when(column == full * LANES):
+            add(rest)
+
+
+def _accumulate_floats(reduction: Reduction, block: Expr, tokens: Expr) -> None:
     weights = local(_BLOCK_ROWS, _BLOCK_GROUPS * GROUP)
     first_group = bind(block * _BLOCK_GROUPS)
 
@@ -73,7 +179,7 @@ def accumulate_columns(reduction: Reduction, block: Expr, tokens: Expr) -> None:
 
 def _unpack(block: _Block) -> None:
     with loop(0, block.rows) as i:
-        number = bind(block.reduction.row_of(block.first_row + i))
+        number = bind(block.reduction.row_of(minimum(block.first_row + i, block.reduction.count - 1)))
         row = block.reduction.matrix.part_of_row(number, block.first_group, _BLOCK_GROUPS)
 
         def unpack(group: Expr, counts: tuple[int, ...]) -> None:

@@ -1,24 +1,166 @@
-"""Writing this step's keys or values into a layer's cache."""
+"""The KV cache: how keys and values of all sequences are stored, read and written.
+
+float16 and float32 are stored as they are. In q8 each 32 consecutive elements of a row share a float16 scale, as
+weights do (`dialect/formats.py`): an element is off by at most half of it, 1/254 of the largest of the 32, and 4e-6
+more where that is so small that float16 holds its scale with few bits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
 
 from picompile_codegen.kernels.kernel import Kernel, KernelFunction
-from picompile_codegen.kernels.tensor import Expr, bind, loop, parallel
-from picompile_codegen.kernels.vector import blocks, load, store
+from picompile_codegen.kernels.step_rows import Mode, mode_name, step_rows
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, maximum, minimum, parallel, prefetch, select
+from picompile_codegen.kernels.vector import LANES, at, blocks, highest, load, splat, store
+from picompile_passes.dialect.formats import GROUP
+
+Q8 = "q8"
+_LARGEST_BYTE = 127.0
+_F16_MAX = 65504.0
+_LINE_BYTES = 64
+_ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1}
+
+# A vector of a row: `source(start, valid)` gives lanes from `start` on, of which the first `valid` count.
+Source = Callable[[Expr, int], Expr]
 
 
-def cache_write(*, kv_heads: int, head_dim: int, context: int, rows: int, kv_dtype: str) -> Kernel:
-    """cache[h, step[1] + t] = x[t, h]. x float32 [rows, kv_heads · d], cache kv_dtype [kv_heads, context, d]."""
-    function = KernelFunction("cache_write", kv_dtype, f"{kv_heads}x{head_dim}", f"r{rows}", f"c{context}")
+def scale_groups(dim: int) -> int:
+    """Scales of a row of `dim` elements in q8."""
+    return -(-dim // GROUP)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys or values of a layer: `data` kv_dtype [sequences, kv_heads, context, dim]; in q8 int8, and `scales` float16
+    [sequences, kv_heads, context, groups of 32]."""
+
+    data: Tensor
+    scales: Tensor | None
+    dim: int
+
+    def head(self, slot: Expr, head: Expr) -> "CachedHead":
+        """The rows of one head of one sequence."""
+        return CachedHead(self, slot, head)
+
+
+@dataclass(frozen=True)
+class CachedHead:
+    """The rows of one head of the sequence in `slot`, a row for each position."""
+
+    cache: Cache
+    slot: Expr
+    number: Expr
+
+    @property
+    def groups(self) -> int:
+        """Scales of a row; 0 where a row has none."""
+        return 0 if self.cache.scales is None else scale_groups(self.cache.dim)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row without its scales."""
+        return self.cache.dim * _ELEMENT_BYTES[self.cache.data.dtype]
+
+    def raw(self, position: Expr, start: Expr, valid: int = LANES) -> Expr:
+        """A vector of float32 from a row, to be multiplied by the row's scale where there is one."""
+        return load(self.cache.data, self.slot, self.number, position, start, valid=valid)
+
+    def scale(self, position: Expr, group: Expr) -> Expr:
+        """The scale of 32 elements of a row, float32."""
+        assert self.cache.scales is not None
+        return tirx.Cast("float32", self.cache.scales[self.slot, self.number, position, group])
+
+    def scales_from(self, position: Expr, index: Expr) -> Expr:
+        """Eight scales, float32x8, of the rows from `position` on, `index` scales further; all eight must exist."""
+        assert self.cache.scales is not None
+        return load(self.cache.scales, self.slot, self.number, position, index)
+
+    def value(self, position: Expr, start: Expr, valid: int = LANES) -> Expr:
+        """A vector of float32 from a row, which does not cross a multiple of 32."""
+        raw = self.raw(position, start, valid)
+        return raw if self.cache.scales is None else raw * splat(self.scale(position, start // GROUP))
+
+    def prefetch(self, position: Expr) -> None:
+        """Asks for the memory of a row, which need not exist."""
+        for start in range(0, self.cache.dim, _LINE_BYTES // _ELEMENT_BYTES[self.cache.data.dtype]):
+            prefetch(self.cache.data, self.slot, self.number, position, start)
+
+    def write(self, position: Expr, source: Source) -> None:
+        """Writes a row."""
+        if self.cache.scales is None:
+
+            def copy(c: Expr, valid: int) -> None:
+                store(self.cache.data, self.slot, self.number, position, c, value=source(c, valid), valid=valid)
+
+            blocks(self.cache.dim, copy)
+            return
+        full, rest = divmod(self.cache.dim, GROUP)
+        if full:
+            with loop(0, full) as group:
+                self._write_group(position, group, source, GROUP)
+        if rest:
+            self._write_group(position, full, source, rest)
+
+    def _write_group(self, position: Expr, group: Expr, source: Source, size: int) -> None:
+        """The scale of 32 elements (or fewer, at the end of a row) and the nearest multiples of it."""
+        assert self.cache.scales is not None
+        starts = [(bind(group * GROUP + i), min(LANES, size - i)) for i in range(0, size, LANES)]
+        values = [bind(source(start, valid)) for start, valid in starts]
+        largest = splat(0.0)
+        for value in values:
+            largest = maximum(largest, tirx.abs(value))
+        scale = bind(minimum(highest(largest) / _float(_LARGEST_BYTE), _float(_F16_MAX)))
+        self.cache.scales[self.slot, self.number, position, group] = tirx.Cast("float16", scale)
+        kept = bind(self.scale(position, group))
+        inverse = bind(splat(select(kept > _float(0.0), _float(1.0) / kept, _float(0.0))))
+        for (start, valid), value in zip(starts, values, strict=True):
+            near = tirx.nearbyint(value * inverse)
+            near = maximum(minimum(near, splat(_LARGEST_BYTE)), splat(-_LARGEST_BYTE))
+            integers = bind(tirx.Cast(f"int32x{LANES}", near))
+            data, row = self.cache.data, (self.slot, self.number, position)
+            if valid == LANES:
+                data[(*row, at(start))] = tirx.Cast(f"int8x{LANES}", integers)
+            else:
+                for i in range(valid):
+                    data[(*row, start + i)] = tirx.Cast("int8", tirx.Shuffle([integers], [i]))
+
+
+def _float(value: float) -> Expr:
+    return tirx.FloatImm("float32", value)
+
+
+def cache_argument(
+    function: KernelFunction, name: str, kv_dtype: str, sequences: int, kv_heads: int, context: int, dim: int
+) -> Cache:
+    """Declares a cache: argument `name`, and with q8 `name`_scales."""
+    rows = (sequences, kv_heads, context)
+    if kv_dtype != Q8:
+        return Cache(function.argument(name, kv_dtype, *rows, dim), None, dim)
+    data = function.argument(name, "int8", *rows, dim)
+    return Cache(data, function.argument(f"{name}_scales", "float16", *rows, scale_groups(dim)), dim)
+
+
+def cache_write(
+    *, kv_heads: int, head_dim: int, context: int, rows: int, kv_dtype: str, mode: Mode, sequences: int
+) -> Kernel:
+    """cache[slot, h, position] = x[t, h] for each row t; positions and slots: see `step_rows`.
+
+    x float32 [rows, kv_heads · d], cache as in `Cache`.
+    """
+    shape = (f"{kv_heads}x{head_dim}", mode_name(mode, rows), f"c{context}", f"s{sequences}")
+    function = KernelFunction("cache_write", kv_dtype, *shape)
     with function:
         x = function.floats("x", rows, kv_heads * head_dim)
-        cache = function.argument("cache", kv_dtype, kv_heads, context, head_dim)
-        first_position = function.position()
-        with parallel(function.tokens(rows), when_worth=rows > 1) as t:
-            position = bind(first_position + t)
+        cache = cache_argument(function, "cache", kv_dtype, sequences, kv_heads, context, head_dim)
+        tokens = step_rows(function, mode, rows, sequences)
+        with parallel(tokens.count, when_worth=rows > 1) as t:
+            position, slot = bind(tokens.position(t)), tokens.slot(t)
             with loop(0, kv_heads) as head:
 
-                def copy(c: Expr, valid: int) -> None:
-                    value = load(x, t, head * head_dim + c, valid=valid)
-                    store(cache, head, position, c, value=value, valid=valid)
+                def source(c: Expr, valid: int) -> Expr:
+                    return load(x, t, head * head_dim + c, valid=valid)
 
-                blocks(head_dim, copy)
+                cache.head(slot, head).write(position, source)
     return function.kernel()

@@ -1,17 +1,19 @@
 """Products of rows of a packed matrix with one vector: what decoding is made of.
 
 A matrix is read once, front to back; all else stays in the first-level cache. So these are bound by memory, as long as
-a group of weights costs no more cycles than its bytes take to arrive. A core at 3.7 GHz gets through 24 GB/s of q8 and
-11 GB/s of q4 (20 billion weights a second): with activations in float32, a group takes four conversions and five
-multiply-adds, and in q4 six instructions to unpack it.
+a group of weights costs no more cycles than its bytes take to arrive. In f16 a group takes four conversions and four
+multiply-adds; in q8 and q4, where the vector is bytes too, three and four instructions to the sums, and two to scale them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
-from picompile_codegen.kernels.matrix import Group, Matrix, each_group
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local
-from picompile_codegen.kernels.vector import LANES, at, fma, load, splat, store, total
+from picompile_codegen.kernels.bytes import dot_signed, dot_unsigned
+from picompile_codegen.kernels.matrix import Matrix, each_group
+from picompile_codegen.kernels.quantized import SCALES_TOGETHER, QuantizedVector, quantize_vector
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop
+from picompile_codegen.kernels.vector import LANES, at, fma, lane, load, splat, to_floats, total
 from picompile_passes.dialect.formats import GROUP
 
 # A multiply-add takes four cycles and two can start in each; four chains are enough while memory is what is waited for.
@@ -20,52 +22,27 @@ _CHAINS = 4
 
 @dataclass(frozen=True)
 class Vector:
-    """The vector that rows are multiplied with: x[0], and what the offset of a format makes of it.
-
-    Σ (raw + offset) · x = Σ raw · x + offset · Σ x, and the second sum is the same for every row. `offsets` holds
-    it for each group, lane by lane, so that a group's sum merely starts from there.
-    """
+    """The vector that rows are multiplied with: row `row` of x, and its bytes, where the matrix has bytes as well."""
 
     x: Tensor
-    offsets: Tensor | None
-
-    def group(self, group: Expr, lane_counts: tuple[int, ...]) -> list[Expr]:
-        """The vectors that meet group `group` of a row."""
-        return [bind(load(self.x, 0, group * GROUP + i * LANES, valid=valid)) for i, valid in enumerate(lane_counts)]
+    row: Expr
+    quantized: QuantizedVector | None
 
 
-def prepare_vector(x: Tensor, matrix: Matrix) -> Vector:
-    """Readies x float32 [1, columns] for products with rows of `matrix`, or of any of its format and width."""
-    if not matrix.offset:
-        return Vector(x, None)
-    offsets = local(matrix.groups * LANES)
-    vector = Vector(x, offsets)
-
-    def sum_group(group: Expr, lane_counts: tuple[int, ...]) -> None:
-        inputs = vector.group(group, lane_counts)
-        store(offsets, group * LANES, value=sum(inputs[1:], inputs[0]) * splat(matrix.offset))
-
-    each_group(matrix.columns, sum_group)
-    return vector
+def prepare_vector(x: Tensor, matrix: Matrix, row: Expr = 0) -> Vector:
+    """Readies a row of x float32 [rows, columns] for products with rows of `matrix`, or of any like it."""
+    return Vector(x, row, None if matrix.scale is None else quantize_vector(x, row, matrix))
 
 
-def dot(matrix: Matrix, number: Expr, vector: Vector, ahead: Expr | None = None) -> Expr:
-    """The product of row `number` of `matrix` with `vector`: a scalar. Row `ahead` is read next (see `Matrix.row`)."""
+def dot(matrix: Matrix, number: Expr, vector: Vector, ahead: Sequence[Expr] = ()) -> Expr:
+    """The product of row `number` of `matrix` with `vector`: a scalar. Rows `ahead` are fetched meanwhile."""
     sums = local(_CHAINS, LANES)
     for chain in range(_CHAINS):
         sums[chain, at(0)] = splat(0.0)
-    row = matrix.row(number, ahead=ahead)
-    chains = cycle(range(_CHAINS))
-
-    def add_group(group: Expr, lane_counts: tuple[int, ...]) -> None:
-        part, inputs = row.group(group), vector.group(group, lane_counts)
-        if part.scale is None:
-            for raw, value in zip(part.raw, inputs, strict=False):
-                _add(sums, next(chains), raw, value)
-        else:
-            _add(sums, next(chains), _raw_products(part, inputs, vector.offsets, group), part.scale)
-
-    each_group(matrix.columns, add_group, unroll=matrix.groups_per_line)
+    if vector.quantized is None:
+        _add_floats(sums, matrix, number, vector, ahead)
+    else:
+        _add_bytes(sums, matrix, number, vector.quantized, ahead)
     a, b, c, d = (sums[chain, at(0)] for chain in range(_CHAINS))
     return total((a + b) + (c + d))
 
@@ -75,14 +52,51 @@ def biased(product: Expr, bias: Tensor | None, row: Expr) -> Expr:
     return product if bias is None else bind(product + bias[row])
 
 
+def _add_floats(sums: Tensor, matrix: Matrix, number: Expr, vector: Vector, ahead: Sequence[Expr]) -> None:
+    row, chains, lines = matrix.row(number), cycle(range(_CHAINS)), cycle(range(matrix.groups_per_line))
+
+    def add_group(group: Expr, lane_counts: tuple[int, ...]) -> None:
+        if next(lines) == 0:
+            for other in ahead:
+                matrix.fetch(other, group // matrix.groups_per_line)
+        for i, (raw, valid) in enumerate(zip(row.group(group).raw, lane_counts, strict=False)):
+            value = bind(load(vector.x, vector.row, group * GROUP + i * LANES, valid=valid))
+            _add(sums, next(chains), raw, value)
+
+    each_group(matrix.columns, add_group, unroll=matrix.groups_per_line)
+
+
 def _add(sums: Tensor, chain: int, a: Expr, b: Expr) -> None:
     sums[chain, at(0)] = fma(a, b, sums[chain, at(0)])
 
 
-def _raw_products(part: Group, inputs: list[Expr], offsets: Tensor | None, group: Expr) -> Expr:
-    """Σ (raw + offset) · x of one group, lane by lane."""
-    raw, values = list(part.raw[: len(inputs)]), list(inputs)
-    products = raw.pop(0) * values.pop(0) if offsets is None else load(offsets, group * LANES)
-    for a, b in zip(raw, values, strict=True):
-        products = fma(a, b, products)
-    return products
+def _add_bytes(sums: Tensor, matrix: Matrix, number: Expr, vector: QuantizedVector, ahead: Sequence[Expr]) -> None:
+    """Eight groups at a time, so that eight scales are converted and multiplied at once."""
+
+    def add_eight(first: Expr, count: int) -> None:
+        scales = matrix.eight_scales(number, first)
+        if vector.offsets is not None:
+            _add(sums, 0, scales, vector.offsets[at(first)])
+        scales = bind(scales * vector.scales[at(first)])
+        for i in range(count):
+            group = first + i
+            if i % matrix.groups_per_line == 0:
+                for other in ahead:
+                    matrix.fetch(other, group // matrix.groups_per_line)
+            _add(sums, i % _CHAINS, to_floats(_byte_sums(matrix, number, group, vector)), lane(scales, i))
+
+    full, rest = divmod(matrix.groups, SCALES_TOGETHER)
+    if full:
+        with loop(0, full) as index:
+            add_eight(bind(index * SCALES_TOGETHER), SCALES_TOGETHER)
+    if rest:
+        add_eight(full * SCALES_TOGETHER, rest)
+    for line in matrix.scale_lines:
+        for other in ahead:
+            matrix.fetch(other, line)
+
+
+def _byte_sums(matrix: Matrix, number: Expr, group: Expr, vector: QuantizedVector) -> Expr:
+    """Σ raw · bytes of one group, in eight lanes."""
+    raw, values = matrix.raw_bytes(number, group), bind(vector.bytes[at(group * GROUP, GROUP)])
+    return dot_unsigned(raw, values) if matrix.format == "q4" else dot_signed(raw, values)

@@ -1,10 +1,13 @@
 """The feed-forward block of a chunk of tokens: dense, since some token needs almost every neuron."""
 
+from picompile_codegen import isa
 from picompile_codegen.kernels.accumulate import Reduction, accumulate_columns, column_blocks
+from picompile_codegen.kernels.byte_tiles import declare_rows, quantize_rows, raw_offset, signed_offset
 from picompile_codegen.kernels.ffn_shape import FfnArguments
 from picompile_codegen.kernels.kernel import KernelFunction
+from picompile_codegen.kernels.quantized import QuantizedRows
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, parallel, select, when, worth_a_region
-from picompile_codegen.kernels.tiles import ROW_BLOCK, Projection, project_rows
+from picompile_codegen.kernels.tiles import Projection, project_rows, row_block
 from picompile_codegen.kernels.vector import blocks, load, splat, store
 
 
@@ -13,31 +16,50 @@ def ffn_chunk(function: KernelFunction, arguments: FfnArguments) -> None:
     shape = arguments.shape
     gate = function.scratch("gate", "float32", shape.rows, shape.neurons) if shape.gated else None
     hidden = function.scratch("hidden", "float32", shape.rows, shape.neurons)
+    has_bytes = arguments.bundle.scale is not None
+    quantized = declare_rows(function, "x", shape.rows, shape.dim) if has_bytes else None
+    # Without an instruction that adds up fours of bytes, products in float32 are faster than turning columns into bytes.
+    down_has_bytes = has_bytes and isa.current().bytes_dot != "maddubs"
+    down_bytes = declare_rows(function, "hidden", shape.rows, shape.neurons) if down_has_bytes else None
     y = function.floats("y", shape.rows, shape.dim)
     tokens = function.tokens(shape.rows)
     is_worth = worth_a_region(arguments.bundle.bytes)
 
-    with parallel(-(-shape.neurons // ROW_BLOCK), when_worth=is_worth) as block:
-        _project(arguments, block, tokens, gate, hidden)
+    if quantized is not None:
+        quantize_rows(arguments.x, tokens, shape.dim, raw_offset(arguments.bundle), quantized)
+    size = row_block(arguments.bundle)
+    with parallel(-(-shape.neurons // size), when_worth=is_worth) as block:
+        _project(arguments, block, tokens, quantized, gate, hidden)
         with loop(0, tokens) as t:
-            _activate(arguments, block, t, gate, hidden)
+            _activate(arguments, block, size, t, gate, hidden)
     down = Reduction(arguments.bundle, shape.neurons, arguments.down_row, hidden, arguments.down_bias, y)
+    if down_bytes is not None:
+        quantize_rows(hidden, tokens, shape.neurons, signed_offset(), down_bytes)
     with parallel(column_blocks(down), when_worth=is_worth) as block:
-        accumulate_columns(down, block, tokens)
+        accumulate_columns(down, block, down_bytes, tokens)
 
 
-def _project(arguments: FfnArguments, block: Expr, tokens: Expr, gate: Tensor | None, hidden: Tensor) -> None:
+def _project(
+    arguments: FfnArguments,
+    block: Expr,
+    tokens: Expr,
+    quantized: QuantizedRows | None,
+    gate: Tensor | None,
+    hidden: Tensor,
+) -> None:
     """The products of a block of neurons with gate and up, before their activations."""
     neurons = arguments.shape.neurons
     first, _ = arguments.first_row(0)
     projection = Projection(first, neurons, lambda neuron: arguments.first_row(neuron)[1], arguments.first_bias)
-    project_rows(projection, block, arguments.x, tokens, hidden if gate is None else gate)
+    project_rows(projection, block, arguments.x, quantized, tokens, hidden if gate is None else gate)
     if gate is not None:
         projection = Projection(arguments.bundle, neurons, arguments.up_row, arguments.up_bias)
-        project_rows(projection, block, arguments.x, tokens, hidden)
+        project_rows(projection, block, arguments.x, quantized, tokens, hidden)
 
 
-def _activate(arguments: FfnArguments, block: Expr, t: Expr, gate: Tensor | None, hidden: Tensor) -> None:
+def _activate(
+    arguments: FfnArguments, block: Expr, size: int, t: Expr, gate: Tensor | None, hidden: Tensor
+) -> None:
     """hidden = activation(gate) ∘ up_activation(hidden), or activation(hidden), for a block of neurons of one token."""
     neurons = arguments.shape.neurons
 
@@ -50,9 +72,9 @@ def _activate(arguments: FfnArguments, block: Expr, t: Expr, gate: Tensor | None
             value = select(first > splat(arguments.shape.threshold), value, splat(0.0))
         store(hidden, t, c, value=value, valid=valid)
 
-    full, rest = divmod(neurons, ROW_BLOCK)
+    full, rest = divmod(neurons, size)
     with when(block < full):
-        blocks(ROW_BLOCK, lambda c, valid: output(block * ROW_BLOCK + c, valid))
+        blocks(size, lambda c, valid: output(block * size + c, valid))
     if rest:
         with when(block == full):
-            blocks(rest, lambda c, valid: output(full * ROW_BLOCK + c, valid))
+            blocks(rest, lambda c, valid: output(full * size + c, valid))

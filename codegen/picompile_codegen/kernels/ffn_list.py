@@ -57,7 +57,7 @@ def _decide(arguments: FfnArguments, vector: Vector, products: Tensor) -> None:
     is_worth = worth_a_region(arguments.bundle.bytes)
     with parallel(arguments.shape.neurons, when_worth=is_worth) as neuron:
         matrix, row = arguments.first_row(neuron)
-        products[neuron] = biased(dot(matrix, row, vector), arguments.first_bias, neuron)
+        products[neuron] = biased(dot(matrix, row, vector, [row + matrix.rows_ahead]), arguments.first_bias, neuron)
 
 
 def _is_computed(arguments: FfnArguments, products: Tensor | None, neuron: Expr) -> Expr:

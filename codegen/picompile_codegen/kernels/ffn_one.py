@@ -2,33 +2,45 @@
 
 1. The numbers of the neurons to compute are listed, in order (`ffn_list.py`): in `exact` by the deciding product of
    every neuron, in `masked` by the mask.
-2. They are cut into SLICES equal runs. Each slice goes through its neurons one after the other: products with gate and
-   up, activation, and down's row, times what came out, added to the slice's own y. A neuron's rows lie together, so
-   this reads memory in long pieces, once.
+2. They are cut into SLICES equal runs. Each slice goes through its neurons a few at a time: products with gate and up,
+   and the activation; then the rows of down of those whose output is not zero, four at a time, times their outputs,
+   added to the slice's own y (`add_rows.py`). While rows are read, as many of neurons further on are fetched.
 3. The slices' y are added up, in order.
 
 The number of slices is fixed. So are then the order of all additions and every bit of y, for any number of threads.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 from tvm import tirx
 
+from picompile_codegen.kernels.add_rows import ROWS_TOGETHER, FourRows, add_rows
 from picompile_codegen.kernels.dot import Vector, biased, dot, prepare_vector
 from picompile_codegen.kernels.ffn_list import NeuronList, declare_list, make_list
 from picompile_codegen.kernels.ffn_shape import FfnArguments
 from picompile_codegen.kernels.kernel import KernelFunction
-from picompile_codegen.kernels.matrix import Matrix, each_group
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, minimum, parallel, when, worth_a_region
-from picompile_codegen.kernels.vector import LANES, at, blocks, fma, load, splat, store
-from picompile_passes.dialect.formats import GROUP
+from picompile_codegen.kernels.tensor import (
+    Expr,
+    Tensor,
+    bind,
+    local,
+    loop,
+    minimum,
+    parallel,
+    select,
+    when,
+    worth_a_region,
+)
+from picompile_codegen.kernels.vector import LANES, at, blocks, load, splat, store
 
 # Divisible among 1, 2, 3, 4, 6, 8, 12 and 24 threads.
 SLICES = 24
 # Columns of y that a task of the last step adds up.
 _SUM_COLUMNS = 128
+# Neurons whose products are computed before their rows of down are added: these rows wait in the cache meanwhile.
+_NEURONS_TOGETHER = 16
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,15 @@ class _Slices:
 
     y: Tensor
     nonzero: Tensor
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """Neurons whose rows of down are to be added: `count[0]` of them, their rows' numbers and their outputs."""
+
+    numbers: Tensor
+    outputs: Tensor
+    count: Tensor
 
 
 def ffn_one(function: KernelFunction, arguments: FfnArguments) -> None:
@@ -50,82 +71,78 @@ def ffn_one(function: KernelFunction, arguments: FfnArguments) -> None:
 
     vector = prepare_vector(arguments.x, arguments.bundle)
     is_worth = worth_a_region(arguments.bundle.bytes)
-    computed: Expr = shape.neurons
-    if memory is None:
-        with parallel(SLICES, when_worth=is_worth) as index:
-            _dense_slice(arguments, vector, slices, index)
-    else:
-        listed = make_list(arguments, vector, memory)
-        computed = listed.count
-        with parallel(SLICES, when_worth=is_worth) as index:
-            _listed_slice(arguments, vector, listed, slices, index)
+    listed = None if memory is None else make_list(arguments, vector, memory)
+    with parallel(SLICES, when_worth=is_worth) as index:
+        _compute_slice(arguments, vector, listed, slices, index)
     _sum_slices(arguments, slices.y, y)
-    _count(arguments.stats, computed, slices.nonzero)
+    _count(arguments.stats, shape.neurons if listed is None else listed.count, slices.nonzero)
 
 
-def _dense_slice(arguments: FfnArguments, vector: Vector, slices: _Slices, index: Expr) -> None:
-    """A slice of all neurons."""
-    _start_slice(arguments, slices, index)
-    with _run(arguments.shape.neurons, index) as neuron:
-        matrix, row = arguments.first_row(neuron)
-        first = biased(dot(matrix, row, vector), arguments.first_bias, neuron)
-        up = None
-        if arguments.shape.gated:
-            up = biased(dot(arguments.bundle, arguments.up_row(neuron), vector), arguments.up_bias, neuron)
-        h = _output(arguments, first, up)
-        slices.nonzero[index] = slices.nonzero[index] + tirx.Cast("int32", _is_nonzero(h))
-        # Even where h is zero: to leave out rows here and there would break the one stream that this reads.
-        _add_row(arguments.bundle, arguments.down_row(neuron), h, None, slices.y, index)
-
-
-def _listed_slice(arguments: FfnArguments, vector: Vector, listed: NeuronList, slices: _Slices, index: Expr) -> None:
-    """A slice of the listed neurons. While one is computed, the next is fetched."""
-    shape = arguments.shape
-    _start_slice(arguments, slices, index)
-    with _run(listed.count, index) as position:
-        neuron = bind(listed.neurons[position])
-        following = bind(listed.neurons[minimum(position + 1, listed.count - 1)])
-        first = _first_product(arguments, vector, listed, neuron, following)
-        with _unless_silent(arguments, listed, first):
-            up = None
-            if shape.gated:
-                up_row, ahead = arguments.up_row(neuron), arguments.up_row(following)
-                up = biased(dot(arguments.bundle, up_row, vector, ahead), arguments.up_bias, neuron)
-            h = _output(arguments, first, up)
-            with when(_is_nonzero(h)):
-                slices.nonzero[index] = slices.nonzero[index] + 1
-                # A row that its up may yet silence is not worth fetching.
-                ahead = None if shape.up_is_sparse else arguments.down_row(following)
-                _add_row(arguments.bundle, arguments.down_row(neuron), h, ahead, slices.y, index)
-
-
-def _first_product(arguments: FfnArguments, vector: Vector, listed: NeuronList, neuron: Expr, following: Expr) -> Expr:
-    """The product with gate (with up, where there is no gate), which in `exact` is known."""
-    if listed.products is not None:
-        return listed.products[neuron]
-    (matrix, row), (_, ahead) = arguments.first_row(neuron), arguments.first_row(following)
-    return biased(dot(matrix, row, vector, ahead), arguments.first_bias, neuron)
-
-
-def _unless_silent(arguments: FfnArguments, listed: NeuronList, first: Expr) -> AbstractContextManager[None]:
-    """Leaves out the rest of a neuron that a mask named and that is silent all the same."""
-    if listed.products is not None or not arguments.shape.is_sparse:
-        return nullcontext()
-    return when(first > tirx.FloatImm("float32", arguments.shape.threshold))
-
-
-def _run(total: Expr, index: Expr) -> Any:
-    """Loops over the part of `total` neurons that belongs to slice `index`."""
-    return loop(total * index // SLICES, total * (index + 1) // SLICES)
-
-
-def _start_slice(arguments: FfnArguments, slices: _Slices, index: Expr) -> None:
+def _compute_slice(
+    arguments: FfnArguments, vector: Vector, listed: NeuronList | None, slices: _Slices, index: Expr
+) -> None:
+    """A slice of all neurons, or of those that are listed."""
     blocks(arguments.shape.dim, lambda c, valid: store(slices.y, index, c, value=splat(0.0), valid=valid))
     slices.nonzero[index] = 0
+    places = _NEURONS_TOGETHER + ROWS_TOGETHER
+    waiting = _Waiting(local(places, dtype="int32"), local(places), local(1, dtype="int32"))
+    waiting.count[0] = 0
+    count = arguments.shape.neurons if listed is None else listed.count
+    start, stop = bind(count * index // SLICES), bind(count * (index + 1) // SLICES)
+    distance = -(-arguments.bundle.rows_ahead // arguments.shape.bundle_parts)
+    with loop(start, minimum(start + distance, stop)) as position:
+        for row in arguments.bundle_rows(_neuron(listed, position)):
+            arguments.bundle.fetch_row(row)
+    with loop(0, (stop - start + (_NEURONS_TOGETHER - 1)) // _NEURONS_TOGETHER) as part:
+        first = bind(start + part * _NEURONS_TOGETHER)
+        with loop(first, minimum(first + _NEURONS_TOGETHER, stop)) as position:
+            neuron, ahead = (_neuron(listed, place) for place in (position, minimum(position + distance, count - 1)))
+            _compute(arguments, vector, listed, neuron, ahead, waiting, slices.nonzero, index)
+        _add_waiting(arguments, waiting, slices.y, index, lambda quad: [_neuron(listed, minimum(first + (_NEURONS_TOGETHER + i) + quad * ROWS_TOGETHER, count - 1)) for i in range(ROWS_TOGETHER)])
+    with when(waiting.count[0] > 0):
+        _add_last(arguments, waiting, slices.y, index)
 
 
-def _is_nonzero(value: Expr) -> Expr:
-    return value != tirx.FloatImm("float32", 0.0)
+def _compute(
+    arguments: FfnArguments,
+    vector: Vector,
+    listed: NeuronList | None,
+    neuron: Expr,
+    ahead: Expr,
+    waiting: _Waiting,
+    nonzero: Tensor,
+    index: Expr,
+) -> None:
+    """Computes one neuron's output and puts it among those that wait, in a list unless it is zero."""
+    shape, down = arguments.shape, bind(arguments.down_row(neuron))
+    if listed is not None and listed.products is not None:
+        first = bind(listed.products[neuron])
+    else:
+        (matrix, row), (_, fetched) = arguments.first_row(neuron), arguments.first_row(ahead)
+        first = biased(dot(matrix, row, vector, [fetched]), arguments.first_bias, neuron)
+    with _unless_silent(arguments, listed, first):
+        up = None
+        if shape.gated:
+            product = dot(arguments.bundle, arguments.up_row(neuron), vector, [arguments.up_row(ahead)])
+            up = biased(product, arguments.up_bias, neuron)
+        h = _output(arguments, first, up)
+        fired = bind(tirx.Cast("int32", h != tirx.FloatImm("float32", 0.0)))
+        nonzero[index] = nonzero[index] + fired
+        place = bind(waiting.count[0])
+        waiting.numbers[place], waiting.outputs[place] = down, h
+        # Of all neurons even those whose h is zero: to leave out rows here and there would break the one stream.
+        waiting.count[0] = place + (1 if listed is None else fired)
+
+
+def _neuron(listed: NeuronList | None, position: Expr) -> Expr:
+    return bind(position if listed is None else listed.neurons[position])
+
+
+def _unless_silent(arguments: FfnArguments, listed: NeuronList | None, first: Expr) -> AbstractContextManager[None]:
+    """Leaves out the rest of a neuron that a mask named and that is silent all the same."""
+    if listed is None or listed.products is not None or not arguments.shape.is_sparse:
+        return nullcontext()
+    return when(first > tirx.FloatImm("float32", arguments.shape.threshold))
 
 
 def _output(arguments: FfnArguments, first: Expr, up: Expr | None) -> Expr:
@@ -133,17 +150,34 @@ def _output(arguments: FfnArguments, first: Expr, up: Expr | None) -> Expr:
     return bind(tirx.Shuffle([bind(arguments.output(splat(first), None if up is None else splat(up)))], [0]))
 
 
-def _add_row(matrix: Matrix, number: Expr, factor: Expr, ahead: Expr | None, out: Tensor, index: Expr) -> None:
-    """out[index] += factor · row `number`. Row `ahead` is added next (see `Matrix.row`)."""
-    row = matrix.row(number, factor=factor, ahead=ahead)
+def _add_waiting(
+    arguments: FfnArguments, waiting: _Waiting, out: Tensor, index: Expr, following: Callable[[Expr], list[Expr]]
+) -> None:
+    """Adds the rows of down that wait, four by four; fewer than four are left, and move to the front.
 
-    def add(group: Expr, lane_counts: tuple[int, ...]) -> None:
-        part = row.group(group)
-        for i, (value, valid) in enumerate(zip(part.unscaled(), lane_counts, strict=False)):
-            c = group * GROUP + i * LANES
-            store(out, index, c, value=fma(value, part.scale, load(out, index, c, valid=valid)), valid=valid)
+    While quad i is added, the rows of down of the neurons `following(i)` are fetched.
+    """
+    quads = bind(waiting.count[0] // ROWS_TOGETHER)
+    with loop(0, quads) as quad:
+        places = [bind(quad * ROWS_TOGETHER + i) for i in range(ROWS_TOGETHER)]
+        numbers, outputs = ([bind(t[place]) for place in places] for t in (waiting.numbers, waiting.outputs))
+        ahead = [arguments.down_row(neuron) for neuron in following(quad)]
+        add_rows(FourRows(arguments.bundle, numbers, outputs, out, index, ahead))
+    for i in range(ROWS_TOGETHER - 1):
+        for tensor in (waiting.numbers, waiting.outputs):
+            tensor[i] = tensor[quads * ROWS_TOGETHER + i]
+    waiting.count[0] = waiting.count[0] - quads * ROWS_TOGETHER
 
-    each_group(matrix.columns, add, unroll=matrix.groups_per_line)
+
+def _add_last(arguments: FfnArguments, waiting: _Waiting, out: Tensor, index: Expr) -> None:
+    """Adds the last rows of down, fewer than four: the first of them stands in for those missing, times zero."""
+    numbers = [bind(waiting.numbers[0])]
+    outputs = [bind(waiting.outputs[0])]
+    for i in range(1, ROWS_TOGETHER):
+        exists = i < waiting.count[0]
+        numbers.append(bind(select(exists, waiting.numbers[i], numbers[0])))
+        outputs.append(bind(select(exists, waiting.outputs[i], tirx.FloatImm("float32", 0.0))))
+    add_rows(FourRows(arguments.bundle, numbers, outputs, out, index, []))
 
 
 def _sum_slices(arguments: FfnArguments, slices: Tensor, y: Tensor) -> None:

@@ -85,6 +85,10 @@ class FfnArguments:
         """The row of down in the bundle."""
         return neuron * self.shape.bundle_parts + (self.shape.bundle_parts - 1)
 
+    def bundle_rows(self, neuron: Expr) -> list[Expr]:
+        """All rows of a neuron in the bundle."""
+        return [bind(neuron * self.shape.bundle_parts + part) for part in range(self.shape.bundle_parts)]
+
     def output(self, first: Expr, up: Expr | None) -> Expr:
         """h of eight lanes, from the products with gate and up, biases included (`up` None where there is no gate)."""
         value = activate(self.shape.activation, first)

@@ -1,7 +1,7 @@
 """What a kernel is, and how one is written.
 
 A kernel is a TIR function of nothing but tensors, all of static shape. What changes from step to step comes in `step`
-(int32 [8]: tokens in this step, position of the first). So the arguments of a call never change, and equal kernels are
+(int32 [8]: tokens in this step, position of the first, slot of their sequence). So the arguments of a call never change, and equal kernels are
 shared by all the layers that need them: a kernel's name encodes every parameter that it was built with.
 
     function = KernelFunction("negate", dim)
@@ -23,11 +23,13 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import ir as T
 
 from picompile_codegen.errors import CodegenError
+from picompile_codegen.isa import DEFAULT_ISA, current
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind
 
 STEP_SHAPE = (8,)
 _STEP_TOKENS = 0
 _STEP_POSITION = 1
+_STEP_SLOT = 2
 _MAX_ELEMENTS = 2**31 - 1
 
 
@@ -46,12 +48,13 @@ class Kernel:
     """One compiled function of an artifact, under the symbol `__tvm_ffi_<name>`.
 
     A packed matrix `w` is one argument `w.data` in f16 and two, `w.data` and `w.scale`, in q8 and q4: views of the same
-    bytes, typed as the data and as the scales.
+    bytes, typed as the data and as the scales. `isa` names the instruction set that it was written for.
     """
 
     name: str
     prim_func: Any
     arguments: tuple[Argument, ...]
+    isa: str = DEFAULT_ISA
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -121,6 +124,10 @@ class KernelFunction:
         """The position of this step's first token."""
         return bind(self._read_step(_STEP_POSITION))
 
+    def slot(self) -> Expr:
+        """The place in the caches of the sequence that this step is of."""
+        return bind(self._read_step(_STEP_SLOT))
+
     def _read_step(self, index: int) -> Expr:
         if self._step is None:
             raise CodegenError(f"kernel {self.name} is not being written")
@@ -128,4 +135,4 @@ class KernelFunction:
 
     def kernel(self) -> Kernel:
         """The finished kernel, once its body has ended."""
-        return Kernel(self.name, self._builder.get(), tuple(self._arguments))
+        return Kernel(self.name, self._builder.get(), tuple(self._arguments), current().name)

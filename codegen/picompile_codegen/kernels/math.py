@@ -52,6 +52,15 @@ def exp(x: Expr) -> Expr:
     return bind(mantissa * _power_of_two(half) * _power_of_two(n - half))
 
 
+def exp_of_negative(x: Expr) -> Expr:
+    """e^x for x <= 0, in fewer instructions; where that is below 1e-38 the result is about 1e-38."""
+    x = bind(maximum(x, splat(_EXP_MIN)))
+    n = bind(tirx.floor(fma(x, splat(_LOG2_E), splat(0.5))))
+    r = bind(fma(n, splat(-_LN2_LOW), fma(n, splat(-_LN2_HIGH), x)))
+    mantissa = bind(fma(_polynomial(r, _EXP), bind(r * r), r + splat(1.0)))
+    return bind(mantissa * _power_of_two(n))
+
+
 def _power_of_two(n: Expr) -> Expr:
     bits = tirx.Cast(f"int32x{LANES}", n) + tirx.Broadcast(tirx.IntImm("int32", 127), LANES)
     return tirx.reinterpret(f"float32x{LANES}", bits << tirx.Broadcast(tirx.IntImm("int32", 23), LANES))

@@ -7,18 +7,21 @@ kernel that adds up a row need not spend an instruction on each of them for each
 A new format is a function in `_RAW`, a data type in `_DATA_DTYPES` and an offset in `_OFFSETS`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle
 
 from tvm import tirx
 
+from picompile_codegen.kernels.bytes import nibbles
 from picompile_codegen.kernels.kernel import KernelFunction
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, prefetch
 from picompile_codegen.kernels.vector import FLOATS, LANES, at, splat, to_floats
 from picompile_passes.dialect.formats import FORMATS, GROUP
 
 CACHE_LINE_BYTES = 64
+
+# How far ahead of what is read lines are asked for: what a core reads in the 300 ns or so that memory takes when busy.
+_BYTES_AHEAD = 8 * 1024
 
 
 @dataclass(frozen=True)
@@ -47,15 +50,10 @@ class Row:
     first: Expr
     factor: Expr | None
     scales: Tensor | None
-    ahead: Expr | None
-    # Whether the group that is read next begins a cache line: groups are read in order, loops unrolled by whole lines.
-    begins_line: Iterator[bool]
 
     def group(self, group: Expr) -> Group:
         """Loads group `first` + `group`. Columns that are padding have zero weights."""
         column = (self.first + group) * self.matrix.group_elements
-        if next(self.begins_line) and self.ahead is not None:
-            prefetch(self.matrix.data, self.ahead, column)
         raw = tuple(bind(vector) for vector in _RAW[self.matrix.format](self.matrix.data, self.number, column))
         scale = self.factor if self.scales is None else bind(splat(self.scales[group]))
         return Group(raw, self.matrix.offset, scale)
@@ -92,30 +90,64 @@ class Matrix:
         return _OFFSETS[self.format]
 
     @property
+    def data_line_elements(self) -> int:
+        """Elements of `data` in a cache line."""
+        return CACHE_LINE_BYTES // 2 if self.format == "f16" else CACHE_LINE_BYTES
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, a whole number of cache lines."""
+        return FORMATS[self.format].row_bytes(self.columns)
+
+    @property
     def bytes(self) -> int:
         """Size in memory."""
-        return self.rows * FORMATS[self.format].row_bytes(self.columns)
+        return self.rows * self.row_bytes
 
-    def row(self, number: Expr, *, factor: Expr | None = None, ahead: Expr | None = None) -> Row:
-        """Begins to read a row, times the scalar `factor`; meanwhile row `ahead` is fetched into the cache.
-
-        Fetching ahead is for rows in no order. Rows one after the other are foreseen by the processor, and best so.
-        """
-        return self._row(number, 0, self.groups, factor, ahead)
+    def row(self, number: Expr, *, factor: Expr | None = None) -> Row:
+        """Begins to read a row, times the scalar `factor`."""
+        return self._row(number, 0, self.groups, factor)
 
     def part_of_row(self, number: Expr, first: Expr, groups: int) -> Row:
         """Begins to read `groups` groups of a row, of which the first is a multiple of 8, or of 4 if `groups` is 4."""
-        return self._row(number, first, groups, None, None)
+        return self._row(number, first, groups, None)
 
-    def _row(self, number: Expr, first: Expr, groups: int, factor: Expr | None, ahead: Expr | None) -> Row:
-        scales = self._unpack_scales(number, first, groups, factor, ahead)
+    def raw_bytes(self, number: Expr, group: Expr) -> Expr:
+        """Group `group` of a row of q8 as int8x32, of q4 as uint8x32."""
+        start = group * self.group_elements
+        raw = self.data[number, at(start, self.group_elements)]
+        return nibbles(raw) if self.format == "q4" else bind(raw)
+
+    def eight_scales(self, number: Expr, first: Expr) -> Expr:
+        """The scales of groups `first` … `first` + 7 of a row, as float32; zeros or what they are where there is none."""
+        start = first + FORMATS[self.format].scale_offset_bytes(self.columns) // 2
+        return bind(to_floats(self.scale[number, at(start)]))  # type: ignore[index]
+
+    @property
+    def rows_ahead(self) -> int:
+        """How many rows ahead of the one that is read the one that is fetched should be."""
+        return -(-_BYTES_AHEAD // self.row_bytes)
+
+    def fetch(self, number: Expr, line: Expr) -> None:
+        """Asks for cache line `line` of a row."""
+        prefetch(self.data, number, line * (self.data_line_elements))
+
+    @property
+    def scale_lines(self) -> range:
+        """The cache lines of a row behind those that begin with data: the scales follow the data."""
+        return range(-(-self.groups // self.groups_per_line), self.row_bytes // CACHE_LINE_BYTES)
+
+    def fetch_row(self, number: Expr) -> None:
+        """Asks for a whole row."""
+        with loop(0, self.row_bytes // CACHE_LINE_BYTES) as line:
+            self.fetch(number, line)
+
+    def _row(self, number: Expr, first: Expr, groups: int, factor: Expr | None) -> Row:
+        scales = self._unpack_scales(number, first, groups, factor)
         in_lanes = None if factor is None or scales is not None else bind(splat(factor))
-        begins_line = cycle(i == 0 for i in range(self.groups_per_line))
-        return Row(self, number, first, in_lanes, scales, ahead, begins_line)
+        return Row(self, number, first, in_lanes, scales)
 
-    def _unpack_scales(
-        self, number: Expr, first: Expr, groups: int, factor: Expr | None, ahead: Expr | None
-    ) -> Tensor | None:
+    def _unpack_scales(self, number: Expr, first: Expr, groups: int, factor: Expr | None) -> Tensor | None:
         """The scales as float32, side by side. One at a time they would cost as much as a vector of weights each.
 
         A load may pass the last scale, but not the end of the row: both begin at multiples of 16 bytes.
@@ -127,8 +159,6 @@ class Matrix:
         scales = local(count * lanes)
         start = first + FORMATS[self.format].scale_offset_bytes(self.columns) // 2
         with loop(0, count) as index:
-            if ahead is not None:
-                prefetch(self.scale, ahead, start + index * lanes)
             value = to_floats(self.scale[number, at(start + index * lanes, lanes)], lanes)
             scales[at(index * lanes, lanes)] = value if factor is None else value * splat(factor, lanes)
         return scales

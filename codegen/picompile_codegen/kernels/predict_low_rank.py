@@ -25,9 +25,9 @@ def predict_low_rank(*, formats: tuple[str, str], neurons: int, rank: int, dim: 
 
         inputs = prepare_vector(x, fc1)
         with parallel(rank, when_worth=worth_a_region(fc1.bytes)) as row:
-            product = dot(fc1, row, inputs)
+            product = dot(fc1, row, inputs, [row + fc1.rows_ahead])
             hidden[0, row] = maximum(product, tirx.FloatImm("float32", 0.0)) if relu else product
         inputs = prepare_vector(hidden, fc2)
         with parallel(neurons, when_worth=worth_a_region(fc2.bytes)) as neuron:
-            mask[0, neuron] = tirx.Cast("uint8", dot(fc2, neuron, inputs) + bias[neuron] > threshold[0])
+            mask[0, neuron] = tirx.Cast("uint8", dot(fc2, neuron, inputs, [neuron + fc2.rows_ahead]) + bias[neuron] > threshold[0])
     return function.kernel()

@@ -10,8 +10,21 @@ from typing import Any
 
 from tvm import tirx
 
+from picompile_codegen.kernels.byte_tiles import block_rows, multiply_block, quantize_rows, raw_offset
 from picompile_codegen.kernels.matrix import Matrix, each_group, groups_of
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, in_slices, local, loop, minimum, when
+from picompile_codegen.kernels.quantized import QuantizedRows
+from picompile_codegen.kernels.tensor import (
+    Expr,
+    Tensor,
+    bind,
+    in_slices,
+    local,
+    loop,
+    minimum,
+    parallel,
+    when,
+    worth_a_region,
+)
 from picompile_codegen.kernels.vector import LANES, at, blocks, fma, four_totals, load, splat, store
 from picompile_passes.dialect.formats import GROUP
 
@@ -32,6 +45,52 @@ class Projection:
     bias: Tensor | None
 
 
+def row_block(matrix: Matrix) -> int:
+    """How many outputs a task of `project_rows` makes."""
+    return ROW_BLOCK if matrix.scale is None else block_rows()
+
+
+def project(projection: Projection, x: Tensor, quantized: QuantizedRows | None, tokens: Expr, out: Tensor) -> None:
+    """All outputs of a projection. `quantized` is memory for x in bytes, where the matrix has bytes."""
+    matrix = projection.matrix
+    if quantized is not None:
+        quantize_rows(x, tokens, matrix.columns, raw_offset(matrix), quantized)
+    block = row_block(matrix)
+    with parallel(-(-projection.count // block), when_worth=worth_a_region(projection.count * matrix.row_bytes)) as index:
+        project_rows(projection, index, x, quantized, tokens, out)
+
+
+def project_rows(
+    projection: Projection, block: Expr, x: Tensor, quantized: QuantizedRows | None, tokens: Expr, out: Tensor
+) -> None:
+    """out[t, i] = x[t] · w[row_of(i)] + bias[i] for the `row_block()` outputs i of `block` and all tokens t."""
+    if quantized is None:
+        _project_floats(projection, block, x, tokens, out)
+        return
+    size = block_rows()
+    first = bind(block * size)
+    numbers = [bind(projection.row_of(minimum(first + i, projection.count - 1))) for i in range(size)]
+    multiply_block(projection.matrix, numbers, quantized, tokens, lambda t, i, sums: _store(projection, out, t, first + i * LANES, sums))
+
+
+def _store(projection: Projection, out: Tensor, token: Expr, output: Expr, sums: Expr) -> None:
+    """Eight outputs of a token, those that exist."""
+    full, rest = divmod(projection.count, LANES)
+
+    def store_lanes(valid: int) -> None:
+        bias = None if projection.bias is None else load(projection.bias, output, valid=valid)
+        store(out, token, output, value=sums if bias is None else sums + bias, valid=valid)
+
+    if not rest and not projection.count % block_rows():
+        store_lanes(LANES)
+        return
+    with when(output < full * LANES):
+        store_lanes(LANES)
+    if rest:
+        with when(output == full * LANES):
+            store_lanes(rest)
+
+
 def token_tiles(tokens: Expr) -> Any:
     """`with token_tiles(n) as tile:` for every TILE_TOKENS of n tokens."""
     return loop(0, (tokens + (TILE_TOKENS - 1)) // TILE_TOKENS)
@@ -42,7 +101,7 @@ def tile_tokens(tile: Expr, tokens: Expr) -> list[Expr]:
     return [bind(minimum(tile * TILE_TOKENS + i, tokens - 1)) for i in range(TILE_TOKENS)]
 
 
-def project_rows(projection: Projection, block: Expr, x: Tensor, tokens: Expr, out: Tensor) -> None:
+def _project_floats(projection: Projection, block: Expr, x: Tensor, tokens: Expr, out: Tensor) -> None:
     """out[t, i] = x[t] · w[row_of(i)] + bias[i] for the ROW_BLOCK outputs i of `block` and all tokens t."""
     columns = projection.matrix.columns
     weights = local(ROW_BLOCK, min(_BLOCK_COLUMNS, columns + -columns % GROUP))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from tvm import tirx
 
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, maximum
 
 LANES = 8
 FLOATS = f"float32x{LANES}"
@@ -22,6 +22,11 @@ def at(start: Expr, lanes: int = LANES) -> Expr:
 def splat(value: Expr, lanes: int = LANES) -> Expr:
     """`value` in every lane."""
     return tirx.Broadcast(tirx.FloatImm("float32", value) if isinstance(value, int | float) else value, lanes)
+
+
+def lane(value: Expr, index: int) -> Expr:
+    """Lane `index` of eight, in every lane."""
+    return tirx.Shuffle([value], [index] * LANES)
 
 
 def to_floats(value: Expr, lanes: int = LANES) -> Expr:
@@ -43,6 +48,15 @@ def total(value: Expr) -> Expr:
     return bind(value)
 
 
+def highest(value: Expr) -> Expr:
+    """The largest of all lanes."""
+    lanes = LANES
+    while lanes > 1:
+        value, lanes = bind(value), lanes // 2
+        value = maximum(tirx.Shuffle([value], list(range(lanes))), tirx.Shuffle([value], list(range(lanes, 2 * lanes))))
+    return bind(value)
+
+
 def four_totals(values: list[Expr]) -> Expr:
     """The sums of the lanes of each of four vectors: four lanes."""
     halves = _add_neighbours(_add_neighbours(values[0], values[1]), _add_neighbours(values[2], values[3]))
@@ -58,6 +72,23 @@ def _add_neighbours(a: Expr, b: Expr) -> Expr:
     """In each half: two sums of neighbours from a, two from b."""
     a, b = bind(a), bind(b)
     return bind(tirx.Shuffle([a, b], [0, 2, 8, 10, 4, 6, 12, 14]) + tirx.Shuffle([a, b], [1, 3, 9, 11, 5, 7, 13, 15]))
+
+
+def transpose(rows: list[Expr]) -> list[Expr]:
+    """Of eight vectors: eight others, with lane i of each in vector i."""
+    for distance in (1, 2, 4):
+        rows = [bind(row) for row in rows]
+        swapped = []
+        for i, row in enumerate(rows):
+            other = rows[i ^ distance]
+            if i & distance:
+                lanes = [lane + LANES if lane & distance else lane + distance for lane in range(LANES)]
+                swapped.append(tirx.Shuffle([other, row], lanes))
+            else:
+                lanes = [lane + LANES - distance if lane & distance else lane for lane in range(LANES)]
+                swapped.append(tirx.Shuffle([row, other], lanes))
+        rows = swapped
+    return [bind(row) for row in rows]
 
 
 def blocks(width: int, body: Callable[[Expr, int], None], unroll: int = 1) -> None:

@@ -1,0 +1,120 @@
+"""The files that contenders run: made when they are missing, kept in the work folder for the next run.
+
+| file | made from |
+| --- | --- |
+| `reglu-1.3b-10` | `picompile synth`: shape and firing rate in percent |
+| `reglu-1.3b-10.q4.learned` | `picompile compile`, again when the sources of the code generator have changed |
+| `reglu-1.3b-10.q4_0.gguf` | peers_gguf.py |
+| `reglu-1.3b-10.q4.xml` | peers_openvino.py --export |
+"""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from peers_plan import Contender, Model
+
+_HERE = Path(__file__).parent
+_CODEGEN = _HERE.parent / "codegen" / "picompile_codegen"
+# Tokens of a sequence in an artifact for many: their caches together are then those of one long sequence.
+_BATCH_CONTEXT = 256
+
+
+class LeftOutError(Exception):
+    """A contender that cannot take part here; the text says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """`target` is what picompile compiles for, `peer_python` where llama.cpp and OpenVINO are installed.
+
+    With `as_is`, artifacts that another state of the code generator made are taken.
+    """
+
+    work: Path
+    target: str
+    peer_python: str
+    as_is: bool = False
+    sources: str = field(default_factory=lambda: _sources())
+
+    def command(self, contender: Contender, model: Model) -> list[str]:
+        """The command of the contender's worker. Its files are there when this returns."""
+        if contender.engine == "picompile":
+            return [sys.executable, str(_HERE / "peers_picompile.py"), str(self._artifact(contender, model))]
+        if contender.engine == "llama.cpp":
+            return [self.peer_python, str(_HERE / "peers_llama.py"), str(self._gguf(contender, model))]
+        if contender.engine == "OpenVINO":
+            return [self.peer_python, str(_HERE / "peers_openvino.py"), str(self._openvino(contender, model))]
+        return [sys.executable, str(_HERE / "peers_torch.py"), str(self.checkpoint(model)), contender.format]
+
+    def checkpoint(self, model: Model) -> Path:
+        folder = self.work / model.name
+        if not folder.exists():
+            _say(f"making {folder}")
+            _picompile("synth", "--shape", model.shape, "--active", model.active, "--seed", 0, "-o", folder)
+        return folder
+
+    def _artifact(self, contender: Contender, model: Model) -> Path:
+        several = contender.sequences > 1
+        suffix = f".s{contender.sequences}" if several else ""
+        folder = self.work / f"{model.name}.{contender.format}.{contender.predictor}{suffix}"
+        stamp, sources = folder.with_name(f"{folder.name}.sources"), f"{self.target} {self.sources}"
+        if folder.exists() and (self.as_is or (stamp.exists() and stamp.read_text() == sources)):
+            return folder
+        _say(f"compiling {folder}")
+        options = ["--context", _BATCH_CONTEXT, "--sequences", contender.sequences] if several else []
+        _picompile(
+            "compile", self.checkpoint(model), "-o", folder, "--target", self.target, "--quant", contender.format,
+            "--predictor", contender.predictor, "--gate", "off", "--force", *options,
+        )  # fmt: skip
+        stamp.write_text(sources)
+        return folder
+
+    def _gguf(self, contender: Contender, model: Model) -> Path:
+        file = self.work / f"{model.name}.{contender.format}.gguf"
+        if not file.exists():
+            _say(f"making {file}")
+            _run(
+                [sys.executable, str(_HERE / "peers_gguf.py"), str(self.checkpoint(model)), str(file), contender.format]
+            )
+        return file
+
+    def _openvino(self, contender: Contender, model: Model) -> Path:
+        file = self.work / f"{model.name}.{contender.format}.xml"
+        if not file.exists():
+            _say(f"making {file}")
+            export = [str(_HERE / "peers_openvino.py"), "--export", str(self.checkpoint(model)), str(file)]
+            _run([self.peer_python, *export, contender.format])
+        return file
+
+    def remove(self, model: Model) -> None:
+        """All files of a model."""
+        for path in self.work.glob(f"{model.name}*"):
+            if path.name.partition(".")[0] == model.name:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _sources() -> str:
+    """Changes whenever the code generator does."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in _CODEGEN.rglob("*") if path.suffix in (".py", ".c")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _picompile(*arguments: object) -> None:
+    _run([sys.executable, "-m", "picompile", *map(str, arguments)])
+
+
+def _run(command: list[str]) -> None:
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode != 0:
+        reason = (finished.stderr.strip().splitlines() or [f"ended with {finished.returncode}"])[-1]
+        raise LeftOutError(f"{' '.join(command[1:3])}: {reason}")
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)

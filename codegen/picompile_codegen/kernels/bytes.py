@@ -1,0 +1,74 @@
+"""Sums of products of bytes: what q8 and q4 weights meet quantized activations with.
+
+Thirty-two pairs are multiplied and added up in fours, to eight sums of 32 bits, which are exact. The instruction for
+that is what most tells instruction sets apart: see `isa.Isa.bytes_dot`.
+"""
+
+from tvm import tirx
+
+from picompile_codegen import isa
+from picompile_codegen.kernels.tensor import Expr, bind
+from picompile_codegen.kernels.vector import LANES
+
+BYTES = 4 * LANES
+SUMS = f"int32x{LANES}"
+
+
+def dot_unsigned(small: Expr, signed: Expr, start: Expr | None = None) -> Expr:
+    """start + Σ of fours of small · signed: uint8x32 up to 128 times int8x32 gives int32x8.
+
+    Two products together must fit 16 bits, hence the limit: 2 · 128 · 127 does.
+    """
+    match isa.current().bytes_dot:
+        case "vnni":
+            start = tirx.Broadcast(tirx.IntImm("int32", 0), LANES) if start is None else start
+            return bind(tirx.call_llvm_pure_intrin(SUMS, "llvm.x86.avx512.vpdpbusd.256", start, small, signed))
+        case "maddubs":
+            pairs = bind(tirx.call_llvm_pure_intrin("int16x16", "llvm.x86.avx2.pmadd.ub.sw", small, signed))
+            ones = tirx.Broadcast(tirx.IntImm("int16", 1), 2 * LANES)
+            sums = tirx.call_llvm_pure_intrin(SUMS, "llvm.x86.avx2.pmadd.wd", pairs, ones)
+            return bind(sums if start is None else sums + start)
+        case _:
+            return _sdot(tirx.reinterpret(f"int8x{BYTES}", small), signed, start)
+
+
+def dot_signed(a: Expr, b: Expr, start: Expr | None = None) -> Expr:
+    """start + Σ of fours of a · b: two int8x32, neither of which holds -128, give int32x8."""
+    if isa.current().bytes_dot == "sdot":
+        return _sdot(a, b, start)
+    # |a| · (b with the sign of a)
+    a, b = bind(a), bind(b)
+    magnitude = tirx.call_llvm_pure_intrin(f"int8x{BYTES}", "llvm.x86.avx2.psign.b", a, a)
+    turned = tirx.call_llvm_pure_intrin(f"int8x{BYTES}", "llvm.x86.avx2.psign.b", b, a)
+    return dot_unsigned(bind(tirx.reinterpret(f"uint8x{BYTES}", magnitude)), bind(turned), start)
+
+
+def _sdot(a: Expr, b: Expr, start: Expr | None = None) -> Expr:
+    start = bind(tirx.Broadcast(tirx.IntImm("int32", 0), LANES) if start is None else start)
+    a, b = bind(a), bind(b)
+
+    def half(index: int) -> Expr:
+        lanes = [list(range(index * count, (index + 1) * count)) for count in (LANES // 2, BYTES // 2)]
+        values = (tirx.Shuffle([start], lanes[0]), tirx.Shuffle([a], lanes[1]), tirx.Shuffle([b], lanes[1]))
+        return bind(tirx.call_llvm_pure_intrin("int32x4", "llvm.aarch64.neon.sdot.v4i32.v16i8", *values))
+
+    return bind(tirx.Shuffle([half(0), half(1)], list(range(LANES))))
+
+
+def nibbles(pairs: Expr) -> Expr:
+    """The halves of 16 bytes, uint8x16: the low four bits of all, then the high ones, as uint8x32."""
+    pairs = bind(pairs)
+    if isa.current().bytes_dot == "sdot":
+        four, mask = (tirx.Broadcast(tirx.IntImm("uint8", value), 16) for value in (4, 15))
+        return bind(tirx.Shuffle([bind(pairs & mask), bind(pairs >> four)], list(range(32))))
+    twice = bind(tirx.reinterpret(f"uint32x{LANES}", bind(tirx.Shuffle([pairs, pairs], list(range(32))))))
+    shifts = tirx.Shuffle([tirx.IntImm("uint32", 4 * (lane >= LANES // 2)) for lane in range(LANES)], list(range(LANES)))
+    mask = tirx.Broadcast(tirx.IntImm("uint32", 0x0F0F0F0F), LANES)
+    return bind(tirx.reinterpret(f"uint8x{BYTES}", bind((twice >> shifts) & mask)))
+
+
+def split_nibbles(words: Expr) -> tuple[Expr, Expr]:
+    """The low and the high four bits of each byte of uint32x8, each as uint8x32."""
+    mask, four = (tirx.Broadcast(tirx.IntImm("uint32", value), LANES) for value in (0x0F0F0F0F, 4))
+    low, high = bind(words & mask), bind((words >> four) & mask)
+    return bind(tirx.reinterpret(f"uint8x{BYTES}", low)), bind(tirx.reinterpret(f"uint8x{BYTES}", high))

@@ -1,0 +1,107 @@
+"""Activations in 8 bits: what products with q8 and q4 weights are made of.
+
+Each 32 consecutive activations share a scale, the largest magnitude over 127; each becomes the nearest multiple of it,
+the even one of two. That is what llama.cpp does as well (Q8_0), with a float32 scale in place of a float16 one.
+
+Σ (raw + offset) · scale_w · bytes · scale_x falls apart into an integer sum, times both scales, and offset · scale_w ·
+scale_x · Σ bytes. Of the second, all but scale_w is the same for every row: `offsets` holds it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from picompile_codegen.kernels.matrix import Matrix, each_group
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, maximum, select
+from picompile_codegen.kernels.vector import LANES, at, highest, load, splat, store, total
+from picompile_passes.dialect.formats import GROUP
+
+# Scales are read eight at a time, so there are some for groups that do not exist: zeros.
+SCALES_TOGETHER = LANES
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Activations of a chunk: `bytes` int8 [rows, groups · 32], `scales` float32 and `offsets` int32 [rows, padded]."""
+
+    bytes: Tensor
+    scales: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True)
+class QuantizedVector:
+    """`bytes` int8 [groups · 32], `scales` and `offsets` float32, one a group, zero-padded to a multiple of 8."""
+
+    bytes: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+
+
+def padded_groups(groups: int) -> int:
+    """Groups, rounded up to how many scales are read at a time."""
+    return -(-groups // SCALES_TOGETHER) * SCALES_TOGETHER
+
+
+def quantize_vector(x: Tensor, row: Expr, matrix: Matrix) -> QuantizedVector:
+    """Quantizes row `row` of x float32 [rows, columns] for products with rows of `matrix`, or of any like it."""
+    padded = padded_groups(matrix.groups)
+    numbers, scales = local(matrix.groups * GROUP, dtype="int8"), local(padded)
+    offsets = local(padded) if matrix.offset else None
+    for start in range(matrix.groups // LANES * LANES, padded, LANES):
+        for tensor in (scales, offsets):
+            if tensor is not None:
+                store(tensor, start, value=splat(0.0))
+
+    def quantize(group: Expr, inputs: list[Expr]) -> None:
+        scale, summed = quantize_group(inputs, lambda i, value: _store_bytes(numbers, (), group * GROUP + i, value))
+        scales[group] = scale
+        if offsets is not None:
+            offsets[group] = summed * scale * tirx.FloatImm("float32", matrix.offset)
+
+    _each_group(x, row, matrix.columns, quantize)
+    return QuantizedVector(numbers, scales, offsets)
+
+
+def quantize_row(x: Tensor, row: Expr, columns: int, out: QuantizedRows, offset: int) -> None:
+    """Quantizes row `row` of x float32 [rows, columns] to the same row of `out`, with offset · Σ bytes of each group."""
+
+    def quantize(group: Expr, inputs: list[Expr]) -> None:
+        scale, summed = quantize_group(inputs, lambda i, value: _store_bytes(out.bytes, (row,), group * GROUP + i, value))
+        out.scales[row, group] = scale
+        out.offsets[row, group] = tirx.Cast("int32", summed) * offset
+
+    _each_group(x, row, columns, quantize)
+
+
+def quantize_group(inputs: list[Expr], put: Callable[[int, Expr], None]) -> tuple[Expr, Expr]:
+    """The scale of 32 activations and the sum of their bytes, float32; `put(i, values)` takes bytes i … i + 7."""
+    largest = highest(_largest(inputs))
+    zero, unit = tirx.FloatImm("float32", 0.0), tirx.FloatImm("float32", 127.0)
+    inverse = bind(splat(select(largest > zero, unit / largest, zero)))
+    rounded = [bind(tirx.nearbyint(value * inverse)) for value in inputs]
+    for i, value in enumerate(rounded):
+        put(i * LANES, tirx.Cast(f"int8x{LANES}", tirx.Cast(f"int32x{LANES}", value)))
+    summed = total((rounded[0] + rounded[1]) + (rounded[2] + rounded[3]))
+    # What is not a number or infinite must show: times zero it makes the scale NaN.
+    return bind(largest / unit + summed * zero), summed
+
+
+def _each_group(x: Tensor, row: Expr, columns: int, body: Callable[[Expr, list[Expr]], None]) -> None:
+    """Runs `body(group, its four vectors)`; what is past the end is zero."""
+
+    def load_group(group: Expr, lane_counts: tuple[int, ...]) -> None:
+        inputs = [bind(load(x, row, group * GROUP + i * LANES, valid=n)) for i, n in enumerate(lane_counts)]
+        body(group, inputs + [splat(0.0)] * (GROUP // LANES - len(inputs)))
+
+    each_group(columns, load_group)
+
+
+def _store_bytes(numbers: Tensor, outer: tuple[Expr, ...], start: Expr, value: Expr) -> None:
+    numbers[(*outer, at(start))] = value
+
+
+def _largest(inputs: list[Expr]) -> Expr:
+    magnitudes = [bind(tirx.abs(value)) for value in inputs]
+    return maximum(maximum(magnitudes[0], magnitudes[1]), maximum(magnitudes[2], magnitudes[3]))
