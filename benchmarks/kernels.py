@@ -3,7 +3,8 @@
     python benchmarks/kernels.py [--threads N] [--formats f16 q8 q4] [--seconds S]
 
 Weights exist in so many copies that together they are larger than any cache, and the copies take turns. So every byte
-comes from memory, as it does when a model decodes. A time is the least of many calls.
+comes from memory, as it does when a model decodes. A time is the least of many calls. The bandwidth is that of the best
+stretch of memory that was read before and after a kernel's turn, with the same threads.
 """
 
 import argparse
@@ -21,9 +22,7 @@ from numpy.typing import NDArray
 from picompile_codegen import kernels
 from picompile_codegen.build import build_host_library
 from picompile_codegen.kernels import Kernel
-from picompile_codegen.kernels.kernel import KernelFunction
-from picompile_codegen.kernels.tensor import local, loop, parallel
-from picompile_codegen.kernels.vector import LANES, at, splat, total
+from picompile_runtime.bandwidth import MemoryReader
 from picompile_runtime.memory import aligned_zeros
 from picompile_runtime.native import HostLibrary
 
@@ -31,7 +30,6 @@ Arguments = dict[str, NDArray[Any]]
 
 # Several times the third-level cache of a desktop processor.
 _WORKING_SET_BYTES = 192 * 2**20
-_READ_BLOCKS, _READ_BLOCK_FLOATS = 256, 16 * 1024
 _FIRING = 0.10
 
 
@@ -47,24 +45,6 @@ class Case:
     def matrices(self) -> list[str]:
         """The arguments whose bytes are counted."""
         return [name for name in self.kernel.params if name.endswith(".data")]
-
-
-def reading() -> Case:
-    """Adds up float32 numbers: what reading costs when there is nothing else to do."""
-    chains = 8
-    function = KernelFunction("read")
-    with function:
-        x = function.floats("x.data", _READ_BLOCKS, _READ_BLOCK_FLOATS)
-        y = function.floats("y", _READ_BLOCKS)
-        with parallel(_READ_BLOCKS) as block:
-            sums = local(chains, LANES)
-            for i in range(chains):
-                sums[i, at(0)] = splat(0.0)
-            with loop(0, _READ_BLOCK_FLOATS // (chains * LANES)) as step:
-                for i in range(chains):
-                    sums[i, at(0)] = sums[i, at(0)] + x[block, at((step * chains + i) * LANES)]
-            y[block] = total(sum((sums[i, at(0)] for i in range(1, chains)), sums[0, at(0)]))
-    return Case("reading", function.kernel())
 
 
 def decoding(format_name: str) -> Iterator[Case]:
@@ -135,18 +115,20 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=["f16", "q8", "q4"])
     parser.add_argument("--seconds", type=float, default=0.5, help="for each kernel")
     options = parser.parse_args()
-    read = reading()
     table = [(name, case) for name in options.formats for case in decoding(name)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "host.so"
-        build_host_library([read.kernel, *(case.kernel for _, case in table)], path)
+        build_host_library([case.kernel for _, case in table], path)
         library = HostLibrary(path)
-        bandwidth = bytes_per_s(library, read, options.threads, options.seconds)
-        print(f"{options.threads} threads; reading memory: {bandwidth / 1e9:.1f} GB/s")
-        print(f"{'':4} {'kernel':20} {'GB/s':>6} {'of reading':>10}")
+        reader = MemoryReader(library, options.threads)
+        print(f"{options.threads} threads\n{'':4} {'kernel':20} {'GB/s':>6} {'reading':>8} {'share':>6}")
+        before = reader.read().max()
         for name, case in table:
             speed = bytes_per_s(library, case, options.threads, options.seconds)
-            print(f"{name:4} {case.label:20} {speed / 1e9:6.1f} {speed / bandwidth:10.0%}")
+            after = reader.read().max()
+            bandwidth = float(max(before, after))
+            print(f"{name:4} {case.label:20} {speed / 1e9:6.1f} {bandwidth / 1e9:8.1f} {speed / bandwidth:6.0%}")
+            before = after
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """picompile against llama.cpp, PyTorch and OpenVINO on this machine's processor.
 
+    pip install 'picompile[gguf,report]'                     # beside picompile
     pip install llama-cpp-python openvino safetensors        # into any Python; --peer-python names it
     python benchmarks/peers.py --work build/bench --quick
     python benchmarks/peers.py --work build/bench --peer-python ~/peers/bin/python --plot docs/images/peers.png
@@ -24,10 +25,10 @@ A group is a point of a sweep. In each of its rounds every contender is measured
 loaded; behind each of picompile's turns the memory's bandwidth is measured, as `picompile bench` does. Figures are
 medians over the rounds. Who is not installed is left out, and the table says so.
 
-Every group goes into the JSON file when it is done. A run that was broken off goes on behind the last one;
-`--anew` starts over. Measuring takes half an hour on two cores; the files that are missing are made before, some forty
-minutes and 50 GB of disk in all. Those of other firing rates are made when their turn comes and deleted after it,
-unless `--keep`: 5 minutes each.
+Every group goes into the JSON file when it is done. A run that was broken off goes on behind the last one, unless the
+code generator has changed since; `--anew` starts over. Measuring takes half an hour on two cores; the files that are
+missing are made before, some forty minutes and 50 GB of disk in all. Those of other firing rates are made when their
+turn comes and deleted after it, unless `--keep`: 5 minutes each.
 """
 
 import argparse
@@ -35,73 +36,77 @@ import json
 import os
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from peers_contender import Workers, measure_group
 from peers_files import Files, LeftOutError
-from peers_plan import SWEEPS, Group, Model, Scale, groups
+from peers_plan import SWEEPS, Group, Scale, groups
 from peers_plot import plot
 from peers_tables import tables
 
 from picompile.measure.host import cpu_name
 
-_QUICK = ("decode", "prefill", "context", "batch")
+_QUICK = ("decode", "prefill")
+# Engines whose threads wait for each other by spinning collapse when another process takes a core.
+_QUIET = 0.5
 
 
 def main() -> None:
     options = _arguments()
     options.work.mkdir(parents=True, exist_ok=True)
-    file = options.json or options.work / "peers.json"
+    file = options.json or options.work / ("peers-quick.json" if options.quick else "peers.json")
     scale = Scale(options.shape, options.opt_shape, options.active, formats=options.formats, quick=options.quick)
     planned = groups(scale, options.sweeps or (_QUICK if options.quick else SWEEPS))
-    stored = {} if options.anew or not file.exists() else json.loads(file.read_text())["groups"]
     files = Files(options.work, options.target, options.peer_python, options.as_is)
-    base = {Model(scale.shape, scale.active), Model(scale.opt_shape, scale.active)}
+    stored = {} if options.anew else _stored(file, files)
     left = [group for group in planned if group.key not in stored]
-    _prepare([group for group in left if group.model in base], files)
+    _prepare([group for group in left if group.model in scale.models], files)
     if options.prepare:
         return
-    workers = Workers(files)
-    try:
+    if left and (load := os.getloadavg()[0]) > _QUIET:
+        print(f"this machine is busy (load {load:.1f}): the figures will say little", file=sys.stderr)
+    with closing(Workers(files)) as workers:
         for number, group in enumerate(left, 1):
             start = time.monotonic()
-            stored[group.key] = measure_group(group, options.rounds, workers)
-            _store(file, stored)
+            measured = measure_group(group, options.rounds or scale.rounds(group.sweep), workers)
+            for label, why in measured["left_out"].items():
+                print(f"{label} is left out: {why}", file=sys.stderr)
+            if measured["results"]:
+                stored[group.key] = measured
+                _store(file, files, stored)
             print(f"{number}/{len(left)} {group.key}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-            is_last = all(other.model != group.model for other in left[number:])
-            if is_last and group.model not in base and not options.keep:
+            if not options.keep and group.model not in {*scale.models, *(other.model for other in left[number:])}:
                 workers.close()
                 files.remove(group.model)
-    finally:
-        workers.close()
-    measured = [stored[group.key] for group in planned]
+    results = [stored[group.key] for group in planned if group.key in stored]
+    if not results:
+        sys.exit("nothing could be measured")
     if options.plot:
-        plot(measured, options.plot)
-    print(tables(measured))
+        plot(results, options.plot)
+    print(tables(results))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("build/bench"), help="where checkpoints and artifacts are")
-    parser.add_argument("--quick", action="store_true", help="ends of the sweeps, no other checkpoint, 3 rounds")
-    parser.add_argument("--sweeps", nargs="+", choices=SWEEPS)
+    parser.add_argument("--quick", action="store_true", help="decode and prefill, 2 threads; of --sweeps the ends")
+    parser.add_argument("--sweeps", nargs="+", choices=SWEEPS, help="default: all")
     parser.add_argument("--formats", nargs="+", default=["q4", "f16"], choices=["q4", "f16"])
     parser.add_argument("--shape", default="reglu-1.3b")
     parser.add_argument("--opt-shape", default="opt-1.3b")
     parser.add_argument("--active", type=float, default=0.10)
     parser.add_argument("--target", default="native", help="what picompile compiles for")
     parser.add_argument("--peer-python", default=sys.executable, help="the Python of llama.cpp and OpenVINO")
-    parser.add_argument("--rounds", type=int, help="of each group; 5, or 3 of a quick run")
-    parser.add_argument("--json", type=Path, help="default: peers.json in the work folder")
+    parser.add_argument("--rounds", type=int, help="of each group; default 5 of decode and opt, 3 of the rest")
+    parser.add_argument("--json", type=Path, help="default: peers.json, or peers-quick.json, in the work folder")
     parser.add_argument("--plot", type=Path, help="draw a picture")
     parser.add_argument("--anew", action="store_true", help="measure again what the JSON file has")
     parser.add_argument("--prepare", action="store_true", help="only make the files")
     parser.add_argument("--as-is", action="store_true", help="take artifacts though the code generator has changed")
     parser.add_argument("--keep", action="store_true", help="keep the files of other firing rates")
-    options = parser.parse_args()
-    options.rounds = options.rounds or (3 if options.quick else 5)
-    return options
+    return parser.parse_args()
 
 
 def _prepare(left: list[Group], files: Files) -> None:
@@ -114,10 +119,22 @@ def _prepare(left: list[Group], files: Files) -> None:
                 print(f"{contender.label}: {error}", file=sys.stderr, flush=True)
 
 
-def _store(file: Path, stored: dict[str, Any]) -> None:
+def _stored(file: Path, files: Files) -> dict[str, Any]:
+    """Groups of a run that was broken off; none of one that measured other code."""
+    if not file.exists():
+        return {}
+    content = json.loads(file.read_text())
+    if content["sources"] != files.sources and not files.as_is:
+        print(f"{file} is of another state of the code generator: measuring all anew", file=sys.stderr)
+        return {}
+    found: dict[str, Any] = content["groups"]
+    return found
+
+
+def _store(file: Path, files: Files, stored: dict[str, Any]) -> None:
     machine = {"processor": cpu_name(), "cores": len(os.sched_getaffinity(0))}
     unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps({"machine": machine, "groups": stored}, indent=1) + "\n")
+    unfinished.write_text(json.dumps({"machine": machine, "sources": files.sources, "groups": stored}, indent=1) + "\n")
     unfinished.replace(file)
 
 

@@ -68,7 +68,7 @@ class Files:
         options = ["--context", _BATCH_CONTEXT, "--sequences", contender.sequences] if several else []
         _picompile(
             "compile", self.checkpoint(model), "-o", folder, "--target", self.target, "--quant", contender.format,
-            "--predictor", contender.predictor, "--gate", "off", "--force", *options,
+            "--predictor", contender.predictor, "--gate", "off", "--gate-tokens", 64, "--force", *options,
         )  # fmt: skip
         stamp.write_text(sources)
         return folder
@@ -92,9 +92,11 @@ class Files:
 
     def remove(self, model: Model) -> None:
         """All files of a model."""
-        for path in self.work.glob(f"{model.name}*"):
-            if path.name.partition(".")[0] == model.name:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in [self.work / model.name, *self.work.glob(f"{model.name}.*")]:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def _sources() -> str:

@@ -111,7 +111,7 @@ def main() -> None:
         sys.exit(f"llama.cpp cannot load {sys.argv[1]}")
     about = {
         "version": f"llama-cpp-python {llama_cpp.__version__}",
-        "system": llama_cpp.llama_print_system_info().decode().strip(),
+        "system": llama_cpp.llama_print_system_info().decode().strip(" |\n"),
         "weight_bytes": llama_cpp.llama_model_size(model),
     }
     serve(about, lambda request: LlamaSession(model, request))

@@ -52,6 +52,8 @@ class PicompileSession:
         function = "decode" if len(self._slots) == 1 else "batch"
         firing = self._engine.firing(function)
         computed, fired = mean_shares(firing)
+        if not computed:  # kernels that compute every neuron of a batch do not count them
+            return facts
         cached = (self._context_tokens + self._engine.position) / 2
         moved = bytes_per_token(self._engine.artifact, firing, cached) if function == "decode" else None
         shares = {"computed_share": computed, "firing_share": fired}

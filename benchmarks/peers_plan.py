@@ -11,6 +11,10 @@ FIRING = (0.03, 0.05, 0.10, 0.20, 0.50, 1.00)
 CONTEXTS = (128, 512, 1024, 2048, 4096)
 BATCHES = (1, 2, 4, 8, 16, 32)
 PROMPT = 512
+THREADS = (2, 1)
+# Of each group, of those that the table has with their spread, and of the points of a curve.
+ROUNDS = {"decode": 5, "opt": 5}
+FEWER_ROUNDS = 3
 SWEEPS = ("decode", "prefill", "context", "batch", "opt", "firing")
 _Number = TypeVar("_Number", int, float)
 # What is left of a model's positions for the steps behind the longest context.
@@ -99,9 +103,18 @@ class Scale:
     formats: Sequence[str] = ("q4", "f16")
     quick: bool = False
 
+    @property
+    def models(self) -> tuple[Model, Model]:
+        """Those that most sweeps have, whose files are kept."""
+        return Model(self.shape, self.active), Model(self.opt_shape, self.active)
+
     def some(self, values: Sequence[_Number]) -> Sequence[_Number]:
         """All values, or of a quick run the first and the last."""
         return (values[0], values[-1]) if self.quick else values
+
+    def rounds(self, sweep: str) -> int:
+        """How often each contender of a group is measured."""
+        return FEWER_ROUNDS if self.quick else ROUNDS.get(sweep, FEWER_ROUNDS)
 
 
 def groups(scale: Scale, sweeps: Sequence[str]) -> list[Group]:
@@ -131,7 +144,7 @@ def _decode(scale: Scale) -> Iterator[Group]:
     model = Model(scale.shape, scale.active)
     for format in scale.formats:
         contenders = (*_ours(format, "learned", "exact", "none"), _llama(format), *_others(format))
-        for threads in (2, 1):
+        for threads in THREADS[:1] if scale.quick else THREADS:
             task = Task("decode", threads, 128, 32 if format == "f16" else 64)
             yield Group("decode", format, threads, model, task, contenders, model)
 

@@ -38,16 +38,19 @@ def _contenders(groups: Sequence[Results]) -> Iterator[str]:
     measured = ("tokens/s", "least – most", "of llama.cpp", "MB a token", "of bandwidth", "computed")
     yield from _header(("contender", "threads", *measured))
     for group in groups:
-        bandwidth = statistics.median(group["bandwidth_bytes_per_s"] or [float("nan")])
         for label, row in group["results"].items():
-            needed, computed = row["facts"].get("bytes_per_token"), row["facts"].get("computed_share")
-            cells = (
-                label, str(group["task"]["threads"]), f"{speed(row):.1f}",
-                f"{min(row['tokens_per_s']):.1f} – {max(row['tokens_per_s']):.1f}", _ratio(row, group),
-                f"{needed / 1e6:.0f}" if needed else "", f"{needed * speed(row) / bandwidth:.0%}" if needed else "",
-                f"{computed:.1%}" if computed is not None else "",
-            )  # fmt: skip
-            yield _line(cells)
+            spread = f"{min(row['tokens_per_s']):.1f} – {max(row['tokens_per_s']):.1f}"
+            threads = str(group["task"]["threads"])
+            yield _line((label, threads, f"{speed(row):.1f}", spread, _ratio(row, group), *_bytes(row, group)))
+
+
+def _bytes(row: Results, group: Results) -> Iterator[str]:
+    """What a token reads, that as a share of the bandwidth, and the share of neurons computed, where they are known."""
+    needed, computed = row["facts"].get("bytes_per_token"), row["facts"].get("computed_share")
+    bandwidth = group["bandwidth_bytes_per_s"]
+    yield f"{needed / 1e6:.0f}" if needed else ""
+    yield f"{needed * speed(row) / statistics.median(bandwidth):.0%}" if needed and bandwidth else ""
+    yield f"{computed:.1%}" if computed is not None else ""
 
 
 def _swept(groups: Sequence[Results], name: str) -> Iterator[str]:
@@ -73,12 +76,12 @@ def _notes(groups: Sequence[Results]) -> Iterator[str]:
         of_threads = (group for group in groups if group["task"]["threads"] == threads)
         if found := [value / 1e9 for group in of_threads for value in group["bandwidth_bytes_per_s"]]:
             median, least, most = statistics.median(found), min(found), max(found)
-            yield f"Memory's bandwidth, {threads} threads: {median:.1f} GB/s in the median, {least:.1f} to {most:.1f}."
+            yield f"- Memory, {threads} threads: {median:.1f} GB/s in the median, {least:.1f} to {most:.1f}."
     versions = {row["engine"]: row["about"] for group in groups for row in group["results"].values()}
     for about in versions.values():
-        yield f"{about['version']}: {about['system']}"
+        yield f"- {about['version']}: {about['system']}"
     left_out = {f"{label}: {why}" for group in groups for label, why in group["left_out"].items()}
-    yield from (f"Left out: {line}" for line in sorted(left_out))
+    yield from (f"- Left out: {line}" for line in sorted(left_out))
 
 
 def _header(names: Iterable[str]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from picompile.block_file import BlockFile
 from picompile.errors import DoesNotFitError, UsageError
 from picompile_codegen.packing import Evaluate, PackedTensor
 from picompile_codegen.program import tensor_bytes
@@ -111,7 +112,7 @@ def write_weights(
 ) -> str:
     """Writes the packed tensors one at a time; returns the file's sha256. `advance` receives bytes."""
     digest = hashlib.sha256()
-    with path.open("wb") as file:
+    with BlockFile(path) as file:
 
         def write(data: bytes | memoryview) -> None:
             digest.update(data)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from picompile.placement.plan import Plan
     from picompile.prediction import Prediction
     from picompile_codegen.lower import Lowered
+    from picompile_codegen.program import Program
     from picompile_passes.infra import Pass
     from picompile_passes.stages import Stage
 
@@ -36,10 +37,13 @@ QUANTIZATIONS = ("f16", "q8", "q4")
 PREDICTORS = ("exact", "learned", "sign", "none")
 _LOSSLESS = (None, "exact", "none")
 _TRAINED = ("learned", "sign")
-KV_DTYPES = {"f16": "float16", "f32": "float32"}
+KV_DTYPES = {"f16": "float16", "f32": "float32", "q8": "q8"}
 DEFAULT_CONTEXT = 4096
+MOST_SEQUENCES = 256
 DEFAULT_GATE = 0.001
 CHUNK = 64
+# Of a tensor: indices have 32 bits.
+_MOST_ELEMENTS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ class CompileOptions:
     the thresholds of `sign`, are trained on the profile in the folder `profile`, or on one made from the text files
     `calibration`. `work` keeps these stages for the next time.
 
-    `context` in tokens; None takes the model's own limit, at most 4096. `kv_dtype` is f16 or f32; None takes f16, and
+    `context` in tokens; None takes the model's own limit, at most 4096. `sequences` are how many the cache holds, each
+    with a context of its own; they can be decoded together. `kv_dtype` is f16, f32 or q8; None takes f16, and
     f32 where rounding would move neurons across a jump of the activation (FATReLU). `hot` maps a layer to the neurons
     of its hot part; or `plan`, which is of this model's neurons, says which are hot. Both parts run on the CPU.
     `passes` are extra passes as text, `name{option=value}@stage`, options and stage as needed: each runs as soon as the
@@ -65,6 +70,7 @@ class CompileOptions:
     quant: str = "q4"
     predictor: str | None = None
     context: int | None = None
+    sequences: int = 1
     kv_dtype: str | None = None
     chunk: int = CHUNK
     hot: Mapping[int, Sequence[int]] = field(default_factory=dict)
@@ -98,6 +104,8 @@ class CompileOptions:
             raise UsageError(f"the gate must read at least 2 tokens, not {self.gate_tokens}")
         if self.context is not None and self.context < 1:
             raise UsageError(f"the context must be at least 1 token, not {self.context}")
+        if not 1 <= self.sequences <= MOST_SEQUENCES:
+            raise UsageError(f"the cache can hold from 1 to {MOST_SEQUENCES} sequences, not {self.sequences}")
         if self.chunk < 2:
             raise UsageError(f"the prefill chunk must be at least 2 tokens, not {self.chunk}")
         if self.plan is not None:
@@ -225,6 +233,12 @@ def _context(captured: "Captured", options: CompileOptions) -> int:
     context = options.context or min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     if limit is not None and context > limit:
         raise UsageError(f"a context of {context} tokens is more than the model's {limit} positions")
+    elements = options.sequences * context * captured.facts.kv_heads * captured.facts.head_dim
+    if elements > _MOST_ELEMENTS:
+        raise UsageError(
+            f"{_cache_text(options.sequences, context)} has {elements:,} elements a layer, and kernels count to "
+            f"{_MOST_ELEMENTS:,}; choose fewer sequences or a smaller context"
+        )
     return context
 
 
@@ -252,6 +266,7 @@ def _check_plan(plan: "Plan", source: _Source, options: CompileOptions, progress
         ("weights in", plan.quant, options.quant),
         ("a context of", plan.context, source.context),
         ("predictor", plan.predictor, predictor),
+        ("a batch of", plan.batch, options.sequences),
     ):
         if planned != compiled:
             progress.say(f"the plan is for {what} {planned}, but this compiles for {compiled}; its figures do not hold")
@@ -333,7 +348,26 @@ def _lower(graph_module: "GraphModule", source: _Source, options: CompileOptions
         from picompile_codegen.lower import LowerOptions, lower
 
         kv_dtype = KV_DTYPES[options.kv_dtype or _kv_dtype(source.captured)]
-        return lower(graph_module, LowerOptions(source.context, options.chunk, kv_dtype))
+        lowered = lower(graph_module, LowerOptions(source.context, options.chunk, kv_dtype, options.sequences))
+    _say_if_large(lowered.program, progress)
+    return lowered
+
+
+def _say_if_large(program: "Program", progress: Progress) -> None:
+    """An artifact may be for a machine that has more memory; on this one it would not load."""
+    from picompile.measure import host_memory
+
+    total_bytes, _ = host_memory()
+    if program.state_bytes > total_bytes:
+        progress.say(
+            f"{_cache_text(program.sequences, program.context)} takes {program.state_bytes / 2**30:.1f} GiB, more than "
+            f"this machine's {total_bytes / 2**30:.1f} GiB: the artifact will not load here"
+        )
+
+
+def _cache_text(sequences: int, context: int) -> str:
+    several = "" if sequences == 1 else f"{sequences} sequences of "
+    return f"a cache for {several}{context} tokens"
 
 
 def _write(compiled: _Compiled, output: Path, options: CompileOptions, progress: Progress) -> None:
@@ -429,9 +463,11 @@ def _manifest(
         "model": facts,
         "quant": options.quant,
         "predictor": "+".join(sorted({part.predictor for part in program.ffn})),
-        "kv_dtype": program.state["k.0"].dtype,
+        # Bytes are what a q8 cache is made of.
+        "kv_dtype": {"int8": KV_DTYPES["q8"]}.get(program.state["k.0"].dtype, program.state["k.0"].dtype),
         "context": program.context,
         "chunk": program.chunk,
+        "sequences": program.sequences,
         **gate,
         "files": {
             name: writer.file_record(folder / name, weights_sha256 if name == "weights.safetensors" else None)

@@ -7,11 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import picompile.compile as compile_module
 import picompile_runtime
+from picompile import measure
 from picompile.artifact_writer import check_disk
 from picompile.capture import capture_module
 from picompile.compile import CompileOptions, compile_model, pipeline_passes
 from picompile.errors import DoesNotFitError, TargetError, UnsupportedModelError, UsageError
+from picompile.progress import NoProgress
+from picompile_codegen import program as codegen_program
+from picompile_runtime import program
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -70,6 +75,8 @@ def test_a_folder_that_is_no_artifact_is_never_replaced(tiny_model: Path, tmp_pa
         ({"kv_dtype": "f8"}, UsageError, "f8"),
         ({"context": 0}, UsageError, "at least 1"),
         ({"chunk": 1}, UsageError, "at least 2"),
+        ({"sequences": 0}, UsageError, "from 1 to 256 sequences, not 0"),
+        ({"sequences": 257}, UsageError, "from 1 to 256 sequences, not 257"),
     ],
 )
 def test_options_are_checked_at_once(options: dict[str, object], error: type[Exception], text: str) -> None:
@@ -81,6 +88,28 @@ def test_a_context_past_the_models_positions_is_refused(tiny_model: Path, tmp_pa
     with pytest.raises(UsageError, match="257 tokens is more than the model's 256"):
         compile_model(tiny_model, tmp_path / "artifact", CompileOptions(context=257))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_runtime_takes_as_many_sequences() -> None:
+    assert compile_module.MOST_SEQUENCES == program.MOST_SEQUENCES
+
+
+@pytest.mark.parametrize(("total_bytes", "said"), [(2**20, False), (2**20 - 1, True)])
+def test_a_cache_larger_than_this_machine_is_told(
+    total_bytes: int, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not refused: the artifact may be for another machine."""
+    lines: list[str] = []
+
+    class Listening(NoProgress):
+        def say(self, text: str) -> None:
+            lines.append(text)
+
+    monkeypatch.setattr(measure, "host_memory", lambda: (total_bytes, 0))
+    sizes = codegen_program.Program(context=128, chunk=4, vocab=5, layers=1, sequences=8)
+    sizes.state = {side: codegen_program.Tensor("float16", (8, 2, 128, 128)) for side in "kv"}
+    compile_module._say_if_large(sizes, Listening())
+    assert [line.split(" takes ")[0] for line in lines] == ["a cache for 8 sequences of 128 tokens"] * said
 
 
 def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Compilation with lossy predictors: where they come from, what the artifact says of them, what the gate refuses."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,13 @@ from picompile.checkpoint.fingerprint import fingerprint
 from picompile.compile import CompileOptions, compile_model
 from picompile.errors import AccuracyGateError, UsageError
 from picompile.predictors import LayerPredictor, save_predictors
+from picompile.targets import TARGETS
+from picompile_codegen import build, toolchain
+from picompile_codegen.isa import Isa
+from picompile_codegen.kernels import Kernel
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.predictors import PredictorKind, add_predictor_kind
+from picompile_runtime.machine import is_machine
 
 RANK = 7
 EVERY_NEURON = PredictorKind(
@@ -95,6 +101,33 @@ def test_predictors_that_compute_every_neuron_pass_any_gate(tiny_model: Path, he
     compile_model(tiny_model, tmp_path / "artifact", options)
     accuracy = json.loads((tmp_path / "artifact" / "report.json").read_text())["accuracy"]
     assert [layer["weighted_recall"] for layer in accuracy["layers"]] == [1, 1]
+
+
+def test_the_gate_of_code_for_another_machine(
+    tiny_model: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads with code for this machine, of which nothing is left."""
+
+    def build_what_runs_here(kernels: Iterable[Kernel], output: Path, isa: Isa) -> None:
+        if is_machine(isa.machine):
+            build_host_library(kernels, output, isa)
+        else:
+            output.write_bytes(isa.name.encode())
+
+    build_host_library = build.build_host_library
+    monkeypatch.setattr(build, "build_host_library", build_what_runs_here)
+    monkeypatch.setattr(toolchain, "require_c_compilers", lambda isas: None)
+    target = "cpu-arm64" if is_machine("x86_64") else "cpu-avx2"
+    predictors = write_predictors(tiny_model, tmp_path / "predictors", bias=1e4)
+    options = CompileOptions(
+        target, context=64, predictor="learned", predictors=predictors, calibration=(held_out,), gate_tokens=100
+    )
+    compile_model(tiny_model, tmp_path / "artifact", options)
+    report = json.loads((tmp_path / "artifact" / "report.json").read_text())
+    assert report["accuracy"]["relative_change"] == pytest.approx(0, abs=1e-5)
+    manifest = picompile_runtime.verify(tmp_path / "artifact")
+    assert [variant.isa for variant in manifest.code] == list(TARGETS[target].isas)
+    assert [path.name for path in (tmp_path / "artifact" / "kernels").iterdir()] == ["host.so"]
 
 
 def test_predictors_of_another_model(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:

@@ -12,11 +12,8 @@ from tvm.target.codegen import llvm_get_cpu_features, llvm_is_valid_cpu
 from picompile_codegen.errors import BuildError, CodegenError
 from picompile_codegen.isa import DEFAULT_ISA, ISAS, Isa
 from picompile_codegen.kernels import Kernel
+from picompile_codegen.pipeline import PIPELINE
 from picompile_codegen.toolchain import c_compiler
-
-# Of TVM's pipelines this is the one that leaves local tensors on the stack, as kernels/tensor.py asks. The default one
-# makes larger ones allocations from TVM's runtime, which an artifact does not have.
-_PIPELINE = "tirx"
 
 _HOST_SOURCE = Path(__file__).parent / "native" / "host.c"
 _READ_SOURCE = _HOST_SOURCE.with_name("read.c")
@@ -68,14 +65,15 @@ def _written_for(isa: Isa, kernel: Kernel) -> object:
 def _compile(functions: dict[str, object], target: Target, object_file: Path) -> None:
     module = tvm.IRModule({name: functions[name] for name in sorted(functions)})
     try:
-        executable = tvm.compile(module, target=target, tir_pipeline=_PIPELINE)
+        executable = tvm.compile(module, target=target, tir_pipeline=PIPELINE)
         executable.mod.write_to_file(str(object_file), "o")
     except Exception as error:  # TVM raises many types, none of them its own
         raise BuildError(f"TVM cannot compile the kernels: {error}") from error
 
 
 def _link(compiler: str, object_file: Path, output: Path) -> None:
-    command = [compiler, *_GCC_FLAGS, "-o", str(output), str(_HOST_SOURCE), str(_READ_SOURCE), str(object_file), *_LIBRARIES]
+    sources = [str(path) for path in (_HOST_SOURCE, _READ_SOURCE, object_file)]
+    command = [compiler, *_GCC_FLAGS, "-o", str(output), *sources, *_LIBRARIES]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise BuildError(f"{compiler} cannot link the kernels: {result.stderr.strip()}")

@@ -91,10 +91,11 @@ class Function:
         op: str,
         layer: int | None = None,
         weight_bytes: int | None = None,
+        window: int = 0,
     ) -> None:
         """Appends a call. Parameters are bound by name; scratch is made as the kernel asks for it.
 
-        `weight_bytes` is the size of the matrices unless it is given.
+        `weight_bytes` is the size of the matrices unless it is given; `window` as in `Call`.
         """
         args: list[Arg] = []
         for parameter in kernel.params:
@@ -106,7 +107,7 @@ class Function:
             args.append(bound.view(part) if isinstance(bound, Matrix) else bound)
         if weight_bytes is None:
             weight_bytes = sum(bound.bytes for bound in bindings.values() if isinstance(bound, Matrix))
-        self.calls.append(Call(kernel.name, tuple(args), op, layer, weight_bytes))
+        self.calls.append(Call(kernel.name, tuple(args), op, layer, weight_bytes, window))
 
 
 def dimension(node: Node) -> int:

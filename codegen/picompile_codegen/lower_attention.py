@@ -7,32 +7,42 @@ from torch.fx import Node
 
 from picompile_codegen import kernels
 from picompile_codegen.function import Bindings, Function, dimension
+from picompile_codegen.kernels.cache import Q8, scale_groups
 from picompile_codegen.packing import Evaluate
 from picompile_codegen.program import Arg, Tensor
-from picompile_passes.nodes import arguments
+from picompile_passes.nodes import arguments, is_call
+from picompile_passes.operands import ATTENTION, ROTARY
 
 
 def lower_rotary(node: Node, function: Function) -> None:
-    """Appends the call of a rotary embedding."""
+    """Appends the call of a rotary embedding, unless attention does its work."""
+    if all(is_call(user, ATTENTION) and _turned_inside(user, function) for user in node.users):
+        return
     values = arguments(node)
-    head_dim, context = dimension(node) // values["heads"], function.shared.options.context
     kernel = function.shared.kernel(
         kernels.rotary,
         heads=values["heads"],
-        head_dim=head_dim,
+        head_dim=dimension(node) // values["heads"],
         rows=function.rows,
-        context=context,
+        context=function.shared.options.context,
         mode=function.mode,
     )
     bindings: Bindings = {"x": function.values[values["x"]], "y": function.result(node)}
+    function.call(kernel, bindings | _angles(node, function) | _places(function), op="rotary")
+
+
+def _angles(node: Node, function: Function) -> Bindings:
+    """Tables of cosines and sines of a rotary embedding, float32 [context, head_dim / 2]."""
+    values, context = arguments(node), function.shared.options.context
     frequency, scaling = values["inverse_frequency"], values["scaling"]
-    for name, of in (("cos", torch.cos), ("sin", torch.sin)):
-        bindings[name] = function.shared.weights.computed(
+    return {
+        name: function.shared.weights.computed(
             f"rotary.{name}.{frequency.target}.{scaling!r}",
-            (context, head_dim // 2),
+            (context, dimension(node) // values["heads"] // 2),
             _rotary_table(of, frequency, scaling, context),
         )
-    function.call(kernel, bindings | _places(function), op="rotary")
+        for name, of in (("cos", torch.cos), ("sin", torch.sin))
+    }
 
 
 def _rotary_table(
@@ -52,36 +62,48 @@ def _places(function: Function) -> Bindings:
     return {name: Arg("buffer", name, shape=(function.rows,)) for name in ("positions", "slots")}
 
 
-def extend_cache(node: Node, function: Function) -> Bindings:
-    """Writes this step's keys and values into the cache of attention `node`; returns its two cache operands."""
+def _caches(node: Node, function: Function) -> dict[str, Arg]:
+    """The caches of attention `node` by name: k and v, and with q8 k_scales and v_scales."""
     values, options = arguments(node), function.shared.options
-    layer, kv_heads = values["layer"], values["kv_heads"]
-    caches: Bindings = {}
+    kv_heads, found = values["kv_heads"], {}
     for side in ("k", "v"):
-        head_dim = dimension(values[side]) // kv_heads
-        name, shape = f"{side}.{layer}", (options.sequences, kv_heads, options.context, head_dim)
-        function.shared.state.setdefault(name, Tensor(options.kv_dtype, shape))
+        dim, name = dimension(values[side]) // kv_heads, f"{side}.{values['layer']}"
+        rows = (options.sequences, kv_heads, options.context)
+        tensors = {side: (name, options.kv_dtype, dim)}
+        if options.kv_dtype == Q8:
+            tensors = {side: (name, "int8", dim), f"{side}_scales": (f"{name}.scale", "float16", scale_groups(dim))}
+        for key, (state, dtype, width) in tensors.items():
+            function.shared.state.setdefault(state, Tensor(dtype, (*rows, width)))
+            found[key] = Arg("state", state)
+    return found
+
+
+def extend_cache(node: Node, function: Function) -> None:
+    """Writes this step's keys and values into the cache of attention `node`."""
+    values, options, caches = arguments(node), function.shared.options, _caches(node, function)
+    for side in ("k", "v"):
         kernel = function.shared.kernel(
             kernels.cache_write,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
+            kv_heads=values["kv_heads"],
+            head_dim=dimension(values[side]) // values["kv_heads"],
             context=options.context,
             rows=function.rows,
             kv_dtype=options.kv_dtype,
             mode=function.mode,
             sequences=options.sequences,
         )
-        cache = Arg("state", name)
-        bindings: Bindings = {"x": function.values[values[side]], "cache": cache}
-        function.call(kernel, bindings | _places(function), op="cache", layer=layer)
-        caches[f"{side}_cache"] = cache
-    return caches
+        bindings: Bindings = {"x": function.values[values[side]], "cache": caches[side]}
+        bindings |= {"cache_scales": caches[f"{side}_scales"]} if options.kv_dtype == Q8 else {}
+        function.call(kernel, bindings | _places(function), op="cache", layer=values["layer"])
 
 
 def lower_attention(node: Node, function: Function) -> None:
-    """Appends the calls that extend the cache and attend to it."""
+    """Appends the calls that extend the cache and attend to it: one, where a step has one token of a sequence."""
     values, options = arguments(node), function.shared.options
-    caches = extend_cache(node, function)
+    extend = function.mode != "chunk"
+    turned = _turned_inside(node, function)
+    if not extend:
+        extend_cache(node, function)
     kernel = function.shared.kernel(
         kernels.attention,
         heads=values["heads"],
@@ -95,6 +117,25 @@ def lower_attention(node: Node, function: Function) -> None:
         window=values["window"],
         mode=function.mode,
         sequences=options.sequences,
+        extend=extend,
+        turn=turned,
     )
-    bindings: Bindings = {"q": function.values[values["q"]], "y": function.result(node)}
-    function.call(kernel, bindings | caches | _places(function), op="attention", layer=values["layer"])
+    bindings: Bindings = {f"{name[0]}_cache{name[1:]}": cache for name, cache in _caches(node, function).items()}
+    for name in ("q", "k", "v"):
+        source = arguments(values[name])["x"] if turned and name != "v" else values[name]
+        bindings[name] = function.values[source]
+    if turned:
+        bindings |= _angles(values["q"], function)
+    bindings |= {"y": function.result(node), **_places(function)}
+    function.call(kernel, bindings, op="attention", layer=values["layer"], window=values["window"])
+
+
+def _turned_inside(node: Node, function: Function) -> bool:
+    """Whether attention `node` turns queries and keys itself: both are, alike, and nobody else looks at them."""
+    values = arguments(node)
+    pair = [values["q"], values["k"]]
+    if function.mode == "chunk" or not all(is_call(each, ROTARY) and list(each.users) == [node] for each in pair):
+        return False
+    q, k = (arguments(each) for each in pair)
+    alike = all(q[name] == k[name] for name in ("inverse_frequency", "scaling"))
+    return alike and (q["heads"], k["heads"]) == (values["heads"], values["kv_heads"])

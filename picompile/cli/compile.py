@@ -68,6 +68,10 @@ def compile_command(
         int | None,
         typer.Option(metavar="N", min=1, help="Longest sequence, in tokens. Default: the model's own, 4096 at most."),
     ] = None,
+    sequences: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, max=256, help="How many sequences the cache holds, to be decoded together."),
+    ] = 1,
     kv_dtype: Annotated[
         KvDtype | None,
         typer.Option(help="Element type of the key/value cache. Default: f16, and f32 for FATReLU models."),
@@ -130,6 +134,7 @@ def compile_command(
         quant=quant.value,
         predictor=predictor,
         context=context,
+        sequences=sequences,
         kv_dtype=kv_dtype.value if kv_dtype is not None else None,
         hot=hot_neurons,
         plan=None if plan is None else read_plan(plan),

@@ -49,6 +49,7 @@ def collect(folder: Path) -> dict[str, Any]:
         "kv_dtype": manifest.kv_dtype,
         "context": manifest.context,
         "chunk": manifest.chunk,
+        "sequences": manifest.sequences,
         "code": _code(manifest),
         "files": {name: entry.size_bytes for name, entry in manifest.files.items()},
         "memory_bytes": {
@@ -141,7 +142,8 @@ def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "vocabulary", f"{model['vocab']:,}"
     yield "weights", f"{facts['quant']}, {format_bytes(memory['weights'])}"
     yield "predictor", _predictor_text(facts)
-    yield "context", f"{facts['context']} tokens, prompts in chunks of {facts['chunk']}"
+    several = "" if facts["sequences"] == 1 else f"{facts['sequences']} sequences of "
+    yield "context", f"{several}{facts['context']} tokens, prompts in chunks of {facts['chunk']}"
     yield "kv cache", f"{facts['kv_dtype']}, {format_bytes(memory['kv_cache'])} when full"
     yield "workspace", format_bytes(memory["workspace"])
     yield "feed-forward", _ffn_text(facts["parts"])

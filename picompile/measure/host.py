@@ -7,7 +7,7 @@ from pathlib import Path
 
 # What a container may use of the machine's memory: control groups, version 2 and version 1.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-# The buffer that is read for the bandwidth: what `picompile_runtime.bandwidth` takes, unless that were much of the memory.
+# The buffer that is read for the bandwidth: as in `picompile_runtime.bandwidth`, unless that were much of the memory.
 _BUFFER_BYTES = 2**29
 _BUFFER_SHARE = 8
 

@@ -86,8 +86,8 @@ class Tally:
         if tensor in self._head:
             return "head"
         reader = self._readers.get(tensor)
-        # Thresholds of predictors are numbers that layers share.
-        if reader is None or reader.op == "rotary" or reader.parameter in ("threshold", "most"):
+        # Tables of angles and thresholds of predictors are numbers that layers share.
+        if reader is None or reader.parameter in ("cos", "sin", "threshold", "most"):
             return "table"
         if reader.op == "embedding":
             return "embedding"

@@ -11,7 +11,7 @@ _OPERATORS = {
     "linear": "attention projections",
     "norm": "norms",
     "rotary": "rotary tables",
-    "attention": "attention",
+    "attention": "rotary tables",
     "predict": "predictors",
     "ffn": "feed-forward",
     "head": "output head",

@@ -5,6 +5,13 @@ from picompile_runtime import Tokenizer, generate, load
 with load("artifact") as engine:
     for piece in generate(engine, Tokenizer.of(engine.artifact), "Once upon a time"):
         print(piece, end="", flush=True)
+
+An artifact that was compiled for several sequences reads a token of each in one step, each in a slot of its own:
+
+with load("artifact") as engine:
+    engine.prefill(first_prompt, slot=0)
+    engine.prefill(second_prompt, slot=1)
+    logits = engine.decode_batch([token, other_token], slots=[0, 1])  # float32 [2, vocab]
 """
 
 from picompile_runtime.artifact import Artifact, Manifest, open_artifact, verify

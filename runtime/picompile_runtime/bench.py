@@ -15,7 +15,7 @@ import numpy as np
 
 from picompile_runtime.engine import Engine
 from picompile_runtime.errors import RequestError
-from picompile_runtime.firing import Firing, mean_shares
+from picompile_runtime.firing import mean_shares
 from picompile_runtime.floor import KINDS, KernelTime, kind, step_bytes
 from picompile_runtime.rounds import Lengths, Round, Rounds
 
@@ -78,7 +78,10 @@ def _result(engine: Engine, lengths: Lengths, rounds: Sequence[Round]) -> dict[s
 def _decode(
     engine: Engine, lengths: Lengths, rounds: Sequence[Round], bandwidths: Sequence[float]
 ) -> dict[str, Any]:  # fmt: skip
-    firing = _firing(engine, lengths)
+    counted = engine.firing(lengths.function)
+    # Kernels that compute every neuron of a batch do not count them.
+    is_counted = lengths.batch == 1 or any(row.computed_share for row in counted)
+    firing = counted if is_counted else [replace(row, computed_share=1.0) for row in counted]
     computed_share, firing_share = mean_shares(firing)
     cached = lengths.decode_depth + (lengths.decode + 1) / 2
     of_calls = np.array(step_bytes(engine.artifact, lengths.function, firing, cached, lengths.batch)) / lengths.batch
@@ -98,15 +101,7 @@ def _decode(
         "bytes_per_token": round(token_bytes),
         "floor_tokens_per_s": float(np.median(bandwidths)) / token_bytes,
         "bandwidth_share": float(np.median([token_bytes / speed * tokens / each.decode_s for each, speed in pairs])),
-        "firing_share": firing_share,
+        "firing_share": firing_share if is_counted else None,
         "computed_share": computed_share,
         "kernels": [kernel.to_json() for kernel in kernels],
     }
-
-
-def _firing(engine: Engine, lengths: Lengths) -> list[Firing]:
-    firing = engine.firing(lengths.function)
-    if lengths.batch == 1:
-        return firing
-    # Kernels that compute every neuron of a batch do not count them.
-    return [replace(row, computed_share=row.computed_share or 1.0) for row in firing]

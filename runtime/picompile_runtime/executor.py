@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.artifact import Artifact
+from picompile_runtime.artifact import WEIGHTS, Artifact
 from picompile_runtime.errors import RequestError
 from picompile_runtime.memory import anonymous_map, array_at, check_total
 from picompile_runtime.native import CallList, TensorTable
 from picompile_runtime.program import BATCH, Argument, Call, Program
+from picompile_runtime.resident import Weights, load_weights
 
 Ids = NDArray[np.int32]
 Logits = NDArray[np.float32]
@@ -34,17 +35,20 @@ class Executor:
             name: anonymous_map(tensor.size_bytes, f"the cache {name}") for name, tensor in self._program.state.items()
         }
         self._state = {name: array_at(state[name], tensor) for name, tensor in self._program.state.items()}
-        self._functions = self._bind(artifact, arena, state)
+        other_bytes = self._program.arena_bytes + sum(tensor.size_bytes for tensor in self._program.state.values())
+        sha256 = artifact.manifest.files[WEIGHTS].sha256
+        self._weights: Weights | None = load_weights(artifact.weights, sha256, threads, other_bytes)
+        self._functions = self._bind(artifact, self._weights, arena, state)
         self._seconds: dict[str, NDArray[np.float64]] = {}
         self._step, self._tokens = self.buffers["step"], self.buffers["tokens"]
         self._positions, self._slots = self.buffers["positions"], self.buffers["slots"]
 
     def _bind(
-        self, artifact: Artifact, arena: mmap.mmap, state: Mapping[str, mmap.mmap]
-    ) -> dict[str, CallList]:  # fmt: skip
+        self, artifact: Artifact, weights: Weights, arena: mmap.mmap, state: Mapping[str, mmap.mmap]
+    ) -> dict[str, CallList]:
         places = {("buffer", name): (arena, tensor.offset) for name, tensor in self._program.buffers.items()}
         places |= {("state", name): (memory, 0) for name, memory in state.items()}
-        places |= {("weight", name): (artifact.weights, tensor.offset) for name, tensor in artifact.tensors.items()}
+        places |= {("weight", name): (weights.memory, weights.start + tensor.offset) for name, tensor in artifact.tensors.items()}
 
         def array(argument: Argument) -> NDArray[Any]:
             place, offset = places[argument.kind, argument.name]
@@ -104,7 +108,7 @@ class Executor:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._functions, self.buffers, self._state = {}, {}, {}
+        self._functions, self.buffers, self._state, self._weights = {}, {}, {}, None
         self._step = self._tokens = self._positions = self._slots = np.empty(0, np.int32)
 
     def _call(self, function: str) -> None:

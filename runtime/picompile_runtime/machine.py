@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from picompile_runtime.errors import RequestError
+from picompile_runtime.quota import quota_cores
 
 MOST_THREADS = 256  # host.c: PI_MAX_THREADS
 _MOST_DEFAULT_THREADS = 64  # decoding is bound by memory long before this
@@ -38,13 +39,16 @@ def missing_features(features: Sequence[str]) -> list[str]:
 
 
 def default_threads() -> int:
-    """PICOMPILE_THREADS where it is set, else the physical cores that this process may use."""
+    """PICOMPILE_THREADS where it is set, else the physical cores that this process may use.
+
+    Waiting threads spin: more than a container's quota of cores would only be in the way.
+    """
     if asked := os.environ.get("PICOMPILE_THREADS"):
         if not asked.isascii() or not asked.isdigit():
             raise RequestError(f"PICOMPILE_THREADS must be a number from 1 to {MOST_THREADS}, not {asked!r}")
         return check_threads(int(asked))
     cores = {_physical_core(cpu) for cpu in os.sched_getaffinity(0)}
-    return max(1, min(len(cores), _quota_cores(), _MOST_DEFAULT_THREADS))
+    return max(1, min(len(cores), quota_cores() or MOST_THREADS, _MOST_DEFAULT_THREADS))
 
 
 def check_threads(threads: int) -> int:
@@ -60,12 +64,3 @@ def _physical_core(cpu: int) -> str:
         return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
     except OSError:
         return str(cpu)
-
-
-def _quota_cores() -> int:
-    """Whole cores that a container's quota allows; waiting threads spin, so more than these would be in the way."""
-    with suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            return max(1, int(quota) // int(period))
-    return MOST_THREADS

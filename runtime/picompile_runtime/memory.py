@@ -6,6 +6,7 @@ import math
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,10 @@ def _machine_bytes() -> int:
 
 def map_file(descriptor: int) -> mmap.mmap:
     """The whole of an open, non-empty file, read-only; pages are read when first touched and shared by processes."""
-    return mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    with suppress(OSError, AttributeError):  # what is not in memory yet comes in pages of 2 MiB, where the system can
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def array_at(memory: mmap.mmap, tensor: Tensor) -> NDArray[Any]:

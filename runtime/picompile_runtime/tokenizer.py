@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,16 +18,16 @@ class Tokenizer:
     def __init__(self, text: bytes | str, config: Mapping[str, Any] | None = None, chat_template: str = "") -> None:
         from tokenizers import Tokenizer as Implementation
 
-        text = text.decode(errors="replace") if isinstance(text, bytes) else text
         try:
-            self._tokenizer = Implementation.from_str(text)
+            # Bytes: as a Python string, a large vocabulary takes another hundred megabytes.
+            self._tokenizer = Implementation.from_buffer(text.encode() if isinstance(text, str) else text)
         except Exception as error:  # the library raises plain Exception
             raise ArtifactError(f"tokenizer.json cannot be read ({error}); compile the model again") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._config = config or {}
         self._chat_template = chat_template or self._config.get("chat_template") or ""
-        self._byte_tokens = _byte_tokens(text, self._tokenizer)
+        self._byte_tokens = _byte_tokens(self._tokenizer)
 
     @classmethod
     def of(cls, artifact: Artifact) -> Tokenizer:
@@ -69,9 +68,9 @@ class Tokenizer:
         return self.encode(text, special_tokens=False)
 
 
-def _byte_tokens(text: str, tokenizer: Any) -> frozenset[int]:
+def _byte_tokens(tokenizer: Any) -> frozenset[int]:
     """Ids of the tokens `<0x00>` to `<0xFF>` of a tokenizer that writes unknown characters as bytes (ByteFallback)."""
-    if '"ByteFallback"' not in json.dumps(json.loads(text).get("decoder")):
+    if tokenizer.decoder is None or b'"ByteFallback"' not in tokenizer.decoder.__getstate__():
         return frozenset()
     ids = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
     return frozenset(token for token in ids if token is not None)

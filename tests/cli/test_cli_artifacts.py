@@ -26,7 +26,7 @@ def test_compile_says_what_it_made(cli: Cli, tiny_model: Path, tmp_path: Path) -
     assert ended.out.count("\n") == 1
     manifest = json.loads((output / "manifest.json").read_text())
     assert (manifest["quant"], manifest["context"], manifest["kv_dtype"]) == ("q8", 32, "float32")
-    assert manifest["predictor"] == "exact"
+    assert (manifest["predictor"], manifest["sequences"]) == ("exact", 1)
 
 
 def test_compile_overwrites_an_artifact_when_forced(
@@ -41,11 +41,13 @@ def test_compile_overwrites_an_artifact_when_forced(
     assert cli("verify", output).code == 0
 
 
-def test_a_split_model_says_the_same(cli: Cli, tiny_model: Path, tiny_artifact: Path, tmp_path: Path) -> None:
+def test_a_split_model_for_several_sequences_says_the_same(
+    cli: Cli, tiny_model: Path, tiny_artifact: Path, tmp_path: Path
+) -> None:
     hot = tmp_path / "hot.json"
     hot.write_text(json.dumps({"0": list(range(0, 200, 3)), "1": list(range(200))}))
     output, dump = tmp_path / "artifact", tmp_path / "ir"
-    options = ["--quant", "f16", "--context", "64", "--hot", hot, "--dump-ir", dump]
+    options = ["--quant", "f16", "--context", "64", "--hot", hot, "--dump-ir", dump, "--sequences", "3"]
     assert cli("compile", tiny_model, "-o", output, *options).code == 0
     parts = [
         (part["layer"], part["part"], part["neurons"])
@@ -57,6 +59,16 @@ def test_a_split_model_says_the_same(cli: Cli, tiny_model: Path, tiny_artifact: 
     dumps = sorted(path.name for path in dump.iterdir())
     assert dumps[0] == "000_input.txt"
     assert [name[4:] for name in dumps[-3:]] == ["insert-predictors.txt", "partition.txt", "quantize.txt"]
+    facts = json.loads(cli("inspect", output, "--json").out)
+    assert facts["sequences"] == json.loads((output / "manifest.json").read_text())["sequences"] == 3
+    assert facts["memory_bytes"]["kv_cache"] == 3 * 2 * 2 * 2 * 64 * 24 * 2
+    assert "3 sequences of 64 tokens" in cli("inspect", output).out
+    lengths = ["-p", "3", "-n", "4", "-d", "20", "-r", "1", "-t", "1"]
+    decode = json.loads(cli("bench", output, *lengths, "--batch", "2", "--json").out)["decode"]
+    assert (decode["batch"], decode["depth"]) == (2, 20)
+    refused = cli("bench", output, *lengths, "--batch", "4")
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    assert "compiled for 3 (--sequences)" in refused.err
 
 
 def test_run_prints_the_text(cli: Cli, tiny_artifact: Path) -> None:
@@ -143,11 +155,12 @@ def test_bench_json_has_the_documented_shape(cli: Cli, tiny_artifact: Path) -> N
     ended = cli("bench", tiny_artifact, "-p", "16", "-n", "8", "-r", "2", "-t", "1", "--json")
     assert (ended.code, ended.err) == (0, "")
     result = json.loads(ended.out)
-    assert set(result) == {"prefill", "decode", "bandwidth_bytes_per_s", "threads"}
+    assert set(result) == {"prefill", "decode", "bandwidth_bytes_per_s", "bandwidth_best_bytes_per_s", "threads"}
     assert set(result["prefill"]) == {"tokens_per_s", "stdev"}
     decode = result["decode"]
-    speeds = {"tokens_per_s", "stdev", "bytes_per_token", "bandwidth_share"}
-    assert set(decode) == speeds | {"firing_share", "computed_share"}
+    speeds = {"tokens_per_s", "stdev", "bytes_per_token", "floor_tokens_per_s", "bandwidth_share"}
+    assert set(decode) == speeds | {"firing_share", "computed_share", "depth", "batch", "kernels"}
+    assert (decode["depth"], decode["batch"]) == (16, 1)
     assert result["threads"] == 1
     assert 0 < decode["firing_share"] <= decode["computed_share"] < 1
     assert decode["tokens_per_s"] > 0
@@ -157,8 +170,15 @@ def test_bench_text(cli: Cli, tiny_artifact: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("some words, " * 3)
     ended = cli("bench", tiny_artifact, "-n", "8", "-r", "1", "--text", tmp_path / "text")
     assert (ended.code, ended.err) == (0, "")
-    assert "tokens/s" in ended.out
-    assert "% of this machine's" in ended.out
+    summary, table = ended.out.split("\n\n")
+    assert [line.split()[0] for line in summary.splitlines()] == [
+        "prompt", "decode", "floor", "memory", "neurons",
+    ]  # fmt: skip
+    assert "tokens/s, of which decoding reaches" in summary
+    kinds = [line[:16].strip() for line in table.splitlines()]
+    assert kinds == [
+        "a token", "projections", "attention", "feed-forward", "head", "norms and rest", "between them",
+    ]  # fmt: skip
 
 
 def test_exact_computes_only_what_fires(cli: Cli, tiny_model: Path, tiny_artifact: Path, tmp_path: Path) -> None:

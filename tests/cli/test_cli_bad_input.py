@@ -172,6 +172,23 @@ def test_a_context_beyond_the_models_positions(cli: Cli, model: Path, tmp_path: 
     assert_nothing_left(tmp_path, "model")
 
 
+@pytest.mark.parametrize("count", ["0", "257", "many"])
+def test_numbers_of_sequences_that_make_no_sense(cli: Cli, model: Path, tmp_path: Path, count: str) -> None:
+    assert_refused(cli("compile", model, "-o", tmp_path / "artifact", "--sequences", count), 2, "--sequences")
+    assert_nothing_left(tmp_path, "model")
+
+
+def test_a_cache_that_kernels_cannot_count(
+    cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import picompile.compile
+
+    monkeypatch.setattr(picompile.compile, "_MOST_ELEMENTS", 20_000)
+    ended = cli("compile", model, "-o", tmp_path / "artifact", "--context", "32", "--sequences", "16")
+    assert_refused(ended, 2, "16 sequences of 32 tokens", "20,000")
+    assert_nothing_left(tmp_path, "model")
+
+
 def test_a_pass_that_does_not_exist(cli: Cli, model: Path, tmp_path: Path) -> None:
     assert_refused(cli("compile", model, "-o", tmp_path / "artifact", "--pass", "no-such-pass"), 2, "no-such-pass")
     assert_nothing_left(tmp_path, "model")
@@ -291,6 +308,8 @@ def test_token_ids_beyond_the_vocabulary(cli: Cli, tiny_artifact: Path) -> None:
 def test_lengths_beyond_the_context(cli: Cli, tiny_artifact: Path) -> None:
     assert_refused(cli("bench", tiny_artifact, "-p", "64"), 2, "64")
     assert_refused(cli("bench", tiny_artifact, "-p", "60", "-n", "5"), 2, "64")
+    assert_refused(cli("bench", tiny_artifact, "-p", "8", "-n", "5", "-d", "60"), 2, "64", "60")
+    assert_refused(cli("bench", tiny_artifact, "-d", "64"), 2, "64")
 
 
 def test_a_text_too_short_to_measure(cli: Cli, tiny_artifact: Path, tmp_path: Path) -> None:

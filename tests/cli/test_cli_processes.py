@@ -71,6 +71,24 @@ def test_start_up_is_short(tiny_artifact: Path) -> None:
     assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 1.2
 
 
+@pytest.mark.parametrize("module", ["picompile", "picompile_runtime"])
+def test_peak_memory_of_run(tiny_artifact: Path, module: str) -> None:
+    """At most the artifact, its KV cache and 150 MB. Of the process itself: what it was forked from does not count."""
+    code = (
+        "import atexit, pathlib, runpy, sys\n"
+        "status = pathlib.Path('/proc/self/status').read_text\n"
+        "atexit.register(lambda: print(status().split('VmHWM:')[1].split()[0], file=sys.stderr))\n"
+        f"runpy.run_module({module!r}, run_name='__main__')\n"
+    )
+    options = ["run", tiny_artifact] if module == "picompile" else [tiny_artifact]
+    command = [sys.executable, "-c", code, *map(str, options), "-p", "one two three", "-n", "40"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    files = sum(path.stat().st_size for path in tiny_artifact.rglob("*") if path.is_file())
+    cache = 2 * 2 * 2 * 64 * 24 * 2  # layers, key and value, heads, positions, dimensions, bytes
+    assert done.stdout
+    assert 1024 * int(done.stderr) <= files + cache + 150_000_000
+
+
 def test_a_reader_that_goes_away_ends_it_quietly(tiny_artifact: Path) -> None:
     process = subprocess.Popen(
         [*COMMAND, "run", tiny_artifact, "--ids", "1", "-n", "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE

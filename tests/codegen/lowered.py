@@ -15,13 +15,16 @@ from picompile_runtime.memory import aligned_zeros
 from picompile_runtime.native import HostLibrary
 
 # What is to be kept from step to step; all else a step must write before it reads it.
-_KEPT = ("step", "tokens", "positions", "stats")
+_KEPT = ("stats", "stats.batch")
 
 
 class Runner:
-    """A program of `lowered` with its weights. Steps are counted from position 0."""
+    """A program of `lowered` with its weights. Steps are counted from position 0, and are of the sequence in `slot`."""
+
+    slot = 0
 
     def __init__(self, path: Path, lowered: Lowered, graph_module: GraphModule, weights: WeightSource) -> None:
+        self.path = path
         build_host_library(lowered.kernels, path)
         self.program, self.position = lowered.program, 0
         self._library = HostLibrary(path)
@@ -43,17 +46,40 @@ class Runner:
         logits = self.program.logits.get(function)
         return None if logits is None else torch.from_numpy(self._memory["buffer"][logits].copy())
 
+    def run_batch(self, tokens: list[int], positions: list[int], slots: list[int], threads: int = 2) -> torch.Tensor:
+        """The logits of `batch` for a token each of several sequences, [tokens, vocabulary]."""
+        self.prepare_batch(tokens, positions, slots)
+        self._library.run(self._calls["batch"], threads)
+        logits = torch.from_numpy(self._memory["buffer"]["logits.batch"].copy())
+        assert logits[len(tokens) :].isnan().all(), "rows that do not count were written"
+        return logits[: len(tokens)]
+
     def prepare(self, tokens: list[int]) -> None:
         """What a step with `tokens` finds in memory."""
-        buffers, kept = self._memory["buffer"], {}
-        for name in _KEPT:
-            kept[name] = buffers[name].copy()
+        self._poison()
+        buffers = self._memory["buffer"]
+        buffers["step"][:3] = len(tokens), self.position, self.slot
+        buffers["tokens"][: len(tokens)] = tokens
+        buffers["positions"][: len(tokens)] = np.arange(self.position, self.position + len(tokens))
+
+    def prepare_batch(self, tokens: list[int], positions: list[int], slots: list[int]) -> None:
+        """What a step of `batch` finds in memory."""
+        self._poison()
+        buffers, count = self._memory["buffer"], len(tokens)
+        buffers["step"][0] = count
+        buffers["tokens"][:count], buffers["positions"][:count], buffers["slots"][:count] = tokens, positions, slots
+
+    def forget(self) -> None:
+        """No position of any cache was written."""
+        for state in self._memory["state"].values():
+            state.reshape(-1).view(np.uint8)[:] = 255
+
+    def _poison(self) -> None:
+        buffers = self._memory["buffer"]
+        kept = {name: buffers[name].copy() for name in _KEPT if name in buffers}
         self._arena[:] = 255
         for name, value in kept.items():
             buffers[name][...] = value
-        buffers["step"][:2] = len(tokens), self.position
-        buffers["tokens"][: len(tokens)] = tokens
-        buffers["positions"][: len(tokens)] = np.arange(self.position, self.position + len(tokens))
 
     def calls(self, function: str) -> list[tuple[str, list[NDArray[np.uint8]]]]:
         """Each call of `function`: its kernel, and the arrays that it is given."""

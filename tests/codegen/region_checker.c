@@ -10,6 +10,8 @@
  *
  * A region that passes gives the same bytes in any order of its tasks, and no two threads touch one byte that either
  * writes. What stays unseen is a byte that all of its writers leave as the region found it. */
+#define _GNU_SOURCE
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -31,7 +33,7 @@ typedef struct {
 #define MAX_SPANS 64
 #define MAX_TASKS 1024
 #define NOBODY (-1)
-#define STACK_BYTES 8192 /* the frames of the kernel and of whoever called it */
+#define STACK_BYTES 8192 /* the frame of the kernel, and some of those above it */
 
 static Span spans[MAX_SPANS + 1]; /* the last one in use is the stack's */
 static int span_count, task_count;
@@ -165,10 +167,23 @@ static __attribute__((noinline)) int check_region(Lambda lambda, void *data) {
   return failed;
 }
 
+/* What lies above `frame` is its callers', and tasks may know of it. */
+static Span stack_above(uint8_t *frame) {
+  pthread_attr_t attributes;
+  void *base = frame;
+  size_t size = 0;
+  if (pthread_getattr_np(pthread_self(), &attributes) == 0) {
+    pthread_attr_getstack(&attributes, &base, &size);
+    pthread_attr_destroy(&attributes);
+  }
+  uint8_t *start = frame + 2 * sizeof(void *), *end = (uint8_t *)base + size;
+  size_t left = end > start ? (size_t)(end - start) : 0;
+  return (Span){start, left < STACK_BYTES ? left : STACK_BYTES};
+}
+
 static int checked_region(Lambda lambda, void *data, int num_task) {
   (void)num_task;
-  /* What lies above this function's frame is its callers', and tasks may know of it. */
-  spans[span_count] = (Span){(uint8_t *)__builtin_frame_address(0) + 2 * sizeof(void *), STACK_BYTES};
+  spans[span_count] = stack_above(__builtin_frame_address(0));
   return check_region(lambda, data);
 }
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tvm
 from emulated import require
 from tvm.target.codegen import llvm_get_cpu_features
 
 from picompile.targets import TARGETS
-from picompile_codegen import kernels, toolchain
+from picompile_codegen import build, kernels, toolchain
 from picompile_codegen.build import build_host_library, llvm_target
 from picompile_codegen.errors import BuildError, CodegenError, ToolchainError
 from picompile_codegen.isa import DEFAULT_ISA, ISAS, Isa, current, targeting
@@ -102,6 +103,16 @@ def test_a_missing_cross_compiler_is_named(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ToolchainError, match=r"aarch64-linux-gnu-gcc .* apt install gcc-aarch64-linux-gnu") as caught:
         build_host_library([], tmp_path / "host.so", ISAS["aarch64-dotprod"])
     assert caught.value.exit_code == 6
+
+
+def test_passes_that_are_left_out_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code of TVM's own pipeline, without its search for common subexpressions, is the same byte by byte."""
+    built = [kernels.linear(format="q4", n=10, k=100, rows=1, bias=False), kernels.rms_norm(dim=100, rows=4, eps=1e-5)]
+    build_host_library(built, tmp_path / "ours.so")
+    monkeypatch.setattr(build, "PIPELINE", "tirx")
+    with tvm.transform.PassContext(disabled_pass=["tirx.CommonSubexprElim"]):
+        build_host_library(built, tmp_path / "theirs.so")
+    assert (tmp_path / "ours.so").read_bytes() == (tmp_path / "theirs.so").read_bytes()
 
 
 def test_same_kernels_give_the_same_bytes_elsewhere(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 from lowered import Runner
+from regions import Regions, check_step, every_region
 from torch.fx import GraphModule, Interpreter, Node
 from tvm.tirx import Cast
 
@@ -97,7 +98,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> object:
     def compile_(name: str) -> Compiled:
         if name not in known:
             graph_module = CASES[name].graph()
-            lowered = lower(graph_module, OPTIONS)
+            with every_region():
+                lowered = lower(graph_module, OPTIONS)
             path = tmp_path_factory.mktemp(name) / "host.so"
             known[name] = Compiled(
                 CASES[name], lowered, Runner(path, lowered, graph_module, random_weights(graph_module))
@@ -144,6 +146,15 @@ def test_prompts_are_read_with_every_neuron(name: str, compiled: object) -> None
     last = runner.run("prefill_last", IDS[5:9])
     assert last is not None
     assert relative_error(last, expected[8:9]) < 1e-5
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_no_two_tasks_of_a_region_meet(name: str, compiled: object, regions: Regions) -> None:
+    runner = compiled(name).runner  # type: ignore[operator]
+    for function, start, end in (("prefill", 0, 5), ("prefill_last", 5, 8), ("decode", 8, 9), ("score", 9, 11)):
+        runner.position = start
+        runner.prepare(IDS[start:end])
+        check_step(runner, function, regions)
 
 
 def observed_counts(graph_module: GraphModule, tokens: int) -> dict[str, list[int]]:

@@ -1,33 +1,27 @@
-"""No two tasks of a parallel region meet: the kernels, which no sanitizer sees, are free of races.
+"""No two tasks of a parallel region meet: the tools that prove it find races, and some kernels that have none.
 
-Whole programs of small models run call by call, each loop iteration a task of its own, under region_checker.c.
+Most programs are checked where they are compiled anyway, in test_lower_predictors.py and test_lower_batch.py.
 """
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from lowered import Runner
-from regions import TASKS, Regions
+from regions import Regions, check_step, every_region
 
-from picompile.testing import Shape, build, random_weights
+from picompile.testing import OPT, build, random_weights
 from picompile_codegen import build as build_module
-from picompile_codegen.kernels import tensor
 from picompile_codegen.lower import LowerOptions, lower
 from picompile_passes.passes.insert_predictors import InsertPredictors
-from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Pipeline
 from picompile_runtime.native import HostLibrary
 
 HERE = Path(__file__).parent
 HOST_C = Path(build_module.__file__).parent / "native" / "host.c"
-
-
-@pytest.fixture(scope="module")
-def regions(tmp_path_factory: pytest.TempPathFactory) -> Regions:
-    return Regions(tmp_path_factory.mktemp("regions"))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +51,7 @@ def test_races_are_found(kernel: str, problem: str | None, racy: Path, regions: 
     calls = library.bind([(kernel, [x, y])])
 
     def check() -> None:
-        with regions.checked(racy, [x, y]):
+        with regions.checked(racy, [x, y], kernel):
             library.run(calls, 1)
 
     if problem is None:
@@ -69,80 +63,17 @@ def test_races_are_found(kernel: str, problem: str | None, racy: Path, regions: 
     assert regions.counts().writers == 10
 
 
-GATED = Shape(hidden=72, heads=3, ffn=77, vocab=90, layers=6)
-PLAIN = Shape(hidden=66, heads=3, ffn=131, vocab=50, layers=3, gated=False, activation="relu2")
-PARALLEL = Shape(hidden=72, heads=3, ffn=77, vocab=50, layers=3, activation="silu", parallel=True)
-CASES = {
-    "gated-q4": (
-        GATED,
-        InsertPredictors(
-            "learned",
-            kinds={1: "sign", 2: "learned-relu", 3: "exact", 4: "none"},
-            ranks={0: 5, 2: 33, 5: 5},
-            inputs={2: "stream", 5: "previous"},
-        ),
-        "q4",
-        {},
-    ),
-    "plain-q8": (PLAIN, InsertPredictors("exact", kinds={0: "learned"}, ranks={0: 20}), "q8", {}),
-    "parts-f16": (PARALLEL, InsertPredictors("learned", kinds={1: "sign", 2: "none"}, ranks={0: 12}), "f16", {0: range(0, 75, 2)}),
-}
-# What a step reads, after how many tokens.
-STEPS = (("prefill", 5), ("prefill_last", 3), ("decode", 1), ("decode", 1), ("score", 4))
-
-
-@pytest.fixture(scope="module")
-def runner_of(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """Compiles a case; each region that a kernel could have is one, however small its work."""
-
-    def compile_(name: str, path: Path) -> Runner:
-        shape, predictors, quant, hot = CASES[name]
-        passes = (predictors, Partition(hot), Quantize(quant))
-        graph_module = Pipeline(passes)(build(shape)).graph_module
-        lowered = lower(graph_module, LowerOptions(context=32, chunk=5, kv_dtype="float16"))
-        return Runner(path, lowered, graph_module, random_weights(graph_module))
-
-    return compile_
-
-
-@pytest.mark.parametrize("name", list(CASES))
-def test_no_two_tasks_meet(name: str, runner_of: object, regions: Regions, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(tensor, "_WORTH_A_REGION_BYTES", 0)
-    path = tmp_path / "host.so"
-    runner = runner_of(name, path)
-    library = HostLibrary(path)
-    rng = np.random.default_rng()
-    for function, tokens in STEPS:
-        runner.prepare(rng.integers(0, 50, tokens).tolist())
-        memory = runner.written()
-        start = [part.copy() for part in memory]
-
-        def again() -> None:
-            for part, value in zip(memory, start, strict=True):
-                part[...] = value
-
-        library.run(library.bind(runner.calls(function)), 3)
-        expected = [part.copy() for part in memory]
-
-        def check(how) -> None:
-            for part, value in zip(memory, expected, strict=True):
-                assert (part.reshape(-1).view(np.uint8) == value.reshape(-1).view(np.uint8)).all(), f"{function}, {how}: other bytes"
-
-        again()
-        for i, (kernel, arrays) in enumerate(runner.calls(function)):
-            try:
-                with regions.checked(path, arrays):
-                    library.run(library.bind([(kernel, arrays)]), 1)
-            except AssertionError as error:
-                raise AssertionError(f"{function}, call {i}, {kernel}: {error}") from None
-        check("checked")
-        counts = regions.counts()
-        assert counts.regions > 10
-        assert counts.writers < TASKS / 2
-        print(function, counts)
-        for seed in (0, 1):
-            again()
-            with regions.ordered(path, 7, seed):
-                library.run(library.bind(runner.calls(function)), 1)
-            check("ordered")
-        runner.position += tokens
+def test_caches_of_bytes(regions: Regions, tmp_path: Path) -> None:
+    """A whole program with a q8 cache for several sequences; see test_lower_predictors.py for more."""
+    shape = replace(OPT, layers=1, ffn=45)
+    graph_module = Pipeline((InsertPredictors("none"), Quantize("f16")))(build(shape)).graph_module
+    with every_region():
+        lowered = lower(graph_module, LowerOptions(context=32, chunk=5, kv_dtype="q8", sequences=3))
+    runner = Runner(tmp_path / "host.so", lowered, graph_module, random_weights(graph_module))
+    tokens = np.random.default_rng().integers(0, shape.vocab, 12).tolist()
+    for function, start, end in (("prefill", 0, 5), ("prefill_last", 5, 8), ("decode", 8, 9), ("score", 9, 12)):
+        runner.position = start
+        runner.prepare(tokens[start:end])
+        check_step(runner, function, regions)
+    runner.prepare_batch(tokens[:3], [12, 0, 1], [0, 2, 1])
+    check_step(runner, "batch", regions)

@@ -54,11 +54,11 @@ class Workbench:
         build_host_library(kernels, path, isa)
 
     def run(
-        self, kernel: Kernel, inputs: Inputs, *, tokens: int = 1, position: int = 0, threads: int = 2
+        self, kernel: Kernel, inputs: Inputs, *, tokens: int = 1, position: int = 0, slot: int = -1, threads: int = 2
     ) -> dict[str, Array]:
         """All arguments of `kernel` by name, after a call. A packed matrix `w` is given as bytes [rows, row_bytes]."""
         step = np.full(8, -1, np.int32)
-        step[:2] = tokens, position
+        step[:3] = tokens, position, slot
         arrays = {argument.name: _poisoned(argument) for argument in kernel.arguments}
         given = {"step": step, **inputs}
         for argument in kernel.arguments:

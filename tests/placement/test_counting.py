@@ -74,7 +74,8 @@ def lowered(config: Mapping[str, Any], packing: Packing, insert: Pass, hot: Mapp
     """What compiling leads to, by the passes themselves."""
     passes = (*CANONICALIZE, insert, *([Partition(hot)] if hot is not None else []), Quantize(packing.quant))
     graph_module = Pipeline(passes)(captured(config)).graph_module
-    return lower(graph_module, LowerOptions(packing.context, packing.chunk, KV_DTYPES[packing.kv_dtype or "f16"]))
+    kv_dtype = KV_DTYPES[packing.kv_dtype or "f16"]
+    return lower(graph_module, LowerOptions(packing.context, packing.chunk, kv_dtype, packing.batch))
 
 
 def learned(rank: int, layers: int) -> Predictors:
@@ -174,6 +175,17 @@ def test_more_sequences_take_caches_and_activations() -> None:
     assert all_bytes(many) - all_bytes(one) == 6 * 2 * one.layers[0].kv_cache_bytes + (
         many.workspace_bytes - one.workspace_bytes
     )
+
+
+@pytest.mark.parametrize("batch", [2, 80])
+def test_an_artifact_for_several_sequences_takes_no_more_than_is_counted(batch: int) -> None:
+    """Exactly the caches; of the workspace it is an estimate."""
+    config, packing = config_of("llama-relu", 2), Packing("q4", "exact", 100, batch)
+    counted = count_bytes("llama", captured(config), packing)
+    program = lowered(config, packing, InsertPredictors("exact")).program
+    assert program.sequences == batch
+    assert sum(layer.kv_cache_bytes for layer in counted.layers) == program.state_bytes
+    assert program.arena_bytes <= counted.workspace_bytes < 3 * program.arena_bytes
 
 
 def test_fatrelu_has_a_wide_cache() -> None:

@@ -50,7 +50,7 @@ def test_an_artifact_gives_bytes_by_operator_and_part(tmp_path: Path) -> None:
 def test_a_compiled_artifact_is_read(tiny_artifact: Path) -> None:
     (artifact,) = read_sources([tiny_artifact])
     assert isinstance(artifact, ArtifactFacts)
-    assert set(artifact.operator_bytes) == {"embedding", "linear", "norm", "rotary", "ffn", "head"}
+    assert set(artifact.operator_bytes) == {"embedding", "linear", "norm", "attention", "ffn", "head"}
     report = json.loads((tiny_artifact / "report.json").read_text())
     assert sum(artifact.operator_bytes.values()) == sum(report["weight_bytes"].values())
     assert sum(part.weight_bytes for part in artifact.parts) == artifact.operator_bytes["ffn"]

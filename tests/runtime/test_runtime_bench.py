@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from toy_artifact import make_toy
+from toy_artifact import make_toy, toy_program
 
 from picompile_runtime import RequestError, load, measure, memory_bandwidth, rounds
 from picompile_runtime.bandwidth import MemoryReader
@@ -131,6 +131,17 @@ def test_batch_decodes_all_sequences_from_the_same_depth(make_artifact: Callable
     assert decode["bytes_per_token"] == round((4 * 4 * 16 + 4 * 16 * 50 + 4 * 16 * 32 * 0.75) / 3 + 4 * 16 * (6 + 3))
 
 
+def test_a_batch_that_counts_no_neurons_computes_all(make_artifact: Callable[..., Path]) -> None:
+    program = toy_program(make_toy(), 40, 8, 2)
+    statistics = program["functions"]["batch"][3]["args"][3]
+    statistics.update(buffer="stats.unused", offset=0)
+    program["buffers"]["stats.unused"] = {"dtype": "int64", "shape": [2], "offset": program["arena_bytes"]}
+    program["arena_bytes"] += 64
+    with load(make_artifact(toy=make_toy(), sequences=2, program=program), threads=1) as engine:
+        decode = measure(engine, 6, 5, 1, batch=2)["decode"]
+    assert (decode["computed_share"], decode["firing_share"]) == (1.0, None)
+
+
 def test_given_text_is_repeated_to_length(folder: Path) -> None:
     with load(folder, threads=1) as engine:
         measure(engine, 6, 3, 1, ids=[1, 2, 3, 4])
@@ -146,13 +157,14 @@ def test_speed_is_the_median_of_rounds() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_kernel_that_reads_reads_everything(library: Path, threads: int) -> None:
-    """All but the few vectors that are left over when a buffer is cut into the halves of each thread's share."""
-    numbers, sums = aligned_zeros((16 * threads * 8,), np.int64), aligned_zeros((256,), np.int64)
-    numbers[:], sums[:] = np.arange(len(numbers)), -1
+    """All but the few vectors that are left over when a buffer is cut into the halves of each task's share."""
+    numbers, sums = aligned_zeros((16 * 3 * 256,), np.int64), aligned_zeros((256,), np.int64)
+    numbers[:] = np.random.default_rng(threads).integers(1, 2**40, len(numbers))
     reader = HostLibrary(library)
     reader.run(reader.bind([("pi_read", [numbers, sums])]), threads)
-    assert sums[:threads].tolist() == numbers.reshape(threads, -1).sum(axis=1).tolist()
-    assert (sums[threads:] == -1).all()
+    tasks = np.count_nonzero(sums)
+    assert threads <= tasks <= 256
+    assert sums[:tasks].tolist() == numbers.reshape(tasks, -1).sum(axis=1).tolist()
 
 
 def test_reading_gives_the_speed_of_each_slice(library: Path) -> None:

@@ -17,7 +17,7 @@ from picompile_runtime.memory import aligned_zeros
 from picompile_runtime.native import CallList, HostLibrary
 
 MANY_THREADS = (1, 2, 3, 8, 2, 1, 8, 3)
-TASKS_A_THREAD = 8  # host.c: PI_TASKS_A_THREAD
+TASKS_A_THREAD = 16  # host.c: PI_TASKS_A_THREAD
 
 
 def tasks_of(threads: int) -> int:

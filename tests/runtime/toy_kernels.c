@@ -5,6 +5,7 @@
 #include <math.h>
 #include <pthread.h>
 #include <sched.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
 #include <time.h>
@@ -209,14 +210,13 @@ static int nap_task(int task, Env *env, void *data) {
   Nap *nap = data;
   if (pthread_equal(pthread_self(), nap->caller)) {
     while (nap->naps == 0) sched_yield();
-  } else {
-    nap->naps = 1;
+  } else if (atomic_exchange(&nap->naps, 1) == 0) {
     nanosleep(&(struct timespec){0, 300000000}, NULL);
   }
   return 0;
 }
 
-/* Workers sleep for 0.3 s over each of their tasks; the caller waits for the first of them, and so does not take all. */
+/* A worker sleeps for 0.3 s over its first task; the caller waits for that to begin, and so does not take all. */
 KERNEL(pool_nap) {
   UNUSED;
   (void)args;

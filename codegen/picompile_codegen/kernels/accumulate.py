@@ -105,10 +105,8 @@ def _accumulate_bytes(reduction: Reduction, block: Expr, quantized: QuantizedRow
             chosen = byte_tile_tokens(tile, tokens)
             for number, target in enumerate(blocks):
                 column = bind(first_group * GROUP + number * parts * LANES)
-                multiply_tile(
-                    target, groups, start, quantized, chosen,
-                    lambda token, part, sums: _add_columns(reduction, token, column + part * LANES, sums, is_first),
-                )  # fmt: skip
+                sums = multiply_tile(target, groups, start, quantized, chosen)
+                _add_columns(reduction, column, sums, is_first)
 
     in_slices(groups_of(reduction.count), _SLICE_GROUPS, one_slice)
 
@@ -142,25 +140,34 @@ def _every(value: int) -> Expr:
     return tirx.Broadcast(tirx.IntImm("int32", value), LANES)
 
 
-def _add_columns(reduction: Reduction, token: Expr, column: Expr, sums: Expr, is_first: bool) -> None:
-    """Adds eight columns, those that exist, to y, or begins them."""
+def _add_columns(reduction: Reduction, column: Expr, sums: list[tuple[Expr, int, Expr]], is_first: bool) -> None:
+    """Adds what eight columns of each token and part have come to, those that exist, to y, or begins them."""
     full, rest = divmod(reduction.matrix.columns, LANES)
 
-    def add(valid: int) -> None:
-        if not is_first:
-            start = load(reduction.y, token, column, valid=valid)
-        else:
-            start = splat(0.0) if reduction.bias is None else load(reduction.bias, column, valid=valid)
-        store(reduction.y, token, column, value=start + sums, valid=valid)
+    def add(part: int, valid: int) -> None:
+        first = column + part * LANES
+        of_part = [(token, value) for token, other, value in sums if other == part]
+        # All have been read before any is written: the tokens of a tile may be the same.
+        totals = [bind(_begun(reduction, token, first, valid, is_first) + value) for token, value in of_part]
+        for (token, _), value in zip(of_part, totals, strict=True):
+            store(reduction.y, token, first, value=value, valid=valid)
 
-    if not reduction.matrix.columns % (_BLOCK_GROUPS * GROUP):
-        add(LANES)
-        return
-    with when(column < full * LANES):
-        add(LANES)
-    if rest:
-        with when(column == full * LANES):
-            add(rest)
+    for part in range(block_rows() // LANES):
+        if not reduction.matrix.columns % (_BLOCK_GROUPS * GROUP):
+            add(part, LANES)
+            continue
+        with when(column + part * LANES < full * LANES):
+            add(part, LANES)
+        if rest:
+            with when(column + part * LANES == full * LANES):
+                add(part, rest)
+
+
+def _begun(reduction: Reduction, token: Expr, column: Expr, valid: int, is_first: bool) -> Expr:
+    """What eight columns of y have come to so far."""
+    if not is_first:
+        return load(reduction.y, token, column, valid=valid)
+    return splat(0.0) if reduction.bias is None else load(reduction.bias, column, valid=valid)
 
 
 def _accumulate_floats(reduction: Reduction, block: Expr, tokens: Expr) -> None:
@@ -196,7 +203,7 @@ def _add_tile(block: _Block, tokens: list[Expr], group: Expr, counts: tuple[int,
     places = [(t * count + v, token, v) for t, token in enumerate(tokens) for v in range(count)]
     sums = local(len(places), LANES)
     for place, token, v in places:
-        sums[place, at(0)] = _sum_so_far(block, token, column + v * LANES, counts[v])
+        sums[place, at(0)] = _begun(block.reduction, token, column + v * LANES, counts[v], block.is_first)
     with loop(0, block.rows) as i:
         factors = [bind(splat(block.reduction.h[token, block.first_row + i])) for token in tokens]
         # Vector by vector, so that a single register of weights is needed beside the sums and the factors.
@@ -208,10 +215,3 @@ def _add_tile(block: _Block, tokens: list[Expr], group: Expr, counts: tuple[int,
     # All have been read before any is written: the tokens of a tile may be the same.
     for place, token, v in places:
         store(y, token, column + v * LANES, value=sums[place, at(0)], valid=counts[v])
-
-
-def _sum_so_far(block: _Block, token: Expr, column: Expr, valid: int) -> Expr:
-    if not block.is_first:
-        return load(block.reduction.y, token, column, valid=valid)
-    bias = block.reduction.bias
-    return splat(0.0) if bias is None else load(bias, column, valid=valid)

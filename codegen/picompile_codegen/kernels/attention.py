@@ -3,17 +3,19 @@
 What a task does is in `attention_task.py` for single tokens and in `attention_chunk.py` for chunks of a prompt.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from picompile_codegen.kernels.attention_chunk import attend_chunk
-from picompile_codegen.kernels.attention_task import Queries, Span, attend, finish
+from picompile_codegen.kernels.attention_chunk import ChunkQueries, attend_queries, queries_of_task
+from picompile_codegen.kernels.attention_task import attend, finish
+from picompile_codegen.kernels.attention_work import Queries, Span
 from picompile_codegen.kernels.cache import Cache, CachedHead, cache_argument
 from picompile_codegen.kernels.kernel import Kernel, KernelFunction
 from picompile_codegen.kernels.math import exp_of_negative
 from picompile_codegen.kernels.rotary import Angles, angles_argument
 from picompile_codegen.kernels.step_rows import Mode, StepRows, mode_name, step_rows
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, maximum, minimum, parallel, when
-from picompile_codegen.kernels.vector import LANES, at, blocks, load, splat, store
+from picompile_codegen.kernels.vector import LANES, at, blocks, load, splat, store, total
 
 # Enough heads of keys for the cores of a desktop machine. Where there are fewer, tasks share the positions as well.
 _ENOUGH_HEADS = 16
@@ -104,7 +106,7 @@ def attention(
         tensors = Tensors(q, keys, values, y, new_keys, new_values, angles, outputs, extremes)
         tokens = step_rows(function, mode, rows, sequences)
         if mode == "chunk":
-            attend_chunk(shape, tensors, tokens)
+            _attend_chunk(shape, tensors, tokens)
         elif shape.parts > 1:
             _attend_parts(shape, tensors, tokens)
         else:
@@ -126,19 +128,13 @@ def _attend_rows(shape: Shape, tensors: Tensors, tokens: StepRows) -> None:
         _extend(shape, tensors, row, position, keys, values)
         queries = _queries(shape, tensors, row, position, kv_head)
         first = _first_position(shape, position)
-        following = tensors.keys.head(slot, kv_head + 1)
-        attend(Span(keys, values, first, bind(position + 1), following, first), queries)
+        # The thread that is given this task is mostly given the next one, too.
+        attend(Span(keys, values, first, bind(position + 1), kv_head + 1, first), queries)
 
-        def emit(tile: Expr, i: int, _: Expr, total: Expr) -> None:
-            number = bind(tile * queries.tile + i)
-            column = bind((kv_head * shape.group + number) * shape.value_dim)
-            factor = bind(splat(1.0) / splat(total))
-            blocks(
-                shape.value_dim,
-                lambda c, valid: store(
-                    tensors.y, row, column + c, value=load(queries.outputs, number, c) * factor, valid=valid
-                ),
-            )
+        def emit(number: Expr, _: Expr, weights: Expr) -> None:
+            factor = bind(splat(1.0) / splat(weights))
+            head = bind(kv_head * shape.group + number)
+            _give(shape, tensors, row, head, lambda c: load(queries.outputs, number, c) * factor)
 
         finish(queries, emit)
 
@@ -170,16 +166,17 @@ def _attend_part(shape: Shape, tensors: Tensors, tokens: StepRows, row: Expr, kv
         with when(stop == position + 1):
             _extend(shape, tensors, row, position, keys, values)
         queries = _queries(shape, tensors, row, position, kv_head)
-        attend(Span(keys, values, first, stop, keys, stop), queries)
+        attend(Span(keys, values, first, stop, kv_head, stop), queries)
 
-        def emit(tile: Expr, i: int, highest: Expr, total: Expr) -> None:
-            number = bind(tile * queries.tile + i)
+        def emit(number: Expr, highest: Expr, weights: Expr) -> None:
             head = bind(kv_head * shape.group + number)
             assert tensors.outputs is not None and tensors.extremes is not None
             outputs = tensors.outputs
-            blocks(queries.width, lambda c, _: store(outputs, row, head, part, c, value=load(queries.outputs, number, c)))
+            blocks(
+                queries.width, lambda c, _: store(outputs, row, head, part, c, value=load(queries.outputs, number, c))
+            )
             tensors.extremes[row, head, part, 0] = highest
-            tensors.extremes[row, head, part, 1] = total
+            tensors.extremes[row, head, part, 1] = weights
 
         finish(queries, emit)
 
@@ -191,23 +188,57 @@ def _merge_parts(shape: Shape, tensors: Tensors, row: Expr, head: Expr, position
     width = -(-shape.value_dim // LANES) * LANES
     begin = bind(_first_position(shape, position) // shape.part_positions)
     end = bind(position // shape.part_positions + 1)
-    highest, total, mixed = local(1), local(LANES), local(width)
+    highest, sums, mixed = local(1), local(LANES), local(width)
     highest[0] = extremes[row, head, begin, 0]
     with loop(begin + 1, end) as part:
         highest[0] = maximum(highest[0], extremes[row, head, part, 0])
-    total[at(0)] = splat(0.0)
+    sums[at(0)] = splat(0.0)
     blocks(width, lambda c, _: store(mixed, c, value=splat(0.0)))
     with loop(begin, end) as part:
         weight = bind(exp_of_negative(splat(extremes[row, head, part, 0] - highest[0])))
-        total[at(0)] = total[at(0)] + weight * splat(extremes[row, head, part, 1])
-        blocks(
-            width, lambda c, _: store(mixed, c, value=load(mixed, c) + load(outputs, row, head, part, c) * weight)
-        )
-    factor, column = bind(splat(1.0) / total[at(0)]), bind(head * shape.value_dim)
-    blocks(
-        shape.value_dim,
-        lambda c, valid: store(tensors.y, row, column + c, value=load(mixed, c) * factor, valid=valid),
-    )
+        sums[at(0)] = sums[at(0)] + weight * splat(extremes[row, head, part, 1])
+        blocks(width, lambda c, _: store(mixed, c, value=load(mixed, c) + load(outputs, row, head, part, c) * weight))
+    factor = bind(splat(1.0) / sums[at(0)])
+    _give(shape, tensors, row, head, lambda c: load(mixed, c) * factor)
+
+
+def _attend_chunk(shape: Shape, tensors: Tensors, tokens: StepRows) -> None:
+    """A task takes queries of consecutive tokens, of all heads that share a head of keys."""
+    most = queries_of_task(shape.rows, shape.group)
+    tiles = bind((tokens.count * shape.group + (most - 1)) // most)
+    with parallel(shape.kv_heads * tiles) as task:
+        kv_head = bind(task // tiles)
+        begin = bind((task - kv_head * tiles) * most)
+        count = bind(minimum(most, tokens.count * shape.group - begin))
+        queries = ChunkQueries.of(count, most, shape.head_dim, shape.value_dim)
+        with loop(0, count) as i:
+            row, head = _place(shape, kv_head, begin + i)
+            position, start = bind(tokens.position(row)), bind(head * shape.head_dim)
+            queries.firsts[i], queries.lasts[i] = _first_position(shape, position), position
+            _copy(shape.head_dim, tensors.q, row, start, queries.q, i, splat(shape.scale))
+        slot = tokens.slot(0)
+        attend_queries(queries, tensors.keys.head(slot, kv_head), tensors.values.head(slot, kv_head))
+        with loop(0, count) as i:
+            row, head = _place(shape, kv_head, begin + i)
+            factor = bind(splat(1.0) / splat(total(queries.sums[i, at(0)])))
+            _give(shape, tensors, row, head, lambda c: load(queries.outputs, i, c) * factor)
+
+
+def _place(shape: Shape, kv_head: Expr, query: Expr) -> tuple[Expr, Expr]:
+    """Row and head of query `query` of those that a chunk asks of a head of keys."""
+    row = bind(query // shape.group)
+    return row, bind(kv_head * shape.group + query - row * shape.group)
+
+
+def _copy(width: int, x: Tensor, row: Expr, start: Expr, to: Tensor, to_row: Expr, factor: Expr) -> None:
+    """to[to_row] = x[row, start …] · factor."""
+    blocks(width, lambda c, n: store(to, to_row, c, value=load(x, row, start + c, valid=n) * factor, valid=n))
+
+
+def _give(shape: Shape, tensors: Tensors, row: Expr, head: Expr, value: Callable[[Expr], Expr]) -> None:
+    """y of a head at `row`: `value(column)` gives its vectors."""
+    start = bind(head * shape.value_dim)
+    blocks(shape.value_dim, lambda c, n: store(tensors.y, row, start + c, value=value(c), valid=n))
 
 
 def _extend(shape: Shape, tensors: Tensors, row: Expr, position: Expr, keys: CachedHead, values: CachedHead) -> None:
@@ -233,22 +264,17 @@ def _queries(shape: Shape, tensors: Tensors, row: Expr, position: Expr, kv_head:
     """The query heads that share `kv_head`, scaled and, where that is asked for, turned."""
     queries = Queries.of(shape.group, shape.head_dim, shape.value_dim)
     scale = splat(shape.scale)
-    for c in range(shape.head_dim // LANES * LANES, shape.head_dim, LANES):
-        for i in range(queries.tiles * queries.tile):
-            store(queries.q, i, c, value=splat(0.0))
-    for i in range(queries.tiles * queries.tile):
+    with loop(0, queries.padded) as i:
         # Queries past the last fill up a tile, and nobody looks at what becomes of them.
-        head = kv_head * shape.group + min(i, shape.group - 1)
-        start = bind(head * shape.head_dim)
+        for c in range(shape.head_dim // LANES * LANES, shape.head_dim, LANES):
+            store(queries.q, i, c, value=splat(0.0))
+        start = bind((kv_head * shape.group + minimum(i, shape.group - 1)) * shape.head_dim)
 
-        def keep(c: Expr, value: Expr, valid: int, i: int = i) -> None:
+        def keep(c: Expr, value: Expr, valid: int) -> None:
             store(queries.q, i, c, value=value * scale, valid=valid)
 
         if tensors.angles is not None:
             tensors.angles.turn(tensors.q, row, start, shape.head_dim // 2, position, keep)
         else:
-            blocks(
-                shape.head_dim,
-                lambda c, valid, start=start, keep=keep: keep(c, load(tensors.q, row, start + c, valid=valid), valid),
-            )  # type: ignore[misc]
+            blocks(shape.head_dim, lambda c, valid: keep(c, load(tensors.q, row, start + c, valid=valid), valid))
     return queries

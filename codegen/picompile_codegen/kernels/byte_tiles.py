@@ -94,7 +94,8 @@ def multiply_block(
     for part in range(parts):
         _lay_out(matrix, numbers[part * LANES : (part + 1) * LANES], block, part)
     with loop(0, (tokens + (TILE_TOKENS - 1)) // TILE_TOKENS) as tile:
-        multiply_tile(block, matrix.groups, 0, x, tile_tokens(tile, tokens), emit)
+        for token, part, sums in multiply_tile(block, matrix.groups, 0, x, tile_tokens(tile, tokens)):
+            emit(token, part, sums)
 
 
 def tile_tokens(tile: Expr, tokens: Expr) -> list[Expr]:
@@ -146,9 +147,11 @@ def multiply_tile(
     first_group: Expr,
     x: QuantizedRows,
     tokens: list[Expr],
-    emit: Callable[[Expr, int, Expr], None],
-) -> None:
-    """The products of `groups` groups of a block with those of the tokens from `first_group` on."""
+) -> list[tuple[Expr, int, Expr]]:
+    """The products of `groups` groups of a block with those of the tokens from `first_group` on.
+
+    For each token and part the token, the number of the part and the sums of its eight rows, a lane each.
+    """
     places = [(token, part) for token in range(len(tokens)) for part in range(block.parts)]
     sums = local(len(places), LANES)
     for place in range(len(places)):
@@ -169,8 +172,7 @@ def multiply_tile(
         for place, (token, part) in enumerate(places):
             scale = bind(in_group[part] * splat(x.scales[tokens[token], of_x]))
             sums[place, at(0)] = fma(to_floats(products[place]), scale, sums[place, at(0)])
-    for place, (token, part) in enumerate(places):
-        emit(tokens[token], part, sums[place, at(0)])
+    return [(tokens[token], part, bind(sums[place, at(0)])) for place, (token, part) in enumerate(places)]
 
 
 def _four_bytes(x: QuantizedRows, token: Expr, group: Expr, quad: int) -> Expr:

@@ -25,8 +25,7 @@ def dot_unsigned(small: Expr, signed: Expr, start: Expr | None = None) -> Expr:
             return bind(tirx.call_llvm_pure_intrin(SUMS, "llvm.x86.avx512.vpdpbusd.256", start, small, signed))
         case "maddubs":
             pairs = bind(tirx.call_llvm_pure_intrin("int16x16", "llvm.x86.avx2.pmadd.ub.sw", small, signed))
-            ones = tirx.Broadcast(tirx.IntImm("int16", 1), 2 * LANES)
-            sums = tirx.call_llvm_pure_intrin(SUMS, "llvm.x86.avx2.pmadd.wd", pairs, ones)
+            sums = _add_neighbours(pairs)
             return bind(sums if start is None else sums + start)
         case _:
             return _sdot(tirx.reinterpret(f"int8x{BYTES}", small), signed, start)
@@ -55,16 +54,20 @@ def _sdot(a: Expr, b: Expr, start: Expr | None = None) -> Expr:
     return bind(tirx.Shuffle([half(0), half(1)], list(range(LANES))))
 
 
-def nibbles(pairs: Expr) -> Expr:
-    """The halves of 16 bytes, uint8x16: the low four bits of all, then the high ones, as uint8x32."""
-    pairs = bind(pairs)
-    if isa.current().bytes_dot == "sdot":
-        four, mask = (tirx.Broadcast(tirx.IntImm("uint8", value), 16) for value in (4, 15))
-        return bind(tirx.Shuffle([bind(pairs & mask), bind(pairs >> four)], list(range(32))))
-    twice = bind(tirx.reinterpret(f"uint32x{LANES}", bind(tirx.Shuffle([pairs, pairs], list(range(32))))))
-    shifts = tirx.Shuffle([tirx.IntImm("uint32", 4 * (lane >= LANES // 2)) for lane in range(LANES)], list(range(LANES)))
-    mask = tirx.Broadcast(tirx.IntImm("uint32", 0x0F0F0F0F), LANES)
-    return bind(tirx.reinterpret(f"uint8x{BYTES}", bind((twice >> shifts) & mask)))
+def dot_pair(low: Expr, high: Expr, signed: list[Expr]) -> Expr:
+    """Σ of fours of low · signed[0] + high · signed[1], for uint8x32 below 16: int32x8."""
+    if isa.current().bytes_dot != "maddubs":
+        return dot_unsigned(high, signed[1], dot_unsigned(low, signed[0]))
+    pairs = [
+        bind(tirx.call_llvm_pure_intrin("int16x16", "llvm.x86.avx2.pmadd.ub.sw", small, values))
+        for small, values in zip((low, high), signed, strict=True)
+    ]
+    return _add_neighbours(bind(pairs[0] + pairs[1]))
+
+
+def _add_neighbours(pairs: Expr) -> Expr:
+    ones = tirx.Broadcast(tirx.IntImm("int16", 1), 2 * LANES)
+    return bind(tirx.call_llvm_pure_intrin(SUMS, "llvm.x86.avx2.pmadd.wd", pairs, ones))
 
 
 def split_nibbles(words: Expr) -> tuple[Expr, Expr]:

@@ -17,6 +17,8 @@ from picompile_codegen.kernels.vector import LANES, at, blocks, highest, load, s
 from picompile_passes.dialect.formats import GROUP
 
 Q8 = "q8"
+# Bytes of a row that are taken at once.
+BYTES = 16
 _LARGEST_BYTE = 127.0
 _F16_MAX = 65504.0
 _LINE_BYTES = 64
@@ -72,15 +74,32 @@ class CachedHead:
         assert self.cache.scales is not None
         return tirx.Cast("float32", self.cache.scales[self.slot, self.number, position, group])
 
-    def scales_from(self, position: Expr, index: Expr) -> Expr:
-        """Eight scales, float32x8, of the rows from `position` on, `index` scales further; all eight must exist."""
+    def scales_of_eight(self, position: Expr) -> list[Expr]:
+        """The scales of eight rows from `position` on, all of which must exist: for each group a float32x8."""
         assert self.cache.scales is not None
-        return load(self.cache.scales, self.slot, self.number, position, index)
+        groups = self.groups
+        read = [bind(load(self.cache.scales, self.slot, self.number, position, i * LANES)) for i in range(groups)]
+        return [tirx.Shuffle(read, [row * groups + group for row in range(LANES)]) for group in range(groups)]
+
+    def bytes(self, position: Expr, start: Expr, valid: int) -> Expr:
+        """Sixteen bytes of a row in q8 as int16x16, of which the first `valid` are read and the others 0."""
+        data, row = self.cache.data, (self.slot, self.number, position)
+        if valid >= BYTES:
+            return tirx.Cast(f"int16x{BYTES}", data[(*row, at(start, BYTES))])
+        zero = tirx.IntImm("int16", 0)
+        lanes = [tirx.Cast("int16", data[(*row, start + i)]) if i < valid else zero for i in range(BYTES)]
+        return tirx.Shuffle(lanes, list(range(BYTES)))
 
     def value(self, position: Expr, start: Expr, valid: int = LANES) -> Expr:
         """A vector of float32 from a row, which does not cross a multiple of 32."""
         raw = self.raw(position, start, valid)
         return raw if self.cache.scales is None else raw * splat(self.scale(position, start // GROUP))
+
+    def prefetch_scales(self, position: Expr, rows: int) -> None:
+        """Asks for the scales of `rows` rows from `position` on, where there are any."""
+        if self.cache.scales is not None:
+            for start in range(0, rows * self.groups, _LINE_BYTES // 2):
+                prefetch(self.cache.scales, self.slot, self.number, position, start)
 
     def prefetch(self, position: Expr) -> None:
         """Asks for the memory of a row, which need not exist."""

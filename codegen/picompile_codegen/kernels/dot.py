@@ -2,14 +2,16 @@
 
 A matrix is read once, front to back; all else stays in the first-level cache. So these are bound by memory, as long as
 a group of weights costs no more cycles than its bytes take to arrive. In f16 a group takes four conversions and four
-multiply-adds; in q8 and q4, where the vector is bytes too, three and four instructions to the sums, and two to scale them.
+multiply-adds. In q8 and q4, where the vector is bytes too, 32 bytes of weights take some eight instructions.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
-from picompile_codegen.kernels.bytes import dot_signed, dot_unsigned
+from tvm import tirx
+
+from picompile_codegen.kernels.bytes import BYTES, dot_pair, dot_signed, split_nibbles
 from picompile_codegen.kernels.matrix import Matrix, each_group
 from picompile_codegen.kernels.quantized import SCALES_TOGETHER, QuantizedVector, quantize_vector
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop
@@ -72,18 +74,17 @@ def _add(sums: Tensor, chain: int, a: Expr, b: Expr) -> None:
 
 def _add_bytes(sums: Tensor, matrix: Matrix, number: Expr, vector: QuantizedVector, ahead: Sequence[Expr]) -> None:
     """Eight groups at a time, so that eight scales are converted and multiplied at once."""
+    add = _add_pairs if matrix.format == "q4" else _add_groups
 
     def add_eight(first: Expr, count: int) -> None:
         scales = matrix.eight_scales(number, first)
         if vector.offsets is not None:
             _add(sums, 0, scales, vector.offsets[at(first)])
         scales = bind(scales * vector.scales[at(first)])
-        for i in range(count):
-            group = first + i
-            if i % matrix.groups_per_line == 0:
-                for other in ahead:
-                    matrix.fetch(other, group // matrix.groups_per_line)
-            _add(sums, i % _CHAINS, to_floats(_byte_sums(matrix, number, group, vector)), lane(scales, i))
+        for i in range(0, count, matrix.groups_per_line):
+            for other in ahead:
+                matrix.fetch(other, (first + i) // matrix.groups_per_line)
+        add(sums, matrix, number, vector, first, count, scales)
 
     full, rest = divmod(matrix.groups, SCALES_TOGETHER)
     if full:
@@ -96,7 +97,28 @@ def _add_bytes(sums: Tensor, matrix: Matrix, number: Expr, vector: QuantizedVect
             matrix.fetch(other, line)
 
 
-def _byte_sums(matrix: Matrix, number: Expr, group: Expr, vector: QuantizedVector) -> Expr:
-    """Σ raw · bytes of one group, in eight lanes."""
-    raw, values = matrix.raw_bytes(number, group), bind(vector.bytes[at(group * GROUP, GROUP)])
-    return dot_unsigned(raw, values) if matrix.format == "q4" else dot_signed(raw, values)
+def _add_groups(
+    sums: Tensor, matrix: Matrix, number: Expr, vector: QuantizedVector, first: Expr, count: int, scales: Expr
+) -> None:
+    """Adds `count` groups of bytes."""
+    for i in range(count):
+        group = first + i
+        values = bind(vector.bytes[at(group * GROUP, GROUP)])
+        products = dot_signed(bind(matrix.data[number, at(group * GROUP, GROUP)]), values)
+        _add(sums, i % _CHAINS, to_floats(products), lane(scales, i))
+
+
+def _add_pairs(
+    sums: Tensor, matrix: Matrix, number: Expr, vector: QuantizedVector, first: Expr, count: int, scales: Expr
+) -> None:
+    """Adds `count` groups of halves of bytes, two at a time: one of each pair in each half of a vector.
+
+    Where the second does not exist, the row's scales are in its place, and zeros in that of the activations.
+    """
+    for i in range(0, count, 2):
+        start = (first + i) * GROUP
+        raw = bind(matrix.data[number, at((first + i) * matrix.group_elements, BYTES)])
+        low, high = split_nibbles(bind(tirx.reinterpret(f"uint32x{LANES}", raw)))
+        values = [bind(vector.bytes[at(start + half, BYTES)]) for half in (0, BYTES)]
+        both = bind(tirx.Shuffle([scales], [i + lane // (LANES // 2) for lane in range(LANES)]))
+        _add(sums, i // 2 % _CHAINS, to_floats(dot_pair(low, high, values)), both)

@@ -18,9 +18,10 @@ def ffn_chunk(function: KernelFunction, arguments: FfnArguments) -> None:
     hidden = function.scratch("hidden", "float32", shape.rows, shape.neurons)
     has_bytes = arguments.bundle.scale is not None
     quantized = declare_rows(function, "x", shape.rows, shape.dim) if has_bytes else None
-    # Without an instruction that adds up fours of bytes, products in float32 are faster than turning columns into bytes.
-    down_has_bytes = has_bytes and isa.current().bytes_dot != "maddubs"
-    down_bytes = declare_rows(function, "hidden", shape.rows, shape.neurons) if down_has_bytes else None
+    down_bytes = declare_rows(function, "hidden", shape.rows, shape.neurons) if has_bytes else None
+    if isa.current().bytes_dot == "maddubs":
+        # Without an instruction that adds up fours of bytes, float32 is faster than turning columns into bytes.
+        down_bytes = None
     y = function.floats("y", shape.rows, shape.dim)
     tokens = function.tokens(shape.rows)
     is_worth = worth_a_region(arguments.bundle.bytes)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.kernels.bytes import nibbles
 from picompile_codegen.kernels.kernel import KernelFunction
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, prefetch
 from picompile_codegen.kernels.vector import FLOATS, LANES, at, splat, to_floats
@@ -111,12 +110,6 @@ class Matrix:
     def part_of_row(self, number: Expr, first: Expr, groups: int) -> Row:
         """Begins to read `groups` groups of a row, of which the first is a multiple of 8, or of 4 if `groups` is 4."""
         return self._row(number, first, groups, None)
-
-    def raw_bytes(self, number: Expr, group: Expr) -> Expr:
-        """Group `group` of a row of q8 as int8x32, of q4 as uint8x32."""
-        start = group * self.group_elements
-        raw = self.data[number, at(start, self.group_elements)]
-        return nibbles(raw) if self.format == "q4" else bind(raw)
 
     def eight_scales(self, number: Expr, first: Expr) -> Expr:
         """The scales of groups `first` … `first` + 7 of a row, as float32; zeros or what they are where there is none."""

@@ -32,7 +32,11 @@ class QuantizedRows:
 
 @dataclass(frozen=True)
 class QuantizedVector:
-    """`bytes` int8 [groups · 32], `scales` and `offsets` float32, one a group, zero-padded to a multiple of 8."""
+    """`bytes` int8 [groups · 32], `scales` and `offsets` float32, one a group, zero-padded to a multiple of 8.
+
+    For q4, two groups share 64 bytes, since two groups' low halves lie in the same 32 bytes of a row: columns 0 to 15 of
+    the first and of the second, then 16 to 31 of both. After an odd number of groups there is one of zeros.
+    """
 
     bytes: Tensor
     scales: Tensor
@@ -47,15 +51,23 @@ def padded_groups(groups: int) -> int:
 def quantize_vector(x: Tensor, row: Expr, matrix: Matrix) -> QuantizedVector:
     """Quantizes row `row` of x float32 [rows, columns] for products with rows of `matrix`, or of any like it."""
     padded = padded_groups(matrix.groups)
-    numbers, scales = local(matrix.groups * GROUP, dtype="int8"), local(padded)
+    in_pairs = matrix.format == "q4"
+    numbers, scales = local((matrix.groups + in_pairs * matrix.groups % 2) * GROUP, dtype="int8"), local(padded)
     offsets = local(padded) if matrix.offset else None
     for start in range(matrix.groups // LANES * LANES, padded, LANES):
         for tensor in (scales, offsets):
             if tensor is not None:
                 store(tensor, start, value=splat(0.0))
 
+    def put(group: Expr, i: int, value: Expr) -> None:
+        numbers[at(_place_in_pair(group, i) if in_pairs else group * GROUP + i)] = value
+
+    if in_pairs and matrix.groups % 2:
+        for i in range(0, GROUP, LANES):
+            put(matrix.groups, i, tirx.Broadcast(tirx.IntImm("int8", 0), LANES))
+
     def quantize(group: Expr, inputs: list[Expr]) -> None:
-        scale, summed = quantize_group(inputs, lambda i, value: _store_bytes(numbers, (), group * GROUP + i, value))
+        scale, summed = quantize_group(inputs, lambda i, value: put(group, i, value))
         scales[group] = scale
         if offsets is not None:
             offsets[group] = summed * scale * tirx.FloatImm("float32", matrix.offset)
@@ -68,7 +80,10 @@ def quantize_row(x: Tensor, row: Expr, columns: int, out: QuantizedRows, offset:
     """Quantizes row `row` of x float32 [rows, columns] to the same row of `out`, with offset · Σ bytes of each group."""
 
     def quantize(group: Expr, inputs: list[Expr]) -> None:
-        scale, summed = quantize_group(inputs, lambda i, value: _store_bytes(out.bytes, (row,), group * GROUP + i, value))
+        def put(i: int, value: Expr) -> None:
+            out.bytes[row, at(group * GROUP + i)] = value
+
+        scale, summed = quantize_group(inputs, put)
         out.scales[row, group] = scale
         out.offsets[row, group] = tirx.Cast("int32", summed) * offset
 
@@ -98,8 +113,8 @@ def _each_group(x: Tensor, row: Expr, columns: int, body: Callable[[Expr, list[E
     each_group(columns, load_group)
 
 
-def _store_bytes(numbers: Tensor, outer: tuple[Expr, ...], start: Expr, value: Expr) -> None:
-    numbers[(*outer, at(start))] = value
+def _place_in_pair(group: Expr, column: int) -> Expr:
+    return group // 2 * (2 * GROUP) + column // 16 * GROUP + group % 2 * 16 + column % 16
 
 
 def _largest(inputs: list[Expr]) -> Expr:

@@ -53,11 +53,11 @@ static int read_task(int task, PiEnv *env, void *data) {
   return 0;
 }
 
-/* data int64 [n], sums int64 [256]: the sum of each task, of which there is one a thread. Nobody needs the sums, but
+/* data int64 [n], sums int64 [256]: the sum of each task. There are 256 at most. Nobody needs the sums, but
  * without them nothing would be read. */
 PI_EXPORT int __tvm_ffi_pi_read(void *self, const PiArgument *args, int32_t count, void *result) {
   (void)self, (void)count, (void)result;
   const PiTensor *data = args[0].value, *sums = args[1].value;
   PiRead read = {data->data, data->shape[0] / 2, sums->data};
-  return __TVMBackendParallelLaunch(read_task, &read, 0);
+  return __TVMBackendParallelLaunch(read_task, &read, 256);
 }

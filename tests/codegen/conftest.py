@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+import pytest
+from regions import Regions
+
+
+@pytest.fixture(scope="session")
+def regions(tmp_path_factory: pytest.TempPathFactory) -> Regions:
+    """The tools of regions.py."""
+    return Regions(tmp_path_factory.mktemp("regions"))

@@ -1,0 +1,38 @@
+"""Whatever the pieces, the file has them all, and is written in aligned blocks."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from picompile import block_file
+from picompile.block_file import BlockFile
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [64], [63, 1], [1] * 200, [1000], [64, 64, 64], [10, 300, 5, 0, 133]])
+def test_what_is_written_is_what_was_given(sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_file, "BLOCK_BYTES", 64)
+    pieces = [random.randbytes(size) for size in sizes]
+    path, ends = tmp_path / "file", []
+    path.write_bytes(b"what was there before, and longer" * 100)
+    with BlockFile(path) as file:
+        for piece in pieces:
+            file.write(memoryview(piece))
+            ends.append(path.stat().st_size)
+    assert path.read_bytes() == b"".join(pieces)
+    assert all(end % 64 == 0 for end in ends)
+
+
+def test_data_of_other_items_is_written_as_bytes(tmp_path: Path) -> None:
+    with BlockFile(tmp_path / "file") as file:
+        file.write(memoryview(b"12345678").cast("H"))
+    assert (tmp_path / "file").read_bytes() == b"12345678"
+
+
+def test_a_failure_passes_and_closes_the_file(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), BlockFile(tmp_path / "file") as file:
+        file.write(b"some")
+        raise KeyError
+    assert (tmp_path / "file").read_bytes() == b""
+    with pytest.raises(ValueError, match="closed"):
+        file._file.write(b"more")
