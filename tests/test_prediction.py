@@ -120,7 +120,7 @@ def test_the_gate_of_code_for_another_machine(
     target = "cpu-arm64" if is_machine("x86_64") else "cpu-avx2"
     predictors = write_predictors(tiny_model, tmp_path / "predictors", bias=1e4)
     options = CompileOptions(
-        target, context=64, predictor="learned", predictors=predictors, calibration=(held_out,), gate_tokens=100
+        target, "f16", "learned", context=64, predictors=predictors, calibration=(held_out,), gate_tokens=100
     )
     compile_model(tiny_model, tmp_path / "artifact", options)
     report = json.loads((tmp_path / "artifact" / "report.json").read_text())

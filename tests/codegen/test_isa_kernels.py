@@ -77,8 +77,8 @@ TESTED: Mapping[str, tuple[str, ...]] = {
     "x86-64-v3": FEW,
     "x86-64-v4": FEW,
     "x86-64-v4-vnni": (*CASES,),
-    # TVM takes most of a minute for the one that is left out.
-    "aarch64-dotprod": tuple(name for name in CASES if name != "ffn-q8-chunk"),
+    # What is left out takes a second, and differs from ffn-q8-chunk in how its bytes are unpacked.
+    "aarch64-dotprod": tuple(name for name in CASES if name != "linear-q4-chunk"),
 }
 # What qemu runs, and as which processor.
 EMULATED = {"x86-64-v3": "Haswell", "aarch64-dotprod": "max"}

@@ -86,52 +86,43 @@ def accumulate_columns(reduction: Reduction, block: Expr, quantized: QuantizedRo
 def _accumulate_bytes(reduction: Reduction, block: Expr, quantized: QuantizedRows, tokens: Expr) -> None:
     """In slices of a few groups of rows: unpacked, turned into bytes again by columns, multiplied and added to y."""
     weights = local(_BLOCK_ROWS, _BLOCK_GROUPS * GROUP)
-    first_group = bind(block * _BLOCK_GROUPS)
-    parts = block_rows() // LANES
-    columns = _BLOCK_GROUPS * GROUP
-    blocks = [
-        ByteBlock.declare(parts, _SLICE_GROUPS, signed_offset() != 0) for _ in range(columns // (parts * LANES))
-    ]
-
-    def one_slice(start: Expr, groups: int, is_first: bool) -> None:
+    first_group, total = bind(block * _BLOCK_GROUPS), groups_of(reduction.count)
+    parts, together = _BLOCK_GROUPS * GROUP // LANES, block_rows() // LANES
+    target = ByteBlock.declare(parts, _SLICE_GROUPS, signed_offset() != 0)
+    with loop(0, -(-total // _SLICE_GROUPS)) as index:
+        start = bind(index * _SLICE_GROUPS)
+        groups = bind(minimum(_SLICE_GROUPS, total - start))
         with loop(0, groups) as group:
-            first_row = bind((start + group) * GROUP)
-            unpacked = _Block(reduction, weights, first_row, GROUP, first_group, is_first)
-            _unpack(unpacked)
-            for number, target in enumerate(blocks):
-                for part in range(parts):
-                    _requantize(weights, (number * parts + part) * LANES, target, group, part)
+            _unpack(_Block(reduction, weights, bind((start + group) * GROUP), GROUP, first_group, False))
+            with loop(0, parts) as part:
+                _requantize(weights, target, group, part)
         with loop(0, (tokens + (TILE_TOKENS - 1)) // TILE_TOKENS) as tile:
             chosen = byte_tile_tokens(tile, tokens)
-            for number, target in enumerate(blocks):
-                column = bind(first_group * GROUP + number * parts * LANES)
-                sums = multiply_tile(target, groups, start, quantized, chosen)
-                _add_columns(reduction, column, sums, is_first)
-
-    in_slices(groups_of(reduction.count), _SLICE_GROUPS, one_slice)
+            with loop(0, parts // together) as number:
+                column = bind(first_group * GROUP + number * together * LANES)
+                sums = multiply_tile(target, number * together, together, groups, start, quantized, chosen)
+                _add_columns(reduction, column, sums, start)
 
 
-def _requantize(weights: Tensor, column: int, block: ByteBlock, group: Expr, part: int) -> None:
+def _requantize(weights: Tensor, block: ByteBlock, group: Expr, part: Expr) -> None:
     """Eight columns of 32 unpacked rows: bytes of a column share a scale, its largest magnitude over 127."""
-    largest = local(LANES)
+    column = bind(part * LANES)
+    largest, visible = local(LANES), local(LANES)
     largest[at(0)] = splat(0.0)
-    for i in range(GROUP):
+    visible[at(0)] = splat(0.0)
+    with loop(0, GROUP) as i:
         largest[at(0)] = maximum(largest[at(0)], tirx.abs(weights[i, at(column)]))
     top = bind(largest[at(0)])
     inverse = bind(select(top > splat(0.0), splat(127.0) / top, splat(0.0)))
-    visible = local(LANES)
-    visible[at(0)] = splat(0.0)
-    for quad in range(QUADS):
-        words = []
-        for i in range(4):
-            value = bind(weights[4 * quad + i, at(column)] * inverse)
-            visible[at(0)] = visible[at(0)] + value
-            words.append(bind(tirx.Cast(f"int32x{LANES}", tirx.nearbyint(value)) & _every(255)))
-        word = words[0] | (words[1] << _every(8)) | (words[2] << _every(16)) | (words[3] << _every(24))
+    with loop(0, QUADS) as quad:
+        values = [bind(weights[4 * quad + i, at(column)] * inverse) for i in range(4)]
+        visible[at(0)] = visible[at(0)] + ((values[0] + values[1]) + (values[2] + values[3]))
+        words = [bind(tirx.Cast(f"int32x{LANES}", tirx.nearbyint(value)) & _every(255)) for value in values]
+        word = bind(words[0] | (words[1] << _every(8)) | (words[2] << _every(16)) | (words[3] << _every(24)))
         if block.is_unsigned:
-            word = bind(word) ^ _every(-0x7F7F7F80)
-        bytes_ = tirx.reinterpret(f"{block.weights.dtype}x{BYTES}", bind(word))
-        block.weights[(group * QUADS + quad) * block.parts + part, at(0, BYTES)] = bytes_
+            word = bind(word ^ _every(-0x7F7F7F80))
+        quads = tirx.reinterpret(f"{block.weights.dtype}x{BYTES}", word)
+        block.weights[(group * QUADS + quad) * block.parts + part, at(0, BYTES)] = quads
     # What is not a number or infinite must show: times zero it makes the scale NaN.
     block.scales[group * block.parts + part, at(0)] = top / splat(127.0) + visible[at(0)] * splat(0.0)
 
@@ -140,15 +131,15 @@ def _every(value: int) -> Expr:
     return tirx.Broadcast(tirx.IntImm("int32", value), LANES)
 
 
-def _add_columns(reduction: Reduction, column: Expr, sums: list[tuple[Expr, int, Expr]], is_first: bool) -> None:
-    """Adds what eight columns of each token and part have come to, those that exist, to y, or begins them."""
+def _add_columns(reduction: Reduction, column: Expr, sums: list[tuple[Expr, int, Expr]], start: Expr) -> None:
+    """Adds what eight columns of each token and part have come to, those that exist, to y; begins them at `start` 0."""
     full, rest = divmod(reduction.matrix.columns, LANES)
 
     def add(part: int, valid: int) -> None:
         first = column + part * LANES
         of_part = [(token, value) for token, other, value in sums if other == part]
         # All have been read before any is written: the tokens of a tile may be the same.
-        totals = [bind(_begun(reduction, token, first, valid, is_first) + value) for token, value in of_part]
+        totals = [bind(select(start > 0, load(reduction.y, token, first, valid=valid), _begun(reduction, token, first, valid, True)) + value) for token, value in of_part]
         for (token, _), value in zip(of_part, totals, strict=True):
             store(reduction.y, token, first, value=value, valid=valid)
 

@@ -14,8 +14,8 @@ from tvm import tirx
 from picompile_codegen.kernels.bytes import BYTES, SUMS, dot_signed, dot_unsigned, split_nibbles
 from picompile_codegen.kernels.matrix import Matrix, each_group
 from picompile_codegen.kernels.quantized import SCALES_TOGETHER
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, maximum, select
-from picompile_codegen.kernels.vector import LANES, at, fma, lane, load, splat, store, to_floats
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, maximum, select
+from picompile_codegen.kernels.vector import LANES, at, fma, load, splat, store, to_floats
 from picompile_passes.dialect.formats import GROUP
 
 ROWS_TOGETHER = 4
@@ -71,31 +71,37 @@ def _add_floats(rows: FourRows) -> None:
 
 def _add_bytes(rows: FourRows) -> None:
     """Eight groups at a time, so that factors are made for eight groups at once."""
-    for line in rows.matrix.scale_lines:
+    matrix = rows.matrix
+    for line in matrix.scale_lines:
         rows.fetch(line)
-    full, rest = divmod(rows.matrix.groups, SCALES_TOGETHER)
-    if full > 0 and not rest and rows.matrix.columns % GROUP:
-        full, rest = full - 1, SCALES_TOGETHER
-    if full:
-        with loop(0, full) as index:
-            _add_eight(rows, bind(index * SCALES_TOGETHER), SCALES_TOGETHER, GROUP)
-    if rest:
-        last = rows.matrix.columns % GROUP or GROUP
-        _add_eight(rows, full * SCALES_TOGETHER, rest, last)
+    full, rest = divmod(matrix.columns, GROUP)
+    eights, last = divmod(full, SCALES_TOGETHER)
+    if eights:
+        with loop(0, eights) as index:
+            _add_eight(rows, bind(index * SCALES_TOGETHER), SCALES_TOGETHER, 0)
+    if last or rest:
+        _add_eight(rows, eights * SCALES_TOGETHER, last, rest)
 
 
-def _add_eight(rows: FourRows, first: Expr, count: int, last_columns: int) -> None:
-    """Adds `count` groups, of the last of which `last_columns` columns exist."""
+def _add_eight(rows: FourRows, first: Expr, count: int, columns: int) -> None:
+    """Adds `count` groups, at most eight, and `columns` columns of one more."""
+    for i in range(0, count + (columns > 0), rows.matrix.groups_per_line):
+        rows.fetch((first + i) // rows.matrix.groups_per_line)
     words, scales, offsets = _factor_bytes(rows, first)
-    for i in range(count):
-        columns = last_columns if i == count - 1 else GROUP
-        if i % rows.matrix.groups_per_line == 0:
-            rows.fetch((first + i) // rows.matrix.groups_per_line)
-        _add_group(rows, first + i, columns, lane(words, i), lane(scales, i), None if offsets is None else lane(offsets, i))
+
+    def add(i: Expr, width: int) -> None:
+        offset = None if offsets is None else tirx.Broadcast(offsets[i], LANES)
+        _add_group(rows, first + i, width, tirx.Broadcast(words[i], LANES), splat(scales[i]), offset)
+
+    if count:
+        with loop(0, count) as i:
+            add(i, GROUP)
+    if columns:
+        add(count, columns)
 
 
-def _factor_bytes(rows: FourRows, first: Expr) -> tuple[Expr, Expr, Expr | None]:
-    """Of eight groups, a lane each: the factors of the four rows as four bytes, their scale, and Σ offset · factor."""
+def _factor_bytes(rows: FourRows, first: Expr) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of eight groups: the factors of the four rows as four bytes of an int32, their scale, and Σ offset · factor."""
     matrix = rows.matrix
     products = [
         bind(matrix.eight_scales(number, first) * splat(factor))
@@ -110,15 +116,16 @@ def _factor_bytes(rows: FourRows, first: Expr) -> tuple[Expr, Expr, Expr | None]
     word = rounded[0] & _every(255)
     for i, value in enumerate(rounded[1:], start=1):
         word = bind(word | ((value & _every(255)) << _every(8 * i)))
-    offsets = None
-    if matrix.offset:
-        offsets = bind((rounded[0] + rounded[1] + rounded[2] + rounded[3]) * _every(int(matrix.offset)))
-    return bind(word), bind(fma(largest, splat(1.0 / 127.0), visible)), offsets
+    words, scales = local(LANES, dtype="int32"), local(LANES)
+    words[at(0)], scales[at(0)] = word, fma(largest, splat(1.0 / 127.0), visible)
+    if not matrix.offset:
+        return words, scales, None
+    offsets = local(LANES, dtype="int32")
+    offsets[at(0)] = (rounded[0] + rounded[1] + rounded[2] + rounded[3]) * _every(int(matrix.offset))
+    return words, scales, offsets
 
 
-def _add_group(
-    rows: FourRows, group: Expr, columns: int, word: Expr, scale: Expr, offset: Expr | None
-) -> None:
+def _add_group(rows: FourRows, group: Expr, columns: int, word: Expr, scale: Expr, offset: Expr | None) -> None:
     """Adds `columns` columns of one group."""
     factors, scale = bind(tirx.reinterpret(f"int8x{BYTES}", bind(word))), bind(scale)
     offset = None if offset is None else bind(offset)

@@ -217,7 +217,7 @@ def _attend_chunk(shape: Shape, tensors: Tensors, tokens: StepRows) -> None:
             queries.firsts[i], queries.lasts[i] = _first_position(shape, position), position
             _copy(shape.head_dim, tensors.q, row, start, queries.q, i, splat(shape.scale))
         slot = tokens.slot(0)
-        attend_queries(queries, tensors.keys.head(slot, kv_head), tensors.values.head(slot, kv_head))
+        attend_queries(queries, tensors.keys.head(slot, kv_head), tensors.values.head(slot, kv_head), shape.group)
         with loop(0, count) as i:
             row, head = _place(shape, kv_head, begin + i)
             factor = bind(splat(1.0) / splat(total(queries.sums[i, at(0)])))

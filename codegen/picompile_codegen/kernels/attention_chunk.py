@@ -74,20 +74,22 @@ def _padded(width: int) -> int:
     return -(-width // LANES) * LANES
 
 
-def attend_queries(queries: ChunkQueries, keys: CachedHead, values: CachedHead) -> None:
-    """softmax(q · kᵀ) · v for the queries of a task, but for the division by the sums."""
+def attend_queries(queries: ChunkQueries, keys: CachedHead, values: CachedHead, group: int) -> None:
+    """softmax(q · kᵀ) · v for the queries of a task, `group` of a token, but for the division by the sums."""
     head_dim, width = keys.cache.dim, _padded(values.cache.dim)
     key_columns, value_rows = local(head_dim, _KEYS), local(_KEYS, width)
     scores = local(queries.most, _KEYS)
     stop = bind(queries.lasts[queries.count - 1] + 1)
-    tiles = queries.tiles
     with loop(queries.firsts[0] // _KEYS, (stop + (_KEYS - 1)) // _KEYS) as index:
         begin = bind(index * _KEYS)
         count = bind(minimum(_KEYS, stop - begin))
         _read_keys(keys, begin, count, key_columns)
         _read_values(values, begin, count, value_rows)
+        # Queries of tokens before this block see nothing of it.
+        blind = bind(maximum((begin - queries.lasts[0] - 1) * group + 1, 0) // _TILE_QUERIES)
+        tiles = (blind, queries.tiles)
         _multiply(_Product(queries.q, key_columns, scores, None), tiles, head_dim, _KEYS)
-        with loop(0, queries.count) as i:
+        with loop(blind * _TILE_QUERIES, queries.count) as i:
             _soften(queries, scores, i, begin)
         _multiply(_Product(scores, value_rows, queries.outputs, queries.rescale), tiles, count, width)
 
@@ -123,12 +125,12 @@ class _Product:
     factors: Tensor | None
 
 
-def _multiply(product: _Product, tiles: Expr, depth: Expr, width: int) -> None:
-    """Four rows by a few vectors at a time, for `tiles` times four rows."""
+def _multiply(product: _Product, tiles: tuple[Expr, Expr], depth: Expr, width: int) -> None:
+    """Four rows by a few vectors at a time, for the fours of rows from the first of `tiles` up to the second."""
     vectors = 3 if isa.current().registers < 32 else 6
 
     def columns(first: Expr, size: int) -> None:
-        with loop(0, tiles) as tile:
+        with loop(*tiles) as tile:
             rows = [bind(tile * _TILE_QUERIES + i) for i in range(_TILE_QUERIES)]
             places = [
                 (i, c, i * (size // LANES) + c // LANES) for i in range(_TILE_QUERIES) for c in range(0, size, LANES)

@@ -83,19 +83,23 @@ class ByteBlock:
 
 
 def multiply_block(
-    matrix: Matrix, numbers: list[Expr], x: QuantizedRows, tokens: Expr, emit: Callable[[Expr, int, Expr], None]
+    matrix: Matrix,
+    row_of: Callable[[Expr], Expr],
+    x: QuantizedRows,
+    tokens: Expr,
+    emit: Callable[[Expr, int, Expr], None],
 ) -> None:
-    """The products of rows `numbers`, `block_rows()` of them, with all tokens.
+    """The products of rows `row_of(0)`, `row_of(1)`, …, `block_rows()` of them, with all tokens.
 
     `emit(token, i, sums)` is written for each: `sums` are those of rows 8 · i … 8 · i + 7, a lane each.
     """
-    parts = len(numbers) // LANES
+    parts = block_rows() // LANES
     block = ByteBlock.declare(parts, padded_groups(matrix.groups), raw_offset(matrix) != 0)
-    for part in range(parts):
-        _lay_out(matrix, numbers[part * LANES : (part + 1) * LANES], block, part)
+    with loop(0, parts) as part:
+        _lay_out(matrix, [bind(row_of(part * LANES + i)) for i in range(LANES)], block, part)
     with loop(0, (tokens + (TILE_TOKENS - 1)) // TILE_TOKENS) as tile:
-        for token, part, sums in multiply_tile(block, matrix.groups, 0, x, tile_tokens(tile, tokens)):
-            emit(token, part, sums)
+        for token, number, sums in multiply_tile(block, 0, parts, matrix.groups, 0, x, tile_tokens(tile, tokens)):
+            emit(token, number, sums)
 
 
 def tile_tokens(tile: Expr, tokens: Expr) -> list[Expr]:
@@ -103,7 +107,7 @@ def tile_tokens(tile: Expr, tokens: Expr) -> list[Expr]:
     return [bind(minimum(tile * TILE_TOKENS + i, tokens - 1)) for i in range(TILE_TOKENS)]
 
 
-def _lay_out(matrix: Matrix, numbers: list[Expr], block: ByteBlock, part: int) -> None:
+def _lay_out(matrix: Matrix, numbers: list[Expr], block: ByteBlock, part: Expr) -> None:
     """Part `part` of a block: eight rows' bytes, four columns a vector, and their scales, a group a vector."""
     with loop(0, matrix.groups) as group:
         for quad, value in enumerate(_quads(matrix, numbers, group)):
@@ -143,16 +147,18 @@ def _words(rows: list[Expr]) -> list[Expr]:
 
 def multiply_tile(
     block: ByteBlock,
+    first_part: Expr,
+    parts: int,
     groups: Expr,
     first_group: Expr,
     x: QuantizedRows,
     tokens: list[Expr],
 ) -> list[tuple[Expr, int, Expr]]:
-    """The products of `groups` groups of a block with those of the tokens from `first_group` on.
+    """The products of `groups` groups of some parts of a block with those of the tokens from `first_group` on.
 
-    For each token and part the token, the number of the part and the sums of its eight rows, a lane each.
+    For each token and part the token, the number of the part among these and the sums of its eight rows, a lane each.
     """
-    places = [(token, part) for token in range(len(tokens)) for part in range(block.parts)]
+    places = [(token, part) for token in range(len(tokens)) for part in range(parts)]
     sums = local(len(places), LANES)
     for place in range(len(places)):
         sums[place, at(0)] = splat(0.0)
@@ -161,14 +167,14 @@ def multiply_tile(
         starts = [bind(tirx.Broadcast(x.offsets[token, of_x], LANES)) for token in tokens]
         products = [starts[token] for token, _ in places]
         for quad in range(QUADS):
-            first = (group * QUADS + quad) * block.parts
-            rows = [bind(block.weights[first + part, at(0, BYTES)]) for part in range(block.parts)]
+            first = bind((group * QUADS + quad) * block.parts + first_part)
+            rows = [bind(block.weights[first + part, at(0, BYTES)]) for part in range(parts)]
             for token in range(len(tokens)):
                 value = _four_bytes(x, tokens[token], of_x, quad)
-                for part in range(block.parts):
-                    place = token * block.parts + part
+                for part in range(parts):
+                    place = token * parts + part
                     products[place] = _dot(block, rows[part], value, products[place])
-        in_group = [bind(block.scales[group * block.parts + part, at(0)]) for part in range(block.parts)]
+        in_group = [bind(block.scales[group * block.parts + first_part + part, at(0)]) for part in range(parts)]
         for place, (token, part) in enumerate(places):
             scale = bind(in_group[part] * splat(x.scales[tokens[token], of_x]))
             sums[place, at(0)] = fma(to_floats(products[place]), scale, sums[place, at(0)])

@@ -29,14 +29,13 @@ from picompile_codegen.kernels.tensor import (
     loop,
     minimum,
     parallel,
-    select,
     when,
     worth_a_region,
 )
 from picompile_codegen.kernels.vector import LANES, at, blocks, load, splat, store
 
-# Divisible among 1, 2, 3, 4, 6, 8, 12 and 24 threads.
-SLICES = 24
+# Each has a y of its own, which costs time to add up; too few leave threads without work.
+SLICES = 16
 # Columns of y that a task of the last step adds up.
 _SUM_COLUMNS = 128
 # Neurons whose products are computed before their rows of down are added: these rows wait in the cache meanwhile.
@@ -93,14 +92,18 @@ def _compute_slice(
     with loop(start, minimum(start + distance, stop)) as position:
         for row in arguments.bundle_rows(_neuron(listed, position)):
             arguments.bundle.fetch_row(row)
-    with loop(0, (stop - start + (_NEURONS_TOGETHER - 1)) // _NEURONS_TOGETHER) as part:
+    parts = bind((stop - start + (_NEURONS_TOGETHER - 1)) // _NEURONS_TOGETHER)
+    with loop(0, parts) as part:
         first = bind(start + part * _NEURONS_TOGETHER)
         with loop(first, minimum(first + _NEURONS_TOGETHER, stop)) as position:
             neuron, ahead = (_neuron(listed, place) for place in (position, minimum(position + distance, count - 1)))
             _compute(arguments, vector, listed, neuron, ahead, waiting, slices.nonzero, index)
-        _add_waiting(arguments, waiting, slices.y, index, lambda quad: [_neuron(listed, minimum(first + (_NEURONS_TOGETHER + i) + quad * ROWS_TOGETHER, count - 1)) for i in range(ROWS_TOGETHER)])
-    with when(waiting.count[0] > 0):
-        _add_last(arguments, waiting, slices.y, index)
+        with when(part == parts - 1):
+            _fill_up(waiting)
+        following = bind(first + _NEURONS_TOGETHER)
+        _add_waiting(
+            arguments, waiting, slices.y, index, lambda i: _neuron(listed, minimum(following + i, count - 1))
+        )  # fmt: skip
 
 
 def _compute(
@@ -150,34 +153,31 @@ def _output(arguments: FfnArguments, first: Expr, up: Expr | None) -> Expr:
     return bind(tirx.Shuffle([bind(arguments.output(splat(first), None if up is None else splat(up)))], [0]))
 
 
+def _fill_up(waiting: _Waiting) -> None:
+    """Makes the number of those that wait a multiple of four: the first stands in for those missing, times zero."""
+    count = bind(waiting.count[0])
+    for i in range(ROWS_TOGETHER - 1):
+        waiting.numbers[count + i], waiting.outputs[count + i] = waiting.numbers[0], tirx.FloatImm("float32", 0.0)
+    waiting.count[0] = (count + (ROWS_TOGETHER - 1)) // ROWS_TOGETHER * ROWS_TOGETHER
+
+
 def _add_waiting(
-    arguments: FfnArguments, waiting: _Waiting, out: Tensor, index: Expr, following: Callable[[Expr], list[Expr]]
+    arguments: FfnArguments, waiting: _Waiting, out: Tensor, index: Expr, following: Callable[[Expr], Expr]
 ) -> None:
     """Adds the rows of down that wait, four by four; fewer than four are left, and move to the front.
 
-    While quad i is added, the rows of down of the neurons `following(i)` are fetched.
+    Meanwhile the rows of down of the neurons `following(0)`, `following(1)`, … are fetched.
     """
     quads = bind(waiting.count[0] // ROWS_TOGETHER)
     with loop(0, quads) as quad:
         places = [bind(quad * ROWS_TOGETHER + i) for i in range(ROWS_TOGETHER)]
         numbers, outputs = ([bind(t[place]) for place in places] for t in (waiting.numbers, waiting.outputs))
-        ahead = [arguments.down_row(neuron) for neuron in following(quad)]
+        ahead = [bind(arguments.down_row(following(place))) for place in places]
         add_rows(FourRows(arguments.bundle, numbers, outputs, out, index, ahead))
     for i in range(ROWS_TOGETHER - 1):
         for tensor in (waiting.numbers, waiting.outputs):
             tensor[i] = tensor[quads * ROWS_TOGETHER + i]
     waiting.count[0] = waiting.count[0] - quads * ROWS_TOGETHER
-
-
-def _add_last(arguments: FfnArguments, waiting: _Waiting, out: Tensor, index: Expr) -> None:
-    """Adds the last rows of down, fewer than four: the first of them stands in for those missing, times zero."""
-    numbers = [bind(waiting.numbers[0])]
-    outputs = [bind(waiting.outputs[0])]
-    for i in range(1, ROWS_TOGETHER):
-        exists = i < waiting.count[0]
-        numbers.append(bind(select(exists, waiting.numbers[i], numbers[0])))
-        outputs.append(bind(select(exists, waiting.outputs[i], tirx.FloatImm("float32", 0.0))))
-    add_rows(FourRows(arguments.bundle, numbers, outputs, out, index, []))
 
 
 def _sum_slices(arguments: FfnArguments, slices: Tensor, y: Tensor) -> None:

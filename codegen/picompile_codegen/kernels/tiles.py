@@ -67,10 +67,14 @@ def project_rows(
     if quantized is None:
         _project_floats(projection, block, x, tokens, out)
         return
-    size = block_rows()
-    first = bind(block * size)
-    numbers = [bind(projection.row_of(minimum(first + i, projection.count - 1))) for i in range(size)]
-    multiply_block(projection.matrix, numbers, quantized, tokens, lambda t, i, sums: _store(projection, out, t, first + i * LANES, sums))
+    first = bind(block * block_rows())
+    multiply_block(
+        projection.matrix,
+        lambda i: projection.row_of(minimum(first + i, projection.count - 1)),
+        quantized,
+        tokens,
+        lambda token, i, sums: _store(projection, out, token, first + i * LANES, sums),
+    )
 
 
 def _store(projection: Projection, out: Tensor, token: Expr, output: Expr, sums: Expr) -> None:
