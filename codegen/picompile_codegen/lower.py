@@ -7,7 +7,8 @@
    `prefill_last`  the last chunk: everything after the last attention runs for the last token alone
    `score`         a chunk with logits for every token, for perplexity
    `batch`         one token each of several sequences, where the KV cache holds several
-   Only `decode` has masks of neurons made; the others compute every neuron, and leave out what predictors alone need.
+   `decode` and `batch` have masks of neurons made; the others compute every neuron, and leave out what predictors
+   alone need.
 3. The activations of each function get places in one arena.
 """
 
@@ -69,7 +70,7 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
         _whole("score", options.chunk, unmasked, shared, "logits.score"),
     ]
     if options.sequences > 1:
-        functions.append(_whole("batch", options.sequences, unmasked, shared, "logits.batch"))
+        functions.append(_whole("batch", options.sequences, nodes, shared, "logits.batch"))
     program = Program(options.context, options.chunk, dimension(nodes[-1]), len(attentions), options.sequences)
     program.state, program.ffn = shared.state, shared.ffn
     program.logits = {function.name: function.logits for function in functions if function.name != "prefill"}

@@ -1,7 +1,7 @@
 """How each kind of predictor becomes a kernel call: one function a kind, and the table of them.
 
-Masks are for decoding, one token at a time. The functions that read many tokens compute every neuron, since some token
-needs almost every one; `lower` gives them no predictors.
+Masks are for decoding, of one sequence or of several. The functions that read prompts compute every neuron, since some
+token needs almost every one; `lower` gives them no predictors.
 
 A package that offers a predictor kind offers its kernel, too: an entry point of the group `picompile.predictor_kernels`
 has the kind's name and leads to a `Lowering`. That appends calls to the function, the last of which writes the buffer
@@ -37,13 +37,15 @@ def lower_predict(node: Node, function: Function) -> None:
     Raises `UnsupportedGraphError` for a kind without a kernel, `RegistryError` for a package's that does not import.
     """
     kind = arguments(node)["kind"]
+    if function.rows > 1 and kind not in _LOWERINGS:
+        return  # a package's kernel is for one token: several compute every neuron
     if kind not in _WITHOUT_KERNEL:
         _lowering(node, kind)(node, function)
 
 
 def mask_buffer(node: Node, function: Function) -> Arg:
-    """A new buffer uint8 [1, neurons] for the mask that `node` predicts: 1 for a neuron to compute, 0 for others."""
-    function.values[node] = function.buffer(node.name, "uint8", (1, dimension(node)))
+    """A new buffer uint8 [rows, neurons] for the mask that `node` predicts: 1 for a neuron to compute, 0 for others."""
+    function.values[node] = function.buffer(node.name, "uint8", (function.rows, dimension(node)))
     return function.values[node]
 
 
@@ -75,6 +77,7 @@ def _low_rank(relu: bool) -> Lowering:
             rank=first.rows,
             dim=dimension(values["x"]),
             relu=relu,
+            rows=function.rows,
         )
         bindings: Bindings = {
             "x": function.values[values["x"]],
@@ -95,7 +98,9 @@ def _signs(node: Node, function: Function) -> None:
     (matrix,) = values["weights"]
     neurons, dim = (int(size) for size in matrix.meta["val"].shape)
     row_bytes = sign_row_bytes(dim)
-    kernel = function.shared.kernel(kernels.predict_signs, neurons=neurons, dim=dim, row_bytes=row_bytes)
+    kernel = function.shared.kernel(
+        kernels.predict_signs, neurons=neurons, dim=dim, row_bytes=row_bytes, rows=function.rows
+    )
     bindings: Bindings = {
         "x": function.values[values["x"]],
         "signs": function.shared.weights.signs(matrix),

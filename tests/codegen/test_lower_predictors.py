@@ -40,13 +40,12 @@ class Case:
 
     shape: Shape
     predictors: InsertPredictors
-    quant: str = "f16"
     hot: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def graph(self, dense: bool = False) -> GraphModule:
         """The quantized graph; `dense` one without predictors, of the same weights."""
         predictors = InsertPredictors("none") if dense else self.predictors
-        passes = (predictors, Partition(self.hot), Quantize(self.quant))
+        passes = (predictors, Partition(self.hot), Quantize("f16"))
         return Pipeline(passes)(build(self.shape)).graph_module
 
 
@@ -66,13 +65,11 @@ CASES = {
     "plain": Case(
         Shape(hidden=66, heads=3, ffn=131, vocab=50, layers=3, gated=False, activation="relu2"),
         InsertPredictors("sign", kinds={0: "learned-relu", 2: "learned"}, ranks={0: 20, 2: 9}, inputs={2: "stream"}),
-        "q8",
     ),
     # Split: masks that both parts read, row by row by their tables, and predictors that are split themselves.
     "parts": Case(
         Shape(hidden=72, heads=3, ffn=77, vocab=50, layers=4, activation="silu", parallel=True),
         InsertPredictors("learned", kinds={1: "sign", 3: "none"}, ranks={0: 12, 2: 40}, inputs={2: "previous"}),
-        "q4",
         {0: _SOME, 1: _OTHER, 2: _OTHER, 3: _SOME},
     ),
 }

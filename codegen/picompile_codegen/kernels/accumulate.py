@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.kernels.byte_tiles import QUADS, ByteBlock, block_rows, multiply_tile, signed_offset
-from picompile_codegen.kernels.byte_tiles import TILE_TOKENS, tile_tokens as byte_tile_tokens
+from picompile_codegen.kernels.byte_tiles import QUADS, TILE_TOKENS, ByteBlock, block_rows, multiply_tile, signed_offset
+from picompile_codegen.kernels.byte_tiles import tile_tokens as byte_tile_tokens
 from picompile_codegen.kernels.bytes import BYTES
 from picompile_codegen.kernels.matrix import Matrix, groups_of, lane_counts
 from picompile_codegen.kernels.quantized import QuantizedRows
@@ -139,7 +139,17 @@ def _add_columns(reduction: Reduction, column: Expr, sums: list[tuple[Expr, int,
         first = column + part * LANES
         of_part = [(token, value) for token, other, value in sums if other == part]
         # All have been read before any is written: the tokens of a tile may be the same.
-        totals = [bind(select(start > 0, load(reduction.y, token, first, valid=valid), _begun(reduction, token, first, valid, True)) + value) for token, value in of_part]
+        totals = [
+            bind(
+                select(
+                    start > 0,
+                    load(reduction.y, token, first, valid=valid),
+                    _begun(reduction, token, first, valid, True),
+                )
+                + value
+            )
+            for token, value in of_part
+        ]
         for (token, _), value in zip(of_part, totals, strict=True):
             store(reduction.y, token, first, value=value, valid=valid)
 

@@ -51,7 +51,9 @@ def add_rows(rows: FourRows) -> None:
 
 
 def _add_floats(rows: FourRows) -> None:
-    readers = [rows.matrix.row(number, factor=factor) for number, factor in zip(rows.numbers, rows.factors, strict=True)]
+    readers = [
+        rows.matrix.row(number, factor=factor) for number, factor in zip(rows.numbers, rows.factors, strict=True)
+    ]
 
     lines = cycle(range(rows.matrix.groups_per_line))
 

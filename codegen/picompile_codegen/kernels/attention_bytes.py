@@ -26,8 +26,14 @@ from picompile_codegen.kernels.vector import (
     to_floats,
 )
 from picompile_codegen.kernels.words import (
-    LARGEST_WORD, dot_pairs, in_order, interleave, splat_pair, to_words, zeros,
-)  # fmt: skip
+    LARGEST_WORD,
+    dot_pairs,
+    in_order,
+    interleave,
+    splat_pair,
+    to_words,
+    zeros,
+)
 from picompile_passes.dialect.formats import GROUP
 
 

@@ -1,9 +1,9 @@
 """Attention of a chunk of a prompt: products of matrices.
 
-A task takes queries of one head of keys: those of consecutive tokens, and of all the heads that share it. It goes through
-the keys a block at a time, with a running maximum, sum and output for each query (arXiv 1805.02867). A block of keys is
-turned into float32 once for all queries of the task, and so that it lies column by column: the scores of eight keys are
-then one vector, and no lanes need to be added up. Weights times values have the same form.
+A task takes queries of one head of keys: those of consecutive tokens, and of all the heads that share it. It goes
+through the keys a block at a time, with a running maximum, sum and output for each query (arXiv 1805.02867). A block of
+keys is turned into float32 once for all queries of the task, and so that it lies column by column: the scores of eight
+keys are then one vector, and no lanes need to be added up. Weights times values have the same form.
 """
 
 from dataclasses import dataclass
@@ -158,7 +158,7 @@ def _multiply(product: _Product, tiles: tuple[Expr, Expr], depth: Expr, width: i
 
 
 def _soften(queries: ChunkQueries, scores: Tensor, i: Expr, begin: Expr) -> None:
-    """Turns a query's scores into weights relative to the new maximum, and says what all before is to be multiplied by."""
+    """Turns a query's scores into weights relative to the new maximum; `rescale` is for all before."""
     largest = local(LANES)
     largest[at(0)] = splat(LOWEST)
     with loop(0, _KEYS // LANES) as index:

@@ -72,7 +72,7 @@ def _score(work: Work, arithmetic: _Arithmetic) -> None:
 
 
 def _soften(work: Work) -> Expr:
-    """Turns a block's scores into weights relative to the new maxima; returns what all before is to be multiplied by."""
+    """Turns a block's scores into weights relative to the new maxima; what it returns is for all before."""
     queries, tile = work.queries, work.tile
     vectors = bind((work.block.count + (queries.keys_a_vector - 1)) // queries.keys_a_vector)
     highest, sums = local(LANES), local(LANES)

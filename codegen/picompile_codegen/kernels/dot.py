@@ -79,8 +79,8 @@ def _add_bytes(sums: Tensor, matrix: Matrix, number: Expr, vector: QuantizedVect
     def add_eight(first: Expr, count: int) -> None:
         scales = matrix.eight_scales(number, first)
         if vector.offsets is not None:
-            _add(sums, 0, scales, vector.offsets[at(first)])
-        scales = bind(scales * vector.scales[at(first)])
+            _add(sums, 0, scales, vector.offsets[vector.row, at(first)])
+        scales = bind(scales * vector.scales[vector.row, at(first)])
         for i in range(0, count, matrix.groups_per_line):
             for other in ahead:
                 matrix.fetch(other, (first + i) // matrix.groups_per_line)
@@ -103,7 +103,7 @@ def _add_groups(
     """Adds `count` groups of bytes."""
     for i in range(count):
         group = first + i
-        values = bind(vector.bytes[at(group * GROUP, GROUP)])
+        values = bind(vector.bytes[vector.row, at(group * GROUP, GROUP)])
         products = dot_signed(bind(matrix.data[number, at(group * GROUP, GROUP)]), values)
         _add(sums, i % _CHAINS, to_floats(products), lane(scales, i))
 
@@ -119,6 +119,6 @@ def _add_pairs(
         start = (first + i) * GROUP
         raw = bind(matrix.data[number, at((first + i) * matrix.group_elements, BYTES)])
         low, high = split_nibbles(bind(tirx.reinterpret(f"uint32x{LANES}", raw)))
-        values = [bind(vector.bytes[at(start + half, BYTES)]) for half in (0, BYTES)]
+        values = [bind(vector.bytes[vector.row, at(start + half, BYTES)]) for half in (0, BYTES)]
         both = bind(tirx.Shuffle([scales], [i + lane // (LANES // 2) for lane in range(LANES)]))
         _add(sums, i // 2 % _CHAINS, to_floats(dot_pair(low, high, values)), both)

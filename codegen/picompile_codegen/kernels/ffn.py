@@ -1,5 +1,6 @@
 """Feed-forward blocks: which kernel there is for which kind, and the arguments they have in common."""
 
+from picompile_codegen.kernels.ffn_batch import ffn_batch
 from picompile_codegen.kernels.ffn_chunk import ffn_chunk
 from picompile_codegen.kernels.ffn_one import ffn_one
 from picompile_codegen.kernels.ffn_shape import FfnArguments, FfnShape
@@ -23,10 +24,12 @@ def ffn(
     | `exact`, not gated | up | down | down of neurons whose up is above it |
     | `masked` | | gate, up, down or up, down | the neurons of `mask` |
 
-    `masked` is for rows = 1 only. `mask` uint8 holds 0 or 1 for each neuron. With `mask_columns` it has that many
-    columns instead, and neuron r is column `table`[r], int32 [neurons].
+    `mask` uint8 [rows, neurons] holds 0 or 1. With `mask_columns` it has that many columns instead, and neuron r is
+    column `table`[r], int32 [neurons]. With several rows `masked` computes the neurons of each row's mask, or all where
+    the masks name many; the other kinds compute all.
 
-    `stats` int64 [2] counts, for rows = 1, neurons computed and neurons whose h is not zero. It is added to, not set.
+    `stats` int64 [2] counts, for rows = 1 and in `masked`, neurons computed and neurons whose h is not zero, summed over
+    rows. It is added to, not set.
     """
     shape = FfnShape(kind, neurons, dim, rows, gated, activation, up_activation)
     name = ("gated" if gated else "plain", activation, "" if up_activation == "identity" else f"up_{up_activation}")
@@ -35,7 +38,7 @@ def ffn(
     function = KernelFunction("ffn", kind, format, f"{neurons}x{dim}", f"r{rows}", *name, *suffixes)
     with function:
         x = function.floats("x", rows, dim)
-        mask = function.argument("mask", "uint8", 1, mask_columns or neurons) if shape.is_masked else None
+        mask = function.argument("mask", "uint8", rows, mask_columns or neurons) if shape.is_masked else None
         table = None if mask_columns is None else function.argument("table", "int32", neurons)
         decide = matrix_argument(function, "decide_w", format, neurons, dim) if shape.is_exact else None
         bundle = matrix_argument(function, "neuron_w", format, neurons * shape.bundle_parts, dim)
@@ -46,6 +49,8 @@ def ffn(
         arguments = FfnArguments(shape, x, mask, table, decide, bundle, gate, up, down, stats)
         if rows == 1:
             ffn_one(function, arguments)
+        elif shape.is_masked:
+            ffn_batch(function, arguments)
         else:
             ffn_chunk(function, arguments)
     return function.kernel()

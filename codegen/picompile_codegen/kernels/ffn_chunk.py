@@ -1,9 +1,11 @@
 """The feed-forward block of a chunk of tokens: dense, since some token needs almost every neuron."""
 
+from dataclasses import dataclass
+
 from picompile_codegen import isa
 from picompile_codegen.kernels.accumulate import Reduction, accumulate_columns, column_blocks
 from picompile_codegen.kernels.byte_tiles import declare_rows, quantize_rows, raw_offset, signed_offset
-from picompile_codegen.kernels.ffn_shape import FfnArguments
+from picompile_codegen.kernels.ffn_shape import FfnArguments, FfnShape
 from picompile_codegen.kernels.kernel import KernelFunction
 from picompile_codegen.kernels.quantized import QuantizedRows
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, parallel, select, when, worth_a_region
@@ -11,19 +13,40 @@ from picompile_codegen.kernels.tiles import Projection, project_rows, row_block
 from picompile_codegen.kernels.vector import blocks, load, splat, store
 
 
+@dataclass(frozen=True)
+class ChunkMemory:
+    """What a chunk is computed in: products with gate, what goes down, and the bytes of x and of that."""
+
+    gate: Tensor | None
+    hidden: Tensor
+    x_bytes: QuantizedRows | None
+    down_bytes: QuantizedRows | None
+
+    @classmethod
+    def declare(cls, function: KernelFunction, shape: FfnShape, has_bytes: bool) -> "ChunkMemory":
+        """Declares it. Must come before any statement of a kernel."""
+        gate = function.scratch("gate", "float32", shape.rows, shape.neurons) if shape.gated else None
+        hidden = function.scratch("hidden", "float32", shape.rows, shape.neurons)
+        if not has_bytes:
+            return cls(gate, hidden, None, None)
+        x_bytes = declare_rows(function, "x", shape.rows, shape.dim)
+        down_bytes = declare_rows(function, "hidden", shape.rows, shape.neurons)
+        # Without an instruction that adds up fours of bytes, float32 is faster than turning columns into bytes.
+        return cls(gate, hidden, x_bytes, None if isa.current().bytes_dot == "maddubs" else down_bytes)
+
+
 def ffn_chunk(function: KernelFunction, arguments: FfnArguments) -> None:
     """Declares the rest of the arguments and writes the body."""
     shape = arguments.shape
-    gate = function.scratch("gate", "float32", shape.rows, shape.neurons) if shape.gated else None
-    hidden = function.scratch("hidden", "float32", shape.rows, shape.neurons)
-    has_bytes = arguments.bundle.scale is not None
-    quantized = declare_rows(function, "x", shape.rows, shape.dim) if has_bytes else None
-    down_bytes = declare_rows(function, "hidden", shape.rows, shape.neurons) if has_bytes else None
-    if isa.current().bytes_dot == "maddubs":
-        # Without an instruction that adds up fours of bytes, float32 is faster than turning columns into bytes.
-        down_bytes = None
+    memory = ChunkMemory.declare(function, shape, arguments.bundle.scale is not None)
     y = function.floats("y", shape.rows, shape.dim)
-    tokens = function.tokens(shape.rows)
+    compute_chunk(arguments, memory, y, function.tokens(shape.rows))
+
+
+def compute_chunk(arguments: FfnArguments, memory: ChunkMemory, y: Tensor, tokens: Expr) -> None:
+    """y of the first `tokens` tokens, every neuron computed."""
+    shape, gate, hidden = arguments.shape, memory.gate, memory.hidden
+    quantized, down_bytes = memory.x_bytes, memory.down_bytes
     is_worth = worth_a_region(arguments.bundle.bytes)
 
     if quantized is not None:
@@ -58,9 +81,7 @@ def _project(
         project_rows(projection, block, arguments.x, quantized, tokens, hidden)
 
 
-def _activate(
-    arguments: FfnArguments, block: Expr, size: int, t: Expr, gate: Tensor | None, hidden: Tensor
-) -> None:
+def _activate(arguments: FfnArguments, block: Expr, size: int, t: Expr, gate: Tensor | None, hidden: Tensor) -> None:
     """hidden = activation(gate) ∘ up_activation(hidden), or activation(hidden), for a block of neurons of one token."""
     neurons = arguments.shape.neurons
 

@@ -12,14 +12,19 @@ from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, pa
 
 @dataclass(frozen=True)
 class NeuronList:
-    """`neurons` int32 [F], the first `count` of which are numbers of neurons.
+    """Row `row` of `neurons` int32 [tokens, F], the first `count` of which are numbers of neurons.
 
     `products` float32 [F] holds the deciding product of every neuron where the list was made from those.
     """
 
     neurons: Tensor
+    row: Expr
     count: Expr
     products: Tensor | None
+
+    def number(self, position: Expr) -> Expr:
+        """The number of a neuron by its position in the list."""
+        return self.neurons[self.row, position]
 
 
 @dataclass(frozen=True)
@@ -36,20 +41,25 @@ def declare_list(function: KernelFunction, arguments: FfnArguments) -> ListMemor
     if not (shape.is_exact or shape.is_masked):
         return None
     products = function.scratch("products", "float32", shape.neurons) if shape.is_exact else None
-    return ListMemory(function.scratch("fired", "int32", shape.neurons), products)
+    return ListMemory(function.scratch("fired", "int32", shape.rows, shape.neurons), products)
 
 
 def make_list(arguments: FfnArguments, vector: Vector, memory: ListMemory) -> NeuronList:
     """The neurons that the mask names or, in `exact`, whose deciding product is above the threshold."""
     if memory.products is not None:
         _decide(arguments, vector, memory.products)
+    return list_neurons(arguments, memory, 0)
+
+
+def list_neurons(arguments: FfnArguments, memory: ListMemory, token: Expr) -> NeuronList:
+    """The same, once the products are known, for any of several tokens with a mask each."""
     count = local(1, dtype="int32")
     count[0] = 0
     with loop(0, arguments.shape.neurons) as neuron:
         # Written whether it is computed or not, and then kept or overwritten: a branch could not be predicted.
-        memory.neurons[count[0]] = neuron
-        count[0] = count[0] + tirx.Cast("int32", _is_computed(arguments, memory.products, neuron))
-    return NeuronList(memory.neurons, bind(count[0]), memory.products)
+        memory.neurons[token, count[0]] = neuron
+        count[0] = count[0] + tirx.Cast("int32", _is_computed(arguments, memory.products, token, neuron))
+    return NeuronList(memory.neurons, token, bind(count[0]), memory.products)
 
 
 def _decide(arguments: FfnArguments, vector: Vector, products: Tensor) -> None:
@@ -60,8 +70,8 @@ def _decide(arguments: FfnArguments, vector: Vector, products: Tensor) -> None:
         products[neuron] = biased(dot(matrix, row, vector, [row + matrix.rows_ahead]), arguments.first_bias, neuron)
 
 
-def _is_computed(arguments: FfnArguments, products: Tensor | None, neuron: Expr) -> Expr:
+def _is_computed(arguments: FfnArguments, products: Tensor | None, token: Expr, neuron: Expr) -> Expr:
     if products is not None:
         return products[neuron] > tirx.FloatImm("float32", arguments.shape.threshold)
     column = neuron if arguments.table is None else arguments.table[neuron]
-    return arguments.mask[0, column]  # type: ignore[index]
+    return arguments.mask[token, column]  # type: ignore[index]

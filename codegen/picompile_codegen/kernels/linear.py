@@ -4,7 +4,7 @@ from picompile_codegen.kernels.byte_tiles import declare_rows
 from picompile_codegen.kernels.dot import dot, prepare_vector
 from picompile_codegen.kernels.kernel import Kernel, KernelFunction
 from picompile_codegen.kernels.matrix import Matrix, matrix_argument
-from picompile_codegen.kernels.tensor import Expr, Tensor, parallel, worth_a_region
+from picompile_codegen.kernels.tensor import Tensor, parallel, worth_a_region
 from picompile_codegen.kernels.tiles import Projection, project
 
 

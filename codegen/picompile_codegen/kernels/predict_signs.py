@@ -17,40 +17,41 @@ _WORDS = f"int32x{LANES}"
 _COUNTS = f"int64x{LANES // 2}"
 
 
-def predict_signs(*, neurons: int, dim: int, row_bytes: int) -> Kernel:
-    """mask[j] = 1 where x and row j of the matrix differ in sign in `most` columns or fewer, else 0.
+def predict_signs(*, neurons: int, dim: int, row_bytes: int, rows: int = 1) -> Kernel:
+    """mask[t, j] = 1 where x[t] and row j of the matrix differ in sign in `most` columns or fewer, else 0.
 
-    x float32 [1, dim], signs int32 [neurons, row_bytes / 4], most float32 [1] → mask uint8 [1, neurons].
+    x float32 [rows, dim], signs int32 [neurons, row_bytes / 4], most float32 [1] → mask uint8 [rows, neurons].
     """
     words = row_bytes // 4
-    function = KernelFunction("predict", "signs", f"{neurons}x{dim}")
+    function = KernelFunction("predict", "signs", f"{neurons}x{dim}", f"r{rows}" if rows > 1 else "")
     with function:
-        x = function.floats("x", 1, dim)
+        x = function.floats("x", rows, dim)
         signs, most = function.argument("signs", "int32", neurons, words), function.floats("most", 1)
         packed = function.scratch("packed", "int32", words)
-        mask = function.argument("mask", "uint8", 1, neurons)
-        _pack(x, dim, packed)
-        with parallel(neurons, when_worth=worth_a_region(neurons * row_bytes)) as neuron:
-            mask[0, neuron] = tirx.Cast("uint8", _differing(signs, neuron, packed, dim) <= most[0])
+        mask = function.argument("mask", "uint8", rows, neurons)
+        with loop(0, function.tokens(rows)) as token:
+            _pack(x, token, dim, packed)
+            with parallel(neurons, when_worth=worth_a_region(neurons * row_bytes)) as neuron:
+                mask[token, neuron] = tirx.Cast("uint8", _differing(signs, neuron, packed, dim) <= most[0])
     return function.kernel()
 
 
-def _pack(x: Tensor, dim: int, packed: Tensor) -> None:
+def _pack(x: Tensor, token: Expr, dim: int, packed: Tensor) -> None:
     """The signs of x."""
     full, rest = divmod(dim, BLOCK_COLUMNS)
     if full:
         with loop(0, full) as block:
-            _pack_block(x, bind(block * BLOCK_COLUMNS), BLOCK_COLUMNS, packed, block * LANES)
+            _pack_block(x, token, bind(block * BLOCK_COLUMNS), BLOCK_COLUMNS, packed, block * LANES)
     if rest:
-        _pack_block(x, full * BLOCK_COLUMNS, rest, packed, full * LANES)
+        _pack_block(x, token, full * BLOCK_COLUMNS, rest, packed, full * LANES)
 
 
-def _pack_block(x: Tensor, first: Expr, columns: int, packed: Tensor, word: Expr) -> None:
+def _pack_block(x: Tensor, token: Expr, first: Expr, columns: int, packed: Tensor, word: Expr) -> None:
     bits = local(LANES, dtype="int32")
     bits[at(0)] = _every(0)
 
     def add(c: Expr, valid: int) -> None:
-        below_zero = tirx.Cast(_WORDS, load(x, 0, first + c, valid=valid) < splat(0.0))
+        below_zero = tirx.Cast(_WORDS, load(x, token, first + c, valid=valid) < splat(0.0))
         bit = tirx.IntImm("int32", c // LANES) if isinstance(c, int) else c // LANES
         bits[at(0)] = bits[at(0)] | (below_zero << tirx.Broadcast(bit, LANES))
 

@@ -32,7 +32,8 @@ class QuantizedRows:
 
 @dataclass(frozen=True)
 class QuantizedVector:
-    """`bytes` int8 [groups · 32], `scales` and `offsets` float32, one a group, zero-padded to a multiple of 8.
+    """Row `row` of `bytes` int8 [rows, groups · 32], `scales` and `offsets` float32 [rows, groups]: one a group, and zeros up
+    to a multiple of 8.
 
     For q4, two groups share 64 bytes, since two groups' low halves lie in the same 32 bytes of a row: columns 0 to 15 of
     the first and of the second, then 16 to 31 of both. After an odd number of groups there is one of zeros.
@@ -41,6 +42,7 @@ class QuantizedVector:
     bytes: Tensor
     scales: Tensor
     offsets: Tensor | None
+    row: Expr
 
 
 def padded_groups(groups: int) -> int:
@@ -48,32 +50,44 @@ def padded_groups(groups: int) -> int:
     return -(-groups // SCALES_TOGETHER) * SCALES_TOGETHER
 
 
+def vector_sizes(matrix: Matrix) -> tuple[int, int]:
+    """Bytes and scales of a vector that meets rows of `matrix`."""
+    in_pairs = matrix.format == "q4"
+    return (matrix.groups + in_pairs * matrix.groups % 2) * GROUP, padded_groups(matrix.groups)
+
+
 def quantize_vector(x: Tensor, row: Expr, matrix: Matrix) -> QuantizedVector:
     """Quantizes row `row` of x float32 [rows, columns] for products with rows of `matrix`, or of any like it."""
-    padded = padded_groups(matrix.groups)
-    in_pairs = matrix.format == "q4"
-    numbers, scales = local((matrix.groups + in_pairs * matrix.groups % 2) * GROUP, dtype="int8"), local(padded)
-    offsets = local(padded) if matrix.offset else None
+    count, padded = vector_sizes(matrix)
+    offsets = local(1, padded) if matrix.offset else None
+    vector = QuantizedVector(local(1, count, dtype="int8"), local(1, padded), offsets, 0)
+    quantize_to(x, row, matrix, vector)
+    return vector
+
+
+def quantize_to(x: Tensor, row: Expr, matrix: Matrix, vector: QuantizedVector) -> None:
+    """The same, into memory of `vector_sizes`."""
+    in_pairs, padded = matrix.format == "q4", padded_groups(matrix.groups)
     for start in range(matrix.groups // LANES * LANES, padded, LANES):
-        for tensor in (scales, offsets):
+        for tensor in (vector.scales, vector.offsets):
             if tensor is not None:
-                store(tensor, start, value=splat(0.0))
+                store(tensor, vector.row, start, value=splat(0.0))
 
     def put(group: Expr, i: int, value: Expr) -> None:
-        numbers[at(_place_in_pair(group, i) if in_pairs else group * GROUP + i)] = value
-
-    if in_pairs and matrix.groups % 2:
-        for i in range(0, GROUP, LANES):
-            put(matrix.groups, i, tirx.Broadcast(tirx.IntImm("int8", 0), LANES))
+        vector.bytes[vector.row, at(_place_in_pair(group, i) if in_pairs else group * GROUP + i)] = value
 
     def quantize(group: Expr, inputs: list[Expr]) -> None:
         scale, summed = quantize_group(inputs, lambda i, value: put(group, i, value))
-        scales[group] = scale
-        if offsets is not None:
-            offsets[group] = summed * scale * tirx.FloatImm("float32", matrix.offset)
+        vector.scales[vector.row, group] = scale
+        if vector.offsets is not None:
+            vector.offsets[vector.row, group] = summed * scale * tirx.FloatImm("float32", matrix.offset)
 
     _each_group(x, row, matrix.columns, quantize)
-    return QuantizedVector(numbers, scales, offsets)
+    # Last: LLVM 22 makes invalid code where a local array is filled by stores of which the first ones are constant.
+    if in_pairs and matrix.groups % 2:
+        for half in (0, 16):
+            start = _place_in_pair(matrix.groups, half)
+            vector.bytes[vector.row, at(start, 16)] = tirx.Broadcast(tirx.IntImm("int8", 0), 16)
 
 
 def quantize_row(x: Tensor, row: Expr, columns: int, out: QuantizedRows, offset: int) -> None:

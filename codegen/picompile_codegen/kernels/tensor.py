@@ -29,6 +29,11 @@ class Tensor:
         """The type of the elements, by TVM's name."""
         return str(self._buffer.dtype)
 
+    @property
+    def rows(self) -> int:
+        """The first dimension."""
+        return int(self._buffer.shape[0])
+
     def __getitem__(self, index: Expr | tuple[Expr, ...]) -> Expr:
         return tirx.BufferLoad(self._buffer, list(index) if isinstance(index, tuple) else [index])
 

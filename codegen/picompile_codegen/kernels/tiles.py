@@ -56,7 +56,9 @@ def project(projection: Projection, x: Tensor, quantized: QuantizedRows | None, 
     if quantized is not None:
         quantize_rows(x, tokens, matrix.columns, raw_offset(matrix), quantized)
     block = row_block(matrix)
-    with parallel(-(-projection.count // block), when_worth=worth_a_region(projection.count * matrix.row_bytes)) as index:
+    with parallel(
+        -(-projection.count // block), when_worth=worth_a_region(projection.count * matrix.row_bytes)
+    ) as index:
         project_rows(projection, index, x, quantized, tokens, out)
 
 
