@@ -19,6 +19,7 @@ SHAPES = ((1, 1, 1), (77, 5, 72), (200, 40, 100), (1100, 96, 1100))
 CASES = [
     (*case, relu) for case in product(FORMATS, SHAPES) for relu in ((False, True) if case[1][0] == 77 else (False,))
 ]
+BATCH = 7
 # Less than a vector of bits, just one, one column more, and several blocks with a part of one.
 SIGN_SHAPES = ((1, 1), (7, 13), (50, 256), (51, 257), (1500, 1100))
 
@@ -28,20 +29,21 @@ def second_format(format_name: str) -> str:
     return "q4" if format_name == "q8" else format_name
 
 
-def low_rank(format_name: str, shape: tuple[int, int, int], relu: bool) -> Kernel:
+def low_rank(format_name: str, shape: tuple[int, int, int], relu: bool, rows: int = 1) -> Kernel:
     neurons, rank, dim = shape
     return kernels.predict_low_rank(
-        formats=(format_name, second_format(format_name)), neurons=neurons, rank=rank, dim=dim, relu=relu
+        formats=(format_name, second_format(format_name)), neurons=neurons, rank=rank, dim=dim, relu=relu, rows=rows
     )
 
 
-def signs(shape: tuple[int, int]) -> Kernel:
-    return kernels.predict_signs(neurons=shape[0], dim=shape[1], row_bytes=sign_row_bytes(shape[1]))
+def signs(shape: tuple[int, int], rows: int = 1) -> Kernel:
+    return kernels.predict_signs(neurons=shape[0], dim=shape[1], row_bytes=sign_row_bytes(shape[1]), rows=rows)
 
 
 @pytest.fixture(scope="module")
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     built = [low_rank(*case) for case in CASES]
+    built += [low_rank(form, SHAPES[2], False, BATCH) for form in FORMATS] + [signs(SIGN_SHAPES[3], BATCH)]
     return Workbench(tmp_path_factory.mktemp("predict") / "host.so", [*built, *map(signs, SIGN_SHAPES)])
 
 
@@ -81,6 +83,34 @@ def test_low_rank(workbench: Workbench, format_name: str, shape: tuple[int, int,
     result = workbench.run(low_rank(format_name, shape, relu), example.with_bias(bias, threshold))
     assert result["mask"].tolist() == [(logits > threshold).astype(int).tolist()]
     assert shape[0] == 1 or 0 < result["mask"].sum() < shape[0]
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_low_rank_for_several_tokens(workbench: Workbench, format_name: str) -> None:
+    """As for each of them alone."""
+    example, rng = Learned(format_name, SHAPES[2], False), np.random.default_rng(1)
+    bias = uniform(rng, SHAPES[2][0]) * np.abs(example.logits).max()
+    inputs = example.with_bias(bias, 0.1)
+    x = uniform(rng, 5, SHAPES[2][2])
+    kernel = low_rank(format_name, SHAPES[2], False, BATCH)
+    alone = low_rank(format_name, SHAPES[2], False)
+    masks = workbench.run(kernel, inputs | {"x": x}, tokens=5)["mask"]
+    expected = [workbench.run(alone, inputs | {"x": row[None]})["mask"][0] for row in x]
+    assert (masks[5:] == 255).all()
+    # Sums come in another order, so that one next to the threshold may move across.
+    assert np.count_nonzero(masks[:5] != np.stack(expected)) <= 2
+    assert 0 < masks[:5].mean() < 1
+
+
+def test_signs_for_several_tokens(workbench: Workbench) -> None:
+    shape, rng = SIGN_SHAPES[3], np.random.default_rng(2)
+    stored = quantize_rows(torch.from_numpy(uniform(rng, *shape)), "f16")
+    x = uniform(rng, 5, shape[1])
+    inputs = {"signs": pack_signs(stored, "f16", shape[1]).numpy().view(np.int32), "most": np.array([128], np.float32)}
+    masks = workbench.run(signs(shape, BATCH), inputs | {"x": x}, tokens=5)["mask"]
+    expected = [workbench.run(signs(shape), inputs | {"x": row[None]})["mask"][0] for row in x]
+    assert np.array_equal(masks[:5], np.stack(expected))
+    assert (masks[5:] == 255).all()
 
 
 @pytest.mark.parametrize("value", [-1000.0, 1000.0])

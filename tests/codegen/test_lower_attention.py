@@ -68,7 +68,7 @@ def test_state(kv_dtype: str) -> None:
 
 def test_q8_cache(tmp_path: Path) -> None:
     """Token by token, in chunks, and in eager PyTorch without a cache."""
-    graph_module = quantized(replace(LLAMA, hidden=240, kv_heads=1))
+    graph_module = quantized(replace(LLAMA, hidden=240, kv_heads=1, layers=1))
     weights = random_weights(graph_module)
     lowered = lower(graph_module, replace(OPTIONS, kv_dtype="q8"))
     runner = Runner(tmp_path / "host.so", lowered, graph_module, weights)
