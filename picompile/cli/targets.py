@@ -8,7 +8,6 @@ from picompile.cli.checks import format_bytes
 from picompile.cli.options import DebugOption, JsonOption
 from picompile.targets import TARGETS, Target
 
-
 _WIDTH = 120
 
 

@@ -83,8 +83,10 @@ def _decode(
     is_counted = lengths.batch == 1 or any(row.computed_share for row in counted)
     firing = counted if is_counted else [replace(row, computed_share=1.0) for row in counted]
     computed_share, firing_share = mean_shares(firing)
+    # What several sequences read of a block is at most what each of them reads, and no more than all of it.
+    read = [replace(row, computed_share=min(1.0, row.computed_share * lengths.batch)) for row in firing]
     cached = lengths.decode_depth + (lengths.decode + 1) / 2
-    of_calls = np.array(step_bytes(engine.artifact, lengths.function, firing, cached, lengths.batch)) / lengths.batch
+    of_calls = np.array(step_bytes(engine.artifact, lengths.function, read, cached, lengths.batch)) / lengths.batch
     token_bytes, tokens = float(of_calls.sum()), lengths.batch * lengths.decode
     pairs = zip(rounds, bandwidths, strict=True)
     kinds = np.array([kind(call) for call in engine.artifact.program.functions[lengths.function]])

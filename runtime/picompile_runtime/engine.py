@@ -144,7 +144,7 @@ class Engine:
             if len(ids) == 1:
                 return self._decode(int(ids[0]), slots[0], copy)[np.newaxis]
             self._executor.run_batch(ids, positions, slots)
-            self._counted[BATCH] += 1
+            self._counted[BATCH] += len(tokens)
             for slot in slots:
                 self._positions[slot] += 1
             return self._executor.logits(BATCH, len(ids), copy)
@@ -168,7 +168,7 @@ class Engine:
 
     def firing(self, function: str = "decode") -> list[Firing]:
         """How sparsely each feed-forward part fired, over the steps of `decode`, or of `batch`, since loading or
-        `reset_firing`. In a batch a neuron counts as computed that is computed for any sequence.
+        `reset_firing`: the mean of the steps, and of the sequences of a batch.
         """
         with self._lock:
             self._open()

@@ -48,7 +48,8 @@ class Executor:
     ) -> dict[str, CallList]:
         places = {("buffer", name): (arena, tensor.offset) for name, tensor in self._program.buffers.items()}
         places |= {("state", name): (memory, 0) for name, memory in state.items()}
-        places |= {("weight", name): (weights.memory, weights.start + tensor.offset) for name, tensor in artifact.tensors.items()}
+        for name, tensor in artifact.tensors.items():
+            places["weight", name] = (weights.memory, weights.start + tensor.offset)
 
         def array(argument: Argument) -> NDArray[Any]:
             place, offset = places[argument.kind, argument.name]

@@ -2,7 +2,7 @@
 
 Four rows are added at a time, so that the vector is loaded and stored once for four. In f16 the weights are converted
 and multiplied in float32. In q8 and q4 the four factors are bytes, as activations are in `quantized.py`: for each group
-of 32 columns, a row's factor times its scale is rounded to a multiple of the largest such product of the four, over 127.
+of 32 columns, a row's factor times its scale is rounded to a multiple of the largest such product of the four over 127.
 The products with the rows' bytes, four for each column, are then added up by one instruction.
 """
 

@@ -61,8 +61,8 @@ def quantize_rows(x: Tensor, tokens: Expr, columns: int, offset: int, out: Quant
 class ByteBlock:
     """Rows laid out for products: `weights` [groups · 8 · parts, 32] bytes and `scales` float32 [groups · parts, 8].
 
-    A part is eight rows. Vector (group · 8 + i) · parts + p of `weights` has columns 4 · i … of a group of part p. Bytes
-    are uint8 where an offset makes up for that (`QuantizedRows.offsets`), else int8.
+    A part is eight rows. Vector (group · 8 + i) · parts + p of `weights` has columns 4 · i … of a group of part p.
+    Bytes are uint8 where an offset makes up for that (`QuantizedRows.offsets`), else int8.
     """
 
     weights: Tensor

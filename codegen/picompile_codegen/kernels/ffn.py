@@ -28,8 +28,8 @@ def ffn(
     column `table`[r], int32 [neurons]. With several rows `masked` computes the neurons of each row's mask, or all where
     the masks name many; the other kinds compute all.
 
-    `stats` int64 [2] counts, for rows = 1 and in `masked`, neurons computed and neurons whose h is not zero, summed over
-    rows. It is added to, not set.
+    `stats` int64 [2] counts, for rows = 1 and in `masked`, neurons computed and neurons whose h is not zero, of all
+    rows together. It is added to, not set.
     """
     shape = FfnShape(kind, neurons, dim, rows, gated, activation, up_activation)
     name = ("gated" if gated else "plain", activation, "" if up_activation == "identity" else f"up_{up_activation}")

@@ -19,7 +19,7 @@ from picompile_codegen.kernels.vector import LANES, at, blocks, load, splat, sto
 
 # Tasks of a token: a few tokens are to keep more threads than there are tokens busy.
 _SLICES = 4
-# The share of neurons, in percent, beyond which all are computed (`benchmarks/crossing.py`).
+# The share of neurons, in percent, beyond which all are computed. Measured at 5632 x 2048, see docs/benchmarks.md.
 _DENSE_PERCENT = 40
 
 

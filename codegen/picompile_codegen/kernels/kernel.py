@@ -1,8 +1,9 @@
 """What a kernel is, and how one is written.
 
 A kernel is a TIR function of nothing but tensors, all of static shape. What changes from step to step comes in `step`
-(int32 [8]: tokens in this step, position of the first, slot of their sequence). So the arguments of a call never change, and equal kernels are
-shared by all the layers that need them: a kernel's name encodes every parameter that it was built with.
+(int32 [8]: tokens in this step, position of the first, slot of their sequence). So the arguments of a call never
+change, and equal kernels are shared by all the layers that need them: a kernel's name encodes every parameter that it was built
+with.
 
     function = KernelFunction("negate", dim)
     with function:

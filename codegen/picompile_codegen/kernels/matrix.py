@@ -112,7 +112,7 @@ class Matrix:
         return self._row(number, first, groups, None)
 
     def eight_scales(self, number: Expr, first: Expr) -> Expr:
-        """The scales of groups `first` … `first` + 7 of a row, as float32; zeros or what they are where there is none."""
+        """The scales of groups `first` … `first` + 7 of a row, as float32; zeros where there are no such groups."""
         start = first + FORMATS[self.format].scale_offset_bytes(self.columns) // 2
         return bind(to_floats(self.scale[number, at(start)]))  # type: ignore[index]
 

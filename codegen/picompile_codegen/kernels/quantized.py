@@ -32,11 +32,11 @@ class QuantizedRows:
 
 @dataclass(frozen=True)
 class QuantizedVector:
-    """Row `row` of `bytes` int8 [rows, groups · 32], `scales` and `offsets` float32 [rows, groups]: one a group, and zeros up
+    """Row `row` of `bytes` int8 [rows, groups · 32], `scales` and `offsets` float32 [rows, groups]: one a group, zeros up
     to a multiple of 8.
 
-    For q4, two groups share 64 bytes, since two groups' low halves lie in the same 32 bytes of a row: columns 0 to 15 of
-    the first and of the second, then 16 to 31 of both. After an odd number of groups there is one of zeros.
+    For q4, two groups share 64 bytes, since two groups' low halves lie in the same 32 bytes of a row: columns 0 to 15
+    of the first and of the second, then 16 to 31 of both. After an odd number of groups there is one of zeros.
     """
 
     bytes: Tensor
@@ -91,7 +91,7 @@ def quantize_to(x: Tensor, row: Expr, matrix: Matrix, vector: QuantizedVector) -
 
 
 def quantize_row(x: Tensor, row: Expr, columns: int, out: QuantizedRows, offset: int) -> None:
-    """Quantizes row `row` of x float32 [rows, columns] to the same row of `out`, with offset · Σ bytes of each group."""
+    """Quantizes row `row` of x float32 [rows, columns] to the same row of `out`, with offset · Σ bytes by group."""
 
     def quantize(group: Expr, inputs: list[Expr]) -> None:
         def put(i: int, value: Expr) -> None:
