@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.kernels.cache import CachedHead
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, select
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, select, when
 from picompile_codegen.kernels.vector import LANES, at, blocks, splat, store
 
 # A block of keys is about this long, so that a block of values, on its way meanwhile, is in a near cache as well.
 _BLOCK_BYTES = 8 * 1024
 _MOST_KEYS = 128
+# Blocks of a head that are asked for into the second-level cache. With later ones the processor keeps up by itself, and
+# only the way into the first level is left: one core of a Zen 4 reads heads of 4096 positions at 28 instead of 22 GB/s.
+_BLOCKS_FROM_AFAR = 4
 # Stands for minus infinity, of which differences would not be numbers.
 LOWEST = -1e30
 
@@ -102,14 +105,19 @@ class Block:
 
     def prefetch_values(self, indices: list[Expr]) -> None:
         """Asks for values of this block."""
-        for index in indices:
-            self.span.values.prefetch(self.begin + index)
+        self._prefetch(self.span.values, self.begin, indices)
 
     def prefetch_following(self, indices: list[Expr]) -> None:
         """Asks for keys of what follows: the next block, or the next span."""
         head, position = self._following()
-        for index in indices:
-            CachedHead(self.span.keys.cache, self.span.keys.slot, head).prefetch(position + index)
+        self._prefetch(CachedHead(self.span.keys.cache, self.span.keys.slot, head), position, indices)
+
+    def _prefetch(self, head: CachedHead, begin: Expr, indices: list[Expr]) -> None:
+        from_afar = begin < self.span.first + _BLOCKS_FROM_AFAR * self.span.block
+        for condition, into_first_level in ((from_afar, False), (tirx.Not(from_afar), True)):
+            with when(condition):
+                for index in indices:
+                    head.prefetch(begin + index, into_first_level)
 
     def prefetch_following_scales(self) -> None:
         """Asks for the scales of what follows."""

@@ -91,12 +91,16 @@ def multiply_block(
 ) -> None:
     """The products of rows `row_of(0)`, `row_of(1)`, …, `block_rows()` of them, with all tokens.
 
+    As many rows behind them, those of the next block, are fetched meanwhile.
+
     `emit(token, i, sums)` is written for each: `sums` are those of rows 8 · i … 8 · i + 7, a lane each.
     """
     parts = block_rows() // LANES
     block = ByteBlock.declare(parts, padded_groups(matrix.groups), raw_offset(matrix) != 0)
     with loop(0, parts) as part:
         _lay_out(matrix, [bind(row_of(part * LANES + i)) for i in range(LANES)], block, part)
+    with loop(block_rows(), 2 * block_rows()) as i:
+        matrix.fetch_row(bind(row_of(i)))
     with loop(0, (tokens + (TILE_TOKENS - 1)) // TILE_TOKENS) as tile:
         for token, number, sums in multiply_tile(block, 0, parts, matrix.groups, 0, x, tile_tokens(tile, tokens)):
             emit(token, number, sums)

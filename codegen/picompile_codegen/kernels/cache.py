@@ -101,10 +101,11 @@ class CachedHead:
             for start in range(0, rows * self.groups, _LINE_BYTES // 2):
                 prefetch(self.cache.scales, self.slot, self.number, position, start)
 
-    def prefetch(self, position: Expr) -> None:
+    def prefetch(self, position: Expr, into_first_level: bool) -> None:
         """Asks for the memory of a row, which need not exist."""
         for start in range(0, self.cache.dim, _LINE_BYTES // _ELEMENT_BYTES[self.cache.data.dtype]):
-            prefetch(self.cache.data, self.slot, self.number, position, start)
+            place = (self.slot, self.number, position, start)
+            prefetch(self.cache.data, *place, into_first_level=into_first_level)
 
     def write(self, position: Expr, source: Source) -> None:
         """Writes a row."""

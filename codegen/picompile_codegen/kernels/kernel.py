@@ -2,8 +2,8 @@
 
 A kernel is a TIR function of nothing but tensors, all of static shape. What changes from step to step comes in `step`
 (int32 [8]: tokens in this step, position of the first, slot of their sequence). So the arguments of a call never
-change, and equal kernels are shared by all the layers that need them: a kernel's name encodes every parameter that it was built
-with.
+change, and equal kernels are shared by all the layers that need them: a kernel's name encodes every parameter that it
+was built with.
 
     function = KernelFunction("negate", dim)
     with function:

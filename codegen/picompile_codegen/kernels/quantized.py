@@ -32,8 +32,9 @@ class QuantizedRows:
 
 @dataclass(frozen=True)
 class QuantizedVector:
-    """Row `row` of `bytes` int8 [rows, groups · 32], `scales` and `offsets` float32 [rows, groups]: one a group, zeros up
-    to a multiple of 8.
+    """Row `row` of `bytes` int8 [rows, groups · 32] and of `scales` and `offsets` float32 [rows, groups].
+
+    Of scales and offsets there is one a group, and zeros up to a multiple of 8.
 
     For q4, two groups share 64 bytes, since two groups' low halves lie in the same 32 bytes of a row: columns 0 to 15
     of the first and of the second, then 16 to 31 of both. After an odd number of groups there is one of zeros.
