@@ -99,8 +99,8 @@ def prefetch(tensor: Tensor, *index: Expr, into_first_level: bool = False) -> No
     """Asks for the cache line of an element, which need not exist, long before it is read.
 
     It goes to the second-level cache: a core waits for many more lines there than in the first. Of rows here and there,
-    3 KiB each, two cores of a Zen 4 read 16 GB/s when asked for the first level, and 42 GB/s for the second. Of rows that
-    follow each other the processor has by then begun to fetch more by itself; `into_first_level` is better for these.
+    3 KiB each, two cores of a Zen 4 read 16 GB/s when asked for the first level, and 42 GB/s for the second. What rows
+    in a row are made of the processor soon fetches by itself that far; for these it is `into_first_level`.
     """
     for_reading, into_level, of_data = (tirx.IntImm("int32", value) for value in (0, 3 if into_first_level else 2, 1))
     address = tirx.address_of(tensor[index])
