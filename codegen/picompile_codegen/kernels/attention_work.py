@@ -12,8 +12,8 @@ from picompile_codegen.kernels.vector import LANES, at, blocks, splat, store
 # A block of keys is about this long, so that a block of values, on its way meanwhile, is in a near cache as well.
 _BLOCK_BYTES = 8 * 1024
 _MOST_KEYS = 128
-# Blocks of a head that are asked for into the second-level cache: with 128 positions that doubles the speed. What is best
-# for later ones was not settled: runs of 4096 positions contradicted each other.
+# Blocks of a head that are asked for into the second-level cache: with 128 positions that doubles the speed. What is
+# best for later ones was not settled: runs of 4096 positions contradicted each other.
 _BLOCKS_FROM_AFAR = 4
 # Stands for minus infinity, of which differences would not be numbers.
 LOWEST = -1e30
