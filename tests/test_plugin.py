@@ -159,7 +159,7 @@ def test_the_artifact_computes_what_the_smaller_graph_does(
     file.write_text(json.dumps(counts))
     left = [sum(map(bool, numbers)) for numbers in counts.values()]
     options = CompileOptions(
-        quant="q8",
+        quant="f16",
         kv_dtype="f32",
         hot={0: range(0, left[0], 3), 1: (left[1] - 1,)},
         passes=(f"drop-silent-neurons{{counts={file}}}",),

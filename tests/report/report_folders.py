@@ -114,6 +114,7 @@ def write_artifact(folder: Path, **report: Any) -> None:
         "predictor": "exact+learned",
         "kv_dtype": "float16",
         "context": 64,
+        "sequences": 1,
         "chunk": 8,
         "files": {
             name: {"bytes": 1, "sha256": "0" * 64}

@@ -25,7 +25,7 @@ def options() -> CompileOptions:
     from picompile.compile import CompileOptions
 
     predictors = "insert-predictors{kind=sign,kinds=(1:learned),ranks=(1:9),inputs=(1:previous),thresholds=(0:0.49)}"
-    return CompileOptions(quant="q8", kv_dtype="f32", context=64, passes=(predictors,))
+    return CompileOptions(quant="f16", kv_dtype="f32", context=64, passes=(predictors,))
 
 
 @pytest.fixture(scope="module")
