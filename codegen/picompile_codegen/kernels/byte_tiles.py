@@ -17,7 +17,8 @@ from picompile_codegen.kernels.kernel import KernelFunction
 from picompile_codegen.kernels.matrix import Matrix
 from picompile_codegen.kernels.quantized import SCALES_TOGETHER, QuantizedRows, padded_groups, quantize_row
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, minimum, parallel
-from picompile_codegen.kernels.vector import LANES, at, fma, splat, to_floats, transpose
+from picompile_codegen.kernels.transpose import transpose
+from picompile_codegen.kernels.vector import LANES, at, fma, splat, to_floats
 from picompile_passes.dialect.formats import GROUP
 
 TILE_TOKENS = 4

@@ -74,23 +74,6 @@ def _add_neighbours(a: Expr, b: Expr) -> Expr:
     return bind(tirx.Shuffle([a, b], [0, 2, 8, 10, 4, 6, 12, 14]) + tirx.Shuffle([a, b], [1, 3, 9, 11, 5, 7, 13, 15]))
 
 
-def transpose(rows: list[Expr]) -> list[Expr]:
-    """Of eight vectors: eight others, with lane i of each in vector i."""
-    for distance in (1, 2, 4):
-        rows = [bind(row) for row in rows]
-        swapped = []
-        for i, row in enumerate(rows):
-            other = rows[i ^ distance]
-            if i & distance:
-                lanes = [lane + LANES if lane & distance else lane + distance for lane in range(LANES)]
-                swapped.append(tirx.Shuffle([other, row], lanes))
-            else:
-                lanes = [lane + LANES - distance if lane & distance else lane for lane in range(LANES)]
-                swapped.append(tirx.Shuffle([row, other], lanes))
-        rows = swapped
-    return [bind(row) for row in rows]
-
-
 def blocks(width: int, body: Callable[[Expr, int], None], unroll: int = 1) -> None:
     """Runs `body(start, valid)` for each vector of a row of `width` elements.
 
