@@ -126,7 +126,7 @@ def test_batch_decodes_all_sequences_from_the_same_depth(make_artifact: Callable
     assert all(len(set(tokens)) > 1 for tokens, _ in batches)
     assert batches[:5] == batches[5:]
     decode = result["decode"]
-    assert (decode["batch"], decode["computed_share"]) == (3, 0.75)
+    assert (decode["batch"], decode["computed_share"]) == (3, 0.25)
     # A third of the weights, and a cache of its own.
     assert decode["bytes_per_token"] == round((4 * 4 * 16 + 4 * 16 * 50 + 4 * 16 * 32 * 0.75) / 3 + 4 * 16 * (6 + 3))
 

@@ -140,7 +140,7 @@ def test_firing_of_batches_is_counted_apart(engine: Engine) -> None:
         engine.decode_batch([1, 2], [0, 1])
     for function in ("decode", "batch"):
         (row,) = engine.firing(function)
-        assert (row.computed_share, row.fired_share) == (0.75, 0.25)
+        assert (row.computed_share, row.fired_share) == (0.375, 0.125)
     engine.reset_firing()
     assert engine.firing("batch")[0].computed_share == 0
     with pytest.raises(RequestError, match="'score' are not counted"):
