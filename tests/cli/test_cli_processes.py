@@ -102,13 +102,18 @@ def test_a_reader_that_goes_away_ends_it_quietly(tiny_artifact: Path) -> None:
 
 
 def test_ctrl_c_ends_it_quietly(tiny_artifact: Path) -> None:
-    process = subprocess.Popen(
-        [*COMMAND, "bench", tiny_artifact, "-r", "1000000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    # Long enough to be past imports on a busy machine; earlier would be Python's own traceback.
-    time.sleep(5)
-    process.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=60)
+    command, pipe = [*COMMAND, "bench", tiny_artifact, "-r", "1000000"], subprocess.PIPE
+    # Children of a process that ignores the signal, as those in the background of a script do, would ignore it too.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe) as process:
+        signal.signal(signal.SIGINT, handler)
+        try:
+            # Long enough to be past imports on a busy machine; earlier would be Python's own traceback.
+            time.sleep(5)
+            process.send_signal(signal.SIGINT)
+            out, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, out, errors) == (130, b"", b"")
 
 

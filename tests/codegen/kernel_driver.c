@@ -12,6 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../../codegen/picompile_codegen/native/abi.h"
+
 #define MAX_ARGUMENTS 64
 
 typedef struct {
@@ -25,28 +27,6 @@ typedef struct {
   int64_t shape[8];
 } Described;
 
-/* DLPack's DLTensor, TVM's TVMFFIAny and the call of host.c. */
-typedef struct {
-  void *data;
-  int32_t device_type, device_id, ndim;
-  uint8_t code, bits;
-  uint16_t lanes;
-  int64_t *shape, *strides;
-  uint64_t byte_offset;
-} Tensor;
-
-typedef struct {
-  int32_t type_index;
-  uint32_t padding;
-  void *value;
-} Any;
-
-typedef struct {
-  void *kernel;
-  const Any *args;
-  int32_t num_args, padding;
-} Call;
-
 static void fail(const char *what, const char *why) {
   fprintf(stderr, "%s: %s\n", what, why ? why : "");
   exit(1);
@@ -54,15 +34,15 @@ static void fail(const char *what, const char *why) {
 
 int main(int count, char **arguments) {
   static Described described[MAX_ARGUMENTS];
-  static Tensor tensors[MAX_ARGUMENTS];
-  static Any args[MAX_ARGUMENTS];
+  static PiTensor tensors[MAX_ARGUMENTS];
+  static PiAny args[MAX_ARGUMENTS];
   static int64_t strides[MAX_ARGUMENTS][8];
   static char *memory[MAX_ARGUMENTS];
   Header header;
   if (count != 3) fail("usage", "kernel_driver LIBRARY REQUEST");
   void *library = dlopen(arguments[1], RTLD_NOW);
   if (!library) fail("dlopen", dlerror());
-  int (*run)(const Call *, int, int, double *) = (int (*)(const Call *, int, int, double *))dlsym(library, "pi_run");
+  int (*run)(const PiCall *, int, int, double *) = (int (*)(const PiCall *, int, int, double *))dlsym(library, "pi_run");
   const char *(*last_error)(void) = (const char *(*)(void))dlsym(library, "pi_last_error");
   FILE *file = fopen(arguments[2], "r+b");
   if (!run || !last_error || !file) fail("cannot start", dlerror());
@@ -79,11 +59,11 @@ int main(int count, char **arguments) {
     if (fread(memory[i], 1, (size_t)one->size, file) != (size_t)one->size) fail("request", "memory");
     int64_t stride = 1;
     for (int axis = one->dimensions - 1; axis >= 0; stride *= one->shape[axis--]) strides[i][axis] = stride;
-    tensors[i] = (Tensor){memory[i] + one->offset, 1, 0, one->dimensions, (uint8_t)one->code, (uint8_t)one->bits, 1,
+    tensors[i] = (PiTensor){memory[i] + one->offset, 1, 0, one->dimensions, (uint8_t)one->code, (uint8_t)one->bits, 1,
                           one->shape, strides[i], 0};
-    args[i] = (Any){7, 0, &tensors[i]};
+    args[i] = (PiAny){7, 0, &tensors[i]};
   }
-  Call call = {dlsym(library, header.name), args, header.arguments, 0};
+  PiCall call = {(PiKernel)dlsym(library, header.name), args, header.arguments, 0};
   if (!call.kernel) fail("kernel", header.name);
   if (run(&call, 1, header.threads, NULL) != -1) fail("run", last_error());
   fseek(file, data, SEEK_SET);

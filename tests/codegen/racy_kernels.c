@@ -1,24 +1,7 @@
 /* Kernels with parallel regions of ten tasks' worth of work: one that is right, and one for each way to be wrong. */
-#include <stdint.h>
-
-typedef struct {
-  int32_t type_index;
-  uint32_t padding;
-  void *value;
-} Any;
-
-typedef struct {
-  int32_t *data;
-} Tensor;
-
-typedef struct {
-  void *sync_handle;
-  int32_t num_task;
-} Env;
+#include "../../codegen/picompile_codegen/native/abi.h"
 
 #define SIZE 10
-
-extern int (*__TVMBackendParallelLaunch)(int (*)(int, Env *, void *), void *, int);
 
 typedef struct {
   int32_t *x, *y, *sum;
@@ -26,7 +9,7 @@ typedef struct {
 
 /* `body` runs for each i of a task, with c->x int32[SIZE + 1] and c->y int32[SIZE]; c->sum is on the kernel's stack. */
 #define KERNEL(name, body)                                                                                     \
-  static int name##_task(int task, Env *env, void *data) {                                                     \
+  static int name##_task(int task, PiEnv *env, void *data) {                                                   \
     volatile Closure *c = data;                                                                                \
     for (int i = 0; i < SIZE; ++i)                                                                             \
       if (i % env->num_task == task) {                                                                         \
@@ -34,10 +17,10 @@ typedef struct {
       }                                                                                                        \
     return 0;                                                                                                  \
   }                                                                                                            \
-  __attribute__((visibility("default"))) int __tvm_ffi_##name(void *self, const Any *args, int n, Any *out) {  \
+  PI_EXPORT int __tvm_ffi_##name(void *self, const PiAny *args, int n, PiAny *out) {                           \
     (void)self, (void)n, (void)out;                                                                            \
     int32_t sum = 0;                                                                                           \
-    Closure closure = {((Tensor *)args[0].value)->data, ((Tensor *)args[1].value)->data, &sum};                \
+    Closure closure = {((PiTensor *)args[0].value)->data, ((PiTensor *)args[1].value)->data, &sum};            \
     return __TVMBackendParallelLaunch(name##_task, &closure, 0);                                               \
   }
 

@@ -17,19 +17,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct {
-  void *sync_handle;
-  int32_t num_task;
-} Env;
-
-typedef int (*Lambda)(int, Env *, void *);
+#include "../../codegen/picompile_codegen/native/abi.h"
 
 typedef struct {
   uint8_t *start;
   size_t size;
 } Span;
 
-#define EXPORT __attribute__((visibility("default")))
 #define MAX_SPANS 64
 #define MAX_TASKS 1024
 #define NOBODY (-1)
@@ -115,13 +109,13 @@ static size_t total_bytes(void) {
   return total;
 }
 
-static int run_task(Lambda lambda, int task, void *data) {
-  Env env = {NULL, task_count};
+static int run_task(PiLambda lambda, int task, void *data) {
+  PiEnv env = {NULL, task_count};
   return lambda(task, &env, data);
 }
 
 /* Each task from the memory that the region found: who writes what. */
-static int find_writes(Lambda lambda, void *data) {
+static int find_writes(PiLambda lambda, void *data) {
   int writers = 0;
   memset(written, 0, sizeof written);
   for (int task = 0; task < task_count; ++task) {
@@ -139,7 +133,7 @@ static void fill_own(int task, int is_poison) {
 }
 
 /* Each task with the bytes of all others poisoned. */
-static int check_reads(Lambda lambda, void *data, size_t total) {
+static int check_reads(PiLambda lambda, void *data, size_t total) {
   for (size_t at = 0; at < total; ++at) poisoned[at] = owner[at] == NOBODY ? before[at] : poison(at);
   copy(NULL, poisoned);
   for (int task = 0; task < task_count && !problem[0]; ++task) {
@@ -153,7 +147,7 @@ static int check_reads(Lambda lambda, void *data, size_t total) {
   return 0;
 }
 
-static __attribute__((noinline)) int check_region(Lambda lambda, void *data) {
+static __attribute__((noinline)) int check_region(PiLambda lambda, void *data) {
   size_t total = total_bytes();
   before = malloc(total), after = malloc(total), poisoned = malloc(total), owner = malloc(total * sizeof *owner);
   copy(before, NULL);
@@ -181,13 +175,13 @@ static Span stack_above(uint8_t *frame) {
   return (Span){start, left < STACK_BYTES ? left : STACK_BYTES};
 }
 
-static int checked_region(Lambda lambda, void *data, int num_task) {
+static int checked_region(PiLambda lambda, void *data, int num_task) {
   (void)num_task;
   spans[span_count] = stack_above(__builtin_frame_address(0));
   return check_region(lambda, data);
 }
 
-static int ordered_region(Lambda lambda, void *data, int num_task) {
+static int ordered_region(PiLambda lambda, void *data, int num_task) {
   (void)num_task;
   int order[MAX_TASKS], failed = 0;
   for (int i = 0; i < task_count; ++i) order[i] = task_count - 1 - i;
@@ -201,14 +195,14 @@ static int ordered_region(Lambda lambda, void *data, int num_task) {
 }
 
 /* Regions shall have `tasks` tasks, in reversed order, or, with a seed that is not zero, in a random one. */
-EXPORT void *checker_ordered(int tasks, unsigned order_seed) {
+PI_EXPORT void *checker_ordered(int tasks, unsigned order_seed) {
   task_count = tasks < MAX_TASKS ? tasks : MAX_TASKS;
   seed = order_seed;
   return (void *)ordered_region;
 }
 
 /* Regions shall have `tasks` tasks and be checked for the bytes of `count` spans, which must not overlap. */
-EXPORT void *checker_check(int tasks, const Span *watched, int count) {
+PI_EXPORT void *checker_check(int tasks, const Span *watched, int count) {
   task_count = tasks < MAX_TASKS ? tasks : MAX_TASKS;
   span_count = count < MAX_SPANS ? count : MAX_SPANS;
   memcpy(spans, watched, (size_t)span_count * sizeof *spans);
@@ -217,10 +211,10 @@ EXPORT void *checker_check(int tasks, const Span *watched, int count) {
 }
 
 /* The first race that was seen, or an empty text. */
-EXPORT const char *checker_problem(void) { return problem; }
+PI_EXPORT const char *checker_problem(void) { return problem; }
 
 /* How many regions ran, and how many tasks of one wrote something at most, since the last call. */
-EXPORT void checker_counts(int *region_count, int *writer_count) {
+PI_EXPORT void checker_counts(int *region_count, int *writer_count) {
   *region_count = regions, *writer_count = most_writers;
   regions = most_writers = 0;
 }

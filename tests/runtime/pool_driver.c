@@ -11,53 +11,37 @@
 #include <time.h>
 #include <unistd.h>
 
-typedef struct {
-  int32_t type_index;
-  uint32_t padding;
-  void *value;
-} Any;
+#include "../../codegen/picompile_codegen/native/abi.h"
 
-typedef struct {
-  int (*kernel)(void *, const Any *, int, Any *);
-  const Any *args;
-  int32_t num_args, padding;
-} Call;
-
-typedef struct {
-  void *sync_handle;
-  int32_t num_task;
-} Env;
-
-extern int (*__TVMBackendParallelLaunch)(int (*)(int, Env *, void *), void *, int);
-int pi_run(const Call *calls, int count, int threads, double *seconds);
+int pi_run(const PiCall *calls, int count, int threads, double *seconds);
 
 #define SIZE 1000
 #define CALLS 50
 
-static int add_task(int task, Env *env, void *data) {
+static int add_task(int task, PiEnv *env, void *data) {
   int *values = data;
   for (int i = task; i < SIZE; i += env->num_task) values[i] += 1;
   return 0;
 }
 
 /* Each element is written by one task here and by another in the next region, which the pool must keep apart. */
-static int shift_task(int task, Env *env, void *data) {
+static int shift_task(int task, PiEnv *env, void *data) {
   int *values = data;
   for (int i = env->num_task - 1 - task; i < SIZE; i += env->num_task) values[i] += 1;
   return 0;
 }
 
-static int fail_task(int task, Env *env, void *data) {
+static int fail_task(int task, PiEnv *env, void *data) {
   (void)data;
   return task == env->num_task / 2 ? -1 : 0;
 }
 
-static int failing_kernel(void *self, const Any *args, int count, Any *result) {
+static int failing_kernel(void *self, const PiAny *args, int count, PiAny *result) {
   (void)self, (void)args, (void)count, (void)result;
   return __TVMBackendParallelLaunch(fail_task, NULL, 0);
 }
 
-static int kernel(void *self, const Any *args, int count, Any *result) {
+static int kernel(void *self, const PiAny *args, int count, PiAny *result) {
   (void)self, (void)count, (void)result;
   if (__TVMBackendParallelLaunch(add_task, args[0].value, 0) != 0) return -1;
   return __TVMBackendParallelLaunch(shift_task, args[0].value, 3);
@@ -75,9 +59,9 @@ static _Atomic int wrong;
 /* Runs the kernel CALLS times on fresh values; 0 if all sums are right. */
 static int run_once(int threads) {
   int values[SIZE] = {0}, errors = 0;
-  Any arg = {7, 0, values};
-  Call calls[CALLS];
-  for (int i = 0; i < CALLS; ++i) calls[i] = (Call){kernel, &arg, 1, 0};
+  PiAny arg = {7, 0, values};
+  PiCall calls[CALLS];
+  for (int i = 0; i < CALLS; ++i) calls[i] = (PiCall){kernel, &arg, 1, 0};
   errors += pi_run(calls, CALLS, threads, NULL) != -1;
   for (int i = 0; i < SIZE; ++i) errors += values[i] != CALLS * 2;
   calls[7].kernel = failing_kernel;

@@ -97,7 +97,10 @@ def endless(make_artifact: Callable[..., Path]) -> Iterator[subprocess.Popen[str
     folder = make_artifact(toy=make_toy(300, 100_000), context=100_000, texts=texts, manifest=model)
     command = [sys.executable, "-m", "picompile_runtime", str(folder), "-p", "abc", "-n", "99000", "--seed", "1"]
     pipe = subprocess.PIPE
+    # Children of a process that ignores the signal, as those in the background of a script do, would ignore it too.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, errors="replace") as process:
+        signal.signal(signal.SIGINT, handler)
         assert process.stdout is not None and process.stdout.read(1)
         yield process
         process.kill()

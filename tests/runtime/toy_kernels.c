@@ -10,34 +10,14 @@
 #include <string.h>
 #include <time.h>
 
-typedef struct {
-  int32_t type_index;
-  uint32_t padding;
-  void *value;
-} Any;
+#include "../../codegen/picompile_codegen/native/abi.h"
 
-typedef struct {
-  void *data;
-  int32_t device_type, device_id, ndim;
-  uint8_t code, bits;
-  uint16_t lanes;
-  int64_t *shape, *strides;
-  uint64_t byte_offset;
-} Tensor;
-
-typedef struct {
-  void *sync_handle;
-  int32_t num_task;
-} Env;
-
-typedef int (*Lambda)(int, Env *, void *);
-extern int (*__TVMBackendParallelLaunch)(Lambda, void *, int);
 extern void TVMFFIErrorSetRaisedFromCStr(const char *kind, const char *message);
 
 #define KERNEL(name) \
-  __attribute__((visibility("default"))) int __tvm_ffi_##name(void *self, const Any *args, int count, Any *result)
+  PI_EXPORT int __tvm_ffi_##name(void *self, const PiAny *args, int count, PiAny *result)
 #define UNUSED (void)self, (void)count, (void)result
-#define TENSOR(i) ((Tensor *)args[i].value)
+#define TENSOR(i) ((PiTensor *)args[i].value)
 #define F32(i) ((float *)TENSOR(i)->data)
 #define I32(i) ((int32_t *)TENSOR(i)->data)
 
@@ -56,7 +36,7 @@ KERNEL(toy_embed) {
 }
 
 /* The cache[sequences, 1, context, dim] of one sequence. */
-static float *cache_of(const Tensor *cache, int slot) {
+static float *cache_of(const PiTensor *cache, int slot) {
   return (float *)cache->data + slot * cache->shape[2] * cache->shape[3];
 }
 
@@ -82,11 +62,11 @@ typedef struct {
   int rows;
   const int32_t *positions, *slots; /* slots: NULL where all rows are of sequence `slot` */
   int slot;
-  const Tensor *cache;
+  const PiTensor *cache;
   float *y;
 } Mix;
 
-static int mix_task(int task, Env *env, void *data) {
+static int mix_task(int task, PiEnv *env, void *data) {
   const Mix *mix = data;
   int64_t dim = mix->cache->shape[3];
   for (int t = task; t < mix->rows; t += env->num_task) {
@@ -162,8 +142,8 @@ KERNEL(fail) {
 /* ---- for the tests of the thread pool ---- */
 
 /* out[i] = number of threads that i's task saw; every element exactly once: out[i] += 1000 */
-static int fill_task(int task, Env *env, void *data) {
-  Tensor *out = data;
+static int fill_task(int task, PiEnv *env, void *data) {
+  PiTensor *out = data;
   int32_t *values = out->data;
   for (int64_t i = task; i < out->shape[0]; i += env->num_task) values[i] += 1000 + env->num_task;
   return 0;
@@ -181,8 +161,8 @@ KERNEL(pool_fill_limited) {
   return __TVMBackendParallelLaunch(fill_task, TENSOR(1), I32(0)[0]);
 }
 
-static int sum_task(int task, Env *env, void *data) {
-  const Any *args = data;
+static int sum_task(int task, PiEnv *env, void *data) {
+  const PiAny *args = data;
   int64_t n = TENSOR(0)->shape[0], total = 0;
   for (int64_t i = task; i < n; i += env->num_task) total += I32(0)[i];
   ((int64_t *)TENSOR(1)->data)[task * 8] = total;
@@ -205,7 +185,7 @@ typedef struct {
   _Atomic int naps;
 } Nap;
 
-static int nap_task(int task, Env *env, void *data) {
+static int nap_task(int task, PiEnv *env, void *data) {
   (void)task, (void)env;
   Nap *nap = data;
   if (pthread_equal(pthread_self(), nap->caller)) {
@@ -224,7 +204,7 @@ KERNEL(pool_nap) {
   return __TVMBackendParallelLaunch(nap_task, &nap, 0);
 }
 
-static int fail_last_task(int task, Env *env, void *data) {
+static int fail_last_task(int task, PiEnv *env, void *data) {
   (void)data;
   return task == env->num_task - 1 ? refuse("the last task failed") : 0;
 }

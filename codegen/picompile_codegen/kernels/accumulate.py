@@ -9,9 +9,15 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.kernels.byte_tiles import QUADS, TILE_TOKENS, ByteBlock, block_rows, multiply_tile, signed_offset
-from picompile_codegen.kernels.byte_tiles import tile_tokens as byte_tile_tokens
-from picompile_codegen.kernels.bytes import BYTES
+from picompile_codegen.kernels.byte_tiles import (
+    BYTE_TILE_TOKENS,
+    QUADS,
+    ByteBlock,
+    block_rows,
+    multiply_tile,
+    signed_offset,
+)
+from picompile_codegen.kernels.bytes import BYTES, byte_inverse, byte_scale, pack_bytes
 from picompile_codegen.kernels.matrix import Matrix, groups_of, lane_counts
 from picompile_codegen.kernels.quantized import QuantizedRows
 from picompile_codegen.kernels.tensor import (
@@ -26,8 +32,9 @@ from picompile_codegen.kernels.tensor import (
     select,
     when,
 )
-from picompile_codegen.kernels.tiles import tile_tokens, token_tiles
-from picompile_codegen.kernels.vector import LANES, at, fma, load, splat, store
+from picompile_codegen.kernels.tiles import TILE_TOKENS
+from picompile_codegen.kernels.token_tiles import token_tiles
+from picompile_codegen.kernels.vector import LANES, at, fma, load, splat, splat_int, store
 from picompile_passes.dialect.formats import GROUP
 
 # 128 columns are at least one whole cache line of a row in every format; by 32 rows they are 16 KiB of float32.
@@ -96,12 +103,10 @@ def _accumulate_bytes(reduction: Reduction, block: Expr, quantized: QuantizedRow
             _unpack(_Block(reduction, weights, bind((start + group) * GROUP), GROUP, first_group, False))
             with loop(0, parts) as part:
                 _requantize(weights, target, group, part)
-        with loop(0, (tokens + (TILE_TOKENS - 1)) // TILE_TOKENS) as tile:
-            chosen = byte_tile_tokens(tile, tokens)
-            with loop(0, parts // together) as number:
-                column = bind(first_group * GROUP + number * together * LANES)
-                sums = multiply_tile(target, number * together, together, groups, start, quantized, chosen)
-                _add_columns(reduction, column, sums, start)
+        with token_tiles(tokens, BYTE_TILE_TOKENS) as chosen, loop(0, parts // together) as number:
+            column = bind(first_group * GROUP + number * together * LANES)
+            sums = multiply_tile(target, number * together, together, groups, start, quantized, chosen)
+            _add_columns(reduction, column, sums, start)
 
 
 def _requantize(weights: Tensor, block: ByteBlock, group: Expr, part: Expr) -> None:
@@ -113,22 +118,17 @@ def _requantize(weights: Tensor, block: ByteBlock, group: Expr, part: Expr) -> N
     with loop(0, GROUP) as i:
         largest[at(0)] = maximum(largest[at(0)], tirx.abs(weights[i, at(column)]))
     top = bind(largest[at(0)])
-    inverse = bind(select(top > splat(0.0), splat(127.0) / top, splat(0.0)))
+    inverse = bind(byte_inverse(top))
     with loop(0, QUADS) as quad:
         values = [bind(weights[4 * quad + i, at(column)] * inverse) for i in range(4)]
         visible[at(0)] = visible[at(0)] + ((values[0] + values[1]) + (values[2] + values[3]))
-        words = [bind(tirx.Cast(f"int32x{LANES}", tirx.nearbyint(value)) & _every(255)) for value in values]
-        word = bind(words[0] | (words[1] << _every(8)) | (words[2] << _every(16)) | (words[3] << _every(24)))
+        word = pack_bytes([bind(tirx.Cast(f"int32x{LANES}", tirx.nearbyint(value))) for value in values])
         if block.is_unsigned:
-            word = bind(word ^ _every(-0x7F7F7F80))
+            word = bind(word ^ splat_int(-0x7F7F7F80))
         quads = tirx.reinterpret(f"{block.weights.dtype}x{BYTES}", word)
         block.weights[(group * QUADS + quad) * block.parts + part, at(0, BYTES)] = quads
     # What is not a number or infinite must show: times zero it makes the scale NaN.
-    block.scales[group * block.parts + part, at(0)] = top / splat(127.0) + visible[at(0)] * splat(0.0)
-
-
-def _every(value: int) -> Expr:
-    return tirx.Broadcast(tirx.IntImm("int32", value), LANES)
+    block.scales[group * block.parts + part, at(0)] = byte_scale(top, visible[at(0)])
 
 
 def _add_columns(reduction: Reduction, column: Expr, sums: list[tuple[Expr, int, Expr]], start: Expr) -> None:
@@ -139,15 +139,9 @@ def _add_columns(reduction: Reduction, column: Expr, sums: list[tuple[Expr, int,
         first = column + part * LANES
         of_part = [(token, value) for token, other, value in sums if other == part]
         # All have been read before any is written: the tokens of a tile may be the same.
+        begin = _beginning(reduction, first, valid)
         totals = [
-            bind(
-                select(
-                    start > 0,
-                    load(reduction.y, token, first, valid=valid),
-                    _begun(reduction, token, first, valid, True),
-                )
-                + value
-            )
+            bind(select(start > 0, load(reduction.y, token, first, valid=valid), begin) + value)
             for token, value in of_part
         ]
         for (token, _), value in zip(of_part, totals, strict=True):
@@ -164,10 +158,8 @@ def _add_columns(reduction: Reduction, column: Expr, sums: list[tuple[Expr, int,
                 add(part, rest)
 
 
-def _begun(reduction: Reduction, token: Expr, column: Expr, valid: int, is_first: bool) -> Expr:
-    """What eight columns of y have come to so far."""
-    if not is_first:
-        return load(reduction.y, token, column, valid=valid)
+def _beginning(reduction: Reduction, column: Expr, valid: int) -> Expr:
+    """What eight columns of y begin with."""
     return splat(0.0) if reduction.bias is None else load(reduction.bias, column, valid=valid)
 
 
@@ -178,8 +170,7 @@ def _accumulate_floats(reduction: Reduction, block: Expr, tokens: Expr) -> None:
     def one_slice(first_row: Expr, rows: int, is_first: bool) -> None:
         unpacked = _Block(reduction, weights, first_row, rows, first_group, is_first)
         _unpack(unpacked)
-        with token_tiles(tokens) as tile:
-            chosen = tile_tokens(tile, tokens)
+        with token_tiles(tokens, TILE_TOKENS) as chosen:
             unpacked.each_group(lambda group, counts: _add_tile(unpacked, chosen, group, counts))
 
     in_slices(reduction.count, _BLOCK_ROWS, one_slice)
@@ -204,7 +195,10 @@ def _add_tile(block: _Block, tokens: list[Expr], group: Expr, counts: tuple[int,
     places = [(t * count + v, token, v) for t, token in enumerate(tokens) for v in range(count)]
     sums = local(len(places), LANES)
     for place, token, v in places:
-        sums[place, at(0)] = _begun(block.reduction, token, column + v * LANES, counts[v], block.is_first)
+        first = column + v * LANES
+        sums[place, at(0)] = (
+            _beginning(block.reduction, first, counts[v]) if block.is_first else load(y, token, first, valid=counts[v])
+        )
     with loop(0, block.rows) as i:
         factors = [bind(splat(block.reduction.h[token, block.first_row + i])) for token in tokens]
         # Vector by vector, so that a single register of weights is needed beside the sums and the factors.

@@ -1,30 +1,96 @@
 """Rows of a packed matrix, each times a number, added to a vector: a feed-forward block's way down, for one token.
 
-Four rows are added at a time, so that the vector is loaded and stored once for four. In f16 the weights are converted
-and multiplied in float32. In q8 and q4 the four factors are bytes, as activations are in `quantized.py`: for each group
-of 32 columns, a row's factor times its scale is rounded to a multiple of the largest such product of the four over 127.
-The products with the rows' bytes, four for each column, are then added up by one instruction.
+Several rows are added at a time, so that the vector is loaded and stored once for all of them. In f16 the weights are
+converted and multiplied in float32. In q8 and q4 the factors are bytes, as activations are in `quantized.py`: for each
+group of 32 columns, a row's factor times its scale is rounded to a multiple of the largest such product over 127. The
+products with the rows' bytes, four for each column, are then added up by one instruction.
+
+For that instruction the bytes of four rows must lie side by side. That takes the fewest instructions where none of them
+moves anything from one half of a vector to the other, and leaves the sums in another order than the columns: `SumOrder`
+tells which.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
 
 from tvm import tirx
 
-from picompile_codegen.kernels.bytes import BYTES, SUMS, dot_signed, dot_unsigned, split_nibbles
+from picompile_codegen.kernels.bytes import (
+    BYTES,
+    byte_inverse,
+    byte_scale,
+    dot_signed,
+    dot_unsigned,
+    pack_bytes,
+    split_nibbles,
+)
 from picompile_codegen.kernels.matrix import Matrix, each_group
 from picompile_codegen.kernels.quantized import SCALES_TOGETHER
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, maximum, select
-from picompile_codegen.kernels.vector import LANES, at, fma, load, splat, store, to_floats
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, maximum
+from picompile_codegen.kernels.vector import LANES, at, fma, load, splat, splat_int, store, to_floats
 from picompile_passes.dialect.formats import GROUP
 
-ROWS_TOGETHER = 4
-_HALF = GROUP // 2
+_QUAD = 4
+_HALF = LANES // 2
+
+
+def rows_together(matrix: Matrix) -> tuple[int, ...]:
+    """How many rows can be added at a time, the best number first; the last one is 4, and divides all."""
+    return (_QUAD,) if matrix.scale is None else (2 * _QUAD, _QUAD)
 
 
 @dataclass(frozen=True)
-class FourRows:
-    """Rows `numbers` of `matrix`, times `factors`, to be added to row `index` of `out` float32 [any, columns].
+class SumOrder:
+    """Which columns the sums belong to. They come in blocks of `columns`; each block's `vectors` follow one another.
+
+    A vector's eight sums are those of runs of columns: (first column within the block, number) of each.
+    """
+
+    columns: int
+    vectors: tuple[tuple[tuple[int, int], ...], ...]
+
+    @classmethod
+    def of(cls, matrix: Matrix) -> "SumOrder":
+        """The order of sums of rows of `matrix`."""
+        if matrix.scale is None:
+            return cls(LANES, (((0, LANES),),))
+        # A vector holds 32 bytes of a row. They are the columns of a group; in q4 each is a column of a group's first
+        # half and one of its second, and there are two groups.
+        distance = GROUP if matrix.format == "q4" else BYTES // 2
+        starts = [half + i for half in ((0, GROUP // 2) if matrix.format == "q4" else (0,)) for i in range(0, 16, 4)]
+        return cls(2 * distance, tuple(((start, _HALF), (start + distance, _HALF)) for start in starts))
+
+    def width(self, columns: int) -> int:
+        """How many sums there are for so many columns."""
+        return -(-columns // self.columns) * self.columns
+
+    def each(self, columns: int, body: Callable[[Expr, list[tuple[Expr, int, int]]], None]) -> None:
+        """Runs `body(position, runs)` for every vector of sums: a run is a column, a lane and a number of columns."""
+        full, rest = divmod(columns, self.columns)
+        if full:
+            with loop(0, full) as block:
+                self._each_of_block(bind(block * self.columns), self.columns, body)
+        if rest:
+            self._each_of_block(full * self.columns, rest, body)
+
+    def _each_of_block(
+        self, first: Expr, columns: int, body: Callable[[Expr, list[tuple[Expr, int, int]]], None]
+    ) -> None:
+        for number, vector in enumerate(self.vectors):
+            lanes = [sum(count for _, count in vector[:i]) for i in range(len(vector))]
+            runs = [
+                (first + start, lane, min(count, columns - start))
+                for (start, count), lane in zip(vector, lanes, strict=True)
+                if start < columns
+            ]
+            if runs:
+                body(first + number * LANES, runs)
+
+
+@dataclass(frozen=True)
+class SomeRows:
+    """Rows `numbers` of `matrix`, times `factors`, to be added to row `index` of `out` float32 [any, sums].
 
     Rows `ahead` are fetched meanwhile.
     """
@@ -42,15 +108,15 @@ class FourRows:
             self.matrix.fetch(number, line)
 
 
-def add_rows(rows: FourRows) -> None:
-    """out[index] += Σ factor · row."""
+def add_rows(rows: SomeRows) -> None:
+    """out[index] += Σ factor · row, in the order of the matrix's sums."""
     if rows.matrix.scale is None:
         _add_floats(rows)
     else:
         _add_bytes(rows)
 
 
-def _add_floats(rows: FourRows) -> None:
+def _add_floats(rows: SomeRows) -> None:
     readers = [
         rows.matrix.row(number, factor=factor) for number, factor in zip(rows.numbers, rows.factors, strict=True)
     ]
@@ -71,97 +137,96 @@ def _add_floats(rows: FourRows) -> None:
     each_group(rows.matrix.columns, add, unroll=rows.matrix.groups_per_line)
 
 
-def _add_bytes(rows: FourRows) -> None:
+@dataclass(frozen=True)
+class _Factors:
+    """Of eight groups, a lane each: four rows' factors as bytes of int32, for each four rows; their scale; and what the
+    weights' offsets come to, int32.
+    """
+
+    words: list[Expr]
+    scales: Expr
+    offsets: Expr | None
+
+
+def _add_bytes(rows: SomeRows) -> None:
     """Eight groups at a time, so that factors are made for eight groups at once."""
     matrix = rows.matrix
     for line in matrix.scale_lines:
         rows.fetch(line)
-    full, rest = divmod(matrix.columns, GROUP)
-    eights, last = divmod(full, SCALES_TOGETHER)
-    if eights:
-        with loop(0, eights) as index:
-            _add_eight(rows, bind(index * SCALES_TOGETHER), SCALES_TOGETHER, 0)
-    if last or rest:
-        _add_eight(rows, eights * SCALES_TOGETHER, last, rest)
+    # What is not a number or infinite must show: times zero it makes the scale NaN.
+    witness = bind(splat(sum(rows.factors[1:], rows.factors[0])))
+    full, rest = divmod(matrix.groups, SCALES_TOGETHER)
+    if full:
+        with loop(0, full) as index:
+            _add_eight(rows, bind(index * SCALES_TOGETHER), SCALES_TOGETHER, witness)
+    if rest:
+        _add_eight(rows, full * SCALES_TOGETHER, rest, witness)
 
 
-def _add_eight(rows: FourRows, first: Expr, count: int, columns: int) -> None:
-    """Adds `count` groups, at most eight, and `columns` columns of one more."""
-    for i in range(0, count + (columns > 0), rows.matrix.groups_per_line):
+def _add_eight(rows: SomeRows, first: Expr, count: int, witness: Expr) -> None:
+    """Adds `count` groups, at most eight."""
+    for i in range(0, count, rows.matrix.groups_per_line):
         rows.fetch((first + i) // rows.matrix.groups_per_line)
-    words, scales, offsets = _factor_bytes(rows, first)
-
-    def add(i: Expr, width: int) -> None:
-        offset = None if offsets is None else tirx.Broadcast(offsets[i], LANES)
-        _add_group(rows, first + i, width, tirx.Broadcast(words[i], LANES), splat(scales[i]), offset)
-
-    if count:
-        with loop(0, count) as i:
-            add(i, GROUP)
-    if columns:
-        add(count, columns)
+    factors = _factor_bytes(rows, first, witness)
+    for i in range(0, count, BYTES // rows.matrix.group_elements):
+        _add_block(rows, first + i, i, factors)
 
 
-def _factor_bytes(rows: FourRows, first: Expr) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of eight groups: the factors of the four rows as four bytes of an int32, their scale, and Σ offset · factor."""
+def _factor_bytes(rows: SomeRows, first: Expr, witness: Expr) -> _Factors:
     matrix = rows.matrix
     products = [
         bind(matrix.eight_scales(number, first) * splat(factor))
         for number, factor in zip(rows.numbers, rows.factors, strict=True)
     ]
-    a, b, c, d = (bind(tirx.abs(product)) for product in products)
-    largest = bind(maximum(maximum(a, b), maximum(c, d)))
-    # What is not a number or infinite must show: times zero it makes the scale NaN.
-    visible = (a + b + c + d) * splat(0.0)
-    inverse = bind(select(largest > splat(0.0), splat(127.0) / largest, splat(0.0)))
-    rounded = [bind(tirx.Cast(SUMS, tirx.nearbyint(product * inverse))) for product in products]
-    word = rounded[0] & _every(255)
-    for i, value in enumerate(rounded[1:], start=1):
-        word = bind(word | ((value & _every(255)) << _every(8 * i)))
-    words, scales = local(LANES, dtype="int32"), local(LANES)
-    words[at(0)], scales[at(0)] = word, fma(largest, splat(1.0 / 127.0), visible)
+    largest = tirx.abs(products[0])
+    for product in products[1:]:
+        largest = bind(maximum(largest, tirx.abs(product)))
+    inverse = bind(byte_inverse(largest))
+    rounded = [bind(tirx.Cast(f"int32x{LANES}", tirx.nearbyint(product * inverse))) for product in products]
+    words = [pack_bytes(rounded[i : i + _QUAD]) for i in range(0, len(rounded), _QUAD)]
+    scales = bind(byte_scale(largest, witness))
     if not matrix.offset:
-        return words, scales, None
-    offsets = local(LANES, dtype="int32")
-    offsets[at(0)] = (rounded[0] + rounded[1] + rounded[2] + rounded[3]) * _every(int(matrix.offset))
-    return words, scales, offsets
+        return _Factors(words, scales, None)
+    return _Factors(words, scales, bind(sum(rounded[1:], rounded[0]) * splat_int(int(matrix.offset))))
 
 
-def _add_group(rows: FourRows, group: Expr, columns: int, word: Expr, scale: Expr, offset: Expr | None) -> None:
-    """Adds `columns` columns of one group."""
-    factors, scale = bind(tirx.reinterpret(f"int8x{BYTES}", bind(word))), bind(scale)
-    offset = None if offset is None else bind(offset)
-    for i, quads in enumerate(_quads(rows, group)):
-        valid = min(LANES, columns - i * LANES)
-        if valid <= 0:
-            return
-        sums = dot_signed(quads, factors) if offset is None else dot_unsigned(quads, factors, offset)
-        column = group * GROUP + i * LANES
-        value = fma(to_floats(sums), scale, load(rows.out, rows.index, column, valid=valid))
-        store(rows.out, rows.index, column, value=value, valid=valid)
-
-
-def _quads(rows: FourRows, group: Expr) -> list[Expr]:
-    """The bytes of a group's columns, eight columns a vector, the four rows of a column side by side."""
+def _add_block(rows: SomeRows, group: Expr, number: int, factors: _Factors) -> None:
+    """Adds 32 bytes of each row, which begin with group `group`: number `number` of the factors' eight."""
     matrix = rows.matrix
-    start = group * matrix.group_elements
-    if matrix.format == "q8":
-        halves = [_interleave([matrix.data[n, at(start + half, _HALF)] for n in rows.numbers]) for half in (0, _HALF)]
-        return [bind(tirx.reinterpret(f"int8x{BYTES}", quads)) for quads in halves[0] + halves[1]]
-    pairs = _interleave([matrix.data[n, at(start, _HALF)] for n in rows.numbers])
-    low, high = zip(*(split_nibbles(bind(tirx.reinterpret(f"uint32x{LANES}", pair))) for pair in pairs), strict=True)
-    return [*low, *high]
+    groups = BYTES // matrix.group_elements
+    lanes = [number + i * groups // LANES for i in range(LANES)]
+    scale = bind(tirx.Shuffle([factors.scales], lanes))
+    offset = None if factors.offsets is None else bind(tirx.Shuffle([factors.offsets], lanes))
+    sums: list[Expr | None] = [offset] * len(SumOrder.of(matrix).vectors)
+    for i, word in enumerate(factors.words):
+        of_four = bind(tirx.reinterpret(f"int8x{BYTES}", bind(tirx.Shuffle([word], lanes))))
+        numbers = rows.numbers[_QUAD * i : _QUAD * (i + 1)]
+        quads = _interleave([matrix.data[n, at(group * matrix.group_elements, BYTES)] for n in numbers])
+        if matrix.format == "q4":
+            low, high = zip(*(split_nibbles(quad) for quad in quads), strict=True)
+            sums = [dot_unsigned(value, of_four, s) for value, s in zip((*low, *high), sums, strict=True)]
+        else:
+            signed = [tirx.reinterpret(f"int8x{BYTES}", quad) for quad in quads]
+            sums = [dot_signed(value, of_four, s) for value, s in zip(signed, sums, strict=True)]
+    for i, value in enumerate(sums):
+        place = (rows.index, at(group * GROUP + i * LANES))
+        rows.out[place] = fma(to_floats(value), scale, rows.out[place])
 
 
 def _interleave(rows: list[Expr]) -> list[Expr]:
-    """Of four vectors of 16 bytes: two uint16x16, with bytes 0 … 7 and 8 … 15 of each, four rows' side by side."""
+    """Of four vectors of 32 bytes: four uint32x8, whose elements are a byte of each row.
+
+    Vector i has bytes 4 · i … 4 · i + 3 of both halves.
+    """
+
+    def of_halves(a: Expr, b: Expr, bits: int, upper: int) -> Expr:
+        """Elements of a and b in turn, from the lower or upper half of each half."""
+        half = BYTES * 8 // bits // 2
+        indices = [h * half + upper * half // 2 + i // 2 + i % 2 * 2 * half for h in (0, 1) for i in range(half)]
+        return bind(tirx.Shuffle([a, b], indices))
+
     a, b, c, d = (bind(row) for row in rows)
-    pairs = [i // 2 + 16 * (i % 2) for i in range(32)]
-    first, second = bind(tirx.Shuffle([a, b], pairs)), bind(tirx.Shuffle([c, d], pairs))
-    first, second = (bind(tirx.reinterpret("uint16x16", value)) for value in (first, second))
-    halves = [[i // 2 + 16 * (i % 2) + 8 * half for i in range(16)] for half in (0, 1)]
-    return [bind(tirx.Shuffle([first, second], half)) for half in halves]
-
-
-def _every(value: int) -> Expr:
-    return tirx.Broadcast(tirx.IntImm("int32", value), LANES)
+    pairs = [(of_halves(a, b, 8, upper), of_halves(c, d, 8, upper)) for upper in (0, 1)]
+    words = [(bind(tirx.reinterpret("uint16x16", x)), bind(tirx.reinterpret("uint16x16", y))) for x, y in pairs]
+    quads = [of_halves(*pair, 16, upper) for pair in words for upper in (0, 1)]
+    return [bind(tirx.reinterpret(f"uint32x{LANES}", quad)) for quad in quads]

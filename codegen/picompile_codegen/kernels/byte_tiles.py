@@ -16,18 +16,19 @@ from picompile_codegen.kernels.bytes import BYTES, dot_signed, dot_unsigned, spl
 from picompile_codegen.kernels.kernel import KernelFunction
 from picompile_codegen.kernels.matrix import Matrix
 from picompile_codegen.kernels.quantized import SCALES_TOGETHER, QuantizedRows, padded_groups, quantize_row
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, minimum, parallel
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, parallel
+from picompile_codegen.kernels.token_tiles import token_tiles
 from picompile_codegen.kernels.transpose import transpose
 from picompile_codegen.kernels.vector import LANES, at, fma, splat, to_floats
 from picompile_passes.dialect.formats import GROUP
 
-TILE_TOKENS = 4
+BYTE_TILE_TOKENS = 4
 # Four columns of a group in each of its vectors.
 QUADS = GROUP // 4
 
 
 def block_rows() -> int:
-    """Rows of a block: as many as there are registers for, with TILE_TOKENS tokens."""
+    """Rows of a block: as many as there are registers for, with BYTE_TILE_TOKENS tokens."""
     return 2 * LANES if isa.current().registers >= 32 else LANES
 
 
@@ -102,14 +103,9 @@ def multiply_block(
         _lay_out(matrix, [bind(row_of(part * LANES + i)) for i in range(LANES)], block, part)
     with loop(block_rows(), 2 * block_rows()) as i:
         matrix.fetch_row(bind(row_of(i)))
-    with loop(0, (tokens + (TILE_TOKENS - 1)) // TILE_TOKENS) as tile:
-        for token, number, sums in multiply_tile(block, 0, parts, matrix.groups, 0, x, tile_tokens(tile, tokens)):
+    with token_tiles(tokens, BYTE_TILE_TOKENS) as tile:
+        for token, number, sums in multiply_tile(block, 0, parts, matrix.groups, 0, x, tile):
             emit(token, number, sums)
-
-
-def tile_tokens(tile: Expr, tokens: Expr) -> list[Expr]:
-    """The tokens of a tile. In the last one the last token stands in for those past the end, and is computed again."""
-    return [bind(minimum(tile * TILE_TOKENS + i, tokens - 1)) for i in range(TILE_TOKENS)]
 
 
 def _lay_out(matrix: Matrix, numbers: list[Expr], block: ByteBlock, part: Expr) -> None:

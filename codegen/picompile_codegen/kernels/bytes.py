@@ -7,8 +7,8 @@ that is what most tells instruction sets apart: see `isa.Isa.bytes_dot`.
 from tvm import tirx
 
 from picompile_codegen import isa
-from picompile_codegen.kernels.tensor import Expr, bind
-from picompile_codegen.kernels.vector import LANES
+from picompile_codegen.kernels.tensor import Expr, bind, select
+from picompile_codegen.kernels.vector import LANES, splat, splat_int
 
 BYTES = 4 * LANES
 SUMS = f"int32x{LANES}"
@@ -21,7 +21,7 @@ def dot_unsigned(small: Expr, signed: Expr, start: Expr | None = None) -> Expr:
     """
     match isa.current().bytes_dot:
         case "vnni":
-            start = tirx.Broadcast(tirx.IntImm("int32", 0), LANES) if start is None else start
+            start = splat_int(0) if start is None else start
             return bind(tirx.call_llvm_pure_intrin(SUMS, "llvm.x86.avx512.vpdpbusd.256", start, small, signed))
         case "maddubs":
             pairs = bind(tirx.call_llvm_pure_intrin("int16x16", "llvm.x86.avx2.pmadd.ub.sw", small, signed))
@@ -43,7 +43,7 @@ def dot_signed(a: Expr, b: Expr, start: Expr | None = None) -> Expr:
 
 
 def _sdot(a: Expr, b: Expr, start: Expr | None = None) -> Expr:
-    start = bind(tirx.Broadcast(tirx.IntImm("int32", 0), LANES) if start is None else start)
+    start = bind(splat_int(0) if start is None else start)
     a, b = bind(a), bind(b)
 
     def half(index: int) -> Expr:
@@ -75,3 +75,19 @@ def split_nibbles(words: Expr) -> tuple[Expr, Expr]:
     mask, four = (tirx.Broadcast(tirx.IntImm("uint32", value), LANES) for value in (0x0F0F0F0F, 4))
     low, high = bind(words & mask), bind((words >> four) & mask)
     return bind(tirx.reinterpret(f"uint8x{BYTES}", low)), bind(tirx.reinterpret(f"uint8x{BYTES}", high))
+
+
+def pack_bytes(values: list[Expr]) -> Expr:
+    """The low bytes of four int32x8 as the four bytes of an int32x8, the first one lowest."""
+    low = [bind(value & splat_int(255)) for value in values[:3]]
+    return bind(low[0] | (low[1] << splat_int(8)) | (low[2] << splat_int(16)) | (values[3] << splat_int(24)))
+
+
+def byte_inverse(largest: Expr) -> Expr:
+    """What numbers of at most these magnitudes are multiplied with to become bytes: 127 over each, eight of them."""
+    return select(largest > splat(0.0), splat(127.0) / largest, splat(0.0))
+
+
+def byte_scale(largest: Expr, witness: Expr) -> Expr:
+    """What such bytes are multiples of: `largest` over 127, or NaN where `witness` is not a finite number."""
+    return largest / 127.0 + witness * 0.0

@@ -11,29 +11,16 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.kernels.add_rows import ROWS_TOGETHER, FourRows, add_rows
+from picompile_codegen.kernels.add_rows import SomeRows, add_rows, rows_together
 from picompile_codegen.kernels.dot import Vector, biased, dot
 from picompile_codegen.kernels.ffn_list import NeuronList
 from picompile_codegen.kernels.ffn_shape import FfnArguments
-from picompile_codegen.kernels.kernel import KernelFunction
+from picompile_codegen.kernels.ffn_slices import Slices
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, minimum, when
 from picompile_codegen.kernels.vector import blocks, splat, store
 
 # Neurons whose products are computed before their rows of down are added: these rows wait in the cache meanwhile.
 _NEURONS_TOGETHER = 16
-
-
-@dataclass(frozen=True)
-class Slices:
-    """What slices make: y of their neurons [slices, dim], and how many of their outputs are not zero [slices]."""
-
-    y: Tensor
-    nonzero: Tensor
-
-    @classmethod
-    def declare(cls, function: KernelFunction, count: int, dim: int) -> "Slices":
-        """Memory for `count` slices."""
-        return cls(function.scratch("slices", "float32", count, dim), function.scratch("nonzero", "int32", count))
 
 
 @dataclass(frozen=True)
@@ -52,12 +39,12 @@ def compute_slice(
     slices: Slices,
     index: Expr,
     number: Expr,
-    of: int,
 ) -> None:
-    """Slice `number` of `of` of all neurons, or of those that are listed: row `index` of `slices`."""
-    blocks(arguments.shape.dim, lambda c, valid: store(slices.y, index, c, value=splat(0.0), valid=valid))
+    """Slice `number` of one token's, of all neurons or of those that are listed: row `index` of `slices`."""
+    width, of = slices.order.width(arguments.shape.dim), slices.per_token
+    blocks(width, lambda c, valid: store(slices.y, index, c, value=splat(0.0), valid=valid))
     slices.nonzero[index] = 0
-    places = _NEURONS_TOGETHER + ROWS_TOGETHER
+    places = _NEURONS_TOGETHER + rows_together(arguments.bundle)[-1]
     waiting = _Waiting(local(places, dtype="int32"), local(places), local(1, dtype="int32"))
     waiting.count[0] = 0
     count = arguments.shape.neurons if listed is None else listed.count
@@ -73,7 +60,7 @@ def compute_slice(
             neuron, ahead = (_neuron(listed, place) for place in (position, minimum(position + distance, count - 1)))
             _compute(arguments, vector, listed, neuron, ahead, waiting, slices.nonzero, index)
         with when(part == parts - 1):
-            _fill_up(waiting)
+            _fill_up(waiting, rows_together(arguments.bundle)[-1])
         following = bind(first + _NEURONS_TOGETHER)
         _add_waiting(
             arguments, waiting, slices.y, index, lambda i: _neuron(listed, minimum(following + i, count - 1))
@@ -127,28 +114,34 @@ def _output(arguments: FfnArguments, first: Expr, up: Expr | None) -> Expr:
     return bind(tirx.Shuffle([bind(arguments.output(splat(first), None if up is None else splat(up)))], [0]))
 
 
-def _fill_up(waiting: _Waiting) -> None:
-    """Makes the number of those that wait a multiple of four: the first stands in for those missing, times zero."""
+def _fill_up(waiting: _Waiting, together: int) -> None:
+    """Makes the number of those that wait a multiple of `together`: the first stands in for the missing, times zero."""
     count = bind(waiting.count[0])
-    for i in range(ROWS_TOGETHER - 1):
+    for i in range(together - 1):
         waiting.numbers[count + i], waiting.outputs[count + i] = waiting.numbers[0], tirx.FloatImm("float32", 0.0)
-    waiting.count[0] = (count + (ROWS_TOGETHER - 1)) // ROWS_TOGETHER * ROWS_TOGETHER
+    waiting.count[0] = (count + (together - 1)) // together * together
 
 
 def _add_waiting(
     arguments: FfnArguments, waiting: _Waiting, out: Tensor, index: Expr, following: Callable[[Expr], Expr]
 ) -> None:
-    """Adds the rows of down that wait, four by four; fewer than four are left, and move to the front.
+    """Adds the rows of down that wait, as many at a time as can be; a few are left, and move to the front.
 
     Meanwhile the rows of down of the neurons `following(0)`, `following(1)`, … are fetched.
     """
-    quads = bind(waiting.count[0] // ROWS_TOGETHER)
-    with loop(0, quads) as quad:
-        places = [bind(quad * ROWS_TOGETHER + i) for i in range(ROWS_TOGETHER)]
-        numbers, outputs = ([bind(t[place]) for place in places] for t in (waiting.numbers, waiting.outputs))
-        ahead = [bind(arguments.down_row(following(place))) for place in places]
-        add_rows(FourRows(arguments.bundle, numbers, outputs, out, index, ahead))
-    for i in range(ROWS_TOGETHER - 1):
+    done, numbers_of_rows = local(1, dtype="int32"), rows_together(arguments.bundle)
+    done[0] = 0
+    for together in numbers_of_rows:
+        first = bind(done[0])
+        times = bind((waiting.count[0] - first) // together)
+        with loop(0, times) as time:
+            places = [bind(first + time * together + i) for i in range(together)]
+            numbers, outputs = ([bind(t[place]) for place in places] for t in (waiting.numbers, waiting.outputs))
+            ahead = [bind(arguments.down_row(following(place))) for place in places]
+            add_rows(SomeRows(arguments.bundle, numbers, outputs, out, index, ahead))
+        done[0] = first + times * together
+    left = bind(done[0])
+    for i in range(numbers_of_rows[-1] - 1):
         for tensor in (waiting.numbers, waiting.outputs):
-            tensor[i] = tensor[quads * ROWS_TOGETHER + i]
-    waiting.count[0] = waiting.count[0] - quads * ROWS_TOGETHER
+            tensor[i] = tensor[left + i]
+    waiting.count[0] = waiting.count[0] - left

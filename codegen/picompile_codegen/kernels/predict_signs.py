@@ -9,7 +9,7 @@ from tvm import tirx
 
 from picompile_codegen.kernels.kernel import Kernel, KernelFunction
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, parallel, worth_a_region
-from picompile_codegen.kernels.vector import LANES, at, blocks, load, splat
+from picompile_codegen.kernels.vector import LANES, at, blocks, load, splat, splat_int
 from picompile_codegen.signs import BLOCK_COLUMNS
 
 _WORDS = f"int32x{LANES}"
@@ -48,7 +48,7 @@ def _pack(x: Tensor, token: Expr, dim: int, packed: Tensor) -> None:
 
 def _pack_block(x: Tensor, token: Expr, first: Expr, columns: int, packed: Tensor, word: Expr) -> None:
     bits = local(LANES, dtype="int32")
-    bits[at(0)] = _every(0)
+    bits[at(0)] = splat_int(0)
 
     def add(c: Expr, valid: int) -> None:
         below_zero = tirx.Cast(_WORDS, load(x, token, first + c, valid=valid) < splat(0.0))
@@ -70,7 +70,3 @@ def _differing(signs: Tensor, neuron: Expr, packed: Tensor, dim: int) -> Expr:
     values = bind(counts[at(0, LANES // 2)])
     total = sum((tirx.Shuffle([values], [i]) for i in range(1, LANES // 2)), tirx.Shuffle([values], [0]))
     return tirx.Cast("float32", total)
-
-
-def _every(value: int) -> Expr:
-    return tirx.Broadcast(tirx.IntImm("int32", value), LANES)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from picompile_codegen.kernels.bytes import byte_inverse, byte_scale
 from picompile_codegen.kernels.matrix import Matrix, each_group
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, maximum, select
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, maximum
 from picompile_codegen.kernels.vector import LANES, at, highest, load, splat, store, total
 from picompile_passes.dialect.formats import GROUP
 
@@ -108,14 +109,13 @@ def quantize_row(x: Tensor, row: Expr, columns: int, out: QuantizedRows, offset:
 def quantize_group(inputs: list[Expr], put: Callable[[int, Expr], None]) -> tuple[Expr, Expr]:
     """The scale of 32 activations and the sum of their bytes, float32; `put(i, values)` takes bytes i … i + 7."""
     largest = highest(_largest(inputs))
-    zero, unit = tirx.FloatImm("float32", 0.0), tirx.FloatImm("float32", 127.0)
-    inverse = bind(splat(select(largest > zero, unit / largest, zero)))
+    inverse = bind(byte_inverse(bind(splat(largest))))
     rounded = [bind(tirx.nearbyint(value * inverse)) for value in inputs]
     for i, value in enumerate(rounded):
         put(i * LANES, tirx.Cast(f"int8x{LANES}", tirx.Cast(f"int32x{LANES}", value)))
     summed = total((rounded[0] + rounded[1]) + (rounded[2] + rounded[3]))
     # What is not a number or infinite must show: times zero it makes the scale NaN.
-    return bind(largest / unit + summed * zero), summed
+    return bind(byte_scale(largest, summed)), summed
 
 
 def _each_group(x: Tensor, row: Expr, columns: int, body: Callable[[Expr, list[Expr]], None]) -> None:

@@ -6,7 +6,6 @@ tokens keep twelve sums, three inputs and a weight in AVX2's sixteen registers: 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from tvm import tirx
 
@@ -25,6 +24,7 @@ from picompile_codegen.kernels.tensor import (
     when,
     worth_a_region,
 )
+from picompile_codegen.kernels.token_tiles import token_tiles
 from picompile_codegen.kernels.vector import LANES, at, blocks, fma, four_totals, load, splat, store
 from picompile_passes.dialect.formats import GROUP
 
@@ -97,16 +97,6 @@ def _store(projection: Projection, out: Tensor, token: Expr, output: Expr, sums:
             store_lanes(rest)
 
 
-def token_tiles(tokens: Expr) -> Any:
-    """`with token_tiles(n) as tile:` for every TILE_TOKENS of n tokens."""
-    return loop(0, (tokens + (TILE_TOKENS - 1)) // TILE_TOKENS)
-
-
-def tile_tokens(tile: Expr, tokens: Expr) -> list[Expr]:
-    """The tokens of a tile. In the last one the last token stands in for those past the end, and is computed again."""
-    return [bind(minimum(tile * TILE_TOKENS + i, tokens - 1)) for i in range(TILE_TOKENS)]
-
-
 def _project_floats(projection: Projection, block: Expr, x: Tensor, tokens: Expr, out: Tensor) -> None:
     """out[t, i] = x[t] · w[row_of(i)] + bias[i] for the ROW_BLOCK outputs i of `block` and all tokens t."""
     columns = projection.matrix.columns
@@ -115,8 +105,7 @@ def _project_floats(projection: Projection, block: Expr, x: Tensor, tokens: Expr
 
     def one_slice(start: Expr, width: int, is_first: bool) -> None:
         _unpack_rows(projection, first_output, start, width, weights)
-        with token_tiles(tokens) as tile:
-            chosen = tile_tokens(tile, tokens)
+        with token_tiles(tokens, TILE_TOKENS) as chosen:
             remaining = minimum(ROW_BLOCK, projection.count - first_output)
             with loop(0, (remaining + (TILE_ROWS - 1)) // TILE_ROWS) as part:
                 sums = _tile_sums(weights, part * TILE_ROWS, x, chosen, start, width)

@@ -24,6 +24,11 @@ def splat(value: Expr, lanes: int = LANES) -> Expr:
     return tirx.Broadcast(tirx.FloatImm("float32", value) if isinstance(value, int | float) else value, lanes)
 
 
+def splat_int(value: int) -> Expr:
+    """An int32 in every lane."""
+    return tirx.Broadcast(tirx.IntImm("int32", value), LANES)
+
+
 def lane(value: Expr, index: int) -> Expr:
     """Lane `index` of eight, in every lane."""
     return tirx.Shuffle([value], [index] * LANES)

@@ -31,7 +31,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#define PI_EXPORT __attribute__((visibility("default")))
+#include "abi.h"
+
 #define PI_MAX_THREADS 256
 #define PI_LINE 128 /* cache lines come in pairs */
 
@@ -44,24 +45,6 @@
 #define PI_SPINS_MAIN 2000
 /* A worker offers its core to others after this time; left alone, schedulers take it away after 3 to 4 ms. */
 #define PI_TURN_NS 1000000
-
-/* ---- the two structures of TVM's ABI that are used here (c_api.h, c_backend_api.h) ---- */
-typedef struct {
-  int32_t type_index;
-  uint32_t padding;
-  union {
-    int64_t v_int64;
-    void *v_ptr;
-  };
-} PiAny;
-
-typedef struct {
-  void *sync_handle;
-  int32_t num_task;
-} PiParallelEnv;
-
-typedef int (*PiLambda)(int task_id, PiParallelEnv *env, void *data);
-typedef int (*PiKernel)(void *self, const PiAny *args, int32_t num_args, PiAny *result);
 
 /* ---- errors ---- */
 static char last_error[1024];
@@ -146,7 +129,7 @@ static int take(PiShare *share, int from_back) {
     if (!atomic_compare_exchange_weak_explicit(&share->range, &range, rest, memory_order_acquire, memory_order_relaxed))
       continue;
     int first = from_back ? end_of(rest) : first_of(range);
-    PiParallelEnv env = {NULL, share->tasks};
+    PiEnv env = {NULL, share->tasks};
     for (int task = first; task < first + count; ++task)
       if (share->lambda(task, &env, share->data) != 0) atomic_store_explicit(&pool.failed, 1, memory_order_relaxed);
     taken += count;
@@ -287,7 +270,7 @@ static int parallel_launch(PiLambda lambda, void *data, int num_task) {
   int tasks = threads > 1 ? threads * PI_TASKS_A_THREAD : 1;
   if (num_task > 0 && num_task < tasks) tasks = num_task;
   if (tasks == 1) {
-    PiParallelEnv env = {NULL, 1};
+    PiEnv env = {NULL, 1};
     return lambda(0, &env, data);
   }
   open_region(lambda, data, tasks, threads);
@@ -304,13 +287,6 @@ static int parallel_launch(PiLambda lambda, void *data, int num_task) {
 PI_EXPORT int (*__TVMBackendParallelLaunch)(PiLambda, void *, int) = parallel_launch;
 
 /* ---- the program ---- */
-typedef struct {
-  PiKernel kernel;
-  const PiAny *args;
-  int32_t num_args;
-  int32_t padding;
-} PiCall;
-
 /* Runs `count` calls in order on `threads` threads. Adds the time of call i to seconds[i] unless seconds is NULL.
  * Returns -1 when all succeeded, else the index of the call that failed, or -2 when threads could not be started;
  * `pi_last_error` says why. */
@@ -323,7 +299,7 @@ PI_EXPORT int pi_run(const PiCall *calls, int count, int threads, double *second
   use_threads(threads);
   if (threads > 1) wake_workers(); /* they come while the first calls, which are short, run */
   for (int i = 0; i < count && failed_call == -1; ++i) {
-    PiAny result = {0, 0, {0}};
+    PiAny result = {0, 0, NULL};
     int64_t start = seconds ? now_ns() : 0;
     if (calls[i].kernel(NULL, calls[i].args, calls[i].num_args, &result) != 0) failed_call = i;
     if (seconds) seconds[i] += 1e-9 * (double)(now_ns() - start);

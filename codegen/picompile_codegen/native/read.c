@@ -2,32 +2,7 @@
  *
  * A kernel like the compiled ones, under `__tvm_ffi_pi_read`, so that it runs on the same threads in the same way.
  */
-#include <stdint.h>
-
-#define PI_EXPORT __attribute__((visibility("default")))
-
-/* The structures of TVM's and DLPack's ABI that are used here (c_api.h, c_backend_api.h, dlpack.h). */
-typedef struct {
-  int32_t type_index;
-  uint32_t padding;
-  void *value;
-} PiArgument;
-
-typedef struct {
-  void *data;
-  int32_t device_type, device_id, ndim;
-  uint8_t code, bits;
-  uint16_t lanes;
-  int64_t *shape, *strides;
-  uint64_t byte_offset;
-} PiTensor;
-
-typedef struct {
-  void *sync_handle;
-  int32_t num_task;
-} PiEnv;
-
-extern int (*__TVMBackendParallelLaunch)(int (*)(int, PiEnv *, void *), void *, int);
+#include "abi.h"
 
 typedef int64_t PiVector __attribute__((vector_size(16))); /* what all these machines have; memory is slower yet */
 
@@ -55,7 +30,7 @@ static int read_task(int task, PiEnv *env, void *data) {
 
 /* data int64 [n], sums int64 [256]: the sum of each task. There are 256 at most. Nobody needs the sums, but
  * without them nothing would be read. */
-PI_EXPORT int __tvm_ffi_pi_read(void *self, const PiArgument *args, int32_t count, void *result) {
+PI_EXPORT int __tvm_ffi_pi_read(void *self, const PiAny *args, int32_t count, PiAny *result) {
   (void)self, (void)count, (void)result;
   const PiTensor *data = args[0].value, *sums = args[1].value;
   PiRead read = {data->data, data->shape[0] / 2, sums->data};
