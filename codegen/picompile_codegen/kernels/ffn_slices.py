@@ -7,6 +7,7 @@ from tvm import tirx
 from picompile_codegen.kernels.add_rows import SumOrder
 from picompile_codegen.kernels.ffn_shape import FfnArguments
 from picompile_codegen.kernels.kernel import KernelFunction
+from picompile_codegen.kernels.matrix import CACHE_LINE_BYTES
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind, local, loop, parallel, when, worth_a_region
 from picompile_codegen.kernels.vector import LANES, at, splat
 
@@ -30,7 +31,9 @@ class Slices:
     def declare(cls, function: KernelFunction, arguments: FfnArguments, per_token: int) -> "Slices":
         """Memory for `per_token` slices of every token."""
         order, count = SumOrder.of(arguments.bundle), arguments.shape.rows * per_token
-        y = function.scratch("slices", "float32", count, order.width(arguments.shape.dim))
+        # A cache line more: the same columns of all slices would else compete for the same few places of a cache.
+        width = order.width(arguments.shape.dim) + CACHE_LINE_BYTES // 4
+        y = function.scratch("slices", "float32", count, width)
         return cls(y, function.scratch("nonzero", "int32", count), order, per_token)
 
     def add_up(self, y: Tensor, bias: Tensor | None, dim: int, tokens: Expr) -> None:
