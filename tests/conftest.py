@@ -38,9 +38,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Stamps of verified artifacts go to a folder of this run, not to the user's."""
+    """What the user's cache folder would get goes to one of this run; all test processes share compiled kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("PICOMPILE_CACHE", str(_shared(tmp_path_factory) / "objects"))
         patch.delenv("PICOMPILE_THREADS", raising=False)
         yield
 
@@ -68,13 +69,19 @@ def every_isa(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TARGETS, "cpu", CPU_TARGET)
 
 
-@pytest.fixture(scope="session")
-def build_once(tmp_path_factory: pytest.TempPathFactory) -> BuildOnce:
-    """`build_once(name, make)`: the folder that `make(folder)` filled, made by one test process and used by all."""
+def _shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run that all test processes share."""
     base = tmp_path_factory.getbasetemp()
     # Each process of pytest-xdist has a base of its own, side by side.
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
     shared.mkdir(exist_ok=True)
+    return shared
+
+
+@pytest.fixture(scope="session")
+def build_once(tmp_path_factory: pytest.TempPathFactory) -> BuildOnce:
+    """`build_once(name, make)`: the folder that `make(folder)` filled, made by one test process and used by all."""
+    shared = _shared(tmp_path_factory)
 
     def build(name: str, make: Callable[[Path], None]) -> Path:
         with (shared / f"{name}.lock").open("w") as lock:

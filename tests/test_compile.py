@@ -23,7 +23,8 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_same_inputs_give_the_same_bytes(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_same_inputs_give_the_same_bytes(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PICOMPILE_CACHE", "off")
     for name in ("first", "second"):
         compile_model(tiny_model, tmp_path / name, CompileOptions(quant="q4", context=64))
     first, second = _files(tmp_path / "first"), _files(tmp_path / "second")

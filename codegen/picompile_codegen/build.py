@@ -1,17 +1,22 @@
-"""From kernels to `host.so`: TVM compiles them to one object, and gcc links that with native/host.c."""
+"""From kernels to `host.so`: TVM compiles each to an object, and gcc links them with native/host.c."""
 
 import subprocess
 import tempfile
 from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import tvm
 from tvm.target import Target
-from tvm.target.codegen import llvm_get_cpu_features, llvm_is_valid_cpu
+from tvm.target.codegen import llvm_get_cpu_features, llvm_is_valid_cpu, llvm_version_major
 
+import picompile_codegen.pipeline
 from picompile_codegen.errors import BuildError, CodegenError
 from picompile_codegen.isa import DEFAULT_ISA, ISAS, Isa
 from picompile_codegen.kernels import Kernel
+from picompile_codegen.object_cache import cached_object, object_key
 from picompile_codegen.pipeline import PIPELINE
 from picompile_codegen.toolchain import c_compiler
 
@@ -36,9 +41,11 @@ def build_host_library(kernels: Iterable[Kernel], output: Path, isa: Isa = ISAS[
     compiler, target = c_compiler(isa), llvm_target(isa)
     functions = {kernel.name: _written_for(isa, kernel) for kernel in kernels}
     with tempfile.TemporaryDirectory(prefix="picompile-build-") as folder:
-        object_file = Path(folder) / "kernels.o"
-        _compile(functions, target, object_file)
-        _link(compiler, object_file, output)
+        objects = []
+        for number, name in enumerate(sorted(functions)):
+            objects.append(Path(folder) / f"{number}.o")
+            _compile(name, functions[name], isa, target, objects[-1])
+        _link(compiler, objects, output)
 
 
 def llvm_target(isa: Isa) -> Target:
@@ -55,24 +62,33 @@ def llvm_target(isa: Isa) -> Target:
     return target
 
 
-def _written_for(isa: Isa, kernel: Kernel) -> object:
+def _written_for(isa: Isa, kernel: Kernel) -> Any:
     # LLVM ends the process over an instruction that the target lacks.
     if kernel.isa != isa.name:
         raise CodegenError(f"kernel {kernel.name} was written for {kernel.isa}, not for {isa.name}")
     return kernel.prim_func
 
 
-def _compile(functions: dict[str, object], target: Target, object_file: Path) -> None:
-    module = tvm.IRModule({name: functions[name] for name in sorted(functions)})
-    try:
-        executable = tvm.compile(module, target=target, tir_pipeline=PIPELINE)
-        executable.mod.write_to_file(str(object_file), "o")
-    except Exception as error:  # TVM raises many types, none of them its own
-        raise BuildError(f"TVM cannot compile the kernels: {error}") from error
+def _compile(name: str, function: Any, isa: Isa, target: Target, output: Path) -> None:
+    def compile_to(path: Path) -> None:
+        try:
+            executable = tvm.compile(tvm.IRModule({name: function}), target=target, tir_pipeline=PIPELINE)
+            executable.mod.write_to_file(str(path), "o")
+        except Exception as error:  # TVM raises many types, none of them its own
+            raise BuildError(f"TVM cannot compile the kernel {name}: {error}") from error
+
+    cached_object(object_key(function.script(), repr(isa), *_compiler()), output, compile_to)
 
 
-def _link(compiler: str, object_file: Path, output: Path) -> None:
-    sources = [str(path) for path in (_HOST_SOURCE, _READ_SOURCE, object_file)]
+@cache
+def _compiler() -> tuple[str, ...]:
+    """What compiles kernels: versions, and our own part of it."""
+    pipeline = Path(picompile_codegen.pipeline.__file__).read_text(encoding="utf-8")
+    return version("apache-tvm"), str(llvm_version_major()), pipeline
+
+
+def _link(compiler: str, objects: list[Path], output: Path) -> None:
+    sources = [str(path) for path in (_HOST_SOURCE, _READ_SOURCE, *objects)]
     command = [compiler, *_GCC_FLAGS, "-o", str(output), *sources, *_LIBRARIES]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
