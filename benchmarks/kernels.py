@@ -1,6 +1,6 @@
 """Measures the kernels of decode alone, in bytes of weights per second, next to the machine's memory bandwidth.
 
-    python benchmarks/kernels.py [--threads N] [--formats f16 q8 q4] [--seconds S]
+    python benchmarks/kernels.py [--threads N] [--formats f16 q8 q4] [--seconds S] [--isa NAME]
 
 Weights exist in so many copies that together they are larger than any cache, and the copies take turns. So every byte
 comes from memory, as it does when a model decodes. A time is the least of many calls. The bandwidth is that of the best
@@ -9,6 +9,7 @@ stretch of memory that was read before and after a kernel's turn, with the same 
 
 import argparse
 import os
+import platform
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,8 +22,10 @@ from numpy.typing import NDArray
 
 from picompile_codegen import kernels
 from picompile_codegen.build import build_host_library
+from picompile_codegen.isa import ISAS, targeting
 from picompile_codegen.kernels import Kernel
 from picompile_runtime.bandwidth import MemoryReader
+from picompile_runtime.machine import cpu_features
 from picompile_runtime.memory import aligned_zeros
 from picompile_runtime.native import HostLibrary
 
@@ -108,20 +111,29 @@ def bytes_per_s(library: HostLibrary, case: Case, threads: int, limit_s: float) 
     return case.share * sum(sets[0][name].nbytes for name in case.matrices) / best
 
 
+def best_isa() -> str:
+    """The last one in the table that this machine has: they go from few instructions to many."""
+    machine, features = platform.machine(), cpu_features()
+    return [isa.name for isa in ISAS.values() if isa.machine == machine and features.issuperset(isa.features)][-1]
+
+
 def main() -> None:
     """Builds all kernels into one library and prints a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--formats", nargs="+", default=["f16", "q8", "q4"])
     parser.add_argument("--seconds", type=float, default=0.5, help="for each kernel")
+    parser.add_argument("--isa", choices=ISAS, default=best_isa(), help="what is compiled for; default: the best here")
     options = parser.parse_args()
-    table = [(name, case) for name in options.formats for case in decoding(name)]
+    isa = ISAS[options.isa]
+    with targeting(isa):
+        table = [(name, case) for name in options.formats for case in decoding(name)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "host.so"
-        build_host_library([case.kernel for _, case in table], path)
+        build_host_library([case.kernel for _, case in table], path, isa)
         library = HostLibrary(path)
         reader = MemoryReader(library, options.threads)
-        print(f"{options.threads} threads\n{'':4} {'kernel':20} {'GB/s':>6} {'reading':>8} {'share':>6}")
+        print(f"{options.threads} threads, {isa.name}\n{'':4} {'kernel':20} {'GB/s':>6} {'reading':>8} {'share':>6}")
         before = reader.read().max()
         for name, case in table:
             speed = bytes_per_s(library, case, options.threads, options.seconds)

@@ -11,6 +11,7 @@ from workbench import Array, Workbench, as_seen, assert_close, packed, uniform
 
 from picompile_codegen import kernels
 from picompile_codegen.kernels import Kernel
+from picompile_codegen.kernels.ffn_batch import DENSE_BLOCKS, DENSE_PERCENT
 from picompile_passes.dialect import dequantize_rows, parse_activation, quantize_rows
 
 CHUNK = 13
@@ -200,11 +201,13 @@ def test_batch(workbench: Workbench, name: str, format_name: str, share: float) 
         example = Example(BLOCKS[name], "masked", format_name, tokens, seed=tokens)
         kept = np.random.default_rng(tokens).random((tokens, BLOCKS[name].neurons)) < share
         example.inputs["mask"] = kept.astype(np.uint8)
-        example.kept = kept | (share > 0.5)
+        is_dense = kept.sum() > example.block.neurons * DENSE_BLOCKS + kept.size * DENSE_PERCENT / 100
+        assert is_dense == (share > 0.5 and tokens > 1)
+        example.kept = kept | is_dense
         results = [workbench.run(kernel, example.inputs, tokens=tokens, threads=threads) for threads in (1, 3)]
         example.assert_output(results[0]["y"][:tokens])
         assert results[0]["y"].tobytes() == results[1]["y"].tobytes()
-        fired = example.kept.sum() if share > 0.5 else np.count_nonzero(example.hidden())
+        fired = example.kept.sum() if is_dense else np.count_nonzero(example.hidden())
         assert results[0]["stats"].tolist() == [1000 + example.kept.sum(), 2000 + fired]
 
 

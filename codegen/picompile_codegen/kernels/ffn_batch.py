@@ -19,8 +19,9 @@ from picompile_codegen.kernels.tensor import Tensor, bind, local, loop, parallel
 
 # Tasks of a token: a few tokens are to keep more threads than there are tokens busy.
 _SLICES = 4
-# The share of neurons, in percent, beyond which all are computed. Measured at 5632 x 2048, see docs/benchmarks.md.
-_DENSE_PERCENT = 40
+# All neurons are computed where the masks name as many as so many whole blocks have, and so many percent of what all
+# tokens would compute: tiles read every weight once, and then take less time for each. See docs/benchmarks.md.
+DENSE_BLOCKS, DENSE_PERCENT = 2, 30
 
 
 def ffn_batch(function: KernelFunction, arguments: FfnArguments) -> None:
@@ -46,7 +47,7 @@ def ffn_batch(function: KernelFunction, arguments: FfnArguments) -> None:
     with loop(0, tokens) as token:
         computed[0] = computed[0] + counts[token]
     total = bind(computed[0])
-    limit = bind(tokens * (shape.neurons * _DENSE_PERCENT // 100))
+    limit = bind(shape.neurons * DENSE_BLOCKS + tokens * (shape.neurons * DENSE_PERCENT // 100))
     with when(total > limit):
         compute_chunk(arguments, memory, y, tokens)
         # Nobody counted those that fired: they are counted as fired.
