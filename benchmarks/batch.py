@@ -3,9 +3,9 @@
     python benchmarks/batch.py [--threads N] [--tokens 2 4 8 32] [--rates 0.1 0.2 0.4 0.6] [--rounds 12]
 
 The gated block of some tokens, 5632 × 2048, whose masks name random neurons at each rate: each token by its own mask,
-as the kernel does where these name few, against all neurons in tiles, as it does where they name many. Prints a Markdown
-table for each format: µs a token by masks, in tiles, and the bandwidth that was read in between. The layers take turns,
-and are together larger than any cache.
+as the kernel does where these name few, against all neurons in tiles, as it does where they name many. Prints a table
+for each format: µs a token by masks, in tiles, and the bandwidth that was read in between. The layers take turns, and
+are together larger than any cache.
 """
 
 import argparse

@@ -169,14 +169,8 @@ def main() -> None:
     if options.plot:
         plot(rows, options.plot)
     print(table(rows))
-    print(
-        f"\n{options.threads} threads, {isa.name}; reading memory: {min(speeds) / 1e9:.1f} to {max(speeds) / 1e9:.1f} GB/s"
-    )
-
-
-def _shape(text: str) -> tuple[int, int]:
-    dim, neurons = text.split("x")
-    return int(dim), int(neurons)
+    slowest, fastest = min(speeds) / 1e9, max(speeds) / 1e9
+    print(f"\n{options.threads} threads, {isa.name}; reading memory: {slowest:.1f} to {fastest:.1f} GB/s")
 
 
 if __name__ == "__main__":
