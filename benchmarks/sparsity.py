@@ -173,5 +173,10 @@ def main() -> None:
     print(f"\n{options.threads} threads, {isa.name}; reading memory: {slowest:.1f} to {fastest:.1f} GB/s")
 
 
+def _shape(text: str) -> tuple[int, int]:
+    dim, neurons = text.split("x")
+    return int(dim), int(neurons)
+
+
 if __name__ == "__main__":
     main()
