@@ -27,8 +27,14 @@ EXEMPT = {
     "pip install 'picompile[testing]'": "downloads packages",
     "python benchmarks/passes.py --shape reglu-1.3b --layers 12,24,48,96": "takes minutes, and a quiet machine",
     "pip install .": "run, in a folder of its own, by the test of the tutorial",
-    "picompile bench build/bench/q4.learned -p 512 -n 32 -r 1": "needs an artifact of 800 MB",
-    "python benchmarks/peers.py --work build/bench --quick": "takes 20 GB, the peers, and a quiet machine",
+    "picompile bench build/bench/reglu-1.3b-10.q4.learned -p 128 -n 32 -r 3": "needs an artifact of 800 MB",
+    "python benchmarks/threads.py build/bench/reglu-1.3b-10.q4.learned --rounds 5": "needs an artifact of 800 MB",
+    "pip install 'picompile[gguf,report]'": "downloads packages",
+    "python benchmarks/peers.py --work build/bench --peer-python ~/peers/bin/python --sweeps decode prefill": (
+        "takes 20 GB, the peers, and a quiet machine"
+    ),
+    "python benchmarks/sparsity.py --rounds 25 --plot docs/images/sparsity.png": "takes minutes, and a quiet machine",
+    "python benchmarks/batch.py --tokens 4 8 32 --rounds 6": "takes minutes, and a quiet machine",
     "python benchmarks/kernels.py": "takes a minute, and a quiet machine",
     **{
         f"python examples/train_relu_lm.py --variant {variant} --out build/relu-lm/{variant} --steps 1800 --threads 1 "

@@ -3,7 +3,8 @@
 A mapped file comes in pages of 4 KiB. Rows here and there then cost a walk through the page tables each, and no
 processor reads ahead across the end of a page: of the neurons that fire, two cores of a Zen 4 in a virtual machine read
 20 GB/s from such pages and 30 to 40 GB/s from large ones. So weights are copied once, when they are loaded, where there
-is memory for that; else they stay mapped, and the system brings in what is used.
+is memory for that; else they stay mapped, and the system brings in what is used: in large pages, where kernel and file
+system keep the blocks of 2 MiB together in which the file was written.
 """
 
 from __future__ import annotations
