@@ -18,8 +18,6 @@ from picompile_codegen.kernels.tensor import parallel, worth_a_region
 
 # Each has a y of its own, which costs time to add up; too few leave threads without work.
 SLICES = 16
-# Columns of y that a task of the last step adds up.
-_SUM_COLUMNS = 128
 
 
 def ffn_one(function: KernelFunction, arguments: FfnArguments) -> None:
