@@ -69,6 +69,11 @@ def every_isa(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TARGETS, "cpu", CPU_TARGET)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes minutes begins first, so that no process is left alone with it at the end."""
+    items.sort(key=lambda item: item.path.name not in ("test_docs.py", "test_plugin.py"))
+
+
 def _shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of this run that all test processes share."""
     base = tmp_path_factory.getbasetemp()

@@ -26,8 +26,9 @@ PROMPTS = (1, 2, 17, 300)
 STEPS = 32
 TOLERANCE = 1e-3
 TIGHT_TOLERANCE = 1e-5
-# Where weights are bytes, so are activations, and each product is off by half a percent: 1 to 2.7 % at the end.
-BYTES_TOLERANCE = 4e-2
+# Where weights are bytes, so are activations, and each product is off by half a percent: 1 to 4 % at the end, with
+# random weights, whose logits are what is left of many terms. What a trained model loses is in docs/benchmarks.md.
+BYTES_TOLERANCE = 5e-2
 
 
 @functools.cache
@@ -120,8 +121,8 @@ def test_any_hot_set_gives_the_same_logits(name: str, quant: str, captured: obje
         compile_model(model, artifact, CompileOptions(quant=quant, hot=hot))
         results.append(_compiled_logits(artifact, ids, 17, threads=2))
     for split in results[1:]:
-        # Rows keep their bits whatever part they are in; the order of the sum differs, and which four rows of down have
-        # their factors rounded together.
+        # Rows keep their bits whatever part they are in; the order of the sum differs, and which eight rows of down
+        # have their factors rounded together.
         assert relative_error(split, results[0]) < (1e-4 if quant == "f16" else BYTES_TOLERANCE)
 
 
