@@ -32,7 +32,6 @@ from picompile_codegen.kernels.vector import LANES, at, fma, load, splat, splat_
 from picompile_passes.dialect.formats import GROUP
 
 _QUAD = 4
-_HALF = LANES // 2
 
 
 def rows_together(matrix: Matrix) -> tuple[int, ...]:
@@ -44,22 +43,22 @@ def rows_together(matrix: Matrix) -> tuple[int, ...]:
 class SumOrder:
     """Which columns the sums belong to. They come in blocks of `columns`; each block's `vectors` follow one another.
 
-    A vector's eight sums are those of runs of columns: (first column within the block, number) of each.
+    A vector's eight sums are those of one or two runs of columns, equally long: of each, its first within the block.
     """
 
     columns: int
-    vectors: tuple[tuple[tuple[int, int], ...], ...]
+    vectors: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, matrix: Matrix) -> "SumOrder":
         """The order of sums of rows of `matrix`."""
         if matrix.scale is None:
-            return cls(LANES, (((0, LANES),),))
+            return cls(LANES, ((0,),))
         # A vector holds 32 bytes of a row. They are the columns of a group; in q4 each is a column of a group's first
         # half and one of its second, and there are two groups.
         distance = GROUP if matrix.format == "q4" else BYTES // 2
         starts = [half + i for half in ((0, GROUP // 2) if matrix.format == "q4" else (0,)) for i in range(0, 16, 4)]
-        return cls(2 * distance, tuple(((start, _HALF), (start + distance, _HALF)) for start in starts))
+        return cls(2 * distance, tuple((start, start + distance) for start in starts))
 
     def width(self, columns: int) -> int:
         """How many sums there are for so many columns."""
@@ -78,10 +77,10 @@ class SumOrder:
         self, first: Expr, columns: int, body: Callable[[Expr, list[tuple[Expr, int, int]]], None]
     ) -> None:
         for number, vector in enumerate(self.vectors):
-            lanes = [sum(count for _, count in vector[:i]) for i in range(len(vector))]
+            count = LANES // len(vector)
             runs = [
-                (first + start, lane, min(count, columns - start))
-                for (start, count), lane in zip(vector, lanes, strict=True)
+                (first + start, i * count, min(count, columns - start))
+                for i, start in enumerate(vector)
                 if start < columns
             ]
             if runs:
