@@ -9,7 +9,6 @@ stretch of memory that was read before and after a kernel's turn, with the same 
 
 import argparse
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,12 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from picompile.targets import find_native_target
 from picompile_codegen import kernels
 from picompile_codegen.build import build_host_library
 from picompile_codegen.isa import ISAS, targeting
 from picompile_codegen.kernels import Kernel
 from picompile_runtime.bandwidth import MemoryReader
-from picompile_runtime.machine import cpu_features
 from picompile_runtime.memory import aligned_zeros
 from picompile_runtime.native import HostLibrary
 
@@ -112,9 +111,11 @@ def bytes_per_s(library: HostLibrary, case: Case, threads: int, limit_s: float) 
 
 
 def best_isa() -> str:
-    """The last one in the table that this machine has: they go from few instructions to many."""
-    machine, features = platform.machine(), cpu_features()
-    return [isa.name for isa in ISAS.values() if isa.machine == machine and features.issuperset(isa.features)][-1]
+    """The best instruction set that this machine has."""
+    target = find_native_target()
+    if target is None:
+        raise SystemExit("there is no code for this machine")
+    return target.isas[0]
 
 
 def main() -> None:
