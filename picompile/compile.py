@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from picompile.errors import AccuracyGateError, UsageError
 from picompile.progress import NoProgress, Progress
-from picompile.targets import find_compiled_targets
+from picompile.targets import find_compiled_targets, gpu_of
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from picompile.capture import Captured
+    from picompile.capture.facts import ModelFacts
     from picompile.code import Code
+    from picompile.hot_device import DeviceTarget
     from picompile.placement.plan import Plan
     from picompile.prediction import Prediction
     from picompile_codegen.lower import Lowered
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from picompile_passes.infra import Pass
     from picompile_passes.stages import Stage
 
+HOT_DEVICES = ("cuda", "cpu")
 QUANTIZATIONS = ("f16", "q8", "q4")
 PREDICTORS = ("exact", "learned", "sign", "none")
 _LOSSLESS = (None, "exact", "none")
@@ -61,7 +64,13 @@ class CompileOptions:
     `context` in tokens; None takes the model's own limit, at most 4096. `sequences` are how many the cache holds, each
     with a context of its own; they can be decoded together. `kv_dtype` is f16, f32 or q8; None takes f16, and
     f32 where rounding would move neurons across a jump of the activation (FATReLU). `hot` maps a layer to the neurons
-    of its hot part; or `plan`, which is of this model's neurons, says which are hot. Both parts run on the CPU.
+    of its hot part; or `plan`, which is of this model's neurons, says which are hot.
+
+    `hot_device` is where hot neurons go: `cuda`, a GPU, for targets that have one unless it is said otherwise; `cpu`, a
+    second partition of the CPU, for the same schedule without a GPU; None, where both parts run one after the other on
+    the CPU. With `plan` the rest of the model goes where the plan has it; without, the device has all but embeddings
+    and cold neurons, and layers that `hot` does not name are hot altogether.
+
     `passes` are extra passes as text, `name{option=value}@stage`, options and stage as needed: each runs as soon as the
     graph is at that stage, or else the one it requires. `dump_ir` receives the graph after every pass.
     """
@@ -75,6 +84,7 @@ class CompileOptions:
     chunk: int = CHUNK
     hot: Mapping[int, Sequence[int]] = field(default_factory=dict)
     plan: "Plan | None" = None
+    hot_device: str | None = None
     passes: tuple[str, ...] = ()
     dump_ir: Path | None = None
     verify: bool = True
@@ -93,6 +103,7 @@ class CompileOptions:
             (self.quant, QUANTIZATIONS, "quantization"),
             (self.predictor, (None, *_predictors(self.predictor)), "predictor"),
             (self.kv_dtype, (None, *KV_DTYPES), "KV cache type"),
+            (self.hot_device, (None, *HOT_DEVICES), "hot device"),
         ):
             if value not in known:
                 raise UsageError(f"unknown {name} {value!r}; known are {', '.join(k for k in known if k)}")
@@ -110,6 +121,8 @@ class CompileOptions:
             raise UsageError(f"the prefill chunk must be at least 2 tokens, not {self.chunk}")
         if self.plan is not None:
             self._require_neurons(self.plan)
+        if self.hot_device == "cuda" and gpu_of(self.target) is None:
+            raise UsageError(f"hot device cuda needs a target with a GPU, and {self.target} has none")
 
     def _require_neurons(self, plan: "Plan") -> None:
         if self.hot:
@@ -124,6 +137,11 @@ class CompileOptions:
     def hot_neurons(self) -> Mapping[int, Sequence[int]]:
         """Layer → the neurons of its hot part, from `hot` or `plan`."""
         return self.hot if self.plan is None else self.plan.hot_neurons()
+
+    @property
+    def device(self) -> str | None:
+        """The hot device: what was asked for, or the target's GPU."""
+        return self.hot_device or ("cuda" if gpu_of(self.target) is not None else None)
 
 
 def _predictors(wanted: str | None) -> tuple[str, ...]:
@@ -153,11 +171,12 @@ def compile_model(
     options, progress, output = options or CompileOptions(), progress or NoProgress(), Path(output)
     from picompile.artifact_writer import check_output
     from picompile.code import code_to_measure, planned_code
+    from picompile.hot_device import device_target
 
     check_output(output, options.overwrite)
     # Before the model is captured, which takes longer than to tell that a pass is not known.
     pipeline_passes(options)
-    code = planned_code(options.target)
+    code, device = planned_code(options.target), device_target(options)
     if options.predictor not in _LOSSLESS:
         code_to_measure(code)
     if isinstance(model, str | os.PathLike):
@@ -165,7 +184,7 @@ def compile_model(
         folder, captured = Path(model), _capture(Path(model), progress)
     else:
         folder, captured = None, model
-    source = _Source(captured, folder, _context(captured, options), code)
+    source = _Source(captured, folder, _context(captured, options), code, device)
     if options.plan is not None:
         _check_plan(options.plan, source, options, progress)
     if options.predictor in _LOSSLESS:
@@ -185,6 +204,7 @@ class _Source:
     folder: Path | None
     context: int
     code: "Sequence[Code]"
+    device: "DeviceTarget | None"
 
 
 @dataclass(frozen=True)
@@ -200,8 +220,8 @@ class _Compiled:
 def _compile(
     source: _Source, prediction: "Prediction | None", output: Path, options: CompileOptions, progress: Progress
 ) -> None:
-    insert = None if prediction is None else prediction.insert_pass()
-    graph_module = _run_passes(pipeline_passes(options, insert), source.captured, options, progress)
+    insert, facts = None if prediction is None else prediction.insert_pass(), source.captured.facts
+    graph_module = _run_passes(pipeline_passes(options, insert, facts), source.captured, options, progress)
     lowered = _lower(graph_module, source, options, progress)
     _write(_Compiled(source, prediction, graph_module, lowered), output, options, progress)
 
@@ -272,18 +292,26 @@ def _check_plan(plan: "Plan", source: _Source, options: CompileOptions, progress
             progress.say(f"the plan is for {what} {planned}, but this compiles for {compiled}; its figures do not hold")
 
 
-def pipeline_passes(options: CompileOptions, insert: "Pass | None" = None) -> "list[Pass]":
-    """The passes from captured to quantized, in order; `insert` is the one that puts lossy predictors in."""
+def pipeline_passes(
+    options: CompileOptions, insert: "Pass | None" = None, facts: "ModelFacts | None" = None
+) -> "list[Pass]":
+    """The passes from captured to quantized, in order; `insert` is the one that puts lossy predictors in.
+
+    With `facts`, those of the model, every layer gets its part where there is a hot device.
+    """
     from picompile_passes.passes.canonicalize import CANONICALIZE
     from picompile_passes.passes.insert_predictors import InsertPredictors
     from picompile_passes.passes.partition import Partition
     from picompile_passes.passes.quantize import Quantize
     from picompile_passes.registry import make_pass
 
+    hot = dict(options.hot_neurons)
+    if facts is not None and options.device is not None and options.plan is None:
+        hot = {layer: hot.get(layer, range(facts.ffn)) for layer in range(facts.layers)} | hot
     own = [
         *CANONICALIZE,
         insert or InsertPredictors(str(options.predictor) if options.predictor in ("exact", "none") else "auto"),
-        Partition(options.hot_neurons),
+        Partition(hot),
         Quantize(options.quant),
     ]
     extra = [_with_stage(text) for text in options.passes]
@@ -345,10 +373,20 @@ def _kv_dtype(captured: "Captured") -> str:
 
 def _lower(graph_module: "GraphModule", source: _Source, options: CompileOptions, progress: Progress) -> "Lowered":
     with progress.step("lower"):
+        from picompile.hot_device import placement
         from picompile_codegen.lower import LowerOptions, lower
 
         kv_dtype = KV_DTYPES[options.kv_dtype or _kv_dtype(source.captured)]
-        lowered = lower(graph_module, LowerOptions(source.context, options.chunk, kv_dtype, options.sequences))
+        device = source.device
+        lower_options = LowerOptions(
+            source.context,
+            options.chunk,
+            kv_dtype,
+            options.sequences,
+            None if device is None else device.kind,
+            placement(options.plan, source.captured.facts.layers),
+        )
+        lowered = lower(graph_module, lower_options)
     _say_if_large(lowered.program, progress)
     return lowered
 
@@ -386,6 +424,7 @@ def _write(compiled: _Compiled, output: Path, options: CompileOptions, progress:
     writer.check_disk(output, total)
     with writer.replacing(output) as folder:
         build_code(code, lowered, folder, progress)
+        hot_device = None if source.device is None else source.device.build(code, lowered, folder, progress)
         with progress.step("weights", total) as advance:
             sha256 = writer.write_weights(
                 folder / "weights.safetensors",
@@ -395,12 +434,12 @@ def _write(compiled: _Compiled, output: Path, options: CompileOptions, progress:
             )
         tokenizer.write(folder)
         writer.write_json(folder / "program.json", lowered.program.to_json())
-        _write_facts(compiled, folder, options, code, sha256, None)
+        _write_facts(compiled, folder, options, code, sha256, None, hot_device)
         if prediction is not None:
             accuracy = prediction.measure(folder, source.captured, source.context, options, progress)
             for each in code[len(source.code) :]:
                 (folder / each.file).unlink()
-            _write_facts(compiled, folder, options, source.code, sha256, accuracy)
+            _write_facts(compiled, folder, options, source.code, sha256, accuracy, hot_device)
 
 
 def _write_facts(
@@ -410,12 +449,14 @@ def _write_facts(
     code: "Sequence[Code]",
     sha256: str,
     accuracy: dict[str, Any] | None,
+    hot_device: dict[str, Any] | None,
 ) -> None:
     """Writes report and manifest, with what the gate has found once it has."""
     from picompile import artifact_writer as writer
 
     writer.write_json(folder / "report.json", _report(compiled.lowered, options.plan, accuracy))
-    writer.write_json(folder / "manifest.json", _manifest(compiled, folder, options, code, sha256, accuracy))
+    manifest = _manifest(compiled, folder, options, code, sha256, accuracy, hot_device)
+    writer.write_json(folder / "manifest.json", manifest)
 
 
 def _report(lowered: "Lowered", plan: "Plan | None", accuracy: dict[str, Any] | None) -> dict[str, Any]:
@@ -443,6 +484,7 @@ def _manifest(
     code: "Sequence[Code]",
     weights_sha256: str,
     accuracy: dict[str, Any] | None,
+    hot_device: dict[str, Any] | None,
 ) -> dict[str, Any]:
     import picompile
     from picompile import artifact_writer as writer
@@ -460,6 +502,7 @@ def _manifest(
         "abi": writer.KERNEL_ABI,
         "target": ",".join(target.name for target in find_compiled_targets(options.target)),
         "code": [each.to_json() for each in code],
+        **({} if hot_device is None else {"hot_device": hot_device}),
         "model": facts,
         "quant": options.quant,
         "predictor": "+".join(sorted({part.predictor for part in program.ffn})),

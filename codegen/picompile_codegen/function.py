@@ -1,21 +1,25 @@
 """One function of a program while it is being built: its calls, its buffers, and where the value of each node is."""
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from torch.fx import Node
 
+from picompile_codegen import kernels
 from picompile_codegen.kernels import Kernel
+from picompile_codegen.kernels.kernel import STEP_SHAPE
 from picompile_codegen.kernels.step_rows import Mode
 from picompile_codegen.packing import Matrix, WeightTable
-from picompile_codegen.program import Arg, Call, FfnPart, Tensor
+from picompile_codegen.placement import ON_HOST, Placement
+from picompile_codegen.program import Arg, Call, Device, FfnPart, Memory, Tensor
 from picompile_codegen.retarget import Recipe
+from picompile_passes.errors import UnsupportedGraphError
 
-STEP = Arg("buffer", "step")
 STATS_ROW_BYTES = 16
 
 Bindings = dict[str, Arg | Matrix]
+AnyKernel = Any  # a Kernel of the CPU, or a CudaKernel, which is not imported where no GPU is compiled for
 
 
 @dataclass(frozen=True)
@@ -23,43 +27,70 @@ class LowerOptions:
     """What the graph does not say.
 
     `context` and `chunk` in tokens; `kv_dtype` float16, float32 or q8; `sequences` have a place in the KV cache.
+    `placement` says what runs on the hot device, whose kernels are those of `hot_device`: a second partition of the CPU
+    or a GPU; None for a program that has no such device.
     """
 
     context: int
     chunk: int
     kv_dtype: str
     sequences: int = 1
+    hot_device: Literal["cpu", "cuda"] | None = None
+    placement: Placement = ON_HOST
 
 
 @dataclass
 class Shared:
-    """What the functions of a program have in common."""
+    """What the functions of a program have in common: kernels by their recipes, the host's and the device's."""
 
     options: LowerOptions
     weights: WeightTable = field(default_factory=WeightTable)
     state: dict[str, Tensor] = field(default_factory=dict)
     ffn: list[FfnPart] = field(default_factory=list)
     kernels: dict[Recipe, Kernel] = field(default_factory=dict)
+    device_kernels: dict[Recipe, AnyKernel] = field(default_factory=dict)
+    exchanges: int = 0
 
-    def kernel(self, builder: Callable[..., Kernel], **parameters: Hashable) -> Kernel:
+    def kernel(self, device: Device, builder: Callable[..., Kernel], parameters: Mapping[str, Hashable]) -> AnyKernel:
         """Builds a kernel, once for the same parameters: most layers ask for the same few."""
         key = (builder, tuple(sorted(parameters.items())))
-        if key not in self.kernels:
-            self.kernels[key] = builder(**parameters)
-        return self.kernels[key]
+        built = self.kernels if device == "host" else self.device_kernels
+        if key not in built:
+            built[key] = self._builder(device, builder)(**parameters)
+        return built[key]
+
+    def _builder(self, device: Device, builder: Callable[..., Kernel]) -> Callable[..., AnyKernel]:
+        if device == "host" or self.options.hot_device != "cuda":
+            return builder
+        from picompile_codegen.cuda.builders import CUDA_BUILDERS
+
+        if builder not in CUDA_BUILDERS:
+            raise UnsupportedGraphError(f"there is no GPU kernel for {builder.__name__}")
+        found: Callable[..., AnyKernel] = CUDA_BUILDERS[builder]
+        return found
 
 
 @dataclass
 class Function:
-    """`rows` is how many tokens a call can take: 1, or a chunk. `logits` names the buffer that the head writes."""
+    """`rows` is how many tokens a call can take: 1, or a chunk. `logits` names the buffer that the head writes.
+
+    Calls are appended for `device`, the one of the node that is being lowered; `devices` has that of every node.
+    A value that the other device needs is sent there as soon as it is made; `arrivals` has what then waits for it and
+    gives its place (see `exchange.py`). `counts` has, by mask, how many neurons of it the host computes.
+    """
 
     name: str
     rows: int
     shared: Shared
     logits: str
+    devices: Mapping[Node, Device] = field(default_factory=dict)
+    device: Device = "host"
     calls: list[Call] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    values: dict[Node, Arg] = field(default_factory=dict)
+    values: dict[tuple[Node, Device], Arg] = field(default_factory=dict)
+    arrivals: dict[Node, Callable[["Function"], Arg]] = field(default_factory=dict)
+    inputs: dict[str, Arg] = field(default_factory=dict)
+    counts: dict[Node, Arg] = field(default_factory=dict)
 
     @property
     def mode(self) -> Mode:
@@ -68,16 +99,54 @@ class Function:
             return "batch"
         return "one" if self.rows == 1 else "chunk"
 
-    def buffer(self, hint: str, dtype: str, shape: tuple[int, ...]) -> Arg:
-        """A new buffer, to be placed when the function is complete."""
+    def kernel(self, builder: Callable[..., Kernel], **parameters: Hashable) -> AnyKernel:
+        """The kernel of `builder` for the current device."""
+        return self.shared.kernel(self.device, builder, parameters)
+
+    def buffer(self, hint: str, dtype: str, shape: tuple[int, ...], memory: Memory | None = None) -> Arg:
+        """A new buffer, in the memory of the current device or in `memory`, to be placed when all is complete."""
         name = f"{self.name}.{len(self.buffers)}.{hint}"
-        self.buffers[name] = Tensor(dtype, shape)
+        self.buffers[name] = Tensor(dtype, shape, memory=memory or self.device)
         return Arg("buffer", name)
 
-    def result(self, node: Node) -> Arg:
-        """A new buffer float32 [rows, dim] for the value of `node`."""
-        self.values[node] = self.buffer(node.name, "float32", (self.rows, dimension(node)))
-        return self.values[node]
+    def result(self, node: Node, dtype: str = "float32") -> Arg:
+        """A new buffer [rows, dim] for the value of `node`; shared where the device needs what the host makes."""
+        is_shared = self.device == "host" and self.crosses(node)
+        buffer = self.buffer(node.name, dtype, (self.rows, dimension(node)), "shared" if is_shared else None)
+        self.values[node, self.device] = buffer
+        return buffer
+
+    def crosses(self, node: Node) -> bool:
+        """Whether the other device uses the value of `node`."""
+        return any(self.devices.get(user, self.device) != self.device for user in node.users)
+
+    def has(self, node: Node) -> bool:
+        """Whether some call has made the value of `node`."""
+        return (node, "host") in self.values or (node, "device") in self.values
+
+    def value(self, node: Node) -> Arg:
+        """The value of `node` for the current device, which waits for it where the other has made it."""
+        if (node, self.device) not in self.values:
+            self.values[node, self.device] = self.arrivals[node](self)
+        return self.values[node, self.device]
+
+    def input(self, name: str) -> Arg:
+        """What the runtime writes before each step: step, tokens, positions or slots."""
+        if self.device == "host":
+            return Arg("buffer", name)
+        self.inputs[name] = Arg("buffer", self.own(name))
+        return self.inputs[name]
+
+    def own(self, name: str) -> str:
+        """The name of the current device's own buffer of those that both devices have."""
+        return name if self.device == "host" else f"{name}.device"
+
+    def flag(self) -> Arg:
+        """A flag of this step. Functions never run at the same time, so they have the same flags."""
+        number = sum(1 for call in self.calls if call.op in ("send", "signal"))
+        self.shared.exchanges = max(self.shared.exchanges, number + 1)
+        (words,) = kernels.FLAG_SHAPE
+        return Arg("buffer", "flags", shape=kernels.FLAG_SHAPE, offset=number * words * 4)
 
     def vectors(self, values: dict[str, Any], *names: str) -> Bindings:
         """The vectors among the operands `names` of a node, those that are there."""
@@ -85,7 +154,7 @@ class Function:
 
     def call(
         self,
-        kernel: Kernel,
+        kernel: AnyKernel,
         bindings: Bindings,
         *,
         op: str,
@@ -103,11 +172,26 @@ class Function:
             if parameter in kernel.scratch:
                 args.append(self.buffer(parameter, *kernel.scratch[parameter]))
                 continue
-            bound = STEP if name == "step" else bindings[name]
+            bound = bindings[name] if name in bindings else self._place(name)
             args.append(bound.view(part) if isinstance(bound, Matrix) else bound)
         if weight_bytes is None:
             weight_bytes = sum(bound.bytes for bound in bindings.values() if isinstance(bound, Matrix))
-        self.calls.append(Call(kernel.name, tuple(args), op, layer, weight_bytes, window))
+        self.calls.append(Call(kernel.name, tuple(args), op, layer, weight_bytes, window, self.device))
+
+    def _place(self, name: str) -> Arg:
+        """Where rows are: one for all of them, or one for each."""
+        return self.input(name) if name == "step" else replace(self.input(name), shape=(self.rows,))
+
+    def read_inputs(self, rows: int) -> None:
+        """Prepends what brings the inputs that the device reads to its own memory; `rows` are those of the buffers."""
+        calls, self.calls = self.calls, []
+        for name, arg in self.inputs.items():
+            words = STEP_SHAPE[0] if name == "step" else rows
+            kernel = self.shared.kernel("device", kernels.copy_words, {"words": words})
+            bindings = {"step": Arg("buffer", name), "source": Arg("buffer", name), "y": arg}
+            args = tuple(bindings[parameter] for parameter in kernel.params)
+            self.calls.append(Call(kernel.name, args, "inputs", None, 0, device="device"))
+        self.calls += calls
 
 
 def dimension(node: Node) -> int:

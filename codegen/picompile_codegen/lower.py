@@ -9,24 +9,29 @@
    `batch`         one token each of several sequences, where the KV cache holds several
    `decode` and `batch` have masks of neurons made; the others compute every neuron, and leave out what predictors
    alone need.
-3. The activations of each function get places in one arena.
+3. The activations of each function get places in an arena, one for each memory.
+
+Where there is a hot device, calls are made for both devices, each in its order (see `placement.py`, `exchange.py`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from torch.fx import GraphModule, Node
 
 from picompile_codegen import kernels
-from picompile_codegen.function import Function, LowerOptions, Shared, dimension
+from picompile_codegen.exchange import publish
+from picompile_codegen.function import AnyKernel, Bindings, Function, LowerOptions, Shared, dimension
 from picompile_codegen.isa import Isa
 from picompile_codegen.kernels import Kernel
 from picompile_codegen.kernels.kernel import STEP_SHAPE
 from picompile_codegen.lower_attention import extend_cache
 from picompile_codegen.lower_ops import lower_node
 from picompile_codegen.packing import WeightTable
+from picompile_codegen.placement import place
 from picompile_codegen.plan_buffers import align, plan_buffers
-from picompile_codegen.program import Program, Tensor, tensor_bytes
+from picompile_codegen.program import Device, Memory, Program, Tensor, tensor_bytes
 from picompile_codegen.retarget import Recipe, kernels_for
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.nodes import arguments, constant_nodes, is_call
@@ -37,10 +42,11 @@ __all__ = ["LowerOptions", "Lowered", "lower"]
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program, the kernels it calls (`built`, by their recipes) and the tensors it reads."""
+    """A program, the tensors it reads, and the kernels it calls by their recipes, the host's and the hot device's."""
 
     program: Program
     built: Mapping[Recipe, Kernel]
+    device_built: Mapping[Recipe, AnyKernel]
     weights: WeightTable
 
     @property
@@ -51,6 +57,10 @@ class Lowered:
     def kernels_for(self, isa: Isa) -> tuple[Kernel, ...]:
         """The same kernels for `isa`."""
         return kernels_for(isa, self.built)
+
+    def device_kernels_for(self, isa: Isa) -> tuple[Kernel, ...]:
+        """The kernels of a hot device that is a partition of the CPU, for `isa`."""
+        return kernels_for(isa, self.device_built)
 
 
 def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
@@ -71,45 +81,86 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
     ]
     if options.sequences > 1:
         functions.append(_whole("batch", options.sequences, nodes, shared, "logits.batch"))
+    for function in functions:
+        function.read_inputs(max(options.chunk, options.sequences))
     program = Program(options.context, options.chunk, dimension(nodes[-1]), len(attentions), options.sequences)
     program.state, program.ffn = shared.state, shared.ffn
     program.logits = {function.name: function.logits for function in functions if function.name != "prefill"}
-    _place(program, functions)
-    return Lowered(program, shared.kernels, shared.weights)
+    _place(program, functions, shared)
+    return Lowered(program, shared.kernels, shared.device_kernels, shared.weights)
 
 
 def _whole(name: str, rows: int, nodes: Sequence[Node], shared: Shared, logits: str) -> Function:
-    function = Function(name, rows, shared, logits)
-    for node in nodes:
-        lower_node(node, function)
+    function = Function(name, rows, shared, logits, _devices(nodes, shared))
+    _lower_all(nodes, function)
     return function
+
+
+def _devices(nodes: Sequence[Node], shared: Shared) -> dict[Node, Device]:
+    if shared.options.hot_device is None:
+        return dict.fromkeys(nodes, "host")
+    return place(nodes, shared.options.placement)
+
+
+def _lower_all(nodes: Sequence[Node], function: Function) -> None:
+    """Appends the calls of `nodes`, those of the host as early as they can be.
+
+    So what the host needs is sent before the device begins with what takes long, and its result is asked for after.
+    """
+    for node in _host_first(nodes, function.devices):
+        function.device = function.devices[node]
+        lower_node(node, function)
+        if function.has(node):
+            publish(node, function)
+
+
+def _host_first(nodes: Sequence[Node], devices: Mapping[Node, Device]) -> list[Node]:
+    """`nodes` in an order in which each comes after what it depends on: of those that can come next the host's first,
+    and else the one that was first.
+    """
+    inside = set(nodes)
+    waits_for = {node: sum(source in inside for source in node.all_input_nodes) for node in nodes}
+    places = {node: place for place, node in enumerate(nodes)}
+    ready = [(devices[node] != "host", places[node]) for node in nodes if not waits_for[node]]
+    heapify(ready)
+    ordered = []
+    while ready:
+        node = nodes[heappop(ready)[1]]
+        ordered.append(node)
+        for user in node.users:
+            if user in inside:
+                waits_for[user] -= 1
+                if not waits_for[user]:
+                    heappush(ready, (devices[user] != "host", places[user]))
+    return ordered
 
 
 def _prefill(nodes: Sequence[Node], last: int, shared: Shared) -> Function:
     """All that the last layer's keys and values depend on; what that layer makes of them is nobody's input."""
-    function = Function("prefill", shared.options.chunk, shared, "logits")
+    function = Function("prefill", shared.options.chunk, shared, "logits", _devices(nodes, shared))
     values = arguments(nodes[last])
     needed = _ancestors([values["k"], values["v"]])
-    for node in nodes[:last]:
-        if node in needed:
-            lower_node(node, function)
+    _lower_all([node for node in nodes[:last] if node in needed], function)
+    function.device = function.devices[nodes[last]]
     extend_cache(nodes[last], function)
     return function
 
 
 def _prefill_last(nodes: Sequence[Node], last: int, shared: Shared) -> Function:
-    function = Function("prefill_last", shared.options.chunk, shared, "logits")
-    for node in nodes[: last + 1]:
-        lower_node(node, function)
-    tail = nodes[last + 1 :]
-    for node in _crossing(nodes[: last + 1], tail):
-        kernel = shared.kernel(kernels.take_last, dim=dimension(node), rows=function.rows)
-        row = function.buffer(f"{node.name}.last", "float32", (1, dimension(node)))
-        function.call(kernel, {"x": function.values[node], "y": row}, op="take_last")
-        function.values[node] = row
-    function.rows = 1
-    for node in tail:
-        lower_node(node, function)
+    function = Function("prefill_last", shared.options.chunk, shared, "logits", _devices(nodes, shared))
+    head, tail = nodes[: last + 1], nodes[last + 1 :]
+    crossing = _crossing(head, tail)
+    _lower_all(head, function)
+    rows, function.rows = function.rows, 1
+    for node in crossing:
+        function.device = function.devices[node]
+        bindings: Bindings = {"x": function.value(node)}
+        # What the other device has is all rows.
+        function.values = {key: value for key, value in function.values.items() if key[0] is not node}
+        bindings["y"] = function.result(node)
+        function.call(function.kernel(kernels.take_last, dim=dimension(node), rows=rows), bindings, op="take_last")
+        publish(node, function)
+    _lower_all(tail, function)
     return function
 
 
@@ -135,35 +186,56 @@ def _ancestors(nodes: Sequence[Node]) -> set[Node]:
     return found
 
 
-def _place(program: Program, functions: Sequence[Function]) -> None:
+def _place(program: Program, functions: Sequence[Function], shared: Shared) -> None:
     """Gives every buffer its offset. Functions never run at the same time, so their activations share memory."""
-    program.buffers, base = _reserved(program)
-    program.arena_bytes = base
+    program.buffers, bases = _reserved(program, shared)
+    ends = dict(bases)
     for function in functions:
-        planned, end = plan_buffers(function.calls, function.buffers, base)
-        program.buffers.update(planned)
-        program.arena_bytes = max(program.arena_bytes, end)
+        for memory, base in bases.items():
+            mine = {name: tensor for name, tensor in function.buffers.items() if tensor.memory == memory}
+            # What is shared is read by one device while the other goes on: it has a place of its own.
+            planned, end = plan_buffers(function.calls, mine, base, reuse=memory != "shared")
+            program.buffers.update(planned)
+            ends[memory] = max(ends[memory], end)
         program.functions[function.name] = function.calls
+    program.arena_bytes = ends["host"]
+    program.device_arena_bytes, program.shared_arena_bytes = ends.get("device", 0), ends.get("shared", 0)
 
 
-def _reserved(program: Program) -> tuple[dict[str, Tensor], int]:
-    """Buffers with a place of their own: inputs, statistics and outputs."""
-    rows = max(program.chunk, program.sequences)
-    statistics = ("int64", (max(1, len(program.ffn)), 2))
-    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
-        "step": ("int32", STEP_SHAPE),
-        "tokens": ("int32", (rows,)),
-        "positions": ("int32", (rows,)),
-        "slots": ("int32", (rows,)),
-        "stats": statistics,
-        "stats.unused": ("int64", (2,)),
-        "logits": ("float32", (1, program.vocab)),
-        "logits.score": ("float32", (program.chunk, program.vocab)),
-    }
+def _reserved(program: Program, shared: Shared) -> tuple[dict[str, Tensor], dict[Memory, int]]:
+    """Buffers with a place of their own: inputs, statistics and outputs; and where each memory is free from then on."""
+    rows, parts = max(program.chunk, program.sequences), max(1, len(program.ffn))
+    inputs: dict[str, tuple[int, ...]] = {"step": STEP_SHAPE, "tokens": (rows,), "positions": (rows,), "slots": (rows,)}
+    counts: dict[str, tuple[int, ...]] = {"stats": (parts, 2), "stats.unused": (2,)}
+    logits: dict[str, tuple[int, ...]] = {"logits": (1, program.vocab), "logits.score": (program.chunk, program.vocab)}
     if program.sequences > 1:
-        shapes |= {"stats.batch": statistics, "logits.batch": ("float32", (program.sequences, program.vocab))}
-    buffers, offset = {}, 0
-    for name, (dtype, shape) in shapes.items():
-        buffers[name] = Tensor(dtype, shape, offset)
-        offset = align(offset + tensor_bytes(dtype, shape))
-    return buffers, offset
+        counts["stats.batch"], logits["logits.batch"] = (parts, 2), (program.sequences, program.vocab)
+    hybrid = shared.options.hot_device is not None
+    place_of = _Offsets()
+    for name, shape in inputs.items():
+        place_of.add(name, "int32", shape, "shared" if hybrid else "host")
+    for name, shape in counts.items():
+        place_of.add(name, "int64", shape, "host")
+    for name, shape in logits.items():
+        place_of.add(name, "float32", shape, "shared" if shared.options.placement.head and hybrid else "host")
+    if hybrid:
+        for name, shape in inputs.items():
+            place_of.add(f"{name}.device", "int32", shape, "device")
+        for name, shape in counts.items():
+            place_of.add(f"{name}.device", "int64", shape, "device")
+        place_of.add("flags", "int32", (max(1, shared.exchanges), *kernels.FLAG_SHAPE), "shared")
+        place_of.add("abandoned", "int32", kernels.FLAG_SHAPE, "shared")
+    return place_of.buffers, place_of.ends
+
+
+class _Offsets:
+    """Buffers one behind the other, in each memory."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
+        self.ends: dict[Memory, int] = {"host": 0}
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], memory: Memory) -> None:
+        offset = self.ends.get(memory, 0)
+        self.buffers[name] = Tensor(dtype, shape, offset, memory)
+        self.ends[memory] = align(offset + tensor_bytes(dtype, shape))

@@ -19,7 +19,7 @@ def lower_rotary(node: Node, function: Function) -> None:
     if all(is_call(user, ATTENTION) and _turned_inside(user, function) for user in node.users):
         return
     values = arguments(node)
-    kernel = function.shared.kernel(
+    kernel = function.kernel(
         kernels.rotary,
         heads=values["heads"],
         head_dim=dimension(node) // values["heads"],
@@ -27,8 +27,8 @@ def lower_rotary(node: Node, function: Function) -> None:
         context=function.shared.options.context,
         mode=function.mode,
     )
-    bindings: Bindings = {"x": function.values[values["x"]], "y": function.result(node)}
-    function.call(kernel, bindings | _angles(node, function) | _places(function), op="rotary")
+    bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
+    function.call(kernel, bindings | _angles(node, function), op="rotary")
 
 
 def _angles(node: Node, function: Function) -> Bindings:
@@ -57,11 +57,6 @@ def _rotary_table(
     return produce
 
 
-def _places(function: Function) -> Bindings:
-    """Positions and slots of rows, which kernels for several sequences ask for."""
-    return {name: Arg("buffer", name, shape=(function.rows,)) for name in ("positions", "slots")}
-
-
 def _caches(node: Node, function: Function) -> dict[str, Arg]:
     """The caches of attention `node` by name: k and v, and with q8 k_scales and v_scales."""
     values, options = arguments(node), function.shared.options
@@ -73,7 +68,7 @@ def _caches(node: Node, function: Function) -> dict[str, Arg]:
         if options.kv_dtype == Q8:
             tensors = {side: (name, "int8", dim), f"{side}_scales": (f"{name}.scale", "float16", scale_groups(dim))}
         for key, (state, dtype, width) in tensors.items():
-            function.shared.state.setdefault(state, Tensor(dtype, (*rows, width)))
+            function.shared.state.setdefault(state, Tensor(dtype, (*rows, width), memory=function.device))
             found[key] = Arg("state", state)
     return found
 
@@ -82,7 +77,7 @@ def extend_cache(node: Node, function: Function) -> None:
     """Writes this step's keys and values into the cache of attention `node`."""
     values, options, caches = arguments(node), function.shared.options, _caches(node, function)
     for side in ("k", "v"):
-        kernel = function.shared.kernel(
+        kernel = function.kernel(
             kernels.cache_write,
             kv_heads=values["kv_heads"],
             head_dim=dimension(values[side]) // values["kv_heads"],
@@ -92,9 +87,9 @@ def extend_cache(node: Node, function: Function) -> None:
             mode=function.mode,
             sequences=options.sequences,
         )
-        bindings: Bindings = {"x": function.values[values[side]], "cache": caches[side]}
+        bindings: Bindings = {"x": function.value(values[side]), "cache": caches[side]}
         bindings |= {"cache_scales": caches[f"{side}_scales"]} if options.kv_dtype == Q8 else {}
-        function.call(kernel, bindings | _places(function), op="cache", layer=values["layer"])
+        function.call(kernel, bindings, op="cache", layer=values["layer"])
 
 
 def lower_attention(node: Node, function: Function) -> None:
@@ -104,7 +99,7 @@ def lower_attention(node: Node, function: Function) -> None:
     turned = _turned_inside(node, function)
     if not extend:
         extend_cache(node, function)
-    kernel = function.shared.kernel(
+    kernel = function.kernel(
         kernels.attention,
         heads=values["heads"],
         kv_heads=values["kv_heads"],
@@ -123,10 +118,10 @@ def lower_attention(node: Node, function: Function) -> None:
     bindings: Bindings = {f"{name[0]}_cache{name[1:]}": cache for name, cache in _caches(node, function).items()}
     for name in ("q", "k", "v"):
         source = arguments(values[name])["x"] if turned and name != "v" else values[name]
-        bindings[name] = function.values[source]
+        bindings[name] = function.value(source)
     if turned:
         bindings |= _angles(values["q"], function)
-    bindings |= {"y": function.result(node), **_places(function)}
+    bindings |= {"y": function.result(node)}
     function.call(kernel, bindings, op="attention", layer=values["layer"], window=values["window"])
 
 

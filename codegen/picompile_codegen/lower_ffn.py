@@ -19,9 +19,10 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
     layer, part = node.meta["layer"], node.meta.get("device", "all")
     gated = values["gate"] is not None
     parts = [values["gate"], values["up"], values["down"]] if gated else [values["up"], values["down"]]
-    bindings: Bindings = {"x": function.values[values["x"]], "y": function.result(node)}
-    decide = weights.matrix(parts.pop(0)) if kind == "exact" else None
+    # Before x, which may come with it.
     masked = _mask(values["mask"], values["neurons"], function)
+    bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
+    decide = weights.matrix(parts.pop(0)) if kind == "exact" else None
     bundle = weights.bundle(f"layers.{layer}.ffn.neurons" + ("" if part == "all" else f".{part}"), parts)
     if decide is not None:
         bindings["decide_w"] = decide
@@ -29,7 +30,7 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
             raise UnsupportedGraphError(f"{node.name}: its matrices are {decide.format} and {bundle.format}")
     neurons = bundle.rows // len(parts)
     bindings |= masked | {"neuron_w": bundle, "stats": _statistics(function, layer, part, neurons, kind)}
-    kernel = function.shared.kernel(
+    kernel = function.kernel(
         kernels.ffn,
         kind="exact" if kind == "exact" else "masked" if masked else "dense",
         format=bundle.format,
@@ -50,19 +51,23 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
 
 def _mask(mask: Node, neurons: Node | None, function: Function) -> Bindings:
     """The mask that a kernel made for this block, with the columns that its rows are, where it is a part."""
-    if mask not in function.values:
+    if not function.has(mask):
         return {}
-    bindings: Bindings = {"mask": function.values[mask]}
-    return bindings if neurons is None else bindings | {"table": function.shared.weights.numbers(neurons)}
+    bindings: Bindings = {"mask": function.value(mask)}
+    # What the device sends has the columns of the host's neurons only.
+    if neurons is None or mask in function.counts:
+        return bindings
+    return bindings | {"table": function.shared.weights.numbers(neurons)}
 
 
 def _statistics(function: Function, layer: int, part: str, neurons: int, kind: str) -> Arg:
     """Where a kernel counts its neurons. Prompts are not counted: their kernels share a row that nobody reads."""
+    if function.name not in ("decode", "batch"):
+        return Arg("buffer", function.own("stats.unused"))
     if function.name == "batch":
         (row,) = (each.stats_row for each in function.shared.ffn if (each.layer, each.part) == (layer, part))
-        return Arg("buffer", "stats.batch", shape=(2,), offset=row * STATS_ROW_BYTES)
-    if function.name != "decode":
-        return Arg("buffer", "stats.unused")
-    row = len(function.shared.ffn)
-    function.shared.ffn.append(FfnPart(layer, part, neurons, kind, row))
-    return Arg("buffer", "stats", shape=(2,), offset=row * STATS_ROW_BYTES)
+    else:
+        row = len(function.shared.ffn)
+        function.shared.ffn.append(FfnPart(layer, part, neurons, kind, row))
+    name = function.own("stats.batch" if function.name == "batch" else "stats")
+    return Arg("buffer", name, shape=(2,), offset=row * STATS_ROW_BYTES)

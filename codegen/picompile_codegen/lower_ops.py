@@ -1,11 +1,13 @@
 """How each operator of the dialect becomes kernel calls: one function an operator, and the table of them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Node
 
 from picompile_codegen import kernels
+from picompile_codegen.exchange import send
 from picompile_codegen.function import Bindings, Function, dimension
 from picompile_codegen.lower_attention import lower_attention, lower_rotary
 from picompile_codegen.lower_ffn import lower_sparse_ffn
@@ -19,7 +21,7 @@ from picompile_passes.nodes import arguments
 def _embedding(node: Node, function: Function) -> None:
     values = arguments(node)
     matrix = function.shared.weights.matrix(values["weight"])
-    kernel = function.shared.kernel(
+    kernel = function.kernel(
         kernels.embedding,
         format=matrix.format,
         vocab=matrix.rows,
@@ -27,7 +29,7 @@ def _embedding(node: Node, function: Function) -> None:
         rows=function.rows,
         offset=values["offset"],
     )
-    ids = Arg("buffer", values["ids"].name, shape=(function.rows,))
+    ids = replace(function.input(values["ids"].name), shape=(function.rows,))
     bindings: Bindings = {"ids": ids, "w": matrix, "y": function.result(node)}
     # A lookup reads one row a token, not the table.
     function.call(kernel, bindings, op="embedding", weight_bytes=matrix.row_bytes * function.rows)
@@ -36,7 +38,7 @@ def _embedding(node: Node, function: Function) -> None:
 def _linear(node: Node, function: Function) -> None:
     values = arguments(node)
     matrix = function.shared.weights.matrix(values["weight"])
-    kernel = function.shared.kernel(
+    kernel = function.kernel(
         kernels.linear,
         format=matrix.format,
         n=dimension(node),
@@ -45,21 +47,24 @@ def _linear(node: Node, function: Function) -> None:
         bias=values["bias"] is not None,
     )
     is_head = any(user.op == "output" for user in node.users)
-    y = Arg("buffer", function.logits) if is_head else function.result(node)
-    bindings: Bindings = {"x": function.values[values["x"]], "w": matrix, "y": y}
+    logits = Arg("buffer", function.logits)
+    y = function.result(node) if not is_head or function.device == "device" else logits
+    bindings: Bindings = {"x": function.value(values["x"]), "w": matrix, "y": y}
     function.call(kernel, bindings | function.vectors(values, "bias"), op="head" if is_head else "linear")
+    if y is not logits and is_head:
+        send(function, y, logits, dimension(node))
 
 
 def _rms_norm(node: Node, function: Function) -> None:
     values = arguments(node)
-    kernel = function.shared.kernel(kernels.rms_norm, dim=dimension(node), rows=function.rows, eps=values["eps"])
-    bindings: Bindings = {"x": function.values[values["x"]], "y": function.result(node)}
+    kernel = function.kernel(kernels.rms_norm, dim=dimension(node), rows=function.rows, eps=values["eps"])
+    bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
     function.call(kernel, bindings | function.vectors(values, "weight"), op="norm")
 
 
 def _layer_norm(node: Node, function: Function) -> None:
     values = arguments(node)
-    kernel = function.shared.kernel(
+    kernel = function.kernel(
         kernels.layer_norm,
         dim=dimension(node),
         rows=function.rows,
@@ -67,14 +72,14 @@ def _layer_norm(node: Node, function: Function) -> None:
         weight=values["weight"] is not None,
         bias=values["bias"] is not None,
     )
-    bindings: Bindings = {"x": function.values[values["x"]], "y": function.result(node)}
+    bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
     function.call(kernel, bindings | function.vectors(values, "weight", "bias"), op="norm")
 
 
 def _add(node: Node, function: Function) -> None:
     values = arguments(node)
-    kernel = function.shared.kernel(kernels.add, dim=dimension(node), rows=function.rows)
-    a, b = function.values[values["self"]], function.values[values["other"]]
+    kernel = function.kernel(kernels.add, dim=dimension(node), rows=function.rows)
+    a, b = function.value(values["self"]), function.value(values["other"])
     function.call(kernel, {"a": a, "b": b, "y": function.result(node)}, op="add")
 
 

@@ -36,17 +36,21 @@ def lower_predict(node: Node, function: Function) -> None:
 
     Raises `UnsupportedGraphError` for a kind without a kernel, `RegistryError` for a package's that does not import.
     """
-    kind = arguments(node)["kind"]
-    if function.rows > 1 and kind not in _LOWERINGS:
-        return  # a package's kernel is for one token: several compute every neuron
-    if kind not in _WITHOUT_KERNEL:
+    if makes_mask(node, function.rows):
+        kind = arguments(node)["kind"]
         _lowering(node, kind)(node, function)
+
+
+def makes_mask(node: Node, rows: int) -> bool:
+    """Whether there is a kernel for what `node` predicts for so many tokens."""
+    kind = arguments(node)["kind"]
+    # A package's kernel is for one token: several compute every neuron.
+    return kind in _LOWERINGS or (rows == 1 and kind not in _WITHOUT_KERNEL)
 
 
 def mask_buffer(node: Node, function: Function) -> Arg:
     """A new buffer uint8 [rows, neurons] for the mask that `node` predicts: 1 for a neuron to compute, 0 for others."""
-    function.values[node] = function.buffer(node.name, "uint8", (function.rows, dimension(node)))
-    return function.values[node]
+    return function.result(node, "uint8")
 
 
 def _lowering(node: Node, kind: str) -> Lowering:
@@ -70,7 +74,7 @@ def _low_rank(relu: bool) -> Lowering:
         values, weights = arguments(node), function.shared.weights
         fc1, fc2, bias = values["weights"]
         first, second = weights.matrix(fc1), weights.matrix(fc2)
-        kernel = function.shared.kernel(
+        kernel = function.kernel(
             kernels.predict_low_rank,
             formats=(first.format, second.format),
             neurons=second.rows,
@@ -80,7 +84,7 @@ def _low_rank(relu: bool) -> Lowering:
             rows=function.rows,
         )
         bindings: Bindings = {
-            "x": function.values[values["x"]],
+            "x": function.value(values["x"]),
             "fc1": first,
             "fc2": second,
             "bias": weights.vector(bias),
@@ -98,11 +102,9 @@ def _signs(node: Node, function: Function) -> None:
     (matrix,) = values["weights"]
     neurons, dim = (int(size) for size in matrix.meta["val"].shape)
     row_bytes = sign_row_bytes(dim)
-    kernel = function.shared.kernel(
-        kernels.predict_signs, neurons=neurons, dim=dim, row_bytes=row_bytes, rows=function.rows
-    )
+    kernel = function.kernel(kernels.predict_signs, neurons=neurons, dim=dim, row_bytes=row_bytes, rows=function.rows)
     bindings: Bindings = {
-        "x": function.values[values["x"]],
+        "x": function.value(values["x"]),
         "signs": function.shared.weights.signs(matrix),
         # It fires where more columns agree than the limit.
         "most": _number(dim - sign_limit(dim, values["threshold"]) - 1, function),

@@ -123,15 +123,18 @@ class WeightTable:
 
     def numbers(self, node: Node) -> Arg:
         """A table of integers, stored as the bytes of int32 and zero-padded to the alignment."""
-        name, count = _parameter_name(node), int(node.meta["val"].shape[0])
+        return self.integers(_parameter_name(node), int(node.meta["val"].shape[0]), lambda evaluate: evaluate(node))
+
+    def integers(self, name: str, count: int, produce: Callable[[Evaluate], Tensor]) -> Arg:
+        """Any table of `count` integers, stored in the same way."""
         stored = -(-count // VECTOR_MULTIPLE) * VECTOR_MULTIPLE
 
-        def produce(evaluate: Evaluate) -> Tensor:
+        def padded(evaluate: Evaluate) -> Tensor:
             values = torch.zeros(stored, dtype=torch.int32)
-            values[:count] = evaluate(node)
+            values[:count] = produce(evaluate)
             return values.view(torch.uint8)
 
-        self._add(PackedTensor(name, "uint8", (stored * 4,), produce))
+        self._add(PackedTensor(name, "uint8", (stored * 4,), padded))
         return Arg("weight", name, "int32", (count,))
 
     def vector(self, node: Node) -> Arg:

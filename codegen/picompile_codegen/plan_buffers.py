@@ -1,7 +1,7 @@
 """Where in the arena each activation lives: buffers whose lifetimes do not overlap share memory."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from picompile_codegen.program import Call, Tensor, tensor_bytes
 
@@ -46,20 +46,21 @@ def _lowest_gap(size: int, taken: Iterable[tuple[int, int]], base: int) -> int:
     return offset
 
 
-def plan_buffers(calls: Sequence[Call], buffers: Mapping[str, Tensor], base: int) -> tuple[dict[str, Tensor], int]:
+def plan_buffers(
+    calls: Sequence[Call], buffers: Mapping[str, Tensor], base: int, *, reuse: bool = True
+) -> tuple[dict[str, Tensor], int]:
     """Gives every buffer of one function an offset from `base` on; returns them and the end of the arena in bytes.
 
     Largest first into the lowest gap that is free during the buffer's whole life (greedy by size, arXiv 2001.03288).
+    Without `reuse` it is theirs for good.
     """
     sizes = {name: tensor_bytes(tensor.dtype, tensor.shape) for name, tensor in buffers.items()}
     lifetimes = sorted(_lifetimes(calls, sizes), key=lambda life: (-life.size, life.first, life.name))
     placed: list[tuple[_Lifetime, int]] = []
     for life in lifetimes:
-        taken = [(offset, offset + other.size) for other, offset in placed if other.overlaps(life)]
+        taken = [(offset, offset + other.size) for other, offset in placed if not reuse or other.overlaps(life)]
         placed.append((life, _lowest_gap(life.size, taken, base)))
     offsets = {life.name: offset for life, offset in placed}
     end = max((offset + life.size for life, offset in placed), default=base)
-    planned = {
-        name: Tensor(tensor.dtype, tensor.shape, offsets[name]) for name, tensor in buffers.items() if name in offsets
-    }
+    planned = {name: replace(tensor, offset=offsets[name]) for name, tensor in buffers.items() if name in offsets}
     return planned, align(end)

@@ -3,11 +3,16 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-PROGRAM_SCHEMA = 2
+PROGRAM_SCHEMA = 3
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "int32": 4, "int64": 8, "int8": 1, "uint8": 1}
 
 Space = Literal["buffer", "state", "weight"]
+
+# Where a call runs: on the host, or on the hot device, which is a GPU or a second partition of the CPU.
+Device = Literal["host", "device"]
+# Where a tensor lies: in a device's own memory, or in memory of the host that both see.
+Memory = Literal["host", "device", "shared"]
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -25,11 +30,14 @@ class Tensor:
     dtype: str
     shape: tuple[int, ...]
     offset: int | None = None
+    memory: Memory = "host"
 
     def to_json(self) -> dict[str, Any]:
         """The form in program.json."""
         fields: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape)}
-        return fields if self.offset is None else {**fields, "offset": self.offset}
+        if self.offset is not None:
+            fields["offset"] = self.offset
+        return fields if self.memory == "host" else {**fields, "memory": self.memory}
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,7 @@ class Call:
     layer: int | None
     weight_bytes: int
     window: int = 0
+    device: Device = "host"
 
     def to_json(self) -> dict[str, Any]:
         """The form in program.json."""
@@ -77,7 +86,9 @@ class Call:
             "layer": self.layer,
             "weight_bytes": self.weight_bytes,
         }
-        return {**fields, "window": self.window} if self.window else fields
+        if self.window:
+            fields["window"] = self.window
+        return fields if self.device == "host" else {**fields, "device": self.device}
 
 
 @dataclass(frozen=True)
@@ -93,9 +104,10 @@ class FfnPart:
 
 @dataclass
 class Program:
-    """Everything the runtime executes. All functions share one arena, one KV cache and the weights.
+    """Everything the runtime executes. All functions share the arenas, one KV cache and the weights.
 
-    The cache has a place, a slot, for each of `sequences`.
+    The cache has a place, a slot, for each of `sequences`. An arena in each memory holds its buffers.
+    The calls of a function are in order for each device; between devices, order is made by flags in shared memory.
     """
 
     context: int
@@ -104,6 +116,8 @@ class Program:
     layers: int
     sequences: int = 1
     arena_bytes: int = 0
+    device_arena_bytes: int = 0
+    shared_arena_bytes: int = 0
     buffers: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
     functions: dict[str, list[Call]] = field(default_factory=dict)
@@ -120,6 +134,8 @@ class Program:
             "layers": self.layers,
             "sequences": self.sequences,
             "arena_bytes": self.arena_bytes,
+            "device_arena_bytes": self.device_arena_bytes,
+            "shared_arena_bytes": self.shared_arena_bytes,
             "buffers": {name: tensor.to_json() for name, tensor in self.buffers.items()},
             "state": {name: tensor.to_json() for name, tensor in self.state.items()},
             "functions": {name: [call.to_json() for call in calls] for name, calls in self.functions.items()},

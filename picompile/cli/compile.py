@@ -16,7 +16,7 @@ from picompile.cli.checks import (
     require_output,
     require_text_file,
 )
-from picompile.cli.options import CalibrationOption, DebugOption, GateOption, KvDtype, Quant
+from picompile.cli.options import CalibrationOption, DebugOption, GateOption, HotDevice, KvDtype, Quant
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.shares import parse_gate
@@ -95,8 +95,16 @@ def compile_command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Split feed-forward blocks as picompile plan -o has it. Both parts run on the CPU: this version has "
-            "no code for GPUs.",
+            help="Split feed-forward blocks as picompile plan -o has it.",
+        ),
+    ] = None,
+    hot_device: Annotated[
+        HotDevice | None,
+        typer.Option(
+            help="Where hot neurons, and what the plan puts beside them, run. cuda: on the target's GPU. cpu: on a "
+            "second partition of the CPU, by the same schedule. Default: cuda where the target has a GPU; else one "
+            "after the other on the CPU.",
+            show_default=False,
         ),
     ] = None,
     dump_ir: Annotated[
@@ -138,6 +146,7 @@ def compile_command(
         kv_dtype=kv_dtype.value if kv_dtype is not None else None,
         hot=hot_neurons,
         plan=None if plan is None else read_plan(plan),
+        hot_device=None if hot_device is None else hot_device.value,
         passes=tuple(passes or ()),
         dump_ir=dump_ir,
         verify=verify,

@@ -50,6 +50,13 @@ class Quant(str, Enum):
     Q4 = "q4"
 
 
+class HotDevice(str, Enum):
+    """Where hot neurons run, as `picompile.compile` has it."""
+
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
 class KvDtype(str, Enum):
     """Element types of the key/value cache."""
 

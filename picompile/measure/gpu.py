@@ -6,8 +6,9 @@ from ctypes import c_void_p
 from dataclasses import dataclass
 from time import perf_counter
 
-from picompile.measure import cuda_driver
-from picompile.measure.cuda_driver import CudaError, Driver
+from picompile_runtime.cuda import driver as cuda_driver
+from picompile_runtime.cuda.driver import Driver
+from picompile_runtime.cuda.errors import GpuMemoryError
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def measure_gpu(effort: Effort | None = None) -> GpuSpeed:
         copy_bytes = min(effort.copy_bytes, free_bytes // 8)
         link_bytes = min(effort.link_bytes, copy_bytes)
         if link_bytes < effort.exchange_bytes:
-            raise CudaError(f"only {free_bytes} bytes of GPU memory are free, too few to measure with")
+            raise GpuMemoryError(f"only {free_bytes} bytes of GPU memory are free, too few to measure with")
         with driver.stream() as stream:
             copy = _copy_bytes_per_s(driver, stream, copy_bytes, effort)
             down, up = _link_bytes_per_s(driver, stream, link_bytes, effort)

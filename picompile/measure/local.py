@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from time import time
 
 from picompile.measure import cache
-from picompile.measure.cuda_driver import CudaError
 from picompile.measure.gpu import GpuName, GpuSpeed, find_gpu, measure_gpu
 from picompile.measure.host import Host, cpu_name, host_memory, measure_host
 from picompile.targets import LAUNCH_S, LOCAL, TARGETS, Target
+from picompile_runtime.cuda.errors import CudaError
 
 
 @dataclass(frozen=True)

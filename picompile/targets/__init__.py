@@ -13,6 +13,7 @@ __all__ = [
     "find_compiled_targets",
     "find_native_target",
     "find_target",
+    "gpu_of",
     "native_target",
     "pcie_bytes_per_s",
     "target_names",
@@ -45,6 +46,14 @@ def find_compiled_targets(names: str) -> tuple[Target, ...]:
     machine that it makes no code for.
     """
     return tuple(dict.fromkeys(_find_compiled(name) for name in names.split(",")))
+
+
+def gpu_of(names: str) -> Target | None:
+    """The row among those that `names` lists that has a GPU, if any. Raises `TargetError` for GPUs of several kinds."""
+    rows = {target.sm: target for target in find_compiled_targets(names) if target.sm is not None}
+    if len(rows) > 1:
+        raise TargetError(f"{names}: an artifact has code for one kind of GPU; compile it for each of them")
+    return next(iter(rows.values()), None)
 
 
 def _find_compiled(name: str) -> Target:

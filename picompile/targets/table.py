@@ -17,6 +17,8 @@ _PCIE_TRANSFERS_PER_S = {3: 8e9, 4: 16e9, 5: 32e9}
 # The instruction sets that code is made for are those of picompile_codegen.isa, which is not imported here: a command
 # that only runs models loads no compiler.
 _CPU_FEATURES = ("abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe")
+# What the host of a GPU gets: people whose processor has AVX-512 need not ask for it.
+_HOST_ISAS = ("x86-64-v4-vnni", "x86-64-v3")
 _AVX512_FEATURES = (*_CPU_FEATURES, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 
 
@@ -82,6 +84,7 @@ def _gpu(
         sync_s=SYNC_S,
         launch_s=LAUNCH_S,
         source=source,
+        isas=_HOST_ISAS,
     )
 
 
@@ -91,8 +94,7 @@ def _cpu(name: str, description: str, features: tuple[str, ...], *isas: str) -> 
 
 # Compute capabilities: https://developer.nvidia.com/cuda-gpus
 _ROWS = (
-    # People whose processor has AVX-512 need not ask for it.
-    _cpu("cpu", "x86-64-v3 and v4 VNNI", _CPU_FEATURES, "x86-64-v4-vnni", "x86-64-v3"),
+    _cpu("cpu", "x86-64-v3 and v4 VNNI", _CPU_FEATURES, *_HOST_ISAS),
     _cpu("cpu-avx2", "x86-64-v3: AVX2", _CPU_FEATURES, "x86-64-v3"),
     _cpu("cpu-avx512", "x86-64-v4: AVX-512", _AVX512_FEATURES, "x86-64-v4"),
     _cpu("cpu-avx512-vnni", "x86-64-v4 and VNNI", (*_AVX512_FEATURES, "avx512_vnni"), "x86-64-v4-vnni"),

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from picompile_runtime.variants import Variant, choose
 from picompile_runtime.weights import read_header
 
 FORMAT = "picompile-artifact"
-SCHEMA = 2
+SCHEMA = 3
 ABI = 1
 WEIGHTS = "weights.safetensors"
 PROGRAM = "program.json"
@@ -46,10 +46,27 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
+class DeviceCode:
+    """The code of the hot device.
+
+    `kind` "cpu": `variants`, best first. "cuda": for compute capability `sm` (times ten), in the `files` cubin, ptx and
+    launches.
+    """
+
+    kind: str
+    variants: tuple[Variant, ...] = ()
+    sm: int = 0
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """manifest.json; `code` lists the best first, `model` are facts about the model as the compiler wrote them."""
+    """manifest.json; `code` lists the best first, `model` are facts about the model as the compiler wrote them.
+    `hot_device` is None where all runs on the host.
+    """
 
     code: tuple[Variant, ...]
+    hot_device: DeviceCode | None
     files: Mapping[str, FileEntry]
     model: Mapping[str, Any]
     quant: str
@@ -80,9 +97,16 @@ class Artifact:
 
     def load_code(self, variant: Variant | None = None) -> HostLibrary:
         """Map the code of `variant`, or else of what `choose` takes; ArtifactError if it lacks a kernel."""
-        file = (variant or self.variant).file
+        return self._load((variant or self.variant).file, "host")
+
+    def load_device_code(self) -> HostLibrary:
+        """The same for a hot device that is a partition of the CPU."""
+        device = self.manifest.hot_device
+        return self._load(choose(() if device is None else device.variants).file, "device")
+
+    def _load(self, file: str, device: str) -> HostLibrary:
         library = HostLibrary(f"/proc/self/fd/{self.code_descriptors[file]}", name=str(self.folder / file))
-        for kernel in {call.kernel for calls in self.program.functions.values() for call in calls}:
+        for kernel in {call.kernel for name in self.program.functions for call in self.program.calls(name, device)}:
             library.kernel(kernel)
         return library
 
@@ -152,6 +176,7 @@ def read_manifest(folder: Path) -> Manifest:
     files = _files(root.object("files"))
     return Manifest(
         code=_code(root, files),
+        hot_device=_hot_device(root, files),
         files=files,
         model=root.object("model").data,
         quant=root.text("quant"),
@@ -177,6 +202,21 @@ def _files(root: Fields) -> Mapping[str, FileEntry]:
     return files
 
 
+def _hot_device(root: Fields, files: Mapping[str, FileEntry]) -> DeviceCode | None:
+    if "hot_device" not in root.data:
+        return None
+    device = root.object("hot_device")
+    if (kind := device.text("kind")) == "cpu":
+        return DeviceCode(kind, _code(device, files))
+    if kind != "cuda":
+        raise device.wrong("kind", "cpu or cuda")
+    names = {role: device.text(role) for role in ("cubin", "ptx", "launches")}
+    for role, name in names.items():
+        if name not in files:
+            raise device.wrong(role, "one of the artifact's files")
+    return DeviceCode(kind, sm=device.integer("sm", 10, 999), files=names)
+
+
 def _code(root: Fields, files: Mapping[str, FileEntry]) -> tuple[Variant, ...]:
     variants = []
     for entry in root.objects("code"):
@@ -191,7 +231,8 @@ def _code(root: Fields, files: Mapping[str, FileEntry]) -> tuple[Variant, ...]:
 
 def _open(folder: Path, manifest: Manifest, progress: Progress | None, trust_stamps: bool) -> Artifact:
     texts: dict[str, bytes] = {}
-    code = {variant.file for variant in manifest.code}
+    of_device = () if manifest.hot_device is None else manifest.hot_device.variants
+    code = {variant.file for variant in (*manifest.code, *of_device)}
     with ExitStack() as stack:
         kept = {}
         for name, entry in manifest.files.items():

@@ -175,15 +175,14 @@ class Engine:
             if function not in self._program.functions or function not in self._counted:
                 raise RequestError(f"neurons of {function!r} are not counted")
             name = "stats" if function == "decode" else f"stats.{function}"
-            return firing_of(self._program.ffn, self._executor.buffers.get(name), self._counted[function])
+            return firing_of(self._program.ffn, self._executor.counts(name), self._counted[function])
 
     def reset_firing(self) -> None:
         """Start counting anew."""
         with self._lock:
             self._open()
             for name in ("stats", "stats.batch"):
-                if name in self._executor.buffers:
-                    self._executor.buffers[name][:] = 0
+                self._executor.forget_counts(name)
             self._counted = dict.fromkeys(self._counted, 0)
 
     def start_timing(self) -> None:

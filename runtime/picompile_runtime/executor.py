@@ -1,65 +1,81 @@
-"""A program in memory: its buffers, its caches, its weights, and each of its functions as a list of calls."""
+"""A program in memory: its buffers, its caches, its weights, and each of its functions as lists of calls.
+
+Where there is a hot device, a function is two lists, one for each side. Both begin at once, and meet at flags in shared
+memory; a step is over when both are at their ends.
+"""
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.artifact import WEIGHTS, Artifact
-from picompile_runtime.errors import RequestError
-from picompile_runtime.memory import anonymous_map, array_at, check_total
+from picompile_runtime.device import HotDevice
+from picompile_runtime.errors import KernelError, RequestError
+from picompile_runtime.memory import Tensor, array_at, check_total
 from picompile_runtime.native import CallList, TensorTable
-from picompile_runtime.program import BATCH, Argument, Call, Program
-from picompile_runtime.resident import Weights, load_weights
+from picompile_runtime.open_device import open_device, split_threads
+from picompile_runtime.places import DevicePlaces, HostPlaces, device_places, host_places, host_weights
+from picompile_runtime.program import BATCH, Call, Program
+from picompile_runtime.resident import load_weights
 
 Ids = NDArray[np.int32]
 Logits = NDArray[np.float32]
+# The numbers of steps are int32, and 0 is in every flag at the start.
+_MOST_STEPS = 2**31 - 1
 
 
 class Executor:
     """Runs steps of a program. It knows neither which tokens make sense nor where sequences are: see `Engine`."""
 
     def __init__(self, artifact: Artifact, threads: int) -> None:
-        """Raises DoesNotFitError where this machine has no memory for the caches, ArtifactError for lacking kernels."""
-        self._program, self._threads = artifact.program, threads
+        """Raises DoesNotFitError where this machine has no memory for the caches, ArtifactError for lacking kernels.
+
+        And MachineError where there is no such device as the artifact is for.
+        """
+        self._program = artifact.program
+        self._threads, device_threads = split_threads(artifact, threads)
         self.library = artifact.load_code()
         _check_memory(self._program)
-        arena = anonymous_map(self._program.arena_bytes, "the model's workspace")
-        self.buffers = {name: array_at(arena, tensor) for name, tensor in self._program.buffers.items()}
-        state = {
-            name: anonymous_map(tensor.size_bytes, f"the cache {name}") for name, tensor in self._program.state.items()
-        }
-        self._state = {name: array_at(state[name], tensor) for name, tensor in self._program.state.items()}
-        other_bytes = self._program.arena_bytes + sum(tensor.size_bytes for tensor in self._program.state.values())
-        sha256 = artifact.manifest.files[WEIGHTS].sha256
-        self._weights: Weights | None = load_weights(artifact.weights, sha256, threads, other_bytes)
-        self._functions = self._bind(artifact, self._weights, arena, state)
-        self._seconds: dict[str, NDArray[np.float64]] = {}
+        self._device: HotDevice | None = open_device(artifact, device_threads) if self._program.has_device else None
+        try:
+            self._load(artifact, threads)
+        except BaseException:
+            self.close()
+            raise
+        self._seconds: dict[str, dict[str, NDArray[np.float64]]] = {}
         self._step, self._tokens = self.buffers["step"], self.buffers["tokens"]
         self._positions, self._slots = self.buffers["positions"], self.buffers["slots"]
 
-    def _bind(
-        self, artifact: Artifact, weights: Weights, arena: mmap.mmap, state: Mapping[str, mmap.mmap]
-    ) -> dict[str, CallList]:
-        places = {("buffer", name): (arena, tensor.offset) for name, tensor in self._program.buffers.items()}
-        places |= {("state", name): (memory, 0) for name, memory in state.items()}
-        for name, tensor in artifact.tensors.items():
-            places["weight", name] = (weights.memory, weights.start + tensor.offset)
-
-        def array(argument: Argument) -> NDArray[Any]:
-            place, offset = places[argument.kind, argument.name]
-            return array_at(place, replace(argument.view, offset=offset + argument.view.offset))
-
+    def _load(self, artifact: Artifact, threads: int) -> None:
+        program, sha256 = self._program, artifact.manifest.files[WEIGHTS].sha256
+        other_bytes = program.arena_bytes + _cache_bytes(program)
+        wanted = [artifact.tensors[name] for name in host_weights(program)] if program.has_device else None
+        self._weights: Any = load_weights(artifact.weights, sha256, threads, other_bytes, wanted)
+        host, self._device_places = host_places(program, self._weights, artifact.tensors), DevicePlaces({})
+        if self._device is not None:
+            self._device_places, shared = device_places(program, self._device, artifact.weights, artifact.tensors)
+            of_host = {key: (shared, tensor.offset) for key, tensor in _shared_buffers(program).items()}
+            host = HostPlaces({**host.places, **of_host})
+        self.buffers = _arrays(host, "buffer", program.buffers)
+        self._state = _arrays(host, "state", program.state)
         tensors = TensorTable()
-        return {
-            name: self.library.bind([(call.kernel, [array(arg) for arg in call.args]) for call in calls], tensors)
-            for name, calls in self._program.functions.items()
+        self._host_calls: dict[str, CallList] = {
+            name: self.library.bind(
+                [(call.kernel, [host.array(arg) for arg in call.args]) for call in program.calls(name, "host")], tensors
+            )
+            for name in program.functions
         }
+        self._device_calls = {name: self._bind_device(name) for name in program.functions}
+
+    def _bind_device(self, function: str) -> Any:
+        if self._device is None:
+            return None
+        view, calls = self._device_places.view, self._program.calls(function, "device")
+        return self._device.bind([(call.kernel, [view(arg) for arg in call.args]) for call in calls])
 
     def run(self, function: str, tokens: Ids, position: int, slot: int) -> None:
         """One step with consecutive tokens of the sequence in `slot`, the first of them at `position`."""
@@ -88,36 +104,121 @@ class Executor:
         logits: Logits = self.buffers[self._program.logits[function]][:rows]
         return logits.copy() if copy else logits
 
+    def counts(self, name: str) -> NDArray[np.int64] | None:
+        """What kernels have counted in the buffer `name`, int64 [parts, 2]; None where there is none."""
+        if name not in self.buffers:
+            return None
+        counts: NDArray[np.int64] = self.buffers[name].copy()
+        if self._device is not None:
+            memory, offset = self._device_places.places["buffer", f"{name}.device"]
+            of_device = np.zeros(counts.nbytes, np.uint8)
+            self._device.read(memory, offset, of_device)
+            counts += of_device.view(np.int64).reshape(counts.shape)
+        return counts
+
+    def forget_counts(self, name: str) -> None:
+        """Lets kernels count anew."""
+        if name not in self.buffers:
+            return
+        self.buffers[name][:] = 0
+        if self._device is not None:
+            memory, offset = self._device_places.places["buffer", f"{name}.device"]
+            self._device.write(memory, offset, np.zeros(self.buffers[name].nbytes, np.uint8))
+
     def copy_cache(self, source: int, target: int, count: int) -> None:
         """The first `count` positions of the cache in slot `target` become those in slot `source`."""
         for state in self._state.values():
             state[target, :, :count] = state[source, :, :count]
+        for name, tensor in self._program.state.items():
+            if self._device is not None and name not in self._state:
+                memory, _ = self._device_places.places["state", name]
+                self._device.copy(memory, _slot_moves(tensor, source, target, count))
 
     def start_timing(self) -> None:
         """Measure every call from now on."""
-        self._seconds = {name: np.zeros(len(calls)) for name, calls in self._functions.items()}
+        self._seconds = {
+            name: {device: np.zeros(len(self._program.calls(name, device))) for device in ("host", "device")}
+            for name in self._program.functions
+        }
 
     def stop_timing(self) -> None:
         """Forget the times, and measure no more."""
         self._seconds = {}
 
     def timing(self, function: str) -> list[tuple[Call, float]]:
-        """The calls of a function, each with its seconds since `start_timing`."""
+        """The calls of a function, each with its seconds since `start_timing`: 0 where a device does not tell."""
         if function not in self._seconds:
             raise RequestError(f"no times were measured for {function!r}; call start_timing() first")
-        return list(zip(self._program.functions[function], self._seconds[function].tolist(), strict=True))
+        seconds = {device: iter(values.tolist()) for device, values in self._seconds[function].items()}
+        return [(call, next(seconds[call.device])) for call in self._program.functions[function]]
 
     def close(self) -> None:
         """Give the memory back."""
-        self._functions, self.buffers, self._state, self._weights = {}, {}, {}, None
+        self._host_calls, self._device_calls, self.buffers, self._state, self._weights = {}, {}, {}, {}, None
         self._step = self._tokens = self._positions = self._slots = np.empty(0, np.int32)
+        if self._device is not None:
+            self._device.close()
+            self._device = None
 
     def _call(self, function: str) -> None:
-        self.library.run(self._functions[function], self._threads, self._seconds.get(function))
+        seconds = self._seconds.get(function, {})
+        if self._device is None:
+            self.library.run(self._host_calls[function], self._threads, seconds.get("host"))
+            return
+        self._step[3] = self._step[3] % _MOST_STEPS + 1
+        self._device.start(self._device_calls[function], seconds.get("device"))
+        try:
+            self.library.run(self._host_calls[function], self._threads, seconds.get("host"))
+        except BaseException:
+            self._abandoned[0] = 1
+            self._device.wait()
+            raise
+        self._device.wait()
+        if self._abandoned[0]:
+            self._abandoned[0] = 0
+            raise KernelError(f"{function}: one device waited in vain for the other, and gave up")
+
+    @property
+    def _abandoned(self) -> NDArray[np.int32]:
+        """Not 0 once a side has given up."""
+        abandoned: NDArray[np.int32] = self.buffers["abandoned"]
+        return abandoned
+
+
+def _arrays(host: HostPlaces, kind: str, tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
+    """The tensors of a kind that the host has, by name."""
+    found = {}
+    for name, tensor in tensors.items():
+        if (kind, name) in host.places:
+            memory, offset = host.places[kind, name]
+            found[name] = array_at(memory, Tensor(tensor.dtype, tensor.shape, offset))
+    return found
+
+
+def _shared_buffers(program: Program) -> dict[tuple[str, str], Tensor]:
+    return {
+        ("buffer", name): tensor
+        for name, tensor in program.buffers.items()
+        if program.memories["buffer", name] == "shared"
+    }
+
+
+def _slot_moves(tensor: Tensor, source: int, target: int, count: int) -> list[tuple[int, int, int]]:
+    """What to copy of a cache [sequences, heads, context, width]: (from, to, bytes) for each head."""
+    _, heads, context, width = tensor.shape
+    row_bytes = width * np.dtype(tensor.dtype).itemsize
+    head_bytes = context * row_bytes
+    starts = ((source * heads + head, target * heads + head) for head in range(heads) if count)
+    return [(first * head_bytes, second * head_bytes, count * row_bytes) for first, second in starts]
+
+
+def _cache_bytes(program: Program) -> int:
+    """Of the caches on the host."""
+    return sum(tensor.size_bytes for name, tensor in program.state.items() if program.memories["state", name] == "host")
 
 
 def _check_memory(program: Program) -> None:
-    """It must be possible to fill all caches at the same time."""
-    cache_bytes = sum(tensor.size_bytes for tensor in program.state.values())
+    """It must be possible to fill all caches of the host at the same time."""
     sequences = "" if program.sequences == 1 else f"{program.sequences} sequences of "
-    check_total(cache_bytes + program.arena_bytes, f"a cache for {sequences}{program.context} tokens")
+    total_bytes = _cache_bytes(program) + program.arena_bytes
+    check_total(total_bytes, f"a cache for {sequences}{program.context} tokens")

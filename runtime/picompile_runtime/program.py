@@ -4,7 +4,7 @@ and every tensor proven to lie inside its memory, so that running it cannot touc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +14,13 @@ from picompile_runtime.fields import Fields, parse_object
 from picompile_runtime.memory import ALIGNMENT, Tensor
 from picompile_runtime.program_checks import check_program
 
-SCHEMA = 2
+SCHEMA = 3
 FUNCTIONS = ("decode", "prefill", "prefill_last", "score")
 BATCH = "batch"  # a program for several sequences has this function, too
 MOST_SEQUENCES = 256
 STATS_ROW_BYTES = 16  # int64 [computed, fired]
+DEVICES = ("host", "device")
+MEMORIES = ("host", "device", "shared")
 _DTYPES = ("int8", "uint8", "int32", "int64", "float16", "float32")
 
 
@@ -34,7 +36,7 @@ class Argument:
 @dataclass(frozen=True)
 class Call:
     """One kernel call. `weight_bytes`: what it reads of weights when every neuron is computed. `window` of an
-    attention: how many positions a token sees at most, 0 for all that there are.
+    attention: how many positions a token sees at most, 0 for all that there are. `device` is host or device.
     """
 
     kernel: str
@@ -43,6 +45,7 @@ class Call:
     layer: int | None
     weight_bytes: int
     window: int = 0
+    device: str = "host"
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class FeedForward:
 class Program:
     """A whole program.
 
-    `buffers` lie at their offsets in the arena; `state` has the caches, with a slot for each of `sequences`;
+    `buffers` lie at their offsets in the arena of their memory; `state` has the caches, with a slot for each of
+    `sequences`; `memories` says of each buffer and cache where it lies, host, device or shared (by kind and name);
     `functions` has the calls of each of FUNCTIONS, and of BATCH where there are several sequences; `logits` names the
     buffer of each function that gives logits.
     """
@@ -73,11 +77,23 @@ class Program:
     layers: int
     sequences: int
     arena_bytes: int
+    device_arena_bytes: int
+    shared_arena_bytes: int
     buffers: Mapping[str, Tensor]
     state: Mapping[str, Tensor]
     functions: Mapping[str, tuple[Call, ...]]
     logits: Mapping[str, str]
     ffn: tuple[FeedForward, ...]
+    memories: Mapping[tuple[str, str], str]
+
+    @property
+    def has_device(self) -> bool:
+        """Whether some of it runs on a hot device."""
+        return any(call.device == "device" for calls in self.functions.values() for call in calls)
+
+    def calls(self, function: str, device: str) -> tuple[Call, ...]:
+        """The calls of a function that run on `device`, in order."""
+        return tuple(call for call in self.functions[function] if call.device == device)
 
 
 def read_program(text: bytes, weights: Mapping[str, Tensor], where: str) -> Program:
@@ -85,9 +101,12 @@ def read_program(text: bytes, weights: Mapping[str, Tensor], where: str) -> Prog
     root = parse_object(text, where)
     if root.integer("schema") != SCHEMA:
         raise root.wrong("schema", f"{SCHEMA}, the only one this runtime knows")
-    arena_bytes = root.integer("arena_bytes")
-    buffers = {name: _buffer(entry, arena_bytes) for name, entry in root.object("buffers").members().items()}
-    state = {name: _tensor(entry) for name, entry in root.object("state").members().items()}
+    arenas = {memory: root.integer(_arena(memory)) for memory in MEMORIES}
+    of_buffers, of_state = root.object("buffers").members(), root.object("state").members()
+    buffers = {name: _buffer(entry, arenas[_memory(entry)]) for name, entry in of_buffers.items()}
+    state = {name: _tensor(entry) for name, entry in of_state.items()}
+    memories = {("buffer", name): _memory(entry) for name, entry in of_buffers.items()}
+    memories |= {("state", name): _memory(entry) for name, entry in of_state.items()}
     sources: dict[str, Mapping[str, Tensor]] = {"buffer": buffers, "state": state, "weight": weights}
     functions = root.object("functions")
     sequences = root.integer("sequences", 1, MOST_SEQUENCES)
@@ -98,15 +117,35 @@ def read_program(text: bytes, weights: Mapping[str, Tensor], where: str) -> Prog
         vocab=root.integer("vocab", 1, 2**31 - 1),
         layers=root.integer("layers"),
         sequences=sequences,
-        arena_bytes=arena_bytes,
+        arena_bytes=arenas["host"],
+        device_arena_bytes=arenas["device"],
+        shared_arena_bytes=arenas["shared"],
         buffers=buffers,
         state=state,
         functions={name: tuple(_call(entry, sources) for entry in functions.objects(name)) for name in names},
         logits={name: root.object("logits").text(name) for name in names if name != "prefill"},
         ffn=tuple(_feed_forward(entry) for entry in root.objects("ffn")),
+        memories=memories,
     )
     check_program(program, where)
     return program
+
+
+def _arena(memory: str) -> str:
+    return "arena_bytes" if memory == "host" else f"{memory}_arena_bytes"
+
+
+def _memory(entry: Fields) -> str:
+    return _one_of(entry, "memory", MEMORIES)
+
+
+def _one_of(entry: Fields, key: str, known: Sequence[str]) -> str:
+    """A word that is left out where it is the first of `known`."""
+    if key not in entry.data:
+        return known[0]
+    if (word := entry.text(key)) not in known:
+        raise entry.wrong(key, f"one of {', '.join(known)}")
+    return word
 
 
 def _tensor(entry: Fields, offset: int = 0) -> Tensor:
@@ -130,6 +169,7 @@ def _call(entry: Fields, sources: Mapping[str, Mapping[str, Tensor]]) -> Call:
         layer=None if entry.data.get("layer") is None else entry.integer("layer"),
         weight_bytes=entry.integer("weight_bytes"),
         window=entry.integer("window") if "window" in entry.data else 0,
+        device=_one_of(entry, "device", DEVICES),
     )
 
 

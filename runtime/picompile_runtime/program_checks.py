@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 # step[0] = tokens in this step, step[1] = position of the first, step[2] = their sequence's slot; the rest is reserved.
 _STEP_FIELDS = 8
+_FLAG_WORDS = 16
 # A kernel that wrote over these would lead others astray.
-_OWN_PLACE = ("step", "tokens", "positions", "slots", "stats", "stats.batch")
+_OWN_PLACE = ("step", "tokens", "positions", "slots", "stats", "stats.batch", "flags", "abandoned")
 
 
 def check_program(program: Program, where: str) -> None:
@@ -23,6 +24,7 @@ def check_program(program: Program, where: str) -> None:
     _check_state(program, where)
     _check_own_places(program, where)
     _check_lookups(program, where)
+    _check_sides(program, where)
 
 
 def _check_buffers(program: Program, where: str) -> None:
@@ -40,6 +42,10 @@ def _interface(program: Program) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     rows = {"score": program.chunk, "batch": program.sequences}
     for function, name in program.logits.items():
         yield name, "float32", (rows.get(function, 1), program.vocab)
+    if program.has_device:
+        flags = program.buffers.get("flags")
+        yield "flags", "int32", (1 if flags is None else flags.shape[0], _FLAG_WORDS)
+        yield "abandoned", "int32", (_FLAG_WORDS,)
     if program.ffn:
         parts = program.buffers["stats"].shape[0] if "stats" in program.buffers else 1
         yield "stats", "int64", (parts, 2)
@@ -68,6 +74,8 @@ def _check_own_places(program: Program, where: str) -> None:
     for own in (name for name in _OWN_PLACE if name in program.buffers):
         kept = program.buffers[own]
         for name, other in program.buffers.items():
+            if program.memories["buffer", name] != program.memories["buffer", own]:
+                continue
             apart = other.offset + other.size_bytes <= kept.offset or kept.offset + kept.size_bytes <= other.offset
             if name != own and not apart:
                 raise ArtifactError(f"{where}: buffers: {name} overlaps {own}")
@@ -80,3 +88,24 @@ def _check_lookups(program: Program, where: str) -> None:
         rows = max((needed.get(argument.name, 0) for argument in call.args if argument.kind == "buffer"), default=0)
         if any(argument.kind == "weight" and argument.view.shape[0] < rows for argument in call.args):
             raise ArtifactError(f"{where}: {call.kernel}: the table has fewer than {rows} rows")
+
+
+def _check_sides(program: Program, where: str) -> None:
+    """Calls of a device reach its own memory and what both share; the runtime reaches the host's and that."""
+    for call in (call for calls in program.functions.values() for call in calls):
+        for argument in call.args:
+            memory = program.memories.get((argument.kind, argument.name), call.device)
+            if memory not in (call.device, "shared"):
+                given = f"{call.kernel} on the {call.device} is given {argument.name}"
+                raise ArtifactError(f"{where}: {given}, which is in {memory} memory")
+    for name in ("step", "tokens", "positions", "slots", "stats", *program.logits.values()):
+        if program.memories.get(("buffer", name)) == "device":
+            raise ArtifactError(f"{where}: buffers: {name} must not be in the device's memory")
+    for name in ("flags", "abandoned"):
+        if program.has_device and program.memories["buffer", name] != "shared":
+            raise ArtifactError(f"{where}: buffers: {name} must be in shared memory")
+    counts = [name for name in ("stats", "stats.batch") if program.has_device and name in program.buffers]
+    for name in counts:
+        own, twin = program.buffers[name], program.buffers.get(f"{name}.device")
+        if twin is None or (twin.dtype, twin.shape) != (own.dtype, own.shape):
+            raise ArtifactError(f"{where}: buffers: {name}.device must be {own.dtype} {list(own.shape)}")

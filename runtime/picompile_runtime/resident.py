@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 import numpy as np
+
+from picompile_runtime.memory import Tensor
 
 _PAGE_BYTES = 2**21
 _PART_BYTES = 2**25
@@ -37,16 +40,20 @@ class Weights:
 _loaded: WeakValueDictionary[str, Weights] = WeakValueDictionary()
 
 
-def load_weights(mapped: mmap.mmap, sha256: str, threads: int, other_bytes: int) -> Weights:
+def load_weights(
+    mapped: mmap.mmap, sha256: str, threads: int, other_bytes: int, wanted: Sequence[Tensor] | None = None
+) -> Weights:
     """The content of the mapped file in large pages, or as it is mapped where too little memory is free.
 
-    `other_bytes` will be needed besides. PICOMPILE_MMAP=1 leaves weights mapped: processes then share them, and loading
-    takes no time.
+    `other_bytes` will be needed besides. With `wanted` only these tensors are there, and nothing at all in the place of
+    the others. PICOMPILE_MMAP=1 leaves weights mapped: processes then share them, and loading takes no time.
     """
     if sha256 in _loaded:
         return _loaded[sha256]
     size_bytes = len(mapped)
-    if os.environ.get("PICOMPILE_MMAP") == "1" or _free_bytes() < size_bytes + other_bytes + _MARGIN_BYTES:
+    parts = [(0, size_bytes)] if wanted is None else [(each.offset, each.size_bytes) for each in wanted]
+    copied_bytes = sum(size for _, size in parts)
+    if os.environ.get("PICOMPILE_MMAP") == "1" or _free_bytes() < copied_bytes + other_bytes + _MARGIN_BYTES:
         return Weights(mapped, 0)
     try:
         memory = mmap.mmap(-1, size_bytes + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -58,15 +65,24 @@ def load_weights(mapped: mmap.mmap, sha256: str, threads: int, other_bytes: int)
     weights = Weights(memory, -target.ctypes.data % _PAGE_BYTES)
     source = np.frombuffer(mapped, np.uint8)
 
-    def copy(first: int) -> None:
-        last = min(first + _PART_BYTES, size_bytes)
+    def copy(span: tuple[int, int]) -> None:
+        first, last = span
         target[weights.start + first : weights.start + last] = source[first:last]
-        with suppress(OSError, AttributeError):  # otherwise both would count as this process's memory
-            mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
+        # Otherwise both would count as this process's memory. What begins before a page is given back with another.
+        page = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+        with suppress(OSError, AttributeError):
+            if page < last:
+                mapped.madvise(mmap.MADV_DONTNEED, page, last - page)
 
+    spans = [
+        (first, min(first + _PART_BYTES, start + size))
+        for start, size in parts
+        for first in range(start, start + size, _PART_BYTES)
+    ]
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(copy, range(0, size_bytes, _PART_BYTES)))
-    _loaded[sha256] = weights
+        list(pool.map(copy, spans))
+    if wanted is None:
+        _loaded[sha256] = weights
     return weights
 
 

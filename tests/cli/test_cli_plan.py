@@ -18,8 +18,7 @@ import picompile_runtime
 from picompile import capture
 from picompile.capture import hf
 from picompile.cli.plan_show import ranges, verdict
-from picompile.measure import Host, local
-from picompile.measure.cuda_driver import CudaError
+from picompile.measure import CudaError, Host, local
 from picompile.placement.plan import MemoryRow, Plan
 from picompile.placement.plan_file import read_plan
 from picompile.profiling import ProfileOptions, profile_model

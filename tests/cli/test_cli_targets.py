@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from support import Cli
 
-from picompile.measure import GpuName, GpuSpeed, Host, LocalMachine, cache_file, local, measure_local
-from picompile.measure.cuda_driver import CudaError
+from picompile.measure import CudaError, GpuName, GpuSpeed, Host, LocalMachine, cache_file, local, measure_local
 from picompile.targets import TARGETS, find_native_target
 
 GPU = GpuName("GPU of nobody", "12.4", 89, 24 * 10**9)

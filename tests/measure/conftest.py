@@ -1,40 +1,19 @@
-"""A stand-in for the CUDA driver, compiled once a run."""
+"""A stand-in for the CUDA driver, and an empty cache."""
 
-import ctypes
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import BuildOnce
+from fake_cuda.fixtures import fake_cuda, fake_library
 
-from picompile.measure import cuda_driver
-
-SOURCE = Path(__file__).with_name("fake_cuda.c")
+__all__ = ["fake_cuda", "fake_library"]
 
 
-def _compile(folder: Path) -> None:
-    folder.mkdir()
-    flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-std=c11"]
-    subprocess.run(["gcc", *flags, SOURCE, "-o", folder / "libcuda.so.1"], check=True)
-
-
-@pytest.fixture(scope="session")
-def fake_library(build_once: BuildOnce) -> Path:
-    return build_once("fake-cuda", _compile) / "libcuda.so.1"
-
-
-@pytest.fixture
-def fake_cuda(fake_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
-    """The stand-in in the place of the driver; what a test leaves allocated fails it."""
-    monkeypatch.setattr(cuda_driver, "LIBRARY", str(fake_library))
-    for name in ("FAIL_AT", "DEVICES", "MEMORY"):
-        monkeypatch.delenv(f"FAKE_CUDA_{name}", raising=False)
-    library = ctypes.CDLL(str(fake_library))
-    library.fake_time.restype = ctypes.c_double
-    library.fake_reset()
-    yield library
-    assert library.fake_owned() == 0
+@pytest.fixture(autouse=True)
+def only_virtual_time(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """What is measured is large; the stand-in says how long it takes, and need not do it."""
+    if "fake_cuda" in request.fixturenames:
+        request.getfixturevalue("fake_cuda")
+        monkeypatch.setenv("FAKE_CUDA_DRY", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from picompile.measure import cuda_driver, gpu
-from picompile.measure.cuda_driver import CudaError
+from picompile.measure import CudaError, gpu
 from picompile.measure.gpu import Effort, find_gpu, measure_gpu
+from picompile_runtime.cuda import driver as cuda_driver
 
 QUICK = Effort(copies=2, rounds=2, least_s=0, exchanges=3)
-WAIT_S = 5e-6  # fake_cuda.c
+WAIT_S = 5e-6  # fake_cuda/streams.cpp
 
 
 def test_the_gpu_is_found(fake_cuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_speeds_are_bytes_over_the_time_until_the_copies_are_done(
     monkeypatch.setenv("FAKE_CUDA_MEMORY", str(8 * 2**30))
     effort = Effort(exchanges=5)
     speed = measure_gpu(effort)
-    # The rates of fake_cuda.c. A copy reads each byte once and writes it once.
+    # The rates of fake_cuda/streams.cpp. A copy reads each byte once and writes it once.
     copy_s = effort.copy_bytes / 500e9 + WAIT_S / effort.copies
     assert speed.copy_bytes_per_s == pytest.approx(2 * effort.copy_bytes / copy_s)
     for rate, measured in ((25e9, speed.down_bytes_per_s), (20e9, speed.up_bytes_per_s)):
@@ -118,7 +118,7 @@ def test_every_call_is_checked_and_nothing_leaks(fake_cuda: ctypes.CDLL, monkeyp
 
 def test_the_stand_in_refuses_what_the_driver_refuses(fake_cuda: ctypes.CDLL) -> None:
     driver = cuda_driver.Driver(cuda_driver.LIBRARY)
-    with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_VALUE"), driver.device_memory(1):
+    with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_CONTEXT"), driver.device_memory(1):
         raise AssertionError("allocated without a context")
     with driver.context(driver.first_device()), driver.stream() as stream:
         with driver.device_memory(100) as device, driver.pinned_memory(99) as host:

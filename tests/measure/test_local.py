@@ -11,8 +11,18 @@ from typing import Any
 
 import pytest
 
-from picompile.measure import GpuSpeed, Host, LocalMachine, cache, cache_file, cached_local, gpu, local, measure_local
-from picompile.measure.cuda_driver import CudaError
+from picompile.measure import (
+    CudaError,
+    GpuSpeed,
+    Host,
+    LocalMachine,
+    cache,
+    cache_file,
+    cached_local,
+    gpu,
+    local,
+    measure_local,
+)
 from picompile.measure.gpu import GpuName
 from picompile.targets import LAUNCH_S, TARGETS, find_target
 

@@ -156,8 +156,8 @@ def test_no_artifact_at_all(tmp_path: Path) -> None:
     ("change", "match"),
     [
         ({"format": "other"}, "no artifact of picompile"),
-        ({"schema": 3}, "schema is 3, and this runtime knows 2; update the runtime"),
-        ({"schema": 1}, "schema is 1, and this runtime knows 2; compile the model again"),
+        ({"schema": 4}, "schema is 4, and this runtime knows 3; update the runtime"),
+        ({"schema": 1}, "schema is 1, and this runtime knows 3; compile the model again"),
         ({"abi": 2}, "abi is 2, and this runtime knows 1"),
         ({"schema": "1"}, "schema must be an integer"),
         ({"context": 41}, "disagree on context"),
@@ -221,7 +221,7 @@ DECODE = ("functions", "decode", 0, "args")
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (set_at("schema", 1), "schema must be 2"),
+        (set_at("schema", 1), "schema must be 3"),
         (set_at("arena_bytes", 64), "offset must be a multiple of 64"),
         (set_at("arena_bytes", -64), "arena_bytes must be an integer"),
         (set_at("buffers", "x", "offset", 2**40), "offset must be a multiple of 64 such that"),

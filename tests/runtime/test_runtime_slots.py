@@ -214,7 +214,7 @@ def test_a_failing_batch_moves_nothing(make_artifact: Callable[..., Path]) -> No
     engine = load(folder)
     program = engine.artifact.program
     failing = engine._executor.library.bind([("fail", [])] * len(program.functions["batch"]))
-    engine._executor._functions["batch"] = failing
+    engine._executor._host_calls["batch"] = failing
     with pytest.raises(KernelError, match="call 0, kernel fail"):
         engine.decode_batch([1, 2], [0, 2])
     assert engine.positions == (0, 0, 0)

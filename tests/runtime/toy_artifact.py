@@ -142,13 +142,15 @@ def toy_program(toy: Toy, context: int, chunk: int, sequences: int = 1) -> dict[
     stats = {"buffer": "stats", "offset": 16, "shape": [2]}
     ffn = call("toy_ffn", y, {"weight": "neurons"}, stats, one, op="ffn", weight_bytes=4 * DIM * NEURONS)
     return {
-        "schema": 2,
+        "schema": 3,
         "context": context,
         "chunk": chunk,
         "vocab": toy.vocab,
         "layers": 1,
         "sequences": sequences,
         "arena_bytes": end,
+        "device_arena_bytes": 0,
+        "shared_arena_bytes": 0,
         "buffers": buffers,
         "state": {"k.0": {"dtype": "float32", "shape": [sequences, 1, context, DIM]}},
         "functions": {
@@ -217,7 +219,7 @@ def write_manifest(folder: Path, context: int = 40, chunk: int = 8, changes: Map
     }
     manifest = {
         "format": "picompile-artifact",
-        "schema": 2,
+        "schema": 3,
         "picompile": "0.1.0",
         "abi": 1,
         "target": "cpu",

@@ -1,9 +1,9 @@
 """What a kernel is, and how one is written.
 
 A kernel is a TIR function of nothing but tensors, all of static shape. What changes from step to step comes in `step`
-(int32 [8]: tokens in this step, position of the first, slot of their sequence). So the arguments of a call never
-change, and equal kernels are shared by all the layers that need them: a kernel's name encodes every parameter that it
-was built with.
+(int32 [8]: tokens in this step, position of the first, slot of their sequence, number of the step). So the arguments of
+a call never change, and equal kernels are shared by all the layers that need them: a kernel's name encodes every
+parameter that it was built with.
 
     function = KernelFunction("negate", dim)
     with function:
@@ -31,6 +31,7 @@ STEP_SHAPE = (8,)
 _STEP_TOKENS = 0
 _STEP_POSITION = 1
 _STEP_SLOT = 2
+_STEP_NUMBER = 3
 _MAX_ELEMENTS = 2**31 - 1
 
 
@@ -128,6 +129,10 @@ class KernelFunction:
     def slot(self) -> Expr:
         """The place in the caches of the sequence that this step is of."""
         return bind(self._read_step(_STEP_SLOT))
+
+    def step_number(self) -> Expr:
+        """Which step this is: no two in a row have the same number."""
+        return bind(self._read_step(_STEP_NUMBER))
 
     def _read_step(self, index: int) -> Expr:
         if self._step is None:

@@ -34,6 +34,11 @@ class Tensor:
         """The first dimension."""
         return int(self._buffer.shape[0])
 
+    @property
+    def first(self) -> Expr:
+        """The first element."""
+        return tirx.BufferLoad(self._buffer, [0] * len(self._buffer.shape))
+
     def __getitem__(self, index: Expr | tuple[Expr, ...]) -> Expr:
         return tirx.BufferLoad(self._buffer, list(index) if isinstance(index, tuple) else [index])
 

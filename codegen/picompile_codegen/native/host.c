@@ -45,6 +45,8 @@
 #define PI_SPINS_MAIN 2000
 /* A worker offers its core to others after this time; left alone, schedulers take it away after 3 to 4 ms. */
 #define PI_TURN_NS 1000000
+/* Longer than any step of a device takes. */
+#define PI_PATIENCE_NS 30000000000
 
 /* ---- errors ---- */
 static char last_error[1024];
@@ -66,6 +68,60 @@ PI_EXPORT void TVMFFIErrorSetRaisedFromCStr(const char *kind, const char *messag
 }
 
 PI_EXPORT const char *pi_last_error(void) { return last_error; }
+
+/* ---- waiting ---- */
+
+static void relax(void) {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ __volatile__("yield");
+#endif
+}
+
+static void futex(void *word, int operation, uint32_t value) {
+  syscall(SYS_futex, word, operation | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
+}
+
+static int64_t now_ns(void) {
+  struct timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+/* ---- flags ---- */
+
+/* Host and device meet at flags in memory that both see: a flag holds the number of the step in which it was last set.
+ * What was written before a flag is set is there for whoever has seen it. Kernels promise LLVM that their arguments do
+ * not overlap: they name what this is about, so that no access to it is moved across these calls. */
+static void set(int32_t *flag, int32_t step) {
+  atomic_store_explicit((_Atomic int32_t *)flag, step, memory_order_release);
+}
+
+PI_EXPORT void pi_signal(int32_t *flag, int32_t step, const void *written, const void *also_written) {
+  (void)written, (void)also_written;
+  set(flag, step);
+}
+
+static int is_set(const int32_t *flag, int32_t step) {
+  return atomic_load_explicit((const _Atomic int32_t *)flag, memory_order_acquire) == step;
+}
+
+/* Waits until `flag` holds `step`, or until either side gives up, which sets `abandoned`. Whoever waits for half a
+ * minute gives up: a device that has failed sets no flag. Spins at first, since most waits are short, and then lets
+ * others have the core: where the device is a partition of the same CPU, it may need it. */
+PI_EXPORT void pi_wait(const int32_t *flag, int32_t *abandoned, int32_t step, const void *awaited) {
+  (void)awaited;
+  for (int spin = 0; spin < PI_SPINS; ++spin) {
+    if (is_set(flag, step)) return;
+    relax();
+  }
+  int64_t end = now_ns() + PI_PATIENCE_NS;
+  while (!is_set(flag, step) && is_set(abandoned, 0)) {
+    sched_yield();
+    if (now_ns() > end) set(abandoned, 1);
+  }
+}
 
 /* ---- thread pool ---- */
 
@@ -89,24 +145,6 @@ static struct {
   int started;                            /* workers alive */
   pthread_mutex_t run_lock;               /* one program at a time */
 } pool = {.run_lock = PTHREAD_MUTEX_INITIALIZER, .threads = 1};
-
-static void relax(void) {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ __volatile__("yield");
-#endif
-}
-
-static void futex(void *word, int operation, uint32_t value) {
-  syscall(SYS_futex, word, operation | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
-}
-
-static int64_t now_ns(void) {
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
-}
 
 static int first_of(uint32_t range) { return (int)(range & 0xffff); }
 static int end_of(uint32_t range) { return (int)(range >> 16); }

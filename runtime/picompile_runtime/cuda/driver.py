@@ -1,81 +1,54 @@
-"""The CUDA driver, `libcuda.so.1`, through ctypes: what measuring needs of it, with every result checked.
+"""The CUDA driver, `libcuda.so.1`, through ctypes, with every result checked.
 
-Signatures are those of the driver API, https://docs.nvidia.com/cuda/cuda-driver-api/, under the names that the library
-exports (`_v2` where cuda.h maps a name to it). It has not run on a GPU yet: the tests use a stand-in for the library
-(tests/measure/fake_cuda.c), which holds it to the rules about contexts, sizes and streams that are written there.
+What a method makes and a caller must give back is a context manager: `with` for a while, an ExitStack for longer.
 """
+
+from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
 
-from picompile.errors import PicompileError
+from picompile_runtime.cuda.errors import NoGpuError, call_error
+from picompile_runtime.cuda.functions import PARAMETERS
 
 LIBRARY = "libcuda.so.1"
 
 _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
 _STREAM_NON_BLOCKING = 1
+_EVENT_DISABLE_TIMING = 2
+_HOST_PORTABLE, _HOST_DEVICEMAP = 1, 2
 _NAME_BYTES = 256
-
-# A device pointer is 64 bits wide, a device is an int; without these, ctypes would pass either as an int.
-_ARGUMENTS = {
-    "cuInit": (c_uint,),
-    "cuDriverGetVersion": (POINTER(c_int),),
-    "cuGetErrorName": (c_int, POINTER(c_char_p)),
-    "cuDeviceGetCount": (POINTER(c_int),),
-    "cuDeviceGet": (POINTER(c_int), c_int),
-    "cuDeviceGetName": (c_char_p, c_int, c_int),
-    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
-    "cuDeviceTotalMem_v2": (POINTER(c_size_t), c_int),
-    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
-    "cuDevicePrimaryCtxRelease_v2": (c_int,),
-    "cuCtxPushCurrent_v2": (c_void_p,),
-    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
-    "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
-    "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
-    "cuMemFree_v2": (c_uint64,),
-    "cuMemAllocHost_v2": (POINTER(c_void_p), c_size_t),
-    "cuMemFreeHost": (c_void_p,),
-    "cuStreamCreate": (POINTER(c_void_p), c_uint),
-    "cuStreamDestroy_v2": (c_void_p,),
-    "cuStreamSynchronize": (c_void_p,),
-    "cuMemcpyDtoDAsync_v2": (c_uint64, c_uint64, c_size_t, c_void_p),
-    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
-    "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
-}
-
-
-class CudaError(PicompileError):
-    """There is no driver, no device, or a call of the driver failed; the text says which."""
 
 
 class Driver:
-    """The loaded and initialized library. Raises `CudaError` where it cannot be had."""
+    """The loaded and initialized library. Raises `NoGpuError` where it cannot be had."""
 
     def __init__(self, library: str) -> None:
         try:
             self._library = ctypes.CDLL(library)
         except OSError as error:
-            raise CudaError(f"no NVIDIA driver ({library} cannot be loaded)") from error
-        for name, arguments in _ARGUMENTS.items():
+            raise NoGpuError(f"no NVIDIA driver ({library} cannot be loaded)") from error
+        for name, parameters in PARAMETERS.items():
             try:
                 function = getattr(self._library, name)
             except AttributeError as error:
-                raise CudaError(f"the NVIDIA driver is too old: it has no {name}") from error
-            function.argtypes, function.restype = arguments, c_int
-        self.call("cuInit", 0)
+                raise NoGpuError(f"the NVIDIA driver is too old: it has no {name}; install a newer one") from error
+            function.argtypes, function.restype = parameters, c_int
+        if result := self._library.cuInit(0):
+            raise NoGpuError(f"cuInit: {self.error_name(result)}", result)
 
     def call(self, name: str, *arguments: object) -> None:
         """Calls the function `name` and raises `CudaError` unless it returns CUDA_SUCCESS."""
-        result = getattr(self._library, name)(*arguments)
-        if result:
-            raise CudaError(f"{name}: {self._error_name(result)}")
+        if result := getattr(self._library, name)(*arguments):
+            raise call_error(f"{name}: {self.error_name(result)}", result)
 
-    def _error_name(self, result: int) -> str:
+    def error_name(self, result: int) -> str:
+        """What cuda.h calls this result."""
         name = c_char_p()
-        known = self._library.cuGetErrorName(result, byref(name)) == 0 and name.value
-        return name.value.decode("ascii", "replace") if known and name.value else f"CUDA error {result}"
+        self._library.cuGetErrorName(result, byref(name))
+        return name.value.decode("ascii", "replace") if name.value else f"CUDA error {result}"
 
     def version(self) -> str:
         """The newest CUDA version that the driver supports, as `12.4`."""
@@ -88,7 +61,7 @@ class Driver:
         count, device = c_int(), c_int()
         self.call("cuDeviceGetCount", byref(count))
         if count.value < 1:
-            raise CudaError("the NVIDIA driver has no device")
+            raise NoGpuError("the NVIDIA driver has no device")
         self.call("cuDeviceGet", byref(device), 0)
         return device.value
 
@@ -118,22 +91,33 @@ class Driver:
         return free.value
 
     @contextmanager
-    def context(self, device: int) -> Iterator[None]:
-        """Makes the device's primary context current: the one that other libraries in this process use too."""
-        context, popped = c_void_p(), c_void_p()
+    def primary_context(self, device: int) -> Iterator[c_void_p]:
+        """The device's context that other libraries in this process use too; current in no thread yet."""
+        context = c_void_p()
         self.call("cuDevicePrimaryCtxRetain", byref(context), device)
         try:
-            self.call("cuCtxPushCurrent_v2", context)
-            try:
-                yield
-            finally:
-                self.call("cuCtxPopCurrent_v2", byref(popped))
+            yield context
         finally:
             self.call("cuDevicePrimaryCtxRelease_v2", device)
 
     @contextmanager
+    def current(self, context: c_void_p) -> Iterator[None]:
+        """Makes a context the one of the calling thread."""
+        self.call("cuCtxPushCurrent_v2", context)
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    @contextmanager
+    def context(self, device: int) -> Iterator[None]:
+        """Makes the device's primary context the one of the calling thread."""
+        with self.primary_context(device) as context, self.current(context):
+            yield
+
+    @contextmanager
     def device_memory(self, size_bytes: int) -> Iterator[int]:
-        """Memory of the device; the value is its address there."""
+        """Memory of the device; the value is its address there, a multiple of 256."""
         address = c_uint64()
         self.call("cuMemAlloc_v2", byref(address), size_bytes)
         try:
@@ -152,11 +136,32 @@ class Driver:
             self.call("cuMemFreeHost", address)
 
     @contextmanager
+    def shared_memory(self, size_bytes: int) -> Iterator[tuple[int, int]]:
+        """Pinned memory that kernels see too; the values are its addresses on the host and on the device."""
+        address, device_address = c_void_p(), c_uint64()
+        self.call("cuMemHostAlloc", byref(address), size_bytes, _HOST_PORTABLE | _HOST_DEVICEMAP)
+        try:
+            self.call("cuMemHostGetDevicePointer_v2", byref(device_address), address, 0)
+            yield address.value or 0, device_address.value
+        finally:
+            self.call("cuMemFreeHost", address)
+
+    @contextmanager
     def stream(self) -> Iterator[c_void_p]:
-        """A queue of copies that waits for no other."""
+        """A queue of work that waits for no other."""
         stream = c_void_p()
         self.call("cuStreamCreate", byref(stream), _STREAM_NON_BLOCKING)
         try:
             yield stream
         finally:
             self.call("cuStreamDestroy_v2", stream)
+
+    @contextmanager
+    def event(self) -> Iterator[c_void_p]:
+        """A point in a stream that others can wait for."""
+        event = c_void_p()
+        self.call("cuEventCreate", byref(event), _EVENT_DISABLE_TIMING)
+        try:
+            yield event
+        finally:
+            self.call("cuEventDestroy_v2", event)

@@ -1,0 +1,116 @@
+"""What attention kernels are given, how their blocks share positions, and how a row's new key and value come to be."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from picompile_codegen.cuda.cache import write_row
+from picompile_codegen.cuda.function import Place
+from picompile_codegen.kernels.attention_arguments import Shape
+from picompile_codegen.kernels.cache import Cache
+from picompile_codegen.kernels.rotary import Angles
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, maximum, minimum, when
+
+# Stands for minus infinity, of which differences would not be numbers.
+LOWEST = -1e30
+_LANES = 4
+
+
+@dataclass(frozen=True)
+class Parts:
+    """`count` parts of the context, each of `positions` but for the last. They do not depend on what a step brings."""
+
+    positions: int
+    count: int
+
+    @classmethod
+    def of(cls, context: int, positions: int) -> "Parts":
+        """Parts of so many positions."""
+        return cls(positions, -(-context // positions))
+
+    def span(self, part: Expr, first: Expr, stop: Expr) -> tuple[Expr, Expr]:
+        """Which of the positions `first` … `stop` - 1 are in a part: from the first number up to the second."""
+        if self.count == 1:
+            return first, stop
+        return bind(maximum(first, part * self.positions)), bind(minimum(stop, (part + 1) * self.positions))
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Arguments of an attention kernel (see `attention`), and what parts come to where there are several.
+
+    For each row, head and part: `outputs` [value_dim, padded], yet to be divided by the sum of the weights, and in
+    `extremes` the maximum of the scores and that sum.
+    """
+
+    q: Tensor
+    keys: Cache
+    values: Cache
+    y: Tensor
+    new_keys: Tensor | None
+    new_values: Tensor | None
+    angles: Angles | None
+    outputs: Tensor | None
+    extremes: Tensor | None
+
+    def give(self, shape: Shape, row: Expr, head: Expr, part: Expr, column: Expr, value: Expr, total: Expr) -> None:
+        """An element of a head's output: of this part, or where there is one part only, of the result."""
+        if self.outputs is None:
+            self.y[row, head * shape.value_dim + column] = value / total
+        else:
+            self.outputs[row, head, part, column] = value
+
+    def give_extremes(self, row: Expr, head: Expr, part: Expr, highest: Expr, total: Expr) -> None:
+        """The maximum and the sum that belong to the output of a part."""
+        if self.extremes is not None:
+            self.extremes[row, head, part, 0] = highest
+            self.extremes[row, head, part, 1] = total
+
+
+def padded_width(value_dim: int) -> int:
+    """Columns of a part's output."""
+    return -(-value_dim // _LANES) * _LANES
+
+
+def number(value: float) -> Expr:
+    """A float32 that is known when the kernel is written."""
+    return tirx.FloatImm("float32", value)
+
+
+def head_element(
+    x: Tensor, row: Expr, start: Expr, dim: int, angles: Angles | None, position: Expr
+) -> Callable[[Expr], Expr]:
+    """The elements of the head x[row, start …], `dim` wide: turned by the angles of `position`, if there are any.
+
+    Nothing is read before the element is used, so that a condition can stand in front of it.
+    """
+
+    def element(column: Expr) -> Expr:
+        if angles is None:
+            return x[row, start + column]
+        half = dim // 2
+        in_first = column < half
+        angle = bind(tirx.Select(in_first, column, column - half))
+        partner = bind(tirx.Select(in_first, column + half, column - half))
+        sign = tirx.Select(in_first, number(-1.0), number(1.0))
+        along = x[row, start + column] * angles.cos[position, angle]
+        return along + sign * (x[row, start + partner] * angles.sin[position, angle])
+
+    return element
+
+
+def extend_caches(
+    shape: Shape, tensors: Tensors, row: Expr, place_in_caches: tuple[Expr, Expr, Expr], place: Place
+) -> None:
+    """Writes a row's key and value to (slot, head, position). A warp of the block has each of them."""
+    if tensors.new_keys is None or tensors.new_values is None:
+        return
+    _, head, position = place_in_caches
+    sides = (
+        (tensors.keys, tensors.new_keys, shape.head_dim, tensors.angles),
+        (tensors.values, tensors.new_values, shape.value_dim, None),
+    )
+    for warp, (cache, source, dim, angles) in enumerate(sides):
+        with when(place.warp == warp):
+            write_row(cache, place_in_caches, head_element(source, row, head * dim, dim, angles, position), place.lane)

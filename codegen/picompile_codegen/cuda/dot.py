@@ -1,0 +1,122 @@
+"""Products of rows of packed matrices with one row of activations, a warp for a few rows at a time."""
+
+from collections.abc import Callable, Sequence
+
+from tvm import tirx
+
+from picompile_codegen.cuda.function import WARP, Place, blocks_for
+from picompile_codegen.cuda.matrix import CudaMatrix, Unit
+from picompile_codegen.cuda.memory import barrier, from_lane, loads_first, registers, warp_sum
+from picompile_codegen.cuda.vector import BlockVector
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, minimum, when
+
+# Of x at a time, in shared memory: 18 KiB, so that several blocks fit a multiprocessor.
+_COLUMNS = 4096
+# Reads that a lane has under way at once.
+_UNITS_TOGETHER = 4
+
+
+class BlockInput:
+    """Row `row` of x in the memory of a block of `threads`, as much of it at a time as is to be there."""
+
+    def __init__(self, x: Tensor, row: Expr, columns: int, threads: int) -> None:
+        self.columns = columns
+        self.threads = threads
+        self._x, self._row = x, row
+        self._vector = BlockVector(min(_COLUMNS, columns))
+        self._is_whole = False
+
+    def parts(self) -> list[tuple[int, int]]:
+        """(first column, columns) of each part that fits."""
+        return [(start, min(_COLUMNS, self.columns - start)) for start in range(0, self.columns, _COLUMNS)]
+
+    def fill(self, start: int, place: Place) -> BlockVector:
+        """The part that begins at column `start`. All threads of the block must come here."""
+        if not self._is_whole:
+            self._vector.fill(self._x, self._row, start, self.columns, place, self.threads)
+            self._is_whole = self.columns <= _COLUMNS
+        return self._vector
+
+
+def row_products(
+    inputs: BlockInput,
+    matrix: CudaMatrix,
+    row: Callable[[Expr], Expr],
+    count: Expr,
+    products: Tensor,
+    place: Place,
+    together: int,
+) -> None:
+    """x · row `row(i)` of the matrix for i < `count`, to be read by `product`. All threads of the block must come.
+
+    `products` is shared memory [parts of the inputs, most rows]: TVM sees no races where each part is only written.
+    A warp reads `together` rows at a time: what it has read of x serves them all, and more reads are under way.
+    """
+    a_turn = inputs.threads // WARP * together
+    for part, (start, columns) in enumerate(inputs.parts()):
+        vector = inputs.fill(start, place)
+        with loop(0, (count + (a_turn - 1)) // a_turn) as turn:
+            first = bind(turn * a_turn + place.warp * together)
+            with when(first < count):
+                # Past the last row its own is read again, and nothing written.
+                rows = [bind(row(bind(minimum(first + i, count - 1)))) for i in range(together)]
+                sums = _part_products(vector, matrix, rows, start, columns, place.lane)
+                for i, total in enumerate(sums):
+                    with when(tirx.And(place.lane == 0, first + i < count)):
+                        products[part, first + i] = total
+    barrier()
+
+
+def product(products: Tensor, index: Expr) -> Expr:
+    """The whole of a row's product."""
+    total = products[0, index]
+    for part in range(1, products.rows):
+        total = total + products[part, index]
+    return bind(total)
+
+
+def _part_products(
+    vector: BlockVector, matrix: CudaMatrix, rows: Sequence[Expr], start: int, columns: int, lane: Expr
+) -> list[Expr]:
+    """Of `columns` columns from `start` on; the lanes of a warp take the units of a row in turns."""
+    sums = registers(len(rows))
+    for i in range(len(rows)):
+        sums[i] = tirx.FloatImm("float32", 0.0)
+    first_unit, units = start // matrix.unit_weights, blocks_for(columns, matrix.unit_weights)
+
+    def add(numbers: list[Expr], *, of_all_lanes: bool) -> None:
+        read = [[matrix.unit(row, first_unit + number) for row in rows] for number in numbers]
+        if of_all_lanes:
+            loads_first()
+        for number, of_rows in zip(numbers, read, strict=True):
+            values = vector.read(number * matrix.unit_weights, matrix.unit_weights)
+            for i, unit in enumerate(of_rows):
+                sums[i] = sums[i] + unit_product(unit, values)
+
+    ahead = max(_UNITS_TOGETHER // len(rows), 1)
+    full = units // (ahead * WARP)
+    with loop(0, full) as turn:
+        add([bind((turn * ahead + i) * WARP + lane) for i in range(ahead)], of_all_lanes=True)
+    with loop(0, blocks_for(units, WARP) - full * ahead) as turn:
+        number = bind((full * ahead + turn) * WARP + lane)
+        with when(number < units):
+            add([number], of_all_lanes=False)
+    return [warp_sum(sums[i]) for i in range(len(rows))]
+
+
+def unit_product(unit: Unit, values: Sequence[Expr]) -> Expr:
+    """The product of a unit's weights with as many activations."""
+    total = unit.values[0] * values[0]
+    for weight, value in zip(unit.values[1:], values[1:], strict=True):
+        total = total + weight * value
+    return bind(total if unit.scale is None else total * unit.scale)
+
+
+def lanes_sum(value: Expr, lanes: int) -> Expr:
+    """The sum over each `lanes` neighbouring lanes, a power of two, the same bits in each. The warp must ask."""
+    offset = lanes // 2
+    while offset:
+        value = bind(value)
+        value = value + from_lane(value, offset)
+        offset //= 2
+    return bind(value)

@@ -1,0 +1,181 @@
+"""Rows of down times what their neurons send, added up for one token: a block for a tile of columns and a slice.
+
+A lane has 16 bytes of each row, and its warp a few rows at a time, so that neighbouring lanes read neighbouring
+addresses and many reads are under way. Warps take rows in turns and are added up in shared memory, in a fixed order.
+"""
+
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from picompile_codegen.cuda.compact import Numbering
+from picompile_codegen.cuda.ffn_arguments import CudaFfn
+from picompile_codegen.cuda.ffn_groups import NeuronGroups
+from picompile_codegen.cuda.function import WARP, Place, blocks_for
+from picompile_codegen.cuda.matrix import CudaMatrix
+from picompile_codegen.cuda.memory import barrier, loads_first, registers, shared
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, minimum, select, when
+
+DOWN_THREADS = 256
+SUM_THREADS = 256
+SUM_COLUMNS = 32
+_WARPS = DOWN_THREADS // WARP
+# Rows that a warp reads at a time.
+_TOGETHER = 4
+# Places of a slice that are listed at a time.
+_LISTED = 1024
+# Blocks of a token, if its neurons are enough, and neurons that are worth a block at least.
+_BLOCKS, _FEWEST = 256, 128
+# Tokens that are enough to need fewer blocks each.
+_MANY_TOKENS = 4
+_ZERO = tirx.FloatImm("float32", 0.0)
+
+
+@dataclass(frozen=True)
+class DownPlan:
+    """`tiles` of `width` columns and `slices` of `places` places of `NeuronGroups`.
+
+    A tile's column 32 · i + j, in slices, is the i-th weight of lane j: its column j · (width / 32) + i.
+    """
+
+    tiles: int
+    width: int
+    slices: int
+    places: int
+    all_places: int
+
+    @classmethod
+    def of(cls, bundle: CudaMatrix, all_places: int, rows: int) -> "DownPlan":
+        """For a bundle whose neurons have so many places."""
+        tiles = blocks_for(bundle.units, WARP)
+        wanted = blocks_for(_BLOCKS, tiles * min(rows, _MANY_TOKENS))
+        wanted = min(wanted, blocks_for(all_places, _FEWEST))
+        places = blocks_for(blocks_for(all_places, wanted), WARP) * WARP
+        return cls(tiles, WARP * bundle.unit_weights, blocks_for(all_places, places), places, all_places)
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """The work of one block: whose hidden, where it begins and ends, and the list of rows to add in shared memory."""
+
+    token: Expr
+    start: Expr
+    stop: Expr
+    rows: Tensor
+    outputs: Tensor
+    numbering: Numbering
+
+
+def add_rows(
+    block: CudaFfn, groups: NeuronGroups, plan: DownPlan, hidden: Tensor, slices: Tensor, place: Place
+) -> None:
+    """slices[token · slices + slice, tile] = Σ hidden[place] · down[place] over the places of a slice."""
+    rows, start = block.shape.rows, bind(place.block_y * plan.places)
+    listed = min(blocks_for(plan.places, DOWN_THREADS) * DOWN_THREADS, _LISTED)
+    part = _Slice(
+        token=bind(place.block % rows),
+        start=start,
+        stop=bind(minimum(start + plan.places, plan.all_places)),
+        rows=shared(listed, dtype="int32"),
+        outputs=shared(listed),
+        numbering=Numbering(DOWN_THREADS),
+    )
+    tile, bundle = bind(place.block // rows), block.bundle
+    sums = registers(bundle.unit_weights)
+    for i in range(bundle.unit_weights):
+        sums[i] = _ZERO
+    # Lanes past the last column read its unit again.
+    unit = bind(minimum(tile * WARP + place.lane, bundle.units - 1))
+    with loop(0, blocks_for(plan.places, listed)) as turn:
+        count = _list(block, groups, part, hidden, bind(start + turn * listed), listed // DOWN_THREADS, place)
+        _add_listed(bundle, part, count, unit, sums, place.warp)
+    _add_warps(sums, bundle.unit_weights, slices, bind(part.token * plan.slices + place.block_y), tile, place)
+
+
+def _list(
+    block: CudaFfn, groups: NeuronGroups, part: _Slice, hidden: Tensor, start: Expr, turns: int, place: Place
+) -> Expr:
+    """Lists rows and outputs of the neurons of `turns` · 256 places that fired, in order: how many there are."""
+    is_dense = not (block.shape.is_masked or block.shape.is_exact)
+    listed = registers(1, dtype="int32")
+    listed[0] = 0
+    for turn in range(turns):
+        at = bind(start + turn * DOWN_THREADS + place.thread)
+        inside = at < part.stop
+        output = bind(tirx.if_then_else(inside, hidden[part.token, at], _ZERO))
+        neuron = groups.at_place(at)
+        # Where all neurons are computed all are added: to leave out some here and there would break the one stream.
+        flag = bind(tirx.And(inside, neuron < groups.neurons) if is_dense else output != _ZERO)
+        position, count = part.numbering.number(flag, place)
+        with when(flag):
+            index = bind(listed[0] + position)
+            part.rows[index], part.outputs[index] = block.down_row(neuron), output
+        listed[0] = listed[0] + count
+    barrier()
+    return bind(listed[0])
+
+
+def _add_listed(bundle: CudaMatrix, part: _Slice, count: Expr, unit: Expr, sums: Tensor, warp: Expr) -> None:
+    a_turn = _WARPS * _TOGETHER
+    with loop(0, (count + (a_turn - 1)) // a_turn) as turn:
+        units, factors = [], []
+        for i in range(_TOGETHER):
+            position = bind(turn * a_turn + i * _WARPS + warp)
+            # Past the last row its own is read again, and added nothing of.
+            known = bind(minimum(position, count - 1))
+            units.append(bundle.unit(bind(part.rows[known]), unit))
+            factors.append(bind(select(position < count, part.outputs[known], _ZERO)))
+        loads_first()
+        for read, factor in zip(units, factors, strict=True):
+            scaled = factor if read.scale is None else bind(factor * read.scale)
+            for i, weight in enumerate(read.values):
+                sums[i] = sums[i] + weight * scaled
+
+
+def _add_warps(sums: Tensor, lane_columns: int, slices: Tensor, row: Expr, tile: Expr, place: Place) -> None:
+    """The second half of the warps is added to the first, and these in order."""
+    half, width = _WARPS // 2, lane_columns * WARP
+    of_warps = shared(half, width)
+    # TVM gives it the memory of the list, which others may still read.
+    barrier()
+    with when(place.warp >= half):
+        for i in range(lane_columns):
+            of_warps[place.warp - half, i * WARP + place.lane] = sums[i]
+    barrier()
+    with when(place.warp < half):
+        for i in range(lane_columns):
+            sums[i] = sums[i] + of_warps[place.warp, i * WARP + place.lane]
+    # TVM sees a race where one condition both reads and writes.
+    barrier()
+    with when(place.warp < half):
+        for i in range(lane_columns):
+            of_warps[place.warp, i * WARP + place.lane] = sums[i]
+    barrier()
+    for first in range(0, width, DOWN_THREADS):
+        column = bind(first + place.thread)
+        total = of_warps[0, column]
+        for warp in range(1, half):
+            total = total + of_warps[warp, column]
+        slices[row, tile * width + column] = total
+
+
+def add_slices(block: CudaFfn, plan: DownPlan, slices: Tensor, y: Tensor, place: Place) -> None:
+    """y[token] = the sum of its slices, and the bias. Warps take slices in turns, so that all are read at once."""
+    warps, token = SUM_THREADS // WARP, place.block_y
+    at = bind(place.block * SUM_COLUMNS + place.lane)
+    of_warps = shared(warps, SUM_COLUMNS)
+    total = _ZERO
+    for turn in range(blocks_for(plan.slices, warps)):
+        number = bind(turn * warps + place.warp)
+        known = number < plan.slices
+        row = bind(token * plan.slices + minimum(number, plan.slices - 1))
+        total = total + bind(tirx.if_then_else(known, slices[row, at], _ZERO))
+    of_warps[place.warp, place.lane] = total
+    barrier()
+    lane_columns = plan.width // WARP
+    column = bind(at // plan.width * plan.width + at % WARP * lane_columns + at % plan.width // WARP)
+    with when(tirx.And(place.warp == 0, column < block.shape.dim)):
+        total = of_warps[0, place.lane]
+        for warp in range(1, warps):
+            total = total + of_warps[warp, place.lane]
+        y[token, column] = total if block.down_bias is None else total + block.down_bias[column]

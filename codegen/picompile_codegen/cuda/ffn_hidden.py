@@ -1,0 +1,161 @@
+"""What a group of neurons sends down, for one token: gate, up and the activation, a block of threads for a group.
+
+In `exact`, and where a mask names neurons of a gate that can be silent, gate comes first, and up is read only for those
+that it does not silence. Elsewhere a warp reads both rows of a neuron at once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from picompile_codegen.cuda.compact import Numbering
+from picompile_codegen.cuda.dot import BlockInput, product, row_products
+from picompile_codegen.cuda.ffn_arguments import CudaFfn, biased
+from picompile_codegen.cuda.ffn_groups import NeuronGroups
+from picompile_codegen.cuda.function import Place
+from picompile_codegen.cuda.memory import address, barrier, run_extern, shared
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, minimum, when
+
+HIDDEN_THREADS = 256
+_ZERO = tirx.FloatImm("float32", 0.0)
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """The first `count` of a group's members to be computed: `member` of a position."""
+
+    member: Callable[[Expr], Expr]
+    count: Expr
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The work of one block: a token, a group, and the block's memory."""
+
+    block: CudaFfn
+    groups: NeuronGroups
+    place: Place
+    inputs: BlockInput
+    numbering: Numbering
+    products: Tensor
+    outputs: Tensor
+
+    @property
+    def token(self) -> Expr:
+        return self.place.block
+
+    def neuron(self, member: Expr) -> Expr:
+        return self.groups.neuron(self.place.block_y, member)
+
+
+def compute_hidden(block: CudaFfn, groups: NeuronGroups, hidden: Tensor, place: Place) -> None:
+    """hidden[token, place] for all places of this block's group, 0 where nothing is sent down; counts neurons."""
+    shape = block.shape
+    inputs = BlockInput(block.x, place.block, shape.dim, HIDDEN_THREADS)
+    products, outputs = shared(len(inputs.parts()), 2 * groups.size), shared(groups.size)
+    group = _Group(block, groups, place, inputs, Numbering(HIDDEN_THREADS), products, outputs)
+    with when(place.thread < groups.size):
+        outputs[place.thread] = _ZERO
+    listed = _named(group) if shape.is_masked else _all(group)
+    if shape.is_exact or (shape.is_masked and shape.gated and shape.is_sparse):
+        computed = _one_after_the_other(group, listed)
+    else:
+        computed = listed.count
+        _at_once(group, listed)
+    barrier()
+    _store(group, hidden, listed.count if shape.is_masked else computed)
+
+
+def _all(group: _Group) -> _Listed:
+    return _Listed(lambda position: position, bind(group.groups.members(group.place.block_y)))
+
+
+def _named(group: _Group) -> _Listed:
+    """Those that the mask names."""
+    thread, members = group.place.thread, group.groups.members(group.place.block_y)
+    neuron = bind(group.neuron(minimum(thread, members - 1)))
+    flag = bind(tirx.if_then_else(thread < members, group.block.is_named(group.token, neuron), False))
+    return _those(group, flag, lambda position: thread, [])
+
+
+def _those(group: _Group, flag: Expr, member: Callable[[Expr], Expr], values: list[tuple[Tensor, Expr]]) -> _Listed:
+    """The members of the threads that have a `flag`. Their values are kept in the order of the list, too."""
+    members = shared(group.groups.size, dtype="int32")
+    thread = group.place.thread
+    position, count = group.numbering.number(flag, group.place)
+    with when(flag):
+        members[position] = member(thread)
+        for kept, value in values:
+            kept[position] = value
+    barrier()
+    return _Listed(lambda index: members[index], count)
+
+
+def _at_once(group: _Group, listed: _Listed) -> None:
+    """Gate and up of all that are listed."""
+    block, parts = group.block, 1 + group.block.shape.gated
+    # Neurons here and there are few for a block: each to a warp of its own.
+    together = 2 if block.shape.gated or not block.shape.is_masked else 1
+
+    def row(index: Expr) -> Expr:
+        # Gate and up of a neuron are neighbours in the bundle.
+        return block.first_row(group.neuron(listed.member(index // parts))) + index % parts
+
+    row_products(group.inputs, block.first_matrix, row, listed.count * parts, group.products, group.place, together)
+    thread = group.place.thread
+    with when(thread < listed.count):
+        member = bind(listed.member(thread))
+        neuron = bind(group.neuron(member))
+        first = biased(product(group.products, thread * parts), block.first_bias, neuron)
+        up = biased(product(group.products, thread * parts + 1), block.up_bias, neuron) if parts == 2 else None
+        group.outputs[member] = block.output(first, up)
+
+
+def _one_after_the_other(group: _Group, listed: _Listed) -> Expr:
+    """The deciding products of all that are listed, and the rest of those that fire: how many these are."""
+    block, thread = group.block, group.place.thread
+    row_products(
+        group.inputs,
+        block.first_matrix,
+        lambda index: block.first_row(group.neuron(listed.member(index))),
+        listed.count,
+        group.products,
+        group.place,
+        2 if block.shape.is_exact else 1,
+    )
+    # There may be nobody listed; then the group's first stands in for what is not used.
+    position = bind(tirx.Max(minimum(thread, listed.count - 1), 0))
+    is_listed = bind(thread < listed.count)
+    decided = tirx.if_then_else(is_listed, product(group.products, position), _ZERO)
+    member = bind(tirx.if_then_else(is_listed, listed.member(position), 0))
+    first = biased(decided, block.first_bias, group.neuron(member))
+    firsts = shared(group.groups.size)
+    flag = bind(tirx.And(is_listed, block.fires(first)))
+    firing = _those(group, flag, lambda _: member, [(firsts, first)])
+    if block.shape.gated:
+        row_products(
+            group.inputs,
+            block.bundle,
+            lambda index: block.up_row(group.neuron(firing.member(index))),
+            firing.count,
+            group.products,
+            group.place,
+            1,
+        )
+    with when(thread < firing.count):
+        member = bind(firing.member(thread))
+        up = biased(product(group.products, thread), block.up_bias, group.neuron(member)) if block.shape.gated else None
+        group.outputs[member] = block.output(firsts[thread], up)
+    return firing.count
+
+
+def _store(group: _Group, hidden: Tensor, computed: Expr) -> None:
+    thread, size = group.place.thread, group.groups.size
+    value = bind(tirx.if_then_else(thread < size, group.outputs[minimum(thread, size - 1)], _ZERO))
+    with when(thread < size):
+        hidden[group.token, group.place.block_y * size + thread] = value
+    _, fired = group.numbering.number(bind(value != _ZERO), group.place)
+    with when(thread == 0):
+        for index, count in enumerate((computed, fired)):
+            run_extern("pi_add_int64", address(group.block.stats, index), count)

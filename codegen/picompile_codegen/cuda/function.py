@@ -1,0 +1,113 @@
+"""What a CUDA kernel is, and how one is written.
+
+A kernel takes the arguments of the CPU's kernel of the same name, but for scratch memory, and is one or several
+launches that run one after the other. All sizes are known when it is written, grids too: what changes from step to step
+comes in `step`, and blocks without work end at once. So a list of launches never changes, and is captured into a graph
+once.
+
+    function = CudaFunction("negate", dim)
+    with function:
+        x, y = function.floats("x", 1, dim), function.floats("y", 1, dim)
+        with function.launch(grid=blocks_for(dim, 256), block=256) as place:
+            i = bind(place.block * 256 + place.thread)
+            with when(i < dim):
+                y[0, i] = -x[0, i]
+    return function.cuda_kernel()
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.tirx.script.builder import ir as T
+
+from picompile_codegen.errors import CodegenError
+from picompile_codegen.kernels.kernel import Argument, KernelFunction
+from picompile_codegen.kernels.tensor import Expr
+
+WARP = 32
+_MOST_THREADS = 1024
+_MOST_BLOCKS_Y = 65535
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How many blocks of how many threads a launch has. Blocks are numbered in up to two dimensions."""
+
+    x: int
+    y: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a thread is: its block's numbers and its own."""
+
+    block: Expr
+    block_y: Expr
+    thread: Expr
+
+    @property
+    def lane(self) -> Expr:
+        """Its number in its warp."""
+        return self.thread % WARP
+
+    @property
+    def warp(self) -> Expr:
+        """The number of its warp in its block."""
+        return self.thread // WARP
+
+
+@dataclass(frozen=True)
+class CudaKernel:
+    """One kernel: a TIR function with as many launches as `grids`, in order."""
+
+    name: str
+    prim_func: Any
+    arguments: tuple[Argument, ...]
+    grids: tuple[Grid, ...]
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """Argument names in order."""
+        return tuple(argument.name for argument in self.arguments)
+
+    @property
+    def scratch(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """(dtype, shape) of each argument that the caller must allocate and nobody else reads."""
+        return {argument.name: (argument.dtype, argument.shape) for argument in self.arguments if argument.scratch}
+
+
+class CudaFunction(KernelFunction):
+    """A CUDA kernel being written: arguments are declared as for the CPU, statements belong to a launch."""
+
+    def __init__(self, *parts: object) -> None:
+        super().__init__(*parts)
+        self._grids: list[Grid] = []
+
+    @contextmanager
+    def launch(self, *, grid: int | tuple[int, int], block: int) -> Iterator[Place]:
+        """A launch of `grid` blocks of `block` threads, which are whole warps. Its body is one thread's program.
+
+        Raises `CodegenError` for more than a GPU has.
+        """
+        x, y = (grid, 1) if isinstance(grid, int) else grid
+        if block % WARP or not WARP <= block <= _MOST_THREADS or not 1 <= y <= _MOST_BLOCKS_Y or x < 1:
+            raise CodegenError(f"kernel {self.name}: {x} x {y} blocks of {block} threads cannot be launched")
+        self._grids.append(Grid(x, y, block))
+        axes = [("blockIdx.x", x), ("blockIdx.y", y), ("threadIdx.x", block)]
+        with ExitStack() as stack:
+            threads = [T.env_thread(axis) for axis, _ in axes]
+            for thread, (_, extent) in zip(threads, axes, strict=True):
+                stack.enter_context(T.launch_thread(thread, extent))
+            yield Place(*threads)
+
+    def cuda_kernel(self) -> CudaKernel:
+        """The finished kernel, once its body has ended."""
+        return CudaKernel(self.name, self._builder.get(), tuple(self._arguments), tuple(self._grids))
+
+
+def blocks_for(count: int, each: int) -> int:
+    """How many blocks it takes for `count` items, `each` a block."""
+    return -(-count // each)

@@ -1,0 +1,92 @@
+"""Packed matrices as CUDA kernels read them: 16 bytes at a time, a unit, as float32.
+
+The formats are those of `picompile_passes.dialect.formats`. A unit holds 8 weights in f16, 16 in q8, and a group of 32
+in q4, in the order of the columns. Rows begin at multiples of 64 bytes and are padded with zeros, so that every unit is
+aligned, and units past the last column may be read.
+"""
+
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from picompile_codegen.cuda.memory import extern
+from picompile_codegen.kernels.kernel import KernelFunction
+from picompile_codegen.kernels.matrix import matrix_argument as declare_matrix
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind
+from picompile_passes.dialect.formats import FORMATS, GROUP
+
+UNIT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Weights of one unit: `values` float32, times `scale` (None for 1). `first` is the column of the first."""
+
+    first: Expr
+    values: tuple[Expr, ...]
+    scale: Expr | None
+
+    def weight(self, index: int) -> Expr:
+        """One weight, scaled."""
+        return self.values[index] if self.scale is None else self.values[index] * self.scale
+
+
+@dataclass(frozen=True)
+class CudaMatrix:
+    """A packed matrix [rows, columns] that is an argument of the kernel."""
+
+    format: str
+    rows: int
+    columns: int
+    data: Tensor
+    scale: Tensor | None
+
+    @property
+    def unit_weights(self) -> int:
+        """Weights in a unit."""
+        return UNIT_BYTES * 8 // FORMATS[self.format].data_bits
+
+    @property
+    def units(self) -> int:
+        """Units in a row; the last may be partly padding."""
+        return FORMATS[self.format].padded_columns(self.columns) // self.unit_weights
+
+    def unit(self, row: Expr, number: Expr) -> Unit:
+        """Loads unit `number` of a row."""
+        first = number * self.unit_weights
+        if self.format == "f16":
+            return Unit(first, _halves(self.data, row, number), None)
+        words = _words(self.data, row, number)
+        group = number if self.format == "q4" else number // 2
+        start = FORMATS[self.format].scale_offset_bytes(self.columns) // 2
+        scale = bind(tirx.Cast("float32", self.scale[row, start + group]))  # type: ignore[index]
+        return Unit(first, _nibbles(words) if self.format == "q4" else _bytes(words), scale)
+
+
+def matrix_argument(function: KernelFunction, name: str, format_name: str, rows: int, columns: int) -> CudaMatrix:
+    """Declares a packed matrix, with the arguments that it has on the CPU."""
+    matrix = declare_matrix(function, name, format_name, rows, columns)
+    return CudaMatrix(format_name, rows, columns, matrix.data, matrix.scale)
+
+
+def _halves(data: Tensor, row: Expr, number: Expr) -> tuple[Expr, ...]:
+    vector = bind(data[row, tirx.Ramp(number * 8, 1, 8)])
+    return tuple(bind(tirx.Cast("float32", tirx.Shuffle([vector], [i]))) for i in range(8))
+
+
+def _words(data: Tensor, row: Expr, number: Expr) -> tuple[Expr, ...]:
+    vector = bind(data[row, tirx.Ramp(number * UNIT_BYTES, 1, UNIT_BYTES)])
+    words = bind(tirx.reinterpret("uint32x4", vector))
+    return tuple(bind(tirx.Shuffle([words], [i])) for i in range(4))
+
+
+def _nibbles(words: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """Byte i holds weight i in its low and weight i + 16 in its high four bits."""
+    half = GROUP // 2
+    low = [extern("float32", "pi_nibble", words[i // 4], 8 * (i % 4)) for i in range(half)]
+    high = [extern("float32", "pi_nibble", words[i // 4], 8 * (i % 4) + 4) for i in range(half)]
+    return tuple(bind(value) for value in low + high)
+
+
+def _bytes(words: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    return tuple(bind(extern("float32", "pi_byte", words[i // 4], i % 4)) for i in range(UNIT_BYTES))

@@ -1,0 +1,58 @@
+// What kernels of TVM's CUDA code generator need, and a few functions that TIR has no words for. It stands before the
+// kernels in the place of TVM's own header, which serves many data types that no kernel here has.
+#include <cuda_fp16.h>
+
+#define uint unsigned int
+#define uchar unsigned char
+#define ushort unsigned short
+typedef long long pi_int64;
+#define int64_t pi_int64
+#define uint64_t unsigned long long
+#define int32_t int
+#define uint32_t unsigned int
+
+// Four halves that are loaded together. TVM gives this type a name, and leaves it to its own header.
+struct alignas(8) half4 {
+  half x, y, z, w;
+};
+
+// The four bits of `word` from `shift` on, less 8. The bits become the last ones of a float's fraction: 2^23 + n.
+static __device__ __forceinline__ float pi_nibble(uint word, int shift) {
+  return __uint_as_float(((word >> shift) & 15u) | 0x4B000000u) - 8388616.0f;
+}
+
+// Byte `index` of `word`, signed.
+static __device__ __forceinline__ float pi_byte(uint word, int index) {
+  uint shifted = word ^ 0x80808080u;  // 128 more, so that none is negative
+  return __uint_as_float(__byte_perm(shifted, 0x4B000000u, 0x7440 | index)) - 8388736.0f;
+}
+
+// A bit for each lane of the warp, set where `flag` is not 0. All lanes must ask.
+static __device__ __forceinline__ uint pi_ballot(int flag) { return __ballot_sync(0xFFFFFFFFu, flag); }
+
+// Loads written before it are under way before anything is computed from them. Without it the compiler puts each load
+// next to its use, to save registers, and a warp waits for memory once for each. All lanes must come.
+static __device__ __forceinline__ void pi_loads_first() { __syncwarp(); }
+
+static __device__ __forceinline__ void pi_add_int64(int64_t *sum, int value) {
+  atomicAdd((unsigned long long *)sum, (unsigned long long)(long long)value);
+}
+
+// Host and device meet at flags in memory that both see. A flag holds the number of the step in which it was last set.
+// All that was written before is seen by whoever has seen the flag.
+static __device__ __forceinline__ void pi_signal(int *flag, int step) {
+  __threadfence_system();
+  *(volatile int *)flag = step;
+}
+
+// A value that the other side may have written since the kernel began. What a kernel does not write, the compiler reads
+// with instructions for memory that nobody changes, whose cache may be older than the flag. Not so a volatile read.
+static __device__ __forceinline__ float pi_load_shared(const float *at) { return *(const volatile float *)at; }
+static __device__ __forceinline__ int pi_load_shared(const int *at) { return *(const volatile int *)at; }
+static __device__ __forceinline__ uchar pi_load_shared(const uchar *at) { return *(const volatile uchar *)at; }
+
+// Waits until `flag` holds `step`, or until the host gives up, which sets `abandoned`.
+static __device__ __forceinline__ void pi_wait(const int *flag, const int *abandoned, int step) {
+  while (*(const volatile int *)flag != step && *(const volatile int *)abandoned == 0) __nanosleep(100);
+  __threadfence_system();
+}

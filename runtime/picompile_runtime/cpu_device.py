@@ -1,0 +1,73 @@
+"""A second partition of the CPU in the place of a GPU: the same schedule, so that all of it runs without one.
+
+Its kernels are a library of their own, with threads of their own, and its memory is apart from the host's but for what
+both share. What a GPU would have to wait for, it waits for.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from picompile_runtime.device import View
+from picompile_runtime.memory import anonymous_map, array_at
+from picompile_runtime.native import CallList, HostLibrary, TensorTable
+
+
+class CpuDevice:
+    """A `HotDevice` that runs the kernels of `library` on `threads` threads."""
+
+    def __init__(self, library: HostLibrary, threads: int) -> None:
+        self._library, self._threads = library, threads
+        self._tensors = TensorTable()
+        self._queue = ThreadPoolExecutor(1, thread_name_prefix="picompile-device")
+        self._running: Future[None] | None = None
+
+    def allocate(self, size_bytes: int, purpose: str) -> mmap.mmap:
+        """Zeroed memory that the host has no name for."""
+        return anonymous_map(size_bytes, purpose)
+
+    def share(self, size_bytes: int, purpose: str) -> tuple[mmap.mmap, NDArray[np.uint8]]:
+        """Zeroed memory, and the same as an array."""
+        memory = anonymous_map(size_bytes, purpose)
+        return memory, np.frombuffer(memory, np.uint8)
+
+    def write(self, memory: mmap.mmap, offset: int, data: NDArray[np.uint8]) -> None:
+        """Copies `data` to `memory`."""
+        np.frombuffer(memory, np.uint8)[offset : offset + len(data)] = data
+
+    def read(self, memory: mmap.mmap, offset: int, data: NDArray[np.uint8]) -> None:
+        """Copies from `memory` to `data`."""
+        self.wait()
+        data[:] = np.frombuffer(memory, np.uint8)[offset : offset + len(data)]
+
+    def copy(self, memory: mmap.mmap, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copies inside of `memory`."""
+        self.wait()
+        flat = np.frombuffer(memory, np.uint8)
+        for source, target, size in moves:
+            flat[target : target + size] = flat[source : source + size]
+
+    def bind(self, calls: Sequence[tuple[str, Sequence[View]]]) -> CallList:
+        """A list of calls of the library's kernels."""
+        arrays = [(name, [array_at(view.memory, view.tensor) for view in views]) for name, views in calls]
+        return self._library.bind(arrays, self._tensors)
+
+    def start(self, calls: CallList, seconds: NDArray[np.float64] | None = None) -> None:
+        """Runs `calls` on the device's own thread."""
+        self._running = self._queue.submit(self._library.run, calls, self._threads, seconds)
+
+    def wait(self) -> None:
+        """Returns when they have run. Raises what they raised."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def close(self) -> None:
+        """Ends the device's thread."""
+        self._queue.shutdown()
+        self._running, self._tensors = None, TensorTable()

@@ -1,0 +1,12 @@
+"""The GPU as hot device, through the CUDA driver alone. Imported where an artifact has code for a GPU.
+
+Nothing here has run on a GPU yet: tests use a stand-in for the driver (tests/fake_cuda), which holds callers to the
+rules of the driver API and runs kernels on the CPU.
+"""
+
+from picompile_runtime.cuda.device import CudaDevice
+from picompile_runtime.cuda.errors import CudaError
+from picompile_runtime.cuda.images import DeviceImages, Launch, read_images
+from picompile_runtime.cuda.open import open_cuda_device
+
+__all__ = ["CudaDevice", "CudaError", "DeviceImages", "Launch", "open_cuda_device", "read_images"]

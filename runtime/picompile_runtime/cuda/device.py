@@ -1,0 +1,195 @@
+"""An NVIDIA GPU as the hot device; see `picompile_runtime.device`.
+
+Nothing is compiled when it is opened, unless the GPU is newer than the artifact's cubin: then the driver compiles the
+PTX. What runs is a graph in one stream; writes are copied in another, so that they do not wait for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from ctypes import c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from picompile_runtime.cuda import driver
+from picompile_runtime.cuda.driver import Driver
+from picompile_runtime.cuda.errors import CudaError, GpuCallError, GpuMemoryError
+from picompile_runtime.cuda.graph import BoundLaunch, runnable_graph
+from picompile_runtime.cuda.images import DeviceImages, check_arguments
+from picompile_runtime.cuda.memory import Memory, data_address, view_address
+from picompile_runtime.cuda.module import choose_image, load_module
+from picompile_runtime.cuda.staging import BUFFER_BYTES, Staging, host_array
+from picompile_runtime.device import View
+from picompile_runtime.errors import ArtifactError, DoesNotFitError
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What `bind` returns: a graph, or None for an empty list, which the driver need not know of."""
+
+    graph: c_void_p | None
+
+
+class CudaDevice:
+    """The GPU that CUDA programs use by default. A `HotDevice`: one thread at a time, but it need not be the same.
+
+    Raises NoGpuError where there is no driver, no GPU, or one that cannot run the images.
+    """
+
+    name: str
+    sm: int
+    total_bytes: int
+    driver_version: str
+
+    def __init__(self, images: DeviceImages, library: str | None = None, staging_bytes: int = BUFFER_BYTES) -> None:
+        """`library` is the driver's, if not `driver.LIBRARY`; copies take twice `staging_bytes` of pinned memory."""
+        self._images, self._driver = images, Driver(library or driver.LIBRARY)
+        device = self._driver.first_device()
+        self.name, self.sm = self._driver.name(device), self._driver.sm(device)
+        self.total_bytes, self.driver_version = self._driver.total_bytes(device), self._driver.version()
+        image = choose_image(images, self.sm, self.name)
+        self._closed, self._streams = False, list[c_void_p]()
+        self._owned = ExitStack()
+        self._owned_context = ExitStack()
+        self._context = self._owned_context.enter_context(self._driver.primary_context(device))
+        try:
+            with self._current():
+                self._module = self._owned.enter_context(load_module(self._driver, image))
+                self._compute, self._uploads = self._stream(), self._stream()
+                self._staging = Staging(self._driver, staging_bytes, self._uploads, self._owned)
+        except BaseException:
+            self.close()
+            raise
+
+    def free_bytes(self) -> int:
+        """What of the GPU's memory is free now."""
+        with self._current():
+            return self._driver.free_bytes()
+
+    def allocate(self, size_bytes: int, purpose: str) -> Memory:
+        """Zeroed memory of the GPU, aligned to 256 bytes. Raises DoesNotFitError, which names `purpose`."""
+        size_bytes = max(size_bytes, 1)  # the driver gives no memory of no bytes
+        with self._current(), ExitStack() as stack:
+            try:
+                address = stack.enter_context(self._driver.device_memory(size_bytes))
+            except GpuMemoryError as error:
+                raise self._does_not_fit(size_bytes, purpose) from error
+            # Not in the stream of kernels: some may wait there for the host.
+            self._driver.call("cuMemsetD8Async", address, 0, size_bytes, self._uploads)
+            self._driver.call("cuStreamSynchronize", self._uploads)
+            self._keep(stack)
+        return Memory(address, size_bytes)
+
+    def share(self, size_bytes: int, purpose: str) -> tuple[Memory, NDArray[Any]]:
+        """Zeroed memory of the host that kernels see. The array must not be used after `close`, which frees it."""
+        with self._current(), ExitStack() as stack:
+            try:
+                host_address, address = stack.enter_context(self._driver.shared_memory(max(size_bytes, 1)))
+            except GpuMemoryError as error:
+                gib = size_bytes / 2**30
+                raise DoesNotFitError(
+                    f"{purpose} needs {gib:.2f} GiB of pinned memory, of which the system has not as much free; "
+                    "close other programs"
+                ) from error
+            ctypes.memset(host_address, 0, size_bytes)
+            self._keep(stack)
+        return Memory(address, size_bytes), host_array(host_address, size_bytes)
+
+    def write(self, memory: Memory, offset: int, data: NDArray[Any]) -> None:
+        """Copies an array uint8 [n] to the GPU's memory, and returns when `data` may change again.
+
+        It does not wait for what runs, which must not use these bytes meanwhile; what is started later sees them.
+        """
+        address = data_address(memory, offset, data)
+        with self._current():
+            self._staging.write(address, data, self._compute)
+
+    def read(self, memory: Memory, offset: int, data: NDArray[Any]) -> None:
+        """Copies from the GPU's memory into an array uint8 [n], once the GPU has done all that it was given."""
+        address = data_address(memory, offset, data)
+        with self._current():
+            self._staging.read(address, data, self._compute)
+
+    def copy(self, memory: Memory, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copies inside of one memory: (from offset, to offset, bytes) each, no two of which overlap."""
+        places = [(memory.at(target, size), memory.at(source, size), size) for source, target, size in moves if size]
+        with self._current():
+            for target, source, size_bytes in places:
+                self._driver.call("cuMemcpyDtoDAsync_v2", target, source, size_bytes, self._compute)
+            self._driver.call("cuStreamSynchronize", self._compute)
+
+    def bind(self, calls: Sequence[tuple[str, Sequence[View]]]) -> Calls:
+        """A list of calls, each a kernel's name and its arguments, as one graph. Raises ArtifactError."""
+        with self._current(), ExitStack() as stack:
+            launches = [launch for name, views in calls for launch in self._launches(name, views)]
+            if not launches:
+                return Calls(None)
+            graph = stack.enter_context(runnable_graph(self._driver, launches, self._compute))
+            self._keep(stack)
+        return Calls(graph)
+
+    def start(self, calls: Calls, seconds: NDArray[np.float64] | None = None) -> None:
+        """Begins to run what `bind` returned, and returns without waiting for it.
+
+        A graph does not tell how long each of its kernels takes: `seconds` stays as it is.
+        """
+        if calls.graph is not None:
+            with self._current():
+                self._driver.call("cuGraphLaunch", calls.graph, self._compute)
+
+    def wait(self) -> None:
+        """Returns when the GPU has done all that it was given. Raises KernelError if any of it failed."""
+        with self._current():
+            try:
+                self._driver.call("cuStreamSynchronize", self._compute)
+            except CudaError as error:
+                text = f"the GPU: {error}; a kernel failed, and the model must be loaded again"
+                raise GpuCallError(text, error.result) from error
+
+    def close(self) -> None:
+        """Gives all memory back, once what runs has ended; may be called again. Errors of the GPU are ignored."""
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(CudaError), self._owned_context, ExitStack() as stack:
+            with suppress(CudaError):
+                stack.enter_context(self._current())
+            stack.enter_context(self._owned)
+            for stream in self._streams:  # nothing is freed under a copy or a kernel
+                with suppress(CudaError):
+                    self._driver.call("cuStreamSynchronize", stream)
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Contexts are per thread, so each method makes it current by itself."""
+        with self._driver.current(self._context):
+            yield
+
+    def _stream(self) -> c_void_p:
+        self._streams.append(self._owned.enter_context(self._driver.stream()))
+        return self._streams[-1]
+
+    def _keep(self, stack: ExitStack) -> None:
+        """Leaves to `close` what is in `stack`."""
+        self._owned.push(stack.pop_all())
+
+    def _launches(self, name: str, views: Sequence[View]) -> Iterator[BoundLaunch]:
+        if name not in self._images.kernels:
+            raise ArtifactError(f"the artifact's GPU code has no kernel {name}; compile the model again")
+        addresses = [view_address(name, view) for view in views]
+        for launch in self._images.kernels[name]:
+            check_arguments(launch, len(addresses), name)
+            arguments = tuple(addresses[index] for index in launch.args)
+            yield BoundLaunch(name, launch, self._module.function(launch.symbol), arguments)
+
+    def _does_not_fit(self, size_bytes: int, purpose: str) -> DoesNotFitError:
+        free_bytes = self._driver.free_bytes()
+        return DoesNotFitError(
+            f"{purpose} needs {size_bytes / 2**30:.2f} GiB of GPU memory and {free_bytes / 2**30:.2f} GiB are free; "
+            "compile with a smaller --vram-budget or --context"
+        )

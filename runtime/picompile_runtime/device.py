@@ -1,0 +1,59 @@
+"""What the engine asks of the hot device: a GPU, or a second partition of the CPU in its place.
+
+A device has memory of its own, sees memory that it shares with the host, and runs one list of calls at a time, in
+order, while the host does something else. The two meet at flags in shared memory: see `codegen`'s kernels `send`,
+`receive`, `wait` and `signal`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from picompile_runtime.memory import Tensor
+
+
+@dataclass(frozen=True)
+class View:
+    """An argument of a call: `tensor`, whose offset counts from the start of `memory`, as the device made it."""
+
+    memory: Any
+    tensor: Tensor
+
+
+class HotDevice(Protocol):
+    """One device. Methods are called by one thread at a time; errors are KernelError unless they say otherwise."""
+
+    def allocate(self, size_bytes: int, purpose: str) -> Any:
+        """Zeroed memory of the device, aligned to 256 bytes. Raises DoesNotFitError, which names `purpose`."""
+
+    def share(self, size_bytes: int, purpose: str) -> tuple[Any, NDArray[Any]]:
+        """Zeroed memory that device and host both see: for `View`, and as an array uint8 [size_bytes] of the host."""
+
+    def write(self, memory: Any, offset: int, data: NDArray[Any]) -> None:
+        """Copies an array uint8 [n] to the device's memory, and returns when `data` may change again."""
+
+    def read(self, memory: Any, offset: int, data: NDArray[Any]) -> None:
+        """Copies from the device's memory into an array uint8 [n], once the device has done all that it was given."""
+
+    def copy(self, memory: Any, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copies inside of one memory: (from offset, to offset, bytes) each, no two of which overlap."""
+
+    def bind(self, calls: Sequence[tuple[str, Sequence[View]]]) -> Any:
+        """A list of calls, each a kernel's name and its arguments, made ready to run. Raises ArtifactError."""
+
+    def start(self, calls: Any, seconds: NDArray[np.float64] | None = None) -> None:
+        """Begins to run what `bind` returned, and returns without waiting for it.
+
+        Adds the time of call i to seconds[i], where a device knows it, by the time that `wait` returns.
+        """
+
+    def wait(self) -> None:
+        """Returns when the device has done all that it was given. Raises KernelError if any of it failed."""
+
+    def close(self) -> None:
+        """Gives all memory back. Nothing may be called after it."""

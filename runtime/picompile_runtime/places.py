@@ -1,0 +1,112 @@
+"""Where everything of a program lies: in the host's memory, in the hot device's, and in what they share."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from picompile_runtime.device import HotDevice, View
+from picompile_runtime.memory import ALIGNMENT, Tensor, anonymous_map, array_at
+from picompile_runtime.program import Argument, Program
+from picompile_runtime.resident import Weights
+
+# What an upload takes at a time: so much of a mapped file is in memory, and given back after.
+_PART_BYTES = 2**25
+
+
+@dataclass(frozen=True)
+class HostPlaces:
+    """The host's memory: tensors by kind and name, each with the memory that holds it and the offset there."""
+
+    places: Mapping[tuple[str, str], tuple[Any, int]]
+
+    def array(self, argument: Argument) -> NDArray[Any]:
+        """What a call on the host is given."""
+        memory, offset = self.places[argument.kind, argument.name]
+        return array_at(memory, replace(argument.view, offset=offset + argument.view.offset))
+
+
+@dataclass(frozen=True)
+class DevicePlaces:
+    """The hot device's memory, in the same way."""
+
+    places: Mapping[tuple[str, str], tuple[Any, int]]
+
+    def view(self, argument: Argument) -> View:
+        """What a call on the device is given."""
+        memory, offset = self.places[argument.kind, argument.name]
+        return View(memory, replace(argument.view, offset=offset + argument.view.offset))
+
+
+def host_places(program: Program, weights: Weights, tensors: Mapping[str, Tensor]) -> HostPlaces:
+    """Zeroed arena and caches, and the weights. Raises DoesNotFitError."""
+    arena = anonymous_map(program.arena_bytes, "the model's workspace")
+    places: dict[tuple[str, str], tuple[Any, int]] = {
+        ("weight", name): (weights.memory, weights.start + tensor.offset) for name, tensor in tensors.items()
+    }
+    for name, tensor in program.buffers.items():
+        if program.memories["buffer", name] == "host":
+            places["buffer", name] = (arena, tensor.offset)
+    for name, tensor in program.state.items():
+        if program.memories["state", name] == "host":
+            places["state", name] = (anonymous_map(tensor.size_bytes, f"the cache {name}"), 0)
+    return HostPlaces(places)
+
+
+def device_places(
+    program: Program, device: HotDevice, weights: mmap.mmap, tensors: Mapping[str, Tensor]
+) -> tuple[DevicePlaces, NDArray[np.uint8]]:
+    """Memory of the device for all that its calls use, its weights copied from the mapped file; and the memory that it
+    shares with the host. Raises DoesNotFitError.
+    """
+    shared, of_host = device.share(program.shared_arena_bytes, "what host and device exchange")
+    arenas = {"shared": shared, "device": device.allocate(program.device_arena_bytes, "the model's workspace")}
+    places: dict[tuple[str, str], tuple[Any, int]] = {}
+    for name, tensor in program.buffers.items():
+        if (memory := program.memories["buffer", name]) in arenas:
+            places["buffer", name] = (arenas[memory], tensor.offset)
+    for name, tensor in program.state.items():
+        if program.memories["state", name] == "device":
+            places["state", name] = (device.allocate(tensor.size_bytes, f"the cache {name}"), 0)
+    places |= _upload(device, weights, {name: tensors[name] for name in device_weights(program)})
+    return DevicePlaces(places), of_host
+
+
+def device_weights(program: Program) -> list[str]:
+    """The names of the weights that calls on the device use, in order of use."""
+    return _weights(program, "device")
+
+
+def host_weights(program: Program) -> list[str]:
+    """The names of the weights that calls on the host use, in order of use."""
+    return _weights(program, "host")
+
+
+def _weights(program: Program, device: str) -> list[str]:
+    calls = (call for function in program.functions for call in program.calls(function, device))
+    return list(dict.fromkeys(arg.name for call in calls for arg in call.args if arg.kind == "weight"))
+
+
+def _upload(
+    device: HotDevice, mapped: mmap.mmap, tensors: Mapping[str, Tensor]
+) -> dict[tuple[str, str], tuple[Any, int]]:
+    offsets, end = {}, 0
+    for name, tensor in tensors.items():
+        offsets[name] = end
+        end += -(-tensor.size_bytes // ALIGNMENT) * ALIGNMENT
+    memory = device.allocate(end, "the weights of the hot device")
+    source = np.frombuffer(mapped, np.uint8)
+    for name, tensor in tensors.items():
+        for start, size in _parts(tensor.size_bytes):
+            first = tensor.offset + start
+            device.write(memory, offsets[name] + start, source[first : first + size])
+    return {("weight", name): (memory, offset) for name, offset in offsets.items()}
+
+
+def _parts(size_bytes: int) -> Sequence[tuple[int, int]]:
+    return [(start, min(_PART_BYTES, size_bytes - start)) for start in range(0, size_bytes, _PART_BYTES)]

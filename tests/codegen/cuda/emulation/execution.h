@@ -1,0 +1,60 @@
+/* What a compiled kernel and the scheduler of its threads know of each other. */
+
+#pragma once
+
+#include <stdint.h>
+
+struct uint3 { unsigned x, y, z; };
+
+struct dim3 {
+    unsigned x, y, z;
+    constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+namespace emulated {
+
+/* The places where a thread waits for others. The order is that of `operation_names` in scheduler.h. */
+enum Operation : int {
+    SYNCTHREADS, SYNCTHREADS_OR, SYNCTHREADS_AND, SYNCTHREADS_COUNT,
+    SYNCWARP, SHFL, SHFL_UP, SHFL_DOWN, SHFL_XOR, BALLOT, ANY, ALL,
+    REDUCE_ADD, REDUCE_MIN, REDUCE_MAX, REDUCE_MIN_SIGNED, REDUCE_MAX_SIGNED, REDUCE_AND, REDUCE_OR, REDUCE_XOR,
+};
+
+struct Kernel {
+    const char *name;
+    unsigned most_threads;  /* of a block: its __launch_bounds__ */
+    int params;
+    void (*call)(void **params);
+};
+
+}
+
+#ifdef EMULATION_SCHEDULER
+#define THREAD_CONST
+#else
+#define THREAD_CONST const
+#endif
+
+extern "C" {
+
+/* Of the thread that runs now, and of its launch. For a thread they never change. */
+extern THREAD_CONST uint3 emulated_thread, emulated_block;
+extern THREAD_CONST dim3 emulated_block_size, emulated_grid_size;
+
+/* The kernels of a library; emulator.py writes the table. */
+extern const emulated::Kernel emulated_kernels[];
+extern const int emulated_kernel_count;
+
+/* `operation` with all threads of the block. `line` is where it stands in the source. */
+unsigned emulated_barrier(int operation, unsigned value, int line);
+
+/* `operation` with the threads of the warp that `mask` names. `operand` is a lane, a distance or a lane mask. */
+uint64_t emulated_collective(int operation, unsigned mask, uint64_t value, unsigned operand, int width, int line);
+
+/* Other threads of the block run first, then other threads of the machine. */
+void emulated_sleep(void);
+
+/* What orders memory, for races.h: a fence for all threads of the machine, and an atomic operation in front of it. */
+void emulated_fence(void);
+void emulated_atomic_access(void *address, unsigned bytes);
+}

@@ -1,0 +1,130 @@
+"""Attention on a GPU over a cache that is filled already, in all modes, against the same in float64."""
+
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from caches import SCALE, Heads, expected_attention, random_cache
+from cuda_workbench import CudaWorkbench
+from workbench import Array, assert_close, uniform
+
+from picompile_codegen import cuda
+from picompile_codegen.cuda import CudaKernel
+from picompile_codegen.errors import CodegenError
+from picompile_codegen.kernels.step_rows import Mode
+
+CHUNK = 45
+ROWS = 3
+
+# Tiles of a single token have 256 positions. Rows of keys and values are read 16, 8, 4 or fewer bytes at a time, by 1
+# to 32 threads, some of which may have nothing or several units to read.
+ONE = {
+    "multi-head, two parts": Heads(3, 3, 64, 64, context=300),
+    "seven heads of one key, 8 bytes": Heads(7, 1, 20, 20, sequences=4),
+    "more heads than a block has": Heads(9, 1, 8, 8, context=300),
+    "float32, several units": Heads(2, 1, 264, 16, kv_dtype="float32", context=40),
+    "window over a part": Heads(4, 2, 16, 16, window=300, context=1000, sequences=4),
+    "single elements": Heads(3, 3, 10, 7),
+    "tiles in a part": Heads(1, 1, 8, 8, context=16500),
+    "q8, odd widths": Heads(3, 1, 12, 44, kv_dtype="q8", window=70, sequences=4),
+    "q8, threads to spare": Heads(5, 1, 80, 80, kv_dtype="q8", context=270),
+}
+BATCHES = ("window over a part", "q8, odd widths")
+# Tiles of a chunk have 64 positions and 64 queries, its parts 512 positions.
+CHUNKS = {
+    "groups of 3, single elements": Heads(3, 1, 10, 7, kv_dtype="float32"),
+    "window, many columns": Heads(2, 2, 40, 72, window=70),
+    "slices of values": Heads(1, 1, 8, 264, context=150),
+    "parts, window": Heads(2, 2, 8, 8, context=1200, window=530, sequences=4),
+    "q8": Heads(4, 2, 44, 44, kv_dtype="q8", sequences=4),
+}
+POSITIONS = (0, 63, 255, 256, 299, 999, 16499)
+
+
+def attention(shape: Heads, mode: Mode, rows: int) -> CudaKernel:
+    return cuda.attention(**asdict(shape), rows=rows, scale=SCALE, mode=mode)
+
+
+@pytest.fixture(scope="module")
+def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
+    built = [attention(shape, "one", 1) for shape in ONE.values()]
+    built += [attention(shape, "chunk", CHUNK) for shape in CHUNKS.values()]
+    built += [attention(ONE[name], "batch", ROWS) for name in BATCHES]
+    return CudaWorkbench(tmp_path_factory.mktemp("attention") / "device.so", built)
+
+
+def queries(rng: np.random.Generator, shape: Heads, tokens: int) -> Array:
+    """Scores far apart, so that softmax has something to choose from."""
+    return 5 * uniform(rng, tokens, shape.heads * shape.head_dim)
+
+
+def check(workbench: CudaWorkbench, shape: Heads, rows: int, tokens: int, position: int) -> None:
+    rng = np.random.default_rng([tokens, position])
+    q, slot = queries(rng, shape, tokens), shape.sequences // 2
+    filled = [0] * shape.sequences
+    filled[slot] = position + tokens
+    keys, values = (random_cache(rng, shape, side, filled) for side in "kv")
+    # A kernel of one row is for one token, whatever the step says: the last token of a prompt runs through some.
+    result = workbench.run(
+        attention(shape, "one" if rows == 1 else "chunk", rows),
+        {"q": q, **keys.arguments, **values.arguments},
+        tokens=tokens if rows > 1 else -1,
+        position=position,
+        slot=slot if shape.sequences > 1 else -1,
+    )
+    expected = expected_attention(shape, q, keys.values[slot], values.values[slot], position)
+    assert_close(result["y"][:tokens], expected)
+    assert np.isnan(result["y"][tokens:]).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "position"), [(name, at) for name, shape in ONE.items() for at in POSITIONS if at < shape.context]
+)
+def test_one_token(workbench: CudaWorkbench, name: str, position: int) -> None:
+    check(workbench, ONE[name], 1, 1, position)
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+@pytest.mark.parametrize(("tokens", "position"), [(1, 0), (6, 61), (CHUNK, 0), (33, 97)])
+def test_chunk(workbench: CudaWorkbench, name: str, tokens: int, position: int) -> None:
+    check(workbench, CHUNKS[name], CHUNK, tokens, position)
+
+
+@pytest.mark.parametrize("position", [490, 511, 1200 - CHUNK])
+def test_chunk_whose_positions_blocks_share(workbench: CudaWorkbench, position: int) -> None:
+    check(workbench, CHUNKS["parts, window"], CHUNK, CHUNK, position)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("tokens", [1, ROWS])
+def test_batch(workbench: CudaWorkbench, name: str, tokens: int) -> None:
+    """Each row is of its own sequence, at its own position; the others are not of this step."""
+    shape = ONE[name]
+    rng = np.random.default_rng(tokens)
+    q = queries(rng, shape, tokens)
+    positions = np.int32([shape.context - 1, 5, 70][:tokens])
+    slots = np.int32([2, 3, 0][:tokens])
+    filled = [0] * shape.sequences
+    for slot, position in zip(slots, positions, strict=True):
+        filled[slot] = position + 1
+    keys, values = (random_cache(rng, shape, side, filled) for side in "kv")
+    inputs = {"q": q, "positions": positions, "slots": slots, **keys.arguments, **values.arguments}
+    result = workbench.run(attention(shape, "batch", ROWS), inputs, tokens=tokens, position=-1)
+    assert np.isnan(result["y"][tokens:]).all()
+    for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        expected = expected_attention(shape, q[row : row + 1], keys.values[slot], values.values[slot], position)
+        assert_close(result["y"][row : row + 1], expected)
+        inputs = {"q": q[row : row + 1], **keys.arguments, **values.arguments}
+        alone = workbench.run(attention(shape, "one", 1), inputs, position=position, slot=slot)
+        assert np.array_equal(alone["y"][0], result["y"][row]), "a token of a batch is one like any other"
+
+
+def test_chunks_do_not_extend_caches() -> None:
+    with pytest.raises(CodegenError, match="chunks do not extend caches"):
+        cuda.attention(**asdict(ONE["single elements"]), rows=8, scale=SCALE, mode="chunk", extend=True)
+
+
+def test_values_wider_than_a_block_are_refused() -> None:
+    """257 columns that nothing but single elements divides, and 256 threads."""
+    with pytest.raises(CodegenError, match="257 wide"):
+        attention(Heads(1, 1, 8, 257), "one", 1)

@@ -1,0 +1,62 @@
+"""Additions, row selection and embeddings on a GPU: what they compute is exact."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from cuda_workbench import CudaWorkbench
+from workbench import packed, uniform
+
+from picompile_codegen import cuda
+from picompile_codegen.cuda import CudaKernel
+
+CHUNK = 5
+FORMATS = ("f16", "q8", "q4")
+# Part of a block, one that is no multiple of four, and several blocks with a rest.
+DIMS = (96, 99, 700)
+ROWS = [(1, 1), (CHUNK, CHUNK), (CHUNK, 3)]
+# Of an embedding: groups with and without a rest, one that is no multiple of four, and more than a block.
+EMBEDDED = ((96, 1), (100, CHUNK), (99, CHUNK), (2100, 1))
+
+
+def embedding(format_name: str, dim: int, rows: int) -> CudaKernel:
+    return cuda.embedding(format=format_name, vocab=50, dim=dim, rows=rows, offset=2)
+
+
+@pytest.fixture(scope="module")
+def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
+    built = [cuda.add(dim=dim, rows=rows) for dim in DIMS for rows in (1, CHUNK)]
+    built += [cuda.take_last(dim=dim, rows=CHUNK) for dim in DIMS]
+    built += [embedding(format_name, *size) for format_name, size in product(FORMATS, EMBEDDED)]
+    return CudaWorkbench(tmp_path_factory.mktemp("elementwise") / "device.so", built)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(("rows", "tokens"), ROWS)
+def test_add(workbench: CudaWorkbench, dim: int, rows: int, tokens: int) -> None:
+    rng = np.random.default_rng([dim, tokens])
+    a, b = uniform(rng, tokens, dim), uniform(rng, tokens, dim)
+    result = workbench.run(cuda.add(dim=dim, rows=rows), {"a": a, "b": b}, tokens=tokens)
+    assert np.array_equal(result["y"][:tokens], a + b)
+    assert np.isnan(result["y"][tokens:]).all()
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("tokens", [1, 3, CHUNK])
+def test_take_last(workbench: CudaWorkbench, dim: int, tokens: int) -> None:
+    x = uniform(np.random.default_rng([dim, tokens]), tokens, dim)
+    result = workbench.run(cuda.take_last(dim=dim, rows=CHUNK), {"x": x}, tokens=tokens)
+    assert np.array_equal(result["y"][0], x[-1])
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize(("dim", "rows"), EMBEDDED)
+@pytest.mark.parametrize("missing", [0, 2])
+def test_embedding(workbench: CudaWorkbench, format_name: str, dim: int, rows: int, missing: int) -> None:
+    rng = np.random.default_rng([dim, missing])
+    tokens = max(rows - missing, 1)
+    data, weights = packed(rng, format_name, 50, dim)
+    ids = rng.integers(0, 48, tokens).astype(np.int32)
+    result = workbench.run(embedding(format_name, dim, rows), {"ids": ids, "w": data}, tokens=tokens)
+    assert np.array_equal(result["y"][:tokens], weights[ids + 2].astype(np.float32))
+    assert np.isnan(result["y"][tokens:]).all()

@@ -1,0 +1,186 @@
+/* A stand-in for libcuda.so.1: the functions of picompile_runtime/cuda/functions.py, with memory of the host.
+
+   It holds the caller to the rules of the driver API: initialize first, devices by number, a current context of the
+   calling thread, handles that are alive, addresses and sizes inside of what was allocated, nothing freed twice, and
+   while a thread captures a stream, nothing but launches. What breaks a rule is answered with an error. What the driver
+   would let pass, to the harm of the program, is a fault: memory freed in use, or written past its end (`fake_fault`).
+
+   A stream is a thread with a queue. Memory is poisoned when it is allocated. The device has addresses of its own, so
+   that the host cannot use them by mistake; they are translated for copies and for kernels. Kernels come from a library
+   that the environment names: see modules.cpp.
+
+   Time is its own: copies take bytes / rate once their stream is waited for, and a wait takes 5 us.
+
+   Environment, read at every call:
+   FAKE_CUDA_FAIL_AT    the n-th call since fake_reset, from 0, fails. Functions that free or wait do so all the same,
+                        as the driver's do when they report an earlier error.
+   FAKE_CUDA_FAIL_CALL  a function's name: only its calls are counted for FAIL_AT.
+   FAKE_CUDA_FAIL_WITH  what it fails with; CUDA_ERROR_UNKNOWN if not set.
+   FAKE_CUDA_DEVICES    how many there are; 1 if not set. cuInit fails with CUDA_ERROR_NO_DEVICE for -1.
+   FAKE_CUDA_MEMORY     bytes of memory, of which a byte in 16 is in use; 2^30 if not set.
+   FAKE_CUDA_SM         the compute capability times ten; 89 if not set.
+   FAKE_CUDA_VERSION    what cuDriverGetVersion says; 12040 if not set.
+   FAKE_CUDA_REFUSE     cuModuleLoadDataEx fails with this, and logs a line.
+   FAKE_CUDA_KERNELS    the library with the kernels, read when a module is loaded.
+   FAKE_CUDA_ORDER      the order of threads that it is asked for; 0 if not set.
+   FAKE_CUDA_DELAY_US   whatever a stream does is delayed by up to so many microseconds, at random.
+   FAKE_CUDA_DRY        1: copies and poison take no real time, since they are left out. */
+
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace fake {
+
+enum Result {
+    SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_IMAGE = 200,
+    INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, ILLEGAL_ADDRESS = 700, LAUNCH_FAILED = 719,
+    CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_UNMATCHED = 903, CAPTURE_WRONG_THREAD = 908,
+    UNKNOWN = 999
+};
+
+/* What a call needs; without IN_CAPTURE it is refused to a thread that captures a stream. */
+enum Needs { NOTHING = 0, CONTEXT = 1, IN_CAPTURE = 2 };
+
+/* Whatever a handle can stand for. */
+struct Object {
+    virtual ~Object() = default;
+};
+
+/* Memory, with bytes around it that nobody may write to. `device` is its address there, 0 for none. */
+struct Block : Object {
+    Block(size_t size, bool on_host);
+    ~Block() override;
+    bool whole() const;
+    char *base, *start;
+    size_t size;
+    bool on_host;
+    uint64_t device = 0;
+};
+
+struct Module : Object {
+    using Emulate = const char *(*)(const char *, const unsigned *, const unsigned *, void **, int);
+    ~Module() override;
+    void *library = nullptr;
+    Emulate emulate = nullptr;
+    int (*params)(const char *) = nullptr;
+    int order = 0;
+    std::map<std::string, std::unique_ptr<struct Function>> functions;
+};
+
+struct Function {
+    Module *module;
+    std::string symbol;
+    int params;
+};
+
+struct Launch {
+    std::weak_ptr<Module> module;
+    std::string symbol;
+    unsigned grid[3], block[3];
+    std::vector<uint64_t> params;
+};
+
+/* A graph, and one that is ready to run. */
+struct Graph : Object {
+    std::vector<Launch> launches;
+};
+
+struct Exec : Object {
+    std::vector<Launch> launches;
+    int pending = 0;
+};
+
+struct Capture {
+    std::thread::id thread;
+    std::shared_ptr<Graph> graph;
+    bool valid = true;
+};
+
+struct Event : Object {
+    long recorded = 0, done = 0;
+};
+
+using Task = std::function<int()>;
+
+struct Stream : Object {
+    std::deque<Task> queue;
+    bool running = false, ending = false;
+    long delay_us = 0;
+    unsigned seed = 1;
+    std::unique_ptr<Capture> capture;
+    std::thread worker;
+    bool idle() const { return queue.empty() && !running; }
+};
+
+/* Everything there is. Never destroyed: threads may still run when the process ends. */
+struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::map<void *, std::shared_ptr<Object>> alive;
+    std::map<std::string, int> counts;
+    int calls = 0, retained = 0, pushed = 0, leaked = 0, sticky = 0, image = 0;
+    bool ready = false;
+    double now_s = 0, queued_s = 0;
+    std::string fault, failed, kernel_error;
+};
+
+extern State &state;
+
+/* One call of a function: holds the lock, counts, and says whether the call is refused. */
+struct Call {
+    Call(const char *name, int needs);
+    int error() const { return forbidden ? forbidden : failed; }
+    std::unique_lock<std::mutex> lock;
+    int forbidden = 0, failed = 0;
+};
+
+#define BEGIN(needs)                      \
+    fake::Call call(__func__, needs);     \
+    if (call.error()) return call.error()
+/* For functions that free or wait: they do it unless a rule forbids it, and report an error after that. */
+#define BEGIN_END(needs)              \
+    fake::Call call(__func__, needs); \
+    if (call.forbidden) return call.forbidden
+
+long setting(const char *name, long otherwise);
+void fault(const std::string &text);
+
+template <class T> std::shared_ptr<T> find(void *handle) {
+    auto found = state.alive.find(handle);
+    return found == state.alive.end() ? nullptr : std::dynamic_pointer_cast<T>(found->second);
+}
+
+template <class T> void *own(std::shared_ptr<T> object) {
+    void *handle = object.get();
+    state.alive[handle] = std::move(object);
+    return handle;
+}
+
+template <class T> int disown(void *handle) {
+    if (!find<T>(handle)) return INVALID_HANDLE;
+    state.alive.erase(handle);
+    return SUCCESS;
+}
+
+/* The memory that has all of the device's addresses, or of the host's, or null. */
+std::shared_ptr<Block> on_device(uint64_t address, size_t size);
+std::shared_ptr<Block> on_host(const void *address, size_t size);
+bool any_busy();
+void enqueue(Stream &stream, Task task);
+/* Lets a stream finish and ends its thread. */
+void finish(Call &call, Stream &stream);
+Stream *captured_here();
+int run(const Launch &launch);
+
+}  // namespace fake

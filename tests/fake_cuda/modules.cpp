@@ -1,0 +1,200 @@
+/* Modules, kernels and graphs. The library that FAKE_CUDA_KERNELS names has
+
+       int pi_params(const char *symbol);      how many parameters a kernel has, all of them pointers; -1: there is none
+       const char *pi_emulate(const char *symbol, const unsigned grid[3], const unsigned block[3], void **params,
+                              int order);      runs one; NULL, or what went wrong
+
+   `params` are those of cuLaunchKernel, with addresses that the host can use. */
+
+#include "fake.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <dlfcn.h>
+
+using namespace fake;
+
+namespace fake {
+
+Module::~Module() {
+    if (library) dlclose(library);
+}
+
+/* The driver keeps a graph's kernels by the code they were loaded with, so that must still be there. */
+int run(const Launch &launch) {
+    std::vector<std::shared_ptr<Block>> keep;
+    std::vector<void *> addresses, params;
+    auto module = launch.module.lock();
+    if (!module) return LAUNCH_FAILED;
+    {
+        std::unique_lock<std::mutex> lock(state.mutex);
+        for (uint64_t address : launch.params) {
+            auto block = on_device(address, 1);
+            if (!block) return ILLEGAL_ADDRESS;
+            keep.push_back(block);
+            addresses.push_back(block->start + (address - block->device));
+        }
+    }
+    for (auto &address : addresses) params.push_back(&address);
+    const char *error = module->emulate(launch.symbol.c_str(), launch.grid, launch.block, params.data(), module->order);
+    if (!error) return SUCCESS;
+    std::unique_lock<std::mutex> lock(state.mutex);
+    state.kernel_error = error;
+    return LAUNCH_FAILED;
+}
+
+static void log_line(unsigned count, const int *options, void **values, const char *line) {
+    char *buffer = nullptr;
+    size_t size = 0;
+    for (unsigned i = 0; i < count; i++) {
+        if (options[i] == 5) buffer = (char *)values[i];
+        if (options[i] == 6) size = (size_t)values[i];
+    }
+    if (buffer && size) strncpy(buffer, line, size - 1);
+}
+
+static Function *find_function(void *handle) {
+    for (auto &entry : state.alive)
+        if (auto module = std::dynamic_pointer_cast<Module>(entry.second))
+            for (auto &function : module->functions)
+                if (function.second.get() == handle) return function.second.get();
+    return nullptr;
+}
+
+static bool fits(const unsigned *grid, const unsigned *block) {
+    if (!grid[0] || !grid[1] || !grid[2] || !block[0] || !block[1] || !block[2]) return false;
+    return grid[0] <= 2147483647 && grid[1] <= 65535 && grid[2] <= 65535 && block[2] <= 64 &&
+           (uint64_t)block[0] * block[1] * block[2] <= 1024;
+}
+
+}  // namespace fake
+
+extern "C" {
+
+int cuModuleLoadDataEx(void **handle, const void *image, unsigned count, int *options, void **values) {
+    BEGIN(CONTEXT);
+    if (long refused = setting("FAKE_CUDA_REFUSE", 0)) {
+        log_line(count, options, values, "ptxas fatal : refused by the stand-in\nptxas : a second line");
+        return refused;
+    }
+    bool cubin = !memcmp(image, "\x7f" "ELF", 4);
+    if (!cubin && !strstr((const char *)image, ".version")) return INVALID_IMAGE;
+    auto module = std::make_shared<Module>();
+    if (const char *path = getenv("FAKE_CUDA_KERNELS")) {
+        module->library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+        if (!module->library) return INVALID_IMAGE;
+        module->emulate = (Module::Emulate)dlsym(module->library, "pi_emulate");
+        module->params = (int (*)(const char *))dlsym(module->library, "pi_params");
+        if (!module->emulate || !module->params) return INVALID_IMAGE;
+    }
+    module->order = setting("FAKE_CUDA_ORDER", 0);
+    state.image = cubin ? 1 : 2;
+    *handle = own(module);
+    return SUCCESS;
+}
+
+int cuModuleUnload(void *handle) {
+    BEGIN_END(CONTEXT);
+    if (any_busy()) fault("a module was unloaded while a stream was busy");
+    int freed = disown<Module>(handle);
+    return call.failed ? call.failed : freed;
+}
+
+int cuModuleGetFunction(void **function, void *handle, const char *symbol) {
+    BEGIN(CONTEXT);
+    auto module = find<Module>(handle);
+    if (!module) return INVALID_HANDLE;
+    int params = module->params ? module->params(symbol) : -1;
+    if (params < 0) return NOT_FOUND;
+    auto &found = module->functions[symbol];
+    if (!found) found.reset(new Function{module.get(), symbol, params});
+    *function = found.get();
+    return SUCCESS;
+}
+
+int cuLaunchKernel(void *handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                   unsigned block_z, unsigned shared_bytes, void *stream_handle, void **params, void **extra) {
+    BEGIN(CONTEXT | IN_CAPTURE);
+    auto function = find_function(handle);
+    auto stream = find<Stream>(stream_handle);
+    if (!function || !stream) return INVALID_HANDLE;
+    Launch launch{find<Module>(function->module), function->symbol, {grid_x, grid_y, grid_z},
+                  {block_x, block_y, block_z}, {}};
+    if (!fits(launch.grid, launch.block) || shared_bytes || extra) return INVALID_VALUE;
+    if (function->params && !params) return INVALID_VALUE;
+    for (int i = 0; i < function->params; i++) launch.params.push_back(*(uint64_t *)params[i]);
+    if (!stream->capture) enqueue(*stream, [=] { return run(launch); });
+    else if (!stream->capture->valid) return CAPTURE_INVALIDATED;
+    else stream->capture->graph->launches.push_back(launch);
+    return SUCCESS;
+}
+
+int cuStreamBeginCapture_v2(void *handle, int mode) {
+    BEGIN(CONTEXT);
+    auto stream = find<Stream>(handle);
+    if (!stream) return INVALID_HANDLE;
+    if (stream->capture || mode < 0 || mode > 2) return INVALID_VALUE;
+    stream->capture.reset(new Capture{std::this_thread::get_id(), std::make_shared<Graph>()});
+    return SUCCESS;
+}
+
+int cuStreamEndCapture(void *handle, void **graph) {
+    BEGIN_END(CONTEXT | IN_CAPTURE);
+    auto stream = find<Stream>(handle);
+    *graph = nullptr;
+    if (!stream) return INVALID_HANDLE;
+    if (!stream->capture) return CAPTURE_UNMATCHED;
+    if (stream->capture->thread != std::this_thread::get_id()) return CAPTURE_WRONG_THREAD;
+    auto capture = std::move(stream->capture);
+    if (!capture->valid) return CAPTURE_INVALIDATED;
+    if (call.failed) return call.failed;
+    *graph = own(capture->graph);
+    return SUCCESS;
+}
+
+int cuGraphInstantiateWithFlags(void **handle, void *graph_handle, unsigned long long flags) {
+    BEGIN(CONTEXT);
+    auto graph = find<Graph>(graph_handle);
+    if (!graph) return INVALID_HANDLE;
+    if (flags) return INVALID_VALUE;
+    auto exec = std::make_shared<Exec>();
+    exec->launches = graph->launches;
+    *handle = own(exec);
+    return SUCCESS;
+}
+
+int cuGraphUpload(void *exec, void *stream) {
+    BEGIN(CONTEXT);
+    return find<Exec>(exec) && find<Stream>(stream) ? SUCCESS : INVALID_HANDLE;
+}
+
+int cuGraphLaunch(void *handle, void *stream_handle) {
+    BEGIN(CONTEXT);
+    auto exec = find<Exec>(handle);
+    auto stream = find<Stream>(stream_handle);
+    if (!exec || !stream) return INVALID_HANDLE;
+    for (auto &launch : exec->launches) enqueue(*stream, [=] { return run(launch); });
+    exec->pending++;
+    enqueue(*stream, [=] {
+        std::unique_lock<std::mutex> lock(state.mutex);
+        exec->pending--;
+        return SUCCESS;
+    });
+    return SUCCESS;
+}
+
+int cuGraphExecDestroy(void *handle) {
+    BEGIN_END(CONTEXT);
+    auto exec = find<Exec>(handle);
+    if (exec && exec->pending && !state.sticky) fault("a graph was destroyed while it ran");
+    int freed = disown<Exec>(handle);
+    return call.failed ? call.failed : freed;
+}
+
+int cuGraphDestroy(void *handle) {
+    BEGIN_END(CONTEXT);
+    int freed = disown<Graph>(handle);
+    return call.failed ? call.failed : freed;
+}
+
+}  // extern "C"

@@ -1,0 +1,212 @@
+/* Streams, each a thread with a queue; events; copies. */
+
+#include "fake.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <unistd.h>
+
+using namespace fake;
+
+namespace fake {
+
+static const double WAIT_S = 5e-6;
+
+bool any_busy() {
+    for (auto &entry : state.alive)
+        if (auto stream = std::dynamic_pointer_cast<Stream>(entry.second))
+            if (!stream->idle()) return true;
+    return false;
+}
+
+Stream *captured_here() {
+    for (auto &entry : state.alive)
+        if (auto stream = std::dynamic_pointer_cast<Stream>(entry.second))
+            if (stream->capture && stream->capture->thread == std::this_thread::get_id()) return stream.get();
+    return nullptr;
+}
+
+static void delay(Stream &stream) {
+    if (stream.delay_us) usleep(rand_r(&stream.seed) % (stream.delay_us + 1));
+}
+
+/* After an error nothing runs any more, and everybody who waits is told. */
+static void work(Stream *stream) {
+    std::unique_lock<std::mutex> lock(state.mutex);
+    while (true) {
+        state.changed.wait(lock, [&] { return stream->ending || !stream->queue.empty(); });
+        if (stream->queue.empty()) return;
+        Task task = std::move(stream->queue.front());
+        stream->queue.pop_front();
+        stream->running = true;
+        int error = state.sticky;
+        lock.unlock();
+        if (!error) delay(*stream), error = task();
+        lock.lock();
+        stream->running = false;
+        if (!state.sticky) state.sticky = error;
+        state.changed.notify_all();
+    }
+}
+
+void enqueue(Stream &stream, Task task) {
+    stream.queue.push_back(std::move(task));
+    state.changed.notify_all();
+}
+
+/* The stream, unless it is captured: the stand-in captures nothing but launches. */
+static int usable(void *handle, std::shared_ptr<Stream> &stream) {
+    stream = find<Stream>(handle);
+    if (!stream) return INVALID_HANDLE;
+    if (stream->capture) stream->capture->valid = false;
+    return stream->capture ? CAPTURE_UNSUPPORTED : SUCCESS;
+}
+
+void finish(Call &call, Stream &stream) {
+    stream.ending = true;
+    state.changed.notify_all();
+    call.lock.unlock();
+    stream.worker.join();
+    call.lock.lock();
+}
+
+/* Bytes inside of a block, which is kept until they were copied. */
+struct Place {
+    std::shared_ptr<Block> block;
+    char *bytes;
+};
+
+static Place device_place(uint64_t address, size_t size) {
+    auto block = on_device(address, size);
+    return {block, block ? block->start + (address - block->device) : nullptr};
+}
+
+static Place host_place(const void *address, size_t size) { return {on_host(address, size), (char *)address}; }
+
+static int copy(Call &call, void *handle, Place to, Place from, size_t size, double bytes_per_s) {
+    std::shared_ptr<Stream> stream;
+    if (int error = usable(handle, stream)) return error;
+    if (call.failed) return call.failed;
+    if (!to.block || !from.block || to.bytes == from.bytes) return INVALID_VALUE;
+    state.queued_s += size / bytes_per_s;
+    if (!setting("FAKE_CUDA_DRY", 0)) enqueue(*stream, [=] { return memmove(to.bytes, from.bytes, size), SUCCESS; });
+    return SUCCESS;
+}
+
+/* Whether nobody has to wait for an event any more. */
+static bool reached(const Event &event, long ticket) { return event.done >= ticket || state.sticky; }
+
+}  // namespace fake
+
+extern "C" {
+
+int cuStreamCreate(void **handle, unsigned flags) {
+    BEGIN(CONTEXT);
+    if (flags > 1) return INVALID_VALUE;
+    auto stream = std::make_shared<Stream>();
+    stream->delay_us = setting("FAKE_CUDA_DELAY_US", 0);
+    stream->worker = std::thread(work, stream.get());
+    *handle = own(stream);
+    return SUCCESS;
+}
+
+int cuStreamDestroy_v2(void *handle) {
+    BEGIN_END(CONTEXT);
+    auto stream = find<Stream>(handle);
+    if (!stream) return INVALID_HANDLE;
+    if (stream->capture) fault("a stream was destroyed while it was captured");
+    if (!stream->idle()) fault("a stream was destroyed while it was busy");
+    state.alive.erase(handle);
+    finish(call, *stream);
+    return call.failed;
+}
+
+int cuStreamSynchronize(void *handle) {
+    BEGIN_END(CONTEXT);
+    std::shared_ptr<Stream> stream;
+    if (int error = usable(handle, stream)) return error;
+    state.changed.wait(call.lock, [&] { return stream->idle(); });
+    state.now_s += state.queued_s + WAIT_S, state.queued_s = 0;
+    return call.failed ? call.failed : state.sticky;
+}
+
+int cuEventCreate(void **handle, unsigned flags) {
+    BEGIN(CONTEXT);
+    if (flags > 3) return INVALID_VALUE;
+    *handle = own(std::make_shared<Event>());
+    return SUCCESS;
+}
+
+int cuEventDestroy_v2(void *handle) {
+    BEGIN_END(CONTEXT);
+    int freed = disown<Event>(handle);
+    return call.failed ? call.failed : freed;
+}
+
+int cuEventRecord(void *handle, void *stream_handle) {
+    BEGIN(CONTEXT);
+    auto event = find<Event>(handle);
+    std::shared_ptr<Stream> stream;
+    if (int error = usable(stream_handle, stream)) return error;
+    if (!event) return INVALID_HANDLE;
+    long ticket = ++event->recorded;
+    enqueue(*stream, [=] {
+        std::unique_lock<std::mutex> lock(state.mutex);
+        event->done = ticket;
+        state.changed.notify_all();
+        return SUCCESS;
+    });
+    return SUCCESS;
+}
+
+int cuEventSynchronize(void *handle) {
+    BEGIN_END(CONTEXT);
+    auto event = find<Event>(handle);
+    if (!event) return INVALID_HANDLE;
+    long ticket = event->recorded;
+    state.changed.wait(call.lock, [&] { return reached(*event, ticket); });
+    return call.failed ? call.failed : state.sticky;
+}
+
+int cuStreamWaitEvent(void *stream_handle, void *handle, unsigned flags) {
+    BEGIN(CONTEXT);
+    auto event = find<Event>(handle);
+    std::shared_ptr<Stream> stream;
+    if (int error = usable(stream_handle, stream)) return error;
+    if (!event) return INVALID_HANDLE;
+    if (flags) return INVALID_VALUE;
+    long ticket = event->recorded;
+    enqueue(*stream, [=] {
+        std::unique_lock<std::mutex> lock(state.mutex);
+        state.changed.wait(lock, [&] { return reached(*event, ticket); });
+        return SUCCESS;
+    });
+    return SUCCESS;
+}
+
+int cuMemsetD8Async(uint64_t address, unsigned char value, size_t size, void *handle) {
+    BEGIN(CONTEXT);
+    std::shared_ptr<Stream> stream;
+    auto place = device_place(address, size);
+    if (int error = usable(handle, stream)) return error;
+    if (!place.block) return INVALID_VALUE;
+    enqueue(*stream, [=] { return memset(place.bytes, value, size), SUCCESS; });
+    return SUCCESS;
+}
+
+int cuMemcpyDtoDAsync_v2(uint64_t target, uint64_t source, size_t size, void *stream) {
+    BEGIN_END(CONTEXT);
+    return copy(call, stream, device_place(target, size), device_place(source, size), size, 500e9);
+}
+
+int cuMemcpyHtoDAsync_v2(uint64_t target, const void *source, size_t size, void *stream) {
+    BEGIN_END(CONTEXT);
+    return copy(call, stream, device_place(target, size), host_place(source, size), size, 25e9);
+}
+
+int cuMemcpyDtoHAsync_v2(void *target, uint64_t source, size_t size, void *stream) {
+    BEGIN_END(CONTEXT);
+    return copy(call, stream, host_place(target, size), device_place(source, size), size, 20e9);
+}
+
+}  // extern "C"

@@ -1,0 +1,193 @@
+"""What the driver lacks or refuses, and that the stand-in keeps to the rules that the driver has."""
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Callable
+from ctypes import byref, c_void_p
+from pathlib import Path
+
+import pytest
+
+from picompile_runtime import DoesNotFitError, KernelError, MachineError
+from picompile_runtime.cuda import CudaDevice, CudaError, DeviceImages, driver
+from picompile_runtime.cuda.driver import Driver
+from picompile_runtime.cuda.errors import call_error
+from picompile_runtime.cuda.graph import runnable_graph
+from picompile_runtime.cuda.module import choose_image, load_module
+
+
+def refusal(images: DeviceImages) -> str:
+    """The error's text; it is one line and ends a command with exit code 6."""
+    with pytest.raises(MachineError) as caught:
+        CudaDevice(images)
+    assert isinstance(caught.value, CudaError)
+    assert caught.value.exit_code == 6
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not ELF"])
+def test_no_driver(
+    images: DeviceImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
+    path = tmp_path / "libcuda.so.1"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setattr(driver, "LIBRARY", str(path))
+    assert refusal(images) == f"no NVIDIA driver ({path} cannot be loaded)"
+
+
+def test_an_old_driver(images: DeviceImages, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "LIBRARY", "libc.so.6")
+    assert refusal(images) == "the NVIDIA driver is too old: it has no cuInit; install a newer one"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("DEVICES", "0", "the NVIDIA driver has no device"),
+        ("DEVICES", "-1", "cuInit: CUDA_ERROR_NO_DEVICE"),
+        ("FAIL_AT", "0", "cuInit: CUDA error 999"),
+        ("SM", "75", "compute capability 8.9 and newer, and Stand-in 4090 has 7.5"),
+    ],
+)
+def test_no_gpu(
+    gpu: ctypes.CDLL, images: DeviceImages, monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str
+) -> None:
+    monkeypatch.setenv(f"FAKE_CUDA_{name}", value)
+    assert says in refusal(images)
+
+
+@pytest.mark.parametrize("sm", [89, 120])
+@pytest.mark.parametrize(
+    ("result", "name", "hint"),
+    [
+        (200, "CUDA_ERROR_INVALID_IMAGE", "install a newer driver"),
+        (209, "CUDA_ERROR_NO_BINARY_FOR_GPU", "install a newer driver"),
+        (218, "CUDA_ERROR_INVALID_PTX", "install a newer driver"),
+        (221, "CUDA_ERROR_JIT_COMPILER_NOT_FOUND", "libnvidia-ptxjitcompiler.so.1"),
+        (222, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION", "install a newer driver"),
+        (223, "CUDA_ERROR_JIT_COMPILATION_DISABLED", "unset CUDA_DISABLE_PTX_JIT"),
+    ],
+)
+def test_code_that_the_driver_refuses(
+    gpu: ctypes.CDLL,
+    images: DeviceImages,
+    monkeypatch: pytest.MonkeyPatch,
+    sm: int,
+    result: int,
+    name: str,
+    hint: str,
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_SM", str(sm))
+    monkeypatch.setenv("FAKE_CUDA_VERSION", "11080")
+    monkeypatch.setenv("FAKE_CUDA_REFUSE", str(result))
+    text = refusal(images)
+    needs = "compute capability 8.9" if sm == 89 else "PTX 8.3 and compute capability 8.9"
+    assert f"of CUDA 11.8, refuses the artifact's code, which needs {needs}: {name}" in text
+    # The log's first line, and no more of it.
+    assert "(ptxas fatal : refused by the stand-in);" in text and "second" not in text
+    assert hint in text
+
+
+def test_another_failure_to_load_is_no_refusal(
+    gpu: ctypes.CDLL, images: DeviceImages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_REFUSE", "2")
+    with pytest.raises(DoesNotFitError, match="cuModuleLoadDataEx: CUDA_ERROR_OUT_OF_MEMORY"):
+        CudaDevice(images)
+
+
+@pytest.mark.parametrize(
+    ("result", "kind", "exit_code"),
+    [
+        (1, KernelError, 1),
+        (2, DoesNotFitError, 5),
+        (46, MachineError, 6),
+        (100, MachineError, 6),
+        (719, KernelError, 1),
+    ],
+)
+def test_an_error_is_what_its_code_says(result: int, kind: type[Exception], exit_code: int) -> None:
+    error = call_error("cuSomething: CUDA_ERROR", result)
+    assert isinstance(error, kind) and isinstance(error, CudaError)
+    assert (error.exit_code, error.result) == (exit_code, result)
+    assert str(error).startswith("cuSomething: CUDA_ERROR")
+
+
+def test_the_runtime_does_without_until_it_is_asked_for() -> None:
+    code = "import sys, picompile_runtime; print([name for name in sys.modules if 'picompile_runtime.cuda' in name])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
+
+
+# The stand-in itself: what it lets pass, no other test can find.
+
+
+@pytest.fixture
+def opened(gpu: ctypes.CDLL) -> Driver:
+    return Driver(driver.LIBRARY)
+
+
+def test_a_context_is_that_of_one_thread(opened: Driver) -> None:
+    from threading import Thread
+
+    seen: list[str] = []
+
+    def elsewhere() -> None:
+        try:
+            opened.free_bytes()
+        except CudaError as error:
+            seen.append(str(error))
+
+    with opened.context(opened.first_device()):
+        opened.free_bytes()
+        thread = Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert seen == ["cuMemGetInfo_v2: CUDA_ERROR_INVALID_CONTEXT"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda driver, stream: driver.call("cuStreamSynchronize", stream),
+        lambda driver, stream: driver.call("cuMemFree_v2", 2**60),
+        lambda driver, stream: driver.device_memory(64).__enter__(),
+        lambda driver, stream: driver.event().__enter__(),
+    ],
+)
+def test_a_captured_stream_gets_nothing_but_launches(opened: Driver, call: Callable[[Driver, c_void_p], None]) -> None:
+    with opened.context(opened.first_device()), opened.stream() as stream:
+        opened.call("cuStreamBeginCapture_v2", stream, 1)
+        with pytest.raises(CudaError, match="CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"):
+            call(opened, stream)
+        graph = c_void_p()
+        with pytest.raises(CudaError, match="CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"):
+            opened.call("cuStreamEndCapture", stream, byref(graph))
+        assert not graph
+
+
+def test_handles_that_are_gone_are_refused(opened: Driver, images: DeviceImages) -> None:
+    with opened.context(opened.first_device()), opened.stream() as stream:
+        with load_module(opened, choose_image(images, 89, "")) as module:
+            function = module.function("fail")
+        with runnable_graph(opened, [], stream) as graph, opened.event() as event:
+            pass
+        launch = (function, 1, 1, 1, 1, 1, 1, 0, stream, None, None)
+        for name, *arguments in (
+            ("cuLaunchKernel", *launch),
+            ("cuGraphLaunch", graph, stream),
+            ("cuEventRecord", event, stream),
+            ("cuModuleUnload", function),
+        ):
+            with pytest.raises(CudaError, match=f"{name}: CUDA_ERROR_INVALID_HANDLE"):
+                opened.call(name, *arguments)
+
+
+def test_what_is_left_goes_with_the_context_and_is_counted(opened: Driver, gpu: ctypes.CDLL) -> None:
+    with opened.context(opened.first_device()):
+        opened.call("cuStreamCreate", byref(c_void_p()), 0)
+        opened.call("cuMemAllocHost_v2", byref(c_void_p()), 3)
+    assert (gpu.fake_owned(), gpu.fake_leaked()) == (0, 2)
+    gpu.fake_reset()

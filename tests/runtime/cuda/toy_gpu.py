@@ -1,0 +1,50 @@
+"""An artifact's code for the stand-in driver, and what tests of it share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from picompile_runtime.cuda import CudaDevice, DeviceImages, Launch
+from picompile_runtime.device import View
+from picompile_runtime.memory import Tensor
+
+POISON = 0xAB
+ELEMENTS = 37  # of the kernel axpy
+
+CUBIN = b"\x7fELF and so on"
+PTX = b"//\n.version 8.3\n.target sm_89\n"
+# Small, so that a copy of some thousand bytes needs both buffers, more than once.
+STAGING_BYTES = 4096
+
+# 37 and 3 · 7 elements, no multiples of a warp.
+KERNELS = {
+    "axpy": (Launch("axpy", (37, 1, 1), (1, 1, 1), (0, 1, 2)),),
+    "add_two": (Launch("add_one", (3, 1, 1), (7, 1, 1), (1,)), Launch("add_one", (1, 3, 1), (7, 1, 1), (1,))),
+    "await": (Launch("await", (1, 1, 1), (1, 1, 1), (0, 1)),),
+    "signal": (Launch("signal", (1, 1, 1), (1, 1, 1), (0,)),),
+    "fail": (Launch("fail", (1, 1, 1), (32, 1, 1), ()),),
+    "overrun": (Launch("overrun", (1, 1, 1), (5, 1, 1), (0,)),),
+    "lost": (Launch("lost", (1, 1, 1), (32, 1, 1), ()),),
+}
+IMAGES = DeviceImages(sm=89, ptx_sm=89, cubin=CUBIN, ptx=PTX, kernels=KERNELS)
+
+
+def raw(array: Any) -> Any:
+    """Its bytes, as they are copied."""
+    return np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+
+
+def read(device: CudaDevice, memory: Any, offset: int, dtype: str, count: int) -> Any:
+    found = np.full(count * np.dtype(dtype).itemsize, POISON, np.uint8)
+    device.read(memory, offset, found)
+    return found.view(dtype)
+
+
+def view(memory: Any, dtype: str = "int32", count: int = 1, offset: int = 0) -> View:
+    return View(memory, Tensor(dtype, (count,), offset))
+
+
+def axpy(memory: Any) -> tuple[str, Sequence[View]]:
+    """A call on one memory: a at 0, x at 256, y at 1024."""
+    return "axpy", [view(memory, "float32", count, offset) for count, offset in ((1, 0), (37, 256), (37, 1024))]
