@@ -26,7 +26,7 @@ from picompile_codegen.isa import ISAS, targeting
 from picompile_codegen.kernels import Kernel
 from picompile_runtime.bandwidth import MemoryReader
 from picompile_runtime.memory import aligned_zeros
-from picompile_runtime.native import HostLibrary
+from picompile_runtime.native import HostLibrary, seconds_of
 
 Arguments = dict[str, NDArray[Any]]
 
@@ -104,9 +104,9 @@ def bytes_per_s(library: HostLibrary, case: Case, threads: int, limit_s: float) 
     calls = library.bind([(case.kernel.name, [arrays[name] for name in case.kernel.params]) for arrays in sets])
     best, end = float("inf"), time.perf_counter() + limit_s
     while time.perf_counter() < end:
-        seconds = np.zeros(len(calls))
-        library.run(calls, threads, seconds)
-        best = min(best, float(seconds.min()))
+        stamps = np.zeros((len(calls), 2), np.int64)
+        library.run(calls, threads, stamps)
+        best = min(best, float(seconds_of(stamps).min()))
     return case.share * sum(sets[0][name].nbytes for name in case.matrices) / best
 
 

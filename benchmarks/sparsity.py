@@ -30,7 +30,7 @@ from picompile_codegen import kernels
 from picompile_codegen.build import build_host_library
 from picompile_codegen.isa import ISAS, targeting
 from picompile_runtime.bandwidth import MemoryReader
-from picompile_runtime.native import CallList, HostLibrary
+from picompile_runtime.native import CallList, HostLibrary, seconds_of
 
 SPARSITIES = (0.0, 0.3, 0.5, 0.7, 0.87, 0.9, 0.95, 0.99)
 SHAPES = ((4096, 4096), (4096, 11008))
@@ -95,9 +95,9 @@ def measure(library: HostLibrary, cases: Mapping[str, Case], options: argparse.N
 
 
 def _seconds(library: HostLibrary, kernel: Bound, threads: int) -> list[float]:
-    seconds = np.zeros(len(kernel.calls))
-    library.run(kernel.calls, threads, seconds)
-    return [float(second) for second in seconds]
+    stamps = np.zeros((len(kernel.calls), 2), np.int64)
+    library.run(kernel.calls, threads, stamps)
+    return seconds_of(stamps).tolist()
 
 
 def table(rows: Sequence[Row]) -> str:

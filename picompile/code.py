@@ -47,17 +47,18 @@ def planned_code(targets: str) -> list[Code]:
     return [_apart(isa) for isa in isas]
 
 
-def code_to_measure(code: Sequence[Code]) -> list[Code]:
-    """`code`, and what must be made beside it if none of it runs on this machine, where the accuracy gate reads.
-
-    Raises `MachineError` where nothing can be made for this machine.
-    """
-    from picompile_codegen.isa import ISAS
+def runs_here(code: Sequence[Code]) -> bool:
+    """Whether this machine can run any of it."""
     from picompile_runtime.machine import is_machine, missing_features
 
-    if any(is_machine(each.isa.machine) and not missing_features(each.isa.features) for each in code):
-        return list(code)
-    return [*code, _apart(ISAS[native_target().isas[0]])]
+    return any(is_machine(each.isa.machine) and not missing_features(each.isa.features) for each in code)
+
+
+def native_code(file: str) -> Code:
+    """The best code for this machine, in `file`. Raises `MachineError` where none can be made for it."""
+    from picompile_codegen.isa import ISAS
+
+    return Code(ISAS[native_target().isas[0]], file)
 
 
 def _apart(isa: "Isa") -> Code:

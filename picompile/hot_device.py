@@ -10,7 +10,7 @@ from picompile.targets import gpu_of
 
 if TYPE_CHECKING:
     from picompile.code import Code
-    from picompile.compile import CompileOptions
+    from picompile.compile_options import CompileOptions
     from picompile.placement.plan import Plan
     from picompile_codegen.lower import Lowered
     from picompile_codegen.placement import Placement

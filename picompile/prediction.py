@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from picompile.blame import to_blame
 from picompile.checkpoint.fingerprint import fingerprint
-from picompile.compile import CompileOptions
+from picompile.compile_options import CompileOptions
 from picompile.errors import AccuracyGateError, UsageError
 from picompile.predictors import Predictors, block_shapes, load_predictors
 from picompile.progress import Progress
@@ -49,7 +49,7 @@ class Prediction:
     """Predictors and the text that they are judged on.
 
     Without `predictors` it is `kind` in every layer, which needs no weights. `trained` is the folder that holds
-    candidates of larger ones.
+    candidates of larger ones, `profile` what they were trained on.
     """
 
     kind: str
@@ -57,6 +57,7 @@ class Prediction:
     held_out: HeldOut
     firing_thresholds: dict[int, float] = field(default_factory=dict)
     trained: Path | None = None
+    profile: "Profile | None" = None
 
     def insert_pass(self) -> "InsertPredictors":
         """The pass that puts them into a canonical graph."""
@@ -194,4 +195,4 @@ def _trained(model: Path, captured: "Captured", work: Path, options: CompileOpti
     training = TrainOptions(kind=options.predictor or "learned", gate=options.gate)
     predictors = train_predictors(model, profile, folder, training, progress)
     thresholds = {layer.layer: layer.threshold for layer in profile.layers}
-    return Prediction(training.kind, predictors, _held_out_of(profile), thresholds, folder)
+    return Prediction(training.kind, predictors, _held_out_of(profile), thresholds, folder, profile)

@@ -57,7 +57,9 @@ def _code_for_this_machine() -> Iterator[None]:
     native = find_native_target()
     with pytest.MonkeyPatch.context() as patch:
         if native is not None:
-            patch.setitem(TARGETS, "cpu", replace(CPU_TARGET, isas=native.isas))
+            rows = [CPU_TARGET, *(row for row in TARGETS.values() if row.sm is not None)]
+            for row in rows:
+                patch.setitem(TARGETS, row.name, replace(row, isas=native.isas))
         yield
 
 

@@ -70,7 +70,17 @@ def test_a_folder_that_is_no_artifact_is_never_replaced(tiny_model: Path, tmp_pa
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"target": "4090"}, TargetError, "4090"),
+        ({"target": "4090,2080ti"}, TargetError, "one GPU"),
+        ({"target": "4090,2080ti", "hot": {}, "hot_device": "cpu"}, TargetError, "one GPU"),
+        ({"hot_device": "cuda"}, UsageError, "cpu has none"),
+        ({"hot_device": "tpu"}, UsageError, "unknown hot device 'tpu'"),
+        ({"vram_budget": "1GiB"}, UsageError, "--vram-budget: target cpu has no GPU"),
+        ({"host_memory": "1GiB"}, UsageError, "--host-memory: target cpu has no GPU"),
+        ({"target": "4090", "vram_budget": "much"}, UsageError, "--vram-budget: 'much' is no size"),
+        ({"target": "4090", "host_bandwidth": "0"}, UsageError, "--host-bandwidth"),
+        ({"target": "4090", "hot": {}, "vram_budget": "1GiB"}, UsageError, "--vram-budget: no plan is made"),
+        ({"target": "4090", "hot": {}, "profile": Path("x")}, UsageError, "profile given, but predictor auto"),
+        ({"target": "4090", "predictors": Path("x")}, UsageError, "predictors given, but predictor auto"),
         ({"quant": "q5"}, UsageError, "q5"),
         ({"predictor": "psychic"}, UsageError, "psychic"),
         ({"kv_dtype": "f8"}, UsageError, "f8"),

@@ -92,6 +92,7 @@ def workplace(tmp_path: Path) -> Path:
     """An empty folder with the models and the README, as after a clone."""
     (tmp_path / "models").symlink_to(BUNDLED_MODEL.parent)
     (tmp_path / "README.md").symlink_to(ROOT / "README.md")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "data").symlink_to(ROOT / "tests" / "data")
     return tmp_path
@@ -105,8 +106,9 @@ def make_predictors(folder: Path) -> None:
 
 
 def environment() -> dict[str, str]:
-    """The commands are those that were installed beside this Python."""
-    return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    """The commands are those that were installed beside this Python; what names no target is made for this machine."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PICOMPILE_TARGET": "native"}
 
 
 @pytest.mark.parametrize("document", [path for path in DOCUMENTS if path != TUTORIAL], ids=lambda path: path.name)

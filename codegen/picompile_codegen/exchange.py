@@ -54,9 +54,15 @@ def _send_value(node: Node, function: Function) -> None:
         return
     flag = function.flag()
     function.call(function.kernel(kernels.signal), {"flag": flag}, op="signal")
-    count = function.counts.get(arguments(node)["mask"]) if is_call(node, SPARSE_FFN) else None
     dtype = function.buffers[value.name].dtype
-    function.arrivals[node] = _Receive(value, flag, (function.rows, columns), dtype, count)
+    function.arrivals[node] = _Receive(value, flag, (function.rows, columns), dtype, _count(node, function))
+
+
+def _count(node: Node, function: Function) -> Arg | None:
+    """Where the device finds how many neurons `node` computes, if none make it 0; with a bias they do not."""
+    if not is_call(node, SPARSE_FFN) or arguments(node)["down_bias"] is not None:
+        return None
+    return function.counts.get(arguments(node)["mask"])
 
 
 def _send_mask(mask: Node, block: Node, function: Function) -> None:

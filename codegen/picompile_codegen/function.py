@@ -17,6 +17,8 @@ from picompile_codegen.retarget import Recipe
 from picompile_passes.errors import UnsupportedGraphError
 
 STATS_ROW_BYTES = 16
+# The functions that compute the neurons of masks, and count them; the others compute every neuron.
+DECODING = ("decode", "batch")
 
 Bindings = dict[str, Arg | Matrix]
 AnyKernel = Any  # a Kernel of the CPU, or a CudaKernel, which is not imported where no GPU is compiled for
@@ -50,6 +52,7 @@ class Shared:
     kernels: dict[Recipe, Kernel] = field(default_factory=dict)
     device_kernels: dict[Recipe, AnyKernel] = field(default_factory=dict)
     exchanges: int = 0
+    streamed: dict[str, None] = field(default_factory=dict)
 
     def kernel(self, device: Device, builder: Callable[..., Kernel], parameters: Mapping[str, Hashable]) -> AnyKernel:
         """Builds a kernel, once for the same parameters: most layers ask for the same few."""
@@ -188,7 +191,7 @@ class Function:
         for name, arg in self.inputs.items():
             words = STEP_SHAPE[0] if name == "step" else rows
             kernel = self.shared.kernel("device", kernels.copy_words, {"words": words})
-            bindings = {"step": Arg("buffer", name), "source": Arg("buffer", name), "y": arg}
+            bindings = {"step": Arg("buffer", "step"), "source": Arg("buffer", name), "y": arg}
             args = tuple(bindings[parameter] for parameter in kernel.params)
             self.calls.append(Call(kernel.name, args, "inputs", None, 0, device="device"))
         self.calls += calls

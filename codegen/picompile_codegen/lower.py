@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 
 from picompile_codegen import kernels
 from picompile_codegen.exchange import publish
-from picompile_codegen.function import AnyKernel, Bindings, Function, LowerOptions, Shared, dimension
+from picompile_codegen.function import DECODING, AnyKernel, Bindings, Function, LowerOptions, Shared, dimension
 from picompile_codegen.isa import Isa
 from picompile_codegen.kernels import Kernel
 from picompile_codegen.kernels.kernel import STEP_SHAPE
@@ -84,22 +84,22 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
     for function in functions:
         function.read_inputs(max(options.chunk, options.sequences))
     program = Program(options.context, options.chunk, dimension(nodes[-1]), len(attentions), options.sequences)
-    program.state, program.ffn = shared.state, shared.ffn
+    program.state, program.ffn, program.streamed = shared.state, shared.ffn, list(shared.streamed)
     program.logits = {function.name: function.logits for function in functions if function.name != "prefill"}
     _place(program, functions, shared)
     return Lowered(program, shared.kernels, shared.device_kernels, shared.weights)
 
 
 def _whole(name: str, rows: int, nodes: Sequence[Node], shared: Shared, logits: str) -> Function:
-    function = Function(name, rows, shared, logits, _devices(nodes, shared))
+    function = Function(name, rows, shared, logits, _devices(name, nodes, shared))
     _lower_all(nodes, function)
     return function
 
 
-def _devices(nodes: Sequence[Node], shared: Shared) -> dict[Node, Device]:
+def _devices(name: str, nodes: Sequence[Node], shared: Shared) -> dict[Node, Device]:
     if shared.options.hot_device is None:
         return dict.fromkeys(nodes, "host")
-    return place(nodes, shared.options.placement)
+    return place(nodes, shared.options.placement, streams=name not in DECODING)
 
 
 def _lower_all(nodes: Sequence[Node], function: Function) -> None:
@@ -137,7 +137,7 @@ def _host_first(nodes: Sequence[Node], devices: Mapping[Node, Device]) -> list[N
 
 def _prefill(nodes: Sequence[Node], last: int, shared: Shared) -> Function:
     """All that the last layer's keys and values depend on; what that layer makes of them is nobody's input."""
-    function = Function("prefill", shared.options.chunk, shared, "logits", _devices(nodes, shared))
+    function = Function("prefill", shared.options.chunk, shared, "logits", _devices("prefill", nodes, shared))
     values = arguments(nodes[last])
     needed = _ancestors([values["k"], values["v"]])
     _lower_all([node for node in nodes[:last] if node in needed], function)
@@ -147,7 +147,8 @@ def _prefill(nodes: Sequence[Node], last: int, shared: Shared) -> Function:
 
 
 def _prefill_last(nodes: Sequence[Node], last: int, shared: Shared) -> Function:
-    function = Function("prefill_last", shared.options.chunk, shared, "logits", _devices(nodes, shared))
+    devices = _devices("prefill_last", nodes, shared)
+    function = Function("prefill_last", shared.options.chunk, shared, "logits", devices)
     head, tail = nodes[: last + 1], nodes[last + 1 :]
     crossing = _crossing(head, tail)
     _lower_all(head, function)
@@ -210,7 +211,7 @@ def _reserved(program: Program, shared: Shared) -> tuple[dict[str, Tensor], dict
     logits: dict[str, tuple[int, ...]] = {"logits": (1, program.vocab), "logits.score": (program.chunk, program.vocab)}
     if program.sequences > 1:
         counts["stats.batch"], logits["logits.batch"] = (parts, 2), (program.sequences, program.vocab)
-    hybrid = shared.options.hot_device is not None
+    hybrid = bool(shared.device_kernels)  # nothing may be left for the device
     place_of = _Offsets()
     for name, shape in inputs.items():
         place_of.add(name, "int32", shape, "shared" if hybrid else "host")

@@ -3,7 +3,7 @@
 from torch.fx import Node
 
 from picompile_codegen import kernels
-from picompile_codegen.function import STATS_ROW_BYTES, Bindings, Function, dimension
+from picompile_codegen.function import DECODING, STATS_ROW_BYTES, Bindings, Function, dimension
 from picompile_codegen.program import Arg, FfnPart
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.nodes import arguments
@@ -28,6 +28,8 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
         bindings["decide_w"] = decide
         if decide.format != bundle.format:
             raise UnsupportedGraphError(f"{node.name}: its matrices are {decide.format} and {bundle.format}")
+    if function.device == "device" and part == "cold":
+        function.shared.streamed |= dict.fromkeys(each.name for each in (decide, bundle) if each is not None)
     neurons = bundle.rows // len(parts)
     bindings |= masked | {"neuron_w": bundle, "stats": _statistics(function, layer, part, neurons, kind)}
     kernel = function.kernel(
@@ -54,15 +56,15 @@ def _mask(mask: Node, neurons: Node | None, function: Function) -> Bindings:
     if not function.has(mask):
         return {}
     bindings: Bindings = {"mask": function.value(mask)}
-    # What the device sends has the columns of the host's neurons only.
-    if neurons is None or mask in function.counts:
+    # What the device has sent to the host has the columns of its neurons only.
+    if neurons is None or (function.device == "host" and mask in function.counts):
         return bindings
     return bindings | {"table": function.shared.weights.numbers(neurons)}
 
 
 def _statistics(function: Function, layer: int, part: str, neurons: int, kind: str) -> Arg:
     """Where a kernel counts its neurons. Prompts are not counted: their kernels share a row that nobody reads."""
-    if function.name not in ("decode", "batch"):
+    if function.name not in DECODING:
         return Arg("buffer", function.own("stats.unused"))
     if function.name == "batch":
         (row,) = (each.stats_row for each in function.shared.ffn if (each.layer, each.part) == (layer, part))

@@ -37,11 +37,19 @@ class Placement:
 ON_HOST = Placement()
 
 
-def place(nodes: Sequence[Node], placement: Placement) -> dict[Node, Device]:
-    """The device of each of `nodes`, which are in the order of the graph."""
+def place(nodes: Sequence[Node], placement: Placement, *, streams: bool = False) -> dict[Node, Device]:
+    """The device of each of `nodes`, which are in the order of the graph.
+
+    With `streams` the device computes cold neurons, too, with weights that it reads from the host: for a whole chunk of
+    a prompt that takes less time than the host does. It does so in layers of which it has the attention.
+    """
     layers = _layers(nodes)
     last = max((layer for node, layer in layers.items() if is_call(node, ATTENTION)), default=-1)
-    return {node: _device(node, layers[node], last, placement) for node in nodes}
+    devices = {node: _device(node, layers[node], last, placement) for node in nodes}
+    if streams:
+        blocks = [node for node in nodes if is_call(node, SPARSE_FFN) and layers[node] in placement.attention]
+        devices.update(dict.fromkeys(blocks, "device"))
+    return devices
 
 
 def _device(node: Node, layer: int, last: int, placement: Placement) -> Device:

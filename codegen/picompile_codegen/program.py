@@ -107,6 +107,7 @@ class Program:
     """Everything the runtime executes. All functions share the arenas, one KV cache and the weights.
 
     The cache has a place, a slot, for each of `sequences`. An arena in each memory holds its buffers.
+    `streamed` weights stay with the host: where the device uses them, for prompts, it reads them from there.
     The calls of a function are in order for each device; between devices, order is made by flags in shared memory.
     """
 
@@ -123,6 +124,7 @@ class Program:
     functions: dict[str, list[Call]] = field(default_factory=dict)
     logits: dict[str, str] = field(default_factory=dict)
     ffn: list[FfnPart] = field(default_factory=list)
+    streamed: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """The content of program.json."""
@@ -141,6 +143,7 @@ class Program:
             "functions": {name: [call.to_json() for call in calls] for name, calls in self.functions.items()},
             "logits": self.logits,
             "ffn": [vars(part) for part in self.ffn],
+            "streamed": self.streamed,
         }
 
     @property

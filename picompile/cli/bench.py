@@ -1,17 +1,22 @@
 """`picompile bench`: how fast an artifact is on this machine, and how fast its memory would let it be."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from picompile.cli.checks import format_bytes, require_text_file
 from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, ThreadsOption
 from picompile.cli.progress import progress
+from picompile.cli.trace_output import require_trace_output, write_trace
 from picompile.errors import UsageError
 
+if TYPE_CHECKING:
+    from picompile_runtime.trace import Step
+
+_TITLES = {"host": "a token, host", "device": "a token, device"}
 _PROMPT_TOKENS = 512
 _DECODE_TOKENS = 128
 
@@ -54,6 +59,14 @@ def bench_command(
         Path | None,
         typer.Option(metavar="FILE", help="Read this text instead of random tokens; which neurons fire depends on it."),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a trace of a few steps, call by call, that Perfetto and chrome://tracing show. A trace in FILE "
+            "is overwritten.",
+        ),
+    ] = None,
     threads: ThreadsOption = None,
     json_output: JsonOption = False,
     debug: DebugOption = False,
@@ -70,10 +83,17 @@ def bench_command(
       picompile bench build/tiny -p 128 -n 32 -r 3
       picompile bench build/tiny -p 1 -n 64 -d 64
       picompile bench build/tiny -t 2 --json
+      picompile bench build/tiny --trace build/tiny.trace.json
     """
+    if trace is not None:
+        require_trace_output(trace)
     content = None if text is None else require_text_file(text)
 
     from picompile_runtime import Tokenizer, load, measure
+
+    def keep(steps: "Sequence[Step]") -> None:
+        if trace is not None:
+            write_trace(trace, steps)
 
     with progress() as shown:
         with shown.step("check and load"):
@@ -84,7 +104,15 @@ def bench_command(
             if ids is not None and not ids:
                 raise UsageError(f"{text}: no tokens in it")
             result = measure(
-                engine, prompt, decode, repeats, ids, lambda done, total: advance(1), depth=depth, batch=batch
+                engine,
+                prompt,
+                decode,
+                repeats,
+                ids,
+                lambda done, total: advance(1),
+                depth=depth,
+                batch=batch,
+                trace=keep if trace is not None else None,
             )
     print(json.dumps(result, indent=2)) if json_output else _show(result)
 
@@ -118,28 +146,51 @@ def _show(result: Mapping[str, Any]) -> None:
     print(
         f"decode     {decode['tokens_per_s']:9.1f} tokens/s ± {decode['stdev']:.1f}, behind {decode['depth']}{several}"
     )
-    print(
-        f"floor      {decode['floor_tokens_per_s']:9.1f} tokens/s, of which decoding reaches "
-        f"{decode['bandwidth_share']:.0%}: {format_bytes(decode['bytes_per_token'])} a token"
-    )
+    print(f"floor      {_floor(decode)}")
     print(f"memory     {bandwidth}/s, at best {best}/s, read by {_threads(result['threads'])}")
     fired = "" if decode["firing_share"] is None else f"{decode['firing_share']:.1%} fired, "
     print(f"neurons    {fired}{decode['computed_share']:.1%} computed")
-    print()
-    print("\n".join(_table(decode)))
+    for line in _hybrid(result["hybrid"]):
+        print(line)
+    for device in dict.fromkeys(row["device"] for row in decode["kernels"]):
+        print()
+        print("\n".join(_table(decode, device, "a token" if result["hybrid"] is None else _TITLES[device])))
+
+
+def _floor(decode: Mapping[str, Any]) -> str:
+    bytes_per_token = f"{format_bytes(decode['bytes_per_token'])} a token"
+    if decode["floor_tokens_per_s"] is None:
+        return f"  unknown, since the bandwidth of the GPU's memory is not measured: {bytes_per_token}"
+    share = f"tokens/s, of which decoding reaches {decode['bandwidth_share']:.0%}"
+    return f"{decode['floor_tokens_per_s']:9.1f} {share}: {bytes_per_token}"
+
+
+def _hybrid(hybrid: Mapping[str, Any] | None) -> Iterator[str]:
+    """How the two devices share the work of a token; no line where there is one device."""
+    if hybrid is None:
+        return
+    host, device, both = (1e3 * hybrid[f"{name}_s_per_token"] for name in ("host", "device", "overlap"))
+    share = f"{hybrid['overlap_share']:.0%} of the shorter"
+    yield f"devices    host {host:.3f} ms a token, hot device {device:.3f} ms, both {both:.3f} ms: {share}"
+    skipped = hybrid["skipped_per_token"]
+    waited = "" if skipped is None else f", of which {skipped:.1f} are not waited for"
+    yield f"exchanges  {hybrid['exchanges_per_token']:.1f} a token{waited}"
 
 
 def _threads(count: int) -> str:
     return "1 thread" if count == 1 else f"{count} threads"
 
 
-def _table(decode: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each kind of kernel, and for the time between them."""
-    yield f"{'a token':16}{'MB':>9}{'ms':>9}{'GB/s':>9}{'floor ms':>10}{'of floor':>10}"
+def _table(decode: Mapping[str, Any], device: str, title: str) -> Iterator[str]:
+    """A line for each kind of kernel on a device, and for the host's time between them."""
+    yield f"{title:16}{'MB':>9}{'ms':>9}{'GB/s':>9}{'floor ms':>10}{'of floor':>10}"
     left = 1 / decode["tokens_per_s"]
-    for row in decode["kernels"]:
-        seconds, floor = 1e3 * row["s_per_token"], 1e3 * row["floor_s_per_token"]
+    for row in (row for row in decode["kernels"] if row["device"] == device):
         left -= row["s_per_token"]
         speed, megabytes = row["bytes_per_s"] / 1e9, row["bytes_per_token"] / 1e6
-        yield f"{row['kind']:16}{megabytes:9.2f}{seconds:9.3f}{speed:9.1f}{floor:10.3f}{row['floor_share']:10.0%}"
-    yield f"{'between them':16}{'':9}{1e3 * max(left, 0.0):9.3f}"
+        line = f"{row['kind']:16}{megabytes:9.2f}{1e3 * row['s_per_token']:9.3f}{speed:9.1f}"
+        if row["floor_share"] is not None:
+            line += f"{1e3 * row['floor_s_per_token']:10.3f}{row['floor_share']:10.0%}"
+        yield line
+    if device == "host":
+        yield f"{'between them':16}{'':9}{1e3 * max(left, 0.0):9.3f}"

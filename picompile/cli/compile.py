@@ -16,11 +16,21 @@ from picompile.cli.checks import (
     require_output,
     require_text_file,
 )
-from picompile.cli.options import CalibrationOption, DebugOption, GateOption, HotDevice, KvDtype, Quant
+from picompile.cli.options import (
+    CalibrationOption,
+    DebugOption,
+    GateOption,
+    HostBandwidthOption,
+    HostMemoryOption,
+    HotDevice,
+    KvDtype,
+    Quant,
+    VramBudgetOption,
+)
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.shares import parse_gate
-from picompile.targets import find_compiled_targets
+from picompile.targets import gpu_of
 
 # Bits a weight with its scale; rows are padded, so an artifact is never smaller than this.
 _WEIGHT_BITS = {Quant.F16: 16.0, Quant.Q8: 8.5, Quant.Q4: 4.5}
@@ -33,6 +43,7 @@ def compile_command(
         str,
         typer.Option(
             metavar="NAME",
+            envvar="PICOMPILE_TARGET",
             help="The machine to compile for, or several with commas between; see [bold]picompile targets[/]. "
             "native: this one's processor and no other.",
         ),
@@ -53,7 +64,8 @@ def compile_command(
         typer.Option(metavar="FOLDER", help="Predictors that train or import-predictors made. Default: train them."),
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Train predictors on this profile. Default: make one.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Train predictors and plan with this profile. Default: make one."),
     ] = None,
     calibration: CalibrationOption = None,
     gate: GateOption = "0.1%",
@@ -95,9 +107,12 @@ def compile_command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Split feed-forward blocks as picompile plan -o has it.",
+            help="Split feed-forward blocks as picompile plan -o has it. Default: for a target with a GPU, plan.",
         ),
     ] = None,
+    vram_budget: VramBudgetOption = None,
+    host_memory: HostMemoryOption = None,
+    host_bandwidth: HostBandwidthOption = None,
     hot_device: Annotated[
         HotDevice | None,
         typer.Option(
@@ -124,14 +139,15 @@ def compile_command(
       picompile compile models/tiny-reglu -o build/tiny
       picompile compile models/tiny-reglu -o build/f16 --quant f16 --context 512
       picompile compile models/tiny-reglu -o build/learned --predictor learned --work build/work
+      picompile compile models/tiny-reglu -o build/4090 --target 4090 --vram-budget 8GiB
     """
-    find_compiled_targets(target)
+    gpu_of(target)  # for its checks alone
     require_model_folder(model)
     require_output(output, overwrite=force, marker="manifest.json")
     require_free_disk(output, int(checkpoint_weights(model) * _WEIGHT_BITS[quant] / 8))
     if plan is not None and hot is not None:
         raise UsageError("--plan and --hot both say which neurons are hot; give one of them")
-    hot_neurons = {} if hot is None else read_hot(hot)
+    hot_neurons = None if hot is None else read_hot(hot)
     bound = parse_gate(gate)
 
     from picompile.compile import CompileOptions, compile_model
@@ -146,6 +162,9 @@ def compile_command(
         kv_dtype=kv_dtype.value if kv_dtype is not None else None,
         hot=hot_neurons,
         plan=None if plan is None else read_plan(plan),
+        vram_budget=vram_budget,
+        host_memory=host_memory,
+        host_bandwidth=host_bandwidth,
         hot_device=None if hot_device is None else hot_device.value,
         passes=tuple(passes or ()),
         dump_ir=dump_ir,

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # Further vector extensions, which code may be made for one day.
 _OF_INTEREST = ("avx512", "avx_vnni", "amx", "sve", "i8mm")
 _PACKAGES = ("torch", "transformers", "apache-tvm", "apache-tvm-ffi", "tokenizers", "safetensors", "numpy")
+# The extra `cuda`; importing what uses them takes seconds.
+_NVRTC_PACKAGES = ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12", "cuda-bindings")
 
 
 class UnfitMachineError(PicompileError):
@@ -94,6 +96,7 @@ def examine(local: "LocalMachine") -> Iterator[Finding]:
     yield Finding("memory bandwidth", f"{format_bytes(local.host.bytes_per_s)}/s, reading")
     for package in _PACKAGES:
         yield _package(package)
+    yield _nvrtc()
     yield from _gpu(local)
     yield Finding("measured", _age(time() - local.measured_at_s))
 
@@ -147,13 +150,24 @@ def _package(name: str) -> Finding:
         return Finding(name, "not installed", f"{name} is not installed")
 
 
+def _nvrtc() -> Finding:
+    """What compiles for the rows of the table that have a GPU; nothing else needs it."""
+    try:
+        versions = [version(name) for name in _NVRTC_PACKAGES]
+    except PackageNotFoundError:
+        return Finding("nvrtc", "not installed; targets with a GPU need it: pip install 'picompile[cuda]'")
+    return Finding("nvrtc", f"{versions[0]}, compiles for targets with a GPU")
+
+
 def _gpu(local: "LocalMachine") -> Iterator[Finding]:
     gpu, speed = local.machine.gpu, local.speed
     if gpu is None or speed is None:
-        yield Finding("gpu", f"{_gpu_without_driver() or 'none'}; {local.no_gpu}; not used by this version")
+        yield Finding("gpu", f"{_gpu_without_driver() or 'none'}; {local.no_gpu}")
         return
     memory = f"{format_bytes(gpu.total_bytes)}, {format_bytes(speed.free_bytes)} free when measured"
-    yield Finding("gpu", f"{gpu.name}, sm_{gpu.sm}, {memory}, CUDA {gpu.driver}; not used by this version")
+    targets = ", ".join(row.name for row in TARGETS.values() if row.sm == gpu.sm)
+    code = f"; --target with code for it: {targets}" if targets else ""
+    yield Finding("gpu", f"{gpu.name}, sm_{gpu.sm}, {memory}, CUDA {gpu.driver}{code}")
     yield Finding("gpu bandwidth", f"{format_bytes(speed.copy_bytes_per_s)}/s, copying")
     down, up = format_bytes(speed.down_bytes_per_s), format_bytes(speed.up_bytes_per_s)
     yield Finding("pcie bandwidth", f"{down}/s to the GPU, {up}/s from it")

@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from picompile.cli.checks import format_bytes
+from picompile.cli.inspect_device import collect_device, device_rows, show_kernels
 from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption
 from picompile.cli.plan_show import size, tokens
 
 if TYPE_CHECKING:
     from picompile_runtime.artifact import Manifest
+    from picompile_runtime.memory import Tensor
     from picompile_runtime.program import Program
 
 
 def inspect_command(artifact: ArtifactArgument, json_output: JsonOption = False, debug: DebugOption = False) -> None:
-    """Show what an artifact holds: model, formats, sizes, memory.
+    """Show what an artifact holds: model, formats, sizes, memory, kernels of a GPU.
 
     Works on any machine, and does not hash the weights; verify does.
 
@@ -39,7 +41,7 @@ def collect(folder: Path) -> dict[str, Any]:
     from picompile_runtime.artifact import read_manifest
 
     manifest = read_manifest(folder)
-    program = _program(folder, manifest)
+    program, tensors = _program(folder)
     state_bytes = sum(tensor.size_bytes for tensor in program.state.values())
     return {
         "artifact": str(folder),
@@ -51,11 +53,12 @@ def collect(folder: Path) -> dict[str, Any]:
         "chunk": manifest.chunk,
         "sequences": manifest.sequences,
         "code": _code(manifest),
+        "hot_device": collect_device(folder, manifest, program, tensors),
         "files": {name: entry.size_bytes for name, entry in manifest.files.items()},
         "memory_bytes": {
             "weights": manifest.files["weights.safetensors"].size_bytes,
             "kv_cache": state_bytes,
-            "workspace": program.arena_bytes,
+            "workspace": program.arena_bytes + program.device_arena_bytes + program.shared_arena_bytes,
         },
         "token_bytes": _bytes_by_operator(program),
         "kernels": len({call.kernel for calls in program.functions.values() for call in calls}),
@@ -84,7 +87,8 @@ def _code(manifest: "Manifest") -> list[dict[str, Any]]:
     ]
 
 
-def _program(folder: Path, manifest: "Manifest") -> "Program":
+def _program(folder: Path) -> "tuple[Program, Mapping[str, Tensor]]":
+    """The program, and the weights that the file has."""
     from picompile_runtime import ArtifactError
     from picompile_runtime.memory import map_file
     from picompile_runtime.program import read_program
@@ -94,7 +98,7 @@ def _program(folder: Path, manifest: "Manifest") -> "Program":
     try:
         with weights.open("rb") as file:
             tensors = read_header(map_file(file.fileno()), str(weights))
-        return read_program(program.read_bytes(), tensors, str(program))
+        return read_program(program.read_bytes(), tensors, str(program)), tensors
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise ArtifactError(f"{folder}: incomplete ({error}); compile the model again") from error
 
@@ -131,6 +135,9 @@ def _show(facts: Mapping[str, Any]) -> None:
     for name, value in _rows(facts):
         table.add_row(name, value)
     Console().print(table)
+    if facts["hot_device"] is not None and facts["hot_device"]["kernels"]:
+        print()
+        show_kernels(facts["hot_device"]["kernels"])
 
 
 def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
@@ -152,6 +159,8 @@ def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "read per token", ", ".join(f"{op} {format_bytes(read)}" for op, read in facts["token_bytes"].items())
     yield "program", f"{facts['calls']['decode']} calls a token, {facts['kernels']} kernels"
     yield "runs on", "\n".join(map(_code_text, facts["code"]))
+    if facts["hot_device"] is not None:
+        yield from device_rows(facts["hot_device"])
     yield "files", f"{len(facts['files']) + 1}, {format_bytes(sum(facts['files'].values()))}"
 
 

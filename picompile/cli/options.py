@@ -40,6 +40,25 @@ GateOption = Annotated[
     str,
     typer.Option(metavar="SHARE", help="How far predictors may raise the perplexity on held-out text, or off."),
 ]
+# What is said of the machine to plan for.
+VramBudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="What may be taken of the GPU's memory: 8GiB, 80%, or auto: what is free, of a target in the table 96 %.",
+    ),
+]
+HostMemoryOption = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="The host's memory. Default: 64GiB; of this machine what is available."),
+]
+HostBandwidthOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATE",
+        help="How fast it reads: 67.2GB/s. Default: 51.2, two channels of DDR4-3200; of this machine as measured.",
+    ),
+]
 
 
 class Quant(str, Enum):

@@ -8,13 +8,22 @@ from typing import Annotated
 import typer
 
 from picompile.cli.checks import parents_of
-from picompile.cli.options import DebugOption, JsonOption, KvDtype, Quant
-from picompile.cli.plan_machine import MachineOptions, check_machine_options, find_machine
-from picompile.cli.plan_model import ModelOptions, check_model_options, find_model
+from picompile.cli.options import (
+    DebugOption,
+    HostBandwidthOption,
+    HostMemoryOption,
+    JsonOption,
+    KvDtype,
+    Quant,
+    VramBudgetOption,
+)
+from picompile.cli.plan_model import check_model_options
 from picompile.cli.plan_output import require_plan_output
 from picompile.cli.plan_show import Shown, show_plan
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
+from picompile.placement.machine_options import MachineOptions, check_machine_options, find_machine
+from picompile.placement.model_source import ModelOptions, find_model
 from picompile.shares import parse_share
 
 
@@ -81,25 +90,9 @@ def plan_command(
         KvDtype | None,
         typer.Option(help="Element type of the key/value cache. Default: f16, and f32 for FATReLU models."),
     ] = None,
-    vram_budget: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="What may be taken of the GPU's memory: 8GiB, 80%, or auto: what is free, of a target in the table "
-            "96 %.",
-        ),
-    ] = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="The host's memory. Default: 64GiB; of this machine what is available."),
-    ] = None,
-    host_bandwidth: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE",
-            help="How fast it reads: 67.2GB/s. Default: 51.2, two channels of DDR4-3200; of this machine as measured.",
-        ),
-    ] = None,
+    vram_budget: VramBudgetOption = None,
+    host_memory: HostMemoryOption = None,
+    host_bandwidth: HostBandwidthOption = None,
     margin: Annotated[str, typer.Option(metavar="SHARE", help="How much of either memory to leave free.")] = "5%",
     objective: Annotated[
         Objective,
@@ -115,8 +108,7 @@ def plan_command(
     """Plan what of a model goes where on a machine, before anything is downloaded or bought.
 
     Attention, cache, predictors and neurons are placed so that a token takes the
-    least time within both memories. Speeds are predicted, not measured; GPU code
-    is not in this version.
+    least time within both memories. Speeds are predicted, not measured.
 
     \b
     Examples:

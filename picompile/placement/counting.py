@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from picompile.compile import CHUNK, DEFAULT_CONTEXT, KV_DTYPES, QUANTIZATIONS
+from picompile.compile_options import CHUNK, DEFAULT_CONTEXT, KV_DTYPES, QUANTIZATIONS
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.placement.firing import Firing
 from picompile.placement.model_bytes import ModelBytes

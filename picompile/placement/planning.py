@@ -57,10 +57,21 @@ class PlanOptions:
 
 def make_plan(model: ModelBytes, firing: Firing, options: PlanOptions) -> Plan:
     """Plans `model`. Raises `DoesNotFitError`, with the budgets that would do, and `SolverError`."""
-    tokens = model.context // 2 if options.tokens is None else min(options.tokens, model.context)
-    task = Task(model, firing, options.capacity, tokens)
+    task = task_of(model, firing, options)
     program = latency_program(task)
     places, gap = _solve(task, program, options)
+    return plan_of_places(task, program, places, gap, options)
+
+
+def task_of(model: ModelBytes, firing: Firing, options: PlanOptions) -> Task:
+    """What is placed on how much memory."""
+    tokens = model.context // 2 if options.tokens is None else min(options.tokens, model.context)
+    return Task(model, firing, options.capacity, tokens)
+
+
+def plan_of_places(task: Task, program: Program, places: Sequence[Place], gap: float, options: PlanOptions) -> Plan:
+    """The plan that `places`, a solution of `program` with this `gap`, come to."""
+    model = task.model
     *wheres, head_where = _wheres(program, places)
     layers = tuple(
         _layer(task, number, where, place.groups)
@@ -76,14 +87,14 @@ def make_plan(model: ModelBytes, firing: Firing, options: PlanOptions) -> Plan:
         predictor=model.predictor,
         context=model.context,
         batch=model.batch,
-        tokens=tokens,
+        tokens=task.tokens,
         target=options.target,
         machine=task.machine,
         gpu_budget_bytes=options.machine.gpu_bytes,
         host_budget_bytes=options.machine.host_bytes,
         margin=options.margin,
         objective=options.objective,
-        firing=firing.source,
+        firing=task.firing.source,
         layers=layers,
         head=head,
         head_s=seconds,

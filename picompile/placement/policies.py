@@ -82,6 +82,12 @@ def layers_first(task: Task, program: Program) -> list[Place]:
     return _places(program, wheres, counts, task.model.head_bytes <= free_bytes)
 
 
+def gpu_only(task: Task, program: Program) -> list[Place]:
+    """Everything on the GPU, which the program must have."""
+    counts = [group_count(layer.neurons) for layer in task.model.layers]
+    return _places(program, [ALL_ON_GPU for _ in counts], counts, True)
+
+
 def host_only(task: Task, program: Program) -> list[Place]:
     """Everything on the host."""
     return _places(program, [ALL_ON_HOST for _ in task.model.layers], [0 for _ in task.model.layers], False)

@@ -22,7 +22,7 @@ def refusal(task: Task, programs: Callable[[Task], Program], margin: float) -> s
         f"{model.name} in {model.quant} does not fit: {max(0, machine.host_bytes) / _GIB:.2f} GiB of host memory may "
         f"be taken and {machine.gpu_bytes / _GIB:.2f} GiB of the GPU's"
     )
-    host = _least_host_bytes(programs(task)) + everywhere + model.embedding_bytes
+    host = least_host_bytes(programs(task)) + everywhere + model.embedding_bytes
     ways = [f"--host-memory {_budget(host / kept)}"]
     if machine.gpu_bytes_per_s and (gpu := _least_gpu_bytes(task, programs, everywhere, kept * _MIB)) is not None:
         ways.append(f"--vram-budget {_budget((gpu + everywhere) / kept)}")
@@ -45,7 +45,7 @@ def _least_gpu_bytes(task: Task, programs: Callable[[Task], Program], everywhere
 
     def lacking(gpu_bytes: int) -> int:
         program = programs(replace(task, machine=replace(task.machine, gpu_bytes=gpu_bytes + everywhere)))
-        return _least_host_bytes(program) - program.host_capacity_bytes
+        return least_host_bytes(program) - program.host_capacity_bytes
 
     if lacking(_ANY_BYTES) > 0:
         return None
@@ -57,7 +57,7 @@ def _least_gpu_bytes(task: Task, programs: Callable[[Task], Program], everywhere
     return high
 
 
-def _least_host_bytes(program: Program) -> int:
+def least_host_bytes(program: Program) -> int:
     """The least bytes of stages on a host of any size, with the GPU as it is."""
     stages = []
     for stage in program.stages:

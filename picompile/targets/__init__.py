@@ -49,11 +49,11 @@ def find_compiled_targets(names: str) -> tuple[Target, ...]:
 
 
 def gpu_of(names: str) -> Target | None:
-    """The row among those that `names` lists that has a GPU, if any. Raises `TargetError` for GPUs of several kinds."""
-    rows = {target.sm: target for target in find_compiled_targets(names) if target.sm is not None}
+    """The row among those that `names` lists that has a GPU, if any. Raises `TargetError` for several."""
+    rows = [target for target in find_compiled_targets(names) if target.sm is not None]
     if len(rows) > 1:
-        raise TargetError(f"{names}: an artifact has code for one kind of GPU; compile it for each of them")
-    return next(iter(rows.values()), None)
+        raise TargetError(f"{names}: an artifact is for one GPU; compile the model for each of them")
+    return rows[0] if rows else None
 
 
 def _find_compiled(name: str) -> Target:
@@ -91,4 +91,4 @@ def find_native_target() -> Target | None:
 
 def _single_rows() -> list[Target]:
     """One row for each instruction set; of those of one machine, the best comes last."""
-    return [row for row in TARGETS.values() if len(row.isas) == 1]
+    return [row for row in TARGETS.values() if len(row.isas) == 1 and row.sm is None]

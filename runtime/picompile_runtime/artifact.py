@@ -99,10 +99,10 @@ class Artifact:
         """Map the code of `variant`, or else of what `choose` takes; ArtifactError if it lacks a kernel."""
         return self._load((variant or self.variant).file, "host")
 
-    def load_device_code(self) -> HostLibrary:
+    def load_device_code(self, variant: Variant | None = None) -> HostLibrary:
         """The same for a hot device that is a partition of the CPU."""
         device = self.manifest.hot_device
-        return self._load(choose(() if device is None else device.variants).file, "device")
+        return self._load((variant or choose(() if device is None else device.variants)).file, "device")
 
     def _load(self, file: str, device: str) -> HostLibrary:
         library = HostLibrary(f"/proc/self/fd/{self.code_descriptors[file]}", name=str(self.folder / file))
@@ -152,9 +152,24 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Ma
         for variant in manifest.code:
             if variant.runs_here:
                 artifact.load_code(variant)
+        _verify_device(artifact)
     finally:
         artifact.close()
     return manifest
+
+
+def _verify_device(artifact: Artifact) -> None:
+    """ArtifactError if the code of the hot device lacks a kernel."""
+    device = artifact.manifest.hot_device
+    if device is None:
+        return
+    if device.kind == "cuda":
+        from picompile_runtime.cuda.open import check_images
+
+        check_images(artifact)
+    for variant in device.variants:
+        if variant.runs_here:
+            artifact.load_device_code(variant)
 
 
 def read_manifest(folder: Path) -> Manifest:

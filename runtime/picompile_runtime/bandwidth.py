@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.memory import aligned_zeros, anonymous_map
-from picompile_runtime.native import HostLibrary
+from picompile_runtime.native import HostLibrary, seconds_of
 
 _BUFFER_BYTES = 2**29  # sixteen times a large last-level cache
 _SLICE_BYTES = 2**26
@@ -37,9 +37,9 @@ class MemoryReader:
 
     def read(self) -> NDArray[np.float64]:
         """Bytes per second of each slice, in one pass over them all."""
-        seconds = np.zeros(len(self._calls))
-        self._library.run(self._calls, self._threads, seconds)
-        speeds: NDArray[np.float64] = self._bytes / seconds
+        stamps = np.zeros((len(self._calls), 2), np.int64)
+        self._library.run(self._calls, self._threads, stamps)
+        speeds: NDArray[np.float64] = self._bytes / seconds_of(stamps)
         return speeds
 
 

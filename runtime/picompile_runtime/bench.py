@@ -7,17 +7,22 @@ machine, or on the host of a virtual one, takes its part of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from picompile_runtime.artifact import Artifact
 from picompile_runtime.engine import Engine
 from picompile_runtime.errors import RequestError
-from picompile_runtime.firing import mean_shares
+from picompile_runtime.firing import Firing, mean_shares
 from picompile_runtime.floor import KINDS, KernelTime, kind, step_bytes
+from picompile_runtime.overlap import hybrid_figures
+from picompile_runtime.program import DEVICES
 from picompile_runtime.rounds import Lengths, Round, Rounds
+from picompile_runtime.trace import Step
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,14 @@ def measure(
     progress: Callable[[int, int], None] | None = None,
     depth: int | None = None,
     batch: int = 1,
+    trace: Callable[[Sequence[Step]], object] | None = None,
 ) -> dict[str, Any]:
     """Prefill and decode `repeats` times after one round that does not count; the result is that of `bench --json`.
 
     `ids` is the text to read (repeated or cut to length); random tokens of the vocabulary, always the same, without it.
     Which neurons fire depends on the text, and so does the speed of decoding. Every round decodes the same tokens.
-    `depth` and `batch`: see `Lengths`. Raises RequestError for what does not fit.
+    `depth` and `batch`: see `Lengths`. `trace` is called with a few steps that come after the last round, call by call:
+    see `Rounds.trace`. Raises RequestError for what does not fit.
     """
     lengths = Lengths(prompt_tokens, decode_tokens, depth, batch)
     if repeats < 1:
@@ -60,50 +67,99 @@ def measure(
         rounds.append(runner.run())
         if progress:
             progress(number + 1, repeats + 1)
-    return _result(engine, lengths, rounds[1:])
+    firing = engine.firing(lengths.function)
+    steps = runner.trace() if trace or engine.artifact.program.has_device else []
+    if trace:
+        trace(steps)
+    of_decoding = [step for step in steps if step.function == lengths.function]
+    return _result(_Measured(engine.artifact, lengths, rounds[1:], firing, of_decoding), engine.threads)
 
 
-def _result(engine: Engine, lengths: Lengths, rounds: Sequence[Round]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Measured:
+    """What the figures are made of. `steps` are those of decoding that were traced."""
+
+    artifact: Artifact
+    lengths: Lengths
+    rounds: Sequence[Round]
+    firing: Sequence[Firing]
+    steps: Sequence[Step]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens a round decodes."""
+        return self.lengths.batch * self.lengths.decode
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the hot device is a GPU: then rounds do not tell the times of its calls, and its memory is not the
+        one whose bandwidth is measured.
+        """
+        code = self.artifact.manifest.hot_device
+        return self.artifact.program.has_device and code is not None and code.kind == "cuda"
+
+    @property
+    def bandwidths(self) -> list[float]:
+        """What the host's memory gave in each round, in bytes per second."""
+        return [float(np.median(each.bytes_per_s)) for each in self.rounds]
+
+    def seconds(self, device: str, chosen: NDArray[np.bool_]) -> float:
+        """What the `chosen` calls of a step, all of them on `device`, take for a token."""
+        if device == "device" and self.on_gpu:
+            spans = [np.array([span.end_ns - span.begin_ns for span in step.spans]) for step in self.steps]
+            return float(np.median([1e-9 * each[chosen].sum() / self.lengths.batch for each in spans]))
+        return float(np.median([each.call_s[chosen].sum() / self.tokens for each in self.rounds]))
+
+
+def _result(measured: _Measured, threads: int) -> dict[str, Any]:
     """The medians of the rounds."""
-    bandwidths = [float(np.median(each.bytes_per_s)) for each in rounds]
+    lengths, rounds = measured.lengths, measured.rounds
+    program = measured.artifact.program
     return {
         "prefill": asdict(Speed.of(lengths.prompt, [each.prefill_s for each in rounds])),
-        "decode": _decode(engine, lengths, rounds, bandwidths),
-        "bandwidth_bytes_per_s": float(np.median(bandwidths)),
+        "decode": _decode(measured),
+        "hybrid": hybrid_figures(program, measured.steps, lengths.batch) if program.has_device else None,
+        "bandwidth_bytes_per_s": float(np.median(measured.bandwidths)),
         "bandwidth_best_bytes_per_s": float(max(each.bytes_per_s.max() for each in rounds)),
-        "threads": engine.threads,
+        "threads": threads,
     }
 
 
-def _decode(
-    engine: Engine, lengths: Lengths, rounds: Sequence[Round], bandwidths: Sequence[float]
-) -> dict[str, Any]:  # fmt: skip
-    counted = engine.firing(lengths.function)
+def _decode(measured: _Measured) -> dict[str, Any]:
+    lengths, rounds, bandwidths = measured.lengths, measured.rounds, measured.bandwidths
     # Kernels that compute every neuron of a batch do not count them.
-    is_counted = lengths.batch == 1 or any(row.computed_share for row in counted)
-    firing = counted if is_counted else [replace(row, computed_share=1.0) for row in counted]
+    is_counted = lengths.batch == 1 or any(row.computed_share for row in measured.firing)
+    firing = measured.firing if is_counted else [replace(row, computed_share=1.0) for row in measured.firing]
     computed_share, firing_share = mean_shares(firing)
     # What several sequences read of a block is at most what each of them reads, and no more than all of it.
     read = [replace(row, computed_share=min(1.0, row.computed_share * lengths.batch)) for row in firing]
     cached = lengths.decode_depth + (lengths.decode + 1) / 2
-    of_calls = np.array(step_bytes(engine.artifact, lengths.function, read, cached, lengths.batch)) / lengths.batch
-    token_bytes, tokens = float(of_calls.sum()), lengths.batch * lengths.decode
-    pairs = zip(rounds, bandwidths, strict=True)
-    kinds = np.array([kind(call) for call in engine.artifact.program.functions[lengths.function]])
-    kernels = []
-    for name in (name for name in KINDS if name in kinds):
-        of_kind = kinds == name
-        seconds = float(np.median([each.call_s[of_kind].sum() / tokens for each in rounds]))
-        moved = float(of_calls[of_kind].sum())
-        kernels.append(KernelTime(name, int(of_kind.sum()), moved, seconds, moved / float(np.median(bandwidths))))
+    of_calls = np.array(step_bytes(measured.artifact, lengths.function, read, cached, lengths.batch)) / lengths.batch
+    token_bytes, pairs = float(of_calls.sum()), zip(rounds, bandwidths, strict=True)
+    shares = [token_bytes / speed * measured.tokens / each.decode_s for each, speed in pairs]
     return {
-        **asdict(Speed.of(tokens, [each.decode_s for each in rounds])),
+        **asdict(Speed.of(measured.tokens, [each.decode_s for each in rounds])),
         "depth": lengths.decode_depth,
         "batch": lengths.batch,
         "bytes_per_token": round(token_bytes),
-        "floor_tokens_per_s": float(np.median(bandwidths)) / token_bytes,
-        "bandwidth_share": float(np.median([token_bytes / speed * tokens / each.decode_s for each, speed in pairs])),
+        "floor_tokens_per_s": None if measured.on_gpu else float(np.median(bandwidths)) / token_bytes,
+        "bandwidth_share": None if measured.on_gpu else float(np.median(shares)),
         "firing_share": firing_share if is_counted else None,
         "computed_share": computed_share,
-        "kernels": [kernel.to_json() for kernel in kernels],
+        "kernels": [kernel.to_json() for kernel in _kernels(measured, of_calls)],
     }
+
+
+def _kernels(measured: _Measured, of_calls: NDArray[np.float64]) -> Iterator[KernelTime]:
+    """A row for each kind of kernel on each device; `of_calls` are the bytes of each call for a token."""
+    calls = measured.artifact.program.functions[measured.lengths.function]
+    kinds, devices = np.array([kind(call) for call in calls]), np.array([call.device for call in calls])
+    for device in DEVICES:
+        for name in KINDS:
+            chosen = (kinds == name) & (devices == device)
+            if not chosen.any():
+                continue
+            moved, seconds = float(of_calls[chosen].sum()), measured.seconds(device, chosen)
+            is_known = device == "host" or not measured.on_gpu
+            floor_s = moved / float(np.median(measured.bandwidths)) if is_known else None
+            yield KernelTime(name, device, int(chosen.sum()), moved, seconds, floor_s)

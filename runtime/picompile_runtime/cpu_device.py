@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.device import View
 from picompile_runtime.memory import anonymous_map, array_at
-from picompile_runtime.native import CallList, HostLibrary, TensorTable
+from picompile_runtime.native import CallList, HostLibrary, Stamps, TensorTable
 
 
 class CpuDevice:
     """A `HotDevice` that runs the kernels of `library` on `threads` threads."""
+
+    slow_stamps = False
 
     def __init__(self, library: HostLibrary, threads: int) -> None:
         self._library, self._threads = library, threads
@@ -35,6 +37,10 @@ class CpuDevice:
         """Zeroed memory, and the same as an array."""
         memory = anonymous_map(size_bytes, purpose)
         return memory, np.frombuffer(memory, np.uint8)
+
+    def adopt(self, memory: mmap.mmap) -> mmap.mmap:
+        """Memory of the host: this device sees all of it."""
+        return memory
 
     def write(self, memory: mmap.mmap, offset: int, data: NDArray[np.uint8]) -> None:
         """Copies `data` to `memory`."""
@@ -57,15 +63,20 @@ class CpuDevice:
         arrays = [(name, [array_at(view.memory, view.tensor) for view in views]) for name, views in calls]
         return self._library.bind(arrays, self._tensors)
 
-    def start(self, calls: CallList, seconds: NDArray[np.float64] | None = None) -> None:
+    def start(self, calls: CallList, stamps: Stamps | None = None) -> None:
         """Runs `calls` on the device's own thread."""
-        self._running = self._queue.submit(self._library.run, calls, self._threads, seconds)
+        self._running = self._queue.submit(self._library.run, calls, self._threads, stamps)
 
     def wait(self) -> None:
         """Returns when they have run. Raises what they raised."""
         running, self._running = self._running, None
-        if running is not None:
+        if running is None:
+            return
+        try:
             running.result()
+        except KeyboardInterrupt:
+            wait([running])  # the next step must find nobody at work
+            raise
 
     def close(self) -> None:
         """Ends the device's thread."""

@@ -7,14 +7,15 @@ order, while the host does something else. The two meet at flags in shared memor
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.memory import Tensor
+from picompile_runtime.native import Stamps
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,21 @@ class View:
 
 
 class HotDevice(Protocol):
-    """One device. Methods are called by one thread at a time; errors are KernelError unless they say otherwise."""
+    """One device. Methods are called by one thread at a time; errors are KernelError unless they say otherwise.
+
+    `slow_stamps`: calls that are stamped run in another way, which takes longer.
+    """
+
+    slow_stamps: bool
 
     def allocate(self, size_bytes: int, purpose: str) -> Any:
         """Zeroed memory of the device, aligned to 256 bytes. Raises DoesNotFitError, which names `purpose`."""
 
     def share(self, size_bytes: int, purpose: str) -> tuple[Any, NDArray[Any]]:
         """Zeroed memory that device and host both see: for `View`, and as an array uint8 [size_bytes] of the host."""
+
+    def adopt(self, memory: mmap.mmap) -> Any:
+        """Memory of the host that the device shall see as well, as `View` takes it. Raises DoesNotFitError."""
 
     def write(self, memory: Any, offset: int, data: NDArray[Any]) -> None:
         """Copies an array uint8 [n] to the device's memory, and returns when `data` may change again."""
@@ -46,10 +55,11 @@ class HotDevice(Protocol):
     def bind(self, calls: Sequence[tuple[str, Sequence[View]]]) -> Any:
         """A list of calls, each a kernel's name and its arguments, made ready to run. Raises ArtifactError."""
 
-    def start(self, calls: Any, seconds: NDArray[np.float64] | None = None) -> None:
+    def start(self, calls: Any, stamps: Stamps | None = None) -> None:
         """Begins to run what `bind` returned, and returns without waiting for it.
 
-        Adds the time of call i to seconds[i], where a device knows it, by the time that `wait` returns.
+        By the time that `wait` returns without an error, `stamps`, int64 [calls, 2], has when each call began and
+        ended, in ns of the clock of `time.monotonic_ns`.
         """
 
     def wait(self) -> None:

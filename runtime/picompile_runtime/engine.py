@@ -17,6 +17,7 @@ from picompile_runtime.executor import Executor, Logits
 from picompile_runtime.firing import Firing, firing_of
 from picompile_runtime.machine import check_threads, default_threads
 from picompile_runtime.program import BATCH, Call
+from picompile_runtime.timing import Span
 
 
 def load(path: str | os.PathLike[str], threads: int | None = None) -> Engine:
@@ -185,10 +186,13 @@ class Engine:
                 self._executor.forget_counts(name)
             self._counted = dict.fromkeys(self._counted, 0)
 
-    def start_timing(self) -> None:
-        """Measure every kernel call from now on; this costs about 50 ns a call."""
+    def start_timing(self, slowly: bool = False) -> None:
+        """Measure every kernel call from now on; this costs about 50 ns a call.
+
+        Calls on a GPU are measured only if it may run `slowly`: one by one, and not as a graph.
+        """
         with self._lock:
-            self._executor.start_timing()
+            self._executor.start_timing(slowly)
 
     def stop_timing(self) -> None:
         """Measure no more."""
@@ -198,10 +202,18 @@ class Engine:
     def timing(self, function: str) -> list[tuple[Call, float]]:
         """The calls of a function of the program, each with its seconds since `start_timing`.
 
-        Functions are `decode`, `prefill`, `prefill_last`, `score` and, where there are several slots, `batch`.
+        Functions are `decode`, `prefill`, `prefill_last`, `score` and, where there are several slots, `batch`. Where
+        a device is not measured, calls take 0.
         """
         with self._lock:
             return self._executor.timing(function)
+
+    def spans(self, function: str) -> list[Span]:
+        """When each call of the last step of a function ran, since `start_timing`; those that are not measured are left
+        out.
+        """
+        with self._lock:
+            return self._executor.spans(function)
 
     def close(self) -> None:
         """Give the memory back. Nothing can be run afterwards; arrays that were returned stay valid."""

@@ -18,9 +18,10 @@ from picompile_runtime.errors import KernelError, RequestError
 from picompile_runtime.memory import Tensor, array_at, check_total
 from picompile_runtime.native import CallList, TensorTable
 from picompile_runtime.open_device import open_device, split_threads
-from picompile_runtime.places import DevicePlaces, HostPlaces, device_places, host_places, host_weights
+from picompile_runtime.places import DevicePlaces, HostPlaces, device_places, host_places, weights_of
 from picompile_runtime.program import BATCH, Call, Program
-from picompile_runtime.resident import load_weights
+from picompile_runtime.resident import load_tensors, load_weights
+from picompile_runtime.timing import CallTimes, Span
 
 Ids = NDArray[np.int32]
 Logits = NDArray[np.float32]
@@ -46,18 +47,18 @@ class Executor:
         except BaseException:
             self.close()
             raise
-        self._seconds: dict[str, dict[str, NDArray[np.float64]]] = {}
+        self._times: CallTimes | None = None
         self._step, self._tokens = self.buffers["step"], self.buffers["tokens"]
         self._positions, self._slots = self.buffers["positions"], self.buffers["slots"]
 
     def _load(self, artifact: Artifact, threads: int) -> None:
-        program, sha256 = self._program, artifact.manifest.files[WEIGHTS].sha256
-        other_bytes = program.arena_bytes + _cache_bytes(program)
-        wanted = [artifact.tensors[name] for name in host_weights(program)] if program.has_device else None
-        self._weights: Any = load_weights(artifact.weights, sha256, threads, other_bytes, wanted)
-        host, self._device_places = host_places(program, self._weights, artifact.tensors), DevicePlaces({})
+        program = self._program
+        weights = self._load_weights(artifact, threads)
+        host, self._device_places = host_places(program, weights), DevicePlaces({})
         if self._device is not None:
-            self._device_places, shared = device_places(program, self._device, artifact.weights, artifact.tensors)
+            self._device_places, shared = device_places(
+                program, self._device, artifact.weights, artifact.tensors, weights
+            )
             of_host = {key: (shared, tensor.offset) for key, tensor in _shared_buffers(program).items()}
             host = HostPlaces({**host.places, **of_host})
         self.buffers = _arrays(host, "buffer", program.buffers)
@@ -70,6 +71,18 @@ class Executor:
             for name in program.functions
         }
         self._device_calls = {name: self._bind_device(name) for name in program.functions}
+
+    def _load_weights(self, artifact: Artifact, threads: int) -> dict[str, tuple[Any, int]]:
+        """The weights that the host has: all, or where there is a hot device those that are not its own."""
+        other_bytes = self._program.arena_bytes + _cache_bytes(self._program)
+        tensors = artifact.tensors
+        if not self._program.has_device:
+            sha256 = artifact.manifest.files[WEIGHTS].sha256
+            self._weights: Any = load_weights(artifact.weights, sha256, threads, other_bytes)
+            return {name: (self._weights.memory, self._weights.start + each.offset) for name, each in tensors.items()}
+        wanted = {name: tensors[name] for name in weights_of(self._program, "host")}
+        self._weights, places = load_tensors(artifact.weights, wanted, threads, other_bytes)
+        return {name: (self._weights, place) for name, place in places.items()}
 
     def _bind_device(self, function: str) -> Any:
         if self._device is None:
@@ -134,23 +147,27 @@ class Executor:
                 memory, _ = self._device_places.places["state", name]
                 self._device.copy(memory, _slot_moves(tensor, source, target, count))
 
-    def start_timing(self) -> None:
-        """Measure every call from now on."""
-        self._seconds = {
-            name: {device: np.zeros(len(self._program.calls(name, device))) for device in ("host", "device")}
-            for name in self._program.functions
-        }
+    def start_timing(self, slowly: bool = False) -> None:
+        """Measure every call from now on; on a device that is slower with stamps only if it may run `slowly`."""
+        timed = self._device is not None and (slowly or not self._device.slow_stamps)
+        self._times = CallTimes(self._program, ("host", "device") if timed else ("host",))
 
     def stop_timing(self) -> None:
         """Forget the times, and measure no more."""
-        self._seconds = {}
+        self._times = None
 
     def timing(self, function: str) -> list[tuple[Call, float]]:
-        """The calls of a function, each with its seconds since `start_timing`: 0 where a device does not tell."""
-        if function not in self._seconds:
+        """The calls of a function, each with its seconds since `start_timing`: 0 where its device is not timed."""
+        return self._timed(function).seconds(function)
+
+    def spans(self, function: str) -> list[Span]:
+        """When the calls of the last step of a function ran."""
+        return self._timed(function).spans(function)
+
+    def _timed(self, function: str) -> CallTimes:
+        if self._times is None:
             raise RequestError(f"no times were measured for {function!r}; call start_timing() first")
-        seconds = {device: iter(values.tolist()) for device, values in self._seconds[function].items()}
-        return [(call, next(seconds[call.device])) for call in self._program.functions[function]]
+        return self._times
 
     def close(self) -> None:
         """Give the memory back."""
@@ -161,21 +178,30 @@ class Executor:
             self._device = None
 
     def _call(self, function: str) -> None:
-        seconds = self._seconds.get(function, {})
+        self._step_of(function)
+        if self._times is not None:
+            self._times.add(function)
+
+    def _step_of(self, function: str) -> None:
+        times = self._times
+        stamps = None if times is None else times.stamps(function, "host")
         if self._device is None:
-            self.library.run(self._host_calls[function], self._threads, seconds.get("host"))
+            self.library.run(self._host_calls[function], self._threads, stamps)
             return
         self._step[3] = self._step[3] % _MOST_STEPS + 1
-        self._device.start(self._device_calls[function], seconds.get("device"))
-        try:
-            self.library.run(self._host_calls[function], self._threads, seconds.get("host"))
-        except BaseException:
-            self._abandoned[0] = 1
-            self._device.wait()
-            raise
-        self._device.wait()
+        self._abandoned[0] = 0
+        of_device = None if times is None else times.stamps(function, "device")
+        # Of two engines with the same code, one would run on the host and one on the device, and each wait for ever.
+        with self.library.turn():
+            self._device.start(self._device_calls[function], of_device)
+            try:
+                self.library.run(self._host_calls[function], self._threads, stamps)
+            except BaseException:
+                self._abandoned[0] = 1
+                raise
+            finally:
+                self._device.wait()
         if self._abandoned[0]:
-            self._abandoned[0] = 0
             raise KernelError(f"{function}: one device waited in vain for the other, and gave up")
 
     @property

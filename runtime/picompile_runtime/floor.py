@@ -8,7 +8,7 @@ from typing import Any
 
 from picompile_runtime.artifact import Artifact
 from picompile_runtime.firing import Firing
-from picompile_runtime.program import STATS_ROW_BYTES, Call
+from picompile_runtime.program import STATS_ROW_BYTES, WAITS, Call
 
 # What operators are to who reads a table of times; all others are small.
 _KINDS = {
@@ -17,20 +17,28 @@ _KINDS = {
     "predict": "predictor",
     "ffn": "feed-forward",
     "head": "head",
+    # Where there is a hot device: what brings values from one side to the other, and what waits for them. What is
+    # received is copied as well, by the same kernel.
+    **dict.fromkeys(("inputs", "send", "signal"), "exchange"),
+    **dict.fromkeys(WAITS, "waits"),
 }
+_STATISTICS = tuple(f"stats{function}{device}" for function in ("", ".batch") for device in ("", ".device"))
 REST = "norms and rest"
-KINDS = (*_KINDS.values(), REST)
+KINDS = (*dict.fromkeys(_KINDS.values()), REST)
 
 
 @dataclass(frozen=True)
 class KernelTime:
-    """What the kernels of one kind do for a token. `floor_s` is what `bytes` take at the memory's bandwidth."""
+    """What the kernels of one kind on one device do for a token. `floor_s` is what `bytes` take at the bandwidth of
+    its memory, None where that is not known.
+    """
 
     kind: str
+    device: str
     calls: int
     bytes: float
     seconds: float
-    floor_s: float
+    floor_s: float | None
 
     @property
     def bytes_per_s(self) -> float:
@@ -38,14 +46,17 @@ class KernelTime:
         return self.bytes / self.seconds if self.seconds else 0.0
 
     @property
-    def floor_share(self) -> float:
+    def floor_share(self) -> float | None:
         """How near they are to the floor: 1 is there."""
+        if self.floor_s is None:
+            return None
         return self.floor_s / self.seconds if self.seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """The form in `bench --json`."""
         return {
             "kind": self.kind,
+            "device": self.device,
             "calls": self.calls,
             "bytes_per_token": round(self.bytes),
             "s_per_token": self.seconds,
@@ -58,6 +69,12 @@ class KernelTime:
 def kind(call: Call) -> str:
     """Which of KINDS a call is."""
     return _KINDS.get(call.op, REST)
+
+
+def statistics_rows(call: Call) -> list[int]:
+    """Where a feed-forward call counts its neurons: the row of the statistics, of the host's or of the hot device's."""
+    statistics = (arg for arg in call.args if arg.kind == "buffer" and arg.name in _STATISTICS)
+    return [arg.view.offset // STATS_ROW_BYTES for arg in statistics]
 
 
 def step_bytes(
@@ -80,11 +97,11 @@ def bytes_per_token(artifact: Artifact, firing: Sequence[Firing], cached: float)
 
 def _idle_bytes(artifact: Artifact, call: Call, shares: dict[int, float]) -> float:
     """What a feed-forward call leaves unread: of its last matrix argument, the rows that it does not need."""
-    statistics = [arg.view.offset for arg in call.args if arg.kind == "buffer" and arg.name in ("stats", "stats.batch")]
+    rows = statistics_rows(call)
     matrices = [arg.name for arg in call.args if arg.kind == "weight" and len(arg.view.shape) == 2]
-    if not statistics or not matrices:
+    if not rows or not matrices:
         return 0.0
-    return artifact.tensors[matrices[-1]].size_bytes * (1 - shares.get(statistics[0] // STATS_ROW_BYTES, 1.0))
+    return artifact.tensors[matrices[-1]].size_bytes * (1 - shares.get(rows[0], 1.0))
 
 
 def _cache_bytes(artifact: Artifact, call: Call, cached: float) -> float:

@@ -14,6 +14,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from numpy.typing import NDArray
 from picompile_runtime.errors import ArtifactError, KernelError
 
 Array = NDArray[Any]
+# When each of some calls began and ended, int64 [calls, 2], in ns of CLOCK_MONOTONIC.
+Stamps = NDArray[np.int64]
 
 _ANY_DLTENSOR = 7  # kTVMFFIDLTensorPtr
 _DL_CPU = 1  # kDLCPU
@@ -86,6 +89,11 @@ class TensorTable:
         return self._known[key]
 
 
+def seconds_of(stamps: Stamps) -> NDArray[np.float64]:
+    """How long each call took, float64 [calls]."""
+    return (stamps[:, 1] - stamps[:, 0]) * np.float64(1e-9)
+
+
 def compact_strides(shape: Sequence[int]) -> list[int]:
     """Strides in elements of a row-major tensor of this shape."""
     strides = [1] * len(shape)
@@ -114,11 +122,11 @@ class CallList:
 # before for the library it loaded then, even when another file has taken that path since. So each is opened through a
 # descriptor that stays open with it: `/proc/self/fd/N` then never names two libraries, and no other file can get its
 # inode number.
-_loaded: dict[tuple[int, int], tuple[ctypes.CDLL, threading.Lock]] = {}
+_loaded: dict[tuple[int, int], tuple[ctypes.CDLL, threading.RLock]] = {}
 _loading = threading.Lock()
 
 
-def _load(path: Path) -> tuple[ctypes.CDLL, threading.Lock]:
+def _load(path: Path) -> tuple[ctypes.CDLL, threading.RLock]:
     with _loading:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         status = os.fstat(descriptor)
@@ -131,7 +139,7 @@ def _load(path: Path) -> tuple[ctypes.CDLL, threading.Lock]:
         except OSError:
             os.close(descriptor)
             raise
-        _loaded[key] = (library, threading.Lock())
+        _loaded[key] = (library, threading.RLock())
         return _loaded[key]
 
 
@@ -170,12 +178,21 @@ class HostLibrary:
         """
         return CallList([(name, self.kernel(name), arrays) for name, arrays in calls], tensors or TensorTable())
 
-    def run(self, calls: CallList, threads: int, seconds: NDArray[np.float64] | None = None) -> None:
-        """Run all calls in order on `threads` threads; adds the time of call i to seconds[i] where that is given."""
-        if seconds is not None and (seconds.dtype != np.float64 or seconds.shape != (len(calls),)):
-            raise ValueError(f"seconds must be float64 [{len(calls)}], not {seconds.dtype} {list(seconds.shape)}")
+    def turn(self) -> AbstractContextManager[bool]:
+        """A context in which nobody else runs a list, nor has such a context: both sides of a step are of one engine."""
+        return self._lock
+
+    def run(self, calls: CallList, threads: int, stamps: Stamps | None = None) -> None:
+        """Run all calls in order on `threads` threads.
+
+        `stamps`, int64 [calls, 2], gets when each begins and ends, in ns of the clock of `time.monotonic_ns`.
+        """
+        if stamps is not None and (stamps.dtype != np.int64 or stamps.shape != (len(calls), 2)):
+            raise ValueError(f"stamps must be int64 [{len(calls)}, 2], not {stamps.dtype} {list(stamps.shape)}")
+        if stamps is not None and not stamps.flags.c_contiguous:
+            raise ValueError("stamps must be C-contiguous")
         with self._lock:
-            failed = self._run(calls.calls, len(calls), threads, None if seconds is None else seconds.ctypes.data)
+            failed = self._run(calls.calls, len(calls), threads, None if stamps is None else stamps.ctypes.data)
             if failed != -1:
                 where = f"call {failed}, kernel {calls.names[failed]}" if failed >= 0 else "thread pool"
                 reason = " ".join((self._last_error() or b"").decode(errors="replace").split())

@@ -23,6 +23,6 @@ def open_device(artifact: Artifact, threads: int) -> HotDevice:
 def split_threads(artifact: Artifact, threads: int) -> tuple[int, int]:
     """How many threads host and device take. A device that is a GPU takes none of the CPU's."""
     code = artifact.manifest.hot_device
-    if code is None or code.kind != "cpu":
+    if code is None or code.kind != "cpu" or not artifact.program.has_device:
         return threads, 0
     return max(1, threads // 2), max(1, threads - threads // 2)

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from picompile_runtime.device import HotDevice, View
 from picompile_runtime.memory import ALIGNMENT, Tensor, anonymous_map, array_at
 from picompile_runtime.program import Argument, Program
-from picompile_runtime.resident import Weights
 
 # What an upload takes at a time: so much of a mapped file is in memory, and given back after.
 _PART_BYTES = 2**25
@@ -43,12 +42,10 @@ class DevicePlaces:
         return View(memory, replace(argument.view, offset=offset + argument.view.offset))
 
 
-def host_places(program: Program, weights: Weights, tensors: Mapping[str, Tensor]) -> HostPlaces:
-    """Zeroed arena and caches, and the weights. Raises DoesNotFitError."""
+def host_places(program: Program, weights: Mapping[str, tuple[Any, int]]) -> HostPlaces:
+    """Zeroed arena and caches, and the `weights` by name. Raises DoesNotFitError."""
     arena = anonymous_map(program.arena_bytes, "the model's workspace")
-    places: dict[tuple[str, str], tuple[Any, int]] = {
-        ("weight", name): (weights.memory, weights.start + tensor.offset) for name, tensor in tensors.items()
-    }
+    places = {("weight", name): place for name, place in weights.items()}
     for name, tensor in program.buffers.items():
         if program.memories["buffer", name] == "host":
             places["buffer", name] = (arena, tensor.offset)
@@ -59,12 +56,16 @@ def host_places(program: Program, weights: Weights, tensors: Mapping[str, Tensor
 
 
 def device_places(
-    program: Program, device: HotDevice, weights: mmap.mmap, tensors: Mapping[str, Tensor]
+    program: Program,
+    device: HotDevice,
+    mapped: mmap.mmap,
+    tensors: Mapping[str, Tensor],
+    of_host: Mapping[str, tuple[Any, int]],
 ) -> tuple[DevicePlaces, NDArray[np.uint8]]:
-    """Memory of the device for all that its calls use, its weights copied from the mapped file; and the memory that it
-    shares with the host. Raises DoesNotFitError.
+    """Memory of the device for all that its calls use, its weights copied from the `mapped` file but for those that it
+    reads where the host has them; and the memory that it shares with the host. Raises DoesNotFitError.
     """
-    shared, of_host = device.share(program.shared_arena_bytes, "what host and device exchange")
+    shared, array = device.share(program.shared_arena_bytes, "what host and device exchange")
     arenas = {"shared": shared, "device": device.allocate(program.device_arena_bytes, "the model's workspace")}
     places: dict[tuple[str, str], tuple[Any, int]] = {}
     for name, tensor in program.buffers.items():
@@ -73,23 +74,19 @@ def device_places(
     for name, tensor in program.state.items():
         if program.memories["state", name] == "device":
             places["state", name] = (device.allocate(tensor.size_bytes, f"the cache {name}"), 0)
-    places |= _upload(device, weights, {name: tensors[name] for name in device_weights(program)})
-    return DevicePlaces(places), of_host
+    used = weights_of(program, "device")
+    places |= _upload(device, mapped, {name: tensors[name] for name in used if name not in program.streamed})
+    if streamed := [name for name in used if name in program.streamed]:
+        adopted = device.adopt(of_host[streamed[0]][0])
+        places |= {("weight", name): (adopted, of_host[name][1]) for name in streamed}
+    return DevicePlaces(places), array
 
 
-def device_weights(program: Program) -> list[str]:
-    """The names of the weights that calls on the device use, in order of use."""
-    return _weights(program, "device")
-
-
-def host_weights(program: Program) -> list[str]:
-    """The names of the weights that calls on the host use, in order of use."""
-    return _weights(program, "host")
-
-
-def _weights(program: Program, device: str) -> list[str]:
+def weights_of(program: Program, device: str) -> list[str]:
+    """The names of the weights that calls on a device use, in order of use; on the host also of those it keeps."""
     calls = (call for function in program.functions for call in program.calls(function, device))
-    return list(dict.fromkeys(arg.name for call in calls for arg in call.args if arg.kind == "weight"))
+    used = [arg.name for call in calls for arg in call.args if arg.kind == "weight"]
+    return list(dict.fromkeys([*used, *(sorted(program.streamed) if device == "host" else ())]))
 
 
 def _upload(

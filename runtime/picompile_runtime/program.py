@@ -20,6 +20,7 @@ BATCH = "batch"  # a program for several sequences has this function, too
 MOST_SEQUENCES = 256
 STATS_ROW_BYTES = 16  # int64 [computed, fired]
 DEVICES = ("host", "device")
+WAITS = ("wait", "receive")  # operators that wait for the other device
 MEMORIES = ("host", "device", "shared")
 _DTYPES = ("int8", "uint8", "int32", "int64", "float16", "float32")
 
@@ -67,6 +68,7 @@ class Program:
 
     `buffers` lie at their offsets in the arena of their memory; `state` has the caches, with a slot for each of
     `sequences`; `memories` says of each buffer and cache where it lies, host, device or shared (by kind and name);
+    `streamed` weights stay with the host where the device uses them;
     `functions` has the calls of each of FUNCTIONS, and of BATCH where there are several sequences; `logits` names the
     buffer of each function that gives logits.
     """
@@ -85,6 +87,7 @@ class Program:
     logits: Mapping[str, str]
     ffn: tuple[FeedForward, ...]
     memories: Mapping[tuple[str, str], str]
+    streamed: frozenset[str]
 
     @property
     def has_device(self) -> bool:
@@ -126,7 +129,10 @@ def read_program(text: bytes, weights: Mapping[str, Tensor], where: str) -> Prog
         logits={name: root.object("logits").text(name) for name in names if name != "prefill"},
         ffn=tuple(_feed_forward(entry) for entry in root.objects("ffn")),
         memories=memories,
+        streamed=frozenset(root.texts("streamed")),
     )
+    if unknown := sorted(program.streamed - set(weights)):
+        raise ArtifactError(f"{where}: streamed: there are no weights called {unknown[0]}")
     check_program(program, where)
     return program
 

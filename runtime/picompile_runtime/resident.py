@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from picompile_runtime.memory import Tensor
+from picompile_runtime.memory import ALIGNMENT, Tensor
 
 _PAGE_BYTES = 2**21
 _PART_BYTES = 2**25
@@ -40,50 +40,84 @@ class Weights:
 _loaded: WeakValueDictionary[str, Weights] = WeakValueDictionary()
 
 
-def load_weights(
-    mapped: mmap.mmap, sha256: str, threads: int, other_bytes: int, wanted: Sequence[Tensor] | None = None
-) -> Weights:
+def load_weights(mapped: mmap.mmap, sha256: str, threads: int, other_bytes: int) -> Weights:
     """The content of the mapped file in large pages, or as it is mapped where too little memory is free.
 
-    `other_bytes` will be needed besides. With `wanted` only these tensors are there, and nothing at all in the place of
-    the others. PICOMPILE_MMAP=1 leaves weights mapped: processes then share them, and loading takes no time.
+    `other_bytes` will be needed besides. PICOMPILE_MMAP=1 leaves weights mapped: processes then share them, and loading
+    takes no time.
     """
     if sha256 in _loaded:
         return _loaded[sha256]
     size_bytes = len(mapped)
-    parts = [(0, size_bytes)] if wanted is None else [(each.offset, each.size_bytes) for each in wanted]
-    copied_bytes = sum(size for _, size in parts)
-    if os.environ.get("PICOMPILE_MMAP") == "1" or _free_bytes() < copied_bytes + other_bytes + _MARGIN_BYTES:
+    memory = _large_pages(size_bytes, other_bytes)
+    if memory is None:
         return Weights(mapped, 0)
+    weights = Weights(memory, _start(memory))
+    parts = range(0, size_bytes, _PART_BYTES)
+    _copy(
+        mapped,
+        memory,
+        [(first, weights.start + first, min(_PART_BYTES, size_bytes - first)) for first in parts],
+        threads,
+    )
+    _loaded[sha256] = weights
+    return weights
+
+
+def load_tensors(
+    mapped: mmap.mmap, tensors: Mapping[str, Tensor], threads: int, other_bytes: int
+) -> tuple[mmap.mmap, Mapping[str, int]]:
+    """The same of some tensors alone, side by side; and where in the memory each of them is."""
+    places, end = {}, 0
+    for name, tensor in tensors.items():
+        places[name] = end
+        end += -(-tensor.size_bytes // ALIGNMENT) * ALIGNMENT
+    memory = _large_pages(end, other_bytes)
+    if memory is None:
+        return mapped, {name: tensor.offset for name, tensor in tensors.items()}
+    start = _start(memory)
+    parts = [
+        (tensor.offset + first, start + places[name] + first, min(_PART_BYTES, tensor.size_bytes - first))
+        for name, tensor in tensors.items()
+        for first in range(0, tensor.size_bytes, _PART_BYTES)
+    ]
+    _copy(mapped, memory, parts, threads)
+    return memory, {name: start + place for name, place in places.items()}
+
+
+def _large_pages(size_bytes: int, other_bytes: int) -> mmap.mmap | None:
+    """Memory for so much, wherever its first large page begins; None where it shall not or cannot be had."""
+    if os.environ.get("PICOMPILE_MMAP") == "1" or _free_bytes() < size_bytes + other_bytes + _MARGIN_BYTES:
+        return None
     try:
         memory = mmap.mmap(-1, size_bytes + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:
-        return Weights(mapped, 0)
+        return None
     with suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    target = np.frombuffer(memory, np.uint8)
-    weights = Weights(memory, -target.ctypes.data % _PAGE_BYTES)
-    source = np.frombuffer(mapped, np.uint8)
+    return memory
 
-    def copy(span: tuple[int, int]) -> None:
-        first, last = span
-        target[weights.start + first : weights.start + last] = source[first:last]
+
+def _start(memory: mmap.mmap) -> int:
+    """Where its first large page begins."""
+    return -np.frombuffer(memory, np.uint8).ctypes.data % _PAGE_BYTES
+
+
+def _copy(mapped: mmap.mmap, memory: mmap.mmap, parts: Sequence[tuple[int, int, int]], threads: int) -> None:
+    """Copies (from, to, bytes) each from the mapped file."""
+    source, target = np.frombuffer(mapped, np.uint8), np.frombuffer(memory, np.uint8)
+
+    def copy(part: tuple[int, int, int]) -> None:
+        first, place, size = part
+        target[place : place + size] = source[first : first + size]
         # Otherwise both would count as this process's memory. What begins before a page is given back with another.
         page = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
         with suppress(OSError, AttributeError):
-            if page < last:
-                mapped.madvise(mmap.MADV_DONTNEED, page, last - page)
+            if page < first + size:
+                mapped.madvise(mmap.MADV_DONTNEED, page, first + size - page)
 
-    spans = [
-        (first, min(first + _PART_BYTES, start + size))
-        for start, size in parts
-        for first in range(start, start + size, _PART_BYTES)
-    ]
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(copy, spans))
-    if wanted is None:
-        _loaded[sha256] = weights
-    return weights
+        list(pool.map(copy, parts))
 
 
 def _free_bytes() -> int:

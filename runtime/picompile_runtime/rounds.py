@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,10 @@ from numpy.typing import NDArray
 from picompile_runtime.bandwidth import MemoryReader
 from picompile_runtime.engine import Engine
 from picompile_runtime.errors import RequestError
+from picompile_runtime.trace import Step, recorded
+
+# A few: they show what all others are like.
+_TRACED_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -106,16 +111,38 @@ class Rounds:
         engine.stop_timing()
         return Round(prefill_s, decode_s, call_s, np.concatenate([before, self._reader.read()]))
 
+    def trace(self) -> list[Step]:
+        """One step of the prompt, if it has more than one token, and a few of decoding, each call of them timed."""
+        engine, lengths = self._engine, self._lengths
+        engine.rewind(lengths.depth or 0)
+        first, rest = self._prompt[: engine.chunk], self._prompt[engine.chunk :]
+        engine.start_timing(slowly=True)
+        steps = [recorded(engine, "prefill_last", lambda: engine.prefill(first, copy=False))] if len(first) > 1 else []
+        engine.stop_timing()
+        if lengths.depth is None:
+            if left := rest if steps else self._prompt:
+                engine.prefill(left)
+            self._copy()
+        for slot in range(lengths.batch):
+            engine.rewind(lengths.decode_depth, slot)
+        engine.start_timing(slowly=True)
+        for tokens in self._steps[:_TRACED_STEPS]:
+            steps.append(recorded(engine, lengths.function, partial(self._step, tokens)))
+        engine.stop_timing()
+        return steps
+
     def _copy(self) -> None:
         for slot in range(1, self._lengths.batch):
             self._engine.copy(0, slot)
 
     def _decode(self) -> float:
-        engine, slots = self._engine, list(range(self._lengths.batch))
         start = time.perf_counter()
         for tokens in self._steps:
-            if len(slots) == 1:
-                engine.decode(tokens[0], copy=False)
-            else:
-                engine.decode_batch(tokens, slots, copy=False)
+            self._step(tokens)
         return time.perf_counter() - start
+
+    def _step(self, tokens: Sequence[int]) -> None:
+        if len(tokens) == 1:
+            self._engine.decode(tokens[0], copy=False)
+        else:
+            self._engine.decode_batch(tokens, list(range(len(tokens))), copy=False)

@@ -155,7 +155,8 @@ def test_bench_json_has_the_documented_shape(cli: Cli, tiny_artifact: Path) -> N
     ended = cli("bench", tiny_artifact, "-p", "16", "-n", "8", "-r", "2", "-t", "1", "--json")
     assert (ended.code, ended.err) == (0, "")
     result = json.loads(ended.out)
-    assert set(result) == {"prefill", "decode", "bandwidth_bytes_per_s", "bandwidth_best_bytes_per_s", "threads"}
+    bandwidths = {"bandwidth_bytes_per_s", "bandwidth_best_bytes_per_s"}
+    assert set(result) == {"prefill", "decode", "hybrid", "threads"} | bandwidths
     assert set(result["prefill"]) == {"tokens_per_s", "stdev"}
     decode = result["decode"]
     speeds = {"tokens_per_s", "stdev", "bytes_per_token", "floor_tokens_per_s", "bandwidth_share"}

@@ -42,7 +42,8 @@ int main(int count, char **arguments) {
   if (count != 3) fail("usage", "kernel_driver LIBRARY REQUEST");
   void *library = dlopen(arguments[1], RTLD_NOW);
   if (!library) fail("dlopen", dlerror());
-  int (*run)(const PiCall *, int, int, double *) = (int (*)(const PiCall *, int, int, double *))dlsym(library, "pi_run");
+  typedef int (*Run)(const PiCall *, int, int, int64_t (*)[2]);
+  Run run = (Run)dlsym(library, "pi_run");
   const char *(*last_error)(void) = (const char *(*)(void))dlsym(library, "pi_last_error");
   FILE *file = fopen(arguments[2], "r+b");
   if (!run || !last_error || !file) fail("cannot start", dlerror());

@@ -9,7 +9,8 @@
    that the host cannot use them by mistake; they are translated for copies and for kernels. Kernels come from a library
    that the environment names: see modules.cpp.
 
-   Time is its own: copies take bytes / rate once their stream is waited for, and a wait takes 5 us.
+   Time is its own: copies take bytes / rate once their stream is waited for, and a wait takes 5 us. But events tell the
+   real time at which a stream's thread came to them.
 
    Environment, read at every call:
    FAKE_CUDA_FAIL_AT    the n-th call since fake_reset, from 0, fails. Functions that free or wait do so all the same,
@@ -44,9 +45,9 @@ namespace fake {
 
 enum Result {
     SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_IMAGE = 200,
-    INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, ILLEGAL_ADDRESS = 700, LAUNCH_FAILED = 719,
-    CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_UNMATCHED = 903, CAPTURE_WRONG_THREAD = 908,
-    UNKNOWN = 999
+    INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
+    LAUNCH_FAILED = 719, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_UNMATCHED = 903,
+    CAPTURE_WRONG_THREAD = 908, UNKNOWN = 999
 };
 
 /* What a call needs; without IN_CAPTURE it is refused to a thread that captures a stream. */
@@ -60,6 +61,7 @@ struct Object {
 /* Memory, with bytes around it that nobody may write to. `device` is its address there, 0 for none. */
 struct Block : Object {
     Block(size_t size, bool on_host);
+    Block(void *address, size_t size);  // the caller's own, with nothing around it
     ~Block() override;
     bool whole() const;
     char *base, *start;
@@ -109,6 +111,8 @@ struct Capture {
 
 struct Event : Object {
     long recorded = 0, done = 0;
+    bool timed = false;
+    int64_t time_ns = 0; /* when it was last reached */
 };
 
 using Task = std::function<int()>;

@@ -22,9 +22,12 @@ Block::Block(size_t size, bool on_host) : size(size), on_host(on_host) {
     if (!setting("FAKE_CUDA_DRY", 0)) memset(start, POISON, size);
 }
 
+Block::Block(void *address, size_t size) : base(nullptr), start((char *)address), size(size), on_host(true) {}
+
 Block::~Block() { free(base); }
 
 bool Block::whole() const {
+    if (!base) return true;
     for (size_t i = 0; i < GUARD_BYTES; i++)
         if ((unsigned char)base[i] != GUARD || (unsigned char)start[size + i] != GUARD) return false;
     return true;
@@ -67,7 +70,7 @@ static void check(const Block &block) {
 
 static int free_host(void *address) {
     auto block = find<Block>(address);
-    if (!block || !block->on_host) return INVALID_VALUE;
+    if (!block || !block->on_host || !block->base) return INVALID_VALUE;
     check(*block);
     state.alive.erase(address);
     return SUCCESS;
@@ -121,6 +124,24 @@ int cuMemHostAlloc(void **address, size_t size, unsigned flags) {
     if (!size || flags > 7) return INVALID_VALUE;
     own_host(address, size, flags & 2);
     return SUCCESS;
+}
+
+int cuMemHostRegister_v2(void *address, size_t size, unsigned flags) {
+    BEGIN(CONTEXT);
+    if (!address || !size || flags > 7 || on_host(address, 0)) return INVALID_VALUE;
+    auto block = std::make_shared<Block>(address, size);
+    if (flags & 2) block->device = (uint64_t)address + MAPPED_OFFSET;
+    state.alive[address] = block;
+    return SUCCESS;
+}
+
+int cuMemHostUnregister(void *address) {
+    BEGIN_END(CONTEXT);
+    auto block = find<Block>(address);
+    if (!block || block->base) return INVALID_VALUE;
+    check(*block);
+    state.alive.erase(address);
+    return call.failed;
 }
 
 int cuMemHostGetDevicePointer_v2(uint64_t *device, void *address, unsigned flags) {

@@ -2,6 +2,7 @@
 
 #include "fake.h"
 
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <unistd.h>
@@ -93,6 +94,11 @@ static int copy(Call &call, void *handle, Place to, Place from, size_t size, dou
     return SUCCESS;
 }
 
+static int64_t now_ns() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+}
+
 /* Whether nobody has to wait for an event any more. */
 static bool reached(const Event &event, long ticket) { return event.done >= ticket || state.sticky; }
 
@@ -133,7 +139,9 @@ int cuStreamSynchronize(void *handle) {
 int cuEventCreate(void **handle, unsigned flags) {
     BEGIN(CONTEXT);
     if (flags > 3) return INVALID_VALUE;
-    *handle = own(std::make_shared<Event>());
+    auto event = std::make_shared<Event>();
+    event->timed = !(flags & 2);
+    *handle = own(event);
     return SUCCESS;
 }
 
@@ -152,7 +160,7 @@ int cuEventRecord(void *handle, void *stream_handle) {
     long ticket = ++event->recorded;
     enqueue(*stream, [=] {
         std::unique_lock<std::mutex> lock(state.mutex);
-        event->done = ticket;
+        event->done = ticket, event->time_ns = now_ns();
         state.changed.notify_all();
         return SUCCESS;
     });
@@ -166,6 +174,16 @@ int cuEventSynchronize(void *handle) {
     long ticket = event->recorded;
     state.changed.wait(call.lock, [&] { return reached(*event, ticket); });
     return call.failed ? call.failed : state.sticky;
+}
+
+int cuEventElapsedTime(float *elapsed_ms, void *first_handle, void *second_handle) {
+    BEGIN(CONTEXT);
+    auto first = find<Event>(first_handle), second = find<Event>(second_handle);
+    if (!first || !second || !first->timed || !second->timed) return INVALID_HANDLE;
+    if (!first->recorded || !second->recorded) return INVALID_HANDLE;
+    if (first->done < first->recorded || second->done < second->recorded) return NOT_READY;
+    *elapsed_ms = (float)(1e-6 * (double)(second->time_ns - first->time_ns));
+    return SUCCESS;
 }
 
 int cuStreamWaitEvent(void *stream_handle, void *handle, unsigned flags) {

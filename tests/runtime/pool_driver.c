@@ -13,7 +13,7 @@
 
 #include "../../codegen/picompile_codegen/native/abi.h"
 
-int pi_run(const PiCall *calls, int count, int threads, double *seconds);
+int pi_run(const PiCall *calls, int count, int threads, int64_t (*stamps)[2]);
 
 #define SIZE 1000
 #define CALLS 50

@@ -35,7 +35,10 @@ def test_result_has_the_documented_shape_and_adds_up(folder: Path) -> None:
         engine.decode(3)  # other work, which does not count
         result = measure(engine, 20, 10, 3, progress=lambda done, total: progress.append((done, total)))
     assert progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    assert set(result) == {"prefill", "decode", "bandwidth_bytes_per_s", "bandwidth_best_bytes_per_s", "threads"}
+    assert set(result) == {
+        "prefill", "decode", "hybrid", "bandwidth_bytes_per_s", "bandwidth_best_bytes_per_s", "threads",
+    }  # fmt: skip
+    assert result["hybrid"] is None
     assert set(result["prefill"]) == {"tokens_per_s", "stdev"}
     decode, bandwidth = result["decode"], result["bandwidth_bytes_per_s"]
     assert set(decode) == {
@@ -65,8 +68,10 @@ def test_kernels_add_up_to_a_token(folder: Path) -> None:
     assert kernels["feed-forward"]["bytes_per_token"] == 4 * 16 * 32 * 3 / 4
     for kernel in kernels.values():
         assert set(kernel) == {
-            "kind", "calls", "bytes_per_token", "s_per_token", "bytes_per_s", "floor_s_per_token", "floor_share",
+            "kind", "device", "calls", "bytes_per_token", "s_per_token", "bytes_per_s", "floor_s_per_token",
+            "floor_share",
         }  # fmt: skip
+        assert kernel["device"] == "host"
         assert 0 < kernel["s_per_token"] < 1
         assert kernel["bytes_per_s"] == pytest.approx(kernel["bytes_per_token"] / kernel["s_per_token"], abs=1e4)
         assert kernel["floor_share"] == pytest.approx(kernel["bytes_per_s"] / bandwidth, rel=0.01, abs=1e-4)

@@ -14,7 +14,7 @@ from toy_artifact import HERE, HOST_C
 
 from picompile_runtime.errors import ArtifactError, KernelError
 from picompile_runtime.memory import aligned_zeros
-from picompile_runtime.native import CallList, HostLibrary
+from picompile_runtime.native import CallList, HostLibrary, seconds_of
 
 MANY_THREADS = (1, 2, 3, 8, 2, 1, 8, 3)
 TASKS_A_THREAD = 16  # host.c: PI_TASKS_A_THREAD
@@ -101,16 +101,30 @@ def test_an_error_of_one_task_fails_the_call_and_nothing_after(host: HostLibrary
         np.testing.assert_array_equal(out, 1000 + tasks_of(threads))
 
 
-def test_times_are_added_per_call(host: HostLibrary) -> None:
+def test_each_call_is_stamped(host: HostLibrary) -> None:
     out = aligned_zeros((10,), np.int32)
-    seconds = np.zeros(3)
+    stamps = np.full((3, 2), -1, np.int64)
     calls = fill_calls(host, out, 3)
-    host.run(calls, 2, seconds)
-    first = seconds.copy()
-    host.run(calls, 2, seconds)
-    assert (first > 0).all() and (seconds > first).all() and (seconds < 1).all()
-    with pytest.raises(ValueError, match="float64"):
-        host.run(calls, 2, np.zeros(2))
+    before = time.monotonic_ns()
+    host.run(calls, 2, stamps)
+    after = time.monotonic_ns()
+    in_order = [before, *stamps.reshape(-1).tolist(), after]
+    assert in_order == sorted(in_order)
+    np.testing.assert_array_equal(seconds_of(stamps), [1e-9 * (end - begin) for begin, end in stamps.tolist()])
+    assert (seconds_of(stamps) > 0).all()
+    for wrong in (np.zeros((3, 2)), np.zeros((2, 2), np.int64), np.zeros((3,), np.int64)):
+        with pytest.raises(ValueError, match=r"stamps must be int64 \[3, 2\]"):
+            host.run(calls, 2, wrong)
+    with pytest.raises(ValueError, match="contiguous"):
+        host.run(calls, 2, np.zeros((2, 3), np.int64).T)
+
+
+def test_a_call_that_fails_is_the_last_that_is_stamped(host: HostLibrary) -> None:
+    calls = host.bind([("pool_fill", [aligned_zeros((10,), np.int32)]), ("pool_fail", []), ("pool_fail", [])])
+    stamps = np.full((3, 2), -1, np.int64)
+    with pytest.raises(KernelError, match="call 1"):
+        host.run(calls, 2, stamps)
+    assert (stamps[:2] > 0).all() and (stamps[2] == -1).all()
 
 
 def test_two_python_threads_take_turns(host: HostLibrary) -> None:

@@ -166,6 +166,7 @@ def toy_program(toy: Toy, context: int, chunk: int, sequences: int = 1) -> dict[
             "score": "logits.score",
             **({"batch": "logits.batch"} if sequences > 1 else {}),
         },
+        "streamed": [],
         "ffn": [{"layer": 0, "part": "all", "neurons": NEURONS, "predictor": "exact", "stats_row": 1}],
     }
 

@@ -8,7 +8,15 @@ from dataclasses import fields
 import pytest
 
 from picompile.errors import TargetError
-from picompile.targets import LOCAL, TARGETS, find_compiled_targets, find_target, pcie_bytes_per_s, target_names
+from picompile.targets import (
+    LOCAL,
+    TARGETS,
+    find_compiled_targets,
+    find_target,
+    gpu_of,
+    pcie_bytes_per_s,
+    target_names,
+)
 from picompile_runtime import MachineError, machine
 
 # Name: GB/s of its memory, GiB of it, GB/s of its slot, compute capability.
@@ -44,8 +52,8 @@ def test_bus_and_data_rate_give_the_published_bandwidth(name: str) -> None:
 def test_gpu_rows_are_complete(name: str) -> None:
     row = TARGETS[name]
     assert row.name == name
-    assert all(getattr(row, field.name) for field in fields(row) if field.name != "isas")
-    assert not row.compiles
+    assert all(getattr(row, field.name) for field in fields(row))
+    assert row.compiles and gpu_of(f"cpu,{name}") == row
     assert re.fullmatch(r"https://[\w.-]+/\S+", row.source)
     # An exchange is slower than a launch, and both take microseconds.
     assert 1e-7 < row.launch_s < row.sync_s < 1e-4
@@ -97,14 +105,28 @@ def test_native_of_a_machine_that_no_code_is_made_for(
         find_compiled_targets("cpu,native")
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, LOCAL])
-def test_what_is_planned_for_is_not_compiled_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_planned_for_is_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from picompile import measure
 
     monkeypatch.delattr(measure, "local_target")  # nothing is measured to say so
-    with pytest.raises(TargetError, match=f"plans for target '{name}' .*compiles only for: cpu") as caught:
-        find_compiled_targets(name)
+    with pytest.raises(
+        TargetError, match=r"plans for target 'local' .*compiles only for: cpu.*; .*is native"
+    ) as caught:
+        find_compiled_targets(LOCAL)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("names", ["4090,2080ti", "4080,cpu,4090"])
+def test_an_artifact_is_for_one_gpu(names: str) -> None:
+    """Also where two have the same code: a plan is for the memory of one."""
+    assert len(find_compiled_targets(names)) == names.count(",") + 1
+    with pytest.raises(TargetError, match=f"{names}: an artifact is for one GPU"):
+        gpu_of(names)
+
+
+def test_the_gpu_of_targets() -> None:
+    assert gpu_of("cpu,cpu-arm64") is None
+    assert gpu_of("cpu,4090,4090") == TARGETS["4090"]
 
 
 @pytest.mark.parametrize("name", ["", "CPU", "9999", "rtx4090", "local ", "../cpu"])

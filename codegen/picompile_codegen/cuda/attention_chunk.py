@@ -10,20 +10,19 @@ from collections.abc import Callable
 from tvm import tirx
 
 from picompile_codegen.cuda.attention_arguments import Parts, Tensors, number
-from picompile_codegen.cuda.attention_queries import SIDE, THREADS, ChunkTile
+from picompile_codegen.cuda.attention_queries import ChunkTile
 from picompile_codegen.cuda.attention_softener import Softener
 from picompile_codegen.cuda.attention_tiles import (
     DEPTH,
-    Padded,
     load_keys,
     load_queries,
     load_values,
     multiply_slices,
     multiply_weights,
-    own_place,
 )
 from picompile_codegen.cuda.function import CudaFunction, Place, blocks_for
 from picompile_codegen.cuda.memory import barrier, registers
+from picompile_codegen.cuda.outer import SIDE, THREADS, Padded, own_place
 from picompile_codegen.kernels.attention_arguments import Shape
 from picompile_codegen.kernels.step_rows import StepRows
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, minimum, when
@@ -32,6 +31,8 @@ from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, minimum, 
 _SLICE = 256
 # So many blocks keep a GPU busy; where there are fewer, blocks share the positions.
 _ENOUGH_BLOCKS = 256
+# Of three blocks a multiprocessor, registers would be spilled.
+_RESIDENT = 2
 _PART_POSITIONS = 512
 
 
@@ -57,7 +58,7 @@ def attend_chunk(
     function: CudaFunction, shape: Shape, parts: Parts, tensors: Tensors, read_step: Callable[[], StepRows]
 ) -> None:
     """One launch."""
-    with function.launch(grid=(_blocks(shape), parts.count), block=THREADS) as place:
+    with function.launch(grid=(_blocks(shape), parts.count), block=THREADS, resident=_RESIDENT) as place:
         tokens = read_step()
         work = bind(place.block // _slices(shape))
         total = bind(tokens.count * shape.group)
@@ -73,7 +74,7 @@ def attend_chunk(
 def _attend(tensors: Tensors, tile: ChunkTile, span: tuple[Expr, Expr], first_column: Expr, place: Place) -> None:
     """Positions from `span`[0] up to `span`[1], columns of values from `first_column` on."""
     shape = tile.shape
-    factors, weights = Padded.of(), Padded.of()
+    factors, weights = Padded.of(SIDE), Padded.of(SIDE)
     softener = Softener.of(tile, span[1], place)
     outputs = [registers(16) for _ in range(blocks_for(min(shape.value_dim, _SLICE), SIDE))]
     for output in outputs:

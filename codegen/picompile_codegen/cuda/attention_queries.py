@@ -7,8 +7,6 @@ from picompile_codegen.kernels.step_rows import StepRows
 from picompile_codegen.kernels.tensor import Expr, bind, minimum
 
 # Queries of a block; keys, and columns of values, that it takes at once.
-SIDE = 64
-THREADS = 256
 
 
 @dataclass(frozen=True)

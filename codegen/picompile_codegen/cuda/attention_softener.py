@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.cuda.attention_arguments import LOWEST, number
-from picompile_codegen.cuda.attention_queries import SIDE, THREADS, ChunkTile
-from picompile_codegen.cuda.attention_tiles import Padded
+from picompile_codegen.cuda.attention_queries import ChunkTile
 from picompile_codegen.cuda.function import Place
 from picompile_codegen.cuda.memory import barrier, from_lane, registers, shared
+from picompile_codegen.cuda.outer import SIDE, THREADS, Padded
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind, maximum, minimum, when
 
 # Threads that turn the scores of a query into weights.

@@ -1,82 +1,29 @@
-"""Tiles of queries, keys and values in the memory of a block, and their products: 64 by 64, a thread has 4 by 4."""
+"""Tiles of queries, keys and values in the memory of a block, and their products."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from tvm import tirx
 
 from picompile_codegen.cuda.attention_arguments import number
-from picompile_codegen.cuda.attention_queries import SIDE, THREADS, ChunkTile
+from picompile_codegen.cuda.attention_queries import ChunkTile
 from picompile_codegen.cuda.attention_units import load_unit, unit_scale, unit_size
 from picompile_codegen.cuda.function import Place, blocks_for
-from picompile_codegen.cuda.memory import shared
+from picompile_codegen.cuda.outer import OWN, SIDE, THREADS, Padded, add_products
 from picompile_codegen.kernels.cache import Cache
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, minimum, when
 
 # Columns of queries and keys that are in memory at once.
 DEPTH = SIDE // 2
-_OWN = 4
-_ACROSS = SIDE // _OWN
-_PITCH = SIDE + 4
-
-
-def own_place(place: Place) -> tuple[Expr, Expr]:
-    """The first query and the first key, or column, of those that a thread has."""
-    return bind(place.thread // _ACROSS * _OWN), bind(place.thread % _ACROSS * _OWN)
-
-
-@dataclass(frozen=True)
-class Padded:
-    """`memory` of 64 rows of 64 float32, and four more between them: threads that store a column meet different banks.
-
-    It has one dimension: TVM would take the padding away from two.
-    """
-
-    memory: Tensor
-
-    @classmethod
-    def of(cls) -> "Padded":
-        """17 KiB of the block."""
-        return cls(shared(SIDE * _PITCH))
-
-    def at(self, row: Expr, column: Expr) -> Expr:
-        """The index of an element."""
-        return row * _PITCH + column
-
-    def load(self, row: Expr, column: Expr) -> Expr:
-        """Four elements from `column` on, a multiple of four."""
-        return self.memory[tirx.Ramp(self.at(row, column), 1, _OWN)]
-
-    def store(self, row: Expr, column: Expr, values: Sequence[Expr]) -> None:
-        """Up to four elements from `column` on, a multiple of their number, which is a power of two."""
-        count = len(values)
-        if count == 1:
-            self.memory[self.at(row, column)] = values[0]
-        else:
-            self.memory[tirx.Ramp(self.at(row, column), 1, count)] = tirx.Shuffle(list(values), list(range(count)))
 
 
 def multiply_slices(slices: Padded, sums: Tensor, place: Place) -> None:
     """sums[i, j] += query i · key j in the columns of a slice: 32 rows with the queries', and behind them the keys'."""
-    query, key = own_place(place)
-    with loop(0, DEPTH) as c:
-        _add_products(sums, slices.load(c, query), slices.load(DEPTH + c, key))
+    add_products(slices, slices, DEPTH, sums, place, right_first=DEPTH)
 
 
 def multiply_weights(weights: Padded, values: Padded, sums: Tensor, place: Place) -> None:
     """sums[i, j] += Σ weights[key, query i] · values[key, column j]."""
-    query, column = own_place(place)
-    with loop(0, SIDE) as key:
-        _add_products(sums, weights.load(key, query), values.load(key, column))
-
-
-def _add_products(sums: Tensor, four: Expr, other: Expr) -> None:
-    four, other = bind(four), bind(other)
-    a = [bind(tirx.Shuffle([four], [i])) for i in range(_OWN)]
-    b = [bind(tirx.Shuffle([other], [j])) for j in range(_OWN)]
-    for i in range(_OWN):
-        for j in range(_OWN):
-            sums[i * _OWN + j] = sums[i * _OWN + j] + a[i] * b[j]
+    add_products(weights, values, SIDE, sums, place)
 
 
 def load_queries(q: Tensor, queries: ChunkTile, depth: Expr, memory: Padded, place: Place) -> None:
@@ -113,8 +60,8 @@ def load_values(
         key, unit = bind(index // units), bind(index % units)
         start = bind(_inside(first // size + unit, values.dim, size)) * size
         loaded = _scaled(values, rows(key), start, size)
-        for i in range(0, size, _OWN):
-            memory.store(key, unit * size + i, loaded[i : i + _OWN])
+        for i in range(0, size, OWN):
+            memory.store(key, unit * size + i, loaded[i : i + OWN])
 
     _each(SIDE * units, load, place)
 

@@ -7,7 +7,7 @@ tokens and columns with down (`ffn_down_tiles.py`), in slices of the neurons whe
 from tvm import tirx
 
 from picompile_codegen.cuda.ffn_arguments import CudaFfn, biased
-from picompile_codegen.cuda.ffn_down_tiles import DOWN_TILE_THREADS, DownTiles, add_tile_slices, multiply_down_tile
+from picompile_codegen.cuda.ffn_down_tiles import DownTiles, add_tile_slices, multiply_down_tile
 from picompile_codegen.cuda.function import CudaFunction, Place, blocks_for
 from picompile_codegen.cuda.tiles import TILE_ROWS, TILE_THREADS, TILE_TOKENS, tile_products
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind, select, when
@@ -29,7 +29,7 @@ def ffn_chunk(function: CudaFunction, block: CudaFfn) -> None:
             _compute_gate(block, gate, function.tokens(rows), place)
     with function.launch(grid=grid, block=TILE_THREADS) as place:
         _compute_hidden(block, gate, hidden, function.tokens(rows), place)
-    with function.launch(grid=(tiles.columns, tiles.tokens * tiles.slices), block=DOWN_TILE_THREADS) as place:
+    with function.launch(grid=(tiles.columns, tiles.tokens * tiles.slices), block=TILE_THREADS) as place:
         multiply_down_tile(block, tiles, hidden, y if slices is None else slices, function.tokens(rows), place)
     if slices is not None:
         with (

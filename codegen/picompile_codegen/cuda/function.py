@@ -33,11 +33,16 @@ _MOST_BLOCKS_Y = 65535
 
 @dataclass(frozen=True)
 class Grid:
-    """How many blocks of how many threads a launch has. Blocks are numbered in up to two dimensions."""
+    """How many blocks of how many threads a launch has. Blocks are numbered in up to two dimensions.
+
+    `resident` blocks at least shall fit a multiprocessor together; 0 leaves that to the compiler, which may prefer more
+    of them to keeping everything in registers.
+    """
 
     x: int
     y: int
     threads: int
+    resident: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,15 +92,17 @@ class CudaFunction(KernelFunction):
         self._grids: list[Grid] = []
 
     @contextmanager
-    def launch(self, *, grid: int | tuple[int, int], block: int) -> Iterator[Place]:
+    def launch(self, *, grid: int | tuple[int, int], block: int, resident: int = 0) -> Iterator[Place]:
         """A launch of `grid` blocks of `block` threads, which are whole warps. Its body is one thread's program.
+
+        `resident` as in `Grid`.
 
         Raises `CodegenError` for more than a GPU has.
         """
         x, y = (grid, 1) if isinstance(grid, int) else grid
         if block % WARP or not WARP <= block <= _MOST_THREADS or not 1 <= y <= _MOST_BLOCKS_Y or x < 1:
             raise CodegenError(f"kernel {self.name}: {x} x {y} blocks of {block} threads cannot be launched")
-        self._grids.append(Grid(x, y, block))
+        self._grids.append(Grid(x, y, block, resident))
         axes = [("blockIdx.x", x), ("blockIdx.y", y), ("threadIdx.x", block)]
         with ExitStack() as stack:
             threads = [T.env_thread(axis) for axis, _ in axes]

@@ -62,7 +62,13 @@ def _generate(kernel: CudaKernel) -> tuple[list[str], tuple[Launch, ...]]:
         if int(match[1]) != grid.threads:
             raise CodegenError(f"kernel {kernel.name}: {match[2]} has {match[1]} threads instead of {grid.threads}")
         launches.append(Launch(match[2], grid, tuple(_arguments(kernel, match[3]))))
-    return [match[0] for match in found], tuple(launches)
+    return [_bounded(match[0], grid) for match, grid in zip(found, kernel.grids, strict=True)], tuple(launches)
+
+
+def _bounded(definition: str, grid: Grid) -> str:
+    """TVM names the number of threads alone."""
+    bounds = f"__launch_bounds__({grid.threads}"
+    return definition.replace(f"{bounds})", f"{bounds}, {grid.resident})", 1) if grid.resident else definition
 
 
 def _arguments(kernel: CudaKernel, parameters: str) -> Iterable[int]:

@@ -1,16 +1,20 @@
 """An NVIDIA GPU as the hot device; see `picompile_runtime.device`.
 
 Nothing is compiled when it is opened, unless the GPU is newer than the artifact's cubin: then the driver compiles the
-PTX. What runs is a graph in one stream; writes are copied in another, so that they do not wait for it.
+PTX. What runs is a graph in one stream; writes are copied in another, so that they do not wait for it. Calls that are
+stamped are no graph, but launched one by one, by a thread of their own: see `stopwatch`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from ctypes import c_void_p
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,15 +28,28 @@ from picompile_runtime.cuda.images import DeviceImages, check_arguments
 from picompile_runtime.cuda.memory import Memory, data_address, view_address
 from picompile_runtime.cuda.module import choose_image, load_module
 from picompile_runtime.cuda.staging import BUFFER_BYTES, Staging, host_array
+from picompile_runtime.cuda.stopwatch import Stopwatch
 from picompile_runtime.device import View
 from picompile_runtime.errors import ArtifactError, DoesNotFitError
+from picompile_runtime.native import Stamps
 
 
 @dataclass(frozen=True)
 class Calls:
-    """What `bind` returns: a graph, or None for an empty list, which the driver need not know of."""
+    """What `bind` returns: a graph, or None for an empty list, which the driver need not know of; and the launches of
+    each call.
+    """
 
     graph: c_void_p | None
+    launches: tuple[tuple[BoundLaunch, ...], ...]
+
+
+@dataclass(frozen=True)
+class _Stamped:
+    """Calls that are being launched one by one, and the stamps that they are to get."""
+
+    launching: Future[None]
+    stamps: Stamps
 
 
 class CudaDevice:
@@ -41,6 +58,7 @@ class CudaDevice:
     Raises NoGpuError where there is no driver, no GPU, or one that cannot run the images.
     """
 
+    slow_stamps = True
     name: str
     sm: int
     total_bytes: int
@@ -54,6 +72,8 @@ class CudaDevice:
         self.total_bytes, self.driver_version = self._driver.total_bytes(device), self._driver.version()
         image = choose_image(images, self.sm, self.name)
         self._closed, self._streams = False, list[c_void_p]()
+        self._launcher = ThreadPoolExecutor(1, thread_name_prefix="picompile-gpu")
+        self._stamped: _Stamped | None = None
         self._owned = ExitStack()
         self._owned_context = ExitStack()
         self._context = self._owned_context.enter_context(self._driver.primary_context(device))
@@ -62,6 +82,7 @@ class CudaDevice:
                 self._module = self._owned.enter_context(load_module(self._driver, image))
                 self._compute, self._uploads = self._stream(), self._stream()
                 self._staging = Staging(self._driver, staging_bytes, self._uploads, self._owned)
+                self._stopwatch = Stopwatch(self._driver, self._compute, self._owned)
         except BaseException:
             self.close()
             raise
@@ -100,6 +121,21 @@ class CudaDevice:
             self._keep(stack)
         return Memory(address, size_bytes), host_array(host_address, size_bytes)
 
+    def adopt(self, memory: mmap.mmap) -> Memory:
+        """Pins memory of the host, which must not be unmapped before `close`, so that kernels read it over the bus."""
+        address, size_bytes = np.frombuffer(memory, np.uint8).ctypes.data, len(memory)
+        with self._current(), ExitStack() as stack:
+            try:
+                device_address = stack.enter_context(self._driver.registered_memory(address, size_bytes))
+            except CudaError as error:
+                gib = size_bytes / 2**30
+                raise DoesNotFitError(
+                    f"{gib:.2f} GiB of weights, which the GPU reads from the host for prompts, cannot be pinned "
+                    f"({error}); close other programs"
+                ) from error
+            self._keep(stack)
+        return Memory(device_address, size_bytes)
+
     def write(self, memory: Memory, offset: int, data: NDArray[Any]) -> None:
         """Copies an array uint8 [n] to the GPU's memory, and returns when `data` may change again.
 
@@ -126,36 +162,50 @@ class CudaDevice:
     def bind(self, calls: Sequence[tuple[str, Sequence[View]]]) -> Calls:
         """A list of calls, each a kernel's name and its arguments, as one graph. Raises ArtifactError."""
         with self._current(), ExitStack() as stack:
-            launches = [launch for name, views in calls for launch in self._launches(name, views)]
+            launches = tuple(tuple(self._launches(name, views)) for name, views in calls)
             if not launches:
-                return Calls(None)
-            graph = stack.enter_context(runnable_graph(self._driver, launches, self._compute))
+                return Calls(None, ())
+            graph = stack.enter_context(runnable_graph(self._driver, list(chain(*launches)), self._compute))
             self._keep(stack)
-        return Calls(graph)
+        return Calls(graph, launches)
 
-    def start(self, calls: Calls, seconds: NDArray[np.float64] | None = None) -> None:
+    def start(self, calls: Calls, stamps: Stamps | None = None) -> None:
         """Begins to run what `bind` returned, and returns without waiting for it.
 
-        A graph does not tell how long each of its kernels takes: `seconds` stays as it is.
+        `stamps` are as exact as `Stopwatch` says; calls that get them must be waited for before others are started.
         """
-        if calls.graph is not None:
-            with self._current():
+        if calls.graph is None:
+            return
+        with self._current():
+            if stamps is None:
                 self._driver.call("cuGraphLaunch", calls.graph, self._compute)
+                return
+            self._stopwatch.align(len(calls.launches))
+        # By another thread: the GPU's queue may be full before it gets to know of all, and then what it waits for is
+        # made by the host, which must not wait for the queue.
+        self._stamped = _Stamped(self._launcher.submit(self._launch, calls), stamps)
 
     def wait(self) -> None:
         """Returns when the GPU has done all that it was given. Raises KernelError if any of it failed."""
+        stamped, self._stamped = self._stamped, None
+        failed = None if stamped is None else stamped.launching.exception()
         with self._current():
             try:
                 self._driver.call("cuStreamSynchronize", self._compute)
             except CudaError as error:
                 text = f"the GPU: {error}; a kernel failed, and the model must be loaded again"
                 raise GpuCallError(text, error.result) from error
+            if failed is not None:
+                raise failed
+            if stamped is not None:
+                self._stopwatch.read(stamped.stamps)
 
     def close(self) -> None:
         """Gives all memory back, once what runs has ended; may be called again. Errors of the GPU are ignored."""
         if self._closed:
             return
         self._closed = True
+        self._launcher.shutdown()
         with suppress(CudaError), self._owned_context, ExitStack() as stack:
             with suppress(CudaError):
                 stack.enter_context(self._current())
@@ -169,6 +219,10 @@ class CudaDevice:
         """Contexts are per thread, so each method makes it current by itself."""
         with self._driver.current(self._context):
             yield
+
+    def _launch(self, calls: Calls) -> None:
+        with self._current():
+            self._stopwatch.run(calls.launches)
 
     def _stream(self) -> c_void_p:
         self._streams.append(self._owned.enter_context(self._driver.stream()))

@@ -147,6 +147,17 @@ class Driver:
             self.call("cuMemFreeHost", address)
 
     @contextmanager
+    def registered_memory(self, address: int, size_bytes: int) -> Iterator[int]:
+        """Pins memory of the host that there is already, so that kernels see it; the value is its address there."""
+        device_address = c_uint64()
+        self.call("cuMemHostRegister_v2", address, size_bytes, _HOST_PORTABLE | _HOST_DEVICEMAP)
+        try:
+            self.call("cuMemHostGetDevicePointer_v2", byref(device_address), address, 0)
+            yield device_address.value
+        finally:
+            self.call("cuMemHostUnregister", address)
+
+    @contextmanager
     def stream(self) -> Iterator[c_void_p]:
         """A queue of work that waits for no other."""
         stream = c_void_p()
@@ -157,10 +168,10 @@ class Driver:
             self.call("cuStreamDestroy_v2", stream)
 
     @contextmanager
-    def event(self) -> Iterator[c_void_p]:
-        """A point in a stream that others can wait for."""
+    def event(self, timed: bool = False) -> Iterator[c_void_p]:
+        """A point in a stream that others can wait for. With `timed` it tells when it was reached."""
         event = c_void_p()
-        self.call("cuEventCreate", byref(event), _EVENT_DISABLE_TIMING)
+        self.call("cuEventCreate", byref(event), 0 if timed else _EVENT_DISABLE_TIMING)
         try:
             yield event
         finally:

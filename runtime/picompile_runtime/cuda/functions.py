@@ -8,7 +8,7 @@ where cuda.h maps a name to it). All of them exist since CUDA 11.4. A handle is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ulonglong, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ulonglong, c_void_p
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +39,8 @@ PARAMETERS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "cuMemFree_v2": (_address,),
         "cuMemAllocHost_v2": (_new_handle, c_size_t),
         "cuMemHostAlloc": (_new_handle, c_size_t, c_uint),
+        "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+        "cuMemHostUnregister": (c_void_p,),
         "cuMemHostGetDevicePointer_v2": (POINTER(_address), c_void_p, c_uint),
         "cuMemFreeHost": (c_void_p,),
         "cuMemsetD8Async": (_address, c_ubyte, c_size_t, _stream),
@@ -56,6 +58,7 @@ PARAMETERS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "cuEventDestroy_v2": (_handle,),
         "cuEventRecord": (_handle, _stream),
         "cuEventSynchronize": (_handle,),
+        "cuEventElapsedTime": (POINTER(c_float), _handle, _handle),
         # Kernels and graphs.
         "cuModuleLoadDataEx": (_new_handle, c_void_p, c_uint, POINTER(c_int), POINTER(c_void_p)),
         "cuModuleUnload": (_handle,),

@@ -45,7 +45,7 @@ def _captured(driver: Driver, launches: Sequence[BoundLaunch], stream: c_void_p)
     driver.call("cuStreamBeginCapture_v2", stream, _CAPTURE_THREAD_LOCAL)
     try:
         for launch in launches:
-            _launch(driver, launch, stream)
+            enqueue(driver, launch, stream)
     except BaseException:
         with suppress(CudaError):
             driver.call("cuStreamEndCapture", stream, byref(graph))
@@ -60,8 +60,8 @@ def _captured(driver: Driver, launches: Sequence[BoundLaunch], stream: c_void_p)
         driver.call("cuGraphDestroy", graph)
 
 
-def _launch(driver: Driver, bound: BoundLaunch, stream: c_void_p) -> None:
-    """The driver copies parameters during the call, so they need not outlive it."""
+def enqueue(driver: Driver, bound: BoundLaunch, stream: c_void_p) -> None:
+    """One launch. The driver copies parameters during the call, so they need not outlive it."""
     count = len(bound.addresses)
     values = (c_uint64 * count)(*bound.addresses)
     start = ctypes.addressof(values)

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from picompile_runtime.artifact import Artifact
 from picompile_runtime.cuda.device import CudaDevice
-from picompile_runtime.cuda.images import read_images
+from picompile_runtime.cuda.images import DeviceImages, check_arguments, read_images
 from picompile_runtime.errors import ArtifactError
 
 
 def open_cuda_device(artifact: Artifact) -> CudaDevice:
     """Raises MachineError where no GPU here can run the artifact's code, ArtifactError where it has none."""
+    return CudaDevice(_images(artifact))
+
+
+def check_images(artifact: Artifact) -> None:
+    """Raises ArtifactError where the code for a GPU lacks a kernel that the program calls; needs no GPU."""
+    images, program = _images(artifact), artifact.program
+    for call in (call for name in program.functions for call in program.calls(name, "device")):
+        if call.kernel not in images.kernels:
+            raise ArtifactError(f"{artifact.folder}: the GPU code has no kernel {call.kernel}; compile the model again")
+        for launch in images.kernels[call.kernel]:
+            check_arguments(launch, len(call.args), call.kernel)
+
+
+def _images(artifact: Artifact) -> DeviceImages:
     code = artifact.manifest.hot_device
     if code is None or code.kind != "cuda":
         raise ArtifactError(f"{artifact.folder}: has no code for a GPU; compile it again")
@@ -17,4 +31,4 @@ def open_cuda_device(artifact: Artifact) -> CudaDevice:
     images = read_images(text, cubin, ptx, str(artifact.folder / code.files["launches"]))
     if images.sm != code.sm:
         raise ArtifactError(f"{artifact.folder}: manifest.json and {code.files['launches']} disagree on sm")
-    return CudaDevice(images)
+    return images

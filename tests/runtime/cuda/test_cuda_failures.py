@@ -105,6 +105,8 @@ def life(images: DeviceImages) -> None:
         calls = device.bind([axpy(memory), ("await", [view(shared), view(memory)])])
         device.start(calls)
         device.wait()
+        device.start(calls, np.zeros((2, 2), np.int64))
+        device.wait()
         device.copy(memory, [(0, 4000, 1000), (1000, 5000, 1)])
         device.read(memory, 0, np.empty(5000, np.uint8))
         device.free_bytes()

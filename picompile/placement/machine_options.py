@@ -1,4 +1,4 @@
-"""The machine that `picompile plan` plans for: a row of the targets, or this machine, and what the user says of it."""
+"""The machine that is planned for: a row of the targets, or this machine, and what the user says of it."""
 
 from dataclasses import dataclass
 

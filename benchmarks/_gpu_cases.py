@@ -1,0 +1,132 @@
+"""The kernels of `gpu_pack.py`: small ones of every kind, with odd sizes, and those whose speed is asked for.
+
+A case is a builder of `picompile_codegen.cuda` with its parameters. What it is given, what eager PyTorch makes of the
+same, and which bytes it moves, `gpu.py` finds from the builder's name and the parameters alone.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from picompile_codegen import cuda
+from picompile_codegen.cuda.build import SOURCE, build_cuda
+from picompile_codegen.signs import sign_row_bytes
+
+FORMATS = ("f16", "q8", "q4")
+
+
+@dataclass(frozen=True)
+class Case:
+    """`op` names the builder. A case of `speed` is measured, for each of `shares` of its neurons where it has any."""
+
+    label: str
+    op: str
+    parameters: Mapping[str, Any]
+    speed: bool = False
+    shares: tuple[float, ...] = field(default=())
+
+    def to_json(self, kernel: cuda.CudaKernel) -> dict[str, Any]:
+        """The entry in the pack's list."""
+        arguments = [
+            {"name": each.name, "dtype": each.dtype, "shape": list(each.shape), "scratch": each.scratch}
+            for each in kernel.arguments
+        ]
+        return {**vars(self), "parameters": dict(self.parameters), "kernel": kernel.name, "arguments": arguments}
+
+
+def ffn(format_name: str, kind: str, neurons: int, dim: int, rows: int = 1, **others: Any) -> dict[str, Any]:
+    """Parameters of a ReGLU block whose deciding matrix has a bias, which here decides what fires."""
+    given = {"gated": True, "activation": "relu", "up_activation": "identity"}
+    gated = others.get("gated", True)
+    biases = {"gate_bias": gated, "up_bias": not gated, "down_bias": False}
+    size = {"neurons": neurons, "dim": dim, "rows": rows}
+    return {"kind": kind, "format": format_name, **size, **given, **biases, **others}
+
+
+def attention(context: int, kv_dtype: str, rows: int = 1, heads: tuple[int, int, int] = (8, 2, 64)) -> dict[str, Any]:
+    """Parameters of an attention with `heads` (query heads, key heads, width), of one token or of a chunk."""
+    count, kv_heads, head_dim = heads
+    return {
+        "heads": count, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": head_dim, "context": context,
+        "rows": rows, "kv_dtype": kv_dtype, "scale": head_dim**-0.5, "window": 0,
+        "mode": "one" if rows == 1 else "chunk", "sequences": 1, "extend": rows == 1, "turn": rows == 1,
+    }  # fmt: skip
+
+
+def small_cases() -> Iterator[Case]:
+    """Every kernel, small: seconds under a memory checker."""
+    for form in FORMATS:
+        yield Case(f"linear {form}", "linear", {"format": form, "n": 333, "k": 420, "rows": 1, "bias": True})
+        yield Case(f"linear chunk {form}", "linear", {"format": form, "n": 130, "k": 200, "rows": 70, "bias": False})
+        yield Case(f"ffn masked {form}", "ffn", ffn(form, "masked", 330, 200), shares=(0.3,))
+        yield Case(f"ffn exact {form}", "ffn", ffn(form, "exact", 330, 200), shares=(0.3,))
+        yield Case(f"ffn dense {form}", "ffn", ffn(form, "dense", 330, 200))
+        yield Case(f"ffn chunk {form}", "ffn", ffn(form, "dense", 130, 96, rows=70))
+        yield Case(f"embedding {form}", "embedding", {"format": form, "vocab": 50, "dim": 100, "rows": 5, "offset": 2})
+        low_rank = {"formats": (form, form), "neurons": 300, "rank": 40, "dim": 200, "relu": False, "rows": 1}
+        yield Case(f"predictor {form}", "predict_low_rank", low_rank)
+    yield Case("ffn without gate", "ffn", ffn("f16", "masked", 330, 200, gated=False), shares=(0.3,))
+    yield Case("ffn part", "ffn", ffn("f16", "masked", 200, 96, mask_columns=333), shares=(0.3,))
+    yield Case("ffn batch", "ffn", ffn("f16", "masked", 200, 96, rows=4), shares=(0.3,))
+    signs = {"neurons": 150, "dim": 300, "row_bytes": sign_row_bytes(300), "rows": 1}
+    yield Case("predictor by signs", "predict_signs", signs)
+    for kv_dtype in ("float16", "q8"):
+        yield Case(f"attention {kv_dtype}", "attention", attention(70, kv_dtype))
+        yield Case(f"attention long {kv_dtype}", "attention", attention(3000, kv_dtype))
+        yield Case(f"attention chunk {kv_dtype}", "attention", attention(200, kv_dtype, rows=20))
+        write = {"kv_heads": 3, "head_dim": 72, "context": 50, "rows": 7, "kv_dtype": kv_dtype}
+        yield Case(f"cache {kv_dtype}", "cache_write", {**write, "mode": "chunk", "sequences": 1})
+    yield Case("rms_norm", "rms_norm", {"dim": 420, "rows": 5, "eps": 1e-5})
+    yield Case("layer_norm", "layer_norm", {"dim": 420, "rows": 5, "eps": 1e-5, "weight": True, "bias": True})
+    yield Case("rotary", "rotary", {"heads": 5, "head_dim": 20, "rows": 7, "context": 50, "mode": "chunk"})
+    yield Case("add", "add", {"dim": 700, "rows": 5})
+    yield Case("take_last", "take_last", {"dim": 700, "rows": 5})
+    yield from _exchanges(dim=333, neurons=200, columns=60, rows=3)
+
+
+def _exchanges(dim: int, neurons: int, columns: int, rows: int, speed: bool = False) -> Iterator[Case]:
+    yield Case("send", "send", {"dim": dim, "rows": rows}, speed)
+    mask = {"dim": dim, "neurons": neurons, "columns": columns, "rows": rows}
+    yield Case("send mask", "send_mask", mask, speed)
+    yield Case("receive", "receive", {"dim": dim, "rows": rows, "counted": True}, speed)
+    yield Case("receive mask", "receive_mask", {"neurons": neurons, "rows": rows}, speed)
+    yield Case("copy words", "copy_words", {"words": 8}, speed)
+
+
+def speed_cases() -> Iterator[Case]:
+    """What decodes: shapes of models of 7 and of 70 billion parameters."""
+    for form in FORMATS:
+        for n, k in ((4096, 4096), (8192, 8192), (32000, 8192)):
+            yield Case(
+                f"linear {n}x{k} {form}", "linear", {"format": form, "n": n, "k": k, "rows": 1, "bias": False}, True
+            )
+        shape = (28672, 8192)
+        yield Case(f"ffn masked 28672x8192 {form}", "ffn", ffn(form, "masked", *shape), True, (0.05, 0.1, 0.2, 0.5))
+        yield Case(f"ffn exact 28672x8192 {form}", "ffn", ffn(form, "exact", *shape), True, (0.1,))
+        yield Case(f"ffn dense 28672x8192 {form}", "ffn", ffn(form, "dense", *shape), True)
+        sparse = (1.0, 0.7, 0.5, 0.3, 0.1, 0.05, 0.01)
+        yield Case(f"ffn masked 4096x4096 {form}", "ffn", ffn(form, "masked", 4096, 4096), True, sparse)
+    plain = ffn("f16", "masked", 4096, 4096, gated=False)
+    yield Case("ffn without gate 4096x4096 f16", "ffn", plain, True, (1.0, 0.7, 0.5, 0.3, 0.1))
+    low_rank = {"neurons": 28672, "rank": 1024, "dim": 8192, "relu": False, "rows": 1}
+    yield Case("predictor 28672x1024 f16", "predict_low_rank", {"formats": ("f16", "f16"), **low_rank}, True)
+    yield Case("predictor 28672x1024 q8, q4", "predict_low_rank", {"formats": ("q8", "q4"), **low_rank}, True)
+    signs = {"neurons": 28672, "dim": 8192, "row_bytes": sign_row_bytes(8192), "rows": 1}
+    yield Case("predictor by signs 28672", "predict_signs", signs, True)
+    for context in (512, 4096, 32768):
+        for kv_dtype in ("float16", "q8"):
+            heads = attention(context, kv_dtype, heads=(64, 8, 128))
+            yield Case(f"attention {context} {kv_dtype}", "attention", heads, True)
+    yield Case("rms_norm 8192", "rms_norm", {"dim": 8192, "rows": 1, "eps": 1e-5}, True)
+    yield Case("add 8192", "add", {"dim": 8192, "rows": 1}, True)
+    yield from _exchanges(dim=8192, neurons=28672, columns=20000, rows=1, speed=True)
+
+
+def pack_kernels(cases: list[Case], folder: Path, sm: int) -> list[dict[str, Any]]:
+    """Compiles the kernels of `cases` into `folder`; the entries of the pack's list."""
+    built = [getattr(cuda, case.op)(**case.parameters) for case in cases]
+    folder.mkdir(parents=True, exist_ok=True)
+    build_cuda(built, folder, sm)
+    (folder / SOURCE).rename(folder.parent / SOURCE)
+    return [case.to_json(kernel) for case, kernel in zip(cases, built, strict=True)]

@@ -1,0 +1,83 @@
+"""The model of a pack in eager PyTorch, float64, from the weights of an artifact: what whole models are held against.
+
+It shares no code with picompile: norms, rotary embedding, attention over all keys, predictors and blocks are written
+down as the checkpoint's architecture (Llama with ReLU) has them. Keys and values are rounded to float16, as the cache
+has them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from _gpu_formats import Array, unpack
+from torch import Tensor
+from torch.nn import functional
+
+from picompile_runtime.artifact import Artifact
+
+
+class EagerModel:
+    """Logits of all tokens of a text at once."""
+
+    def __init__(self, artifact: Artifact, entry: Mapping[str, Any], device: str) -> None:
+        """`entry` is the pack's for this artifact, `device` PyTorch's."""
+        self._artifact, self._shape, self._device = artifact, entry["shape"], device
+        self._quant = entry["quant"]
+
+    def logits(self, tokens: list[int], prompt: int) -> Tensor:
+        """float64 [tokens, vocab]. Of the first `prompt` tokens every neuron is computed, as where prompts are read."""
+        x = self._matrix("model.embed_tokens.weight", self._shape["hidden"])[torch.tensor(tokens)]
+        for layer in range(self._shape["layers"]):
+            name = f"model.layers.{layer}"
+            x = x + self._attention(self._norm(x, f"{name}.input_layernorm.weight"), f"{name}.self_attn")
+            x = x + self._block(self._norm(x, f"{name}.post_attention_layernorm.weight"), layer, prompt)
+        return self._norm(x, "model.norm.weight") @ self._matrix("lm_head.weight", self._shape["hidden"]).T
+
+    def _attention(self, x: Tensor, name: str) -> Tensor:
+        heads, kv_heads, width = (self._shape[key] for key in ("heads", "kv_heads", "head_dim"))
+        q, k, v = (x @ self._matrix(f"{name}.{each}_proj.weight", self._shape["hidden"]).T for each in "qkv")
+        queries, keys = (self._turned(each.reshape(len(x), -1, width)) for each in (q, k))
+        keys, values = (each.half().double() for each in (keys, v.reshape(len(x), -1, width)))
+        keys, values = (each.repeat_interleave(heads // kv_heads, dim=1).transpose(0, 1) for each in (keys, values))
+        y = functional.scaled_dot_product_attention(queries.transpose(0, 1), keys, values, is_causal=True)
+        return y.transpose(0, 1).reshape(len(x), -1) @ self._matrix(f"{name}.o_proj.weight", heads * width).T
+
+    def _turned(self, x: Tensor) -> Tensor:
+        half = self._shape["head_dim"] // 2
+        frequencies = self._shape["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = (torch.arange(len(x))[:, None] * frequencies).to(self._device)[:, None]
+        first, second = x.chunk(2, dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    def _block(self, x: Tensor, layer: int, prompt: int) -> Tensor:
+        parts = [self._bundle(f"layers.{layer}.ffn.neurons{part}") for part in ("", ".hot", ".cold")]
+        bundle = torch.cat([part for part in parts if part is not None])
+        gate, up, down = (bundle[part::3] for part in range(3))
+        name = f"predictors.layers.{layer}"
+        rank = self._artifact.tensors[f"{name}.fc1"].shape[0]
+        hidden = x @ self._matrix(f"{name}.fc1", self._shape["hidden"]).T
+        logits = hidden @ self._matrix(f"{name}.fc2", rank).T + self._vector(f"{name}.bias")[: len(gate)]
+        named = logits > 0
+        named[:prompt] = True
+        return (torch.relu(x @ gate.T) * (x @ up.T) * named) @ down
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return functional.rms_norm(x, x.shape[-1:], self._vector(name)[: x.shape[-1]], self._shape["eps"])
+
+    def _bundle(self, name: str) -> Tensor | None:
+        return self._matrix(name, self._shape["hidden"]) if name in self._artifact.tensors else None
+
+    def _matrix(self, name: str, columns: int) -> Tensor:
+        """Predictors of a model in q4 are in q8."""
+        packed = self._bytes(name).reshape(self._artifact.tensors[name].shape)
+        form = "q8" if self._quant == "q4" and name.startswith("predictors.") else self._quant
+        return torch.from_numpy(unpack(packed, form, columns)).to(self._device, torch.float64)
+
+    def _vector(self, name: str) -> Tensor:
+        return torch.from_numpy(self._bytes(name).view(np.float32).copy()).to(self._device, torch.float64)
+
+    def _bytes(self, name: str) -> Array:
+        tensor = self._artifact.tensors[name]
+        return np.frombuffer(self._artifact.weights, np.uint8, tensor.size_bytes, tensor.offset)

@@ -1,0 +1,121 @@
+"""Examples of kernels that read packed matrices: products, feed-forward blocks, embeddings, predictors."""
+
+import numpy as np
+import torch
+from _gpu_example import Example, Maker, numpy_of
+from _gpu_formats import Array, row_bytes
+from torch.nn import functional
+
+# Far beyond what a product of these blocks comes to: a bias of so much decides alone.
+_DECIDED = 6.0
+
+
+def linear(make: Maker) -> Example:
+    p = make.parameters
+    x = make.floats("x", make.tokens, p["k"])
+    w = make.matrix("w", p["format"], p["n"], p["k"])
+    bias = make.floats("bias", p["n"]) if p["bias"] else None
+    y = functional.linear(x, w.double(), bias)
+    return Example(make.inputs, {"y": numpy_of(y)}, make.inputs["w"].nbytes, ("w",), tokens=make.tokens)
+
+
+def ffn(make: Maker) -> Example:
+    """In a masked block a bias wakes all neurons of the mask; in `exact` it wakes just those that are to fire."""
+    p, inputs = make.parameters, make.inputs
+    neurons, dim, kind, gated = p["neurons"], p["dim"], p["kind"], p["gated"]
+    x, parts = make.floats("x", make.tokens, dim), 3 if gated else 2
+    count = round(make.share * neurons)
+    first_bias = np.full(neurons, _DECIDED, np.float32)
+    if kind != "masked":
+        first_bias = np.where(make.chosen(count, (neurons,)) if kind == "exact" else True, 1, -1) * first_bias
+    if kind == "dense":
+        first_bias = make.rng.uniform(-1, 1, neurons)
+    inputs["gate_bias" if gated else "up_bias"] = first_bias.astype(np.float32)
+    bias = make.wide(first_bias.astype(np.float32))
+    bundled = make.matrix("neuron_w", p["format"], neurons * (parts - (kind == "exact")), dim)
+    if kind == "exact":
+        first = make.matrix("decide_w", p["format"], neurons, dim).double()
+        up, down = bundled[0::2].double(), bundled[1::2].double()
+    else:
+        first, up, down = (bundled[part::parts].double() for part in (0, parts - 2, parts - 1))
+    hidden = torch.relu(x @ first.T + bias)
+    if gated:
+        hidden = hidden * (x @ up.T)
+    named = np.ones((make.tokens, neurons), bool)
+    if kind == "masked":
+        named = make.chosen(count, (make.tokens, neurons))
+        _name(make, named)
+        hidden = hidden * make.wide(named.astype(np.float64))
+    fired = int((hidden != 0).sum())
+    computed = fired if kind == "exact" else int(named.sum())
+    inputs["stats"] = np.zeros(2, np.int64)
+    counted = [0, 0] if p["rows"] > 1 and kind != "masked" else [computed, fired]
+    row = row_bytes(p["format"], dim)
+    moved = {"masked": count * parts * row + neurons, "dense": neurons * parts * row}
+    moved["exact"] = neurons * row + count * 2 * row
+    expected = {"y": numpy_of(hidden @ down), "stats": np.array(counted)}
+    rotating = ("neuron_w", "decide_w") if kind == "exact" else ("neuron_w",)
+    masks = None
+    if kind == "masked" and p.get("mask_columns") is None:
+
+        def masks(rng: np.random.Generator) -> Array:
+            return Maker(p, rng, make.device).chosen(count, (1, neurons)).astype(np.uint8)
+
+    return Example(inputs, expected, moved[kind], rotating, tokens=make.tokens, masks=masks)
+
+
+def _name(make: Maker, named: Array) -> None:
+    """The mask that names these neurons: of a part of a block, in the columns of its table."""
+    columns = make.parameters.get("mask_columns")
+    if columns is None:
+        make.inputs["mask"] = named.astype(np.uint8)
+        return
+    table = make.rng.permutation(columns)[: named.shape[1]].astype(np.int32)
+    mask = make.rng.integers(0, 2, (len(named), columns)).astype(np.uint8)
+    mask[:, table] = named
+    make.inputs |= {"mask": mask, "table": table}
+
+
+def embedding(make: Maker) -> Example:
+    p = make.parameters
+    table = make.matrix("w", p["format"], p["vocab"], p["dim"])
+    ids = make.rng.integers(0, p["vocab"] - p["offset"], make.tokens).astype(np.int32)
+    make.inputs["ids"] = ids
+    return Example(
+        make.inputs,
+        {"y": numpy_of(table[torch.from_numpy(ids).long().to(make.device) + p["offset"]])},
+        tokens=make.tokens,
+    )
+
+
+def low_rank(make: Maker) -> Example:
+    """The threshold is in the middle of the widest gap of the logits' middle half, so that no rounding decides."""
+    p, (first, second) = make.parameters, make.parameters["formats"]
+    x = make.floats("x", make.tokens, p["dim"])
+    hidden = x @ make.matrix("fc1", first, p["rank"], p["dim"]).double().T
+    hidden = torch.relu(hidden) if p["relu"] else hidden
+    logits = hidden @ make.matrix("fc2", second, p["neurons"], p["rank"]).double().T + make.floats("bias", p["neurons"])
+    ordered = np.sort(numpy_of(logits).ravel())
+    quarter = len(ordered) // 4
+    place = quarter + int(np.diff(ordered)[quarter : 3 * quarter].argmax())
+    threshold = np.float32(ordered[place : place + 2].mean())
+    make.inputs["threshold"] = np.array([threshold])
+    moved = sum(make.inputs[name].nbytes for name in ("fc1", "fc2", "bias")) + p["neurons"]
+    mask = numpy_of(logits > float(threshold)).astype(np.uint8)
+    return Example(make.inputs, {"mask": mask}, moved, ("fc1", "fc2"), tokens=make.tokens)
+
+
+def signs(make: Maker) -> Example:
+    p, dim = make.parameters, make.parameters["dim"]
+    make.floats("x", make.tokens, dim)
+    bits = np.zeros((p["neurons"], p["row_bytes"] * 8), np.uint8)
+    bits[:, :dim] = make.rng.integers(0, 2, (p["neurons"], dim))
+    # Bit i of int32 word l of a block of 256 columns is its column 8 · i + l.
+    words = bits.reshape(p["neurons"], -1, 32, 8).transpose(0, 1, 3, 2)
+    make.inputs["signs"] = np.packbits(words, axis=-1, bitorder="little").reshape(p["neurons"], -1).view(np.int32)
+    differing = (bits[None, :, :dim] != (make.inputs["x"] < 0)[:, None]).sum(-1)
+    make.inputs["most"] = np.array([dim // 2], np.float32)
+    moved = make.inputs["signs"].nbytes + p["neurons"]
+    return Example(
+        make.inputs, {"mask": (differing <= dim // 2).astype(np.uint8)}, moved, ("signs",), tokens=make.tokens
+    )

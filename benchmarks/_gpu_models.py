@@ -1,0 +1,298 @@
+"""Whole models for `gpu_pack.py`: artifacts without their weights, which `gpu.py` makes from a seed.
+
+An artifact is a zip file with everything but weights.safetensors: program, code, a manifest that still lacks the
+weights' entry, and `weights.json`, which says of each tensor what it is. Tables that the program needs as they are
+(rotary angles, neuron tables, thresholds) are in `constants.bin`. No weight of any model is read or made here.
+
+The variants of a model, all for the same budget of GPU memory:
+
+| variant | on the GPU | feed-forward |
+| --- | --- | --- |
+| `hybrid` | head, attention, caches and predictors, and of each layer as many neurons as then fit | sparse |
+| `layers` | head and as many whole layers as fit, the first ones; the CPU computes the others | sparse |
+| `layers_dense` | the same | dense |
+| `cpu` | nothing | sparse |
+| `gpu` | everything but the embedding, whatever the budget | sparse |
+"""
+
+import json
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch.fx import GraphModule
+
+import picompile
+from picompile import artifact_writer
+from picompile.capture.facts import ModelFacts
+from picompile.capture.hf import capture_config
+from picompile.code import Code, build_code
+from picompile.hot_device import DeviceTarget
+from picompile.progress import NoProgress
+from picompile.synth.shapes import Shape
+from picompile_codegen.isa import ISAS
+from picompile_codegen.lower import Lowered, LowerOptions, lower
+from picompile_codegen.placement import ON_HOST, Placement
+from picompile_codegen.program import Arg, tensor_bytes
+from picompile_passes.dialect import FORMATS
+from picompile_passes.errors import PassesError
+from picompile_passes.materialize import evaluate_constant
+from picompile_passes.passes.canonicalize import CANONICALIZE
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+from picompile_passes.passes.quantize import Quantize
+from picompile_passes.pipeline import Pipeline
+
+VARIANTS = ("hybrid", "layers", "layers_dense", "cpu", "gpu")
+_CHUNK = 64
+# Neurons of a layer that the GPU gets are a multiple of this, as in a plan.
+_GROUP = 64
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What is packed: `budget` is the share of the dense model's bytes that the GPU may hold."""
+
+    quant: str
+    budget: float
+    rank: int
+    context: int
+    sm: int
+    isas: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of the parts of a model: of a layer its attention, its cache, its predictor and a neuron; of the head."""
+
+    attention: int
+    cache: int
+    predictor: int
+    neuron: int
+    head: int
+    neurons: int
+    layers: int
+
+    @property
+    def dense(self) -> int:
+        """All matrices of the model, the embedding included; no predictor."""
+        return self.layers * self.layer + 2 * self.head
+
+    @property
+    def layer(self) -> int:
+        """The matrices of a layer."""
+        return self.attention + self.neurons * self.neuron
+
+
+@dataclass(frozen=True)
+class _Split:
+    """What a variant has on the GPU: so many neurons of each layer, and all else by `placement`."""
+
+    hot: Mapping[int, int]
+    placement: Placement
+
+
+def pack_model(shape: Shape, options: ModelOptions, variant: str, folder: Path) -> dict[str, Any]:
+    """Writes the zip file of one variant into `folder`; its entry in the pack's list."""
+    sizes = _sizes(shape, options)
+    split = _split(sizes, int(options.budget * sizes.dense), variant)
+    graph = _graph(shape, options, split, dense=variant == "layers_dense")
+    device = None if variant == "cpu" else "cuda"
+    lowered = lower(graph, LowerOptions(options.context, _CHUNK, "float16", 1, device, split.placement))
+    name = f"{shape.name}.{options.quant}.{variant}"
+    with TemporaryDirectory() as work:
+        _write(Path(work), graph, lowered, shape, options, split)
+        with zipfile.ZipFile(folder / f"{name}.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+            for path in sorted(each for each in Path(work).rglob("*") if each.is_file()):
+                archive.write(path, path.relative_to(work))
+    return {
+        "file": f"{name}.zip",
+        "model": shape.name,
+        "quant": options.quant,
+        "variant": variant,
+        "budget": options.budget,
+        "context": options.context,
+        "dense_bytes": sizes.dense,
+        "layer_bytes": sizes.layer,
+        "gpu_bytes": _device_bytes(lowered),
+        "weight_bytes": artifact_writer.weights_bytes(list(lowered.weights.tensors.values())),
+        "hot": split.hot.get(0, 0),
+        "resident_layers": sum(count == sizes.neurons for count in split.hot.values()),
+        "shape": {
+            **{key: getattr(shape, key) for key in ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim")},
+            **{key: getattr(shape, key) for key in ("vocab", "eps", "rope_theta")},
+        },
+    }
+
+
+def _sizes(shape: Shape, options: ModelOptions) -> _Sizes:
+    form = FORMATS[options.quant]
+    heads, row = (shape.heads + shape.kv_heads) * shape.head_dim, form.row_bytes(shape.hidden)
+    projections = (heads + shape.kv_heads * shape.head_dim) * row
+    output = shape.hidden * form.row_bytes(shape.heads * shape.head_dim)
+    cache = 2 * shape.kv_heads * options.context * shape.head_dim * 2
+    # As the pass `quantize` packs them.
+    of_predictor = FORMATS["q8" if options.quant == "q4" else options.quant]
+    first = options.rank * of_predictor.row_bytes(shape.hidden)
+    predictor = first + shape.ffn * (of_predictor.row_bytes(options.rank) + 4)
+    return _Sizes(projections + output, cache, predictor, 3 * row, shape.vocab * row, shape.ffn, shape.layers)
+
+
+def _split(sizes: _Sizes, budget_bytes: int, variant: str) -> _Split:
+    """Attention first, since it is always used; then neurons, the same number in every layer."""
+    every = range(sizes.layers)
+    if variant == "cpu":
+        return _Split({}, ON_HOST)
+    if variant == "gpu":
+        return _Split(dict.fromkeys(every, sizes.neurons), Placement.all_of(sizes.layers))
+    if variant != "hybrid":
+        predictor = 0 if variant == "layers_dense" else sizes.predictor
+        layer = sizes.layer + sizes.cache + predictor
+        count = min(max(budget_bytes - sizes.head, 0) // layer, sizes.layers)
+        resident = frozenset(range(count))
+        hot = {index: sizes.neurons if index < count else 0 for index in every}
+        return _Split(hot, Placement(resident, resident, resident, head=True))
+    per_layer = sizes.attention + sizes.cache + sizes.predictor
+    with_attention = min(max(budget_bytes - sizes.head, 0) // per_layer, sizes.layers)
+    left = budget_bytes - sizes.head - with_attention * per_layer
+    hot_neurons = max(left, 0) // (sizes.layers * sizes.neuron) // _GROUP * _GROUP
+    resident = frozenset(range(with_attention))
+    hot = dict.fromkeys(every, min(hot_neurons, sizes.neurons) if with_attention == sizes.layers else 0)
+    return _Split(hot, Placement(resident, resident, resident, head=True))
+
+
+def _graph(shape: Shape, options: ModelOptions, split: _Split, dense: bool) -> GraphModule:
+    ranks = dict.fromkeys(range(shape.layers), options.rank)
+    insert = InsertPredictors("none") if dense else InsertPredictors("learned", ranks=ranks)
+    hot = {layer: range(count) for layer, count in split.hot.items()}
+    passes = (*CANONICALIZE, insert, Partition(hot), Quantize(options.quant))
+    return Pipeline(passes)(capture_config(shape.config)).graph_module
+
+
+def _device_bytes(lowered: Lowered) -> int:
+    """Weights that calls on the device use."""
+    calls = [call for calls in lowered.program.functions.values() for call in calls if call.device == "device"]
+    names = {arg.name for call in calls for arg in call.args if arg.space == "weight"}
+    tensors = lowered.weights.tensors
+    return sum(tensor_bytes(tensors[name].dtype, tensors[name].shape) for name in names)
+
+
+def _write(
+    folder: Path, graph: GraphModule, lowered: Lowered, shape: Shape, options: ModelOptions, split: _Split
+) -> None:
+    code = [Code(ISAS[name], f"kernels/host.{name}.so") for name in options.isas]
+    build_code(code, lowered, folder, NoProgress())
+    hot_device = None
+    if lowered.device_built:
+        hot_device = DeviceTarget("cuda", options.sm).build(code, lowered, folder, NoProgress())
+        source = folder / "kernels" / "device.cu"
+        source.rename(source.parent.parent / "device.cu")
+    artifact_writer.write_json(folder / "program.json", lowered.program.to_json())
+    tensors, constants = _tensors(graph, lowered, split)
+    artifact_writer.write_json(folder / "weights.json", {"tensors": tensors})
+    (folder / "constants.bin").write_bytes(constants)
+    files = ["program.json", *(str(path.relative_to(folder)) for path in sorted((folder / "kernels").iterdir()))]
+    manifest = {
+        "format": artifact_writer.MANIFEST_FORMAT,
+        "schema": artifact_writer.MANIFEST_SCHEMA,
+        "picompile": picompile.__version__,
+        "abi": artifact_writer.KERNEL_ABI,
+        "target": f"sm_{options.sm}",
+        "code": [each.to_json() for each in code],
+        **({} if hot_device is None else {"hot_device": hot_device}),
+        "model": asdict(_facts(shape)),
+        "quant": options.quant,
+        "predictor": "+".join(sorted({part.predictor for part in lowered.program.ffn})),
+        "kv_dtype": "float16",
+        "context": lowered.program.context,
+        "chunk": lowered.program.chunk,
+        "sequences": lowered.program.sequences,
+        "files": {name: artifact_writer.file_record(folder / name) for name in files},
+    }
+    artifact_writer.write_json(folder / "manifest.json", manifest)
+
+
+def _facts(shape: Shape) -> ModelFacts:
+    return ModelFacts(
+        name=shape.name, architecture=shape.family.architecture, family=str(shape.config["model_type"]),
+        hidden=shape.hidden, layers=shape.layers, heads=shape.heads, kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim, ffn=shape.ffn, vocab=shape.vocab, activation=shape.activation, max_positions=shape.positions, parameters=0,
+        checkpoint_dtype="f16", bos_token_id=None, eos_token_ids=(),
+    )  # fmt: skip
+
+
+class _NoWeights:
+    """A checkpoint without tensors."""
+
+    def names(self) -> Iterator[str]:
+        yield from ()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        raise KeyError(name)
+
+    def load(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+def _tensors(graph: GraphModule, lowered: Lowered, split: _Split) -> tuple[list[dict[str, Any]], bytes]:
+    """What each tensor of the weight file is, and the bytes of those that no seed can make."""
+    uses = _uses(lowered)
+    tensors, constants = [], bytearray()
+    for tensor in lowered.weights.tensors.values():
+        entry: dict[str, Any] = {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)}
+        try:
+            value = tensor.produce(lambda node: evaluate_constant(graph, node, _NoWeights()))
+        except PassesError:
+            entry |= _made(tensor.name, uses[tensor.name], split)
+        else:
+            data = value.contiguous().numpy().tobytes()
+            entry |= {"kind": "constant", "start": len(constants), "bytes": len(data)}
+            constants += data
+        tensors.append(entry)
+    return tensors, bytes(constants)
+
+
+def _uses(lowered: Lowered) -> dict[str, dict[str, Any]]:
+    """Of each weight how a kernel uses it: the operator, the parameter, the format, the columns and the layer."""
+    kernels = {each.name: each for each in (*lowered.built.values(), *lowered.device_built.values())}
+    found: dict[str, dict[str, Any]] = {}
+    for calls in lowered.program.functions.values():
+        for call in calls:
+            shapes = {argument.name: argument.shape for argument in kernels[call.kernel].arguments}
+            for parameter, arg in zip(kernels[call.kernel].params, call.args, strict=True):
+                if arg.space == "weight" and arg.name not in found:
+                    name = parameter.partition(".")[0]
+                    columns = _columns(name, shapes)
+                    found[arg.name] = {"op": call.op, "parameter": name, "columns": columns, "layer": call.layer}
+                    found[arg.name]["format"] = _format(arg)
+    return found
+
+
+def _columns(parameter: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    if parameter == "fc2":
+        return next(shape[0] for name, shape in shapes.items() if name == "fc1.data")
+    return shapes["y" if "ids" in shapes else "x"][-1] if {"x", "ids"} & set(shapes) else 0
+
+
+def _format(arg: Arg) -> str:
+    return {"float16": "f16", "int8": "q8", "uint8": "q4"}.get(arg.dtype or "", "")
+
+
+def _made(name: str, use: Mapping[str, Any], split: _Split) -> dict[str, Any]:
+    """What `gpu.py` fills a tensor with: see `_gpu_weights.py`."""
+    if use["parameter"] == "bias" and use["op"] == "predict":
+        return {"kind": "rates", "hot": split.hot.get(use["layer"], 0)}
+    if not use["format"]:
+        return {"kind": "ones" if use["op"] == "norm" and use["parameter"] == "weight" else "zeros"}
+    role = {"neuron_w": "bundle", "fc1": "fc1", "fc2": "fc2"}.get(use["parameter"], use["op"])
+    if role == "linear" and "o_proj" in name:
+        role = "output"
+    return {"kind": "matrix", "role": role, "format": use["format"], "columns": use["columns"]}
+
+
+def write_index(folder: Path, content: Mapping[str, Any]) -> None:
+    """The list of what a pack holds."""
+    (folder / "pack.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,89 @@
+"""How far host and hot device work at the same time, and how often they exchange values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from picompile_runtime.floor import statistics_rows
+from picompile_runtime.program import WAITS, Call, Program
+from picompile_runtime.trace import Step
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How long each side computed, which is all but waiting for the other, and for how long of that both did."""
+
+    host_ns: int
+    device_ns: int
+    both_ns: int
+
+    @property
+    def share(self) -> float:
+        """Of the time of the side that computes less; 1 where that is hidden wholly behind the other side."""
+        shorter_ns = min(self.host_ns, self.device_ns)
+        return self.both_ns / shorter_ns if shorter_ns else 0.0
+
+
+def overlap(steps: Sequence[Step]) -> Overlap:
+    """The overlap over all `steps`."""
+    host, device = (list(_computing(steps, side)) for side in ("host", "device"))
+    both_ns, of_host, of_device = 0, 0, 0
+    while of_host < len(host) and of_device < len(device):
+        (begin_ns, end_ns), (other_begin_ns, other_end_ns) = host[of_host], device[of_device]
+        both_ns += max(0, min(end_ns, other_end_ns) - max(begin_ns, other_begin_ns))
+        # What ends first ends before all that follows on the other side begins.
+        if end_ns < other_end_ns:
+            of_host += 1
+        else:
+            of_device += 1
+    return Overlap(sum(end - begin for begin, end in host), sum(end - begin for begin, end in device), both_ns)
+
+
+def hybrid_figures(program: Program, steps: Sequence[Step], batch: int) -> dict[str, Any]:
+    """What `bench --json` says of `steps`, which are of one function and of `batch` tokens each."""
+    found = overlap(steps)
+    tokens = len(steps) * batch
+    function = steps[0].function
+    skippable = _skippable_rows(program, function)
+    return {
+        "host_s_per_token": 1e-9 * found.host_ns / tokens,
+        "device_s_per_token": 1e-9 * found.device_ns / tokens,
+        "overlap_s_per_token": 1e-9 * found.both_ns / tokens,
+        "overlap_share": found.share,
+        "exchanges_per_token": sum(call.op in ("send", "signal") for call in program.functions[function]) / batch,
+        # Kernels of a batch that compute every neuron do not count them.
+        "skipped_per_token": None if batch > 1 else sum(len(skippable & step.idle_rows) for step in steps) / tokens,
+    }
+
+
+def _skippable_rows(program: Program, function: str) -> set[int]:
+    """The blocks of the host whose result the device does not ask for where none of their neurons is computed, each by
+    its row of the statistics. The device has sent their masks, and counted what is in them.
+    """
+    calls = program.functions[function]
+    counts = {name for call in calls if call.op == "receive" for name in _counts(call)}
+    sends = [call for call in calls if call.op == "send" and counts & _counts(call)]
+    masks = {name for call in sends for name in _masks(call)}
+    blocks = [call for call in calls if (call.op, call.device) == ("ffn", "host") and masks & _masks(call)]
+    return {row for call in blocks for row in statistics_rows(call)}
+
+
+def _counts(call: Call) -> set[str]:
+    """Single integers; flags and the like have more."""
+    return {
+        arg.name for arg in call.args if arg.kind == "buffer" and (arg.view.dtype, arg.view.shape) == ("int32", (1,))
+    }
+
+
+def _masks(call: Call) -> set[str]:
+    return {arg.name for arg in call.args if arg.kind == "buffer" and arg.view.dtype == "uint8"}
+
+
+def _computing(steps: Sequence[Step], device: str) -> Iterator[tuple[int, int]]:
+    """When a side computed, in order."""
+    for step in steps:
+        for span in step.spans:
+            if span.call.device == device and span.call.op not in WAITS:
+                yield span.begin_ns, span.end_ns

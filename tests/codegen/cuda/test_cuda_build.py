@@ -1,0 +1,116 @@
+"""From CUDA kernels to code: the source, NVRTC, what a cubin says of its functions, and the files of an artifact."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from picompile_codegen import cuda
+from picompile_codegen.cuda import toolchain
+from picompile_codegen.cuda.build import build_cuda
+from picompile_codegen.cuda.cubin import Resources, function_resources
+from picompile_codegen.cuda.function import CudaFunction
+from picompile_codegen.cuda.toolchain import compile_cuda
+from picompile_codegen.errors import BuildError, CodegenError, ToolchainError
+from picompile_codegen.kernels.tensor import bind, when
+
+# 200 numbers of a thread that are found by a computed index cannot be in registers. Of `local` ptxas 13.0 printed 254
+# registers, a stack frame of 800 bytes and 308 bytes of shared memory for sm_89, of `none` 8 registers.
+SOURCE = """
+extern "C" __global__ void local(float *a, int n) {
+  float b[200];
+  for (int i = 0; i < 200; i++) b[i] = a[i * n];
+  for (int k = 0; k < n; k++) for (int i = 0; i < 200; i++) b[i] = b[(i * 7 + k) % 200] * 2.f + a[k];
+  float s = 0;
+  for (int i = 0; i < 200; i++) s += b[i];
+  __shared__ float t[77];
+  t[threadIdx.x] = s;
+  __syncthreads();
+  a[threadIdx.x] = t[threadIdx.x ^ 1];
+}
+extern "C" __global__ void none(float *a) { a[threadIdx.x] *= 2; }
+"""
+
+
+def _doubled(width: int = 100, resident: int = 0) -> cuda.CudaKernel:
+    """y = 2 x, and then y = 2 y: two launches."""
+    function = CudaFunction("doubled", width)
+    with function:
+        x, y = function.floats("x", 1, width), function.floats("y", 1, width)
+        for source in (x, y):
+            with function.launch(grid=4, block=32, resident=resident) as place:
+                i = bind(place.block * 32 + place.thread)
+                with when(i < width):
+                    y[0, i] = source[0, i] * 2.0
+    return function.cuda_kernel()
+
+
+def test_a_kernel_becomes_its_launches() -> None:
+    source = cuda.cuda_source([_doubled()])
+    first, second = source.launches["doubled_100"]
+    # The arguments are step, x and y; parameters are in TVM's order, and only those that are used.
+    assert (sorted(first.args), second.args) == ([1, 2], (2,))
+    assert (first.grid.x, first.grid.threads) == (4, 32)
+    for launch in (first, second):
+        assert source.text.count(f" {launch.symbol}(") == 1, "a declaration was left behind"
+    assert "tvm" not in source.text.lower().replace("tvm's", "").replace("tvm gives", "")
+
+
+def test_how_many_blocks_shall_fit_is_said_to_the_compiler() -> None:
+    text = cuda.cuda_source([_doubled(resident=3)]).text
+    assert len(re.findall(r"__launch_bounds__\(32, 3\)", text)) == 2
+
+
+@pytest.mark.parametrize(("grid", "block"), [(0, 32), (1, 31), (1, 0), (1, 1056), ((1, 0), 32), ((1, 65536), 32)])
+def test_what_no_gpu_launches_is_refused(grid: int | tuple[int, int], block: int) -> None:
+    function = CudaFunction("odd")
+    with function, pytest.raises(CodegenError, match="cannot be launched"), function.launch(grid=grid, block=block):
+        pass
+
+
+def test_resources_are_those_that_ptxas_prints() -> None:
+    cubin, ptx = compile_cuda(SOURCE, 89)
+    assert function_resources(cubin) == {"local": Resources(254, 800, 308), "none": Resources(8, 0, 0)}
+    assert b".target sm_89" in ptx
+
+
+@pytest.mark.parametrize("data", [b"", b"\x7fELF", b"MZ" * 100, b"\x7fELF" + bytes(300)])
+def test_what_is_no_cubin_is_refused(data: bytes) -> None:
+    with pytest.raises(BuildError, match="returned no cubin"):
+        function_resources(data)
+
+
+def test_errors_of_the_compiler_are_one_line() -> None:
+    with pytest.raises(BuildError) as caught:
+        compile_cuda('extern "C" __global__ void f() { g(); }', 89)
+    assert "\n" not in str(caught.value)
+    assert 'identifier "g" is undefined' in str(caught.value)
+
+
+def test_without_nvrtc_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(ToolchainError, match=r"pip install 'picompile\[cuda\]'") as caught:
+        toolchain.require_nvrtc()
+    assert caught.value.exit_code == 6
+
+
+def test_without_the_headers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "_HEADERS", "nvidia.no_such_package")
+    with pytest.raises(ToolchainError, match=r"pip install 'picompile\[cuda\]'"):
+        toolchain.require_nvrtc()
+
+
+def test_the_files_of_an_artifact(tmp_path: Path) -> None:
+    names = build_cuda([_doubled()], tmp_path, 75)
+    launches = json.loads((tmp_path / names["launches"]).read_text())
+    assert (launches["sm"], launches["ptx_sm"]) == (75, 75)
+    first = launches["kernels"]["doubled_100"][0]
+    assert (first["grid"], first["block"], first["local_bytes"]) == ([4, 1, 1], [32, 1, 1], 0)
+    assert (tmp_path / names["cubin"]).read_bytes()[:4] == b"\x7fELF"
+    again = tmp_path / "again"
+    again.mkdir()
+    build_cuda([_doubled()], again, 75)
+    for path in again.iterdir():
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes(), "the same input gives other bytes"

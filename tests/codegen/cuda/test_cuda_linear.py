@@ -1,0 +1,59 @@
+"""Linear layers on a GPU against float64: one token and chunks, sizes that are no multiple of anything."""
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cuda_workbench import CudaWorkbench
+from workbench import assert_close, packed, uniform
+
+from picompile_codegen import cuda
+
+FORMATS = ("f16", "q8", "q4")
+# The last has more columns than shared memory takes at a time.
+SIZES = ((70, 45), (33, 96), (5, 4133))
+CHUNK = 67
+
+
+def _kernel(format_name: str, size: tuple[int, int], rows: int, bias: bool) -> cuda.CudaKernel:
+    return cuda.linear(format=format_name, n=size[0], k=size[1], rows=rows, bias=bias)
+
+
+CASES = [
+    *((form, size, 1, size[0] == 33) for form, size in product(FORMATS, SIZES)),
+    *((form, SIZES[0], CHUNK, form == "q8") for form in FORMATS),
+]
+
+
+@pytest.fixture(scope="module")
+def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
+    path = tmp_path_factory.mktemp("cuda-linear") / "linear.so"
+    return CudaWorkbench(path, [_kernel(*case) for case in CASES])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1][0]}x{case[1][1]}-r{case[2]}")
+def test_products_are_those_of_float64(workbench: CudaWorkbench, case: tuple[str, tuple[int, int], int, bool]) -> None:
+    format_name, (n, k), rows, has_bias = case
+    rng = np.random.default_rng(n + k + rows)
+    data, weights = packed(rng, format_name, n, k)
+    # In a chunk the last tile of tokens is begun, and rows past the tokens hold what must not be read.
+    tokens = max(1, rows - 2)
+    x, bias = uniform(rng, tokens, k), uniform(rng, n)
+    inputs = {"x": x, "w": data} | ({"bias": bias} if has_bias else {})
+    found = workbench.run(_kernel(*case), inputs, tokens=tokens)["y"]
+    expected = x.astype(np.float64) @ weights.T + (bias if has_bias else 0)
+    # Sums of up to 4133 products in float32.
+    assert_close(found[:tokens], expected, 1e-5)
+    assert np.isnan(found[tokens:]).all()
+
+
+def test_a_chunk_of_few_tokens_writes_no_others(workbench: CudaWorkbench) -> None:
+    """The second tile of tokens has none: its blocks end at once."""
+    case = ("f16", SIZES[0], CHUNK, False)
+    rng = np.random.default_rng(3)
+    data, weights = packed(rng, "f16", *SIZES[0])
+    x = uniform(rng, 3, SIZES[0][1])
+    found = workbench.run(_kernel(*case), {"x": x, "w": data}, tokens=3)["y"]
+    assert_close(found[:3], x.astype(np.float64) @ weights.T, 1e-5)
+    assert np.isnan(found[3:]).all()

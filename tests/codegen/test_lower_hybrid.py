@@ -1,0 +1,378 @@
+"""Programs for a host and a hot device: what runs on which is of no influence, and nothing is read before it is there."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hybrid import SIDES, Naps, compile_naps
+from hybrid_runner import Array, HybridRunner
+from lowered import Runner
+from torch.fx import GraphModule
+
+from picompile.testing import Shape, build, random_weights
+from picompile_codegen.lower import Lowered, LowerOptions, lower
+from picompile_codegen.placement import ON_HOST, Placement
+from picompile_codegen.program import Arg, Call, Device, Program, Tensor, tensor_bytes
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+from picompile_passes.passes.quantize import Quantize
+from picompile_passes.pipeline import Pipeline
+from picompile_runtime.memory import Tensor as Stored
+from picompile_runtime.program import read_program
+
+CONTEXT, CHUNK, SEQUENCES = 32, 5, 3
+IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
+# No neuron is above it.
+NONE = 1e9
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the predictors of its layers, and the neurons of their hot parts."""
+
+    shape: Shape
+    predictors: InsertPredictors
+    hot: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    format: str = "f16"
+
+    def graph(self) -> GraphModule:
+        passes = (self.predictors, Partition(self.hot), Quantize(self.format))
+        return Pipeline(passes)(build(self.shape)).graph_module
+
+
+CASES = {
+    # Each kind of predictor, in layers that are split, cold and hot; one of the layer before, and one that keeps none.
+    "gated": Case(
+        Shape(hidden=72, heads=3, ffn=77, vocab=90, layers=5),
+        InsertPredictors(
+            "learned",
+            kinds={1: "sign", 3: "exact"},
+            ranks={0: 5, 2: 5, 4: 9},
+            inputs={2: "previous", 4: "stream"},
+            thresholds={0: NONE, 1: 0.48, 2: -0.1},
+        ),
+        {0: range(0, 75, 2), 1: range(30, 68), 2: (), 3: range(5), 4: range(77)},
+    ),
+    # With biases, which a block has whether any of its neurons fires or not.
+    "plain": Case(
+        Shape(hidden=66, heads=3, ffn=131, vocab=50, layers=3, gated=False, activation="relu2"),
+        InsertPredictors("learned", kinds={1: "sign"}, ranks={0: 7, 2: 9}, thresholds={0: NONE, 1: 0.52}),
+        {0: (), 1: range(1, 131, 3), 2: range(2, 131)},
+    ),
+    "parallel": Case(
+        Shape(hidden=72, heads=3, ffn=77, vocab=50, layers=3, activation="silu", parallel=True, window=4),
+        InsertPredictors("learned", kinds={2: "none"}, ranks={0: 12, 1: 40}, inputs={1: "previous"}),
+        {0: range(0, 75, 2), 1: range(30, 68), 2: (3, 1)},
+        "q4",
+    ),
+}
+
+
+def placements(layers: int, count: int, seed: int) -> list[Placement]:
+    """All, none, and at random."""
+    random = np.random.default_rng(seed)
+
+    def some() -> frozenset[int]:
+        return frozenset(np.flatnonzero(random.integers(0, 2, layers)).tolist())
+
+    drawn = [Placement(some(), some(), some(), bool(random.integers(2))) for _ in range(count)]
+    return [Placement.all_of(layers), ON_HOST, *drawn]
+
+
+def options(placement: Placement | None, kv_dtype: str = "float32") -> LowerOptions:
+    device = None if placement is None else "cpu"
+    return LowerOptions(CONTEXT, CHUNK, kv_dtype, SEQUENCES, device, placement or ON_HOST)
+
+
+# ---- what is computed ----
+
+
+def every_step(runner: Runner | HybridRunner) -> dict[str, Array]:
+    """The logits of every kind of step, by its name."""
+    found: dict[str, Array] = {}
+
+    def run(name: str, function: str, tokens: Sequence[int], slot: int, position: int) -> None:
+        runner.slot, runner.position = slot, position
+        logits = runner.run(function, list(tokens))
+        if logits is not None:
+            found[name] = np.array(logits)[: len(tokens)]
+
+    run("", "prefill", IDS[:5], 0, 0)
+    run("prompt of two chunks", "prefill_last", IDS[5:8], 0, 5)
+    for position in range(8, 11):
+        run(f"token {position}", "decode", [IDS[position]], 0, position)
+    run("scored", "score", IDS[:5], 1, 0)
+    run("scored, too", "score", IDS[5:7], 1, 5)
+    run("prompt", "prefill_last", IDS[3:6], 2, 0)
+    found["batch"] = np.array(runner.run_batch(IDS[7:10], [11, 3, 7], [0, 2, 1]))
+    found["batch of two"] = np.array(runner.run_batch(IDS[10:12], [8, 4], [1, 2]))
+    return found
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the program on the host alone gives."""
+
+    logits: dict[str, Array]
+    stats: dict[tuple[int, str], list[int]]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """Each case once."""
+    known: dict[str, Expected] = {}
+
+    def run(name: str) -> Expected:
+        if name not in known:
+            graph_module = CASES[name].graph()
+            lowered, path = lower(graph_module, options(None)), tmp_path_factory.mktemp("whole") / "host.so"
+            runner = Runner(path, lowered, graph_module, random_weights(graph_module))
+            logits, counts = every_step(runner), runner.stats().tolist()
+            known[name] = Expected(logits, {(p.layer, p.part): counts[p.stats_row] for p in lowered.program.ffn})
+        return known[name]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def naps(tmp_path_factory: pytest.TempPathFactory) -> Naps:
+    return compile_naps(tmp_path_factory.mktemp("naps"))
+
+
+def runner_of(name: str, placement: Placement, folder: Path) -> HybridRunner:
+    graph_module = CASES[name].graph()
+    return HybridRunner(folder, lower(graph_module, options(placement)), graph_module, random_weights(graph_module))
+
+
+def assert_same(found: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
+    for name, logits in expected.items():
+        assert np.isfinite(logits).all()
+        assert np.isfinite(found[name]).all(), f"{name}: something was read that was not there yet"
+        np.testing.assert_array_equal(found[name], logits, name)
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("name", list(CASES))
+def test_where_things_run_is_of_no_influence(
+    name: str, number: int, expected: object, naps: Naps, tmp_path: Path
+) -> None:
+    """Bits are those of the host alone, whichever side is late; so are the neurons that are counted."""
+    known: Expected = expected(name)  # type: ignore[operator]
+    runner = runner_of(name, placements(CASES[name].shape.layers, 2, seed=7)[number], tmp_path)
+    for sides in ((), SIDES[:1], SIDES[1:], SIDES):
+        with naps.delaying(sides, seed=number):
+            runner.bind()
+        assert_same(every_step(runner), known.logits)
+        assert runner.stats() == known.stats
+        runner.stats("stats.batch")
+
+
+def test_layers_in_which_no_cold_neuron_is_computed(expected: object) -> None:
+    """These cases have some, or nothing would show that they are skipped rightly; and some in which all are skipped."""
+    for name, layer in (("gated", 0), ("plain", 0)):
+        known: Expected = expected(name)  # type: ignore[operator]
+        assert [counts for (each, _), counts in known.stats.items() if each == layer] == [[0, 0]] * (
+            1 + bool(not layer and name == "gated")
+        )
+    known = expected("gated")  # type: ignore[operator]
+    assert all(known.stats[1, part][0] > 0 for part in ("hot", "cold"))
+
+
+def test_a_program_without_its_waits_is_found_out(expected: object, naps: Naps, tmp_path: Path) -> None:
+    """So the test above can fail: a host that does not wait for a late device reads what is not there."""
+    known: Expected = expected("parallel")  # type: ignore[operator]
+    runner = runner_of("parallel", Placement.all_of(3), tmp_path)
+    functions = runner.program.functions
+    functions["decode"] = [call for call in functions["decode"] if call.op != "wait"]
+    with naps.delaying(("device",), seed=1):
+        runner.bind()
+    with pytest.raises(AssertionError, match="token 8"):
+        assert_same(every_step(runner), known.logits)
+
+
+# ---- in which order ----
+
+
+@dataclass
+class Queue:
+    """The calls of a device, and how many of them have been made."""
+
+    calls: list[Call]
+    done: int = 0
+
+    @property
+    def next(self) -> Call | None:
+        return self.calls[self.done] if self.done < len(self.calls) else None
+
+
+def flag_of(call: Call) -> int | None:
+    """Which flag a call sets or waits for."""
+    return next((arg.offset for arg in call.args if arg.name == "flags"), None)
+
+
+def check_order(program: Program, function: str) -> None:
+    """AssertionError where a device may read what the other has not written yet, or where both wait for ever.
+
+    What is written before a flag is set is there after that flag was waited for. Nothing else is in any order.
+    """
+    calls = program.functions[function]
+    queues: dict[Device, Queue] = {
+        device: Queue([call for call in calls if call.device == device]) for device in ("host", "device")
+    }
+    given = {"step", "tokens", "positions", "slots", "flags", "abandoned"}
+    # By device, what it may read of shared memory; and what is there for whoever has seen a flag.
+    seen: dict[Device, set[str]] = {"host": set(given), "device": set(given)}
+    behind: dict[int, set[str]] = {}
+    while any(queue.next for queue in queues.values()):
+        runnable = [queue for queue in queues.values() if queue.next and not _blocked(queue.next, behind)]
+        assert runnable, f"{function}: both sides wait for ever"
+        for queue in runnable:
+            call = queue.next
+            assert call is not None
+            queue.done += 1
+            _make(call, program, seen[call.device], behind)
+
+
+def _blocked(call: Call, behind: Mapping[int, set[str]]) -> bool:
+    return call.op in ("wait", "receive") and flag_of(call) not in behind
+
+
+def _make(call: Call, program: Program, seen: set[str], behind: dict[int, set[str]]) -> None:
+    flag = flag_of(call)
+    assert (flag is None) == (call.op not in ("wait", "receive", "send", "signal")), f"{call.kernel} and its flag"
+    if call.op in ("wait", "receive") and flag is not None:
+        seen |= behind[flag]
+    shared = {arg.name for arg in call.args if arg.space == "buffer" and program.buffers[arg.name].memory == "shared"}
+    written = {arg.name for arg in _outputs(call)} & shared
+    assert shared - written <= seen, f"{call.kernel} on the {call.device} reads {shared - written - seen} too early"
+    seen |= written
+    if call.op in ("send", "signal") and flag is not None:
+        assert flag not in behind, f"flag {flag} is set twice"
+        behind[flag] = set(seen)
+
+
+def _outputs(call: Call) -> list[Arg]:
+    """What a call writes of shared memory: its last argument, but for those that exchange something."""
+    if call.op in ("wait", "receive", "signal"):
+        return []
+    return list(call.args) if call.op == "send" else [call.args[-1]]
+
+
+def check_memory(program: Program) -> None:
+    """AssertionError where a device is given the other's memory, or two things in shared memory lie on each other."""
+    for calls in program.functions.values():
+        for call in calls:
+            for arg in call.args:
+                kept = {"buffer": program.buffers, "state": program.state}.get(arg.space, {})
+                assert arg.name not in kept or kept[arg.name].memory in (call.device, "shared"), (call.kernel, arg.name)
+    for function in program.functions:
+        own = [name for name in program.buffers if not name.startswith(tuple(f"{f}." for f in program.functions))]
+        mine = [name for name in program.buffers if name.startswith(f"{function}.")] + own
+        spans = sorted(_span(program.buffers[name]) for name in mine if program.buffers[name].memory == "shared")
+        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False)), function
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    assert tensor.offset is not None
+    return tensor.offset, tensor.offset + tensor_bytes(tensor.dtype, tensor.shape)
+
+
+def as_the_runtime_reads_it(lowered: Lowered) -> None:
+    """Raises ArtifactError where the runtime would refuse the program."""
+    stored = {tensor.name: Stored(tensor.dtype, tensor.shape) for tensor in lowered.weights.tensors.values()}
+    read_program(json.dumps(lowered.program.to_json()).encode(), stored, "program.json")
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "q8"])
+@pytest.mark.parametrize("name", list(CASES))
+def test_nothing_is_read_before_it_is_there(name: str, kv_dtype: str) -> None:
+    """In programs of many placements, on paper: no device has to be late for it to show."""
+    graph_module = CASES[name].graph()
+    for placement in placements(CASES[name].shape.layers, 5, seed=len(name)):
+        lowered = lower(graph_module, options(placement, kv_dtype))
+        for function in lowered.program.functions:
+            check_order(lowered.program, function)
+        check_memory(lowered.program)
+        as_the_runtime_reads_it(lowered)
+
+
+def without(calls: Sequence[Call], op: str, place: int) -> list[Call]:
+    """`calls` without the one of `op` that is the `place`th."""
+    (number, _) = [(number, call) for number, call in enumerate(calls) if call.op == op][place]
+    return [*calls[:number], *calls[number + 1 :]]
+
+
+@pytest.mark.parametrize(("op", "message"), [("wait", "too early"), ("signal", "for ever"), ("send", "for ever")])
+def test_what_is_left_out_is_found_on_paper(op: str, message: str) -> None:
+    """Each of the calls of `decode` with which devices meet, but for the last send, which the step's end waits for."""
+    program = lower(CASES["gated"].graph(), options(Placement.all_of(5))).program
+    calls = program.functions["decode"]
+    count = sum(call.op == op for call in calls) - (op == "send")
+    assert count >= 3
+    for place in range(count):
+        program.functions["decode"] = without(calls, op, place)
+        with pytest.raises(AssertionError, match=message):
+            check_order(program, "decode")
+
+
+def test_shared_memory_that_overlaps_is_found_on_paper() -> None:
+    program = lower(CASES["plain"].graph(), options(Placement.all_of(3))).program
+    check_memory(program)
+    sent = [name for name, tensor in program.buffers.items() if tensor.memory == "shared" and "decode" in name]
+    program.buffers[sent[0]] = replace(program.buffers[sent[0]], offset=program.buffers[sent[1]].offset)
+    with pytest.raises(AssertionError, match="decode"):
+        check_memory(program)
+
+
+# ---- what crosses ----
+
+
+def ops(lowered: Lowered, function: str = "decode") -> list[str]:
+    return [call.op for call in lowered.program.functions[function]]
+
+
+def test_nothing_crosses_where_all_is_on_the_device() -> None:
+    """But for the embedding, which comes, and the logits, which go: an exchange takes as long as many neurons."""
+    shape = CASES["gated"].shape
+    graph_module = Pipeline(
+        (InsertPredictors("exact"), Partition(dict.fromkeys(range(shape.layers), range(shape.ffn))), Quantize("f16"))
+    )(build(shape)).graph_module
+    lowered = lower(graph_module, options(Placement.all_of(shape.layers)))
+    for function in ("decode", "batch", "score", "prefill_last"):
+        found = ops(lowered, function)
+        assert [found.count(op) for op in ("signal", "receive", "send", "wait")] == [1, 1, 1, 0], function
+    assert [ops(lowered, "prefill").count(op) for op in ("signal", "receive", "send", "wait")] == [1, 1, 0, 0]
+
+
+def test_the_host_is_asked_before_the_device_begins() -> None:
+    """Of a split block: the mask goes out, the hot part is computed, and only then the cold part is waited for."""
+    calls = lower(CASES["gated"].graph(), options(Placement.all_of(5))).program.functions["decode"]
+    of_layer = [call for call in calls if call.device == "device" and call.op in ("ffn", "send", "receive", "predict")]
+    first = next(number for number, call in enumerate(of_layer) if call.op == "predict")
+    assert [call.op for call in of_layer[first : first + 4]] == ["predict", "send", "ffn", "receive"]
+
+
+def test_a_block_with_a_bias_is_waited_for_even_if_no_neuron_fires() -> None:
+    """A block that is cold altogether has its bias, too; a part of one has none."""
+    for name, kernels in (("plain", {"receive_66_r1"}), ("parallel", {"receive_72_r1", "receive_72_r1_counted"})):
+        layers = CASES[name].shape.layers
+        calls = lower(CASES[name].graph(), options(Placement.all_of(layers))).program.functions["decode"]
+        found = [call.kernel for call in calls if call.op == "receive"]
+        assert set(found) >= kernels
+    plain = lower(CASES["plain"].graph(), options(Placement.all_of(3))).program.functions["decode"]
+    # The embedding, the cold block with its bias, and the parts of two layers that have none.
+    assert [call.kernel.endswith("counted") for call in plain if call.op == "receive"] == [False, False, True, True]
+
+
+def test_a_program_with_nothing_for_the_device() -> None:
+    """It is one for the host alone, and the runtime opens no device for it."""
+    shape = CASES["plain"].shape
+    graph_module = Pipeline((InsertPredictors("exact"), Partition(dict.fromkeys(range(3), ())), Quantize("f16")))(
+        build(replace(shape, activation="relu"))
+    ).graph_module
+    with_device, alone = (lower(graph_module, options(placement)) for placement in (ON_HOST, None))
+    assert with_device.program.to_json() == alone.program.to_json()
+    assert not with_device.device_built

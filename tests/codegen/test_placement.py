@@ -1,0 +1,146 @@
+"""Which node runs on which device, for models of each kind whose layers are split in every way."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from torch.fx import Node
+
+from picompile.testing import LLAMA, OPT, Shape, build
+from picompile_codegen.placement import ON_HOST, Placement, place
+from picompile_codegen.program import Device
+from picompile_passes.nodes import arguments, constant_nodes, is_call
+from picompile_passes.operands import (
+    ADD,
+    ATTENTION,
+    EMBEDDING,
+    LAYER_NORM,
+    LINEAR,
+    PREDICT,
+    RMS_NORM,
+    ROTARY,
+    SPARSE_FFN,
+)
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+from picompile_passes.pipeline import Pipeline
+
+LAYERS = 4
+EVERY = frozenset(range(LAYERS))
+# Split, cold, hot, and in one piece that nobody placed.
+HOT = {0: (1, 2, 3), 1: (), 2: range(40)}
+SHAPES = {
+    "llama": replace(LLAMA, layers=LAYERS),
+    "opt": replace(OPT, layers=LAYERS),
+    "parallel": replace(LLAMA, layers=LAYERS, parallel=True),
+}
+_NORMS = (RMS_NORM, LAYER_NORM)
+
+
+def nodes_of(shape: Shape, kind: str = "learned") -> list[Node]:
+    ranks = dict.fromkeys(range(LAYERS), 4) if kind == "learned" else {}
+    graph_module = Pipeline((InsertPredictors(kind, ranks=ranks), Partition(HOT)))(build(shape)).graph_module
+    constant = constant_nodes(graph_module.graph)
+    return [node for node in graph_module.graph.nodes if node.op == "call_function" and node not in constant]
+
+
+def on_device(devices: Mapping[Node, Device]) -> list[Node]:
+    return [node for node, device in devices.items() if device == "device"]
+
+
+def counts(nodes: list[Node]) -> Counter[str]:
+    """How many there are of each operator."""
+    return Counter(str(node.target).split(".")[1] for node in nodes)
+
+
+def parts(nodes: list[Node]) -> list[tuple[int, str]]:
+    return [(node.meta["layer"], node.meta.get("device", "all")) for node in nodes if is_call(node, SPARSE_FFN)]
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_hot_neurons_alone(name: str) -> None:
+    """Hot parts are on the device whatever the placement, and nothing else is."""
+    device = on_device(place(nodes_of(SHAPES[name]), ON_HOST))
+    assert parts(device) == [(0, "hot"), (2, "hot")]
+    assert len(device) == 2
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_all_but_embeddings_and_cold_neurons(name: str) -> None:
+    devices = place(nodes_of(SHAPES[name]), Placement.all_of(LAYERS))
+    host = [node for node in devices if devices[node] == "host"]
+    assert parts(host) == [(0, "cold"), (1, "cold"), (3, "all")]
+    others = [node for node in host if not is_call(node, SPARSE_FFN, EMBEDDING)]
+    # OPT adds the embeddings of tokens and positions, of which there are two.
+    added = SHAPES[name].gated is False
+    assert [is_call(node, ADD) and is_call(node.all_input_nodes[0], EMBEDDING) for node in others] == [True] * added
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_attention_of_one_layer(name: str, layer: int) -> None:
+    """Its four projections, its norms and its additions, and nothing of another layer."""
+    nodes = nodes_of(SHAPES[name])
+    only_hot = set(on_device(place(nodes, ON_HOST)))
+    mine = [node for node in on_device(place(nodes, Placement(frozenset({layer})))) if node not in only_hot]
+    found, parallel = counts(mine), SHAPES[name].parallel
+    # The sum of the parts of a split block is an addition, too.
+    expected = {"linear": 4, "norm": 1 if parallel else 2, "add": 3 if layer in (0,) else 2}
+    assert {"linear": found["linear"], "norm": found["rms_norm"] + found["layer_norm"], "add": found["add"]} == expected
+    assert sum(found.values()) == sum(expected.values())
+    (attention,) = (node for node in nodes if is_call(node, ATTENTION) and arguments(node)["layer"] == layer)
+    sources = [node for each in ("q", "k", "v") for node in [arguments(attention)[each]]]
+    sources = [arguments(node)["x"] if is_call(node, ROTARY) else node for node in sources]
+    assert set(sources) | set(attention.users) <= set(mine)
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_cache_of_one_layer(name: str, layer: int) -> None:
+    """What reads and writes it, and the rotation before that."""
+    nodes = nodes_of(SHAPES[name])
+    only_hot = set(on_device(place(nodes, ON_HOST)))
+    mine = [node for node in on_device(place(nodes, Placement(caches=frozenset({layer})))) if node not in only_hot]
+    assert counts(mine) == ({"rotary": 2, "attention": 1} if SHAPES[name].gated else {"attention": 1})
+    assert all(arguments(node)["layer"] == layer for node in mine if is_call(node, ATTENTION))
+    assert all(user in mine for node in mine if is_call(node, ROTARY) for user in node.users)
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_predictor_of_one_layer(layer: int) -> None:
+    """One of its own weights is where it is placed, whether its block is split, cold or hot."""
+    nodes = nodes_of(SHAPES["llama"])
+    only_hot = set(on_device(place(nodes, ON_HOST)))
+    mine = [node for node in on_device(place(nodes, Placement(predictors=frozenset({layer})))) if node not in only_hot]
+    assert [(node.target, node.meta["layer"]) for node in mine] == [(PREDICT, layer)]
+
+
+def test_a_predictor_that_is_split_is_where_its_part_is() -> None:
+    for placement in (ON_HOST, Placement.all_of(LAYERS)):
+        devices = place(nodes_of(SHAPES["llama"], "exact"), placement)
+        blocks = [node for node in devices if is_call(node, SPARSE_FFN)]
+        assert all(devices[arguments(block)["mask"]] == devices[block] for block in blocks)
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_head_alone(name: str) -> None:
+    """The last norm and the projection to the vocabulary."""
+    nodes = nodes_of(SHAPES[name])
+    only_hot = set(on_device(place(nodes, ON_HOST)))
+    norm, head = (node for node in on_device(place(nodes, Placement(head=True))) if node not in only_hot)
+    assert is_call(norm, *_NORMS)
+    assert is_call(head, LINEAR)
+    assert [user.op for user in head.users] == ["output"]
+    assert list(norm.users) == [head]
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_with_streams_the_device_has_whole_blocks(name: str) -> None:
+    """Of layers whose attention it has; all else is where it was."""
+    nodes, placement = nodes_of(SHAPES[name]), Placement(frozenset({0, 1}), EVERY)
+    without, streams = place(nodes, placement), place(nodes, placement, streams=True)
+    moved = [node for node in nodes if without[node] != streams[node]]
+    assert parts(moved) == [(0, "cold"), (1, "cold")]
+    assert len(moved) == 2
+    assert all(streams[node] == "device" for node in moved)

@@ -1,0 +1,151 @@
+"""Artifacts for a host and a hot device that is a second partition of the CPU: hot sets, steps of all kinds, delays."""
+
+import ctypes
+import subprocess
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from picompile_runtime import Engine
+from picompile_runtime.device import View
+from picompile_runtime.memory import aligned_zeros, array_at
+from picompile_runtime.native import CallList, HostLibrary, TensorTable
+
+HERE = Path(__file__).parent
+SHARES = (0.0, 0.1, 0.5, 0.9, 1.0)
+CHUNK, SEQUENCES = 7, 3
+SIDES = ("host", "device")
+EXCHANGES = ("send", "receive", "wait", "signal")
+# What a step finds in memory; all else it must write before it reads it.
+_KEPT = ("step", "tokens", "positions", "slots", "flags", "abandoned", "stats", "stats.batch")
+_KEPT_ON_DEVICE = ("stats.device", "stats.batch.device")
+
+HotSets = Mapping[int, Sequence[int]]
+
+
+def hot_sets(neurons: int, shares: Sequence[float], random: np.random.Generator) -> HotSets:
+    """Random neurons of each layer, the share of it that `shares` has for the layer."""
+    return {
+        layer: sorted(random.permutation(neurons)[: round(share * neurons)].tolist())
+        for layer, share in enumerate(shares)
+    }
+
+
+def every_step(engine: Engine, ids: Sequence[int]) -> dict[str, NDArray[np.float32]]:
+    """The logits of every kind of step, by its name: prompts of one chunk and of several, one token, several sequences.
+
+    Reads 27 of `ids` at most.
+    """
+    for slot in range(SEQUENCES):
+        engine.reset(slot)
+    found = {"prefill": [engine.prefill(ids[:17]), engine.prefill(ids[:2], 1), engine.prefill(ids[:5], 2)]}
+    found["decode"] = [engine.decode(token) for token in ids[17:23]]
+    found["batch"] = [engine.decode_batch(ids[start : start + 3], [2, 0, 1]) for start in (3, 9, 20)]
+    found["batch of two"] = [engine.decode_batch(ids[4:6], [1, 0])]
+    engine.rewind(3, 0)
+    engine.copy(0, 2)
+    found["copied"] = [engine.decode(ids[24], 2), engine.decode(ids[25], 0)]
+    engine.reset(1)
+    found["score"] = list(engine.score(ids[:17], 1))
+    return {name: np.concatenate([row.reshape(-1, engine.vocab) for row in rows]) for name, rows in found.items()}
+
+
+def assert_same_bits(measured: Mapping[str, NDArray[np.float32]], expected: Mapping[str, NDArray[np.float32]]) -> None:
+    for name, logits in expected.items():
+        assert np.isfinite(measured[name]).all(), f"{name}: something was read that was not there yet"
+        wrong = np.flatnonzero((measured[name] != logits).any(axis=1)).tolist()
+        assert not wrong, f"{name}: rows {wrong} of {len(logits)} differ"
+
+
+def greedy(engine: Engine, prompt: Sequence[int], count: int) -> tuple[list[int], list[NDArray[np.float32]]]:
+    """Tokens at temperature 0, and the logits that each was chosen from."""
+    engine.reset()
+    logits = [engine.prefill(prompt)]
+    tokens = [int(logits[0].argmax())]
+    while len(tokens) < count:
+        logits.append(engine.decode(tokens[-1]))
+        tokens.append(int(logits[-1].argmax()))
+    return tokens, logits
+
+
+def shares_of(engine: Engine, function: str = "decode") -> dict[tuple[int, str], tuple[float, float]]:
+    """The computed and the fired share of each part, by layer and name: programs differ in the order of parts."""
+    firing = engine.firing(function)
+    return {(row.part.layer, row.part.part): (row.computed_share, row.fired_share) for row in firing}
+
+
+# ---- memory ----
+
+
+def poison(engine: Engine) -> None:
+    """From now on each step finds nothing but NaN, -1 and masks of all neurons in memory, and what it was given."""
+    executor = engine._executor
+    arrays = [array for name, array in executor.buffers.items() if name not in _KEPT]
+    if executor._device is not None:
+        of_device = {name for kind, name in executor._device_places.places if kind == "buffer"}
+        names = of_device - set(executor.buffers) - set(_KEPT_ON_DEVICE)
+        arrays += [device_array(engine, "buffer", name) for name in sorted(names)]
+    run = executor._call
+
+    def call(function: str) -> None:
+        for array in arrays:
+            # A mask of something else than 0 and 1 would have kernels write anywhere.
+            array.reshape(-1).view(np.uint8)[:] = 1 if array.dtype == np.uint8 else 255
+        run(function)
+
+    executor._call = call  # type: ignore[method-assign]
+
+
+def device_array(engine: Engine, kind: str, name: str) -> NDArray[np.uint8]:
+    """What a device that is a partition of the CPU has in its memory."""
+    tensors = engine._program.buffers if kind == "buffer" else engine._program.state
+    memory, offset = engine._executor._device_places.places[kind, name]
+    view = View(memory, replace(tensors[name], offset=offset))
+    return array_at(view.memory, view.tensor)
+
+
+# ---- delays ----
+
+
+@dataclass(frozen=True)
+class Naps:
+    """The kernel of nap.c, compiled."""
+
+    address: int
+
+    @contextmanager
+    def delaying(
+        self, sides: Collection[str], seed: int, *, before: Sequence[str] = (), most_us: int = 2000
+    ) -> Iterator[None]:
+        """Engines that are loaded meanwhile sleep before each call on `sides`, or before kernels named in `before`."""
+
+        def bind(
+            library: HostLibrary, calls: Sequence[tuple[str, Sequence[NDArray]]], tensors: TensorTable | None = None
+        ) -> CallList:
+            side = SIDES["/hot." in library.name]
+            state = aligned_zeros((2,), np.uint32)
+            state[:] = seed + (side == "device"), most_us
+            bound = []
+            for name, arrays in calls:
+                if side in sides and name.startswith(tuple(before)):
+                    bound.append(("nap", self.address, [state]))
+                bound.append((name, library.kernel(name), arrays))
+            return CallList(bound, tensors or TensorTable())
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HostLibrary, "bind", bind)
+            yield
+
+
+def compile_naps(folder: Path) -> Naps:
+    """Compiles nap.c into `folder`."""
+    path = folder / "nap.so"
+    flags = ["-O1", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-shared", "-fPIC"]
+    subprocess.run(["gcc", *flags, "-o", str(path), str(HERE / "nap.c")], check=True)
+    function = ctypes.CDLL(str(path)).nap
+    return Naps(ctypes.cast(function, ctypes.c_void_p).value or 0)
