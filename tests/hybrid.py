@@ -41,18 +41,26 @@ def every_step(engine: Engine, ids: Sequence[int]) -> dict[str, NDArray[np.float
 
     Reads 27 of `ids` at most.
     """
-    for slot in range(SEQUENCES):
+    for slot in range(engine.sequences):
         engine.reset(slot)
-    found = {"prefill": [engine.prefill(ids[:17]), engine.prefill(ids[:2], 1), engine.prefill(ids[:5], 2)]}
-    found["decode"] = [engine.decode(token) for token in ids[17:23]]
+    found = {"prefill": [engine.prefill(ids[:17])], "decode": [engine.decode(token) for token in ids[17:23]]}
+    engine.rewind(3)
+    found["prefill of few"] = [engine.prefill(ids[3:5])]
+    if engine.sequences > 1:
+        found |= _several(engine, ids)
+    engine.reset()
+    found["score"] = list(engine.score(ids[:17]))
+    return {name: np.concatenate([row.reshape(-1, engine.vocab) for row in rows]) for name, rows in found.items()}
+
+
+def _several(engine: Engine, ids: Sequence[int]) -> dict[str, list[NDArray[np.float32]]]:
+    """Steps of three sequences, the first of which has begun."""
+    found = {"prompts": [engine.prefill(ids[:2], 1), engine.prefill(ids[:9], 2)]}
     found["batch"] = [engine.decode_batch(ids[start : start + 3], [2, 0, 1]) for start in (3, 9, 20)]
     found["batch of two"] = [engine.decode_batch(ids[4:6], [1, 0])]
-    engine.rewind(3, 0)
     engine.copy(0, 2)
-    found["copied"] = [engine.decode(ids[24], 2), engine.decode(ids[25], 0)]
-    engine.reset(1)
-    found["score"] = list(engine.score(ids[:17], 1))
-    return {name: np.concatenate([row.reshape(-1, engine.vocab) for row in rows]) for name, rows in found.items()}
+    found["copied"] = [engine.decode(ids[24], 2), engine.decode(ids[25])]
+    return found
 
 
 def assert_same_bits(measured: Mapping[str, NDArray[np.float32]], expected: Mapping[str, NDArray[np.float32]]) -> None:

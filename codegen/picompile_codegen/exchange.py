@@ -68,7 +68,9 @@ def _count(node: Node, function: Function) -> Arg | None:
 def _send_mask(mask: Node, block: Node, function: Function) -> None:
     """The part of `mask` that the host's `block` computes, its input, and how many neurons that is."""
     values, rows = arguments(block), function.rows
-    neurons, dim = dimension(mask), dimension(values["x"])
+    # Where the host has the input, there is nothing to send along: what the mask was made from takes its place.
+    x = values["x"] if function.devices[values["x"]] == "device" else arguments(mask)["x"]
+    neurons, dim = dimension(mask), dimension(x)
     table = values["neurons"]
     columns = neurons if table is None else int(table.meta["val"].shape[0])
     out = function.buffer("x.sent", "float32", (rows, dim), "shared")
@@ -76,7 +78,7 @@ def _send_mask(mask: Node, block: Node, function: Function) -> None:
     function.counts[mask] = function.buffer("count", "int32", (1,))
     flag = function.flag()
     bindings: Bindings = {
-        "x": function.value(values["x"]),
+        "x": function.value(x),
         "mask": function.value(mask),
         "table": _all_of(neurons, function) if table is None else function.shared.weights.numbers(table),
         "out": out,
@@ -87,8 +89,9 @@ def _send_mask(mask: Node, block: Node, function: Function) -> None:
     kernel = function.kernel(kernels.send_mask, dim=dim, neurons=neurons, columns=columns, rows=rows)
     function.call(kernel, bindings, op="send")
     function.arrivals[mask] = _Wait(out_mask, flag)
-    # The mask is waited for first, and this comes with it.
-    function.arrivals.setdefault(values["x"], lambda _: out)
+    if x is values["x"]:
+        # The mask is waited for first, and this comes with it.
+        function.arrivals.setdefault(x, lambda _: out)
 
 
 def _all_of(neurons: int, function: Function) -> Arg:

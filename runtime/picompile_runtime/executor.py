@@ -234,7 +234,7 @@ def _slot_moves(tensor: Tensor, source: int, target: int, count: int) -> list[tu
     _, heads, context, width = tensor.shape
     row_bytes = width * np.dtype(tensor.dtype).itemsize
     head_bytes = context * row_bytes
-    starts = ((source * heads + head, target * heads + head) for head in range(heads) if count)
+    starts = ((source * heads + head, target * heads + head) for head in range(heads) if count and source != target)
     return [(first * head_bytes, second * head_bytes, count * row_bytes) for first, second in starts]
 
 

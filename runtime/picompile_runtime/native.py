@@ -179,7 +179,7 @@ class HostLibrary:
         return CallList([(name, self.kernel(name), arrays) for name, arrays in calls], tensors or TensorTable())
 
     def turn(self) -> AbstractContextManager[bool]:
-        """A context in which nobody else runs a list, nor has such a context: both sides of a step are of one engine."""
+        """A context in which nobody else runs a list or has such a context: a step has a second list on a device."""
         return self._lock
 
     def run(self, calls: CallList, threads: int, stamps: Stamps | None = None) -> None:

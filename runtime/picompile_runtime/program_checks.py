@@ -71,7 +71,7 @@ def _check_state(program: Program, where: str) -> None:
 
 def _check_own_places(program: Program, where: str) -> None:
     """No buffer may overlap those that steer the kernels."""
-    for own in (name for name in _OWN_PLACE if name in program.buffers):
+    for own in (own for name in _OWN_PLACE for own in (name, f"{name}.device") if own in program.buffers):
         kept = program.buffers[own]
         for name, other in program.buffers.items():
             if program.memories["buffer", name] != program.memories["buffer", own]:
@@ -85,7 +85,14 @@ def _check_lookups(program: Program, where: str) -> None:
     """Tables indexed by token or position have a row for each; kernels do not check their indices."""
     needed = {"tokens": program.vocab, "positions": program.context}
     for call in (call for calls in program.functions.values() for call in calls if call.op == "embedding"):
-        rows = max((needed.get(argument.name, 0) for argument in call.args if argument.kind == "buffer"), default=0)
+        rows = max(
+            (
+                needed.get(argument.name.removesuffix(".device"), 0)
+                for argument in call.args
+                if argument.kind == "buffer"
+            ),
+            default=0,
+        )
         if any(argument.kind == "weight" and argument.view.shape[0] < rows for argument in call.args):
             raise ArtifactError(f"{where}: {call.kernel}: the table has fewer than {rows} rows")
 

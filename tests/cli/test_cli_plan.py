@@ -5,7 +5,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from picompile.cli.plan_show import ranges, verdict
 from picompile.measure import CudaError, Host, local
 from picompile.placement.plan import MemoryRow, Plan
 from picompile.placement.plan_file import read_plan
-from picompile.profiling import ProfileOptions, profile_model
 
 CURVE = ("--shape", "tiny-reglu", "--firing", "10%", "--target", "4090")
 # A host so slow that the GPU is worth it for a tiny model, and a GPU so small that not all of it fits.
@@ -56,27 +55,6 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(local, "find_gpu", find)
     monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10))
-
-
-def _profile(model: Path) -> Callable[[Path], None]:
-    def make(folder: Path) -> None:
-        text = folder.with_name(f"{folder.name}.txt")
-        text.write_text(" ".join(random.choices(["def", "return", "x", "=", "self.", "import", "(y)"], k=2500)))
-        profile_model(model, folder, ProfileOptions((text,), tokens=1024, samples=9, window=128))
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def tiny_profile(build_once: BuildOnce, tiny_model: Path) -> Path:
-    """A profile of `tiny_model`. Tests must not change it."""
-    return build_once("plan-tiny-profile", _profile(tiny_model))
-
-
-@pytest.fixture(scope="session")
-def bundled_profile(build_once: BuildOnce) -> Path:
-    """A profile of the bundled model. Tests must not change it."""
-    return build_once("plan-bundled-profile", _profile(BUNDLED_MODEL))
 
 
 def test_plans_what_nobody_has_downloaded(cli: Cli) -> None:

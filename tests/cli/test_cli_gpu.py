@@ -1,0 +1,314 @@
+"""Artifacts for GPUs on the command line: their plan, what is shown of them, and how they end where they cannot run."""
+
+import ctypes
+import functools
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu_artifacts import fake_cuda, fake_library, gpu, gpu_artifact, gpu_kernels, gpu_model, host_artifact
+from support import Cli
+
+from picompile import capture
+from picompile.placement.plan_file import read_plan
+from picompile_runtime.cuda import driver
+
+__all__ = ["fake_cuda", "fake_library", "gpu", "gpu_artifact", "gpu_kernels", "gpu_model", "host_artifact"]
+
+# The same schedule on two partitions of the CPU: the plan is the GPU's, and what it comes to can be run.
+FOR_4090 = ("--target", "4090", "--hot-device", "cpu", "--quant", "f16", "--context", "32")
+# A host so slow that the GPU is worth it for a tiny model, and a GPU so small that not all of it fits.
+SMALL = ("--vram-budget", "600kB", "--host-bandwidth", "0.02")
+IDS = "1,15,7,200,31"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _captured_once() -> Iterator[None]:
+    """Capture takes a second and gives the same every time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capture, "load_model", functools.cache(capture.load_model))
+        yield
+
+
+@pytest.fixture
+def nothing_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("picompile.profiling.profile_model", lambda *_: pytest.fail("the model was profiled"))
+
+
+def tokens(cli: Cli, artifact: Path) -> list[int]:
+    ended = cli("run", artifact, "--ids", IDS, "-n", "8", "-t", "1", "--json")
+    assert (ended.code, ended.err) == (0, "")
+    return list(json.loads(ended.out)["tokens"])
+
+
+def without_neurons(plan: Path) -> dict[str, Any]:
+    """What a report has of a plan."""
+    content: dict[str, Any] = json.loads(plan.read_text())
+    for layer in content["layers"]:
+        del layer["hot"]
+    return content
+
+
+# ------------------------------------------------------------------------------------------------------------ the plan
+
+
+@pytest.mark.parametrize("where", ["given", "in the work folder"])
+def test_the_plan_is_that_of_the_same_options(
+    cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Path, where: str, nothing_profiled: None
+) -> None:
+    """And the artifact gives the tokens of the one that is compiled with the plan's file, and of the CPU's."""
+    work, plan = tmp_path / "work", tmp_path / "plan.json"
+    shutil.copytree(tiny_profile, work / "profile")
+    profile = ("--profile", tiny_profile) if where == "given" else ("--work", work)
+    words = ("--quant", "f16", "--context", "32", "--predictor", "exact", *SMALL)
+    assert cli("plan", tiny_model, "--target", "4090", *words, *profile, "-o", plan).code == 0
+    hot = [layer.hot_neurons for layer in read_plan(plan).layers]
+    assert any(0 < count < 200 for count in hot)
+    assert cli("compile", tiny_model, "-o", tmp_path / "made", *FOR_4090, *SMALL, *profile).code == 0
+    made = json.loads((tmp_path / "made" / "report.json").read_text())
+    assert made["plan"] == without_neurons(plan)
+    parts = {(part["layer"], part["part"]): part["neurons"] for part in made["ffn"]}
+    assert [parts.get((layer, "hot"), 0) for layer in (0, 1)] == hot
+    assert cli("compile", tiny_model, "-o", tmp_path / "given", *FOR_4090, "--plan", plan).code == 0
+    for name in ("program.json", "weights.safetensors", "report.json"):
+        assert (tmp_path / "given" / name).read_bytes() == (tmp_path / "made" / name).read_bytes()
+    assert cli("compile", tiny_model, "-o", tmp_path / "host", "--quant", "f16", "--context", "32").code == 0
+    assert tokens(cli, tmp_path / "made") == tokens(cli, tmp_path / "host")
+
+
+def test_where_all_fits_the_gpu_nothing_is_profiled(
+    cli: Cli, tiny_model: Path, tmp_path: Path, nothing_profiled: None
+) -> None:
+    ended = cli("compile", tiny_model, "-o", tmp_path / "artifact", *FOR_4090, "--vram-budget", "80%")
+    assert (ended.code, ended.err) == (0, "")
+    plan = json.loads((tmp_path / "artifact" / "report.json").read_text())["plan"]
+    assert plan["gpu_budget_bytes"] == int(24 * 2**30 * 0.96 * 0.8)
+    assert plan["predictor"] == "exact"
+    assert plan["firing"] == "no profile, every neuron counted as firing"
+    for layer in plan["layers"]:
+        assert (layer["hot_neurons"], layer["attention"], layer["kv_cache"]) == (200, "gpu", "gpu")
+    facts = json.loads(cli("inspect", tmp_path / "artifact", "--json").out)
+    assert set(facts["parts"]) == {"hot"}
+    # All but the embedding is on the device.
+    memory, used = facts["hot_device"]["memory_bytes"], 300 * 192
+    assert (memory["host"]["weights"], memory["host"]["kv_cache"]) == (used, 0)
+    assert memory["device"]["weights"] <= sum(row["bytes"] for row in plan["memory"] if row["device"] == "gpu")
+
+
+def test_a_profile_is_made_where_it_is_needed(
+    cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the text that was given, and without a work folder nothing of it stays."""
+    from picompile.profiling import load_profile
+
+    asked = []
+
+    def profile_model(model: Path, output: Path, options: Any, progress: Any) -> Any:
+        asked.append((model, options.calibration))
+        shutil.copytree(tiny_profile, output)
+        return load_profile(output)
+
+    monkeypatch.setattr("picompile.profiling.profile_model", profile_model)
+    text = tmp_path / "text.txt"
+    text.write_text("def f(x): return x")
+    words = (*FOR_4090, *SMALL, "--calibration", text)
+    assert cli("compile", tiny_model, "-o", tmp_path / "artifact", *words).code == 0
+    assert asked == [(tiny_model, (text,))]
+    plan = json.loads((tmp_path / "artifact" / "report.json").read_text())["plan"]
+    assert plan["firing"] == "a profile made for this plan"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["artifact", "text.txt"]
+
+
+def test_what_fits_nowhere_is_said_before_anything_is_profiled(
+    cli: Cli, tiny_model: Path, tmp_path: Path, nothing_profiled: None
+) -> None:
+    words = (*FOR_4090, "--vram-budget", "10kB", "--host-memory", "10kB")
+    ended = cli("compile", tiny_model, "-o", tmp_path / "new" / "artifact", *words)
+    assert (ended.code, ended.out, ended.err.count("\n")) == (5, "", 1)
+    assert "does not fit" in ended.err and "it would with --host-memory" in ended.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_larger_budget_than_there_is_gets_a_warning(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+    ended = cli("compile", tiny_model, "-o", tmp_path / "artifact", *FOR_4090, "--vram-budget", "24GiB")
+    assert ended.code == 0
+    assert ended.err.startswith("--vram-budget 24GiB is more than 23.0 GiB") and ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--target", "cpu", "--vram-budget", "1GiB"), "--vram-budget: target cpu has no GPU"),
+        (("--target", "4080,4090"), "an artifact is for one GPU"),
+        (("--target", "4090", "--vram-budget", "101%"), "--vram-budget: '101%' is no share"),
+        (("--target", "4090", "--host-memory", "half"), "--host-memory: 'half' is no size"),
+        (("--target", "4090", "--host-bandwidth", "0"), "--host-bandwidth"),
+        (("--target", "4090", "--hot", "HOT", "--vram-budget", "1GiB"), "--vram-budget: no plan is made"),
+        (("--target", "4090", "--hot", "HOT", "--profile", "PROFILE"), "profile given, but predictor auto needs none"),
+        (("--target", "4090", "--profile", "PROFILE"), "is a profile of another model"),
+        (("--target", "cpu", "--hot-device", "cuda"), "hot device cuda needs a target with a GPU"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else " ".join(value),
+)
+def test_bad_input_is_told_before_the_model_is_captured(
+    cli: Cli,
+    gpu_model: Path,
+    tiny_profile: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.setattr("picompile.capture.load_model", lambda model: pytest.fail("the model was captured"))
+    hot = tmp_path / "hot.json"
+    hot.write_text('{"0": [1]}')
+    given = {"HOT": hot, "PROFILE": tiny_profile}
+    ended = cli("compile", gpu_model, "-o", tmp_path / "artifact", *(given.get(word, word) for word in words))
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
+    assert message in ended.err
+    assert list(tmp_path.iterdir()) == [hot]
+
+
+def test_without_nvrtc(cli: Cli, gpu_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.setattr("picompile.capture.load_model", lambda model: pytest.fail("the model was captured"))
+    ended = cli("compile", gpu_model, "-o", tmp_path / "artifact", "--target", "4090")
+    assert (ended.code, ended.out, ended.err.count("\n")) == (6, "", 1)
+    assert "NVRTC, which is not installed: pip install 'picompile[cuda]'" in ended.err
+    assert list(tmp_path.iterdir()) == []
+
+
+# --------------------------------------------------------------------------------------------------- inspect and verify
+
+
+def test_inspect_shows_what_is_where_and_what_kernels_take(cli: Cli, gpu_artifact: Path) -> None:
+    facts = json.loads(cli("inspect", gpu_artifact, "--json").out)
+    device = facts["hot_device"]
+    assert (device["kind"], device["sm"], device["code"]) == ("cuda", 89, [])
+    memory = device["memory_bytes"]
+    assert set(memory) == {"device", "host", "shared"}
+    program = json.loads((gpu_artifact / "program.json").read_text())
+    arenas = {"device": "device_arena_bytes", "host": "arena_bytes", "shared": "shared_arena_bytes"}
+    assert {name: part["workspace"] for name, part in memory.items()} == {
+        name: program[key] for name, key in arenas.items()
+    }
+    # Two kv heads of 24 elements in f16, and as much for values.
+    assert memory["device"]["kv_cache"] == facts["memory_bytes"]["kv_cache"] == 2 * 2 * 24 * 32 * 2
+    assert memory["shared"]["weights"] == 0
+    launches = [
+        one
+        for each in json.loads((gpu_artifact / "kernels" / "device.json").read_text())["kernels"].values()
+        for one in each
+    ]
+    assert [kernel["symbol"] for kernel in device["kernels"]] == [launch["symbol"] for launch in launches]
+    for key in ("registers", "local_bytes", "shared_bytes", "grid", "block"):
+        assert [kernel[key] for kernel in device["kernels"]] == [launch[key] for launch in launches]
+    text = cli("inspect", gpu_artifact).out
+    assert "GPU of compute capability 8.9" in text
+    lines = {line.split()[0]: line.split()[-3:] for line in text.splitlines() if "_kernel" in line}
+    one = device["kernels"][0]
+    assert lines[one["symbol"]] == [str(one[key]) for key in ("registers", "local_bytes", "shared_bytes")]
+
+
+def test_artifacts_without_a_hot_device_say_so(cli: Cli, host_artifact: Path) -> None:
+    facts = json.loads(cli("inspect", host_artifact, "--json").out)
+    assert facts["hot_device"] is None
+    assert "hot device" not in cli("inspect", host_artifact).out
+
+
+def test_verify_needs_no_gpu(cli: Cli, gpu_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "LIBRARY", "libnone.so.1")
+    assert cli("verify", gpu_artifact).code == 0
+
+
+@pytest.mark.parametrize("file", ["device.cubin", "device.ptx", "device.json"])
+def test_verify_finds_changed_gpu_code(cli: Cli, gpu_artifact: Path, tmp_path: Path, file: str) -> None:
+    artifact = Path(shutil.copytree(gpu_artifact, tmp_path / "artifact"))
+    path = artifact / "kernels" / file
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    ended = cli("verify", artifact)
+    assert (ended.code, ended.err.count("\n")) == (4, 1)
+    assert file in ended.err and "was changed" in ended.err
+
+
+def test_verify_finds_a_kernel_that_is_not_there(cli: Cli, gpu_artifact: Path, tmp_path: Path) -> None:
+    """Hashes alone would not: whoever wrote the file wrote its hash too."""
+    artifact = Path(shutil.copytree(gpu_artifact, tmp_path / "artifact"))
+    path = artifact / "kernels" / "device.json"
+    content = json.loads(path.read_text())
+    name = next(iter(content["kernels"]))
+    del content["kernels"][name]
+    path.write_text(json.dumps(content))
+    manifest = json.loads((artifact / "manifest.json").read_text())
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    manifest["files"]["kernels/device.json"] = {"bytes": path.stat().st_size, "sha256": sha256}
+    (artifact / "manifest.json").write_text(json.dumps(manifest))
+    ended = cli("verify", artifact)
+    assert (ended.code, ended.err.count("\n")) == (4, 1)
+    assert f"no kernel {name}" in ended.err
+
+
+# ----------------------------------------------------------------------------------------------------------------- run
+
+
+def test_runs_on_the_gpu_it_is_for(cli: Cli, gpu_artifact: Path, host_artifact: Path, gpu: ctypes.CDLL) -> None:
+    found = tokens(cli, gpu_artifact)
+    assert gpu.fake_image() == 1, "not the cubin"
+    assert found == tokens(cli, host_artifact)
+
+
+@pytest.mark.parametrize("sm", ["90", "120"])
+def test_newer_gpus_get_the_ptx(
+    cli: Cli, gpu_artifact: Path, host_artifact: Path, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, sm: str
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_SM", sm)
+    found = tokens(cli, gpu_artifact)
+    assert gpu.fake_image() == 2, "not the PTX"
+    assert found == tokens(cli, host_artifact)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "code", "says"),
+    [
+        ("DEVICES", "0", 6, "the NVIDIA driver has no device"),
+        ("DEVICES", "-1", 6, "cuInit: CUDA_ERROR_NO_DEVICE"),
+        ("SM", "86", 6, "GPUs of compute capability 8.9 and newer, and Stand-in 4090 has 8.6; compile the model for"),
+        ("SM", "75", 6, "has 7.5"),
+        # What drivers answer that are too old: no kernel image, an unknown version of PTX, or of the cubin's format.
+        ("REFUSE", "209", 6, "the NVIDIA driver, of CUDA 12.4, refuses the artifact's code"),
+        ("REFUSE", "222", 6, "install a newer driver"),
+        ("REFUSE", "200", 6, "install a newer driver"),
+        ("MEMORY", "200000", 5, "GiB of GPU memory and 0.00 GiB are free; compile with a smaller --vram-budget"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "bench", "eval"])
+def test_where_it_cannot_run_one_line_says_why(
+    cli: Cli,
+    gpu_artifact: Path,
+    fake_cuda: ctypes.CDLL,
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    value: str,
+    code: int,
+    says: str,
+    command: str,
+) -> None:
+    monkeypatch.setenv(f"FAKE_CUDA_{setting}", value)
+    words = {"run": ("--ids", IDS), "bench": ("-p", "4", "-n", "4"), "eval": ("--text", __file__)}[command]
+    ended = cli(command, gpu_artifact, *words)
+    assert (ended.code, ended.out, ended.err.count("\n")) == (code, "", 1), ended.err
+    assert ended.err.startswith("error: ") and says in ended.err
+
+
+def test_without_a_driver(cli: Cli, gpu_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "LIBRARY", "libnone.so.1")
+    ended = cli("run", gpu_artifact, "--ids", IDS)
+    assert (ended.code, ended.out) == (6, "")
+    assert ended.err == "error: no NVIDIA driver (libnone.so.1 cannot be loaded)\n"

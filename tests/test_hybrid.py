@@ -1,0 +1,253 @@
+"""Artifacts whose hot neurons are on a second partition of the CPU give what those without a hot device give.
+
+With the same hot neurons, all logits have the same bits, whichever side is late. Where neurons are not in two parts,
+sums are in another order: then it is greedy tokens that are the same. `hybrid_matrix.py` has all families with all
+shares, which takes an hour.
+"""
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from families import VARIANTS, build, save
+from hybrid import (
+    CHUNK,
+    SEQUENCES,
+    SHARES,
+    SIDES,
+    Naps,
+    assert_same_bits,
+    compile_naps,
+    device_array,
+    every_step,
+    greedy,
+    hot_sets,
+    poison,
+    shares_of,
+)
+from support import BUNDLED_MODEL
+from test_prediction import held_out, write_predictors
+
+import picompile_runtime
+from picompile import hot_device
+from picompile.capture import Captured, load_model
+from picompile.compile import CompileOptions, compile_model
+from picompile_codegen.placement import ON_HOST, Placement
+
+__all__ = ["held_out"]
+
+EXCHANGES = ("send", "receive", "wait", "signal")
+# Which sides sleep, and before which kernels; all, where none is named.
+DELAYS = {
+    "nobody": ((), ()),
+    "host": (SIDES[:1], ()),
+    "device": (SIDES[1:], ()),
+    "both": (SIDES, ()),
+    "exchanges": (SIDES, EXCHANGES),
+}
+TOKENS = 40
+
+Capture = Callable[[str], Captured]
+
+
+@pytest.fixture(scope="module")
+def naps(tmp_path_factory: pytest.TempPathFactory) -> Naps:
+    return compile_naps(tmp_path_factory.mktemp("naps"))
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Capture:
+    """Captures each variant once."""
+    known: dict[str, Captured] = {}
+
+    def capture(name: str) -> Captured:
+        if name not in known:
+            folder = tmp_path_factory.mktemp(name)
+            save(name, build(name), folder)
+            known[name] = load_model(folder)
+        return known[name]
+
+    return capture
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Artifacts of the same parts: on one device after the other, and on two at once."""
+
+    apart: Path
+    hybrid: Path
+
+
+def compile_pair(model: Captured | Path, folder: Path, **options: object) -> Pair:
+    pair = Pair(folder / "apart", folder / "hybrid")
+    options = {"chunk": CHUNK, "context": 64, **options}
+    compile_model(model, pair.apart, CompileOptions(**options))  # type: ignore[arg-type]
+    compile_model(model, pair.hybrid, CompileOptions(hot_device="cpu", **options))  # type: ignore[arg-type]
+    return pair
+
+
+def check_bits(pair: Pair, ids: list[int], naps: Naps, *delays: str) -> None:
+    """AssertionError unless the two give the same bits and count the same neurons, with each of `delays`."""
+    with picompile_runtime.load(pair.apart, threads=1) as engine:
+        expected, shares = every_step(engine, ids), shares_of(engine)
+    for name in delays:
+        sides, before = DELAYS[name]
+        with naps.delaying(sides, len(ids), before=before), picompile_runtime.load(pair.hybrid, threads=2) as engine:
+            assert "device" in {call.device for call in engine._program.functions["decode"]}
+            poison(engine)
+            assert_same_bits(every_step(engine, ids), expected)
+            assert shares_of(engine) == shares
+
+
+def tokens_of(artifact: Path, prompt: list[int], count: int = TOKENS) -> list[int]:
+    with picompile_runtime.load(artifact, threads=2) as engine:
+        return greedy(engine, prompt, count)[0]
+
+
+def random_ids(vocabulary: int, seed: int) -> list[int]:
+    ids: list[int] = np.random.default_rng(seed).integers(0, vocabulary, 27).tolist()
+    return ids
+
+
+# ---- families ----
+
+
+@pytest.mark.parametrize("quant", ["f16", "q4"])
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_every_family(name: str, quant: str, captured: Capture, naps: Naps, tmp_path: Path) -> None:
+    """Of one layer a tenth of the neurons is hot, of the other nine."""
+    model = captured(name)
+    hot = hot_sets(model.facts.ffn, (0.1, 0.9), np.random.default_rng(len(name)))
+    ids = random_ids(model.facts.vocab, len(name))
+    pair = compile_pair(model, tmp_path, quant=quant, hot=hot)
+    check_bits(pair, ids, naps, "nobody", "both")
+    if quant == "f16":
+        compile_model(model, tmp_path / "whole", CompileOptions(quant=quant, chunk=CHUNK, context=64))
+        assert tokens_of(pair.hybrid, ids[:11]) == tokens_of(tmp_path / "whole", ids[:11])
+
+
+@pytest.mark.parametrize("shares", [*((share, share) for share in SHARES), (0.0, 1.0), (1.0, 0.3)], ids=str)
+@pytest.mark.parametrize(("name", "quant"), [("llama-relu", "f16"), ("opt-post-norm", "q4")])
+def test_every_share_and_every_delay(
+    name: str, quant: str, shares: tuple[float, ...], captured: Capture, naps: Naps, tmp_path: Path
+) -> None:
+    model = captured(name)
+    hot = hot_sets(model.facts.ffn, shares, np.random.default_rng(int(100 * sum(shares))))
+    ids = random_ids(model.facts.vocab, 3)
+    pair = compile_pair(model, tmp_path, quant=quant, hot=hot, sequences=SEQUENCES)
+    check_bits(pair, ids, naps, *DELAYS)
+
+
+@pytest.fixture(scope="module", params=["f16", "q4"])
+def bundled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model, whose neurons are all together."""
+    artifact = tmp_path_factory.mktemp("bundled") / request.param
+    compile_model(BUNDLED_MODEL, artifact, CompileOptions(quant=request.param, context=128))
+    return artifact
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_trained_model_gives_the_same_tokens(share: float, bundled: Path, tmp_path: Path) -> None:
+    """Its logits are apart by more than what is rounded together makes them differ by, in q4 as well."""
+    model, random = load_model(BUNDLED_MODEL), np.random.default_rng(int(10 * share))
+    hot = hot_sets(model.facts.ffn, (share,) * model.facts.layers, random)
+    options = CompileOptions(quant=bundled.name, context=128, hot=hot, hot_device="cpu")
+    compile_model(model, tmp_path / "hybrid", options)
+    prompt = [1, 17, 300, 42, 5]
+    assert tokens_of(tmp_path / "hybrid", prompt, 100) == tokens_of(bundled, prompt, 100)
+
+
+# ---- placements ----
+
+PLACEMENTS = {
+    "hot neurons": ON_HOST,
+    "one layer": Placement(frozenset({1}), frozenset({1})),
+    "caches": Placement(caches=frozenset({0, 1})),
+    "crosswise": Placement(attention=frozenset({0}), caches=frozenset({1}), head=True),
+    "head": Placement(head=True),
+}
+
+
+@pytest.mark.parametrize("placement", list(PLACEMENTS))
+@pytest.mark.parametrize("name", ["opt-post-norm", "falcon-7b"])
+def test_placements(
+    name: str, placement: str, captured: Capture, naps: Naps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As plans have them: what is not hot is on either side."""
+    monkeypatch.setattr(hot_device, "placement", lambda plan, layers: PLACEMENTS[placement])
+    model = captured(name)
+    hot = hot_sets(model.facts.ffn, (0.4, 0.9), np.random.default_rng(8))
+    pair = compile_pair(model, tmp_path, quant="f16", hot=hot, sequences=SEQUENCES)
+    check_bits(pair, random_ids(model.facts.vocab, 2), naps, "nobody", "both")
+
+
+def test_nothing_on_the_device(captured: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan may leave nothing to it: then the artifact is one for the host, which takes all threads."""
+    monkeypatch.setattr(hot_device, "placement", lambda plan, layers: ON_HOST)
+    pair = compile_pair(captured("llama-relu"), tmp_path, quant="f16", hot={0: (), 1: ()})
+    manifest = json.loads((pair.hybrid / "manifest.json").read_text())
+    assert "hot_device" not in manifest
+    assert picompile_runtime.verify(pair.hybrid).hot_device is None
+    assert tokens_of(pair.hybrid, [3, 1, 4]) == tokens_of(pair.apart, [3, 1, 4])
+
+
+@pytest.mark.parametrize("bias", [0.0, -3.0, -1e4])
+def test_learned_predictors(bias: float, tiny_model: Path, held_out: Path, naps: Naps, tmp_path: Path) -> None:
+    """Masks go to the host: of half of the neurons, of few, and of none, for which the device does not wait."""
+    predictors = write_predictors(tiny_model, tmp_path / "predictors", bias)
+    options = {"predictor": "learned", "predictors": predictors, "calibration": (held_out,), "gate_tokens": 40}
+    hot = hot_sets(200, (0.5, 0.0), np.random.default_rng(1))
+    pair = compile_pair(tiny_model, tmp_path, quant="f16", gate=None, hot=hot, sequences=SEQUENCES, **options)
+    check_bits(pair, random_ids(300, 4), naps, *DELAYS)
+    with picompile_runtime.load(pair.hybrid, threads=2) as engine:
+        greedy(engine, [1, 2, 3], 10)
+        computed = shares_of(engine)[0, "cold"][0]
+    assert computed == 0 if bias < -10 else 0 < computed < 1
+
+
+# ---- slots ----
+
+
+def test_caches_of_both_sides_are_copied_and_rewound(
+    captured: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer's cache is on the device, the other's on the host; neither has anything of what was not copied."""
+    monkeypatch.setattr(hot_device, "placement", lambda plan, layers: Placement(caches=frozenset({1})))
+    model, ids = captured("llama-relu"), random_ids(503, 5)
+    pair = compile_pair(model, tmp_path, quant="f16", hot={0: range(100)}, sequences=SEQUENCES)
+    with picompile_runtime.load(pair.apart) as apart, picompile_runtime.load(pair.hybrid, threads=2) as engine:
+        caches = [engine._executor._state["k.0"], device_array(engine, "state", "k.1")]
+        for each in (apart, engine):
+            each.prefill(ids[:9])
+            each.prefill(ids[4:20], 1)
+            each.rewind(6)
+            each.copy(0, 1)
+        for cache in caches:
+            np.testing.assert_array_equal(cache[1, :, :6], cache[0, :, :6])
+            assert (cache[1, :, 6:16] != cache[0, :, 6:16]).any()
+            assert not cache[2].any()
+        for slot in (1, 0):
+            np.testing.assert_array_equal(engine.decode(ids[9], slot), apart.decode(ids[9], slot))
+
+
+def test_engines_and_threads(captured: Capture, tmp_path: Path) -> None:
+    """Two engines on one artifact, in two threads; nothing of them is left when they are closed."""
+    pair = compile_pair(captured("llama-relu"), tmp_path, quant="f16", hot={0: range(90), 1: range(7)})
+    before = set(threading.enumerate())
+    with picompile_runtime.load(pair.hybrid, threads=2) as one, picompile_runtime.load(pair.hybrid, threads=1) as other:
+        found: dict[int, list[int]] = {}
+
+        def run(number: int, engine: picompile_runtime.Engine) -> None:
+            found[number] = greedy(engine, [7, 8, 9], TOKENS)[0]
+
+        threads = [threading.Thread(target=run, args=(number, each)) for number, each in enumerate((one, other))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == dict.fromkeys(range(2), tokens_of(pair.apart, [7, 8, 9]))
+    assert set(threading.enumerate()) == before
