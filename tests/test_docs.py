@@ -30,6 +30,7 @@ EXEMPT = {
     "picompile bench build/bench/reglu-1.3b-10.q4.learned -p 128 -n 32 -r 3": "needs an artifact of 800 MB",
     "python benchmarks/threads.py build/bench/reglu-1.3b-10.q4.learned --rounds 5": "needs an artifact of 800 MB",
     "pip install 'picompile[gguf,report]'": "downloads packages",
+    "pip install 'picompile[cuda]'": "downloads packages",
     "python benchmarks/peers.py --work build/bench --peer-python ~/peers/bin/python --sweeps decode prefill": (
         "takes 20 GB, the peers, and a quiet machine"
     ),

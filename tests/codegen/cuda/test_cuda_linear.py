@@ -1,7 +1,6 @@
 """Linear layers on a GPU against float64: one token and chunks, sizes that are no multiple of anything."""
 
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
