@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import _thread
 import itertools
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -241,7 +241,8 @@ def test_an_interrupted_step_has_ended_on_the_device_too(engine: Engine, alone: 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "run", run_and_doze)
-        interrupt = threading.Timer(0.1, _thread.interrupt_main)
+        main = threading.get_ident()
+        interrupt = threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT))
         interrupt.start()
         with pytest.raises(KeyboardInterrupt):
             engine.decode(IDS[0])
