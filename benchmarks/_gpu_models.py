@@ -173,11 +173,12 @@ def _graph(shape: Shape, options: ModelOptions, split: _Split, dense: bool) -> G
 
 
 def _device_bytes(lowered: Lowered) -> int:
-    """Weights that calls on the device use."""
+    """Weights that lie in the memory of the device."""
     calls = [call for calls in lowered.program.functions.values() for call in calls if call.device == "device"]
     names = {arg.name for call in calls for arg in call.args if arg.space == "weight"}
     tensors = lowered.weights.tensors
-    return sum(tensor_bytes(tensors[name].dtype, tensors[name].shape) for name in names)
+    kept = names.difference(lowered.program.streamed)
+    return sum(tensor_bytes(tensors[name].dtype, tensors[name].shape) for name in kept)
 
 
 def _write(
@@ -219,8 +220,8 @@ def _facts(shape: Shape) -> ModelFacts:
     return ModelFacts(
         name=shape.name, architecture=shape.family.architecture, family=str(shape.config["model_type"]),
         hidden=shape.hidden, layers=shape.layers, heads=shape.heads, kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim, ffn=shape.ffn, vocab=shape.vocab, activation=shape.activation, max_positions=shape.positions, parameters=0,
-        checkpoint_dtype="f16", bos_token_id=None, eos_token_ids=(),
+        head_dim=shape.head_dim, ffn=shape.ffn, vocab=shape.vocab, activation=shape.activation,
+        max_positions=shape.positions, parameters=0, checkpoint_dtype="f16", bos_token_id=None, eos_token_ids=(),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@
 
     compute-sanitizer --error-exitcode 1 python benchmarks/gpu.py build/gpu --quick
 
-The tables come last, and of them the bars. The exit code is 1 where anything is wrong; that a bar is missed is no error.
+The tables come last, and of them the bars. The exit code is 1 where anything is wrong; a missed bar is no error.
 """
 
 import argparse

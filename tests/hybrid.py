@@ -39,27 +39,29 @@ def hot_sets(neurons: int, shares: Sequence[float], random: np.random.Generator)
 def every_step(engine: Engine, ids: Sequence[int]) -> dict[str, NDArray[np.float32]]:
     """The logits of every kind of step, by its name: prompts of one chunk and of several, one token, several sequences.
 
-    Reads 27 of `ids` at most.
+    Reads two chunks of `ids`, and 9 more.
     """
     for slot in range(engine.sequences):
         engine.reset(slot)
-    found = {"prefill": [engine.prefill(ids[:17])], "decode": [engine.decode(token) for token in ids[17:23]]}
+    prompt = 2 * engine.chunk + 3
+    found = {"prefill": [engine.prefill(ids[:prompt])]}
+    found["decode"] = [engine.decode(token) for token in ids[prompt : prompt + 6]]
     engine.rewind(3)
     found["prefill of few"] = [engine.prefill(ids[3:5])]
     if engine.sequences > 1:
         found |= _several(engine, ids)
     engine.reset()
-    found["score"] = list(engine.score(ids[:17]))
+    found["score"] = list(engine.score(ids[:prompt]))
     return {name: np.concatenate([row.reshape(-1, engine.vocab) for row in rows]) for name, rows in found.items()}
 
 
 def _several(engine: Engine, ids: Sequence[int]) -> dict[str, list[NDArray[np.float32]]]:
     """Steps of three sequences, the first of which has begun."""
     found = {"prompts": [engine.prefill(ids[:2], 1), engine.prefill(ids[:9], 2)]}
-    found["batch"] = [engine.decode_batch(ids[start : start + 3], [2, 0, 1]) for start in (3, 9, 20)]
+    found["batch"] = [engine.decode_batch(ids[start : start + 3], [2, 0, 1]) for start in (3, 9, 14)]
     found["batch of two"] = [engine.decode_batch(ids[4:6], [1, 0])]
     engine.copy(0, 2)
-    found["copied"] = [engine.decode(ids[24], 2), engine.decode(ids[25])]
+    found["copied"] = [engine.decode(ids[14], 2), engine.decode(ids[15])]
     return found
 
 

@@ -143,7 +143,7 @@ def run(variants: Sequence[str], formats: Sequence[str], seed: int) -> tuple[int
             naps = compile_naps(folder)
             save(name, build(name, seed), folder / "model")
             captured = load_model(folder / "model")
-            ids = random.integers(0, captured.facts.vocab, 27).tolist()
+            ids = random.integers(0, captured.facts.vocab, 2 * CHUNK + 9).tolist()
             for quant in formats:
                 totals += check(Model(captured, quant, folder, ids), name, naps, seed, random)
     return int(totals[0]), int(totals[1]), int(totals[2])

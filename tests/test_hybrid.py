@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from families import VARIANTS, build, save
 from hybrid import (
-    CHUNK,
     SEQUENCES,
     SHARES,
     SIDES,
@@ -35,7 +34,7 @@ from test_prediction import held_out, write_predictors
 import picompile_runtime
 from picompile import hot_device
 from picompile.capture import Captured, load_model
-from picompile.compile import CompileOptions, compile_model
+from picompile.compile import CHUNK, CompileOptions, compile_model
 from picompile_codegen.placement import ON_HOST, Placement
 
 __all__ = ["held_out"]
@@ -76,7 +75,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Capture:
 
 @dataclass(frozen=True)
 class Pair:
-    """Artifacts of the same parts: on one device after the other, and on two at once."""
+    """Artifacts of the same parts: of which one device computes one after the other, and two devices both at once."""
 
     apart: Path
     hybrid: Path
@@ -84,7 +83,6 @@ class Pair:
 
 def compile_pair(model: Captured | Path, folder: Path, **options: object) -> Pair:
     pair = Pair(folder / "apart", folder / "hybrid")
-    options = {"chunk": CHUNK, "context": 64, **options}
     compile_model(model, pair.apart, CompileOptions(**options))  # type: ignore[arg-type]
     compile_model(model, pair.hybrid, CompileOptions(hot_device="cpu", **options))  # type: ignore[arg-type]
     return pair
@@ -109,7 +107,7 @@ def tokens_of(artifact: Path, prompt: list[int], count: int = TOKENS) -> list[in
 
 
 def random_ids(vocabulary: int, seed: int) -> list[int]:
-    ids: list[int] = np.random.default_rng(seed).integers(0, vocabulary, 27).tolist()
+    ids: list[int] = np.random.default_rng(seed).integers(0, vocabulary, 2 * CHUNK + 9).tolist()
     return ids
 
 
@@ -119,18 +117,21 @@ def random_ids(vocabulary: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("quant", ["f16", "q4"])
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_every_family(name: str, quant: str, captured: Capture, naps: Naps, tmp_path: Path) -> None:
-    """Of one layer a tenth of the neurons is hot, of the other nine."""
+    """Of one layer a tenth of the neurons is hot, of the other nine.
+
+    Most kernels are those of test_end_to_end.py, which need not be compiled twice.
+    """
     model = captured(name)
     hot = hot_sets(model.facts.ffn, (0.1, 0.9), np.random.default_rng(len(name)))
     ids = random_ids(model.facts.vocab, len(name))
-    pair = compile_pair(model, tmp_path, quant=quant, hot=hot)
+    pair = compile_pair(model, tmp_path, quant=quant, hot=hot, kv_dtype=None if quant == "f16" else "f32")
     check_bits(pair, ids, naps, "nobody", "both")
     if quant == "f16":
-        compile_model(model, tmp_path / "whole", CompileOptions(quant=quant, chunk=CHUNK, context=64))
+        compile_model(model, tmp_path / "whole", CompileOptions(quant=quant))
         assert tokens_of(pair.hybrid, ids[:11]) == tokens_of(tmp_path / "whole", ids[:11])
 
 
-@pytest.mark.parametrize("shares", [*((share, share) for share in SHARES), (0.0, 1.0), (1.0, 0.3)], ids=str)
+@pytest.mark.parametrize("shares", [(0.0, 0.1), (0.5, 0.9), (1.0, 0.5)], ids=str)
 @pytest.mark.parametrize(("name", "quant"), [("llama-relu", "f16"), ("opt-post-norm", "q4")])
 def test_every_share_and_every_delay(
     name: str, quant: str, shares: tuple[float, ...], captured: Capture, naps: Naps, tmp_path: Path
@@ -146,7 +147,7 @@ def test_every_share_and_every_delay(
 def bundled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model, whose neurons are all together."""
     artifact = tmp_path_factory.mktemp("bundled") / request.param
-    compile_model(BUNDLED_MODEL, artifact, CompileOptions(quant=request.param, context=128))
+    compile_model(BUNDLED_MODEL, artifact, CompileOptions(quant=request.param))
     return artifact
 
 
@@ -155,7 +156,7 @@ def test_trained_model_gives_the_same_tokens(share: float, bundled: Path, tmp_pa
     """Its logits are apart by more than what is rounded together makes them differ by, in q4 as well."""
     model, random = load_model(BUNDLED_MODEL), np.random.default_rng(int(10 * share))
     hot = hot_sets(model.facts.ffn, (share,) * model.facts.layers, random)
-    options = CompileOptions(quant=bundled.name, context=128, hot=hot, hot_device="cpu")
+    options = CompileOptions(quant=bundled.name, hot=hot, hot_device="cpu")
     compile_model(model, tmp_path / "hybrid", options)
     prompt = [1, 17, 300, 42, 5]
     assert tokens_of(tmp_path / "hybrid", prompt, 100) == tokens_of(bundled, prompt, 100)
@@ -172,16 +173,24 @@ PLACEMENTS = {
 }
 
 
-@pytest.mark.parametrize("placement", list(PLACEMENTS))
-@pytest.mark.parametrize("name", ["opt-post-norm", "falcon-7b"])
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [
+        ("opt-post-norm", "caches"),
+        ("opt-post-norm", "one layer"),
+        ("falcon-7b", "crosswise"),
+        ("falcon-7b", "hot neurons"),
+        ("llama-relu", "head"),
+    ],
+)
 def test_placements(
     name: str, placement: str, captured: Capture, naps: Naps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As plans have them: what is not hot is on either side."""
     monkeypatch.setattr(hot_device, "placement", lambda plan, layers: PLACEMENTS[placement])
     model = captured(name)
-    hot = hot_sets(model.facts.ffn, (0.4, 0.9), np.random.default_rng(8))
-    pair = compile_pair(model, tmp_path, quant="f16", hot=hot, sequences=SEQUENCES)
+    hot = hot_sets(model.facts.ffn, (0.1, 0.9), np.random.default_rng(8))
+    pair = compile_pair(model, tmp_path, quant="f16", hot=hot)
     check_bits(pair, random_ids(model.facts.vocab, 2), naps, "nobody", "both")
 
 
@@ -195,13 +204,13 @@ def test_nothing_on_the_device(captured: Capture, tmp_path: Path, monkeypatch: p
     assert tokens_of(pair.hybrid, [3, 1, 4]) == tokens_of(pair.apart, [3, 1, 4])
 
 
-@pytest.mark.parametrize("bias", [0.0, -3.0, -1e4])
+@pytest.mark.parametrize("bias", [0.0, -1e4])
 def test_learned_predictors(bias: float, tiny_model: Path, held_out: Path, naps: Naps, tmp_path: Path) -> None:
-    """Masks go to the host: of half of the neurons, of few, and of none, for which the device does not wait."""
+    """Masks go to the host: of half of the neurons, and of none, for which the device does not wait."""
     predictors = write_predictors(tiny_model, tmp_path / "predictors", bias)
     options = {"predictor": "learned", "predictors": predictors, "calibration": (held_out,), "gate_tokens": 40}
     hot = hot_sets(200, (0.5, 0.0), np.random.default_rng(1))
-    pair = compile_pair(tiny_model, tmp_path, quant="f16", gate=None, hot=hot, sequences=SEQUENCES, **options)
+    pair = compile_pair(tiny_model, tmp_path, quant="f16", gate=None, hot=hot, **options)
     check_bits(pair, random_ids(300, 4), naps, *DELAYS)
     with picompile_runtime.load(pair.hybrid, threads=2) as engine:
         greedy(engine, [1, 2, 3], 10)
@@ -218,7 +227,7 @@ def test_caches_of_both_sides_are_copied_and_rewound(
     """One layer's cache is on the device, the other's on the host; neither has anything of what was not copied."""
     monkeypatch.setattr(hot_device, "placement", lambda plan, layers: Placement(caches=frozenset({1})))
     model, ids = captured("llama-relu"), random_ids(503, 5)
-    pair = compile_pair(model, tmp_path, quant="f16", hot={0: range(100)}, sequences=SEQUENCES)
+    pair = compile_pair(model, tmp_path, quant="f16", hot={0: range(20)}, sequences=SEQUENCES)
     with picompile_runtime.load(pair.apart) as apart, picompile_runtime.load(pair.hybrid, threads=2) as engine:
         caches = [engine._executor._state["k.0"], device_array(engine, "state", "k.1")]
         for each in (apart, engine):
@@ -236,7 +245,7 @@ def test_caches_of_both_sides_are_copied_and_rewound(
 
 def test_engines_and_threads(captured: Capture, tmp_path: Path) -> None:
     """Two engines on one artifact, in two threads; nothing of them is left when they are closed."""
-    pair = compile_pair(captured("llama-relu"), tmp_path, quant="f16", hot={0: range(90), 1: range(7)})
+    pair = compile_pair(captured("llama-relu"), tmp_path, quant="f16", hot={0: range(20), 1: range(180)})
     before = set(threading.enumerate())
     with picompile_runtime.load(pair.hybrid, threads=2) as one, picompile_runtime.load(pair.hybrid, threads=1) as other:
         found: dict[int, list[int]] = {}
