@@ -18,7 +18,8 @@ from picompile_runtime.errors import DoesNotFitError
 # Of the largest logit. On the CPU, activations are rounded to bytes where weights are: see docs/decisions.md.
 LIMIT, LIMIT_OF_BYTES = 1e-3, 5e-2
 _PROMPT, _DECODED = 5, 4
-_CHECKED_ACTIVE = 0.2
+# What layers add is much, so that it shows where something of it is wrong.
+_CHECKED_ACTIVE, _CHECKED_ADDED = 0.2, 0.5
 
 Result = dict[str, Any]
 
@@ -37,14 +38,14 @@ class Settings:
 
 
 @contextmanager
-def made(settings: Settings, entry: Mapping[str, Any], active: float, skew: bool) -> Iterator[Path]:
-    """A whole artifact of a pack, for a while."""
+def made(settings: Settings, entry: Mapping[str, Any], **firing: Any) -> Iterator[Path]:
+    """A whole artifact of a pack, for a while. `firing` are options of `write_weights`."""
     folder = settings.work / Path(entry["file"]).stem
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
         unpack_artifact(settings.pack / entry["file"], folder)
-        write_weights(folder, active, skew)
+        write_weights(folder, **firing)
         yield folder
     finally:
         shutil.rmtree(folder)
@@ -52,7 +53,8 @@ def made(settings: Settings, entry: Mapping[str, Any], active: float, skew: bool
 
 def check_model(settings: Settings, entry: Mapping[str, Any], torch_device: str) -> Result:
     """A prompt and some tokens after it, against eager PyTorch: the largest difference of a logit."""
-    with made(settings, entry, _CHECKED_ACTIVE, skew=True) as folder, load(folder, settings.threads) as engine:
+    firing = {"active": _CHECKED_ACTIVE, "skew": True, "added": _CHECKED_ADDED}
+    with made(settings, entry, **firing) as folder, load(folder, settings.threads) as engine:
         tokens = np.random.default_rng(1).integers(0, engine.vocab, _PROMPT + _DECODED).tolist()
         found = [engine.prefill(tokens[:_PROMPT])]
         found += [engine.decode(token) for token in tokens[_PROMPT:]]
@@ -77,9 +79,13 @@ def measure_model(settings: Settings, entry: Mapping[str, Any], skew: bool) -> R
     if needed > free:
         return result | {"reason": f"weights of {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB free in {settings.work}"}
     try:
-        with made(settings, entry, settings.active, skew) as folder, load(folder, settings.threads) as engine:
+        with (
+            made(settings, entry, active=settings.active, skew=skew) as folder,
+            load(folder, settings.threads) as engine,
+        ):
             speed = measure(engine, settings.prompt, settings.tokens, settings.repeats)
-            logits = engine.decode(1) if engine.position < engine.context else np.zeros(1)
+            engine.rewind(1)
+            is_finite = bool(np.isfinite(engine.decode(1)).all())
             shares = _shares(engine)
     except (DoesNotFitError, MemoryError, OSError) as error:
         return result | {"reason": str(error)}
@@ -89,7 +95,7 @@ def measure_model(settings: Settings, entry: Mapping[str, Any], skew: bool) -> R
         "stdev": decode["stdev"],
         "prefill_tokens_per_s": speed["prefill"]["tokens_per_s"],
         "computed": shares,
-        "is_finite": bool(np.isfinite(logits).all()),
+        "is_finite": is_finite,
         "overlap_share": _find(speed, "overlap_share"),
         "bench": speed,
     }

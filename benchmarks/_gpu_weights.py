@@ -20,6 +20,7 @@ import math
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -38,7 +39,7 @@ _DTYPES = {"uint8": "U8", "float32": "F32"}
 _POWER = math.log(0.80) / math.log(0.26)
 # No neuron fires for more tokens than this.
 _MOST = 0.95
-# What a layer adds to the stream, whose elements are about 1.
+# What a layer adds to the stream, whose elements are about 1: little, where many of them follow each other.
 _ADDED = 0.02
 # The deviation of the elements of a normalized embedding that is uniform between 0.5 and 1.5.
 _TOKEN_DEVIATION = (1 / 12) ** 0.5 / (13 / 12) ** 0.5
@@ -52,16 +53,17 @@ def unpack_artifact(archive: Path, folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def write_weights(folder: Path, active: float, skew: bool, seed: int = 0) -> int:
+def write_weights(folder: Path, active: float, skew: bool, added: float = _ADDED, seed: int = 0) -> int:
     """Writes weights.safetensors and the manifest of an extracted artifact; bytes of the weights.
 
+    `active` is the share of neurons to compute, `added` the deviation of what an attention or a block adds to the stream.
     The file is hashed as it is written, so that the runtime need not read it once more.
     """
     tensors = json.loads((folder / "weights.json").read_text())["tensors"]
     constants = (folder / "constants.bin").read_bytes()
     manifest = json.loads((folder / "manifest.json").read_text())
     neurons = manifest["model"]["ffn"]
-    blocks = Blocks(seed, Firing(active, skew, neurons))
+    blocks = Blocks(seed, Firing(active, skew, neurons, added))
     digest, path = hashlib.sha256(), folder / WEIGHTS
     with path.open("wb") as file, ThreadPoolExecutor(1) as pool:
 
@@ -98,11 +100,14 @@ def _bytes(tensor: Mapping[str, Any]) -> int:
     return math.prod(tensor["shape"]) * np.dtype(tensor["dtype"]).itemsize
 
 
+@dataclass(frozen=True)
 class Firing:
-    """How often neurons are computed: a share `active` of all, for any token."""
+    """How often neurons are computed: a share `active` of all, for any token. What they come to is about `added`."""
 
-    def __init__(self, active: float, skew: bool, neurons: int) -> None:
-        self.active, self.skew, self.neurons = active, skew, neurons
+    active: float
+    skew: bool
+    neurons: int
+    added: float = _ADDED
 
     def rates(self, hot: int) -> tuple[float, float]:
         """For which share of the tokens a hot neuron is computed, and for which a cold one."""
@@ -157,11 +162,12 @@ def _repeated(block: Array, size: int) -> Iterator[memoryview]:
         yield flat[: size - start].data
 
 
-def _normal(deviation: float) -> Callable[[Mapping[str, Any], np.random.Generator, Firing], Array]:
-    def make(tensor: Mapping[str, Any], rng: np.random.Generator, firing: Firing) -> Array:
-        return random_block(rng, tensor["format"], tensor["shape"][0], tensor["columns"], (deviation,))
+def _normal(tensor: Mapping[str, Any], rng: np.random.Generator, firing: Firing) -> Array:
+    return random_block(rng, tensor["format"], tensor["shape"][0], tensor["columns"])
 
-    return make
+
+def _output(tensor: Mapping[str, Any], rng: np.random.Generator, firing: Firing) -> Array:
+    return random_block(rng, tensor["format"], tensor["shape"][0], tensor["columns"], (firing.added,))
 
 
 def _embedding(tensor: Mapping[str, Any], rng: np.random.Generator, firing: Firing) -> Array:
@@ -172,7 +178,7 @@ def _embedding(tensor: Mapping[str, Any], rng: np.random.Generator, firing: Firi
 def _bundle(tensor: Mapping[str, Any], rng: np.random.Generator, firing: Firing) -> Array:
     """Gate, up and down of each neuron. A product with gate is about 1, and the sum of all that fire is small."""
     columns = tensor["columns"]
-    down = _ADDED * (columns / max(1.0, firing.active * firing.neurons)) ** 0.5
+    down = firing.added * (columns / max(1.0, firing.active * firing.neurons)) ** 0.5
     deviations = (-1.25 / columns**0.5, 1.0, down)
     return random_block(rng, tensor["format"], tensor["shape"][0], columns, deviations)
 
@@ -186,10 +192,10 @@ def _first(tensor: Mapping[str, Any], rng: np.random.Generator, firing: Firing) 
 
 _ROLES: Mapping[str, Callable[[Mapping[str, Any], np.random.Generator, Firing], Array]] = {
     "embedding": _embedding,
-    "linear": _normal(1.0),
-    "output": _normal(_ADDED),
+    "linear": _normal,
+    "output": _output,
     "bundle": _bundle,
     "fc1": _first,
-    "fc2": _normal(1.0),
-    "head": _normal(1.0),
+    "fc2": _normal,
+    "head": _normal,
 }

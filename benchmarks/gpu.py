@@ -61,11 +61,7 @@ def main() -> None:
         sys.exit(f"{options.pack}: is of schema {pack['schema']}, and this script knows {SCHEMA}; pack it again")
     results = _empty(options, pack)
     with tempfile.TemporaryDirectory(prefix="picompile-gpu.", dir=options.work) as work:
-        try:
-            _run(options, pack, Path(work), results)
-        finally:
-            if options.json:
-                options.json.write_text(json.dumps(results, indent=1) + "\n")
+        _run(options, pack, Path(work), results)
     print(text_of(results))
     if not all(row["is_right"] for row in (*results["kernels"], *results["checks"])):
         sys.exit(1)
@@ -111,6 +107,7 @@ def _run(options: argparse.Namespace, pack: Result, work: Path, results: Result)
         options.pack, work, options.active, options.threads, options.prompt, options.tokens, options.repeats
     )
     for row in _checks(options, pack, settings, torch_device, results):
+        _save(options, results)
         _say(f"{'right' if row['is_right'] else 'WRONG'} {row['label']} {row['error']:.1e}")
     if options.quick:
         return
@@ -150,11 +147,10 @@ def _measure_kernels(options: argparse.Namespace, pack: Result, torch_device: st
         for key, matrices in (("gated", 3), ("plain", 2)):
             results["cublas"][key] = matrix_vector_seconds(4096, 4096, matrices)
         _give_back()
+    _save(options, results)
 
 
-def _measure_models(
-    name: str, options: argparse.Namespace, pack: Result, settings: Settings, results: Result
-) -> None:  # fmt: skip
+def _measure_models(name: str, options: argparse.Namespace, pack: Result, settings: Settings, results: Result) -> None:
     entries = {row["variant"]: row for row in pack["models"] if f"{row['model']}:{row['quant']}" == name}
     if not entries:
         sys.exit(f"{options.pack}: has no model {name}")
@@ -162,16 +158,23 @@ def _measure_models(
     asked += _OF_ABLATION if "ablation" in options.only else ()
     for variant, skew in dict.fromkeys(asked):
         if variant in entries:
-            _add(measure_model(settings, entries[variant], skew), results)
+            _add(options, measure_model(settings, entries[variant], skew), results)
     if asked and "layers_dense" in entries and torch.cuda.is_available():
-        _add(measure_copied(entries["layers_dense"], options.tokens, options.repeats, "cuda"), results)
+        _add(options, measure_copied(entries["layers_dense"], options.tokens, options.repeats, "cuda"), results)
         _give_back()
 
 
-def _add(row: Result, results: Result) -> None:
+def _add(options: argparse.Namespace, row: Result, results: Result) -> None:
     results["models"].append(row)
+    _save(options, results)
     speed = f"{row['tokens_per_s']:.2f} tokens/s" if "tokens_per_s" in row else row["reason"]
     _say(f"{row['model']} {row['quant']}, {describe(row)}: {speed}")
+
+
+def _save(options: argparse.Namespace, results: Result) -> None:
+    """Again and again, so that what is killed has left what it knew."""
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def _give_back() -> None:

@@ -239,6 +239,8 @@ def test_an_interrupted_step_has_ended_on_the_device_too(engine: Engine, alone: 
         run(calls, threads, stamps)
         run(dozing, threads)
 
+    # Who is started in the background of a shell ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "run", run_and_doze)
         main = threading.get_ident()
@@ -247,6 +249,7 @@ def test_an_interrupted_step_has_ended_on_the_device_too(engine: Engine, alone: 
         with pytest.raises(KeyboardInterrupt):
             engine.decode(IDS[0])
             time.sleep(60)  # where the interrupt comes late
+    signal.signal(signal.SIGINT, before)
     assert count[0] == 1
     interrupt.join()
     engine.reset()
