@@ -56,7 +56,7 @@ def unpack_artifact(archive: Path, folder: Path) -> dict[str, Any]:
 def write_weights(folder: Path, active: float, skew: bool, added: float = _ADDED, seed: int = 0) -> int:
     """Writes weights.safetensors and the manifest of an extracted artifact; bytes of the weights.
 
-    `active` is the share of neurons to compute, `added` the deviation of what an attention or a block adds to the stream.
+    `active` is the share of neurons to compute, `added` the deviation of what attention or a block adds to the stream.
     The file is hashed as it is written, so that the runtime need not read it once more.
     """
     tensors = json.loads((folder / "weights.json").read_text())["tensors"]
