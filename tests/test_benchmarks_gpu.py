@@ -1,4 +1,4 @@
-"""benchmarks/gpu_pack.py and gpu.py, on the stand-in for the GPU: what is right shows there, and nothing about speed."""
+"""benchmarks/gpu_pack.py and gpu.py, on the stand-in for the GPU: whether they are right, and nothing about speed."""
 
 import ast
 import json
@@ -27,7 +27,6 @@ import _gpu_kernels  # noqa: E402
 from _gpu_cases import Case, attention, ffn, pack_kernels  # noqa: E402
 from _gpu_copied import CopiedDecoder, Layers  # noqa: E402
 from _gpu_engines import Settings, measure_model  # noqa: E402
-from _gpu_example import STEP_NUMBER  # noqa: E402
 from _gpu_formats import pack, row_bytes, unpack  # noqa: E402
 from _gpu_kernels import check, images_of, measure  # noqa: E402
 from _gpu_models import ModelOptions, pack_model, write_index  # noqa: E402
@@ -243,7 +242,3 @@ def test_bars() -> None:
     assert verdicts["m q4: hybrid against dense layer offloading"] == ("4.8 ×", False)
     assert verdicts["m q4: overlap of the shorter side"] == ("85%", True)
     assert "does not fit" in text_of(results)
-
-
-def test_a_step_number_that_no_flag_has() -> None:
-    assert 0 < STEP_NUMBER < 2**31
