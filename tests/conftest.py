@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from support import CPU_TARGET, BuildOnce, Cli, Ended, compile_for_test, save_tiny_llama
+from support import ALL_TARGETS, CPU_TARGET, BuildOnce, Cli, Ended, compile_for_test, save_tiny_llama
 
 # The same examples in every run, so that a failure in CI can be had again; `make fuzz` looks for new ones.
 # No deadline: the first example of a test pays for imports and compilations.
@@ -65,10 +65,11 @@ def _code_for_this_machine() -> Iterator[None]:
 
 @pytest.fixture
 def every_isa(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target `cpu` as users have it."""
+    """The targets as users have them."""
     from picompile.targets import TARGETS
 
-    monkeypatch.setitem(TARGETS, "cpu", CPU_TARGET)
+    for name, row in ALL_TARGETS.items():
+        monkeypatch.setitem(TARGETS, name, row)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,8 +9,9 @@ from picompile.targets import TARGETS
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLED_MODEL = ROOT / "models" / "tiny-reglu"
 
-# Before a fixture leaves out what is not used here.
-CPU_TARGET = TARGETS["cpu"]
+# The targets, before a fixture leaves out of their code what is not used here.
+ALL_TARGETS = dict(TARGETS)
+CPU_TARGET = ALL_TARGETS["cpu"]
 
 BuildOnce = Callable[[str, Callable[[Path], None]], Path]
 

@@ -261,7 +261,7 @@ def test_kind_without_a_kernel() -> None:
 def lower_linear(node: Node, function: Function) -> None:
     """The kernel of a package, made of ours: every neuron of an even number."""
     even = function.shared.weights.computed("even", (1,), lambda _: torch.zeros(1))
-    kernel = function.shared.kernel(even_neurons, neurons=dimension(node))
+    kernel = function.kernel(even_neurons, neurons=dimension(node))
     function.call(kernel, {"unused": even, "mask": mask_buffer(node, function)}, op="predict")
 
 

@@ -105,7 +105,7 @@ def write_artifact(folder: Path, **report: Any) -> None:
     _write(folder / "report.json", {"schema": 1, "ffn": ffn, "weight_bytes": sizes, **report})
     manifest = {
         "format": "picompile-artifact",
-        "schema": 2,
+        "schema": 3,
         "abi": 1,
         "target": "cpu",
         "code": [{"isa": "x86-64-v3", "machine": "x86_64", "features": ["avx2"], "file": "kernels/host.so"}],
