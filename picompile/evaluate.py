@@ -26,6 +26,7 @@ def evaluate(
     window: int | None = None,
     by_decode: bool = False,
     threads: int | None = None,
+    replan: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Reads `text` with an artifact, and with the checkpoint `against`; the result is that of `eval --json`.
@@ -33,13 +34,12 @@ def evaluate(
     `window` tokens are read together, the context unless given; `by_decode` reads them one by one. Raises `UsageError`
     for a model with another vocabulary, and what the runtime and capture raise.
     """
-    from picompile_runtime import Tokenizer, load
+    from picompile.loading import load_engine
+    from picompile_runtime import Tokenizer
     from picompile_runtime.perplexity import perplexity
 
     progress = progress or NoProgress()
-    with progress.step("check and load"):
-        engine = load(artifact, threads)
-    with engine:
+    with load_engine(artifact, threads, replan, progress) as engine:
         ids = Tokenizer.of(engine.artifact).encode(text)[:max_tokens]
         window = window or engine.context
         with progress.step("artifact", len(ids) - 1) as advance:

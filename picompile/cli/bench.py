@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from picompile.cli.checks import format_bytes, require_text_file
-from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, ThreadsOption
+from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, ReplanOption, ThreadsOption
 from picompile.cli.progress import progress
 from picompile.cli.trace_output import require_trace_output, write_trace
 from picompile.errors import UsageError
@@ -68,6 +68,7 @@ def bench_command(
         ),
     ] = None,
     threads: ThreadsOption = None,
+    replan: ReplanOption = False,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -89,15 +90,15 @@ def bench_command(
         require_trace_output(trace)
     content = None if text is None else require_text_file(text)
 
-    from picompile_runtime import Tokenizer, load, measure
+    from picompile.loading import load_engine
+    from picompile_runtime import Tokenizer, measure
 
     def keep(steps: "Sequence[Step]") -> None:
         if trace is not None:
             write_trace(trace, steps)
 
     with progress() as shown:
-        with shown.step("check and load"):
-            engine = load(artifact, threads)
+        engine = load_engine(artifact, threads, replan, shown)
         with engine, shown.step("measure", repeats + 1) as advance:
             prompt, decode = fit_lengths(engine.context, prompt_tokens, decode_tokens, depth)
             ids = None if content is None else Tokenizer.of(engine.artifact).encode(content)

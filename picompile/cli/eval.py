@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from picompile.cli.checks import require_model_folder, require_text_file
-from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, ThreadsOption
+from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, ReplanOption, ThreadsOption
 from picompile.cli.progress import progress
 
 
@@ -31,6 +31,7 @@ def eval_command(
         bool, typer.Option("--by-decode", help="Read token by token, as text is generated; slower.")
     ] = False,
     threads: ThreadsOption = None,
+    replan: ReplanOption = False,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -59,6 +60,7 @@ def eval_command(
             window=window,
             by_decode=by_decode,
             threads=threads,
+            replan=replan,
             progress=shown,
         )
     print(json.dumps(result, indent=2)) if json_output else _show(result)

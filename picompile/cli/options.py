@@ -22,6 +22,13 @@ ThreadsOption = Annotated[
     int | None,
     typer.Option("-t", "--threads", metavar="N", min=1, max=256, help="CPU threads. Default: one a physical core."),
 ]
+ReplanOption = Annotated[
+    bool,
+    typer.Option(
+        "--replan",
+        help="Where the GPU has less memory free than the plan needs, leave weights with the host, instead of ending.",
+    ),
+]
 ArtifactArgument = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A compiled model's folder.")]
 
 

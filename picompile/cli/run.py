@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from picompile.cli.checks import require_text_file
-from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, ThreadsOption
+from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, ReplanOption, ThreadsOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 
@@ -56,6 +56,7 @@ def run_command(
         list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given several times.")
     ] = None,
     threads: ThreadsOption = None,
+    replan: ReplanOption = False,
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
     json_output: JsonOption = False,
     debug: DebugOption = False,
@@ -73,11 +74,12 @@ def run_command(
     """
     source = read_prompt(prompt, file, ids)
 
-    from picompile_runtime import SamplingParams, load
+    from picompile.loading import load_engine
+    from picompile_runtime import SamplingParams
 
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    with progress() as shown, shown.step("check and load"):
-        engine = load(artifact, threads)
+    with progress() as shown:
+        engine = load_engine(artifact, threads, replan, shown)
     with engine:
         generation = _start(engine, source, params, max_tokens, stop or ())
         if json_output:

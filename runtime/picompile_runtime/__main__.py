@@ -29,6 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repetition-penalty", type=float, default=default.repetition_penalty, help="1 is off")
     parser.add_argument("--seed", type=int, help="makes the choices repeatable")
     parser.add_argument("-t", "--threads", type=int, help="default: PICOMPILE_THREADS, else the physical cores")
+    parser.add_argument("--replan", action="store_true", help="leave weights with the host where the GPU is too full")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
     parser.add_argument("--debug", action="store_true", help="show where an error came from")
@@ -44,7 +45,7 @@ def _run(options: argparse.Namespace) -> None:
         repetition_penalty=options.repetition_penalty,
         seed=options.seed,
     )
-    with load(options.artifact, options.threads) as engine:
+    with load(options.artifact, options.threads, options.replan) as engine:
         tokenizer = Tokenizer.of(engine.artifact)
         generation = generate(engine, tokenizer, options.prompt, params, options.max_tokens, options.stop)
         if options.json:

@@ -29,6 +29,10 @@ class CpuDevice:
         self._queue = ThreadPoolExecutor(1, thread_name_prefix="picompile-device")
         self._running: Future[None] | None = None
 
+    def free_bytes(self) -> None:
+        """It takes of the host's memory."""
+        return None
+
     def allocate(self, size_bytes: int, purpose: str) -> mmap.mmap:
         """Zeroed memory that the host has no name for."""
         return anonymous_map(size_bytes, purpose)

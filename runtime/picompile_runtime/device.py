@@ -34,6 +34,9 @@ class HotDevice(Protocol):
 
     slow_stamps: bool
 
+    def free_bytes(self) -> int | None:
+        """What of its memory is free now; None where it has none of its own."""
+
     def allocate(self, size_bytes: int, purpose: str) -> Any:
         """Zeroed memory of the device, aligned to 256 bytes. Raises DoesNotFitError, which names `purpose`."""
 

@@ -20,11 +20,14 @@ from picompile_runtime.program import BATCH, Call
 from picompile_runtime.timing import Span
 
 
-def load(path: str | os.PathLike[str], threads: int | None = None) -> Engine:
-    """Open, check and load the artifact in the folder `path`. Raises ArtifactError, MachineError or DoesNotFitError."""
+def load(path: str | os.PathLike[str], threads: int | None = None, replan: bool = False) -> Engine:
+    """Open, check and load the artifact in the folder `path`. Raises ArtifactError, MachineError or DoesNotFitError.
+
+    `replan`: where the GPU has less memory free than the artifact's plan needs, some of its weights stay with the host.
+    """
     artifact = open_artifact(path)
     try:
-        return Engine(artifact, threads)
+        return Engine(artifact, threads, replan)
     except BaseException:
         artifact.close()
         raise
@@ -41,12 +44,12 @@ class Engine:
     which position is then a matter of luck. Engines on one artifact share its weights.
     """
 
-    def __init__(self, artifact: Artifact, threads: int | None = None) -> None:
+    def __init__(self, artifact: Artifact, threads: int | None = None, replan: bool = False) -> None:
         """Take over an opened artifact; it is closed with the engine. `threads`: see `machine.default_threads`."""
         self.artifact = artifact
         self.threads = check_threads(threads) if threads is not None else default_threads()
         self._program = artifact.program
-        self._executor = Executor(artifact, self.threads)
+        self._executor = Executor(artifact, self.threads, replan)
         self._lock = threading.RLock()
         self._positions = [0] * self._program.sequences
         self._counted = {"decode": 0, BATCH: 0}
@@ -71,6 +74,11 @@ class Engine:
     def sequences(self) -> int:
         """Slots of the KV cache."""
         return self._program.sequences
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of the weights that were planned for the GPU, those that `replan` left with the host."""
+        return self._executor.moved_bytes
 
     @property
     def position(self) -> int:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from picompile_runtime.artifact import WEIGHTS, Artifact
 from picompile_runtime.device import HotDevice
+from picompile_runtime.device_memory import fit_device
 from picompile_runtime.errors import KernelError, RequestError
 from picompile_runtime.memory import Tensor, array_at, check_total
 from picompile_runtime.native import CallList, TensorTable
@@ -32,10 +33,9 @@ _MOST_STEPS = 2**31 - 1
 class Executor:
     """Runs steps of a program. It knows neither which tokens make sense nor where sequences are: see `Engine`."""
 
-    def __init__(self, artifact: Artifact, threads: int) -> None:
-        """Raises DoesNotFitError where this machine has no memory for the caches, ArtifactError for lacking kernels.
-
-        And MachineError where there is no such device as the artifact is for.
+    def __init__(self, artifact: Artifact, threads: int, replan: bool = False) -> None:
+        """Raises DoesNotFitError where there is too little memory, ArtifactError for lacking kernels, MachineError
+        where there is no such device as the artifact is for. `replan`: as for `fit_device`.
         """
         self._program = artifact.program
         self._threads, device_threads = split_threads(artifact, threads)
@@ -43,6 +43,7 @@ class Executor:
         _check_memory(self._program)
         self._device: HotDevice | None = open_device(artifact, device_threads) if self._program.has_device else None
         try:
+            self._fit(artifact, replan)
             self._load(artifact, threads)
         except BaseException:
             self.close()
@@ -50,6 +51,13 @@ class Executor:
         self._times: CallTimes | None = None
         self._step, self._tokens = self.buffers["step"], self.buffers["tokens"]
         self._positions, self._slots = self.buffers["positions"], self.buffers["slots"]
+
+    def _fit(self, artifact: Artifact, replan: bool) -> None:
+        free_bytes = None if self._device is None else self._device.free_bytes()
+        if free_bytes is not None:
+            self._program = fit_device(self._program, artifact.tensors, free_bytes, may_move=replan)
+        moved = self._program.streamed - artifact.program.streamed
+        self.moved_bytes = sum(artifact.tensors[name].size_bytes for name in moved)
 
     def _load(self, artifact: Artifact, threads: int) -> None:
         program = self._program

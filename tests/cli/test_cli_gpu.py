@@ -285,7 +285,7 @@ def test_newer_gpus_get_the_ptx(
         ("REFUSE", "209", 6, "the NVIDIA driver, of CUDA 12.4, refuses the artifact's code"),
         ("REFUSE", "222", 6, "install a newer driver"),
         ("REFUSE", "200", 6, "install a newer driver"),
-        ("MEMORY", "200000", 5, "GiB of GPU memory and 0.00 GiB are free; compile with a smaller --vram-budget"),
+        ("MEMORY", "200000", 5, "are free; close what uses the GPU, leave weights with the host (--replan)"),
     ],
 )
 @pytest.mark.parametrize("command", ["run", "bench", "eval"])
@@ -305,6 +305,36 @@ def test_where_it_cannot_run_one_line_says_why(
     ended = cli(command, gpu_artifact, *words)
     assert (ended.code, ended.out, ended.err.count("\n")) == (code, "", 1), ended.err
     assert ended.err.startswith("error: ") and says in ended.err
+
+
+@pytest.mark.parametrize("command", ["run", "bench", "eval"])
+def test_with_less_memory_than_planned_weights_stay_with_the_host(
+    cli: Cli,
+    gpu_artifact: Path,
+    host_artifact: Path,
+    gpu: ctypes.CDLL,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    """With --replan, and with the same result; a byte less than that needs is refused."""
+    memory = json.loads(cli("inspect", gpu_artifact, "--json").out)["hot_device"]["memory_bytes"]["device"]
+    least = memory["kv_cache"] + memory["workspace"]
+    words = {"run": ("--ids", IDS, "-n", "8"), "bench": ("-p", "4", "-n", "4", "-r", "1"), "eval": ("--text", __file__)}
+    more = ("-n", "8") if command == "eval" else ()
+    # The stand-in says that a sixteenth is in use.
+    monkeypatch.setenv("FAKE_CUDA_MEMORY", str(-(-(least + memory["weights"]) * 16 // 15) - 64))
+    ended = cli(command, gpu_artifact, *words[command], *more, "--json")
+    assert (ended.code, ended.err.count("\n")) == (5, 1)
+    monkeypatch.setenv("FAKE_CUDA_MEMORY", str(-(-least * 16 // 15) + 64))
+    ended = cli(command, gpu_artifact, *words[command], *more, "--json", "--replan")
+    assert ended.code == 0
+    assert "GiB of weights that were planned for the GPU stay with the host" in ended.err
+    if command == "run":
+        assert json.loads(ended.out)["tokens"] == tokens(cli, host_artifact)
+    monkeypatch.setenv("FAKE_CUDA_MEMORY", str(least))
+    ended = cli(command, gpu_artifact, *words[command], *more, "--json", "--replan")
+    assert (ended.code, ended.out, ended.err.count("\n")) == (5, "", 1)
+    assert "even if its weights stay with the host" in ended.err
 
 
 def test_without_a_driver(cli: Cli, gpu_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

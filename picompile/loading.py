@@ -1,0 +1,23 @@
+"""Loading an artifact for a command, which then says what did not go where the plan has it."""
+
+import os
+from typing import TYPE_CHECKING
+
+from picompile.progress import Progress
+
+if TYPE_CHECKING:
+    from picompile_runtime.engine import Engine
+
+
+def load_engine(artifact: str | os.PathLike[str], threads: int | None, replan: bool, progress: Progress) -> "Engine":
+    """`picompile_runtime.load`, as a step of `progress`. It raises what that raises."""
+    from picompile_runtime import load
+
+    with progress.step("check and load"):
+        engine = load(artifact, threads, replan)
+    if engine.moved_bytes:
+        progress.say(
+            f"{engine.moved_bytes / 2**30:.2f} GiB of weights that were planned for the GPU stay with the host, since "
+            "less of the GPU's memory is free; compiled with a smaller --vram-budget, the model is faster"
+        )
+    return engine

@@ -1,0 +1,114 @@
+"""What a program takes of the hot device's memory, and what stays with the host where less of it is free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from picompile_runtime.errors import DoesNotFitError
+from picompile_runtime.memory import ALIGNMENT, Tensor
+from picompile_runtime.places import weights_of
+from picompile_runtime.program import Call, Program
+
+# What is left free when a program is made to fit: the driver keeps something for each graph. An estimate.
+_SPARED_BYTES = 2**26
+# Of the neurons of a sparse block, so many are read in a step, as against all of a dense matrix. Which weights leave
+# the device depends on the order alone, so that this need not be exact.
+_SPARSE_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class DeviceNeed:
+    """Bytes of the hot device's memory."""
+
+    weights: int
+    kv_cache: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.kv_cache + self.workspace
+
+    def __str__(self) -> str:
+        """In words, for errors."""
+        parts = {"weights": self.weights, "KV cache": self.kv_cache, "workspace": self.workspace}
+        return ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
+
+
+def device_need(program: Program, tensors: Mapping[str, Tensor]) -> DeviceNeed:
+    """What `program` takes, whose weights are `tensors`."""
+    caches = (tensor for name, tensor in program.state.items() if program.memories["state", name] == "device")
+    return DeviceNeed(
+        weights=_packed(tensors[name] for name in _own_weights(program)),
+        kv_cache=sum(tensor.size_bytes for tensor in caches),
+        workspace=program.device_arena_bytes,
+    )
+
+
+def fit_device(program: Program, tensors: Mapping[str, Tensor], free_bytes: int, may_move: bool) -> Program:
+    """`program`, if so much memory of the device is enough for it.
+
+    If not, and weights `may_move`: a program that computes the same, and leaves as many weights as it must with the
+    host, from where the device reads them over the bus. Those go first of which a step reads least. Raises
+    DoesNotFitError, before anything is loaded.
+    """
+    need = device_need(program, tensors)
+    if need.total <= free_bytes:
+        return program
+    if not may_move:
+        raise DoesNotFitError(
+            f"the model needs {_gib(need.total)} of GPU memory ({need}) and {_gib(free_bytes)} are free; close what "
+            "uses the GPU, leave weights with the host (--replan), or compile with a smaller --vram-budget"
+        )
+    moved = _moved(program, tensors, need.total - free_bytes + _SPARED_BYTES)
+    smaller = replace(program, streamed=program.streamed | moved)
+    if (least := device_need(smaller, tensors)).total > free_bytes:
+        raise DoesNotFitError(
+            f"the model needs {_gib(least.total)} of GPU memory ({least}) even if its weights stay with the host, and "
+            f"{_gib(free_bytes)} are free; close what uses the GPU, or compile for a smaller --context"
+        )
+    return smaller
+
+
+def _moved(program: Program, tensors: Mapping[str, Tensor], wanted_bytes: int) -> frozenset[str]:
+    """Weights of the device that have so many bytes together, or all."""
+    read = _read_bytes(program, tensors)
+    # Of equal ones the last: the first layers begin a step.
+    names = _own_weights(program)[::-1]
+    order = sorted(names, key=lambda name: read.get(name, 0.0) / max(1, tensors[name].size_bytes))
+    moved: set[str] = set()
+    for name in order:
+        if _packed(tensors[each] for each in moved) >= wanted_bytes:
+            break
+        moved.add(name)
+    return frozenset(moved)
+
+
+def _read_bytes(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """About how much a step of decoding reads of each weight on the device."""
+    read: dict[str, float] = {}
+    for call in program.calls("decode", "device"):
+        names = {arg.name for arg in call.args if arg.kind == "weight"}
+        stored = sum(tensors[name].size_bytes for name in names)
+        for name in names:
+            share = call.weight_bytes / stored if stored else 0.0
+            read[name] = read.get(name, 0.0) + tensors[name].size_bytes * share * _density(call, program)
+    return read
+
+
+def _density(call: Call, program: Program) -> float:
+    sparse = {row.layer for row in program.ffn if row.predictor != "none"}
+    return _SPARSE_SHARE if call.op == "ffn" and call.layer in sparse else 1.0
+
+
+def _own_weights(program: Program) -> list[str]:
+    return [name for name in weights_of(program, "device") if name not in program.streamed]
+
+
+def _packed(tensors: Iterable[Tensor]) -> int:
+    return sum(-(-tensor.size_bytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"

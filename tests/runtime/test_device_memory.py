@@ -1,0 +1,123 @@
+"""What a program takes of a GPU's memory, and which weights leave it first."""
+
+from dataclasses import replace
+
+import pytest
+
+from picompile_runtime import device_memory
+from picompile_runtime.device_memory import device_need, fit_device
+from picompile_runtime.errors import DoesNotFitError
+from picompile_runtime.memory import Tensor
+from picompile_runtime.program import Argument, Call, FeedForward, Program
+
+TENSORS = {
+    name: Tensor("uint8", (rows, 64), 0)
+    for name, rows in {
+        "table": 1000,
+        "norm": 1,
+        "query": 40,
+        "hot0": 100,
+        "hot1": 80,
+        "cold0": 500,
+        "head": 300,
+    }.items()
+}
+
+
+def call(op: str, *names: str, layer: int | None = None, read: int | None = None, device: str = "device") -> Call:
+    stored = sum(TENSORS[name].size_bytes for name in names)
+    arguments = tuple(Argument("weight", name, TENSORS[name]) for name in names)
+    return Call("k", arguments, op, layer, stored if read is None else read, device=device)
+
+
+def program() -> Program:
+    decode = (
+        call("embedding", "table", read=64),
+        call("rms_norm", "norm"),
+        call("linear", "query", layer=0),
+        call("ffn", "hot0", layer=0),
+        call("ffn", "cold0", layer=0, device="host"),
+        call("ffn", "hot1", layer=1),
+        call("head", "head"),
+    )
+    return Program(
+        context=8,
+        chunk=4,
+        vocab=1000,
+        layers=2,
+        sequences=1,
+        arena_bytes=77,
+        device_arena_bytes=640,
+        shared_arena_bytes=99,
+        buffers={},
+        state={"k": Tensor("float16", (1, 2, 8, 4), 0), "v": Tensor("float16", (1, 2, 8, 4), 0)},
+        functions={"decode": decode, "prefill": (), "prefill_last": (), "score": ()},
+        logits={},
+        ffn=tuple(FeedForward(layer, "hot", 10, "exact", layer) for layer in (0, 1)),
+        memories={("state", "k"): "device", ("state", "v"): "host"},
+        streamed=frozenset(),
+    )
+
+
+def own_bytes(*names: str) -> int:
+    return sum(TENSORS[name].size_bytes for name in names)
+
+
+ALL = own_bytes("table", "norm", "query", "hot0", "hot1", "head")
+REST = 128 + 640  # one of two caches, and the arena
+
+
+def test_what_is_needed() -> None:
+    need = device_need(program(), TENSORS)
+    assert (need.weights, need.kv_cache, need.workspace) == (ALL, 128, 640)
+    # What the device reads from the host anyway takes nothing.
+    need = device_need(replace(program(), streamed=frozenset({"table"})), TENSORS)
+    assert need.weights == ALL - own_bytes("table")
+
+
+def test_where_all_fits_nothing_changes() -> None:
+    whole = program()
+    for may_move in (False, True):
+        assert fit_device(whole, TENSORS, ALL + REST, may_move) is whole
+
+
+def test_too_little_is_refused() -> None:
+    with pytest.raises(
+        DoesNotFitError, match=r"needs 0\.00 GiB of GPU memory \(weights 0\.00, KV cache 0\.00, .*--replan"
+    ):
+        fit_device(program(), TENSORS, ALL + REST - 1, may_move=False)
+    with pytest.raises(DoesNotFitError, match="even if its weights stay with the host"):
+        fit_device(program(), TENSORS, REST - 1, may_move=True)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "leave"),
+    [
+        (1, "table"),
+        (own_bytes("table"), "table"),
+        (own_bytes("table") + 1, "table hot1"),
+        (own_bytes("table", "hot1") + 1, "table hot1 hot0"),
+        (own_bytes("table", "hot1", "hot0") + 1, "table hot1 hot0 head"),
+        (own_bytes("table", "hot1", "hot0", "head", "query") + 1, "table hot1 hot0 head query norm"),
+        (ALL, "table hot1 hot0 head query norm"),
+    ],
+)
+def test_what_a_step_reads_least_of_goes_first(monkeypatch: pytest.MonkeyPatch, lacking: int, leave: str) -> None:
+    """Of the embedding one row, of sparse blocks a part; then what is read whole; of equal ones the last."""
+    monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
+    smaller = fit_device(program(), TENSORS, ALL + REST - lacking, may_move=True)
+    assert smaller.streamed == set(leave.split())
+    assert device_need(smaller, TENSORS).total <= ALL + REST - lacking
+
+
+def test_a_dense_block_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
+    whole = program()
+    dense = replace(whole, ffn=tuple(replace(part, predictor="none") for part in whole.ffn))
+    smaller = fit_device(dense, TENSORS, ALL + REST - own_bytes("table") - 1, may_move=True)
+    assert smaller.streamed == {"table", "head"}
+
+
+def test_something_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_memory, "_SPARED_BYTES", own_bytes("table"))
+    assert fit_device(program(), TENSORS, ALL + REST - 1, may_move=True).streamed == {"table", "hot1"}
