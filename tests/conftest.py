@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from support import ALL_TARGETS, CPU_TARGET, BuildOnce, Cli, Ended, compile_for_test, save_tiny_llama
+from support import (
+    ALL_TARGETS,
+    CPU_TARGET,
+    HYPOTHESIS_PROFILE,
+    BuildOnce,
+    Cli,
+    Ended,
+    compile_for_test,
+    save_tiny_llama,
+)
 
 # The same examples in every run, so that a failure in CI can be had again; `make fuzz` looks for new ones.
 # No deadline: the first example of a test pays for imports and compilations.
@@ -21,6 +30,7 @@ settings.register_profile(
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow],
 )
+settings.register_profile("mutation", settings.get_profile("ci"))
 settings.register_profile(
     "fuzz",
     settings.get_profile("ci"),
@@ -29,7 +39,7 @@ settings.register_profile(
     phases=tuple(Phase),
     suppress_health_check=list(HealthCheck),
 )
-settings.load_profile(os.environ.get("PICOMPILE_HYPOTHESIS", "ci"))
+settings.load_profile(HYPOTHESIS_PROFILE)
 
 # Every test process has its core; threads of torch would only take the others'.
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -83,6 +83,39 @@ def greedy(engine: Engine, prompt: Sequence[int], count: int) -> tuple[list[int]
     return tokens, logits
 
 
+@dataclass(frozen=True)
+class Choices:
+    """Choices of tokens at temperature 0 that two artifacts made behind the same texts, `compared` in all.
+
+    Of these, `clear` were such that the first artifact's two highest logits were apart by more than the rounding. The
+    largest difference of two logits is `apart`. Both are relative to the largest logit of the step.
+    """
+
+    compared: int
+    clear: int
+    same: int
+    apart: float
+
+
+def compare_choices(
+    one: Engine, other: Engine, prompts: Sequence[Sequence[int]], count: int, rounding: float
+) -> Choices:
+    """`count` choices behind each prompt, along the text of `one`; AssertionError if a clear one is not the same."""
+    clear, same, apart = 0, 0, 0.0
+    for prompt in prompts:
+        text, logits = greedy(one, prompt, count)
+        other.reset()
+        read = [other.prefill(prompt), *(other.decode(token) for token in text[:-1])]
+        for place, (expected, found) in enumerate(zip(logits, read, strict=True)):
+            scale = float(np.abs(expected).max())
+            second, first = np.partition(expected, -2)[-2:]
+            is_clear, is_same = bool(first - second > rounding * scale), int(found.argmax()) == text[place]
+            assert is_same or not is_clear, f"token {place} behind {list(prompt)} is another"
+            clear, same = clear + is_clear, same + is_same
+            apart = max(apart, float(np.abs(found - expected).max()) / scale)
+    return Choices(count * len(prompts), clear, same, apart)
+
+
 def shares_of(engine: Engine, function: str = "decode") -> dict[tuple[int, str], tuple[float, float]]:
     """The computed and the fired share of each part, by layer and name: programs differ in the order of parts."""
     firing = engine.firing(function)

@@ -6,8 +6,9 @@ Hot are 0, 0.1, 0.5, 0.9 and 1.0 of each layer's neurons, and shares drawn at ra
 
 - all logits have the bits of the artifact that computes the same two parts one after the other, also where either side
   is delayed at random, and whatever was in memory before;
-- with f16 weights greedy tokens are those of the artifact whose neurons are all together. With q4 the parts round
-  together what is not together there, and random models have logits close to each other: what differs is only told.
+- greedy tokens are those of the artifact whose neurons are all together, wherever that one's two best logits are
+  further apart than rounding. With q4 weights, factors of eight neurons are rounded together, which are another eight
+  there: that comes to as much as the distance to eager PyTorch, see BYTES_TOLERANCE of test_end_to_end.py.
 
 Prints a line for each; ends with 1 where something is wrong.
 """
@@ -26,25 +27,27 @@ from hybrid import (
     SEQUENCES,
     SHARES,
     SIDES,
+    Choices,
     Naps,
     assert_same_bits,
+    compare_choices,
     compile_naps,
     every_step,
-    greedy,
     hot_sets,
     poison,
     shares_of,
 )
+from test_end_to_end import BYTES_TOLERANCE, TOLERANCE
 
 import picompile_runtime
 from picompile.capture import Captured, load_model
 from picompile.compile import CompileOptions, compile_model
 from picompile.targets import TARGETS, find_native_target
 
-TOKENS = 48
+PROMPTS, TOKENS = 6, 12
 CONTEXT = 80
-# Of two logits that may change places between a sum in one order and in another, relative to the largest.
-TIE = 1e-4
+# How far apart two logits must be to stay in order, relative to the largest.
+ROUNDING = {"f16": TOLERANCE, "q4": BYTES_TOLERANCE}
 
 
 @dataclass(frozen=True)
@@ -63,23 +66,17 @@ class Model:
         return self.folder / name
 
     @property
-    def prompt(self) -> list[int]:
-        return self.ids[:11]
+    def prompts(self) -> list[list[int]]:
+        return [self.ids[start : start + 1 + 2 * start] for start in range(PROMPTS)]
 
 
-def first_difference(model: Model, whole: Path, hybrid: Path) -> str | None:
-    """Where greedy tokens part, and how far apart the two logits were, of the largest; None where they do not."""
-    found = []
-    for path in (whole, hybrid):
-        with picompile_runtime.load(path, threads=2) as engine:
-            found.append(greedy(engine, model.prompt, TOKENS))
-    (expected, logits), (tokens, _) = found
-    for place, (one, other) in enumerate(zip(expected, tokens, strict=True)):
-        if one != other:
-            row = logits[place]
-            gap = float((row[one] - row[other]) / np.abs(row).max())
-            return f"token {place} is another, {gap:.1e} apart" + (" (a tie)" if gap < TIE else "")
-    return None
+def choices(model: Model, whole: Path, hybrid: Path) -> Choices:
+    """What `compare_choices` finds; AssertionError as there, or where rounding does not explain the logits."""
+    rounding = ROUNDING[model.quant]
+    with picompile_runtime.load(whole, threads=2) as one, picompile_runtime.load(hybrid, threads=2) as other:
+        found = compare_choices(one, other, model.prompts, TOKENS, rounding)
+    assert found.apart <= rounding, f"logits are {found.apart:.1e} apart"
+    return found
 
 
 def problem_of(model: Model, hot: dict[int, list[int]], naps: Naps, seed: int) -> str | None:
@@ -108,15 +105,18 @@ def sets_of(captured: Captured, random: np.random.Generator) -> Iterator[tuple[s
 
 
 def check(model: Model, name: str, naps: Naps, seed: int, random: np.random.Generator) -> tuple[int, int, int]:
-    """How many artifacts there were, how many were wrong, and of how many the tokens are others."""
+    """How many artifacts there were, how many were wrong, and of how many some choice is another."""
     whole, count, wrong, others = model.compile("whole"), 0, 0, 0
     for shares, hot in sets_of(model.captured, random):
         problem = problem_of(model, hot, naps, seed + count)
-        difference = first_difference(model, whole, model.folder / "hybrid")
-        if difference is not None and model.quant == "f16" and "tie" not in difference:
-            problem = problem or difference
-        count, wrong, others = count + 1, wrong + (problem is not None), others + (difference is not None)
-        print(f"{name:17s} {model.quant:4s} hot {shares}: {problem or 'ok'}; {difference or 'same tokens'}", flush=True)
+        try:
+            found = choices(model, whole, model.folder / "hybrid")
+            others += found.same < found.compared
+            said = f"{found.same} of {found.compared} tokens, {found.clear} clear, logits {found.apart:.1e} apart"
+        except AssertionError as error:
+            problem, said = problem or "tokens", str(error)
+        count, wrong = count + 1, wrong + (problem is not None)
+        print(f"{name:17s} {model.quant:4s} hot {shares}: {problem or 'ok'}; {said}", flush=True)
     return count, wrong, others
 
 
@@ -130,7 +130,7 @@ def main() -> None:
     if native is not None:
         TARGETS["cpu"] = replace(TARGETS["cpu"], isas=native.isas)
     totals = run(options.variants.split(","), options.formats.split(","), options.seed)
-    print("{} artifacts, {} wrong, {} with other tokens than all neurons together".format(*totals))
+    print("{} artifacts, {} wrong, {} where a choice between close logits is another".format(*totals))
     sys.exit(totals[1] > 0)
 
 

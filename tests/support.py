@@ -1,5 +1,6 @@
 """What tests of several folders use besides fixtures. Not in a conftest: there are several of that name."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,9 @@ from picompile.targets import TARGETS
 
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLED_MODEL = ROOT / "models" / "tiny-reglu"
+
+# What property tests draw: see conftest.py.
+HYPOTHESIS_PROFILE = os.environ.get("PICOMPILE_HYPOTHESIS", "ci")
 
 # The targets, before a fixture leaves out of their code what is not used here.
 ALL_TARGETS = dict(TARGETS)

@@ -69,7 +69,7 @@ def check(fault: Fault | None) -> Outcome:
 
 def _run_suite(folder: str, arguments: list[str]) -> str | None:
     """Runs the suite with the packages in `folder` ahead of those installed. What failed, None where nothing did."""
-    environment = {**os.environ, "PYTHONPATH": folder, "PICOMPILE_HYPOTHESIS": "ci", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": folder, "PICOMPILE_HYPOTHESIS": "mutation", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", str(SUITE), "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
         [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False

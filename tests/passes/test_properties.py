@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
+from support import HYPOTHESIS_PROFILE as PROFILE
 
 from picompile.testing import (
     assert_equivalent,
@@ -37,8 +38,9 @@ from picompile_passes.pipeline import Pipeline, verifying
 from picompile_passes.stages import Stage, stage_of
 from picompile_passes.verify import verify
 
-# The same few in every run of `make test`; as many as asked for in `make fuzz`.
-EXAMPLES = 20 if settings.default.derandomize else settings.default.max_examples
+# The same few in every run of `make test`, more where `tests/mutation/check.py` plants faults, and as many as asked for
+# in `make fuzz`.
+EXAMPLES = {"ci": 6, "mutation": 20}.get(PROFILE, settings.default.max_examples)
 check = partial(check_pass, shrink=not settings.default.derandomize)
 pytestmark = pytest.mark.hypothesis
 

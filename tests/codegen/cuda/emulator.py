@@ -8,8 +8,10 @@ Not seen: indices outside of a shared array through a pointer, and loops without
 """
 
 import ctypes
+import functools
 import re
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -27,6 +29,7 @@ Extents = tuple[int, int, int]
 ORDERS = (0, 1, 2, 3)
 
 _HERE = Path(__file__).parent / "emulation"
+_HEADER = "cuda_emulation.h"
 _GUARD_BYTES = 256
 # Buffers of a program begin at multiples of this, and a kernel must not count on more.
 _ALIGNMENT_BYTES = 64
@@ -93,6 +96,17 @@ def _table(kernels: dict[str, str]) -> str:
     )
 
 
+@functools.cache
+def _once(defines: tuple[str, ...]) -> tempfile.TemporaryDirectory[str]:
+    """What all sources have in common: emulation.o, and the header as the compiler keeps it. Gone with the process."""
+    folder = tempfile.TemporaryDirectory(prefix="picompile-emulation-")
+    options = [f"-D{name}" for name in defines]
+    _compile("-Wall", *options, "-c", str(_HERE / "emulation.cpp"), "-o", f"{folder.name}/emulation.o")
+    header = ["-x", "c++-header", str(_HERE / _HEADER), "-o", f"{folder.name}/{_HEADER}.gch"]
+    _compile("-w", *_CHECKS, f"-I{_HERE}", *header)
+    return folder
+
+
 def _compile(*arguments: str) -> None:
     done = subprocess.run(["g++", *_FLAGS, *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -105,13 +119,11 @@ def _build(source: str, path: Path, defines: Sequence[str]) -> None:
         raise EmulationError('the source has no kernel: `extern "C" __global__ void name(`')
     text, built = path.with_suffix(".cu"), path.with_suffix(".o")
     text.write_text(source + _table(kernels))
-    include = f"-I{_HERE}"
-    _compile("-w", *_CHECKS, include, "-include", "cuda_emulation.h", "-x", "c++", "-c", str(text), "-o", str(built))
-    options = [f"-D{name}" for name in defines]
+    once = _once(tuple(defines)).name
+    include = [f"-I{once}", f"-I{_HERE}", "-include", _HEADER]
+    _compile("-w", *_CHECKS, *include, "-x", "c++", "-c", str(text), "-o", str(built))
     # Bound at load time: no fiber looks symbols up on its small stack.
-    _compile(
-        "-Wall", *options, "-shared", "-Wl,-z,now,-z,defs", str(_HERE / "emulation.cpp"), str(built), "-o", str(path)
-    )
+    _compile("-shared", "-Wl,-z,now,-z,defs", f"{once}/emulation.o", str(built), "-o", str(path))
 
 
 def _with_line(error: str, path: Path) -> str:
