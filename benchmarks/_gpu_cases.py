@@ -82,6 +82,8 @@ def small_cases() -> Iterator[Case]:
     yield Case("rotary", "rotary", {"heads": 5, "head_dim": 20, "rows": 7, "context": 50, "mode": "chunk"})
     yield Case("add", "add", {"dim": 700, "rows": 5})
     yield Case("take_last", "take_last", {"dim": 700, "rows": 5})
+    for vocab, rows in ((50, 1), (5003, 3), (70001, 1)):
+        yield Case(f"leading logits {vocab}", "leading_logits", {"vocab": vocab, "rows": rows})
     yield from _exchanges(dim=333, neurons=200, columns=60, rows=3)
 
 
@@ -120,6 +122,8 @@ def speed_cases() -> Iterator[Case]:
             yield Case(f"attention {context} {kv_dtype}", "attention", heads, True)
     yield Case("rms_norm 8192", "rms_norm", {"dim": 8192, "rows": 1, "eps": 1e-5}, True)
     yield Case("add 8192", "add", {"dim": 8192, "rows": 1}, True)
+    for vocab in (32000, 128256, 262144):
+        yield Case(f"leading logits {vocab}", "leading_logits", {"vocab": vocab, "rows": 1}, True)
     yield from _exchanges(dim=8192, neurons=28672, columns=20000, rows=1, speed=True)
 
 

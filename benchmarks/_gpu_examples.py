@@ -22,6 +22,7 @@ _MAKERS: Mapping[str, Callable[[Maker], Example]] = {
     "layer_norm": small.layer_norm,
     "add": small.add,
     "take_last": small.take_last,
+    "leading_logits": small.leading_logits,
     "send": small.send,
     "send_mask": small.send_mask,
     "receive": small.receive,

@@ -35,6 +35,16 @@ def take_last(make: Maker) -> Example:
     return Example(make.inputs, {"y": numpy_of(x[-1:])}, tokens=make.tokens)
 
 
+def leading_logits(make: Maker) -> Example:
+    """Each score is there several times, so that it matters which of them is first."""
+    p = make.parameters
+    logits = make.rng.integers(-2000, 2000, (make.tokens, p["vocab"])).astype(np.float32)
+    make.inputs["logits"] = logits
+    ids = np.argsort(-logits, axis=1, kind="stable")[:, :64].astype(np.int32)
+    expected = {"scores": np.take_along_axis(logits, ids, axis=1), "ids": ids}
+    return Example(make.inputs, expected, shared=("scores", "ids"), tokens=make.tokens)
+
+
 def send(make: Maker) -> Example:
     x = make.floats("x", make.tokens, make.parameters["dim"])
     flag = _flag(make, "flag", STEP_NUMBER - 1)

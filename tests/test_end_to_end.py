@@ -59,8 +59,14 @@ def _compiled_logits(artifact: Path, ids: list[int], prompt: int, threads: int) 
     return torch.from_numpy(np.stack([row.reshape(-1) for row in rows]))
 
 
-@pytest.mark.parametrize("quant", ["f16", "q8", "q4"])
-@pytest.mark.parametrize("name", list(VARIANTS))
+# q8 has q4's kernels but for how bytes are unpacked: of each kind of block one is enough.
+IN_Q8 = ("llama-relu", "opt-pre-norm", "falcon-7b", "bamboo")
+
+
+@pytest.mark.parametrize(
+    ("name", "quant"),
+    [(name, quant) for name in VARIANTS for quant in ("f16", "q8", "q4") if quant != "q8" or name in IN_Q8],
+)
 def test_logits_equal_eager_transformers(name: str, quant: str, captured: object, tmp_path: Path) -> None:
     artifact = tmp_path / "artifact"
     # The cache as it comes with f16 weights; in float32 with the others.

@@ -69,6 +69,7 @@ def run(site: Path, tmp_path: Path) -> Run:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         # One thread: tests run side by side, and nothing here is large.
         settings = {"PATH": path, "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        settings["PICOMPILE_TARGET"] = "native"
         environment = os.environ | settings
         return subprocess.run(list(map(str, words)), cwd=tmp_path, env=environment, capture_output=True, text=True)
 

@@ -12,7 +12,7 @@ from picompile_codegen.kernels.kernel import STEP_SHAPE
 from picompile_codegen.kernels.step_rows import Mode
 from picompile_codegen.packing import Matrix, WeightTable
 from picompile_codegen.placement import ON_HOST, Placement
-from picompile_codegen.program import Arg, Call, Device, FfnPart, Memory, Tensor
+from picompile_codegen.program import Arg, Call, Device, FfnPart, LeadingBuffers, Memory, Tensor
 from picompile_codegen.retarget import Recipe
 from picompile_passes.errors import UnsupportedGraphError
 
@@ -75,7 +75,8 @@ class Shared:
 
 @dataclass
 class Function:
-    """`rows` is how many tokens a call can take: 1, or a chunk. `logits` names the buffer that the head writes.
+    """`rows` is how many tokens a call can take: 1, or a chunk. `logits` names the buffer that the head writes,
+    `leading` those with the highest of them, where the head is on the hot device.
 
     Calls are appended for `device`, the one of the node that is being lowered; `devices` has that of every node.
     A value that the other device needs is sent there as soon as it is made; `arrivals` has what then waits for it and
@@ -94,6 +95,7 @@ class Function:
     arrivals: dict[Node, Callable[["Function"], Arg]] = field(default_factory=dict)
     inputs: dict[str, Arg] = field(default_factory=dict)
     counts: dict[Node, Arg] = field(default_factory=dict)
+    leading: LeadingBuffers | None = None
 
     @property
     def mode(self) -> Mode:

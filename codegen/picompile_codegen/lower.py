@@ -27,6 +27,7 @@ from picompile_codegen.isa import Isa
 from picompile_codegen.kernels import Kernel
 from picompile_codegen.kernels.kernel import STEP_SHAPE
 from picompile_codegen.lower_attention import extend_cache
+from picompile_codegen.lower_head import leading_shapes
 from picompile_codegen.lower_ops import lower_node
 from picompile_codegen.packing import WeightTable
 from picompile_codegen.placement import place
@@ -86,6 +87,7 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
     program = Program(options.context, options.chunk, dimension(nodes[-1]), len(attentions), options.sequences)
     program.state, program.ffn, program.streamed = shared.state, shared.ffn, list(shared.streamed)
     program.logits = {function.name: function.logits for function in functions if function.name != "prefill"}
+    program.leading = {function.name: function.leading for function in functions if function.leading}
     _place(program, functions, shared)
     return Lowered(program, shared.kernels, shared.device_kernels, shared.weights)
 
@@ -208,17 +210,15 @@ def _reserved(program: Program, shared: Shared) -> tuple[dict[str, Tensor], dict
     rows, parts = max(program.chunk, program.sequences), max(1, len(program.ffn))
     inputs: dict[str, tuple[int, ...]] = {"step": STEP_SHAPE, "tokens": (rows,), "positions": (rows,), "slots": (rows,)}
     counts: dict[str, tuple[int, ...]] = {"stats": (parts, 2), "stats.unused": (2,)}
-    logits: dict[str, tuple[int, ...]] = {"logits": (1, program.vocab), "logits.score": (program.chunk, program.vocab)}
     if program.sequences > 1:
-        counts["stats.batch"], logits["logits.batch"] = (parts, 2), (program.sequences, program.vocab)
+        counts["stats.batch"] = (parts, 2)
     hybrid = bool(shared.device_kernels)  # nothing may be left for the device
     place_of = _Offsets()
     for name, shape in inputs.items():
         place_of.add(name, "int32", shape, "shared" if hybrid else "host")
     for name, shape in counts.items():
         place_of.add(name, "int64", shape, "host")
-    for name, shape in logits.items():
-        place_of.add(name, "float32", shape, "shared" if shared.options.placement.head and hybrid else "host")
+    _reserve_logits(program, "shared" if shared.options.placement.head and hybrid else "host", place_of)
     if hybrid:
         for name, shape in inputs.items():
             place_of.add(f"{name}.device", "int32", shape, "device")
@@ -227,6 +227,18 @@ def _reserved(program: Program, shared: Shared) -> tuple[dict[str, Tensor], dict
         place_of.add("flags", "int32", (max(1, shared.exchanges), *kernels.FLAG_SHAPE), "shared")
         place_of.add("abandoned", "int32", kernels.FLAG_SHAPE, "shared")
     return place_of.buffers, place_of.ends
+
+
+def _reserve_logits(program: Program, memory: Memory, place_of: "_Offsets") -> None:
+    """In `memory`, but for those of which the device makes known the highest: these stay where it has made them."""
+    rows = {"logits": 1, "logits.score": program.chunk}
+    if program.sequences > 1:
+        rows["logits.batch"] = program.sequences
+    kept = {program.logits[function] for function in program.leading}
+    for name, count in rows.items():
+        place_of.add(name, "float32", (count, program.vocab), "device" if name in kept else memory)
+        for leading, dtype, shape in leading_shapes(name, count, program.vocab) if name in kept else ():
+            place_of.add(leading, dtype, shape, "shared")
 
 
 class _Offsets:

@@ -102,11 +102,22 @@ class FfnPart:
     stats_row: int
 
 
+@dataclass(frozen=True)
+class LeadingBuffers:
+    """Where a function leaves the highest of its logits, `scores` float32 [rows, n] descending, and their tokens, `ids`
+    int32 [rows, n]: names of buffers.
+    """
+
+    scores: str
+    ids: str
+
+
 @dataclass
 class Program:
     """Everything the runtime executes. All functions share the arenas, one KV cache and the weights.
 
     The cache has a place, a slot, for each of `sequences`. An arena in each memory holds its buffers.
+    `leading` has the functions whose logits are in the hot device's memory, and where the highest of them are.
     `streamed` weights stay with the host: where the device uses them, for prompts, it reads them from there.
     The calls of a function are in order for each device; between devices, order is made by flags in shared memory.
     """
@@ -123,6 +134,7 @@ class Program:
     state: dict[str, Tensor] = field(default_factory=dict)
     functions: dict[str, list[Call]] = field(default_factory=dict)
     logits: dict[str, str] = field(default_factory=dict)
+    leading: dict[str, LeadingBuffers] = field(default_factory=dict)
     ffn: list[FfnPart] = field(default_factory=list)
     streamed: list[str] = field(default_factory=list)
 
@@ -142,6 +154,7 @@ class Program:
             "state": {name: tensor.to_json() for name, tensor in self.state.items()},
             "functions": {name: [call.to_json() for call in calls] for name, calls in self.functions.items()},
             "logits": self.logits,
+            **({"leading": {name: vars(each) for name, each in self.leading.items()}} if self.leading else {}),
             "ffn": [vars(part) for part in self.ffn],
             "streamed": self.streamed,
         }

@@ -30,6 +30,7 @@ from picompile_runtime.firing import Firing
 from picompile_runtime.generate import Generation, GenerationStats, generate
 from picompile_runtime.perplexity import Perplexity, perplexity
 from picompile_runtime.sampler import Sampler, SamplingParams
+from picompile_runtime.scores import Leading, Scores
 from picompile_runtime.tokenizer import StreamDecoder, Tokenizer
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Generation",
     "GenerationStats",
     "KernelError",
+    "Leading",
     "MachineError",
     "Manifest",
     "Perplexity",
@@ -48,6 +50,7 @@ __all__ = [
     "RequestError",
     "Sampler",
     "SamplingParams",
+    "Scores",
     "StreamDecoder",
     "Tokenizer",
     "generate",

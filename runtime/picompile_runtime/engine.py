@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from picompile_runtime.artifact import Artifact, open_artifact
 from picompile_runtime.checks import check_batch, check_room, check_slot, token_id, token_ids
 from picompile_runtime.errors import RequestError
-from picompile_runtime.executor import Executor, Logits
+from picompile_runtime.executor import Executor
 from picompile_runtime.firing import Firing, firing_of
 from picompile_runtime.machine import check_threads, default_threads
 from picompile_runtime.program import BATCH, Call
+from picompile_runtime.scores import Logits, Scores
 from picompile_runtime.timing import Span
 
 
@@ -120,22 +121,22 @@ class Engine:
     def prefill(self, ids: Sequence[int], slot: int = 0, copy: bool = True) -> Logits:
         """Read `ids`; the logits [vocab] of what follows them."""
         with self._lock:
-            tokens = self._checked(ids, slot)
-            if len(tokens) == 1:
-                return self._decode(int(tokens[0]), slot, copy)
-            while len(tokens) > self.chunk:
-                self._read("prefill", tokens[: self.chunk], slot)
-                tokens = tokens[self.chunk :]
-            self._read("prefill_last", tokens, slot)
-            return self._executor.logits("prefill_last", 1, copy).ravel()
+            return self._executor.logits(self._prefill(ids, slot), 1, copy).ravel()
 
     def decode(self, token: int, slot: int = 0, copy: bool = True) -> Logits:
         """Read one token; the logits [vocab] of the next."""
         with self._lock:
-            self._open()
-            token = token_id(token, self.vocab)
-            self._check_room(1, slot)
-            return self._decode(token, slot, copy)
+            return self._executor.logits(self._decode_checked(token, slot), 1, copy).ravel()
+
+    def read(self, ids: Sequence[int], slot: int = 0) -> Scores:
+        """Read `ids`, one or many; the scores of what follows them, for `Sampler`.
+
+        As `prefill` and `decode`, but where the logits are in the memory of a GPU they stay there unless they are asked
+        for, which they can be until the next step.
+        """
+        with self._lock:
+            function = self._decode_checked(ids[0], slot) if len(ids) == 1 else self._prefill(ids, slot)
+            return self._scores(function, 0)
 
     def decode_batch(self, tokens: Sequence[int], slots: Sequence[int], copy: bool = True) -> Logits:
         """Read the next token of several sequences, `tokens[i]` of that in `slots[i]`; row i are the logits behind it.
@@ -144,19 +145,13 @@ class Engine:
         that predictors leave out: of those a batch may compute more.
         """
         with self._lock:
-            self._open()
-            ids = token_ids(tokens, self.vocab)
-            check_batch(slots, len(ids), self.sequences)
-            positions = [self._positions[slot] for slot in slots]
-            for slot, position in zip(slots, positions, strict=True):
-                check_room(1, position, self.context, slot)
-            if len(ids) == 1:
-                return self._decode(int(ids[0]), slots[0], copy)[np.newaxis]
-            self._executor.run_batch(ids, positions, slots)
-            self._counted[BATCH] += len(tokens)
-            for slot in slots:
-                self._positions[slot] += 1
-            return self._executor.logits(BATCH, len(ids), copy)
+            return self._executor.logits(self._decode_batch(tokens, slots), len(tokens), copy)
+
+    def read_batch(self, tokens: Sequence[int], slots: Sequence[int]) -> list[Scores]:
+        """As `decode_batch`; the scores of what follows each of the tokens, as `read` gives them."""
+        with self._lock:
+            function = self._decode_batch(tokens, slots)
+            return [self._scores(function, row) for row in range(len(tokens))]
 
     def score(self, ids: Sequence[int], slot: int = 0) -> Iterator[Logits]:
         """Read `ids` in chunks and give the logits of each, [tokens of the chunk, vocab]: row i is what follows ids[i].
@@ -253,12 +248,55 @@ class Engine:
         check_slot(slot, self.sequences)
         check_room(tokens, self._positions[slot], self.context, slot if self.sequences > 1 else None)
 
-    def _decode(self, token: int, slot: int, copy: bool) -> Logits:
+    def _prefill(self, ids: Sequence[int], slot: int) -> str:
+        """The function that ran last."""
+        tokens = self._checked(ids, slot)
+        if len(tokens) == 1:
+            return self._decode(int(tokens[0]), slot)
+        while len(tokens) > self.chunk:
+            self._read("prefill", tokens[: self.chunk], slot)
+            tokens = tokens[self.chunk :]
+        return self._read("prefill_last", tokens, slot)
+
+    def _decode_checked(self, token: int, slot: int) -> str:
+        self._open()
+        token = token_id(token, self.vocab)
+        self._check_room(1, slot)
+        return self._decode(token, slot)
+
+    def _decode(self, token: int, slot: int) -> str:
         self._executor.run_one(token, self._positions[slot], slot)
         self._positions[slot] += 1
         self._counted["decode"] += 1
-        return self._executor.logits("decode", 1, copy).ravel()
+        return "decode"
 
-    def _read(self, function: str, tokens: NDArray[np.int32], slot: int) -> None:
+    def _decode_batch(self, tokens: Sequence[int], slots: Sequence[int]) -> str:
+        """The function that ran."""
+        self._open()
+        ids = token_ids(tokens, self.vocab)
+        check_batch(slots, len(ids), self.sequences)
+        positions = [self._positions[slot] for slot in slots]
+        for slot, position in zip(slots, positions, strict=True):
+            check_room(1, position, self.context, slot)
+        if len(ids) == 1:
+            return self._decode(int(ids[0]), slots[0])
+        self._executor.run_batch(ids, positions, slots)
+        self._counted[BATCH] += len(tokens)
+        for slot in slots:
+            self._positions[slot] += 1
+        return BATCH
+
+    def _scores(self, function: str, row: int) -> Scores:
+        """Of a row of the last step, which was one of `function`."""
+
+        def logits() -> Logits:
+            with self._lock:
+                self._open()
+                return self._executor.logits(function, 1, copy=False, first=row).ravel()
+
+        return Scores(logits, self._executor.leading(function, row))
+
+    def _read(self, function: str, tokens: NDArray[np.int32], slot: int) -> str:
         self._executor.run(function, tokens, self._positions[slot], slot)
         self._positions[slot] += len(tokens)
+        return function

@@ -22,10 +22,10 @@ from picompile_runtime.open_device import open_device, split_threads
 from picompile_runtime.places import DevicePlaces, HostPlaces, device_places, host_places, weights_of
 from picompile_runtime.program import BATCH, Call, Program
 from picompile_runtime.resident import load_tensors, load_weights
+from picompile_runtime.scores import Leading, Logits
 from picompile_runtime.timing import CallTimes, Span
 
 Ids = NDArray[np.int32]
-Logits = NDArray[np.float32]
 # The numbers of steps are int32, and 0 is in every flag at the start.
 _MOST_STEPS = 2**31 - 1
 
@@ -120,10 +120,26 @@ class Executor:
         self._tokens[:count], self._positions[:count], self._slots[:count] = tokens, positions, slots
         self._call(BATCH)
 
-    def logits(self, function: str, rows: int, copy: bool = True) -> Logits:
-        """What the last step of `function` left, [rows, vocab]: a copy, or the memory that the next step writes to."""
-        logits: Logits = self.buffers[self._program.logits[function]][:rows]
+    def logits(self, function: str, rows: int, copy: bool = True, first: int = 0) -> Logits:
+        """What the last step of `function` left from row `first` on, [rows, vocab]: a copy, or the memory that the next
+        step writes to. A copy at any rate of what lies in the hot device's memory.
+        """
+        name, vocab = self._program.logits[function], self._program.vocab
+        if self._device is not None and self._program.memories["buffer", name] == "device":
+            memory, offset = self._device_places.places["buffer", name]
+            of_device = np.empty((rows, vocab), np.float32)
+            self._device.read(memory, offset + first * vocab * 4, of_device.reshape(-1).view(np.uint8))
+            return of_device
+        logits: Logits = self.buffers[name][first : first + rows]
         return logits.copy() if copy else logits
+
+    def leading(self, function: str, row: int) -> Leading | None:
+        """A copy of the highest of what the last step of `function` left in a row, where the hot device picks them."""
+        if function not in self._program.leading:
+            return None
+        names = self._program.leading[function]
+        scores, ids = self.buffers[names.scores][row].copy(), self.buffers[names.ids][row].copy()
+        return Leading(scores, ids, len(ids) == self._program.vocab)
 
     def counts(self, name: str) -> NDArray[np.int64] | None:
         """What kernels have counted in the buffer `name`, int64 [parts, 2]; None where there is none."""

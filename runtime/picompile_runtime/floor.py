@@ -16,7 +16,7 @@ _KINDS = {
     "attention": "attention",
     "predict": "predictor",
     "ffn": "feed-forward",
-    "head": "head",
+    **dict.fromkeys(("head", "leading"), "head"),
     # Where there is a hot device: what brings values from one side to the other, and what waits for them. What is
     # received is copied as well, by the same kernel.
     **dict.fromkeys(("inputs", "send", "signal"), "exchange"),

@@ -112,15 +112,15 @@ class Generation(Iterator[str]):
     def _sampled(self) -> Iterator[int]:
         """The tokens, as many as may be made."""
         start = time.perf_counter()
-        logits = self._engine.prefill(self.prompt_tokens, copy=False)
+        scores = self._engine.read(self.prompt_tokens)
         self._prefill_s = time.perf_counter() - start
         self._sampler.observe(self.prompt_tokens)
-        self.tokens.append(self._sampler.sample(logits))
+        self.tokens.append(self._sampler.sample(scores))
         self._first_token_s = time.perf_counter() - start
         yield self.tokens[-1]
         while len(self.tokens) != self._max_tokens and self._engine.position < self._engine.context:
             start = time.perf_counter()
-            self.tokens.append(self._sampler.sample(self._engine.decode(self.tokens[-1], copy=False)))
+            self.tokens.append(self._sampler.sample(self._engine.read(self.tokens[-1:])))
             self._decode_s += time.perf_counter() - start
             yield self.tokens[-1]
         self._reason = "max_tokens" if len(self.tokens) == self._max_tokens else "context"

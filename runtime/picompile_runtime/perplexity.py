@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from picompile_runtime.engine import Engine
 from picompile_runtime.errors import KernelError, RequestError
-from picompile_runtime.executor import Logits
+from picompile_runtime.scores import Logits
 
 
 @dataclass(frozen=True)

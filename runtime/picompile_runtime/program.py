@@ -63,6 +63,16 @@ class FeedForward:
 
 
 @dataclass(frozen=True)
+class LeadingBuffers:
+    """The buffers in which a function leaves the highest of its logits and their tokens: `scores` float32 [rows, n],
+    descending, and `ids` int32 [rows, n], the lower one first among equals.
+    """
+
+    scores: str
+    ids: str
+
+
+@dataclass(frozen=True)
 class Program:
     """A whole program.
 
@@ -70,7 +80,8 @@ class Program:
     `sequences`; `memories` says of each buffer and cache where it lies, host, device or shared (by kind and name);
     `streamed` weights stay with the host where the device uses them;
     `functions` has the calls of each of FUNCTIONS, and of BATCH where there are several sequences; `logits` names the
-    buffer of each function that gives logits.
+    buffer of each function that gives logits; `leading` has those whose logits are in the device's memory, and where
+    the host finds the highest of them.
     """
 
     context: int
@@ -85,6 +96,7 @@ class Program:
     state: Mapping[str, Tensor]
     functions: Mapping[str, tuple[Call, ...]]
     logits: Mapping[str, str]
+    leading: Mapping[str, LeadingBuffers]
     ffn: tuple[FeedForward, ...]
     memories: Mapping[tuple[str, str], str]
     streamed: frozenset[str]
@@ -127,6 +139,7 @@ def read_program(text: bytes, weights: Mapping[str, Tensor], where: str) -> Prog
         state=state,
         functions={name: tuple(_call(entry, sources) for entry in functions.objects(name)) for name in names},
         logits={name: root.object("logits").text(name) for name in names if name != "prefill"},
+        leading=_leading(root),
         ffn=tuple(_feed_forward(entry) for entry in root.objects("ffn")),
         memories=memories,
         streamed=frozenset(root.texts("streamed")),
@@ -191,6 +204,14 @@ def _argument(entry: Fields, sources: Mapping[str, Mapping[str, Tensor]]) -> Arg
     if view.offset % np.dtype(view.dtype).itemsize or view.offset + view.size_bytes > source.size_bytes:
         raise ArtifactError(f"{entry.where}: {view.dtype} {list(view.shape)} at {view.offset} is not inside of {name}")
     return Argument(kinds[0], name, view)
+
+
+def _leading(root: Fields) -> dict[str, LeadingBuffers]:
+    """Left out where all logits are the host's."""
+    if "leading" not in root.data:
+        return {}
+    entries = root.object("leading").members()
+    return {name: LeadingBuffers(entry.text("scores"), entry.text("ids")) for name, entry in entries.items()}
 
 
 def _feed_forward(entry: Fields) -> FeedForward:

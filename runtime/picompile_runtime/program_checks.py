@@ -25,6 +25,7 @@ def check_program(program: Program, where: str) -> None:
     _check_own_places(program, where)
     _check_lookups(program, where)
     _check_sides(program, where)
+    _check_logits(program, where)
 
 
 def _check_buffers(program: Program, where: str) -> None:
@@ -42,6 +43,11 @@ def _interface(program: Program) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     rows = {"score": program.chunk, "batch": program.sequences}
     for function, name in program.logits.items():
         yield name, "float32", (rows.get(function, 1), program.vocab)
+    for function, leading in program.leading.items():
+        found = program.buffers.get(leading.scores)
+        count = 1 if found is None else min(found.shape[-1], program.vocab)
+        for name, dtype in ((leading.scores, "float32"), (leading.ids, "int32")):
+            yield name, dtype, (rows.get(function, 1), count)
     if program.has_device:
         flags = program.buffers.get("flags")
         yield "flags", "int32", (1 if flags is None else flags.shape[0], _FLAG_WORDS)
@@ -105,7 +111,7 @@ def _check_sides(program: Program, where: str) -> None:
             if memory not in (call.device, "shared"):
                 given = f"{call.kernel} on the {call.device} is given {argument.name}"
                 raise ArtifactError(f"{where}: {given}, which is in {memory} memory")
-    for name in ("step", "tokens", "positions", "slots", "stats", *program.logits.values()):
+    for name in ("step", "tokens", "positions", "slots", "stats"):
         if program.memories.get(("buffer", name)) == "device":
             raise ArtifactError(f"{where}: buffers: {name} must not be in the device's memory")
     for name in ("flags", "abandoned"):
@@ -116,3 +122,14 @@ def _check_sides(program: Program, where: str) -> None:
         own, twin = program.buffers[name], program.buffers.get(f"{name}.device")
         if twin is None or (twin.dtype, twin.shape) != (own.dtype, own.shape):
             raise ArtifactError(f"{where}: buffers: {name}.device must be {own.dtype} {list(own.shape)}")
+
+
+def _check_logits(program: Program, where: str) -> None:
+    """The runtime finds them, or the highest of them, in the host's memory or in what both share."""
+    if unknown := sorted(set(program.leading) - set(program.logits)):
+        raise ArtifactError(f"{where}: leading: {unknown[0]} is no function that gives logits")
+    known = [name for leading in program.leading.values() for name in (leading.scores, leading.ids)]
+    known += [name for function, name in program.logits.items() if function not in program.leading]
+    for name in known:
+        if program.memories["buffer", name] == "device":
+            raise ArtifactError(f"{where}: buffers: {name} must not be in the device's memory")

@@ -90,7 +90,7 @@ class Rounds:
         self._steps: list[list[int]] = steps.T.tolist()
         engine.reset()
         if start:
-            engine.prefill(text[:start].tolist())
+            engine.read(text[:start].tolist())
             self._copy()
 
     def run(self) -> Round:
@@ -98,7 +98,7 @@ class Rounds:
         engine, lengths = self._engine, self._lengths
         engine.rewind(lengths.depth or 0)
         start = time.perf_counter()
-        engine.prefill(self._prompt)
+        engine.read(self._prompt)
         prefill_s = time.perf_counter() - start
         if lengths.depth is None:
             self._copy()
@@ -117,11 +117,11 @@ class Rounds:
         engine.rewind(lengths.depth or 0)
         first, rest = self._prompt[: engine.chunk], self._prompt[engine.chunk :]
         engine.start_timing(slowly=True)
-        steps = [recorded(engine, "prefill_last", lambda: engine.prefill(first, copy=False))] if len(first) > 1 else []
+        steps = [recorded(engine, "prefill_last", lambda: engine.read(first))] if len(first) > 1 else []
         engine.stop_timing()
         if lengths.depth is None:
             if left := rest if steps else self._prompt:
-                engine.prefill(left)
+                engine.read(left)
             self._copy()
         for slot in range(lengths.batch):
             engine.rewind(lengths.decode_depth, slot)
@@ -143,6 +143,6 @@ class Rounds:
 
     def _step(self, tokens: Sequence[int]) -> None:
         if len(tokens) == 1:
-            self._engine.decode(tokens[0], copy=False)
+            self._engine.read(tokens)
         else:
-            self._engine.decode_batch(tokens, list(range(len(tokens))), copy=False)
+            self._engine.read_batch(tokens, list(range(len(tokens))))

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.errors import KernelError, RequestError
+from picompile_runtime.scores import Leading, Scores
 from picompile_runtime.top_k import leading
 
 Tokens = NDArray[np.int64]
@@ -64,40 +65,70 @@ class Sampler:
         """Note the tokens of a prompt, for the repetition penalty."""
         self._seen[list(ids)] = True
 
-    def sample(self, logits: NDArray[Any]) -> int:
-        """The next token for logits [vocab]; it is noted as seen. Raises KernelError if they are not numbers."""
+    def sample(self, logits: NDArray[Any] | Scores) -> int:
+        """The next token for logits [vocab]; it is noted as seen. Raises KernelError if they are not numbers.
+
+        Of `Scores` it takes the highest alone where these decide: with temperature 0 or top-k, and without penalty. The
+        token is the one that it would be for all logits.
+        """
         if self.params.temperature == 0:
-            token, _ = _likeliest(self._scores(logits))
+            token = self._greedy(logits)
         else:
             token = _draw(*self._possible(logits), self._random.random())
         self._seen[token] = True
         return token
 
-    def distribution(self, logits: NDArray[Any]) -> tuple[Tokens, Probabilities]:
+    def distribution(self, logits: NDArray[Any] | Scores) -> tuple[Tokens, Probabilities]:
         """The tokens that may be chosen, ascending by probability, and their probabilities (float64, summing to 1)."""
         ids, probabilities = self._possible(logits)
         order = _ascending(ids, probabilities)
         return ids[order], probabilities[order]
 
-    def _possible(self, logits: NDArray[Any]) -> tuple[Tokens, Probabilities]:
+    def _possible(self, logits: NDArray[Any] | Scores) -> tuple[Tokens, Probabilities]:
         """The tokens that may be chosen and their probabilities, in any order."""
-        params, scores = self.params, self._scores(logits)
-        likeliest, highest = _likeliest(scores)
+        params = self.params
         if params.temperature == 0:
-            return np.array([likeliest]), np.ones(1)
+            return np.array([self._greedy(logits)]), np.ones(1)
+        ids, scores, highest = self._top_k(logits)
         if highest == np.inf:  # only those are possible, all alike: the limit
-            ids = np.flatnonzero(scores == np.inf)
             weights = np.ones(len(ids))
         else:
-            ids = leading(scores, int(params.top_k))
             with np.errstate(over="ignore"):
-                weights = np.exp((scores[ids].astype(np.float64) - highest) / params.temperature)
+                weights = np.exp((scores.astype(np.float64) - highest) / params.temperature)
         ids, probabilities = _top_p(ids, weights / weights.sum(), params.top_p)
         probable = (probabilities > 0) & (probabilities >= params.min_p * probabilities.max())
         return ids[probable], probabilities[probable] / probabilities[probable].sum()
 
-    def _scores(self, logits: NDArray[Any]) -> NDArray[Any]:
+    def _greedy(self, logits: NDArray[Any] | Scores) -> int:
+        """The first of the tokens with the highest score."""
+        known = self._leading(logits)
+        token, highest = _likeliest(self._scores(logits)) if known is None else known.highest
+        _check_highest(highest)
+        return token
+
+    def _top_k(self, logits: NDArray[Any] | Scores) -> tuple[Tokens, NDArray[Any], float]:
+        """The tokens that top-k leaves, ascending, or infinitely probable ones; their scores, and the highest."""
+        top_k = int(self.params.top_k)
+        if (known := self._leading(logits)) is not None:
+            _, highest = known.highest
+            _check_highest(highest)
+            found = known.at_least(highest) if highest == np.inf else known.top(top_k)
+            if found is not None:
+                return *found, highest
+        scores = self._scores(logits)
+        _, highest = _likeliest(scores)
+        _check_highest(highest)
+        ids = np.flatnonzero(scores == np.inf) if highest == np.inf else leading(scores, top_k)
+        return ids, scores[ids], highest
+
+    def _leading(self, logits: NDArray[Any] | Scores) -> Leading | None:
+        """The highest scores, where they are known and no penalty changes them."""
+        return logits.leading if isinstance(logits, Scores) and self.params.repetition_penalty == 1.0 else None
+
+    def _scores(self, logits: NDArray[Any] | Scores) -> NDArray[Any]:
         """The logits, which are not changed, or those that the penalty makes of them."""
+        if isinstance(logits, Scores):
+            logits = logits.logits()
         penalty = self.params.repetition_penalty
         if penalty == 1.0 and isinstance(logits, np.ndarray) and logits.dtype.kind == "f":
             return logits
@@ -110,11 +141,14 @@ class Sampler:
 def _likeliest(scores: NDArray[Any]) -> tuple[int, float]:
     """The first of the highest scores: its token, and the score."""
     token = int(scores.argmax())  # where there is a NaN, the first of them
-    highest = float(scores[token])
+    return token, float(scores[token])
+
+
+def _check_highest(highest: float) -> None:
+    """Raises KernelError for scores of which none is a number, or all rule their tokens out."""
     if math.isnan(highest) or highest == -math.inf:
         kind = "contain NaN" if math.isnan(highest) else "rule out every token"
         raise KernelError(f"the model's logits {kind}: its weights or the artifact's code are broken; try `verify`")
-    return token, highest
 
 
 def _top_p(ids: Tokens, probabilities: Probabilities, top_p: float) -> tuple[Tokens, Probabilities]:

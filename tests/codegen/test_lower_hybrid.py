@@ -310,10 +310,10 @@ def without(calls: Sequence[Call], op: str, place: int) -> list[Call]:
 
 @pytest.mark.parametrize(("op", "message"), [("wait", "too early"), ("signal", "for ever"), ("send", "for ever")])
 def test_what_is_left_out_is_found_on_paper(op: str, message: str) -> None:
-    """Each of the calls of `decode` with which devices meet, but for the last send, which the step's end waits for."""
+    """Each of the calls of `decode` with which devices meet."""
     program = lower(CASES["gated"].graph(), options(Placement.all_of(4))).program
     calls = program.functions["decode"]
-    count = sum(call.op == op for call in calls) - (op == "send")
+    count = sum(call.op == op for call in calls)
     assert count >= 3
     for place in range(count):
         program.functions["decode"] = without(calls, op, place)
@@ -338,16 +338,36 @@ def ops(lowered: Lowered, function: str = "decode") -> list[str]:
 
 
 def test_nothing_crosses_where_all_is_on_the_device() -> None:
-    """But for the embedding, which comes, and the logits, which go: an exchange takes as long as many neurons."""
+    """But for the embedding, which comes, and logits that are all wanted, which go: an exchange takes as long as many
+    neurons.
+    """
     shape = CASES["gated"].shape
     graph_module = Pipeline(
         (InsertPredictors("exact"), Partition(dict.fromkeys(range(shape.layers), range(shape.ffn))), Quantize("f16"))
     )(build(shape)).graph_module
     lowered = lower(graph_module, options(Placement.all_of(shape.layers)))
     for function in ("decode", "batch", "score", "prefill_last"):
-        found = ops(lowered, function)
-        assert [found.count(op) for op in ("signal", "receive", "send", "wait")] == [1, 1, 1, 0], function
+        found, sent = ops(lowered, function), int(function == "score")
+        assert [found.count(op) for op in ("signal", "receive", "send", "wait")] == [1, 1, sent, 0], function
+        assert found.count("leading") == 1 - sent
     assert [ops(lowered, "prefill").count(op) for op in ("signal", "receive", "send", "wait")] == [1, 1, 0, 0]
+
+
+def test_logits_stay_with_the_head() -> None:
+    """And the highest of them are shared, but where all are wanted."""
+    graph_module = CASES["plain"].graph()
+    for head in (True, False):
+        program = lower(graph_module, options(replace(Placement.all_of(3), head=head))).program
+        memories = {function: program.buffers[name].memory for function, name in program.logits.items()}
+        kept, sent = ("device", "shared") if head else ("host", "host")
+        assert memories == {"decode": kept, "prefill_last": kept, "batch": kept, "score": sent}
+        assert set(program.leading) == ({"decode", "prefill_last", "batch"} if head else set())
+        assert ("leading" in program.to_json()) == head
+        for function, leading in program.leading.items():
+            rows = SEQUENCES if function == "batch" else 1
+            for name, dtype in ((leading.scores, "float32"), (leading.ids, "int32")):
+                found = program.buffers[name]
+                assert (found.dtype, found.shape, found.memory) == (dtype, (rows, 50), "shared")
 
 
 def test_the_host_is_asked_before_the_device_begins() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from toy_artifact import make_toy, toy_program
 
-from picompile_runtime import RequestError, load, measure, memory_bandwidth, rounds
+from picompile_runtime import RequestError, Scores, load, measure, memory_bandwidth, rounds
 from picompile_runtime.bandwidth import MemoryReader
 from picompile_runtime.bench import Speed
 from picompile_runtime.firing import Firing
@@ -104,13 +104,12 @@ def test_bytes_of_a_batch_and_of_a_window(make_artifact: Callable[..., Path]) ->
 @pytest.mark.parametrize("depth", [0, 7, 25])
 def test_depth_is_what_is_in_the_cache_before(folder: Path, depth: int) -> None:
     with load(folder, threads=1) as engine:
-        seen: list[tuple[str, int]] = []
-        prefill, decode = engine.prefill, engine.decode
-        engine.prefill = lambda ids: (seen.append(("prefill", engine.position)), prefill(ids))[1]  # type: ignore
-        engine.decode = lambda *args, **options: (seen.append(("decode", engine.position)), decode(*args, **options))[1]  # type: ignore
+        seen: list[tuple[int, int]] = []
+        read = engine.read
+        engine.read = lambda ids: (seen.append((len(ids), engine.position)), read(ids))[1]  # type: ignore
         result = measure(engine, 5, 3, 2, depth=depth)
-    fill = [("prefill", 0)] if depth else []
-    one = [("prefill", depth), ("decode", depth), ("decode", depth + 1), ("decode", depth + 2)]
+    fill = [(depth, 0)] if depth else []
+    one = [(5, depth), (1, depth), (1, depth + 1), (1, depth + 2)]
     assert seen == fill + 3 * one
     assert result["decode"]["depth"] == depth
 
@@ -119,13 +118,13 @@ def test_batch_decodes_all_sequences_from_the_same_depth(make_artifact: Callable
     folder = make_artifact(toy=make_toy(), sequences=4)
     with load(folder, threads=1) as engine:
         batches: list[tuple[list[int], tuple[int, ...]]] = []
-        decode_batch = engine.decode_batch
+        read_batch = engine.read_batch
 
-        def noted(tokens: list[int], slots: list[int], copy: bool) -> np.ndarray:
+        def noted(tokens: list[int], slots: list[int]) -> list[Scores]:
             batches.append((tokens, engine.positions))
-            return decode_batch(tokens, slots, copy)
+            return read_batch(tokens, slots)
 
-        engine.decode_batch = noted  # type: ignore[method-assign,assignment]
+        engine.read_batch = noted  # type: ignore[method-assign,assignment]
         result = measure(engine, 6, 5, 1, batch=3)
     assert [positions for _, positions in batches] == 2 * [(place, place, place, 0) for place in range(6, 11)]
     assert all(len(set(tokens)) > 1 for tokens, _ in batches)

@@ -349,6 +349,59 @@ def test_what_the_runtime_writes_and_reads_is_not_the_devices(name: str, make_hy
     refused(make_hybrid(change=change), rf"{name}(,| must)")
 
 
+def picks_leading(function: str, count: int, memory: str = "shared", ids: str = "int32") -> Callable[[Any], None]:
+    """Says of a program that the device picks the `count` highest logits of a function."""
+
+    def change(program: Any) -> None:
+        for name, dtype in (("scores", "float32"), ("ids", ids)):
+            at = f"{memory}_arena_bytes"
+            buffer = {"dtype": dtype, "shape": [1, count], "offset": program[at], "memory": memory}
+            program["buffers"][f"leading.{name}"] = buffer
+            program[at] += 64 * count
+        program["leading"] = {function: {"scores": "leading.scores", "ids": "leading.ids"}}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (picks_leading("prefill", 5), "leading: prefill is no function that gives logits"),
+        (picks_leading("none", 5), "leading: none is no function that gives logits"),
+        (picks_leading("batch", 5), r"leading.scores must be float32 \[3, 5\]"),
+        (picks_leading("decode", 51), r"leading.scores must be float32 \[1, 50\]"),
+        (picks_leading("decode", 5, ids="float32"), r"leading.ids must be int32 \[1, 5\]"),
+        (picks_leading("decode", 5, memory="device"), "leading.scores must not be in the device's memory"),
+        (set_at("leading", {"decode": {"scores": "x"}}), "decode: ids must be a text, but is missing"),
+        (set_at("leading", {"decode": {"scores": "no", "ids": "no"}}), r"no must be float32 \[1, 1\]"),
+        (set_at("leading", ["decode"]), "leading must be an object"),
+    ],
+)
+def test_leading_logits_that_are_not_there(
+    make_hybrid: Callable[..., Path], change: Callable[[Any], Any], match: str
+) -> None:
+    refused(make_hybrid(change=change), match)
+
+
+def test_leading_logits_leave_the_others_to_the_device(make_hybrid: Callable[..., Path]) -> None:
+    """Nobody else may: the runtime would find nothing there."""
+
+    def change(program: Any) -> None:
+        picks_leading("decode", 5)(program)
+        for function in ("decode", "prefill_last"):
+            program["functions"][function].pop()  # the head, which is the host's
+        program["buffers"]["logits"].update(memory="device", offset=program["device_arena_bytes"])
+        program["device_arena_bytes"] += 4 * 64
+
+    refused(make_hybrid(change=change), "buffers: logits must not be in the device's memory")
+
+    def change_both(program: Any) -> None:
+        change(program)
+        program["leading"]["prefill_last"] = program["leading"]["decode"]
+
+    verify(make_hybrid(change=change_both))
+
+
 def test_tables_that_the_device_looks_up_have_enough_rows(make_hybrid: Callable[..., Path]) -> None:
     """Whether it is given the tokens that the runtime writes or its own copy of them."""
 

@@ -58,9 +58,9 @@ def test_distribution_is_that_of_transformers(
     seen = data.draw(st.lists(st.integers(0, len(logits) - 1), max_size=10))
     actual, expected = by_sampler(logits, seen, params), by_transformers(logits, seen, params)
     # Which of two equal tokens at the edge of top-p stays is nobody's business but must not fail the test: sorted, the
-    # probabilities agree in any case; and where they are all different, the tokens agree too.
+    # probabilities agree in any case; and where they are all different, by more than is rounded, the tokens agree too.
     np.testing.assert_allclose(np.sort(actual), np.sort(expected), rtol=1e-9, atol=1e-12)
-    if len(set(logits)) == len(logits) and not seen:
+    if (np.diff(np.sort(logits)) > 1e-9).all() and not seen:
         np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-12)
 
 

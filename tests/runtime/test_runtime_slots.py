@@ -120,6 +120,22 @@ def test_a_copied_sequence_goes_its_own_way(engine: Engine) -> None:
     close(logits, np.stack([reference_logits(TOY, other[:14])[13], EXPECTED[0][13]]))
 
 
+def test_scores_are_those_of_the_logits(engine: Engine) -> None:
+    """The host has all of them at once, so none are picked."""
+    for slot, length in ((0, 11), (2, 1), (3, 8)):
+        scores = engine.read(TEXTS[slot][:length], slot)
+        assert scores.leading is None
+        close(scores.logits(), EXPECTED[slot][length - 1])
+    rows = engine.read_batch([TEXTS[3][8], TEXTS[0][11]], [3, 0])
+    close(np.stack([row.logits() for row in rows]), np.stack([EXPECTED[3][8], EXPECTED[0][11]]))
+    (row,) = engine.read_batch([TEXTS[2][1]], [2])
+    close(row.logits(), EXPECTED[2][1])
+    assert engine.positions == (12, 0, 2, 9, 0)
+    engine.close()
+    with pytest.raises(RequestError, match="the engine is closed"):
+        row.logits()
+
+
 def test_logits_are_a_copy_unless_asked_otherwise(engine: Engine) -> None:
     kept = engine.decode_batch([1, 2], [0, 1])
     first = kept.copy()

@@ -7,6 +7,7 @@ from picompile_codegen.cuda.embedding import embedding
 from picompile_codegen.cuda.exchange import copy_words, receive, receive_mask, send, send_mask
 from picompile_codegen.cuda.ffn import ffn
 from picompile_codegen.cuda.function import CudaKernel
+from picompile_codegen.cuda.leading import leading_logits
 from picompile_codegen.cuda.linear import linear
 from picompile_codegen.cuda.norms import layer_norm, rms_norm
 from picompile_codegen.cuda.predict_low_rank import predict_low_rank
@@ -25,6 +26,7 @@ __all__ = [
     "embedding",
     "ffn",
     "layer_norm",
+    "leading_logits",
     "linear",
     "predict_low_rank",
     "predict_signs",

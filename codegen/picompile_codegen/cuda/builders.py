@@ -6,8 +6,9 @@ from typing import Any
 from picompile_codegen import cuda, kernels
 
 _NAMES = (
-    "add", "attention", "cache_write", "copy_words", "embedding", "ffn", "layer_norm", "linear", "predict_low_rank",
-    "predict_signs", "receive", "receive_mask", "rms_norm", "rotary", "send", "send_mask", "take_last",
+    "add", "attention", "cache_write", "copy_words", "embedding", "ffn", "layer_norm", "leading_logits", "linear",
+    "predict_low_rank", "predict_signs", "receive", "receive_mask", "rms_norm", "rotary", "send", "send_mask",
+    "take_last",
 )  # fmt: skip
 
 # They take the same parameters and declare the same arguments, but for scratch memory.

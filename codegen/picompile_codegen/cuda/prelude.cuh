@@ -34,6 +34,19 @@ static __device__ __forceinline__ uint pi_ballot(int flag) { return __ballot_syn
 // next to its use, to save registers, and a warp waits for memory once for each. All lanes must come.
 static __device__ __forceinline__ void pi_loads_first() { __syncwarp(); }
 
+// What lanes wrote before is seen by all lanes of the warp. All must come.
+static __device__ __forceinline__ void pi_meet_warp() { __syncwarp(); }
+
+// Two keys, the higher one first, or last if it `rises`. They change places unless they are in this order.
+static __device__ __forceinline__ void pi_order(int64_t *first, int64_t *second, int rises) {
+  int64_t a = *first, b = *second;
+  if ((a < b) != (rises != 0)) *first = b, *second = a;
+}
+
+static __device__ __forceinline__ void pi_keep_higher(int64_t *kept, int64_t other) {
+  if (*kept < other) *kept = other;
+}
+
 static __device__ __forceinline__ void pi_add_int64(int64_t *sum, int value) {
   atomicAdd((unsigned long long *)sum, (unsigned long long)(long long)value);
 }

@@ -16,6 +16,7 @@ from picompile_codegen.kernels.exchange import (
 )
 from picompile_codegen.kernels.ffn import ffn
 from picompile_codegen.kernels.kernel import Argument, Kernel
+from picompile_codegen.kernels.leading import leading_logits
 from picompile_codegen.kernels.linear import linear
 from picompile_codegen.kernels.norms import layer_norm, rms_norm
 from picompile_codegen.kernels.predict_low_rank import predict_low_rank
@@ -33,6 +34,7 @@ __all__ = [
     "embedding",
     "ffn",
     "layer_norm",
+    "leading_logits",
     "linear",
     "predict_low_rank",
     "predict_signs",

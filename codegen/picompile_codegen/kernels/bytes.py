@@ -7,7 +7,7 @@ that is what most tells instruction sets apart: see `isa.Isa.bytes_dot`.
 from tvm import tirx
 
 from picompile_codegen import isa
-from picompile_codegen.kernels.tensor import Expr, bind, select
+from picompile_codegen.kernels.tensor import Expr, bind, intrinsic, select
 from picompile_codegen.kernels.vector import LANES, splat, splat_int
 
 BYTES = 4 * LANES
@@ -22,9 +22,9 @@ def dot_unsigned(small: Expr, signed: Expr, start: Expr | None = None) -> Expr:
     match isa.current().bytes_dot:
         case "vnni":
             start = splat_int(0) if start is None else start
-            return bind(tirx.call_llvm_pure_intrin(SUMS, "llvm.x86.avx512.vpdpbusd.256", start, small, signed))
+            return bind(intrinsic(SUMS, "llvm.x86.avx512.vpdpbusd.256", start, small, signed))
         case "maddubs":
-            pairs = bind(tirx.call_llvm_pure_intrin("int16x16", "llvm.x86.avx2.pmadd.ub.sw", small, signed))
+            pairs = bind(intrinsic("int16x16", "llvm.x86.avx2.pmadd.ub.sw", small, signed))
             sums = _add_neighbours(pairs)
             return bind(sums if start is None else sums + start)
         case _:
@@ -37,8 +37,8 @@ def dot_signed(a: Expr, b: Expr, start: Expr | None = None) -> Expr:
         return _sdot(a, b, start)
     # |a| · (b with the sign of a)
     a, b = bind(a), bind(b)
-    magnitude = tirx.call_llvm_pure_intrin(f"int8x{BYTES}", "llvm.x86.avx2.psign.b", a, a)
-    turned = tirx.call_llvm_pure_intrin(f"int8x{BYTES}", "llvm.x86.avx2.psign.b", b, a)
+    magnitude = intrinsic(f"int8x{BYTES}", "llvm.x86.avx2.psign.b", a, a)
+    turned = intrinsic(f"int8x{BYTES}", "llvm.x86.avx2.psign.b", b, a)
     return dot_unsigned(bind(tirx.reinterpret(f"uint8x{BYTES}", magnitude)), bind(turned), start)
 
 
@@ -49,7 +49,7 @@ def _sdot(a: Expr, b: Expr, start: Expr | None = None) -> Expr:
     def half(index: int) -> Expr:
         lanes = [list(range(index * count, (index + 1) * count)) for count in (LANES // 2, BYTES // 2)]
         values = (tirx.Shuffle([start], lanes[0]), tirx.Shuffle([a], lanes[1]), tirx.Shuffle([b], lanes[1]))
-        return bind(tirx.call_llvm_pure_intrin("int32x4", "llvm.aarch64.neon.sdot.v4i32.v16i8", *values))
+        return bind(intrinsic("int32x4", "llvm.aarch64.neon.sdot.v4i32.v16i8", *values))
 
     return bind(tirx.Shuffle([half(0), half(1)], list(range(LANES))))
 
@@ -59,7 +59,7 @@ def dot_pair(low: Expr, high: Expr, signed: list[Expr]) -> Expr:
     if isa.current().bytes_dot != "maddubs":
         return dot_unsigned(high, signed[1], dot_unsigned(low, signed[0]))
     pairs = [
-        bind(tirx.call_llvm_pure_intrin("int16x16", "llvm.x86.avx2.pmadd.ub.sw", small, values))
+        bind(intrinsic("int16x16", "llvm.x86.avx2.pmadd.ub.sw", small, values))
         for small, values in zip((low, high), signed, strict=True)
     ]
     return _add_neighbours(bind(pairs[0] + pairs[1]))
@@ -67,7 +67,7 @@ def dot_pair(low: Expr, high: Expr, signed: list[Expr]) -> Expr:
 
 def _add_neighbours(pairs: Expr) -> Expr:
     ones = tirx.Broadcast(tirx.IntImm("int16", 1), 2 * LANES)
-    return bind(tirx.call_llvm_pure_intrin(SUMS, "llvm.x86.avx2.pmadd.wd", pairs, ones))
+    return bind(intrinsic(SUMS, "llvm.x86.avx2.pmadd.wd", pairs, ones))
 
 
 def split_nibbles(words: Expr) -> tuple[Expr, Expr]:

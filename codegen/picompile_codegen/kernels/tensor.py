@@ -57,6 +57,15 @@ def bind(value: Expr) -> Expr:
     return T.bind(value)
 
 
+def intrinsic(dtype: str, name: str, *values: Expr) -> Expr:
+    """One of LLVM's functions.
+
+    TVM is not told that they are pure, as all of them are: it would put sums into one another wherever they are used,
+    and simplify all of that again and again, which for a feed-forward block of q4 takes half of the compilation.
+    """
+    return tirx.call_llvm_intrin(dtype, name, *values)
+
+
 def loop(start: Expr, stop: Expr) -> Any:
     """`with loop(0, n) as i:` runs its body for i from `start` to `stop` - 1, in order."""
     return T.serial(start, stop)
@@ -109,7 +118,7 @@ def prefetch(tensor: Tensor, *index: Expr, into_first_level: bool = False) -> No
     """
     for_reading, into_level, of_data = (tirx.IntImm("int32", value) for value in (0, 3 if into_first_level else 2, 1))
     address = tirx.address_of(tensor[index])
-    T.evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", address, for_reading, into_level, of_data))
+    T.evaluate(intrinsic("void", "llvm.prefetch", address, for_reading, into_level, of_data))
 
 
 def minimum(a: Expr, b: Expr) -> Expr:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from tvm import tirx
 
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, maximum
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, intrinsic, loop, maximum
 
 LANES = 8
 FLOATS = f"float32x{LANES}"
@@ -41,7 +41,7 @@ def to_floats(value: Expr, lanes: int = LANES) -> Expr:
 
 def fma(a: Expr, b: Expr, c: Expr) -> Expr:
     """a · b + c of vectors of float32, with one rounding."""
-    return tirx.call_llvm_pure_intrin(FLOATS, "llvm.fma", a, b, c)
+    return intrinsic(FLOATS, "llvm.fma", a, b, c)
 
 
 def total(value: Expr) -> Expr:

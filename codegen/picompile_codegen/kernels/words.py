@@ -7,7 +7,7 @@ and the other factor keeps 15 bits, where `bytes.py` leaves it seven.
 from tvm import tirx
 
 from picompile_codegen import isa
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind
+from picompile_codegen.kernels.tensor import Expr, Tensor, bind, intrinsic
 from picompile_codegen.kernels.vector import LANES, at
 
 WORDS = 2 * LANES
@@ -18,7 +18,7 @@ _SUMS = f"int32x{LANES}"
 def dot_pairs(a: Expr, b: Expr) -> Expr:
     """a[2i] · b[2i] + a[2i + 1] · b[2i + 1]: two int16x16 give int32x8."""
     if isa.current().machine == "x86_64":
-        return tirx.call_llvm_pure_intrin(_SUMS, "llvm.x86.avx2.pmadd.wd", a, b)
+        return intrinsic(_SUMS, "llvm.x86.avx2.pmadd.wd", a, b)
     a, b = bind(a), bind(b)
     return _products(a, b, 0) + _products(a, b, 1)
 

@@ -86,6 +86,7 @@ VARIANTS: dict[str, list[Parameters]] = {
     "embedding": grid(format=FORMATS, vocab=(50,), dim=(96, 100), rows=ROWS, offset=(0, 2)),
     "ffn": ffns(),
     "layer_norm": grid(dim=(96, 99), rows=ROWS, eps=(1e-5,), weight=(False, True), bias=(False, True)),
+    "leading_logits": grid(vocab=(37, 300, 3000), rows=ROWS),
     "linear": grid(format=FORMATS, n=(64, 251), k=(72, 100), rows=ROWS, bias=(False, True)),
     "predict_low_rank": grid(
         formats=(("f16", "f16"), ("q8", "q4"), ("q4", "q8")),
