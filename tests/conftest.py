@@ -2,11 +2,13 @@
 
 import fcntl
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from command_server import command_server
 from hypothesis import HealthCheck, Phase, settings
 from support import (
     ALL_TARGETS,
@@ -122,6 +124,13 @@ def tiny_model(build_once: BuildOnce) -> Path:
 def tiny_artifact(build_once: BuildOnce, tiny_model: Path) -> Path:
     """`tiny_model`, compiled with a context of 64 and f16 weights; predictor `exact`. Tests must not change it."""
     return build_once("tiny-artifact", lambda folder: compile_for_test(tiny_model, folder, quant="f16", context=64))
+
+
+@pytest.fixture(scope="session")
+def commands() -> Iterator[Path]:
+    """A folder with the command `picompile`, which begins at once: see command_server.py."""
+    with tempfile.TemporaryDirectory(prefix="picompile-commands-") as folder, command_server(Path(folder)) as found:
+        yield found
 
 
 @pytest.fixture

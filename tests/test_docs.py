@@ -108,20 +108,21 @@ def make_predictors(folder: Path) -> None:
     write_gguf(folder / "llama-7b-relu.powerinfer.gguf", random_predictors(sizes, seed=0))
 
 
-def environment() -> dict[str, str]:
+@pytest.fixture
+def environment(commands: Path) -> dict[str, str]:
     """The commands are those that were installed beside this Python; what names no target is made for this machine."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
     return {**os.environ, "PATH": path, "PICOMPILE_TARGET": "native"}
 
 
 @pytest.mark.parametrize("document", [path for path in DOCUMENTS if path != TUTORIAL], ids=lambda path: path.name)
-def test_every_command_runs(document: Path, workplace: Path) -> None:
+def test_every_command_runs(document: Path, workplace: Path, environment: dict[str, str]) -> None:
     """In order, in one folder: later commands use what earlier ones made."""
     if document.name == "cli.md":
         make_predictors(workplace / "powerinfer")
     for command in commands(document):
         if command not in EXEMPT:
-            done = run_command(substituted(command), workplace, environment())
+            done = run_command(substituted(command), workplace, environment)
             assert done.stdout, f"{document.name}: {command} printed nothing"
 
 
@@ -177,7 +178,7 @@ def test_python_of_the_docs(workplace: Path, page: str, shown: str) -> None:
     assert int(done.stdout) > 0
 
 
-def test_write_a_pass(workplace: Path) -> None:
+def test_write_a_pass(workplace: Path, environment: dict[str, str]) -> None:
     """As a reader would: the files as they stand, the commands in order, then the Python of the last sections."""
     text = TUTORIAL.read_text(encoding="utf-8")
     files = dict(TITLED.findall(text))
@@ -187,7 +188,7 @@ def test_write_a_pass(workplace: Path) -> None:
     site = workplace / "site"
     # Into a folder of its own, and without the network.
     install = f"python -m pip install --quiet --no-deps --no-build-isolation --target {site} ."
-    environment_ = environment() | {"PYTHONPATH": str(site), "PICOMPILE_HYPOTHESIS": "ci"}
+    environment_ = environment | {"PYTHONPATH": str(site), "PICOMPILE_HYPOTHESIS": "ci"}
     ran = [command.replace("pip install .", install) for command in commands(TUTORIAL)]
     assert install in ran
     for command in ran:

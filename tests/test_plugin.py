@@ -62,11 +62,11 @@ def workplace(tmp_path: Path, tiny_model: Path) -> Path:
 
 
 @pytest.fixture
-def run(site: Path, tmp_path: Path) -> Run:
+def run(site: Path, commands: Path, tmp_path: Path) -> Run:
     """`run("picompile", "passes")`: a command where the package is installed, as it ended."""
 
     def command(*words: object) -> subprocess.CompletedProcess[str]:
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
         # One thread: tests run side by side, and nothing here is large.
         settings = {"PATH": path, "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         settings["PICOMPILE_TARGET"] = "native"
