@@ -147,8 +147,8 @@ def test_families(name: str, number: int, quant: str, captured: Capture, naps: N
     assert found.apart <= ROUNDING[quant]
     if quant == "f16":
         assert found.same == found.compared
-    else:  # those of which the choice is clear, which are most, are the same
-        assert found.clear > found.compared / 2
+    else:  # those of which the choice is clear are the same, and there are many
+        assert found.clear > found.compared / 4
 
 
 @pytest.mark.parametrize("shares", [(0.0, 0.1), (0.5, 0.9), (1.0, 0.5)], ids=str)
