@@ -12,6 +12,8 @@ from picompile_runtime.program import Call, Program
 
 # What is left free when a program is made to fit: the driver keeps something for each graph. An estimate.
 _SPARED_BYTES = 2**26
+# Large pieces of a GPU's memory are multiples of this.
+_PIECE_BYTES = 2**21
 # Of the neurons of a sparse block, so many are read in a step, as against all of a dense matrix. Which weights leave
 # the device depends on the order alone, so that this need not be exact.
 _SPARSE_SHARE = 0.5
@@ -40,9 +42,9 @@ def device_need(program: Program, tensors: Mapping[str, Tensor]) -> DeviceNeed:
     """What `program` takes, whose weights are `tensors`."""
     caches = (tensor for name, tensor in program.state.items() if program.memories["state", name] == "device")
     return DeviceNeed(
-        weights=_packed(tensors[name] for name in _own_weights(program)),
-        kv_cache=sum(tensor.size_bytes for tensor in caches),
-        workspace=program.device_arena_bytes,
+        weights=_pieces(_packed(tensors[name] for name in _own_weights(program))),
+        kv_cache=sum(_pieces(tensor.size_bytes) for tensor in caches),
+        workspace=_pieces(program.device_arena_bytes),
     )
 
 
@@ -54,7 +56,7 @@ def fit_device(program: Program, tensors: Mapping[str, Tensor], free_bytes: int,
     DoesNotFitError, before anything is loaded.
     """
     need = device_need(program, tensors)
-    if need.total <= free_bytes:
+    if need.total + (_SPARED_BYTES if may_move else 0) <= free_bytes:
         return program
     if not may_move:
         raise DoesNotFitError(
@@ -104,6 +106,10 @@ def _density(call: Call, program: Program) -> float:
 
 def _own_weights(program: Program) -> list[str]:
     return [name for name in weights_of(program, "device") if name not in program.streamed]
+
+
+def _pieces(size_bytes: int) -> int:
+    return -(-size_bytes // _PIECE_BYTES) * _PIECE_BYTES
 
 
 def _packed(tensors: Iterable[Tensor]) -> int:

@@ -42,6 +42,7 @@ class Executor:
         self.library = artifact.load_code()
         _check_memory(self._program)
         self._device: HotDevice | None = open_device(artifact, device_threads) if self._program.has_device else None
+        self.buffers: dict[str, NDArray[Any]] = {}
         try:
             self._fit(artifact, replan)
             self._load(artifact, threads)
@@ -89,7 +90,8 @@ class Executor:
             self._weights: Any = load_weights(artifact.weights, sha256, threads, other_bytes)
             return {name: (self._weights.memory, self._weights.start + each.offset) for name, each in tensors.items()}
         wanted = {name: tensors[name] for name in weights_of(self._program, "host")}
-        self._weights, places = load_tensors(artifact.weights, wanted, threads, other_bytes)
+        must_copy = bool(self._program.streamed)
+        self._weights, places = load_tensors(artifact.weights, wanted, threads, other_bytes, must_copy)
         return {name: (self._weights, place) for name, place in places.items()}
 
     def _bind_device(self, function: str) -> Any:
@@ -195,11 +197,14 @@ class Executor:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._host_calls, self._device_calls, self.buffers, self._state, self._weights = {}, {}, {}, {}, None
-        self._step = self._tokens = self._positions = self._slots = np.empty(0, np.int32)
         if self._device is not None:
+            if "abandoned" in self.buffers:  # a step that was interrupted may still be waiting
+                self._abandoned[0] = 1
+            # Before anything is let go that it sees.
             self._device.close()
             self._device = None
+        self._host_calls, self._device_calls, self.buffers, self._state, self._weights = {}, {}, {}, {}, None
+        self._step = self._tokens = self._positions = self._slots = np.empty(0, np.int32)
 
     def _call(self, function: str) -> None:
         self._step_of(function)
@@ -217,8 +222,8 @@ class Executor:
         of_device = None if times is None else times.stamps(function, "device")
         # Of two engines with the same code, one would run on the host and one on the device, and each wait for ever.
         with self.library.turn():
-            self._device.start(self._device_calls[function], of_device)
             try:
+                self._device.start(self._device_calls[function], of_device)
                 self.library.run(self._host_calls[function], self._threads, stamps)
             except BaseException:
                 self._abandoned[0] = 1

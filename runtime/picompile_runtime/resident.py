@@ -20,7 +20,8 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from picompile_runtime.memory import ALIGNMENT, Tensor
+from picompile_runtime.errors import DoesNotFitError
+from picompile_runtime.memory import ALIGNMENT, Tensor, anonymous_map
 
 _PAGE_BYTES = 2**21
 _PART_BYTES = 2**25
@@ -65,14 +66,20 @@ def load_weights(mapped: mmap.mmap, sha256: str, threads: int, other_bytes: int)
 
 
 def load_tensors(
-    mapped: mmap.mmap, tensors: Mapping[str, Tensor], threads: int, other_bytes: int
+    mapped: mmap.mmap, tensors: Mapping[str, Tensor], threads: int, other_bytes: int, must_copy: bool = False
 ) -> tuple[mmap.mmap, Mapping[str, int]]:
-    """The same of some tensors alone, side by side; and where in the memory each of them is."""
+    """The same of some tensors alone, side by side; and where in the memory each of them is.
+
+    They are not left mapped if they `must` be copied: a GPU cannot see a file that is mapped for reading only. Raises
+    DoesNotFitError where there is too little memory for that.
+    """
     places, end = {}, 0
     for name, tensor in tensors.items():
         places[name] = end
         end += -(-tensor.size_bytes // ALIGNMENT) * ALIGNMENT
     memory = _large_pages(end, other_bytes)
+    if memory is None and must_copy:
+        memory = _needed_pages(end)
     if memory is None:
         return mapped, {name: tensor.offset for name, tensor in tensors.items()}
     start = _start(memory)
@@ -93,9 +100,24 @@ def _large_pages(size_bytes: int, other_bytes: int) -> mmap.mmap | None:
         memory = mmap.mmap(-1, size_bytes + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:
         return None
+    _ask_for_large(memory)
+    return memory
+
+
+def _needed_pages(size_bytes: int) -> mmap.mmap:
+    """The same where it must be had. Raises DoesNotFitError."""
+    purpose = "the weights of the host, from where the GPU reads them,"
+    if size_bytes > (free_bytes := _free_bytes()):
+        needed, free = size_bytes / 2**30, free_bytes / 2**30
+        raise DoesNotFitError(f"{purpose} take {needed:.2f} GiB of memory and {free:.2f} GiB are free")
+    memory = anonymous_map(size_bytes + _PAGE_BYTES, purpose)
+    _ask_for_large(memory)
+    return memory
+
+
+def _ask_for_large(memory: mmap.mmap) -> None:
     with suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def _start(memory: mmap.mmap) -> int:

@@ -16,6 +16,7 @@ from support import Cli
 
 from picompile import capture
 from picompile.placement.plan_file import read_plan
+from picompile_runtime import device_memory
 from picompile_runtime.cuda import driver
 
 __all__ = ["fake_cuda", "fake_library", "gpu", "gpu_artifact", "gpu_kernels", "gpu_model", "host_artifact"]
@@ -317,6 +318,8 @@ def test_with_less_memory_than_planned_weights_stay_with_the_host(
     command: str,
 ) -> None:
     """With --replan, and with the same result; a byte less than that needs is refused."""
+    monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
+    monkeypatch.setattr(device_memory, "_PIECE_BYTES", 1)  # the model is smaller than any piece
     memory = json.loads(cli("inspect", gpu_artifact, "--json").out)["hot_device"]["memory_bytes"]["device"]
     least = memory["kv_cache"] + memory["workspace"]
     words = {"run": ("--ids", IDS, "-n", "8"), "bench": ("-p", "4", "-n", "4", "-r", "1"), "eval": ("--text", __file__)}

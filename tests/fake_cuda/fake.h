@@ -25,7 +25,8 @@
    FAKE_CUDA_KERNELS    the library with the kernels, read when a module is loaded.
    FAKE_CUDA_ORDER      the order of threads that it is asked for; 0 if not set.
    FAKE_CUDA_DELAY_US   whatever a stream does is delayed by up to so many microseconds, at random.
-   FAKE_CUDA_DRY        1: copies and poison take no real time, since they are left out. */
+   FAKE_CUDA_DRY        1: copies and poison take no real time, since they are left out.
+   CUDA_LAUNCH_BLOCKING 1: launches return when all has run, as the driver's do. */
 
 #pragma once
 

@@ -2,8 +2,10 @@
 
 #include "fake.h"
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 
 using namespace fake;
 
@@ -68,6 +70,19 @@ static void check(const Block &block) {
     if (!block.whole()) fault("something was written past the end of memory, or before it");
 }
 
+/* Whether all pages are there and may be written: others cannot be pinned without a flag that nobody gives. */
+static bool writable(const void *address, size_t size) {
+    std::ifstream maps("/proc/self/maps");
+    uint64_t next = (uint64_t)address, end = next + size;
+    for (std::string line; next < end && std::getline(maps, line);) {
+        unsigned long first, last;
+        char access[8];
+        if (sscanf(line.c_str(), "%lx-%lx %7s", &first, &last, access) != 3) continue;
+        if (first <= next && next < last && access[1] == 'w') next = last;
+    }
+    return next >= end;
+}
+
 static int free_host(void *address) {
     auto block = find<Block>(address);
     if (!block || !block->on_host || !block->base) return INVALID_VALUE;
@@ -129,6 +144,7 @@ int cuMemHostAlloc(void **address, size_t size, unsigned flags) {
 int cuMemHostRegister_v2(void *address, size_t size, unsigned flags) {
     BEGIN(CONTEXT);
     if (!address || !size || flags > 7 || on_host(address, 0)) return INVALID_VALUE;
+    if (!writable(address, size)) return INVALID_VALUE;
     auto block = std::make_shared<Block>(address, size);
     if (flags & 2) block->device = (uint64_t)address + MAPPED_OFFSET;
     state.alive[address] = block;
@@ -139,6 +155,7 @@ int cuMemHostUnregister(void *address) {
     BEGIN_END(CONTEXT);
     auto block = find<Block>(address);
     if (!block || block->base) return INVALID_VALUE;
+    if (!writable(block->start, block->size)) fault("memory was unmapped while it was pinned");
     check(*block);
     state.alive.erase(address);
     return call.failed;

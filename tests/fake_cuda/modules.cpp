@@ -20,6 +20,10 @@ Module::~Module() {
     if (library) dlclose(library);
 }
 
+static void wait_if_launches_do(Call &call, Stream &stream) {
+    if (setting("CUDA_LAUNCH_BLOCKING", 0)) state.changed.wait(call.lock, [&] { return stream.idle(); });
+}
+
 /* The driver keeps a graph's kernels by the code they were loaded with, so that must still be there. */
 int run(const Launch &launch) {
     std::vector<std::shared_ptr<Block>> keep;
@@ -126,6 +130,7 @@ int cuLaunchKernel(void *handle, unsigned grid_x, unsigned grid_y, unsigned grid
     if (!stream->capture) enqueue(*stream, [=] { return run(launch); });
     else if (!stream->capture->valid) return CAPTURE_INVALIDATED;
     else stream->capture->graph->launches.push_back(launch);
+    if (!stream->capture) wait_if_launches_do(call, *stream);
     return SUCCESS;
 }
 
@@ -180,6 +185,7 @@ int cuGraphLaunch(void *handle, void *stream_handle) {
         exec->pending--;
         return SUCCESS;
     });
+    wait_if_launches_do(call, *stream);
     return SUCCESS;
 }
 

@@ -127,6 +127,14 @@ int cuStreamDestroy_v2(void *handle) {
     return call.failed;
 }
 
+int cuStreamQuery(void *handle) {
+    BEGIN(CONTEXT);
+    std::shared_ptr<Stream> stream;
+    if (int error = usable(handle, stream)) return error;
+    if (call.failed || state.sticky) return call.failed ? call.failed : state.sticky;
+    return stream->idle() ? SUCCESS : NOT_READY;
+}
+
 int cuStreamSynchronize(void *handle) {
     BEGIN_END(CONTEXT);
     std::shared_ptr<Stream> stream;

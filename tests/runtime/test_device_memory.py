@@ -24,6 +24,12 @@ TENSORS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _pieces_of_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is small here would otherwise count as 2 MiB each."""
+    monkeypatch.setattr(device_memory, "_PIECE_BYTES", 1)
+
+
 def call(op: str, *names: str, layer: int | None = None, read: int | None = None, device: str = "device") -> Call:
     stored = sum(TENSORS[name].size_bytes for name in names)
     arguments = tuple(Argument("weight", name, TENSORS[name]) for name in names)
@@ -76,7 +82,16 @@ def test_what_is_needed() -> None:
     assert need.weights == ALL - own_bytes("table")
 
 
-def test_where_all_fits_nothing_changes() -> None:
+def test_memory_comes_in_large_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All weights are in one, and each cache is in one of its own."""
+    monkeypatch.setattr(device_memory, "_PIECE_BYTES", 1000)
+    whole = replace(program(), memories={("state", "k"): "device", ("state", "v"): "device"})
+    need = device_need(whole, TENSORS)
+    assert (need.weights, need.kv_cache, need.workspace) == (-(-ALL // 1000) * 1000, 2000, 1000)
+
+
+def test_where_all_fits_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
     whole = program()
     for may_move in (False, True):
         assert fit_device(whole, TENSORS, ALL + REST, may_move) is whole
@@ -120,5 +135,8 @@ def test_a_dense_block_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_something_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_memory, "_SPARED_BYTES", own_bytes("table"))
+    spared = own_bytes("table")
+    monkeypatch.setattr(device_memory, "_SPARED_BYTES", spared)
+    assert fit_device(program(), TENSORS, ALL + REST + spared, may_move=True).streamed == frozenset()
+    assert fit_device(program(), TENSORS, ALL + REST + spared - 1, may_move=True).streamed == {"table"}
     assert fit_device(program(), TENSORS, ALL + REST - 1, may_move=True).streamed == {"table", "hot1"}

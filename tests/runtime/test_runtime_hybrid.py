@@ -257,6 +257,26 @@ def test_an_interrupted_step_has_ended_on_the_device_too(engine: Engine, alone: 
         np.testing.assert_array_equal(engine.decode(token), alone.decode(token))
 
 
+def test_an_interrupt_after_the_device_began_ends_its_step(engine: Engine, alone: Engine) -> None:
+    """The host has not begun: the device is told not to wait for it, with the patience that artifacts have."""
+    device = engine._executor._device
+    assert device is not None
+    start = device.start
+
+    def start_and_interrupt(calls: Any, stamps: Any = None) -> None:
+        start(calls, stamps)
+        raise KeyboardInterrupt
+
+    for token in IDS[:3]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device, "start", start_and_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.decode(token)
+        engine.reset()
+        alone.reset()
+        np.testing.assert_array_equal(engine.decode(token), alone.decode(token))
+
+
 # ---- artifacts ----
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from ctypes import c_void_p
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from picompile_runtime.cuda import driver
 from picompile_runtime.cuda.driver import Driver
-from picompile_runtime.cuda.errors import CudaError, GpuCallError, GpuMemoryError
+from picompile_runtime.cuda.errors import OUT_OF_MEMORY, CudaError, GpuCallError, GpuMemoryError
 from picompile_runtime.cuda.graph import BoundLaunch, runnable_graph
 from picompile_runtime.cuda.images import DeviceImages, check_arguments
 from picompile_runtime.cuda.memory import Memory, data_address, view_address
@@ -33,6 +34,10 @@ from picompile_runtime.device import View
 from picompile_runtime.errors import ArtifactError, DoesNotFitError
 from picompile_runtime.native import Stamps
 
+# Results of pinning memory: not to be had in this way, too little of it, or not on this system.
+_CANNOT_PIN = frozenset({1, OUT_OF_MEMORY, 801})
+_LAUNCH_TIMEOUT = 702
+
 
 @dataclass(frozen=True)
 class Calls:
@@ -42,14 +47,6 @@ class Calls:
 
     graph: c_void_p | None
     launches: tuple[tuple[BoundLaunch, ...], ...]
-
-
-@dataclass(frozen=True)
-class _Stamped:
-    """Calls that are being launched one by one, and the stamps that they are to get."""
-
-    launching: Future[None]
-    stamps: Stamps
 
 
 class CudaDevice:
@@ -71,12 +68,18 @@ class CudaDevice:
         self.name, self.sm = self._driver.name(device), self._driver.sm(device)
         self.total_bytes, self.driver_version = self._driver.total_bytes(device), self._driver.version()
         image = choose_image(images, self.sm, self.name)
-        self._closed, self._streams = False, list[c_void_p]()
+        self._closed, self._streams = True, list[c_void_p]()
         self._launcher = ThreadPoolExecutor(1, thread_name_prefix="picompile-gpu")
-        self._stamped: _Stamped | None = None
+        self._stamps: Stamps | None = None
+        self._is_launching = False
+        self._failed: BaseException | None = None
+        # Launches that return only when all has run: the host would wait in them for a GPU that waits for the host.
+        self._launches_wait = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
+        self._adopted = list[mmap.mmap]()
         self._owned = ExitStack()
         self._owned_context = ExitStack()
         self._context = self._owned_context.enter_context(self._driver.primary_context(device))
+        self._closed = False
         try:
             with self._current():
                 self._module = self._owned.enter_context(load_module(self._driver, image))
@@ -128,12 +131,15 @@ class CudaDevice:
             try:
                 device_address = stack.enter_context(self._driver.registered_memory(address, size_bytes))
             except CudaError as error:
+                if error.result not in _CANNOT_PIN:
+                    raise
                 gib = size_bytes / 2**30
                 raise DoesNotFitError(
                     f"{gib:.2f} GiB of weights, which the GPU reads from the host for prompts, cannot be pinned "
                     f"({error}); close other programs"
                 ) from error
             self._keep(stack)
+            self._adopted.append(memory)
         return Memory(device_address, size_bytes)
 
     def write(self, memory: Memory, offset: int, data: NDArray[Any]) -> None:
@@ -176,29 +182,31 @@ class CudaDevice:
         """
         if calls.graph is None:
             return
-        with self._current():
-            if stamps is None:
-                self._driver.call("cuGraphLaunch", calls.graph, self._compute)
-                return
-            self._stopwatch.align(len(calls.launches))
+        if stamps is not None:
+            with self._current():
+                self._stopwatch.align(len(calls.launches))
+        elif not self._launches_wait:
+            self._launch(calls, None)
+            return
         # By another thread: the GPU's queue may be full before it gets to know of all, and then what it waits for is
-        # made by the host, which must not wait for the queue.
-        self._stamped = _Stamped(self._launcher.submit(self._launch, calls), stamps)
+        # made by the host, which must not wait for the queue. Said before, since an interrupt can come after.
+        self._is_launching = True
+        self._launcher.submit(self._try_to_launch, calls, stamps)
 
     def wait(self) -> None:
         """Returns when the GPU has done all that it was given. Raises KernelError if any of it failed."""
-        stamped, self._stamped = self._stamped, None
-        failed = None if stamped is None else stamped.launching.exception()
+        if self._is_launching:
+            self._await_launcher()
+        failed, self._failed, stamps, self._stamps = self._failed, None, self._stamps, None
         with self._current():
             try:
                 self._driver.call("cuStreamSynchronize", self._compute)
             except CudaError as error:
-                text = f"the GPU: {error}; a kernel failed, and the model must be loaded again"
-                raise GpuCallError(text, error.result) from error
+                raise GpuCallError(f"the GPU: {error}; {_cause(error.result)}", error.result) from error
             if failed is not None:
                 raise failed
-            if stamped is not None:
-                self._stopwatch.read(stamped.stamps)
+            if stamps is not None:
+                self._stopwatch.read(stamps)
 
     def close(self) -> None:
         """Gives all memory back, once what runs has ended; may be called again. Errors of the GPU are ignored."""
@@ -213,6 +221,12 @@ class CudaDevice:
             for stream in self._streams:  # nothing is freed under a copy or a kernel
                 with suppress(CudaError):
                     self._driver.call("cuStreamSynchronize", stream)
+        self._adopted.clear()
+
+    def __del__(self) -> None:
+        """As `close`: what the driver is asked to free needs a context, which generators that are collected lack."""
+        if not getattr(self, "_closed", True):
+            self.close()
 
     @contextmanager
     def _current(self) -> Iterator[None]:
@@ -220,9 +234,31 @@ class CudaDevice:
         with self._driver.current(self._context):
             yield
 
-    def _launch(self, calls: Calls) -> None:
+    def _launch(self, calls: Calls, stamps: Stamps | None) -> None:
         with self._current():
-            self._stopwatch.run(calls.launches)
+            if stamps is None:
+                self._driver.call("cuGraphLaunch", calls.graph, self._compute)
+                self._driver.submit(self._compute)
+            else:
+                self._stopwatch.run(calls.launches)
+
+    def _try_to_launch(self, calls: Calls, stamps: Stamps | None) -> None:
+        try:
+            self._launch(calls, stamps)
+            self._stamps = stamps
+        except BaseException as error:
+            self._failed = error
+
+    def _await_launcher(self) -> None:
+        """Returns when the launcher has done all that it was given."""
+        last = self._launcher.submit(lambda: None)
+        try:
+            wait([last])
+        except KeyboardInterrupt:
+            wait([last])  # what comes next must find nobody at work
+            raise
+        finally:
+            self._is_launching = False
 
     def _stream(self) -> c_void_p:
         self._streams.append(self._owned.enter_context(self._driver.stream()))
@@ -247,3 +283,9 @@ class CudaDevice:
             f"{purpose} needs {size_bytes / 2**30:.2f} GiB of GPU memory and {free_bytes / 2**30:.2f} GiB are free; "
             "compile with a smaller --vram-budget or --context"
         )
+
+
+def _cause(result: int) -> str:
+    if result == _LAUNCH_TIMEOUT:
+        return "a kernel waited too long for the host: of a GPU that drives a display, kernels must end within seconds"
+    return "a kernel failed, and the model must be loaded again"

@@ -157,6 +157,13 @@ class Driver:
         finally:
             self.call("cuMemHostUnregister", address)
 
+    def submit(self, stream: c_void_p) -> None:
+        """Has what is in the stream begun: Windows, and Linux inside of it, keep launches together until asked.
+
+        The answer is not needed: it is an error while work is left, and of what has failed a wait will tell.
+        """
+        self._library.cuStreamQuery(stream)
+
     @contextmanager
     def stream(self) -> Iterator[c_void_p]:
         """A queue of work that waits for no other."""

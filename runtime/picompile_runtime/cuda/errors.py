@@ -40,7 +40,9 @@ class GpuMemoryError(CudaError, DoesNotFitError):
 
 
 def call_error(text: str, result: int) -> CudaError:
-    """The error for a call that returned `result`."""
+    """The error for a call that returned `result`; `text` begins with its name."""
+    if result == OUT_OF_MEMORY and "Host" in text.partition(":")[0]:
+        return GpuMemoryError(f"{text}; close other programs: memory of this machine cannot be pinned", result)
     if result == OUT_OF_MEMORY:
         return GpuMemoryError(f"{text}; free memory of the GPU, or compile with a smaller --vram-budget", result)
     return (NoGpuError if result in _LACKS_GPU else GpuCallError)(text, result)

@@ -50,6 +50,7 @@ PARAMETERS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         # Streams and events.
         "cuStreamCreate": (_new_handle, c_uint),
         "cuStreamDestroy_v2": (_stream,),
+        "cuStreamQuery": (_stream,),
         "cuStreamSynchronize": (_stream,),
         "cuStreamWaitEvent": (_stream, _handle, c_uint),
         "cuStreamBeginCapture_v2": (_stream, c_int),

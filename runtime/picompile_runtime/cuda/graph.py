@@ -12,7 +12,9 @@ from picompile_runtime.cuda.driver import Driver
 from picompile_runtime.cuda.errors import CudaError, GpuCallError
 from picompile_runtime.cuda.images import Launch
 
-_CAPTURE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: other threads may do what they like meanwhile
+# CU_STREAM_CAPTURE_MODE_RELAXED: what else happens meanwhile, in this thread too, does not end the capture. Python may
+# collect other objects of CUDA at any time.
+_CAPTURE_RELAXED = 2
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def runnable_graph(driver: Driver, launches: Sequence[BoundLaunch], stream: c_vo
 @contextmanager
 def _captured(driver: Driver, launches: Sequence[BoundLaunch], stream: c_void_p) -> Iterator[c_void_p]:
     graph = c_void_p()
-    driver.call("cuStreamBeginCapture_v2", stream, _CAPTURE_THREAD_LOCAL)
+    driver.call("cuStreamBeginCapture_v2", stream, _CAPTURE_RELAXED)
     try:
         for launch in launches:
             enqueue(driver, launch, stream)

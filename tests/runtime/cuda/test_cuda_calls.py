@@ -63,9 +63,11 @@ def test_an_empty_list_is_allowed(device: CudaDevice, gpu: ctypes.CDLL) -> None:
     assert gpu.fake_count(b"cuGraphLaunch") == 0
 
 
-def test_device_and_host_meet_at_flags(make_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("blocking", ["0", "1"])
+def test_device_and_host_meet_at_flags(make_device: Make, blocking: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel ends only after the host has set its flag, so `start` has returned before; nor do others wait."""
     monkeypatch.setenv("FAKE_CUDA_DELAY_US", "1000")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", blocking)
     device = make_device()
     shared, array = device.share(4096, "flags")
     go, seen, done = (array[offset : offset + 4].view(np.int32) for offset in (0, 64, 128))

@@ -1,13 +1,17 @@
 """Memory of the GPU and copies, on a stand-in driver whose streams are threads."""
 
 import ctypes
+import mmap
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
-from toy_gpu import POISON, read
+from toy_gpu import IMAGES, POISON, STAGING_BYTES, axpy, raw, read
 
+from picompile_runtime import DoesNotFitError, KernelError
 from picompile_runtime.cuda import CudaDevice
+from picompile_runtime.memory import anonymous_map, map_file
 
 Make = Callable[..., CudaDevice]
 
@@ -108,3 +112,45 @@ def test_copies_inside_of_a_memory(make_device: Make, monkeypatch: pytest.Monkey
     device.copy(memory, [(0, 2000, 2000)])
     device.write(memory, 0, np.full(2000, POISON, np.uint8))
     assert np.array_equal(read(device, memory, 2000, "uint8", 2000), data[:2000])
+
+
+def test_kernels_see_memory_of_the_host_that_is_adopted(device: CudaDevice) -> None:
+    memory = anonymous_map(8192, "a test")
+    array = np.frombuffer(memory, np.uint8)
+    array[:4], array[256 : 256 + 37 * 4] = raw(np.float32([0.5])), raw(np.arange(37, dtype=np.float32))
+    device.start(device.bind([axpy(device.adopt(memory))]))
+    device.wait()
+    assert array[1024 : 1024 + 37 * 4].view(np.float32).tolist() == [0.5 * i for i in range(37)]
+
+
+def test_memory_that_is_adopted_stays_mapped(make_device: Make, gpu: ctypes.CDLL) -> None:
+    """Until it is no longer pinned, whoever else lets it go."""
+    device = make_device()
+    device.adopt(anonymous_map(1 << 20, "a test"))
+    device.close()
+    assert gpu.fake_fault() == b""
+
+
+def test_a_file_cannot_be_adopted(device: CudaDevice, tmp_path: Path) -> None:
+    """It is mapped for reading only, and pinning is for writing too."""
+    (tmp_path / "weights").write_bytes(bytes(10_000))
+    with (tmp_path / "weights").open("rb") as file:
+        memory: mmap.mmap = map_file(file.fileno())
+    with pytest.raises(DoesNotFitError, match="cannot be pinned"):
+        device.adopt(memory)
+
+
+def test_what_failed_before_is_no_lack_of_memory(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_CUDA_FAIL_CALL", "cuMemHostRegister_v2")
+    monkeypatch.setenv("FAKE_CUDA_FAIL_AT", "0")
+    with pytest.raises(KernelError, match="cuMemHostRegister_v2: CUDA error 999"):
+        device.adopt(anonymous_map(4096, "a test"))
+
+
+def test_a_device_that_is_dropped_gives_all_back(gpu: ctypes.CDLL) -> None:
+    device = CudaDevice(IMAGES, staging_bytes=STAGING_BYTES)
+    device.allocate(4096, "a test")
+    device.adopt(anonymous_map(4096, "a test"))
+    assert gpu.fake_owned() > 0
+    del device
+    assert (gpu.fake_owned(), gpu.fake_leaked(), gpu.fake_fault()) == (0, 0, b"")

@@ -117,7 +117,9 @@ def life(images: DeviceImages) -> None:
 def test_every_call_is_checked_and_nothing_leaks(
     gpu: ctypes.CDLL, images: DeviceImages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each call of a device's life fails once. Only `close` keeps that to itself."""
+    """Each call of a device's life fails once. Only `close` keeps that to itself, and what only asks whether work is
+    left.
+    """
     life(images)
     count = gpu.fake_calls()
     assert count > 80
@@ -131,6 +133,8 @@ def test_every_call_is_checked_and_nothing_leaks(
             assert not closing, "close raised"
             assert isinstance(error, CudaError) and "CUDA error 999" in str(error)
         else:
+            if gpu.fake_failed() == b"cuStreamQuery":
+                continue
             closing.append(gpu.fake_failed().decode())
         # Without a context nothing can be freed but the context.
         no_context = closing[-1:] == ["cuCtxPushCurrent_v2"]
