@@ -1,5 +1,5 @@
 """Runs `picompile` as a process of its own without the seconds in which it imports torch and TVM, for tests of dozens
-of commands: a server that has them forks for each.
+of commands: a server that has them, and has captured the bundled model, forks for each.
 
 python tests/command_server.py FOLDER
 
@@ -57,6 +57,7 @@ def main() -> None:
     client.write_text(_CLIENT.format(python=sys.executable, address=address))
     client.chmod(0o755)
     _import_all()
+    _capture_bundled_model()
     print("ready", flush=True)
     while True:
         connection, _ = listener.accept()
@@ -81,6 +82,13 @@ def _import_all() -> None:
         "transformers.models.llama.modeling_llama",
     ):
         importlib.import_module(name)
+
+
+def _capture_bundled_model() -> None:
+    """So that the processes of commands need not: a process captures a model once."""
+    from picompile.capture import load_model
+
+    load_model(Path(__file__).parents[1] / "models" / "tiny-reglu")
 
 
 def _serve(connection: socket.socket) -> NoReturn:

@@ -1,9 +1,11 @@
 """Capture of a Hugging Face folder."""
 
+import copy
 import importlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,8 @@ def load_model(folder: Path | str) -> Captured:
     checkpoint that cannot be compiled.
     """
     checkpoint = open_checkpoint(Path(folder))
-    return Captured(export_decoder(checkpoint.model, call_model, _MAX_TOKENS), checkpoint.weights, checkpoint.facts)
+    graph_module = _capture(checkpoint.model, checkpoint.facts.activation)
+    return Captured(graph_module, checkpoint.weights, checkpoint.facts)
 
 
 def capture_config(raw: Mapping[str, Any]) -> GraphModule:
@@ -56,7 +59,30 @@ def capture_config(raw: Mapping[str, Any]) -> GraphModule:
     activation = activation_text(raw, raw_activation(family, raw))
     config = _make_config(family, raw)
     check_config(family, config)
-    return export_decoder(build_model(family, config, activation), call_model, _MAX_TOKENS)
+    return _capture(build_model(family, config, activation), activation)
+
+
+@dataclass(frozen=True)
+class _Exportable:
+    """A model without weights, and what makes it equal to another."""
+
+    model_class: type
+    config: str
+    activation: str
+    model: nn.Module = field(compare=False)
+
+
+def _capture(model: nn.Module, activation: str) -> GraphModule:
+    """The graph of a model of transformers: a copy, since `torch.export` takes seconds for a few layers, and a command
+    may profile a model, train its predictors and compile it.
+    """
+    config = json.dumps(vars(model)["config"].to_dict(), sort_keys=True, default=str)
+    return copy.deepcopy(_exported(_Exportable(type(model), config, activation, model)))
+
+
+@lru_cache(maxsize=16)
+def _exported(exportable: _Exportable) -> GraphModule:
+    return export_decoder(exportable.model, call_model, _MAX_TOKENS)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

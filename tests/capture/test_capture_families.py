@@ -142,3 +142,26 @@ def test_fatrelu_of_every_family(fields):
     config = {**sizes, "max_position_embeddings": 64, "hidden_act_param": 0.05, **fields}
     graph = Pipeline(CANONICALIZE)(capture_config(config)).graph_module.graph
     assert [arguments(block)["activation"] for block in calls(graph, FFN)] == ["fatrelu(0.05)"]
+
+
+def test_what_a_graph_becomes_is_of_no_influence_on_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process exports a model once: for each that asks there is a copy."""
+    from picompile.capture import capture_config, hf
+
+    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "vocab_size": 20, "hidden_size": 12}
+    config |= {"num_attention_heads": 3, "intermediate_size": 20, "max_position_embeddings": 64}
+    silu = capture_config({**config, "hidden_act": "silu"})
+    text, buffers = str(silu.graph), {name: buffer.clone() for name, buffer in silu.named_buffers()}
+    assert buffers
+    for buffer in silu.buffers():
+        buffer.zero_()
+    silu.graph.erase_node(silu.graph.output_node())
+    # Nothing but the activation is another.
+    assert "silu" not in str(capture_config({**config, "hidden_act": "relu"}).graph)
+    assert capture_config({**config, "hidden_act": "silu", "rope_theta": 77.0}) is not silu
+    monkeypatch.setattr(hf, "export_decoder", None)
+    again = capture_config({**config, "hidden_act": "silu"})
+    assert str(again.graph) == text
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in again.named_buffers())
+    with pytest.raises(TypeError):
+        capture_config({**config, "hidden_act": "silu", "rope_theta": 78.0})
