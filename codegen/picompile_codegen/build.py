@@ -1,4 +1,4 @@
-"""From kernels to `host.so`: TVM compiles each to an object, and gcc links them with native/host.c."""
+"""From kernels to `host.so`: TVM compiles each to an object, and gcc links them with what is in native/."""
 
 import subprocess
 import tempfile
@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import tvm
 from tvm.target import Target
@@ -20,10 +19,12 @@ from picompile_codegen.object_cache import cached_object, object_key
 from picompile_codegen.pipeline import PIPELINE
 from picompile_codegen.toolchain import c_compiler
 
-_HOST_SOURCE = Path(__file__).parent / "native" / "host.c"
-_READ_SOURCE = _HOST_SOURCE.with_name("read.c")
-_GCC_FLAGS = (
-    "-shared", "-fPIC", "-std=c11", "-O2", "-fvisibility=hidden",
+_NATIVE = Path(__file__).parent / "native"
+_SOURCES = (_NATIVE / "host.c", _NATIVE / "read.c")
+_HEADER = _NATIVE / "abi.h"
+_COMPILE_FLAGS = ("-c", "-fPIC", "-std=c11", "-O2", "-fvisibility=hidden")
+_LINK_FLAGS = (
+    "-shared",
     # Calls between the library's own functions are not to be intercepted by another library's of the same name.
     "-Wl,-Bsymbolic",
     # The same input gives the same bytes: no identifier, and no symbol table with names of temporary files.
@@ -42,10 +43,13 @@ def build_host_library(kernels: Iterable[Kernel], output: Path, isa: Isa = ISAS[
     functions = {kernel.name: _written_for(isa, kernel) for kernel in kernels}
     with tempfile.TemporaryDirectory(prefix="picompile-build-") as folder:
         objects = []
+        for number, source in enumerate(_SOURCES):
+            objects.append(Path(folder) / f"source{number}.o")
+            _compile_source(compiler, source, objects[-1])
         for number, name in enumerate(sorted(functions)):
             objects.append(Path(folder) / f"{number}.o")
-            _compile(name, functions[name], isa, target, objects[-1])
-        _link(compiler, objects, output)
+            _compile(functions[name], isa, target, objects[-1])
+        _run(compiler, *_LINK_FLAGS, "-o", output, *objects, *_LIBRARIES)
 
 
 def llvm_target(isa: Isa) -> Target:
@@ -62,22 +66,22 @@ def llvm_target(isa: Isa) -> Target:
     return target
 
 
-def _written_for(isa: Isa, kernel: Kernel) -> Any:
+def _written_for(isa: Isa, kernel: Kernel) -> Kernel:
     # LLVM ends the process over an instruction that the target lacks.
     if kernel.isa != isa.name:
         raise CodegenError(f"kernel {kernel.name} was written for {kernel.isa}, not for {isa.name}")
-    return kernel.prim_func
+    return kernel
 
 
-def _compile(name: str, function: Any, isa: Isa, target: Target, output: Path) -> None:
+def _compile(kernel: Kernel, isa: Isa, target: Target, output: Path) -> None:
     def compile_to(path: Path) -> None:
         try:
-            executable = tvm.compile(tvm.IRModule({name: function}), target=target, tir_pipeline=PIPELINE)
-            executable.mod.write_to_file(str(path), "o")
+            module = tvm.IRModule({kernel.name: kernel.prim_func})
+            tvm.compile(module, target=target, tir_pipeline=PIPELINE).mod.write_to_file(str(path), "o")
         except Exception as error:  # TVM raises many types, none of them its own
-            raise BuildError(f"TVM cannot compile the kernel {name}: {error}") from error
+            raise BuildError(f"TVM cannot compile the kernel {kernel.name}: {error}") from error
 
-    cached_object(object_key(function.script(), repr(isa), *_compiler()), output, compile_to)
+    cached_object(object_key(kernel.digest, repr(isa), *_compiler()), output, compile_to)
 
 
 @cache
@@ -87,9 +91,20 @@ def _compiler() -> tuple[str, ...]:
     return version("apache-tvm"), str(llvm_version_major()), pipeline
 
 
-def _link(compiler: str, objects: list[Path], output: Path) -> None:
-    sources = [str(path) for path in (_HOST_SOURCE, _READ_SOURCE, *objects)]
-    command = [compiler, *_GCC_FLAGS, "-o", str(output), *sources, *_LIBRARIES]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+def _compile_source(compiler: str, source: Path, output: Path) -> None:
+    """What an artifact holds beside the kernels."""
+    texts = (path.read_text(encoding="utf-8") for path in (source, _HEADER))
+    key = object_key(*texts, *_COMPILE_FLAGS, compiler, _version_of(compiler))
+    cached_object(key, output, lambda path: _run(compiler, *_COMPILE_FLAGS, "-o", path, source))
+
+
+@cache
+def _version_of(compiler: str) -> str:
+    return _run(compiler, "--version")
+
+
+def _run(compiler: str, *arguments: str | Path) -> str:
+    result = subprocess.run([compiler, *arguments], capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise BuildError(f"{compiler} cannot link the kernels: {result.stderr.strip()}")
+        raise BuildError(f"{compiler} cannot build the kernels' library: {result.stderr.strip()}")
+    return result.stdout

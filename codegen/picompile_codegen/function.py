@@ -13,7 +13,7 @@ from picompile_codegen.kernels.step_rows import Mode
 from picompile_codegen.packing import Matrix, WeightTable
 from picompile_codegen.placement import ON_HOST, Placement
 from picompile_codegen.program import Arg, Call, Device, FfnPart, LeadingBuffers, Memory, Tensor
-from picompile_codegen.retarget import Recipe
+from picompile_codegen.retarget import Recipe, kernel_of
 from picompile_passes.errors import UnsupportedGraphError
 
 STATS_ROW_BYTES = 16
@@ -56,10 +56,11 @@ class Shared:
 
     def kernel(self, device: Device, builder: Callable[..., Kernel], parameters: Mapping[str, Hashable]) -> AnyKernel:
         """Builds a kernel, once for the same parameters: most layers ask for the same few."""
-        key = (builder, tuple(sorted(parameters.items())))
+        sorted_parameters = tuple(sorted(parameters.items()))
+        key = (builder, sorted_parameters)
         built = self.kernels if device == "host" else self.device_kernels
         if key not in built:
-            built[key] = self._builder(device, builder)(**parameters)
+            built[key] = kernel_of((self._builder(device, builder), sorted_parameters))
         return built[key]
 
     def _builder(self, device: Device, builder: Callable[..., Kernel]) -> Callable[..., AnyKernel]:

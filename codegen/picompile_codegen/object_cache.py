@@ -1,4 +1,4 @@
-"""Objects of kernels that were compiled before, in the user's cache folder.
+"""Objects of kernels that were compiled before, and their CUDA source, in the user's cache folder.
 
 A kernel takes up to seconds to compile, and models have most of theirs in common: those of the same sizes, whatever the
 weights, the predictor or the plan. The key is the hash of all that makes the object: the kernel as TVM gets it, the
@@ -33,7 +33,15 @@ def object_key(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def cached_object(key: str, output: Path, compile_to: Callable[[Path], None]) -> None:
+def cached_text(key: str, make: Callable[[], str]) -> str:
+    """The text with this key: the one of the cache, or what `make` returns."""
+    with tempfile.TemporaryDirectory(prefix="picompile-text-") as folder:
+        path = Path(folder) / "text"
+        cached_object(key, path, lambda output: output.write_text(make(), encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
+
+
+def cached_object(key: str, output: Path, compile_to: Callable[[Path], object]) -> None:
     """Writes the object with this key to `output`: the one of the cache, or what `compile_to` writes there.
 
     A cache that cannot be read or written is done without.

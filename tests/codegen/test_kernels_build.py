@@ -70,7 +70,7 @@ def test_products_use_vector_instructions(tmp_path: Path) -> None:
 def test_a_failing_linker_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "host.c"
     source.write_text("#error not a host\n")
-    monkeypatch.setattr(build, "_HOST_SOURCE", source)
+    monkeypatch.setattr(build, "_SOURCES", (source,))
     with pytest.raises(BuildError, match="not a host") as caught:
         build_host_library([kernels.add(dim=8, rows=1)], tmp_path / "host.so")
     assert caught.value.exit_code == 1

@@ -188,7 +188,7 @@ def test_nobody_waits_once_a_side_has_given_up(name: str, bench: Workbench) -> N
 @pytest.mark.parametrize("name", list(WAITING))
 def test_patience_ends(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a library that has a millisecond of it, instead of half a minute."""
-    monkeypatch.setattr(build_module, "_GCC_FLAGS", (*build_module._GCC_FLAGS, "-DPI_PATIENCE_NS=1000000"))
+    monkeypatch.setattr(build_module, "_COMPILE_FLAGS", (*build_module._COMPILE_FLAGS, "-DPI_PATIENCE_NS=1000000"))
     kernel = WAITING[name]
     build_host_library([kernel], tmp_path / "host.so")
     arrays = arrays_of(kernel, STEP - 1)

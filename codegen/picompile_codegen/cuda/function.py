@@ -18,12 +18,13 @@ once.
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from tvm.tirx.script.builder import ir as T
 
 from picompile_codegen.errors import CodegenError
-from picompile_codegen.kernels.kernel import Argument, KernelFunction
+from picompile_codegen.kernels.kernel import Argument, KernelFunction, digest_of
 from picompile_codegen.kernels.tensor import Expr
 
 WARP = 32
@@ -72,6 +73,11 @@ class CudaKernel:
     prim_func: Any
     arguments: tuple[Argument, ...]
     grids: tuple[Grid, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the function, the same for all that are written alike."""
+        return digest_of(self.prim_func)
 
     @property
     def params(self) -> tuple[str, ...]:

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import tvm
@@ -10,6 +12,7 @@ from tvm.target import Target
 
 from picompile_codegen.cuda.function import CudaKernel, Grid
 from picompile_codegen.errors import BuildError, CodegenError
+from picompile_codegen.object_cache import cached_text, object_key
 
 _PRELUDE = Path(__file__).with_name("prelude.cuh")
 # TVM's source is the same for all of these kernels' architectures; the compiler of CUDA C is told the real one.
@@ -48,12 +51,7 @@ def cuda_source(kernels: Iterable[CudaKernel]) -> CudaSource:
 
 
 def _generate(kernel: CudaKernel) -> tuple[list[str], tuple[Launch, ...]]:
-    target = Target({"kind": "cuda", "arch": _ARCH})
-    try:
-        module = tvm.compile(tvm.IRModule({kernel.name: kernel.prim_func}), target=target).mod
-        text = module.imports[0].inspect_source()
-    except Exception as error:  # TVM raises many types, none of them its own
-        raise BuildError(f"TVM cannot generate CUDA code of the kernel {kernel.name}: {error}") from error
+    text = cached_text(object_key(kernel.digest, _ARCH, version("apache-tvm")), partial(_source_of, kernel))
     found = list(_DEFINITION.finditer(text))
     if len(found) != len(kernel.grids):
         raise CodegenError(f"kernel {kernel.name}: {len(kernel.grids)} launches became {len(found)} functions")
@@ -63,6 +61,15 @@ def _generate(kernel: CudaKernel) -> tuple[list[str], tuple[Launch, ...]]:
             raise CodegenError(f"kernel {kernel.name}: {match[2]} has {match[1]} threads instead of {grid.threads}")
         launches.append(Launch(match[2], grid, tuple(_arguments(kernel, match[3]))))
     return [_bounded(match[0], grid) for match, grid in zip(found, kernel.grids, strict=True)], tuple(launches)
+
+
+def _source_of(kernel: CudaKernel) -> str:
+    target = Target({"kind": "cuda", "arch": _ARCH})
+    try:
+        module = tvm.compile(tvm.IRModule({kernel.name: kernel.prim_func}), target=target).mod
+        return str(module.imports[0].inspect_source())
+    except Exception as error:  # TVM raises many types, none of them its own
+        raise BuildError(f"TVM cannot generate CUDA code of the kernel {kernel.name}: {error}") from error
 
 
 def _bounded(definition: str, grid: Grid) -> str:

@@ -16,6 +16,8 @@ parameter that it was built with.
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
 from math import prod
 from types import TracebackType
 from typing import Any
@@ -58,6 +60,11 @@ class Kernel:
     arguments: tuple[Argument, ...]
     isa: str = DEFAULT_ISA
 
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the function, the same for all that are written alike."""
+        return digest_of(self.prim_func)
+
     @property
     def params(self) -> tuple[str, ...]:
         """Argument names in order."""
@@ -67,6 +74,11 @@ class Kernel:
     def scratch(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """(dtype, shape) of each argument that the caller must allocate and nobody else reads."""
         return {argument.name: (argument.dtype, argument.shape) for argument in self.arguments if argument.scratch}
+
+
+def digest_of(function: Any) -> str:
+    """The sha256 of TVM's text of a function."""
+    return sha256(function.script().encode()).hexdigest()
 
 
 def symbol(*parts: object) -> str:
