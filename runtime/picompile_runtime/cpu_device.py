@@ -22,6 +22,7 @@ class CpuDevice:
     """A `HotDevice` that runs the kernels of `library` on `threads` threads."""
 
     slow_stamps = False
+    pins_memory = False
 
     def __init__(self, library: HostLibrary, threads: int) -> None:
         self._library, self._threads = library, threads

@@ -29,10 +29,12 @@ class View:
 class HotDevice(Protocol):
     """One device. Methods are called by one thread at a time; errors are KernelError unless they say otherwise.
 
-    `slow_stamps`: calls that are stamped run in another way, which takes longer.
+    `slow_stamps`: calls that are stamped run in another way, which takes longer. `pins_memory`: what it adopts must be
+    memory that may be written to, and no file.
     """
 
     slow_stamps: bool
+    pins_memory: bool
 
     def free_bytes(self) -> int | None:
         """What of its memory is free now; None where it has none of its own."""

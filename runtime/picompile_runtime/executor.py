@@ -90,7 +90,7 @@ class Executor:
             self._weights: Any = load_weights(artifact.weights, sha256, threads, other_bytes)
             return {name: (self._weights.memory, self._weights.start + each.offset) for name, each in tensors.items()}
         wanted = {name: tensors[name] for name in weights_of(self._program, "host")}
-        must_copy = bool(self._program.streamed)
+        must_copy = bool(self._program.streamed) and self._device is not None and self._device.pins_memory
         self._weights, places = load_tensors(artifact.weights, wanted, threads, other_bytes, must_copy)
         return {name: (self._weights, place) for name, place in places.items()}
 

@@ -1,12 +1,10 @@
 """Artifacts for GPUs on the command line: their plan, what is shown of them, and how they end where they cannot run."""
 
 import ctypes
-import functools
 import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,8 @@ import pytest
 from gpu_artifacts import fake_cuda, fake_library, gpu, gpu_artifact, gpu_kernels, gpu_model, host_artifact
 from support import Cli
 
-from picompile import capture
 from picompile.placement.plan_file import read_plan
-from picompile_runtime import device_memory
+from picompile_runtime import device_memory, resident
 from picompile_runtime.cuda import driver
 
 __all__ = ["fake_cuda", "fake_library", "gpu", "gpu_artifact", "gpu_kernels", "gpu_model", "host_artifact"]
@@ -26,14 +23,6 @@ FOR_4090 = ("--target", "4090", "--hot-device", "cpu", "--quant", "f16", "--cont
 # A host so slow that the GPU is worth it for a tiny model, and a GPU so small that not all of it fits.
 SMALL = ("--vram-budget", "600kB", "--host-bandwidth", "0.02")
 IDS = "1,15,7,200,31"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _captured_once() -> Iterator[None]:
-    """Capture takes a second and gives the same every time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capture, "load_model", functools.cache(capture.load_model))
-        yield
 
 
 @pytest.fixture
@@ -338,6 +327,23 @@ def test_with_less_memory_than_planned_weights_stay_with_the_host(
     ended = cli(command, gpu_artifact, *words[command], *more, "--json", "--replan")
     assert (ended.code, ended.out, ended.err.count("\n")) == (5, "", 1)
     assert "even if its weights stay with the host" in ended.err
+
+
+@pytest.mark.parametrize("why", ["as asked", "little memory"])
+def test_what_the_gpu_reads_from_the_host_is_in_memory_that_can_be_pinned(
+    cli: Cli, gpu_artifact: Path, host_artifact: Path, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """A file that is mapped cannot, so that it is copied even where weights else stay in it."""
+    assert json.loads((gpu_artifact / "program.json").read_text())["streamed"]
+    if why == "as asked":
+        monkeypatch.setenv("PICOMPILE_MMAP", "1")
+    else:
+        monkeypatch.setattr(resident, "_MARGIN_BYTES", 2**60)
+    assert tokens(cli, gpu_artifact) == tokens(cli, host_artifact)
+    monkeypatch.setattr(resident, "_free_bytes", lambda: 1000)
+    ended = cli("run", gpu_artifact, "--ids", IDS)
+    assert (ended.code, ended.out, ended.err.count("\n")) == (5, "", 1)
+    assert "the weights of the host, from where the GPU reads them, take 0.00 GiB" in ended.err
 
 
 def test_without_a_driver(cli: Cli, gpu_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,9 @@
 """`picompile plan`, and `compile --plan`."""
 
-import functools
 import json
 import random
 import re
 import shutil
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,6 @@ import pytest
 from support import BUNDLED_MODEL, BuildOnce, Cli, compile_for_test
 
 import picompile_runtime
-from picompile import capture
-from picompile.capture import hf
 from picompile.cli.plan_show import ranges, verdict
 from picompile.measure import CudaError, Host, local
 from picompile.placement.plan import MemoryRow, Plan
@@ -25,24 +21,6 @@ from picompile.placement.plan_file import read_plan
 CURVE = ("--shape", "tiny-reglu", "--firing", "10%", "--target", "4090")
 # A host so slow that the GPU is worth it for a tiny model, and a GPU so small that not all of it fits.
 SLOW_HOST = ("--host-bandwidth", "0.02", "--target", "4090")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _captured_once() -> Iterator[None]:
-    """Capture takes a second and gives the same every time."""
-    found: dict[str, Any] = {}
-    capture_config = hf.capture_config
-
-    def once(raw: Mapping[str, Any]) -> Any:
-        key = json.dumps(raw)
-        if key not in found:
-            found[key] = capture_config(raw)
-        return found[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capture, "load_model", functools.cache(capture.load_model))
-        patch.setattr(hf, "capture_config", once)
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -199,6 +199,7 @@ class SlowDevice(CpuDevice):
     """A device that can stamp its calls, and would rather not, as a GPU."""
 
     slow_stamps = True
+    pins_memory = False
     stamped: list[bool]
 
     def start(self, calls: Any, stamps: Any = None) -> None:

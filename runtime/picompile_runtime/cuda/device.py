@@ -56,6 +56,7 @@ class CudaDevice:
     """
 
     slow_stamps = True
+    pins_memory = True
     name: str
     sm: int
     total_bytes: int
