@@ -21,6 +21,7 @@ from picompile.errors import AccuracyGateError, UsageError
 from picompile.hot_device import DeviceTarget, device_target
 from picompile.progress import NoProgress
 from picompile.targets import TARGETS
+from picompile_codegen import cuda
 from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.cuda.function import CudaKernel
 from picompile_codegen.lower import LowerOptions, lower
@@ -100,18 +101,50 @@ def instructions(cubin: Path) -> dict[str, str]:
 
 
 def check_instructions(folder: Path) -> None:
-    """Weights are read 16 bytes at a time, and nothing is spilled, says the machine code in `folder`."""
+    """Weights are read 16 bytes at a time, many at once, and nothing is spilled, says the machine code in `folder`."""
     found, source = instructions(folder / "device.cubin"), (folder / "device.cu").read_text()
-    parameters = dict(re.findall(r"__global__[^\n]*?\s(\w+)\(([^)]*)\)\s*\{", source))
-    assert set(found) == set(parameters)
+    definitions = re.findall(r"__global__[^\n]*?\s(\w+)\(([^)]*)\)\s*\{\n(.*?\n)\}\n", source, re.DOTALL)
+    assert set(found) == {symbol for symbol, _, _ in definitions}
     reading = 0
-    for symbol, text in found.items():
+    for symbol, parameters, body in definitions:
+        text = found[symbol]
         assert not re.search(r"\b(LDL|STL)\b", text), f"{symbol} spills"
-        if any(name.endswith(WEIGHTS) for name in re.findall(r"(\w+)_ptr\b", parameters[symbol])):
+        if any(name.endswith(WEIGHTS) for name in re.findall(r"(\w+)_ptr\b", parameters)):
             reading += 1
             assert re.search(r"\bLDG\.E\.128\b", text), f"{symbol} reads its weights in small pieces"
+        if "pi_loads_first()" in body:
+            check_loads_come_first(symbol, text)
     # At the least: a product, and gate, up and down of a block.
     assert reading >= 4
+
+
+def check_loads_come_first(symbol: str, text: str) -> None:
+    """Nothing has to do with what LDG.128 loads before the PMTRIG behind it, which is what `loads_first` becomes."""
+    loading: set[int] = set()
+    events = 0
+    for instruction in re.findall(r"/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\w+ +)?(.*?) *;", text):
+        operation, _, operands = instruction.partition(" ")
+        loads = re.match(r"R(\d+), (.*)", operands) if operation.startswith("LDG.E.128") else None
+        named = re.findall(r"\bR(\d+)\b", loads[2] if loads else operands)
+        assert not loading & {int(number) for number in named}, f"{symbol}: {instruction}"
+        if loads:
+            loading |= set(range(int(loads[1]), int(loads[1]) + 4))
+        if operation == "PMTRIG":
+            loading, events = set(), events + 1
+    assert events and not loading, f"{symbol} loads without an event"
+
+
+@pytest.mark.parametrize("sm", [75, 89])
+def test_loads_of_long_rows_come_first(tmp_path: Path, sm: int) -> None:
+    """Those of a model have several turns of a warp, and are where registers are few: q4 has 32 weights a lane."""
+    ffn = functools.partial(
+        cuda.ffn, format="q4", neurons=704, dim=4096, rows=1, gated=True, activation="relu", up_activation="identity",
+        gate_bias=False, up_bias=False, down_bias=False,
+    )  # fmt: skip
+    linears = [cuda.linear(format="q4", n=64, k=k, rows=1, bias=False) for k in (420, 4096)]
+    build_cuda([ffn(kind="exact"), ffn(kind="masked"), *linears], tmp_path, sm)
+    check_instructions(tmp_path)
+    check_resources(json.loads((tmp_path / "device.json").read_text())["kernels"])
 
 
 def test_all_kernels_of_an_artifact_for_sm_89(gpu_artifact: Path) -> None:
@@ -125,6 +158,20 @@ def test_kernels_of_other_formats_and_predictors(gpu_model: Path, tmp_path: Path
     assert {kernel.name.partition("_")[0] for kernel in reading} == {"linear", "ffn", "predict"}
     build_cuda(reading, tmp_path, 89)
     check_instructions(tmp_path)
+    check_resources(json.loads((tmp_path / "device.json").read_text())["kernels"])
+
+
+def test_weights_of_attention_are_computed_once(tmp_path: Path) -> None:
+    """A thread has 8 of a tile where a token is decoded, 16 in a chunk; and what all before is multiplied by."""
+    build = functools.partial(
+        cuda.attention, heads=8, kv_heads=2, head_dim=64, value_dim=64, context=256, kv_dtype="float16", scale=0.125,
+        window=0, sequences=1,
+    )  # fmt: skip
+    one, chunk = build(rows=1, mode="one"), build(rows=16, mode="chunk")
+    build_cuda([one, chunk], tmp_path, 89)
+    found = instructions(tmp_path / "device.cubin")
+    exps = {kernel.name: found[f"{kernel.name}_kernel"].count("MUFU.EX2") for kernel in (one, chunk)}
+    assert exps == {one.name: 8 + 1, chunk.name: 16 + 1}
     check_resources(json.loads((tmp_path / "device.json").read_text())["kernels"])
 
 

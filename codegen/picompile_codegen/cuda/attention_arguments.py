@@ -78,6 +78,14 @@ def number(value: float) -> Expr:
     return tirx.FloatImm("float32", value)
 
 
+def weight_of(is_seen: Expr, score: Expr, highest: Expr) -> Expr:
+    """exp(score - highest), which is NaN for NaN; 0 for what is not to be seen.
+
+    The choice is made in front of exp, which would otherwise be a branch for each weight.
+    """
+    return tirx.exp(tirx.Select(is_seen, score - highest, number(LOWEST)))
+
+
 def head_element(
     x: Tensor, row: Expr, start: Expr, dim: int, angles: Angles | None, position: Expr
 ) -> Callable[[Expr], Expr]:

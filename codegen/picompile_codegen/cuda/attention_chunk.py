@@ -102,10 +102,6 @@ def _attend(tensors: Tensors, tile: ChunkTile, span: tuple[Expr, Expr], first_co
             load_values(tensors.values, key_rows, first_column + n * SIDE, factors, place)
             barrier()
             multiply_weights(weights, factors, output, place)
-    # TVM gives memory that nobody uses any more to what comes next.
-    barrier()
-    softener.finish(tensors.extremes is not None)
-    barrier()
     _give(tensors, tile, outputs, softener, first_column, place)
 
 

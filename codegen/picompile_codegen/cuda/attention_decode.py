@@ -41,6 +41,12 @@ def queries_of_block(shape: Shape, kv_dtype: str) -> int:
     return blocks_for(shape.group, blocks_for(shape.group, most))
 
 
+def _resident(shape: Shape, kv_dtype: str, parts: Parts) -> int:
+    """For `Grid`. Of a few queries, each with one tile, ptxas would spill two registers to fit a fourth block."""
+    held = queries_of_block(shape, kv_dtype) * registers_of_query(kv_dtype, shape.head_dim)
+    return 3 if parts.positions == TILE and held <= _REGISTERS // 2 else 0
+
+
 def attend_rows(
     function: CudaFunction, shape: Shape, parts: Parts, tensors: Tensors, read_step: Callable[[], StepRows]
 ) -> None:
@@ -50,7 +56,8 @@ def attend_rows(
     units = shape.kv_heads * sets
     if sets > 1 and tensors.new_keys is not None:
         _extend(function, shape, tensors, read_step)
-    with function.launch(grid=(units * parts.count, shape.rows), block=THREADS) as place:
+    resident = _resident(shape, tensors.keys.data.dtype, parts)
+    with function.launch(grid=(units * parts.count, shape.rows), block=THREADS, resident=resident) as place:
         tokens, row = read_step(), place.block_y
         part, unit = bind(place.block // units), bind(place.block % units)
         with when(row < tokens.count):
@@ -117,7 +124,6 @@ def _attend(
             head = bind(kv_head * shape.group + queries.first + i)
             tensors.give(shape, row, head, part, column, value, weights.totals[i])
 
-    weights.keep_totals()
     mixture.finish(give)
     if tensors.extremes is not None:
         _give_extremes(shape, tensors, queries, weights, (row, kv_head, part), place)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cuda.attention_arguments import LOWEST, number
+from picompile_codegen.cuda.attention_arguments import LOWEST, number, weight_of
 from picompile_codegen.cuda.attention_scores import TILE, Tile
 from picompile_codegen.cuda.function import WARP, Place
 from picompile_codegen.cuda.memory import barrier, registers, shared, warp_max, warp_sum
@@ -14,23 +14,24 @@ from picompile_codegen.kernels.tensor import Expr, Tensor, bind, minimum, when
 
 @dataclass(frozen=True)
 class Weights:
-    """What warp i knows of query i: the running `highest` score and `sum` of weights, in every lane.
+    """What warp i knows of query i, in the memory of the block.
 
-    In the memory of the block: `rescale`, by which all before the last tile is to be multiplied; at the end `totals`.
+    `highest` is the running maximum of scores, `totals` the running sum of weights, and `rescale` what all
+    before the last tile is to be multiplied by. They take no registers, of which sums of values need all.
     """
 
     count: int
     highest: Tensor
-    sum: Tensor
-    rescale: Tensor
     totals: Tensor
+    rescale: Tensor
     place: Place
 
     @classmethod
     def of(cls, count: int, place: Place) -> "Weights":
-        """Of nothing yet."""
-        weights = cls(count, registers(1), registers(1), shared(count), shared(count), place)
-        weights.highest[0], weights.sum[0] = number(LOWEST), number(0.0)
+        """Of nothing yet; seen behind the next barrier."""
+        weights = cls(count, shared(count), shared(count), shared(count), place)
+        with when(place.thread < count):
+            weights.highest[place.thread], weights.totals[place.thread] = number(LOWEST), number(0.0)
         return weights
 
     def soften(self, scores: Tensor, tile: Tile) -> None:
@@ -38,31 +39,28 @@ class Weights:
         query, lane = bind(minimum(self.place.warp, self.count - 1)), self.place.lane
         places = [bind(lane + j * WARP) for j in range(TILE // WARP)]
         found = [bind(tirx.if_then_else(p < tile.count, scores[query, p], number(LOWEST))) for p in places]
+        before, total = bind(self.highest[query]), bind(self.totals[query])
         # Lanes write nothing but what they alone have read. TVM does not see that, and wants a barrier in between.
         barrier()
-        before = bind(self.highest[0])
         largest = before
         for score in found:
             largest = tirx.Max(largest, score)
         now = warp_max(largest)
         own: Expr = number(0.0)
+        # TVM would compute a weight again wherever it is used, if it were not stored.
+        weights = registers(len(places))
         with when(self.place.warp < self.count):
-            for p, score in zip(places, found, strict=True):
-                weight = bind(tirx.Select(p < tile.count, tirx.exp(score - now), number(0.0)))
-                scores[query, p] = weight
-                own = bind(own + weight)
+            for i, (p, score) in enumerate(zip(places, found, strict=True)):
+                weights[i] = weight_of(p < tile.count, score, now)
+                scores[query, p] = weights[i]
+                own = bind(own + weights[i])
             factor = bind(tirx.exp(before - now))
-            self.sum[0] = self.sum[0] * factor + warp_sum(own)
-            self.highest[0] = now
+            total = bind(total * factor + warp_sum(own))
             with when(lane == 0):
-                self.rescale[query] = factor
-
-    def keep_totals(self) -> None:
-        """Puts the sums where all threads see them behind the next barrier."""
-        with when(tirx.And(self.place.warp < self.count, self.place.lane == 0)):
-            self.totals[self.place.warp] = self.sum[0]
+                self.highest[query], self.totals[query], self.rescale[query] = now, total, factor
 
     def each(self, body: Callable[[Expr, Expr, Expr], None]) -> None:
-        """`body(i, highest, sum)` for each query, in one thread."""
-        with when(tirx.And(self.place.warp < self.count, self.place.lane == 0)):
-            body(self.place.warp, self.highest[0], self.sum[0])
+        """`body(i, highest, total)` for each query, in one thread, behind a barrier."""
+        thread = self.place.thread
+        with when(thread < self.count):
+            body(thread, self.highest[thread], self.totals[thread])

@@ -78,16 +78,27 @@ def product(products: Tensor, index: Expr) -> Expr:
 def _part_products(
     vector: BlockVector, matrix: CudaMatrix, rows: Sequence[Expr], start: int, columns: int, lane: Expr
 ) -> list[Expr]:
-    """Of `columns` columns from `start` on; the lanes of a warp take the units of a row in turns."""
+    """Of `columns` columns from `start` on, the same in all lanes of a warp."""
     sums = registers(len(rows))
     for i in range(len(rows)):
         sums[i] = tirx.FloatImm("float32", 0.0)
+    add_part(vector, matrix, rows, (start, columns), sums, lane)
+    return [warp_sum(sums[i]) for i in range(len(rows))]
+
+
+def add_part(
+    vector: BlockVector, matrix: CudaMatrix, rows: Sequence[Expr], part: tuple[int, int], sums: Tensor, lane: Expr
+) -> None:
+    """sums[i] += this lane's share of x · row `rows[i]` in `part`, the first column and how many are in `vector`.
+
+    The lanes of a warp take the units of a row in turns.
+    """
+    start, columns = part
     first_unit, units = start // matrix.unit_weights, blocks_for(columns, matrix.unit_weights)
 
-    def add(numbers: list[Expr], *, of_all_lanes: bool) -> None:
+    def add(numbers: list[Expr]) -> None:
         read = [[matrix.unit(row, first_unit + number) for row in rows] for number in numbers]
-        if of_all_lanes:
-            loads_first()
+        loads_first()
         for number, of_rows in zip(numbers, read, strict=True):
             values = vector.read(number * matrix.unit_weights, matrix.unit_weights)
             for i, unit in enumerate(of_rows):
@@ -96,12 +107,11 @@ def _part_products(
     ahead = max(_UNITS_TOGETHER // len(rows), 1)
     full = units // (ahead * WARP)
     with loop(0, full) as turn:
-        add([bind((turn * ahead + i) * WARP + lane) for i in range(ahead)], of_all_lanes=True)
+        add([bind((turn * ahead + i) * WARP + lane) for i in range(ahead)])
     with loop(0, blocks_for(units, WARP) - full * ahead) as turn:
         number = bind((full * ahead + turn) * WARP + lane)
         with when(number < units):
-            add([number], of_all_lanes=False)
-    return [warp_sum(sums[i]) for i in range(len(rows))]
+            add([number])
 
 
 def unit_product(unit: Unit, values: Sequence[Expr]) -> Expr:

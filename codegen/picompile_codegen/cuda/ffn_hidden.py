@@ -58,13 +58,24 @@ def compute_hidden(block: CudaFfn, groups: NeuronGroups, hidden: Tensor, place: 
     with when(place.thread < groups.size):
         outputs[place.thread] = _ZERO
     listed = _named(group) if shape.is_masked else _all(group)
-    if shape.is_exact or (shape.is_masked and shape.gated and shape.is_sparse):
-        computed = _one_after_the_other(group, listed)
-    else:
+    if shape.is_masked:
         computed = listed.count
-        _at_once(group, listed)
+        # Of a group in which nobody is named not even x is read.
+        with when(computed > 0):
+            _compute(group, listed)
+    else:
+        computed = _compute(group, listed)
     barrier()
-    _store(group, hidden, listed.count if shape.is_masked else computed)
+    _store(group, hidden, computed)
+
+
+def _compute(group: _Group, listed: _Listed) -> Expr:
+    """What those that are listed send down: of how many all products were computed."""
+    shape = group.block.shape
+    if shape.is_exact or (shape.is_masked and shape.gated and shape.is_sparse):
+        return _one_after_the_other(group, listed)
+    _at_once(group, listed)
+    return listed.count
 
 
 def _all(group: _Group) -> _Listed:

@@ -2,12 +2,13 @@
 
 from tvm import tirx
 
+from picompile_codegen.cuda.dot import add_part
 from picompile_codegen.cuda.function import WARP, CudaFunction, CudaKernel, Place, blocks_for
 from picompile_codegen.cuda.matrix import CudaMatrix, matrix_argument
 from picompile_codegen.cuda.memory import registers, warp_sum
 from picompile_codegen.cuda.tiles import TILE_ROWS, TILE_THREADS, TILE_TOKENS, multiply_tile
 from picompile_codegen.cuda.vector import BlockVector
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, minimum, when
+from picompile_codegen.kernels.tensor import Tensor, bind, minimum, when
 
 _THREADS = 256
 # A warp reads two rows at a time: what it has read of x serves both, and more reads are under way.
@@ -47,31 +48,8 @@ def _one(x: Tensor, w: CudaMatrix, bias: Tensor | None, y: Tensor, place: Place)
     for start in range(0, w.columns, _COLUMNS):
         columns = min(_COLUMNS, w.columns - start)
         vector.fill(x, 0, start, w.columns, place, _THREADS)
-        _add_products(vector, w, rows, sums, (start, columns), place)
+        add_part(vector, w, rows, (start, columns), sums, place.lane)
     for i in range(_ROWS_A_WARP):
         product = warp_sum(sums[i])
         with when(tirx.And(place.lane == 0, first + i < w.rows)):
             y[0, first + i] = product if bias is None else product + bias[first + i]
-
-
-def _add_products(
-    vector: BlockVector, w: CudaMatrix, rows: list[Expr], sums: Tensor, columns: tuple[int, int], place: Place
-) -> None:
-    start, count = columns
-    first_unit, units = start // w.unit_weights, blocks_for(count, w.unit_weights)
-    with loop(0, blocks_for(units, WARP)) as turn:
-        unit = bind(turn * WARP + place.lane)
-        with when(unit < units):
-            values = vector.read(unit * w.unit_weights, w.unit_weights)
-            for i, row in enumerate(rows):
-                weights = w.unit(row, first_unit + unit)
-                products = [weight * value for weight, value in zip(weights.values, values, strict=True)]
-                product = bind(_chain(products))
-                sums[i] = sums[i] + (product if weights.scale is None else product * weights.scale)
-
-
-def _chain(products: list[Expr]) -> Expr:
-    total = products[0]
-    for product in products[1:]:
-        total = total + product
-    return total

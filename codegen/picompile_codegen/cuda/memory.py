@@ -27,7 +27,7 @@ def barrier() -> None:
 
 
 def loads_first() -> None:
-    """Has all loads that were written so far under way before anything is computed from them. All lanes must come."""
+    """Has all loads that were written so far under way before anything is computed from them."""
     run_extern("pi_loads_first")
 
 

@@ -58,12 +58,18 @@ def queries(rng: np.random.Generator, shape: Heads, tokens: int) -> Array:
     return 5 * uniform(rng, tokens, shape.heads * shape.head_dim)
 
 
-def check(workbench: CudaWorkbench, shape: Heads, rows: int, tokens: int, position: int) -> None:
+def attend(
+    workbench: CudaWorkbench, shape: Heads, rows: int, tokens: int, position: int, not_a_number: int | None = None
+) -> tuple[Array, Array]:
+    """y as the kernel has it, and as it is to be. The first head's key of position `not_a_number` has a NaN in it."""
     rng = np.random.default_rng([tokens, position])
     q, slot = queries(rng, shape, tokens), shape.sequences // 2
     filled = [0] * shape.sequences
     filled[slot] = position + tokens
     keys, values = (random_cache(rng, shape, side, filled) for side in "kv")
+    if not_a_number is not None:
+        for cache in (keys.arguments["k_cache"], keys.values):
+            cache[slot, 0, not_a_number, shape.head_dim // 2] = np.nan
     # A kernel of one row is for one token, whatever the step says: the last token of a prompt runs through some.
     result = workbench.run(
         attention(shape, "one" if rows == 1 else "chunk", rows),
@@ -72,9 +78,13 @@ def check(workbench: CudaWorkbench, shape: Heads, rows: int, tokens: int, positi
         position=position,
         slot=slot if shape.sequences > 1 else -1,
     )
-    expected = expected_attention(shape, q, keys.values[slot], values.values[slot], position)
-    assert_close(result["y"][:tokens], expected)
-    assert np.isnan(result["y"][tokens:]).all()
+    return result["y"], expected_attention(shape, q, keys.values[slot], values.values[slot], position)
+
+
+def check(workbench: CudaWorkbench, shape: Heads, rows: int, tokens: int, position: int) -> None:
+    y, expected = attend(workbench, shape, rows, tokens, position)
+    assert_close(y[:tokens], expected)
+    assert np.isnan(y[tokens:]).all()
 
 
 @pytest.mark.parametrize(
@@ -93,6 +103,29 @@ def test_chunk(workbench: CudaWorkbench, name: str, tokens: int, position: int) 
 @pytest.mark.parametrize("position", [490, 511, 1200 - CHUNK])
 def test_chunk_whose_positions_blocks_share(workbench: CudaWorkbench, position: int) -> None:
     check(workbench, CHUNKS["parts, window"], CHUNK, CHUNK, position)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "position", "not_a_number"),
+    [
+        (ONE["multi-head, two parts"], 1, 299, 270),
+        (ONE["more heads than a block has"], 1, 299, 3),
+        (ONE["window over a part"], 1, 999, 700),
+        (CHUNKS["window, many columns"], CHUNK, 60, 20),
+        (CHUNKS["groups of 3, single elements"], CHUNK, 100, 121),
+        (CHUNKS["parts, window"], CHUNK, 511, 20),
+    ],
+    ids=str,
+)
+def test_who_sees_a_key_that_is_no_number_gives_none(
+    workbench: CudaWorkbench, shape: Heads, rows: int, position: int, not_a_number: int
+) -> None:
+    """Not 0, and not the others: a model that is broken shows, in prompts as well. Nobody else is touched by it."""
+    y, expected = attend(workbench, shape, rows, rows, position, not_a_number)
+    broken = np.isnan(expected)
+    assert broken.any()
+    assert np.array_equal(np.isnan(y), broken)
+    assert broken.all() or np.abs(y - expected)[~broken].max() <= 2e-5 * np.abs(expected[~broken]).max()
 
 
 @pytest.mark.parametrize("name", BATCHES)

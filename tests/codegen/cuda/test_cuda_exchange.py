@@ -195,6 +195,7 @@ def test_receive_waits_for_the_host(receiving: Live, order: int) -> None:
     receiving.run(order)
     host.join(timeout=10)
     assert np.array_equal(receiving.arrays["y"], expected)
+    assert receiving.arrays["abandoned"][0] == 0
 
 
 def test_receive_ends_when_the_host_gives_up(receiving: Live) -> None:
@@ -205,6 +206,24 @@ def test_receive_ends_when_the_host_gives_up(receiving: Live) -> None:
     receiving.run(0)
     host.join(timeout=10)
     assert not host.is_alive(), "it did not wait"
+
+
+_NO_PATIENCE = "#ifndef PI_PATIENCE_NS"
+_PATIENCE_NS = 20_000_000
+
+
+@pytest.mark.parametrize(
+    "kernel", [cuda.receive(dim=4100, rows=1, counted=False), cuda.receive_mask(neurons=77, rows=1)]
+)
+def test_patience_ends(kernel: CudaKernel, tmp_path: Path) -> None:
+    """Of a kernel that has 20 ms of it, instead of half a minute. It says so, and no sooner."""
+    live = Live.of(kernel, tmp_path, _NO_PATIENCE, f"#define PI_PATIENCE_NS {_PATIENCE_NS}\n{_NO_PATIENCE}")
+    live.arrays["step"][3], live.arrays["flag"][0], live.arrays["abandoned"][0] = STEP, EARLIER, 0
+    begun_ns = time.monotonic_ns()
+    live.run(0)
+    assert time.monotonic_ns() - begun_ns >= _PATIENCE_NS
+    assert live.arrays["abandoned"].tolist() == [1] + [-1] * 15
+    assert live.arrays["flag"][0] == EARLIER
 
 
 # In place of the host, which sees what is there at the moment when the flag is set: a copy of it.

@@ -99,6 +99,8 @@ DEFINE_REDUCTION(xor, unsigned, REDUCE_XOR)
 #undef DEFINE_REDUCTION
 
 static inline void __nanosleep(unsigned) { emulated_sleep(); }
+static inline void __prof_trigger(int) {}
+static inline unsigned long long pi_now_ns() { return emulated_now_ns(); }
 static inline void __threadfence_block() { asm volatile("" ::: "memory"); }
 static inline void __threadfence() { emulated_fence(); }
 static inline void __threadfence_system() { emulated_fence(); }

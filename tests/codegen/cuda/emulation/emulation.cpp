@@ -15,11 +15,13 @@ dim3 emulated_block_size, emulated_grid_size;
 #define MOST_ASLEEP_S 60
 #endif
 
-static double now_s() {
+extern "C" unsigned long long emulated_now_ns() {
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+    return 1000000000ull * (unsigned long long)time.tv_sec + (unsigned long long)time.tv_nsec;
 }
+
+static double now_s() { return 1e-9 * (double)emulated_now_ns(); }
 
 static void run_thread() {
     launch.kernel->call(launch.params);

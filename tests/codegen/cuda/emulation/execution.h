@@ -54,6 +54,9 @@ uint64_t emulated_collective(int operation, unsigned mask, uint64_t value, unsig
 /* Other threads of the block run first, then other threads of the machine. */
 void emulated_sleep(void);
 
+/* Of a clock that never goes back. */
+unsigned long long emulated_now_ns(void);
+
 /* What orders memory, for races.h: a fence for all threads of the machine, and an atomic operation in front of it. */
 void emulated_fence(void);
 void emulated_atomic_access(void *address, unsigned bytes);
