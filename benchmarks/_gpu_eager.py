@@ -1,8 +1,8 @@
 """The model of a pack in eager PyTorch, float64, from the weights of an artifact: what whole models are held against.
 
-It shares no code with picompile: norms, rotary embedding, attention over all keys, predictors and blocks are written
-down as the checkpoint's architecture (Llama with ReLU) has them. Keys and values are rounded to float16, as the cache
-has them.
+It shares nothing but the formats of weights with picompile: norms, rotary embedding, attention over all keys,
+predictors and blocks are written down as the checkpoint's architecture (Llama with ReLU) has them. Keys and values are
+rounded to float16, as the cache has them.
 """
 
 from collections.abc import Mapping
@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from _gpu_formats import Array, unpack
+from _gpu_weights import Array
 from torch import Tensor
 from torch.nn import functional
 
+from picompile_passes.dialect import dequantize_rows
 from picompile_runtime.artifact import Artifact
 
 
@@ -52,8 +53,9 @@ class EagerModel:
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
     def _block(self, x: Tensor, layer: int, prompt: int) -> Tensor:
-        parts = [self._bundle(f"layers.{layer}.ffn.neurons{part}") for part in ("", ".hot", ".cold")]
-        bundle = torch.cat([part for part in parts if part is not None])
+        names = [f"layers.{layer}.ffn.neurons{part}" for part in ("", ".hot", ".cold")]
+        names = [name for name in names if name in self._artifact.tensors]
+        bundle = torch.cat([self._matrix(name, self._shape["hidden"]) for name in names])
         gate, up, down = (bundle[part::3] for part in range(3))
         name = f"predictors.layers.{layer}"
         rank = self._artifact.tensors[f"{name}.fc1"].shape[0]
@@ -66,14 +68,11 @@ class EagerModel:
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return functional.rms_norm(x, x.shape[-1:], self._vector(name)[: x.shape[-1]], self._shape["eps"])
 
-    def _bundle(self, name: str) -> Tensor | None:
-        return self._matrix(name, self._shape["hidden"]) if name in self._artifact.tensors else None
-
     def _matrix(self, name: str, columns: int) -> Tensor:
         """Predictors of a model in q4 are in q8."""
-        packed = self._bytes(name).reshape(self._artifact.tensors[name].shape)
+        packed = torch.from_numpy(self._bytes(name).reshape(self._artifact.tensors[name].shape).copy())
         form = "q8" if self._quant == "q4" and name.startswith("predictors.") else self._quant
-        return torch.from_numpy(unpack(packed, form, columns)).to(self._device, torch.float64)
+        return dequantize_rows(packed, form, columns).to(self._device, torch.float64)
 
     def _vector(self, name: str) -> Tensor:
         return torch.from_numpy(self._bytes(name).view(np.float32).copy()).to(self._device, torch.float64)

@@ -1,13 +1,15 @@
 """What a kernel is given, and what eager PyTorch makes of the same in float64."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from _gpu_formats import Array, random_block, repeated, unpack
+from _gpu_weights import Array, random_block
 from torch import Tensor
+
+from picompile_passes.dialect import dequantize_rows
 
 # A step that no flag holds before it.
 STEP_NUMBER = 7
@@ -18,7 +20,8 @@ class Example:
     """`inputs` by argument, a packed matrix under the name before its dot; `expected` the first rows of each output.
 
     `moved_bytes`: weights, caches and masks that a call must read. `rotating` are the inputs that copies are made of,
-    so that they come from memory; `masks` makes another mask. `shared` lie in memory of the host that the GPU sees.
+    so that they come from memory; `masks` are other masks for the same. `shared` lie in memory of the host that the GPU
+    sees.
     """
 
     inputs: Mapping[str, Array]
@@ -28,7 +31,7 @@ class Example:
     shared: tuple[str, ...] = ()
     tokens: int = 1
     position: int = 0
-    masks: Callable[[np.random.Generator], Array] | None = None
+    masks: Array | None = None
 
 
 @dataclass
@@ -59,9 +62,9 @@ class Maker:
     def matrix(self, name: str, form: str, rows: int, columns: int) -> Tensor:
         """A random packed matrix, and the float32 that it stands for."""
         block = random_block(self.rng, form, rows, columns)
-        self.inputs[name] = repeated(block, rows)
-        values = torch.from_numpy(unpack(block, form, columns)).to(self.device)
-        return values.repeat(-(-rows // len(block)), 1)[:rows]
+        repeats = -(-rows // len(block))
+        self.inputs[name] = np.tile(block, (repeats, 1))[:rows]
+        return dequantize_rows(torch.from_numpy(block), form, columns).to(self.device).repeat(repeats, 1)[:rows]
 
     def chosen(self, count: int, shape: tuple[int, ...]) -> Array:
         """In each row of a mask exactly `count` ones."""

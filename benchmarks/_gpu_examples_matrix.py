@@ -3,11 +3,15 @@
 import numpy as np
 import torch
 from _gpu_example import Example, Maker, numpy_of
-from _gpu_formats import Array, row_bytes
+from _gpu_weights import Array
 from torch.nn import functional
+
+from picompile_passes.dialect import FORMATS
 
 # Far beyond what a product of these blocks comes to: a bias of so much decides alone.
 _DECIDED = 6.0
+# So many masks take turns where a block is timed.
+_MASKS = 64
 
 
 def linear(make: Maker) -> Example:
@@ -20,18 +24,16 @@ def linear(make: Maker) -> Example:
 
 
 def ffn(make: Maker) -> Example:
-    """In a masked block a bias wakes all neurons of the mask; in `exact` it wakes just those that are to fire."""
+    """A bias wakes neurons: all in a masked block, in `exact` just those that are to fire, half of them in `dense`."""
     p, inputs = make.parameters, make.inputs
     neurons, dim, kind, gated = p["neurons"], p["dim"], p["kind"], p["gated"]
     x, parts = make.floats("x", make.tokens, dim), 3 if gated else 2
-    count = round(make.share * neurons)
+    count = neurons // 2 if kind == "dense" else round(make.share * neurons)
     first_bias = np.full(neurons, _DECIDED, np.float32)
     if kind != "masked":
-        first_bias = np.where(make.chosen(count, (neurons,)) if kind == "exact" else True, 1, -1) * first_bias
-    if kind == "dense":
-        first_bias = make.rng.uniform(-1, 1, neurons)
-    inputs["gate_bias" if gated else "up_bias"] = first_bias.astype(np.float32)
-    bias = make.wide(first_bias.astype(np.float32))
+        first_bias[~make.chosen(count, (neurons,))] *= -1
+    inputs["gate_bias" if gated else "up_bias"] = first_bias
+    bias = make.wide(first_bias)
     bundled = make.matrix("neuron_w", p["format"], neurons * (parts - (kind == "exact")), dim)
     if kind == "exact":
         first = make.matrix("decide_w", p["format"], neurons, dim).double()
@@ -50,17 +52,13 @@ def ffn(make: Maker) -> Example:
     computed = fired if kind == "exact" else int(named.sum())
     inputs["stats"] = np.zeros(2, np.int64)
     counted = [0, 0] if p["rows"] > 1 and kind != "masked" else [computed, fired]
-    row = row_bytes(p["format"], dim)
+    row = FORMATS[p["format"]].row_bytes(dim)
     moved = {"masked": count * parts * row + neurons, "dense": neurons * parts * row}
     moved["exact"] = neurons * row + count * 2 * row
     expected = {"y": numpy_of(hidden @ down), "stats": np.array(counted)}
     rotating = ("neuron_w", "decide_w") if kind == "exact" else ("neuron_w",)
-    masks = None
-    if kind == "masked" and p.get("mask_columns") is None:
-
-        def masks(rng: np.random.Generator) -> Array:
-            return Maker(p, rng, make.device).chosen(count, (1, neurons)).astype(np.uint8)
-
+    is_whole = kind == "masked" and p.get("mask_columns") is None
+    masks = make.chosen(count, (_MASKS, neurons)).astype(np.uint8) if is_whole else None
     return Example(inputs, expected, moved[kind], rotating, tokens=make.tokens, masks=masks)
 
 
@@ -81,11 +79,8 @@ def embedding(make: Maker) -> Example:
     table = make.matrix("w", p["format"], p["vocab"], p["dim"])
     ids = make.rng.integers(0, p["vocab"] - p["offset"], make.tokens).astype(np.int32)
     make.inputs["ids"] = ids
-    return Example(
-        make.inputs,
-        {"y": numpy_of(table[torch.from_numpy(ids).long().to(make.device) + p["offset"]])},
-        tokens=make.tokens,
-    )
+    y = table[torch.from_numpy(ids).long().to(make.device) + p["offset"]]
+    return Example(make.inputs, {"y": numpy_of(y)}, tokens=make.tokens)
 
 
 def low_rank(make: Maker) -> Example:
@@ -116,6 +111,5 @@ def signs(make: Maker) -> Example:
     differing = (bits[None, :, :dim] != (make.inputs["x"] < 0)[:, None]).sum(-1)
     make.inputs["most"] = np.array([dim // 2], np.float32)
     moved = make.inputs["signs"].nbytes + p["neurons"]
-    return Example(
-        make.inputs, {"mask": (differing <= dim // 2).astype(np.uint8)}, moved, ("signs",), tokens=make.tokens
-    )
+    mask = (differing <= dim // 2).astype(np.uint8)
+    return Example(make.inputs, {"mask": mask}, moved, ("signs",), tokens=make.tokens)

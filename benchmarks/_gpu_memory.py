@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from _gpu_example import STEP_NUMBER, Example
-from _gpu_formats import Array
+from _gpu_weights import Array
 
 from picompile_runtime.device import HotDevice, View
 from picompile_runtime.memory import Tensor
@@ -39,9 +39,9 @@ class Arguments:
         arguments: Sequence[dict[str, Any]],
         example: Example,
         copies: int = 1,
-        masks: int = 1,
+        masks: Array | None = None,
     ) -> None:
-        """`copies` of the example's rotating inputs, and memory for so many masks."""
+        """`copies` of the example's rotating inputs; `masks` in the place of its mask, which take turns as well."""
         self._device, self._arguments = device, arguments
         step = np.full(8, -1, np.int32)
         step[:4] = example.tokens, example.position, 0, STEP_NUMBER
@@ -50,10 +50,13 @@ class Arguments:
         for argument in arguments:
             stem = argument["name"].partition(".")[0]
             sizes[stem] = max(sizes.get(stem, 0), _size(argument))
+        count = 1 if masks is None else len(masks)
         self._places = {
-            name: self._place(name, size, inputs.get(name), example, masks if name == "mask" else copies)
+            name: self._place(name, size, inputs.get(name), example, count if name == "mask" else copies)
             for name, size in sizes.items()
         }
+        for number, mask in enumerate(() if masks is None else masks):
+            self._write(self._places["mask"], mask, number)
 
     def _place(self, name: str, size: int, value: Array | None, example: Example, copies: int) -> _Place:
         own = copies if name in (*example.rotating, "mask") else 1
@@ -80,10 +83,6 @@ class Arguments:
         else:
             self._device.write(place.memory, start, data)
 
-    def write(self, name: str, value: Array, copy: int) -> None:
-        """Writes a copy of an input anew, or its first rows."""
-        self._write(self._places[name], value, copy)
-
     def views(self, copy: int = 0) -> list[View]:
         """What a call is given: this copy of what has any, modulo their number."""
         return [self._view(argument, copy) for argument in self._arguments]
@@ -98,16 +97,11 @@ class Arguments:
         argument = next(each for each in self._arguments if each["name"] == name)
         return self._bytes(name, 0, _size(argument)).view(argument["dtype"]).reshape(argument["shape"])
 
-    def is_intact(self, name: str) -> bool:
-        """Whether the guards around an argument are."""
-        place = self._places[name]
-        before, after = self._bytes(name, -_GUARD_BYTES, _GUARD_BYTES), self._bytes(name, place.size, _GUARD_BYTES)
-        return bool((before == _POISON).all() and (after == _POISON).all())
-
-    @property
-    def guarded(self) -> list[str]:
-        """The arguments that have guards."""
-        return [name for name, place in self._places.items() if place.size < _MOST_GUARDED]
+    def damaged(self) -> list[str]:
+        """The arguments around which guards were written to."""
+        guarded = [(name, place.size) for name, place in self._places.items() if place.size < _MOST_GUARDED]
+        starts = [(name, start) for name, size in guarded for start in (-_GUARD_BYTES, size)]
+        return [name for name, start in starts if (self._bytes(name, start, _GUARD_BYTES) != _POISON).any()]
 
     def _bytes(self, name: str, start: int, size: int) -> Array:
         place = self._places[name.partition(".")[0]]

@@ -15,28 +15,29 @@ The variants of a model, all for the same budget of GPU memory:
 | `gpu` | everything but the embedding, whatever the budget | sparse |
 """
 
-import json
 import zipfile
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch.fx import GraphModule
 
-import picompile
 from picompile import artifact_writer
+from picompile.capture.captured import Captured
 from picompile.capture.facts import ModelFacts
 from picompile.capture.hf import capture_config
+from picompile.checkpoint.weights import ModuleWeights
 from picompile.code import Code, build_code
+from picompile.compile_options import CompileOptions
+from picompile.compile_write import Compiled, Facts, Source, write_program
 from picompile.hot_device import DeviceTarget
 from picompile.progress import NoProgress
 from picompile.synth.shapes import Shape
 from picompile_codegen.isa import ISAS
 from picompile_codegen.lower import Lowered, LowerOptions, lower
 from picompile_codegen.placement import ON_HOST, Placement
-from picompile_codegen.program import Arg, tensor_bytes
 from picompile_passes.dialect import FORMATS
 from picompile_passes.errors import PassesError
 from picompile_passes.materialize import evaluate_constant
@@ -48,8 +49,12 @@ from picompile_passes.pipeline import Pipeline
 
 VARIANTS = ("hybrid", "layers", "layers_dense", "cpu", "gpu")
 _CHUNK = 64
+# By what a kernel takes the data of a matrix for.
+_FORMATS = {"float16": "f16", "int8": "q8", "uint8": "q4"}
 # Neurons of a layer that the GPU gets are a multiple of this, as in a plan.
 _GROUP = 64
+# Of the budget, for what is no weight and no cache: workspace, graphs and the kernels themselves.
+_SPARED_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ class _Split:
 def pack_model(shape: Shape, options: ModelOptions, variant: str, folder: Path) -> dict[str, Any]:
     """Writes the zip file of one variant into `folder`; its entry in the pack's list."""
     sizes = _sizes(shape, options)
-    split = _split(sizes, int(options.budget * sizes.dense), variant)
+    split = _split(sizes, int((1 - _SPARED_SHARE) * options.budget * sizes.dense), variant)
     graph = _graph(shape, options, split, dense=variant == "layers_dense")
     device = None if variant == "cpu" else "cuda"
     lowered = lower(graph, LowerOptions(options.context, _CHUNK, "float16", 1, device, split.placement))
@@ -117,7 +122,6 @@ def pack_model(shape: Shape, options: ModelOptions, variant: str, folder: Path) 
         "context": options.context,
         "dense_bytes": sizes.dense,
         "layer_bytes": sizes.layer,
-        "gpu_bytes": _device_bytes(lowered),
         "weight_bytes": artifact_writer.weights_bytes(list(lowered.weights.tensors.values())),
         "hot": split.hot.get(0, 0),
         "resident_layers": sum(count == sizes.neurons for count in split.hot.values()),
@@ -172,48 +176,21 @@ def _graph(shape: Shape, options: ModelOptions, split: _Split, dense: bool) -> G
     return Pipeline(passes)(capture_config(shape.config)).graph_module
 
 
-def _device_bytes(lowered: Lowered) -> int:
-    """Weights that lie in the memory of the device."""
-    calls = [call for calls in lowered.program.functions.values() for call in calls if call.device == "device"]
-    names = {arg.name for call in calls for arg in call.args if arg.space == "weight"}
-    tensors = lowered.weights.tensors
-    kept = names.difference(lowered.program.streamed)
-    return sum(tensor_bytes(tensors[name].dtype, tensors[name].shape) for name in kept)
-
-
 def _write(
     folder: Path, graph: GraphModule, lowered: Lowered, shape: Shape, options: ModelOptions, split: _Split
 ) -> None:
+    """All but the weights' file. `weights.json` and `constants.bin` come last, so that the manifest has them not."""
     code = [Code(ISAS[name], f"kernels/host.{name}.so") for name in options.isas]
     build_code(code, lowered, folder, NoProgress())
     hot_device = None
     if lowered.device_built:
         hot_device = DeviceTarget("cuda", options.sm).build(code, lowered, folder, NoProgress())
-        source = folder / "kernels" / "device.cu"
-        source.rename(source.parent.parent / "device.cu")
-    artifact_writer.write_json(folder / "program.json", lowered.program.to_json())
+    source = Source(Captured(graph, ModuleWeights({}), _facts(shape)), None, options.context, code, None)
+    compiled = Compiled(source, CompileOptions(quant=options.quant), None, None, graph, lowered)
+    write_program(compiled, lowered, folder, Facts(code, "", hot_device))
     tensors, constants = _tensors(graph, lowered, split)
     artifact_writer.write_json(folder / "weights.json", {"tensors": tensors})
     (folder / "constants.bin").write_bytes(constants)
-    files = ["program.json", *(str(path.relative_to(folder)) for path in sorted((folder / "kernels").iterdir()))]
-    manifest = {
-        "format": artifact_writer.MANIFEST_FORMAT,
-        "schema": artifact_writer.MANIFEST_SCHEMA,
-        "picompile": picompile.__version__,
-        "abi": artifact_writer.KERNEL_ABI,
-        "target": f"sm_{options.sm}",
-        "code": [each.to_json() for each in code],
-        **({} if hot_device is None else {"hot_device": hot_device}),
-        "model": asdict(_facts(shape)),
-        "quant": options.quant,
-        "predictor": "+".join(sorted({part.predictor for part in lowered.program.ffn})),
-        "kv_dtype": "float16",
-        "context": lowered.program.context,
-        "chunk": lowered.program.chunk,
-        "sequences": lowered.program.sequences,
-        "files": {name: artifact_writer.file_record(folder / name) for name in files},
-    }
-    artifact_writer.write_json(folder / "manifest.json", manifest)
 
 
 def _facts(shape: Shape) -> ModelFacts:
@@ -225,19 +202,6 @@ def _facts(shape: Shape) -> ModelFacts:
     )  # fmt: skip
 
 
-class _NoWeights:
-    """A checkpoint without tensors."""
-
-    def names(self) -> Iterator[str]:
-        yield from ()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        raise KeyError(name)
-
-    def load(self, name: str) -> Any:
-        raise KeyError(name)
-
-
 def _tensors(graph: GraphModule, lowered: Lowered, split: _Split) -> tuple[list[dict[str, Any]], bytes]:
     """What each tensor of the weight file is, and the bytes of those that no seed can make."""
     uses = _uses(lowered)
@@ -245,7 +209,7 @@ def _tensors(graph: GraphModule, lowered: Lowered, split: _Split) -> tuple[list[
     for tensor in lowered.weights.tensors.values():
         entry: dict[str, Any] = {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)}
         try:
-            value = tensor.produce(lambda node: evaluate_constant(graph, node, _NoWeights()))
+            value = tensor.produce(lambda node: evaluate_constant(graph, node, ModuleWeights({})))
         except PassesError:
             entry |= _made(tensor.name, uses[tensor.name], split)
         else:
@@ -258,17 +222,20 @@ def _tensors(graph: GraphModule, lowered: Lowered, split: _Split) -> tuple[list[
 
 def _uses(lowered: Lowered) -> dict[str, dict[str, Any]]:
     """Of each weight how a kernel uses it: the operator, the parameter, the format, the columns and the layer."""
-    kernels = {each.name: each for each in (*lowered.built.values(), *lowered.device_built.values())}
+    # Kernels of the two devices have the same names where they do the same, and not the same arguments.
+    kernels = {("host", each.name): each for each in lowered.built.values()}
+    kernels |= {("device", each.name): each for each in lowered.device_built.values()}
     found: dict[str, dict[str, Any]] = {}
     for calls in lowered.program.functions.values():
         for call in calls:
-            shapes = {argument.name: argument.shape for argument in kernels[call.kernel].arguments}
-            for parameter, arg in zip(kernels[call.kernel].params, call.args, strict=True):
+            kernel = kernels[call.device, call.kernel]
+            shapes = {argument.name: argument.shape for argument in kernel.arguments}
+            for parameter, arg in zip(kernel.params, call.args, strict=True):
                 if arg.space == "weight" and arg.name not in found:
                     name = parameter.partition(".")[0]
                     columns = _columns(name, shapes)
                     found[arg.name] = {"op": call.op, "parameter": name, "columns": columns, "layer": call.layer}
-                    found[arg.name]["format"] = _format(arg)
+                    found[arg.name]["format"] = _FORMATS.get(arg.dtype or "", "")
     return found
 
 
@@ -276,10 +243,6 @@ def _columns(parameter: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
     if parameter == "fc2":
         return next(shape[0] for name, shape in shapes.items() if name == "fc1.data")
     return shapes["y" if "ids" in shapes else "x"][-1] if {"x", "ids"} & set(shapes) else 0
-
-
-def _format(arg: Arg) -> str:
-    return {"float16": "f16", "int8": "q8", "uint8": "q4"}.get(arg.dtype or "", "")
 
 
 def _made(name: str, use: Mapping[str, Any], split: _Split) -> dict[str, Any]:
@@ -292,8 +255,3 @@ def _made(name: str, use: Mapping[str, Any], split: _Split) -> dict[str, Any]:
     if role == "linear" and "o_proj" in name:
         role = "output"
     return {"kind": "matrix", "role": role, "format": use["format"], "columns": use["columns"]}
-
-
-def write_index(folder: Path, content: Mapping[str, Any]) -> None:
-    """The list of what a pack holds."""
-    (folder / "pack.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

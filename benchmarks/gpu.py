@@ -1,186 +1,196 @@
 """Checks and measures what `gpu_pack.py` packed, on a machine with a GPU, PyTorch, numpy and tokenizers.
 
-    python benchmarks/gpu.py build/gpu [--quick] [--only kernels models ablation] [--json FILE]
+    python benchmarks/gpu.py build/gpu [--only checks kernels models ablation] [--models SHAPE:QUANT ...] [--json FILE]
 
-1. Every kernel of the pack against eager PyTorch in float64, within 1e-3 of the largest value: random inputs, poisoned
-   outputs, guards around all small arguments. So is a small model, split over both devices and all on the GPU.
+1. `checks`: every kernel of the pack against eager PyTorch in float64, within 1e-3 of the largest value: random inputs,
+   poisoned outputs, guards around all small arguments. So is a small model, split over both devices and all on the
+   GPU, and the tokens that it chooses.
 2. `kernels`: the time of each kernel whose speed matters, as a share of the bandwidth of copies within the GPU's memory
    (read and written bytes), measured in the same run; weights take turns so that they come from memory. And cuBLAS.
 3. `models`: decode speed with a budget of GPU memory, of the hybrid engine, of dense layer offloading (the layers that
    do not fit computed on the CPU by the same kernels, and copied to the GPU by PyTorch: it is held against the faster
-   one), all on the CPU, all on the GPU. Weights are made here from a seed: see `_gpu_weights.py`.
+   one), and of a smaller model all on the CPU and all on the GPU. Weights are made here from a seed: see
+   `_gpu_weights.py`.
 4. `ablation`: dense layer offloading; with predictors and sparse operators; with the hybrid engine, which neurons are
    hot being chosen blindly; with the ones chosen that fire most often.
 
-`--quick` stops after the first, and is short enough for compute-sanitizer:
+The first alone is short enough for compute-sanitizer:
 
-    compute-sanitizer --error-exitcode 1 python benchmarks/gpu.py build/gpu --quick
+    compute-sanitizer --target-processes all --error-exitcode 1 python benchmarks/gpu.py build/gpu --only checks
 
-The tables come last, and of them the bars. The exit code is 1 where anything is wrong; a missed bar is no error.
+After `--seconds` no more is begun, and what runs is ended. The tables come last, also then, and also at SIGTERM; and of
+them the bars. `--tables A.json B.json` shows those of several runs as one. The exit code is 1 where anything is wrong;
+a missed bar is no error.
 """
 
 import argparse
 import json
+import os
+import shutil
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# Before PyTorch is imported, which takes its time.
+_BEGIN_S = time.monotonic()
 _ROOT = Path(__file__).resolve().parents[1]
-try:
-    import picompile_runtime  # noqa: F401
-except ImportError:
-    sys.path.insert(0, str(_ROOT / "runtime"))
+for _name in ("runtime", "passes"):
+    sys.path.append(str(_ROOT / _name))
 
-import torch  # noqa: E402
-from _gpu_copied import measure_copied  # noqa: E402
-from _gpu_cublas import matrix_vector_seconds  # noqa: E402
-from _gpu_engines import Settings, check_model, measure_model  # noqa: E402
-from _gpu_kernels import check, copy_bandwidth, images_of, measure, opened  # noqa: E402
-from _gpu_report import describe, text_of  # noqa: E402
+from _gpu_report import empty_results, line, merged, text_of  # noqa: E402
+from _gpu_units import Unit, run  # noqa: E402
 
-from picompile_runtime.cuda import driver  # noqa: E402
-
-SCHEMA = 1
-_PARTS = ("kernels", "models", "ablation")
-# Variant, and whether the neurons that fire most are the hot ones.
-_OF_MODELS = (("hybrid", True), ("layers_dense", True), ("cpu", True), ("gpu", True))
-_OF_ABLATION = (("layers_dense", True), ("layers", True), ("hybrid", False), ("hybrid", True))
+SCHEMA = 2
+_PARTS = ("checks", "kernels", "models", "ablation")
+# Variant, whether the neurons that fire most are the hot ones, and the parts that ask for it: what bars need is first.
+_VARIANTS = (
+    ("hybrid", True, ("models", "ablation")),
+    ("layers_dense", True, ("models", "ablation")),
+    ("copied", True, ("models", "ablation")),
+    ("layers", True, ("ablation",)),
+    ("hybrid", False, ("ablation",)),
+    ("cpu", True, ("models",)),
+    ("gpu", True, ("models",)),
+)
+_OF_MODEL = ("model", "quant", "budget", "dense_bytes", "hot", "resident_layers")
 
 Result = dict[str, Any]
 
 
 def main() -> None:
     options = _arguments()
-    if options.device_library:
-        driver.LIBRARY = options.device_library
-        options.quick = True
-    pack = json.loads((options.pack / "pack.json").read_text())
-    if pack["schema"] != SCHEMA:
-        sys.exit(f"{options.pack}: is of schema {pack['schema']}, and this script knows {SCHEMA}; pack it again")
-    results = _empty(options, pack)
-    with tempfile.TemporaryDirectory(prefix="picompile-gpu.", dir=options.work) as work:
-        _run(options, pack, Path(work), results)
-    print(text_of(results))
-    if not all(row["is_right"] for row in (*results["kernels"], *results["checks"])):
+    if options.tables:
+        results = merged([json.loads(path.read_text()) for path in options.tables])
+        print(text_of(results))
+    else:
+        results = empty_results(SCHEMA, bool(options.device_library))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        _run(options, results)
+    if any(row["is_right"] is False for name in ("kernels", "checks", "models", "failed") for row in results[name]):
         sys.exit(1)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pack", type=Path, help="the folder that gpu_pack.py wrote")
-    parser.add_argument("--quick", action="store_true", help="only what is right and what is not, small")
-    parser.add_argument("--only", nargs="+", choices=_PARTS, default=list(_PARTS), help="beside the checks")
+    parser.add_argument("pack", type=Path, nargs="?", default=Path("build/gpu"), help="what gpu_pack.py wrote")
+    parser.add_argument("--only", nargs="+", choices=_PARTS, default=list(_PARTS))
     parser.add_argument("--models", nargs="+", metavar="SHAPE:QUANT", help="of those in the pack; all without it")
+    parser.add_argument("--seconds", type=float, default=540, help="for all; what is left is reported as not measured")
+    parser.add_argument("--limit", type=float, default=180, help="seconds for one variant of a model")
     parser.add_argument("--active", type=float, default=0.05, help="share of the neurons that are computed for a token")
     parser.add_argument("--threads", type=int, help="of the CPU")
-    parser.add_argument("--prompt", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=32, help="decoded tokens of a round")
     parser.add_argument("--repeats", type=int, default=3, help="rounds of a model, beside the first one")
-    parser.add_argument("--work", type=Path, help="where weights are made; best in memory, such as /dev/shm")
+    parser.add_argument("--work", type=Path, help="where weights are made; memory, if it has room, without it")
     parser.add_argument("--json", type=Path, help="where the results go as well")
+    parser.add_argument("--tables", type=Path, nargs="+", metavar="FILE", help="run nothing; results of earlier runs")
     parser.add_argument("--device-library", help="a stand-in for libcuda.so.1; nothing is timed then")
     return parser.parse_args()
 
 
-def _empty(options: argparse.Namespace, pack: Result) -> Result:
-    """What is known before anything ran; of a machine without a GPU it raises NoGpuError."""
-    with opened(images_of(options.pack / pack["kernels"][0]["folder"] / "kernels")) as device:
-        machine = {"gpu": device.name, "sm": device.sm, "bytes": device.total_bytes, "driver": device.driver_version}
-    machine["torch"] = torch.__version__
-    return {
-        "schema": SCHEMA,
-        "stand_in": bool(options.device_library),
-        "machine": machine,
-        "copy_bytes_per_s": None,
-        "kernels": [],
-        "cublas": {},
-        "checks": [],
-        "models": [],
-    }
+def _run(options: argparse.Namespace, results: Result) -> None:
+    """Fills `results`, and prints them however it ends."""
+    pack = json.loads((options.pack / "pack.json").read_text())
+    if pack["schema"] != SCHEMA:
+        sys.exit(f"{options.pack}: is of schema {pack['schema']}, and this script knows {SCHEMA}; pack it again")
+    if options.device_library:
+        options.only = ["checks"]
+    groups = list(_groups(options, pack))
+    options.work = _work(options, groups)
+    left = [unit for group in groups for unit in group]
+    try:
+        for unit, row in (found for group in groups for found in run(group, options, _BEGIN_S + options.seconds)):
+            if row is not None:
+                _add(results, unit, row)
+                _save(options.json, results)
+                continue
+            left.remove(unit)
+            if results["machine"] is None:
+                break
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for unit in left:
+            _add(results, unit, {**unit.facts, "is_right": None, "reason": "was not come to"})
+        print(text_of(results), flush=True)
+        _save(options.json, results)
+        shutil.rmtree(options.work, ignore_errors=True)
+    if results["machine"] is None:
+        sys.exit("nothing was measured: there is no GPU that can be used")
 
 
-def _run(options: argparse.Namespace, pack: Result, work: Path, results: Result) -> None:
-    torch_device = "cpu" if options.device_library or not torch.cuda.is_available() else "cuda"
-    settings = Settings(
-        options.pack, work, options.active, options.threads, options.prompt, options.tokens, options.repeats
-    )
-    for row in _checks(options, pack, settings, torch_device, results):
-        _save(options, results)
-        _say(f"{'right' if row['is_right'] else 'WRONG'} {row['label']} {row['error']:.1e}")
-    if options.quick:
+def _groups(options: argparse.Namespace, pack: Result) -> Iterator[list[Unit]]:
+    """What is to be done: each list by a process of its own."""
+    kernels = {group["folder"]: group for group in pack["kernels"]}
+    first = [Unit("machine", "facts", {"folder": pack["kernels"][0]["folder"]}, {})]
+    if "checks" in options.only:
+        first += _cases(kernels["small"])
+        for entry in pack["checks"]:
+            label = f"{entry['model']} {entry['quant']} {entry['variant']}"
+            first.append(Unit("check", "checks", entry, {"label": label}))
+    if "kernels" in options.only and "speed" in kernels:
+        first += [Unit("limits", "facts", {"folder": "speed"}, {}), *_cases(kernels["speed"])]
+    yield first
+    names = dict.fromkeys(f"{entry['model']}:{entry['quant']}" for entry in pack["models"])
+    for name in options.models or names:
+        if name not in names:
+            sys.exit(f"{options.pack}: has no model {name}, but {', '.join(names)}")
+        entries = {row["variant"]: row for row in pack["models"] if f"{row['model']}:{row['quant']}" == name}
+        yield from _variants(options, entries)
+
+
+def _cases(group: Result) -> list[Unit]:
+    folder = {"folder": group["folder"]}
+    return [Unit("kernel", "kernels", case | folder, {"label": case["label"], **folder}) for case in group["cases"]]
+
+
+def _variants(options: argparse.Namespace, entries: dict[str, Result]) -> Iterator[list[Unit]]:
+    """The units of a model, whose variants `entries` are."""
+    for variant, skew, parts in _VARIANTS:
+        entry = entries.get("layers_dense" if variant == "copied" else variant)
+        # With no hot neurons there are none to be chosen.
+        if entry is None or not set(parts) & set(options.only) or not (skew or entry["hot"]):
+            continue
+        facts = {key: entry[key] for key in _OF_MODEL} | {"variant": variant, "skew": skew, "active": options.active}
+        yield [
+            Unit("copied" if variant == "copied" else "model", "models", entry | {"skew": skew}, facts, options.limit)
+        ]
+
+
+def _work(options: argparse.Namespace, groups: list[list[Unit]]) -> Path:
+    """A folder, not there yet, for the largest of the models: in memory if there is room."""
+    needed = max(unit.content.get("weight_bytes", 0) for group in groups for unit in group)
+    places = [options.work] if options.work else [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    place = next((each for each in places if each.is_dir() and shutil.disk_usage(each).free > needed), places[-1])
+    place.mkdir(parents=True, exist_ok=True)
+    # Always the same one: what a run that was killed has left is found by the next.
+    work = place / "picompile-gpu"
+    shutil.rmtree(work, ignore_errors=True)
+    _say(f"weights are made in {work}: {needed / 1e9:.1f} GB of {shutil.disk_usage(place).free / 1e9:.1f}")
+    return work
+
+
+def _add(results: Result, unit: Unit, row: Result) -> None:
+    if unit.table == "facts" and "reason" not in row:
+        results.update(row)
+        _say(str(row))
         return
-    if "kernels" in options.only:
-        _measure_kernels(options, pack, torch_device, results)
-    wanted = {f"{row['model']}:{row['quant']}": None for row in pack["models"]}
-    for name in options.models or wanted:
-        _measure_models(name, options, pack, settings, results)
+    row = {"label": unit.kind, **row} if unit.table == "facts" else row
+    results["failed" if unit.table == "facts" else unit.table].append(row)
+    _say(line(row, results))
 
 
-def _checks(
-    options: argparse.Namespace, pack: Result, settings: Settings, torch_device: str, results: Result
-) -> Iterator[Result]:
-    small = next(group for group in pack["kernels"] if group["folder"] == "small")
-    images = images_of(options.pack / small["folder"] / "kernels")
-    for case in small["cases"]:
-        for row in check(images, case, torch_device):
-            results["kernels"].append(row)
-            yield row
-    for entry in pack["checks"]:
-        results["checks"].append(check_model(settings, entry, torch_device))
-        yield results["checks"][-1]
-
-
-def _measure_kernels(options: argparse.Namespace, pack: Result, torch_device: str, results: Result) -> None:
-    for group in (group for group in pack["kernels"] if group["folder"] == "speed"):
-        images = images_of(options.pack / group["folder"] / "kernels")
-        results["copy_bytes_per_s"] = copy_bandwidth(images)
-        for case in group["cases"]:
-            for row in measure(images, case, torch_device, results["copy_bytes_per_s"]):
-                results["kernels"].append(row)
-                share = "" if row["share"] is None else f" at {row['share']:.0%}"
-                of_copies = f", {row['copy_share']:.0%} of copies" if "copy_share" in row else ""
-                _say(f"{row['label']}{share}: {row['seconds'] * 1e6:.1f} µs{of_copies}, error {row['error']:.1e}")
-            _give_back()
-    if torch_device == "cuda":
-        for key, matrices in (("gated", 3), ("plain", 2)):
-            results["cublas"][key] = matrix_vector_seconds(4096, 4096, matrices)
-        _give_back()
-    _save(options, results)
-
-
-def _measure_models(name: str, options: argparse.Namespace, pack: Result, settings: Settings, results: Result) -> None:
-    entries = {row["variant"]: row for row in pack["models"] if f"{row['model']}:{row['quant']}" == name}
-    if not entries:
-        sys.exit(f"{options.pack}: has no model {name}")
-    asked = (*_OF_MODELS,) if "models" in options.only else ()
-    asked += _OF_ABLATION if "ablation" in options.only else ()
-    for variant, skew in dict.fromkeys(asked):
-        if variant in entries:
-            _add(options, measure_model(settings, entries[variant], skew), results)
-    if asked and "layers_dense" in entries and torch.cuda.is_available():
-        _add(options, measure_copied(entries["layers_dense"], options.tokens, options.repeats, "cuda"), results)
-        _give_back()
-
-
-def _add(options: argparse.Namespace, row: Result, results: Result) -> None:
-    results["models"].append(row)
-    _save(options, results)
-    speed = f"{row['tokens_per_s']:.2f} tokens/s" if "tokens_per_s" in row else row["reason"]
-    _say(f"{row['model']} {row['quant']}, {describe(row)}: {speed}")
-
-
-def _save(options: argparse.Namespace, results: Result) -> None:
-    """Again and again, so that what is killed has left what it knew."""
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def _give_back() -> None:
-    """PyTorch keeps memory that it no longer uses."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+def _save(path: Path | None, results: Result) -> None:
+    """Again and again, whole each time, so that what is killed has left what it knew."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"{path.name}.new")
+        new.write_text(json.dumps(results, indent=1) + "\n")
+        os.replace(new, path)
 
 
 def _say(text: str) -> None:

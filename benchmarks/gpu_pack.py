@@ -7,16 +7,22 @@ their weights. It says nothing of speed: nothing in it has run on a GPU until `g
 """
 
 import argparse
+import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from _gpu_cases import pack_kernels, small_cases, speed_cases
-from _gpu_models import VARIANTS, ModelOptions, pack_model, write_index
+from _gpu_models import VARIANTS, ModelOptions, pack_model
 
 from picompile.synth import find_shape
+from picompile.synth.shapes import shape_from_config
 from picompile.targets import TARGETS
 
-SCHEMA = 1
+SCHEMA = 2
+# Of Llama 7B attention, which comes first, takes a third of the bytes: no neuron is hot then. Bamboo's has fewer heads.
+MODELS = ["llama-7b:f16", "bamboo-7b:f16", "llama-70b:q4"]
 # Of the model that is compared with eager PyTorch: odd sizes, heads that share keys, two layers.
 CHECK_CONFIG = {
     "model_type": "llama", "vocab_size": 300, "hidden_size": 192, "intermediate_size": 704, "num_hidden_layers": 2,
@@ -24,6 +30,10 @@ CHECK_CONFIG = {
     "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
 CHECK_BUDGET, CHECK_RANK, CHECK_CONTEXT = 0.6, 32, 96
+# All on one device is measured of models with so many weights in blocks: minutes are dear, and no bar needs it.
+_MOST_ON_ONE_DEVICE = 10e9
+# What some ways to the other machine carry, with the repository of a few MiB.
+_MOST_CARRIED_BYTES = 56 * 2**20
 
 
 def main() -> None:
@@ -31,66 +41,54 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     kernels = []
     for name, cases in (("small", list(small_cases())), ("speed", [] if options.small else list(speed_cases()))):
+        _say(f"{len(cases)} kernels: {name}")
         if cases:
-            _say(f"{len(cases)} kernels: {name}")
-            kernels.append(
-                {"folder": name, "cases": pack_kernels(cases, options.output / name / "kernels", options.sm)}
-            )
-    models = []
-    for text in options.models:
-        models += _models(text, options)
-    checks = _checks(options)
-    write_index(
-        options.output, {"schema": SCHEMA, "sm": options.sm, "kernels": kernels, "checks": checks, "models": models}
-    )
+            packed = pack_kernels(cases, options.output / name / "kernels", options.sm)
+            kernels.append({"folder": name, "cases": packed})
+    models = [entry for text in options.models for entry in _models(text, options)]
+    index = {"schema": SCHEMA, "sm": options.sm, "kernels": kernels, "checks": list(_checks(options)), "models": models}
+    (options.output / "pack.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     size = sum(path.stat().st_size for path in options.output.rglob("*") if path.is_file())
-    _say(f"{options.output}: {size / 1e6:.1f} MB")
+    _say(f"{options.output}: {size / 2**20:.1f} MiB" + ("; pack fewer models" if size > _MOST_CARRIED_BYTES else ""))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=Path("build/gpu"))
     parser.add_argument(
-        "--sm", type=int, default=90, help="compute capability times ten; 90 is an H100's and an H200's"
+        "--sm", type=int, default=90, help="compute capability times ten; an H100's and an H200's is 90"
     )
-    parser.add_argument(
-        "--models", nargs="*", default=["llama-7b:f16", "llama-7b:q4", "llama-70b:q4"], metavar="SHAPE:QUANT"
-    )
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--models", nargs="*", default=MODELS, metavar="SHAPE:QUANT")
     parser.add_argument("--budget", type=float, default=1 / 3, help="share of the dense model that the GPU may hold")
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--isas", nargs="+", default=list(TARGETS["h100"].isas))
-    parser.add_argument("--checks", nargs="*", default=["f16", "q8", "q4"], help="formats of the model that is checked")
+    parser.add_argument("--isas", nargs="+", default=list(TARGETS["h100"].isas), help="of the models; checks: the last")
     parser.add_argument("--small", action="store_true", help="no kernels whose speed is measured")
     return parser.parse_args()
 
 
-def _models(text: str, options: argparse.Namespace) -> list[dict[str, object]]:
+def _models(text: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     name, _, quant = text.partition(":")
     shape = find_shape(name)
-    if shape.activation != "relu" or shape.config["model_type"] != "llama":
-        sys.exit(f"{name}: only Llama's shapes with ReLU are measured")
+    if shape.activation != "relu" or shape.config["model_type"] not in ("llama", "bamboo"):
+        sys.exit(f"{name}: only the shapes of Llama and Bamboo with ReLU are measured")
     # Predictors of 6 % of the parameters at most, and ranks that are read in whole cache lines.
     rank = max(32, shape.hidden // 8 // 32 * 32)
     settings = ModelOptions(quant or "q4", options.budget, rank, options.context, options.sm, tuple(options.isas))
-    entries = []
-    for variant in options.variants:
-        _say(f"{shape.name} {quant}: {variant}")
-        entries.append(pack_model(shape, settings, variant, options.output))
-    return entries
+    is_large = 3 * shape.layers * shape.ffn * shape.hidden > _MOST_ON_ONE_DEVICE
+    for variant in VARIANTS:
+        if not (is_large and variant in ("cpu", "gpu")):
+            _say(f"{shape.name} {quant}: {variant}")
+            yield pack_model(shape, settings, variant, options.output)
 
 
-def _checks(options: argparse.Namespace) -> list[dict[str, object]]:
+def _checks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The model that is compared with eager PyTorch: split over both devices, and all on the GPU."""
-    from picompile.synth.shapes import shape_from_config
-
-    shape, entries = shape_from_config("check", CHECK_CONFIG), []
-    for quant in options.checks:
-        settings = ModelOptions(quant, CHECK_BUDGET, CHECK_RANK, CHECK_CONTEXT, options.sm, tuple(options.isas))
+    shape, isas = shape_from_config("check", CHECK_CONFIG), tuple(options.isas[-1:])
+    for quant in ("f16", "q8", "q4"):
+        settings = ModelOptions(quant, CHECK_BUDGET, CHECK_RANK, CHECK_CONTEXT, options.sm, isas)
         for variant in ("hybrid", "gpu"):
             _say(f"check {quant}: {variant}")
-            entries.append(pack_model(shape, settings, variant, options.output))
-    return entries
+            yield pack_model(shape, settings, variant, options.output)
 
 
 def _say(text: str) -> None:

@@ -38,7 +38,12 @@ EXEMPT = {
     "python benchmarks/batch.py --tokens 4 8 32 --rounds 6": "takes minutes, and a quiet machine",
     "python benchmarks/kernels.py": "takes a minute, and a quiet machine",
     "python benchmarks/gpu_pack.py -o build/gpu --sm 90": "takes half an hour; test_benchmarks_gpu.py packs less",
-    "python benchmarks/gpu.py build/gpu --work /dev/shm --json build/gpu.json": "needs a GPU",
+    "python benchmarks/gpu.py build/gpu --json build/gpu.json": "needs a GPU",
+    "python benchmarks/gpu.py build/gpu --only checks kernels --json build/k.json": "needs a GPU",
+    "python benchmarks/gpu.py build/gpu --only models ablation --models llama-70b:q4 --json build/l.json": (
+        "needs a GPU"
+    ),
+    "python benchmarks/gpu.py --tables build/k.json build/l.json": "needs the files of runs on a GPU",
     **{
         f"python examples/train_relu_lm.py --variant {variant} --out build/relu-lm/{variant} --steps 1800 --threads 1 "
         "--l1 1 --learning-rate 0.001": "takes an hour or two"
