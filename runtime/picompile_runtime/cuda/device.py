@@ -255,8 +255,10 @@ class CudaDevice:
         last = self._launcher.submit(lambda: None)
         try:
             wait([last])
-        except KeyboardInterrupt:
-            wait([last])  # what comes next must find nobody at work
+        except KeyboardInterrupt:  # what comes next must find nobody at work
+            wait([last])
+            with suppress(CudaError), self._current():
+                self._driver.call("cuStreamSynchronize", self._compute)
             raise
         finally:
             self._is_launching = False

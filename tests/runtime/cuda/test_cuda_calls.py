@@ -1,7 +1,9 @@
 """Lists of calls on a stand-in for the GPU, whose kernels are a few lines of C."""
 
 import ctypes
+import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +86,29 @@ def test_device_and_host_meet_at_flags(make_device: Make, blocking: str, monkeyp
         device.wait()
         assert (seen[0], done[0]) == (number, 1)
     assert (read(device, memory, 0, "uint8", 9999) == 17).all()
+
+
+def test_an_interrupted_wait_leaves_nobody_at_work(make_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the thread that launches either, where launches wait."""
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    device = make_device()
+    shared, array = device.share(4096, "flags")
+    go, done = array[:4].view(np.int32), array[128:132].view(np.int32)
+    calls = device.bind([("await", [view(shared), view(shared, offset=64)]), ("signal", [view(shared, offset=128)])])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    main = threading.get_ident()
+    interrupt = threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT))
+    answer = threading.Timer(0.3, lambda: go.fill(3))
+    device.start(calls)
+    interrupt.start(), answer.start()
+    with pytest.raises(KeyboardInterrupt):
+        device.wait()
+        time.sleep(60)  # where the interrupt comes late
+    signal.signal(signal.SIGINT, before)
+    assert done[0] == 1
+    interrupt.join(), answer.join()
+    device.start(calls)
+    device.wait()
 
 
 def test_threads_take_turns(make_device: Make) -> None:
