@@ -24,6 +24,11 @@ def _kernel_of(recipe: Recipe, isa: str) -> Any:
     return builder(**dict(parameters))
 
 
+def forget_kernels() -> None:
+    """Has all kernels written anew: for whoever changes how that is done."""
+    _kernel_of.cache_clear()
+
+
 def kernels_for(isa: Isa, built: Mapping[Recipe, Kernel]) -> tuple[Kernel, ...]:
     """Each of `built` from its recipe, for `isa`.
 

@@ -16,6 +16,7 @@ from lowered import Runner
 from numpy.typing import NDArray
 
 from picompile_codegen.kernels import tensor
+from picompile_codegen.retarget import forget_kernels
 from picompile_runtime.native import HostLibrary
 
 Array = NDArray[Any]
@@ -75,7 +76,11 @@ def every_region() -> Iterator[None]:
     """Kernels that are written meanwhile share their work among threads, however little it is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor, "_WORTH_A_REGION_BYTES", 0)
-        yield
+        forget_kernels()
+        try:
+            yield
+        finally:
+            forget_kernels()
 
 
 def check_step(runner: Runner, function: str, regions: Regions) -> None:
