@@ -24,7 +24,7 @@ _NOTES = (
     "hot: of the layer's neurons, on the GPU; computed: of them, for a token;",
     "on GPU: of those computed; ms: of all layers of the row;",
     "limit: what takes longest in a layer, in most of the row's.",
-    "Tokens/s are predicted, not measured. This version has no code for GPUs.",
+    "Tokens/s are predicted, not measured; the GPU code has not run on a GPU yet.",
 )
 
 

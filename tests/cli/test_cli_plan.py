@@ -49,7 +49,7 @@ def test_plans_what_nobody_has_downloaded(cli: Cli) -> None:
     ]
     assert "tokens/s predicted, 1024 tokens in the cache" in ended.out
     assert "Is it worth it here? Yes: " in ended.out
-    assert "predicted, not measured. This version has no code for GPUs." in lines[-1]
+    assert "predicted, not measured; the GPU code has not run on a GPU yet." in lines[-1]
     rows = {line.split()[0]: line for line in lines if line}
     assert rows["available"].split()[1:] == ["23", "GiB", "128", "GiB"]
     layers = [line.split()[0] for line in lines[lines.index(rows["layers"]) + 1 : lines.index(rows["head"])]]
