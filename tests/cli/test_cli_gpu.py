@@ -93,13 +93,13 @@ def test_where_all_fits_the_gpu_nothing_is_profiled(
 def test_a_profile_is_made_where_it_is_needed(
     cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the text that was given, and without a work folder nothing of it stays."""
+    """Of the text that was given; without a work folder it is a short one, and nothing of it stays."""
     from picompile.profiling import load_profile
 
     asked = []
 
     def profile_model(model: Path, output: Path, options: Any, progress: Any) -> Any:
-        asked.append((model, options.calibration))
+        asked.append((model, options.calibration, options.tokens, options.samples))
         shutil.copytree(tiny_profile, output)
         return load_profile(output)
 
@@ -108,10 +108,14 @@ def test_a_profile_is_made_where_it_is_needed(
     text.write_text("def f(x): return x")
     words = (*FOR_4090, *SMALL, "--calibration", text)
     assert cli("compile", tiny_model, "-o", tmp_path / "artifact", *words).code == 0
-    assert asked == [(tiny_model, (text,))]
+    assert asked.pop() == (tiny_model, (text,), 16_384, 1)
     plan = json.loads((tmp_path / "artifact" / "report.json").read_text())["plan"]
     assert plan["firing"] == "a profile made for this plan"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["artifact", "text.txt"]
+    # What is kept is one that predictors can be trained on.
+    assert cli("compile", tiny_model, "-o", tmp_path / "other", *words, "--work", tmp_path / "work").code == 0
+    assert asked.pop() == (tiny_model, (text,), 65_536, 32_768)
+    assert asked == []
 
 
 def test_what_fits_nowhere_is_said_before_anything_is_profiled(
