@@ -173,7 +173,7 @@ def bundled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize("share", SHARES)
 def test_trained_model_gives_the_same_tokens(share: float, bundled: Path, tmp_path: Path) -> None:
-    """Its logits are apart by more than what is rounded together makes them differ by, in q4 as well."""
+    """Its logits are apart by more than sums in another order make them differ by."""
     model, random = load_model(BUNDLED_MODEL), np.random.default_rng(int(10 * share))
     hot = hot_sets(model.facts.ffn, (share,) * model.facts.layers, random)
     options = CompileOptions(quant=bundled.name, hot=hot, hot_device="cpu")
