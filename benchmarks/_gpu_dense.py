@@ -63,11 +63,8 @@ class CopiedDecoder:
 
     def __init__(self, entry: Mapping[str, Any]) -> None:
         """`entry` is the pack's for `layers_dense`."""
-        self._shape, self._layers, self._resident_count = (
-            entry["shape"],
-            entry["shape"]["layers"],
-            entry["resident_layers"],
-        )
+        self._shape, self._resident_count = entry["shape"], entry["resident_layers"]
+        self._layers = self._shape["layers"]
         self.computes = entry["quant"] == "f16"
         elements = entry["layer_bytes"] // 2
         self.missing_bytes = (self._layers - self._resident_count) * entry["layer_bytes"]

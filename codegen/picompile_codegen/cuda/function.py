@@ -18,13 +18,11 @@ once.
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 from tvm.tirx.script.builder import ir as T
 
 from picompile_codegen.errors import CodegenError
-from picompile_codegen.kernels.kernel import Argument, KernelFunction, digest_of
+from picompile_codegen.kernels.kernel import KernelFunction, WrittenKernel
 from picompile_codegen.kernels.tensor import Expr
 
 WARP = 32
@@ -66,28 +64,10 @@ class Place:
 
 
 @dataclass(frozen=True)
-class CudaKernel:
+class CudaKernel(WrittenKernel):
     """One kernel: a TIR function with as many launches as `grids`, in order."""
 
-    name: str
-    prim_func: Any
-    arguments: tuple[Argument, ...]
     grids: tuple[Grid, ...]
-
-    @cached_property
-    def digest(self) -> str:
-        """A hash of the function, the same for all that are written alike."""
-        return digest_of(self.prim_func)
-
-    @property
-    def params(self) -> tuple[str, ...]:
-        """Argument names in order."""
-        return tuple(argument.name for argument in self.arguments)
-
-    @property
-    def scratch(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """(dtype, shape) of each argument that the caller must allocate and nobody else reads."""
-        return {argument.name: (argument.dtype, argument.shape) for argument in self.arguments if argument.scratch}
 
 
 class CudaFunction(KernelFunction):

@@ -48,22 +48,17 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """One compiled function of an artifact, under the symbol `__tvm_ffi_<name>`.
-
-    A packed matrix `w` is one argument `w.data` in f16 and two, `w.data` and `w.scale`, in q8 and q4: views of the same
-    bytes, typed as the data and as the scales. `isa` names the instruction set that it was written for.
-    """
+class WrittenKernel:
+    """What kernels of all devices are: a TIR function and its arguments."""
 
     name: str
     prim_func: Any
     arguments: tuple[Argument, ...]
-    isa: str = DEFAULT_ISA
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the function, the same for all that are written alike."""
-        return digest_of(self.prim_func)
+        """A hash of the function, the same for all that are written alike: the sha256 of TVM's text."""
+        return sha256(self.prim_func.script().encode()).hexdigest()
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -76,9 +71,15 @@ class Kernel:
         return {argument.name: (argument.dtype, argument.shape) for argument in self.arguments if argument.scratch}
 
 
-def digest_of(function: Any) -> str:
-    """The sha256 of TVM's text of a function."""
-    return sha256(function.script().encode()).hexdigest()
+@dataclass(frozen=True)
+class Kernel(WrittenKernel):
+    """One compiled function of an artifact, under the symbol `__tvm_ffi_<name>`.
+
+    A packed matrix `w` is one argument `w.data` in f16 and two, `w.data` and `w.scale`, in q8 and q4: views of the same
+    bytes, typed as the data and as the scales. `isa` names the instruction set that it was written for.
+    """
+
+    isa: str = DEFAULT_ISA
 
 
 def symbol(*parts: object) -> str:

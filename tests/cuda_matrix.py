@@ -1,0 +1,93 @@
+"""Compiles the CUDA kernels of many models for every architecture, and lists those that spill registers.
+
+python tests/cuda_matrix.py [--sm 75,80,86,89,90,120]
+
+Of each model half of the neurons are hot and everything else is on the GPU, in the formats, predictors and caches of
+MODELS. Prints a line for each architecture; ends with 1 where a kernel uses local memory.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from families import build, save
+
+from picompile.capture import load_model
+from picompile.compile import CompileOptions, pipeline_passes, run_passes
+from picompile.progress import NoProgress
+from picompile_codegen.cuda.build import FILES, build_cuda
+from picompile_codegen.lower import LowerOptions, lower
+from picompile_codegen.placement import Placement
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+
+
+class Model(NamedTuple):
+    """A variant of tests/families.py, and what of it is compiled."""
+
+    variant: str
+    quant: str
+    predictor: str = "auto"
+    kv_dtype: str = "float16"
+    sequences: int = 1
+
+
+MODELS = (
+    *(
+        Model("llama-relu", quant, predictor, sequences=1 if predictor == "none" else 3)
+        for quant in ("f16", "q8", "q4")
+        for predictor in ("exact", "none", "learned", "sign")
+    ),
+    Model("llama-relu", "f16", "exact", "float32"),
+    Model("llama-relu", "f16", "exact", "q8"),
+    Model("falcon-7b", "f16"),
+    *(
+        Model(variant, "q4")
+        for variant in ("opt-post-norm", "opt-pre-norm", "falcon-40b", "bamboo", "mistral-window", "qwen2")
+    ),
+)
+CONTEXT, CHUNK, RANK = 64, 16, 24
+
+
+def kernels_of(model: Model) -> dict[str, Any]:
+    """The CUDA kernels by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        save(model.variant, build(model.variant), Path(folder))
+        captured = load_model(Path(folder))
+    layers = range(captured.facts.layers)
+    hot = {layer: range(0, captured.facts.ffn, 2) for layer in layers}
+    ranks = dict.fromkeys(layers, RANK) if model.predictor == "learned" else {}
+    options = CompileOptions(target="4090", quant=model.quant)
+    passes = [
+        Partition(hot) if isinstance(each, Partition) else each
+        for each in pipeline_passes(options, InsertPredictors(model.predictor, ranks=ranks))
+    ]
+    graph_module = run_passes(captured, options, NoProgress(), passes)
+    placement = Placement.all_of(len(layers))
+    lowered = lower(graph_module, LowerOptions(CONTEXT, CHUNK, model.kv_dtype, model.sequences, "cuda", placement))
+    return {kernel.name: kernel for kernel in lowered.device_built.values()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sm", default="75,80,86,89,90,120")
+    options = parser.parse_args()
+    kernels = {name: kernel for model in MODELS for name, kernel in kernels_of(model).items()}
+    spilling = False
+    for sm in map(int, options.sm.split(",")):
+        with tempfile.TemporaryDirectory() as folder:
+            build_cuda(kernels.values(), Path(folder), sm)
+            made = json.loads((Path(folder) / FILES["launches"]).read_text())["kernels"]
+        launches = [launch for of_kernel in made.values() for launch in of_kernel]
+        most = {key: max(launch[key] for launch in launches) for key in ("registers", "shared_bytes", "local_bytes")}
+        text = ", ".join(f"{key} {value} at most" for key, value in most.items())
+        print(f"sm_{sm}: {len(made)} kernels, {len(launches)} launches; {text}", flush=True)
+        spilling |= most["local_bytes"] > 0
+    sys.exit(spilling)
+
+
+if __name__ == "__main__":
+    main()
