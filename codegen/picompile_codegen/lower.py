@@ -218,7 +218,7 @@ def _reserved(program: Program, shared: Shared) -> tuple[dict[str, Tensor], dict
         place_of.add(name, "int32", shape, "shared" if hybrid else "host")
     for name, shape in counts.items():
         place_of.add(name, "int64", shape, "host")
-    _reserve_logits(program, "shared" if shared.options.placement.head and hybrid else "host", place_of)
+    _reserve_logits(program, "device" if shared.options.placement.head and hybrid else "host", place_of)
     if hybrid:
         for name, shape in inputs.items():
             place_of.add(f"{name}.device", "int32", shape, "device")
@@ -230,13 +230,13 @@ def _reserved(program: Program, shared: Shared) -> tuple[dict[str, Tensor], dict
 
 
 def _reserve_logits(program: Program, memory: Memory, place_of: "_Offsets") -> None:
-    """In `memory`, but for those of which the device makes known the highest: these stay where it has made them."""
+    """Reserve logits in `memory`, where the head makes them, and shared memory for the highest of them."""
     rows = {"logits": 1, "logits.score": program.chunk}
     if program.sequences > 1:
         rows["logits.batch"] = program.sequences
     kept = {program.logits[function] for function in program.leading}
     for name, count in rows.items():
-        place_of.add(name, "float32", (count, program.vocab), "device" if name in kept else memory)
+        place_of.add(name, "float32", (count, program.vocab), memory)
         for leading, dtype, shape in leading_shapes(name, count, program.vocab) if name in kept else ():
             place_of.add(leading, dtype, shape, "shared")
 

@@ -1,13 +1,13 @@
 """What is behind the output head where it runs on the hot device: how the host gets to know of the logits.
 
-Where the next token may be asked for they stay on the device, and the highest of them go to the host, which reads the
-others only if it needs them. Where all of them are wanted, in `score`, they are sent.
+They stay on the device, and the runtime copies them when the step is over: a chunk's logits are megabytes, which the
+copy engine of a GPU moves at the speed of the bus. Where the next token may be asked for, the highest of them go to the
+host within the step, which reads the others only if it needs them.
 """
 
 from torch.fx import Node
 
 from picompile_codegen import kernels
-from picompile_codegen.exchange import send
 from picompile_codegen.function import Function, dimension
 from picompile_codegen.kernels.leading import MOST_LEADING
 from picompile_codegen.program import Arg, LeadingBuffers
@@ -16,23 +16,14 @@ from picompile_codegen.program import Arg, LeadingBuffers
 CHOOSING = ("decode", "prefill_last", "batch")
 
 
-def logits_place(node: Node, function: Function) -> Arg:
-    """Where the head `node` writes: to the function's logits, unless they are sent there."""
-    if function.device == "device" and function.name not in CHOOSING:
-        return function.result(node)
-    return Arg("buffer", function.logits)
-
-
 def hand_over(node: Node, logits: Arg, function: Function) -> None:
-    """Appends what lets the host have `logits`, which the head `node` has made on the hot device."""
-    vocab = dimension(node)
+    """Append what lets the host choose from `logits`, which the head `node` has made on the hot device."""
     if function.name not in CHOOSING:
-        send(function, logits, Arg("buffer", function.logits), vocab)
         return
     function.leading = leading_buffers(function.logits)
     # The end of the step, which the host waits for, is all the order that these need.
     scores, ids = (Arg("buffer", name) for name in (function.leading.scores, function.leading.ids))
-    kernel = function.kernel(kernels.leading_logits, vocab=vocab, rows=function.rows)
+    kernel = function.kernel(kernels.leading_logits, vocab=dimension(node), rows=function.rows)
     function.call(kernel, {"logits": logits, "scores": scores, "ids": ids}, op="leading")
 
 

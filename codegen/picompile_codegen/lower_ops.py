@@ -10,8 +10,9 @@ from picompile_codegen import kernels
 from picompile_codegen.function import Bindings, Function, dimension
 from picompile_codegen.lower_attention import lower_attention, lower_rotary
 from picompile_codegen.lower_ffn import lower_sparse_ffn
-from picompile_codegen.lower_head import hand_over, logits_place
+from picompile_codegen.lower_head import hand_over
 from picompile_codegen.lower_predict import lower_predict
+from picompile_codegen.program import Arg
 from picompile_passes import operands as op
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.nodes import arguments
@@ -46,7 +47,7 @@ def _linear(node: Node, function: Function) -> None:
         bias=values["bias"] is not None,
     )
     is_head = any(user.op == "output" for user in node.users)
-    y = logits_place(node, function) if is_head else function.result(node)
+    y = Arg("buffer", function.logits) if is_head else function.result(node)
     bindings: Bindings = {"x": function.value(values["x"]), "w": matrix, "y": y}
     function.call(kernel, bindings | function.vectors(values, "bias"), op="head" if is_head else "linear")
     if is_head and function.device == "device":

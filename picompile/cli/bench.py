@@ -176,6 +176,10 @@ def _hybrid(hybrid: Mapping[str, Any] | None) -> Iterator[str]:
     skipped = hybrid["skipped_per_token"]
     waited = "" if skipped is None else f", of which {skipped:.1f} are not waited for"
     yield f"exchanges  {hybrid['exchanges_per_token']:.1f} a token{waited}"
+    if hybrid["step"] is not None:
+        gpu, compute, hot, cold, exchange, idle = (f"{1e3 * value:.3f}" for value in hybrid["step"].values())
+        parts = f"{compute} computing (hot neurons {hot}), {exchange} exchanging and waiting, {idle} between calls"
+        yield f"step       {gpu} ms on the hot device: {parts}; cold neurons on the host {cold}"
 
 
 def _threads(count: int) -> str:

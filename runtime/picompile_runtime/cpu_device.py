@@ -63,8 +63,8 @@ class CpuDevice:
         for source, target, size in moves:
             flat[target : target + size] = flat[source : source + size]
 
-    def bind(self, calls: Sequence[tuple[str, Sequence[View]]]) -> CallList:
-        """A list of calls of the library's kernels."""
+    def bind(self, calls: Sequence[tuple[str, Sequence[View]]], breaks: Sequence[int] = ()) -> CallList:
+        """Make a list of calls of the library's kernels; other processes get the CPU without `breaks`."""
         arrays = [(name, [array_at(view.memory, view.tensor) for view in views]) for name, views in calls]
         return self._library.bind(arrays, self._tensors)
 

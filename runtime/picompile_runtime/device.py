@@ -29,7 +29,7 @@ class View:
 class HotDevice(Protocol):
     """One device. Methods are called by one thread at a time; errors are KernelError unless they say otherwise.
 
-    `slow_stamps`: calls that are stamped run in another way, which takes longer. `pins_memory`: what it adopts must be
+    `slow_stamps`: a step whose calls are stamped takes longer than others. `pins_memory`: what it adopts must be
     memory that may be written to, and no file.
     """
 
@@ -57,8 +57,11 @@ class HotDevice(Protocol):
     def copy(self, memory: Any, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copies inside of one memory: (from offset, to offset, bytes) each, no two of which overlap."""
 
-    def bind(self, calls: Sequence[tuple[str, Sequence[View]]]) -> Any:
-        """A list of calls, each a kernel's name and its arguments, made ready to run. Raises ArtifactError."""
+    def bind(self, calls: Sequence[tuple[str, Sequence[View]]], breaks: Sequence[int] = ()) -> Any:
+        """Make a list of calls, each a kernel's name and its arguments, ready to run. Raises ArtifactError.
+
+        `breaks` are the numbers of calls, ascending, before which the device may do something else for a moment.
+        """
 
     def start(self, calls: Any, stamps: Stamps | None = None) -> None:
         """Begins to run what `bind` returned, and returns without waiting for it.

@@ -192,7 +192,7 @@ class Engine:
     def start_timing(self, slowly: bool = False) -> None:
         """Measure every kernel call from now on; this costs about 50 ns a call.
 
-        Calls on a GPU are measured only if it may run `slowly`: one by one, and not as a graph.
+        Calls on a GPU are measured only if it may run `slowly`, with events between them.
         """
         with self._lock:
             self._executor.start_timing(slowly)

@@ -20,14 +20,18 @@ from picompile_runtime.memory import Tensor, array_at, check_total
 from picompile_runtime.native import CallList, TensorTable
 from picompile_runtime.open_device import open_device, split_threads
 from picompile_runtime.places import DevicePlaces, HostPlaces, device_places, host_places, weights_of
-from picompile_runtime.program import BATCH, Call, Program
+from picompile_runtime.program import BATCH, ONE_TOKEN_EACH, Call, Program
 from picompile_runtime.resident import load_tensors, load_weights
 from picompile_runtime.scores import Leading, Logits
 from picompile_runtime.timing import CallTimes, Span
+from picompile_runtime.waiting import waited_in_vain
 
 Ids = NDArray[np.int32]
 # The numbers of steps are int32, and 0 is in every flag at the start.
 _MOST_STEPS = 2**31 - 1
+# Layers that the device reads a chunk of a prompt with before it may do something else. A GPU that drives a display ends
+# what holds it for two seconds, and the weights of 80 layers that come over the bus for a chunk take longer.
+_LAYERS_TOGETHER = 8
 
 
 class Executor:
@@ -98,7 +102,8 @@ class Executor:
         if self._device is None:
             return None
         view, calls = self._device_places.view, self._program.calls(function, "device")
-        return self._device.bind([(call.kernel, [view(arg) for arg in call.args]) for call in calls])
+        bound = [(call.kernel, [view(arg) for arg in call.args]) for call in calls]
+        return self._device.bind(bound, () if function in ONE_TOKEN_EACH else _breaks(calls))
 
     def run(self, function: str, tokens: Ids, position: int, slot: int) -> None:
         """One step with consecutive tokens of the sequence in `slot`, the first of them at `position`."""
@@ -218,7 +223,7 @@ class Executor:
             self.library.run(self._host_calls[function], self._threads, stamps)
             return
         self._step[3] = self._step[3] % _MOST_STEPS + 1
-        self._abandoned[0] = 0
+        self._abandoned[:] = 0
         of_device = None if times is None else times.stamps(function, "device")
         # Of two engines with the same code, one would run on the host and one on the device, and each wait for ever.
         with self.library.turn():
@@ -231,7 +236,10 @@ class Executor:
             finally:
                 self._device.wait()
         if self._abandoned[0]:
-            raise KernelError(f"{function}: one device waited in vain for the other, and gave up")
+            calls, step = self._program.functions[function], int(self._step[3])
+            distance_bytes = self._program.buffers["flags"].offset - self._program.buffers["abandoned"].offset
+            reason = waited_in_vain(calls, step, self.buffers["flags"], self._abandoned, distance_bytes)
+            raise KernelError(f"{function}: {reason}")
 
     @property
     def _abandoned(self) -> NDArray[np.int32]:
@@ -256,6 +264,16 @@ def _shared_buffers(program: Program) -> dict[tuple[str, str], Tensor]:
         for name, tensor in program.buffers.items()
         if program.memories["buffer", name] == "shared"
     }
+
+
+def _breaks(calls: Sequence[Call]) -> list[int]:
+    """The numbers of the calls with which every `_LAYERS_TOGETHER` layers begin, but for the first."""
+    found, last = list[int](), 0
+    for number, call in enumerate(calls):
+        if call.layer is not None and call.layer // _LAYERS_TOGETHER > last:
+            last = call.layer // _LAYERS_TOGETHER
+            found.append(number)
+    return found
 
 
 def _slot_moves(tensor: Tensor, source: int, target: int, count: int) -> list[tuple[int, int, int]]:

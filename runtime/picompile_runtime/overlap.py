@@ -1,14 +1,19 @@
-"""How far host and hot device work at the same time, and how often they exchange values."""
+"""Where the time of a hybrid step goes: on either side, on both at the same time, and between the two."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from picompile_runtime.floor import statistics_rows
 from picompile_runtime.program import WAITS, Call, Program
+from picompile_runtime.timing import Span
 from picompile_runtime.trace import Step
+
+# Operators that bring values from one side to the other; `inputs` are what the runtime has written for the step.
+_EXCHANGES = frozenset({"inputs", "send", "signal", *WAITS})
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,49 @@ def overlap(steps: Sequence[Step]) -> Overlap:
     return Overlap(sum(end - begin for begin, end in host), sum(end - begin for begin, end in device), both_ns)
 
 
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step on the hot device, from its first call to its last, and what they consist of.
+
+    `gpu_s` = `compute_s` + `exchange_s` + `idle_s`. `compute_s` are the calls that compute, of which `hot_s` are the
+    hot neurons. `exchange_s` are the calls that send to the host and receive from it, with all waiting. `idle_s` are
+    the gaps between calls. `cold_s` are the host's feed-forward calls of the same step.
+
+    Every call on a GPU stands between two events, which take time themselves: the step would take less without them.
+    """
+
+    gpu_s: float
+    compute_s: float
+    hot_s: float
+    cold_s: float
+    exchange_s: float
+    idle_s: float
+
+    @classmethod
+    def of(cls, step: Step) -> StepTime | None:
+        """Return the times of a step, or None where the hot device has no part in it."""
+        spans = [span for span in step.spans if span.call.device == "device"]
+        if not spans:
+            return None
+        whole_ns = max(span.end_ns for span in spans) - min(span.begin_ns for span in spans)
+        exchange_ns = _total_ns(span for span in spans if span.call.op in _EXCHANGES)
+        compute_ns = _total_ns(span for span in spans if span.call.op not in _EXCHANGES)
+        hot_ns = _total_ns(span for span in spans if span.call.op == "ffn")
+        cold_ns = _total_ns(span for span in step.spans if (span.call.op, span.call.device) == ("ffn", "host"))
+        idle_ns = max(0, whole_ns - exchange_ns - compute_ns)
+        return cls(*(1e-9 * ns for ns in (whole_ns, compute_ns, hot_ns, cold_ns, exchange_ns, idle_ns)))
+
+
+def _total_ns(spans: Iterable[Span]) -> int:
+    return sum(span.end_ns - span.begin_ns for span in spans)
+
+
+def _step_times(steps: Sequence[Step], batch: int) -> dict[str, float] | None:
+    """Return the medians of `steps`, each by itself, per token; None where the hot device has no part in them."""
+    times = [asdict(found) for found in map(StepTime.of, steps) if found is not None]
+    return {name: median(each[name] for each in times) / batch for name in times[0]} if times else None
+
+
 def hybrid_figures(program: Program, steps: Sequence[Step], batch: int) -> dict[str, Any]:
     """What `bench --json` says of `steps`, which are of one function and of `batch` tokens each."""
     found = overlap(steps)
@@ -53,6 +101,7 @@ def hybrid_figures(program: Program, steps: Sequence[Step], batch: int) -> dict[
         "overlap_s_per_token": 1e-9 * found.both_ns / tokens,
         "overlap_share": found.share,
         "exchanges_per_token": sum(call.op in ("send", "signal") for call in program.functions[function]) / batch,
+        "step": _step_times(steps, batch),
         # Kernels of a batch that compute every neuron do not count them.
         "skipped_per_token": None if batch > 1 else sum(len(skippable & step.idle_rows) for step in steps) / tokens,
     }

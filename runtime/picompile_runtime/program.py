@@ -17,6 +17,7 @@ from picompile_runtime.program_checks import check_program
 SCHEMA = 3
 FUNCTIONS = ("decode", "prefill", "prefill_last", "score")
 BATCH = "batch"  # a program for several sequences has this function, too
+ONE_TOKEN_EACH = ("decode", BATCH)  # functions that read one token of each sequence
 MOST_SEQUENCES = 256
 STATS_ROW_BYTES = 16  # int64 [computed, fired]
 DEVICES = ("host", "device")

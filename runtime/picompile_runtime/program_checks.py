@@ -125,11 +125,11 @@ def _check_sides(program: Program, where: str) -> None:
 
 
 def _check_logits(program: Program, where: str) -> None:
-    """The runtime finds them, or the highest of them, in the host's memory or in what both share."""
+    """The runtime copies logits from the device's memory only where it need not, or for `score`, of a whole chunk."""
     if unknown := sorted(set(program.leading) - set(program.logits)):
         raise ArtifactError(f"{where}: leading: {unknown[0]} is no function that gives logits")
     known = [name for leading in program.leading.values() for name in (leading.scores, leading.ids)]
-    known += [name for function, name in program.logits.items() if function not in program.leading]
+    known += [name for function, name in program.logits.items() if function not in (*program.leading, "score")]
     for name in known:
         if program.memories["buffer", name] == "device":
             raise ArtifactError(f"{where}: buffers: {name} must not be in the device's memory")

@@ -60,7 +60,7 @@ extern "C" {
 /* For the tests. */
 void fake_reset() {
     std::unique_lock<std::mutex> lock(state.mutex);
-    state.calls = state.leaked = state.sticky = state.image = 0;
+    state.calls = state.event_records = state.leaked = state.sticky = state.image = 0;
     state.ready = false, state.now_s = state.queued_s = 0;
     state.fault.clear(), state.failed.clear(), state.kernel_error.clear(), state.counts.clear();
 }
@@ -74,6 +74,8 @@ int fake_owned() {
 int fake_leaked() { return state.leaked; }
 /* Calls of one function. */
 int fake_count(const char *name) { return state.counts[name]; }
+/* How often events were to be recorded, by calls or by nodes of graphs. */
+int fake_event_records() { return state.event_records; }
 /* The first fault, the call that failed on demand, what the last kernel that failed said; empty for none. */
 const char *fake_fault() { return state.fault.c_str(); }
 const char *fake_failed() { return state.failed.c_str(); }

@@ -2,7 +2,7 @@
 
    It holds the caller to the rules of the driver API: initialize first, devices by number, a current context of the
    calling thread, handles that are alive, addresses and sizes inside of what was allocated, nothing freed twice, and
-   while a thread captures a stream, nothing but launches. What breaks a rule is answered with an error. What the driver
+   while a thread captures a stream, nothing but launches and external events. What breaks a rule is answered with an error. What the driver
    would let pass, to the harm of the program, is a fault: memory freed in use, or written past its end (`fake_fault`).
 
    A stream is a thread with a queue. Memory is poisoned when it is allocated. The device has addresses of its own, so
@@ -25,6 +25,8 @@
    FAKE_CUDA_KERNELS    the library with the kernels, read when a module is loaded.
    FAKE_CUDA_ORDER      the order of threads that it is asked for; 0 if not set.
    FAKE_CUDA_DELAY_US   whatever a stream does is delayed by up to so many microseconds, at random.
+   FAKE_CUDA_BLIND      1: kernels see what the host wrote to mapped memory before they began, and the host sees what they
+                        wrote when they end, as on systems without concurrent access.
    FAKE_CUDA_DRY        1: copies and poison take no real time, since they are left out.
    CUDA_LAUNCH_BLOCKING 1: launches return when all has run, as the driver's do. */
 
@@ -94,13 +96,25 @@ struct Launch {
     std::vector<uint64_t> params;
 };
 
+struct Event : Object {
+    long recorded = 0, done = 0;
+    bool timed = false;
+    int64_t time_ns = 0; /* when it was last reached */
+};
+
+/* A node of a graph: it records `event`, or else is a launch. */
+struct Node {
+    Launch launch;
+    std::shared_ptr<Event> event;
+};
+
 /* A graph, and one that is ready to run. */
 struct Graph : Object {
-    std::vector<Launch> launches;
+    std::vector<Node> nodes;
 };
 
 struct Exec : Object {
-    std::vector<Launch> launches;
+    std::vector<Node> nodes;
     int pending = 0;
 };
 
@@ -108,12 +122,6 @@ struct Capture {
     std::thread::id thread;
     std::shared_ptr<Graph> graph;
     bool valid = true;
-};
-
-struct Event : Object {
-    long recorded = 0, done = 0;
-    bool timed = false;
-    int64_t time_ns = 0; /* when it was last reached */
 };
 
 using Task = std::function<int()>;
@@ -134,7 +142,7 @@ struct State {
     std::condition_variable changed;
     std::map<void *, std::shared_ptr<Object>> alive;
     std::map<std::string, int> counts;
-    int calls = 0, retained = 0, pushed = 0, leaked = 0, sticky = 0, image = 0;
+    int calls = 0, event_records = 0, retained = 0, pushed = 0, leaked = 0, sticky = 0, image = 0;
     bool ready = false;
     double now_s = 0, queued_s = 0;
     std::string fault, failed, kernel_error;
@@ -183,6 +191,8 @@ std::shared_ptr<Block> on_device(uint64_t address, size_t size);
 std::shared_ptr<Block> on_host(const void *address, size_t size);
 bool any_busy();
 void enqueue(Stream &stream, Task task);
+/* Has the stream record the event when it gets there. Takes the lock when it runs. */
+void enqueue_record(Stream &stream, std::shared_ptr<Event> event);
 /* Lets a stream finish and ends its thread. */
 void finish(Call &call, Stream &stream);
 Stream *captured_here();

@@ -24,10 +24,30 @@ static void wait_if_launches_do(Call &call, Stream &stream) {
     if (setting("CUDA_LAUNCH_BLOCKING", 0)) state.changed.wait(call.lock, [&] { return stream.idle(); });
 }
 
+/* What a kernel sees of mapped memory where the host's writes do not reach it: a copy. What it writes arrives later. */
+struct Blinders {
+    struct Copies {
+        std::vector<char> before, now;
+    };
+    std::map<Block *, Copies> copies;
+    char *see(Block &block) {
+        if (!block.on_host || !setting("FAKE_CUDA_BLIND", 0)) return block.start;
+        auto &found = copies[&block];
+        if (found.now.empty()) found.now.assign(block.start, block.start + block.size), found.before = found.now;
+        return found.now.data();
+    }
+    ~Blinders() {
+        for (auto &[block, found] : copies)
+            for (size_t i = 0; i < block->size; i++)
+                if (found.now[i] != found.before[i]) block->start[i] = found.now[i];
+    }
+};
+
 /* The driver keeps a graph's kernels by the code they were loaded with, so that must still be there. */
 int run(const Launch &launch) {
     std::vector<std::shared_ptr<Block>> keep;
     std::vector<void *> addresses, params;
+    Blinders blinders;
     auto module = launch.module.lock();
     if (!module) return LAUNCH_FAILED;
     {
@@ -36,7 +56,7 @@ int run(const Launch &launch) {
             auto block = on_device(address, 1);
             if (!block) return ILLEGAL_ADDRESS;
             keep.push_back(block);
-            addresses.push_back(block->start + (address - block->device));
+            addresses.push_back(blinders.see(*block) + (address - block->device));
         }
     }
     for (auto &address : addresses) params.push_back(&address);
@@ -129,7 +149,7 @@ int cuLaunchKernel(void *handle, unsigned grid_x, unsigned grid_y, unsigned grid
     for (int i = 0; i < function->params; i++) launch.params.push_back(*(uint64_t *)params[i]);
     if (!stream->capture) enqueue(*stream, [=] { return run(launch); });
     else if (!stream->capture->valid) return CAPTURE_INVALIDATED;
-    else stream->capture->graph->launches.push_back(launch);
+    else stream->capture->graph->nodes.push_back({launch, nullptr});
     if (!stream->capture) wait_if_launches_do(call, *stream);
     return SUCCESS;
 }
@@ -163,7 +183,7 @@ int cuGraphInstantiateWithFlags(void **handle, void *graph_handle, unsigned long
     if (!graph) return INVALID_HANDLE;
     if (flags) return INVALID_VALUE;
     auto exec = std::make_shared<Exec>();
-    exec->launches = graph->launches;
+    exec->nodes = graph->nodes;
     *handle = own(exec);
     return SUCCESS;
 }
@@ -178,7 +198,9 @@ int cuGraphLaunch(void *handle, void *stream_handle) {
     auto exec = find<Exec>(handle);
     auto stream = find<Stream>(stream_handle);
     if (!exec || !stream) return INVALID_HANDLE;
-    for (auto &launch : exec->launches) enqueue(*stream, [=] { return run(launch); });
+    for (auto &node : exec->nodes)
+        if (node.event) enqueue_record(*stream, node.event);
+        else enqueue(*stream, [=] { return run(node.launch); });
     exec->pending++;
     enqueue(*stream, [=] {
         std::unique_lock<std::mutex> lock(state.mutex);

@@ -99,6 +99,17 @@ static int64_t now_ns() {
         .count();
 }
 
+void enqueue_record(Stream &stream, std::shared_ptr<Event> event) {
+    long ticket = ++event->recorded;
+    state.event_records++;
+    enqueue(stream, [=] {
+        std::unique_lock<std::mutex> lock(state.mutex);
+        event->done = ticket, event->time_ns = now_ns();
+        state.changed.notify_all();
+        return SUCCESS;
+    });
+}
+
 /* Whether nobody has to wait for an event any more. */
 static bool reached(const Event &event, long ticket) { return event.done >= ticket || state.sticky; }
 
@@ -165,13 +176,21 @@ int cuEventRecord(void *handle, void *stream_handle) {
     std::shared_ptr<Stream> stream;
     if (int error = usable(stream_handle, stream)) return error;
     if (!event) return INVALID_HANDLE;
-    long ticket = ++event->recorded;
-    enqueue(*stream, [=] {
-        std::unique_lock<std::mutex> lock(state.mutex);
-        event->done = ticket, event->time_ns = now_ns();
-        state.changed.notify_all();
-        return SUCCESS;
-    });
+    enqueue_record(*stream, event);
+    return SUCCESS;
+}
+
+/* In a capture only the flag CU_EVENT_RECORD_EXTERNAL makes a node that records the event whenever the graph runs. */
+int cuEventRecordWithFlags(void *handle, void *stream_handle, unsigned flags) {
+    BEGIN(CONTEXT | IN_CAPTURE);
+    auto event = find<Event>(handle);
+    auto stream = find<Stream>(stream_handle);
+    if (!event || !stream) return INVALID_HANDLE;
+    if (flags > 1) return INVALID_VALUE;
+    if (!stream->capture) return enqueue_record(*stream, event), SUCCESS;
+    if (!stream->capture->valid) return CAPTURE_INVALIDATED;
+    if (!flags) return stream->capture->valid = false, CAPTURE_UNSUPPORTED;
+    stream->capture->graph->nodes.push_back({{}, event});
     return SUCCESS;
 }
 

@@ -99,7 +99,7 @@ def test_where_all_fits_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_too_little_is_refused() -> None:
     with pytest.raises(
-        DoesNotFitError, match=r"needs 0\.00 GiB of GPU memory \(weights 0\.00, KV cache 0\.00, .*--replan"
+        DoesNotFitError, match=r"needs 0\.06 GiB of GPU memory \(weights 0\.00, KV cache 0\.00, .*--replan"
     ):
         fit_device(program(), TENSORS, ALL + REST - 1, may_move=False)
     with pytest.raises(DoesNotFitError, match="even if its weights stay with the host"):
@@ -135,8 +135,12 @@ def test_a_dense_block_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_something_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not weights may move: graphs and the module come on top of what the program takes."""
     spared = own_bytes("table")
     monkeypatch.setattr(device_memory, "_SPARED_BYTES", spared)
+    fit_device(program(), TENSORS, ALL + REST + spared, may_move=False)
+    with pytest.raises(DoesNotFitError, match="workspace 0.00, driver 0.00"):
+        fit_device(program(), TENSORS, ALL + REST + spared - 1, may_move=False)
     assert fit_device(program(), TENSORS, ALL + REST + spared, may_move=True).streamed == frozenset()
     assert fit_device(program(), TENSORS, ALL + REST + spared - 1, may_move=True).streamed == {"table"}
     assert fit_device(program(), TENSORS, ALL + REST - 1, may_move=True).streamed == {"table", "hot1"}

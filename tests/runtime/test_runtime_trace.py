@@ -19,7 +19,7 @@ from picompile_runtime import Engine, executor, load, measure, rounds
 from picompile_runtime.bandwidth import MemoryReader
 from picompile_runtime.cpu_device import CpuDevice
 from picompile_runtime.native import HostLibrary
-from picompile_runtime.overlap import Overlap, overlap
+from picompile_runtime.overlap import Overlap, StepTime, overlap
 from picompile_runtime.program import Call
 from picompile_runtime.timing import Span
 from picompile_runtime.trace import Step, chrome_trace
@@ -167,8 +167,11 @@ def test_bench_of_two_devices(tmp_path: Path, library: Path, ffn: str, skipped: 
     assert json.loads(json.dumps(result)) == result
     assert set(hybrid) == {
         "host_s_per_token", "device_s_per_token", "overlap_s_per_token", "overlap_share", "exchanges_per_token",
-        "skipped_per_token",
+        "skipped_per_token", "step",
     }  # fmt: skip
+    step = hybrid["step"]
+    assert step["gpu_s"] > step["compute_s"] > NAP_NS / 1e9 and step["compute_s"] > step["hot_s"] > 0
+    assert step["exchange_s"] > 0 and step["cold_s"] > 0
     assert (hybrid["exchanges_per_token"], hybrid["skipped_per_token"]) == (3, skipped)
     kernels = {(row["device"], row["kind"]): row for row in decode["kernels"]}
     assert {key: row["calls"] for key, row in kernels.items()} == {
@@ -193,6 +196,24 @@ def test_bench_of_a_batch(tmp_path: Path, library: Path) -> None:
     found, hybrid = overlap(steps[1:]), result["hybrid"]
     assert (hybrid["exchanges_per_token"], hybrid["skipped_per_token"]) == (1, None)
     assert hybrid["host_s_per_token"] == pytest.approx(1e-9 * found.host_ns / 8, rel=1e-12)
+
+
+def test_where_the_time_of_a_step_goes() -> None:
+    """From the first call of the device to its last; the host's calls count for cold neurons alone."""
+
+    def span(op: str, device: str, begin_ns: int, end_ns: int) -> Span:
+        return Span(Call("kernel", (), op, 0, 0, device=device), begin_ns, end_ns)
+
+    spans = [
+        span("inputs", "device", 1000, 1001), span("linear", "device", 1003, 1010), span("send", "device", 1010, 1012),
+        span("ffn", "device", 1013, 1033), span("ffn", "host", 1012, 1052), span("receive", "device", 1034, 1060),
+        span("add", "device", 1060, 1065), span("head", "host", 1065, 2000),
+    ]  # fmt: skip
+    found = StepTime.of(Step("decode", 0, 3000, tuple(spans)))
+    assert found is not None
+    expected = {"gpu_s": 65, "compute_s": 32, "hot_s": 20, "cold_s": 40, "exchange_s": 29, "idle_s": 4}
+    assert {name: round(1e9 * value) for name, value in vars(found).items()} == expected
+    assert StepTime.of(Step("decode", 0, 3000, tuple(each for each in spans if each.call.device == "host"))) is None
 
 
 class SlowDevice(CpuDevice):
@@ -287,8 +308,8 @@ def test_bench_writes_a_trace(cli: Cli, request: pytest.FixtureRequest, tmp_path
     assert list(tracks(json.loads(trace.read_text()))) == ["host", "hot device"][: 1 + is_hybrid]
     assert [path.name for path in trace.parent.iterdir()] == ["trace.json"]
     summary, *tables = ended.out.split("\n\n")
-    names = ["prompt", "decode", "floor", "memory", "neurons", "devices", "exchanges"]
-    assert [line.split()[0] for line in summary.splitlines()] == names[: 7 if is_hybrid else 5]
+    names = ["prompt", "decode", "floor", "memory", "neurons", "devices", "exchanges", "step"]
+    assert [line.split()[0] for line in summary.splitlines()] == names[: 8 if is_hybrid else 5]
     titles = ["a token, host", "a token, device"] if is_hybrid else ["a token"]
     assert [table.splitlines()[0][:16].strip() for table in tables] == titles
     assert [table.splitlines()[-1].startswith("between them") for table in tables] == [True, False][: len(tables)]

@@ -78,6 +78,14 @@ static __device__ __forceinline__ uint64_t pi_now_ns() {
 #define PI_PATIENCE_NS 30000000000ull
 #endif
 
+// Whoever gives up says in `abandoned` for which flag it waited, as a distance in bytes, and what that held; native/host.c
+// says where.
+static __device__ __forceinline__ void pi_give_up(const int *flag, int *abandoned) {
+  ((volatile int *)abandoned)[3] = (int)((const char *)flag - (const char *)abandoned);
+  ((volatile int *)abandoned)[4] = *(const volatile int *)flag;
+  pi_signal(abandoned, 1);
+}
+
 // Waits until `flag` holds `step`, or until either side gives up, which sets `abandoned`. Whoever waits for half a minute
 // gives up: a host that has failed sets no flag. Both words are asked for before one is looked at, since each of them
 // takes as long as the bus does there and back. The clock is read once in a millisecond or so.
@@ -94,5 +102,5 @@ static __device__ __forceinline__ void pi_wait(const int *flag, int *abandoned, 
       __nanosleep(100);
     }
   } while (pi_now_ns() < end);
-  pi_signal(abandoned, 1);
+  pi_give_up(flag, abandoned);
 }

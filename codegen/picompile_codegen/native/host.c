@@ -109,6 +109,14 @@ static int is_set(const int32_t *flag, int32_t step) {
   return atomic_load_explicit((const _Atomic int32_t *)flag, memory_order_acquire) == step;
 }
 
+/* Whoever gives up says in `abandoned` for which flag it waited, as a distance in bytes, and what that held: words 1 and
+ * 2 are the host's, or a hot device's that is a partition of the CPU, 3 and 4 a GPU's. */
+static void give_up(const int32_t *flag, int32_t *abandoned) {
+  abandoned[1] = (int32_t)((intptr_t)flag - (intptr_t)abandoned);
+  abandoned[2] = atomic_load_explicit((const _Atomic int32_t *)flag, memory_order_relaxed);
+  set(abandoned, 1);
+}
+
 /* Waits until `flag` holds `step`, or until either side gives up, which sets `abandoned`. Whoever waits for half a
  * minute gives up: a device that has failed sets no flag. Spins at first, since most waits are short, and then lets
  * others have the core: where the device is a partition of the same CPU, it may need it. */
@@ -121,7 +129,7 @@ PI_EXPORT void pi_wait(const int32_t *flag, int32_t *abandoned, int32_t step, co
   int64_t end = now_ns() + PI_PATIENCE_NS;
   while (!is_set(flag, step) && is_set(abandoned, 0)) {
     sched_yield();
-    if (now_ns() > end) set(abandoned, 1);
+    if (now_ns() > end) give_up(flag, abandoned);
   }
 }
 

@@ -1,8 +1,8 @@
 """An NVIDIA GPU as the hot device; see `picompile_runtime.device`.
 
 Nothing is compiled when it is opened, unless the GPU is newer than the artifact's cubin: then the driver compiles the
-PTX. What runs is a graph in one stream; writes are copied in another, so that they do not wait for it. Calls that are
-stamped are no graph, but launched one by one, by a thread of their own: see `stopwatch`.
+PTX. What runs is one graph or several in one stream; writes are copied in another, so that they do not wait for it.
+Calls that are stamped run as graphs of their own, which record events as well: see `stopwatch`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from ctypes import c_void_p
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from picompile_runtime.cuda import driver
 from picompile_runtime.cuda.driver import Driver
 from picompile_runtime.cuda.errors import OUT_OF_MEMORY, CudaError, GpuCallError, GpuMemoryError
-from picompile_runtime.cuda.graph import BoundLaunch, runnable_graph
+from picompile_runtime.cuda.graph import BoundLaunch, Node, runnable_graph
 from picompile_runtime.cuda.images import DeviceImages, check_arguments
 from picompile_runtime.cuda.memory import Memory, data_address, view_address
 from picompile_runtime.cuda.module import choose_image, load_module
@@ -41,12 +41,14 @@ _LAUNCH_TIMEOUT = 702
 
 @dataclass(frozen=True)
 class Calls:
-    """What `bind` returns: a graph, or None for an empty list, which the driver need not know of; and the launches of
-    each call.
+    """What `bind` returns: for each graph, in order, the launches of its calls, and the graph itself.
+
+    `stamped` has the same graphs with events in them, once stamps were asked for.
     """
 
-    graph: c_void_p | None
-    launches: tuple[tuple[BoundLaunch, ...], ...]
+    parts: tuple[tuple[tuple[BoundLaunch, ...], ...], ...]
+    graphs: tuple[c_void_p, ...]
+    stamped: list[c_void_p] = field(default_factory=list)
 
 
 class CudaDevice:
@@ -85,7 +87,7 @@ class CudaDevice:
             with self._current():
                 self._module = self._owned.enter_context(load_module(self._driver, image))
                 self._compute, self._uploads = self._stream(), self._stream()
-                self._staging = Staging(self._driver, staging_bytes, self._uploads, self._owned)
+                self._staging = self._pinned(staging_bytes)
                 self._stopwatch = Stopwatch(self._driver, self._compute, self._owned)
         except BaseException:
             self.close()
@@ -115,12 +117,8 @@ class CudaDevice:
         with self._current(), ExitStack() as stack:
             try:
                 host_address, address = stack.enter_context(self._driver.shared_memory(max(size_bytes, 1)))
-            except GpuMemoryError as error:
-                gib = size_bytes / 2**30
-                raise DoesNotFitError(
-                    f"{purpose} needs {gib:.2f} GiB of pinned memory, of which the system has not as much free; "
-                    "close other programs"
-                ) from error
+            except CudaError as error:
+                raise _not_pinned(purpose, size_bytes, error) from error
             ctypes.memset(host_address, 0, size_bytes)
             self._keep(stack)
         return Memory(address, size_bytes), host_array(host_address, size_bytes)
@@ -132,13 +130,8 @@ class CudaDevice:
             try:
                 device_address = stack.enter_context(self._driver.registered_memory(address, size_bytes))
             except CudaError as error:
-                if error.result not in _CANNOT_PIN:
-                    raise
-                gib = size_bytes / 2**30
-                raise DoesNotFitError(
-                    f"{gib:.2f} GiB of weights, which the GPU reads from the host for prompts, cannot be pinned "
-                    f"({error}); close other programs"
-                ) from error
+                purpose = "weights that the GPU reads from the host for prompts"
+                raise _not_pinned(purpose, size_bytes, error) from error
             self._keep(stack)
             self._adopted.append(memory)
         return Memory(device_address, size_bytes)
@@ -166,33 +159,38 @@ class CudaDevice:
                 self._driver.call("cuMemcpyDtoDAsync_v2", target, source, size_bytes, self._compute)
             self._driver.call("cuStreamSynchronize", self._compute)
 
-    def bind(self, calls: Sequence[tuple[str, Sequence[View]]]) -> Calls:
-        """A list of calls, each a kernel's name and its arguments, as one graph. Raises ArtifactError."""
+    def bind(self, calls: Sequence[tuple[str, Sequence[View]]], breaks: Sequence[int] = ()) -> Calls:
+        """Make a list of calls, each a kernel's name and its arguments, ready to run as one graph or several.
+
+        `breaks` are the numbers of calls with which a new graph begins, ascending. Raises ArtifactError.
+        """
+        bounds = [(start, stop) for start, stop in pairwise([0, *breaks, len(calls)]) if start < stop]
         with self._current(), ExitStack() as stack:
-            launches = tuple(tuple(self._launches(name, views)) for name, views in calls)
-            if not launches:
-                return Calls(None, ())
-            graph = stack.enter_context(runnable_graph(self._driver, list(chain(*launches)), self._compute))
+            launches = [tuple(self._launches(name, views)) for name, views in calls]
+            parts = tuple(tuple(launches[start:stop]) for start, stop in bounds)
+            graphs = tuple(self._graph(list(chain(*part)), stack) for part in parts)
             self._keep(stack)
-        return Calls(graph, launches)
+        return Calls(parts, graphs)
 
     def start(self, calls: Calls, stamps: Stamps | None = None) -> None:
-        """Begins to run what `bind` returned, and returns without waiting for it.
+        """Begin to run what `bind` returned, and return without waiting for it.
 
         `stamps` are as exact as `Stopwatch` says; calls that get them must be waited for before others are started.
         """
-        if calls.graph is None:
+        graphs: Sequence[c_void_p] = calls.graphs
+        if not graphs:
             return
         if stamps is not None:
             with self._current():
-                self._stopwatch.align(len(calls.launches))
-        elif not self._launches_wait:
-            self._launch(calls, None)
+                graphs = self._stamped(calls)
+                self._stopwatch.align()
+        if not self._launches_wait:
+            self._launch(graphs, stamps)
             return
-        # By another thread: the GPU's queue may be full before it gets to know of all, and then what it waits for is
-        # made by the host, which must not wait for the queue. Said before, since an interrupt can come after.
+        # Another thread launches: the host would wait in that call for a GPU that waits for the host. The flag is set
+        # before, since an interrupt can come after.
         self._is_launching = True
-        self._launcher.submit(self._try_to_launch, calls, stamps)
+        self._launcher.submit(self._try_to_launch, graphs, stamps)
 
     def wait(self) -> None:
         """Returns when the GPU has done all that it was given. Raises KernelError if any of it failed."""
@@ -235,18 +233,16 @@ class CudaDevice:
         with self._driver.current(self._context):
             yield
 
-    def _launch(self, calls: Calls, stamps: Stamps | None) -> None:
+    def _launch(self, graphs: Sequence[c_void_p], stamps: Stamps | None) -> None:
         with self._current():
-            if stamps is None:
-                self._driver.call("cuGraphLaunch", calls.graph, self._compute)
+            for graph in graphs:
+                self._driver.call("cuGraphLaunch", graph, self._compute)
                 self._driver.submit(self._compute)
-            else:
-                self._stopwatch.run(calls.launches)
+        self._stamps = stamps
 
-    def _try_to_launch(self, calls: Calls, stamps: Stamps | None) -> None:
+    def _try_to_launch(self, graphs: Sequence[c_void_p], stamps: Stamps | None) -> None:
         try:
-            self._launch(calls, stamps)
-            self._stamps = stamps
+            self._launch(graphs, stamps)
         except BaseException as error:
             self._failed = error
 
@@ -262,6 +258,26 @@ class CudaDevice:
             raise
         finally:
             self._is_launching = False
+
+    def _pinned(self, staging_bytes: int) -> Staging:
+        try:
+            return Staging(self._driver, staging_bytes, self._uploads, self._owned)
+        except CudaError as error:
+            raise _not_pinned("buffers for copies to the GPU", 2 * staging_bytes, error) from error
+
+    def _graph(self, nodes: Sequence[Node], stack: ExitStack) -> c_void_p:
+        return stack.enter_context(runnable_graph(self._driver, nodes, self._compute))
+
+    def _stamped(self, calls: Calls) -> Sequence[c_void_p]:
+        """The graphs of `calls` with events in them, made at the first time."""
+        if not calls.stamped:
+            firsts = [0, *accumulate(len(part) for part in calls.parts)]
+            with ExitStack() as stack:
+                pairs = zip(calls.parts, firsts, strict=False)
+                graphs = [self._graph(list(self._stopwatch.nodes(part, first)), stack) for part, first in pairs]
+                self._keep(stack)
+            calls.stamped.extend(graphs)
+        return calls.stamped
 
     def _stream(self) -> c_void_p:
         self._streams.append(self._owned.enter_context(self._driver.stream()))
@@ -286,6 +302,16 @@ class CudaDevice:
             f"{purpose} needs {size_bytes / 2**30:.2f} GiB of GPU memory and {free_bytes / 2**30:.2f} GiB are free; "
             "compile with a smaller --vram-budget or --context"
         )
+
+
+def _not_pinned(purpose: str, size_bytes: int, error: CudaError) -> CudaError | DoesNotFitError:
+    """Return what to raise for `error`: a lack of memory that can be pinned is said in one line."""
+    if error.result not in _CANNOT_PIN:
+        return error
+    return DoesNotFitError(
+        f"{purpose}: the system cannot pin {size_bytes / 2**20:.0f} MiB of memory ({error.call}), so that the GPU "
+        "cannot use it; close other programs; under WSL2 give it more memory (.wslconfig), since about half can be pinned"
+    )
 
 
 def _cause(result: int) -> str:

@@ -6,6 +6,7 @@ What a method makes and a caller must give back is a context manager: `with` for
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
@@ -26,6 +27,9 @@ class Driver:
     """The loaded and initialized library. Raises `NoGpuError` where it cannot be had."""
 
     def __init__(self, library: str) -> None:
+        # Else the driver loads a kernel when it is first launched, for which it may wait until the GPU has nothing to
+        # do: never, if the kernel that runs waits for what the new one is to make. The driver reads it in cuInit.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
         try:
             self._library = ctypes.CDLL(library)
         except OSError as error:

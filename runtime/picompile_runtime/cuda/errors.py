@@ -26,6 +26,11 @@ class CudaError(PicompileRuntimeError):
         super().__init__(text)
         self.result = result
 
+    @property
+    def call(self) -> str:
+        """The call of the driver and its result, without what to do about it."""
+        return str(self).partition(";")[0]
+
 
 class NoGpuError(CudaError, MachineError):
     """This machine has no GPU that can be used, or none that can run the artifact's code."""

@@ -58,6 +58,7 @@ PARAMETERS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "cuEventCreate": (_new_handle, c_uint),
         "cuEventDestroy_v2": (_handle,),
         "cuEventRecord": (_handle, _stream),
+        "cuEventRecordWithFlags": (_handle, _stream, c_uint),
         "cuEventSynchronize": (_handle,),
         "cuEventElapsedTime": (POINTER(c_float), _handle, _handle),
         # Kernels and graphs.

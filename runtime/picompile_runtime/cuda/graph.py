@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import byref, c_uint64, c_void_p
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from picompile_runtime.cuda.driver import Driver
 from picompile_runtime.cuda.errors import CudaError, GpuCallError
@@ -15,6 +17,8 @@ from picompile_runtime.cuda.images import Launch
 # CU_STREAM_CAPTURE_MODE_RELAXED: what else happens meanwhile, in this thread too, does not end the capture. Python may
 # collect other objects of CUDA at any time.
 _CAPTURE_RELAXED = 2
+# CU_EVENT_RECORD_EXTERNAL: in a capture, a node that records the event whenever the graph runs.
+_RECORD_EXTERNAL = 1
 
 
 @dataclass(frozen=True)
@@ -26,13 +30,32 @@ class BoundLaunch:
     function: c_void_p
     addresses: tuple[int, ...]
 
+    @cached_property
+    def parameters(self) -> tuple[Any, Any]:
+        """The parameters as `cuLaunchKernel` takes them: the values, and an array of where each of them is."""
+        count = len(self.addresses)
+        values = (c_uint64 * count)(*self.addresses)
+        start = ctypes.addressof(values)
+        return values, (c_void_p * count)(*(start + 8 * index for index in range(count)))
+
+
+@dataclass(frozen=True)
+class Record:
+    """A node that records `event`, which is timed."""
+
+    event: c_void_p
+
+
+# What a graph is made of.
+Node = BoundLaunch | Record
+
 
 @contextmanager
-def runnable_graph(driver: Driver, launches: Sequence[BoundLaunch], stream: c_void_p) -> Iterator[c_void_p]:
-    """The launches, in order, as a graph that is ready to run. It needs `stream` for itself meanwhile."""
+def runnable_graph(driver: Driver, nodes: Sequence[Node], stream: c_void_p) -> Iterator[c_void_p]:
+    """The nodes, in order, as a graph that is ready to run. It needs `stream` for itself meanwhile."""
     runnable = c_void_p()
     try:
-        with _captured(driver, launches, stream) as graph:
+        with _captured(driver, nodes, stream) as graph:
             driver.call("cuGraphInstantiateWithFlags", byref(runnable), graph, 0)
         driver.call("cuGraphUpload", runnable, stream)
         yield runnable
@@ -42,12 +65,12 @@ def runnable_graph(driver: Driver, launches: Sequence[BoundLaunch], stream: c_vo
 
 
 @contextmanager
-def _captured(driver: Driver, launches: Sequence[BoundLaunch], stream: c_void_p) -> Iterator[c_void_p]:
+def _captured(driver: Driver, nodes: Sequence[Node], stream: c_void_p) -> Iterator[c_void_p]:
     graph = c_void_p()
     driver.call("cuStreamBeginCapture_v2", stream, _CAPTURE_RELAXED)
     try:
-        for launch in launches:
-            enqueue(driver, launch, stream)
+        for node in nodes:
+            _enqueue(driver, node, stream)
     except BaseException:
         with suppress(CudaError):
             driver.call("cuStreamEndCapture", stream, byref(graph))
@@ -62,14 +85,14 @@ def _captured(driver: Driver, launches: Sequence[BoundLaunch], stream: c_void_p)
         driver.call("cuGraphDestroy", graph)
 
 
-def enqueue(driver: Driver, bound: BoundLaunch, stream: c_void_p) -> None:
-    """One launch. The driver copies parameters during the call, so they need not outlive it."""
-    count = len(bound.addresses)
-    values = (c_uint64 * count)(*bound.addresses)
-    start = ctypes.addressof(values)
-    parameters = (c_void_p * count)(*(start + 8 * index for index in range(count)))
+def _enqueue(driver: Driver, node: Node, stream: c_void_p) -> None:
+    """Adds one node. The driver copies parameters during the call, so they need not outlive it."""
+    if isinstance(node, Record):
+        driver.call("cuEventRecordWithFlags", node.event, stream, _RECORD_EXTERNAL)
+        return
+    grid, block = node.launch.grid, node.launch.block
+    _, parameters = node.parameters
     try:
-        grid, block = bound.launch.grid, bound.launch.block
-        driver.call("cuLaunchKernel", bound.function, *grid, *block, 0, stream, parameters, None)
+        driver.call("cuLaunchKernel", node.function, *grid, *block, 0, stream, parameters, None)
     except GpuCallError as error:
-        raise GpuCallError(f"kernel {bound.kernel}: {error}", error.result) from error
+        raise GpuCallError(f"kernel {node.kernel}: {error}", error.result) from error

@@ -1,29 +1,33 @@
-"""When calls on a GPU began and ended: events around each, by the GPU's clock, and where that is on the host's."""
+"""When calls on a GPU began and ended: nodes of a graph that record events, and the host's time of the GPU's clock."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from ctypes import byref, c_float, c_void_p
 
 from picompile_runtime.cuda.driver import Driver
-from picompile_runtime.cuda.graph import BoundLaunch, enqueue
+from picompile_runtime.cuda.graph import BoundLaunch, Node, Record
 from picompile_runtime.native import Stamps
 
-# Of so many tries to align the clocks the shortest counts.
+# The shortest of so many tries to align the clocks counts.
 _TRIES = 5
 
 
 class Stopwatch:
-    """Runs calls in `stream` one by one, since a graph does not tell the times of its kernels.
+    """Timed events for the calls of one step at a time. A step of any list of calls uses the same events.
 
-    Times are not exact, in three ways. The clocks are aligned by an event in the idle stream: it happens at some time
-    between the host's recording it and the host's knowing of it, and is taken to happen in the middle. So all times of
-    a step are wrong by one and the same amount, half of what that took at most: `error_ns`. Events have a resolution
-    of about 0.5 us (cuEventElapsedTime in the driver API's reference). And a GPU that has nothing left to do passes the
-    event in front of a call before the host has launched its kernel: then the call seems to begin too early, by the
-    time that a launch takes.
+    The events are nodes of the graph, in front of each call and behind it, so that the GPU never waits for the host to
+    launch the next kernel. What remains inexact:
+
+    - A node that records an event takes about as long as the gap between two kernels. A stamped step is longer than one
+      that is not, by that for each of its events; the gaps between calls contain it, and the calls a part of it.
+    - Events have a resolution of about 0.5 us (cuEventElapsedTime in the driver API's reference).
+    - The clocks are aligned by an event in the idle stream: it happens at some time between the host's recording it and
+      the host's knowing of it, and is taken to happen in the middle. So all times of a step are wrong against the
+      host's by one and the same amount, half of what that took at most: `error_ns`. Times of the GPU's calls are not
+      wrong against each other.
 
     Methods need the context in which the stream was made, and may be called by one thread after another.
     """
@@ -36,21 +40,20 @@ class Stopwatch:
         self._origin, self._origin_ns = c_void_p(), 0
         self.error_ns = 0
 
-    def align(self, count: int) -> None:
-        """Makes events for `count` calls and aligns the clocks, once the stream has done all that it was given."""
+    def nodes(self, calls: Sequence[Sequence[BoundLaunch]], first: int) -> Iterator[Node]:
+        """The launches of `calls` between events; the first of them is call number `first` of the step."""
+        self._make(self._events, 2 * (first + len(calls)))
+        for number, launches in enumerate(calls, first):
+            yield Record(self._events[2 * number])
+            yield from launches
+            yield Record(self._events[2 * number + 1])
+
+    def align(self) -> None:
+        """Aligns the clocks, once the stream has done all that it was given."""
         self._make(self._tries, _TRIES)
-        self._make(self._events, 2 * count)
         self._driver.call("cuStreamSynchronize", self._stream)
         tries = [(*self._try(event), event) for event in self._tries]
         self.error_ns, self._origin_ns, self._origin = min(tries, key=lambda each: each[0])
-
-    def run(self, calls: Sequence[Sequence[BoundLaunch]]) -> None:
-        """Enqueues calls, each of one launch or more. May wait for the GPU, whose queue is not without an end."""
-        for index, launches in enumerate(calls):
-            self._record(self._events[2 * index])
-            for launch in launches:
-                enqueue(self._driver, launch, self._stream)
-            self._record(self._events[2 * index + 1])
 
     def read(self, stamps: Stamps) -> None:
         """Writes to `stamps`, int64 [calls, 2], when the calls ran, which they must have done: ns of monotonic time."""
@@ -63,13 +66,10 @@ class Stopwatch:
         while len(events) < count:
             events.append(self._stack.enter_context(self._driver.event(timed=True)))
 
-    def _record(self, event: c_void_p) -> None:
-        self._driver.call("cuEventRecord", event, self._stream)
-
     def _try(self, event: c_void_p) -> tuple[int, int]:
         """How wrong the time of the event is at most, and that time; both in ns."""
         before = time.monotonic_ns()
-        self._record(event)
+        self._driver.call("cuEventRecord", event, self._stream)
         self._driver.call("cuEventSynchronize", event)
         after = time.monotonic_ns()
         return (after - before + 1) // 2, (before + after) // 2

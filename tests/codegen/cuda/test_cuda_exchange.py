@@ -216,13 +216,15 @@ _PATIENCE_NS = 20_000_000
     "kernel", [cuda.receive(dim=4100, rows=1, counted=False), cuda.receive_mask(neurons=77, rows=1)]
 )
 def test_patience_ends(kernel: CudaKernel, tmp_path: Path) -> None:
-    """Of a kernel that has 20 ms of it, instead of half a minute. It says so, and no sooner."""
+    """Of a kernel that has 20 ms of it, instead of half a minute. It says so, and for which flag, and no sooner."""
     live = Live.of(kernel, tmp_path, _NO_PATIENCE, f"#define PI_PATIENCE_NS {_PATIENCE_NS}\n{_NO_PATIENCE}")
     live.arrays["step"][3], live.arrays["flag"][0], live.arrays["abandoned"][0] = STEP, EARLIER, 0
     begun_ns = time.monotonic_ns()
     live.run(0)
     assert time.monotonic_ns() - begun_ns >= _PATIENCE_NS
-    assert live.arrays["abandoned"].tolist() == [1] + [-1] * 15
+    flag, abandoned = (live.arrays[name] for name in ("flag", "abandoned"))
+    distance = np.int64(flag.ctypes.data - abandoned.ctypes.data).astype(np.int32)
+    assert abandoned.tolist() == [1, -1, -1, distance, EARLIER] + [-1] * 11
     assert live.arrays["flag"][0] == EARLIER
 
 

@@ -1,6 +1,7 @@
 """What a device does when something fails, and that nothing stays behind."""
 
 import ctypes
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -76,7 +77,10 @@ def test_memory_that_is_not_there(make_device: Make, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("function", "says"),
-    [("cuMemAlloc_v2", "of GPU memory and"), ("cuMemHostAlloc", "of pinned memory, of which the system")],
+    [
+        ("cuMemAlloc_v2", "{0} needs .* of GPU memory and"),
+        ("cuMemHostAlloc", r"{0}: the system cannot pin 0 MiB of memory \(cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY\)"),
+    ],
 )
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_an_allocation_that_fails(
@@ -88,10 +92,30 @@ def test_an_allocation_that_fails(
     for index in range(4):
         for reserve in (device.allocate, device.share):
             if index == failing and (reserve == device.allocate) == (function == "cuMemAlloc_v2"):
-                with pytest.raises(DoesNotFitError, match=f"number {index} needs .* {says}"):
+                with pytest.raises(DoesNotFitError, match=says.format(f"number {index}")):
                     reserve(1000 + index, f"number {index}")
             else:
                 reserve(1000 + index, f"number {index}")
+
+
+@pytest.mark.parametrize("result", ["1", "2", "801"])
+def test_a_system_that_pins_nothing(make_device: Make, monkeypatch: pytest.MonkeyPatch, result: str) -> None:
+    """As some laptops, and WSL2 beyond a part of the memory: one line says so, before any weight is read."""
+    for name, value in (("CALL", "cuMemAllocHost_v2"), ("AT", "0"), ("WITH", result)):
+        monkeypatch.setenv(f"FAKE_CUDA_FAIL_{name}", value)
+    with pytest.raises(DoesNotFitError, match="buffers for copies to the GPU: the system cannot pin") as caught:
+        make_device()
+    assert "\n" not in str(caught.value) and "WSL2" in str(caught.value)
+
+
+def test_kernels_are_loaded_before_they_run(make_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless who calls has decided otherwise."""
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    make_device()
+    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    make_device()
+    assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"
 
 
 def life(images: DeviceImages) -> None:

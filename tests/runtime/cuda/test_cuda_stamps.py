@@ -1,4 +1,4 @@
-"""When calls of a stand-in for the GPU ran: launched one by one, with events around them."""
+"""When calls of a stand-in for the GPU ran: graphs with events in front of each call and behind it."""
 
 import ctypes
 import time
@@ -16,7 +16,7 @@ from picompile_runtime.cuda.driver import Driver
 Make = Callable[..., CudaDevice]
 
 
-def test_stamped_calls_do_the_same_one_by_one(
+def test_stamped_calls_do_the_same_in_a_graph_of_their_own(
     make_device: Make, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In order, inside of the time from `start` to `wait`, as exactly as the clocks are aligned."""
@@ -38,15 +38,38 @@ def test_stamped_calls_do_the_same_one_by_one(
         in_order = stamps.reshape(-1).tolist()
         assert in_order == sorted(in_order)
         assert before - error_ns <= in_order[0] and in_order[-1] <= after + error_ns
-        assert gpu.fake_count(b"cuLaunchKernel") == captured + 4 * number
-    assert gpu.fake_count(b"cuGraphLaunch") == 0
+        # The graph with events is made once; the host launches nothing by itself.
+        assert gpu.fake_count(b"cuLaunchKernel") == captured + 4
+        assert gpu.fake_count(b"cuEventRecordWithFlags") == 6
+        assert gpu.fake_count(b"cuGraphLaunch") == number
     assert np.array_equal(read(device, memory, 1024, "float32", ELEMENTS), 2 * x)
     assert read(device, counter, 0, "int32", 21).tolist() == [4] * 21
-    # Events are made once; without stamps the same calls are a graph.
+    # Events are made once; without stamps none is recorded.
     assert gpu.fake_count(b"cuEventCreate") == 2 + 5 + 6
+    recorded = gpu.fake_event_records()
     device.start(calls)
     device.wait()
-    assert (gpu.fake_count(b"cuGraphLaunch"), gpu.fake_count(b"cuLaunchKernel")) == (1, captured + 8)
+    assert (gpu.fake_count(b"cuGraphLaunch"), gpu.fake_event_records()) == (3, recorded)
+
+
+def test_a_list_of_several_graphs(make_device: Make, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, the stamps too, wherever a graph ends."""
+    monkeypatch.setenv("FAKE_CUDA_DELAY_US", "300")
+    device = make_device()
+    memory = device.allocate(4096, "a test")
+    device.write(memory, 0, raw(np.float32([1])))
+    device.write(memory, 256, raw(np.ones(ELEMENTS, np.float32)))
+    for breaks, graphs in (((), 1), ((2,), 2), ((1, 4), 3), ((0, 5), 1), ((1, 2, 3, 4), 5)):
+        calls = device.bind([axpy(memory)] * 5, breaks)
+        stamps, before = np.full((5, 2), -1, np.int64), gpu.fake_count(b"cuGraphLaunch")
+        device.start(calls, stamps)
+        device.wait()
+        in_order = stamps.reshape(-1).tolist()
+        assert in_order == sorted(in_order) and in_order[0] > 0
+        device.start(calls)
+        device.wait()
+        assert gpu.fake_count(b"cuGraphLaunch") - before == 2 * graphs
+    assert (read(device, memory, 1024, "float32", ELEMENTS) == 5 * 10).all()
 
 
 def test_start_does_not_wait_and_stamps_are_of_the_host_s_clock(device: CudaDevice) -> None:
@@ -76,19 +99,24 @@ def test_a_list_longer_than_the_last(device: CudaDevice) -> None:
         assert (stamps > 0).all()
 
 
-@pytest.mark.parametrize("function", ["cuLaunchKernel", "cuEventElapsedTime"])
-def test_what_fails_is_told_at_the_wait(
+@pytest.mark.parametrize(
+    "function", ["cuLaunchKernel", "cuEventRecordWithFlags", "cuGraphInstantiateWithFlags", "cuEventElapsedTime"]
+)
+def test_what_fails_is_told_and_can_be_tried_again(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch, gpu: ctypes.CDLL, function: str
 ) -> None:
-    """And what was launched before has ended by then."""
     memory = device.allocate(4096, "a test")
     calls = device.bind([axpy(memory), axpy(memory)])
     monkeypatch.setenv("FAKE_CUDA_FAIL_CALL", function)
-    monkeypatch.setenv("FAKE_CUDA_FAIL_AT", str(gpu.fake_count(function.encode()) + 1))
-    device.start(calls, np.zeros((2, 2), np.int64))
+    monkeypatch.setenv("FAKE_CUDA_FAIL_AT", str(gpu.fake_count(function.encode())))
     with pytest.raises(KernelError, match=f"{function}: CUDA error 999"):
+        device.start(calls, np.zeros((2, 2), np.int64))
         device.wait()
     monkeypatch.delenv("FAKE_CUDA_FAIL_AT")
+    stamps = np.zeros((2, 2), np.int64)
+    device.start(calls, stamps)
+    device.wait()
+    assert (stamps > 0).all()
     device.start(calls)
     device.wait()
 
