@@ -73,8 +73,10 @@ def _build_cpu(code: "Sequence[Code]", lowered: "Lowered", folder: Path, progres
 
 
 def _build_cuda(sm: int, lowered: "Lowered", folder: Path, progress: Progress) -> dict[str, Any]:
+    from picompile_codegen import cuda
     from picompile_codegen.cuda.build import build_cuda
 
     with progress.step("hot device"):
-        files = build_cuda(lowered.device_built.values(), folder / "kernels", sm)
+        # The runtime asks with the last one whether the GPU sees what the host writes.
+        files = build_cuda([*lowered.device_built.values(), cuda.ping_pong()], folder / "kernels", sm)
     return {"kind": "cuda", "sm": sm, **{role: f"kernels/{name}" for role, name in files.items()}}

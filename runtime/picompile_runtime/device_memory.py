@@ -10,8 +10,8 @@ from picompile_runtime.memory import ALIGNMENT, Tensor
 from picompile_runtime.places import weights_of
 from picompile_runtime.program import Call, Program
 
-# What is left free besides: the driver keeps something for each graph, whose nodes are 1,450 for 80 layers, and for what
-# it loads later. An estimate.
+# What is left free besides: the driver keeps something for each graph, of 1,450 nodes for 80 layers, and for the code.
+# An estimate.
 _SPARED_BYTES = 2**26
 # Large pieces of a GPU's memory are multiples of this.
 _PIECE_BYTES = 2**21

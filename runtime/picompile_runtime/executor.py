@@ -29,8 +29,8 @@ from picompile_runtime.waiting import waited_in_vain
 Ids = NDArray[np.int32]
 # The numbers of steps are int32, and 0 is in every flag at the start.
 _MOST_STEPS = 2**31 - 1
-# Layers that the device reads a chunk of a prompt with before it may do something else. A GPU that drives a display ends
-# what holds it for two seconds, and the weights of 80 layers that come over the bus for a chunk take longer.
+# Layers through which the device takes a chunk of a prompt before it may do something else. A GPU that drives a display
+# ends what holds it for two seconds, and weights of 80 layers that come over the bus for a chunk take longer.
 _LAYERS_TOGETHER = 8
 
 

@@ -162,6 +162,32 @@ class HostLibrary:
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
         self._run.restype = ctypes.c_int
         self._last_error.restype = ctypes.c_char_p
+        self._ping_pong = getattr(self._library, "pi_ping_pong", None)  # older libraries have none
+
+    @property
+    def has_ping_pong(self) -> bool:
+        """Whether `ping_pong` can be called."""
+        return self._ping_pong is not None
+
+    def ping_pong(self, words: Sequence[Array], rounds: int, patience_s: float) -> tuple[int, NDArray[np.float64]]:
+        """Exchange words with a GPU that runs the kernel `ping_pong`; see native/host.c.
+
+        Args:
+            words: ping, pong, abandoned (int32 [16] each), sent and echoed (int32 [1024] each), which the GPU sees.
+            rounds: how many times.
+            patience_s: seconds to wait for an answer.
+
+        Returns:
+            0, the round that was not answered, or the negative of the round whose answer was wrong; and the seconds of
+            each round, float64 [rounds], 0 from that round on.
+        """
+        if self._ping_pong is None:
+            raise ArtifactError(f"{self.name}: has no code for the exchange of flags; compile the model again")
+        round_ns = np.zeros(rounds, np.int64)
+        addresses = [ctypes.c_void_p(array.ctypes.data) for array in words]
+        patience_ns = ctypes.c_int64(round(1e9 * patience_s))
+        failed = self._ping_pong(*addresses, rounds, patience_ns, ctypes.c_void_p(round_ns.ctypes.data))
+        return int(failed), round_ns * np.float64(1e-9)
 
     def kernel(self, name: str) -> int:
         """Address of the kernel called `name`; ArtifactError if the library has none."""

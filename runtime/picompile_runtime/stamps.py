@@ -1,7 +1,7 @@
-"""Which large files were found whole before, so that their hash need not be computed again each time they are opened.
+"""What was found once and need not be found again: stamps, which are empty files in the user's cache folder.
 
-A stamp is an empty file in the user's cache folder. Its name is a hash of the file's path, identity, size and times and
-of the manifest that vouches for it; whoever changes the file changes one of these.
+A stamp's name is a hash of facts. Those of a large file that was found whole are its path, identity, size and times and
+the manifest that vouches for it; whoever changes the file changes one of these.
 """
 
 from __future__ import annotations
@@ -17,22 +17,36 @@ def _folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "picompile" / "verified"
 
 
-def _key(path: Path, descriptor: int, manifest_sha256: str) -> str:
-    status = os.fstat(descriptor)
-    facts = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, manifest_sha256)
-    text = "\0".join([str(path.absolute()), *map(str, facts)])
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+def is_remembered(*facts: object) -> bool:
+    """Whether `remember` was called with these facts, whose texts count."""
+    with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home folder
+        return _stamp(facts).is_file()
+    return False
+
+
+def remember(*facts: object) -> None:
+    """Remember the facts. A cache that cannot be written only costs time."""
+    with suppress(OSError, RuntimeError):
+        _folder().mkdir(parents=True, exist_ok=True)
+        _stamp(facts).touch()
 
 
 def is_stamped(path: Path, descriptor: int, manifest_sha256: str) -> bool:
     """Whether the open file was found whole before, and has not changed since."""
-    with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home folder
-        return (_folder() / _key(path, descriptor, manifest_sha256)).is_file()
-    return False
+    return is_remembered(*_facts(path, descriptor, manifest_sha256))
 
 
 def stamp(path: Path, descriptor: int, manifest_sha256: str) -> None:
-    """Remember that the open file is whole. A cache that cannot be written only costs time."""
-    with suppress(OSError, RuntimeError):
-        _folder().mkdir(parents=True, exist_ok=True)
-        (_folder() / _key(path, descriptor, manifest_sha256)).touch()
+    """Remember that the open file is whole."""
+    remember(*_facts(path, descriptor, manifest_sha256))
+
+
+def _facts(path: Path, descriptor: int, manifest_sha256: str) -> tuple[object, ...]:
+    status = os.fstat(descriptor)
+    times = (status.st_mtime_ns, status.st_ctime_ns)
+    return (path.absolute(), status.st_dev, status.st_ino, status.st_size, *times, manifest_sha256)
+
+
+def _stamp(facts: tuple[object, ...]) -> Path:
+    text = "\0".join(map(str, facts))
+    return _folder() / hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()

@@ -301,6 +301,17 @@ def test_where_it_cannot_run_one_line_says_why(
     assert ended.err.startswith("error: ") and says in ended.err
 
 
+def test_a_gpu_that_does_not_see_what_the_host_writes(
+    cli: Cli, gpu_artifact: Path, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where the machine was not asked before: a line, and not half a minute of silence."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("FAKE_CUDA_BLIND", "1")
+    ended = cli("run", gpu_artifact, "--ids", IDS, "-n", "8")
+    assert (ended.code, ended.out, ended.err.count("\n")) == (6, "", 1)
+    assert "did not see" in ended.err and "while a kernel ran" in ended.err and "WSL2" in ended.err
+
+
 @pytest.mark.parametrize("command", ["run", "bench", "eval"])
 def test_with_less_memory_than_planned_weights_stay_with_the_host(
     cli: Cli,

@@ -139,7 +139,7 @@ def test_something_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
     spared = own_bytes("table")
     monkeypatch.setattr(device_memory, "_SPARED_BYTES", spared)
     fit_device(program(), TENSORS, ALL + REST + spared, may_move=False)
-    with pytest.raises(DoesNotFitError, match="workspace 0.00, driver 0.00"):
+    with pytest.raises(DoesNotFitError, match=r"workspace 0\.00, driver 0\.00"):
         fit_device(program(), TENSORS, ALL + REST + spared - 1, may_move=False)
     assert fit_device(program(), TENSORS, ALL + REST + spared, may_move=True).streamed == frozenset()
     assert fit_device(program(), TENSORS, ALL + REST + spared - 1, may_move=True).streamed == {"table"}

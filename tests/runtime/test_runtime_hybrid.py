@@ -195,10 +195,10 @@ def restore(engine: Engine) -> Callable[[], None]:
 
 # What is said where a side is never heard of: who waited in which call for what, and which flags were set.
 IN_VAIN = {
-    "host": r"the hot device waited in vain in its call \d, toy_receive, for flag 0, which held \d and is set by toy_signal "
-    r"on the host, and gave up; flags set in step \d: 1, of 2",
-    "device": r"the host waited in vain in its call 2, toy_wait, for flag 1, which held \d and is set by toy_send on the "
-    r"hot device, and gave up; flags set in step \d: 0, of 2",
+    "host": r"the hot device waited in vain in its call \d, toy_receive, for flag 0, which held \d and is set by "
+    r"toy_signal on the host, and gave up; flags set in step \d: 1, of 2",
+    "device": r"the host waited in vain in its call 2, toy_wait, for flag 1, which held \d and is set by toy_send on "
+    r"the hot device, and gave up; flags set in step \d: 0, of 2",
 }
 
 

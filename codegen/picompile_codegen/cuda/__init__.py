@@ -4,7 +4,7 @@ from picompile_codegen.cuda.attention import attention
 from picompile_codegen.cuda.cache import cache_write
 from picompile_codegen.cuda.elementwise import add, take_last
 from picompile_codegen.cuda.embedding import embedding
-from picompile_codegen.cuda.exchange import copy_words, receive, receive_mask, send, send_mask
+from picompile_codegen.cuda.exchange import copy_words, ping_pong, receive, receive_mask, send, send_mask
 from picompile_codegen.cuda.ffn import ffn
 from picompile_codegen.cuda.function import CudaKernel
 from picompile_codegen.cuda.leading import leading_logits
@@ -28,6 +28,7 @@ __all__ = [
     "layer_norm",
     "leading_logits",
     "linear",
+    "ping_pong",
     "predict_low_rank",
     "predict_signs",
     "receive",

@@ -17,12 +17,13 @@ from picompile_codegen.cuda.exchange_copies import (
     send_bits,
     send_rows,
 )
-from picompile_codegen.cuda.function import CudaFunction, CudaKernel, Place, blocks_for
+from picompile_codegen.cuda.function import WARP, CudaFunction, CudaKernel, Place, blocks_for
 from picompile_codegen.cuda.memory import address, barrier, run_extern
 from picompile_codegen.kernels.exchange import FLAG_SHAPE
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind, when
 
 _COPY_THREADS = 256
+_MOST_ROUNDS = 2**20
 _ALWAYS = tirx.IntImm("bool", 1)
 
 
@@ -101,6 +102,23 @@ def copy_words(*, words: int) -> CudaKernel:
             i = bind(place.block * _COPY_THREADS + place.thread)
             with when(i < words):
                 y[i] = load_shared(source, i)
+    return function.cuda_kernel()
+
+
+def ping_pong() -> CudaKernel:
+    """Answer the host step[0] times: what it measures a round trip with, and that both see what the other writes.
+
+    ping, pong and abandoned are flags; sent int32 [1024] → echoed int32 [1024], 32 words a round; all are shared. It
+    has no twin on the CPU: the other side is `pi_ping_pong` of native/host.c, which says more.
+    """
+    function = CudaFunction("ping_pong")
+    with function:
+        ping, pong, abandoned = (_flag(function, name) for name in ("ping", "pong", "abandoned"))
+        sent, echoed = (function.argument(name, "int32", 1024) for name in ("sent", "echoed"))
+        with function.launch(grid=1, block=WARP) as place:
+            flags = [address(flag, 0) for flag in (ping, pong, abandoned)]
+            words = [address(tensor, 0) for tensor in (sent, echoed)]
+            run_extern("pi_ping_pong", *flags, *words, function.tokens(_MOST_ROUNDS), place.thread)
     return function.cuda_kernel()
 
 

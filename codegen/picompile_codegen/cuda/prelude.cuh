@@ -86,11 +86,11 @@ static __device__ __forceinline__ void pi_give_up(const int *flag, int *abandone
   pi_signal(abandoned, 1);
 }
 
-// Waits until `flag` holds `step`, or until either side gives up, which sets `abandoned`. Whoever waits for half a minute
+// Waits until `flag` holds `step`, or until either side gives up, which sets `abandoned`. Whoever waits for `patience_ns`
 // gives up: a host that has failed sets no flag. Both words are asked for before one is looked at, since each of them
 // takes as long as the bus does there and back. The clock is read once in a millisecond or so.
-static __device__ __forceinline__ void pi_wait(const int *flag, int *abandoned, int step) {
-  uint64_t end = pi_now_ns() + PI_PATIENCE_NS;
+static __device__ __forceinline__ void pi_wait_for(const int *flag, int *abandoned, int step, uint64_t patience_ns) {
+  uint64_t end = pi_now_ns() + patience_ns;
   do {
 #pragma unroll 1
     for (int polls = 0; polls < 1024; ++polls) {
@@ -103,4 +103,28 @@ static __device__ __forceinline__ void pi_wait(const int *flag, int *abandoned, 
     }
   } while (pi_now_ns() < end);
   pi_give_up(flag, abandoned);
+}
+
+// As long as no step takes.
+static __device__ __forceinline__ void pi_wait(const int *flag, int *abandoned, int step) {
+  pi_wait_for(flag, abandoned, step, PI_PATIENCE_NS);
+}
+
+// A GPU that drives a display ends kernels that take two seconds.
+#define PI_PING_PATIENCE_NS 1500000000ull
+
+// Answers the host `rounds` times, each time with what it has sent: lane i of the warp with one of 32 words. The other
+// side is `pi_ping_pong` of native/host.c. All lanes must come.
+static __device__ __forceinline__ void pi_ping_pong(const int *ping, int *pong, int *abandoned, const int *sent,
+                                                    int *echoed, int rounds, int lane) {
+#pragma unroll 1
+  for (int round = 1; round <= rounds; ++round) {
+    if (lane == 0) pi_wait_for(ping, abandoned, round, PI_PING_PATIENCE_NS);
+    pi_meet_warp();
+    if (*(volatile int *)abandoned != 0) return;
+    int at = (round * 32 + lane) & 1023;
+    *(volatile int *)(echoed + at) = pi_load_shared(sent + at);
+    pi_meet_warp();
+    if (lane == 0) pi_signal(pong, round);
+  }
 }

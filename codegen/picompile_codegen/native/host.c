@@ -133,6 +133,29 @@ PI_EXPORT void pi_wait(const int32_t *flag, int32_t *abandoned, int32_t step, co
   }
 }
 
+/* Sends 32 words and a flag to a GPU, `rounds` times, and waits for its answer each time: `pi_ping_pong` of
+ * cuda/prelude.cuh. round_ns[i] is how long round i + 1 takes. Returns 0; round r < 0 if its answer was wrong; or round
+ * r > 0 if none came within `patience_ns`, and then the GPU is told to give up. */
+PI_EXPORT int pi_ping_pong(int32_t *ping, const int32_t *pong, int32_t *abandoned, int32_t *sent,
+                           const int32_t *echoed, int rounds, int64_t patience_ns, int64_t *round_ns) {
+  for (int round = 1; round <= rounds; ++round) {
+    int at = round * 32 & 1023;
+    for (int i = 0; i < 32; ++i) sent[at + i] = (int32_t)((uint32_t)round * 0x9E3779B1u + (uint32_t)i);
+    int64_t begin = now_ns(), end = begin + patience_ns;
+    set(ping, round);
+    for (int spin = 1; !is_set(pong, round); ++spin) {
+      relax();
+      if (spin % PI_SPINS) continue;
+      sched_yield(); /* where the GPU is an emulation on this CPU */
+      if (now_ns() > end || !is_set(abandoned, 0)) return set(abandoned, 1), round;
+    }
+    round_ns[round - 1] = now_ns() - begin;
+    for (int i = 0; i < 32; ++i)
+      if (((const volatile int32_t *)echoed)[at + i] != sent[at + i]) return set(abandoned, 1), -round;
+  }
+  return 0;
+}
+
 /* ---- thread pool ---- */
 
 /* A thread's tasks of the current region, in a cache line of their own with all that it takes to run them. */

@@ -8,5 +8,15 @@ from picompile_runtime.cuda.device import CudaDevice
 from picompile_runtime.cuda.errors import CudaError
 from picompile_runtime.cuda.images import DeviceImages, Launch, read_images
 from picompile_runtime.cuda.open import open_cuda_device
+from picompile_runtime.cuda.ping_pong import PingPong, ping_pong
 
-__all__ = ["CudaDevice", "CudaError", "DeviceImages", "Launch", "open_cuda_device", "read_images"]
+__all__ = [
+    "CudaDevice",
+    "CudaError",
+    "DeviceImages",
+    "Launch",
+    "PingPong",
+    "open_cuda_device",
+    "ping_pong",
+    "read_images",
+]

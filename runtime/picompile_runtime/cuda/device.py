@@ -93,6 +93,10 @@ class CudaDevice:
             self.close()
             raise
 
+    def has_kernel(self, name: str) -> bool:
+        """Whether the images have a kernel of this name."""
+        return name in self._images.kernels
+
     def free_bytes(self) -> int:
         """What of the GPU's memory is free now."""
         with self._current():
@@ -310,7 +314,7 @@ def _not_pinned(purpose: str, size_bytes: int, error: CudaError) -> CudaError | 
         return error
     return DoesNotFitError(
         f"{purpose}: the system cannot pin {size_bytes / 2**20:.0f} MiB of memory ({error.call}), so that the GPU "
-        "cannot use it; close other programs; under WSL2 give it more memory (.wslconfig), since about half can be pinned"
+        "cannot use it; close other programs; WSL2 can pin about half of its memory: give it more (.wslconfig)"
     )
 
 

@@ -1,0 +1,99 @@
+"""Whether host and GPU see each other's writes while a kernel runs, and how long a round trip takes.
+
+A hybrid step rests on that: both sides meet at flags in pinned memory in the middle of one CUDA graph. It holds on
+Linux and not on every system: under WSL2 a kernel may see what the host writes only when it has ended.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+
+import numpy as np
+
+from picompile_runtime.cuda.device import CudaDevice
+from picompile_runtime.device import View
+from picompile_runtime.errors import MachineError
+from picompile_runtime.memory import Tensor
+from picompile_runtime.native import HostLibrary
+from picompile_runtime.stamps import is_remembered, remember
+
+KERNEL = "ping_pong"
+# More than the GPU has, so that it has ended by then.
+_PATIENCE_S = 2.0
+_ROUNDS_AT_LOAD = 100
+_MOST_ROUNDS = 2**20
+_WORDS = 1024
+# Arguments of the kernel after `step`, with their words; each begins at a cache line.
+_ARGUMENTS = {"step": 16, "ping": 16, "pong": 16, "abandoned": 16, "sent": _WORDS, "echoed": _WORDS}
+
+
+@dataclass(frozen=True)
+class PingPong:
+    """The round trips that were made: how many, and the seconds that half and 99 % of them did not exceed."""
+
+    rounds: int
+    p50_s: float
+    p99_s: float
+
+
+def ping_pong(device: CudaDevice, library: HostLibrary, rounds: int) -> PingPong:
+    """Let host and GPU exchange 32 words and two flags `rounds` times, through memory as the engine uses it.
+
+    Args:
+        device: the GPU, with an image that has the kernel `ping_pong`.
+        library: a `host.so` of the same version.
+        rounds: 1 to 2**20.
+
+    Raises:
+        MachineError: one side does not see what the other writes, or sees the flag before what it announces.
+        KernelError: a call of the driver failed.
+    """
+    if not 1 <= rounds <= _MOST_ROUNDS:
+        raise ValueError(f"rounds must be from 1 to {_MOST_ROUNDS}, not {rounds}")
+    memory, array = device.share(4 * sum(_ARGUMENTS.values()), "the exchange of flags")
+    words, views, start = array.view(np.int32), [], 0
+    parts = {}
+    for name, count in _ARGUMENTS.items():
+        parts[name] = words[start : start + count]
+        views.append(View(memory, Tensor("int32", (count,), 4 * start)))
+        start += count
+    parts["step"][0] = rounds
+    bound = device.bind([(KERNEL, views)])
+    device.start(bound)
+    try:
+        failed, seconds = library.ping_pong([parts[name] for name in list(_ARGUMENTS)[1:]], rounds, _PATIENCE_S)
+    except BaseException:
+        parts["abandoned"][0] = 1
+        raise
+    finally:
+        device.wait()
+    if failed:
+        raise MachineError(_reason(device.name, failed, rounds, int(parts["pong"][0])))
+    return PingPong(rounds, *(float(np.percentile(seconds, share)) for share in (50, 99)))
+
+
+def check_once(device: CudaDevice, library: HostLibrary) -> None:
+    """Raise MachineError where host and GPU cannot meet at flags. A machine where they can is asked once.
+
+    Artifacts that were compiled before there was the kernel are not asked.
+    """
+    facts = (KERNEL, device.name, device.driver_version, *platform.uname()[:4])
+    if not device.has_kernel(KERNEL) or not library.has_ping_pong or is_remembered(*facts):
+        return
+    ping_pong(device, library, _ROUNDS_AT_LOAD)
+    remember(*facts)
+
+
+def _reason(name: str, failed: int, rounds: int, answered: int) -> str:
+    number = abs(failed)
+    if failed < 0:
+        what = "the host saw the GPU's flag before the words that it announces"
+    elif answered >= number:
+        what = "the GPU answered, and the host did not see it"
+    else:
+        what = "the GPU did not see the host's flag"
+    return (
+        f"{name}: {what} while a kernel ran (round trip {number} of {rounds}), so GPU and CPU cannot share a step; "
+        "it is so under WSL2: run on Linux itself, or compile the model for the CPU (--target cpu)"
+    )
