@@ -130,7 +130,8 @@ def artifact_with(code: DeviceCode | None, images: DeviceImages) -> Any:
     """What opening a device asks of an artifact."""
     texts = {"kernels/d.json": json.dumps(described()).encode(), "kernels/d.cubin": images.cubin}
     texts["kernels/d.ptx"] = images.ptx
-    return SimpleNamespace(folder=Path("model"), manifest=SimpleNamespace(hot_device=code), texts=texts)
+    manifest, program = SimpleNamespace(hot_device=code), SimpleNamespace(functions={})
+    return SimpleNamespace(folder=Path("model"), manifest=manifest, program=program, texts=texts)
 
 
 def test_a_device_is_opened_with_the_artifact_s_files(gpu: Any, images: DeviceImages) -> None:
