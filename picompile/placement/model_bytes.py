@@ -1,6 +1,21 @@
-"""What a model takes in memory, by what reads it. Bytes as the artifact packs them."""
+"""What a model takes in memory, by what reads it, and how many launches read it on a GPU. Bytes as packed."""
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerLaunches:
+    """Launches of a layer's parts for a token, where they are on the GPU.
+
+    `attention`: norms, projections and additions. `kv_cache`: attention itself, with rotation and writing the cache.
+    `predictor`: one whose mask serves both parts of a block. `hot`: the block's kernel, where any neuron is hot, with a
+    predictor that goes with the neurons (`sign`).
+    """
+
+    attention: int
+    kv_cache: int
+    predictor: int
+    hot: int
 
 
 @dataclass(frozen=True)
@@ -26,6 +41,7 @@ class LayerBytes:
     deciding_bytes: int
     shared_bytes: int
     kv_cache_bytes: int
+    launches: LayerLaunches
     number_bytes: int = 0
 
 
@@ -37,7 +53,7 @@ class ModelBytes:
     matrix (`tied`), it is counted as the head's and `embedding_bytes` is what is left (tables of positions).
     `table_bytes` are small tables that each device has for itself (rotary angles, the final norm, thresholds of
     predictors). `workspace_bytes` are activations and logits, on each device that computes. `hidden` in elements: what
-    crosses between devices is float32 [hidden].
+    crosses between devices is float32 [hidden]. `head_launches` are those of the head on the GPU, with the final norm.
     """
 
     name: str
@@ -53,3 +69,4 @@ class ModelBytes:
     tied: bool
     table_bytes: int
     workspace_bytes: int
+    head_launches: int
