@@ -73,7 +73,7 @@ def random_model(rng: np.random.Generator, most_layers: int = 100) -> ModelBytes
         shared_bytes=int(hidden * 2),
         kv_cache_bytes=int(4 * kv_share * hidden * context * batch),
         # Those of a Llama.
-        launches=LayerLaunches(8, 2, 2 if kind == "learned" else 0, 4 if kind == "sign" else 3),
+        launches=LayerLaunches(8, 2, {"learned": 2, "exact": 0, "sign": 1}[kind], 3),
         number_bytes=4 if kind == "learned" else 0,
     )
     layers = int(rng.integers(2, most_layers + 1))

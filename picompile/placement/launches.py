@@ -27,6 +27,7 @@ _PARTS = {
     "add": "attention",
     "rotary": "kv_cache",
     "attention": "kv_cache",
+    "predict": "predictor",
     "ffn": "hot",
 }
 
@@ -46,8 +47,6 @@ def count_launches(lowered: "Lowered", batch: int) -> tuple[tuple[LayerLaunches,
     Returns:
         Launches of each layer, and those of the head, with what makes the highest logits known to the host.
     """
-    from picompile_passes.predictors import predictor_kind
-
     calls = lowered.program.functions["decode"]
     launches = _by_kernel(lowered, calls, batch)
     ends = _layer_ends(calls)
@@ -58,11 +57,7 @@ def count_launches(lowered: "Lowered", batch: int) -> tuple[tuple[LayerLaunches,
         if call.op == "embedding" or (call.op == "add" and place < first):
             continue
         layer = sum(place > end for end in ends)
-        part = "head"
-        if layer < len(ends):
-            row_local = predictor_kind(lowered.program.ffn[layer].predictor).row_local
-            part = ("hot" if row_local else "predictor") if call.op == "predict" else _PARTS[call.op]
-        counts[layer][part] += launches[call.kernel]
+        counts[layer]["head" if layer == len(ends) else _PARTS[call.op]] += launches[call.kernel]
     layers = tuple(
         LayerLaunches(count["attention"], count["kv_cache"], count["predictor"], count["hot"]) for count in counts[:-1]
     )

@@ -8,8 +8,7 @@ class LayerLaunches:
     """Launches of a layer's parts for a token, where they are on the GPU.
 
     `attention`: norms, projections and additions. `kv_cache`: attention itself, with rotation and writing the cache.
-    `predictor`: one whose mask serves both parts of a block. `hot`: the block's kernel, where any neuron is hot, with a
-    predictor that goes with the neurons (`sign`).
+    `predictor`: what makes a mask. `hot`: the block's kernel, where any neuron is hot.
     """
 
     attention: int
@@ -43,6 +42,11 @@ class LayerBytes:
     kv_cache_bytes: int
     launches: LayerLaunches
     number_bytes: int = 0
+
+    @property
+    def hot_launches(self) -> int:
+        """Launches that hot neurons need: a predictor without weights of its own goes with them, as `sign` does."""
+        return self.launches.hot + (0 if self.predictor_bytes else self.launches.predictor)
 
 
 @dataclass(frozen=True)

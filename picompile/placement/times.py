@@ -119,7 +119,7 @@ class LayerTimes:
         skipped = layer.neuron_bytes - layer.deciding_bytes
         hot = ends * layer.deciding_bytes + computed * skipped
         cold = (layer.neurons - ends) * layer.deciding_bytes + (computed[-1] - computed) * skipped
-        launches = np.where(ends > 0, layer.launches.hot * machine.launch_s, 0.0)
+        launches = np.where(ends > 0, layer.hot_launches * machine.launch_s, 0.0)
         hot_s = launches if machine.gpu_bytes == 0 else hot / machine.gpu_read_bytes_per_s + launches
         return hot_s, cold / machine.host_read_bytes_per_s
 

@@ -100,7 +100,7 @@ def latency_costs(task: Task, number: int, where: Where) -> NDArray[np.float64]:
     times = task.layer_times(number).times(where)
     sets = subsets(group_count(layer.neurons))
     read, _ = group_sums(task, number)
-    launch_s = layer.launches.hot * machine.launch_s
+    launch_s = layer.hot_launches * machine.launch_s
     hot_s = sets @ read / machine.gpu_read_bytes_per_s + np.where(sets.any(axis=1), launch_s, 0.0)
     cold_s = ~sets @ read / machine.host_read_bytes_per_s
     starts = range(0, layer.neurons, GROUP)

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from families import config_of
 from torch.fx import GraphModule
@@ -15,11 +16,15 @@ from torch.fx import GraphModule
 from picompile.capture.hf import capture_config
 from picompile.compile_options import KV_DTYPES
 from picompile.placement.counting import Packing, count_bytes
-from picompile.placement.latency import places_of
+from picompile.placement.firing import Firing, LayerFiring
+from picompile.placement.latency import Task, places_of
 from picompile.placement.launches import exchange_launches
+from picompile.placement.machine import machine_of
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
+from picompile.placement.policies import dense
 from picompile.placement.times import ALL_ON_GPU, Where
 from picompile.predictors import LayerPredictor, Predictors
+from picompile.targets import TARGETS
 from picompile_codegen.lower import LowerOptions, lower
 from picompile_codegen.placement import Placement
 from picompile_passes.passes.canonicalize import CANONICALIZE
@@ -112,6 +117,8 @@ def found(model: Model, layers: Sequence[Layer], head: bool) -> Counter[str]:
     lowered = lower(graph_module.graph_module, options)
     launches = {kernel.name: len(kernel.grids) for kernel in lowered.device_built.values()}
     calls = lowered.program.functions["decode" if model.batch == 1 else "batch"]
+    # The first transfer pays for it.
+    assert sum(call.op == "inputs" for call in calls) <= 1 or model.batch > 1
     launched = Counter[str]()
     for call in calls:
         if call.device == "device":
@@ -126,7 +133,9 @@ def expected(model: ModelBytes, layers: Sequence[Layer], head: bool) -> Counter[
         of_layer = counts.launches
         launches["dense"] += of_layer.attention * where.attention_on_gpu
         launches["attention"] += of_layer.kv_cache * where.kv_cache_on_gpu
-        launches["block"] += of_layer.predictor * where.predictor_on_gpu + of_layer.hot * (hot != "none")
+        # One whose mask serves both parts of a block; another goes with the hot neurons.
+        launches["block"] += of_layer.predictor * (where.predictor_on_gpu and counts.predictor_bytes > 0)
+        launches["block"] += counts.hot_launches * (hot != "none")
         exchange = exchange_launches(counts, where)[("none", "some", "all").index(hot)]
         # The addition of the two parts of a block.
         added = int(where.attention_on_gpu and hot == "some")
@@ -139,6 +148,7 @@ def expected(model: ModelBytes, layers: Sequence[Layer], head: bool) -> Counter[
 
 
 def in_sums(launched: Counter[str]) -> Counter[str]:
+    """`launched` in the same sums."""
     sums = {
         "dense": ("norm", "linear", "add", "head", "leading"),
         "attention": ("rotary", "attention", "cache"),
@@ -162,6 +172,15 @@ def placements(layer: LayerBytes) -> list[tuple[list[Layer], bool]]:
 def test_counts_are_those_of_the_lowered_program(model: Model) -> None:
     for layers, head in placements(counted(model).layers[0]):
         assert in_sums(found(model, layers, head)) == expected(counted(model), layers, head), (layers, head)
+
+
+@pytest.mark.parametrize("predictor", ["learned", "sign", "exact"])
+def test_a_dense_model_has_no_launches_of_predictors(predictor: str) -> None:
+    model, without = counted(Model("llama-relu", predictor)), counted(Model("llama-relu", "none"))
+    firing = Firing(tuple(LayerFiring(np.ones(layer.neurons)) for layer in model.layers), "all")
+    layers = dense(Task(model, firing, machine_of(TARGETS["4090"], 1, 1, 1.0), 0)).model.layers
+    assert [layer.launches for layer in layers] == [layer.launches for layer in without.layers]
+    assert [layer.hot_launches for layer in layers] == [layer.hot_launches for layer in without.layers]
 
 
 def test_launches_of_a_gated_layer() -> None:

@@ -52,6 +52,7 @@ def expected_parts(model: LayerTimes, where: Where, groups: int) -> dict[str, fl
     which = 0 if groups == 0 else 2 if hot == layer.neurons else 1
     crossing_launches = exchange_launches(layer, where)[which]
     launches = layer.launches
+    of_hot = launches.hot + (launches.predictor if layer.predictor_bytes == 0 else 0)
     attention = layer.attention_bytes + layer.shared_bytes
     predictor = layer.predictor_bytes
     return {
@@ -64,7 +65,7 @@ def expected_parts(model: LayerTimes, where: Where, groups: int) -> dict[str, fl
         "predict_s": predictor / gpu + launches.predictor * machine.launch_s * bool(predictor)
         if where.predictor_on_gpu
         else predictor / host,
-        "hot_s": neurons(range(hot)) / gpu + launches.hot * machine.launch_s * (hot > 0),
+        "hot_s": neurons(range(hot)) / gpu + of_hot * machine.launch_s * (hot > 0),
         "cold_s": neurons(range(hot, layer.neurons)) / host,
         "exchange_s": exchanges * beside + crossing_launches * machine.launch_s,
     }
