@@ -5,7 +5,9 @@ twin of each kernel in `decode` written: that says how many launches it is. Noth
 where it has parts on both devices depends on the placement: `exchange_launches`. `tests/placement/test_launches.py`
 holds both to graphs that are lowered for a GPU.
 
-A package's predictor whose kernel has no CUDA twin, which cannot be compiled for a GPU, counts as one launch.
+A package's predictor whose kernel has no CUDA twin, which cannot be compiled for a GPU, counts as one launch. Three
+things are not counted: that OPT-350M's projection of embeddings crosses twice more; the further inputs of a step of
+several sequences; that a hot part of such a step, where no mask is made, may add up fewer slices than the whole block.
 """
 
 from collections import Counter

@@ -66,7 +66,9 @@ MODELS = (
     Model("falcon-40b", "exact", "f16", context=384),
     Model("falcon-serial", "learned", "q8"),
     Model("qwen2", "learned"),
-    *(Model("llama-relu", predictor, batch=3) for predictor in ("learned", "sign", "exact", "none")),
+    *(Model("llama-relu", predictor, batch=3) for predictor in ("learned", "sign", "exact")),
+    # Two launches of a plain block of several tokens, where there are three of one.
+    Model("opt-galactica", "none", batch=3),
 )
 
 
