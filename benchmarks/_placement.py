@@ -10,7 +10,7 @@ import numpy as np
 from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.latency import Task, fixed_bytes, group_bytes
 from picompile.placement.machine import Machine, machine_of
-from picompile.placement.model_bytes import LayerBytes, ModelBytes
+from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
 from picompile.placement.solver import GAP
 from picompile.placement.times import ALL_ON_GPU, GROUP, group_count
 from picompile.targets import TARGETS
@@ -72,6 +72,8 @@ def random_model(rng: np.random.Generator, most_layers: int = 100) -> ModelBytes
         deciding_bytes={"learned": 0, "exact": neuron_bytes // matrices, "sign": hidden // 8}[kind],
         shared_bytes=int(hidden * 2),
         kv_cache_bytes=int(4 * kv_share * hidden * context * batch),
+        # Those of a Llama.
+        launches=LayerLaunches(8, 2, {"learned": 2, "exact": 0, "sign": 1}[kind], 3),
         number_bytes=4 if kind == "learned" else 0,
     )
     layers = int(rng.integers(2, most_layers + 1))
@@ -91,6 +93,7 @@ def random_model(rng: np.random.Generator, most_layers: int = 100) -> ModelBytes
         tied=tied,
         table_bytes=512 * context,
         workspace_bytes=100 * hidden * 4 * batch,
+        head_launches=4,
     )
 
 

@@ -16,6 +16,7 @@ from picompile.placement import policies
 from picompile.placement.direct import most_lost_s, restricted
 from picompile.placement.impact import dense_first
 from picompile.placement.latency import Task, latency_program
+from picompile.placement.launches import CROSSING_LAUNCHES, exchange_launches
 from picompile.placement.program import Place, Program, evaluate
 from picompile.placement.solver import solve
 from picompile.placement.times import GROUP, Where
@@ -143,6 +144,9 @@ def any_sets_s(task: Task, number: int, where: Where, sets: NDArray[np.bool_]) -
         exchanges = 1.0 + np.where(some & ~all_hot, cold_fires, 0.0) if waits else cold_fires
         exchanges = exchanges + (not where.kv_cache_on_gpu)
     crossing_s = machine.crossing_s(2 * task.layer_times(number).crossing_bytes)
+    beside_s = max(0.0, crossing_s - CROSSING_LAUNCHES * machine.launch_s)
+    none, part, every = exchange_launches(layer, where)
+    launches = np.where(all_hot, every, np.where(some, part, none))
     before_s = times.attention_s[0] + times.kv_cache_s[0] + times.predict_s[0]
-    total_s: NDArray[np.float64] = before_s + np.maximum(hot_s, cold_s) + exchanges * crossing_s
-    return total_s
+    total_s: NDArray[np.float64] = before_s + np.maximum(hot_s, cold_s) + exchanges * beside_s
+    return total_s + launches * machine.launch_s

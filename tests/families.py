@@ -160,6 +160,18 @@ def build(name: str, seed: int = 0) -> nn.Module:
     return model
 
 
+def config_of(name: str, layers: int) -> dict[str, Any]:
+    """The config.json of a small model of a family, with another number of layers."""
+    import transformers
+
+    variant = VARIANTS[name]
+    config = getattr(transformers, variant.model_class).config_class(**variant.config).to_dict()
+    config |= {"architectures": [variant.model_class], **variant.rename, "num_hidden_layers": layers}
+    if config.get("layer_types"):
+        config["layer_types"] = config["layer_types"][:1] * layers
+    return dict(config)
+
+
 def save(name: str, model: nn.Module, folder: Path, dtype: torch.dtype = torch.float16, **options: Any) -> None:
     """Writes `model` as a checkpoint of the variant. `options` go to `save_pretrained`: max_shard_size, for one."""
     copy.deepcopy(model).to(dtype).save_pretrained(folder, **options)

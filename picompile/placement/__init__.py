@@ -6,7 +6,7 @@ machine (`machine_of` a target) make a plan (`make_plan`). The parts, for who ch
 | | |
 | --- | --- |
 | what can be placed where | `latency.places_of`, and what it takes, `latency.fixed_bytes` |
-| what it costs | `times.LayerTimes`; `impact.impact_program` is the paper's objective |
+| what it costs | `times.LayerTimes`, `launches.count_launches`; `impact.impact_program` is the paper's objective |
 | as a program | `program.Program`: choices for each stage, two memories, and transfers between stages |
 | solved | `solver.solve`, to a proven gap; `direct` is the same written out in full, a reference |
 | by rules instead | `policies` |
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from picompile.placement.impact import impact_program
     from picompile.placement.latency import Task, latency_program
     from picompile.placement.machine import Machine, machine_of
-    from picompile.placement.model_bytes import LayerBytes, ModelBytes
+    from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
     from picompile.placement.plan import MemoryRow, Plan, PlanLayer
     from picompile.placement.plan_file import read_plan, write_plan
     from picompile.placement.planning import PlanOptions, make_plan
@@ -37,6 +37,7 @@ _HOME = {
     "Firing": ".firing",
     "LayerBytes": ".model_bytes",
     "LayerFiring": ".firing",
+    "LayerLaunches": ".model_bytes",
     "Machine": ".machine",
     "MemoryRow": ".plan",
     "ModelBytes": ".model_bytes",
@@ -68,6 +69,7 @@ __all__ = [
     "Firing",
     "LayerBytes",
     "LayerFiring",
+    "LayerLaunches",
     "Machine",
     "MemoryRow",
     "ModelBytes",

@@ -12,8 +12,6 @@ from picompile.placement.model_bytes import LayerBytes, ModelBytes
 from picompile.placement.program import Choice, Program, Stage
 from picompile.placement.times import ALL_ON_GPU, ALL_ON_HOST, GROUP, LayerTimes, Where, group_count
 
-# Norm and matrix.
-_HEAD_KERNELS = 2
 _FLOAT32_BYTES = 4
 
 
@@ -71,7 +69,11 @@ def capacities(task: Task) -> tuple[int, int]:
 
 
 def latency_program(task: Task) -> Program:
-    """The program: a stage for each layer with the choices of `places_of`, and one for the output head."""
+    """The program: a stage for each layer with the choices of `places_of`, and one for the output head.
+
+    Where the stream changes sides one vector crosses, which is charged as an exchange. So its one kernel is paid for,
+    and so is at the beginning of a token the one that brings its position to the GPU.
+    """
     gpu_capacity, host_capacity = capacities(task)
     stages = [_layer_stage(task, number, gpu_capacity > 0) for number in range(len(task.model.layers))]
     return Program(
@@ -109,5 +111,5 @@ def _head_stage(task: Task, gpu: bool) -> Stage:
 def head_s(model: ModelBytes, machine: Machine, on_gpu: bool) -> float:
     """Seconds of the output head for a token."""
     if on_gpu:
-        return model.head_bytes / machine.gpu_read_bytes_per_s + _HEAD_KERNELS * machine.launch_s
+        return model.head_bytes / machine.gpu_read_bytes_per_s + model.head_launches * machine.launch_s
     return model.head_bytes / machine.host_read_bytes_per_s

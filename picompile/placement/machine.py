@@ -20,7 +20,8 @@ class Machine:
     `gpu_bytes` and `host_bytes` are what may be filled, margins already taken off; 0 `gpu_bytes` is a machine without
     a GPU. Bandwidths are those of datasheets, or of a copy; `gpu_efficiency` and `host_efficiency` are the shares that
     kernels draw of them. `sync_s` is one exchange between the devices: a vector down, a vector up, each waiting for the
-    other. `launch_s` is what every kernel on the GPU costs beside the bytes that it reads.
+    other, with the two kernels that send and receive. `launch_s` is what every launch on the GPU costs beside the bytes
+    that it reads: the gap in front of it, and the time until its reads are under way and after the last of them.
     """
 
     gpu_bytes: int
@@ -44,7 +45,7 @@ class Machine:
         return self.host_bytes_per_s * self.host_efficiency
 
     def crossing_s(self, crossing_bytes: float) -> float:
-        """One exchange in which so many bytes cross."""
+        """Seconds of one exchange in which so many bytes cross, with what sends and what receives on the GPU."""
         return self.sync_s + (crossing_bytes / self.pcie_bytes_per_s if self.pcie_bytes_per_s else 0.0)
 
 

@@ -1,6 +1,20 @@
-"""What a model takes in memory, by what reads it. Bytes as the artifact packs them."""
+"""What a model takes in memory, by what reads it, and how many launches read it on a GPU. Bytes as packed."""
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerLaunches:
+    """Launches of a layer's parts for a token, where they are on the GPU.
+
+    `attention`: norms, projections and additions. `kv_cache`: attention itself, with rotation and writing the cache.
+    `predictor`: what makes a mask. `hot`: the block's kernel, where any neuron is hot.
+    """
+
+    attention: int
+    kv_cache: int
+    predictor: int
+    hot: int
 
 
 @dataclass(frozen=True)
@@ -26,7 +40,13 @@ class LayerBytes:
     deciding_bytes: int
     shared_bytes: int
     kv_cache_bytes: int
+    launches: LayerLaunches
     number_bytes: int = 0
+
+    @property
+    def hot_launches(self) -> int:
+        """Launches that hot neurons need: a predictor without weights of its own goes with them, as `sign` does."""
+        return self.launches.hot + (0 if self.predictor_bytes else self.launches.predictor)
 
 
 @dataclass(frozen=True)
@@ -37,7 +57,7 @@ class ModelBytes:
     matrix (`tied`), it is counted as the head's and `embedding_bytes` is what is left (tables of positions).
     `table_bytes` are small tables that each device has for itself (rotary angles, the final norm, thresholds of
     predictors). `workspace_bytes` are activations and logits, on each device that computes. `hidden` in elements: what
-    crosses between devices is float32 [hidden].
+    crosses between devices is float32 [hidden]. `head_launches` are those of the head on the GPU, with the final norm.
     """
 
     name: str
@@ -53,3 +73,4 @@ class ModelBytes:
     tied: bool
     table_bytes: int
     workspace_bytes: int
+    head_launches: int

@@ -95,7 +95,15 @@ def host_only(task: Task, program: Program) -> list[Place]:
 
 def dense(task: Task) -> Task:
     """The same model without predictors, of which every neuron is computed: what dense engines run."""
-    layers = tuple(replace(layer, predictor_bytes=0, deciding_bytes=layer.neuron_bytes) for layer in task.model.layers)
+    layers = tuple(
+        replace(
+            layer,
+            predictor_bytes=0,
+            deciding_bytes=layer.neuron_bytes,
+            launches=replace(layer.launches, predictor=0),
+        )
+        for layer in task.model.layers
+    )
     model: ModelBytes = replace(task.model, predictor="none", layers=layers)
     firing = tuple(LayerFiring(np.ones(layer.neurons)) for layer in layers)
     return replace(task, model=model, firing=Firing(firing, "every neuron"))

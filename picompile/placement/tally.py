@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from picompile.placement.launches import count_launches
 from picompile.placement.model_bytes import LayerBytes, ModelBytes
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Tally:
         from picompile_codegen.program import tensor_bytes
 
         self._program, self._packing = lowered.program, packing
+        self._launches, self._head_launches = count_launches(lowered, packing.batch)
         self._decode = lowered.program.functions["decode"]
         parameters = {kernel.name: kernel.params for kernel in lowered.kernels}
         self._readers: dict[str, Reader] = {}
@@ -76,6 +78,7 @@ class Tally:
             tied=bool(read & self._head),
             table_bytes=apart["table"],
             workspace_bytes=_workspace_bytes(self._program, self._packing.batch),
+            head_launches=self._head_launches,
         )
 
     def _layer(self, name: str) -> int:
@@ -122,6 +125,7 @@ class Tally:
             deciding_bytes=deciding.get(part.predictor, 0),
             shared_bytes=sum(sizes[tensor] for tensor in of_neurons) - part.neurons * neuron_bytes,
             kv_cache_bytes=self._packing.batch * sum(tensor_bytes(each.dtype, each.shape) for each in caches.values()),
+            launches=self._launches[number],
             number_bytes=0 if predictor_kind(part.predictor).row_local else _ELEMENT_BYTES,
         )
 

@@ -1,7 +1,7 @@
 """The cost model: how long each part of a layer takes, by where it is.
 
-Decoding reads; a part takes its bytes over the bandwidth of its device, and on the GPU a launch for each of its
-kernels. The hybrid step of a layer:
+Decoding reads; a part takes its bytes over the bandwidth of its device, and on the GPU the time of its launches, which
+are counted on the kernels of the lowered model (`launches`). The hybrid step of a layer:
 
     attention ─ predict ─┬─ hot neurons on the GPU ───┬─ exchange ─ next layer
                          └─ cold neurons on the host ─┘
@@ -9,7 +9,8 @@ kernels. The hybrid step of a layer:
     layer = attention + predict + max(hot, cold) + exchange
 
 A layer of which no cold neuron fires skips the exchange, so it counts by how often one fires: 1 - Π (1 - f) over the
-cold neurons, which is 1 - exp(-Σ f) where each f is small and less where not.
+cold neurons, which is 1 - exp(-Σ f) where each f is small and less where not. The kernels of the exchange are launched
+all the same.
 """
 
 from collections.abc import Mapping
@@ -21,14 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile.placement.firing import LayerFiring
+from picompile.placement.launches import CROSSING_LAUNCHES, exchange_launches
 from picompile.placement.machine import Machine
 from picompile.placement.model_bytes import LayerBytes
 
 GROUP = 64
-
-# Kernels of a layer in the decode function: norm, q, k, v, rotary, cache, attention, output, add, norm; two for a
-# predictor; feed-forward and the add after it.
-_ATTENTION_KERNELS, _PREDICT_KERNELS, _FFN_KERNELS = 10, 2, 2
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,8 @@ ALL_ON_HOST = Where(False, False, False)
 class Times:
     """Seconds of each part, by the number of groups on the GPU: float64 [groups + 1] each.
 
-    `exchange_s` holds all exchanges of the layer. `attention_s` reads weights, `kv_cache_s` the cache.
+    `exchange_s` holds all exchanges of the layer, and every launch that it needs for having parts on both devices.
+    `attention_s` reads weights, `kv_cache_s` the cache.
     """
 
     attention_s: NDArray[np.float64]
@@ -96,21 +95,21 @@ class LayerTimes:
 
     def times(self, where: Where) -> Times:
         """What the layer takes with its parts placed so, for every number of groups on the GPU."""
-        layer = self.layer
+        layer, launches = self.layer, self.layer.launches
         size = group_count(layer.neurons) + 1
         shared = layer.attention_bytes + layer.shared_bytes
-        attention = self._read(shared, where.attention_on_gpu, _ATTENTION_KERNELS)
-        kv_cache = self._read(self.kv_cache_read_bytes, where.kv_cache_on_gpu, 0)
+        attention = self._read(shared, where.attention_on_gpu, launches.attention)
+        kv_cache = self._read(self.kv_cache_read_bytes, where.kv_cache_on_gpu, launches.kv_cache)
         predict = 0.0
         if layer.predictor_bytes:
-            predict = self._read(layer.predictor_bytes, where.predictor_on_gpu, _PREDICT_KERNELS)
+            predict = self._read(layer.predictor_bytes, where.predictor_on_gpu, launches.predictor)
         hot, cold = self._neurons()
         exchange = self._exchanges(where)
         return Times(np.full(size, attention), np.full(size, kv_cache), np.full(size, predict), hot, cold, exchange)
 
-    def _read(self, read_bytes: float, on_gpu: bool, kernels: int) -> float:
+    def _read(self, read_bytes: float, on_gpu: bool, launches: int) -> float:
         if on_gpu:
-            return read_bytes / self.machine.gpu_read_bytes_per_s + kernels * self.machine.launch_s
+            return read_bytes / self.machine.gpu_read_bytes_per_s + launches * self.machine.launch_s
         return read_bytes / self.machine.host_read_bytes_per_s
 
     def _neurons(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -120,12 +119,12 @@ class LayerTimes:
         skipped = layer.neuron_bytes - layer.deciding_bytes
         hot = ends * layer.deciding_bytes + computed * skipped
         cold = (layer.neurons - ends) * layer.deciding_bytes + (computed[-1] - computed) * skipped
-        launches = np.where(ends > 0, _FFN_KERNELS * machine.launch_s, 0.0)
+        launches = np.where(ends > 0, layer.hot_launches * machine.launch_s, 0.0)
         hot_s = launches if machine.gpu_bytes == 0 else hot / machine.gpu_read_bytes_per_s + launches
         return hot_s, cold / machine.host_read_bytes_per_s
 
     def _exchanges(self, where: Where) -> NDArray[np.float64]:
-        """Exchanges of the layer in seconds, in the mean over tokens."""
+        """Exchanges of the layer and their launches in seconds, in the mean over tokens."""
         groups = group_count(self.layer.neurons)
         number = np.zeros(groups + 1)
         if where.attention_on_gpu:
@@ -138,7 +137,13 @@ class LayerTimes:
             number[1:] = 1.0
         if where.attention_on_gpu and not where.kv_cache_on_gpu:
             number += 1.0
-        return number * self.machine.crossing_s(2 * self.crossing_bytes)
+        none, some, every = exchange_launches(self.layer, where)
+        launches = np.full(groups + 1, some)
+        launches[0], launches[-1] = none, every
+        # What sends and what receives is in the time of an exchange, and launched also where there is none to wait for.
+        launched_s = CROSSING_LAUNCHES * self.machine.launch_s
+        crossing_s = max(0.0, self.machine.crossing_s(2 * self.crossing_bytes) - launched_s)
+        return number * crossing_s + launches * self.machine.launch_s
 
     @cached_property
     def _computed(self) -> NDArray[np.float64]:

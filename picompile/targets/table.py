@@ -4,12 +4,16 @@ from dataclasses import dataclass
 
 # One exchange between GPU and CPU: a copy down and a copy up of one vector. A copy costs 6 to 7 µs beside its bytes,
 # says https://github.com/NVIDIA/gdrcopy; arXiv 2602.21548 measured 5 to 7 µs. Nearly all of it is the driver's, so all
-# slots have one figure. An assumption for every row but `local`, which is measured.
+# slots have one figure. That is from the start of each copy to its end, as operations of a stream; compiled programs
+# have a kernel in the place of each, whose launches are therefore part of this figure. An assumption for every row but
+# `local`, which is measured.
 SYNC_S = 14e-6
 
-# One kernel of a CUDA graph, beside the bytes that it reads: https://cuda.juliagpu.org/dev/usage/graphs/ has 80 short
-# kernels that take 70 µs. Rounded up, and an assumption for every row.
-LAUNCH_S = 1e-6
+# One launch in a CUDA graph, beside the bytes that it reads. Between kernels that do nothing pass 1.3 µs on an H100
+# (https://hazyresearch.stanford.edu/blog/2025-05-27-no-bubbles) and 0.8 µs on a B200 (arXiv 2512.22219). To that come
+# the first reads of a kernel, which wait for memory, and its last blocks, which leave the others idle: more than 1 µs
+# by our estimate, so that it is 2.5 µs in all. An assumption for every row, `local` too: nothing measures it.
+LAUNCH_S = 2.5e-6
 
 # Transfers per second and lane, of which 128 of 130 bits are data. (PCIe 3.0, 4.0 and 5.0, base specifications.)
 _PCIE_TRANSFERS_PER_S = {3: 8e9, 4: 16e9, 5: 32e9}
@@ -30,8 +34,9 @@ class Target:
     them in /proc/cpuinfo. `sm` is the GPU's compute capability times ten, None without a GPU. `vram_bytes`
     is the size it is sold with, of which the driver keeps some percent. `gpu_bytes_per_s` is what its memory reads at
     best, `pcie_bytes_per_s` what its slot carries at best in each direction; both are theoretical but for `local`.
-    `sync_s` is one exchange of a vector between GPU and CPU, `launch_s` what a kernel costs beside the bytes that it
-    reads. `source` is where memory and slot were looked up. Host memory is not here: a GPU's name doesn't say it.
+    `sync_s` is one exchange of a vector between GPU and CPU, down and up, with what sends and what receives; `launch_s`
+    is what a launch costs beside the bytes that it reads, in a CUDA graph. `source` is where memory and slot were
+    looked up. Host memory is not here: a GPU's name doesn't say it.
 
     `isas` are the instruction sets that code is made for, best first; machines without any can only be planned for.
     """

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.latency import Task
 from picompile.placement.machine import Machine
-from picompile.placement.model_bytes import LayerBytes, ModelBytes
+from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
 
 
 def tasks(most_layers: int = 6, most_neurons: int = 700) -> st.SearchStrategy[Task]:
@@ -34,6 +34,7 @@ def random_task(seed: int, most_layers: int = 6, most_neurons: int = 700) -> Tas
         tied=tied,
         table_bytes=_size(rng) // 10,
         workspace_bytes=_size(rng) // 10,
+        head_launches=int(rng.integers(0, 10)),
     )
     firing = Firing(tuple(_firing(rng, layer.neurons) for layer in layers), "random")
     return Task(model, firing, _machine(rng, model), int(rng.integers(0, context + 1)))
@@ -63,8 +64,14 @@ def _layer(rng: np.random.Generator, most_neurons: int) -> LayerBytes:
         deciding_bytes={"learned": 0, "exact": neuron_bytes // 3, "none": neuron_bytes}[kind],
         shared_bytes=_size(rng) // 100,
         kv_cache_bytes=_size(rng),
+        launches=_launches(rng),
         number_bytes=4 if kind == "learned" else 0,
     )
+
+
+def _launches(rng: np.random.Generator) -> LayerLaunches:
+    attention, kv_cache, predictor, hot = (int(count) for count in rng.integers(0, 20, 4))
+    return LayerLaunches(attention, kv_cache, predictor, hot)
 
 
 def _firing(rng: np.random.Generator, neurons: int) -> LayerFiring:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
-from families import VARIANTS
+from families import VARIANTS, config_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -23,7 +22,7 @@ from picompile.compile import KV_DTYPES
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.placement.counting import SPLIT_BYTES, Packing, count_bytes, shape_bytes
 from picompile.placement.curves import firing_of_curve
-from picompile.placement.model_bytes import LayerBytes, ModelBytes
+from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
 from picompile.placement.ranks import estimate_rank
 from picompile.predictors import LayerPredictor, Predictors
 from picompile.synth import SHAPES, find_config
@@ -48,16 +47,6 @@ def _captured_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("picompile.capture.hf.capture_config", lambda config: capture_once(json.dumps(config)))
         yield
-
-
-def config_of(name: str, layers: int) -> dict[str, Any]:
-    """The config.json of a small model of a family, with another number of layers."""
-    variant = VARIANTS[name]
-    config = getattr(transformers, variant.model_class).config_class(**variant.config).to_dict()
-    config |= {"architectures": [variant.model_class], **variant.rename, "num_hidden_layers": layers}
-    if config.get("layer_types"):
-        config["layer_types"] = config["layer_types"][:1] * layers
-    return dict(config)
 
 
 def captured(config: Mapping[str, Any]) -> GraphModule:
@@ -131,6 +120,8 @@ def test_places_of_a_gated_model() -> None:
         deciding_bytes=192,
         shared_bytes=0,
         kv_cache_bytes=2 * 50 * 48 * 2,
+        # Two norms, four projections and two additions; 50 positions are one part of attention; three for the block.
+        launches=LayerLaunches(8, 1, 0, 3),
     )
     assert counted.embedding_bytes == counted.head_bytes == 503 * 192
     # Cosines and sines of 50 · 12 angles, padded to 64 bytes, and the final norm.

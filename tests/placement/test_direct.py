@@ -13,6 +13,7 @@ from picompile.placement.direct import Direct, direct_impact, direct_latency, mo
 from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.impact import dense_first, impact_program
 from picompile.placement.latency import Task, capacities, fixed_bytes, group_bytes, latency_program, places_of
+from picompile.placement.launches import exchange_launches
 from picompile.placement.machine import Machine
 from picompile.placement.program import Program
 from picompile.placement.solver import solve
@@ -99,7 +100,8 @@ def latency_costs(task: Task, number: int, where: Where) -> NDArray[np.float64]:
     times = task.layer_times(number).times(where)
     sets = subsets(group_count(layer.neurons))
     read, _ = group_sums(task, number)
-    hot_s = sets @ read / machine.gpu_read_bytes_per_s + np.where(sets.any(axis=1), 2 * machine.launch_s, 0.0)
+    launch_s = layer.hot_launches * machine.launch_s
+    hot_s = sets @ read / machine.gpu_read_bytes_per_s + np.where(sets.any(axis=1), launch_s, 0.0)
     cold_s = ~sets @ read / machine.host_read_bytes_per_s
     starts = range(0, layer.neurons, GROUP)
     silent = np.asarray([np.prod(1 - shares[start : start + GROUP]) for start in starts])
@@ -113,8 +115,11 @@ def latency_costs(task: Task, number: int, where: Where) -> NDArray[np.float64]:
             exchanges = 1.0 + np.where(sets.any(axis=1) & ~sets.all(axis=1), fires, 0.0)
         exchanges = exchanges + (not where.kv_cache_on_gpu)
     crossing_s = machine.crossing_s(2 * task.model.batch * (4 * task.model.hidden + layer.neurons / 8))
+    beside_s = max(0.0, crossing_s - 2 * machine.launch_s)
+    none, some, every = exchange_launches(layer, where)
+    launches = np.where(sets.all(axis=1), every, np.where(sets.any(axis=1), some, none))
     before_s = times.attention_s[0] + times.kv_cache_s[0] + times.predict_s[0]
-    return before_s + np.maximum(hot_s, cold_s) + exchanges * crossing_s
+    return before_s + np.maximum(hot_s, cold_s) + exchanges * beside_s + launches * machine.launch_s
 
 
 def given_s(task: Task, program: Program, wheres: list[Where], head_on_gpu: bool) -> float:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from picompile.placement.latency import Task, latency_program, places_of
+from picompile.placement.launches import exchange_launches
 from picompile.placement.program import Place, evaluate
 from picompile.placement.schedule import LayerParts, layer_graph, schedule, token_s
 from picompile.placement.times import GROUP, LayerTimes, Times, Where
@@ -46,17 +47,27 @@ def expected_parts(model: LayerTimes, where: Where, groups: int) -> dict[str, fl
     if where.attention_on_gpu and not where.kv_cache_on_gpu:
         exchanges += 1
     crossing = machine.sync_s + 2 * model.crossing_bytes / machine.pcie_bytes_per_s
+    # The launches of what sends and receives are in it, and are made on every token.
+    beside = max(0.0, crossing - 2 * machine.launch_s)
+    which = 0 if groups == 0 else 2 if hot == layer.neurons else 1
+    crossing_launches = exchange_launches(layer, where)[which]
+    launches = layer.launches
+    of_hot = launches.hot + (launches.predictor if layer.predictor_bytes == 0 else 0)
     attention = layer.attention_bytes + layer.shared_bytes
     predictor = layer.predictor_bytes
     return {
-        "attention_s": attention / gpu + 10 * machine.launch_s if where.attention_on_gpu else attention / host,
-        "kv_cache_s": model.kv_cache_read_bytes / (gpu if where.kv_cache_on_gpu else host),
-        "predict_s": predictor / gpu + 2 * machine.launch_s * bool(predictor)
+        "attention_s": attention / gpu + launches.attention * machine.launch_s
+        if where.attention_on_gpu
+        else attention / host,
+        "kv_cache_s": model.kv_cache_read_bytes / gpu + launches.kv_cache * machine.launch_s
+        if where.kv_cache_on_gpu
+        else model.kv_cache_read_bytes / host,
+        "predict_s": predictor / gpu + launches.predictor * machine.launch_s * bool(predictor)
         if where.predictor_on_gpu
         else predictor / host,
-        "hot_s": neurons(range(hot)) / gpu + 2 * machine.launch_s * (hot > 0),
+        "hot_s": neurons(range(hot)) / gpu + of_hot * machine.launch_s * (hot > 0),
         "cold_s": neurons(range(hot, layer.neurons)) / host,
-        "exchange_s": exchanges * crossing,
+        "exchange_s": exchanges * beside + crossing_launches * machine.launch_s,
     }
 
 

@@ -1,0 +1,195 @@
+"""Launches as the planner counts them, against the launches of programs that are lowered for a GPU."""
+
+import functools
+import random
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from families import config_of
+from torch.fx import GraphModule
+
+from picompile.capture.hf import capture_config
+from picompile.compile_options import KV_DTYPES
+from picompile.placement.counting import Packing, count_bytes
+from picompile.placement.firing import Firing, LayerFiring
+from picompile.placement.latency import Task, places_of
+from picompile.placement.launches import exchange_launches
+from picompile.placement.machine import machine_of
+from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
+from picompile.placement.policies import dense
+from picompile.placement.times import ALL_ON_GPU, Where
+from picompile.predictors import LayerPredictor, Predictors
+from picompile.targets import TARGETS
+from picompile_codegen.lower import LowerOptions, lower
+from picompile_codegen.placement import Placement
+from picompile_passes.passes.canonicalize import CANONICALIZE
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+from picompile_passes.passes.quantize import Quantize
+from picompile_passes.pipeline import Pipeline
+
+LAYERS, RANK = 3, 24
+CHUNK = 16
+
+
+class Model(NamedTuple):
+    """A variant of tests/families.py with predictors of one kind, and how it is packed."""
+
+    variant: str
+    predictor: str
+    quant: str = "q4"
+    context: int = 40
+    batch: int = 1
+    kv_dtype: str = "f16"
+
+    @property
+    def packing(self) -> Packing:
+        return Packing(self.quant, self.predictor, self.context, self.batch, self.kv_dtype, CHUNK)
+
+
+MODELS = (
+    *(Model("llama-relu", predictor) for predictor in ("learned", "sign", "exact", "none")),
+    # Attention in parts, and of more query heads than a block takes for a key.
+    Model("llama-relu", "learned", "f16", context=384, kv_dtype="f32"),
+    Model("mistral-window", "none", "q8", context=200, kv_dtype="q8"),
+    Model("bamboo", "learned", context=100),
+    # Norms with biases, no rotation, and one matrix less.
+    Model("opt-pre-norm", "learned"),
+    Model("opt-galactica", "sign", context=300),
+    # Attention and block side by side, behind one norm and behind two.
+    Model("falcon-7b", "learned"),
+    Model("falcon-40b", "exact", "f16", context=384),
+    Model("falcon-serial", "learned", "q8"),
+    Model("qwen2", "learned"),
+    *(Model("llama-relu", predictor, batch=3) for predictor in ("learned", "sign", "exact")),
+    # Two launches of a plain block of several tokens, where there are three of one.
+    Model("opt-galactica", "none", batch=3),
+)
+
+
+class Layer(NamedTuple):
+    """Where a layer is: its parts, and how much of its block is hot: "none", "some" or "all"."""
+
+    where: Where
+    hot: str
+
+
+@functools.cache
+def captured(variant: str) -> GraphModule:
+    return capture_config(config_of(variant, LAYERS))
+
+
+@functools.cache
+def predicted(variant: str, predictor: str) -> GraphModule:
+    """The graph with its predictors, to be split."""
+    ranks = dict.fromkeys(range(LAYERS), RANK) if predictor == "learned" else {}
+    passes = (*CANONICALIZE, InsertPredictors(predictor, ranks=ranks))
+    return Pipeline(passes)(captured(variant)).graph_module
+
+
+@functools.cache
+def counted(model: Model) -> ModelBytes:
+    predictors = None
+    if model.predictor == "learned":
+        layers = tuple(LayerPredictor(layer, "learned", "block", RANK) for layer in range(LAYERS))
+        predictors = Predictors(Path("given"), layers, {})
+    return count_bytes(model.variant, captured(model.variant), model.packing, predictors)
+
+
+def found(model: Model, layers: Sequence[Layer], head: bool) -> Counter[str]:
+    """Launches of the GPU in a token of the lowered program, by what its calls do."""
+    neurons = counted(model).layers[0].neurons
+    parts = {"none": (), "some": range(0, neurons, 2), "all": range(neurons)}
+    hot = {number: parts[layer.hot] for number, layer in enumerate(layers)}
+    graph_module = Pipeline((Partition(hot), Quantize(model.quant)))(predicted(model.variant, model.predictor))
+    wheres = dict(enumerate(layer.where for layer in layers))
+    placement = Placement(
+        frozenset(number for number, where in wheres.items() if where.attention_on_gpu),
+        frozenset(number for number, where in wheres.items() if where.kv_cache_on_gpu),
+        frozenset(number for number, where in wheres.items() if where.predictor_on_gpu),
+        head,
+    )
+    kv_dtype = KV_DTYPES[model.kv_dtype]
+    options = LowerOptions(model.context, CHUNK, kv_dtype, model.batch, "cuda", placement)
+    lowered = lower(graph_module.graph_module, options)
+    launches = {kernel.name: len(kernel.grids) for kernel in lowered.device_built.values()}
+    calls = lowered.program.functions["decode" if model.batch == 1 else "batch"]
+    # The first transfer pays for it.
+    assert sum(call.op == "inputs" for call in calls) <= 1 or model.batch > 1
+    launched = Counter[str]()
+    for call in calls:
+        if call.device == "device":
+            launched[call.op] += launches[call.kernel]
+    return launched
+
+
+def expected(model: ModelBytes, layers: Sequence[Layer], head: bool) -> Counter[str]:
+    """The same as the planner has it, in sums of what it tells apart."""
+    launches = Counter[str]()
+    for counts, (where, hot) in zip(model.layers, layers, strict=True):
+        of_layer = counts.launches
+        launches["dense"] += of_layer.attention * where.attention_on_gpu
+        launches["attention"] += of_layer.kv_cache * where.kv_cache_on_gpu
+        # One whose mask serves both parts of a block; another goes with the hot neurons.
+        launches["block"] += of_layer.predictor * (where.predictor_on_gpu and counts.predictor_bytes > 0)
+        launches["block"] += counts.hot_launches * (hot != "none")
+        exchange = exchange_launches(counts, where)[("none", "some", "all").index(hot)]
+        # The addition of the two parts of a block.
+        added = int(where.attention_on_gpu and hot == "some")
+        launches["dense"] += added
+        launches["crossing"] += exchange - added
+    sides = [False, *(layer.where.attention_on_gpu for layer in layers), head]
+    launches["crossing"] += sum(before != after for before, after in pairwise(sides))
+    launches["dense"] += model.head_launches * head
+    return launches
+
+
+def in_sums(launched: Counter[str]) -> Counter[str]:
+    """`launched` in the same sums."""
+    sums = {
+        "dense": ("norm", "linear", "add", "head", "leading"),
+        "attention": ("rotary", "attention", "cache"),
+        "block": ("predict", "ffn"),
+        "crossing": ("send", "receive"),
+    }
+    # What brings the token's position, at the beginning.
+    assert set(launched) <= {*(op for ops in sums.values() for op in ops), "inputs"}
+    return Counter({name: sum(launched[op] for op in ops) for name, ops in sums.items()})
+
+
+def placements(layer: LayerBytes) -> list[tuple[list[Layer], bool]]:
+    """All layers alike, in each way that the planner knows; and layers that differ."""
+    ways = [Layer(where, hot) for where in places_of(layer) for hot in ("none", "some", "all")]
+    alike = [([way] * LAYERS, random.random() < 0.5) for way in ways]
+    mixed = [(random.choices(ways, k=LAYERS), random.random() < 0.5) for _ in range(4)]
+    return [*alike, *mixed]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_counts_are_those_of_the_lowered_program(model: Model) -> None:
+    for layers, head in placements(counted(model).layers[0]):
+        assert in_sums(found(model, layers, head)) == expected(counted(model), layers, head), (layers, head)
+
+
+@pytest.mark.parametrize("predictor", ["learned", "sign", "exact"])
+def test_a_dense_model_has_no_launches_of_predictors(predictor: str) -> None:
+    model, without = counted(Model("llama-relu", predictor)), counted(Model("llama-relu", "none"))
+    firing = Firing(tuple(LayerFiring(np.ones(layer.neurons)) for layer in model.layers), "all")
+    layers = dense(Task(model, firing, machine_of(TARGETS["4090"], 1, 1, 1.0), 0)).model.layers
+    assert [layer.launches for layer in layers] == [layer.launches for layer in without.layers]
+    assert [layer.hot_launches for layer in layers] == [layer.hot_launches for layer in without.layers]
+
+
+def test_launches_of_a_gated_layer() -> None:
+    """By hand: two norms, four projections, two additions; attention in parts and what merges them; the block's."""
+    model = counted(Model("llama-relu", "learned", "f16", 384, 1, "f32"))
+    assert {layer.launches for layer in model.layers} == {LayerLaunches(8, 2, 2, 3)}
+    # Mask and input, the result, and its addition.
+    assert exchange_launches(model.layers[0], ALL_ON_GPU) == (2, 3, 0)
+    # The final norm, the matrix, and two for the highest logits.
+    assert model.head_launches == 4
