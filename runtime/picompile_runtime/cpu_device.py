@@ -19,7 +19,7 @@ from picompile_runtime.native import CallList, HostLibrary, Stamps, TensorTable
 
 
 class CpuDevice:
-    """A `HotDevice` that runs the kernels of `library` on `threads` threads; those named in `waits` wait for the host."""
+    """A `HotDevice` that runs kernels of `library` on `threads` threads; those named in `waits` wait for the host."""
 
     slow_stamps = False
     pins_memory = False
