@@ -174,13 +174,19 @@ sys.exit(0 if right and os.waitpid(child, 0)[1] == 0 else 1)
 # ---- workers while waits for another device are to come: see toy_pool.c ----
 
 _WATCHED = ("syscall=watched_syscall", "sched_yield=watched_yield", "pthread_create=watched_create")
+_FOR_EVER_NS = 10**15
+
+
+def build_watched(path: Path, alert_ns: int, taken_ns: int) -> Path:
+    limits = f"PI_ALERT_NS={alert_ns}", f"PI_TAKEN_NS={taken_ns}"
+    return build_library(path, *_WATCHED, *limits, also=[HERE / "toy_pool.c"])
 
 
 @pytest.fixture(scope="module")
 def watched_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Workers of this one have no end to their patience while waits are to come."""
+    """Workers of this one stay awake however long a wait takes and whoever takes their core."""
     path = tmp_path_factory.mktemp("watched") / "host.so"
-    return build_library(path, *_WATCHED, "PI_ALERT_NS=60000000000", also=[HERE / "toy_pool.c"])
+    return build_watched(path, alert_ns=_FOR_EVER_NS, taken_ns=_FOR_EVER_NS)
 
 
 class Watched:
@@ -221,7 +227,13 @@ def test_workers_do_not_sleep_until_the_last_wait_is_over(last: str, watched: Wa
 
 
 def test_workers_sleep_in_a_wait_that_takes_long(tmp_path: Path) -> None:
-    library = build_library(tmp_path / "host.so", *_WATCHED, "PI_ALERT_NS=1000000", also=[HERE / "toy_pool.c"])
+    library = build_watched(tmp_path / "host.so", alert_ns=1000000, taken_ns=_FOR_EVER_NS)
+    Watched(library).run(*("pool_fill", "pool_await_sleep") * 3, waits=["pool_await_sleep"])
+
+
+def test_workers_sleep_where_others_take_their_core(tmp_path: Path) -> None:
+    """Every yield is taken for one in which that happened."""
+    library = build_watched(tmp_path / "host.so", alert_ns=_FOR_EVER_NS, taken_ns=-1)
     Watched(library).run(*("pool_fill", "pool_await_sleep") * 3, waits=["pool_await_sleep"])
 
 

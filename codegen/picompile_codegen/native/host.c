@@ -48,8 +48,12 @@
 /* Of a worker between two yields, while waits are to come: about 1 us. */
 #define PI_SPINS_A_YIELD 32
 /* Waits are to come, but a worker that had nothing to do for this long sleeps: to wake it takes 1 % of that. */
-#ifndef PI_ALERT_NS /* tests have less, or more */
+#ifndef PI_ALERT_NS /* tests have others */
 #define PI_ALERT_NS 5000000
+#endif
+/* Nor does it stay awake on a core that others need: a yield took this long, and not half a microsecond. */
+#ifndef PI_TAKEN_NS /* tests have others */
+#define PI_TAKEN_NS 20000
 #endif
 /* A worker offers its core to others after this time; left alone, schedulers take it away after 3 to 4 ms. */
 #define PI_TURN_NS 1000000
@@ -213,12 +217,15 @@ static int spin_for_tasks(int index, int spins) {
 }
 
 /* Returns 1 when there are tasks, waits are over or the worker is of no use, 0 when it should sleep all the same. There
- * may be fewer cores than threads, so it yields its core to whoever needs it. */
+ * may be fewer cores than threads: it yields its core, and leaves it once somebody took it. Two that compute would share
+ * one core while workers pass the other between them. */
 static int stay_alert(int index) {
   int64_t end = now_ns() + PI_ALERT_NS;
   while (atomic_load(&pool.wakeups) & PI_ALERT && atomic_load(&pool.threads) > index) {
-    if (now_ns() > end) return 0;
+    int64_t before = now_ns();
+    if (before > end) return 0;
     sched_yield();
+    if (now_ns() - before > PI_TAKEN_NS) return 0;
     if (spin_for_tasks(index, PI_SPINS_A_YIELD)) break;
   }
   return 1;
