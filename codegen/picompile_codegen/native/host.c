@@ -13,8 +13,7 @@
  *     takes it.
  *   - Workers spin for a while between regions, and so does the launching thread for the last tasks of a region. Then
  *     they sleep: an idle core fetches a thread that waits for a busy one.
- *   - While a program has waits for the other device to come, workers do not sleep but yield: such a wait often takes
- *     longer than they would spin, and to wake them takes 20 to 50 us, in every layer.
+ *   - While a program has waits for the other device to come, which are long, workers yield instead of sleeping.
  *   - Threads are not pinned. A thread that is bound to a core that another process takes holds up all the others.
  *
  * Results do not depend on any of this: which thread runs a task, and how many tasks there are, has no influence on
@@ -45,15 +44,13 @@
 #define PI_SPINS 4000
 /* Of the launching thread, at the end of a region. */
 #define PI_SPINS_MAIN 2000
-/* Of a worker between two yields, while waits are to come: about 1 us. */
+/* Of a worker between two yields, while waits are to come. */
 #define PI_SPINS_A_YIELD 32
-/* Waits are to come, but a worker that had nothing to do for this long sleeps: to wake it takes 1 % of that. */
+/* Even then a worker sleeps that had nothing to do for the first time, beside which waking it takes little, or that got
+ * its core back from a yield after the second: somebody who computes needs it. */
 #ifndef PI_ALERT_NS /* tests have others */
 #define PI_ALERT_NS 5000000
-#endif
-/* Nor does it stay awake on a core that others need: a yield took this long, and not half a microsecond. */
-#ifndef PI_TAKEN_NS /* tests have others */
-#define PI_TAKEN_NS 20000
+#define PI_TAKEN_NS 1000000
 #endif
 /* A worker offers its core to others after this time; left alone, schedulers take it away after 3 to 4 ms. */
 #define PI_TURN_NS 1000000
@@ -216,9 +213,9 @@ static int spin_for_tasks(int index, int spins) {
   return 0;
 }
 
-/* Returns 1 when there are tasks, waits are over or the worker is of no use, 0 when it should sleep all the same. There
- * may be fewer cores than threads: it yields its core, and leaves it once somebody took it. Two that compute would share
- * one core while workers pass the other between them. */
+/* Returns 1 when there are tasks, waits are over or the worker is of no use, 0 when it should sleep all the same. It
+ * yields, since there may be fewer cores than threads, and leaves a core that somebody took: two that compute would
+ * share one while workers pass the other between them. */
 static int stay_alert(int index) {
   int64_t end = now_ns() + PI_ALERT_NS;
   while (atomic_load(&pool.wakeups) & PI_ALERT && atomic_load(&pool.threads) > index) {
@@ -373,8 +370,6 @@ static int last_wait(const PiCall *calls, int count) {
   while (last >= 0 && !(calls[last].flags & PI_WAITS)) --last;
   return last;
 }
-
-static void keep_workers_alert(void) { atomic_fetch_or(&pool.wakeups, PI_ALERT); }
 static void let_workers_sleep(void) { atomic_fetch_and(&pool.wakeups, ~(uint32_t)PI_ALERT); }
 
 /* Runs `count` calls in order on `threads` threads. Unless stamps is NULL, call i begins at stamps[i][0] and ends at
@@ -388,7 +383,7 @@ PI_EXPORT int pi_run(const PiCall *calls, int count, int threads, int64_t (*stam
   int failed_call = start_workers(threads) == 0 ? -1 : -2;
   use_threads(threads);
   int alert_until = threads > 1 ? last_wait(calls, count) : -1;
-  if (alert_until >= 0) keep_workers_alert();
+  if (alert_until >= 0) atomic_fetch_or(&pool.wakeups, PI_ALERT);
   if (threads > 1) wake_workers(); /* they come while the first calls, which are short, run */
   for (int i = 0; i < count && failed_call == -1; ++i) {
     PiAny result = {0, 0, NULL};
