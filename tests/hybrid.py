@@ -168,7 +168,10 @@ class Naps:
         """Engines that are loaded meanwhile sleep before each call on `sides`, or before kernels named in `before`."""
 
         def bind(
-            library: HostLibrary, calls: Sequence[tuple[str, Sequence[NDArray]]], tensors: TensorTable | None = None
+            library: HostLibrary,
+            calls: Sequence[tuple[str, Sequence[NDArray]]],
+            tensors: TensorTable | None = None,
+            waits: Collection[str] = (),
         ) -> CallList:
             side = SIDES["/hot." in library.name]
             state = aligned_zeros((2,), np.uint32)
@@ -178,7 +181,7 @@ class Naps:
                 if side in sides and name.startswith(tuple(before)):
                     bound.append(("nap", self.address, [state]))
                 bound.append((name, library.kernel(name), arrays))
-            return CallList(bound, tensors or TensorTable())
+            return CallList(bound, tensors or TensorTable(), waits)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(HostLibrary, "bind", bind)

@@ -7,7 +7,7 @@ both share. What a GPU would have to wait for, it waits for.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
@@ -19,13 +19,13 @@ from picompile_runtime.native import CallList, HostLibrary, Stamps, TensorTable
 
 
 class CpuDevice:
-    """A `HotDevice` that runs the kernels of `library` on `threads` threads."""
+    """A `HotDevice` that runs kernels of `library` on `threads` threads; those named in `waits` wait for the host."""
 
     slow_stamps = False
     pins_memory = False
 
-    def __init__(self, library: HostLibrary, threads: int) -> None:
-        self._library, self._threads = library, threads
+    def __init__(self, library: HostLibrary, threads: int, waits: Collection[str]) -> None:
+        self._library, self._threads, self._waits = library, threads, waits
         self._tensors = TensorTable()
         self._queue = ThreadPoolExecutor(1, thread_name_prefix="picompile-device")
         self._running: Future[None] | None = None
@@ -66,7 +66,7 @@ class CpuDevice:
     def bind(self, calls: Sequence[tuple[str, Sequence[View]]], breaks: Sequence[int] = ()) -> CallList:
         """Make a list of calls of the library's kernels; other processes get the CPU without `breaks`."""
         arrays = [(name, [array_at(view.memory, view.tensor) for view in views]) for name, views in calls]
-        return self._library.bind(arrays, self._tensors)
+        return self._library.bind(arrays, self._tensors, self._waits)
 
     def start(self, calls: CallList, stamps: Stamps | None = None) -> None:
         """Runs `calls` on the device's own thread."""

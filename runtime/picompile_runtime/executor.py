@@ -76,10 +76,12 @@ class Executor:
             host = HostPlaces({**host.places, **of_host})
         self.buffers = _arrays(host, "buffer", program.buffers)
         self._state = _arrays(host, "state", program.state)
-        tensors = TensorTable()
+        tensors, waits = TensorTable(), program.waiting_kernels
         self._host_calls: dict[str, CallList] = {
             name: self.library.bind(
-                [(call.kernel, [host.array(arg) for arg in call.args]) for call in program.calls(name, "host")], tensors
+                [(call.kernel, [host.array(arg) for arg in call.args]) for call in program.calls(name, "host")],
+                tensors,
+                waits,
             )
             for name in program.functions
         }

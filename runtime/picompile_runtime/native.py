@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ Stamps = NDArray[np.int64]
 
 _ANY_DLTENSOR = 7  # kTVMFFIDLTensorPtr
 _DL_CPU = 1  # kDLCPU
+_WAITS = 1  # PI_WAITS
 _DL_CODES = {"i": 0, "u": 1, "f": 2}  # numpy's kind -> DLDataTypeCode
 
 
@@ -56,13 +57,13 @@ class PiAny(ctypes.Structure):
 
 
 class PiCall(ctypes.Structure):
-    """One kernel call of a program (host.c)."""
+    """One kernel call of a program (host.c). `flags` has `_WAITS` if the call waits for the other device."""
 
     _fields_ = (
         ("kernel", ctypes.c_void_p),
         ("args", ctypes.c_void_p),
         ("num_args", ctypes.c_int32),
-        ("padding", ctypes.c_int32),
+        ("flags", ctypes.c_int32),
     )
 
 
@@ -105,14 +106,17 @@ def compact_strides(shape: Sequence[int]) -> list[int]:
 class CallList:
     """A C array of calls, with everything that it points to. Made by `HostLibrary.bind`."""
 
-    def __init__(self, calls: Sequence[tuple[str, int, Sequence[Array]]], tensors: TensorTable) -> None:
+    def __init__(
+        self, calls: Sequence[tuple[str, int, Sequence[Array]]], tensors: TensorTable, waits: Collection[str] = ()
+    ) -> None:
         self.names = [name for name, _, _ in calls]
         self.calls = (PiCall * len(calls))()
         self._keep: list[Any] = [tensors]
-        for i, (_, kernel, arrays) in enumerate(calls):
+        for i, (name, kernel, arrays) in enumerate(calls):
             args = (PiAny * len(arrays))(*[PiAny(_ANY_DLTENSOR, 0, tensors.descriptor(array)) for array in arrays])
             self._keep.append(args)
-            self.calls[i] = PiCall(kernel, ctypes.addressof(args), len(arrays), 0)
+            flags = _WAITS if name in waits else 0
+            self.calls[i] = PiCall(kernel, ctypes.addressof(args), len(arrays), flags)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -197,12 +201,19 @@ class HostLibrary:
             raise ArtifactError(f"{self.name}: has no kernel called {name!r}; compile the model again") from error
         return ctypes.cast(function, ctypes.c_void_p).value or 0
 
-    def bind(self, calls: Sequence[tuple[str, Sequence[Array]]], tensors: TensorTable | None = None) -> CallList:
+    def bind(
+        self,
+        calls: Sequence[tuple[str, Sequence[Array]]],
+        tensors: TensorTable | None = None,
+        waits: Collection[str] = (),
+    ) -> CallList:
         """A list of calls, each a kernel's name and its arguments; `tensors` may be shared between lists.
 
+        `waits` names the kernels that wait for the other device: until the last of them has run, threads do not sleep.
         Kernels expect the 64-byte alignment of `memory.aligned_zeros`; a read-only array must not be written by one.
         """
-        return CallList([(name, self.kernel(name), arrays) for name, arrays in calls], tensors or TensorTable())
+        bound = [(name, self.kernel(name), arrays) for name, arrays in calls]
+        return CallList(bound, tensors or TensorTable(), waits)
 
     def turn(self) -> AbstractContextManager[bool]:
         """A context in which nobody else runs a list or has such a context: a step has a second list on a device."""

@@ -14,7 +14,7 @@ def open_device(artifact: Artifact, threads: int) -> HotDevice:
     if code is None:
         raise ArtifactError(f"{artifact.folder}: has calls for a hot device, and no code for one; compile it again")
     if code.kind == "cpu":
-        return CpuDevice(artifact.load_device_code(), threads)
+        return CpuDevice(artifact.load_device_code(), threads, artifact.program.waiting_kernels)
     from picompile_runtime.cuda import open_cuda_device
 
     return open_cuda_device(artifact)

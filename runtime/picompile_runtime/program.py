@@ -107,6 +107,11 @@ class Program:
         """Whether some of it runs on a hot device."""
         return any(call.device == "device" for calls in self.functions.values() for call in calls)
 
+    @property
+    def waiting_kernels(self) -> frozenset[str]:
+        """The kernels that wait for the other device."""
+        return frozenset(call.kernel for calls in self.functions.values() for call in calls if call.op in WAITS)
+
     def calls(self, function: str, device: str) -> tuple[Call, ...]:
         """The calls of a function that run on `device`, in order."""
         return tuple(call for call in self.functions[function] if call.device == device)

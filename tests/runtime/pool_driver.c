@@ -1,7 +1,7 @@
 /* Runs the thread pool of host.c from C, so that a sanitizer can watch it: pool_driver SECONDS.
  *
- * Two threads take turns at it, with changing numbers of workers, naps, tasks that fail, and forks, whose children run
- * some more. Exits with 1 on a wrong sum. */
+ * Two threads take turns at it, with changing numbers of workers, naps, tasks that fail, waits to come, and forks, whose
+ * children run some more. Exits with 1 on a wrong sum. */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -47,6 +47,13 @@ static int kernel(void *self, const PiAny *args, int count, PiAny *result) {
   return __TVMBackendParallelLaunch(shift_task, args[0].value, 3);
 }
 
+/* A wait for another device, longer than workers spin. */
+static int waiting_kernel(void *self, const PiAny *args, int count, PiAny *result) {
+  (void)self, (void)args, (void)count, (void)result;
+  usleep(300);
+  return 0;
+}
+
 static double now(void) {
   struct timespec time;
   clock_gettime(CLOCK_MONOTONIC, &time);
@@ -56,23 +63,24 @@ static double now(void) {
 static double until;
 static _Atomic int wrong;
 
-/* Runs the kernel CALLS times on fresh values; 0 if all sums are right. */
-static int run_once(int threads) {
+/* Runs the kernel CALLS times on fresh values, and in the middle, where it `waits`, a wait; 0 if all sums are right. */
+static int run_once(int threads, int waits) {
   int values[SIZE] = {0}, errors = 0;
   PiAny arg = {7, 0, values};
-  PiCall calls[CALLS];
-  for (int i = 0; i < CALLS; ++i) calls[i] = (PiCall){kernel, &arg, 1, 0};
-  errors += pi_run(calls, CALLS, threads, NULL) != -1;
+  PiCall calls[CALLS + 1];
+  for (int i = 0; i <= CALLS; ++i) calls[i] = (PiCall){kernel, &arg, 1, 0};
+  calls[CALLS / 2] = (PiCall){waiting_kernel, &arg, 1, waits ? PI_WAITS : 0};
+  errors += pi_run(calls, CALLS + 1, threads, NULL) != -1;
   for (int i = 0; i < SIZE; ++i) errors += values[i] != CALLS * 2;
   calls[7].kernel = failing_kernel;
-  errors += pi_run(calls, CALLS, threads, NULL) != 7;
+  errors += pi_run(calls, CALLS + 1, threads, NULL) != 7;
   return errors;
 }
 
 static int run_in_child(int threads) {
   int status;
   pid_t child = fork();
-  if (child == 0) _exit(run_once(threads) ? 1 : 0);
+  if (child == 0) _exit(run_once(threads, 0) ? 1 : 0);
   return waitpid(child, &status, 0) != child || status != 0;
 }
 
@@ -80,7 +88,7 @@ static void *work(void *data) {
   unsigned seed = (unsigned)(intptr_t)data;
   static const int threads[] = {1, 2, 3, 8};
   for (int runs = 0; now() < until; ++runs) {
-    if (run_once(threads[rand_r(&seed) % 4]) != 0) wrong = 1;
+    if (run_once(threads[rand_r(&seed) % 4], runs % 2) != 0) wrong = 1;
     if (runs % 7 == 0) usleep(3000); /* workers fall asleep */
     if (runs % 50 == 10 && run_in_child(3) != 0) wrong = 1; /* and the other thread may be amid a region */
   }

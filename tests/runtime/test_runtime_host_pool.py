@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from toy_artifact import HERE, HOST_C
+from toy_artifact import HERE, HOST_C, build_library
 
 from picompile_runtime.errors import ArtifactError, KernelError
 from picompile_runtime.memory import aligned_zeros
@@ -167,6 +169,131 @@ if child == 0:
 sys.exit(0 if right and os.waitpid(child, 0)[1] == 0 else 1)
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+# ---- workers while waits for another device are to come: see toy_pool.c ----
+
+_WATCHED = ("syscall=watched_syscall", "sched_yield=watched_yield", "pthread_create=watched_create")
+_FOR_EVER_NS = 10**15
+
+
+def build_watched(path: Path, alert_ns: int, taken_ns: int) -> Path:
+    limits = f"PI_ALERT_NS={alert_ns}", f"PI_TAKEN_NS={taken_ns}"
+    return build_library(path, *_WATCHED, *limits, also=[HERE / "toy_pool.c"])
+
+
+@pytest.fixture(scope="module")
+def watched_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Workers of this one stay awake however long a wait takes and whoever takes their core."""
+    path = tmp_path_factory.mktemp("watched") / "host.so"
+    return build_watched(path, alert_ns=_FOR_EVER_NS, taken_ns=_FOR_EVER_NS)
+
+
+class Watched:
+    """Lists of calls, by names of kernels, with one worker."""
+
+    def __init__(self, library: Path) -> None:
+        self.host = HostLibrary(library)
+        self.out, self.one = aligned_zeros((10,), np.int32), aligned_zeros((1,), np.int32)
+        self.one[:] = 1
+
+    def bind(self, *kernels: str, waits: Sequence[str] = ()) -> CallList:
+        arguments = {"pool_fill": [self.out], "pool_fill_limited": [self.one, self.out], "pool_await_sleep": [self.one]}
+        calls = [(kernel, arguments.get(kernel, [])) for kernel in kernels]
+        return self.host.bind(calls, waits=waits)
+
+    def run(self, *kernels: str, waits: Sequence[str] = (), threads: int = 2) -> None:
+        self.host.run(self.bind(*kernels, waits=waits), threads)
+
+
+@pytest.fixture
+def watched(watched_library: Path) -> Watched:
+    return Watched(watched_library)
+
+
+def test_calls_that_wait_are_marked(host: HostLibrary) -> None:
+    out = aligned_zeros((10,), np.int32)
+    calls = [("pool_fill", [out]), ("pool_fail", []), ("pool_fill", [out]), ("fail", [])]
+    for waits, flags in (((), [0, 0, 0, 0]), (["fail", "other"], [0, 0, 0, 1]), (["pool_fill"], [1, 0, 1, 0])):
+        assert [call.flags for call in host.bind(calls, waits=waits).calls] == flags
+
+
+@pytest.mark.parametrize("last", ["pool_fill_limited", "pool_await_yields"])
+def test_workers_do_not_sleep_until_the_last_wait_is_over(last: str, watched: Watched) -> None:
+    before = ("pool_fill", "pool_await_yields") * 2
+    for _ in range(3):
+        watched.run(*before, last, "pool_await_sleep", "pool_fill", "pool_await_sleep", waits=[last])
+        watched.run("pool_fill", "pool_await_sleep")
+
+
+def test_workers_sleep_in_a_wait_that_takes_long(tmp_path: Path) -> None:
+    library = build_watched(tmp_path / "host.so", alert_ns=1000000, taken_ns=_FOR_EVER_NS)
+    Watched(library).run(*("pool_fill", "pool_await_sleep") * 3, waits=["pool_await_sleep"])
+
+
+def test_workers_sleep_where_others_take_their_core(tmp_path: Path) -> None:
+    """Every yield is taken for one in which that happened."""
+    library = build_watched(tmp_path / "host.so", alert_ns=_FOR_EVER_NS, taken_ns=-1)
+    Watched(library).run(*("pool_fill", "pool_await_sleep") * 3, waits=["pool_await_sleep"])
+
+
+def test_workers_that_a_run_does_not_use_sleep(watched_library: Path, tmp_path: Path) -> None:
+    """With a copy of the library: in others' tests there is one worker."""
+    path = tmp_path / "host.so"
+    path.write_bytes(watched_library.read_bytes())
+    watched = Watched(path)
+    with_three = watched.bind("pool_fill")
+    with_two = watched.bind("pool_await_sleep", waits=["pool_await_sleep"])
+    for _ in range(20):
+        watched.host.run(with_three, 3)
+        watched.host.run(with_two, 2)  # soon enough to find the third thread awake
+
+
+def test_workers_sleep_after_a_failure(watched: Watched) -> None:
+    with pytest.raises(KernelError, match="call 1, kernel fail"):
+        watched.run("pool_await_yields", "fail", "pool_fill", waits=["pool_fill"])
+    watched.run("pool_await_sleep")
+
+
+def test_workers_sleep_after_threads_could_not_be_started(watched: Watched) -> None:
+    watched.run("pool_fill")
+    refuses = ctypes.c_int.in_dll(watched.host._library, "pool_refuses_threads")
+    refuses.value = 1
+    with pytest.raises(KernelError, match="cannot start thread 3 of 3"):
+        watched.run("pool_fill", waits=["pool_fill"], threads=3)
+    refuses.value = 0
+    watched.run("pool_await_sleep")
+
+
+def test_workers_of_a_forked_process_sleep(watched_library: Path) -> None:
+    """The fork is made while another thread is amid a program with waits to come, which the child knows nothing of."""
+    script = f"""
+import os, sys, threading, time, warnings
+import numpy as np
+from picompile_runtime.memory import aligned_zeros
+from picompile_runtime.native import HostLibrary
+warnings.simplefilter("ignore")
+host = HostLibrary({str(watched_library)!r})
+out, state, one = (aligned_zeros((1,), np.int32) for _ in range(3))
+one[:] = 1
+waiting = host.bind([("pool_fill", [out]), ("pool_await_yields", []), ("pool_hold", [state])], waits=["pool_hold"])
+sleeping = host.bind([("pool_fill", [out]), ("pool_await_sleep", [one])])
+thread = threading.Thread(target=host.run, args=(waiting, 2))
+thread.start()
+while state[0] != 1:
+    time.sleep(0.001)
+child = os.fork()
+if child == 0:  # without HostLibrary.run, whose lock the other thread had
+    os._exit(0 if host._run(sleeping.calls, len(sleeping), 2, None) == -1 else 1)
+right = os.waitpid(child, 0)[1] == 0
+state[0] = 2
+thread.join()
+sys.exit(0 if right else 1)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+# ---- idle workers ----
 
 
 def test_idle_workers_use_no_processor_time(host: HostLibrary) -> None:

@@ -134,6 +134,17 @@ def test_calls_of_both_sides_are_timed(engine: Engine) -> None:
     assert ends["toy_embed"] < ends["toy_receive"] < ends["toy_send"] < ends["toy_wait"]
 
 
+@pytest.mark.parametrize("function", ["decode", "prefill", "prefill_last", "score", "batch"])
+def test_calls_that_wait_for_the_other_side_are_marked(function: str, engine: Engine) -> None:
+    """So that threads of the pool do not sleep until the last of them is over."""
+    executor = engine._executor
+    host, device = executor._host_calls[function], executor._device_calls[function]
+    marked = [
+        {name for name, call in zip(side.names, side.calls, strict=True) if call.flags} for side in (host, device)
+    ]
+    assert marked == [set() if function == "prefill" else {"toy_wait"}, {"toy_receive"}]
+
+
 # ---- several engines, threads ----
 
 

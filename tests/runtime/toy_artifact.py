@@ -25,12 +25,13 @@ HOST_C = NATIVE / "host.c"
 DIM, NEURONS = 16, 32
 
 
-def build_library(output: Path) -> Path:
-    """What every library has, and the toy kernels, as one library."""
+def build_library(output: Path, *definitions: str, also: Sequence[Path] = ()) -> Path:
+    """What every library has, and the toy kernels, as one library. A definition is `NAME=value`, of all sources."""
     flags = ["-O2", "-g", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-shared", "-fPIC"]
-    sources = [str(HOST_C), str(NATIVE / "read.c"), str(HERE / "toy_kernels.c")]
+    sources = [HOST_C, NATIVE / "read.c", HERE / "toy_kernels.c", *also]
     link = ["-lpthread", "-lm", "-Wl,-Bsymbolic", "-Wl,--build-id=none"]
-    subprocess.run(["gcc", *flags, "-o", str(output), *sources, *link], check=True)
+    defined = [f"-D{definition}" for definition in definitions]
+    subprocess.run(["gcc", *flags, *defined, "-o", str(output), *map(str, sources), *link], check=True)
     return output
 
 

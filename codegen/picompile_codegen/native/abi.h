@@ -36,11 +36,13 @@ typedef int (*PiKernel)(void *self, const PiAny *args, int32_t num_args, PiAny *
  */
 extern int (*__TVMBackendParallelLaunch)(PiLambda lambda, void *data, int num_task);
 
+#define PI_WAITS 1 /* a flag of a call: it waits for the other device */
+
 /* One call of a program. */
 typedef struct {
   PiKernel kernel;
   const PiAny *args;
-  int32_t num_args, padding;
+  int32_t num_args, flags;
 } PiCall;
 
 #endif

@@ -13,6 +13,7 @@
  *     takes it.
  *   - Workers spin for a while between regions, and so does the launching thread for the last tasks of a region. Then
  *     they sleep: an idle core fetches a thread that waits for a busy one.
+ *   - While a program has waits for the other device to come, which are long, workers yield instead of sleeping.
  *   - Threads are not pinned. A thread that is bound to a core that another process takes holds up all the others.
  *
  * Results do not depend on any of this: which thread runs a task, and how many tasks there are, has no influence on
@@ -43,6 +44,14 @@
 #define PI_SPINS 4000
 /* Of the launching thread, at the end of a region. */
 #define PI_SPINS_MAIN 2000
+/* Of a worker between two yields, while waits are to come. */
+#define PI_SPINS_A_YIELD 32
+/* Even then a worker sleeps that had nothing to do for the first time, beside which waking it takes little, or that got
+ * its core back from a yield after the second: somebody who computes needs it. */
+#ifndef PI_ALERT_NS /* tests have others */
+#define PI_ALERT_NS 5000000
+#define PI_TAKEN_NS 1000000
+#endif
 /* A worker offers its core to others after this time; left alone, schedulers take it away after 3 to 4 ms. */
 #define PI_TURN_NS 1000000
 /* Longer than any step of a device takes. */
@@ -173,11 +182,14 @@ static struct {
   _Atomic int failed;                     /* a task of this region returned an error */
   _Alignas(PI_LINE) _Atomic int threads;  /* of the run, the launching one included; unused workers wait on it */
   _Atomic int sleepers;                   /* workers that sleep between regions */
-  _Atomic uint32_t wakeups;               /* how often they were woken; they wait on it */
+  _Atomic uint32_t wakeups;               /* 2 · how often they were woken, + PI_ALERT; they wait on it */
   _Alignas(PI_LINE) uint32_t expected;    /* of `done`, when the regions so far are over */
   int started;                            /* workers alive */
   pthread_mutex_t run_lock;               /* one program at a time */
 } pool = {.run_lock = PTHREAD_MUTEX_INITIALIZER, .threads = 1};
+
+/* A bit of `wakeups`: waits are to come, and workers do not sleep. In the same word, so that none falls asleep over it. */
+#define PI_ALERT 1
 
 static int first_of(uint32_t range) { return (int)(range & 0xffff); }
 static int end_of(uint32_t range) { return (int)(range >> 16); }
@@ -224,16 +236,39 @@ static int await_use(int index) {
   return threads;
 }
 
+static int spin_for_tasks(int index, int spins) {
+  for (int spin = 0; spin < spins; ++spin) {
+    if (remaining(&shares[index]) > 0) return 1;
+    relax();
+  }
+  return 0;
+}
+
+/* Returns 1 when there are tasks, waits are over or the worker is of no use, 0 when it should sleep all the same. It
+ * yields, since there may be fewer cores than threads, and leaves a core that somebody took: two that compute would
+ * share one while workers pass the other between them. */
+static int stay_alert(int index) {
+  int64_t end = now_ns() + PI_ALERT_NS;
+  while (atomic_load(&pool.wakeups) & PI_ALERT && atomic_load(&pool.threads) > index) {
+    int64_t before = now_ns();
+    if (before > end) return 0;
+    sched_yield();
+    if (now_ns() - before > PI_TAKEN_NS) return 0;
+    if (spin_for_tasks(index, PI_SPINS_A_YIELD)) break;
+  }
+  return 1;
+}
+
 /* Returns when there are tasks, or for no reason. The launching thread may fail to see a worker that is about to sleep:
  * then this region is done without it. */
 static void await_tasks(int index) {
-  for (int spin = 0; spin < PI_SPINS; ++spin) {
-    if (remaining(&shares[index]) > 0) return;
-    relax();
-  }
+  if (spin_for_tasks(index, PI_SPINS)) return;
+  uint32_t alert = atomic_load(&pool.wakeups) & PI_ALERT;
+  if (alert && stay_alert(index)) return;
   atomic_fetch_add(&pool.sleepers, 1);
   uint32_t seen = atomic_load(&pool.wakeups);
-  if (remaining(&shares[index]) <= 0 && atomic_load(&pool.threads) > index) futex(&pool.wakeups, FUTEX_WAIT, seen);
+  int is_needed = remaining(&shares[index]) > 0 || (seen & PI_ALERT) != alert;
+  if (!is_needed && atomic_load(&pool.threads) > index) futex(&pool.wakeups, FUTEX_WAIT, seen);
   atomic_fetch_sub(&pool.sleepers, 1);
 }
 
@@ -286,7 +321,7 @@ static int start_workers(int threads) {
 
 static void wake_workers(void) {
   if (atomic_load_explicit(&pool.sleepers, memory_order_relaxed) == 0) return;
-  atomic_fetch_add(&pool.wakeups, 1);
+  atomic_fetch_add(&pool.wakeups, 2);
   futex(&pool.wakeups, FUTEX_WAKE, INT_MAX);
 }
 
@@ -297,6 +332,7 @@ static void forget_workers(void) {
   for (int i = 0; i < PI_MAX_THREADS; ++i) atomic_store(&shares[i].range, 0);
   atomic_store(&pool.failed, 0);
   atomic_store(&pool.sleepers, 0);
+  atomic_store(&pool.wakeups, 0);
   atomic_store(&pool.done, 0);
   pool.expected = 0;
   pool.started = 0;
@@ -358,6 +394,15 @@ static int parallel_launch(PiLambda lambda, void *data, int num_task) {
 PI_EXPORT int (*__TVMBackendParallelLaunch)(PiLambda, void *, int) = parallel_launch;
 
 /* ---- the program ---- */
+
+/* The index of the last call that waits for the other device, -1 if none does. */
+static int last_wait(const PiCall *calls, int count) {
+  int last = count - 1;
+  while (last >= 0 && !(calls[last].flags & PI_WAITS)) --last;
+  return last;
+}
+static void let_workers_sleep(void) { atomic_fetch_and(&pool.wakeups, ~(uint32_t)PI_ALERT); }
+
 /* Runs `count` calls in order on `threads` threads. Unless stamps is NULL, call i begins at stamps[i][0] and ends at
  * stamps[i][1], in ns of CLOCK_MONOTONIC, which is the same for all libraries. Returns -1 when all succeeded, else the
  * index of the call that failed, or -2 when threads could not be started; `pi_last_error` says why. */
@@ -368,13 +413,17 @@ PI_EXPORT int pi_run(const PiCall *calls, int count, int threads, int64_t (*stam
   last_error[0] = '\0';
   int failed_call = start_workers(threads) == 0 ? -1 : -2;
   use_threads(threads);
+  int alert_until = threads > 1 ? last_wait(calls, count) : -1;
+  if (alert_until >= 0) atomic_fetch_or(&pool.wakeups, PI_ALERT);
   if (threads > 1) wake_workers(); /* they come while the first calls, which are short, run */
   for (int i = 0; i < count && failed_call == -1; ++i) {
     PiAny result = {0, 0, NULL};
     if (stamps) stamps[i][0] = now_ns();
     if (calls[i].kernel(NULL, calls[i].args, calls[i].num_args, &result) != 0) failed_call = i;
     if (stamps) stamps[i][1] = now_ns();
+    if (i == alert_until) let_workers_sleep();
   }
+  if (failed_call != -1) let_workers_sleep();
   pthread_mutex_unlock(&pool.run_lock);
   return failed_call;
 }
