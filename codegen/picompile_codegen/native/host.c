@@ -181,7 +181,7 @@ static struct {
   _Alignas(PI_LINE) _Atomic uint32_t done; /* 2 · tasks that workers did, ever; + 1: the launching thread sleeps */
   _Atomic int failed;                     /* a task of this region returned an error */
   _Alignas(PI_LINE) _Atomic int threads;  /* of the run, the launching one included; unused workers wait on it */
-  _Atomic int sleepers;                   /* workers that sleep between regions */
+  _Atomic int asleep;                     /* a worker sleeps or is about to; whoever wakes them clears it */
   _Atomic uint32_t wakeups;               /* 2 · how often they were woken, + PI_ALERT; they wait on it */
   _Alignas(PI_LINE) uint32_t expected;    /* of `done`, when the regions so far are over */
   int started;                            /* workers alive */
@@ -265,11 +265,10 @@ static void await_tasks(int index) {
   if (spin_for_tasks(index, PI_SPINS)) return;
   uint32_t alert = atomic_load(&pool.wakeups) & PI_ALERT;
   if (alert && stay_alert(index)) return;
-  atomic_fetch_add(&pool.sleepers, 1);
-  uint32_t seen = atomic_load(&pool.wakeups);
+  uint32_t seen = atomic_load(&pool.wakeups); /* before `asleep`: whoever clears that changes this */
+  atomic_store(&pool.asleep, 1);
   int is_needed = remaining(&shares[index]) > 0 || (seen & PI_ALERT) != alert;
   if (!is_needed && atomic_load(&pool.threads) > index) futex(&pool.wakeups, FUTEX_WAIT, seen);
-  atomic_fetch_sub(&pool.sleepers, 1);
 }
 
 static void report_done(int tasks) {
@@ -320,7 +319,7 @@ static int start_workers(int threads) {
 }
 
 static void wake_workers(void) {
-  if (atomic_load_explicit(&pool.sleepers, memory_order_relaxed) == 0) return;
+  if (!atomic_load_explicit(&pool.asleep, memory_order_relaxed) || !atomic_exchange(&pool.asleep, 0)) return;
   atomic_fetch_add(&pool.wakeups, 2);
   futex(&pool.wakeups, FUTEX_WAKE, INT_MAX);
 }
@@ -331,7 +330,7 @@ static void forget_workers(void) {
   pthread_mutex_init(&error_lock, NULL);
   for (int i = 0; i < PI_MAX_THREADS; ++i) atomic_store(&shares[i].range, 0);
   atomic_store(&pool.failed, 0);
-  atomic_store(&pool.sleepers, 0);
+  atomic_store(&pool.asleep, 0);
   atomic_store(&pool.wakeups, 0);
   atomic_store(&pool.done, 0);
   pool.expected = 0;
