@@ -16,6 +16,8 @@ from picompile_codegen.kernels.tensor import Expr, Tensor, bind
 from picompile_passes.dialect.formats import FORMATS, GROUP
 
 UNIT_BYTES = 16
+# 1 / what `pi_nibble` multiplies its results by. Powers of two move out of products and sums without rounding anything.
+_NIBBLE_SCALE = 2.0**22
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class CudaMatrix:
         group = number if self.format == "q4" else number // 2
         start = FORMATS[self.format].scale_offset_bytes(self.columns) // 2
         scale = bind(tirx.Cast("float32", self.scale[row, start + group]))  # type: ignore[index]
-        return Unit(first, _nibbles(words) if self.format == "q4" else _bytes(words), scale)
+        if self.format == "q4":
+            return Unit(first, _nibbles(words), bind(scale * tirx.FloatImm("float32", _NIBBLE_SCALE)))
+        return Unit(first, _bytes(words), scale)
 
 
 def matrix_argument(function: KernelFunction, name: str, format_name: str, rows: int, columns: int) -> CudaMatrix:

@@ -16,9 +16,15 @@ struct alignas(8) half4 {
   half x, y, z, w;
 };
 
-// The four bits of `word` from `shift` on, less 8. The bits become the last ones of a float's fraction: 2^23 + n.
+// The four bits of `word` from `shift` on, less 8, times 2^-22. They stay in their place, where one instruction of the
+// integer pipe, which has half the rate of the others, masks them. Up to bit 23 a word is a float n * 2^(shift - 149),
+// without a leading one, which one exact fma scales and shifts: GPUs compute subnormal numbers at full speed, and NVRTC
+// keeps them (--ftz=false). The factor 2^(127 - shift) is the largest that a float has for shift 0, hence the 2^-22.
+// Bits above 23 take a shift each. One shift for both would live from the first half of a group to the second, in a
+// register that linear layers do not have: more than 64 leave a multiprocessor three blocks instead of four.
 static __device__ __forceinline__ float pi_nibble(uint word, int shift) {
-  return __uint_as_float(((word >> shift) & 15u) | 0x4B000000u) - 8388616.0f;
+  if (shift > 20) word >>= shift - 20, shift = 20;
+  return __uint_as_float(word & (15u << shift)) * __uint_as_float((254u - shift) << 23) - 8.0f / 4194304.0f;
 }
 
 // Byte `index` of `word`, signed.
