@@ -16,7 +16,7 @@ from picompile_codegen.kernels.tensor import Expr, Tensor, bind
 from picompile_passes.dialect.formats import FORMATS, GROUP
 
 UNIT_BYTES = 16
-# 1 / what `pi_nibble` multiplies its results by. Powers of two move out of products and sums without rounding anything.
+# `pi_nibble` returns weights times 2^-22. A power of two moves from the weights to the scale without rounding.
 _NIBBLE_SCALE = 2.0**22
 
 

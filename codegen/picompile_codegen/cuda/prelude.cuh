@@ -16,15 +16,16 @@ struct alignas(8) half4 {
   half x, y, z, w;
 };
 
-// The four bits of `word` from `shift` on, less 8, times 2^-22. They stay in their place, where one instruction of the
-// integer pipe, which has half the rate of the others, masks them. Up to bit 23 a word is a float n * 2^(shift - 149),
-// without a leading one, which one exact fma scales and shifts: GPUs compute subnormal numbers at full speed, and NVRTC
-// keeps them (--ftz=false). The factor 2^(127 - shift) is the largest that a float has for shift 0, hence the 2^-22.
-// Bits above 23 take a shift each. One shift for both would live from the first half of a group to the second, in a
-// register that linear layers do not have: more than 64 leave a multiprocessor three blocks instead of four.
+// The four bits of `word` from `shift` on, less 8, times 2^-22: exactly.
+//
+// The bits stay in their place: one instruction masks them. Below bit 24 a word n * 2^shift, read as a float, is
+// n * 2^(shift - 149), a number without a leading one; an fma multiplies it and takes the offset off. GPUs compute such
+// subnormal numbers at full speed, and NVRTC keeps them (--ftz=false). 2^127 is the largest power of two that a float
+// has, so that the lowest position cannot be multiplied by 2^149: hence 2^-22 in all of them. Bits from 24 on are shifted.
 static __device__ __forceinline__ float pi_nibble(uint word, int shift) {
-  if (shift > 20) word >>= shift - 20, shift = 20;
-  return __uint_as_float(word & (15u << shift)) * __uint_as_float((254u - shift) << 23) - 8.0f / 4194304.0f;
+  int moved = shift < 24 ? 0 : shift < 28 ? 4 : 28;
+  return __uint_as_float((word >> moved) & (15u << (shift - moved))) * __uint_as_float((254u - (shift - moved)) << 23) -
+         8.0f / 4194304.0f;
 }
 
 // Byte `index` of `word`, signed.
