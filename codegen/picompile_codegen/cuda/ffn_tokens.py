@@ -46,10 +46,10 @@ def ffn_tokens(function: CudaFunction, block: CudaFfn) -> None:
 
 
 def _resident(block: CudaFfn) -> int:
-    """Blocks of `compute_hidden` that shall fit a multiprocessor, 0 where the compiler finds it by itself.
+    """Return how many blocks of `compute_hidden` shall fit a multiprocessor; 0 leaves it to the compiler.
 
-    In `exact` with q4 ptxas takes up to 71 registers, where 64 do without spilling and leave room for a fourth block.
-    Where x is in several parts it spills for a third block, which 64 or 80 registers do not suffice for.
+    In `exact` with q4 ptxas takes up to 71 registers, where 64 need no spilling and leave room for a fourth block.
+    Where x is in several parts, ptxas spills up to 24 bytes to get from 95 registers to 80, hence two blocks there.
     """
     if not block.shape.is_exact or block.bundle.format != "q4":
         return 0

@@ -16,7 +16,7 @@ from picompile_codegen.kernels.tensor import Expr, Tensor, bind
 from picompile_passes.dialect.formats import FORMATS, GROUP
 
 UNIT_BYTES = 16
-# `pi_nibble` returns weights times 2^-22. A power of two moves from the weights to the scale without rounding.
+# `pi_nibble` returns weights times 2^-22; their scale makes up for it. Powers of two multiply without rounding.
 _NIBBLE_SCALE = 2.0**22
 
 
@@ -85,7 +85,7 @@ def _words(data: Tensor, row: Expr, number: Expr) -> tuple[Expr, ...]:
 
 
 def _nibbles(words: tuple[Expr, ...]) -> tuple[Expr, ...]:
-    """Byte i holds weight i in its low and weight i + 16 in its high four bits."""
+    """Return 32 weights / _NIBBLE_SCALE. Byte i holds weight i in its low and weight i + 16 in its high four bits."""
     half = GROUP // 2
     low = [extern("float32", "pi_nibble", words[i // 4], 8 * (i % 4)) for i in range(half)]
     high = [extern("float32", "pi_nibble", words[i // 4], 8 * (i % 4) + 4) for i in range(half)]

@@ -16,12 +16,12 @@ struct alignas(8) half4 {
   half x, y, z, w;
 };
 
-// The four bits of `word` from `shift` on, less 8, times 2^-22: exactly.
+// Returns the four bits of `word` from `shift` on, less 8, times 2^-22, exactly.
 //
-// The bits stay in their place: one instruction masks them. Below bit 24 a word n * 2^shift, read as a float, is
-// n * 2^(shift - 149), a number without a leading one; an fma multiplies it and takes the offset off. GPUs compute such
-// subnormal numbers at full speed, and NVRTC keeps them (--ftz=false). 2^127 is the largest power of two that a float
-// has, so that the lowest position cannot be multiplied by 2^149: hence 2^-22 in all of them. Bits from 24 on are shifted.
+// The bits stay in their place, so that one instruction of the integer pipe masks them. A word n * 2^shift below 2^24,
+// read as a float, is the subnormal number n * 2^(shift - 149) (or the least normal ones, which have the same step). One
+// fma scales it and subtracts the offset. GPUs compute with subnormal numbers at full speed, and NVRTC keeps them
+// (--ftz=false). No float is larger than 2^128, so the lowest place cannot be scaled by 2^149: hence the 2^-22.
 static __device__ __forceinline__ float pi_nibble(uint word, int shift) {
   int moved = shift < 24 ? 0 : shift < 28 ? 4 : 28;
   return __uint_as_float((word >> moved) & (15u << (shift - moved))) * __uint_as_float((254u - (shift - moved)) << 23) -
