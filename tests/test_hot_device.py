@@ -3,14 +3,14 @@
 import functools
 import json
 import re
-import subprocess
+import sys
 from collections.abc import Iterable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gpu_artifacts import gpu_artifact, gpu_model
+from support import ROOT
 from test_prediction import held_out, write_predictors
 
 import picompile_runtime
@@ -28,6 +28,10 @@ from picompile_codegen.lower import LowerOptions, lower
 from picompile_codegen.placement import Placement
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from _sass import disassemble
 
 __all__ = ["gpu_artifact", "gpu_model", "held_out"]
 
@@ -89,20 +93,9 @@ def check_resources(launches: Mapping[str, list[dict[str, Any]]]) -> None:
 # -------------------------------------------------------------------------------------------------------- instructions
 
 
-def instructions(cubin: Path) -> dict[str, str]:
-    """The disassembly of each function."""
-    spec = find_spec("nvidia")
-    folders = [] if spec is None else list(spec.submodule_search_locations or ())
-    tools = [tool for folder in folders for tool in Path(folder).glob("*/bin/nvdisasm")]
-    assert tools, "no nvdisasm: pip install nvidia-cuda-nvdisasm, of the extra dev"
-    done = subprocess.run([tools[0], "-c", cubin], capture_output=True, text=True, check=True)
-    sections = re.split(r"\n\s*\.section\s+\.text\.", done.stdout)[1:]
-    return {section.partition(",")[0]: section for section in sections}
-
-
 def check_instructions(folder: Path) -> None:
     """Weights are read 16 bytes at a time, many at once, and nothing is spilled, says the machine code in `folder`."""
-    found, source = instructions(folder / "device.cubin"), (folder / "device.cu").read_text()
+    found, source = disassemble(folder / "device.cubin"), (folder / "device.cu").read_text()
     definitions = re.findall(r"__global__[^\n]*?\s(\w+)\(([^)]*)\)\s*\{\n(.*?\n)\}\n", source, re.DOTALL)
     assert set(found) == {symbol for symbol, _, _ in definitions}
     reading = 0
@@ -169,7 +162,7 @@ def test_weights_of_attention_are_computed_once(tmp_path: Path) -> None:
     )  # fmt: skip
     one, chunk = build(rows=1, mode="one"), build(rows=16, mode="chunk")
     build_cuda([one, chunk], tmp_path, 89)
-    found = instructions(tmp_path / "device.cubin")
+    found = disassemble(tmp_path / "device.cubin")
     exps = {kernel.name: found[f"{kernel.name}_kernel"].count("MUFU.EX2") for kernel in (one, chunk)}
     assert exps == {one.name: 8 + 1, chunk.name: 16 + 1}
     check_resources(json.loads((tmp_path / "device.json").read_text())["kernels"])

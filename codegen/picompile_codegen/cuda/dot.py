@@ -14,6 +14,13 @@ from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, minimum, 
 _COLUMNS = 4096
 # Reads that a lane has under way at once.
 _UNITS_TOGETHER = 4
+# Weights of a unit that is finished before the next one begins.
+_MANY_WEIGHTS = 32
+
+
+def in_parts(columns: int) -> bool:
+    """Whether a `BlockInput` of so many columns has several parts."""
+    return columns > _COLUMNS
 
 
 class BlockInput:
@@ -98,8 +105,10 @@ def add_part(
 
     def add(numbers: list[Expr]) -> None:
         read = [[matrix.unit(row, first_unit + number) for row in rows] for number in numbers]
-        loads_first()
-        for number, of_rows in zip(numbers, read, strict=True):
+        for turn, (number, of_rows) in enumerate(zip(numbers, read, strict=True)):
+            # ptxas mixes the work of several units. With 32 weights each that takes a fourth block its registers.
+            if turn == 0 or matrix.unit_weights >= _MANY_WEIGHTS:
+                loads_first()
             values = vector.read(number * matrix.unit_weights, matrix.unit_weights)
             for i, unit in enumerate(of_rows):
                 sums[i] = sums[i] + unit_product(unit, values)

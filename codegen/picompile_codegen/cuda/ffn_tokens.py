@@ -11,6 +11,7 @@ all neurons that fired: a launch that made one would take longer than it takes e
 Blocks of all tokens for the same neurons run at about the same time: what one has read, the next finds in the cache.
 """
 
+from picompile_codegen.cuda.dot import in_parts
 from picompile_codegen.cuda.ffn_arguments import CudaFfn
 from picompile_codegen.cuda.ffn_down import DOWN_THREADS, SUM_COLUMNS, SUM_THREADS, DownPlan, add_rows, add_slices
 from picompile_codegen.cuda.ffn_groups import NeuronGroups
@@ -28,7 +29,7 @@ def ffn_tokens(function: CudaFunction, block: CudaFfn) -> None:
     slices = function.scratch("slices", "float32", rows * plan.slices, plan.tiles * plan.width)
     y = function.floats("y", rows, block.shape.dim)
     with (
-        function.launch(grid=(rows, groups.count), block=HIDDEN_THREADS) as place,
+        function.launch(grid=(rows, groups.count), block=HIDDEN_THREADS, resident=_resident(block)) as place,
         when(place.block < function.tokens(rows)),
     ):
         compute_hidden(block, groups, hidden, place)
@@ -42,3 +43,14 @@ def ffn_tokens(function: CudaFunction, block: CudaFfn) -> None:
         when(place.block_y < function.tokens(rows)),
     ):
         add_slices(block, plan, slices, y, place)
+
+
+def _resident(block: CudaFfn) -> int:
+    """Return how many blocks of `compute_hidden` shall fit a multiprocessor; 0 leaves it to the compiler.
+
+    In `exact` with q4 ptxas takes up to 71 registers, where 64 need no spilling and leave room for a fourth block.
+    Where x is in several parts, ptxas spills up to 24 bytes to get from 95 registers to 80, hence two blocks there.
+    """
+    if not block.shape.is_exact or block.bundle.format != "q4":
+        return 0
+    return 2 if in_parts(block.shape.dim) else 4

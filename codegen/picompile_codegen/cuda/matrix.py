@@ -16,6 +16,8 @@ from picompile_codegen.kernels.tensor import Expr, Tensor, bind
 from picompile_passes.dialect.formats import FORMATS, GROUP
 
 UNIT_BYTES = 16
+# `pi_nibble` returns weights times 2^-22; their scale makes up for it. Powers of two multiply without rounding.
+_NIBBLE_SCALE = 2.0**22
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class CudaMatrix:
         group = number if self.format == "q4" else number // 2
         start = FORMATS[self.format].scale_offset_bytes(self.columns) // 2
         scale = bind(tirx.Cast("float32", self.scale[row, start + group]))  # type: ignore[index]
-        return Unit(first, _nibbles(words) if self.format == "q4" else _bytes(words), scale)
+        if self.format == "q4":
+            return Unit(first, _nibbles(words), bind(scale * tirx.FloatImm("float32", _NIBBLE_SCALE)))
+        return Unit(first, _bytes(words), scale)
 
 
 def matrix_argument(function: KernelFunction, name: str, format_name: str, rows: int, columns: int) -> CudaMatrix:
@@ -81,7 +85,7 @@ def _words(data: Tensor, row: Expr, number: Expr) -> tuple[Expr, ...]:
 
 
 def _nibbles(words: tuple[Expr, ...]) -> tuple[Expr, ...]:
-    """Byte i holds weight i in its low and weight i + 16 in its high four bits."""
+    """Return 32 weights / _NIBBLE_SCALE. Byte i holds weight i in its low and weight i + 16 in its high four bits."""
     half = GROUP // 2
     low = [extern("float32", "pi_nibble", words[i // 4], 8 * (i % 4)) for i in range(half)]
     high = [extern("float32", "pi_nibble", words[i // 4], 8 * (i % 4) + 4) for i in range(half)]

@@ -16,9 +16,16 @@ struct alignas(8) half4 {
   half x, y, z, w;
 };
 
-// The four bits of `word` from `shift` on, less 8. The bits become the last ones of a float's fraction: 2^23 + n.
+// Returns the four bits of `word` from `shift` on, less 8, times 2^-22, exactly.
+//
+// The bits stay in their place, so that one instruction of the integer pipe masks them. A word n * 2^shift below 2^24,
+// read as a float, is the subnormal number n * 2^(shift - 149) (or the least normal ones, which have the same step). One
+// fma scales it and subtracts the offset. GPUs compute with subnormal numbers at full speed, and NVRTC keeps them
+// (--ftz=false). No float is larger than 2^128, so the lowest place cannot be scaled by 2^149: hence the 2^-22.
 static __device__ __forceinline__ float pi_nibble(uint word, int shift) {
-  return __uint_as_float(((word >> shift) & 15u) | 0x4B000000u) - 8388616.0f;
+  int moved = shift < 24 ? 0 : shift < 28 ? 4 : 28;
+  return __uint_as_float((word >> moved) & (15u << (shift - moved))) * __uint_as_float((254u - (shift - moved)) << 23) -
+         8.0f / 4194304.0f;
 }
 
 // Byte `index` of `word`, signed.
