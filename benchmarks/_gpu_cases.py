@@ -4,27 +4,35 @@ A case is a builder of `picompile_codegen.cuda` with its parameters. What it is 
 same, and which bytes it moves, `gpu.py` finds from the builder's name and the parameters alone.
 """
 
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from picompile_codegen import cuda
-from picompile_codegen.cuda.build import SOURCE, build_cuda
+from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.signs import sign_row_bytes
 
 FORMATS = ("f16", "q8", "q4")
+# Tokens of a chunk of a prompt.
+CHUNK = 64
 
 
 @dataclass(frozen=True)
 class Case:
-    """`op` names the builder. A case of `speed` is measured, for each of `shares` of its neurons where it has any."""
+    """`op` names the builder. A case of `speed` is measured, for each of `shares` of its neurons where it has any.
+
+    With `streamed` its weights are in memory of the host as well, which the GPU reads over the bus.
+    """
 
     label: str
     op: str
     parameters: Mapping[str, Any]
     speed: bool = False
     shares: tuple[float, ...] = field(default=())
+    streamed: bool = False
 
     def to_json(self, kernel: cuda.CudaKernel) -> dict[str, Any]:
         """The entry in the pack's list."""
@@ -124,12 +132,27 @@ def speed_cases() -> Iterator[Case]:
     for vocab in (32000, 128256, 262144):
         yield Case(f"leading logits {vocab}", "leading_logits", {"vocab": vocab, "rows": 1}, True)
     yield from _exchanges(dim=8192, neurons=28672, columns=20000, rows=1, speed=True)
+    yield from chunk_cases()
 
 
-def pack_kernels(cases: list[Case], folder: Path, sm: int) -> list[dict[str, Any]]:
-    """Compiles the kernels of `cases` into `folder`; the entries of the pack's list."""
+def chunk_cases() -> Iterator[Case]:
+    """What reads prompts, with weights on the GPU and on the host: a model of 70 billion parameters."""
+    for form in ("f16", "q4"):
+        for n, k in ((8192, 8192), (28672, 8192)):
+            linear = {"format": form, "n": n, "k": k, "rows": CHUNK, "bias": False}
+            yield Case(f"linear {CHUNK} rows {n}x{k} {form}", "linear", linear, True, streamed=True)
+        block = ffn(form, "dense", 28672, 8192, rows=CHUNK)
+        yield Case(f"ffn dense {CHUNK} rows 28672x8192 {form}", "ffn", block, True, streamed=True)
+
+
+def pack_kernels(cases: list[Case], output: Path, sm: int) -> list[dict[str, Any]]:
+    """Compiles the kernels of `cases`, and that of the ping-pong, into the zip file `output`; the entries of the pack's
+    list.
+    """
     built = [getattr(cuda, case.op)(**case.parameters) for case in cases]
-    folder.mkdir(parents=True, exist_ok=True)
-    build_cuda(built, folder, sm)
-    (folder / SOURCE).rename(folder.parent / SOURCE)
+    with TemporaryDirectory() as work:
+        build_cuda([*built, cuda.ping_pong()], Path(work), sm)
+        with zipfile.ZipFile(output, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+            for path in sorted(Path(work).iterdir()):
+                archive.write(path, path.name)
     return [case.to_json(kernel) for case, kernel in zip(cases, built, strict=True)]

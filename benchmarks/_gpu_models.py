@@ -4,7 +4,8 @@ An artifact is a zip file with everything but weights.safetensors: program, code
 weights' entry, and `weights.json`, which says of each tensor what it is. Tables that the program needs as they are
 (rotary angles, neuron tables, thresholds) are in `constants.bin`. No weight of any model is read or made here.
 
-The variants of a model, all for the same budget of GPU memory:
+The variants of a model, all for the same budget of GPU memory (`hybrid_4090` and the like are for the memory of that
+GPU, and split as `picompile plan` splits: see `_gpu_split.py`):
 
 | variant | on the GPU | feed-forward |
 | --- | --- | --- |
@@ -22,6 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from _gpu_split import Planned, Split, sizes_of, split_by_budget, split_by_plan
 from torch.fx import GraphModule
 
 from picompile import artifact_writer
@@ -37,8 +39,6 @@ from picompile.progress import NoProgress
 from picompile.synth.shapes import Shape
 from picompile_codegen.isa import ISAS
 from picompile_codegen.lower import Lowered, LowerOptions, lower
-from picompile_codegen.placement import ON_HOST, Placement
-from picompile_passes.dialect import FORMATS
 from picompile_passes.errors import PassesError
 from picompile_passes.materialize import evaluate_constant
 from picompile_passes.passes.canonicalize import CANONICALIZE
@@ -51,15 +51,14 @@ VARIANTS = ("hybrid", "layers", "layers_dense", "cpu", "gpu")
 _CHUNK = 64
 # By what a kernel takes the data of a matrix for.
 _FORMATS = {"float16": "f16", "int8": "q8", "uint8": "q4"}
-# Neurons of a layer that the GPU gets are a multiple of this, as in a plan.
-_GROUP = 64
-# Of the budget, for what is no weight and no cache: workspace, graphs and the kernels themselves.
-_SPARED_SHARE = 0.05
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What is packed: `budget` is the share of the dense model's bytes that the GPU may hold."""
+    """What is packed: `budget` is the share of the dense model's bytes that the GPU may hold.
+
+    `planned` is the machine of the variants that are planned.
+    """
 
     quant: str
     budget: float
@@ -67,44 +66,13 @@ class ModelOptions:
     context: int
     sm: int
     isas: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Bytes of the parts of a model: of a layer its attention, its cache, its predictor and a neuron; of the head."""
-
-    attention: int
-    cache: int
-    predictor: int
-    neuron: int
-    head: int
-    neurons: int
-    layers: int
-
-    @property
-    def dense(self) -> int:
-        """All matrices of the model, the embedding included; no predictor."""
-        return self.layers * self.layer + 2 * self.head
-
-    @property
-    def layer(self) -> int:
-        """The matrices of a layer."""
-        return self.attention + self.neurons * self.neuron
-
-
-@dataclass(frozen=True)
-class _Split:
-    """What a variant has on the GPU: so many neurons of each layer, and all else by `placement`."""
-
-    hot: Mapping[int, int]
-    placement: Placement
+    planned: Planned | None = None
 
 
 def pack_model(shape: Shape, options: ModelOptions, variant: str, folder: Path) -> dict[str, Any]:
     """Writes the zip file of one variant into `folder`; its entry in the pack's list."""
-    sizes = _sizes(shape, options)
-    split = _split(sizes, int((1 - _SPARED_SHARE) * options.budget * sizes.dense), variant)
-    graph = _graph(shape, options, split, dense=variant == "layers_dense")
+    sizes, split = sizes_of(shape, options), _split(shape, options, variant)
+    graph = _graph(shape, options, split, dense=variant.startswith("layers_dense"))
     device = None if variant == "cpu" else "cuda"
     lowered = lower(graph, LowerOptions(options.context, _CHUNK, "float16", 1, device, split.placement))
     name = f"{shape.name}.{options.quant}.{variant}"
@@ -118,12 +86,13 @@ def pack_model(shape: Shape, options: ModelOptions, variant: str, folder: Path) 
         "model": shape.name,
         "quant": options.quant,
         "variant": variant,
-        "budget": options.budget,
+        "budget": split.budget,
+        "plan": split.plan,
         "context": options.context,
         "dense_bytes": sizes.dense,
         "layer_bytes": sizes.layer,
         "weight_bytes": artifact_writer.weights_bytes(list(lowered.weights.tensors.values())),
-        "hot": split.hot.get(0, 0),
+        "hot": split.hot_mean,
         "resident_layers": sum(count == sizes.neurons for count in split.hot.values()),
         "shape": {
             **{key: getattr(shape, key) for key in ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim")},
@@ -132,43 +101,14 @@ def pack_model(shape: Shape, options: ModelOptions, variant: str, folder: Path) 
     }
 
 
-def _sizes(shape: Shape, options: ModelOptions) -> _Sizes:
-    form = FORMATS[options.quant]
-    heads, row = (shape.heads + shape.kv_heads) * shape.head_dim, form.row_bytes(shape.hidden)
-    projections = (heads + shape.kv_heads * shape.head_dim) * row
-    output = shape.hidden * form.row_bytes(shape.heads * shape.head_dim)
-    cache = 2 * shape.kv_heads * options.context * shape.head_dim * 2
-    # As the pass `quantize` packs them.
-    of_predictor = FORMATS["q8" if options.quant == "q4" else options.quant]
-    first = options.rank * of_predictor.row_bytes(shape.hidden)
-    predictor = first + shape.ffn * (of_predictor.row_bytes(options.rank) + 4)
-    return _Sizes(projections + output, cache, predictor, 3 * row, shape.vocab * row, shape.ffn, shape.layers)
+def _split(shape: Shape, options: ModelOptions, variant: str) -> Split:
+    sizes, planned = sizes_of(shape, options), options.planned
+    if planned is None or not variant.endswith(f"_{planned.target}"):
+        return split_by_budget(sizes, options.budget, variant)
+    return split_by_plan(shape, sizes, options, planned, variant.removesuffix(f"_{planned.target}"))
 
 
-def _split(sizes: _Sizes, budget_bytes: int, variant: str) -> _Split:
-    """Attention first, since it is always used; then neurons, the same number in every layer."""
-    every = range(sizes.layers)
-    if variant == "cpu":
-        return _Split({}, ON_HOST)
-    if variant == "gpu":
-        return _Split(dict.fromkeys(every, sizes.neurons), Placement.all_of(sizes.layers))
-    if variant != "hybrid":
-        predictor = 0 if variant == "layers_dense" else sizes.predictor
-        layer = sizes.layer + sizes.cache + predictor
-        count = min(max(budget_bytes - sizes.head, 0) // layer, sizes.layers)
-        resident = frozenset(range(count))
-        hot = {index: sizes.neurons if index < count else 0 for index in every}
-        return _Split(hot, Placement(resident, resident, resident, head=True))
-    per_layer = sizes.attention + sizes.cache + sizes.predictor
-    with_attention = min(max(budget_bytes - sizes.head, 0) // per_layer, sizes.layers)
-    left = budget_bytes - sizes.head - with_attention * per_layer
-    hot_neurons = max(left, 0) // (sizes.layers * sizes.neuron) // _GROUP * _GROUP
-    resident = frozenset(range(with_attention))
-    hot = dict.fromkeys(every, min(hot_neurons, sizes.neurons) if with_attention == sizes.layers else 0)
-    return _Split(hot, Placement(resident, resident, resident, head=True))
-
-
-def _graph(shape: Shape, options: ModelOptions, split: _Split, dense: bool) -> GraphModule:
+def _graph(shape: Shape, options: ModelOptions, split: Split, dense: bool) -> GraphModule:
     ranks = dict.fromkeys(range(shape.layers), options.rank)
     insert = InsertPredictors("none") if dense else InsertPredictors("learned", ranks=ranks)
     hot = {layer: range(count) for layer, count in split.hot.items()}
@@ -177,7 +117,7 @@ def _graph(shape: Shape, options: ModelOptions, split: _Split, dense: bool) -> G
 
 
 def _write(
-    folder: Path, graph: GraphModule, lowered: Lowered, shape: Shape, options: ModelOptions, split: _Split
+    folder: Path, graph: GraphModule, lowered: Lowered, shape: Shape, options: ModelOptions, split: Split
 ) -> None:
     """All but the weights' file. `weights.json` and `constants.bin` come last, so that the manifest has them not."""
     code = [Code(ISAS[name], f"kernels/host.{name}.so") for name in options.isas]
@@ -202,10 +142,10 @@ def _facts(shape: Shape) -> ModelFacts:
     )  # fmt: skip
 
 
-def _tensors(graph: GraphModule, lowered: Lowered, split: _Split) -> tuple[list[dict[str, Any]], bytes]:
+def _tensors(graph: GraphModule, lowered: Lowered, split: Split) -> tuple[list[dict[str, Any]], bytes]:
     """What each tensor of the weight file is, and the bytes of those that no seed can make."""
     uses = _uses(lowered)
-    tensors, constants = [], bytearray()
+    tensors, constants, starts = [], bytearray(), dict[bytes, int]()
     for tensor in lowered.weights.tensors.values():
         entry: dict[str, Any] = {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)}
         try:
@@ -214,8 +154,9 @@ def _tensors(graph: GraphModule, lowered: Lowered, split: _Split) -> tuple[list[
             entry |= _made(tensor.name, uses[tensor.name], split)
         else:
             data = value.contiguous().numpy().tobytes()
-            entry |= {"kind": "constant", "start": len(constants), "bytes": len(data)}
-            constants += data
+            # Tables of neurons are the same in many layers.
+            entry |= {"kind": "constant", "start": starts.setdefault(data, len(constants)), "bytes": len(data)}
+            constants += data if starts[data] == len(constants) else b""
         tensors.append(entry)
     return tensors, bytes(constants)
 
@@ -245,7 +186,7 @@ def _columns(parameter: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
     return shapes["y" if "ids" in shapes else "x"][-1] if {"x", "ids"} & set(shapes) else 0
 
 
-def _made(name: str, use: Mapping[str, Any], split: _Split) -> dict[str, Any]:
+def _made(name: str, use: Mapping[str, Any], split: Split) -> dict[str, Any]:
     """What `gpu.py` fills a tensor with: see `_gpu_weights.py`."""
     if use["parameter"] == "bias" and use["op"] == "predict":
         return {"kind": "rates", "hot": split.hot.get(use["layer"], 0)}

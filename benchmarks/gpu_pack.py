@@ -1,28 +1,38 @@
 """Packs what `benchmarks/gpu.py` runs, on a machine with picompile and without a GPU.
 
-    python benchmarks/gpu_pack.py -o build/gpu --sm 90 [--models llama-7b:f16 llama-70b:q4] [--budget 0.333]
+    python benchmarks/gpu_pack.py -o build/gpu --sm 90 [--models llama-70b:q4 bamboo-7b:f16] [--budget 0.333]
 
-The pack is a folder of some MB: kernels as cubin and PTX with a list of cases, and artifacts of whole models without
-their weights. It says nothing of speed: nothing in it has run on a GPU until `gpu.py` has run there.
+The pack is a folder of some MB: kernels as cubin and PTX with a list of cases, artifacts of whole models without their
+weights, and the bundled model with its weights and the tokens that this machine's processor chooses with it. It says
+nothing of speed: nothing in it has run on a GPU until `gpu.py` has run there.
 """
 
 import argparse
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from _gpu_cases import pack_kernels, small_cases, speed_cases
 from _gpu_models import VARIANTS, ModelOptions, pack_model
+from _gpu_pack_bundled import BundledOptions, pack_bundled
+from _gpu_split import Planned
 
 from picompile.synth import find_shape
 from picompile.synth.shapes import shape_from_config
 from picompile.targets import TARGETS
+from picompile_codegen.build import build_host_library
+from picompile_codegen.isa import ISAS
 
-SCHEMA = 2
-# Of Llama 7B attention, which comes first, takes a third of the bytes: no neuron is hot then. Bamboo's has fewer heads.
-MODELS = ["llama-7b:f16", "bamboo-7b:f16", "llama-70b:q4"]
+SCHEMA = 3
+# Not Llama 7B: its attention, which comes first, takes a third of the bytes, and no neuron is hot then. Bamboo's has
+# fewer heads.
+MODELS = ["llama-70b:q4", "bamboo-7b:f16"]
+# Of these also what is planned for a GPU that people have at home, by how neurons of such a model fire.
+PLANNED = {"llama-70b": Planned("4090", "reglu-70b")}
+BUNDLED = Path(__file__).resolve().parents[1] / "models" / "tiny-reglu"
 # Of the model that is compared with eager PyTorch: odd sizes, heads that share keys, two layers.
 CHECK_CONFIG = {
     "model_type": "llama", "vocab_size": 300, "hidden_size": 192, "intermediate_size": 704, "num_hidden_layers": 2,
@@ -30,26 +40,39 @@ CHECK_CONFIG = {
     "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
 CHECK_BUDGET, CHECK_RANK, CHECK_CONTEXT = 0.6, 32, 96
+# The library of the host for what no artifact is needed for. It has no kernels, so any machine of the kind runs it.
+HOST, _HOST_ISA = "host.so", "x86-64-v3"
 # All on one device is measured of models with so many weights in blocks: minutes are dear, and no bar needs it.
 _MOST_ON_ONE_DEVICE = 10e9
-# What some ways to the other machine carry, with the repository of a few MiB.
-_MOST_CARRIED_BYTES = 56 * 2**20
+# What some ways to the other machine carry, and the files of the repository, which go with the pack.
+_MOST_CARRIED_BYTES, _REPOSITORY_BYTES = 48 * 2**20, 12 * 2**20
 
 
 def main() -> None:
     options = _arguments()
+    begin = time.monotonic()
     options.output.mkdir(parents=True, exist_ok=True)
+    build_host_library((), options.output / HOST, ISAS[_HOST_ISA])
     kernels = []
     for name, cases in (("small", list(small_cases())), ("speed", [] if options.small else list(speed_cases()))):
         _say(f"{len(cases)} kernels: {name}")
         if cases:
-            packed = pack_kernels(cases, options.output / name / "kernels", options.sm)
+            packed = pack_kernels(cases, options.output / f"{name}.zip", options.sm)
             kernels.append({"folder": name, "cases": packed})
-    models = [entry for text in options.models for entry in _models(text, options)]
-    index = {"schema": SCHEMA, "sm": options.sm, "kernels": kernels, "checks": list(_checks(options)), "models": models}
+    index = {
+        "schema": SCHEMA,
+        "sm": options.sm,
+        "host": HOST,
+        "kernels": kernels,
+        "checks": list(_checks(options)),
+        "bundled": list(_bundled(options)),
+        "models": [entry for text in options.models for entry in _models(text, options)],
+    }
     (options.output / "pack.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     size = sum(path.stat().st_size for path in options.output.rglob("*") if path.is_file())
-    _say(f"{options.output}: {size / 2**20:.1f} MiB" + ("; pack fewer models" if size > _MOST_CARRIED_BYTES else ""))
+    note = "; with the repository that is more than some ways carry: pack fewer models"
+    is_large = size + _REPOSITORY_BYTES > _MOST_CARRIED_BYTES
+    _say(f"{options.output}: {size / 2**20:.1f} MiB, {time.monotonic() - begin:.0f} s" + (note if is_large else ""))
 
 
 def _arguments() -> argparse.Namespace:
@@ -60,9 +83,10 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--models", nargs="*", default=MODELS, metavar="SHAPE:QUANT")
     parser.add_argument("--budget", type=float, default=1 / 3, help="share of the dense model that the GPU may hold")
-    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--isas", nargs="+", default=list(TARGETS["h100"].isas), help="of the models; checks: the last")
     parser.add_argument("--small", action="store_true", help="no kernels whose speed is measured")
+    parser.add_argument("--bundled", type=Path, default=BUNDLED, help="a model folder, packed with its weights")
     return parser.parse_args()
 
 
@@ -72,13 +96,16 @@ def _models(text: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if shape.activation != "relu" or shape.config["model_type"] not in ("llama", "bamboo"):
         sys.exit(f"{name}: only the shapes of Llama and Bamboo with ReLU are measured")
     # Predictors of 6 % of the parameters at most, and ranks that are read in whole cache lines.
-    rank = max(32, shape.hidden // 8 // 32 * 32)
-    settings = ModelOptions(quant or "q4", options.budget, rank, options.context, options.sm, tuple(options.isas))
+    rank, planned = max(32, shape.hidden // 8 // 32 * 32), PLANNED.get(name)
+    isas = tuple(options.isas)
+    settings = ModelOptions(quant or "q4", options.budget, rank, options.context, options.sm, isas, planned)
     is_large = 3 * shape.layers * shape.ffn * shape.hidden > _MOST_ON_ONE_DEVICE
-    for variant in VARIANTS:
-        if not (is_large and variant in ("cpu", "gpu")):
-            _say(f"{shape.name} {quant}: {variant}")
-            yield pack_model(shape, settings, variant, options.output)
+    variants = [variant for variant in VARIANTS if not (is_large and variant in ("cpu", "gpu"))]
+    if planned is not None:
+        variants += [f"{variant}_{planned.target}" for variant in ("hybrid", "layers_dense")]
+    for variant in variants:
+        _say(f"{shape.name} {quant}: {variant}")
+        yield pack_model(shape, settings, variant, options.output)
 
 
 def _checks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -89,6 +116,16 @@ def _checks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for variant in ("hybrid", "gpu"):
             _say(f"check {quant}: {variant}")
             yield pack_model(shape, settings, variant, options.output)
+
+
+def _bundled(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """For the row of the targets that has this compute capability, with the same instruction sets as all of them."""
+    target = next((row.name for row in TARGETS.values() if row.sm == options.sm), None)
+    if target is None:
+        _say(f"no bundled model: no target has compute capability {options.sm / 10}")
+        return
+    _say(f"bundled model, for {target}")
+    yield from pack_bundled(BundledOptions(options.bundled, target), options.output)
 
 
 def _say(text: str) -> None:
