@@ -2,8 +2,10 @@
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from _gpu_eager import EagerModel
 from _gpu_weights import Array, write_artifact
 
 from picompile_runtime import DoesNotFitError, Engine, load, measure
+from picompile_runtime.artifact import WEIGHTS
 from picompile_runtime.firing import mean_shares
 
 # Of the largest logit. On the CPU, activations are rounded to bytes where weights are: see docs/decisions.md.
@@ -24,23 +27,62 @@ _CHECKED_ACTIVE = 0.2
 _CHECKED_ADDED, _CHECKED_ADDED_OF_BYTES = 0.5, 0.05
 # Steps in which the hot and the cold neurons are counted apart.
 _COUNTED = 16
+# No prompt is read, and no context filled, that takes longer; no round of decoding takes longer, if it has as many
+# tokens as must be. Where the CPU computes most of a large model a prompt takes minutes.
+_PROMPT_S, _ROUND_S, _FEWEST_DECODED = 20.0, 4.0, 8
+# So many are decoded to see how long one takes.
+_STEPS = 2
 
 Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured of a variant: prompts of so many tokens, and in `repeats` rounds `tokens` decoded ones behind
+    `depth` others.
+    """
+
+    prompts: tuple[int, ...]
+    depth: int
+    tokens: int
+    repeats: int
+
+    def within(self, context: int) -> "Plan":
+        """The same, but for what does not fit a context."""
+        prompts = (min(self.prompts[0], context // 2), *self.prompts[1:])
+        return replace(self, prompts=prompts, tokens=min(self.tokens, context // 4))
+
+
+@contextmanager
+def emptied(work: Path) -> Iterator[Path]:
+    """The folder `work`, empty but for a file of weights that an earlier variant has left.
+
+    That file stays: it is written over, and its memory, which a virtual machine may have got from its host just for
+    this, is not given back in between.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    _empty(work)
+    try:
+        yield work
+    finally:
+        _empty(work)
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name != WEIGHTS:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @contextmanager
 def made(archive: Path, work: Path, **firing: Any) -> Iterator[Path]:
     """A whole artifact of a pack in the folder `work`, for a while. `firing` are options of `write_artifact`."""
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
-        write_artifact(archive, work, **firing)
-        yield work
-    finally:
-        shutil.rmtree(work)
+    with emptied(work) as folder:
+        write_artifact(archive, folder, **firing)
+        yield folder
 
 
-def check_model(pack: Path, work: Path, entry: Mapping[str, Any], threads: int | None, torch_device: str) -> Result:
+def check_model(pack: Path, work: Path, entry: Mapping[str, Any], threads: int, torch_device: str) -> Result:
     """A prompt and some tokens after it, against eager PyTorch: logits, and which token each of them chooses."""
     on_host = entry["quant"] != "f16" and entry["variant"] != "gpu"
     limit, added = (LIMIT_OF_BYTES, _CHECKED_ADDED_OF_BYTES) if on_host else (LIMIT, _CHECKED_ADDED)
@@ -72,52 +114,90 @@ def compare_logits(found: Array, right: Array, limit: float) -> tuple[float, int
 
 
 def measure_model(
-    pack: Path,
-    work: Path,
-    entry: Mapping[str, Any],
-    threads: int | None,
-    firing: Mapping[str, Any],
-    lengths: tuple[int, int, int],
-) -> Result:
-    """Decode and prefill speed of one variant. `lengths`: tokens of the prompt, decoded ones, rounds."""
-    needed, free = entry["weight_bytes"], shutil.disk_usage(work.parent).free
+    pack: Path, work: Path, entry: Mapping[str, Any], threads: Sequence[int], firing: Mapping[str, Any], plan: Plan
+) -> Iterator[Result]:
+    """Speed of one variant, with each of so many `threads`; prompts of other lengths are read with the most of them."""
+    needed, kept = entry["weight_bytes"], work / WEIGHTS
+    free = shutil.disk_usage(work.parent).free + (kept.stat().st_size if kept.exists() else 0)
     if needed > free:
         raise DoesNotFitError(f"weights of {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free in {work.parent}")
+    begin = time.perf_counter()
     with made(pack / entry["file"], work, **firing) as folder:
-        before = _free_bytes()
-        with load(folder, threads) as engine:
-            taken = None if before is None else before - (_free_bytes() or 0)
-            speed = measure(engine, *lengths)
-            engine.rewind(1)
-            engine.reset_firing()
-            tokens = np.random.default_rng(2).integers(0, engine.vocab, _COUNTED).tolist()
-            is_finite = all(np.isfinite(engine.decode(token)).all() for token in tokens)
-            shares = _shares(engine) | {"all": speed["decode"]["computed_share"]}
+        write_s = time.perf_counter() - begin
+        plan = plan.within(entry["context"])
+        for number, count in enumerate(sorted(threads, reverse=True)):
+            row = _measured(folder, count, plan if number == 0 else replace(plan, prompts=plan.prompts[:1]))
+            yield {"threads": count, "write_s": write_s, **row}
+
+
+def _measured(folder: Path, threads: int, plan: Plan) -> Result:
+    before, begin = _free_bytes(), time.perf_counter()
+    with load(folder, threads) as engine:
+        load_s = time.perf_counter() - begin
+        taken = None if before is None else before - (_free_bytes() or 0)
+        prompts = prompt_speeds(engine, plan.prompts)
+        depth, tokens = _lengths(engine, plan, prompts)
+        speed = measure(engine, plan.prompts[0], tokens, plan.repeats, depth=depth)
+        engine.rewind(1)
+        engine.reset_firing()
+        counted = np.random.default_rng(2).integers(0, engine.vocab, _COUNTED).tolist()
+        is_finite = all(np.isfinite(engine.decode(token)).all() for token in counted)
+        shares = _shares(engine) | {"all": speed["decode"]["computed_share"]}
     return {
         "tokens_per_s": speed["decode"]["tokens_per_s"],
         "stdev": speed["decode"]["stdev"],
-        "prefill_tokens_per_s": speed["prefill"]["tokens_per_s"],
+        "depth": depth,
+        "prompts": prompts,
+        "host_bytes_per_s": speed["bandwidth_bytes_per_s"],
         "computed": shares,
         "taken_bytes": taken,
-        "overlap": overlaps(speed),
+        "load_s": load_s,
+        "step": step_of(speed),
         "is_right": bool(is_finite),
         "bench": speed,
     }
 
 
-def overlaps(speed: Mapping[str, Any]) -> list[float] | None:
-    """Two figures for the overlap of both sides, as a share of the shorter one; None where there is one side.
+def prompt_speeds(engine: Engine, lengths: Sequence[int]) -> dict[str, float | None]:
+    """Tokens per second of prompts by their length as text, None where the context or `_PROMPT_S` is too short for one.
 
-    The first is of steps whose calls were stamped. There each kernel of the GPU is launched by itself, so that the gaps
-    between them count as computing. The second is what a step saves that was not stamped: of the time that both sides
-    compute in turn what it falls short of.
+    The first is read twice, since what comes first takes longer.
     """
-    hybrid = speed["hybrid"]
-    if hybrid is None or not min(hybrid["host_s_per_token"], hybrid["device_s_per_token"]):
-        return None
-    host, device = hybrid["host_s_per_token"], hybrid["device_s_per_token"]
-    saved = host + device - 1 / speed["decode"]["tokens_per_s"]
-    return [hybrid["overlap_share"], max(0.0, saved / min(host, device))]
+    rng, speeds = np.random.default_rng(3), dict[str, float | None]()
+    last: float | None = None
+    for length in lengths:
+        # What the one before took says what this one will.
+        if length > engine.context - _STEPS or (last is not None and length / last > _PROMPT_S):
+            speeds[str(length)] = None
+            continue
+        ids = rng.integers(0, engine.vocab, length).tolist()
+        for _ in range(2 if last is None else 1):
+            engine.rewind(0)
+            start = time.perf_counter()
+            engine.read(ids)
+            last = length / (time.perf_counter() - start)
+        speeds[str(length)] = last
+    return speeds
+
+
+def _lengths(engine: Engine, plan: Plan, prompts: Mapping[str, float | None]) -> tuple[int, int]:
+    """Behind how many tokens how many are decoded: fewer of both where an engine is slow."""
+    speed = [value for value in prompts.values() if value is not None][-1]
+    first = plan.prompts[0]
+    depth = plan.depth if plan.depth / speed <= _PROMPT_S else first
+    times = []
+    for token in range(_STEPS):
+        start = time.perf_counter()
+        engine.read([token])
+        times.append(time.perf_counter() - start)
+    tokens = max(_FEWEST_DECODED, min(plan.tokens, int(_ROUND_S / min(times))))
+    return min(depth, engine.context - max(first, tokens)), tokens
+
+
+def step_of(speed: Mapping[str, Any]) -> dict[str, float] | None:
+    """Where the time of a decoded token goes, as `bench` has it; None where the GPU has no part in it."""
+    step: dict[str, float] | None = (speed["hybrid"] or {}).get("step")
+    return step
 
 
 def _free_bytes() -> int | None:

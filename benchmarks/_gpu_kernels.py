@@ -3,8 +3,10 @@
 import math
 import statistics
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +19,75 @@ from _gpu_weights import Array
 from picompile_runtime.cuda import CudaDevice, DeviceImages, read_images
 
 LIMIT = 1e-3
-# Several times the second-level cache of an H100, which has 50 MB, and of an H200.
-_WORKING_SET_BYTES = 2**28
 _MOST_COPIED_BYTES = 2**33
-_COPY_BYTES, _COPIES_AT_ONCE = 2**30, 20
-# A GPU that had nothing to do raises its clocks only after a while.
-_WARM_UP_S = 0.3
-# A graph of launches takes about so long, so that starting it does not count; a few are run, and the median is taken.
-_GRAPH_S, _GRAPHS = 0.01, 7
-_MOST_LAUNCHES = 2000
+_COPIES_AT_ONCE = 20
+# What memory gives at most, so that graphs do not get longer than they should: the GPU's, and the host's over the bus.
+_MOST_BYTES_PER_S = {"gpu": 2e12, "host": 5e10}
 
 Result = dict[str, Any]
 
 
-def images_of(folder: Path) -> DeviceImages:
-    """The code of a folder of a pack."""
-    text, cubin, ptx = ((folder / f"device.{kind}").read_bytes() for kind in ("json", "cubin", "ptx"))
-    return read_images(text, cubin, ptx, str(folder))
+@dataclass(frozen=True)
+class Timing:
+    """How kernels are timed.
+
+    Weights that take turns have `working_set_bytes`, several times the second-level cache of an H100, which has 50 MB,
+    or of an H200. A GPU that had nothing to do raises its clocks only after `warm_up_s`. A graph of launches takes
+    about `graph_s`, so that starting it does not count; the median of `graphs` is taken.
+    """
+
+    working_set_bytes: int
+    copy_bytes: int
+    warm_up_s: float
+    graph_s: float
+    graphs: int
+    most_launches: int
 
 
-def run_case(images: DeviceImages, case: Mapping[str, Any], torch_device: str) -> Iterator[Result]:
-    """Compares with eager PyTorch, once for each of the case's shares; and what is for speed, and right, is timed."""
+TIMING = Timing(2**28, 2**30, 0.3, 0.01, 7, 2000)
+
+
+def images_of(pack: Path, name: str) -> DeviceImages:
+    """The code of one of a pack's lists of kernels."""
+    with zipfile.ZipFile(pack / f"{name}.zip") as archive:
+        text, cubin, ptx = (archive.read(f"device.{kind}") for kind in ("json", "cubin", "ptx"))
+    return read_images(text, cubin, ptx, f"{pack}, {name}")
+
+
+def run_case(
+    images: DeviceImages, case: Mapping[str, Any], torch_device: str, timing: Timing | None = None
+) -> Iterator[Result]:
+    """Compares with eager PyTorch, once for each of the case's shares, and with its weights on the host as well where
+    they may be there; what is right is timed, if it shall be.
+    """
     for seed, share in enumerate(case["shares"] or [1.0]):
         made = example(case["op"], case["parameters"], seed, torch_device, share)
-        result: Result = {"share": share if case["shares"] else None}
+        yield _row(images, case, made, share, timing)
+        if case["streamed"]:
+            streamed = replace(made, shared=(*made.shared, *made.rotating))
+            yield {**_row(images, case, streamed, share, timing), "weights": "host"}
+
+
+def _row(images: DeviceImages, case: Mapping[str, Any], made: Example, share: float, timing: Timing | None) -> Result:
+    result: Result = {"share": share if case["shares"] else None}
+    with closing(CudaDevice(images)) as device:
+        result |= _check(device, case, made)
+    if timing is not None and result["is_right"]:
         with closing(CudaDevice(images)) as device:
-            result |= _check(device, case, made)
-        if case["speed"] and result["is_right"]:
-            with closing(CudaDevice(images)) as device:
-                result |= {"seconds": _seconds(device, case, made), "moved_bytes": made.moved_bytes}
-        yield result
+            result |= {"seconds": _seconds(device, case, made, timing), "moved_bytes": made.moved_bytes}
+    return result
 
 
-def copy_bandwidth(images: DeviceImages) -> float:
+def copy_bandwidth(images: DeviceImages, timing: Timing = TIMING) -> float:
     """Bytes per second of copies within the GPU's memory, read and written bytes both counted: the best of several."""
     with closing(CudaDevice(images)) as device:
-        memory = device.allocate(2 * _COPY_BYTES, "measuring the memory")
-        part = np.random.default_rng(0).integers(0, 256, 2**24, np.uint8)
-        for start in range(0, _COPY_BYTES, len(part)):
+        size = timing.copy_bytes
+        memory = device.allocate(2 * size, "measuring the memory")
+        part = np.random.default_rng(0).integers(0, 256, min(size, 2**24), np.uint8)
+        for start in range(0, size, len(part)):
             device.write(memory, start, part)
-        moves = [(0, _COPY_BYTES, _COPY_BYTES)] * _COPIES_AT_ONCE
-        return 2 * _COPY_BYTES * len(moves) / min(_times(lambda: device.copy(memory, moves)))
+        moves = [(0, size, size)] * _COPIES_AT_ONCE
+        return 2 * size * len(moves) / min(_times(lambda: device.copy(memory, moves), timing))
 
 
 def _check(device: CudaDevice, case: Mapping[str, Any], made: Example) -> Result:
@@ -96,32 +126,34 @@ def _is_stray(found: Array, expected: Array) -> bool:
     return bool((behind != 255).any())
 
 
-def _seconds(device: CudaDevice, case: Mapping[str, Any], made: Example) -> float:
+def _seconds(device: CudaDevice, case: Mapping[str, Any], made: Example, timing: Timing) -> float:
     """The median time of a call, in graphs in each of which all copies and masks have their turns many times.
 
     Nothing is subtracted.
     """
-    turns = max(1, -(-_WORKING_SET_BYTES // made.moved_bytes)) if made.moved_bytes else 1
+    turns = max(1, -(-timing.working_set_bytes // made.moved_bytes)) if made.moved_bytes else 1
     size = sum(made.inputs[name].nbytes for name in made.rotating)
     copies = max(1, min(turns, _MOST_COPIED_BYTES // max(size, 1)))
     arguments = Arguments(device, case["arguments"], made, copies, made.masks)
     views = [arguments.views(turn) for turn in range(max(copies, 0 if made.masks is None else len(made.masks)))]
-    rounds = max(1, min(_MOST_LAUNCHES, int(_GRAPH_S / (4e-6 + made.moved_bytes / 2e12))) // len(views))
+    rate = _MOST_BYTES_PER_S["host" if set(made.rotating) & set(made.shared) else "gpu"]
+    launches = int(timing.graph_s / (4e-6 + made.moved_bytes / rate))
+    rounds = max(1, min(timing.most_launches, launches) // len(views))
     bound = device.bind([(case["kernel"], each) for each in views] * rounds)
 
     def run() -> None:
         device.start(bound)
         device.wait()
 
-    return statistics.median(_times(run)) / (rounds * len(views))
+    return statistics.median(_times(run, timing)) / (rounds * len(views))
 
 
-def _times(run: Callable[[], object]) -> list[float]:
+def _times(run: Callable[[], object], timing: Timing) -> list[float]:
     """Seconds of `run`, again and again, once the GPU is at work for a while."""
     times: list[float] = []
     begin = start = time.perf_counter()
-    while len(times) < _GRAPHS or start - begin < _WARM_UP_S:
+    while len(times) < timing.graphs or start - begin < timing.warm_up_s:
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    return times[-_GRAPHS:]
+    return times[-timing.graphs :]

@@ -73,8 +73,16 @@ class Arguments:
         place = _Place(memory, _GUARD_BYTES, stride, size, own, host)
         if value is not None:
             self._write(place, value, 0)
-            self._device.copy(memory, [(place.start, place.start + i * stride, size) for i in range(1, own)])
+            self._repeat(place)
         return place
+
+    def _repeat(self, place: _Place) -> None:
+        starts = [place.start + i * place.stride for i in range(1, place.copies)]
+        if place.host is None:
+            self._device.copy(place.memory, [(place.start, start, place.size) for start in starts])
+            return
+        for start in starts:
+            place.host[start : start + place.size] = place.host[place.start : place.start + place.size]
 
     def _write(self, place: _Place, value: Array, copy: int) -> None:
         data, start = np.ascontiguousarray(value).reshape(-1).view(np.uint8), place.start + copy * place.stride

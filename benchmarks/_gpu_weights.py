@@ -72,9 +72,13 @@ def write_artifact(archive: Path, folder: Path, active: float, skew: bool, added
 
 
 def _write(path: Path, tensors: Sequence[Mapping[str, Any]], constants: bytes, blocks: "Blocks") -> int:
-    """The file's size. Several threads write: one alone gets 2 GB/s into memory, which takes as long as measuring."""
+    """The file's size. Several threads write: one alone gets 2 GB/s into memory, which takes as long as measuring.
+
+    A file that is there is written over, so that its pages are used again.
+    """
     header = _header(tensors)
-    with path.open("wb") as file, ThreadPoolExecutor(_WRITERS) as pool:
+    path.touch()
+    with path.open("r+b") as file, ThreadPoolExecutor(_WRITERS) as pool:
         os.pwrite(file.fileno(), header, 0)
         offset = len(header)
         for number, tensor in enumerate(tensors):
@@ -84,6 +88,7 @@ def _write(path: Path, tensors: Sequence[Mapping[str, Any]], constants: bytes, b
             if written != size:
                 raise OSError(f"{path}: {written} bytes of {size} were written; the disk is full")
             offset += size
+        file.truncate(offset)
     return offset
 
 

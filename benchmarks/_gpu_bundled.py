@@ -1,0 +1,62 @@
+"""A whole model with trained weights: the one that comes with picompile, against the tokens that a CPU chose for it.
+
+The pack has the artifact, prompts, and behind each the tokens that the artifact for CPUs decodes greedily, with how far
+the best logit was ahead of the second. Here the same tokens are read, and each choice is compared: so one choice that
+rounding decides spoils none of those behind it.
+"""
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _gpu_engines import LIMIT, LIMIT_OF_BYTES, emptied, step_of
+
+from picompile_runtime import Engine, load, measure
+
+Result = dict[str, Any]
+
+
+def check_bundled(
+    pack: Path, work: Path, entry: Mapping[str, Any], threads: int, lengths: tuple[int, int, int]
+) -> Result:
+    """Compare the tokens of all prompts; and decode, `lengths` being tokens of the prompt, decoded ones, and rounds."""
+    limit = LIMIT if entry["quant"] == "f16" else LIMIT_OF_BYTES
+    with emptied(work) as folder:
+        with zipfile.ZipFile(pack / entry["file"]) as archive:
+            archive.extractall(folder)
+        with load(folder, threads) as engine:
+            found = [_compare(engine, prompt, limit) for prompt in entry["prompts"]]
+            speed = measure(engine, *lengths)
+    rows, decided, same = (sum(each[key] for each in found) for key in ("rows", "decided", "same"))
+    return {
+        "tokens": {"rows": rows, "decided": decided, "same": same},
+        # Tokens of each prompt before the first that is another one, whoever decides it.
+        "agreed": [each["agreed"] for each in found],
+        "is_right": same == decided > rows / 2 and all(each["is_finite"] for each in found),
+        "tokens_per_s": speed["decode"]["tokens_per_s"],
+        "prefill_tokens_per_s": speed["prefill"]["tokens_per_s"],
+        "threads": threads,
+        "step": step_of(speed),
+        "bench": speed,
+    }
+
+
+def _compare(engine: Engine, prompt: Mapping[str, Any], limit: float) -> dict[str, Any]:
+    """Hold the choices behind one prompt against those of the CPU."""
+    engine.rewind(0)
+    logits, chosen, is_finite = engine.prefill(prompt["prompt"]), [], True
+    for token in prompt["tokens"]:
+        chosen.append(int(logits.argmax()))
+        is_finite = is_finite and bool(np.isfinite(logits).all())
+        logits = engine.decode(token)
+    same = np.array(chosen) == np.array(prompt["tokens"])
+    decides = np.array(prompt["margins"]) > 2 * limit
+    return {
+        "rows": len(same),
+        "decided": int(decides.sum()),
+        "same": int((same & decides).sum()),
+        "agreed": int(same.argmin()) if not same.all() else len(same),
+        "is_finite": is_finite,
+    }

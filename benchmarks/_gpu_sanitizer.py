@@ -1,0 +1,63 @@
+"""Kernels that failed, once more under NVIDIA's compute-sanitizer, which says where they read or write wrongly."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_PROGRAM = "compute-sanitizer"
+_TOOLS = ("memcheck", "racecheck")
+_MOST_CASES, _LIMIT_S = 3, 60.0
+# A run that has less left than this goes on with what it has to measure.
+_LEAST_S = 20.0
+_MOST_CHARACTERS = 4000
+_SCRIPT = Path(__file__).with_name("gpu.py")
+
+
+def sanitize(rows: Sequence[dict[str, Any]], options: Namespace, deadline_s: float) -> None:
+    """Add `sanitizer`, the output by tool, to the first of `rows`, kernels, that are wrong.
+
+    Does nothing where there is no compute-sanitizer, and stops at `deadline_s` of the monotonic clock.
+    """
+    program = shutil.which(_PROGRAM)
+    wrong = {row["label"]: row for row in reversed(rows) if row["is_right"] is False}
+    if program is None or options.case:
+        return
+    # Races after all wrong accesses, which are the more likely.
+    for tool in _TOOLS:
+        for label, row in list(reversed(wrong.items()))[:_MOST_CASES]:
+            left_s = deadline_s - time.monotonic()
+            if left_s < _LEAST_S:
+                return
+            text = _output(program, tool, label, options, min(_LIMIT_S, left_s))
+            row["sanitizer"] = row.get("sanitizer", {}) | {tool: text}
+
+
+def _output(program: str, tool: str, label: str, options: Namespace, limit_s: float) -> str:
+    """The end of what one tool says of one kernel."""
+    command = [program, "--tool", tool, "--target-processes", "all", sys.executable, str(_SCRIPT), str(options.pack)]
+    command += ["--only", "checks", "--case", label, "--seconds", str(limit_s), "--work", f"{options.work}.sanitizer"]
+    command += ["--device-library", options.device_library] if options.device_library else []
+    # In a session of its own, so that what it has started ends with it.
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=_variables()
+    )
+    try:
+        text, note = process.communicate(timeout=limit_s)[0], ""
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        text, note = process.communicate()[0], f"\nended after {limit_s:.0f} s"
+    shutil.rmtree(f"{options.work}.sanitizer", ignore_errors=True)
+    return (text + note).strip()[-_MOST_CHARACTERS:]
+
+
+def _variables() -> Mapping[str, str]:
+    return {**os.environ, "PYTHONUNBUFFERED": "1"}
