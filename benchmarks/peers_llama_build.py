@@ -3,7 +3,8 @@
 Backends are libraries that the programs load, so that the CPU's is the best of several for the machine at hand, and a
 build with CUDA also runs where there is no driver. So one build serves here and there: nothing is `-march=native`.
 Flash attention and the driver's virtual memory are left out: the kernels of the first take as long to compile as all
-others, and the second links against a driver, which a machine that builds need not have.
+others (also with GGML_CUDA_FA=OFF, which only makes them empty; so their files are removed), and the second links
+against a driver, which a machine that builds need not have.
 
 cuBLAS is in CUDA's toolkit, or in the package nvidia-cublas beside PyTorch, without the name that linkers look for.
 """
@@ -34,7 +35,17 @@ _ON = ("BUILD_SHARED_LIBS", "GGML_BACKEND_DL", "GGML_CPU_ALL_VARIANTS", "CMAKE_B
 # The compiler's libraries travel with the programs; what belongs to CUDA and to the system does not.
 _CARRIED = re.compile(r"lib(stdc\+\+|gcc_s|gomp)\.so\.\d+")
 _FAILURE = re.compile(r"^FAILED: (\S+)|(?:fatal )?error(?: #\d+)?: |CMake Error|ld: ", re.MULTILINE)
-_FEWEST_FAILURES = 20
+_MOST_FAILURES = 20
+# In place of flash attention: llama.cpp asks whether it is supported, and then takes other kernels.
+_NO_FLASH = """#include "fattn.cuh"
+
+void ggml_cuda_flash_attn_ext(ggml_backend_cuda_context &, ggml_tensor *) { GGML_ABORT("no flash attention"); }
+bool ggml_cuda_flash_attn_ext_supported(int, const ggml_tensor *) { return false; }
+size_t ggml_cuda_flash_attn_ext_get_alloc_size(int, const ggml_tensor * dst) { return ggml_nbytes(dst); }
+"""
+# Formats of keys and values; the file that CMake then wants by name.
+_FLASH_FORMATS = "f16-f16"
+_NAMED = f"fattn-vec-instance-{_FLASH_FORMATS}.cu"
 
 
 class BuildError(Exception):
@@ -60,6 +71,8 @@ def build(archive: Path, folder: Path, options: BuildOptions) -> dict[str, objec
     with tarfile.open(archive) as sources:
         # A file that is as old as the last time is not built again.
         sources.extractall(folder, filter="data")
+    if not options.flash:
+        _remove_flash(folder / TOP / "ggml" / "src" / "ggml-cuda")
     facts = json.loads((folder / TOP / FACTS).read_text())
     begin_s = time.monotonic()
     log = folder / "build.log"
@@ -111,6 +124,13 @@ def library_folders() -> list[Path]:
     return list(dict.fromkeys(path for path in found if any(path.glob("lib*.so*"))))
 
 
+def _remove_flash(cuda: Path) -> None:
+    for path in [cuda / "fattn-tile.cu", *(cuda / "template-instances").glob("fattn-*.cu")]:
+        path.unlink(missing_ok=True)
+    (cuda / "fattn.cu").write_text(_NO_FLASH)
+    (cuda / "template-instances" / _NAMED).write_text("// no flash attention\n")
+
+
 def _configure(folder: Path, options: BuildOptions) -> list[str]:
     command = ["cmake", "-S", str(folder / TOP), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release"]
     command += ["-G", "Ninja"] if shutil.which("ninja") else []
@@ -128,8 +148,8 @@ def _cuda(folder: Path, options: BuildOptions, sm: int) -> list[str]:
         raise BuildError("no cuBLAS: neither in the toolkit, nor beside PyTorch; name a folder with --cublas")
     include, lib = places[0]
     # Headers of the runtime may lie beside these, of another release than the compiler's.
-    headers = folder / "cublas"
-    headers.mkdir(exist_ok=True)
+    headers = folder / "cublas" / "include"
+    headers.mkdir(parents=True, exist_ok=True)
     for path in include.glob("cublas*.h"):
         (headers / path.name).unlink(missing_ok=True)
         (headers / path.name).symlink_to(path.resolve())
@@ -137,8 +157,9 @@ def _cuda(folder: Path, options: BuildOptions, sm: int) -> list[str]:
     root = toolkits[0]
     return [
         "-DGGML_CUDA=ON", "-DGGML_CUDA_NO_VMM=ON", f"-DGGML_CUDA_FA={'ON' if options.flash else 'OFF'}",
-        f"-DCMAKE_CUDA_COMPILER={root / 'bin' / 'nvcc'}", f"-DCUDAToolkit_ROOT={root}",
-        f"-DCMAKE_CUDA_ARCHITECTURES={sm}-real", f"-DCUDA_cublas_LIBRARY={library}", f"-DCMAKE_CUDA_FLAGS=-I{headers}",
+        f"-DGGML_CUDA_FA_QUANTS={_FLASH_FORMATS}", f"-DCMAKE_CUDA_COMPILER={root / 'bin' / 'nvcc'}",
+        f"-DCUDAToolkit_ROOT={root}", f"-DCMAKE_CUDA_ARCHITECTURES={sm}-real", f"-DCUDA_cublas_LIBRARY={library}",
+        f"-DCMAKE_CUDA_FLAGS=-I{headers}",
     ]  # fmt: skip
 
 
@@ -179,4 +200,4 @@ def _run(command: Sequence[str], log: Path) -> None:
 def failures(text: str) -> list[str]:
     """The lines of a log that say what failed, each once."""
     lines = [line.strip() for line in text.splitlines() if _FAILURE.search(line)]
-    return list(dict.fromkeys(lines))[:_FEWEST_FAILURES]
+    return list(dict.fromkeys(lines))[:_MOST_FAILURES]

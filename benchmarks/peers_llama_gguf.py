@@ -1,7 +1,7 @@
 """GGUF files with random weights in q4_0 for `peers_llama_cuda.py`, as large as those of a model.
 
-This needs numpy alone: it writes the header by GGUF's specification (ggml/docs/gguf.md), version 3. A block of q4_0 is a
-float16 scale d and 16 bytes; byte j has weight j in its low half and weight j + 16 in its high half, and a weight is
+This needs numpy alone: it writes the header by GGUF's specification (ggml/docs/gguf.md), version 3. A block of q4_0 is
+a float16 scale d and 16 bytes; byte j has weight j in its low half and weight j + 16 in its high half, and a weight is
 (nibble - 8) * d.
 
 Every matrix is random: nibbles from 1 to 15, so that their mean is zero, and scales that give weights a deviation of
@@ -252,7 +252,7 @@ class _Blocks:
 
 
 def random_rows(rng: np.random.Generator, rows: int, columns: int) -> NDArray[np.uint8]:
-    """The rows of a q4_0 matrix that differ, uint8 [rows, row bytes]; an odd number, so that no power of two repeats."""
+    """The rows of a q4_0 matrix that differ, uint8 [rows, row bytes]: an odd number, if it is not all of them."""
     rows = min(rows, max(1, _DRAWN // columns - 1 | 1))
     nibbles = rng.integers(1, 16, (2, rows, columns // GROUP, GROUP // 2), np.uint8)
     scale = np.float16(1 / (_NIBBLE_DEVIATION * columns**0.5))

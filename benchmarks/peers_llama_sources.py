@@ -70,7 +70,7 @@ def trim(sdist: Path, output: Path) -> dict[str, object]:
     with tarfile.open(sdist) as archive:
         files = dict(_wanted(archive))
         commit = _commit(archive)
-    if "CMakeLists.txt" not in files or commit is None:
+    if _LISTED not in files or commit is None:
         raise SourceError(f"{sdist}: is no source distribution of llama-cpp-python; pip download --no-binary gives it")
     facts = {"commit": commit, "from": sdist.name, "files": len(files), "bytes": sum(map(len, files.values()))}
     files["tools/CMakeLists.txt"] = _OUR_TOOLS.encode()
