@@ -10,7 +10,7 @@ Layers that do not fit are computed by the CPU. There are two ways to hold their
 | way | weights of the other layers | prompts |
 | --- | --- | --- |
 | `pinned` | as in the file, in memory that the GPU reads quickly | of 32 tokens and more: copied to the GPU |
-| `repacked` | in the layout that the CPU's kernels want | computed by the CPU |
+| `repacked` | in the layout that the CPU's kernels want | computed by the CPU; not measured, since it takes minutes |
 
 The results are rows of gpu.py's list of models: `gpu.py --tables GPU.json LLAMA.json` shows both. What is missing is a
 row with a reason, and the file is written anew with each result, so that what is killed has left what it knew.
@@ -32,6 +32,7 @@ from peers_llama_build import BUILT, library_folders
 
 Result = dict[str, Any]
 WAYS: Mapping[str, Sequence[str]] = {"pinned": (), "repacked": ("--no-host", "1")}
+_WITH_PROMPTS = "pinned"
 # As picompile's: q4_0 and q4 have the same bytes.
 _SPARED_SHARE, _QUANT = 0.05, "q4"
 _POLL_S, _END_S = 0.5, 10.0
@@ -46,11 +47,15 @@ class BenchOptions:
     budget_bytes: int
     prompts: Sequence[int] = (64, 512, 1536)
     tokens: int = 128
-    threads: Sequence[int] = (8, 16)
-    repeats: int = 3
+    threads: Sequence[int] = (16, 8)
+    repeats: int = 2
     context: int = 512
     limit_s: float = 240.0
     ways: Sequence[str] = tuple(WAYS)
+
+    def prompts_of(self, way: str) -> Sequence[int]:
+        """The prompts that are measured in this way; llama-bench takes 0 for none."""
+        return self.prompts if way == _WITH_PROMPTS else (0,)
 
 
 @dataclass
@@ -92,7 +97,7 @@ def bench(folder: Path, model: Path, facts: Mapping[str, Any], options: BenchOpt
 
 def _command(folder: Path, model: Path, facts: Mapping[str, Any], options: BenchOptions, way: str) -> list[str]:
     numbers = {
-        "-ngl": [gpu_layers(facts, options.budget_bytes, options.context)], "-p": options.prompts,
+        "-ngl": [gpu_layers(facts, options.budget_bytes, options.context)], "-p": options.prompts_of(way),
         "-n": [options.tokens], "-t": options.threads, "-r": [options.repeats],
     }  # fmt: skip
     counts = [text for key, values in numbers.items() for text in (key, ",".join(map(str, values)))]
@@ -223,7 +228,7 @@ def _missing(
 ) -> Iterator[Result]:
     """A row for each test that the program did not come to."""
     known = {(row["n_threads"], row["n_prompt"], row["n_gen"]) for row in run.rows}
-    tests = [(count, 0, f"pp{count}") for count in options.prompts if count]
+    tests = [(count, 0, f"pp{count}") for count in options.prompts_of(way) if count]
     tests += [(0, options.tokens, f"tg{options.tokens}")] if options.tokens else []
     of_row = _facts(way, facts, options)
     for threads in options.threads:

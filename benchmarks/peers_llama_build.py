@@ -12,6 +12,7 @@ cuBLAS is in CUDA's toolkit, or in the package nvidia-cublas beside PyTorch, wit
 import json
 import os
 import re
+import resource
 import shutil
 import site
 import subprocess
@@ -74,7 +75,7 @@ def build(archive: Path, folder: Path, options: BuildOptions) -> dict[str, objec
     if not options.flash:
         _remove_flash(folder / TOP / "ggml" / "src" / "ggml-cuda")
     facts = json.loads((folder / TOP / FACTS).read_text())
-    begin_s = time.monotonic()
+    begin_s, used_s = time.monotonic(), _cpu_s()
     log = folder / "build.log"
     log.unlink(missing_ok=True)
     _run([*_configure(folder, options), f"-DLLAMA_BUILD_COMMIT={facts['commit']}"], log)
@@ -85,6 +86,7 @@ def build(archive: Path, folder: Path, options: BuildOptions) -> dict[str, objec
     built = {
         "commit": facts["commit"], "sm": options.sm, "flash": options.flash, "jobs": options.jobs,
         "configure_s": round(configured_s - begin_s, 1), "build_s": round(end_s - configured_s, 1),
+        "cpu_s": round(_cpu_s() - used_s, 1),
     }  # fmt: skip
     (folder / BUILT).write_text(json.dumps(built) + "\n")
     return built
@@ -187,6 +189,12 @@ def _candidates(toolkits: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
     for packages in dict.fromkeys([*site.getsitepackages(), *sys.path]):
         for wheel in ("cu13", "cublas", "cuda_runtime"):
             yield Path(packages, "nvidia", wheel, "include"), Path(packages, "nvidia", wheel, "lib")
+
+
+def _cpu_s() -> float:
+    """Seconds of cores that all finished children have used."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _run(command: Sequence[str], log: Path) -> None:

@@ -14,6 +14,7 @@ Drawing 40 GB takes minutes, so some rows are drawn and repeated. The tokenizer 
 
 import json
 import os
+import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -109,6 +110,9 @@ def write_gguf(shape: LlamaShape, seed: int, output: Path) -> int:
     """Writes `output`, which appears whole or not at all, and its facts beside it; returns the file's bytes."""
     tensors = list(_tensors(shape))
     header, starts = _header(shape, tensors)
+    whole = len(header) + _aligned(starts[-1] + _bytes(*tensors[-1][1:]))
+    if (free := shutil.disk_usage(output.parent).free) < whole:
+        raise OSError(f"{output}: needs {whole / 1e9:.1f} GB, and {free / 1e9:.1f} are free there")
     blocks, unfinished = _Blocks(seed, shape), output.with_name(f"{output.name}.new")
     with unfinished.open("wb") as file, ThreadPoolExecutor(_WRITERS) as pool:
         os.pwrite(file.fileno(), header, 0)
@@ -118,7 +122,6 @@ def write_gguf(shape: LlamaShape, seed: int, output: Path) -> int:
             written = sum(pool.map(lambda part: os.pwrite(file.fileno(), *part), parts))
             if written != size:
                 raise OSError(f"{output}: {written} bytes of {size} were written; the disk is full")
-        whole = len(header) + _aligned(starts[-1] + _bytes(*tensors[-1][1:]))
         file.truncate(whole)
     unfinished.replace(output)
     facts_of(output).write_text(json.dumps({**shape.facts(), "seed": seed, "bytes": whole}, indent=1) + "\n")

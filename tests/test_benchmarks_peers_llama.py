@@ -1,13 +1,11 @@
 """benchmarks/peers_llama_cuda.py without llama.cpp: its files, its counts, and rows from a script for llama-bench."""
 
-import io
+import ast
 import json
 import os
 import subprocess
 import sys
-import tarfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,7 @@ import peers_llama_bench  # noqa: E402
 from _gpu_models import ModelOptions, _sizes, _split  # noqa: E402
 from _gpu_report import empty_results, merged, text_of  # noqa: E402
 from peers_llama_bench import BenchOptions, bench, gpu_layers, layers_that_fit  # noqa: E402
-from peers_llama_build import failures  # noqa: E402
 from peers_llama_gguf import LlamaShape, ShapeError, facts_of, random_rows, write_gguf  # noqa: E402
-from peers_llama_sources import FACTS, TOP, SourceError, is_wanted, trim  # noqa: E402
 
 from picompile.synth import find_shape  # noqa: E402
 
@@ -38,7 +34,7 @@ for name in ("-p", "-n", "-t", "-ngl"):
     numbers[name] = [int(x) for x in sys.argv[sys.argv.index(name) + 1].split(",")]
 done = 0
 for threads in numbers["-t"]:
-    for prompt, tokens in [(p, 0) for p in numbers["-p"]] + [(0, n) for n in numbers["-n"]]:
+    for prompt, tokens in [(p, 0) for p in numbers["-p"] if p] + [(0, n) for n in numbers["-n"]]:
         samples = [10.0 * threads, 12.0 * threads, 17.0 * threads]
         row = {{"n_threads": threads, "n_prompt": prompt, "n_gen": tokens, "n_gpu_layers": numbers["-ngl"][0]}}
         row |= {{"avg_ts": 13.0 * threads, "stddev_ts": 3.6, "samples_ts": samples, "backends": "CUDA"}}
@@ -192,13 +188,13 @@ def test_nothing_is_on_a_gpu_that_cannot_hold_the_head(tiny: Path) -> None:
 def test_rows_of_a_whole_run(folder: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODE", "works")
     rows = _rows(folder, tiny)[-1]
-    assert len(rows) == 2 * 2 * 3
+    assert len(rows) == 2 * 3 + 2
     assert not any("reason" in row for row in rows)
     first, last = rows[0], rows[-1]
     assert first["prefill_tokens_per_s"] == 12.0 * 8
     assert (last["tokens_per_s"], last["avg_ts"], last["stddev_ts"], last["n_gpu_layers"]) == (192.0, 208.0, 3.6, 3)
     assert first["label"] == "tiny q4_0, llama.cpp pinned, 2 layers on the GPU, 8 threads, pp64"
-    assert {row["variant"] for row in rows} == {"llama.cpp pinned", "llama.cpp repacked"}
+    assert [row["variant"] for row in rows] == ["llama.cpp pinned"] * 6 + ["llama.cpp repacked"] * 2
 
 
 @pytest.mark.parametrize(
@@ -216,7 +212,7 @@ def test_a_run_that_ends_early_keeps_what_it_found(
 
 def test_a_build_without_programs_is_rows_with_a_reason(tiny: Path, tmp_path: Path) -> None:
     rows = _rows(tmp_path / "nothing", tiny)[-1]
-    assert len(rows) == 12
+    assert len(rows) == 2 * 3 + 2
     assert all("No such file" in row["reason"] for row in rows)
 
 
@@ -259,54 +255,22 @@ def test_what_was_found_is_on_disk_while_it_runs(folder: Path, tiny: Path, tmp_p
         while not output.exists() and time.monotonic() < deadline_s:
             time.sleep(0.05)
         process.terminate()
-    assert [row["prefill_tokens_per_s"] for row in json.loads(output.read_text())["models"]] == [96.0]
+    assert [row["prefill_tokens_per_s"] for row in json.loads(output.read_text())["models"]] == [192.0]
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(folder) not in running
 
 
-def _sdist(path: Path, files: Mapping[str, str], log: str = "- feat: update to ggml-org/llama.cpp@0123abc\n") -> Path:
-    """A source distribution of llama-cpp-python with these files of llama.cpp."""
-    whole = {f"vendor/llama.cpp/{name}": text for name, text in files.items()} | {"CHANGELOG.md": log}
-    with tarfile.open(path, "w:gz") as archive:
-        for name, text in whole.items():
-            entry = tarfile.TarInfo(f"llama_cpp_python-1/{name}")
-            entry.size = len(text.encode())
-            archive.addfile(entry, io.BytesIO(text.encode()))
-    return path
-
-
-def test_trim_keeps_what_two_backends_need(tmp_path: Path) -> None:
-    kept = ["CMakeLists.txt", "LICENSE", "src/models/llama.cpp", "ggml/src/ggml.c", "ggml/src/ggml-cuda/mmq.cu",
-            "ggml/src/ggml-cpu/arch/x86/quants.c", "ggml/src/CMakeLists.txt", "tools/llama-bench/main.cpp"]  # fmt: skip
-    left = ["README.md", "models/vocab.gguf", "ggml/src/ggml-cpu/arch/arm/quants.c", "ggml/src/ggml-vulkan/v.cpp",
-            "tools/server/server.cpp", "tests/test.cpp", "tools/CMakeLists.txt", "vendor/stb/stb_image.h"]  # fmt: skip
-    facts = trim(_sdist(tmp_path / "llama.tar.gz", dict.fromkeys(kept + left, "text")), tmp_path / "out.tar.xz")
-    with tarfile.open(tmp_path / "out.tar.xz") as archive:
-        names = {name.removeprefix(f"{TOP}/") for name in archive.getnames()}
-        about = json.load(archive.extractfile(f"{TOP}/{FACTS}"))  # type: ignore[arg-type]
-    assert names == {*kept, "tools/CMakeLists.txt", FACTS}
-    assert about == facts
-    assert (facts["commit"], facts["files"]) == ("0123abc", len(kept))
-    assert not any(is_wanted(name) for name in left)
-
-
-def test_trim_leaves_some_builds_of_the_cpu_backend(tmp_path: Path) -> None:
-    text = "a\n  ggml_add_cpu_backend_variant(sse42   SSE42)\n  ggml_add_cpu_backend_variant(zen4 AVX)\n"
-    sdist = _sdist(tmp_path / "llama.tar.gz", {"CMakeLists.txt": "", "ggml/src/CMakeLists.txt": text})
-    trim(sdist, tmp_path / "out.tar.xz")
-    with tarfile.open(tmp_path / "out.tar.xz") as archive:
-        listed = archive.extractfile(f"{TOP}/ggml/src/CMakeLists.txt")
-        assert listed is not None
-        assert listed.read().decode() == "a\n  ggml_add_cpu_backend_variant(zen4 AVX)\n"
-
-
-def test_trim_refuses_what_is_no_such_archive(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="no source distribution"):
-        trim(_sdist(tmp_path / "x.tar.gz", {"CMakeLists.txt": ""}, log="nothing"), tmp_path / "out.tar.xz")
-    assert not list(tmp_path.glob("out*"))
-
-
-def test_failures_of_a_build_are_a_line_each() -> None:
-    said = "a.cpp:3:1: error: no x\n"
-    log = f"[1/9] Building CXX object a.o\nFAILED: a.o \n/usr/bin/g++ -c a.cpp\n{said}{said}ninja: build stopped\n"
-    assert failures(log) == ["FAILED: a.o", said.strip()]
+def test_what_runs_beside_a_gpu_imports_numpy_alone() -> None:
+    """That machine has no compiler of picompile's, and a missing package would cost a loan of it."""
+    names = {path.stem for path in BENCHMARKS.glob("*.py")}
+    pending, seen = ["peers_llama_cuda"], set()
+    while pending:
+        name = pending.pop()
+        if name in names - seen:
+            tree = ast.parse((BENCHMARKS / f"{name}.py").read_text())
+            pending += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+            pending += [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+        seen.add(name)
+    others = {name.partition(".")[0] for name in seen - names} - sys.stdlib_module_names
+    assert others == {"numpy"}
+    assert {"peers_llama_bench", "peers_llama_gguf", "_gpu_report"} <= seen
