@@ -109,15 +109,15 @@ def _measure(run: _Run) -> Iterator[None]:
     """Fills `run`; yields at each new row. Whatever happens to the program, `run` says it."""
     folders = [*map(str, library_folders()), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(folders)}
+    before = _memory_bytes()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         try:
             process = subprocess.Popen(run.command, stdout=out, stderr=err, env=environment, start_new_session=True)
         except OSError as error:
             run.reason = f"{run.command[0]}: {error.strerror}"
             return
-        before, begin_s = _memory_bytes(), time.monotonic()
         try:
-            for _ in _ends(process, begin_s + run.limit_s, _watch(run, before)):
+            for _ in _ends(process, time.monotonic() + run.limit_s, _watch(run, before)):
                 known = len(run.rows)
                 run.rows = _parsed(out)
                 if len(run.rows) > known:
@@ -184,12 +184,13 @@ def _parsed(out: Any) -> list[Result]:
 
 
 def _reason(code: int, err: Any) -> str | None:
-    """Why a program failed, as far as it said so; None where it did not."""
+    """Why a program failed: the first line about an error, or its last one; None where it did not fail."""
     if code == 0:
         return None
     err.seek(0)
     lines = [line.strip() for line in err.read().splitlines() if line.strip()]
-    return f"ended with {code}" + (f": {lines[-1]}" if lines else "")
+    said = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "")
+    return f"ended with {code}" + (f": {said}" if said else "")
 
 
 def _facts(way: str, facts: Mapping[str, Any], options: BenchOptions) -> Result:
@@ -215,9 +216,13 @@ def _measured(found: Result, way: str, facts: Mapping[str, Any], options: BenchO
     test = f"pp{found['n_prompt']}" if is_prompt else f"tg{found['n_gen']}"
     samples = found.get("samples_ts") or [found["avg_ts"]]
     kept = ("n_threads", "n_prompt", "n_gen", "n_gpu_layers", "avg_ts", "stddev_ts", "samples_ts", "backends")
+    speed = {("prefill_tokens_per_s" if is_prompt else "tokens_per_s"): statistics.median(samples)}
+    # A library of CUDA that does not load is no error to llama.cpp: it then computes everything on the CPU.
+    is_asked = gpu_layers(facts, options.budget_bytes, options.context) > 0
+    without = {"reason": f"llama.cpp found no GPU: {found.get('backends')}"}
     row = {
         "label": _label(of_row, test, found["n_threads"]), **of_row,
-        ("prefill_tokens_per_s" if is_prompt else "tokens_per_s"): statistics.median(samples),
+        **(without if is_asked and not found.get("gpu_info") else speed),
         **{key: found.get(key) for key in (*kept, "gpu_info", "cpu_info", "build_commit", "flash_attn")},
     }  # fmt: skip
     return row if run.taken_bytes is None else {**row, "taken_bytes": run.taken_bytes}

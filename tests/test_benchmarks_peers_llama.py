@@ -37,11 +37,12 @@ for threads in numbers["-t"]:
     for prompt, tokens in [(p, 0) for p in numbers["-p"] if p] + [(0, n) for n in numbers["-n"]]:
         samples = [10.0 * threads, 12.0 * threads, 17.0 * threads]
         row = {{"n_threads": threads, "n_prompt": prompt, "n_gen": tokens, "n_gpu_layers": numbers["-ngl"][0]}}
-        row |= {{"avg_ts": 13.0 * threads, "stddev_ts": 3.6, "samples_ts": samples, "backends": "CUDA"}}
+        row |= {{"avg_ts": 13.0 * threads, "stddev_ts": 3.6, "samples_ts": samples}}
+        row |= {{"backends": "CUDA", "gpu_info": "" if os.environ["MODE"] == "has no GPU" else "H200"}}
         print(json.dumps(row), flush=True)
         done += 1
         if done == 1 and os.environ["MODE"] == "fails":
-            print("loading\\n  main: error: failed to run prompt \\n", file=sys.stderr)
+            print("loading\\n  main: error: failed to run prompt \\nbacktrace", file=sys.stderr)
             sys.exit(3)
         if done == 1 and os.environ["MODE"] == "hangs":
             print('{{"n_threads": 8, "avg', end="", flush=True)
@@ -208,6 +209,18 @@ def test_a_run_that_ends_early_keeps_what_it_found(
     assert [row.get("prefill_tokens_per_s") for row in rows] == [96.0] + [None] * 5
     assert all(said in row["reason"] for row in rows[1:])
     assert {row["label"].rpartition(", ")[2] for row in rows} == {"pp64", "pp512", "tg32"}
+
+
+def test_figures_of_the_cpu_are_none_of_a_gpu(folder: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp says nothing where CUDA's library cannot be loaded, and computes on the CPU."""
+    monkeypatch.setenv("MODE", "has no GPU")
+    rows = _rows(folder, tiny)[-1]
+    assert {row["reason"] for row in rows} == {"llama.cpp found no GPU: CUDA"}
+    assert not any("tokens_per_s" in row or "prefill_tokens_per_s" in row for row in rows)
+    facts = json.loads(facts_of(tiny).read_text())
+    on_cpu = list(bench(folder, tiny, facts, BenchOptions(0, (64,), 32, (8,), ways=("pinned",))))[-1]
+    assert [row.get("tokens_per_s") for row in on_cpu] == [None, 96.0]
+    assert not any("reason" in row for row in on_cpu)
 
 
 def test_a_build_without_programs_is_rows_with_a_reason(tiny: Path, tmp_path: Path) -> None:
