@@ -256,6 +256,7 @@ def test_the_command_writes_what_gpu_py_shows(folder: Path, tiny: Path, tmp_path
     assert finished.stdout.count("tiny q4_0, llama.cpp pinned") == 2
     text = text_of(merged([empty_results(2, False) | {"machine": {"gpu": "G", "driver": 1, "torch": "t"}}, found]))
     assert "4 threads, tg16 | 48.00 |" in text
+    assert "tg16 | 48.00 |" in text_of(merged([found]))
 
 
 def test_what_was_found_is_on_disk_while_it_runs(folder: Path, tiny: Path, tmp_path: Path) -> None:
