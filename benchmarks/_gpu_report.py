@@ -190,7 +190,7 @@ def text_of(results: Result) -> str:
 
 
 def _heading(results: Result) -> str:
-    machine, copies = results["machine"], results.get("copy_bytes_per_s")
+    machine, copies = results.get("machine"), results.get("copy_bytes_per_s")
     if machine is None:
         return "No GPU was found."
     parts = [machine["gpu"], f"CUDA {machine['driver']}", f"PyTorch {machine['torch']}"]
