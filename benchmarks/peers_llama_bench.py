@@ -216,7 +216,8 @@ def _measured(found: Result, way: str, facts: Mapping[str, Any], options: BenchO
     test = f"pp{found['n_prompt']}" if is_prompt else f"tg{found['n_gen']}"
     samples = found.get("samples_ts") or [found["avg_ts"]]
     kept = ("n_threads", "n_prompt", "n_gen", "n_gpu_layers", "avg_ts", "stddev_ts", "samples_ts", "backends")
-    speed = {("prefill_tokens_per_s" if is_prompt else "tokens_per_s"): statistics.median(samples)}
+    median = statistics.median(samples)
+    speed = {"prompts": {str(found["n_prompt"]): median}} if is_prompt else {"tokens_per_s": median}
     # A library of CUDA that does not load is no error to llama.cpp: it then computes everything on the CPU.
     is_asked = gpu_layers(facts, options.budget_bytes, options.context) > 0
     without = {"reason": f"llama.cpp found no GPU: {found.get('backends')}"}

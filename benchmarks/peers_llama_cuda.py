@@ -42,7 +42,7 @@ from peers_llama_gguf import LlamaShape, ShapeError, facts_of, write_gguf
 from peers_llama_sources import SourceError, trim
 
 # Of gpu.py, whose tables take these rows.
-_SCHEMA = 2
+_SCHEMA = 3
 _NUMBERS = ("hidden", "ffn", "layers", "heads", "kv-heads", "head-dim", "vocab")
 
 

@@ -18,8 +18,9 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import peers_llama_bench  # noqa: E402
-from _gpu_models import ModelOptions, _sizes, _split  # noqa: E402
+from _gpu_models import ModelOptions  # noqa: E402
 from _gpu_report import empty_results, merged, text_of  # noqa: E402
+from _gpu_split import sizes_of, split_by_budget  # noqa: E402
 from peers_llama_bench import BenchOptions, bench, gpu_layers, layers_that_fit  # noqa: E402
 from peers_llama_gguf import LlamaShape, ShapeError, facts_of, random_rows, write_gguf  # noqa: E402
 
@@ -167,12 +168,12 @@ def test_as_many_layers_fit_as_of_picompile(name: str) -> None:
     fields = ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab")
     facts = LlamaShape.of(name, {field: getattr(shape, field) for field in fields}).facts()
     options = ModelOptions("q4", 1 / 3, 32, 512, 90, ())
-    sizes = _sizes(shape, options)
+    sizes = sizes_of(shape, options)
     assert (sizes.layer, sizes.head, sizes.dense) == tuple(
         facts[key] for key in ("layer_bytes", "head_bytes", "dense_bytes")
     )
-    for budget in (sizes.dense // 3, sizes.dense // 7, 2 * sizes.dense):
-        split = _split(sizes, int(0.95 * budget), "layers_dense")
+    for share in (1 / 3, 1 / 7, 2.0):
+        split, budget = split_by_budget(sizes, share, "layers_dense"), int(share * sizes.dense)
         resident = len([count for count in split.hot.values() if count])
         assert layers_that_fit(facts, budget, 512) == resident
         # llama.cpp counts the head as a layer.
@@ -192,7 +193,7 @@ def test_rows_of_a_whole_run(folder: Path, tiny: Path, monkeypatch: pytest.Monke
     assert len(rows) == 2 * 3 + 2
     assert not any("reason" in row for row in rows)
     first, last = rows[0], rows[-1]
-    assert first["prefill_tokens_per_s"] == 12.0 * 8
+    assert first["prompts"] == {"64": 12.0 * 8}
     assert (last["tokens_per_s"], last["avg_ts"], last["stddev_ts"], last["n_gpu_layers"]) == (192.0, 208.0, 3.6, 3)
     assert first["label"] == "tiny q4_0, llama.cpp pinned, 2 layers on the GPU, 8 threads, pp64"
     assert [row["variant"] for row in rows] == ["llama.cpp pinned"] * 6 + ["llama.cpp repacked"] * 2
@@ -206,7 +207,7 @@ def test_a_run_that_ends_early_keeps_what_it_found(
 ) -> None:
     monkeypatch.setenv("MODE", mode)
     rows = _rows(folder, tiny, ways=("pinned",), limit_s=3.0 if mode == "fails" else 1.0)[-1]
-    assert [row.get("prefill_tokens_per_s") for row in rows] == [96.0] + [None] * 5
+    assert [row.get("prompts") for row in rows] == [{"64": 96.0}] + [None] * 5
     assert all(said in row["reason"] for row in rows[1:])
     assert {row["label"].rpartition(", ")[2] for row in rows} == {"pp64", "pp512", "tg32"}
 
@@ -216,7 +217,7 @@ def test_figures_of_the_cpu_are_none_of_a_gpu(folder: Path, tiny: Path, monkeypa
     monkeypatch.setenv("MODE", "has no GPU")
     rows = _rows(folder, tiny)[-1]
     assert {row["reason"] for row in rows} == {"llama.cpp found no GPU: CUDA"}
-    assert not any("tokens_per_s" in row or "prefill_tokens_per_s" in row for row in rows)
+    assert not any("tokens_per_s" in row or "prompts" in row for row in rows)
     facts = json.loads(facts_of(tiny).read_text())
     on_cpu = list(bench(folder, tiny, facts, BenchOptions(0, (64,), 32, (8,), ways=("pinned",))))[-1]
     assert [row.get("tokens_per_s") for row in on_cpu] == [None, 96.0]
@@ -269,7 +270,7 @@ def test_what_was_found_is_on_disk_while_it_runs(folder: Path, tiny: Path, tmp_p
         while not output.exists() and time.monotonic() < deadline_s:
             time.sleep(0.05)
         process.terminate()
-    assert [row["prefill_tokens_per_s"] for row in json.loads(output.read_text())["models"]] == [192.0]
+    assert [row["prompts"] for row in json.loads(output.read_text())["models"]] == [{"64": 192.0}]
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(folder) not in running
 
