@@ -39,6 +39,7 @@ EXEMPT = {
     "python benchmarks/kernels.py": "takes a minute, and a quiet machine",
     "python benchmarks/gpu_pack.py -o build/gpu --sm 90": "takes half an hour; test_benchmarks_gpu.py packs less",
     "python benchmarks/gpu.py build/gpu --json build/gpu.json": "needs a GPU",
+    "python benchmarks/cuda_instructions.py --sm 89 90": "run, but for its printing, by test_cuda_nibbles.py",
     "python benchmarks/gpu.py build/gpu --only checks kernels --json build/k.json": "needs a GPU",
     "python benchmarks/gpu.py build/gpu --only models ablation --models llama-70b:q4 --json build/l.json": (
         "needs a GPU"
