@@ -275,6 +275,20 @@ def test_what_was_found_is_on_disk_while_it_runs(folder: Path, tiny: Path, tmp_p
     assert str(folder) not in running
 
 
+def test_shapes_by_name_are_those_of_a_pack(tmp_path: Path) -> None:
+    """And numbers on the command line come first."""
+    shape = {**TINY, "head_dim": 32, "eps": 1e-6, "rope_theta": 5e5}
+    (tmp_path / "pack.json").write_text(json.dumps({"models": [{"model": "packed", "shape": shape}]}))
+    command = [sys.executable, str(BENCHMARKS / "peers_llama_cuda.py"), "gguf", "--pack", str(tmp_path)]
+    output = tmp_path / "model.gguf"
+    subprocess.run([*command, "--shape", "packed", "--layers", "1", "-o", str(output)], check=True, capture_output=True)
+    facts = json.loads(facts_of(output).read_text())
+    assert [facts[key] for key in ("name", "hidden", "layers", "head_dim", "eps")] == ["packed", 64, 1, 32, 1e-6]
+    refused = subprocess.run([*command, "--shape", "other", "-o", "x"], capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "has packed" in refused.stderr
+
+
 def test_what_runs_beside_a_gpu_imports_numpy_alone() -> None:
     """That machine has no compiler of picompile's, and a missing package would cost a loan of it."""
     names = {path.stem for path in BENCHMARKS.glob("*.py")}
