@@ -39,6 +39,17 @@ EXEMPT = {
     "python benchmarks/kernels.py": "takes a minute, and a quiet machine",
     "python benchmarks/gpu_pack.py -o build/gpu --sm 90": "takes half an hour; test_benchmarks_gpu.py packs less",
     "python benchmarks/gpu.py build/gpu --json build/gpu.json": "needs a GPU",
+    "pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36": "downloads 77 MB",
+    "python benchmarks/peers_llama_cuda.py trim llama_cpp_python-0.3.36.tar.gz -o build/llama_cpp.tar.xz": (
+        "needs that download; test_benchmarks_peers_llama_build.py trims less"
+    ),
+    "python benchmarks/peers_llama_cuda.py build build/llama_cpp.tar.xz -o build/llama --sm 90": "takes half an hour",
+    "python benchmarks/peers_llama_cuda.py gguf --shape llama-70b --pack build/gpu -o /dev/shm/llama-70b.gguf": (
+        "writes 39 GB; test_benchmarks_peers_llama.py writes a small one"
+    ),
+    "python benchmarks/peers_llama_cuda.py bench build/llama /dev/shm/llama-70b.gguf --budget 0.3333 "
+    "--json build/llama.json": "needs a GPU",
+    "python benchmarks/gpu.py --tables build/l.json build/llama.json": "needs the files of runs on a GPU",
     "python benchmarks/cuda_instructions.py --sm 89 90": "run, but for its printing, by test_cuda_nibbles.py",
     "python benchmarks/gpu.py build/gpu --only checks kernels --json build/k.json": "needs a GPU",
     "python benchmarks/gpu.py build/gpu --only models ablation --models llama-70b:q4 --json build/l.json": (
