@@ -24,11 +24,15 @@ class CpuDevice:
     slow_stamps = False
     pins_memory = False
 
-    def __init__(self, library: HostLibrary, threads: int, waits: Collection[str]) -> None:
+    def __init__(self, library: HostLibrary, threads: int, waits: Collection[str] = ()) -> None:
         self._library, self._threads, self._waits = library, threads, waits
         self._tensors = TensorTable()
         self._queue = ThreadPoolExecutor(1, thread_name_prefix="picompile-device")
         self._running: Future[None] | None = None
+
+    def graph_bytes(self, kernels: Sequence[str]) -> int:
+        """Nothing is kept."""
+        return 0
 
     def free_bytes(self) -> None:
         """It takes of the host's memory."""

@@ -36,6 +36,9 @@ class HotDevice(Protocol):
     slow_stamps: bool
     pins_memory: bool
 
+    def graph_bytes(self, kernels: Sequence[str]) -> int:
+        """Return an estimate of the memory that is kept for lists of calls of these kernels, beside their arguments."""
+
     def free_bytes(self) -> int | None:
         """What of its memory is free now; None where it has none of its own."""
 

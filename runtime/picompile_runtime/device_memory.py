@@ -10,8 +10,7 @@ from picompile_runtime.memory import ALIGNMENT, Tensor
 from picompile_runtime.places import weights_of
 from picompile_runtime.program import Call, Program
 
-# What is left free besides: the driver keeps something for each graph, of 1,450 nodes for 80 layers, and for the code.
-# An estimate.
+# What is left free for the driver at least: it keeps something for each graph and for the code. An estimate.
 _SPARED_BYTES = 2**26
 # Large pieces of a GPU's memory are multiples of this.
 _PIECE_BYTES = 2**21
@@ -40,25 +39,27 @@ class DeviceNeed:
         return ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
 
 
-def device_need(program: Program, tensors: Mapping[str, Tensor]) -> DeviceNeed:
-    """What `program` takes, whose weights are `tensors`."""
+def device_need(program: Program, tensors: Mapping[str, Tensor], graph_bytes: int = 0) -> DeviceNeed:
+    """Return what `program` takes, whose weights are `tensors`; the driver keeps `graph_bytes` for its graphs."""
     caches = (tensor for name, tensor in program.state.items() if program.memories["state", name] == "device")
     return DeviceNeed(
         weights=_pieces(_packed(tensors[name] for name in _own_weights(program))),
         kv_cache=sum(_pieces(tensor.size_bytes) for tensor in caches),
         workspace=_pieces(program.device_arena_bytes),
-        driver=_SPARED_BYTES,
+        driver=max(_SPARED_BYTES, graph_bytes),
     )
 
 
-def fit_device(program: Program, tensors: Mapping[str, Tensor], free_bytes: int, may_move: bool) -> Program:
+def fit_device(
+    program: Program, tensors: Mapping[str, Tensor], free_bytes: int, may_move: bool, graph_bytes: int = 0
+) -> Program:
     """`program`, if so much memory of the device is enough for it.
 
     If not, and weights `may_move`: a program that computes the same, and leaves as many weights as it must with the
     host, from where the device reads them over the bus. Those go first of which a step reads least. Raises
     DoesNotFitError, before anything is loaded.
     """
-    need = device_need(program, tensors)
+    need = device_need(program, tensors, graph_bytes)
     if need.total <= free_bytes:
         return program
     if not may_move:
@@ -68,7 +69,7 @@ def fit_device(program: Program, tensors: Mapping[str, Tensor], free_bytes: int,
         )
     moved = _moved(program, tensors, need.total - free_bytes)
     smaller = replace(program, streamed=program.streamed | moved)
-    if (least := device_need(smaller, tensors)).total > free_bytes:
+    if (least := device_need(smaller, tensors, graph_bytes)).total > free_bytes:
         raise DoesNotFitError(
             f"the model needs {_gib(least.total)} of GPU memory ({least}) even if its weights stay with the host, and "
             f"{_gib(free_bytes)} are free; close what uses the GPU, or compile for a smaller --context"

@@ -58,9 +58,11 @@ class Executor:
         self._positions, self._slots = self.buffers["positions"], self.buffers["slots"]
 
     def _fit(self, artifact: Artifact, replan: bool) -> None:
-        free_bytes = None if self._device is None else self._device.free_bytes()
-        if free_bytes is not None:
-            self._program = fit_device(self._program, artifact.tensors, free_bytes, may_move=replan)
+        device, program = self._device, self._program
+        if device is not None and (free_bytes := device.free_bytes()) is not None:
+            kernels = [call.kernel for name in program.functions for call in program.calls(name, "device")]
+            graph_bytes = device.graph_bytes(kernels)
+            self._program = fit_device(program, artifact.tensors, free_bytes, replan, graph_bytes)
         moved = self._program.streamed - artifact.program.streamed
         self.moved_bytes = sum(artifact.tensors[name].size_bytes for name in moved)
 

@@ -14,7 +14,7 @@ from support import Cli
 
 from picompile.placement.plan_file import read_plan
 from picompile_runtime import device_memory, resident
-from picompile_runtime.cuda import driver
+from picompile_runtime.cuda import CudaDevice, driver
 
 __all__ = ["fake_cuda", "fake_library", "gpu", "gpu_artifact", "gpu_kernels", "gpu_model", "host_artifact"]
 
@@ -286,7 +286,7 @@ def test_newer_gpus_get_the_ptx(
 def test_where_it_cannot_run_one_line_says_why(
     cli: Cli,
     gpu_artifact: Path,
-    fake_cuda: ctypes.CDLL,
+    gpu: ctypes.CDLL,
     monkeypatch: pytest.MonkeyPatch,
     setting: str,
     value: str,
@@ -309,7 +309,7 @@ def test_a_gpu_that_does_not_see_what_the_host_writes(
     monkeypatch.setenv("FAKE_CUDA_BLIND", "1")
     ended = cli("run", gpu_artifact, "--ids", IDS, "-n", "8")
     assert (ended.code, ended.out, ended.err.count("\n")) == (6, "", 1)
-    assert "did not see" in ended.err and "while a kernel ran" in ended.err and "WSL2" in ended.err
+    assert "did not see" in ended.err and "while a kernel ran" in ended.err and "try again" in ended.err
 
 
 @pytest.mark.parametrize("command", ["run", "bench", "eval"])
@@ -324,6 +324,7 @@ def test_with_less_memory_than_planned_weights_stay_with_the_host(
     """With --replan, and with the same result; a byte less than that needs is refused."""
     monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
     monkeypatch.setattr(device_memory, "_PIECE_BYTES", 1)  # the model is smaller than any piece
+    monkeypatch.setattr(CudaDevice, "graph_bytes", lambda self, kernels: 0)
     memory = json.loads(cli("inspect", gpu_artifact, "--json").out)["hot_device"]["memory_bytes"]["device"]
     least = memory["kv_cache"] + memory["workspace"]
     words = {"run": ("--ids", IDS, "-n", "8"), "bench": ("-p", "4", "-n", "4", "-r", "1"), "eval": ("--text", __file__)}

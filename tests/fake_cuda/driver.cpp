@@ -76,6 +76,8 @@ int fake_leaked() { return state.leaked; }
 int fake_count(const char *name) { return state.counts[name]; }
 /* How often events were to be recorded, by calls or by nodes of graphs. */
 int fake_event_records() { return state.event_records; }
+/* What CUDA_MODULE_LOADING was in the last cuInit. */
+const char *fake_loading() { return state.loading.c_str(); }
 /* The first fault, the call that failed on demand, what the last kernel that failed said; empty for none. */
 const char *fake_fault() { return state.fault.c_str(); }
 const char *fake_failed() { return state.failed.c_str(); }
@@ -87,6 +89,8 @@ int cuInit(unsigned flags) {
     BEGIN(NOTHING);
     if (flags) return INVALID_VALUE;
     if (setting("FAKE_CUDA_DEVICES", 1) < 0) return NO_DEVICE;
+    const char *loading = getenv("CUDA_MODULE_LOADING");
+    state.loading = loading ? loading : "";
     state.ready = true;
     return SUCCESS;
 }

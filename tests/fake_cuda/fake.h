@@ -25,8 +25,9 @@
    FAKE_CUDA_KERNELS    the library with the kernels, read when a module is loaded.
    FAKE_CUDA_ORDER      the order of threads that it is asked for; 0 if not set.
    FAKE_CUDA_DELAY_US   whatever a stream does is delayed by up to so many microseconds, at random.
-   FAKE_CUDA_BLIND      1: kernels see what the host wrote to mapped memory before they began, and the host sees what they
-                        wrote when they end, as on systems without concurrent access.
+   FAKE_CUDA_BLIND      1: kernels see what the host wrote to mapped memory before they began, and the host sees what
+                        they wrote when they end, as on systems without concurrent access.
+   FAKE_CUDA_QUEUE      how many tasks a stream takes; a launch of more waits, as the driver's do. No limit if not set.
    FAKE_CUDA_DRY        1: copies and poison take no real time, since they are left out.
    CUDA_LAUNCH_BLOCKING 1: launches return when all has run, as the driver's do. */
 
@@ -145,7 +146,7 @@ struct State {
     int calls = 0, event_records = 0, retained = 0, pushed = 0, leaked = 0, sticky = 0, image = 0;
     bool ready = false;
     double now_s = 0, queued_s = 0;
-    std::string fault, failed, kernel_error;
+    std::string fault, failed, kernel_error, loading;
 };
 
 extern State &state;

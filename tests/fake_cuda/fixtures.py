@@ -33,7 +33,7 @@ def fake_cuda(fake_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[c
         monkeypatch.delenv(name)
     library = ctypes.CDLL(str(fake_library))
     library.fake_time.restype = ctypes.c_double
-    for name in ("fake_fault", "fake_failed", "fake_kernel_error"):
+    for name in ("fake_fault", "fake_failed", "fake_kernel_error", "fake_loading"):
         getattr(library, name).restype = ctypes.c_char_p
     library.fake_reset()
     yield library

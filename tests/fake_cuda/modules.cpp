@@ -24,6 +24,12 @@ static void wait_if_launches_do(Call &call, Stream &stream) {
     if (setting("CUDA_LAUNCH_BLOCKING", 0)) state.changed.wait(call.lock, [&] { return stream.idle(); });
 }
 
+/* Waits until the stream takes another task. */
+static void wait_for_room(Call &call, Stream &stream) {
+    long most = setting("FAKE_CUDA_QUEUE", 0);
+    state.changed.wait(call.lock, [&] { return !most || (long)stream.queue.size() < most; });
+}
+
 /* What a kernel sees of mapped memory where the host's writes do not reach it: a copy. What it writes arrives later. */
 struct Blinders {
     struct Copies {
@@ -198,9 +204,11 @@ int cuGraphLaunch(void *handle, void *stream_handle) {
     auto exec = find<Exec>(handle);
     auto stream = find<Stream>(stream_handle);
     if (!exec || !stream) return INVALID_HANDLE;
-    for (auto &node : exec->nodes)
+    for (auto &node : exec->nodes) {
+        wait_for_room(call, *stream);
         if (node.event) enqueue_record(*stream, node.event);
         else enqueue(*stream, [=] { return run(node.launch); });
+    }
     exec->pending++;
     enqueue(*stream, [=] {
         std::unique_lock<std::mutex> lock(state.mutex);

@@ -186,7 +186,7 @@ int cuEventRecordWithFlags(void *handle, void *stream_handle, unsigned flags) {
     auto event = find<Event>(handle);
     auto stream = find<Stream>(stream_handle);
     if (!event || !stream) return INVALID_HANDLE;
-    if (flags > 1) return INVALID_VALUE;
+    if (flags > 1 || (flags && !stream->capture)) return INVALID_VALUE;
     if (!stream->capture) return enqueue_record(*stream, event), SUCCESS;
     if (!stream->capture->valid) return CAPTURE_INVALIDATED;
     if (!flags) return stream->capture->valid = false, CAPTURE_UNSUPPORTED;

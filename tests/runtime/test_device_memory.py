@@ -139,6 +139,9 @@ def test_something_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
     spared = own_bytes("table")
     monkeypatch.setattr(device_memory, "_SPARED_BYTES", spared)
     fit_device(program(), TENSORS, ALL + REST + spared, may_move=False)
+    fit_device(program(), TENSORS, ALL + REST + 2 * spared, may_move=False, graph_bytes=2 * spared)
+    with pytest.raises(DoesNotFitError, match="even if its weights stay"):
+        fit_device(program(), TENSORS, REST + spared, may_move=True, graph_bytes=2 * spared)
     with pytest.raises(DoesNotFitError, match=r"workspace 0\.00, driver 0\.00"):
         fit_device(program(), TENSORS, ALL + REST + spared - 1, may_move=False)
     assert fit_device(program(), TENSORS, ALL + REST + spared, may_move=True).streamed == frozenset()

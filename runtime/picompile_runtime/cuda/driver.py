@@ -21,15 +21,13 @@ _STREAM_NON_BLOCKING = 1
 _EVENT_DISABLE_TIMING = 2
 _HOST_PORTABLE, _HOST_DEVICEMAP = 1, 2
 _NAME_BYTES = 256
+_MODULE_LOADING = "CUDA_MODULE_LOADING"
 
 
 class Driver:
     """The loaded and initialized library. Raises `NoGpuError` where it cannot be had."""
 
     def __init__(self, library: str) -> None:
-        # Else the driver loads a kernel when it is first launched, for which it may wait until the GPU has nothing to
-        # do: never, if the kernel that runs waits for what the new one is to make. The driver reads it in cuInit.
-        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
         try:
             self._library = ctypes.CDLL(library)
         except OSError as error:
@@ -40,7 +38,9 @@ class Driver:
             except AttributeError as error:
                 raise NoGpuError(f"the NVIDIA driver is too old: it has no {name}; install a newer one") from error
             function.argtypes, function.restype = parameters, c_int
-        if result := self._library.cuInit(0):
+        with _eager_modules():
+            result = self._library.cuInit(0)
+        if result:
             raise NoGpuError(f"cuInit: {self.error_name(result)}", result)
 
     def call(self, name: str, *arguments: object) -> None:
@@ -187,3 +187,20 @@ class Driver:
             yield event
         finally:
             self.call("cuEventDestroy_v2", event)
+
+
+@contextmanager
+def _eager_modules() -> Iterator[None]:
+    """Have kernels loaded with their module, unless the environment says otherwise; the driver asks it in `cuInit`.
+
+    To load a kernel later the driver may wait until the GPU has nothing to do: never, if the kernel that runs waits for
+    the host. Processes that are started later do not inherit the variable.
+    """
+    if _MODULE_LOADING in os.environ:
+        yield
+        return
+    os.environ[_MODULE_LOADING] = "EAGER"
+    try:
+        yield
+    finally:
+        del os.environ[_MODULE_LOADING]

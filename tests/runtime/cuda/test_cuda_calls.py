@@ -88,6 +88,24 @@ def test_device_and_host_meet_at_flags(make_device: Make, blocking: str, monkeyp
     assert (read(device, memory, 0, "uint8", 9999) == 17).all()
 
 
+@pytest.mark.parametrize("stamped", [False, True])
+def test_a_full_queue_does_not_keep_the_host_from_its_part(
+    make_device: Make, monkeypatch: pytest.MonkeyPatch, stamped: bool
+) -> None:
+    """The GPU takes a few tasks, and waits in the first for the host, which must be back from `start` by then."""
+    monkeypatch.setenv("FAKE_CUDA_QUEUE", "3")
+    device = make_device()
+    shared, array = device.share(4096, "flags")
+    go, done = array[:4].view(np.int32), array[128:132].view(np.int32)
+    calls = [("await", [view(shared), view(shared, offset=64)])] + [("signal", [view(shared, offset=128)])] * 9
+    bound = device.bind(calls, range(1, 10))
+    device.start(bound, np.zeros((10, 2), np.int64) if stamped else None)
+    assert done[0] == 0
+    go[0] = 1
+    device.wait()
+    assert done[0] == 1
+
+
 def test_an_interrupted_wait_leaves_nobody_at_work(make_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in the thread that launches either, where launches wait."""
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")

@@ -154,3 +154,14 @@ def test_a_device_that_is_dropped_gives_all_back(gpu: ctypes.CDLL) -> None:
     assert gpu.fake_owned() > 0
     del device
     assert (gpu.fake_owned(), gpu.fake_leaked(), gpu.fake_fault()) == (0, 0, b"")
+
+
+@pytest.mark.parametrize(("version", "launch_bytes"), [("12030", 2**16), ("12040", 2**12), ("13000", 2**12)])
+def test_what_the_driver_keeps_for_graphs(
+    make_device: Make, monkeypatch: pytest.MonkeyPatch, version: str, launch_bytes: int
+) -> None:
+    """By its version; `add_two` is two launches."""
+    monkeypatch.setenv("FAKE_CUDA_VERSION", version)
+    device = make_device()
+    assert device.graph_bytes([]) == 2**25
+    assert device.graph_bytes(["axpy", "add_two", "axpy"]) == 2**25 + 4 * launch_bytes

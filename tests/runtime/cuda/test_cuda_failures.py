@@ -108,13 +108,17 @@ def test_a_system_that_pins_nothing(make_device: Make, monkeypatch: pytest.Monke
     assert "\n" not in str(caught.value) and "WSL2" in str(caught.value)
 
 
-def test_kernels_are_loaded_before_they_run(make_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless who calls has decided otherwise."""
+def test_kernels_are_loaded_before_they_run(
+    make_device: Make, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless who calls has decided otherwise. Other programs that are started later are not concerned."""
     monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
     make_device()
-    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
+    assert gpu.fake_loading() == b"EAGER"
+    assert "CUDA_MODULE_LOADING" not in os.environ
     monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
     make_device()
+    assert gpu.fake_loading() == b"LAZY"
     assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"
 
 
