@@ -11,16 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from picompile_runtime import DoesNotFitError
+from picompile_runtime import DoesNotFitError, MachineError
 from picompile_runtime.bandwidth import MemoryReader
 from picompile_runtime.cuda import CudaDevice, DeviceImages
 from picompile_runtime.cuda import ping_pong as exchange
+from picompile_runtime.device import View
+from picompile_runtime.memory import Tensor
 from picompile_runtime.native import HostLibrary
 
 # Memory is asked for in such parts: of one larger than what a machine has now, its system gives nothing.
 _PART_BYTES = 2**30
 # Where less than another part is free, a machine has this long to get more, before it is used all the same.
-_WAIT_S, _SPARED_BYTES = 1.0, 2**29
+_WAIT_S, _SPARED_BYTES = 0.2, 2**29
 _PASSES = 5
 
 
@@ -31,6 +33,24 @@ def ping_pong(images: DeviceImages, library: Path, rounds: int) -> dict[str, Any
     """
     with closing(CudaDevice(images)) as device:
         return asdict(exchange(device, HostLibrary(library), rounds))
+
+
+def start_seconds(images: DeviceImages, library: Path, counts: Sequence[int]) -> dict[str, float | None]:
+    """Return how long it takes to start graphs whose first kernel waits for the host, by the launches behind that.
+
+    A GPU takes only so much work at a time. None where it took no more, so that host and GPU waited for each other.
+    """
+    kernel = next(name for name in images.kernels if name.startswith("copy_words"))
+    found: dict[str, float | None] = {}
+    with closing(CudaDevice(images)) as device:
+        memory = device.allocate(2**12, "what is copied")
+        views = [View(memory, Tensor("int32", (8,), offset)) for offset in (0, 1024, 2048)]
+        for count in counts:
+            try:
+                found[str(count)] = exchange(device, HostLibrary(library), 1, [(kernel, views)] * count).start_s
+            except MachineError:
+                found[str(count)] = None
+    return found
 
 
 def read_bandwidths(library: Path, threads: Sequence[int]) -> dict[str, float]:

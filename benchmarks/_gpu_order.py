@@ -35,9 +35,11 @@ _OF_MODEL = ("model", "quant", "budget", "dense_bytes", "hot", "resident_layers"
 _EXCHANGING = frozenset({"send", "send_mask", "receive", "receive_mask", "copy_words"})
 # A kernel, a small model; memory that is asked for before weights are made; what a variant has beside its weights.
 _KERNEL_S, _CHECK_S, _MEMORY_S = 45.0, 60.0, 60.0
+# PyTorch may load all its kernels when it starts on the GPU.
+_LIMITS_S = 150.0
 _MOST_THREADS = (8, 16)
-# Beside the file of its weights, a model's host part is in memory once more.
-_TOUCHED_SHARE = 1.7
+# Beside the file of its weights, a model's host part is in memory once more, and PyTorch.
+_TOUCHED_SHARE = 2.1
 
 
 def default_threads() -> list[int]:
@@ -54,12 +56,13 @@ def first_units(options: Namespace, pack: Result) -> list[Unit]:
     if options.case:
         return [machine, *_of_label(pack, options.case)]
     units = [machine, Unit("ping_pong", "facts", smallest, {}, is_gate=True)]
+    units.append(Unit("queue", "facts", smallest, {}, needs_exchange=True))
     if "checks" in options.only:
         units += _kernels(kernels["small"])
         units += [_check("check", entry) for entry in pack["checks"]]
         units += [_check("bundled", entry) for entry in pack["bundled"]]
     if "kernels" in options.only and "speed" in kernels:
-        units += [Unit("limits", "facts", {"folder": "speed"}, {}), *_kernels(kernels["speed"])]
+        units += [Unit("limits", "facts", {"folder": "speed"}, {}, _LIMITS_S), *_kernels(kernels["speed"])]
     units.append(Unit("host", "facts", content, {}))
     return units
 

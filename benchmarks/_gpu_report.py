@@ -206,6 +206,9 @@ def _of_host(results: Result) -> Iterator[str]:
     if found := results.get("ping_pong"):
         rounds, p50, p99 = found["rounds"], 1e6 * found["p50_s"], 1e6 * found["p99_s"]
         yield f"{rounds} exchanges of host and GPU: {p50:.1f} µs in the median, {p99:.1f} µs for 99 %"
+    for launches, seconds in results.get("start_s", {}).items():
+        started = "takes no more: it waits" if seconds is None else f"is started in {1e6 * seconds:.0f} µs"
+        yield f"a graph of {launches} launches behind one that waits for the host {started}"
     for threads, speed in results.get("host_bytes_per_s", {}).items():
         yield f"{speed / 1e9:.0f} GB/s of the host's memory with {threads} threads"
 

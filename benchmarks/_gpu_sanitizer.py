@@ -52,11 +52,18 @@ def _output(program: str, tool: str, label: str, options: Namespace, limit_s: fl
     try:
         text, note = process.communicate(timeout=limit_s)[0], ""
     except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _end(process)
         text, note = process.communicate()[0], f"\nended after {limit_s:.0f} s"
-    shutil.rmtree(f"{options.work}.sanitizer", ignore_errors=True)
+    finally:  # also where this run is terminated
+        _end(process)
+        shutil.rmtree(f"{options.work}.sanitizer", ignore_errors=True)
     return (text + note).strip()[-_MOST_CHARACTERS:]
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    """End a process with all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _variables() -> Mapping[str, str]:

@@ -101,7 +101,7 @@ class _Child:
 
 def _received(child: _Child, pending: deque[Unit], deadline_s: float) -> Iterator[tuple[Unit, Result | None]]:
     """The rows of one process. What it has done leaves `pending`, and so does the unit in which it ended."""
-    extra_s, is_alive = _START_S, True
+    extra_s, is_alive, right = _START_S, True, None
     while pending and is_alive:
         unit, left_s = pending[0], deadline_s - time.monotonic()
         wait_s, extra_s = unit.limit_s + extra_s, 0.0
@@ -113,8 +113,11 @@ def _received(child: _Child, pending: deque[Unit], deadline_s: float) -> Iterato
             text = child.end()
             row = row and row | {"traceback": text}
         else:
-            row = unit.row(False, f"nothing came within {wait_s:.0f} s", child.end())
+            # What has given a right row, with fewer threads say, is only slow.
+            is_right = None if right is unit else False
+            row = unit.row(is_right, f"nothing came within {wait_s:.0f} s", child.end())
         if row is not None:
+            right = unit if row.get("is_right") else right
             yield unit, {**unit.facts, **row}
             is_alive = is_alive and "reason" not in row
         elif not is_alive:

@@ -53,6 +53,8 @@ from _gpu_units import BLOCKED, Unit, run  # noqa: E402
 SCHEMA = 3
 _NOT_DONE = "was not come to"
 _FOLDER = "picompile-gpu"
+# What checks and their code take of a folder.
+_LEAST_BYTES = 2**28
 
 Result = dict[str, Any]
 
@@ -157,7 +159,7 @@ def _is_blocked(results: Result) -> bool:
 def _work(given: Path | None, needed: int) -> Path:
     """A folder, not there yet, for the largest of the models: in memory if there is room."""
     places = [given] if given else [Path("/dev/shm"), Path(tempfile.gettempdir())]
-    place = next((each for each in places if each.is_dir() and shutil.disk_usage(each).free > needed), places[-1])
+    place = next((each for each in places if _has_room(each, needed)), places[-1])
     place.mkdir(parents=True, exist_ok=True)
     # Always the same one: what a run that was killed has left is found by the next.
     work = place / _FOLDER
@@ -165,6 +167,13 @@ def _work(given: Path | None, needed: int) -> Path:
     if needed:
         _say(f"weights are made in {work}: {needed / 1e9:.1f} GB of {shutil.disk_usage(place).free / 1e9:.1f}")
     return work
+
+
+def _has_room(place: Path, needed: int) -> bool:
+    """Whether so many bytes are free in a folder, and code that lies there may run."""
+    if not place.is_dir() or os.statvfs(place).f_flag & os.ST_NOEXEC:
+        return False
+    return shutil.disk_usage(place).free > max(needed, _LEAST_BYTES)
 
 
 def _add(results: Result, unit: Unit, row: Result) -> None:

@@ -48,7 +48,7 @@ EXEMPT = {
         "writes 39 GB; test_benchmarks_peers_llama.py writes a small one"
     ),
     "python benchmarks/peers_llama_cuda.py bench build/llama /dev/shm/llama-70b.gguf --budget 0.3333 "
-    "--json build/llama.json": "needs a GPU",
+    "-n 32 --limit 200 --json build/llama.json": "needs a GPU",
     "python benchmarks/gpu.py --tables build/l.json build/llama.json": "needs the files of runs on a GPU",
     "python benchmarks/cuda_instructions.py --sm 89 90": "run, but for its printing, by test_cuda_nibbles.py",
     "python benchmarks/gpu.py build/gpu --only checks kernels --json build/k.json": "needs a GPU",

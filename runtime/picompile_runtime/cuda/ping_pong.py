@@ -7,7 +7,8 @@ Linux and not on every system: under WSL2 a kernel may see what the host writes 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -35,20 +36,27 @@ _ARGUMENTS = {"step": 16, "ping": 16, "pong": 16, "abandoned": 16, "sent": _WORD
 
 @dataclass(frozen=True)
 class PingPong:
-    """The round trips that were made: how many, and the seconds that half and 99 % of them did not exceed."""
+    """The round trips that were made: how many, and the seconds that half and 99 % of them did not exceed.
+
+    `start_s`: the seconds until the host was back from starting the GPU, which waited for it by then.
+    """
 
     rounds: int
     p50_s: float
     p99_s: float
+    start_s: float
 
 
-def ping_pong(device: CudaDevice, library: HostLibrary, rounds: int) -> PingPong:
+def ping_pong(
+    device: CudaDevice, library: HostLibrary, rounds: int, behind: Sequence[tuple[str, Sequence[View]]] = ()
+) -> PingPong:
     """Let host and GPU exchange 32 words and two flags `rounds` times, through memory as the engine uses it.
 
     Args:
         device: the GPU, with an image that has the kernel `ping_pong`.
         library: a `host.so` of the same version.
         rounds: 1 to 2**20.
+        behind: calls that the GPU makes after it, in the same graph, as for `CudaDevice.bind`.
 
     Raises:
         MachineError: one side does not see what the other writes, or sees the flag before what it announces.
@@ -60,23 +68,25 @@ def ping_pong(device: CudaDevice, library: HostLibrary, rounds: int) -> PingPong
     spans = dict(zip(_ARGUMENTS, pairwise([0, *accumulate(_ARGUMENTS.values())]), strict=True))
     parts = {name: array.view(np.int32)[start:stop] for name, (start, stop) in spans.items()}
     views = [View(memory, Tensor("int32", (stop - start,), 4 * start)) for start, stop in spans.values()]
-    bound = device.bind([(KERNEL, views)])
+    bound = device.bind([(KERNEL, views), *behind])
     for _ in range(_ATTEMPTS):
         array[:] = 0
         parts["step"][0] = rounds
-        failed, seconds = _exchange(device, bound, library, parts, rounds)
+        start_s, (failed, seconds) = _exchange(device, bound, library, parts, rounds)
         if not failed:
-            return PingPong(rounds, *(float(np.percentile(seconds, share)) for share in (50, 99)))
+            return PingPong(rounds, *(float(np.percentile(seconds, share)) for share in (50, 99)), start_s)
     raise MachineError(_reason(device.name, failed, rounds, parts))
 
 
 def _exchange(
     device: CudaDevice, bound: Calls, library: HostLibrary, parts: Mapping[str, NDArray[np.int32]], rounds: int
-) -> tuple[int, NDArray[np.float64]]:
-    """Return what `HostLibrary.ping_pong` does, once the GPU has ended."""
+) -> tuple[float, tuple[int, NDArray[np.float64]]]:
+    """Return how long the start took, and what `HostLibrary.ping_pong` returns, once the GPU has ended."""
+    begin = time.perf_counter()
     device.start(bound)
+    start_s = time.perf_counter() - begin
     try:
-        return library.ping_pong([parts[name] for name in list(_ARGUMENTS)[1:]], rounds, _PATIENCE_S)
+        return start_s, library.ping_pong([parts[name] for name in list(_ARGUMENTS)[1:]], rounds, _PATIENCE_S)
     except BaseException:
         parts["abandoned"][0] = 1
         raise
