@@ -151,7 +151,7 @@ def pack_kernels(cases: list[Case], output: Path, sm: int) -> list[dict[str, Any
     """
     built = [getattr(cuda, case.op)(**case.parameters) for case in cases]
     with TemporaryDirectory() as work:
-        build_cuda([*built, cuda.ping_pong()], Path(work), sm)
+        build_cuda([*built, cuda.ping_pong(), cuda.copy_words(words=8)], Path(work), sm)
         with zipfile.ZipFile(output, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
             for path in sorted(Path(work).iterdir()):
                 archive.write(path, path.name)

@@ -72,6 +72,8 @@ def test_the_first_command(gpu_pack: Path, fake_library: Path, tmp_path: Path) -
     assert "not measured" in ended.stdout.splitlines()[-1]
     assert results["stand_in"] and not results["models"] and not results["failed"]
     assert results["ping_pong"]["rounds"] == 100 and results["ping_pong"]["p99_s"] >= results["ping_pong"]["p50_s"] > 0
+    assert results["start_s"].keys() == {"2", "5"} and all(results["start_s"].values())
+    assert "a graph of 5 launches behind one that waits for the host is started in" in ended.stdout
     assert results["copy_bytes_per_s"] > 0 and results["host_bytes_per_s"].keys() == {"1"}
     small, timed = results["kernels"][: len(CASES)], results["kernels"][len(CASES) :]
     assert [row["label"] for row in small] == [case.label for case in CASES]

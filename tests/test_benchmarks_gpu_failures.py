@@ -23,6 +23,8 @@ sys.path.insert(0, str(BENCHMARKS))
 import _gpu_faults
 import _gpu_host
 import _gpu_units
+from _gpu_kernels import images_of
+from _gpu_report import empty_results, text_of
 from _gpu_units import BLOCKED, LATE, Unit, run
 
 from picompile_runtime import DoesNotFitError
@@ -154,7 +156,8 @@ def test_host_and_gpu_that_do_not_see_each_other(gpu_pack: Path, fake_library: P
         gpu_pack, fake_library, tmp_path, "--only", "checks", "models", variables={"FAKE_CUDA_BLIND": "1"}
     )
     assert ended.returncode == 1
-    (failed,) = results["failed"]
+    failed, queue = results["failed"]
+    assert (queue["label"], queue["is_right"], queue["reason"]) == ("queue", None, BLOCKED)
     assert failed["label"] == "ping_pong" and failed["reason"].startswith("MachineError: ")
     assert "while a kernel ran" in failed["reason"] and "MachineError" in failed["traceback"]
     reasons = _reasons(results)
@@ -237,3 +240,14 @@ def test_endings_are_told() -> None:
     assert _gpu_faults.ending(1) == "the process ended with 1"
     assert _gpu_faults.ending(-11) == "the process ended with -11 (SIGSEGV)"
     assert _gpu_faults.ending(-9).endswith("-9 (SIGKILL): the system may have run out of memory")
+
+
+def test_a_gpu_that_takes_few_launches(
+    gpu_pack: Path, kernels: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits in the launch for a GPU that waits for the host: that ends, and is said."""
+    monkeypatch.setenv("FAKE_CUDA_QUEUE", "4")
+    found = _gpu_host.start_seconds(images_of(gpu_pack, "small"), gpu_pack / "host.so", (2, 9))
+    assert found["2"] is not None and found["2"] > 0 and found["9"] is None
+    results = empty_results(3, False) | {"machine": {"gpu": "G", "driver": "13.0", "torch": "2"}, "start_s": found}
+    assert "a graph of 9 launches behind one that waits for the host takes no more: it waits" in text_of(results)
