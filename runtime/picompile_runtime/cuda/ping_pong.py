@@ -74,7 +74,8 @@ def ping_pong(
         parts["step"][0] = rounds
         start_s, (failed, seconds) = _exchange(device, bound, library, parts, rounds)
         if not failed:
-            return PingPong(rounds, *(float(np.percentile(seconds, share)) for share in (50, 99)), start_s)
+            p50_s, p99_s = (float(value) for value in np.percentile(seconds, (50, 99)))
+            return PingPong(rounds, p50_s, p99_s, start_s)
     raise MachineError(_reason(device.name, failed, rounds, parts))
 
 
