@@ -50,6 +50,7 @@ EXEMPT = {
     "python benchmarks/peers_llama_cuda.py bench build/llama /dev/shm/llama-70b.gguf --budget 0.3333 "
     "-n 32 --limit 200 --json build/llama.json": "needs a GPU",
     "python benchmarks/gpu.py --tables build/l.json build/llama.json": "needs the files of runs on a GPU",
+    "python benchmarks/futex.py OLD NEW --threads 4 --rounds 3 --tokens 400": "needs artifacts of two versions",
     "python benchmarks/cuda_instructions.py --sm 89 90": "run, but for its printing, by test_cuda_nibbles.py",
     "python benchmarks/gpu.py build/gpu --only checks kernels --json build/k.json": "needs a GPU",
     "python benchmarks/gpu.py build/gpu --only models ablation --models llama-70b:q4 --json build/l.json": (
