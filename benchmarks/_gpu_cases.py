@@ -136,7 +136,7 @@ def speed_cases() -> Iterator[Case]:
 
 
 def chunk_cases() -> Iterator[Case]:
-    """What reads prompts, with weights on the GPU and on the host: a model of 70 billion parameters."""
+    """Return kernels that read prompts of a model of 70 billion parameters, with weights on the GPU and on the host."""
     for form in ("f16", "q4"):
         for n, k in ((8192, 8192), (28672, 8192)):
             linear = {"format": form, "n": n, "k": k, "rows": CHUNK, "bias": False}

@@ -166,7 +166,7 @@ def prompt_speeds(engine: Engine, lengths: Sequence[int]) -> dict[str, float | N
     rng, speeds = np.random.default_rng(3), dict[str, float | None]()
     last: float | None = None
     for length in lengths:
-        # What the one before took says what this one will.
+        # The length before tells how long this one will take.
         if length > engine.context - _STEPS or (last is not None and length / last > _PROMPT_S):
             speeds[str(length)] = None
             continue
@@ -195,7 +195,7 @@ def _lengths(engine: Engine, plan: Plan, prompts: Mapping[str, float | None]) ->
 
 
 def step_of(speed: Mapping[str, Any]) -> dict[str, float] | None:
-    """Where the time of a decoded token goes, as `bench` has it; None where the GPU has no part in it."""
+    """Return the parts of a decoded token's time, as `bench` has them; None where the GPU has no part in it."""
     step: dict[str, float] | None = (speed["hybrid"] or {}).get("step")
     return step
 

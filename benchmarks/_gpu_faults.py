@@ -1,4 +1,4 @@
-"""Where a child process was when it hung or crashed: the stacks of its threads, in a file that its parent reads."""
+"""Stacks of a child process that hung or crashed, in a file that its parent reads."""
 
 import faulthandler
 import os
@@ -10,12 +10,12 @@ from pathlib import Path
 
 # Stacks are written so long before the parent loses its patience.
 _EARLIER_SHARE = 0.1
-# What of a long text is kept: its end has the error.
+# Characters of a long text that are kept: its end has the error.
 MOST_CHARACTERS = 8000
 _SIGNAL = signal.SIGUSR1
-# What the file begins with while a unit is done.
+# The file begins with this while a unit is done.
 _BEGUN = "a unit has begun\n"
-# How long a process has to write its stacks.
+# Seconds that a process has to write its stacks.
 _WRITING_S = 0.5
 
 

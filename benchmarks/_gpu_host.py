@@ -1,4 +1,4 @@
-"""What is asked of the machine before anything of a model runs on it: exchanges with the GPU, memory, its speed."""
+"""Measures the machine before anything of a model runs on it: exchanges with the GPU, memory, its speed."""
 
 import mmap
 import os

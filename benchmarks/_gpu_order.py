@@ -1,4 +1,4 @@
-"""What a run of `gpu.py` does, and in which order: what says most is first.
+"""The order of a run of `gpu.py`: what says most is first.
 
 1. The machine, and whether host and GPU see what the other writes: nothing of the hybrid engine works without that.
 2. Kernels, small models and the bundled one are checked.

@@ -32,7 +32,7 @@ _COLD_LAYER = 3
 
 @dataclass(frozen=True)
 class BundledOptions:
-    """What is made of the model in a folder, for a target with a GPU."""
+    """Options of the artifacts that are made of the bundled model, for a target with a GPU."""
 
     model: Path
     target: str = "h100"
@@ -64,7 +64,7 @@ def pack_bundled(options: BundledOptions, folder: Path) -> Iterator[dict[str, An
 
 
 def _choices(options: BundledOptions, quant: str, prompts: Sequence[Sequence[int]], work: Path) -> list[dict[str, Any]]:
-    """What the artifact for this processor alone decodes greedily behind each prompt."""
+    """Return the tokens that the artifact for this processor alone decodes greedily behind each prompt."""
     native = CompileOptions(target="native", quant=quant, context=options.context)
     compile_model(options.model, work, native)
     with load(work, 1) as engine:

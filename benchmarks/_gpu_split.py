@@ -1,4 +1,4 @@
-"""How the variants of a packed model are split over GPU and host, and how many bytes their parts have."""
+"""Splits the variants of a packed model over GPU and host, and counts the bytes of their parts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _SPARED_SHARE = 0.05
 
 
 class Options(Protocol):
-    """What of the options of a pack decides how a model is split."""
+    """The options of a pack that decide how a model is split."""
 
     @property
     def quant(self) -> str: ...
@@ -66,7 +66,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Split:
-    """What a variant has on the GPU: so many neurons of each layer, and all else by `placement`.
+    """A variant's part on the GPU: so many neurons of each layer, and all else by `placement`.
 
     `budget` is the share of the dense model's bytes that it may take there. `plan` has what the planner expects.
     """

@@ -113,7 +113,7 @@ def _received(child: _Child, pending: deque[Unit], deadline_s: float) -> Iterato
             text = child.end()
             row = row and row | {"traceback": text}
         else:
-            # What has given a right row, with fewer threads say, is only slow.
+            # A unit that has given a right row, with fewer threads say, is only slow.
             is_right = None if right is unit else False
             row = unit.row(is_right, f"nothing came within {wait_s:.0f} s", child.end())
         if row is not None:

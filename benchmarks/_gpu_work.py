@@ -1,4 +1,4 @@
-"""What is done for each kind of unit, in a process that may fail: see `_gpu_units.py`."""
+"""Does the work of each kind of unit, in a process that may fail: see `_gpu_units.py`."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
@@ -82,7 +82,7 @@ def _timing(options: Namespace) -> Timing:
 def _kernel(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
     timing = _timing(options) if content["speed"] and not options.case else None
     images = images_of(options.pack, content["folder"])
-    # What is small is compared on the CPU: to start PyTorch on the GPU takes long, and under a memory checker for ever.
+    # Small kernels are compared on the CPU: PyTorch starts slowly on the GPU, and under a memory checker never.
     torch_device = "cpu" if timing is None else _torch_device(options)
     yield from run_case(images, content, torch_device, timing)
     if torch_device == "cuda":

@@ -1,4 +1,4 @@
-"""How often threads of an artifact sleep and are woken while it decodes, and how fast it is.
+"""Counts how often threads of an artifact sleep and are woken while it decodes, and measures how fast it is.
 
     python benchmarks/futex.py ARTIFACT [ARTIFACT ...] [--threads 4] [--rounds 3] [--prompt 16] [--tokens 200]
 
@@ -64,7 +64,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _preloaded() -> ctypes.CDLL | None:
-    """What futex_count.c exports, if this process has it."""
+    """Return the library that futex_count.c makes, if this process has it."""
     process = ctypes.CDLL(None)
     return process if hasattr(process, "futex_rows") else None
 

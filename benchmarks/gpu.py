@@ -53,7 +53,7 @@ from _gpu_units import BLOCKED, Unit, run  # noqa: E402
 SCHEMA = 3
 _NOT_DONE = "was not come to"
 _FOLDER = "picompile-gpu"
-# What checks and their code take of a folder.
+# Bytes that checks and their code take of a folder.
 _LEAST_BYTES = 2**28
 
 Result = dict[str, Any]

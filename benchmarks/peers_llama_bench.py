@@ -42,7 +42,7 @@ _MEMORY_EVERY_S = 5.0
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What llama-bench measures: prompts and decoded tokens of these lengths, with each number of threads."""
+    """Options of llama-bench: prompts and decoded tokens of these lengths, with each number of threads."""
 
     budget_bytes: int
     prompts: Sequence[int] = (64, 512, 1536)
@@ -70,7 +70,7 @@ class _Run:
 
 
 def layers_that_fit(facts: Mapping[str, Any], budget_bytes: int, context: int) -> int | None:
-    """How many layers the GPU holds beside the head; None where the head does not fit."""
+    """Return how many layers the GPU holds beside the head; None where the head does not fit."""
     left = int((1 - _SPARED_SHARE) * budget_bytes) - facts["head_bytes"]
     if left < 0:
         return None
@@ -78,7 +78,7 @@ def layers_that_fit(facts: Mapping[str, Any], budget_bytes: int, context: int) -
 
 
 def gpu_layers(facts: Mapping[str, Any], budget_bytes: int, context: int) -> int:
-    """What llama.cpp calls -ngl: it counts the head as a layer, the first to go to the GPU."""
+    """Return the layers for -ngl: llama.cpp counts the head as one, the first to go to the GPU."""
     layers = layers_that_fit(facts, budget_bytes, context)
     return 0 if layers is None else layers + 1
 
@@ -160,7 +160,7 @@ def _watch(run: _Run, before: int | None) -> Callable[[], None]:
 
 
 def _memory_bytes() -> int | None:
-    """What the first GPU's memory holds; None where nobody tells."""
+    """Return the bytes that the first GPU's memory holds; None where nobody tells."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_END_S).stdout

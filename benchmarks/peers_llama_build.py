@@ -26,7 +26,7 @@ from pathlib import Path
 from peers_llama_sources import FACTS, TOP
 
 PROGRAMS = ("llama-bench", "llama-completion")
-# What a build is, beside its programs.
+# The file that describes a build, beside its programs.
 BUILT = "build.json"
 _OFF = (
     "GGML_NATIVE", "GGML_CCACHE", "GGML_CUDA_NCCL", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES",
@@ -55,7 +55,7 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What is built: `sm` is the compute capability times ten, None for the CPU alone."""
+    """Options of a build: `sm` is the compute capability times ten, None for the CPU alone."""
 
     sm: int | None
     jobs: int
@@ -121,7 +121,7 @@ def carry(folder: Path, output: Path) -> int:
 
 
 def library_folders() -> list[Path]:
-    """Where libraries of CUDA may be for programs that run: beside PyTorch, and in toolkits."""
+    """Return the folders that may have CUDA's libraries for programs that run: beside PyTorch, and in toolkits."""
     found = [lib for _, lib in _candidates(_toolkits())]
     return list(dict.fromkeys(path for path in found if any(path.glob("lib*.so*"))))
 

@@ -46,7 +46,7 @@ class ShapeError(Exception):
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """What a file needs to know of a model of llama's kind."""
+    """The sizes of a model of llama's kind that a file needs."""
 
     name: str
     hidden: int
@@ -101,7 +101,7 @@ class LlamaShape:
         return self.layers * self.layer_bytes + 2 * self.head_bytes
 
     def facts(self) -> dict[str, Any]:
-        """What is written beside the file."""
+        """Return the facts that are written beside the file."""
         sizes = {key: getattr(self, key) for key in ("layer_bytes", "head_bytes", "cache_bytes", "dense_bytes")}
         return asdict(self) | sizes
 
@@ -129,7 +129,7 @@ def write_gguf(shape: LlamaShape, seed: int, output: Path) -> int:
 
 
 def facts_of(model: Path) -> Path:
-    """Where the facts of a file are."""
+    """Return the path of a file's facts."""
     return model.with_name(f"{model.name}.json")
 
 

@@ -1,4 +1,4 @@
-"""How many launches a token takes on the GPU, counted on the CUDA kernels that lowering would make.
+"""Counts a token's launches on the GPU, on the CUDA kernels that lowering would make.
 
 `count_launches` takes the lowered graph that bytes are counted on, where every part is on one device, and has the CUDA
 twin of each kernel in `decode` written: that says how many launches it is. Nothing is compiled. What a layer needs more

@@ -1,4 +1,4 @@
-"""What a model takes in memory, by what reads it, and how many launches read it on a GPU. Bytes as packed."""
+"""Bytes of a model as packed, by what reads them, and the launches that read them on a GPU."""
 
 from dataclasses import dataclass
 

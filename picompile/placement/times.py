@@ -140,7 +140,7 @@ class LayerTimes:
         none, some, every = exchange_launches(self.layer, where)
         launches = np.full(groups + 1, some)
         launches[0], launches[-1] = none, every
-        # What sends and what receives is in the time of an exchange, and launched also where there is none to wait for.
+        # The kernels that send and receive are in the time of an exchange, and launched also where nobody waits.
         launched_s = CROSSING_LAUNCHES * self.machine.launch_s
         crossing_s = max(0.0, self.machine.crossing_s(2 * self.crossing_bytes) - launched_s)
         return number * crossing_s + launches * self.machine.launch_s

@@ -1,4 +1,4 @@
-"""Where the time of a hybrid step goes: on either side, on both at the same time, and between the two."""
+"""Splits the time of a hybrid step: on either side, on both at the same time, and between the two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was found once and need not be found again: stamps, which are empty files in the user's cache folder.
+"""Stamps: empty files in the user's cache folder, each for something that was found once.
 
 A stamp's name is a hash of facts. Those of a large file that was found whole are its path, identity, size and times and
 the manifest that vouches for it; whoever changes the file changes one of these.

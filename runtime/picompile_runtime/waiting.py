@@ -1,4 +1,4 @@
-"""What is said of a step in which host and hot device have waited for each other in vain."""
+"""Explains a step in which host and hot device have waited for each other in vain."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _DRIVER_BYTES, _OLD_LAUNCH_BYTES, _LAUNCH_BYTES = 2**25, 2**16, 2**12
 
 @dataclass(frozen=True)
 class Calls:
-    """What `bind` returns: for each graph, in order, the launches of its calls, and the graph itself.
+    """The result of `bind`: for each graph, in order, the launches of its calls, and the graph itself.
 
     `stamped` has the same graphs with events in them, once stamps were asked for.
     """

@@ -46,7 +46,7 @@ class Record:
     event: c_void_p
 
 
-# What a graph is made of.
+# A graph consists of these.
 Node = BoundLaunch | Record
 
 
