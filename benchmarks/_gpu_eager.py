@@ -21,10 +21,9 @@ from picompile_runtime.artifact import Artifact
 class EagerModel:
     """Logits of all tokens of a text at once."""
 
-    def __init__(self, artifact: Artifact, entry: Mapping[str, Any], device: str) -> None:
-        """`entry` is the pack's for this artifact, `device` PyTorch's."""
-        self._artifact, self._shape, self._device = artifact, entry["shape"], device
-        self._quant = entry["quant"]
+    def __init__(self, artifact: Artifact, entry: Mapping[str, Any]) -> None:
+        """`entry` is the pack's for this artifact."""
+        self._artifact, self._shape, self._quant = artifact, entry["shape"], entry["quant"]
 
     def logits(self, tokens: list[int], prompt: int) -> Tensor:
         """float64 [tokens, vocab]. Of the first `prompt` tokens every neuron is computed, as where prompts are read."""
@@ -47,7 +46,7 @@ class EagerModel:
     def _turned(self, x: Tensor) -> Tensor:
         half = self._shape["head_dim"] // 2
         frequencies = self._shape["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
-        angles = (torch.arange(len(x))[:, None] * frequencies).to(self._device)[:, None]
+        angles = (torch.arange(len(x))[:, None] * frequencies)[:, None]
         first, second = x.chunk(2, dim=-1)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -72,10 +71,10 @@ class EagerModel:
         """Predictors of a model in q4 are in q8."""
         packed = torch.from_numpy(self._bytes(name).reshape(self._artifact.tensors[name].shape).copy())
         form = "q8" if self._quant == "q4" and name.startswith("predictors.") else self._quant
-        return dequantize_rows(packed, form, columns).to(self._device, torch.float64)
+        return dequantize_rows(packed, form, columns).to(torch.float64)
 
     def _vector(self, name: str) -> Tensor:
-        return torch.from_numpy(self._bytes(name).view(np.float32).copy()).to(self._device, torch.float64)
+        return torch.from_numpy(self._bytes(name).view(np.float32).copy()).to(torch.float64)
 
     def _bytes(self, name: str) -> Array:
         tensor = self._artifact.tensors[name]

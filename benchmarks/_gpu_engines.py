@@ -82,7 +82,7 @@ def made(archive: Path, work: Path, **firing: Any) -> Iterator[Path]:
         yield folder
 
 
-def check_model(pack: Path, work: Path, entry: Mapping[str, Any], threads: int, torch_device: str) -> Result:
+def check_model(pack: Path, work: Path, entry: Mapping[str, Any], threads: int) -> Result:
     """A prompt and some tokens after it, against eager PyTorch: logits, and which token each of them chooses."""
     on_host = entry["quant"] != "f16" and entry["variant"] != "gpu"
     limit, added = (LIMIT_OF_BYTES, _CHECKED_ADDED_OF_BYTES) if on_host else (LIMIT, _CHECKED_ADDED)
@@ -90,9 +90,9 @@ def check_model(pack: Path, work: Path, entry: Mapping[str, Any], threads: int, 
     with made(pack / entry["file"], work, **firing) as folder, load(folder, threads) as engine:
         tokens = np.random.default_rng(1).integers(0, engine.vocab, _PROMPT + _DECODED).tolist()
         logits = [engine.prefill(tokens[:_PROMPT]), *(engine.decode(token) for token in tokens[_PROMPT:])]
-        expected = EagerModel(engine.artifact, entry, torch_device).logits(tokens, _PROMPT)[_PROMPT - 1 :]
+        expected = EagerModel(engine.artifact, entry).logits(tokens, _PROMPT)[_PROMPT - 1 :]
         shares = _shares(engine)
-    error, same, decided = compare_logits(np.stack(logits), expected.cpu().numpy(), limit)
+    error, same, decided = compare_logits(np.stack(logits), expected.numpy(), limit)
     # A model in which nothing or everything fires shows nothing.
     is_right = error <= limit and same == decided and 0 < shares["all"] < 1
     tokens_of = {"rows": len(logits), "decided": decided, "same": same}

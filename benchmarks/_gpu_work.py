@@ -90,7 +90,7 @@ def _kernel(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
 
 
 def _check(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
-    yield check_model(options.pack, options.work, content, options.threads[0], "cpu")
+    yield check_model(options.pack, options.work, content, options.threads[0])
 
 
 def _bundled(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:

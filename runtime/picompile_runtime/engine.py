@@ -16,7 +16,7 @@ from picompile_runtime.errors import RequestError
 from picompile_runtime.executor import Executor
 from picompile_runtime.firing import Firing, firing_of
 from picompile_runtime.machine import check_threads, default_threads
-from picompile_runtime.program import BATCH, Call
+from picompile_runtime.program import BATCH, ONE_TOKEN_EACH, Call
 from picompile_runtime.scores import Logits, Scores
 from picompile_runtime.timing import Span
 
@@ -53,7 +53,7 @@ class Engine:
         self._executor = Executor(artifact, self.threads, replan)
         self._lock = threading.RLock()
         self._positions = [0] * self._program.sequences
-        self._counted = {"decode": 0, BATCH: 0}
+        self._counted = dict.fromkeys(ONE_TOKEN_EACH, 0)
         self._closed = False
 
     @property

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from picompile_runtime.floor import statistics_rows
+from picompile_runtime.floor import kind, statistics_rows
 from picompile_runtime.program import WAITS, Call, Program
 from picompile_runtime.timing import Span
 from picompile_runtime.trace import Step
 
-# Operators that bring values from one side to the other; `inputs` are what the runtime has written for the step.
-_EXCHANGES = frozenset({"inputs", "send", "signal", *WAITS})
+# Kinds of calls that bring values from one side to the other, or wait for them.
+_EXCHANGES = ("exchange", "waits")
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class StepTime:
         if not spans:
             return None
         whole_ns = max(span.end_ns for span in spans) - min(span.begin_ns for span in spans)
-        exchange_ns = _total_ns(span for span in spans if span.call.op in _EXCHANGES)
-        compute_ns = _total_ns(span for span in spans if span.call.op not in _EXCHANGES)
+        exchange_ns = _total_ns(span for span in spans if kind(span.call) in _EXCHANGES)
+        compute_ns = _total_ns(span for span in spans if kind(span.call) not in _EXCHANGES)
         hot_ns = _total_ns(span for span in spans if span.call.op == "ffn")
         cold_ns = _total_ns(span for span in step.spans if (span.call.op, span.call.device) == ("ffn", "host"))
         idle_ns = max(0, whole_ns - exchange_ns - compute_ns)

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import byref, c_uint64, c_void_p
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 from picompile_runtime.cuda.driver import Driver
 from picompile_runtime.cuda.errors import CudaError, GpuCallError
@@ -29,14 +27,6 @@ class BoundLaunch:
     launch: Launch
     function: c_void_p
     addresses: tuple[int, ...]
-
-    @cached_property
-    def parameters(self) -> tuple[Any, Any]:
-        """The parameters as `cuLaunchKernel` takes them: the values, and an array of where each of them is."""
-        count = len(self.addresses)
-        values = (c_uint64 * count)(*self.addresses)
-        start = ctypes.addressof(values)
-        return values, (c_void_p * count)(*(start + 8 * index for index in range(count)))
 
 
 @dataclass(frozen=True)
@@ -90,8 +80,10 @@ def _enqueue(driver: Driver, node: Node, stream: c_void_p) -> None:
     if isinstance(node, Record):
         driver.call("cuEventRecordWithFlags", node.event, stream, _RECORD_EXTERNAL)
         return
-    grid, block = node.launch.grid, node.launch.block
-    _, parameters = node.parameters
+    grid, block, count = node.launch.grid, node.launch.block, len(node.addresses)
+    values = (c_uint64 * count)(*node.addresses)
+    start = ctypes.addressof(values)
+    parameters = (c_void_p * count)(*(start + 8 * index for index in range(count)))
     try:
         driver.call("cuLaunchKernel", node.function, *grid, *block, 0, stream, parameters, None)
     except GpuCallError as error:

@@ -7,7 +7,6 @@ from picompile_runtime.cuda.device import CudaDevice
 from picompile_runtime.cuda.images import DeviceImages, check_arguments, read_images
 from picompile_runtime.cuda.ping_pong import check_once
 from picompile_runtime.errors import ArtifactError
-from picompile_runtime.program import WAITS
 
 
 def open_cuda_device(artifact: Artifact) -> CudaDevice:
@@ -16,9 +15,9 @@ def open_cuda_device(artifact: Artifact) -> CudaDevice:
     Raises MachineError where no GPU here can run the artifact's code, or cannot meet the host within a step where the
     program asks for that; ArtifactError where there is no code for a GPU.
     """
-    device, program = CudaDevice(_images(artifact)), artifact.program
+    device = CudaDevice(_images(artifact))
     try:
-        if any(call.op in WAITS for calls in program.functions.values() for call in calls):
+        if artifact.program.waiting_kernels:
             check_once(device, artifact.load_code())
     except BaseException:
         device.close()

@@ -6,6 +6,7 @@ Linux and not on every system: under WSL2 a kernel may see what the host writes 
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -100,7 +101,8 @@ def check_once(device: CudaDevice, library: HostLibrary) -> None:
 
     Artifacts that were compiled before there was the kernel are not asked.
     """
-    facts = (KERNEL, device.name, device.driver_version, *platform.uname()[:4])
+    # Not of `platform`, which starts a process to ask for the processor.
+    facts = (KERNEL, device.name, device.driver_version, *os.uname()[:4])
     if not device.has_kernel(KERNEL) or not library.has_ping_pong or is_remembered(*facts):
         return
     ping_pong(device, library, _ROUNDS_AT_LOAD)

@@ -130,7 +130,7 @@ def artifact_with(code: DeviceCode | None, images: DeviceImages) -> Any:
     """What opening a device asks of an artifact."""
     texts = {"kernels/d.json": json.dumps(described()).encode(), "kernels/d.cubin": images.cubin}
     texts["kernels/d.ptx"] = images.ptx
-    manifest, program = SimpleNamespace(hot_device=code), SimpleNamespace(functions={})
+    manifest, program = SimpleNamespace(hot_device=code), SimpleNamespace(waiting_kernels=frozenset())
     return SimpleNamespace(folder=Path("model"), manifest=manifest, program=program, texts=texts)
 
 
