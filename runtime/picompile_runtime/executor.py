@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.artifact import WEIGHTS, Artifact
+from picompile_runtime.code_checks import check_code
 from picompile_runtime.device import HotDevice
 from picompile_runtime.device_memory import fit_device
 from picompile_runtime.errors import KernelError, RequestError
@@ -44,6 +45,7 @@ class Executor:
         self._program = artifact.program
         self._threads, device_threads = split_threads(artifact, threads)
         self.library = artifact.load_code()
+        check_code(artifact, self.library)
         _check_memory(self._program)
         self._device: HotDevice | None = open_device(artifact, device_threads) if self._program.has_device else None
         self.buffers: dict[str, NDArray[Any]] = {}
