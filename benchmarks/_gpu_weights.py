@@ -67,9 +67,9 @@ def write_artifact(archive: Path, folder: Path, active: float, skew: bool, added
     size = _write(path, content["tensors"], (folder / "constants.bin").read_bytes(), blocks)
     manifest["files"][WEIGHTS] = {"bytes": size, "sha256": os.urandom(32).hex()}
     text = sealed(manifest)
-    (folder / "manifest.json").write_text(text)
+    (folder / "manifest.json").write_bytes(text)
     with path.open("rb") as file:
-        stamp(path, file.fileno(), hashlib.sha256(text.encode()).hexdigest())
+        stamp(path, file.fileno(), hashlib.sha256(text).hexdigest())
 
 
 def _write(path: Path, tensors: Sequence[Mapping[str, Any]], constants: bytes, blocks: "Blocks") -> int:

@@ -100,8 +100,7 @@ def write_program(compiled: Compiled, lowered: "Lowered", folder: Path, facts: F
 
     writer.write_json(folder / "program.json", lowered.program.to_json())
     writer.write_json(folder / "report.json", _report(lowered, compiled.plan, facts.accuracy))
-    manifest = sealed(_manifest(compiled, lowered, folder, facts))
-    (folder / "manifest.json").write_text(manifest, encoding="utf-8")
+    (folder / "manifest.json").write_bytes(sealed(_manifest(compiled, lowered, folder, facts)))
 
 
 def _report(lowered: "Lowered", plan: "Plan | None", accuracy: dict[str, Any] | None) -> dict[str, Any]:

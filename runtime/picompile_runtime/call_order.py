@@ -28,11 +28,12 @@ def check_order(program: Program, kernels: Interfaces, where: str) -> None:
 
 @dataclass(frozen=True)
 class _Value:
-    """What a call left in memory from `start` on: call `number` of `device`, -1 for the runtime itself.
+    """What a call left in the buffer `name`, from `start` on: call `number` of `device`, -1 for the runtime itself.
 
     `source` is the input that it is or is a copy of; integers in it are below `below`.
     """
 
+    name: str
     start: int
     device: str
     number: int
@@ -92,7 +93,7 @@ class _Order:
     def _begin_with(self, name: str) -> None:
         tensor = self._program.buffers[name]
         bounds = {"tokens": self._program.vocab, "positions": self._program.context, "slots": self._program.sequences}
-        value = _Value(tensor.offset, "host", -1, tensor.dtype, name, bounds.get(name))
+        value = _Value(name, tensor.offset, "host", -1, tensor.dtype, name, bounds.get(name))
         memory = self._program.memories["buffer", name]
         self._arenas[memory].write(tensor.offset, tensor.offset + tensor.size_bytes, value)
 
@@ -158,9 +159,10 @@ class _Order:
         """Return what a call on `device` is sure to find."""
         start, end = span_of(self._program, argument)
         value = self._arenas[arena_of(self._program, argument)].value(start, end)
-        if value is None or value.device == device or value.number < self._known[device][value.device]:
-            return value
-        return None
+        if value is None or value.name != argument.name:
+            return None
+        is_over = value.device == device or value.number < self._known[device][value.device]
+        return value if is_over else None
 
     def _content_fault(self, call: Call, device: str, argument: Argument, parameter: Parameter, value: _Value) -> str:
         start, _ = span_of(self._program, argument)
@@ -187,7 +189,7 @@ class _Order:
         if parameter.access == "out":
             copied = read.get(parameter.copies or "")
             source, below = (None, parameter.below) if copied is None else (copied.source, copied.below)
-            value = _Value(start, device, number, parameter.dtype, source, below)
+            value = _Value(argument.name, start, device, number, parameter.dtype, source, below)
         self._arenas[memory].write(start, end, value)
         return ""
 
@@ -204,6 +206,7 @@ class _Order:
             tensor = program.buffers[name]
             arena = self._arenas[program.memories["buffer", name]]
             value = arena.value(tensor.offset, tensor.offset + tensor.size_bytes)
-            if value is None or value.dtype != tensor.dtype or (below and (value.below or below + 1) > below):
+            is_whole = value is not None and (value.name, value.dtype) == (name, tensor.dtype)
+            if value is None or not is_whole or (below and (value.below or below + 1) > below):
                 return name
         return ""

@@ -11,13 +11,13 @@ KEY = "sha256"
 _ZEROS = "0" * 64
 
 
-def sealed(content: Mapping[str, Any]) -> str:
-    """Return `content` as the text of a manifest.json, with its hash."""
+def sealed(content: Mapping[str, Any]) -> bytes:
+    """Return `content` as the bytes of a manifest.json, with its hash."""
     others = {key: value for key, value in content.items() if key != KEY}
-    text = json.dumps({**others, KEY: _ZEROS}, indent=1, ensure_ascii=False) + "\n"
+    text = (json.dumps({**others, KEY: _ZEROS}, indent=1, ensure_ascii=False) + "\n").encode(errors="surrogatepass")
     # From the end: the model's facts come from the checkpoint, and a name may have zeros.
-    before, _, after = text.rpartition(_ZEROS)
-    return before + hashlib.sha256(text.encode()).hexdigest() + after
+    before, _, after = text.rpartition(_ZEROS.encode())
+    return before + hashlib.sha256(text).hexdigest().encode() + after
 
 
 def is_sealed(text: bytes, own: str) -> bool:

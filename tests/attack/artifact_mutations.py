@@ -53,7 +53,7 @@ def seal(folder: Path) -> None:
         file = folder / name
         if isinstance(entry, dict) and name and "\0" not in name and len(name) < 200 and file.is_file():
             entry |= {"bytes": file.stat().st_size, "sha256": sha256(file.read_bytes()).hexdigest()}
-    write(path, sealed(manifest).encode(errors="surrogatepass"))
+    write(path, sealed(manifest))
 
 
 # ---- with the hashes of before ----
@@ -361,7 +361,7 @@ def _manifest(folder: Path, random: Random) -> str:
     place = random.choice([place for place in places(content) if place != ("sha256",)])
     value = random.choice(STRANGE)
     content = without(content, place) if random.random() < 0.3 else replaced(content, place, value)
-    write(folder / "manifest.json", sealed(content).encode(errors="surrogatepass"))
+    write(folder / "manifest.json", sealed(content))
     return f"manifest: {'.'.join(map(str, place))[:80]}"
 
 

@@ -9,6 +9,7 @@ With the hashes of before each must be refused. With right ones, each must be re
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -37,16 +38,17 @@ class Base:
     mapped: bool
 
 
-def make_bases(folder: Path) -> list[Base]:
+def make_bases(folder: Path) -> None:
     """Compile models with everything that programs have: masks, batches, caches in bytes, positions, a hot device."""
     import numpy as np
     from families import build, save
-    from support import compile_for_test, save_tiny_llama
+    from support import compile_for_test, save_byte_tokenizer, save_tiny_llama
     from test_prediction import write_predictors
 
     llama, opt, text = folder / "llama", folder / "opt-model", folder / "text.txt"
     save_tiny_llama(llama, intermediate_size=96)
     save("opt-pre-norm", build("opt-pre-norm"), opt)
+    save_byte_tokenizer(opt, json.loads((opt / "config.json").read_text())["vocab_size"])
     text.write_text("".join(f"line {number}: def f(x): return x ** {number}\n" for number in range(60)))
     predictors = write_predictors(llama, folder / "predictors", bias=0.0)
     sizes = {"context": CONTEXT, "chunk": CHUNK}
@@ -60,15 +62,15 @@ def make_bases(folder: Path) -> list[Base]:
     several = {"sequences": SEQUENCES, **learned, **sizes}
     random = np.random.default_rng(0)
     hot = {layer: sorted(random.permutation(96)[:40].tolist()) for layer in range(2)}
-    if not (folder / "hybrid").exists():
-        compile_for_test(llama, folder / "masked", quant="q4", **several)
-        compile_for_test(opt, folder / "opt", quant="f16", kv_dtype="q8", **sizes)
-        compile_for_test(llama, folder / "hybrid", quant="q8", hot=hot, hot_device="cpu", **several)
+    compile_for_test(llama, folder / "masked", quant="f16", **several)
+    compile_for_test(opt, folder / "opt", quant="q8", kv_dtype="q8", **sizes)
+    compile_for_test(llama, folder / "hybrid", quant="f16", hot=hot, hot_device="cpu", **several)
+
+
+def find_bases(folder: Path) -> list[Base]:
+    """The artifacts that `make_bases` made, each with weights in memory and mapped; the hybrid one as often as both."""
     names = ("masked", "opt", "hybrid", "hybrid")
-    return [Base(name, folder / name, bool(at % 2)) for at, name in enumerate(names)] + [
-        Base("masked", folder / "masked", True),
-        Base("opt", folder / "opt", False),
-    ]
+    return [Base(name, folder / name, mapped) for mapped in (False, True) for name in names]
 
 
 def use(folder: Path) -> str:
@@ -155,8 +157,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="picompile-attack-") as own:
         os.environ["XDG_CACHE_HOME"] = str(Path(own) / "cache")
         folder = options.bases or Path(own) / "bases"
-        folder.mkdir(parents=True, exist_ok=True)
-        bases = make_bases(folder)
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            make_bases(folder)
+        bases = find_bases(folder)
         number = options.number if options.number or options.seconds else 1000
         counts = run(number, options.seconds, options.seed, bases, folder)
     return 1 if counts["failures"] else 0

@@ -244,7 +244,7 @@ def test_verify_finds_a_kernel_that_is_not_there(cli: Cli, gpu_artifact: Path, t
     manifest = json.loads((artifact / "manifest.json").read_text())
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     manifest["files"]["kernels/device.json"] = {"bytes": path.stat().st_size, "sha256": sha256}
-    (artifact / "manifest.json").write_text(sealed(manifest))
+    (artifact / "manifest.json").write_bytes(sealed(manifest))
     ended = cli("verify", artifact)
     assert (ended.code, ended.err.count("\n")) == (4, 1)
     assert f"no kernel {name}" in ended.err

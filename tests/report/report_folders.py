@@ -123,7 +123,7 @@ def write_artifact(folder: Path, **report: Any) -> None:
             for name in ("program.json", "report.json", "weights.safetensors", "kernels/host.so")
         },
     }
-    (folder / "manifest.json").write_text(sealed(manifest))
+    (folder / "manifest.json").write_bytes(sealed(manifest))
 
 
 def _call(operator: str, layer: int | None, weights: Sequence[str], row: int | None = None) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def test_errors_are_one_line(
 def test_exit_codes_of_broken_artifacts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = folder / "manifest.json"
     data = json.loads(manifest.read_text())
-    manifest.write_text(sealed({**data, "code": [{**data["code"][0], "features": ["warp"]}]}))
+    manifest.write_bytes(sealed({**data, "code": [{**data["code"][0], "features": ["warp"]}]}))
     assert main([str(folder), "-p", "Hi"]) == 6
     assert main([str(folder / "kernels"), "-p", "Hi"]) == 4
     assert main([str(folder / "nothing"), "-p", "Hi"]) == 4

@@ -236,4 +236,4 @@ def write_manifest(folder: Path, context: int = 40, chunk: int = 8, changes: Map
         "chunk": chunk,
         "sequences": 1,
     }
-    (folder / "manifest.json").write_text(sealed({**manifest, **(changes or {})}))
+    (folder / "manifest.json").write_bytes(sealed({**manifest, **(changes or {})}))
