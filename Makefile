@@ -1,6 +1,6 @@
 # make demo   compile the bundled model and generate text from it
 # make test   ruff, mypy and pytest
-# make fuzz   the property tests on new random examples, for MINUTES=10
+# make fuzz   attacks and property tests on new random examples, for MINUTES=10
 # make bench  compile a 1.3-billion-parameter model with 10 % of its neurons firing, and measure it
 # make format make clean
 #

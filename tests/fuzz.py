@@ -1,8 +1,11 @@
-"""Runs the property tests on new random examples, round after round, until the time is up or a round fails.
+"""Runs property tests and attacks on new random examples, turn by turn, until the time is up or one fails.
 
 python tests/fuzz.py --minutes 60 [--jobs 2] [pytest's arguments]
 
-The seed of each round is printed, and repeats it: PICOMPILE_HYPOTHESIS=fuzz pytest -m hypothesis --hypothesis-seed=SEED
+Behind every two attacks of tests/attack, which have a minute each, comes a round of the property tests. The seed of each
+turn is printed, and repeats it:
+
+PICOMPILE_HYPOTHESIS=fuzz pytest -m hypothesis --hypothesis-seed=SEED     or     python tests/attack/NAME.py --seed SEED
 """
 
 import argparse
@@ -12,15 +15,40 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from pathlib import Path
+
+ATTACKS = ("artifacts", "api", "checkpoints", "configs", "caches", "disks", "replacements", "writers")
+_ATTACK_S = 60.0
+# A turn begins with what takes time before its clock runs, such as to compile what is attacked.
+_MOST_BEFORE_S = 240.0
 
 
-def round_of(seed: int, jobs: int, seconds: float, arguments: list[str]) -> int | None:
-    """Runs one round. Returns pytest's exit code; None where the time was up first."""
+def property_tests(seed: int, jobs: int, arguments: Sequence[str]) -> list[str]:
+    """The command of a round of the property tests."""
     options = ["-x", "-n", str(jobs), "-m", "hypothesis", f"--hypothesis-seed={seed}"]
-    command = [sys.executable, "-m", "pytest", *options, *arguments]
-    environment = {**os.environ, "PICOMPILE_HYPOTHESIS": "fuzz"}
-    # In a group of its own: its test processes must go with it.
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    return [sys.executable, "-m", "pytest", *options, *arguments]
+
+
+def attack(name: str, seed: int, seconds: float) -> list[str]:
+    """The command of an attack."""
+    script = Path(__file__).parent / "attack" / f"{name}.py"
+    return [sys.executable, str(script), "--number", "1000000", "--seconds", f"{seconds:.0f}", "--seed", str(seed)]
+
+
+def turns() -> Iterator[str]:
+    """The names of the attacks, in a new order; behind every two of them nothing, for the property tests."""
+    for turn, name in enumerate(cycle(random.SystemRandom().sample(ATTACKS, len(ATTACKS))), start=1):
+        yield name
+        if turn % 2 == 0:
+            yield ""
+
+
+def run(command: Sequence[str], seconds: float) -> int | None:
+    """The exit code of `command`; None where the time was up first."""
+    # In a group of its own: its processes must go with it.
+    process = subprocess.Popen(command, env={**os.environ, "PICOMPILE_HYPOTHESIS": "fuzz"}, start_new_session=True)
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -35,16 +63,22 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options, arguments = parser.parse_known_args()
     start = time.monotonic()
-    end, rounds = start + 60 * options.minutes, 0
-    while (left := end - time.monotonic()) > 0:
-        seed = random.SystemRandom().randrange(2**32)
-        print(f"round {rounds + 1}, seed {seed}, {left / 60:.1f} minutes left", flush=True)
-        code = round_of(seed, options.jobs, left, arguments)
+    end, done = start + 60 * options.minutes, 0
+    for turn, name in enumerate(turns(), start=1):
+        left = end - time.monotonic()
+        if left <= 0:
+            break
+        seed = random.SystemRandom().randrange(2**31)
+        print(f"turn {turn}, {name or 'property tests'}, seed {seed}, {left / 60:.1f} minutes left", flush=True)
+        if name:
+            code = run(attack(name, seed, min(left, _ATTACK_S)), min(left, _ATTACK_S) + _MOST_BEFORE_S)
+        else:
+            code = run(property_tests(seed, options.jobs, arguments), left)
         if code:
-            print(f"round {rounds + 1} failed, seed {seed}, after {(time.monotonic() - start) / 60:.1f} minutes")
+            print(f"turn {turn} failed, seed {seed}, after {(time.monotonic() - start) / 60:.1f} minutes")
             sys.exit(code)
-        rounds += code == 0
-    print(f"nothing found in {options.minutes:g} minutes: {rounds} whole rounds and a part of one")
+        done += code == 0
+    print(f"nothing found in {options.minutes:g} minutes: {done} whole turns")
 
 
 if __name__ == "__main__":
