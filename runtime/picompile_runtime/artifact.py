@@ -10,7 +10,8 @@ import hashlib
 import mmap
 import os
 import re
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from picompile_runtime.memory import Tensor, map_file
 from picompile_runtime.native import HostLibrary
 from picompile_runtime.program import Program, read_program
 from picompile_runtime.stamps import is_stamped, stamp
+from picompile_runtime.system_errors import system_error
 from picompile_runtime.variants import Variant, choose
 from picompile_runtime.weights import read_header
 
@@ -89,6 +91,12 @@ class Artifact:
     weights: mmap.mmap
     texts: Mapping[str, bytes]
     code_descriptors: Mapping[str, int]
+    _close_code: Callable[[], object] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Once, whoever closes it and how often: by then the numbers are those of others' files.
+        descriptors = [*self.code_descriptors.values()]
+        object.__setattr__(self, "_close_code", weakref.finalize(self, _close_all, descriptors))
 
     @property
     def variant(self) -> Variant:
@@ -105,7 +113,8 @@ class Artifact:
         return self._load((variant or choose(() if device is None else device.variants)).file, "device")
 
     def _load(self, file: str, device: str) -> HostLibrary:
-        library = HostLibrary(f"/proc/self/fd/{self.code_descriptors[file]}", name=str(self.folder / file))
+        sha256 = self.manifest.files[file].sha256
+        library = HostLibrary(f"/proc/self/fd/{self.code_descriptors[file]}", str(self.folder / file), sha256)
         for kernel in {call.kernel for name in self.program.functions for call in self.program.calls(name, device)}:
             library.kernel(kernel)
         return library
@@ -127,9 +136,13 @@ class Artifact:
         """Unmap the weights, unless arrays over them are still in use, and close the files."""
         with suppress(BufferError):
             self.weights.close()
-        for descriptor in self.code_descriptors.values():
-            with suppress(OSError):
-                os.close(descriptor)
+        self._close_code()
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        with suppress(OSError):
+            os.close(descriptor)
 
 
 def open_artifact(path: str | os.PathLike[str]) -> Artifact:
@@ -288,7 +301,7 @@ def _open_file(folder: Path, name: str, stack: ExitStack) -> int:
             descriptor = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | kind, dir_fd=descriptor)
             stack.callback(os.close, descriptor)
     except OSError as error:
-        raise ArtifactError(f"{folder / name}: cannot be opened ({error.strerror}); compile the model again") from error
+        raise system_error(folder / name, error) from error
     if not os.path.isfile(f"/proc/self/fd/{descriptor}"):
         raise ArtifactError(f"{folder / name}: is not a regular file")
     return descriptor

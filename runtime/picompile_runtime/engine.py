@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from types import TracebackType
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +55,8 @@ class Engine:
         self._lock = threading.RLock()
         self._positions = [0] * self._program.sequences
         self._counted = dict.fromkeys(ONE_TOKEN_EACH, 0)
-        self._closed = False
+        self._refusal = ""  # why it cannot be used any more
+        _engines.add(self)
 
     @property
     def context(self) -> int:
@@ -221,7 +223,7 @@ class Engine:
     def close(self) -> None:
         """Give the memory back. Nothing can be run afterwards; arrays that were returned stay valid."""
         with self._lock:
-            self._closed = True
+            self._refusal = self._refusal or "the engine is closed"
             self._executor.close()
             self.artifact.close()
 
@@ -234,8 +236,8 @@ class Engine:
         self.close()
 
     def _open(self) -> None:
-        if self._closed:
-            raise RequestError("the engine is closed")
+        if self._refusal:
+            raise RequestError(self._refusal)
 
     def _checked(self, ids: Sequence[int] | NDArray[np.int32], slot: int) -> NDArray[np.int32]:
         """`ids` as int32 [tokens], if they are tokens of this model and fit behind those seen so far."""
@@ -300,3 +302,20 @@ class Engine:
         self._executor.run(function, tokens, self._positions[slot], slot)
         self._positions[slot] += len(tokens)
         return function
+
+    def _after_fork(self) -> None:
+        """Let a forked process use the engine as its parent's last whole step left it, where its device can be used."""
+        self._lock = threading.RLock()
+        self._refusal = self._executor.after_fork() or self._refusal
+
+
+_engines: WeakSet[Engine] = WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """Threads that used an engine are not here, and would hold its lock for ever."""
+    for engine in list(_engines):
+        engine._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

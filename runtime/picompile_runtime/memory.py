@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from picompile_runtime.errors import DoesNotFitError
 
+_mprotect = ctypes.CDLL(None).mprotect
 ALIGNMENT = 64  # bytes; one cache line, and what kernels assume
 
 
@@ -68,6 +70,15 @@ def _needs(size_bytes: int, purpose: str) -> str:
 
 def _machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def protect(memory: mmap.mmap) -> None:
+    """Make an anonymous map read-only: whoever writes to it from now on ends by a signal.
+
+    A system that refuses leaves it as it is: nothing here relies on it.
+    """
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    _mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), mmap.PROT_READ)
 
 
 def map_file(descriptor: int) -> mmap.mmap:

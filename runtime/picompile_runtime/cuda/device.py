@@ -78,6 +78,7 @@ class CudaDevice:
         self._stamps: Stamps | None = None
         self._is_launching = False
         self._failed: BaseException | None = None
+        self._abandoned: NDArray[np.int32] | None = None
         # Launches that return only when all has run: the host would wait in them for a GPU that waits for the host.
         self._launches_wait = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
         self._adopted = list[mmap.mmap]()
@@ -161,6 +162,9 @@ class CudaDevice:
         with self._current():
             self._staging.write(address, data, self._compute)
 
+    def protect(self, memory: Memory) -> None:
+        """The driver has no memory that kernels cannot write to."""
+
     def read(self, memory: Memory, offset: int, data: NDArray[Any]) -> None:
         """Copies from the GPU's memory into an array uint8 [n], once the GPU has done all that it was given."""
         address = data_address(memory, offset, data)
@@ -187,6 +191,10 @@ class CudaDevice:
             graphs = tuple(self._graph(list(chain(*part)), stack) for part in parts)
             self._keep(stack)
         return Calls(parts, graphs)
+
+    def tell_failures(self, abandoned: NDArray[np.int32]) -> None:
+        """Set abandoned[0] as soon as a graph cannot be launched; what fails on the GPU is known later."""
+        self._abandoned = abandoned
 
     def start(self, calls: Calls, stamps: Stamps | None = None) -> None:
         """Begin to run what `bind` returned, and return without waiting for it.
@@ -223,11 +231,17 @@ class CudaDevice:
             if stamps is not None:
                 self._stopwatch.read(stamps)
 
+    def after_fork(self) -> str:
+        """The child has neither the GPU's memory nor what the host shares with it, and may not call the driver."""
+        self._closed = True
+        self._driver.disown()
+        return "the GPU belongs to the process that loaded the engine; load the model in a process that was not forked"
+
     def close(self) -> None:
         """Gives all memory back, once what runs has ended; may be called again. Errors of the GPU are ignored."""
         if self._closed:
             return
-        self._closed = True
+        self._closed, self._abandoned = True, None
         self._launcher.shutdown()
         with suppress(CudaError), self._owned_context, ExitStack() as stack:
             with suppress(CudaError):
@@ -261,6 +275,8 @@ class CudaDevice:
             self._launch(graphs, stamps)
         except BaseException as error:
             self._failed = error
+            if self._abandoned is not None:
+                self._abandoned[0] = 1
 
     def _await_launcher(self) -> None:
         """Returns when the launcher has done all that it was given."""
