@@ -23,7 +23,7 @@ from picompile_runtime.memory import Tensor, map_file
 from picompile_runtime.native import HostLibrary
 from picompile_runtime.program import Program, read_program
 from picompile_runtime.stamps import is_stamped, stamp
-from picompile_runtime.system_errors import system_error
+from picompile_runtime.system_errors import folder_of, system_error, told_by_cause
 from picompile_runtime.variants import Variant, choose
 from picompile_runtime.weights import read_header
 
@@ -150,24 +150,26 @@ def open_artifact(path: str | os.PathLike[str]) -> Artifact:
 
     Raises ArtifactError if it is not whole, MachineError if it was made for another machine.
     """
-    folder = Path(path)
-    manifest = read_manifest(folder)
-    choose(manifest.code)  # before weights are hashed for nothing
-    return _open(folder, manifest, None, trust_stamps=True)
+    folder = folder_of(path)
+    with told_by_cause(folder):
+        manifest = read_manifest(folder)
+        choose(manifest.code)  # before weights are hashed for nothing
+        return _open(folder, manifest, None, trust_stamps=True)
 
 
 def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Manifest:
     """Check an artifact wholly, hashing every byte of it; of the code that runs here, its kernels' names too."""
-    folder = Path(path)
-    manifest = read_manifest(folder)
-    artifact = _open(folder, manifest, progress, trust_stamps=False)
-    try:
-        for variant in manifest.code:
-            if variant.runs_here:
-                artifact.load_code(variant)
-        _verify_device(artifact)
-    finally:
-        artifact.close()
+    folder = folder_of(path)
+    with told_by_cause(folder):
+        manifest = read_manifest(folder)
+        artifact = _open(folder, manifest, progress, trust_stamps=False)
+        try:
+            for variant in manifest.code:
+                if variant.runs_here:
+                    artifact.load_code(variant)
+            _verify_device(artifact)
+        finally:
+            artifact.close()
     return manifest
 
 

@@ -6,8 +6,10 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from picompile_runtime.errors import ArtifactError, DoesNotFitError, PicompileRuntimeError
+from picompile_runtime.checks import shown
+from picompile_runtime.errors import ArtifactError, DoesNotFitError, PicompileRuntimeError, RequestError
 
 _NO_MEMORY = "there is too little memory, or this process may not have more (ulimit -v, a container's limit)"
 _AGAIN = "copy or compile the model again"
@@ -53,3 +55,14 @@ def told_by_cause(where: object) -> Iterator[None]:
         if "new thread" not in str(error):
             raise
         raise DoesNotFitError(f"{where}: cannot be loaded: {_LIMITS[errno.EAGAIN]}") from error
+
+
+def folder_of(path: str | os.PathLike[str]) -> Path:
+    """Return the path that a caller gave for an artifact. Raises RequestError for what can be no path."""
+    try:
+        text = os.fsdecode(path)
+    except TypeError as error:
+        raise RequestError(f"an artifact is given as the path of its folder, not as {shown(path)}") from error
+    if "\0" in text:
+        raise RequestError(f"a path has no zero bytes, as {shown(text)} has")
+    return Path(text)
