@@ -82,7 +82,10 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Artifact:
-    """An opened artifact. `texts` has its small files; `weights` is mapped, code only by `load_code`."""
+    """An opened artifact. `texts` has its small files; `weights` is mapped, code only by `load_code`.
+
+    `descriptors` are those of weights and code, `weights_facts` size and time of the weights' file when it was checked.
+    """
 
     folder: Path
     manifest: Manifest
@@ -90,13 +93,14 @@ class Artifact:
     tensors: Mapping[str, Tensor]
     weights: mmap.mmap
     texts: Mapping[str, bytes]
-    code_descriptors: Mapping[str, int]
-    _close_code: Callable[[], object] = field(init=False, repr=False, compare=False)
+    descriptors: Mapping[str, int]
+    weights_facts: tuple[int, int]
+    _close_files: Callable[[], object] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Once, whoever closes it and how often: by then the numbers are those of others' files.
-        descriptors = [*self.code_descriptors.values()]
-        object.__setattr__(self, "_close_code", weakref.finalize(self, _close_all, descriptors))
+        descriptors = [*self.descriptors.values()]
+        object.__setattr__(self, "_close_files", weakref.finalize(self, _close_all, descriptors))
 
     @property
     def variant(self) -> Variant:
@@ -114,7 +118,7 @@ class Artifact:
 
     def _load(self, file: str, device: str) -> HostLibrary:
         sha256 = self.manifest.files[file].sha256
-        library = HostLibrary(f"/proc/self/fd/{self.code_descriptors[file]}", str(self.folder / file), sha256)
+        library = HostLibrary(f"/proc/self/fd/{self.descriptors[file]}", str(self.folder / file), sha256)
         for kernel in {call.kernel for name in self.program.functions for call in self.program.calls(name, device)}:
             library.kernel(kernel)
         return library
@@ -132,11 +136,32 @@ class Artifact:
             found.update(item for item in (value if isinstance(value, list) else [value]) if type(item) is int)
         return frozenset(found)
 
+    def check_weights(self) -> None:
+        """Raises ArtifactError if the file of the weights was written to since it was found whole."""
+        if _facts(self.descriptors[WEIGHTS]) != self.weights_facts:
+            raise ArtifactError(f"{self.folder / WEIGHTS}: was changed while it is in use; load the artifact again")
+
     def close(self) -> None:
         """Unmap the weights, unless arrays over them are still in use, and close the files."""
         with suppress(BufferError):
             self.weights.close()
-        self._close_code()
+        self._close_files()
+
+
+def _facts(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
+
+
+def _duplicates(descriptors: Mapping[str, int]) -> Mapping[str, int]:
+    found: dict[str, int] = {}
+    try:
+        for name, descriptor in descriptors.items():
+            found[name] = os.dup(descriptor)
+    except OSError:
+        _close_all([*found.values()])
+        raise
+    return found
 
 
 def _close_all(descriptors: Sequence[int]) -> None:
@@ -264,12 +289,13 @@ def _open(folder: Path, manifest: Manifest, progress: Progress | None, trust_sta
     of_device = () if manifest.hot_device is None else manifest.hot_device.variants
     code = {variant.file for variant in (*manifest.code, *of_device)}
     with ExitStack() as stack:
-        kept = {}
+        kept, weights_facts = {}, (0, 0)
         for name, entry in manifest.files.items():
             descriptor = _open_file(folder, name, stack)
             _check_size(descriptor, entry, folder / name)
             if name == WEIGHTS or name in code:
                 kept[name] = descriptor
+                weights_facts = _facts(descriptor) if name == WEIGHTS else weights_facts  # before it is hashed
                 stamped = name == WEIGHTS and trust_stamps and is_stamped(folder / name, descriptor, manifest.sha256)
                 if not stamped:
                     _check_hash(_hash(descriptor, entry, name, progress), entry, folder / name)
@@ -288,8 +314,8 @@ def _open(folder: Path, manifest: Manifest, progress: Progress | None, trust_sta
         sizes = (program.context, program.chunk, program.sequences)
         if sizes != (manifest.context, manifest.chunk, manifest.sequences):
             raise ArtifactError(f"{folder}: manifest.json and program.json disagree on context, chunk or sequences")
-        descriptors = {name: os.dup(kept[name]) for name in sorted(code)}
-        return Artifact(folder, manifest, program, tensors, weights, texts, descriptors)
+        descriptors = _duplicates({name: kept[name] for name in sorted({*code, WEIGHTS})})
+        return Artifact(folder, manifest, program, tensors, weights, texts, descriptors, weights_facts)
 
 
 def _open_file(folder: Path, name: str, stack: ExitStack) -> int:

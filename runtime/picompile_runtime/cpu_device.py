@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,7 @@ class CpuDevice:
     def __init__(self, library: HostLibrary, threads: int, waits: Collection[str] = ()) -> None:
         self._library, self._threads, self._waits = library, threads, waits
         self._tensors = TensorTable()
+        self._protected = list[mmap.mmap]()
         self._queue = _one_thread()
         self._is_started = False  # set before `_running`: an interrupt may come between
         self._running: Future[None] | None = None
@@ -71,12 +73,18 @@ class CpuDevice:
 
     def bind(self, calls: Sequence[tuple[str, Sequence[View]]], breaks: Sequence[int] = ()) -> CallList:
         """Make a list of calls of the library's kernels; other processes get the CPU without `breaks`."""
-        arrays = [(name, [array_at(view.memory, view.tensor) for view in views]) for name, views in calls]
+        arrays = [(name, [self._array(view) for view in views]) for name, views in calls]
         return self._library.bind(arrays, self._tensors, self._waits)
+
+    def _array(self, view: View) -> NDArray[Any]:
+        array = array_at(view.memory, view.tensor)
+        array.flags.writeable = not any(view.memory is memory for memory in self._protected)
+        return array
 
     def protect(self, memory: mmap.mmap) -> None:
         """Make memory read-only."""
         protect(memory)
+        self._protected.append(memory)
 
     def tell_failures(self, abandoned: NDArray[np.int32]) -> None:
         """Set abandoned[0] as soon as a list of calls has failed."""
@@ -125,6 +133,7 @@ class CpuDevice:
         """Ends the device's threads."""
         self._queue.shutdown()
         self._running, self._abandoned, self._tensors = None, None, TensorTable()
+        self._protected.clear()
         self._library.close()
 
 

@@ -175,6 +175,7 @@ class Engine:
         for start in range(0, len(tokens), self.chunk):
             with self._lock:
                 part = self._checked(tokens[start : start + self.chunk], slot)
+                self._executor.check_weights()
                 self._read("score", part, slot)
                 logits = self._executor.logits("score", len(part))
             yield logits
@@ -275,6 +276,7 @@ class Engine:
         tokens = self._checked(ids, slot)
         if len(tokens) == 1:
             return self._decode(int(tokens[0]), slot)
+        self._executor.check_weights()
         while len(tokens) > self.chunk:
             self._read("prefill", tokens[: self.chunk], slot)
             tokens = tokens[self.chunk :]

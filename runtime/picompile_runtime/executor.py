@@ -21,7 +21,7 @@ from picompile_runtime.native import CallList, TensorTable
 from picompile_runtime.open_device import open_device, split_threads
 from picompile_runtime.places import DevicePlaces, HostPlaces, device_places, host_places, weights_of
 from picompile_runtime.program import BATCH, ONE_TOKEN_EACH, Call, Program
-from picompile_runtime.resident import load_tensors, load_weights
+from picompile_runtime.resident import Weights, load_tensors, load_weights
 from picompile_runtime.scores import Leading, Logits
 from picompile_runtime.timing import CallTimes, Span
 from picompile_runtime.waiting import waited_in_vain
@@ -92,6 +92,13 @@ class Executor:
         self._device_calls = {name: self._bind_device(name) for name in program.functions}
         if self._device is not None:
             self._device.tell_failures(self._abandoned)
+        self.check_weights = artifact.check_weights if self._is_mapped(artifact) else _nothing
+        artifact.check_weights()  # all of it has been read now, and none of it since it was changed
+
+    def _is_mapped(self, artifact: Artifact) -> bool:
+        """Whether steps read the weights from the file."""
+        memory = self._weights.memory if isinstance(self._weights, Weights) else self._weights
+        return memory is artifact.weights
 
     def _load_weights(self, artifact: Artifact, threads: int) -> dict[str, tuple[Any, int]]:
         """The weights that the host has: all, or where there is a hot device those that are not its own."""
@@ -263,6 +270,10 @@ class Executor:
         """Not 0 once a side has given up."""
         abandoned: NDArray[np.int32] = self.buffers["abandoned"]
         return abandoned
+
+
+def _nothing() -> None:
+    """Stands for a check that is not needed."""
 
 
 def _await_device(device: HotDevice, only_wait: bool) -> None:

@@ -64,8 +64,20 @@ def check_total(size_bytes: int, purpose: str) -> None:
         raise DoesNotFitError(f"{_needs(size_bytes, purpose)}; {hint}")
 
 
+def in_units(*sizes_bytes: int) -> tuple[str, ...]:
+    """Return sizes in words, as `1.50 GiB` or `37.0 MiB`, with as many digits as tell different ones apart."""
+    unit, name = (2**30, "GiB") if max(sizes_bytes) >= 2**30 else (2**20, "MiB")
+    least = 2 if name == "GiB" else 1
+    for digits in range(least, 12):
+        texts = tuple(f"{size / unit:.{digits}f} {name}" for size in sizes_bytes)
+        if len(set(texts)) == len(set(sizes_bytes)):
+            break
+    return texts
+
+
 def _needs(size_bytes: int, purpose: str) -> str:
-    return f"{purpose} needs {size_bytes / 2**30:.2f} GiB and this machine has {_machine_bytes() / 2**30:.2f} GiB"
+    needed, has = in_units(size_bytes, _machine_bytes())
+    return f"{purpose} needs {needed} and this machine has {has}"
 
 
 def _machine_bytes() -> int:

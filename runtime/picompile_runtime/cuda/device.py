@@ -32,6 +32,7 @@ from picompile_runtime.cuda.staging import BUFFER_BYTES, Staging, host_array
 from picompile_runtime.cuda.stopwatch import Stopwatch
 from picompile_runtime.device import View
 from picompile_runtime.errors import ArtifactError, DoesNotFitError
+from picompile_runtime.memory import in_units
 from picompile_runtime.native import Stamps
 
 # Results of pinning memory: not to be had in this way, too little of it, or not on this system.
@@ -329,9 +330,9 @@ class CudaDevice:
             yield BoundLaunch(name, launch, self._module.function(launch.symbol), arguments)
 
     def _does_not_fit(self, size_bytes: int, purpose: str) -> DoesNotFitError:
-        free_bytes = self._driver.free_bytes()
+        needed, free = in_units(size_bytes, self._driver.free_bytes())
         return DoesNotFitError(
-            f"{purpose} needs {size_bytes / 2**30:.2f} GiB of GPU memory and {free_bytes / 2**30:.2f} GiB are free; "
+            f"{purpose} needs {needed} of GPU memory and {free} are free; "
             "compile with a smaller --vram-budget or --context"
         )
 
