@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -82,9 +82,11 @@ def check_slot(slot: int, sequences: int) -> None:
 def check_batch(slots: Sequence[int], tokens: int, sequences: int) -> list[int]:
     """Return `slots` as a list. Raises RequestError unless they are different ones, one for each of `tokens` tokens."""
     try:
-        found = list(slots)
+        found = list(slots) if not isinstance(slots, Set | Mapping) else None
     except Exception as error:  # whatever an object says that is no list
         raise RequestError(f"slots must be a list of slots, not {shown(slots)}") from error
+    if found is None:  # has no order
+        raise RequestError(f"slots must be a list of slots, not {shown(slots)}")
     if len(found) != tokens:
         raise RequestError(f"each token needs its slot: there are {tokens} tokens and {len(found)} slots")
     for slot in found:
