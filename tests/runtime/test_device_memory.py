@@ -142,9 +142,7 @@ def test_something_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
     fit_device(program(), TENSORS, ALL + REST + 2 * spared, may_move=False, graph_bytes=2 * spared)
     with pytest.raises(DoesNotFitError, match="even if its weights stay"):
         fit_device(program(), TENSORS, REST + spared, may_move=True, graph_bytes=2 * spared)
-    with pytest.raises(
-        DoesNotFitError, match=r"needs 0\.154602 MiB .*driver 0\.1 MiB\) and 0\.154601 MiB are"
-    ):
+    with pytest.raises(DoesNotFitError, match=r"needs 0\.154602 MiB .*driver 0\.1 MiB\) and 0\.154601 MiB are"):
         fit_device(program(), TENSORS, ALL + REST + spared - 1, may_move=False)
     assert fit_device(program(), TENSORS, ALL + REST + spared, may_move=True).streamed == frozenset()
     assert fit_device(program(), TENSORS, ALL + REST + spared - 1, may_move=True).streamed == {"table"}
