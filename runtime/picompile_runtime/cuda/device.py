@@ -30,6 +30,7 @@ from picompile_runtime.cuda.memory import Memory, data_address, view_address
 from picompile_runtime.cuda.module import choose_image, load_module
 from picompile_runtime.cuda.staging import BUFFER_BYTES, Staging, host_array
 from picompile_runtime.cuda.stopwatch import Stopwatch
+from picompile_runtime.cuda.watch import Watch
 from picompile_runtime.device import View
 from picompile_runtime.errors import ArtifactError, DoesNotFitError
 from picompile_runtime.memory import in_units
@@ -80,6 +81,7 @@ class CudaDevice:
         self._is_launching = False
         self._failed: BaseException | None = None
         self._abandoned: NDArray[np.int32] | None = None
+        self._watch: Watch | None = None
         # Launches that return only when all has run: the host would wait in them for a GPU that waits for the host.
         self._launches_wait = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
         self._adopted = list[mmap.mmap]()
@@ -194,8 +196,16 @@ class CudaDevice:
         return Calls(parts, graphs)
 
     def tell_failures(self, abandoned: NDArray[np.int32]) -> None:
-        """Set abandoned[0] as soon as a graph cannot be launched; what fails on the GPU is known later."""
+        """Set abandoned[0] as soon as a graph cannot be launched, and soon after a kernel has failed."""
         self._abandoned = abandoned
+        driver, context, stream = self._driver, self._context, self._compute
+
+        def has_failed() -> bool:
+            with suppress(CudaError), driver.current(context):
+                return not driver.is_well(stream)
+            return True
+
+        self._watch = Watch(has_failed, abandoned)
 
     def start(self, calls: Calls, stamps: Stamps | None = None) -> None:
         """Begin to run what `bind` returned, and return without waiting for it.
@@ -209,6 +219,8 @@ class CudaDevice:
             with self._current():
                 graphs = self._stamped(calls)
                 self._stopwatch.align()
+        if self._watch is not None:
+            self._watch.begin()
         if not self._launches_wait and stamps is None and len(graphs) == 1:
             self._launch(graphs, stamps)
             return
@@ -227,6 +239,9 @@ class CudaDevice:
                 self._driver.call("cuStreamSynchronize", self._compute)
             except CudaError as error:
                 raise GpuCallError(f"the GPU: {error}; {_cause(error.result)}", error.result) from error
+            finally:
+                if self._watch is not None:
+                    self._watch.end()
             if failed is not None:
                 raise failed
             if stamps is not None:
@@ -244,6 +259,8 @@ class CudaDevice:
             return
         self._closed, self._abandoned = True, None
         self._launcher.shutdown()
+        if self._watch is not None:  # before the memory goes that it writes to
+            self._watch.close()
         with suppress(CudaError), self._owned_context, ExitStack() as stack:
             with suppress(CudaError):
                 stack.enter_context(self._current())

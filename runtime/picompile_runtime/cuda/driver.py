@@ -22,7 +22,7 @@ _STREAM_NON_BLOCKING = 1
 _EVENT_DISABLE_TIMING = 2
 _HOST_PORTABLE, _HOST_DEVICEMAP = 1, 2
 _NAME_BYTES = 256
-_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
+_NOT_INITIALIZED, _NOT_READY = 3, 600  # CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_NOT_READY
 _MODULE_LOADING = "CUDA_MODULE_LOADING"
 
 
@@ -176,6 +176,10 @@ class Driver:
         The answer is not needed: it is an error while work is left, and of what has failed a wait will tell.
         """
         self._library.cuStreamQuery(stream)
+
+    def is_well(self, stream: c_void_p) -> bool:
+        """Whether nothing in the stream has failed so far. Needs its context, and waits for nothing."""
+        return self._library.cuStreamQuery(stream) in (0, _NOT_READY)
 
     @contextmanager
     def stream(self) -> Iterator[c_void_p]:
