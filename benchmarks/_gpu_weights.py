@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from picompile_passes.dialect import quantize_rows
 from picompile_runtime.artifact import WEIGHTS
+from picompile_runtime.seal import sealed
 from picompile_runtime.stamps import stamp
 
 Array = NDArray[Any]
@@ -65,10 +66,10 @@ def write_artifact(archive: Path, folder: Path, active: float, skew: bool, added
     path, blocks = folder / WEIGHTS, Blocks(Firing(active, skew, manifest["model"]["ffn"], added))
     size = _write(path, content["tensors"], (folder / "constants.bin").read_bytes(), blocks)
     manifest["files"][WEIGHTS] = {"bytes": size, "sha256": os.urandom(32).hex()}
-    text = json.dumps(manifest, indent=1) + "\n"
-    (folder / "manifest.json").write_text(text)
+    text = sealed(manifest)
+    (folder / "manifest.json").write_bytes(text)
     with path.open("rb") as file:
-        stamp(path, file.fileno(), hashlib.sha256(text.encode()).hexdigest())
+        stamp(path, file.fileno(), hashlib.sha256(text).hexdigest())
 
 
 def _write(path: Path, tensors: Sequence[Mapping[str, Any]], constants: bytes, blocks: "Blocks") -> int:

@@ -23,7 +23,7 @@ from picompile_codegen.program import tensor_bytes
 
 ALIGNMENT_BYTES = 64
 MANIFEST_FORMAT = "picompile-artifact"
-MANIFEST_SCHEMA = 3
+MANIFEST_SCHEMA = 4
 KERNEL_ABI = 1
 
 # Files beside the weights: program, kernels, tokenizer. Generous, since it only guards against a full disk.

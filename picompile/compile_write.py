@@ -96,10 +96,11 @@ def _write_weights(compiled: Compiled, folder: Path, progress: Progress) -> str:
 def write_program(compiled: Compiled, lowered: "Lowered", folder: Path, facts: Facts) -> None:
     """Writes the program of `lowered`, report and manifest: with what else is in `folder`, an artifact that loads."""
     from picompile import artifact_writer as writer
+    from picompile_runtime.seal import sealed
 
     writer.write_json(folder / "program.json", lowered.program.to_json())
     writer.write_json(folder / "report.json", _report(lowered, compiled.plan, facts.accuracy))
-    writer.write_json(folder / "manifest.json", _manifest(compiled, lowered, folder, facts))
+    (folder / "manifest.json").write_bytes(sealed(_manifest(compiled, lowered, folder, facts)))
 
 
 def _report(lowered: "Lowered", plan: "Plan | None", accuracy: dict[str, Any] | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from tvm.target.codegen import llvm_get_cpu_features, llvm_is_valid_cpu, llvm_ve
 
 import picompile_codegen.pipeline
 from picompile_codegen.errors import BuildError, CodegenError
+from picompile_codegen.interfaces import interfaces_source
 from picompile_codegen.isa import DEFAULT_ISA, ISAS, Isa
 from picompile_codegen.kernels import Kernel
 from picompile_codegen.object_cache import cached_object, object_key
@@ -46,6 +47,8 @@ def build_host_library(kernels: Iterable[Kernel], output: Path, isa: Isa = ISAS[
         for number, source in enumerate(_SOURCES):
             objects.append(Path(folder) / f"source{number}.o")
             _compile_source(compiler, source, objects[-1])
+        objects.append(Path(folder) / "interfaces.o")
+        _compile_interfaces(compiler, functions.values(), objects[-1])
         for number, name in enumerate(sorted(functions)):
             objects.append(Path(folder) / f"{number}.o")
             _compile(functions[name], isa, target, objects[-1])
@@ -96,6 +99,13 @@ def _compile_source(compiler: str, source: Path, output: Path) -> None:
     texts = (path.read_text(encoding="utf-8") for path in (source, _HEADER))
     key = object_key(*texts, *_COMPILE_FLAGS, compiler, _version_of(compiler))
     cached_object(key, output, lambda path: _run(compiler, *_COMPILE_FLAGS, "-o", path, source))
+
+
+def _compile_interfaces(compiler: str, kernels: Iterable[Kernel], output: Path) -> None:
+    """What the library says of its kernels."""
+    source = output.with_suffix(".c")
+    source.write_text(interfaces_source(kernels), encoding="utf-8")
+    _run(compiler, *_COMPILE_FLAGS, "-o", output, source)
 
 
 @cache

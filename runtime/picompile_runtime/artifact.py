@@ -22,13 +22,14 @@ from picompile_runtime.fields import Fields, parse_object
 from picompile_runtime.memory import Tensor, map_file
 from picompile_runtime.native import HostLibrary
 from picompile_runtime.program import Program, read_program
+from picompile_runtime.seal import KEY, is_sealed
 from picompile_runtime.stamps import is_stamped, stamp
 from picompile_runtime.system_errors import folder_of, system_error, told_by_cause
 from picompile_runtime.variants import Variant, choose
 from picompile_runtime.weights import read_header
 
 FORMAT = "picompile-artifact"
-SCHEMA = 3
+SCHEMA = 4
 ABI = 1
 WEIGHTS = "weights.safetensors"
 PROGRAM = "program.json"
@@ -125,7 +126,9 @@ class Artifact:
 
     def json(self, name: str) -> Mapping[str, Any]:
         """One of the small JSON files as a mapping; empty if the artifact has none of that name."""
-        return parse_object(self.texts[name], str(self.folder / name)).data if name in self.texts else {}
+        if name not in self.texts:
+            return {}
+        return parse_object(self.texts[name], str(self.folder / name), unique=False).data
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -183,16 +186,18 @@ def open_artifact(path: str | os.PathLike[str]) -> Artifact:
 
 
 def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Manifest:
-    """Check an artifact wholly, hashing every byte of it; of the code that runs here, its kernels' names too."""
+    """Check an artifact wholly, hashing every byte of it; of the code that runs here, its kernels too."""
+    from picompile_runtime.code_checks import check_code
+
     folder = folder_of(path)
     with told_by_cause(folder):
         manifest = read_manifest(folder)
         artifact = _open(folder, manifest, progress, trust_stamps=False)
         try:
+            _verify_device(artifact)
             for variant in manifest.code:
                 if variant.runs_here:
-                    artifact.load_code(variant)
-            _verify_device(artifact)
+                    check_code(artifact, artifact.load_code(variant))
         finally:
             artifact.close()
     return manifest
@@ -228,6 +233,8 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{where}: {key} is {root.data[key]}, and this runtime knows {known}; "
                 f"{'update the runtime' if root.data[key] > known else 'compile the model again'}"
             )
+    if not is_sealed(text, root.text(KEY)):
+        raise ArtifactError(f"{where}: was changed (its sha256 is not its own); copy or compile it again")
     files = _files(root.object("files"))
     return Manifest(
         code=_code(root, files),

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.artifact import WEIGHTS, Artifact
+from picompile_runtime.code_checks import check_code
 from picompile_runtime.device import HotDevice
 from picompile_runtime.device_memory import fit_device
 from picompile_runtime.errors import KernelError, RequestError
@@ -47,6 +48,7 @@ class Executor:
         self._device: HotDevice | None = None
         self.buffers: dict[str, NDArray[Any]] = {}
         try:
+            check_code(artifact, self.library)
             _check_memory(self._program)
             if self._program.has_device:
                 self._device = open_device(artifact, device_threads)

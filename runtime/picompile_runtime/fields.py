@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from picompile_runtime.errors import ArtifactError
 
 
-def parse_object(text: bytes, where: str) -> Fields:
-    """The JSON object in `text`; ArtifactError if it is none."""
+def parse_object(text: bytes, where: str, *, unique: bool = True) -> Fields:
+    """Return the JSON object in `text`; ArtifactError if it is none, or if an object in it has a key twice.
+
+    Readers of JSON disagree on which of two equal keys counts. Without `unique` it is the last one, as in Python.
+    """
     try:
-        return Fields(json.loads(text), where)
+        return Fields(json.loads(text, object_pairs_hook=_unique if unique else None), where)
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{where}: is not valid JSON ({error})") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)[:80]!r} is there twice")
+    return found
 
 
 class Fields:
@@ -36,6 +48,18 @@ class Fields:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise self.wrong(key, f"an integer from {least} to {most}")
         return value
+
+    def optional_integer(self, key: str, least: int = 0, most: int = 2**47) -> int | None:
+        """The same, or None where the field is missing."""
+        return self.integer(key, least, most) if key in self.data else None
+
+    def one_of(self, key: str, known: Sequence[str]) -> str:
+        """A word of `known`, the first one where the field is missing."""
+        if key not in self.data:
+            return known[0]
+        if (word := self.text(key)) not in known:
+            raise self.wrong(key, f"one of {', '.join(known)}")
+        return word
 
     def text(self, key: str) -> str:
         """A non-empty string."""

@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,13 @@ class Tensor:
     @property
     def size_bytes(self) -> int:
         """Bytes of the tensor."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * item_bytes(self.dtype)
+
+
+@cache
+def item_bytes(dtype: str) -> int:
+    """Bytes of an element, by numpy's name of its type."""
+    return int(np.dtype(dtype).itemsize)
 
 
 def aligned_zeros(shape: Sequence[int], dtype: Any) -> NDArray[Any]:

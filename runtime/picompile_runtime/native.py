@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from picompile_runtime import libraries
 from picompile_runtime.errors import ArtifactError, KernelError
+from picompile_runtime.interfaces import Interface, read_interfaces
 from picompile_runtime.system_errors import system_error
 
 Array = NDArray[Any]
@@ -156,6 +157,14 @@ class HostLibrary:
         self._run.restype = ctypes.c_int
         self._last_error.restype = ctypes.c_char_p
         self._ping_pong = getattr(self._library, "pi_ping_pong", None)  # older libraries have none
+
+    def interfaces(self) -> Mapping[str, Interface] | None:
+        """What its kernels declare; None for a library without a table, which no compiler of ours has made."""
+        try:
+            table = ctypes.c_char.in_dll(self._library, "pi_kernels")
+        except ValueError:
+            return None
+        return read_interfaces(ctypes.string_at(ctypes.addressof(table)), self.name)
 
     @property
     def has_ping_pong(self) -> bool:

@@ -4,7 +4,7 @@ and every tensor proven to lie inside its memory, so that running it cannot touc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,6 +112,10 @@ class Program:
         """The kernels that wait for the other device."""
         return frozenset(call.kernel for calls in self.functions.values() for call in calls if call.op in WAITS)
 
+    def rows(self, function: str) -> int:
+        """How many tokens a step of a function reads at most."""
+        return {"decode": 1, BATCH: self.sequences}.get(function, self.chunk)
+
     def calls(self, function: str, device: str) -> tuple[Call, ...]:
         """The calls of a function that run on `device`, in order."""
         return tuple(call for call in self.functions[function] if call.device == device)
@@ -161,16 +165,7 @@ def _arena(memory: str) -> str:
 
 
 def _memory(entry: Fields) -> str:
-    return _one_of(entry, "memory", MEMORIES)
-
-
-def _one_of(entry: Fields, key: str, known: Sequence[str]) -> str:
-    """A word that is left out where it is the first of `known`."""
-    if key not in entry.data:
-        return known[0]
-    if (word := entry.text(key)) not in known:
-        raise entry.wrong(key, f"one of {', '.join(known)}")
-    return word
+    return entry.one_of("memory", MEMORIES)
 
 
 def _tensor(entry: Fields, offset: int = 0) -> Tensor:
@@ -194,7 +189,7 @@ def _call(entry: Fields, sources: Mapping[str, Mapping[str, Tensor]]) -> Call:
         layer=None if entry.data.get("layer") is None else entry.integer("layer"),
         weight_bytes=entry.integer("weight_bytes"),
         window=entry.integer("window") if "window" in entry.data else 0,
-        device=_one_of(entry, "device", DEVICES),
+        device=entry.one_of("device", DEVICES),
     )
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from support import Cli, Ended, save_byte_tokenizer
 
+from picompile_runtime.seal import sealed
+
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -367,7 +369,7 @@ def test_another_machine(cli: Cli, tiny_artifact: Path, tmp_path: Path) -> None:
     manifest = json.loads((artifact / "manifest.json").read_text())
     for variant in manifest["code"]:
         variant["features"].append("nosuchfeature")
-    (artifact / "manifest.json").write_text(json.dumps(manifest))
+    (artifact / "manifest.json").write_bytes(sealed(manifest))
     assert_refused(cli("run", artifact, "-p", "x"), 6, "nosuchfeature")
     assert cli("inspect", artifact).code == 0
     assert cli("verify", artifact).code == 0

@@ -15,6 +15,7 @@ from support import Cli
 from picompile.placement.plan_file import read_plan
 from picompile_runtime import device_memory, resident
 from picompile_runtime.cuda import CudaDevice, driver
+from picompile_runtime.seal import sealed
 
 __all__ = ["fake_cuda", "fake_library", "gpu", "gpu_artifact", "gpu_kernels", "gpu_model", "host_artifact"]
 
@@ -243,7 +244,7 @@ def test_verify_finds_a_kernel_that_is_not_there(cli: Cli, gpu_artifact: Path, t
     manifest = json.loads((artifact / "manifest.json").read_text())
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     manifest["files"]["kernels/device.json"] = {"bytes": path.stat().st_size, "sha256": sha256}
-    (artifact / "manifest.json").write_text(json.dumps(manifest))
+    (artifact / "manifest.json").write_bytes(sealed(manifest))
     ended = cli("verify", artifact)
     assert (ended.code, ended.err.count("\n")) == (4, 1)
     assert f"no kernel {name}" in ended.err

@@ -11,6 +11,7 @@ from picompile.targets import find_native_target
 from picompile_codegen.errors import ToolchainError
 from picompile_codegen.isa import ISAS
 from picompile_codegen.toolchain import c_compiler
+from picompile_runtime.seal import sealed
 
 IDS = "1,15,7,200,31"
 
@@ -87,7 +88,7 @@ def test_without_the_code_for_this_machine(cli: Cli, manifold: Path, tmp_path: P
     artifact = Path(shutil.copytree(manifold, tmp_path / "artifact"))
     manifest = json.loads((artifact / "manifest.json").read_text())
     manifest["code"] = manifest["code"][:1]
-    (artifact / "manifest.json").write_text(json.dumps(manifest))
+    (artifact / "manifest.json").write_bytes(sealed(manifest))
     ended = cli("run", artifact, "-p", "x")
     assert ended.code == 6 and ended.err.count("\n") == 1
     (artifact / "kernels" / "host.x86-64-v3.so").unlink()

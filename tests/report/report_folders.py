@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from picompile_runtime.seal import sealed
+
 FINGERPRINT = "5a" * 32
 
 
@@ -105,7 +107,7 @@ def write_artifact(folder: Path, **report: Any) -> None:
     _write(folder / "report.json", {"schema": 1, "ffn": ffn, "weight_bytes": sizes, **report})
     manifest = {
         "format": "picompile-artifact",
-        "schema": 3,
+        "schema": 4,
         "abi": 1,
         "target": "cpu",
         "code": [{"isa": "x86-64-v3", "machine": "x86_64", "features": ["avx2"], "file": "kernels/host.so"}],
@@ -121,7 +123,7 @@ def write_artifact(folder: Path, **report: Any) -> None:
             for name in ("program.json", "report.json", "weights.safetensors", "kernels/host.so")
         },
     }
-    _write(folder / "manifest.json", manifest)
+    (folder / "manifest.json").write_bytes(sealed(manifest))
 
 
 def _call(operator: str, layer: int | None, weights: Sequence[str], row: int | None = None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from toy_artifact import make_toy
 from toy_tokenizers import EOS, byte_level
 
 from picompile_runtime.__main__ import main
+from picompile_runtime.seal import sealed
 
 ANSWER = "hello 🙂 world"
 
@@ -72,7 +73,7 @@ def test_errors_are_one_line(
 def test_exit_codes_of_broken_artifacts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = folder / "manifest.json"
     data = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**data, "code": [{**data["code"][0], "features": ["warp"]}]}))
+    manifest.write_bytes(sealed({**data, "code": [{**data["code"][0], "features": ["warp"]}]}))
     assert main([str(folder), "-p", "Hi"]) == 6
     assert main([str(folder / "kernels"), "-p", "Hi"]) == 4
     assert main([str(folder / "nothing"), "-p", "Hi"]) == 4

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from picompile_runtime.machine import cpu_features
+from picompile_runtime.seal import sealed
 
 HERE = Path(__file__).parent
 NATIVE = HERE.parents[1] / "codegen" / "picompile_codegen" / "native"
@@ -221,7 +222,7 @@ def write_manifest(folder: Path, context: int = 40, chunk: int = 8, changes: Map
     }
     manifest = {
         "format": "picompile-artifact",
-        "schema": 3,
+        "schema": 4,
         "picompile": "0.1.0",
         "abi": 1,
         "target": "cpu",
@@ -235,4 +236,4 @@ def write_manifest(folder: Path, context: int = 40, chunk: int = 8, changes: Map
         "chunk": chunk,
         "sequences": 1,
     }
-    (folder / "manifest.json").write_text(json.dumps({**manifest, **(changes or {})}))
+    (folder / "manifest.json").write_bytes(sealed({**manifest, **(changes or {})}))

@@ -53,7 +53,7 @@ def attention(
             outputs = function.scratch("outputs", "float32", rows, heads, parts.count, padded_width(value_dim))
             extremes = function.scratch("extremes", "float32", rows, heads, parts.count, 2)
         tensors = Tensors(q, keys, values, y, new_keys, new_values, angles, outputs, extremes)
-        read_step = step_rows(function, mode, rows, sequences)
+        read_step = step_rows(function, mode, rows, context, sequences)
         attend = attend_chunk if mode == "chunk" else attend_rows
         attend(function, shape, parts, tensors, read_step)
         if parts.count > 1:

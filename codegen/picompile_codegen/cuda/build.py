@@ -10,6 +10,7 @@ from picompile_codegen.cuda.cubin import Resources, function_resources
 from picompile_codegen.cuda.function import CudaKernel
 from picompile_codegen.cuda.source import CudaSource, Launch, cuda_source
 from picompile_codegen.cuda.toolchain import compile_cuda, nvrtc_version
+from picompile_codegen.interfaces import interfaces
 from picompile_codegen.object_cache import cached_object, object_key
 
 FILES = {"cubin": "device.cubin", "ptx": "device.ptx", "launches": "device.json"}
@@ -21,6 +22,7 @@ def build_cuda(kernels: Iterable[CudaKernel], folder: Path, sm: int) -> Mapping[
 
     The source is written beside them, for people. Raises `BuildError` and `ToolchainError`.
     """
+    kernels = tuple(kernels)
     source = cuda_source(kernels)
     (folder / SOURCE).write_text(source.text, encoding="utf-8")
     cubin, ptx = folder / FILES["cubin"], folder / FILES["ptx"]
@@ -28,7 +30,8 @@ def build_cuda(kernels: Iterable[CudaKernel], folder: Path, sm: int) -> Mapping[
     for part, path in enumerate((cubin, ptx)):
         key = object_key(source.text, f"sm_{sm}", nvrtc_version(), path.suffix)
         cached_object(key, path, partial(_write, compiled, part))
-    content = launches_json(source, function_resources(cubin.read_bytes()), sm)
+    launches = launches_json(source, function_resources(cubin.read_bytes()), sm)
+    content = launches | {"interfaces": interfaces(kernels)}
     (folder / FILES["launches"]).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return FILES
 

@@ -29,7 +29,7 @@ def cache_write(
     with function:
         x = function.floats("x", rows, kv_heads * head_dim)
         cache = cache_argument(function, "cache", kv_dtype, sequences, kv_heads, context, head_dim)
-        read_step = step_rows(function, mode, rows, sequences)
+        read_step = step_rows(function, mode, rows, context, sequences)
         with function.launch(grid=(blocks_for(kv_heads * WARP, _THREADS), rows), block=_THREADS) as place:
             tokens, row = read_step(), place.block_y
             head = bind(place.block * (_THREADS // WARP) + place.warp)

@@ -17,7 +17,7 @@ def embedding(*, format: str, vocab: int, dim: int, rows: int, offset: int) -> C
     """
     function = CudaFunction("embedding", format, f"{vocab}x{dim}", f"r{rows}", f"o{offset}")
     with function:
-        ids = function.argument("ids", "int32", rows)
+        ids = function.argument("ids", "int32", rows, below=vocab - offset)
         w = matrix_argument(function, "w", format, vocab, dim)
         y = function.floats("y", rows, dim)
         lanes, units = lanes_for(dim), blocks_for(dim, w.unit_weights)

@@ -20,6 +20,7 @@ from picompile_codegen.cuda.exchange_copies import (
 from picompile_codegen.cuda.function import WARP, CudaFunction, CudaKernel, Place, blocks_for
 from picompile_codegen.cuda.memory import address, barrier, run_extern
 from picompile_codegen.kernels.exchange import FLAG_SHAPE
+from picompile_codegen.kernels.kernel import Access
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind, when
 
 _COPY_THREADS = 256
@@ -32,7 +33,7 @@ def send(*, dim: int, rows: int) -> CudaKernel:
     function = CudaFunction("send", dim, f"r{rows}")
     with function:
         x, out = function.floats("x", rows, dim), function.floats("out", rows, dim)
-        flag = _flag(function, "flag")
+        flag = _flag(function, "flag", "sets")
         with function.launch(grid=1, block=THREADS) as place:
             send_rows(x, out, function.tokens(rows), dim, place)
             barrier()
@@ -48,11 +49,11 @@ def send_mask(*, dim: int, neurons: int, columns: int, rows: int) -> CudaKernel:
     """
     function = CudaFunction("send_mask", f"{neurons}to{columns}x{dim}", f"r{rows}")
     with function:
-        x, mask = function.floats("x", rows, dim), function.argument("mask", "uint8", rows, neurons)
-        table = function.argument("table", "int32", columns)
+        x, mask = function.floats("x", rows, dim), function.argument("mask", "uint8", rows, neurons, below=2)
+        table = function.argument("table", "int32", columns, below=neurons)
         out, out_mask = function.floats("out", rows, dim), function.argument("out_mask", "uint8", rows, columns)
         count = function.argument("count", "int32", 1)
-        flag = _flag(function, "flag")
+        flag = _flag(function, "flag", "sets")
         with function.launch(grid=1, block=THREADS) as place:
             tokens = function.tokens(rows)
             send_rows(x, out, tokens, dim, place)
@@ -70,7 +71,7 @@ def receive(*, dim: int, rows: int, counted: bool) -> CudaKernel:
     function = CudaFunction("receive", dim, f"r{rows}", "counted" if counted else "")
     with function:
         source = function.floats("source", rows, dim)
-        flag, abandoned = _flag(function, "flag"), _flag(function, "abandoned")
+        flag, abandoned = _flag(function, "flag", "awaits"), _flag(function, "abandoned", "abandons")
         count = function.argument("count", "int32", 1) if counted else None
         y = function.floats("y", rows, dim)
         with function.launch(grid=blocks_for(rows * dim, BLOCK_ELEMENTS), block=THREADS) as place:
@@ -84,8 +85,8 @@ def receive_mask(*, neurons: int, rows: int) -> CudaKernel:
     """y = source, once the flag is set. source uint8 [rows, neurons], shared → y [rows, neurons]."""
     function = CudaFunction("receive_mask", neurons, f"r{rows}")
     with function:
-        source = function.argument("source", "uint8", rows, neurons)
-        flag, abandoned = _flag(function, "flag"), _flag(function, "abandoned")
+        source = function.argument("source", "uint8", rows, neurons, below=2)
+        flag, abandoned = _flag(function, "flag", "awaits"), _flag(function, "abandoned", "abandons")
         y = function.argument("y", "uint8", rows, neurons)
         with function.launch(grid=blocks_for(rows * neurons, BLOCK_ELEMENTS), block=THREADS) as place:
             _wait(flag, abandoned, function.step_number(), _ALWAYS, place)
@@ -97,7 +98,8 @@ def copy_words(*, words: int) -> CudaKernel:
     """y = source, int32 [words]: what changes from step to step, from shared memory to the device's."""
     function = CudaFunction("copy_words", words)
     with function:
-        source, y = function.argument("source", "int32", words), function.argument("y", "int32", words)
+        source = function.argument("source", "int32", words)
+        y = function.argument("y", "int32", words, copies="source")
         with function.launch(grid=blocks_for(words, _COPY_THREADS), block=_COPY_THREADS) as place:
             i = bind(place.block * _COPY_THREADS + place.thread)
             with when(i < words):
@@ -113,7 +115,8 @@ def ping_pong() -> CudaKernel:
     """
     function = CudaFunction("ping_pong")
     with function:
-        ping, pong, abandoned = (_flag(function, name) for name in ("ping", "pong", "abandoned"))
+        ping, pong = _flag(function, "ping", "awaits"), _flag(function, "pong", "sets")
+        abandoned = _flag(function, "abandoned", "abandons")
         sent, echoed = (function.argument(name, "int32", 1024) for name in ("sent", "echoed"))
         with function.launch(grid=1, block=WARP) as place:
             flags = [address(flag, 0) for flag in (ping, pong, abandoned)]
@@ -122,8 +125,8 @@ def ping_pong() -> CudaKernel:
     return function.cuda_kernel()
 
 
-def _flag(function: CudaFunction, name: str) -> Tensor:
-    return function.argument(name, "int32", *FLAG_SHAPE)
+def _flag(function: CudaFunction, name: str, access: Access) -> Tensor:
+    return function.argument(name, "int32", *FLAG_SHAPE, access=access)
 
 
 def _signal(flag: Tensor, step: Expr, place: Place) -> None:

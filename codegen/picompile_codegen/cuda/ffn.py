@@ -21,18 +21,19 @@ def ffn(
     biases = "g" * gate_bias + "u" * up_bias + "d" * down_bias
     suffixes = (biases and f"b{biases}", "" if mask_columns is None else f"of{mask_columns}")
     function = CudaFunction("ffn", kind, format, f"{neurons}x{dim}", f"r{rows}", *name, *suffixes)
+    columns = mask_columns or neurons
     with function:
         block = CudaFfn(
             shape=shape,
             x=function.floats("x", rows, dim),
-            mask=function.argument("mask", "uint8", rows, mask_columns or neurons) if shape.is_masked else None,
-            table=None if mask_columns is None else function.argument("table", "int32", neurons),
+            mask=function.argument("mask", "uint8", rows, columns, below=2) if shape.is_masked else None,
+            table=None if mask_columns is None else function.argument("table", "int32", neurons, below=columns),
             decide=matrix_argument(function, "decide_w", format, neurons, dim) if shape.is_exact else None,
             bundle=matrix_argument(function, "neuron_w", format, neurons * shape.bundle_parts, dim),
             gate_bias=function.optional_floats("gate_bias", neurons, gate_bias),
             up_bias=function.optional_floats("up_bias", neurons, up_bias),
             down_bias=function.optional_floats("down_bias", dim, down_bias),
-            stats=function.argument("stats", "int64", 2),
+            stats=function.argument("stats", "int64", 2, access="adds"),
         )
         if rows == 1 or shape.is_masked:
             ffn_tokens(function, block)

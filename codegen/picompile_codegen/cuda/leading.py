@@ -27,7 +27,10 @@ def leading_logits(*, vocab: int, rows: int) -> CudaKernel:
     slices = blocks_for(vocab, _SLICE)
     with function:
         logits = function.floats("logits", rows, vocab)
-        scores, ids = function.floats("scores", rows, count), function.argument("ids", "int32", rows, count)
+        scores, ids = (
+            function.floats("scores", rows, count),
+            function.argument("ids", "int32", rows, count, below=vocab),
+        )
         found = function.scratch("found", "int64", rows, slices * RUN)
         with function.launch(grid=(slices, rows), block=THREADS) as place, when(place.block_y < function.tokens(rows)):
             _search_slice(logits, found, vocab, place)

@@ -23,7 +23,7 @@ def rotary(*, heads: int, head_dim: int, rows: int, context: int, mode: Mode) ->
         x = function.floats("x", rows, heads * head_dim)
         angles = angles_argument(function, context, half)
         y = function.floats("y", rows, heads * head_dim)
-        read_step = step_rows(function, mode, rows, sequences=1)
+        read_step = step_rows(function, mode, rows, context, sequences=1)
         with function.launch(grid=(blocks_for(heads * half, _THREADS), rows), block=_THREADS) as place:
             tokens, row = read_step(), place.block_y
             pair = bind(place.block * _THREADS + place.thread)

@@ -56,7 +56,7 @@ def attention(
             outputs = function.scratch("outputs", "float32", rows, heads, shape.parts, width)
             extremes = function.scratch("extremes", "float32", rows, heads, shape.parts, 2)
         tensors = Tensors(q, keys, values, y, new_keys, new_values, angles, outputs, extremes)
-        tokens = step_rows(function, mode, rows, sequences)
+        tokens = step_rows(function, mode, rows, context, sequences)
         if mode == "chunk":
             _attend_chunk(shape, tensors, tokens)
         elif shape.parts > 1:

@@ -157,9 +157,10 @@ def cache_argument(
     """Declares a cache: argument `name`, and with q8 `name`_scales."""
     rows = (sequences, kv_heads, context)
     if kv_dtype != Q8:
-        return Cache(function.argument(name, kv_dtype, *rows, dim), None, dim)
-    data = function.argument(name, "int8", *rows, dim)
-    return Cache(data, function.argument(f"{name}_scales", "float16", *rows, scale_groups(dim)), dim)
+        return Cache(function.argument(name, kv_dtype, *rows, dim, access="cache"), None, dim)
+    data = function.argument(name, "int8", *rows, dim, access="cache")
+    scales = function.argument(f"{name}_scales", "float16", *rows, scale_groups(dim), access="cache")
+    return Cache(data, scales, dim)
 
 
 def cache_write(
@@ -174,7 +175,7 @@ def cache_write(
     with function:
         x = function.floats("x", rows, kv_heads * head_dim)
         cache = cache_argument(function, "cache", kv_dtype, sequences, kv_heads, context, head_dim)
-        tokens = step_rows(function, mode, rows, sequences)
+        tokens = step_rows(function, mode, rows, context, sequences)
         with parallel(tokens.count, when_worth=rows > 1) as t:
             position, slot = bind(tokens.position(t)), tokens.slot(t)
             with loop(0, kv_heads) as head:

@@ -14,7 +14,7 @@ def embedding(*, format: str, vocab: int, dim: int, rows: int, offset: int) -> K
     """
     function = KernelFunction("embedding", format, f"{vocab}x{dim}", f"r{rows}", f"o{offset}")
     with function:
-        ids = function.argument("ids", "int32", rows)
+        ids = function.argument("ids", "int32", rows, below=vocab - offset)
         w = matrix_argument(function, "w", format, vocab, dim)
         y = function.floats("y", rows, dim)
         with parallel(function.tokens(rows), when_worth=rows > 1) as t:

@@ -8,6 +8,8 @@ The device calls `send`, `send_mask`, `receive` and `receive_mask`, the host `wa
 the host; `picompile_codegen.cuda.exchange` has those of a GPU. How to wait is in native/host.c.
 """
 
+from typing import Literal
+
 from tvm import tirx
 from tvm.tirx.script.builder import ir as T
 
@@ -23,7 +25,7 @@ def send(*, dim: int, rows: int) -> Kernel:
     function = KernelFunction("send", dim, f"r{rows}")
     with function:
         x, out = function.floats("x", rows, dim), function.floats("out", rows, dim)
-        flag = function.argument("flag", "int32", *FLAG_SHAPE)
+        flag = _flag(function, "sets")
         _copy_rows(x, out, function.tokens(rows), dim)
         _signal(flag, function.step_number(), out, out)
     return function.kernel()
@@ -37,11 +39,11 @@ def send_mask(*, dim: int, neurons: int, columns: int, rows: int) -> Kernel:
     """
     function = KernelFunction("send_mask", f"{neurons}to{columns}x{dim}", f"r{rows}")
     with function:
-        x, mask = function.floats("x", rows, dim), function.argument("mask", "uint8", rows, neurons)
-        table = function.argument("table", "int32", columns)
+        x, mask = function.floats("x", rows, dim), function.argument("mask", "uint8", rows, neurons, below=2)
+        table = function.argument("table", "int32", columns, below=neurons)
         out, out_mask = function.floats("out", rows, dim), function.argument("out_mask", "uint8", rows, columns)
         count = function.argument("count", "int32", 1)
-        flag = function.argument("flag", "int32", *FLAG_SHAPE)
+        flag = _flag(function, "sets")
         tokens = function.tokens(rows)
         total = local(1, dtype="int32")
         total[0] = 0
@@ -63,8 +65,7 @@ def receive(*, dim: int, rows: int, counted: bool) -> Kernel:
     function = KernelFunction("receive", dim, f"r{rows}", "counted" if counted else "")
     with function:
         source = function.floats("source", rows, dim)
-        flag = function.argument("flag", "int32", *FLAG_SHAPE)
-        abandoned = function.argument("abandoned", "int32", *FLAG_SHAPE)
+        flag, abandoned = _flag(function, "awaits"), _flag(function, "abandons")
         count = function.argument("count", "int32", 1) if counted else None
         y = function.floats("y", rows, dim)
         tokens = function.tokens(rows)
@@ -84,9 +85,8 @@ def receive_mask(*, neurons: int, rows: int) -> Kernel:
     """y = source, once the flag is set. source uint8 [rows, neurons], shared → y [rows, neurons]."""
     function = KernelFunction("receive_mask", neurons, f"r{rows}")
     with function:
-        source = function.argument("source", "uint8", rows, neurons)
-        flag = function.argument("flag", "int32", *FLAG_SHAPE)
-        abandoned = function.argument("abandoned", "int32", *FLAG_SHAPE)
+        source = function.argument("source", "uint8", rows, neurons, below=2)
+        flag, abandoned = _flag(function, "awaits"), _flag(function, "abandons")
         y = function.argument("y", "uint8", rows, neurons)
         _wait(flag, abandoned, function.step_number(), source)
         with loop(0, function.tokens(rows)) as t, loop(0, neurons) as i:
@@ -98,7 +98,8 @@ def copy_words(*, words: int) -> Kernel:
     """y = source, int32 [words]: what changes from step to step, from shared memory to the device's."""
     function = KernelFunction("copy_words", words)
     with function:
-        source, y = function.argument("source", "int32", words), function.argument("y", "int32", words)
+        source = function.argument("source", "int32", words)
+        y = function.argument("y", "int32", words, copies="source")
         with loop(0, words) as i:
             y[i] = source[i]
     return function.kernel()
@@ -108,8 +109,7 @@ def wait() -> Kernel:
     """Returns when the flag is set: the host's turn."""
     function = KernelFunction("wait")
     with function:
-        flag = function.argument("flag", "int32", *FLAG_SHAPE)
-        abandoned = function.argument("abandoned", "int32", *FLAG_SHAPE)
+        flag, abandoned = _flag(function, "awaits"), _flag(function, "abandons")
         _wait(flag, abandoned, function.step_number(), flag)
     return function.kernel()
 
@@ -118,9 +118,14 @@ def signal() -> Kernel:
     """Sets the flag: the device may go on."""
     function = KernelFunction("signal")
     with function:
-        flag = function.argument("flag", "int32", *FLAG_SHAPE)
+        flag = _flag(function, "sets")
         _signal(flag, function.step_number(), flag, flag)
     return function.kernel()
+
+
+def _flag(function: KernelFunction, access: Literal["sets", "awaits", "abandons"]) -> Tensor:
+    """Declares a flag, or `abandoned`."""
+    return function.argument("abandoned" if access == "abandons" else "flag", "int32", *FLAG_SHAPE, access=access)
 
 
 def _copy_rows(source: Tensor, target: Tensor, tokens: Expr, dim: int) -> None:

@@ -38,14 +38,15 @@ def ffn(
     function = KernelFunction("ffn", kind, format, f"{neurons}x{dim}", f"r{rows}", *name, *suffixes)
     with function:
         x = function.floats("x", rows, dim)
-        mask = function.argument("mask", "uint8", rows, mask_columns or neurons) if shape.is_masked else None
-        table = None if mask_columns is None else function.argument("table", "int32", neurons)
+        columns = mask_columns or neurons
+        mask = function.argument("mask", "uint8", rows, columns, below=2) if shape.is_masked else None
+        table = None if mask_columns is None else function.argument("table", "int32", neurons, below=columns)
         decide = matrix_argument(function, "decide_w", format, neurons, dim) if shape.is_exact else None
         bundle = matrix_argument(function, "neuron_w", format, neurons * shape.bundle_parts, dim)
         gate = function.optional_floats("gate_bias", neurons, gate_bias)
         up = function.optional_floats("up_bias", neurons, up_bias)
         down = function.optional_floats("down_bias", dim, down_bias)
-        stats = function.argument("stats", "int64", 2)
+        stats = function.argument("stats", "int64", 2, access="adds")
         arguments = FfnArguments(shape, x, mask, table, decide, bundle, gate, up, down, stats)
         if rows == 1:
             ffn_one(function, arguments)

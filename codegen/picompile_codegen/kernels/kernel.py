@@ -15,12 +15,12 @@ parameter that it was built with.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from math import prod
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import ir as T
@@ -30,6 +30,9 @@ from picompile_codegen.isa import DEFAULT_ISA, current
 from picompile_codegen.kernels.tensor import Expr, Tensor, bind
 
 STEP_SHAPE = (8,)
+# What a kernel does with an argument: it reads `in`, fills `out` and uses `scratch`, adds to the counters of `adds`,
+# reads and writes the KV `cache`, `sets` a flag, `awaits` one, and says in `abandons` that it gave up.
+Access = Literal["in", "out", "scratch", "adds", "cache", "sets", "awaits", "abandons"]
 _STEP_TOKENS = 0
 _STEP_POSITION = 1
 _STEP_SLOT = 2
@@ -39,21 +42,39 @@ _MAX_ELEMENTS = 2**31 - 1
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument: `name`, `dtype` and static `shape`. `scratch` is memory for the kernel's own use during a call."""
+    """One argument: `name`, `dtype` and static `shape`, what the kernel does with it, and what may be in it.
+
+    Integers that the kernel takes for indices must be less than `below`, and not negative; those that it writes are.
+    `copies` names the argument of which this one becomes a copy.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    scratch: bool = False
+    access: Access = "in"
+    below: int | None = None
+    copies: str | None = None
+
+    @property
+    def scratch(self) -> bool:
+        """Whether it is memory for the kernel's own use during a call."""
+        return self.access == "scratch"
 
 
 @dataclass(frozen=True)
 class WrittenKernel:
-    """What kernels of all devices are: a TIR function and its arguments."""
+    """What kernels of all devices are: a TIR function, its arguments, and the largest steps that it is made for.
+
+    `tokens` is how many rows it takes at most where it has rows, `positions` and `slots` how many there may be where it
+    reads them from the step; 0 where it does not.
+    """
 
     name: str
     prim_func: Any
     arguments: tuple[Argument, ...]
+    tokens: int = 0
+    positions: int = 0
+    slots: int = 0
 
     @cached_property
     def digest(self) -> str:
@@ -93,7 +114,8 @@ class KernelFunction:
 
     def __init__(self, *parts: object) -> None:
         self.name = symbol(*parts)
-        self._arguments: list[Argument] = []
+        self._arguments: list[tuple[Argument, Tensor]] = []
+        self._bounds = {"tokens": 0, "positions": 0, "slots": 0}
         self._builder = IRBuilder()
         self._frame = T.prim_func()
         self._step: Tensor | None = None
@@ -112,12 +134,25 @@ class KernelFunction:
         self._frame.__exit__(kind, error, trace)
         self._builder.__exit__(kind, error, trace)
 
-    def argument(self, name: str, dtype: str, *shape: int, scratch: bool = False) -> Tensor:
-        """Declares the next argument. Raises `CodegenError` for more elements than TVM's 32-bit indices can count."""
+    def argument(
+        self,
+        name: str,
+        dtype: str,
+        *shape: int,
+        access: Access = "in",
+        below: int | None = None,
+        copies: str | None = None,
+    ) -> Tensor:
+        """Declares the next argument, as `Argument` has it. One that is read and then written to becomes `out`, and
+        one of bytes that is, a mask of zeros and ones.
+
+        Raises `CodegenError` for more elements than TVM's 32-bit indices can count.
+        """
         if prod(shape) > _MAX_ELEMENTS:
             raise CodegenError(f"kernel {self.name}: {name} {list(shape)} has more than {_MAX_ELEMENTS} elements")
-        self._arguments.append(Argument(name, dtype, shape, scratch))
-        return Tensor(T.arg(name.replace(".", "_"), T.buffer(shape, dtype)))
+        tensor = Tensor(T.arg(name.replace(".", "_"), T.buffer(shape, dtype)))
+        self._arguments.append((Argument(name, dtype, shape, access, below, copies), tensor))
+        return tensor
 
     def floats(self, name: str, *shape: int) -> Tensor:
         """Declares a float32 argument."""
@@ -129,18 +164,21 @@ class KernelFunction:
 
     def scratch(self, name: str, dtype: str, *shape: int) -> Tensor:
         """Declares memory for the kernel's own use, of unknown contents."""
-        return self.argument(name, dtype, *shape, scratch=True)
+        return self.argument(name, dtype, *shape, access="scratch")
 
     def tokens(self, rows: int) -> Expr:
         """How many of `rows` rows count in this step. With one row there is no choice, and nothing is read."""
+        self._bounds["tokens"] = rows
         return 1 if rows == 1 else bind(self._read_step(_STEP_TOKENS))
 
-    def position(self) -> Expr:
-        """The position of this step's first token."""
+    def position(self, context: int) -> Expr:
+        """The position of this step's first token. The kernel is made for positions below `context`."""
+        self._bounds["positions"] = context
         return bind(self._read_step(_STEP_POSITION))
 
-    def slot(self) -> Expr:
-        """The place in the caches of the sequence that this step is of."""
+    def slot(self, sequences: int) -> Expr:
+        """The place in the caches of the sequence that this step is of, one of `sequences`."""
+        self._bounds["slots"] = sequences
         return bind(self._read_step(_STEP_SLOT))
 
     def step_number(self) -> Expr:
@@ -154,4 +192,15 @@ class KernelFunction:
 
     def kernel(self) -> Kernel:
         """The finished kernel, once its body has ended."""
-        return Kernel(self.name, self._builder.get(), tuple(self._arguments), current().name)
+        return Kernel(self.name, self._builder.get(), self.arguments(), **self._bounds, isa=current().name)
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """The arguments of the finished kernel."""
+        return tuple(_settled(argument, tensor) for argument, tensor in self._arguments)
+
+
+def _settled(argument: Argument, tensor: Tensor) -> Argument:
+    """`argument`, now that the body has shown whether it is written."""
+    if not tensor.is_written or argument.access != "in":
+        return argument
+    return replace(argument, access="out", below=2 if argument.dtype == "uint8" else argument.below)

@@ -20,7 +20,10 @@ def leading_logits(*, vocab: int, rows: int) -> Kernel:
     function, count = KernelFunction("leading_logits", vocab, f"r{rows}"), min(MOST_LEADING, vocab)
     with function:
         logits = function.floats("logits", rows, vocab)
-        scores, ids = function.floats("scores", rows, count), function.argument("ids", "int32", rows, count)
+        scores, ids = (
+            function.floats("scores", rows, count),
+            function.argument("ids", "int32", rows, count, below=vocab),
+        )
         with parallel(function.tokens(rows), when_worth=rows > 1) as row:
             kept = _Kept(scores, ids, row)
             with loop(0, count) as token:

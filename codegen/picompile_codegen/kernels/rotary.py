@@ -49,7 +49,7 @@ def rotary(*, heads: int, head_dim: int, rows: int, context: int, mode: Mode) ->
         x = function.floats("x", rows, heads * head_dim)
         angles = angles_argument(function, context, half)
         y = function.floats("y", rows, heads * head_dim)
-        tokens = step_rows(function, mode, rows, sequences=1)
+        tokens = step_rows(function, mode, rows, context, sequences=1)
         with parallel(tokens.count, when_worth=rows > 1) as t:
             position = bind(tokens.position(t))
             with loop(0, heads) as head:

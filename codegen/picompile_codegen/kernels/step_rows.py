@@ -31,14 +31,16 @@ def mode_name(mode: Mode, rows: int) -> str:
     return f"b{rows}" if mode == "batch" else f"r{rows}"
 
 
-def step_rows(function: KernelFunction, mode: Mode, rows: int, sequences: int) -> StepRows:
-    """Declares what `mode` needs and reads what it says of all rows. `sequences` 1: only positions are asked for."""
+def step_rows(function: KernelFunction, mode: Mode, rows: int, context: int, sequences: int) -> StepRows:
+    """Declares what `mode` needs and reads what it says of all rows: positions below `context`, slots below
+    `sequences`. With 1 of these only positions are asked for.
+    """
     count = function.tokens(rows)
     if mode == "batch":
-        positions = function.argument("positions", "int32", rows)
+        positions = function.argument("positions", "int32", rows, below=context)
         if sequences == 1:
             return StepRows(count, lambda row: positions[row], lambda _: 0)
-        slots = function.argument("slots", "int32", rows)
+        slots = function.argument("slots", "int32", rows, below=sequences)
         return StepRows(count, lambda row: positions[row], lambda row: slots[row])
-    first, slot = function.position(), 0 if sequences == 1 else function.slot()
+    first, slot = function.position(context), 0 if sequences == 1 else function.slot(sequences)
     return StepRows(count, lambda row: bind(first + row) if mode == "chunk" else first, lambda _: slot)

@@ -18,11 +18,13 @@ Expr = Any
 class Tensor:
     """A tensor of a kernel. `x[i, j]` is an expression, `x[i, j] = value` a statement.
 
-    The last index may be a run of lanes (`vector.at`): then a vector is loaded or stored.
+    The last index may be a run of lanes (`vector.at`): then a vector is loaded or stored. `is_written` is whether any
+    statement so far has stored to it.
     """
 
     def __init__(self, buffer: Any) -> None:
         self._buffer = buffer
+        self.is_written = False
 
     @property
     def dtype(self) -> str:
@@ -43,6 +45,7 @@ class Tensor:
         return tirx.BufferLoad(self._buffer, list(index) if isinstance(index, tuple) else [index])
 
     def __setitem__(self, index: Expr | tuple[Expr, ...], value: Expr) -> None:
+        self.is_written = True
         T.buffer_store(self._buffer, value, list(index) if isinstance(index, tuple) else [index])
 
 

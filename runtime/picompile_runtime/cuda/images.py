@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from picompile_runtime.errors import ArtifactError
 from picompile_runtime.fields import Fields, parse_object
+from picompile_runtime.interfaces import Interface, parse_interfaces
 
 # Limits of every compute capability since 3.0; CUDA C++ Programming Guide, "Technical Specifications".
 _MOST_BLOCKS = (2**31 - 1, 65535, 65535)
@@ -33,13 +34,16 @@ class Launch:
 
 @dataclass(frozen=True)
 class DeviceImages:
-    """`cubin` for the compute capability `sm` / 10, `ptx` for `ptx_sm` / 10, and the launches of each kernel."""
+    """`cubin` for the compute capability `sm` / 10, `ptx` for `ptx_sm` / 10, the launches of each kernel, and what the
+    kernels declare; None where the file does not say.
+    """
 
     sm: int
     ptx_sm: int
     cubin: bytes
     ptx: bytes
     kernels: Mapping[str, tuple[Launch, ...]]
+    interfaces: Mapping[str, Interface] | None = None
 
 
 def read_images(text: bytes, cubin: bytes, ptx: bytes, where: str) -> DeviceImages:
@@ -52,6 +56,7 @@ def read_images(text: bytes, cubin: bytes, ptx: bytes, where: str) -> DeviceImag
         cubin=cubin,
         ptx=ptx,
         kernels={name: _launches(kernels, name) for name in kernels.data},
+        interfaces=parse_interfaces(root.object("interfaces")) if "interfaces" in root.data else None,
     )
 
 

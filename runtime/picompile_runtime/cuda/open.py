@@ -15,7 +15,7 @@ def open_cuda_device(artifact: Artifact) -> CudaDevice:
     Raises MachineError where no GPU here can run the artifact's code, or cannot meet the host within a step where the
     program asks for that; ArtifactError where there is no code for a GPU.
     """
-    device = CudaDevice(_images(artifact))
+    device = CudaDevice(read_device_images(artifact))
     try:
         if artifact.program.waiting_kernels:
             check_once(device, artifact.load_code())
@@ -27,7 +27,7 @@ def open_cuda_device(artifact: Artifact) -> CudaDevice:
 
 def check_images(artifact: Artifact) -> None:
     """Raises ArtifactError where the code for a GPU lacks a kernel that the program calls; needs no GPU."""
-    images, program = _images(artifact), artifact.program
+    images, program = read_device_images(artifact), artifact.program
     for call in (call for name in program.functions for call in program.calls(name, "device")):
         if call.kernel not in images.kernels:
             raise ArtifactError(f"{artifact.folder}: the GPU code has no kernel {call.kernel}; compile the model again")
@@ -35,7 +35,8 @@ def check_images(artifact: Artifact) -> None:
             check_arguments(launch, len(call.args), call.kernel)
 
 
-def _images(artifact: Artifact) -> DeviceImages:
+def read_device_images(artifact: Artifact) -> DeviceImages:
+    """Read the code for a GPU that an artifact has. Raises ArtifactError."""
     code = artifact.manifest.hot_device
     if code is None or code.kind != "cuda":
         raise ArtifactError(f"{artifact.folder}: has no code for a GPU; compile it again")

@@ -135,6 +135,8 @@ def test_same_names_and_arguments(name: str) -> None:
         expected, found = on_host(**parameters), on_device(**parameters)
         assert found.name == expected.name
         assert declared(found.arguments) == declared(expected.arguments), parameters
+        assert (found.positions, found.slots) == (expected.positions, expected.slots), parameters
+        assert found.tokens == expected.tokens or parameters["rows"] == 1, parameters
         assert found.params[0] == "step" and found.grids
         names.add(found.name)
     assert len(names) == len(VARIANTS[name]), "different kernels have the same name"

@@ -1,0 +1,156 @@
+"""Programs with right hashes and wrong content are refused before anything of them runs, and the reason is said."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from artifact_mutations import copy_artifact, seal, write
+from artifacts import Base, use
+
+import picompile_runtime
+from picompile_runtime import ArtifactError
+
+Json = dict[str, Any]
+
+
+@pytest.fixture
+def copies(bases: list[Base], tmp_path: Path) -> Callable[[str], Path]:
+    """Copies of the bases by name."""
+
+    def copy(name: str) -> Path:
+        copy_artifact(next(base.folder for base in bases if base.name == name), tmp_path / name)
+        return tmp_path / name
+
+    return copy
+
+
+def change(folder: Path, mutate: Callable[[Json], object]) -> None:
+    program = json.loads((folder / "program.json").read_bytes())
+    mutate(program)
+    write(folder / "program.json", json.dumps(program).encode())
+    seal(folder)
+
+
+def refuses(folder: Path, reason: str) -> None:
+    """`load` and `verify` say why, in one line."""
+    for enter in (picompile_runtime.load, picompile_runtime.verify):
+        with pytest.raises(ArtifactError, match=reason) as caught:
+            enter(folder)
+        assert "\n" not in str(caught.value)
+
+
+def call_of(program: Json, kernel: str, function: str = "decode") -> Json:
+    return next(call for call in program["functions"][function] if call["kernel"].startswith(kernel))
+
+
+def test_whole_artifacts_run(bases: list[Base]) -> None:
+    for base in bases:
+        assert use(base.folder).startswith("ran"), base.name
+        picompile_runtime.verify(base.folder)
+
+
+def _exchange(program: Json, one: str, other: str) -> None:
+    for table in (program["functions"], program["logits"]):
+        table[one], table[other] = table[other], table[one]
+
+
+def _weight_as_output(program: Json) -> None:
+    call = call_of(program, "rms_norm")
+    weight = next(arg for arg in call["args"] if "weight" in arg)
+    call["args"][-1] = {"weight": weight["weight"], "dtype": "float32", "shape": [1, 96]}
+
+
+def _output_over_weights_of_the_same_call(program: Json) -> None:
+    call = call_of(program, "add")
+    call["args"][-1] = call["args"][1]
+
+
+def _drop(program: Json, kernel: str, function: str = "decode") -> None:
+    program["functions"][function].remove(call_of(program, kernel, function))
+
+
+def _overlay(program: Json) -> None:
+    """What the first norm makes lies where the embedding is, which is read again later."""
+    embedding, norm = call_of(program, "embedding"), call_of(program, "rms_norm")
+    buffers = program["buffers"]
+    read, written = embedding["args"][-1]["buffer"], call_of(program, "linear")["args"][-1]["buffer"]
+    assert norm["args"][1]["buffer"] == read
+    buffers[written]["offset"] = buffers[read]["offset"]
+
+
+def _other_rows(program: Json) -> None:
+    program["functions"]["decode"] = program["functions"]["score"]
+    program["logits"]["decode"] = "logits"
+
+
+def _step_of_another(program: Json) -> None:
+    call_of(program, "rms_norm")["args"][0] = {"buffer": "tokens", "shape": [8]}
+
+
+@pytest.mark.parametrize(
+    ("name", "mutate", "reason"),
+    [
+        ("masked", lambda program: _exchange(program, "score", "batch"), "must be float32|is made for"),
+        ("masked", lambda program: _exchange(program, "decode", "prefill_last"), "is made for steps of 16 tokens"),
+        ("masked", _other_rows, "is made for steps of 16 tokens, and here they have 1"),
+        ("masked", _weight_as_output, r"may not be given weight \S+ for y \(out\)"),
+        ("masked", _output_over_weights_of_the_same_call, "is given y where another of its arguments is"),
+        ("masked", _overlay, "reads a in .*, where nothing whole has been written before"),
+        ("masked", lambda program: _drop(program, "embedding"), "reads x in .*embedding, where nothing whole"),
+        ("masked", lambda program: _drop(program, "predict"), "reads mask in .*, where nothing whole"),
+        ("masked", lambda program: _drop(program, "linear_f16_300"), "nothing whole is left in logits"),
+        ("masked", _step_of_another, "is given tokens for its step"),
+        ("hybrid", lambda program: _drop(program, "signal"), "waits for a flag that nobody sets"),
+        ("hybrid", lambda program: _drop(program, "wait"), "nothing whole has been written before"),
+        ("hybrid", lambda program: _drop(program, "copy_words"), "reads step in step.device, where nothing whole"),
+    ],
+)
+def test_a_wrong_program_is_refused(
+    copies: Callable[[str], Path], name: str, mutate: Callable[[Json], object], reason: str
+) -> None:
+    folder = copies(name)
+    change(folder, mutate)
+    refuses(folder, reason)
+
+
+def test_a_table_that_leads_out_of_a_mask_is_refused(copies: Callable[[str], Path]) -> None:
+    folder = copies("hybrid")
+    path = folder / "weights.safetensors"
+    content = bytearray(path.read_bytes())
+    size = int.from_bytes(content[:8], "little")
+    program = json.loads((folder / "program.json").read_bytes())
+    calls = [call for each in program["functions"].values() for call in each]
+    weights = (arg for call in calls for arg in call["args"] if "weight" in arg)
+    tables = {arg["weight"] for arg in weights if arg.get("dtype") == "int32"}
+    begin, _ = json.loads(content[8 : 8 + size])[sorted(tables)[0]]["data_offsets"]
+    for value in (96, 2**31 - 1, -1):
+        content[8 + size + begin : 8 + size + begin + 4] = np.int32(value).tobytes()
+        write(path, bytes(content))
+        seal(folder)
+        refuses(folder, r"takes numbers below 96 for table, and \S+ has from .* to")
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "program.json"])
+def test_a_key_that_is_there_twice_is_refused(copies: Callable[[str], Path], file: str) -> None:
+    folder = copies("opt")
+    text = (folder / file).read_bytes()
+    write(folder / file, re.sub(rb'"context": 64', b'"context": 64, "context": 64', text, count=1))
+    if file == "program.json":
+        seal(folder)
+    refuses(folder, f"{file}: is not valid JSON .the key 'context' is there twice")
+
+
+def test_the_manifest_vouches_for_itself(copies: Callable[[str], Path]) -> None:
+    """Facts that no other file has: quantization, model, and whatever else is written there."""
+    folder = copies("opt")
+    text = (folder / "manifest.json").read_bytes()
+    for changed in (text.replace(b'"f16"', b'"q4"', 1), text + b"\n", text.replace(b"\n", b"", 1), text.lower()):
+        assert changed != text
+        write(folder / "manifest.json", changed)
+        refuses(folder, r"manifest.json: (was changed \(its sha256|format is not)")
