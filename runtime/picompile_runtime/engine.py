@@ -48,8 +48,8 @@ class Engine:
     An engine is not made for several threads: each call takes a lock and waits for its turn, but which token lands at
     which position is then a matter of luck. Engines on one artifact share its weights.
 
-    A forked process may load engines, and use those of its parent as the last whole step left them, unless a GPU is part
-    of it: then each method raises RequestError there, and so does loading for a GPU if the parent used one.
+    A forked process may load engines, and use those of its parent as the last whole step left them. With a GPU it can
+    do neither: methods of an engine from the parent raise RequestError, and loading raises MachineError.
     """
 
     def __init__(self, artifact: Artifact, threads: int | None = None, replan: bool = False) -> None:
