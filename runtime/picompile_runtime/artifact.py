@@ -10,7 +10,8 @@ import hashlib
 import mmap
 import os
 import re
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from picompile_runtime.native import HostLibrary
 from picompile_runtime.program import Program, read_program
 from picompile_runtime.seal import KEY, is_sealed
 from picompile_runtime.stamps import is_stamped, stamp
+from picompile_runtime.system_errors import folder_of, system_error, told_by_cause
 from picompile_runtime.variants import Variant, choose
 from picompile_runtime.weights import read_header
 
@@ -81,7 +83,10 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Artifact:
-    """An opened artifact. `texts` has its small files; `weights` is mapped, code only by `load_code`."""
+    """An opened artifact. `texts` has its small files; `weights` is mapped, code only by `load_code`.
+
+    `descriptors` are those of weights and code, `weights_facts` size and time of the weights' file when it was checked.
+    """
 
     folder: Path
     manifest: Manifest
@@ -89,7 +94,14 @@ class Artifact:
     tensors: Mapping[str, Tensor]
     weights: mmap.mmap
     texts: Mapping[str, bytes]
-    code_descriptors: Mapping[str, int]
+    descriptors: Mapping[str, int]
+    weights_facts: tuple[int, int]
+    _close_files: Callable[[], object] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Once, whoever closes it and how often: by then the numbers are those of others' files.
+        descriptors = [*self.descriptors.values()]
+        object.__setattr__(self, "_close_files", weakref.finalize(self, _close_all, descriptors))
 
     @property
     def variant(self) -> Variant:
@@ -106,7 +118,8 @@ class Artifact:
         return self._load((variant or choose(() if device is None else device.variants)).file, "device")
 
     def _load(self, file: str, device: str) -> HostLibrary:
-        library = HostLibrary(f"/proc/self/fd/{self.code_descriptors[file]}", name=str(self.folder / file))
+        sha256 = self.manifest.files[file].sha256
+        library = HostLibrary(f"/proc/self/fd/{self.descriptors[file]}", str(self.folder / file), sha256)
         for kernel in {call.kernel for name in self.program.functions for call in self.program.calls(name, device)}:
             library.kernel(kernel)
         return library
@@ -126,13 +139,38 @@ class Artifact:
             found.update(item for item in (value if isinstance(value, list) else [value]) if type(item) is int)
         return frozenset(found)
 
+    def check_weights(self) -> None:
+        """Raises ArtifactError if the file of the weights was written to since it was found whole."""
+        if _facts(self.descriptors[WEIGHTS]) != self.weights_facts:
+            raise ArtifactError(f"{self.folder / WEIGHTS}: was changed while it is in use; load the artifact again")
+
     def close(self) -> None:
         """Unmap the weights, unless arrays over them are still in use, and close the files."""
         with suppress(BufferError):
             self.weights.close()
-        for descriptor in self.code_descriptors.values():
-            with suppress(OSError):
-                os.close(descriptor)
+        self._close_files()
+
+
+def _facts(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
+
+
+def _duplicates(descriptors: Mapping[str, int]) -> Mapping[str, int]:
+    found: dict[str, int] = {}
+    try:
+        for name, descriptor in descriptors.items():
+            found[name] = os.dup(descriptor)
+    except OSError:
+        _close_all([*found.values()])
+        raise
+    return found
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        with suppress(OSError):
+            os.close(descriptor)
 
 
 def open_artifact(path: str | os.PathLike[str]) -> Artifact:
@@ -140,26 +178,28 @@ def open_artifact(path: str | os.PathLike[str]) -> Artifact:
 
     Raises ArtifactError if it is not whole, MachineError if it was made for another machine.
     """
-    folder = Path(path)
-    manifest = read_manifest(folder)
-    choose(manifest.code)  # before weights are hashed for nothing
-    return _open(folder, manifest, None, trust_stamps=True)
+    folder = folder_of(path)
+    with told_by_cause(folder):
+        manifest = read_manifest(folder)
+        choose(manifest.code)  # before weights are hashed for nothing
+        return _open(folder, manifest, None, trust_stamps=True)
 
 
 def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Manifest:
     """Check an artifact wholly, hashing every byte of it; of the code that runs here, its kernels too."""
     from picompile_runtime.code_checks import check_code
 
-    folder = Path(path)
-    manifest = read_manifest(folder)
-    artifact = _open(folder, manifest, progress, trust_stamps=False)
-    try:
-        _verify_device(artifact)
-        for variant in manifest.code:
-            if variant.runs_here:
-                check_code(artifact, artifact.load_code(variant))
-    finally:
-        artifact.close()
+    folder = folder_of(path)
+    with told_by_cause(folder):
+        manifest = read_manifest(folder)
+        artifact = _open(folder, manifest, progress, trust_stamps=False)
+        try:
+            _verify_device(artifact)
+            for variant in manifest.code:
+                if variant.runs_here:
+                    check_code(artifact, artifact.load_code(variant))
+        finally:
+            artifact.close()
     return manifest
 
 
@@ -256,12 +296,13 @@ def _open(folder: Path, manifest: Manifest, progress: Progress | None, trust_sta
     of_device = () if manifest.hot_device is None else manifest.hot_device.variants
     code = {variant.file for variant in (*manifest.code, *of_device)}
     with ExitStack() as stack:
-        kept = {}
+        kept, weights_facts = {}, (0, 0)
         for name, entry in manifest.files.items():
             descriptor = _open_file(folder, name, stack)
             _check_size(descriptor, entry, folder / name)
             if name == WEIGHTS or name in code:
                 kept[name] = descriptor
+                weights_facts = _facts(descriptor) if name == WEIGHTS else weights_facts  # before it is hashed
                 stamped = name == WEIGHTS and trust_stamps and is_stamped(folder / name, descriptor, manifest.sha256)
                 if not stamped:
                     _check_hash(_hash(descriptor, entry, name, progress), entry, folder / name)
@@ -280,8 +321,8 @@ def _open(folder: Path, manifest: Manifest, progress: Progress | None, trust_sta
         sizes = (program.context, program.chunk, program.sequences)
         if sizes != (manifest.context, manifest.chunk, manifest.sequences):
             raise ArtifactError(f"{folder}: manifest.json and program.json disagree on context, chunk or sequences")
-        descriptors = {name: os.dup(kept[name]) for name in sorted(code)}
-        return Artifact(folder, manifest, program, tensors, weights, texts, descriptors)
+        descriptors = _duplicates({name: kept[name] for name in sorted({*code, WEIGHTS})})
+        return Artifact(folder, manifest, program, tensors, weights, texts, descriptors, weights_facts)
 
 
 def _open_file(folder: Path, name: str, stack: ExitStack) -> int:
@@ -295,7 +336,7 @@ def _open_file(folder: Path, name: str, stack: ExitStack) -> int:
             descriptor = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | kind, dir_fd=descriptor)
             stack.callback(os.close, descriptor)
     except OSError as error:
-        raise ArtifactError(f"{folder / name}: cannot be opened ({error.strerror}); compile the model again") from error
+        raise system_error(folder / name, error) from error
     if not os.path.isfile(f"/proc/self/fd/{descriptor}"):
         raise ArtifactError(f"{folder / name}: is not a regular file")
     return descriptor

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -10,15 +11,28 @@ from numpy.typing import NDArray
 
 from picompile_runtime.errors import RequestError
 
+_SHOWN = 80  # characters
 
-def token_ids(ids: Sequence[int] | NDArray[Any], vocab: int) -> NDArray[np.int32]:
-    """`ids` as int32 [tokens], at least one, if they are tokens of a vocabulary of `vocab`."""
-    tokens = np.asarray(ids)
-    if tokens.ndim != 1 or not len(tokens):
-        raise RequestError("there are no tokens to read; give at least one")
-    if tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= vocab:
-        raise RequestError(f"tokens must be integers from 0 to {vocab - 1}; is this the model's own tokenizer?")
+
+def token_ids(ids: Sequence[int] | NDArray[Any], vocab: int, least: int = 1) -> NDArray[np.int32]:
+    """`ids` as int32 [tokens], at `least` so many, if they are tokens of a vocabulary of `vocab`."""
+    try:
+        tokens = np.asarray(ids)
+    except Exception as error:  # such as lists of different lengths, or whatever an object says that is no list
+        raise _no_tokens(vocab) from error
+    if tokens.shape == (0,):
+        if least > 0:
+            raise RequestError("there are no tokens to read; give at least one")
+        return tokens.astype(np.int32)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= vocab:
+        raise _no_tokens(vocab)
+    if not isinstance(ids, np.ndarray) and any(isinstance(token, bool) for token in ids):
+        raise _no_tokens(vocab)  # numpy takes them for numbers where there are others
     return tokens.astype(np.int32)
+
+
+def _no_tokens(vocab: int) -> RequestError:
+    return RequestError(f"tokens must be integers from 0 to {vocab - 1}; is this the model's own tokenizer?")
 
 
 def token_id(token: int, vocab: int) -> int:
@@ -28,21 +42,58 @@ def token_id(token: int, vocab: int) -> int:
     return int(token_ids([token], vocab)[0])
 
 
+def whole_number(what: str, value: object, least: int, most: int, must: str = "") -> int:
+    """Return `value` as an int. Raises RequestError unless it is a whole number from `least` to `most`, or as it `must`
+    be in words.
+    """
+    if isinstance(value, int | np.integer) and not isinstance(value, bool) and least <= value <= most:
+        return int(value)
+    raise RequestError(f"{what} must be {must or f'a whole number from {least} to {most}'}, not {shown(value)}")
+
+
+def real_number(what: str, value: object, holds: Callable[[float], bool], must: str) -> float:
+    """Return `value` as a float. Raises RequestError, which says what it `must` be, unless it is finite and `holds`."""
+    try:
+        if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
+            number = float(value)
+            if math.isfinite(number) and holds(number):
+                return number
+    except OverflowError:
+        pass
+    raise RequestError(f"{what} must be {must}, not {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """Return a value of a caller as an error shows it: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # of an int of very many digits, or of an object that cannot be shown
+        text = f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
 def check_slot(slot: int, sequences: int) -> None:
     """Raises RequestError unless one of `sequences` has this slot."""
     if not isinstance(slot, int | np.integer) or isinstance(slot, bool) or not 0 <= slot < sequences:
         has = "only slot 0" if sequences == 1 else f"slots 0 to {sequences - 1}"
-        raise RequestError(f"there is no slot {slot!r}: the model was compiled with {has} (--sequences)")
+        raise RequestError(f"there is no slot {shown(slot)}: the model was compiled with {has} (--sequences)")
 
 
-def check_batch(slots: Sequence[int], tokens: int, sequences: int) -> None:
-    """Raises RequestError unless these are different slots, one for each of `tokens` tokens."""
-    if len(slots) != tokens:
-        raise RequestError(f"each token needs its slot: there are {tokens} tokens and {len(slots)} slots")
-    for slot in slots:
+def check_batch(slots: Sequence[int], tokens: int, sequences: int) -> list[int]:
+    """Return `slots` as a list. Raises RequestError unless they are different ones, one for each of `tokens` tokens."""
+    try:
+        found = list(slots) if not isinstance(slots, Set | Mapping) else None
+    except Exception as error:  # whatever an object says that is no list
+        raise RequestError(f"slots must be a list of slots, not {shown(slots)}") from error
+    if found is None:  # has no order
+        raise RequestError(f"slots must be a list of slots, not {shown(slots)}")
+    if len(found) != tokens:
+        raise RequestError(f"each token needs its slot: there are {tokens} tokens and {len(found)} slots")
+    for slot in found:
         check_slot(slot, sequences)
-    if len(set(slots)) < len(slots):
-        raise RequestError(f"a step reads one token of each sequence, and a slot is there twice: {list(slots)}")
+    if len(set(found)) < len(found):
+        raise RequestError(f"a step reads one token of each sequence, and a slot is there twice: {shown(found)}")
+    return [int(slot) for slot in found]
 
 
 def check_room(tokens: int, position: int, context: int, slot: int | None = None) -> None:

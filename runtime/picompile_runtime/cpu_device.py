@@ -9,12 +9,13 @@ from __future__ import annotations
 import mmap
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.device import View
-from picompile_runtime.memory import anonymous_map, array_at
+from picompile_runtime.memory import anonymous_map, array_at, protect
 from picompile_runtime.native import CallList, HostLibrary, Stamps, TensorTable
 
 
@@ -27,8 +28,11 @@ class CpuDevice:
     def __init__(self, library: HostLibrary, threads: int, waits: Collection[str] = ()) -> None:
         self._library, self._threads, self._waits = library, threads, waits
         self._tensors = TensorTable()
-        self._queue = ThreadPoolExecutor(1, thread_name_prefix="picompile-device")
+        self._protected = list[mmap.mmap]()
+        self._queue = _one_thread()
+        self._is_started = False  # set before `_running`: an interrupt may come between
         self._running: Future[None] | None = None
+        self._abandoned: NDArray[np.int32] | None = None
 
     def graph_bytes(self, kernels: Sequence[str]) -> int:
         """Nothing is kept."""
@@ -69,25 +73,69 @@ class CpuDevice:
 
     def bind(self, calls: Sequence[tuple[str, Sequence[View]]], breaks: Sequence[int] = ()) -> CallList:
         """Make a list of calls of the library's kernels; other processes get the CPU without `breaks`."""
-        arrays = [(name, [array_at(view.memory, view.tensor) for view in views]) for name, views in calls]
+        arrays = [(name, [self._array(view) for view in views]) for name, views in calls]
         return self._library.bind(arrays, self._tensors, self._waits)
+
+    def _array(self, view: View) -> NDArray[Any]:
+        array = array_at(view.memory, view.tensor)
+        array.flags.writeable = not any(view.memory is memory for memory in self._protected)
+        return array
+
+    def protect(self, memory: mmap.mmap) -> None:
+        """Make memory read-only."""
+        protect(memory)
+        self._protected.append(memory)
+
+    def tell_failures(self, abandoned: NDArray[np.int32]) -> None:
+        """Set abandoned[0] as soon as a list of calls has failed."""
+        self._abandoned = abandoned
 
     def start(self, calls: CallList, stamps: Stamps | None = None) -> None:
         """Runs `calls` on the device's own thread."""
-        self._running = self._queue.submit(self._library.run, calls, self._threads, stamps)
+        if self._is_started:  # two interrupts came, the second while the first was dealt with
+            self._drain()
+        self._is_started = True
+        self._running = self._queue.submit(self._run, calls, stamps)
+
+    def _run(self, calls: CallList, stamps: Stamps | None) -> None:
+        try:
+            self._library.run(calls, self._threads, stamps)
+        except BaseException:
+            if self._abandoned is not None:
+                self._abandoned[0] = 1
+            raise
 
     def wait(self) -> None:
         """Returns when they have run. Raises what they raised."""
-        running, self._running = self._running, None
-        if running is None:
+        if not self._is_started:
             return
+        running, self._running = self._running, None
         try:
-            running.result()
+            failed = (running or self._queue.submit(lambda: None)).exception()
         except KeyboardInterrupt:
-            wait([running])  # the next step must find nobody at work
+            self._drain()
             raise
+        self._is_started = False
+        if failed is not None:
+            raise failed
+
+    def _drain(self) -> None:
+        """Return when the device's thread has done all that it was given: the next step must find nobody at work."""
+        wait([self._queue.submit(lambda: None)])
+        self._is_started = False
+
+    def after_fork(self) -> str | None:
+        """The child has all memory of this device, and none of its threads."""
+        self._queue, self._is_started, self._running = _one_thread(), False, None
+        return None
 
     def close(self) -> None:
-        """Ends the device's thread."""
+        """Ends the device's threads."""
         self._queue.shutdown()
-        self._running, self._tensors = None, TensorTable()
+        self._running, self._abandoned, self._tensors = None, None, TensorTable()
+        self._protected.clear()
+        self._library.close()
+
+
+def _one_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="picompile-device")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.memory import Tensor
@@ -54,6 +55,9 @@ class HotDevice(Protocol):
     def write(self, memory: Any, offset: int, data: NDArray[Any]) -> None:
         """Copies an array uint8 [n] to the device's memory, and returns when `data` may change again."""
 
+    def protect(self, memory: Any) -> None:
+        """Make memory that `allocate` gave read-only, where the device can."""
+
     def read(self, memory: Any, offset: int, data: NDArray[Any]) -> None:
         """Copies from the device's memory into an array uint8 [n], once the device has done all that it was given."""
 
@@ -66,6 +70,9 @@ class HotDevice(Protocol):
         `breaks` are the numbers of calls, ascending, before which the device may do something else for a moment.
         """
 
+    def tell_failures(self, abandoned: NDArray[np.int32]) -> None:
+        """Set abandoned[0], which the host's waits look at, as soon as it is known that a list of calls has failed."""
+
     def start(self, calls: Any, stamps: Stamps | None = None) -> None:
         """Begins to run what `bind` returned, and returns without waiting for it.
 
@@ -75,6 +82,13 @@ class HotDevice(Protocol):
 
     def wait(self) -> None:
         """Returns when the device has done all that it was given. Raises KernelError if any of it failed."""
+
+    def after_fork(self) -> str | None:
+        """Take note that this is a forked process, with the memory of its parent and none of the parent's threads.
+
+        Returns:
+            Why the device cannot be used here, None where it can.
+        """
 
     def close(self) -> None:
         """Gives all memory back. Nothing may be called after it."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from picompile_runtime.errors import DoesNotFitError
-from picompile_runtime.memory import ALIGNMENT, Tensor
+from picompile_runtime.memory import ALIGNMENT, Tensor, in_units
 from picompile_runtime.places import weights_of
 from picompile_runtime.program import Call, Program
 
@@ -36,7 +36,7 @@ class DeviceNeed:
     def __str__(self) -> str:
         """In words, for errors."""
         parts = {"weights": self.weights, "KV cache": self.kv_cache, "workspace": self.workspace, "driver": self.driver}
-        return ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
+        return ", ".join(f"{name} {in_units(size)[0]}" for name, size in parts.items())
 
 
 def device_need(program: Program, tensors: Mapping[str, Tensor], graph_bytes: int = 0) -> DeviceNeed:
@@ -63,16 +63,18 @@ def fit_device(
     if need.total <= free_bytes:
         return program
     if not may_move:
+        needed, free = in_units(need.total, free_bytes)
         raise DoesNotFitError(
-            f"the model needs {_gib(need.total)} of GPU memory ({need}) and {_gib(free_bytes)} are free; close what "
+            f"the model needs {needed} of GPU memory ({need}) and {free} are free; close what "
             "uses the GPU, leave weights with the host (--replan), or compile with a smaller --vram-budget"
         )
     moved = _moved(program, tensors, need.total - free_bytes)
     smaller = replace(program, streamed=program.streamed | moved)
     if (least := device_need(smaller, tensors, graph_bytes)).total > free_bytes:
+        needed, free = in_units(least.total, free_bytes)
         raise DoesNotFitError(
-            f"the model needs {_gib(least.total)} of GPU memory ({least}) even if its weights stay with the host, and "
-            f"{_gib(free_bytes)} are free; close what uses the GPU, or compile for a smaller --context"
+            f"the model needs {needed} of GPU memory ({least}) even if its weights stay with the host, and "
+            f"{free} are free; close what uses the GPU, or compile for a smaller --context"
         )
     return smaller
 
@@ -118,7 +120,3 @@ def _pieces(size_bytes: int) -> int:
 
 def _packed(tensors: Iterable[Tensor]) -> int:
     return sum(-(-tensor.size_bytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"

@@ -6,18 +6,20 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from types import TracebackType
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.artifact import Artifact, open_artifact
-from picompile_runtime.checks import check_batch, check_room, check_slot, token_id, token_ids
+from picompile_runtime.checks import check_batch, check_room, check_slot, shown, token_id, token_ids
 from picompile_runtime.errors import RequestError
 from picompile_runtime.executor import Executor
 from picompile_runtime.firing import Firing, firing_of
 from picompile_runtime.machine import check_threads, default_threads
 from picompile_runtime.program import BATCH, ONE_TOKEN_EACH, Call
 from picompile_runtime.scores import Logits, Scores
+from picompile_runtime.system_errors import told_by_cause
 from picompile_runtime.timing import Span
 
 
@@ -26,6 +28,8 @@ def load(path: str | os.PathLike[str], threads: int | None = None, replan: bool 
 
     `replan`: where the GPU has less memory free than the artifact's plan needs, some of its weights stay with the host.
     """
+    if threads is not None:
+        check_threads(threads)  # before weights are hashed for nothing
     artifact = open_artifact(path)
     try:
         return Engine(artifact, threads, replan)
@@ -43,6 +47,9 @@ class Engine:
 
     An engine is not made for several threads: each call takes a lock and waits for its turn, but which token lands at
     which position is then a matter of luck. Engines on one artifact share its weights.
+
+    A forked process may load engines, and use those of its parent as the last whole step left them. With a GPU it can
+    do neither: methods of an engine from the parent raise RequestError, and loading raises MachineError.
     """
 
     def __init__(self, artifact: Artifact, threads: int | None = None, replan: bool = False) -> None:
@@ -50,11 +57,13 @@ class Engine:
         self.artifact = artifact
         self.threads = check_threads(threads) if threads is not None else default_threads()
         self._program = artifact.program
-        self._executor = Executor(artifact, self.threads, replan)
+        with told_by_cause(artifact.folder):
+            self._executor = Executor(artifact, self.threads, replan)
         self._lock = threading.RLock()
         self._positions = [0] * self._program.sequences
         self._counted = dict.fromkeys(ONE_TOKEN_EACH, 0)
-        self._closed = False
+        self._refusal = ""  # why it cannot be used any more
+        _engines.add(self)
 
     @property
     def context(self) -> int:
@@ -98,11 +107,12 @@ class Engine:
     def rewind(self, position: int, slot: int = 0) -> None:
         """Forget the tokens of a sequence from `position` on."""
         with self._lock:
+            self._open()
             check_slot(slot, self.sequences)
-            if not 0 <= position <= self._positions[slot]:
-                seen = f"{self._positions[slot]} tokens were seen"
-                raise RequestError(f"cannot rewind to position {position}; {seen}")
-            self._positions[slot] = position
+            seen = self._positions[slot]
+            if not isinstance(position, int | np.integer) or isinstance(position, bool) or not 0 <= position <= seen:
+                raise RequestError(f"cannot rewind to position {shown(position)}; {seen} tokens were seen")
+            self._positions[slot] = int(position)
 
     def copy(self, source: int, target: int) -> None:
         """Let slot `target` hold the sequence of slot `source`, too: a prompt that several begin with is read once."""
@@ -135,7 +145,8 @@ class Engine:
         for, which they can be until the next step.
         """
         with self._lock:
-            function = self._decode_checked(ids[0], slot) if len(ids) == 1 else self._prefill(ids, slot)
+            is_one = type(ids) is list and len(ids) == 1
+            function = self._decode_checked(ids[0], slot) if is_one else self._prefill(ids, slot)
             return self._scores(function, 0)
 
     def decode_batch(self, tokens: Sequence[int], slots: Sequence[int], copy: bool = True) -> Logits:
@@ -145,13 +156,14 @@ class Engine:
         that predictors leave out: of those a batch may compute more.
         """
         with self._lock:
-            return self._executor.logits(self._decode_batch(tokens, slots), len(tokens), copy)
+            function, rows = self._decode_batch(tokens, slots)
+            return self._executor.logits(function, rows, copy)
 
     def read_batch(self, tokens: Sequence[int], slots: Sequence[int]) -> list[Scores]:
         """As `decode_batch`; the scores of what follows each of the tokens, as `read` gives them."""
         with self._lock:
-            function = self._decode_batch(tokens, slots)
-            return [self._scores(function, row) for row in range(len(tokens))]
+            function, rows = self._decode_batch(tokens, slots)
+            return [self._scores(function, row) for row in range(rows)]
 
     def score(self, ids: Sequence[int], slot: int = 0) -> Iterator[Logits]:
         """Read `ids` in chunks and give the logits of each, [tokens of the chunk, vocab]: row i is what follows ids[i].
@@ -166,6 +178,7 @@ class Engine:
         for start in range(0, len(tokens), self.chunk):
             with self._lock:
                 part = self._checked(tokens[start : start + self.chunk], slot)
+                self._executor.check_weights()
                 self._read("score", part, slot)
                 logits = self._executor.logits("score", len(part))
             yield logits
@@ -176,8 +189,12 @@ class Engine:
         """
         with self._lock:
             self._open()
-            if function not in self._program.functions or function not in self._counted:
-                raise RequestError(f"neurons of {function!r} are not counted")
+            if (
+                not isinstance(function, str)
+                or function not in self._program.functions
+                or function not in self._counted
+            ):
+                raise RequestError(f"neurons of {shown(function)} are not counted")
             name = "stats" if function == "decode" else f"stats.{function}"
             return firing_of(self._program.ffn, self._executor.counts(name), self._counted[function])
 
@@ -195,11 +212,13 @@ class Engine:
         Calls on a GPU are measured only if it may run `slowly`, with events between them.
         """
         with self._lock:
+            self._open()
             self._executor.start_timing(slowly)
 
     def stop_timing(self) -> None:
         """Measure no more."""
         with self._lock:
+            self._open()
             self._executor.stop_timing()
 
     def timing(self, function: str) -> list[tuple[Call, float]]:
@@ -209,19 +228,21 @@ class Engine:
         a device is not measured, calls take 0.
         """
         with self._lock:
-            return self._executor.timing(function)
+            self._open()
+            return self._executor.timing(self._function(function))
 
     def spans(self, function: str) -> list[Span]:
         """When each call of the last step of a function ran, since `start_timing`; those that are not measured are left
         out.
         """
         with self._lock:
-            return self._executor.spans(function)
+            self._open()
+            return self._executor.spans(self._function(function))
 
     def close(self) -> None:
         """Give the memory back. Nothing can be run afterwards; arrays that were returned stay valid."""
         with self._lock:
-            self._closed = True
+            self._refusal = self._refusal or "the engine is closed"
             self._executor.close()
             self.artifact.close()
 
@@ -234,8 +255,13 @@ class Engine:
         self.close()
 
     def _open(self) -> None:
-        if self._closed:
-            raise RequestError("the engine is closed")
+        if self._refusal:
+            raise RequestError(self._refusal)
+
+    def _function(self, name: str) -> str:
+        if not isinstance(name, str) or name not in self._program.functions:
+            raise RequestError(f"the program has no function {shown(name)}, but {', '.join(self._program.functions)}")
+        return name
 
     def _checked(self, ids: Sequence[int] | NDArray[np.int32], slot: int) -> NDArray[np.int32]:
         """`ids` as int32 [tokens], if they are tokens of this model and fit behind those seen so far."""
@@ -253,6 +279,7 @@ class Engine:
         tokens = self._checked(ids, slot)
         if len(tokens) == 1:
             return self._decode(int(tokens[0]), slot)
+        self._executor.check_weights()
         while len(tokens) > self.chunk:
             self._read("prefill", tokens[: self.chunk], slot)
             tokens = tokens[self.chunk :]
@@ -270,21 +297,21 @@ class Engine:
         self._counted["decode"] += 1
         return "decode"
 
-    def _decode_batch(self, tokens: Sequence[int], slots: Sequence[int]) -> str:
-        """The function that ran."""
+    def _decode_batch(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[str, int]:
+        """The function that ran, and how many tokens it read."""
         self._open()
         ids = token_ids(tokens, self.vocab)
-        check_batch(slots, len(ids), self.sequences)
+        slots = check_batch(slots, len(ids), self.sequences)
         positions = [self._positions[slot] for slot in slots]
         for slot, position in zip(slots, positions, strict=True):
             check_room(1, position, self.context, slot)
         if len(ids) == 1:
-            return self._decode(int(ids[0]), slots[0])
+            return self._decode(int(ids[0]), slots[0]), 1
         self._executor.run_batch(ids, positions, slots)
-        self._counted[BATCH] += len(tokens)
+        self._counted[BATCH] += len(ids)
         for slot in slots:
             self._positions[slot] += 1
-        return BATCH
+        return BATCH, len(ids)
 
     def _scores(self, function: str, row: int) -> Scores:
         """Of a row of the last step, which was one of `function`."""
@@ -300,3 +327,20 @@ class Engine:
         self._executor.run(function, tokens, self._positions[slot], slot)
         self._positions[slot] += len(tokens)
         return function
+
+    def _after_fork(self) -> None:
+        """Let a forked process use the engine as its parent's last whole step left it, where its device can be used."""
+        self._lock = threading.RLock()
+        self._refusal = self._executor.after_fork() or self._refusal
+
+
+_engines: WeakSet[Engine] = WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """Threads that used an engine are not here, and would hold its lock for ever."""
+    for engine in list(_engines):
+        engine._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

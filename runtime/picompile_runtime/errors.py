@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_MOST_LETTERS = 2000
+
 
 class PicompileRuntimeError(Exception):
     """Root of the tree. Its text is one line: what was wrong, where, and what to do."""
@@ -9,7 +11,11 @@ class PicompileRuntimeError(Exception):
     exit_code = 1
 
     def __init__(self, text: str) -> None:
-        """Names that came from a file may have line breaks and terminal codes in them; they are shown as `?`."""
+        """Names that came from a file may have line breaks and terminal codes in them; they are shown as `?`. Of a text
+        that has a very long name in it, the middle is left out.
+        """
+        if len(text) > _MOST_LETTERS:
+            text = f"{text[: _MOST_LETTERS // 2]}…{text[-_MOST_LETTERS // 2 :]}"
         super().__init__("".join(letter if letter.isprintable() else "?" for letter in text))
 
 

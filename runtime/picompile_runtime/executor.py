@@ -22,7 +22,7 @@ from picompile_runtime.native import CallList, TensorTable
 from picompile_runtime.open_device import open_device, split_threads
 from picompile_runtime.places import DevicePlaces, HostPlaces, device_places, host_places, weights_of
 from picompile_runtime.program import BATCH, ONE_TOKEN_EACH, Call, Program
-from picompile_runtime.resident import load_tensors, load_weights
+from picompile_runtime.resident import Weights, load_tensors, load_weights
 from picompile_runtime.scores import Leading, Logits
 from picompile_runtime.timing import CallTimes, Span
 from picompile_runtime.waiting import waited_in_vain
@@ -45,11 +45,13 @@ class Executor:
         self._program = artifact.program
         self._threads, device_threads = split_threads(artifact, threads)
         self.library = artifact.load_code()
-        check_code(artifact, self.library)
-        _check_memory(self._program)
-        self._device: HotDevice | None = open_device(artifact, device_threads) if self._program.has_device else None
+        self._device: HotDevice | None = None
         self.buffers: dict[str, NDArray[Any]] = {}
         try:
+            check_code(artifact, self.library)
+            _check_memory(self._program)
+            if self._program.has_device:
+                self._device = open_device(artifact, device_threads)
             self._fit(artifact, replan)
             self._load(artifact, threads)
         except BaseException:
@@ -90,6 +92,15 @@ class Executor:
             for name in program.functions
         }
         self._device_calls = {name: self._bind_device(name) for name in program.functions}
+        if self._device is not None:
+            self._device.tell_failures(self._abandoned)
+        self.check_weights = artifact.check_weights if self._is_mapped(artifact) else _nothing
+        artifact.check_weights()  # all of it has been read now, and none of it since it was changed
+
+    def _is_mapped(self, artifact: Artifact) -> bool:
+        """Whether steps read the weights from the file."""
+        memory = self._weights.memory if isinstance(self._weights, Weights) else self._weights
+        return memory is artifact.weights
 
     def _load_weights(self, artifact: Artifact, threads: int) -> dict[str, tuple[Any, int]]:
         """The weights that the host has: all, or where there is a hot device those that are not its own."""
@@ -206,8 +217,16 @@ class Executor:
             raise RequestError(f"no times were measured for {function!r}; call start_timing() first")
         return self._times
 
+    def after_fork(self) -> str | None:
+        """Take note that this is a forked process. Returns why no step can be run in it, None where they can."""
+        reason = None if self._device is None else self._device.after_fork()
+        if reason is not None:
+            self._device = None  # what it shared with the host is not in this process's memory
+            self.close()
+        return reason
+
     def close(self) -> None:
-        """Give the memory back."""
+        """Give the memory and the code back."""
         if self._device is not None:
             if "abandoned" in self.buffers:  # a step that was interrupted may still be waiting
                 self._abandoned[0] = 1
@@ -216,6 +235,7 @@ class Executor:
             self._device = None
         self._host_calls, self._device_calls, self.buffers, self._state, self._weights = {}, {}, {}, {}, None
         self._step = self._tokens = self._positions = self._slots = np.empty(0, np.int32)
+        self.library.close()
 
     def _call(self, function: str) -> None:
         self._step_of(function)
@@ -237,10 +257,10 @@ class Executor:
                 self._device.start(self._device_calls[function], of_device)
                 self.library.run(self._host_calls[function], self._threads, stamps)
             except BaseException:
-                self._abandoned[0] = 1
+                failed_first, self._abandoned[0] = not self._abandoned[0], 1
+                _await_device(self._device, only_wait=failed_first)
                 raise
-            finally:
-                self._device.wait()
+            self._device.wait()
         if self._abandoned[0]:
             calls, step = self._program.functions[function], int(self._step[3])
             distance_bytes = self._program.buffers["flags"].offset - self._program.buffers["abandoned"].offset
@@ -252,6 +272,21 @@ class Executor:
         """Not 0 once a side has given up."""
         abandoned: NDArray[np.int32] = self.buffers["abandoned"]
         return abandoned
+
+
+def _nothing() -> None:
+    """Stands for a check that is not needed."""
+
+
+def _await_device(device: HotDevice, only_wait: bool) -> None:
+    """Wait for the device after the host has failed. What it raises is raised, unless it shall `only_wait`: whoever
+    failed second may have done so over what the first left.
+    """
+    try:
+        device.wait()
+    except KernelError:
+        if not only_wait:
+            raise
 
 
 def _arrays(host: HostPlaces, kind: str, tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:

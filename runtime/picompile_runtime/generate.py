@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from picompile_runtime.checks import check_room, shown, token_ids, whole_number
 from picompile_runtime.engine import Engine
 from picompile_runtime.errors import RequestError
 from picompile_runtime.sampler import Sampler, SamplingParams
@@ -42,15 +43,21 @@ def generate(
     The text ends before the first of the texts `stop`, no part of which is ever shown, or at an end token of the model.
     The engine starts anew unless `keep_position`. Raises RequestError, at once, for what cannot be done.
     """
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-    if not ids:
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    tokens = token_ids(ids, engine.vocab, least=0).tolist()
+    if not tokens:
         raise RequestError("the prompt is empty, and this model has no token that begins a text; give a prompt")
-    if max_tokens is not None and max_tokens < 1:
-        raise RequestError(f"max_tokens must be 1 or more, not {max_tokens}")
-    if not keep_position:
+    if max_tokens is not None:
+        max_tokens = whole_number("max_tokens", max_tokens, 1, 2**63 - 1, "1 or more")
+    if not isinstance(tokenizer, Tokenizer):
+        raise RequestError(f"a text is made by a Tokenizer, not by {shown(tokenizer)}")
+    check_room(len(tokens), engine.position if keep_position else 0, engine.context)
+    made = Generation(
+        engine, StreamDecoder(tokenizer), tokens, params or SamplingParams(), max_tokens, StopFinder(stop)
+    )
+    if not keep_position:  # last: what is refused changes nothing
         engine.reset()
-    engine.check(ids)
-    return Generation(engine, StreamDecoder(tokenizer), ids, params or SamplingParams(), max_tokens, StopFinder(stop))
+    return made
 
 
 class Generation(Iterator[str]):
@@ -134,7 +141,12 @@ class StopFinder:
     """
 
     def __init__(self, stops: str | Sequence[str]) -> None:
-        self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        try:
+            self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        except TypeError as error:
+            raise RequestError(f"stop must be a text or a list of texts, not {shown(stops)}") from error
+        if not all(isinstance(stop, str) for stop in self._stops):
+            raise RequestError(f"stop must be a text or a list of texts, not {shown(stops)}")
         if not all(self._stops):
             raise RequestError("a stop text must not be empty")
         self._held = ""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from picompile_runtime.checks import shown, whole_number
 from picompile_runtime.errors import RequestError
 from picompile_runtime.quota import quota_cores
 
@@ -44,18 +46,16 @@ def default_threads() -> int:
     Waiting threads spin: more than a container's quota of cores would only be in the way.
     """
     if asked := os.environ.get("PICOMPILE_THREADS"):
-        if not asked.isascii() or not asked.isdigit():
-            raise RequestError(f"PICOMPILE_THREADS must be a number from 1 to {MOST_THREADS}, not {asked!r}")
-        return check_threads(int(asked))
+        if not re.fullmatch("0*[0-9]{1,9}", asked):
+            raise RequestError(f"PICOMPILE_THREADS must be a number from 1 to {MOST_THREADS}, not {shown(asked)}")
+        return check_threads(int(asked[-9:]))
     cores = {_physical_core(cpu) for cpu in os.sched_getaffinity(0)}
     return max(1, min(len(cores), quota_cores() or MOST_THREADS, _MOST_DEFAULT_THREADS))
 
 
 def check_threads(threads: int) -> int:
     """`threads` itself; RequestError if no run can have so many."""
-    if not 1 <= threads <= MOST_THREADS:
-        raise RequestError(f"the number of threads must be from 1 to {MOST_THREADS}, not {threads}")
-    return threads
+    return whole_number("the number of threads", threads, 1, MOST_THREADS)
 
 
 def _physical_core(cpu: int) -> str:

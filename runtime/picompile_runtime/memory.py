@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from picompile_runtime.errors import DoesNotFitError
 
+_mprotect = ctypes.CDLL(None).mprotect
 ALIGNMENT = 64  # bytes; one cache line, and what kernels assume
 
 
@@ -69,12 +71,33 @@ def check_total(size_bytes: int, purpose: str) -> None:
         raise DoesNotFitError(f"{_needs(size_bytes, purpose)}; {hint}")
 
 
+def in_units(*sizes_bytes: int) -> tuple[str, ...]:
+    """Return sizes in words, as `1.50 GiB` or `37.0 MiB`, with as many digits as tell different ones apart."""
+    unit, name = (2**30, "GiB") if max(sizes_bytes) >= 2**30 else (2**20, "MiB")
+    least = 2 if name == "GiB" else 1
+    for digits in range(least, 12):
+        texts = tuple(f"{size / unit:.{digits}f} {name}" for size in sizes_bytes)
+        if len(set(texts)) == len(set(sizes_bytes)):
+            break
+    return texts
+
+
 def _needs(size_bytes: int, purpose: str) -> str:
-    return f"{purpose} needs {size_bytes / 2**30:.2f} GiB and this machine has {_machine_bytes() / 2**30:.2f} GiB"
+    needed, has = in_units(size_bytes, _machine_bytes())
+    return f"{purpose} needs {needed} and this machine has {has}"
 
 
 def _machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def protect(memory: mmap.mmap) -> None:
+    """Make an anonymous map read-only: whoever writes to it from now on ends by a signal.
+
+    A system that refuses leaves it as it is: nothing here relies on it.
+    """
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    _mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), mmap.PROT_READ)
 
 
 def map_file(descriptor: int) -> mmap.mmap:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,8 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from picompile_runtime import libraries
 from picompile_runtime.errors import ArtifactError, KernelError
 from picompile_runtime.interfaces import Interface, read_interfaces
+from picompile_runtime.system_errors import system_error
 
 Array = NDArray[Any]
 # When each of some calls began and ended, int64 [calls, 2], in ns of CLOCK_MONOTONIC.
@@ -108,11 +110,15 @@ class CallList:
     """A C array of calls, with everything that it points to. Made by `HostLibrary.bind`."""
 
     def __init__(
-        self, calls: Sequence[tuple[str, int, Sequence[Array]]], tensors: TensorTable, waits: Collection[str] = ()
+        self,
+        calls: Sequence[tuple[str, int, Sequence[Array]]],
+        tensors: TensorTable,
+        waits: Collection[str] = (),
+        library: HostLibrary | None = None,
     ) -> None:
         self.names = [name for name, _, _ in calls]
         self.calls = (PiCall * len(calls))()
-        self._keep: list[Any] = [tensors]
+        self._keep: list[Any] = [tensors, library]
         for i, (name, kernel, arrays) in enumerate(calls):
             args = (PiAny * len(arrays))(*[PiAny(_ANY_DLTENSOR, 0, tensors.descriptor(array)) for array in arrays])
             self._keep.append(args)
@@ -123,46 +129,29 @@ class CallList:
         return len(self.names)
 
 
-# A loaded library is never unloaded: its worker threads wait inside its code. And dlopen takes a name that it has seen
-# before for the library it loaded then, even when another file has taken that path since. So each is opened through a
-# descriptor that stays open with it: `/proc/self/fd/N` then never names two libraries, and no other file can get its
-# inode number.
-_loaded: dict[tuple[int, int], tuple[ctypes.CDLL, threading.RLock]] = {}
-_loading = threading.Lock()
-
-
-def _load(path: Path) -> tuple[ctypes.CDLL, threading.RLock]:
-    with _loading:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        status = os.fstat(descriptor)
-        key = (status.st_dev, status.st_ino)
-        if key in _loaded:
-            os.close(descriptor)
-            return _loaded[key]
-        try:
-            library = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
-        except OSError:
-            os.close(descriptor)
-            raise
-        _loaded[key] = (library, threading.RLock())
-        return _loaded[key]
-
-
 class HostLibrary:
     """An artifact's `host.so`: kernels by name, and the thread pool that runs lists of calls of them.
 
     Check the file's hash first: the loader kills the process on a truncated library. One list runs at a time; a second
-    caller waits.
+    caller waits. The library is unloaded when the last who uses it is closed or collected.
     """
 
-    def __init__(self, path: str | os.PathLike[str], name: str | None = None) -> None:
-        """Load the library at `path`; errors call it `name`."""
+    def __init__(self, path: str | os.PathLike[str], name: str | None = None, sha256: str = "") -> None:
+        """Load the library at `path`, whose hash is `sha256`; errors call it `name`."""
         self.name = name or str(path)
         try:
-            self._library, self._lock = _load(Path(path))
+            self._shared = libraries.acquire(Path(path), sha256)
+        except ArtifactError as error:
+            raise ArtifactError(f"{self.name}: {error}") from error
+        except OSError as error:
+            raise system_error(self.name, error, "cannot be loaded as an artifact's code") from error
+        self._give_back = weakref.finalize(self, libraries.give_back, self._shared)
+        self._give_back.atexit = False  # other threads may still run its code
+        self._library = self._shared.code
+        try:
             self._run = self._library.pi_run
             self._last_error = self._library.pi_last_error
-        except (OSError, AttributeError) as error:
+        except AttributeError as error:
             raise ArtifactError(f"{self.name}: cannot be loaded as an artifact's code ({error})") from error
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
         self._run.restype = ctypes.c_int
@@ -222,11 +211,17 @@ class HostLibrary:
         Kernels expect the 64-byte alignment of `memory.aligned_zeros`; a read-only array must not be written by one.
         """
         bound = [(name, self.kernel(name), arrays) for name, arrays in calls]
-        return CallList(bound, tensors or TensorTable(), waits)
+        return CallList(bound, tensors or TensorTable(), waits, self)
 
     def turn(self) -> AbstractContextManager[bool]:
         """A context in which nobody else runs a list or has such a context: a step has a second list on a device."""
-        return self._lock
+        return self._shared.turn
+
+    def close(self) -> None:
+        """Give the library back: with the last user it is unloaded. Nothing but `close` may be called afterwards."""
+        if self._give_back.alive:
+            del self._library, self._run, self._last_error, self._ping_pong
+            self._give_back()
 
     def run(self, calls: CallList, threads: int, stamps: Stamps | None = None) -> None:
         """Run all calls in order on `threads` threads.
@@ -237,7 +232,7 @@ class HostLibrary:
             raise ValueError(f"stamps must be int64 [{len(calls)}, 2], not {stamps.dtype} {list(stamps.shape)}")
         if stamps is not None and not stamps.flags.c_contiguous:
             raise ValueError("stamps must be C-contiguous")
-        with self._lock:
+        with self._shared.turn:
             failed = self._run(calls.calls, len(calls), threads, None if stamps is None else stamps.ctypes.data)
             if failed != -1:
                 where = f"call {failed}, kernel {calls.names[failed]}" if failed >= 0 else "thread pool"

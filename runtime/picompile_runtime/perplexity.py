@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from picompile_runtime.checks import shown, token_ids
 from picompile_runtime.engine import Engine
 from picompile_runtime.errors import KernelError, RequestError
 from picompile_runtime.scores import Logits
@@ -41,11 +42,11 @@ def perplexity(
     what a predictor leaves out then shows. `progress` is called with the tokens done and their number.
     """
     window = engine.context if window is None else window
-    if not 1 <= window <= engine.context:
-        raise RequestError(f"a window of {window} tokens does not fit the context of {engine.context}")
-    if len(ids) < 2:
-        raise RequestError(f"perplexity needs at least 2 tokens, not {len(ids)}; give a longer text")
-    tokens, nll = np.asarray(ids), 0.0
+    if not isinstance(window, int | np.integer) or isinstance(window, bool) or not 1 <= window <= engine.context:
+        raise RequestError(f"a window of {shown(window)} tokens does not fit the context of {engine.context}")
+    tokens, nll = token_ids(ids, engine.vocab, least=0).astype(np.int64), 0.0
+    if len(tokens) < 2:
+        raise RequestError(f"perplexity needs at least 2 tokens, not {len(tokens)}; give a longer text")
     for start in range(0, len(tokens) - 1, window):
         engine.reset()
         targets = tokens[start + 1 : start + window + 1]

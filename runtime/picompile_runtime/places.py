@@ -27,7 +27,9 @@ class HostPlaces:
     def array(self, argument: Argument) -> NDArray[Any]:
         """What a call on the host is given."""
         memory, offset = self.places[argument.kind, argument.name]
-        return array_at(memory, replace(argument.view, offset=offset + argument.view.offset))
+        array = array_at(memory, replace(argument.view, offset=offset + argument.view.offset))
+        array.flags.writeable = array.flags.writeable and argument.kind != "weight"
+        return array
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ def _upload(
         for start, size in _parts(tensor.size_bytes):
             first = tensor.offset + start
             device.write(memory, offsets[name] + start, source[first : first + size])
+    device.protect(memory)
     return {("weight", name): (memory, offset) for name, offset in offsets.items()}
 
 

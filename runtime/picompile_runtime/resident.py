@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from picompile_runtime.errors import DoesNotFitError
-from picompile_runtime.memory import ALIGNMENT, Tensor, anonymous_map
+from picompile_runtime.memory import ALIGNMENT, Tensor, anonymous_map, in_units, protect
 
 _PAGE_BYTES = 2**21
 _PART_BYTES = 2**25
@@ -61,6 +61,7 @@ def load_weights(mapped: mmap.mmap, sha256: str, threads: int, other_bytes: int)
         [(first, weights.start + first, min(_PART_BYTES, size_bytes - first)) for first in parts],
         threads,
     )
+    protect(memory)
     _loaded[sha256] = weights
     return weights
 
@@ -89,6 +90,8 @@ def load_tensors(
         for first in range(0, tensor.size_bytes, _PART_BYTES)
     ]
     _copy(mapped, memory, parts, threads)
+    if not must_copy:  # what a GPU pins must be writeable
+        protect(memory)
     return memory, {name: start + place for name, place in places.items()}
 
 
@@ -108,8 +111,8 @@ def _needed_pages(size_bytes: int) -> mmap.mmap:
     """The same where it must be had. Raises DoesNotFitError."""
     purpose = "the weights of the host, from where the GPU reads them,"
     if size_bytes > (free_bytes := _free_bytes()):
-        needed, free = size_bytes / 2**30, free_bytes / 2**30
-        raise DoesNotFitError(f"{purpose} take {needed:.2f} GiB of memory and {free:.2f} GiB are free")
+        needed, free = in_units(size_bytes, free_bytes)
+        raise DoesNotFitError(f"{purpose} take {needed} of memory and {free} are free")
     memory = anonymous_map(size_bytes + _PAGE_BYTES, purpose)
     _ask_for_large(memory)
     return memory

@@ -7,13 +7,14 @@ repetition penalty over prompt and generated tokens, temperature, top-k, top-p, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from picompile_runtime.checks import real_number, shown, token_ids, whole_number
 from picompile_runtime.errors import KernelError, RequestError
 from picompile_runtime.scores import Leading, Scores
 from picompile_runtime.top_k import leading
@@ -21,6 +22,8 @@ from picompile_runtime.top_k import leading
 Tokens = NDArray[np.int64]
 Probabilities = NDArray[np.float64]
 
+_MOST = 2**128 - 1  # what seeds the generator in full
+_PENALTIES = (1e-6, 1e6)  # far beyond what is of use; with any float32 as score the results are numbers
 _MANY = 1024  # tokens; sorting fewer takes no time to speak of
 
 
@@ -40,30 +43,31 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _check("temperature", self.temperature, self.temperature >= 0, "0 or more")
-        _check("top_k", self.top_k, self.top_k >= 0 and self.top_k == int(self.top_k), "0 (off) or a positive integer")
-        _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
-        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
-        _check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0")
-        _check("seed", self.seed or 0, (self.seed or 0) >= 0, "0 or more")
-
-
-def _check(name: str, value: float, holds: bool, must: str) -> None:
-    if not holds or not math.isfinite(value):
-        raise RequestError(f"{name} must be {must}, not {value}")
+        real_number("temperature", self.temperature, lambda value: value >= 0, "0 or more")
+        whole_number("top_k", self.top_k, 0, _MOST, "0 (off) or a positive integer")
+        real_number("top_p", self.top_p, lambda value: 0 < value <= 1, "above 0 and at most 1")
+        real_number("min_p", self.min_p, lambda value: 0 <= value <= 1, "from 0 to 1")
+        least, most = _PENALTIES
+        must = f"from {least:f} to {most:.0f}"
+        real_number("repetition_penalty", self.repetition_penalty, lambda value: least <= value <= most, must)
+        if self.seed is not None:
+            whole_number("seed", self.seed, 0, _MOST, "a whole number from 0 to 2^128 - 1")
 
 
 class Sampler:
     """Chooses tokens of one sequence; remembers which tokens occurred in it."""
 
     def __init__(self, params: SamplingParams, vocab: int) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"a sampler takes SamplingParams, not {shown(params)}")
         self.params = params
         self._random = np.random.Generator(np.random.PCG64(params.seed))
-        self._seen = np.zeros(vocab, bool)
+        self._seen = np.zeros(whole_number("the vocabulary", vocab, 1, 2**31 - 1), bool)
 
-    def observe(self, ids: Iterable[int]) -> None:
+    def observe(self, ids: Sequence[int] | NDArray[Any]) -> None:
         """Note the tokens of a prompt, for the repetition penalty."""
-        self._seen[list(ids)] = True
+        if len(tokens := token_ids(ids, len(self._seen), least=0)):
+            self._seen[tokens] = True
 
     def sample(self, logits: NDArray[Any] | Scores) -> int:
         """The next token for logits [vocab]; it is noted as seen. Raises KernelError if they are not numbers.
@@ -129,13 +133,28 @@ class Sampler:
         """The logits, which are not changed, or those that the penalty makes of them."""
         if isinstance(logits, Scores):
             logits = logits.logits()
+        logits = self._checked(logits)
         penalty = self.params.repetition_penalty
-        if penalty == 1.0 and isinstance(logits, np.ndarray) and logits.dtype.kind == "f":
+        if penalty == 1.0 and logits.dtype.kind == "f":
             return logits
         scores = np.array(logits, np.float64)
         of_seen = scores[self._seen]
         scores[self._seen] = np.where(of_seen < 0, of_seen * penalty, of_seen / penalty)
         return scores
+
+    def _checked(self, logits: Any) -> NDArray[Any]:
+        """The logits as an array [vocab] of numbers."""
+        try:
+            scores = np.asarray(logits)
+        except Exception as error:  # whatever an object says that is no list
+            raise self._no_logits(logits) from error
+        if scores.shape != self._seen.shape or scores.dtype.kind not in "fiu":
+            raise self._no_logits(scores)
+        return scores
+
+    def _no_logits(self, given: object) -> RequestError:
+        found = f"{given.dtype} {list(given.shape)}" if isinstance(given, np.ndarray) else shown(given)
+        return RequestError(f"logits must be {len(self._seen)} numbers, one for each token, not {found}")
 
 
 def _likeliest(scores: NDArray[Any]) -> tuple[int, float]:

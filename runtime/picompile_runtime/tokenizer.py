@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from picompile_runtime.artifact import Artifact
-from picompile_runtime.chat_template import render_chat
-from picompile_runtime.errors import ArtifactError, RequestError
+from picompile_runtime.chat_template import ChatTemplate
+from picompile_runtime.checks import shown, whole_number
+from picompile_runtime.errors import ArtifactError, PicompileRuntimeError, RequestError
 
 _REPLACEMENT = "\ufffd"  # what bytes decode to that are no UTF-8, or not all of a character yet
 
@@ -18,16 +20,16 @@ class Tokenizer:
     def __init__(self, text: bytes | str, config: Mapping[str, Any] | None = None, chat_template: str = "") -> None:
         from tokenizers import Tokenizer as Implementation
 
-        try:
+        if not isinstance(text, bytes | str) or not isinstance(config, Mapping | None):
+            raise ArtifactError("tokenizer.json is a text, and tokenizer_config.json a JSON object")
+        with _named("tokenizer.json cannot be read", ArtifactError, "; compile the model again"):
             # Bytes: as a Python string, a large vocabulary takes another hundred megabytes.
             self._tokenizer = Implementation.from_buffer(text.encode() if isinstance(text, str) else text)
-        except Exception as error:  # the library raises plain Exception
-            raise ArtifactError(f"tokenizer.json cannot be read ({error}); compile the model again") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._config = config or {}
-        self._chat_template = chat_template or self._config.get("chat_template") or ""
-        self._byte_tokens = _byte_tokens(self._tokenizer)
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            self._byte_tokens = _byte_tokens(self._tokenizer)
+        template = chat_template or (config or {}).get("chat_template")
+        self._chat = ChatTemplate(template, config or {}) if template and isinstance(template, str) else None
 
     @classmethod
     def of(cls, artifact: Artifact) -> Tokenizer:
@@ -39,15 +41,19 @@ class Tokenizer:
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """The ids of `text`; `special_tokens` adds what the tokenizer itself puts around a text, such as its bos."""
+        if not isinstance(text, str):
+            raise RequestError(f"a text is a str, not {shown(text)}")
         try:
             text.encode()
         except UnicodeEncodeError as error:  # such as half of a surrogate pair
             raise RequestError(f"the text is not valid Unicode ({error.reason})") from error
-        return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+        with _named("the tokenizer fails on this text", RequestError):
+            return list(self._tokenizer.encode(text, add_special_tokens=bool(special_tokens)).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, without special tokens."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        """The text of `ids`, without special tokens; those that the vocabulary lacks have no text."""
+        with _named("these are no tokens of the tokenizer", RequestError):
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def is_open(self, token: int) -> bool:
         """Whether the text of `token` depends on tokens after it.
@@ -62,10 +68,20 @@ class Tokenizer:
 
         Messages have `role` and `content`. Raises RequestError if the model has no template, or refuses these.
         """
-        if not isinstance(self._chat_template, str) or not self._chat_template:
+        if self._chat is None:
             raise RequestError("the model has no chat template; give a plain prompt")
-        text = render_chat(self._chat_template, messages, self._config, add_generation_prompt)
-        return self.encode(text, special_tokens=False)
+        return self.encode(self._chat.render(messages, add_generation_prompt), special_tokens=False)
+
+
+@contextmanager
+def _named(what: str, kind: type[PicompileRuntimeError], hint: str = "") -> Iterator[None]:
+    """Turn errors of the library, which are plain Exceptions or Rust's panics, into one of ours."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{what} ({' '.join(str(error).split())}){hint}") from error
 
 
 def _byte_tokens(tokenizer: Any) -> frozenset[int]:
@@ -90,7 +106,7 @@ class StreamDecoder:
 
     def push(self, token: int) -> str:
         """The text that is certain with this token, often empty."""
-        self._ids.append(token)
+        self._ids.append(whole_number("a token", token, 0, 2**32 - 1))
         if self._tokenizer.is_open(token):
             return ""
         piece = self._pending()

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from picompile_runtime.checks import shown
 from picompile_runtime.errors import MachineError, RequestError
 from picompile_runtime.machine import is_machine, missing_features
 
@@ -37,7 +38,7 @@ def choose(variants: Sequence[Variant]) -> Variant:
         known = ", ".join(variant.isa for variant in variants)
         variants = [variant for variant in variants if variant.isa == asked]
         if not variants:
-            raise RequestError(f"{ISA_VARIABLE} is {asked!r}, but the artifact has code for: {known}")
+            raise RequestError(f"{ISA_VARIABLE} is {shown(asked)}, but the artifact has code for: {known}")
     found = next((variant for variant in variants if variant.runs_here), None)
     if found is None:
         raise _none_runs(variants)

@@ -1,7 +1,7 @@
 /* Runs the thread pool of host.c from C, so that a sanitizer can watch it: pool_driver SECONDS.
  *
- * Two threads take turns at it, with changing numbers of workers, naps, tasks that fail, waits to come, and forks, whose
- * children run some more. Exits with 1 on a wrong sum. */
+ * Two threads take turns at it, with changing numbers of workers, naps, tasks that fail, waits to come, workers that are
+ * ended, and forks, whose children run some more. Exits with 1 on a wrong sum. */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -14,6 +14,7 @@
 #include "../../codegen/picompile_codegen/native/abi.h"
 
 int pi_run(const PiCall *calls, int count, int threads, int64_t (*stamps)[2]);
+void pi_stop(void);
 
 #define SIZE 1000
 #define CALLS 50
@@ -90,6 +91,7 @@ static void *work(void *data) {
   for (int runs = 0; now() < until; ++runs) {
     if (run_once(threads[rand_r(&seed) % 4], runs % 2) != 0) wrong = 1;
     if (runs % 7 == 0) usleep(3000); /* workers fall asleep */
+    if (runs % 5 == 0) pi_stop();    /* while the other thread may be amid a program */
     if (runs % 50 == 10 && run_in_child(3) != 0) wrong = 1; /* and the other thread may be amid a region */
   }
   return NULL;

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -248,6 +250,98 @@ def test_a_device_need_not_wait_for_a_host_that_failed(engine: Engine, alone: En
             engine.decode(token)
         undo()
         np.testing.assert_array_equal(engine.decode(token), alone.decode(token))
+
+
+@pytest.mark.parametrize("function", ["decode", "prefill_last", "score", "batch"])
+def test_a_host_need_not_wait_for_a_device_that_failed(function: str, engine: Engine, alone: Engine) -> None:
+    """With the patience that artifacts have: it is told, and who failed is named, not who waited."""
+    undo = restore(engine)
+    use: dict[str, Callable[[Engine], Any]] = {
+        "decode": lambda engine: engine.decode(IDS[5]),
+        "prefill_last": lambda engine: engine.prefill(IDS[5:8]),
+        "score": lambda engine: next(engine.score(IDS[5:8])),
+        "batch": lambda engine: engine.decode_batch(IDS[5:7], [0, 2]),
+    }
+    for _ in range(5):
+        replace_calls(engine, "device", function, [("fail", [])])
+        with pytest.raises(KernelError, match=r"^call 0, kernel fail: ValueError"):
+            use[function](engine)
+        assert not engine._executor.buffers["abandoned"][1:].any()  # nobody gave up
+        assert engine.positions == alone.positions
+        undo()
+        np.testing.assert_array_equal(use[function](engine), use[function](alone))
+
+
+@pytest.mark.parametrize("first", ["host", "device"])
+def test_the_error_is_that_of_the_side_that_failed_first(first: str, engine: Engine) -> None:
+    """The other may fail over what that left; here it does so because it was told to leave a wait."""
+    executor = engine._executor
+    library, device_library = executor.library, executor._device._library  # type: ignore[union-attr]
+    second = "device" if first == "host" else "host"
+    replace_calls(engine, first, "decode", [("fail", [])])
+    side = {"host": library, "device": device_library}[second]
+    run = side.run
+
+    def wait_and_fail(calls: Any, *arguments: Any) -> None:
+        while not executor._abandoned[0]:
+            time.sleep(0.001)
+        run(side.bind([("pool_fail", [])]), 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side, "run", wait_and_fail)
+        with pytest.raises(KernelError, match=r"call 0, kernel fail: ValueError: this kernel always fails"):
+            engine.decode(1)
+
+
+INTERRUPTED = """
+import os, random, signal, sys, threading, time
+import numpy as np
+from picompile_runtime import load
+signal.signal(signal.SIGINT, signal.default_int_handler)
+seed, interrupts = int(sys.argv[2]), int(sys.argv[3])
+engine, alone = load(sys.argv[1], threads=2), load(sys.argv[1], threads=1)
+expected = [alone.prefill(range(9)), *(alone.decode(token) for token in range(9))]
+enough = threading.Event()
+
+def steps():
+    engine.reset()
+    found = [engine.prefill(range(9)), *(engine.decode(token) for token in range(9))]
+    assert all(map(np.array_equal, found, expected))
+
+def interrupt():
+    choose = random.Random(seed)
+    for _ in range(interrupts):
+        time.sleep(choose.random() * 0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+    enough.set()
+
+started = False
+while not enough.is_set():
+    try:
+        if not started:
+            started = True
+            threading.Thread(target=interrupt, daemon=True).start()
+        steps()
+    except KeyboardInterrupt:
+        pass
+    assert not engine._executor.buffers["abandoned"][1:].any()  # nobody gave up
+steps()
+print("right", flush=True)
+os._exit(0)
+"""
+
+
+def test_interrupts_at_any_time(make_hybrid: Callable[..., Path]) -> None:
+    """Steps behind them are right, and none waits for a side that is not at work."""
+    folder = make_hybrid()
+    for seed in range(2):
+        run = subprocess.run(
+            [sys.executable, "-c", INTERRUPTED, str(folder), str(seed), "300"],
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert (run.returncode, run.stdout) == (0, "right\n"), run.stderr
 
 
 def test_an_interrupted_step_has_ended_on_the_device_too(engine: Engine, alone: Engine) -> None:

@@ -55,7 +55,11 @@ def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["-p", "Hi", "-n", "0"], 2, "error: max_tokens must be 1 or more, not 0\n"),
         (["-p", "", "-n", "1"], 2, "error: the prompt is empty, and this model has no token that begins a text; "),
         (["-p", "x" * 2001], 2, "error: a prompt of 2001 tokens does not fit the context of 2000; shorten it\n"),
-        (["-p", "Hi", "-t", "1000"], 2, "error: the number of threads must be from 1 to 256, not 1000\n"),
+        (
+            ["-p", "Hi", "-t", "1000"],
+            2,
+            "error: the number of threads must be a whole number from 1 to 256, not 1000\n",
+        ),
     ],
 )
 def test_errors_are_one_line(

@@ -184,7 +184,7 @@ def test_timing_of_a_batch(engine: Engine) -> None:
         ([1, 50], [0, 1], "tokens must be integers from 0 to 49"),
         ([1, -1], [0, 1], "tokens must be integers from 0 to 49"),
         ([1.5, 2], [0, 1], "tokens must be integers from 0 to 49"),
-        ([[1, 2]], [0], "no tokens to read"),
+        ([[1, 2]], [0], "tokens must be integers from 0 to 49"),
         ([1, 2], [0, 5], "no slot 5: the model was compiled with slots 0 to 4"),
         ([1, 2], [-1, 0], "no slot -1"),
         ([1, 2], [0, 1.0], r"no slot 1\.0"),

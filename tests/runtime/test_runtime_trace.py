@@ -233,7 +233,8 @@ def test_bench_of_a_gpu(
 ) -> None:  # fmt: skip
     """Rounds are measured as they are, without stamps of the device; only steps of the trace are not."""
     folder = write_hybrid(tmp_path / "gpu", library, make_toy(), kind="cuda")
-    device = SlowDevice(HostLibrary(folder / "kernels" / "hot.so"), 1)
+    path = folder / "kernels" / "hot.so"
+    device = SlowDevice(HostLibrary(path), 1)
     device.stamped = []
     monkeypatch.setattr(executor, "open_device", lambda artifact, threads: device)
     with load(folder, threads=1) as engine:
@@ -251,7 +252,7 @@ def test_bench_of_a_gpu(
         assert row["s_per_token"] > 0
         assert (row["floor_s_per_token"] is None) == (row["floor_share"] is None) == (row["device"] == "device")
     assert result["hybrid"]["overlap_s_per_token"] >= 1e-9 * NAP_NS
-    monkeypatch.setattr(executor, "open_device", lambda artifact, threads: SlowDevice(device._library, 1))
+    monkeypatch.setattr(executor, "open_device", lambda artifact, threads: SlowDevice(HostLibrary(path), 1))
     monkeypatch.setattr(SlowDevice, "stamped", [], raising=False)
     ended = cli("bench", folder, "-p", "5", "-n", "3", "-r", "1", "-t", "1")
     assert (ended.code, ended.err) == (0, "")

@@ -180,11 +180,13 @@ static PiShare shares[PI_MAX_THREADS];
 static struct {
   _Alignas(PI_LINE) _Atomic uint32_t done; /* 2 · tasks that workers did, ever; + 1: the launching thread sleeps */
   _Atomic int failed;                     /* a task of this region returned an error */
-  _Alignas(PI_LINE) _Atomic int threads;  /* of the run, the launching one included; unused workers wait on it */
+  /* Of the run, the launching one included; workers that it has no use for wait on it, and 0 ends all of them. */
+  _Alignas(PI_LINE) _Atomic int threads;
   _Atomic int asleep;                     /* a worker sleeps or is about to; whoever wakes them clears it */
   _Atomic uint32_t wakeups;               /* 2 · how often they were woken, + PI_ALERT; they wait on it */
   _Alignas(PI_LINE) uint32_t expected;    /* of `done`, when the regions so far are over */
   int started;                            /* workers alive */
+  pthread_t workers[PI_MAX_THREADS];
   pthread_mutex_t run_lock;               /* one program at a time */
 } pool = {.run_lock = PTHREAD_MUTEX_INITIALIZER, .threads = 1};
 
@@ -229,10 +231,11 @@ static int take_own_then_others(int index, int threads) {
 
 /* ---- workers ---- */
 
-/* Returns the threads of the run once that has a use for worker `index`. */
+/* Returns the threads of the run once that has a use for worker `index`, or 0 when the worker shall end. */
 static int await_use(int index) {
   int threads;
-  while ((threads = atomic_load(&pool.threads)) <= index) futex(&pool.threads, FUTEX_WAIT, (uint32_t)threads);
+  while ((threads = atomic_load(&pool.threads)) <= index && threads > 0)
+    futex(&pool.threads, FUTEX_WAIT, (uint32_t)threads);
   return threads;
 }
 
@@ -294,8 +297,7 @@ static void offer_core(PiTurn *turn) {
 static void *worker_main(void *argument) {
   int index = (int)(intptr_t)argument;
   PiTurn turn = {0, 0};
-  for (;;) {
-    int threads = await_use(index);
+  for (int threads; (threads = await_use(index)) > 0;) {
     await_tasks(index);
     int taken = take_own_then_others(index, threads);
     if (taken == 0) continue;
@@ -307,12 +309,11 @@ static void *worker_main(void *argument) {
 
 static int start_workers(int threads) {
   while (pool.started < threads - 1) {
-    pthread_t thread;
-    if (pthread_create(&thread, NULL, worker_main, (void *)(intptr_t)(pool.started + 1)) != 0) {
+    void *index = (void *)(intptr_t)(pool.started + 1);
+    if (pthread_create(&pool.workers[pool.started], NULL, worker_main, index) != 0) {
       snprintf(last_error, sizeof last_error, "cannot start thread %d of %d", pool.started + 2, threads);
       return -1;
     }
-    pthread_detach(thread);
     ++pool.started;
   }
   return 0;
@@ -333,6 +334,7 @@ static void forget_workers(void) {
   atomic_store(&pool.asleep, 0);
   atomic_store(&pool.wakeups, 0);
   atomic_store(&pool.done, 0);
+  atomic_store(&pool.threads, 1);
   pool.expected = 0;
   pool.started = 0;
 }
@@ -342,6 +344,17 @@ __attribute__((constructor)) static void set_up(void) { pthread_atfork(NULL, NUL
 static void use_threads(int threads) {
   if (atomic_exchange(&pool.threads, threads) == threads) return;
   futex(&pool.threads, FUTEX_WAKE, INT_MAX);
+}
+
+/* Ends all workers and returns when none is left, so that this library can be unloaded. A later run starts new ones. */
+PI_EXPORT void pi_stop(void) {
+  pthread_mutex_lock(&pool.run_lock);
+  use_threads(0);
+  atomic_fetch_add(&pool.wakeups, 2); /* behind `threads`: a worker about to sleep sees this, or that */
+  futex(&pool.wakeups, FUTEX_WAKE, INT_MAX);
+  while (pool.started > 0) pthread_join(pool.workers[--pool.started], NULL);
+  use_threads(1);
+  pthread_mutex_unlock(&pool.run_lock);
 }
 
 /* ---- regions ---- */

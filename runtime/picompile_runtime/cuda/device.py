@@ -30,8 +30,10 @@ from picompile_runtime.cuda.memory import Memory, data_address, view_address
 from picompile_runtime.cuda.module import choose_image, load_module
 from picompile_runtime.cuda.staging import BUFFER_BYTES, Staging, host_array
 from picompile_runtime.cuda.stopwatch import Stopwatch
+from picompile_runtime.cuda.watch import Watch
 from picompile_runtime.device import View
 from picompile_runtime.errors import ArtifactError, DoesNotFitError
+from picompile_runtime.memory import in_units
 from picompile_runtime.native import Stamps
 
 # Results of pinning memory: not to be had in this way, too little of it, or not on this system.
@@ -78,6 +80,8 @@ class CudaDevice:
         self._stamps: Stamps | None = None
         self._is_launching = False
         self._failed: BaseException | None = None
+        self._abandoned: NDArray[np.int32] | None = None
+        self._watch: Watch | None = None
         # Launches that return only when all has run: the host would wait in them for a GPU that waits for the host.
         self._launches_wait = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
         self._adopted = list[mmap.mmap]()
@@ -161,6 +165,9 @@ class CudaDevice:
         with self._current():
             self._staging.write(address, data, self._compute)
 
+    def protect(self, memory: Memory) -> None:
+        """The driver has no memory that kernels cannot write to."""
+
     def read(self, memory: Memory, offset: int, data: NDArray[Any]) -> None:
         """Copies from the GPU's memory into an array uint8 [n], once the GPU has done all that it was given."""
         address = data_address(memory, offset, data)
@@ -188,6 +195,18 @@ class CudaDevice:
             self._keep(stack)
         return Calls(parts, graphs)
 
+    def tell_failures(self, abandoned: NDArray[np.int32]) -> None:
+        """Set abandoned[0] as soon as a graph cannot be launched, and soon after a kernel has failed."""
+        self._abandoned = abandoned
+        driver, context, stream = self._driver, self._context, self._compute
+
+        def has_failed() -> bool:
+            with suppress(CudaError), driver.current(context):
+                return not driver.is_well(stream)
+            return True
+
+        self._watch = Watch(has_failed, abandoned)
+
     def start(self, calls: Calls, stamps: Stamps | None = None) -> None:
         """Begin to run what `bind` returned, and return without waiting for it.
 
@@ -200,6 +219,8 @@ class CudaDevice:
             with self._current():
                 graphs = self._stamped(calls)
                 self._stopwatch.align()
+        if self._watch is not None:
+            self._watch.begin()
         if not self._launches_wait and stamps is None and len(graphs) == 1:
             self._launch(graphs, stamps)
             return
@@ -218,17 +239,28 @@ class CudaDevice:
                 self._driver.call("cuStreamSynchronize", self._compute)
             except CudaError as error:
                 raise GpuCallError(f"the GPU: {error}; {_cause(error.result)}", error.result) from error
+            finally:
+                if self._watch is not None:
+                    self._watch.end()
             if failed is not None:
                 raise failed
             if stamps is not None:
                 self._stopwatch.read(stamps)
 
+    def after_fork(self) -> str:
+        """The child has neither the GPU's memory nor what the host shares with it, and may not call the driver."""
+        self._closed = True
+        self._driver.disown()
+        return "the GPU belongs to the process that loaded the engine; load the model in a process that was not forked"
+
     def close(self) -> None:
         """Gives all memory back, once what runs has ended; may be called again. Errors of the GPU are ignored."""
         if self._closed:
             return
-        self._closed = True
+        self._closed, self._abandoned = True, None
         self._launcher.shutdown()
+        if self._watch is not None:  # before the memory goes that it writes to
+            self._watch.close()
         with suppress(CudaError), self._owned_context, ExitStack() as stack:
             with suppress(CudaError):
                 stack.enter_context(self._current())
@@ -261,6 +293,8 @@ class CudaDevice:
             self._launch(graphs, stamps)
         except BaseException as error:
             self._failed = error
+            if self._abandoned is not None:
+                self._abandoned[0] = 1
 
     def _await_launcher(self) -> None:
         """Returns when the launcher has done all that it was given."""
@@ -313,9 +347,9 @@ class CudaDevice:
             yield BoundLaunch(name, launch, self._module.function(launch.symbol), arguments)
 
     def _does_not_fit(self, size_bytes: int, purpose: str) -> DoesNotFitError:
-        free_bytes = self._driver.free_bytes()
+        needed, free = in_units(size_bytes, self._driver.free_bytes())
         return DoesNotFitError(
-            f"{purpose} needs {size_bytes / 2**30:.2f} GiB of GPU memory and {free_bytes / 2**30:.2f} GiB are free; "
+            f"{purpose} needs {needed} of GPU memory and {free} are free; "
             "compile with a smaller --vram-budget or --context"
         )
 

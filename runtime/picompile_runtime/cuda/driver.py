@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
+from typing import Any
 
 from picompile_runtime.cuda.errors import NoGpuError, call_error
 from picompile_runtime.cuda.functions import PARAMETERS
@@ -21,6 +22,7 @@ _STREAM_NON_BLOCKING = 1
 _EVENT_DISABLE_TIMING = 2
 _HOST_PORTABLE, _HOST_DEVICEMAP = 1, 2
 _NAME_BYTES = 256
+_NOT_INITIALIZED, _NOT_READY = 3, 600  # CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_NOT_READY
 _MODULE_LOADING = "CUDA_MODULE_LOADING"
 
 
@@ -29,7 +31,7 @@ class Driver:
 
     def __init__(self, library: str) -> None:
         try:
-            self._library = ctypes.CDLL(library)
+            self._library: Any = ctypes.CDLL(library)
         except OSError as error:
             raise NoGpuError(f"no NVIDIA driver ({library} cannot be loaded)") from error
         for name, parameters in PARAMETERS.items():
@@ -41,12 +43,19 @@ class Driver:
         with _eager_modules():
             result = self._library.cuInit(0)
         if result:
-            raise NoGpuError(f"cuInit: {self.error_name(result)}", result)
+            text = f"cuInit: {self.error_name(result)}"
+            if result == _NOT_INITIALIZED:  # what it says in a forked process
+                text += "; a process that was forked from one that uses the GPU cannot use it: start one anew (spawn)"
+            raise NoGpuError(text, result)
 
     def call(self, name: str, *arguments: object) -> None:
         """Calls the function `name` and raises `CudaError` unless it returns CUDA_SUCCESS."""
         if result := getattr(self._library, name)(*arguments):
             raise call_error(f"{name}: {self.error_name(result)}", result)
+
+    def disown(self) -> None:
+        """Call the driver no more, in a forked process: what is freed from now on is the parent's."""
+        self._library = _Disowned()
 
     def error_name(self, result: int) -> str:
         """What cuda.h calls this result."""
@@ -168,6 +177,10 @@ class Driver:
         """
         self._library.cuStreamQuery(stream)
 
+    def is_well(self, stream: c_void_p) -> bool:
+        """Whether nothing in the stream has failed so far. Needs its context, and waits for nothing."""
+        return self._library.cuStreamQuery(stream) in (0, _NOT_READY)
+
     @contextmanager
     def stream(self) -> Iterator[c_void_p]:
         """A queue of work that waits for no other."""
@@ -187,6 +200,13 @@ class Driver:
             yield event
         finally:
             self.call("cuEventDestroy_v2", event)
+
+
+class _Disowned:
+    """A driver whose functions do nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *arguments: 0
 
 
 @contextmanager

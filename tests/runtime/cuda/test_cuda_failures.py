@@ -1,7 +1,10 @@
 """What a device does when something fails, and that nothing stays behind."""
 
 import ctypes
+import gc
 import os
+import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -190,3 +193,56 @@ def test_close_waits_for_what_runs(make_device: Make, gpu: ctypes.CDLL, monkeypa
     device.write(memory, 4096, np.ones(4000, np.uint8))
     device.close()
     assert gpu.fake_fault() == b""
+
+
+def test_a_host_that_waits_is_told_of_a_kernel_that_fails(device: CudaDevice, gpu: ctypes.CDLL) -> None:
+    """It looks at nothing but this word until the step is over. The first step is right, and longer than a look."""
+    _, shared = device.share(64, "a test")
+    abandoned = shared.view(np.int32)
+    device.tell_failures(abandoned)
+    memory = device.allocate(4096, "a test")
+    device.start(device.bind([axpy(memory)]))
+    time.sleep(0.6)
+    assert abandoned[0] == 0
+    device.wait()
+    time.sleep(0.6)  # the watch sleeps by now
+    device.start(device.bind([("fail", [])]))
+    while abandoned[0] == 0:
+        time.sleep(0.01)
+    with pytest.raises(KernelError, match="CUDA_ERROR_LAUNCH_FAILED"):
+        device.wait()
+    device.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("picompile-gpu")]
+
+
+def test_a_host_that_waits_is_told_of_a_graph_that_was_not_launched(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abandoned = np.zeros(16, np.int32)
+    device.tell_failures(abandoned)
+    memory = device.allocate(4096, "a test")
+    calls = device.bind([axpy(memory), axpy(memory)], breaks=[1])  # two graphs: another thread launches them
+    monkeypatch.setenv("FAKE_CUDA_FAIL_CALL", "cuGraphLaunch")
+    monkeypatch.setenv("FAKE_CUDA_FAIL_AT", "0")
+    device.start(calls)
+    while abandoned[0] == 0:
+        time.sleep(0.01)
+    with pytest.raises(KernelError, match="cuGraphLaunch"):
+        device.wait()
+
+
+def test_a_forked_process_does_not_call_the_driver(device: CudaDevice, gpu: ctypes.CDLL) -> None:
+    """Neither to use the GPU nor to free what is its parent's."""
+    memory = device.allocate(4096, "a test")
+    owned = gpu.fake_owned()
+    child = os.fork()
+    if child == 0:
+        says = device.after_fork()
+        device.close()
+        device.__del__()
+        del device
+        gc.collect()
+        os._exit(0 if "the GPU belongs to the process that loaded" in says and gpu.fake_owned() == owned else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    device.start(device.bind([axpy(memory)]))
+    device.wait()

@@ -1,0 +1,130 @@
+"""Shared libraries of artifacts in this process: each is loaded once, and unloaded behind the last who uses it.
+
+dlopen takes a name that it has seen before for the library it loaded then, even when another file has taken that path
+since. So each is opened through a descriptor that stays open with it: `/proc/self/fd/N` then never names two libraries,
+and no other file can get its inode number.
+"""
+
+from __future__ import annotations
+
+import _ctypes
+import ctypes
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from picompile_runtime.errors import ArtifactError
+
+
+class Library:
+    """A loaded library. `turn` is held by whoever runs its code; `users` counts those that have yet to give it back."""
+
+    def __init__(self, descriptor: int, key: tuple[int, int], sha256: str) -> None:
+        self.code = ctypes.CDLL(_name(descriptor))
+        self.turn = threading.RLock()
+        self.descriptor, self.key, self.sha256 = descriptor, key, sha256
+        self.users = 0
+
+
+class _Table:
+    """All loaded libraries, by device and inode.
+
+    Engines are collected anywhere, also by a thread that is amid a load: what they give back is `returned` until
+    whoever holds the lock is done.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.loaded: dict[tuple[int, int], Library] = {}
+        self.returned: list[Library] = []
+        self.is_loading = False
+
+
+_table = _Table()
+
+
+def acquire(path: Path, sha256: str = "") -> Library:
+    """Load the library at `path`, or take it from those that are loaded; `give_back` must follow.
+
+    Args:
+        path: the file.
+        sha256: its hash, if known. Raises ArtifactError where the file was loaded before with another content: it was
+            overwritten in place, and what is mapped is neither the old code nor the new.
+    """
+    try:
+        with _table.lock:
+            _table.is_loading = True
+            try:
+                library = _load(path, sha256)
+                library.users += 1
+                return library
+            finally:
+                _table.is_loading = False
+    finally:
+        _unload_returned()
+
+
+def give_back(library: Library) -> None:
+    """Unload the library unless somebody else uses it."""
+    _table.returned.append(library)
+    _unload_returned()
+
+
+def _load(path: Path, sha256: str) -> Library:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        key = (status.st_dev, status.st_ino)
+        if (known := _table.loaded.get(key)) is None:
+            library = _table.loaded[key] = Library(descriptor, key, sha256)
+            return library
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    if known.sha256 != sha256:
+        raise ArtifactError(
+            "the file was overwritten while an engine uses it; close the engines of the artifact that was there before"
+        )
+    return known
+
+
+def _unload_returned() -> None:
+    with _table.lock:
+        while _table.returned and not _table.is_loading:
+            library = _table.returned.pop()
+            library.users -= 1
+            if library.users == 0:
+                _unload(library)
+
+
+def _unload(library: Library) -> None:
+    """End the library's threads, which wait inside its code, and unmap it. Older libraries cannot, and stay."""
+    stop = getattr(library.code, "pi_stop", None)
+    if stop is None:
+        return
+    stop()
+    del _table.loaded[library.key]
+    _ctypes.dlclose(library.code._handle)
+    with suppress(OSError):  # what another library of this process keeps loaded keeps its name
+        ctypes.CDLL(_name(library.descriptor), mode=os.RTLD_NOLOAD)
+        return
+    os.close(library.descriptor)
+
+
+def _name(descriptor: int) -> str:
+    return f"/proc/self/fd/{descriptor}"
+
+
+def _after_fork_in_child() -> None:
+    """Threads that ran a library's code are not here, and would hold its turn for ever."""
+    _table.lock.release()
+    for library in _table.loaded.values():
+        library.turn = threading.RLock()
+
+
+# No library is half loaded in a child.
+os.register_at_fork(
+    before=_table.lock.acquire, after_in_parent=_table.lock.release, after_in_child=_after_fork_in_child
+)
