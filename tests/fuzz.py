@@ -2,8 +2,8 @@
 
 python tests/fuzz.py --minutes 60 [--jobs 2] [pytest's arguments]
 
-Behind every two attacks of tests/attack, which have a minute each, comes a round of the property tests. The seed of each
-turn is printed, and repeats it:
+Behind every two attacks of tests/attack, which have a minute each, comes a round of the property tests. The seed of
+each turn is printed, and repeats it:
 
 PICOMPILE_HYPOTHESIS=fuzz pytest -m hypothesis --hypothesis-seed=SEED     or     python tests/attack/NAME.py --seed SEED
 """
