@@ -3,11 +3,11 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from picompile.errors import DoesNotFitError, UsageError
+from picompile.output import DISK_FULL
 
 
 def require_model_folder(folder: Path) -> None:
@@ -79,9 +79,11 @@ def _require_writable(path: Path) -> None:
     parent = existing_ancestor(path)
     try:
         # Asking the file system is the only test that holds for root, read-only mounts and quotas alike.
-        with tempfile.TemporaryDirectory(dir=parent, prefix=".picompile-"):
+        with tempfile.TemporaryFile(dir=parent):  # has no name, where the file system can do that
             pass
     except OSError as error:
+        if error.errno in DISK_FULL:
+            raise DoesNotFitError(f"{parent}: {error.strerror}; {path} cannot be written") from error
         raise UsageError(f"{path}: cannot write in {parent}: {error.strerror}") from error
 
 
@@ -93,30 +95,14 @@ def existing_ancestor(path: Path) -> Path:
     return Path("/")
 
 
-@contextmanager
-def parents_of(output: Path) -> Iterator[None]:
-    """Makes the folders above `output`, and takes those that it made away again if the block fails."""
-    made: list[Path] = []
-    try:
-        for parent in reversed(output.absolute().parents):
-            if not parent.exists():
-                parent.mkdir()
-                made.append(parent)
-        yield
-    except BaseException:
-        for parent in reversed(made):
-            if parent.exists() and not any(parent.iterdir()):
-                parent.rmdir()
-        raise
-
-
 def require_free_disk(output: Path, needed_bytes: int) -> None:
     """Raises `DoesNotFitError` unless `output`'s file system has room for `needed_bytes`."""
     free_bytes = shutil.disk_usage(existing_ancestor(output)).free
     if free_bytes < needed_bytes:
-        raise DoesNotFitError(
-            f"{output}: needs about {format_bytes(needed_bytes)} on disk, {format_bytes(free_bytes)} are free"
-        )
+        from picompile_runtime.amounts import two_amounts
+
+        wanted, there = two_amounts(needed_bytes, free_bytes)
+        raise DoesNotFitError(f"{output}: needs about {wanted} on disk, {there} are free")
 
 
 def checkpoint_weights(folder: Path) -> int:

@@ -10,7 +10,6 @@ import typer
 from picompile.cli.checks import (
     checkpoint_weights,
     format_bytes,
-    parents_of,
     require_free_disk,
     require_model_folder,
     require_output,
@@ -29,6 +28,7 @@ from picompile.cli.options import (
 )
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
+from picompile.output import parents_of
 from picompile.shares import parse_gate
 from picompile.targets import gpu_of
 

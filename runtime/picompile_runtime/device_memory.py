@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from picompile_runtime.amounts import two_amounts
 from picompile_runtime.errors import DoesNotFitError
 from picompile_runtime.memory import ALIGNMENT, Tensor
 from picompile_runtime.places import weights_of
@@ -63,16 +64,18 @@ def fit_device(
     if need.total <= free_bytes:
         return program
     if not may_move:
+        needed, free = two_amounts(need.total, free_bytes)
         raise DoesNotFitError(
-            f"the model needs {_gib(need.total)} of GPU memory ({need}) and {_gib(free_bytes)} are free; close what "
+            f"the model needs {needed} of GPU memory ({need}) and {free} are free; close what "
             "uses the GPU, leave weights with the host (--replan), or compile with a smaller --vram-budget"
         )
     moved = _moved(program, tensors, need.total - free_bytes)
     smaller = replace(program, streamed=program.streamed | moved)
     if (least := device_need(smaller, tensors, graph_bytes)).total > free_bytes:
+        needed, free = two_amounts(least.total, free_bytes)
         raise DoesNotFitError(
-            f"the model needs {_gib(least.total)} of GPU memory ({least}) even if its weights stay with the host, and "
-            f"{_gib(free_bytes)} are free; close what uses the GPU, or compile for a smaller --context"
+            f"the model needs {needed} of GPU memory ({least}) even if its weights stay with the host, and "
+            f"{free} are free; close what uses the GPU, or compile for a smaller --context"
         )
     return smaller
 
@@ -118,7 +121,3 @@ def _pieces(size_bytes: int) -> int:
 
 def _packed(tensors: Iterable[Tensor]) -> int:
     return sum(-(-tensor.size_bytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from picompile_runtime.amounts import two_amounts
 from picompile_runtime.errors import DoesNotFitError
 
 ALIGNMENT = 64  # bytes; one cache line, and what kernels assume
@@ -70,7 +71,8 @@ def check_total(size_bytes: int, purpose: str) -> None:
 
 
 def _needs(size_bytes: int, purpose: str) -> str:
-    return f"{purpose} needs {size_bytes / 2**30:.2f} GiB and this machine has {_machine_bytes() / 2**30:.2f} GiB"
+    needed, total = two_amounts(size_bytes, _machine_bytes())
+    return f"{purpose} needs {needed} and this machine has {total}"
 
 
 def _machine_bytes() -> int:

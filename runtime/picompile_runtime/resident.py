@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from picompile_runtime.amounts import two_amounts
 from picompile_runtime.errors import DoesNotFitError
 from picompile_runtime.memory import ALIGNMENT, Tensor, anonymous_map
 
@@ -108,8 +109,8 @@ def _needed_pages(size_bytes: int) -> mmap.mmap:
     """The same where it must be had. Raises DoesNotFitError."""
     purpose = "the weights of the host, from where the GPU reads them,"
     if size_bytes > (free_bytes := _free_bytes()):
-        needed, free = size_bytes / 2**30, free_bytes / 2**30
-        raise DoesNotFitError(f"{purpose} take {needed:.2f} GiB of memory and {free:.2f} GiB are free")
+        needed, free = two_amounts(size_bytes, free_bytes)
+        raise DoesNotFitError(f"{purpose} take {needed} of memory and {free} are free")
     memory = anonymous_map(size_bytes + _PAGE_BYTES, purpose)
     _ask_for_large(memory)
     return memory

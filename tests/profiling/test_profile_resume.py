@@ -1,6 +1,7 @@
 """Whatever ends a profiling, the same command goes on with it and ends with the same bytes."""
 
 import hashlib
+import os
 import random
 import subprocess
 import sys
@@ -14,8 +15,8 @@ from support import ROOT, BuildOnce, save_tiny_llama
 
 from picompile.errors import UsageError
 from picompile.layerwise import run as layerwise_run
+from picompile.output import reserve
 from picompile.profiling import ProfileOptions, files, load_profile, profile_model
-from picompile.profiling.files import locked
 from picompile.progress import NoProgress
 
 
@@ -160,8 +161,8 @@ def test_a_state_that_was_lost_is_made_again(
 
 
 def test_two_at_once(tiny_model: Path, prose: Path, tmp_path: Path) -> None:
-    (tmp_path / "profile").mkdir()
-    with locked(tmp_path / "profile", "profiling"), pytest.raises(UsageError, match="another process"):
+    held = reserve(tmp_path / "profile", overwrite=True)
+    with held, pytest.raises(UsageError, match=rf"is being written by another picompile \(process {os.getpid()}\)"):
         profile_model(tiny_model, tmp_path / "profile", options(prose))
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from picompile_runtime.amounts import two_amounts
 from picompile_runtime.cuda import driver
 from picompile_runtime.cuda.driver import Driver
 from picompile_runtime.cuda.errors import OUT_OF_MEMORY, CudaError, GpuCallError, GpuMemoryError
@@ -313,10 +314,10 @@ class CudaDevice:
             yield BoundLaunch(name, launch, self._module.function(launch.symbol), arguments)
 
     def _does_not_fit(self, size_bytes: int, purpose: str) -> DoesNotFitError:
-        free_bytes = self._driver.free_bytes()
+        needed, free = two_amounts(size_bytes, self._driver.free_bytes())
         return DoesNotFitError(
-            f"{purpose} needs {size_bytes / 2**30:.2f} GiB of GPU memory and {free_bytes / 2**30:.2f} GiB are free; "
-            "compile with a smaller --vram-budget or --context"
+            f"{purpose} needs {needed} of GPU memory and {free} are free; compile with a smaller --vram-budget or "
+            "--context"
         )
 
 
