@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from picompile.capture import Captured
+    from picompile.capture.facts import ModelFacts
     from picompile.hot_device import DeviceTarget
     from picompile.placement.plan import Plan
     from picompile.prediction import Prediction
@@ -99,10 +100,11 @@ def _compile_to(
     check_gate(options, code)
     if isinstance(model, str | os.PathLike):
         _check_folder(options, Path(model))
+        _check_context(options, Path(model))
         folder, captured = Path(model), _capture(Path(model), progress)
     else:
         folder, captured = None, model
-    source = Source(captured, folder, _context(captured, options), code, device)
+    source = Source(captured, folder, _context(captured.facts, options), code, device)
     if options.plan is not None:
         check_plan(options.plan, source, options, progress)
     if options.predictor in LOSSLESS:
@@ -162,12 +164,21 @@ def _capture(model: Path, progress: Progress) -> "Captured":
         return load_model(model)
 
 
-def _context(captured: "Captured", options: CompileOptions) -> int:
-    limit = captured.facts.max_positions
+def _check_context(options: CompileOptions, model: Path) -> None:
+    """Raises `UsageError` for a context that the model has no positions for, before it is captured."""
+    if options.context is None:
+        return
+    from picompile.capture.hf import open_checkpoint
+
+    _context(open_checkpoint(model).facts, options)
+
+
+def _context(facts: "ModelFacts", options: CompileOptions) -> int:
+    limit = facts.max_positions
     context = options.context or min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     if limit is not None and context > limit:
         raise UsageError(f"a context of {context} tokens is more than the model's {limit} positions")
-    elements = options.sequences * context * captured.facts.kv_heads * captured.facts.head_dim
+    elements = options.sequences * context * facts.kv_heads * facts.head_dim
     if elements > _MOST_ELEMENTS:
         raise UsageError(
             f"{_cache_text(options.sequences, context)} has {elements:,} elements a layer, and kernels count to "

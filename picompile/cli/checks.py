@@ -20,6 +20,19 @@ def require_model_folder(folder: Path) -> None:
         raise UsageError(f"{folder}: no config.json in it; MODEL is a Hugging Face folder")
 
 
+def require_context(model: Path, context: int | None) -> None:
+    """Raises `UsageError` for more tokens than config.json has positions for.
+
+    Where it does not say, or says something odd, whoever reads it in earnest decides: that takes seconds.
+    """
+    try:
+        limit = json.loads((model / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return
+    if context is not None and type(limit) is int and context > limit > 0:
+        raise UsageError(f"a context of {context} tokens is more than the model's {limit} positions")
+
+
 def require_text_file(path: Path) -> str:
     """The text of a UTF-8 file. Raises `UsageError` where there is none."""
     if not path.exists():

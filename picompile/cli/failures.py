@@ -33,6 +33,8 @@ def report(error: BaseException, *, debug: bool) -> int:
     except (OSError, ValueError):
         # It takes no more, and what is left for it would be tried again at the end.
         silence_stdout()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = "standard output"
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):

@@ -12,6 +12,7 @@ from picompile_runtime.errors import RequestError
 from picompile_runtime.quota import quota_cores
 
 MOST_THREADS = 256  # host.c: PI_MAX_THREADS
+_MOST_DIGITS = 9
 _MOST_DEFAULT_THREADS = 64  # decoding is bound by memory long before this
 
 
@@ -44,8 +45,9 @@ def default_threads() -> int:
     Waiting threads spin: more than a container's quota of cores would only be in the way.
     """
     if asked := os.environ.get("PICOMPILE_THREADS"):
-        if not asked.isascii() or not asked.isdigit():
-            raise RequestError(f"PICOMPILE_THREADS must be a number from 1 to {MOST_THREADS}, not {asked!r}")
+        # Python reads no number of more than 4,300 digits.
+        if not asked.isascii() or not asked.isdigit() or len(asked) > _MOST_DIGITS:
+            raise RequestError(f"PICOMPILE_THREADS must be a number from 1 to {MOST_THREADS}, not {asked[:40]!r}")
         return check_threads(int(asked))
     cores = {_physical_core(cpu) for cpu in os.sched_getaffinity(0)}
     return max(1, min(len(cores), quota_cores() or MOST_THREADS, _MOST_DEFAULT_THREADS))
