@@ -16,6 +16,13 @@ from picompile_codegen.isa import Isa
 # A machine by `uname -m` → what Debian and Ubuntu call the package of its cross compiler.
 _CROSS_PACKAGES = {"x86_64": "gcc-x86-64-linux-gnu", "aarch64": "gcc-aarch64-linux-gnu"}
 
+# What a compiler, or the system for it, says of a disk, a quota or a limit on files that is exhausted.
+_FULL = {
+    errno.ENOSPC: (os.strerror(errno.ENOSPC),),
+    errno.EDQUOT: (os.strerror(errno.EDQUOT),),
+    errno.EFBIG: (os.strerror(errno.EFBIG), "File size limit exceeded"),
+}
+
 
 def c_compiler(isa: Isa) -> str:
     """The compiler for machines of `isa`: gcc here, a cross compiler elsewhere. Raises `ToolchainError`."""
@@ -66,7 +73,7 @@ def run_compiler(compiler: str, *arguments: str | Path, folder: Path | None = No
             raise
     if process.returncode == 0:
         return output
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        if os.strerror(number) in message:
+    for number, texts in _FULL.items():
+        if any(text in message for text in texts):
             raise OSError(number, os.strerror(number), str(folder))
     raise BuildError(f"{compiler} cannot build the kernels' library: {message.strip()}")

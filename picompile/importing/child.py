@@ -24,8 +24,8 @@ _GRACE_S = 2
 
 def main() -> int:
     """Does what is requested. Returns the exit code: 0, `DISK_FULL`, or `REFUSED` where a refusal was written."""
-    end_with_parent()
     request = json.load(sys.stdin)
+    end_with_parent(request["parent"])
     output = Path(request["output"])
     # The libraries are trusted, and some are large; what is limited is what they do with the files.
     read = _readers(request)

@@ -11,14 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from picompile.processes import end_with_parent
 from picompile.training.candidates import JobSettings
 from picompile.training.jobs import run_job
 
 
 def main() -> None:
     """Answers jobs until there are no more."""
-    end_with_parent()
     # These reach the whole group, or all processes of a service; whoever started this one ends it then.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -32,7 +30,3 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "exit_code": getattr(error, "exit_code", 1)}
     return {}
-
-
-if __name__ == "__main__":
-    main()

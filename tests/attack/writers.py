@@ -65,14 +65,16 @@ def commands(work: Path) -> dict[str, Command]:
     return {
         "compile": Command((*compile_, "--quant", "q4"), (*compile_, "--quant", "f16")),
         "profile": Command(profile, (*profile, "--seed", "1"), lambda name: not _is_hidden(name), goes_on=True),
-        "train": Command(
-            (*train, "--rank", "8", "--jobs", "2"),
-            (*train, "--rank", "16", "--jobs", "1"),
-            lambda name: "/" not in name,
-            goes_on=True,
-        ),
+        "train": _train(train, "1"),
+        "workers": _train(train, "2"),
         "synth": Command(("synth", "--shape", "tiny-reglu", "-o", "OUT"), (), force=False),
     }
+
+
+def _train(words: tuple[str, ...], jobs: str) -> Command:
+    """Training by this process, or by several."""
+    new, older = (*words, "--rank", "8", "--jobs", jobs), (*words, "--rank", "16", "--jobs", "1")
+    return Command(new, older, lambda name: "/" not in name, goes_on=True)
 
 
 def _is_hidden(name: str) -> bool:
@@ -84,16 +86,16 @@ class Attack:
 
     def __init__(self, work: Path, chosen: list[str]) -> None:
         self._work = work
-        self._commands = {name: command for name, command in commands(work).items() if name in chosen}
+        self.commands = {name: command for name, command in commands(work).items() if name in chosen}
         self._references: dict[str, Reference] = {}
         self.ended: Counter[str] = Counter()
-        _make_inputs(work, with_profile="train" in chosen)
+        make_inputs(work, with_profile=bool({"train", "workers"} & {*chosen}))
 
     def case(self, seed: int) -> str | None:
         """Runs one. What was wrong, None where nothing was."""
         draw = random.Random(seed)
-        name = draw.choice(list(self._commands))
-        command, reference = self._commands[name], self._reference(name)
+        name = draw.choice(list(self.commands))
+        command, reference = self.commands[name], self.reference(name)
         replaces, number = command.force and draw.random() < 0.5, draw.choice(SIGNALS)
         elsewhere, moment_s = draw.random() < 0.3, draw.uniform(0.0, 1.05 * reference.seconds)
         told = f"{name}{' --force' * replaces}, {number.name} after {moment_s:.3f} s"
@@ -105,24 +107,25 @@ class Attack:
         if replaces:
             shutil.copytree(reference.older, output)
         before = digests(output)
-        code = _run([*self._words(command, output), *["--force"] * replaces], case, moment_s, number)
+        code = run_command([*self.words(command, output), *["--force"] * replaces], case, moment_s, number)
         was_in_time = code in (-number, 128 + number)
         self.ended[f"{name}{' --force' * replaces} {number.name if was_in_time else 'ended before'}"] += 1
         wrong = (
-            self._state(command, reference, output, before)
+            self.state(command, reference, output, before)
             or _code(code, number)
-            or (None if number == signal.SIGKILL else _left(case))
+            or (None if number == signal.SIGKILL else left_behind(case))
             or self._next(command, reference, output, elsewhere, replaces)
         )
         return None if wrong is None else f"{told}: {wrong}"
 
-    def _state(self, command: Command, reference: Reference, output: Path, before: dict[str, str]) -> str | None:
+    def state(self, command: Command, reference: Reference, output: Path, before: dict[str, str]) -> str | None:
+        """What is wrong with the output, which was `before`."""
         now = digests(output)
         seen = {name: digest for name, digest in now.items() if command.public(name)}
         old = {name: digest for name, digest in before.items() if command.public(name)}
         if seen in (old, self._public(command, reference)) or (not before and not output.exists()):
             return None
-        if command.goes_on and not before and not _is_complete(output):
+        if command.goes_on and not before and not is_complete(output):
             return None
         return f"the output is neither old nor new: {sorted(seen)}"
 
@@ -136,38 +139,38 @@ class Attack:
         case = output.parents[1]
         if elsewhere:
             plan = ("plan", "--shape", "opt-6.7b", "--firing", "opt", "--target", "4090")
-            code = _run([*plan, "-o", str(output.with_name("plan.json"))], case)
+            code = run_command([*plan, "-o", str(output.with_name("plan.json"))], case)
             output.with_name("plan.json").unlink(missing_ok=True)
-            return f"plan ended with {code}" if code else _left(case, but_temporary=True)
-        again = [*self._words(command, output), *["--force"] * replaces]
+            return f"plan ended with {code}" if code else left_behind(case, but_temporary=True)
+        again = [*self.words(command, output), *["--force"] * replaces]
         is_there = not command.goes_on and not replaces and output.exists()
-        code = _run(again, case)
+        code = run_command(again, case)
         if code != (2 if is_there else 0):
             return f"the same command then ended with {code}: {(case / 'output.txt').read_text()[-300:]}"
         now = {name: digest for name, digest in digests(output).items() if command.public(name)}
         if now != self._public(command, reference):
             return f"the same command then made something else: {sorted(now)}"
-        return _left(case, but_temporary=is_there)
+        return left_behind(case, but_temporary=is_there)
 
-    def _reference(self, name: str) -> Reference:
+    def reference(self, name: str) -> Reference:
         if name not in self._references:
-            command, folder = self._commands[name], self._work / name
+            command, folder = self.commands[name], self._work / name
             (folder / "outputs").mkdir(parents=True)
             (folder / "tmp").mkdir()
             for words, place in ((command.older, "older"), (command.words, "warm"), (command.words, "new")):
                 began = time.monotonic()
                 output = folder / "outputs" / place
-                if words and (code := _run([str(output) if word == "OUT" else word for word in words], folder)):
+                if words and (code := run_command([str(output) if word == "OUT" else word for word in words], folder)):
                     raise RuntimeError(f"{name} ended with {code}: {(folder / 'output.txt').read_text()[-500:]}")
             seconds = time.monotonic() - began
             self._references[name] = Reference(folder / "outputs" / "older", digests(output), seconds)
         return self._references[name]
 
-    def _words(self, command: Command, output: Path) -> list[str]:
+    def words(self, command: Command, output: Path) -> list[str]:
         return [str(output) if word == "OUT" else word for word in command.words]
 
 
-def _is_complete(output: Path) -> bool:
+def is_complete(output: Path) -> bool:
     """Whether a reader takes what is there for a profile, or for predictors."""
     from picompile.errors import UsageError
     from picompile.predictors import load_predictors
@@ -187,7 +190,7 @@ def _code(code: int, number: int) -> str | None:
     return None if code in (0, 128 + number, -number) else f"it ended with {code}"
 
 
-def _left(case: Path, but_temporary: bool = False) -> str | None:
+def left_behind(case: Path, but_temporary: bool = False) -> str | None:
     """What is beside the output, or among temporary files."""
     names = [path.name for path in (case / "outputs").iterdir() if path.name != "out"]
     if not but_temporary:
@@ -195,15 +198,21 @@ def _left(case: Path, but_temporary: bool = False) -> str | None:
     return f"left behind: {', '.join(sorted(names))}" if names else None
 
 
-def _run(words: list[str], case: Path, kill_after_s: float | None = None, number: int = 0) -> int:
+def run_command(
+    words: list[str],
+    case: Path,
+    kill_after_s: float | None = None,
+    number: int = 0,
+    prepare: Callable[[], object] = lambda: None,
+) -> int:
     """Runs a command in a forked process, killed so long after it began; its exit code, or minus a signal's number.
 
-    -1000 where something that it started lives on.
+    It calls `prepare` first. -1000 where something that it started lives on.
     """
     ready, begun = os.pipe()
     child = os.fork()
     if child == 0:
-        _become(words, case, begun)
+        _become(words, case, begun, prepare)
     os.close(begun)
     os.read(ready, 1)
     os.close(ready)
@@ -219,12 +228,12 @@ def _run(words: list[str], case: Path, kill_after_s: float | None = None, number
     return os.waitstatus_to_exitcode(status) if _all_gone(child) else -1000
 
 
-def _become(words: list[str], case: Path, begun: int) -> None:
+def _become(words: list[str], case: Path, begun: int, prepare: Callable[[], object]) -> None:
     """In a child: the command, in a session of its own."""
     code = 1
     try:
         os.setsid()
-        os.environ["TMPDIR"] = tempfile.tempdir = str(case / "tmp")
+        os.environ["TMPDIR"], tempfile.tempdir = str(case / "tmp"), None
         output = os.open(case / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -234,6 +243,7 @@ def _become(words: list[str], case: Path, begun: int) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.write(begun, b"x")
         os.close(begun)
+        prepare()
         code = main(words)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -268,7 +278,7 @@ def _members(session: int) -> list[int]:
     return found
 
 
-def _make_inputs(work: Path, with_profile: bool) -> None:
+def make_inputs(work: Path, with_profile: bool) -> None:
     """The model and the text. In a child: torch's threads would not outlive a fork."""
     child = os.fork()
     if child == 0:
@@ -287,11 +297,11 @@ def _make_inputs(work: Path, with_profile: bool) -> None:
     if with_profile:
         (work / "tmp").mkdir()
         words = [str(work / "profile") if word == "OUT" else word for word in commands(work)["profile"].words]
-        if code := _run(words, work):
+        if code := run_command(words, work):
             raise RuntimeError(f"profile ended with {code}: {(work / 'output.txt').read_text()[-500:]}")
 
 
-def _import_once() -> None:
+def import_once() -> None:
     """What takes seconds to import. Nothing is computed here."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
@@ -304,10 +314,10 @@ def main() -> int:
     parser.add_argument("--number", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
-    parser.add_argument("--commands", default="compile,profile,train,synth")
+    parser.add_argument("--commands", default="compile,profile,train,workers,synth")
     options = parser.parse_args()
     end, failures, done = time.monotonic() + options.seconds, 0, 0
-    _import_once()
+    import_once()
     with tempfile.TemporaryDirectory() as name:
         attack = Attack(Path(name), options.commands.split(","))
         while done < options.number and time.monotonic() < end:
