@@ -114,7 +114,9 @@ def require_free_disk(output: Path, needed_bytes: int) -> None:
     if free_bytes < needed_bytes:
         from picompile_runtime.amounts import two_amounts
 
-        wanted, there = two_amounts(needed_bytes, free_bytes)
+        wanted, there = format_bytes(needed_bytes), format_bytes(free_bytes)
+        if wanted == there:
+            wanted, there = two_amounts(needed_bytes, free_bytes)
         raise DoesNotFitError(f"{output}: needs about {wanted} on disk, {there} are free")
 
 

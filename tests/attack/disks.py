@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -88,7 +88,7 @@ class Disks:
         wrong = wrong or _wrong_end(code, said, _READ_ONLY if kind == "read-only" else _FULL)
         return f"{name}{' --force' * replaces}, {kind}, {kbytes} kB: {wrong}" if wrong else None
 
-    def _disk(self, kind: str, case: Path, kbytes: int, older: int) -> "contextmanager[None]":  # type: ignore[valid-type]
+    def _disk(self, kind: str, case: Path, kbytes: int, older: int) -> AbstractContextManager[None]:
         if kind == "limit":
             return _mounted_nothing()
         if kind == "small temporary":
