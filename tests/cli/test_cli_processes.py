@@ -142,8 +142,11 @@ def test_closed_streams(tiny_artifact: Path, command: str, expected: int, closed
 
 
 def test_standard_output_that_takes_nothing_is_named(tiny_artifact: Path) -> None:
+    command = [*COMMAND, "inspect", tiny_artifact]
+    # Unbuffered, it fails where it is written to, and nothing says that it was this.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*COMMAND, "inspect", tiny_artifact], stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
     assert (done.returncode, done.stderr) == (5, "error: No space left on device: standard output\n")
 
 
