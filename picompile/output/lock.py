@@ -28,9 +28,9 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class Lock:
-    """A lock that is held. `real` is false where the file system has none."""
+    """A lock that is held. `real` is false where the file system has none. `path` is its file, if it has one."""
 
-    def __init__(self, path: Path, handle: int | None) -> None:
+    def __init__(self, path: Path | None, handle: int | None) -> None:
         self._path = path
         self._handle = handle
 
@@ -45,7 +45,9 @@ class Lock:
             return
         with suppress(OSError):
             # The folder itself may have been moved away.
-            if os.path.samestat(os.fstat(self._handle), os.stat(self._path, follow_symlinks=False)):
+            if self._path is not None and os.path.samestat(
+                os.fstat(self._handle), os.stat(self._path, follow_symlinks=False)
+            ):
                 self._path.unlink()
         self.keep_file()
 
@@ -87,6 +89,25 @@ def acquire(output: Path, wait_s: float) -> Lock:
             continue
         lock.note(output.name)
         return lock
+
+
+def acquire_folder(output: Path) -> Lock:
+    """The lock on a folder itself, where nothing can be made beside it: a volume, say, on a read-only system.
+
+    Raises `UsageError` where another process holds it.
+    """
+    handle = os.open(output, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UsageError(f"{output} is being written by another picompile") from None
+    except OSError as error:
+        os.close(handle)
+        if error.errno not in _NO_LOCKS:
+            raise
+        return Lock(None, None)
+    return Lock(None, handle)
 
 
 def dead_locks(folder: Path) -> Iterator[tuple[str, Lock]]:

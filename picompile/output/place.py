@@ -1,5 +1,6 @@
 """A path that this process alone writes to, until it is done with it."""
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,7 +11,7 @@ from typing import BinaryIO
 from picompile.errors import DoesNotFitError, UsageError
 from picompile.output.full import is_full, write_errors_told
 from picompile.output.leftovers import OLD, PARTIAL, discard, sweep, temporary_name
-from picompile.output.lock import acquire
+from picompile.output.lock import Lock, acquire, acquire_folder
 from picompile.output.parents import parents_of
 from picompile.output.rename import UnsupportedRenameError, exchange, rename_to_new, sync_folder
 
@@ -19,6 +20,7 @@ _SWEEPING_S = 2.0
 # For what takes no longer than to be written.
 _SHORT_WAIT_S = 30.0
 _MOST_TRIES = 100
+_NOT_BESIDE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
@@ -143,12 +145,9 @@ def reserve(
     """
     path = path.absolute()
     with parents_of(path) if parents else nullcontext():
+        lock, beside = _lock(path, wait_s)
         try:
-            lock = acquire(path, wait_s)
-        except OSError as error:
-            raise _cannot_write(path, error) from error
-        try:
-            if lock.real:
+            if lock.real and beside:
                 sweep(path)
             check()
             yield Place(path, overwrite, check)
@@ -169,6 +168,17 @@ def writing_file(path: Path, *, overwrite: bool, check: Callable[[], None] = lam
     resolved = path.resolve()
     with reserve(resolved, overwrite=overwrite, check=check, wait_s=_SHORT_WAIT_S) as place, place.file() as file:
         yield file
+
+
+def _lock(path: Path, wait_s: float) -> tuple[Lock, bool]:
+    """The lock, and whether other things can be made beside `path` too."""
+    try:
+        return acquire(path, wait_s), True
+    except OSError as error:
+        if error.errno not in _NOT_BESIDE or not path.is_dir() or path.is_symlink():
+            raise _cannot_write(path, error) from error
+    # Whoever fills a folder that is there needs no more.
+    return acquire_folder(path), False
 
 
 def _cannot_write(path: Path, error: OSError) -> Exception:

@@ -27,6 +27,8 @@ from picompile.profiling.files import read_notes, write_json
 
 _FORMAT, _SCHEMA = "picompile-training", 1
 _NOTES = "training.json"
+# What takes the place of the result, file by file, where there is none.
+_NEXT = "next"
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Workplace:
             # Before the notes say that what is there is of these inputs.
             shutil.rmtree(self.work / "layers", ignore_errors=True)
         (self.work / "layers").mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.work / _NEXT, ignore_errors=True)
         for leftover in (*self.work.rglob(".*.tmp"), *self.work.rglob("*.data")):
             leftover.unlink()
         if known.get("inputs") != inputs:
@@ -118,16 +121,18 @@ class Workplace:
                 yield folder
                 write_json(folder / "work" / _NOTES, notes)
             return
-        with place.scratch() as folder:
-            yield folder
-            self.write(_NOTES, notes)
-            for name in (WEIGHTS_FILE, FACTS_FILE):
-                (folder / name).replace(self.folder / name)
-                sync_folder(self.folder)
+        folder = self.work / _NEXT
+        folder.mkdir()
+        yield folder
+        self.write(_NOTES, notes)
+        for name in (WEIGHTS_FILE, FACTS_FILE):
+            (folder / name).replace(self.folder / name)
+            sync_folder(self.folder)
+        folder.rmdir()
 
 
 def _is_replaced(path: PurePath) -> bool:
-    return str(path) in (FACTS_FILE, WEIGHTS_FILE, "work/tried", f"work/{_NOTES}")
+    return str(path) in (FACTS_FILE, WEIGHTS_FILE, "work/tried", f"work/{_NEXT}", f"work/{_NOTES}")
 
 
 def digest(*parts: object) -> str:

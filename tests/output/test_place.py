@@ -248,6 +248,23 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert names(tmp_path) == {"out", PARTIAL}
 
 
+def test_a_folder_in_one_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volume in a container whose own files are read-only: what fills a folder step by step can."""
+
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    make_folder(tmp_path / "out", "old")
+    monkeypatch.setattr(place, "acquire", read_only)
+    with reserve(tmp_path / "out", overwrite=True):
+        told = pytest.raises(UsageError, match="is being written by another picompile")
+        with told, reserve(tmp_path / "out", overwrite=True):
+            pass
+    assert names(tmp_path) == {"out"}
+    with pytest.raises(UsageError, match="Read-only file system"), reserve(tmp_path / "other", overwrite=True):
+        pass
+
+
 @pytest.mark.parametrize(
     ("number", "error", "text"),
     [
