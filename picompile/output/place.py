@@ -13,7 +13,7 @@ from picompile.output.full import is_full, write_errors_told
 from picompile.output.leftovers import OLD, PARTIAL, discard, sweep, temporary_name
 from picompile.output.lock import Lock, acquire, acquire_folder
 from picompile.output.parents import parents_of
-from picompile.output.rename import UnsupportedRenameError, exchange, rename_to_new, sync_folder
+from picompile.output.rename import UnsupportedRenameError, exchange, rename_to_new, sync_folder, sync_tree
 
 # Whoever only sweeps a folder holds locks in it for so short a time that it is no writer.
 _SWEEPING_S = 2.0
@@ -44,7 +44,7 @@ class Place:
         with self.scratch() as temporary:
             yield temporary
             temporary.chmod(0o755)
-            _sync_tree(temporary)
+            sync_tree(temporary)
             self._put_folder(temporary)
 
     @contextmanager
@@ -196,12 +196,3 @@ def _holds_something(path: Path) -> bool:
     if not os.path.lexists(path):
         return False
     return path.is_symlink() or not path.is_dir() or any(path.iterdir())
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -58,6 +58,16 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def sync_tree(folder: Path) -> None:
+    """Has all that is in `folder` survive a loss of power."""
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
 def _renameat2(source: Path, target: Path, flags: int) -> None:
     call = _function()
     if call is None:

@@ -20,8 +20,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from picompile.errors import UsageError
-from picompile.output import Place, link_tree
-from picompile.output.rename import sync_folder
+from picompile.output import Place, link_tree, write_errors_told
+from picompile.output.rename import sync_folder, sync_tree
 from picompile.predictors.load import FACTS_FILE, WEIGHTS_FILE
 from picompile.profiling.files import read_notes, write_json
 
@@ -122,13 +122,15 @@ class Workplace:
                 write_json(folder / "work" / _NOTES, notes)
             return
         folder = self.work / _NEXT
-        folder.mkdir()
-        yield folder
-        self.write(_NOTES, notes)
-        for name in (WEIGHTS_FILE, FACTS_FILE):
-            (folder / name).replace(self.folder / name)
-            sync_folder(self.folder)
-        folder.rmdir()
+        with write_errors_told(self.folder, folder):
+            folder.mkdir(exist_ok=True)
+            yield folder
+            sync_tree(folder)
+            self.write(_NOTES, notes)
+            for name in (WEIGHTS_FILE, FACTS_FILE):
+                (folder / name).replace(self.folder / name)
+                sync_folder(self.folder)
+            folder.rmdir()
 
 
 def _is_replaced(path: PurePath) -> bool:
