@@ -10,9 +10,9 @@ from support import ROOT
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
-        ("writers.py", ["--number", "4", "--commands", "compile,synth"]),
-        ("disks.py", ["--number", "6", "--commands", "synth"]),
-        ("caches.py", ["--number", "20"]),
+        ("writers.py", ["--number", "5", "--commands", "synth"]),
+        ("disks.py", ["--number", "5", "--commands", "synth"]),
+        ("caches.py", ["--number", "12"]),
     ],
 )
 def test_nothing_is_lost_and_nothing_left(script: str, arguments: list[str]) -> None:
