@@ -1,6 +1,6 @@
-"""Writing an artifact: into a temporary folder beside its place, synced, then renamed.
+"""Writing an artifact's files, into a folder that takes its place when it is whole (see `picompile.output`).
 
-A reader sees the old artifact, the new one or none. The same inputs give the same bytes.
+The same inputs give the same bytes.
 """
 
 import hashlib
@@ -8,9 +8,7 @@ import json
 import os
 import shutil
 import struct
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from picompile.block_file import BlockFile
 from picompile.errors import DoesNotFitError, UsageError
 from picompile_codegen.packing import Evaluate, PackedTensor
 from picompile_codegen.program import tensor_bytes
+from picompile_runtime.memory import in_units
 
 ALIGNMENT_BYTES = 64
 MANIFEST_FORMAT = "picompile-artifact"
@@ -34,7 +33,7 @@ _SAFETENSORS_DTYPE = {"float32": "F32", "uint8": "U8"}
 def check_output(output: Path, overwrite: bool) -> None:
     """Refuses a place that cannot be written, before any work. Raises `UsageError`."""
     parent = output.absolute().parent
-    if output.exists():
+    if os.path.lexists(output) and not _is_empty_folder(output):
         if not overwrite:
             raise UsageError(f"{output} exists; choose another place or overwrite it with --force")
         if not (output / "manifest.json").is_file():
@@ -45,49 +44,19 @@ def check_output(output: Path, overwrite: bool) -> None:
         raise UsageError(f"{parent} is not writable")
 
 
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+
+
 def check_disk(output: Path, weight_bytes: int) -> None:
     """Refuses when the disk cannot hold the artifact. Raises `DoesNotFitError`."""
     needed = weight_bytes + _OTHER_BYTES
     free = shutil.disk_usage(output.absolute().parent).free
     if free < needed:
+        wanted, there = in_units(needed, free)
         raise DoesNotFitError(
-            f"the artifact needs {needed / 2**30:.2f} GiB, and the disk of {output.absolute().parent} has "
-            f"{free / 2**30:.2f} GiB free"
+            f"the artifact needs {wanted}, and the disk of {output.absolute().parent} has {there} free"
         )
-
-
-@contextmanager
-def replacing(output: Path) -> Iterator[Path]:
-    """A temporary folder that takes the place of `output` when the block ends well, and is removed when it does not."""
-    parent = output.absolute().parent
-    temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=parent))
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        _sync_tree(temporary)
-        _rename_over(temporary, output.absolute())
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def _rename_over(source: Path, target: Path) -> None:
-    if not target.exists():
-        source.rename(target)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
-    target.rename(old / target.name)
-    source.rename(target)
-    shutil.rmtree(old)
 
 
 def _safetensors_header(tensors: Sequence[PackedTensor]) -> bytes:

@@ -31,12 +31,14 @@ from picompile.compile_passes import pipeline_passes, run_passes
 from picompile.compile_plan import check_plan, check_plan_model, check_profile, find_plan
 from picompile.compile_write import Compiled, Source, write_artifact
 from picompile.errors import AccuracyGateError, UsageError
+from picompile.output import Place, reserve
 from picompile.progress import NoProgress, Progress
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from picompile.capture import Captured
+    from picompile.capture.facts import ModelFacts
     from picompile.hot_device import DeviceTarget
     from picompile.placement.plan import Plan
     from picompile.prediction import Prediction
@@ -75,30 +77,43 @@ def compile_model(
     """
     options, progress, output = options or CompileOptions(), progress or NoProgress(), Path(output)
     from picompile.artifact_writer import check_output
+
+    def check() -> None:
+        check_output(output, options.overwrite)
+
+    # Before anything is made beside it.
+    check()
+    with reserve(output, overwrite=options.overwrite, check=check) as place:
+        _compile_to(place, model, options, progress)
+
+
+def _compile_to(
+    place: Place, model: "str | os.PathLike[str] | Captured", options: CompileOptions, progress: Progress
+) -> None:
     from picompile.code import planned_code
     from picompile.compile_gate import check_gate
     from picompile.hot_device import device_target
 
-    check_output(output, options.overwrite)
     # Before the model is captured, which takes longer than to tell that a pass is not known.
     pipeline_passes(options)
     code, device = planned_code(options.target), device_target(options)
     check_gate(options, code)
     if isinstance(model, str | os.PathLike):
         _check_folder(options, Path(model))
+        _check_context(options, Path(model))
         folder, captured = Path(model), _capture(Path(model), progress)
     else:
         folder, captured = None, model
-    source = Source(captured, folder, _context(captured, options), code, device)
+    source = Source(captured, folder, _context(captured.facts, options), code, device)
     if options.plan is not None:
         check_plan(options.plan, source, options, progress)
     if options.predictor in LOSSLESS:
-        _compile(source, None, output, options, progress)
+        _compile(source, None, place, options, progress)
         return
     from picompile.prediction import find_prediction
 
-    with find_prediction(folder, captured, output, options, progress) as prediction:
-        _compile_gated(source, prediction, output, options, progress)
+    with find_prediction(folder, captured, place, options, progress) as prediction:
+        _compile_gated(source, prediction, place, options, progress)
 
 
 def _check_folder(options: CompileOptions, model: Path) -> None:
@@ -110,7 +125,7 @@ def _check_folder(options: CompileOptions, model: Path) -> None:
 
 
 def _compile(
-    source: Source, prediction: "Prediction | None", output: Path, options: CompileOptions, progress: Progress
+    source: Source, prediction: "Prediction | None", place: Place, options: CompileOptions, progress: Progress
 ) -> None:
     from picompile.compile_gate import needs_stand_in
 
@@ -124,16 +139,16 @@ def _compile(
         if prediction is not None and source.device is not None and needs_stand_in(source.code, source.device):
             host_only = _lower(graph_module, source, plan, options, None)
     _say_if_large(lowered.program, progress)
-    write_artifact(Compiled(source, options, plan, prediction, graph_module, lowered, host_only), output, progress)
+    write_artifact(Compiled(source, options, plan, prediction, graph_module, lowered, host_only), place, progress)
 
 
 def _compile_gated(
-    source: Source, prediction: "Prediction", output: Path, options: CompileOptions, progress: Progress
+    source: Source, prediction: "Prediction", place: Place, options: CompileOptions, progress: Progress
 ) -> None:
     """Compiles; where the gate is not met, again with larger predictors for the layers to blame."""
     while True:
         try:
-            return _compile(source, prediction, output, options, progress)
+            return _compile(source, prediction, place, options, progress)
         except AccuracyGateError as error:
             larger = prediction.larger(error.layers)
             if larger is None:
@@ -149,12 +164,21 @@ def _capture(model: Path, progress: Progress) -> "Captured":
         return load_model(model)
 
 
-def _context(captured: "Captured", options: CompileOptions) -> int:
-    limit = captured.facts.max_positions
+def _check_context(options: CompileOptions, model: Path) -> None:
+    """Raises `UsageError` for a context that the model has no positions for, before it is captured."""
+    if options.context is None:
+        return
+    from picompile.capture.hf import open_checkpoint
+
+    _context(open_checkpoint(model).facts, options)
+
+
+def _context(facts: "ModelFacts", options: CompileOptions) -> int:
+    limit = facts.max_positions
     context = options.context or min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     if limit is not None and context > limit:
         raise UsageError(f"a context of {context} tokens is more than the model's {limit} positions")
-    elements = options.sequences * context * captured.facts.kv_heads * captured.facts.head_dim
+    elements = options.sequences * context * facts.kv_heads * facts.head_dim
     if elements > _MOST_ELEMENTS:
         raise UsageError(
             f"{_cache_text(options.sequences, context)} has {elements:,} elements a layer, and kernels count to "
@@ -193,12 +217,14 @@ def _lower(
 def _say_if_large(program: "Program", progress: Progress) -> None:
     """An artifact may be for a machine that has more memory; on this one it would not load."""
     from picompile.measure import host_memory
+    from picompile_runtime.memory import in_units
 
     total_bytes, _ = host_memory()
     if program.state_bytes > total_bytes:
+        needed, there = in_units(program.state_bytes, total_bytes)
         progress.say(
-            f"{_cache_text(program.sequences, program.context)} takes {program.state_bytes / 2**30:.1f} GiB, more than "
-            f"this machine's {total_bytes / 2**30:.1f} GiB: the artifact will not load here"
+            f"{_cache_text(program.sequences, program.context)} takes {needed}, more than this machine's {there}: the "
+            "artifact will not load here"
         )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from picompile.counts import require_whole
 from picompile.errors import UsageError
 from picompile.targets import gpu_of
 
@@ -90,6 +91,9 @@ class CompileOptions:
             if value not in known:
                 raise UsageError(f"unknown {name} {value!r}; known are {', '.join(k for k in known if k)}")
         self._require_use()
+        require_whole(
+            context=self.context, sequences=self.sequences, prefill_chunk=self.chunk, gate_tokens=self.gate_tokens
+        )
         if self.gate_tokens < 2:
             raise UsageError(f"the gate must read at least 2 tokens, not {self.gate_tokens}")
         if self.context is not None and self.context < 1:

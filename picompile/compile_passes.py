@@ -1,6 +1,5 @@
 """The passes of a compilation: ours and those that were asked for, in order, and how they are run."""
 
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -88,6 +87,11 @@ def _in_order(own: "Sequence[Pass]", extra: "Sequence[tuple[Pass, Stage | None]]
     return [*ordered, *(other for other, _ in waiting)]
 
 
+def _own_folder() -> Path:
+    """A new folder for this user alone, which stays: what is in it is for people."""
+    return Path(tempfile.mkdtemp(prefix="picompile-reproducer-"))
+
+
 def run_passes(
     captured: "Captured", options: CompileOptions, progress: Progress, passes: "Sequence[Pass] | None" = None
 ) -> "GraphModule":
@@ -95,11 +99,9 @@ def run_passes(
     from picompile_passes.pipeline import Dump, Pipeline, each, verifying
 
     passes = pipeline_passes(options) if passes is None else passes
-    # Where there is no folder for dumps; it is made only if something fails.
-    fallback = Path(tempfile.gettempdir()) / f"picompile-{os.getpid()}"
     # Dumped before it is verified, so that a faulty graph is there to be looked at.
     dump = Dump(options.dump_ir) if options.dump_ir is not None else None
     with progress.step("passes", len(passes)) as advance:
         hook = each(dump, verifying if options.verify else None, lambda *_: advance(1))
-        pipeline = Pipeline(tuple(passes), hook, reproducers=options.dump_ir or fallback)
+        pipeline = Pipeline(tuple(passes), hook, reproducers=options.dump_ir or _own_folder)
         return pipeline(captured.graph_module).graph_module

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from picompile.compile_options import KV_DTYPES, CompileOptions
+from picompile.output import Place
 from picompile.progress import Progress
 from picompile.targets import find_compiled_targets
 
@@ -54,7 +55,7 @@ class Facts:
     accuracy: dict[str, Any] | None = field(default=None, repr=False)
 
 
-def write_artifact(compiled: Compiled, output: Path, progress: Progress) -> None:
+def write_artifact(compiled: Compiled, place: Place, progress: Progress) -> None:
     """Makes the artifact, whole or not at all. Raises `DoesNotFitError`, `BuildError`, `AccuracyGateError`."""
     from picompile import artifact_writer as writer
     from picompile.code import build_code
@@ -63,8 +64,8 @@ def write_artifact(compiled: Compiled, output: Path, progress: Progress) -> None
 
     source, lowered = compiled.source, compiled.lowered
     tokenizer = read_tokenizer(source.folder, source.captured.facts.vocab)
-    writer.check_disk(output, writer.weights_bytes(list(lowered.weights.tensors.values())))
-    with writer.replacing(output) as folder:
+    writer.check_disk(place.path, writer.weights_bytes(list(lowered.weights.tensors.values())))
+    with place.folder() as folder:
         build_code(source.code, lowered, folder, progress)
         hot_device = None
         if source.device is not None and lowered.device_built:

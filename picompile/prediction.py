@@ -9,7 +9,6 @@ They are, in this order,
 Only predictors that were trained here can grow: `train` keeps its candidates.
 """
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -20,6 +19,7 @@ from picompile.blame import to_blame
 from picompile.checkpoint.fingerprint import fingerprint
 from picompile.compile_options import CompileOptions
 from picompile.errors import AccuracyGateError, UsageError
+from picompile.output import Place
 from picompile.predictors import Predictors, block_shapes, load_predictors
 from picompile.progress import Progress
 
@@ -129,7 +129,7 @@ def _refusal(change: float, bound: float, layers: "Sequence[LayerAccuracy]", bla
 
 @contextmanager
 def find_prediction(
-    model: Path | None, captured: "Captured", output: Path, options: CompileOptions, progress: Progress
+    model: Path | None, captured: "Captured", place: Place, options: CompileOptions, progress: Progress
 ) -> Iterator[Prediction]:
     """The predictors that `options` ask for; what had to be made without a work folder is removed in the end.
 
@@ -149,8 +149,8 @@ def find_prediction(
         options.work.mkdir(parents=True, exist_ok=True)
         yield _trained(model, captured, options.work, options, progress)
         return
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".work", dir=output.absolute().parent) as work:
-        yield _trained(model, captured, Path(work), options, progress)
+    with place.scratch() as work:
+        yield _trained(model, captured, work, options, progress)
 
 
 def _beside(model: Path, options: CompileOptions) -> Path | None:

@@ -2,6 +2,7 @@
 
 import math
 
+from picompile.counts import shortened
 from picompile.errors import UsageError
 
 
@@ -13,7 +14,9 @@ def parse_share(text: str, option: str, *, highest: float = 1.0) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value <= highest:
-        raise UsageError(f"{option}: {text!r} is no share from 0 to {highest:.0%}; write it as 0.1% or 0.001")
+        raise UsageError(
+            f"{option}: {shortened(repr(text))} is no share from 0 to {highest:.0%}; write it as 0.1% or 0.001"
+        )
     return value
 
 

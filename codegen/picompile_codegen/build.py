@@ -1,11 +1,11 @@
 """From kernels to `host.so`: TVM compiles each to an object, and gcc links them with what is in native/."""
 
-import subprocess
-import tempfile
+import os
 from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import tvm
 from tvm.target import Target
@@ -18,7 +18,8 @@ from picompile_codegen.isa import DEFAULT_ISA, ISAS, Isa
 from picompile_codegen.kernels import Kernel
 from picompile_codegen.object_cache import cached_object, object_key
 from picompile_codegen.pipeline import PIPELINE
-from picompile_codegen.toolchain import c_compiler
+from picompile_codegen.temporary import temporary_folder
+from picompile_codegen.toolchain import c_compiler, run_compiler
 
 _NATIVE = Path(__file__).parent / "native"
 _SOURCES = (_NATIVE / "host.c", _NATIVE / "read.c")
@@ -28,6 +29,8 @@ _LINK_FLAGS = (
     "-shared",
     # Calls between the library's own functions are not to be intercepted by another library's of the same name.
     "-Wl,-Bsymbolic",
+    # What is missing is an error here, and not where the artifact is loaded.
+    "-Wl,-z,defs",
     # The same input gives the same bytes: no identifier, and no symbol table with names of temporary files.
     "-Wl,--build-id=none", "-s",
 )  # fmt: skip
@@ -42,17 +45,16 @@ def build_host_library(kernels: Iterable[Kernel], output: Path, isa: Isa = ISAS[
     """
     compiler, target = c_compiler(isa), llvm_target(isa)
     functions = {kernel.name: _written_for(isa, kernel) for kernel in kernels}
-    with tempfile.TemporaryDirectory(prefix="picompile-build-") as folder:
-        objects = []
-        for number, source in enumerate(_SOURCES):
-            objects.append(Path(folder) / f"source{number}.o")
-            _compile_source(compiler, source, objects[-1])
-        objects.append(Path(folder) / "interfaces.o")
-        _compile_interfaces(compiler, functions.values(), objects[-1])
-        for number, name in enumerate(sorted(functions)):
-            objects.append(Path(folder) / f"{number}.o")
-            _compile(functions[name], isa, target, objects[-1])
-        _run(compiler, *_LINK_FLAGS, "-o", output, *objects, *_LIBRARIES)
+    with temporary_folder() as folder:
+        found = {f"{source.stem}.c.o": _compiled_source(compiler, source, folder) for source in _SOURCES}
+        found["interfaces.o"] = _compiled_interfaces(compiler, functions.values(), folder)
+        names = sorted(functions)
+        found |= {f"{number}.o": _compiled(functions[name], isa, target) for number, name in enumerate(names)}
+        for name, content in found.items():
+            _write(folder / name, content)
+        linked = folder / "linked.so"
+        run_compiler(compiler, *_LINK_FLAGS, "-o", linked, *map(folder.joinpath, found), *_LIBRARIES, folder=folder)
+        output.write_bytes(linked.read_bytes())
 
 
 def llvm_target(isa: Isa) -> Target:
@@ -76,15 +78,33 @@ def _written_for(isa: Isa, kernel: Kernel) -> Kernel:
     return kernel
 
 
-def _compile(kernel: Kernel, isa: Isa, target: Target, output: Path) -> None:
-    def compile_to(path: Path) -> None:
+def _compiled(kernel: Kernel, isa: Isa, target: Target) -> bytes:
+    def compile_kernel() -> bytes:
         try:
             module = tvm.IRModule({kernel.name: kernel.prim_func})
-            tvm.compile(module, target=target, tir_pipeline=PIPELINE).mod.write_to_file(str(path), "o")
+            return _object_of(tvm.compile(module, target=target, tir_pipeline=PIPELINE).mod)
         except Exception as error:  # TVM raises many types, none of them its own
             raise BuildError(f"TVM cannot compile the kernel {kernel.name}: {error}") from error
 
-    cached_object(object_key(kernel.digest, repr(isa), *_compiler()), output, compile_to)
+    return cached_object(object_key(kernel.digest, repr(isa), *_compiler()), compile_kernel)
+
+
+def _object_of(module: Any) -> bytes:
+    """The object file of a compiled module. In memory: where a disk is full, LLVM ends the process."""
+    handle = os.memfd_create("object")
+    try:
+        module.write_to_file(f"/proc/self/fd/{handle}", "o")
+        return os.pread(handle, os.fstat(handle).st_size, 0)
+    finally:
+        os.close(handle)
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        # What fails while it writes does not say where.
+        raise OSError(error.errno, error.strerror, str(path.parent)) from error
 
 
 @cache
@@ -94,27 +114,27 @@ def _compiler() -> tuple[str, ...]:
     return version("apache-tvm"), str(llvm_version_major()), pipeline
 
 
-def _compile_source(compiler: str, source: Path, output: Path) -> None:
-    """What an artifact holds beside the kernels."""
+def _compiled_source(compiler: str, source: Path, folder: Path) -> bytes:
+    """The object of `source`, which an artifact holds beside the kernels; `folder` is for temporary files."""
+
+    def compile_source() -> bytes:
+        path = folder / f"{source.stem}.made.o"
+        run_compiler(compiler, *_COMPILE_FLAGS, "-o", path, source, folder=folder)
+        return path.read_bytes()
+
     texts = (path.read_text(encoding="utf-8") for path in (source, _HEADER))
     key = object_key(*texts, *_COMPILE_FLAGS, compiler, _version_of(compiler))
-    cached_object(key, output, lambda path: _run(compiler, *_COMPILE_FLAGS, "-o", path, source))
+    return cached_object(key, compile_source)
 
 
-def _compile_interfaces(compiler: str, kernels: Iterable[Kernel], output: Path) -> None:
-    """What the library says of its kernels."""
-    source = output.with_suffix(".c")
-    source.write_text(interfaces_source(kernels), encoding="utf-8")
-    _run(compiler, *_COMPILE_FLAGS, "-o", output, source)
+def _compiled_interfaces(compiler: str, kernels: Iterable[Kernel], folder: Path) -> bytes:
+    """The object of what the library says of its kernels; `folder` is for temporary files."""
+    source, path = folder / "interfaces.c", folder / "interfaces.made.o"
+    _write(source, interfaces_source(kernels).encode())
+    run_compiler(compiler, *_COMPILE_FLAGS, "-o", path, source, folder=folder)
+    return path.read_bytes()
 
 
 @cache
 def _version_of(compiler: str) -> str:
-    return _run(compiler, "--version")
-
-
-def _run(compiler: str, *arguments: str | Path) -> str:
-    result = subprocess.run([compiler, *arguments], capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        raise BuildError(f"{compiler} cannot build the kernels' library: {result.stderr.strip()}")
-    return result.stdout
+    return run_compiler(compiler, "--version")

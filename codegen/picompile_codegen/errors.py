@@ -15,3 +15,9 @@ class ToolchainError(BuildError):
     """This machine lacks the compiler that the code for a target needs."""
 
     exit_code = 6
+
+
+class TemporaryFolderError(CodegenError):
+    """There is no folder for temporary files, or none that takes more."""
+
+    exit_code = 5

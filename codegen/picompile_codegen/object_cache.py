@@ -1,21 +1,34 @@
-"""Objects of kernels that were compiled before, and their CUDA source, in the user's cache folder.
+"""Objects of kernels that were compiled before, and their CUDA source and images, in the user's cache folder.
 
 A kernel takes up to seconds to compile, and models have most of theirs in common: those of the same sizes, whatever the
 weights, the predictor or the plan. The key is the hash of all that makes the object: the kernel as TVM gets it, the
 instruction set, the pipeline, and the versions of TVM and LLVM. PICOMPILE_CACHE names another folder, or is `off`.
+
+An entry is a file: a mark, the sha256 of its key and its content, the content. One that is empty, torn, changed, of
+another key or of a version before is as good as none: it is made again and replaced. Linked into an artifact, it would
+be wrong code that nothing notices.
 """
 
+import fcntl
 import hashlib
 import os
-import shutil
-import tempfile
-from collections.abc import Callable
+import re
+import secrets
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 VARIABLE = "PICOMPILE_CACHE"
 # Beyond this, objects that were not used for the longest time are deleted.
 _MOST_BYTES = 256 * 2**20
+
+_MARK = b"picompile object 1\n"
+_DIGEST_BYTES = 32
+# Not the `.o` of versions before, which would link an entry as it is.
+_SUFFIX = ".object"
+# The folder may hold other things: somebody named it. What versions before left unfinished has tempfile's names.
+_ENTRY = re.compile(r"[0-9a-f]{64}\.(o|object)")
+_UNFINISHED = re.compile(r"([0-9a-f]{64}\.[0-9a-f]{16}|tmp[a-z0-9_]{8})\.unfinished")
 
 
 def cache_folder() -> Path | None:
@@ -35,55 +48,84 @@ def object_key(*parts: str) -> str:
 
 def cached_text(key: str, make: Callable[[], str]) -> str:
     """The text with this key: the one of the cache, or what `make` returns."""
-    with tempfile.TemporaryDirectory(prefix="picompile-text-") as folder:
-        path = Path(folder) / "text"
-        cached_object(key, path, lambda output: output.write_text(make(), encoding="utf-8"))
-        return path.read_text(encoding="utf-8")
+    return cached_object(key, lambda: make().encode()).decode()
 
 
-def cached_object(key: str, output: Path, compile_to: Callable[[Path], object]) -> None:
-    """Writes the object with this key to `output`: the one of the cache, or what `compile_to` writes there.
+def cached_object(key: str, make: Callable[[], bytes]) -> bytes:
+    """The object with this key: the one of the cache, or what `make` returns.
 
     A cache that cannot be read or written is done without.
     """
     folder = cache_folder()
     if folder is None:
-        compile_to(output)
-        return
-    kept = folder / f"{key}.o"
-    try:
-        shutil.copyfile(kept, output)
-        with suppress(OSError):
-            os.utime(kept)
-    except OSError:
-        compile_to(output)
-        with suppress(OSError):
-            _keep(output, kept)
+        return make()
+    kept = folder / f"{key}{_SUFFIX}"
+    with suppress(OSError):
+        content = _content(key, kept.read_bytes())
+        if content is not None:
+            with suppress(OSError):
+                os.utime(kept)
+            return content
+    content = make()
+    with suppress(OSError):
+        _keep(key, content, kept)
+    return content
 
 
-def _keep(output: Path, kept: Path) -> None:
+def _content(key: str, entry: bytes) -> bytes | None:
+    """What the bytes of a file hold; None where they are not whole, or of another key."""
+    start = len(_MARK) + _DIGEST_BYTES
+    content = entry[start:]
+    return content if entry[:start] == _MARK + _digest(key, content) else None
+
+
+def _digest(key: str, content: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + b"\0" + content).digest()
+
+
+def _keep(key: str, content: bytes, kept: Path) -> None:
     kept.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=kept.parent, suffix=".unfinished", delete=False) as file:
-        unfinished = Path(file.name)
+    unfinished = kept.with_name(f"{key}.{secrets.token_hex(8)}.unfinished")
     try:
-        shutil.copyfile(output, unfinished)
-        unfinished.replace(kept)
+        with unfinished.open("xb") as file:
+            # So that nobody takes it for one that a process left when it died.
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(_MARK + _digest(key, content) + content)
+            file.flush()
+            # A name must not outlive a loss of power without its content.
+            os.fsync(file.fileno())
+            unfinished.replace(kept)
     finally:
         unfinished.unlink(missing_ok=True)
-    _prune(kept.parent)
+    _tidy(kept.parent)
 
 
-def _prune(folder: Path) -> None:
+def _tidy(folder: Path) -> None:
     """Deletes what was used longest ago until the rest is small enough; others may do so at the same time."""
     found = []
-    for path in folder.glob("*.o"):
+    for path in _files(folder, _ENTRY):
         with suppress(OSError):
             about = path.stat()
             found.append((about.st_mtime, about.st_size, path))
     total = sum(size for _, size, _ in found)
     for _, size, path in sorted(found):
         if total <= _MOST_BYTES:
-            return
+            break
         with suppress(OSError):
-            path.unlink()
-        total -= size
+            path.unlink(missing_ok=True)
+            total -= size
+    for path in _files(folder, _UNFINISHED):
+        with suppress(OSError):
+            _remove_if_dead(path)
+
+
+def _files(folder: Path, names: re.Pattern[str]) -> Iterator[Path]:
+    return (folder / name for name in os.listdir(folder) if names.fullmatch(name))
+
+
+def _remove_if_dead(path: Path) -> None:
+    """Removes the file unless a process that lives is writing it. Raises `BlockingIOError` there."""
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()

@@ -56,7 +56,7 @@ class Pipeline:
     passes: tuple[GraphPass, ...]
     hook: Hook | None = None
     name: str = "pipeline"
-    reproducers: Path | None = None
+    reproducers: Path | Callable[[], Path] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "passes", tuple(self.passes))

@@ -33,8 +33,12 @@ if __name__ == "__main__":
 '''
 
 
-def write_reproducer(folder: Path, pass_: "GraphPass", before: GraphModule, cause: Exception) -> Path | None:
-    """Writes `reproducer_NAME.py` into `folder`, for the failure `cause` of `pass_` on the graph `before`.
+def write_reproducer(
+    where: Path | Callable[[], Path], pass_: "GraphPass", before: GraphModule, cause: Exception
+) -> Path | None:
+    """Writes `reproducer_NAME.py`, for the failure `cause` of `pass_` on the graph `before`.
+
+    `where` is the folder, or makes it, once there is something to write.
 
     None where the failure does not show again by running the pass and verifying its result, or cannot be written down:
     then it came from elsewhere (a hook that found the disk full, say).
@@ -49,6 +53,7 @@ def write_reproducer(folder: Path, pass_: "GraphPass", before: GraphModule, caus
         if not fails_alike(before):
             return None
         script = _script(pass_, reduce_graph(before, _valid_and(fails_alike, before), _REDUCE_SECONDS))
+        folder = where if isinstance(where, Path) else where()
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"reproducer_{re.sub('[^a-z0-9]+', '_', pass_.name)}.py"
         path.write_text(script, encoding="utf-8")

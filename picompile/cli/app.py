@@ -15,7 +15,7 @@ from picompile.cli.compile import compile_command
 from picompile.cli.diff import diff_command
 from picompile.cli.doctor import doctor_command
 from picompile.cli.eval import eval_command
-from picompile.cli.failures import report
+from picompile.cli.failures import SIGNALLED, report
 from picompile.cli.import_predictors import import_predictors_command
 from picompile.cli.inspect import inspect_command
 from picompile.cli.passes import passes_command
@@ -23,6 +23,8 @@ from picompile.cli.plan import plan_command
 from picompile.cli.profile import profile_command
 from picompile.cli.report import report_command
 from picompile.cli.run import run_command
+from picompile.cli.stopping import stoppable
+from picompile.cli.streams import complete_streams
 from picompile.cli.synth import synth_command
 from picompile.cli.targets import targets_command
 from picompile.cli.train import train_command
@@ -90,13 +92,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line on `arguments` (default: the process's own) and returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     session = Session()
+    complete_streams()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end the text
-    try:
-        # typer's own entry would turn some errors into other exit codes and paint boxes around the rest.
-        with get_command(app).make_context("picompile", words, obj=session) as context:
-            context.command.invoke(context)
-        sys.stdout.flush()
-    except (Exception, KeyboardInterrupt) as error:
-        return report(error, debug=session.debug)
+    with stoppable() as came:
+        try:
+            # typer's own entry would turn some errors into other exit codes and paint boxes around the rest.
+            with get_command(app).make_context("picompile", words, obj=session) as context:
+                context.command.invoke(context)
+            sys.stdout.flush()
+        except (Exception, KeyboardInterrupt) as error:
+            # A library may have made another error of it.
+            return SIGNALLED + came[0] if came else report(error, debug=session.debug)
     return 0

@@ -3,11 +3,11 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from picompile.errors import DoesNotFitError, UsageError
+from picompile.output import DISK_FULL
 
 
 def require_model_folder(folder: Path) -> None:
@@ -18,6 +18,19 @@ def require_model_folder(folder: Path) -> None:
         raise UsageError(f"{folder}: not a folder; MODEL is a Hugging Face folder with config.json and *.safetensors")
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder}: no config.json in it; MODEL is a Hugging Face folder")
+
+
+def require_context(model: Path, context: int | None) -> None:
+    """Raises `UsageError` for more tokens than config.json has positions for.
+
+    Where it does not say, or says something odd, whoever reads it in earnest decides: that takes seconds.
+    """
+    try:
+        limit = json.loads((model / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return
+    if context is not None and type(limit) is int and context > limit > 0:
+        raise UsageError(f"a context of {context} tokens is more than the model's {limit} positions")
 
 
 def require_text_file(path: Path) -> str:
@@ -79,9 +92,11 @@ def _require_writable(path: Path) -> None:
     parent = existing_ancestor(path)
     try:
         # Asking the file system is the only test that holds for root, read-only mounts and quotas alike.
-        with tempfile.TemporaryDirectory(dir=parent, prefix=".picompile-"):
+        with tempfile.TemporaryFile(dir=parent):  # has no name, where the file system can do that
             pass
     except OSError as error:
+        if error.errno in DISK_FULL:
+            raise DoesNotFitError(f"{parent}: {error.strerror}; {path} cannot be written") from error
         raise UsageError(f"{path}: cannot write in {parent}: {error.strerror}") from error
 
 
@@ -93,30 +108,16 @@ def existing_ancestor(path: Path) -> Path:
     return Path("/")
 
 
-@contextmanager
-def parents_of(output: Path) -> Iterator[None]:
-    """Makes the folders above `output`, and takes those that it made away again if the block fails."""
-    made: list[Path] = []
-    try:
-        for parent in reversed(output.absolute().parents):
-            if not parent.exists():
-                parent.mkdir()
-                made.append(parent)
-        yield
-    except BaseException:
-        for parent in reversed(made):
-            if parent.exists() and not any(parent.iterdir()):
-                parent.rmdir()
-        raise
-
-
 def require_free_disk(output: Path, needed_bytes: int) -> None:
     """Raises `DoesNotFitError` unless `output`'s file system has room for `needed_bytes`."""
     free_bytes = shutil.disk_usage(existing_ancestor(output)).free
     if free_bytes < needed_bytes:
-        raise DoesNotFitError(
-            f"{output}: needs about {format_bytes(needed_bytes)} on disk, {format_bytes(free_bytes)} are free"
-        )
+        from picompile_runtime.memory import in_units
+
+        wanted, there = format_bytes(needed_bytes), format_bytes(free_bytes)
+        if wanted == there:
+            wanted, there = in_units(needed_bytes, free_bytes)
+        raise DoesNotFitError(f"{output}: needs about {wanted} on disk, {there} are free")
 
 
 def checkpoint_weights(folder: Path) -> int:

@@ -10,7 +10,7 @@ import typer
 from picompile.cli.checks import (
     checkpoint_weights,
     format_bytes,
-    parents_of,
+    require_context,
     require_free_disk,
     require_model_folder,
     require_output,
@@ -28,7 +28,9 @@ from picompile.cli.options import (
     VramBudgetOption,
 )
 from picompile.cli.progress import progress
+from picompile.counts import parse_count, shortened
 from picompile.errors import UsageError
+from picompile.output import parents_of
 from picompile.shares import parse_gate
 from picompile.targets import gpu_of
 
@@ -143,6 +145,7 @@ def compile_command(
     """
     gpu_of(target)  # for its checks alone
     require_model_folder(model)
+    require_context(model, context)
     require_output(output, overwrite=force, marker="manifest.json")
     require_free_disk(output, int(checkpoint_weights(model) * _WEIGHT_BITS[quant] / 8))
     if plan is not None and hot is not None:
@@ -186,7 +189,7 @@ def read_hot(path: Path) -> Mapping[int, Sequence[int]]:
     """Reads `--hot`: a JSON object from layer number to a list of neuron numbers. Raises `UsageError`."""
     try:
         content = json.loads(require_text_file(path))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON: {error}") from error
     if not isinstance(content, dict):
         raise UsageError(f"{path}: must be a JSON object from layer to a list of neurons")
@@ -194,9 +197,10 @@ def read_hot(path: Path) -> Mapping[int, Sequence[int]]:
 
 
 def _layer(path: Path, key: str) -> int:
-    if not key.isdecimal():
-        raise UsageError(f"{path}: {key!r} is not a layer number")
-    return int(key)
+    number = parse_count(key)
+    if number is None:
+        raise UsageError(f"{path}: {shortened(repr(key))} is not a layer number")
+    return number
 
 
 def _neurons(path: Path, layer: str, value: Any) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ def diff_command(
         require_page(html, "--html", overwrite=force)
     found = _find(before, after)
     if html is not None:
-        write_page(html, _page(found))
+        write_page(html, _page(found), "--html", overwrite=force)
     if json_output:
         print(json.dumps(_json(found), indent=2, ensure_ascii=False))
         return

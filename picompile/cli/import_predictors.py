@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
-from picompile.cli.checks import parents_of, require_model_folder, require_output
+from picompile.cli.checks import require_model_folder, require_output
 from picompile.cli.options import DebugOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
+from picompile.output import parents_of
 
 
 def import_predictors_command(
@@ -40,7 +41,7 @@ def import_predictors_command(
     if found.header is not None and importlib.util.find_spec("gguf") is None:
         raise UsageError("GGUF files are read with the gguf package; install it: pip install 'picompile[gguf]'")
     with parents_of(output), progress() as shown:
-        result = import_predictors(found, model, output, shown)
+        result = import_predictors(found, model, output, shown, overwrite=force)
     ranks = [layer.rank for layer in result.layers if layer.rank is not None]
     layers = f"{len(ranks)} layer{'s' if len(ranks) > 1 else ''}"
     print(f"{output}: predictors of {layers}, ranks {min(ranks)} to {max(ranks)}, {result.parameters:,} parameters")

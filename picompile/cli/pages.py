@@ -1,10 +1,11 @@
 """HTML pages as outputs: what they may overwrite, and how they are written."""
 
-import os
+from collections.abc import Callable
 from pathlib import Path
 
-from picompile.cli.checks import parents_of, require_output_file
+from picompile.cli.checks import require_output_file
 from picompile.errors import UsageError
+from picompile.output import parents_of, writing_file
 
 _START = b"<!doctype html>"
 
@@ -21,14 +22,15 @@ def _require_page(path: Path) -> None:
         raise UsageError(f"{path}: exists and is no HTML page, so it is not overwritten; choose another file")
 
 
-def write_page(path: Path, html: str) -> None:
-    """Writes the page, and the folders above it: it is there whole or not at all. A link goes on pointing at it."""
-    path = path.resolve()
-    # Without the page's name, which may be as long as a name can be.
-    partial = path.with_name(f".picompile-{os.getpid()}.partial")
-    with parents_of(path):
-        try:
-            partial.write_text(html, encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+def write_page(path: Path, html: str, option: str, *, overwrite: bool) -> None:
+    """Writes the page, and the folders above it. Raises what `require_page` does, should that have changed."""
+    write_text(path, html, lambda: require_page(path, option, overwrite=overwrite), overwrite=overwrite)
+
+
+def write_text(path: Path, text: str, check: Callable[[], None], *, overwrite: bool) -> None:
+    """Writes a file, and the folders above it: it is there whole or not at all. A link goes on pointing at it.
+
+    `check` is asked again at the moment when the file takes its place.
+    """
+    with parents_of(path.resolve()), writing_file(path, overwrite=overwrite, check=check) as file:
+        file.write(text.encode("utf-8"))

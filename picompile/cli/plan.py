@@ -2,12 +2,12 @@
 
 import json
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from picompile.cli.checks import parents_of
 from picompile.cli.options import (
     DebugOption,
     HostBandwidthOption,
@@ -22,6 +22,7 @@ from picompile.cli.plan_output import require_plan_output
 from picompile.cli.plan_show import Shown, show_plan
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
+from picompile.output import parents_of
 from picompile.placement.machine_options import MachineOptions, check_machine_options, find_machine
 from picompile.placement.model_source import ModelOptions, find_model
 from picompile.shares import parse_share
@@ -157,7 +158,8 @@ def plan_command(
             plan = make_plan(found.model, found.firing, options)
     if output is not None:
         with parents_of(output):
-            write_plan(output, plan)
+            check = partial(require_plan_output, output, overwrite=force)
+            write_plan(output, plan, overwrite=force, check=check)
     if json_output:
         print(json.dumps(plan.to_json(), ensure_ascii=False))
     else:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from picompile.calibration import read_calibration
-from picompile.cli.checks import parents_of, require_model_folder
+from picompile.cli.checks import require_model_folder
 from picompile.cli.options import CalibrationOption, DebugOption, JsonOption
 from picompile.cli.progress import progress
+from picompile.output import parents_of
 from picompile.shares import parse_gate
 
 if TYPE_CHECKING:

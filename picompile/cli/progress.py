@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,8 @@ class _PlainProgress(NoProgress):
     """No bars where stderr is not a terminal, but what the user should know all the same."""
 
     def say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        with suppress(OSError):  # a log that takes no more is no reason to end
+            print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

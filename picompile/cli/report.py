@@ -36,5 +36,5 @@ def report_command(
     sources = read_sources(paths)
     with progress() as shown, shown.step("draw", len(sources)) as advance:
         html = render_report(sources, advance)
-    write_page(output, html)
+    write_page(output, html, "-o", overwrite=force)
     print(f"{output}: {len(sources)} section{'s' if len(sources) > 1 else ''}, {len(html.encode()) / 1e6:.2f} MB")

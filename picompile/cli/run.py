@@ -12,6 +12,7 @@ import typer
 from picompile.cli.checks import require_text_file
 from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, ReplanOption, ThreadsOption
 from picompile.cli.progress import progress
+from picompile.counts import parse_count, shortened
 from picompile.errors import UsageError
 
 if TYPE_CHECKING:
@@ -105,10 +106,11 @@ def read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> str |
 
 
 def _parse_ids(text: str) -> list[int]:
-    words = text.replace(",", " ").split()
-    if not words or not all(word.isascii() and word.isdigit() for word in words):
-        raise UsageError(f"--ids takes numbers from 0 on, separated by commas, not {text!r}")
-    return [int(word) for word in words]
+    ids = [parse_count(word) for word in text.replace(",", " ").split()]
+    found = [number for number in ids if number is not None]
+    if not ids or len(found) < len(ids):
+        raise UsageError(f"--ids takes numbers from 0 on, separated by commas, not {shortened(repr(text))}")
+    return found
 
 
 def _start(

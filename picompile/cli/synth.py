@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
-from picompile.cli.checks import parents_of, require_output
+from picompile.cli.checks import require_output
 from picompile.cli.options import DebugOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
+from picompile.output import parents_of
 
 
 class Dtype(str, Enum):

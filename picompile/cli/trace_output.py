@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from picompile.cli.checks import require_output_file
-from picompile.cli.pages import write_page
+from picompile.cli.pages import write_text
 from picompile.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,4 +31,5 @@ def write_trace(path: Path, steps: "Sequence[Step]") -> None:
     """Writes the steps as a trace, whole or not at all."""
     from picompile_runtime.trace import chrome_trace
 
-    write_page(path, json.dumps(chrome_trace(steps), separators=(",", ":")) + "\n")
+    text = json.dumps(chrome_trace(steps), separators=(",", ":")) + "\n"
+    write_text(path, text, lambda: require_trace_output(path), overwrite=True)

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from picompile.cli.checks import parents_of, require_model_folder
+from picompile.cli.checks import require_model_folder
 from picompile.cli.options import DebugOption, GateOption, JsonOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
+from picompile.output import parents_of
 from picompile.shares import parse_gate, parse_share
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from picompile.importing.handover import DISK_FULL, REFUSAL_FILE, REFUSED, TENSORS_FILE, RefusedError
+from picompile.processes import end_with_parent
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # Between the signal that says which limit it was and the one that always ends a process.
@@ -24,6 +25,7 @@ _GRACE_S = 2
 def main() -> int:
     """Does what is requested. Returns the exit code: 0, `DISK_FULL`, or `REFUSED` where a refusal was written."""
     request = json.load(sys.stdin)
+    end_with_parent(request["parent"])
     output = Path(request["output"])
     # The libraries are trusted, and some are large; what is limited is what they do with the files.
     read = _readers(request)

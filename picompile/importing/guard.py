@@ -80,6 +80,7 @@ def read_guarded(source: Source, folder: Path, limits: Limits | None = None) -> 
 
 def _request(source: Source, folder: Path, limits: Limits) -> dict[str, Any]:
     return {
+        "parent": os.getpid(),
         "output": str(folder.absolute()),
         "limits": {
             "memory_bytes": limits.memory_bytes,

@@ -1,7 +1,6 @@
 """From a source of predictors to a folder of ours."""
 
 import math
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from picompile.errors import UsageError
 from picompile.importing.expected import Shapes, check_by_config, check_shapes
 from picompile.importing.guard import read_guarded
 from picompile.importing.sources import PARTS, Source
+from picompile.output import Place, reserve
 from picompile.progress import NoProgress, Progress
 
 if TYPE_CHECKING:
@@ -36,8 +36,12 @@ class Imported:
         return sum(layer.parameters for layer in self.layers)
 
 
-def import_predictors(source: Source, model: Path, output: Path, progress: Progress | None = None) -> Imported:
-    """Writes the predictors of `source`, which are for `model`, to the folder `output`, in place of what may be there.
+def import_predictors(
+    source: Source, model: Path, output: Path, progress: Progress | None = None, *, overwrite: bool = True
+) -> Imported:
+    """Writes the predictors of `source`, which are for `model`, to the folder `output`.
+
+    What may be there is replaced, without `overwrite` only an empty folder.
 
     They become kind `learned-relu` with input `stream`. Activation statistics become `layers/NNN.safetensors` with
     `counts` int64 [F], as a profile has them. Raises `UsageError` for files that are refused or are predictors of
@@ -47,17 +51,16 @@ def import_predictors(source: Source, model: Path, output: Path, progress: Progr
     _require_utf8(output)
     if source.header is not None:
         check_by_config(source.path, source.shapes, model)
-    place = output.absolute()
-    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", suffix=".import", dir=place.parent) as folder:
+    with reserve(output, overwrite=overwrite) as place, place.scratch() as folder:
         with progress.step("read"):
-            file = read_guarded(source, Path(folder))
+            file = read_guarded(source, folder)
             shapes, counts = _handed_back(file)
             check_by_config(source.path, shapes, model)
         with progress.step("check"):
             fingerprint = _check_model(source.path, shapes, counts, model)
         layers = _layers(shapes, computes_above(source.threshold))
         with progress.step("write"):
-            _write(output, layers, _Handed(file, shapes), counts, {"fingerprint": fingerprint, "name": model.name})
+            _write(place, layers, _Handed(file, shapes), counts, {"fingerprint": fingerprint, "name": model.name})
     return Imported(layers, len(counts))
 
 
@@ -169,7 +172,7 @@ class _Handed(Mapping[str, "Tensor"]):
 
 
 def _write(
-    output: Path,
+    place: Place,
     layers: "tuple[LayerPredictor, ...]",
     tensors: "Mapping[str, Tensor]",
     counts: "Mapping[int, Tensor]",
@@ -177,13 +180,12 @@ def _write(
 ) -> None:
     from safetensors.torch import save_file
 
-    from picompile.artifact_writer import replacing
     from picompile.predictors.save import write_predictors
     from picompile.profiling.profile import layer_file
 
-    with replacing(output) as place:
-        write_predictors(place, layers, tensors, model)
+    with place.folder() as folder:
+        write_predictors(folder, layers, tensors, model)
         for layer, values in counts.items():
-            file = place / layer_file(layer)
+            file = folder / layer_file(layer)
             file.parent.mkdir(exist_ok=True)
             save_file({"counts": values}, file)

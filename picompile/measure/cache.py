@@ -1,19 +1,21 @@
 """The measurements of this machine in the user's cache folder, as JSON.
 
-A file that is damaged, of another version or of another machine counts as none, and one that cannot be written only
-costs the time to measure again.
+A file that is damaged, which the sha256 of its content shows, of another version or of another machine counts as none,
+and one that cannot be written only costs the time to measure again.
 """
 
+import hashlib
 import json
 import os
-import tempfile
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from picompile.errors import PicompileError
 from picompile.measure.gpu import GpuSpeed
 from picompile.measure.host import Host
+from picompile.output import writing_file
 from picompile_runtime import ArtifactError
 from picompile_runtime.fields import Fields, parse_object
 
@@ -37,6 +39,9 @@ def load(machine: "Machine", no_gpu: str) -> "LocalMachine | None":
     with suppress(OSError, RuntimeError, ArtifactError):
         path = cache_file()
         fields = parse_object(path.read_bytes(), str(path))
+        content = dict(fields.data)
+        if content.pop("sha256", None) != _digest(content):
+            return None
         if fields.data.get("schema") != _SCHEMA or fields.data.get("machine") != asdict(machine):
             return None
         host = fields.object("host")
@@ -73,19 +78,13 @@ def store(measured: "LocalMachine") -> None:
         "host": asdict(measured.host),
         "speed": None if measured.speed is None else asdict(measured.speed),
     }
-    with suppress(OSError, RuntimeError):
+    content["sha256"] = _digest(content)
+    with suppress(OSError, RuntimeError, PicompileError):
         path = cache_file()
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, json.dumps(content, indent=1) + "\n")
+        with writing_file(path, overwrite=True) as file:
+            file.write((json.dumps(content, indent=1) + "\n").encode())
 
 
-def _replace(path: Path, text: str) -> None:
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,6 +1,5 @@
 """Where it comes from how often a model's neurons fire: a curve, a profile that is there, or one that is made."""
 
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -63,12 +62,13 @@ def made_profile(
     needs. Raises what profiling does.
     """
     from picompile.profiling import profile_model
+    from picompile_codegen.temporary import temporary_folder
 
     if work is not None:
         work.mkdir(parents=True, exist_ok=True)
         yield FiringSource(profile_model(model, work / "profile", options, progress))
         return
-    with tempfile.TemporaryDirectory(prefix="picompile-") as folder:
+    with temporary_folder() as folder:
         short = replace(options, tokens=min(options.tokens, _TOKENS), samples=1)
-        profile = profile_model(model, Path(folder) / "profile", short, progress)
+        profile = profile_model(model, folder / "profile", short, progress)
         yield FiringSource(profile, source=NOT_KEPT)

@@ -1,13 +1,14 @@
 """A plan as a file: JSON, written whole or not at all, and held against what a plan can be when it is read."""
 
 import json
-import os
+from collections.abc import Callable
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
 from picompile.description import check_schema, choice, layer_number, number, read_object, refusing
 from picompile.errors import UsageError
+from picompile.output import writing_file
 from picompile.placement.machine import Machine
 from picompile.placement.plan import FORMAT, SCHEMA, MemoryRow, Plan, PlanLayer
 from picompile.placement.planning import OBJECTIVES
@@ -26,15 +27,13 @@ _MOST_PARAMETERS = 2**60
 _MOST_BYTES = 2**62
 
 
-def write_plan(path: Path, plan: Plan) -> None:
-    """Writes `plan` to `path`, which is there whole or not at all. A link goes on pointing at it."""
-    path = path.resolve()
-    partial = path.with_name(f".picompile-{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(plan.to_json(), ensure_ascii=False) + "\n", encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+def write_plan(path: Path, plan: Plan, *, overwrite: bool = True, check: Callable[[], None] = lambda: None) -> None:
+    """Writes `plan` to `path`, which is there whole or not at all. A link goes on pointing at it.
+
+    Raises `UsageError` where something is there and not to be overwritten, or where `check` does at that moment.
+    """
+    with writing_file(path, overwrite=overwrite, check=check) as file:
+        file.write((json.dumps(plan.to_json(), ensure_ascii=False) + "\n").encode())
 
 
 def read_plan(path: Path) -> Plan:

@@ -27,7 +27,7 @@ def save_predictors(
     Whether the place may be written is the caller's to check. Raises `KeyError` for a tensor that is missing and
     `ValueError` for one of the wrong shape; then nothing is changed.
     """
-    from picompile.artifact_writer import replacing
+    from picompile.output import replacing
 
     with replacing(folder) as place:
         write_predictors(place, layers, tensors, model, gate, curves)

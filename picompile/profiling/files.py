@@ -1,19 +1,18 @@
 """Files that appear whole or not at all, and tensors in them that are written and read one at a time."""
 
-import fcntl
 import json
-import os
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from picompile.checkpoint.headers import READ_ERRORS, one_line, open_file
 from picompile.errors import UsageError
+from picompile.output import appearing_file
 
 _DTYPES = {
     torch.float32: "F32",
@@ -22,30 +21,6 @@ _DTYPES = {
     torch.int32: "I32",
     torch.bool: "BOOL",
 }
-
-
-@contextmanager
-def appearing_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its place when the block ends well: synced, then renamed. Until then the old one stays."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -108,17 +83,3 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except READ_ERRORS as error:
         raise UsageError(f"{path}: missing or damaged: {one_line(error)}") from error
-
-
-@contextmanager
-def locked(folder: Path, doing: str) -> Iterator[None]:
-    """Keeps other processes from working in `folder` meanwhile. Raises `UsageError` where one is `doing` that."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UsageError(f"{folder}: another process is {doing} into it") from error
-        yield
-    finally:
-        os.close(handle)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from picompile.calibration import CalibrationText
+from picompile.counts import require_whole
 from picompile.errors import UsageError
 
 WINDOW = 512
@@ -32,6 +33,13 @@ class ProfileOptions:
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for counts that make no sense."""
+        require_whole(
+            tokens=self.tokens,
+            samples=self.samples,
+            window=self.window,
+            held_out_tokens=self.held_out_tokens,
+            seed=self.seed,
+        )
         if self.window is not None and self.window < 2:
             raise UsageError(f"a window must have at least 2 tokens, not {self.window}")
         for name, value in (("tokens", self.tokens), ("samples", self.samples), ("held out", self.held_out_tokens)):

@@ -1,6 +1,5 @@
 """Text that a model writes itself: what it meets when it generates."""
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -33,9 +32,10 @@ def own_windows(
     compiling and generating raise.
     """
     from picompile.compile import CompileOptions, compile_model
+    from picompile_codegen.temporary import temporary_folder
 
-    with tempfile.TemporaryDirectory(prefix="picompile-") as folder:
-        artifact = Path(folder) / "artifact"
+    with temporary_folder() as folder:
+        artifact = folder / "artifact"
         compile_model(model, artifact, CompileOptions(quant="f16", context=window, verify=False), progress)
         with progress.step("text of the model's own", count) as advance:
             tokens = []

@@ -16,6 +16,7 @@ from picompile.profiling.own_text import own_tokens
 from picompile.profiling.profile import PROFILE_FILE, read_description
 from picompile.profiling.tokens import TextWindows, checkpoint_tokenizer, text_windows, window_size
 from picompile.progress import Progress
+from picompile_runtime.memory import in_units
 
 if TYPE_CHECKING:
     from picompile.capture.facts import ModelFacts
@@ -59,17 +60,22 @@ def prepare(model: Path, options: ProfileOptions, progress: Progress) -> Task:
     return Task(model, options, facts, fingerprint(model), text, own)
 
 
+def check_kind(output: Path) -> None:
+    """Refuses what no profile can be made in. Raises `UsageError`."""
+    if output.is_symlink() and not output.exists():
+        raise UsageError(f"{output}: a link to nowhere; remove it or choose another output")
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"{output}: exists and is not a folder; choose another output")
+
+
 def check_place(output: Path, task: Task) -> None:
     """Refuses a folder that may not be overwritten, and a disk that is too small.
 
     Raises `UsageError` or `DoesNotFitError`.
     """
+    check_kind(output)
     description = None
-    if output.is_symlink() and not output.exists():
-        raise UsageError(f"{output}: a link to nowhere; remove it or choose another output")
     if output.exists():
-        if not output.is_dir():
-            raise UsageError(f"{output}: exists and is not a folder; choose another output")
         description = read_description(output)
         others = [path for path in output.iterdir() if not (path.name.startswith(".") and path.name.endswith(".tmp"))]
         if description is None and others:
@@ -88,6 +94,5 @@ def _check_disk(output: Path, task: Task) -> None:
     parent = next(parent for parent in output.absolute().parents if parent.exists())
     free = shutil.disk_usage(parent).free
     if free < needed:
-        raise DoesNotFitError(
-            f"{output}: needs about {needed / 1e9:.2f} GB on disk, {free / 1e9:.2f} GB are free; take fewer --samples"
-        )
+        wanted, there = in_units(needed, free)
+        raise DoesNotFitError(f"{output}: needs about {wanted} on disk, {there} are free; take fewer --samples")

@@ -135,6 +135,11 @@ _VALUES: Mapping[str, tuple[str, Callable[[Tensor, int], bool]]] = {
 }
 
 
+def is_complete(folder: Path) -> bool:
+    """Whether a complete profile is there. Raises `UsageError` as `read_description` does."""
+    return (read_description(folder) or {}).get("complete") is True
+
+
 def read_description(folder: Path) -> dict[str, Any] | None:
     """What `profile.json` says; None where there is none. Raises `UsageError` for one that is not a profile's."""
     path = folder / PROFILE_FILE

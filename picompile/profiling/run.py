@@ -7,7 +7,8 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 
 from picompile.capture import load_model
-from picompile.errors import UnsupportedModelError
+from picompile.errors import UnsupportedModelError, UsageError
 from picompile.layerwise import Segment, split_layers
+from picompile.output import Place, discard, link_tree, reserve
 from picompile.profiling.collect import (
     LayerCollector,
     Replace,
@@ -26,23 +28,24 @@ from picompile.profiling.collect import (
     norm_of,
     summarize,
 )
-from picompile.profiling.files import locked, read_tensors, write_tensors
+from picompile.profiling.files import read_tensors, write_tensors
 from picompile.profiling.load import load_profile
 from picompile.profiling.options import ProfileOptions
 from picompile.profiling.own_text import own_windows
 from picompile.profiling.passes import Extra, Model, run_pass
-from picompile.profiling.prepare import Task, check_place, prepare
+from picompile.profiling.prepare import Task, check_kind, check_place, prepare
 from picompile.profiling.profile import (
     TOKENS_FILE,
     LayerProfile,
     Profile,
     describe,
+    is_complete,
     layer_file,
     read_description,
 )
 from picompile.profiling.thresholds import Search
 from picompile.profiling.tokens import windows_sha256
-from picompile.profiling.workplace import Workplace
+from picompile.profiling.workplace import BEGUN, Workplace, is_profiles
 from picompile.progress import NoProgress, Progress
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.pipeline import Pipeline
@@ -59,31 +62,50 @@ def profile_model(
     `DoesNotFitError`, before anything is written, for texts, places and models that will not do.
     """
     options, progress = options or ProfileOptions(), progress or NoProgress()
-    task = prepare(model, options, progress)
-    check_place(output, task)
-    workplace = Workplace(output, task.inputs)
-    description = read_description(output)
-    complete = description is not None and description.get("complete") is True
-    if complete and not options.overwrite:
+    check_kind(output)
+    if is_complete(output) and not options.overwrite:
+        task = prepare(model, options, progress)
+        check_place(output, task)
         progress.say(f"{output}: is complete already")
-        workplace.tidy()
+        _tidy(output)
         return load_profile(output)
-    with progress.step("capture"):
-        captured = capture(model)
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    output.mkdir(parents=True, exist_ok=True)
-    with locked(output, "profiling"):
-        if workplace.open(anew=complete):
-            progress.say(f"{output}: was begun, and goes on")
-        elif description is not None and not complete:
-            progress.say(f"{output}: was begun with other inputs, and begins anew")
-        try:
-            _Run(task, captured, config, workplace, progress).run()
-        except UnsupportedModelError:
-            # No later run would end otherwise.
-            workplace.discard()
-            raise
+    # A link goes on pointing at it.
+    with reserve(output.resolve(), overwrite=True, parents=True) as place:
+        task = prepare(model, options, progress)
+        check_place(output, task)
+        _profile(task, output, replace(place, check=lambda: check_place(output, task)), progress)
     return load_profile(output)
+
+
+def _tidy(output: Path) -> None:
+    """Removes what an interrupted run left in a complete profile, unless that run is still at work."""
+    with suppress(UsageError), reserve(output.resolve(), overwrite=True, wait_s=0):
+        Workplace(output, "").tidy()
+        discard(output / BEGUN)
+
+
+def _profile(task: Task, output: Path, place: Place, progress: Progress) -> None:
+    with progress.step("capture"):
+        captured = capture(task.model)
+        config = json.loads((task.model / "config.json").read_text(encoding="utf-8"))
+    # A complete profile stays until the new one takes its place.
+    complete, anything = is_complete(output), read_description(output) is not None
+    workplace = Workplace(output / BEGUN if complete else output, task.inputs)
+    workplace.folder.mkdir(exist_ok=True)
+    if workplace.open():
+        progress.say(f"{output}: was begun, and goes on")
+    elif anything and not complete:
+        progress.say(f"{output}: was begun with other inputs, and begins anew")
+    try:
+        _Run(task, captured, config, workplace, progress).run()
+    except UnsupportedModelError:
+        # No later run would end otherwise.
+        workplace.discard()
+        raise
+    if complete:
+        with place.folder() as folder:
+            link_tree(output, folder, lambda path: path.parts[:1] == (BEGUN,) or is_profiles(path))
+            link_tree(workplace.folder, folder)
 
 
 def capture(folder: Path) -> Model:

@@ -1,13 +1,14 @@
 """The folder that a profile is made in, and how far the making has come.
 
-Everything in it appears whole. `state.safetensors` says which segment of which pass is next and holds what is alive of
-every window there; a layer's own file is in place before it. So whenever the process ends, the next one has what it
-needs, and does again at most one segment.
+Where a complete profile is to be replaced, that is the folder `.begun` inside it, whose content takes the place of what
+was there in one step at the end. Everything in it appears whole. `state.safetensors` says which segment of which pass
+is next and holds what is alive of every window there; a layer's own file is in place before it. So whenever the process
+ends, the next one has what it needs, and does again at most one segment.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,10 @@ from picompile.profiling.profile import FORMAT, PROFILE_FILE, SCHEMA, TOKENS_FIL
 
 _STATE_FILE = "state.safetensors"
 _SEARCH_FILE = "search.json"
+# The description last: without it, nothing is a profile's.
+_FILES = (_STATE_FILE, _SEARCH_FILE, TOKENS_FILE, PROFILE_FILE)
+_LAYER_FILES = "layers/[0-9]*.safetensors"
+BEGUN = ".begun"
 _SEARCHED = {"dense_perplexity", "perplexities", "histograms"}
 
 
@@ -30,11 +35,11 @@ class Workplace:
     folder: Path
     inputs: str
 
-    def open(self, *, anew: bool = False) -> bool:
-        """Makes the folder ready; says whether it holds something of the same inputs to go on with, unless `anew`."""
+    def open(self) -> bool:
+        """Makes the folder ready; says whether it holds something of the same inputs to go on with."""
         for temporary in self.folder.rglob(".*.tmp"):
             temporary.unlink()
-        known = not anew and description_inputs(self.folder) == self.inputs
+        known = description_inputs(self.folder) == self.inputs
         if not known:
             self._clear()
             description = {"format": FORMAT, "schema": SCHEMA, "inputs": self.inputs, "complete": False}
@@ -51,9 +56,9 @@ class Workplace:
 
     def _clear(self) -> None:
         """Removes what another run left, its description last; nothing that is not a profile's."""
-        for path in self.folder.glob("layers/[0-9]*.safetensors"):
+        for path in self.folder.glob(_LAYER_FILES):
             path.unlink()
-        for name in (_STATE_FILE, _SEARCH_FILE, TOKENS_FILE, PROFILE_FILE):
+        for name in _FILES:
             (self.folder / name).unlink(missing_ok=True)
 
     def read_search(self) -> dict[str, Any]:
@@ -103,6 +108,11 @@ class Workplace:
         """Removes what was only there to go on."""
         for name in (_STATE_FILE, _SEARCH_FILE):
             (self.folder / name).unlink(missing_ok=True)
+
+
+def is_profiles(path: PurePath) -> bool:
+    """Whether `path`, relative to a profile's folder, is of a file that belongs to a profile."""
+    return str(path) in _FILES or path.match(_LAYER_FILES)
 
 
 def description_inputs(folder: Path) -> str | None:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from picompile.errors import UsageError
+from picompile.output import reserve
 from picompile.progress import NoProgress, Progress
 from picompile.synth.families import tensor_shapes
-from picompile.synth.folder import appearing, check_place
+from picompile.synth.folder import check_disk, check_free
 from picompile.synth.network import LayerFiring, make_network
 from picompile.synth.rates import beta_rates
 from picompile.synth.recipe import Recipe, balanced_signs, random_subspace
@@ -58,8 +59,9 @@ def synthesize(
     rank = rank or predictor_rank(shape)
     weights, predictors = list(tensor_shapes(shape)), _predictor_table(shape, rank)
     needed = table_bytes(weights, dtype), table_bytes(predictors, dtype)
-    check_place(output, sum(needed))
-    with appearing(output) as folder:
+    check_free(output)
+    with reserve(output, overwrite=False, check=lambda: check_free(output)) as place, place.folder() as folder:
+        check_disk(output, sum(needed))
         _write_json(folder / "config.json", {**shape.config, "dtype": _CONFIG_DTYPES[dtype]})
         write_tokenizer(shape, folder)
         with _writers(folder, weights, predictors, dtype) as writers:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from picompile.errors import UsageError
+from picompile.output import reserve
 from picompile.predictors import Predictors, load_predictors
-from picompile.profiling.files import locked
 from picompile.training.assemble import assemble
 from picompile.training.results import load_result
 from picompile.training.selection import Selection
@@ -25,7 +25,7 @@ def tighten(folder: Path, layers: Sequence[int]) -> Predictors | None:
         return None
     if unknown := sorted(set(layers) - selection.targets.keys()):
         raise UsageError(f"{folder}: has no layer {unknown[0]}")
-    with locked(folder, "training"):
+    with reserve(folder.resolve(), overwrite=True) as reserved:
         results = [load_result(place.layer_file(layer.layer)) for layer in current.layers]
         tighter = selection.tightened(layers)
         try:
@@ -38,4 +38,6 @@ def tighten(folder: Path, layers: Sequence[int]) -> Predictors | None:
         model = {"fingerprint": current.fingerprint, "name": current.name, "parameters": current.model_parameters}
         # What the gate found was of the choice before.
         targets = {"targets": [tighter.targets[result.layer] for result in results]}
-        return assemble(folder, results, tighter.choices(results), places, model, targets)
+        with place.publishing(reserved) as new:
+            assemble(new, results, tighter.choices(results), places, model, targets)
+    return load_predictors(folder)

@@ -22,6 +22,12 @@ _MOST_BYTES = 5 << 30
 # What a process holds before it has any data: Python, torch.
 _PROCESS_BYTES = 400 << 20
 
+# The worker imports torch, which takes seconds.
+_WORKER = (
+    "from picompile.processes import end_with_parent; end_with_parent({parent}); "
+    "from picompile.training.worker import main; main()"
+)
+
 Prepare = Callable[[int], tuple[LayerData, JobSettings]]
 
 
@@ -93,7 +99,7 @@ def _kill(processes: "list[subprocess.Popen[str]]") -> None:
 
 def _start() -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "picompile.training.worker"],
+        [sys.executable, "-c", _WORKER.format(parent=os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from picompile.counts import require_whole
 from picompile.errors import UsageError
 
 KINDS = ("learned", "sign")
@@ -65,6 +66,10 @@ class TrainOptions:
             if not 0 < share <= 1:
                 raise UsageError(f"the {name} must be above 0 and at most 1, not {share}")
         given = self.ranks.values() if isinstance(self.ranks, Mapping) else () if self.ranks is None else (self.ranks,)
+        for rank in given:
+            require_whole(rank=rank)
+        numbers = ("epochs", "rounds", "gate_tokens", "seed", "jobs")
+        require_whole(**{name: getattr(self, name) for name in numbers})
         counts = (*given, self.epochs, self.gate_tokens, self.jobs or 1)
         if any(count < 1 for count in counts) or self.rounds < 0:
             raise UsageError("ranks, epochs, gate tokens and jobs must be at least 1, rounds at least 0")

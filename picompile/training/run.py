@@ -16,9 +16,9 @@ from picompile.capture import Captured, load_model
 from picompile.checkpoint.fingerprint import fingerprint
 from picompile.errors import AccuracyGateError, UsageError
 from picompile.gate import first_windows
+from picompile.output import Place, reserve
 from picompile.predictors import BlockShape, Predictors, block_shapes, load_predictors
 from picompile.profiling import Profile
-from picompile.profiling.files import locked
 from picompile.progress import NoProgress, Progress
 from picompile.training.assemble import assemble, key_of
 from picompile.training.candidates import JobSettings, LayerResult
@@ -53,17 +53,23 @@ def train_predictors(
         require_ray()
     mark = fingerprint(model)
     profile.require_model(mark)
-    run = _Run(model, profile, options, progress, Workplace(output), mark)
-    run.place.check(run.inputs, overwrite=options.overwrite)
-    if run.place.holds(run.inputs) and not options.overwrite:
+    workplace = Workplace(output)
+    run = _Run(model, profile, options, progress, workplace, mark)
+
+    def check() -> None:
+        workplace.check(run.inputs, overwrite=options.overwrite)
+
+    check()
+    if workplace.holds(run.inputs) and not options.overwrite:
         progress.say(f"{output}: is complete already")
         return load_predictors(output)
-    run.check_blocks()
-    output.mkdir(parents=True, exist_ok=True)
-    with locked(output, "training"):
-        if found := run.place.open(run.inputs, run.candidate_inputs):
+    # A link goes on pointing at it.
+    with reserve(output.resolve(), overwrite=True, check=check, parents=True) as reserved:
+        run.check_blocks()
+        output.mkdir(exist_ok=True)
+        if found := workplace.open(run.inputs, run.candidate_inputs):
             progress.say(f"{output}: {found}")
-        return run.run()
+        return run.run(reserved)
 
 
 @dataclass(frozen=True)
@@ -128,11 +134,15 @@ class _Run:
             if any(not 0 <= token < vocabulary for window in windows for token in window):
                 raise UsageError(f"{folder}: has tokens that the model does not have; profile it again")
 
-    def run(self) -> Predictors:
+    def run(self, reserved: Place) -> Predictors:
         results = self.train()
         budget = int(self.options.budget * self.captured.facts.parameters)
         limits = Limits(budget, self.options.computed_ratio, self.options.exact)
-        return self.within_gate(results, Selection.first(self.layers, self.options.recall, limits, self._measured()))
+        selection = Selection.first(self.layers, self.options.recall, limits, self._measured())
+        selection, facts = self.within_gate(results, selection)
+        with self.place.publishing(reserved) as folder:
+            self._assemble(folder, results, selection, facts)
+        return load_predictors(self.place.folder)
 
     def _measured(self) -> dict[str, float]:
         """The perplexities that a run before this one has measured."""
@@ -179,12 +189,16 @@ class _Run:
         total = float(counts.sum())
         return float(counts[: max(1, round(_MOST_ACTIVE * len(counts)))].sum()) / total if total else 1.0
 
-    def within_gate(self, results: list[LayerResult], selection: Selection) -> Predictors:
-        """Writes the choice; as long as it is beyond the gate, another that misses less where most is missed."""
-        gate = self._gate(selection)
+    def within_gate(self, results: list[LayerResult], selection: Selection) -> tuple[Selection, dict[str, Any]]:
+        """Tries the choice, and as long as it is beyond the gate another that misses less where most is missed.
+
+        Returns the one that is within it, and what the gate found of it.
+        """
+        gate, tried = self._gate(selection), self.place.work / "tried"
+        tried.mkdir(exist_ok=True)
         for number in range(self.options.rounds + 1):
             selection.write(self.place)
-            predictors = self._assemble(results, selection, {})
+            predictors = self._assemble(tried, results, selection, {})
             perplexity, dense = gate.predicted(key_of(predictors.layers), predictors), gate.dense()
             selection.write(self.place)
             change = perplexity / dense - 1
@@ -211,7 +225,7 @@ class _Run:
         }
         selection.write(self.place, facts)
         self._discard()
-        return self._assemble(results, selection, facts)
+        return selection, facts
 
     def _gate(self, selection: Selection) -> Gate:
         windows = first_windows(self.profile.held_out(), self.options.gate_tokens)
@@ -219,11 +233,10 @@ class _Run:
         weights = self.captured.weights
         return Gate(self.graph_module, weights, windows, thresholds, self.progress, selection.measured)
 
-    def _assemble(self, results: list[LayerResult], selection: Selection, facts: dict[str, Any]) -> Predictors:
+    def _assemble(
+        self, folder: Path, results: list[LayerResult], selection: Selection, facts: dict[str, Any]
+    ) -> Predictors:
         places = {layer: self.place.layer_file(layer) for layer in self.layers}
-        # What is not yet within the gate is no result.
-        folder = self.place.folder if facts else self.place.work / "tried"
-        folder.mkdir(exist_ok=True)
         model = {
             "fingerprint": self.mark,
             "name": self.profile.model_name,

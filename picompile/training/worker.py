@@ -6,11 +6,8 @@ quickly and stays small.
 """
 
 import json
-import os
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +17,9 @@ from picompile.training.jobs import run_job
 
 def main() -> None:
     """Answers jobs until there are no more."""
-    # Ctrl-C reaches the whole group; whoever started this process ends it then.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    # These reach the whole group, or all processes of a service; whoever started this one ends it then.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     for line in sys.stdin:
         print(json.dumps(_answer(json.loads(line))), flush=True)
 
@@ -33,13 +30,3 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "exit_code": getattr(error, "exit_code", 1)}
     return {}
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

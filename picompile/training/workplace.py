@@ -6,21 +6,29 @@
 | `work/layers/000.safetensors` | the candidates of a layer |
 | `work/choice.json` | each layer's target, the limits, and the perplexities that were measured |
 | `predictors.json`, `predictors.safetensors` | the result, written last |
+
+A result that is there stays until another takes its place, in one step with the notes on it.
 """
 
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from picompile.errors import UsageError
+from picompile.output import Place, link_tree, write_errors_told
+from picompile.output.rename import sync_folder, sync_tree
 from picompile.predictors.load import FACTS_FILE, WEIGHTS_FILE
 from picompile.profiling.files import read_notes, write_json
 
 _FORMAT, _SCHEMA = "picompile-training", 1
+_NOTES = "training.json"
+# What takes the place of the result, file by file, where there is none.
+_NEXT = "next"
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,14 @@ class Workplace:
 
     def holds(self, inputs: str) -> bool:
         """Whether the predictors that are there are complete and of these inputs."""
-        return self.complete and self.read("training.json").get("inputs") == inputs
+        return self.complete and self._made() == inputs
+
+    def _made(self) -> str | None:
+        """The inputs of the predictors that are there, if any are."""
+        notes = self.read(_NOTES)
+        # Versions before removed predictors first.
+        made = notes.get("made", notes.get("inputs"))
+        return made if self.complete and isinstance(made, str) else None
 
     def check(self, inputs: str, *, overwrite: bool) -> None:
         """Refuses a folder that may not be used. Raises `UsageError`."""
@@ -61,7 +76,7 @@ class Workplace:
             return
         if not self.folder.is_dir():
             raise UsageError(f"{self.folder}: exists and is not a folder; choose another output")
-        ours = (self.work / "training.json").is_file() or (self.folder / FACTS_FILE).is_file()
+        ours = (self.work / _NOTES).is_file() or (self.folder / FACTS_FILE).is_file()
         if not ours and any(path.name != "work" for path in self.folder.iterdir()):
             raise UsageError(f"{self.folder}: exists and has no {FACTS_FILE}, so it is not overwritten")
         if self.complete and not overwrite and not self.holds(inputs):
@@ -72,24 +87,54 @@ class Workplace:
 
         Returns a word on what was found, empty where nothing was.
         """
-        known = self.read("training.json")
-        for name in (FACTS_FILE, WEIGHTS_FILE):
-            (self.folder / name).unlink(missing_ok=True)
+        known = self.read(_NOTES)
         if known and known.get("candidates") != candidates:
-            shutil.rmtree(self.work)
+            # Before the notes say that what is there is of these inputs.
+            shutil.rmtree(self.work / "layers", ignore_errors=True)
         (self.work / "layers").mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.work / _NEXT, ignore_errors=True)
         for leftover in (*self.work.rglob(".*.tmp"), *self.work.rglob("*.data")):
             leftover.unlink()
         if known.get("inputs") != inputs:
             (self.work / "choice.json").unlink(missing_ok=True)
             description = {"format": _FORMAT, "schema": _SCHEMA, "inputs": inputs, "candidates": candidates}
-            self.write("training.json", description)
+            self.write(_NOTES, {**description, "made": self._made()})
         if not known:
             return ""
         if known.get("candidates") != candidates:
             return "was begun from other inputs, and starts anew"
         begun = known.get("inputs") == inputs and any(self.work.glob("layers/*.safetensors"))
         return "was begun, and goes on" if begun else ""
+
+    @contextmanager
+    def publishing(self, place: Place) -> Iterator[Path]:
+        """A folder for the two files of the result, which take their place when the block ends well.
+
+        `place` is the folder that they are for. Where it has a result, a new folder with all else that is in this one
+        takes the place; else the two are moved, and what reads them finds none before it finds both.
+        """
+        notes = self.read(_NOTES)
+        notes["made"] = notes.get("inputs")
+        if self.complete:
+            with place.folder() as folder:
+                link_tree(self.folder, folder, _is_replaced)
+                yield folder
+                write_json(folder / "work" / _NOTES, notes)
+            return
+        folder = self.work / _NEXT
+        with write_errors_told(self.folder, folder):
+            folder.mkdir(exist_ok=True)
+            yield folder
+            sync_tree(folder)
+            self.write(_NOTES, notes)
+            for name in (WEIGHTS_FILE, FACTS_FILE):
+                (folder / name).replace(self.folder / name)
+                sync_folder(self.folder)
+            folder.rmdir()
+
+
+def _is_replaced(path: PurePath) -> bool:
+    return str(path) in (FACTS_FILE, WEIGHTS_FILE, "work/tried", f"work/{_NEXT}", f"work/{_NOTES}")
 
 
 def digest(*parts: object) -> str:

@@ -34,6 +34,8 @@ ABI = 1
 WEIGHTS = "weights.safetensors"
 PROGRAM = "program.json"
 _MOST_JSON_BYTES = 2**28
+# Only whoever replaces an artifact without a pause makes a reader begin again so often.
+_MOST_READS = 100
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 
 Progress = Callable[[str, int, int], None]
@@ -179,10 +181,14 @@ def open_artifact(path: str | os.PathLike[str]) -> Artifact:
     Raises ArtifactError if it is not whole, MachineError if it was made for another machine.
     """
     folder = folder_of(path)
-    with told_by_cause(folder):
+
+    def read() -> Artifact:
         manifest = read_manifest(folder)
         choose(manifest.code)  # before weights are hashed for nothing
         return _open(folder, manifest, None, trust_stamps=True)
+
+    with told_by_cause(folder):
+        return _of_one_folder(folder, read)
 
 
 def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Manifest:
@@ -190,17 +196,42 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Ma
     from picompile_runtime.code_checks import check_code
 
     folder = folder_of(path)
+
+    def read() -> Artifact:
+        return _open(folder, read_manifest(folder), progress, trust_stamps=False)
+
     with told_by_cause(folder):
-        manifest = read_manifest(folder)
-        artifact = _open(folder, manifest, progress, trust_stamps=False)
+        artifact = _of_one_folder(folder, read)
         try:
             _verify_device(artifact)
-            for variant in manifest.code:
+            for variant in artifact.manifest.code:
                 if variant.runs_here:
                     check_code(artifact, artifact.load_code(variant))
         finally:
             artifact.close()
-    return manifest
+    return artifact.manifest
+
+
+def _of_one_folder(folder: Path, read: Callable[[], Artifact]) -> Artifact:
+    """What `read` returns; it is asked again where another artifact took the folder's name meanwhile.
+
+    Files of both would not fit together, and those of the one before may be gone.
+    """
+    for _ in range(_MOST_READS - 1):
+        before = _identity(folder)
+        try:
+            return read()
+        except ArtifactError:
+            if before is None or _identity(folder) == before:
+                raise
+    return read()
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    with suppress(OSError):
+        status = os.stat(folder)
+        return status.st_dev, status.st_ino
+    return None
 
 
 def _verify_device(artifact: Artifact) -> None:

@@ -303,6 +303,29 @@ def test_a_prompt_longer_than_the_context(cli: Cli, tiny_artifact: Path) -> None
     assert_refused(cli("run", tiny_artifact, "--ids", ",".join(["1"] * 65)), 2, "65", "64")
 
 
+@pytest.mark.parametrize("digits", [19, 5000])
+def test_numbers_of_many_digits(
+    digits: int, cli: Cli, tiny_model: Path, tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python reads none of more than 4,300."""
+    number = "9" * digits
+    assert_refused(cli("run", tiny_artifact, "--ids", f"1,{number}"), 2, "--ids takes numbers")
+    for content in (f'{{"0": [{number}]}}', f'{{"{number}": [1]}}'):
+        (tmp_path / "hot.json").write_text(content)
+        assert_refused(cli("compile", tiny_model, "-o", tmp_path / "out", "--hot", tmp_path / "hot.json"), 2)
+    monkeypatch.setenv("PICOMPILE_THREADS", number)
+    assert_refused(cli("run", tiny_artifact, "--ids", "1"), 2, "PICOMPILE_THREADS must be a number from 1 to 256")
+
+
+def test_a_context_past_the_models_positions_is_refused_before_anything_is_compiled(
+    cli: Cli, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("picompile.compile.compile_model", None)
+    ended = cli("compile", tiny_model, "-o", tmp_path / "out", "--context", 257)
+    assert_refused(ended, 2, "257 tokens is more than the model's 256")
+    assert not list(tmp_path.iterdir())
+
+
 def test_token_ids_beyond_the_vocabulary(cli: Cli, tiny_artifact: Path) -> None:
     assert_refused(cli("run", tiny_artifact, "--ids", "1,300"), 2, "299")
 

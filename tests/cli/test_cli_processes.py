@@ -101,7 +101,8 @@ def test_a_reader_that_goes_away_ends_it_quietly(tiny_artifact: Path) -> None:
     assert errors == b""
 
 
-def test_ctrl_c_ends_it_quietly(tiny_artifact: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_stop_ends_it_quietly(tiny_artifact: Path, number: signal.Signals) -> None:
     command, pipe = [*COMMAND, "bench", tiny_artifact, "-r", "1000000"], subprocess.PIPE
     # Children of a process that ignores the signal, as those in the background of a script do, would ignore it too.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -110,11 +111,54 @@ def test_ctrl_c_ends_it_quietly(tiny_artifact: Path) -> None:
         try:
             # Long enough to be past imports on a busy machine; earlier would be Python's own traceback.
             time.sleep(5)
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             out, errors = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert (process.returncode, out, errors) == (130, b"", b"")
+    assert (process.returncode, out, errors) == (128 + number, b"", b"")
+
+
+def test_a_signal_that_is_ignored_stays_so(tiny_artifact: Path) -> None:
+    """As `nohup` has it."""
+    code = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "from picompile.cli.stopping import stoppable\n"
+        "with stoppable() as came: os.kill(os.getpid(), signal.SIGHUP)\n"
+        "sys.exit(7 + len(came))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 7
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", "2>/dev/full"])
+@pytest.mark.parametrize(
+    ("command", "expected"), [("run {} --ids 1,2 -n 2", 0), ("inspect {}", 0), ("run {} -n 2", 2), ("verify /", 4)]
+)
+def test_closed_streams(tiny_artifact: Path, command: str, expected: int, closed: str) -> None:
+    words = f"{sys.executable} -m picompile {command.format(tiny_artifact)} {closed}"
+    done = subprocess.run(["sh", "-c", words], capture_output=True, text=True)
+    assert done.returncode == expected
+    assert "internal" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_standard_output_that_takes_nothing_is_named(tiny_artifact: Path) -> None:
+    command = [*COMMAND, "inspect", tiny_artifact]
+    # Unbuffered, it fails where it is written to, and nothing says that it was this.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (5, "error: No space left on device: standard output\n")
+
+
+def test_too_few_file_descriptors_are_named(tiny_artifact: Path) -> None:
+    """Also where the runtime says that a file of the artifact cannot be opened."""
+    for most in (12, 16):
+        words = f"ulimit -n {most}; exec {sys.executable} -m picompile verify {tiny_artifact}"
+        done = subprocess.run(["sh", "-c", words], capture_output=True, text=True)
+        assert (done.returncode, done.stderr.splitlines()) == (
+            5,
+            [f"error: too many open files: this process may have {most}; raise the limit with ulimit -n"],
+        )
 
 
 def on_terminal(*arguments: object) -> str:

@@ -1,6 +1,8 @@
 """Objects are compiled once: the same bytes from the cache, another for all else, and no failure over a cache."""
 
+import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from picompile_codegen.isa import ISAS, targeting
 from picompile_codegen.kernels import Kernel
 from picompile_codegen.kernels.kernel import KernelFunction
 from picompile_codegen.kernels.tensor import loop
-from picompile_codegen.object_cache import VARIABLE
+from picompile_codegen.object_cache import VARIABLE, object_key
 
 
 def add_number(number: float) -> Kernel:
@@ -47,7 +49,7 @@ def test_the_second_time_is_the_first(cache: Path, tmp_path: Path, monkeypatch: 
     assert (tmp_path / "second.so").read_bytes() == first == (tmp_path / "without.so").read_bytes()
     assert (tmp_path / "one.so").read_bytes() != first
     # And what a library has beside the kernels, in two.
-    assert [path.suffix for path in cache.iterdir()] == [".o"] * 4
+    assert [path.suffix for path in cache.iterdir()] == [".object"] * 4
 
 
 def test_a_kernel_of_the_same_name_is_another(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,16 +83,78 @@ def test_a_folder_that_cannot_be_used(cache: Path, tmp_path: Path, what: str) ->
 
 
 def test_what_was_not_used_for_long_goes_first(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def put(name: str, time: int) -> None:
-        object_cache.cached_object(name, tmp_path / "o", lambda path: path.write_bytes(bytes(400)) and None)
-        os.utime(cache / f"{name}.o", (time, time))
+    def put(key: str, time: int) -> None:
+        object_cache.cached_object(key, lambda: bytes(400))
+        os.utime(cache / f"{key}.object", (time, time))
 
+    first, second, third = (object_key(name) for name in "abc")
     monkeypatch.setattr(object_cache, "_MOST_BYTES", 1000)
-    put("a", 1)
-    put("b", 2)
-    object_cache.cached_object("a", tmp_path / "o", lambda _: pytest.fail("it is there"))
-    put("c", 3)
-    assert {path.name for path in cache.iterdir()} == {"a.o", "c.o"}
+    cache.mkdir()
+    # The folder is one that the user named.
+    (cache / "own.o").write_bytes(bytes(4000))
+    put(first, 1)
+    put(second, 2)
+    object_cache.cached_object(first, lambda: pytest.fail("it is there"))
+    put(third, 3)
+    assert {path.name for path in cache.iterdir()} == {f"{first}.object", f"{third}.object", "own.o"}
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _torn(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _of_an_earlier_version(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[len(object_cache._MARK) + 32 :])
+
+
+@pytest.mark.parametrize("damage", [_empty, _torn, _flipped, _of_an_earlier_version])
+def test_what_is_damaged_is_made_again(cache: Path, damage: Callable[[Path], None]) -> None:
+    key, content = object_key("some"), os.urandom(1000)
+    object_cache.cached_object(key, lambda: content)
+    damage(cache / f"{key}.object")
+    assert object_cache.cached_object(key, lambda: content) == content
+    assert object_cache.cached_object(key, lambda: pytest.fail("it is there")) == content
+
+
+def test_what_is_of_another_key_is_made_again(cache: Path) -> None:
+    first, second = object_key("first"), object_key("second")
+    object_cache.cached_object(first, lambda: b"first")
+    object_cache.cached_object(second, lambda: b"second")
+    (cache / f"{first}.object").replace(cache / "kept")
+    (cache / f"{second}.object").replace(cache / f"{first}.object")
+    assert object_cache.cached_object(first, lambda: b"made again") == b"made again"
+
+
+def test_what_a_process_left_when_it_died_is_removed(cache: Path) -> None:
+    cache.mkdir()
+    stale, old, alive = (f"{object_key('a')}.{'0' * 16}", "tmpab12_xyz", f"{object_key('b')}.{'1' * 16}")
+    for name in (stale, old, alive, "mine"):
+        (cache / f"{name}.unfinished").write_bytes(b"half")
+    with (cache / f"{alive}.unfinished").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        object_cache.cached_object(object_key("c"), lambda: b"c")
+    names = {path.name for path in cache.iterdir()}
+    assert names == {f"{object_key('c')}.object", f"{alive}.unfinished", "mine.unfinished"}
+
+
+def test_a_name_that_is_missing_is_an_error_when_it_is_linked(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "read.c"
+    source.write_text("int nowhere(void); int pi_nowhere(void) { return nowhere(); }")
+    monkeypatch.setattr("picompile_codegen.build._SOURCES", (source,))
+    with pytest.raises(BuildError, match=r"undefined reference to .nowhere"):
+        build_host_library([], tmp_path / "host.so")
 
 
 def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

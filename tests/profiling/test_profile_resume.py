@@ -1,6 +1,7 @@
 """Whatever ends a profiling, the same command goes on with it and ends with the same bytes."""
 
 import hashlib
+import os
 import random
 import subprocess
 import sys
@@ -14,8 +15,8 @@ from support import ROOT, BuildOnce, save_tiny_llama
 
 from picompile.errors import UsageError
 from picompile.layerwise import run as layerwise_run
+from picompile.output import reserve
 from picompile.profiling import ProfileOptions, files, load_profile, profile_model
-from picompile.profiling.files import locked
 from picompile.progress import NoProgress
 
 
@@ -160,9 +161,43 @@ def test_a_state_that_was_lost_is_made_again(
 
 
 def test_two_at_once(tiny_model: Path, prose: Path, tmp_path: Path) -> None:
-    (tmp_path / "profile").mkdir()
-    with locked(tmp_path / "profile", "profiling"), pytest.raises(UsageError, match="another process"):
+    held = reserve(tmp_path / "profile", overwrite=True)
+    with held, pytest.raises(UsageError, match=rf"is being written by another picompile \(process {os.getpid()}\)"):
         profile_model(tiny_model, tmp_path / "profile", options(prose))
+
+
+def test_a_complete_profile_stays_until_another_takes_its_place(
+    tiny_model: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, other = tmp_path / "profile", options(prose, seed=2, overwrite=True)
+    profile_model(tiny_model, folder, options(prose, seed=1))
+    (folder / "notes.txt").write_text("mine")
+    before = digests(folder)
+    with monkeypatch.context() as patch, pytest.raises(Ended):
+        patch.setattr("picompile.profiling.workplace.Workplace.finish", Mock(side_effect=Ended))
+        profile_model(tiny_model, folder, other)
+    assert {name: digest for name, digest in digests(folder).items() if not name.startswith(".")} == before
+    assert load_profile(folder).tokens
+    said = Mock(wraps=NoProgress())
+    profile_model(tiny_model, folder, other, said)
+    said.say.assert_called_once_with(f"{folder}: was begun, and goes on")
+    profile_model(tiny_model, tmp_path / "undisturbed", options(prose, seed=2))
+    mine = {"notes.txt": before["notes.txt"]}
+    assert digests(folder) == digests(tmp_path / "undisturbed") | mine
+    assert {path.name for path in tmp_path.iterdir()} == {"profile", "undisturbed"}
+
+
+def test_what_an_interrupted_replacement_left_goes_when_the_profile_is_asked_for(
+    tiny_model: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "profile"
+    profile_model(tiny_model, folder, options(prose, seed=1))
+    before = digests(folder)
+    with monkeypatch.context() as patch, pytest.raises(Ended):
+        patch.setattr("picompile.profiling.workplace.Workplace.finish", Mock(side_effect=Ended))
+        profile_model(tiny_model, folder, options(prose, seed=2, overwrite=True))
+    profile_model(tiny_model, folder, options(prose, seed=1))
+    assert digests(folder) == before
 
 
 def test_killed_at_random_moments(tiny_model: Path, prose: Path, tmp_path: Path) -> None:

@@ -173,6 +173,34 @@ def test_other_inputs_need_force_and_keep_the_candidates(
     assert [layer.rank for layer in predictors.layers] == [8, 8]
 
 
+def test_predictors_stay_until_others_take_their_place(
+    trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "p"
+    shutil.copytree(trained, folder)
+    (folder / "notes.txt").write_text("mine")
+    fixed = dataclasses.replace(OPTIONS, ranks=8, overwrite=True)
+
+    class EndedError(BaseException):
+        """Stands for the end of the process."""
+
+    def end(*_: object) -> None:
+        raise EndedError
+
+    with monkeypatch.context() as patch, pytest.raises(EndedError):
+        patch.setattr("picompile.output.place.Place._put_folder", end)
+        train_predictors(tiny_model, profile, folder, fixed)
+    results = ("predictors.json", "predictors.safetensors")
+    assert [(folder / name).read_bytes() for name in results] == [(trained / name).read_bytes() for name in results]
+    # They are still known to be of their own inputs.
+    told = Told()
+    train_predictors(tiny_model, profile, folder, OPTIONS, told)
+    assert told.said == [f"{folder}: is complete already"]
+    assert [layer.rank for layer in train_predictors(tiny_model, profile, folder, fixed).layers] == [8, 8]
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
 def test_signs_are_only_searched_for_a_threshold(tiny_model: Path, profile: Profile, tmp_path: Path) -> None:
     options = dataclasses.replace(OPTIONS, kind="sign", budget=0.001)
     predictors = train_predictors(tiny_model, profile, tmp_path / "p", options)

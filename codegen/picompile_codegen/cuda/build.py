@@ -29,7 +29,7 @@ def build_cuda(kernels: Iterable[CudaKernel], folder: Path, sm: int) -> Mapping[
     compiled = cache(partial(compile_cuda, source.text, sm))
     for part, path in enumerate((cubin, ptx)):
         key = object_key(source.text, f"sm_{sm}", nvrtc_version(), path.suffix)
-        cached_object(key, path, partial(_write, compiled, part))
+        path.write_bytes(cached_object(key, partial(_part, compiled, part)))
     launches = launches_json(source, function_resources(cubin.read_bytes()), sm)
     content = launches | {"interfaces": interfaces(kernels)}
     (folder / FILES["launches"]).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -48,8 +48,8 @@ def launches_json(source: CudaSource, resources: Mapping[str, Resources], sm: in
     }
 
 
-def _write(compiled: Callable[[], tuple[bytes, bytes]], part: int, output: Path) -> None:
-    output.write_bytes(compiled()[part])
+def _part(compiled: Callable[[], tuple[bytes, bytes]], part: int) -> bytes:
+    return compiled()[part]
 
 
 def _launch(launch: Launch, resources: Resources) -> dict[str, Any]:

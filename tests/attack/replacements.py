@@ -1,0 +1,150 @@
+"""Two writers that replace one artifact as fast as they can, and a reader: nothing fails, and nothing is left.
+
+    python tests/attack/replacements.py [--number 1000] [--seconds 600] [--seed 0] [--plain]
+
+Each writer makes `--number` replacements, with one of two artifacts that a seed draws. Meanwhile a reader loads what is
+there, hashing every byte: it must find a whole artifact each time. `--plain` takes the exchange of names from the
+writers, as on file systems that have none; then a reader may find nothing, but never half of something.
+"""
+
+import argparse
+import multiprocessing
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+# What a reader says between the two renamings.
+_GONE = ("is not a folder", "cannot be opened (No such file or directory)")
+
+
+@dataclass
+class Report:
+    """What came of it: replacements, reads that found one of the two artifacts, and a line for each failure."""
+
+    replacements: int = 0
+    reads: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """One line."""
+        found = ", ".join(f"{count} {what}" for what, count in sorted(self.reads.items()))
+        return f"{self.replacements} replacements, reads: {found}; {len(self.failures)} failures"
+
+
+def make_artifacts(folder: Path) -> tuple[Path, Path]:
+    """Two artifacts of one model that differ in every file with numbers."""
+    from support import compile_for_test, save_tiny_llama
+
+    save_tiny_llama(folder / "model")
+    for quant in ("q4", "f16"):
+        compile_for_test(folder / "model", folder / quant, quant=quant, context=64, target="native")
+    return folder / "q4", folder / "f16"
+
+
+def attack(artifacts: tuple[Path, Path], work: Path, number: int, end: float, seed: int, plain: bool) -> Report:
+    """Two processes with `number` replacements each, as far as they come until `end`, and a reader in a third."""
+    output, context, report = work / "artifact", multiprocessing.get_context("fork"), Report()
+    shutil.copytree(artifacts[0], output)
+    done, queue = context.Event(), context.SimpleQueue()
+    writers = [
+        context.Process(target=_write, args=(artifacts, output, number, end, seed + at, plain, queue)) for at in (0, 1)
+    ]
+    reader = context.Process(target=_read, args=(artifacts, output, done, plain, queue))
+    for process in (*writers, reader):
+        process.start()
+    told = [queue.get() for _ in writers]
+    done.set()
+    told.append(queue.get())
+    for process in (*writers, reader):
+        process.join()
+    for replacements, reads, failures in told:
+        report.replacements += replacements
+        report.reads += reads
+        report.failures += failures
+    left = sorted(path.name for path in work.iterdir() if path != output)
+    report.failures += [f"left behind: {name}" for name in left]
+    return report
+
+
+def _write(
+    artifacts: tuple[Path, Path],
+    output: Path,
+    number: int,
+    end: float,
+    seed: int,
+    plain: bool,
+    queue: "multiprocessing.SimpleQueue[tuple[int, Counter[str], list[str]]]",
+) -> None:
+    from picompile.output import place, replacing
+    from picompile.output.rename import UnsupportedRenameError
+
+    def no_exchange(first: Path, second: Path) -> None:
+        raise UnsupportedRenameError
+
+    if plain:
+        place.exchange = no_exchange  # type: ignore[assignment]
+    draw, made, failures = random.Random(seed), 0, []
+    while made < number and time.monotonic() < end:
+        try:
+            with replacing(output) as folder:
+                shutil.copytree(draw.choice(artifacts), folder, dirs_exist_ok=True)
+            made += 1
+        except Exception as error:
+            failures.append(f"replacement {made} of the writer with seed {seed}: {type(error).__name__}: {error}")
+            break
+    queue.put((made, Counter(), failures))
+
+
+def _read(
+    artifacts: tuple[Path, Path],
+    output: Path,
+    done: Event,
+    plain: bool,
+    queue: "multiprocessing.SimpleQueue[tuple[int, Counter[str], list[str]]]",
+) -> None:
+    from picompile_runtime import ArtifactError, verify
+
+    known = {verify(artifact).sha256: artifact.name for artifact in artifacts}
+    reads: Counter[str] = Counter()
+    failures: list[str] = []
+    while not done.is_set():
+        try:
+            reads[known[verify(output).sha256]] += 1
+        except (ArtifactError, KeyError) as error:
+            if plain and any(text in str(error) for text in _GONE):
+                reads["nothing"] += 1
+                continue
+            reads["failed"] += 1
+            failures.append(f"read {reads.total()}: {type(error).__name__}: {error}")
+    queue.put((0, reads, failures))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
+    parser.add_argument("--plain", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        artifacts = make_artifacts(folder)
+        (folder / "work").mkdir()
+        end = time.monotonic() + options.seconds
+        report = attack(artifacts, folder / "work", options.number, end, options.seed, options.plain)
+    for failure in report.failures:
+        print(f"{failure} (seed {options.seed})")
+    print(report.summary())
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

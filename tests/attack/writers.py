@@ -1,0 +1,348 @@
+"""Kills commands that write at random moments: what is there is old or new, whole, and the next command tidies up.
+
+    python tests/attack/writers.py [--number 100] [--seconds 900] [--seed 0] [--commands compile,synth]
+
+A case draws a command, whether its output is new or replaces an older one (`--force`), a signal, and a moment. After
+the kill, the output must be what it was before, or what the command makes undisturbed, byte for byte; or, for `profile`
+and `train`, which go on with what they began, an output that no reader takes for one. Asked to stop, the process must
+end with 128 plus the signal's number and leave nothing but that; killed outright, it may leave hidden files, which the
+same command or another one beside it must remove. No process that it started may live on.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from kill import digests
+
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+# A process that was killed outright needs a moment until its own children are gone.
+_GONE_S = 5.0
+_LIMIT_S = 120.0
+_POLL_S = 0.002
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, `OUT` among its words for the output; `older` makes what `--force` replaces.
+
+    `public` says which files, relative to the output, a reader looks at; `goes_on` whether an output may be unfinished.
+    """
+
+    words: tuple[str, ...]
+    older: tuple[str, ...]
+    public: Callable[[str], bool] = lambda name: True
+    goes_on: bool = False
+    force: bool = True
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a command makes undisturbed, what it replaces, and how long it takes."""
+
+    older: Path
+    new: dict[str, str]
+    seconds: float
+
+
+def commands(work: Path) -> dict[str, Command]:
+    """What is attacked, on the models in `work`."""
+    model, text = str(work / "model"), str(work / "text.txt")
+    compile_ = ("compile", model, "-o", "OUT", "--context", "64", "--target", "native")
+    profile = ("profile", model, "-o", "OUT", "--calibration", text, "--window", "128", "--samples", "200")
+    train = (
+        "train",
+        model,
+        "--profile",
+        str(work / "profile"),
+        "-o",
+        "OUT",
+        "--gate",
+        "off",
+        "--budget",
+        "100%",
+        "--no-exact",
+    )
+    return {
+        "compile": Command((*compile_, "--quant", "q4"), (*compile_, "--quant", "f16")),
+        "profile": Command(profile, (*profile, "--seed", "1"), lambda name: not _is_hidden(name), goes_on=True),
+        "train": _train(train, "1"),
+        "workers": _train(train, "2"),
+        "synth": Command(("synth", "--shape", "tiny-reglu", "-o", "OUT"), (), force=False),
+    }
+
+
+def _train(words: tuple[str, ...], jobs: str) -> Command:
+    """Training by this process, or by several."""
+    new, older = (*words, "--rank", "8", "--jobs", jobs), (*words, "--rank", "16", "--jobs", "1")
+    return Command(new, older, lambda name: "/" not in name, goes_on=True)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or "/." in name or name in ("state.safetensors", "search.json")
+
+
+class Attack:
+    """The models, the references of commands as they are needed, and the cases."""
+
+    def __init__(self, work: Path, chosen: list[str]) -> None:
+        self._work = work
+        self.commands = {name: command for name, command in commands(work).items() if name in chosen}
+        self._references: dict[str, Reference] = {}
+        self.ended: Counter[str] = Counter()
+        make_inputs(work, with_profile=bool({"train", "workers"} & {*chosen}))
+
+    def case(self, seed: int) -> str | None:
+        """Runs one. What was wrong, None where nothing was."""
+        draw = random.Random(seed)
+        name = draw.choice(list(self.commands))
+        command, reference = self.commands[name], self.reference(name)
+        replaces, number = command.force and draw.random() < 0.5, draw.choice(SIGNALS)
+        elsewhere, moment_s = draw.random() < 0.3, draw.uniform(0.0, 1.05 * reference.seconds)
+        told = f"{name}{' --force' * replaces}, {number.name} after {moment_s:.3f} s"
+        case = self._work / "case"
+        shutil.rmtree(case, ignore_errors=True)
+        (case / "outputs").mkdir(parents=True)
+        (case / "tmp").mkdir()
+        output = case / "outputs" / "out"
+        if replaces:
+            shutil.copytree(reference.older, output)
+        before = digests(output)
+        code = run_command([*self.words(command, output), *["--force"] * replaces], case, moment_s, number)
+        was_in_time = code in (-number, 128 + number)
+        self.ended[f"{name}{' --force' * replaces} {number.name if was_in_time else 'ended before'}"] += 1
+        wrong = (
+            self.state(command, reference, output, before)
+            or _code(code, number)
+            or (None if number == signal.SIGKILL else left_behind(case))
+            or self._next(command, reference, output, elsewhere, replaces)
+        )
+        return None if wrong is None else f"{told}: {wrong}"
+
+    def state(self, command: Command, reference: Reference, output: Path, before: dict[str, str]) -> str | None:
+        """What is wrong with the output, which was `before`."""
+        now = digests(output)
+        seen = {name: digest for name, digest in now.items() if command.public(name)}
+        old = {name: digest for name, digest in before.items() if command.public(name)}
+        if seen in (old, self._public(command, reference)) or (not before and not output.exists()):
+            return None
+        if command.goes_on and not before and not is_complete(output):
+            return None
+        return f"the output is neither old nor new: {sorted(seen)}"
+
+    def _public(self, command: Command, reference: Reference) -> dict[str, str]:
+        return {name: digest for name, digest in reference.new.items() if command.public(name)}
+
+    def _next(
+        self, command: Command, reference: Reference, output: Path, elsewhere: bool, replaces: bool
+    ) -> str | None:
+        """Another command in the same folder, or the same once more."""
+        case = output.parents[1]
+        if elsewhere:
+            plan = ("plan", "--shape", "opt-6.7b", "--firing", "opt", "--target", "4090")
+            code = run_command([*plan, "-o", str(output.with_name("plan.json"))], case)
+            output.with_name("plan.json").unlink(missing_ok=True)
+            return f"plan ended with {code}" if code else left_behind(case, but_temporary=True)
+        again = [*self.words(command, output), *["--force"] * replaces]
+        is_there = not command.goes_on and not replaces and output.exists()
+        code = run_command(again, case)
+        if code != (2 if is_there else 0):
+            return f"the same command then ended with {code}: {(case / 'output.txt').read_text()[-300:]}"
+        now = {name: digest for name, digest in digests(output).items() if command.public(name)}
+        if now != self._public(command, reference):
+            return f"the same command then made something else: {sorted(now)}"
+        return left_behind(case, but_temporary=is_there)
+
+    def reference(self, name: str) -> Reference:
+        if name not in self._references:
+            command, folder = self.commands[name], self._work / name
+            (folder / "outputs").mkdir(parents=True)
+            (folder / "tmp").mkdir()
+            for words, place in ((command.older, "older"), (command.words, "new")):
+                began = time.monotonic()
+                output = folder / "outputs" / place
+                if words and (code := run_command([str(output) if word == "OUT" else word for word in words], folder)):
+                    raise RuntimeError(f"{name} ended with {code}: {(folder / 'output.txt').read_text()[-500:]}")
+            seconds = time.monotonic() - began
+            self._references[name] = Reference(folder / "outputs" / "older", digests(output), seconds)
+        return self._references[name]
+
+    def words(self, command: Command, output: Path) -> list[str]:
+        return [str(output) if word == "OUT" else word for word in command.words]
+
+
+def is_complete(output: Path) -> bool:
+    """Whether a reader takes what is there for a profile, or for predictors."""
+    from picompile.errors import UsageError
+    from picompile.predictors import load_predictors
+    from picompile.profiling import load_profile
+
+    for load in (load_profile, load_predictors):
+        try:
+            load(output)
+            return True
+        except UsageError:
+            pass
+    return False
+
+
+def _code(code: int, number: int) -> str | None:
+    """Asked to stop, a command that had not ended says so; before it can, the signal itself ends the process."""
+    return None if code in (0, 128 + number, -number) else f"it ended with {code}"
+
+
+def left_behind(case: Path, but_temporary: bool = False) -> str | None:
+    """What is beside the output, or among temporary files."""
+    names = [path.name for path in (case / "outputs").iterdir() if path.name != "out"]
+    if not but_temporary:
+        names += [f"tmp/{path.name}" for path in (case / "tmp").iterdir()]
+    return f"left behind: {', '.join(sorted(names))}" if names else None
+
+
+def run_command(
+    words: list[str],
+    case: Path,
+    kill_after_s: float | None = None,
+    number: int = 0,
+    prepare: Callable[[], object] = lambda: None,
+) -> int:
+    """Runs a command in a forked process, killed so long after it began; its exit code, or minus a signal's number.
+
+    It calls `prepare` first. -1000 where something that it started lives on.
+    """
+    ready, begun = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _become(words, case, begun, prepare)
+    os.close(begun)
+    os.read(ready, 1)
+    os.close(ready)
+    end = time.monotonic() + (_LIMIT_S if kill_after_s is None else kill_after_s)
+    status = None
+    while status is None and time.monotonic() < end:
+        pid, found = os.waitpid(child, os.WNOHANG)
+        status = found if pid else None
+        time.sleep(_POLL_S)
+    if status is None:
+        os.kill(child, number or signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+    return os.waitstatus_to_exitcode(status) if _all_gone(child) else -1000
+
+
+def _become(words: list[str], case: Path, begun: int, prepare: Callable[[], object]) -> None:
+    """In a child: the command, in a session of its own."""
+    code = 1
+    try:
+        os.setsid()
+        os.environ["TMPDIR"], tempfile.tempdir = str(case / "tmp"), None
+        output = os.open(case / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        from picompile.cli import main
+
+        # As a shell starts it: this process may have been started in the background.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(begun, b"x")
+        os.close(begun)
+        prepare()
+        code = main(words)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        # Before the command has its own way to end, or after.
+        code = 128 + signal.SIGINT
+    finally:
+        os._exit(code)
+
+
+def _all_gone(session: int) -> bool:
+    """Whether no process of the session is left, or will be in a moment."""
+    end = time.monotonic() + _GONE_S
+    while members := _members(session):
+        if time.monotonic() > end:
+            for process in members:
+                os.kill(process, signal.SIGKILL)
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _members(session: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The name may hold anything, even brackets.
+            state, _, _, of_session = path.read_text().rpartition(")")[2].split()[:4]
+        except (OSError, ValueError):
+            continue
+        if int(of_session) == session and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def make_inputs(work: Path, with_profile: bool) -> None:
+    """The model and the text. In a child: torch's threads would not outlive a fork."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            from support import ROOT, save_tiny_llama
+
+            save_tiny_llama(work / "model")
+            text = "".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
+            # Enough for a few windows: training shall not take long.
+            (work / "text.txt").write_text(text[:3000])
+            code = 0
+        finally:
+            os._exit(code)
+    if os.waitpid(child, 0)[1]:
+        raise RuntimeError("the model could not be made")
+    if with_profile:
+        (work / "tmp").mkdir()
+        words = [str(work / "profile") if word == "OUT" else word for word in commands(work)["profile"].words]
+        if code := run_command(words, work):
+            raise RuntimeError(f"profile ended with {code}: {(work / 'output.txt').read_text()[-500:]}")
+
+
+def import_once() -> None:
+    """What takes seconds to import. Nothing is computed here."""
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import picompile_codegen.build
+    import picompile_codegen.lower  # noqa: F401
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
+    parser.add_argument("--commands", default="compile,profile,train,workers,synth")
+    options = parser.parse_args()
+    end, failures, done = time.monotonic() + options.seconds, 0, 0
+    import_once()
+    with tempfile.TemporaryDirectory() as name:
+        attack = Attack(Path(name), options.commands.split(","))
+        while done < options.number and time.monotonic() < end:
+            seed = options.seed + done
+            wrong, done = attack.case(seed), done + 1
+            if wrong is not None:
+                failures += 1
+                print(f"{wrong} (--number 1 --seed {seed} --commands {options.commands})", flush=True)
+    ways = ", ".join(f"{count} {way}" for way, count in sorted(attack.ended.items()))
+    print(f"{done} cases from seed {options.seed}: {ways}; {failures} failures")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Folders for temporary files: removed in the end, or by the next process."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from picompile_codegen.errors import TemporaryFolderError
+from picompile_codegen.temporary import temporary_folder
+
+
+@pytest.fixture(autouse=True)
+def _base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def test_it_is_removed_in_the_end(tmp_path: Path) -> None:
+    with temporary_folder() as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        (folder / "file").touch()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_dead_process_left_is_removed_and_no_more(tmp_path: Path) -> None:
+    (tmp_path / "picompile-work-mine").mkdir()
+    child = os.fork()
+    if child == 0:
+        held = temporary_folder()
+        held.__enter__()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.iterdir())) == 2
+    with temporary_folder() as first, temporary_folder() as second:
+        assert {path.name for path in tmp_path.iterdir()} == {"picompile-work-mine", first.name, second.name}
+
+
+def test_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    text = r"each is full or not writable.*/tmp.*TMPDIR"
+    with pytest.raises(TemporaryFolderError, match=text) as error, temporary_folder():
+        pass
+    assert error.value.exit_code == 5

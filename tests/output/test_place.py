@@ -1,0 +1,302 @@
+"""Outputs appear whole or not at all, one writer at a time, and what dead writers left is removed."""
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from picompile.errors import DoesNotFitError, UsageError
+from picompile.output import Place, place, rename, replacing, reserve, writing_file
+from picompile.output.lock import acquire
+from picompile.output.rename import UnsupportedRenameError
+
+PARTIAL = f".out.{'0' * 16}.partial"
+OLD = f".out.{'0' * 16}.old"
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def make_folder(path: Path, text: str) -> Path:
+    path.mkdir()
+    (path / "file").write_text(text)
+    return path
+
+
+def fill(folder: Path, text: str = "new") -> None:
+    (folder / "file").write_text(text)
+
+
+def dies_holding(output: Path, *leftovers: str) -> None:
+    """A writer in another process that ends without a word."""
+    child = os.fork()
+    if child == 0:
+        acquire(output.absolute(), 0)
+        for name in leftovers:
+            make_folder(output.with_name(name), "left")
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+@pytest.fixture(params=["exchange", "two renamings"])
+def _renaming(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise UnsupportedRenameError
+
+    if request.param == "two renamings":
+        monkeypatch.setattr(place, "exchange", unsupported)
+        monkeypatch.setattr(rename, "_renameat2", unsupported)
+
+
+@pytest.mark.usefixtures("_renaming")
+@pytest.mark.parametrize("there", ["nothing", "an empty folder", "a folder", "a file", "a link"])
+def test_a_folder_takes_the_place_of_what_is_there(there: str, tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    outputs.mkdir()
+    if there == "an empty folder":
+        (outputs / "out").mkdir()
+    elif there == "a folder":
+        make_folder(outputs / "out", "old")
+    elif there == "a file":
+        (outputs / "out").write_text("old")
+    elif there == "a link":
+        (outputs / "out").symlink_to(make_folder(tmp_path / "elsewhere", "old"))
+    with replacing(outputs / "out") as folder:
+        fill(folder)
+    assert (outputs / "out" / "file").read_text() == "new"
+    assert names(outputs) == {"out"}
+    assert there != "a link" or (tmp_path / "elsewhere" / "file").read_text() == "old"
+
+
+@pytest.mark.usefixtures("_renaming")
+def test_what_fails_changes_nothing(tmp_path: Path) -> None:
+    make_folder(tmp_path / "out", "old")
+    with pytest.raises(RuntimeError), replacing(tmp_path / "out") as folder:
+        fill(folder)
+        raise RuntimeError
+    assert (tmp_path / "out" / "file").read_text() == "old"
+    assert names(tmp_path) == {"out"}
+
+
+@pytest.mark.usefixtures("_renaming")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_appears_meanwhile_is_only_overwritten_if_it_may_be(overwrite: bool, tmp_path: Path) -> None:
+    def check() -> None:
+        if (tmp_path / "out" / "kept").exists():
+            raise UsageError("it is another's")
+
+    with (
+        pytest.raises(UsageError) as error,
+        reserve(tmp_path / "out", overwrite=overwrite, check=check) as reserved,
+        reserved.folder() as folder,
+    ):
+        fill(folder)
+        make_folder(tmp_path / "out", "old")
+        if overwrite:
+            (tmp_path / "out" / "kept").touch()
+    assert ("it is another's" if overwrite else "it appeared while it was to be written") in str(error.value)
+    assert (tmp_path / "out" / "file").read_text() == "old"
+    assert names(tmp_path) == {"out"}
+
+
+@pytest.mark.usefixtures("_renaming")
+def test_a_file_that_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UsageError, match="it appeared while it was to be written"),
+        writing_file(tmp_path / "out", overwrite=False) as file,
+    ):
+        file.write(b"new")
+        (tmp_path / "out").write_text("old")
+    assert (tmp_path / "out").read_text() == "old"
+    assert names(tmp_path) == {"out"}
+
+
+def test_what_was_moved_aside_comes_back_if_the_second_renaming_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_folder(tmp_path / "out", "old")
+    real = Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if target.name == "out" and path.name.endswith(".partial"):
+            raise OSError(errno.EIO, "failed")
+        return real(path, target)
+
+    def unsupported(*_: object) -> None:
+        raise UnsupportedRenameError
+
+    monkeypatch.setattr(place, "exchange", unsupported)
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(UsageError, match="cannot be written: failed"), replacing(tmp_path / "out") as folder:
+        fill(folder)
+    assert (tmp_path / "out" / "file").read_text() == "old"
+    assert names(tmp_path) == {"out"}
+
+
+def test_a_reader_finds_the_one_or_the_other(tmp_path: Path) -> None:
+    """The name is never gone: a folder that is open stays the same, and the name leads to one of the two."""
+    make_folder(tmp_path / "out", "0")
+    child = os.fork()
+    if child == 0:
+        for number in range(1, 100):
+            with replacing(tmp_path / "out") as folder:
+                fill(folder, str(number))
+        os._exit(0)
+    seen = 0
+    while not os.waitpid(child, os.WNOHANG)[0]:
+        assert (tmp_path / "out").is_dir()
+        seen += 1
+    assert seen and names(tmp_path) == {"out"}
+
+
+def test_a_second_writer_is_told_at_once(tmp_path: Path) -> None:
+    with reserve(tmp_path / "out", overwrite=True):
+        assert names(tmp_path) == {".out.picompile-lock"}
+        began = time.monotonic()
+        with (
+            pytest.raises(UsageError, match=rf"is being written by another picompile \(process {os.getpid()}\)"),
+            reserve(tmp_path / "out", overwrite=True, wait_s=0.0),
+        ):
+            pass
+        assert time.monotonic() - began < 60
+        with reserve(tmp_path / "other", overwrite=True):
+            pass
+    assert names(tmp_path) == set()
+
+
+@pytest.mark.parametrize("next_output", ["out", "other"])
+def test_what_a_dead_writer_left_is_removed(next_output: str, tmp_path: Path) -> None:
+    make_folder(tmp_path / "out", "old")
+    dies_holding(tmp_path / "out", PARTIAL, OLD)
+    assert names(tmp_path) == {"out", PARTIAL, OLD, ".out.picompile-lock"}
+    with reserve(tmp_path / next_output, overwrite=True):
+        pass
+    assert names(tmp_path) == {"out"}
+    assert (tmp_path / "out" / "file").read_text() == "old"
+
+
+@pytest.mark.parametrize("next_output", ["out", "other"])
+def test_what_a_dead_writer_had_moved_aside_comes_back(next_output: str, tmp_path: Path) -> None:
+    dies_holding(tmp_path / "out", OLD)
+    with reserve(tmp_path / next_output, overwrite=True):
+        assert (tmp_path / "out" / "file").read_text() == "left"
+    assert names(tmp_path) == {"out"}
+
+
+def test_what_a_living_writer_has_is_left_alone(tmp_path: Path) -> None:
+    with reserve(tmp_path / "out", overwrite=True) as reserved, reserved.scratch() as scratch:
+        with reserve(tmp_path / "other", overwrite=True):
+            pass
+        assert scratch.is_dir()
+
+
+def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    dies_holding(tmp_path / "out")
+    others = (
+        f".out.{'0' * 15}.partial",
+        f".out.{'0' * 16}.partial.bak",
+        f".out.{'g' * 16}.partial",
+        f"out.{'0' * 16}.partial",
+        f".outer.{'0' * 16}.partial",
+        # What a version without locks may be writing now.
+        ".out.ab12_xyz.partial",
+        ".out.ab12_xyz.old",
+    )
+    for name in others:
+        make_folder(tmp_path / name, "other")
+    (tmp_path / ".x.picompile-lock").write_text("not what a lock holds")
+    with reserve(tmp_path / "out", overwrite=True):
+        pass
+    assert names(tmp_path) == {*others, ".x.picompile-lock"}
+
+
+def test_leftovers_of_versions_without_locks_are_removed_after_a_week(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (".out.ab12_xyz.partial", ".out.ab12_xyz.old", ".out.ab12_xyz.work", ".other.ab12_xyz.partial"):
+        make_folder(tmp_path / name, "left")
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 8 * 86400)
+    with reserve(tmp_path / "out", overwrite=True):
+        pass
+    # Without an output, the old one may be all there is.
+    assert names(tmp_path) == {".out.ab12_xyz.old", ".other.ab12_xyz.partial"}
+
+
+def test_a_name_as_long_as_a_name_can_be(tmp_path: Path) -> None:
+    output = tmp_path / ("é" * 127)
+    dies_holding(output)
+    with replacing(output) as folder:
+        fill(folder)
+    assert names(tmp_path) == {output.name}
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    make_folder(tmp_path / PARTIAL, "whose it is nobody knows")
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with replacing(tmp_path / "out") as folder:
+        fill(folder)
+    assert names(tmp_path) == {"out", PARTIAL}
+
+
+def test_a_folder_in_one_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volume in a container whose own files are read-only: what fills a folder step by step can."""
+
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    make_folder(tmp_path / "out", "old")
+    monkeypatch.setattr(place, "acquire", read_only)
+    with reserve(tmp_path / "out", overwrite=True):
+        told = pytest.raises(UsageError, match="is being written by another picompile")
+        with told, reserve(tmp_path / "out", overwrite=True):
+            pass
+    assert names(tmp_path) == {"out"}
+    with pytest.raises(UsageError, match="Read-only file system"), reserve(tmp_path / "other", overwrite=True):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "text"),
+    [
+        (errno.ENOSPC, DoesNotFitError, "no space left on device; .*out was not written"),
+        (errno.EFBIG, DoesNotFitError, "file too large"),
+        (errno.EIO, UsageError, "out cannot be written: input/output error"),
+    ],
+)
+@pytest.mark.parametrize("make", [Place.folder, Place.file])
+def test_a_disk_that_takes_nothing_is_named(
+    number: int, error: type[Exception], text: str, make: Callable[[Place], AbstractContextManager], tmp_path: Path
+) -> None:
+    with (
+        pytest.raises(error, match=f"(?i){tmp_path}.*{text}"),
+        reserve(tmp_path / "out", overwrite=True) as reserved,
+        make(reserved),
+    ):
+        raise OSError(number, os.strerror(number))
+    assert names(tmp_path) == set()
+
+
+def test_what_another_disk_says_stays_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="/elsewhere"), replacing(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, "full", "/elsewhere/file")
+
+
+def test_a_place_in_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file or directory"), reserve(tmp_path / "a" / "b", overwrite=True):
+        pass
+    with pytest.raises(RuntimeError), reserve(tmp_path / "a" / "b", overwrite=True, parents=True):
+        raise RuntimeError
+    assert names(tmp_path) == set()
+    with reserve(tmp_path / "a" / "b", overwrite=True, parents=True) as reserved, reserved.file() as file:
+        file.write(b"x")
+    assert (tmp_path / "a" / "b").read_bytes() == b"x"
