@@ -178,10 +178,10 @@ def _packing(options: ModelOptions, limit: object, activation: str) -> "Packing"
 
 def _activation(config: Mapping[str, Any]) -> str:
     """The dialect's text for the activation of a config."""
-    from picompile.capture.families import activation_text, find_family
+    from picompile.capture.families import find_family
     from picompile.capture.hf import raw_activation
 
-    return activation_text(config, raw_activation(find_family(config), config))
+    return raw_activation(find_family(config), config)
 
 
 def _layers(config: Mapping[str, Any]) -> int:
