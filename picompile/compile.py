@@ -146,7 +146,10 @@ def _capture(model: Path, progress: Progress) -> "Captured":
     from picompile.capture import load_model
 
     with progress.step("capture"):
-        return load_model(model)
+        captured = load_model(model)
+    if captured.warning is not None:
+        progress.say(captured.warning)
+    return captured
 
 
 def _context(captured: "Captured", options: CompileOptions) -> int:

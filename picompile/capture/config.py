@@ -14,9 +14,9 @@ from typing import Any
 
 from picompile.capture.families import Family, check_config
 from picompile.capture.quiet import quiet_transformers
-from picompile.checkpoint.json_file import token_ids
 from picompile.description import MOST_LAYERS
 from picompile.errors import UnsupportedModelError
+from picompile.json_file import token_ids
 
 # A hundred times the widest model. With more, rotary frequencies alone, which are computed, would take gigabytes.
 _MOST_WIDTH = 1 << 22

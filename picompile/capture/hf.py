@@ -29,8 +29,8 @@ from picompile.checkpoint import (
     read_headers,
     ties_hold,
 )
-from picompile.checkpoint.json_file import read_json_object, token_ids
 from picompile.errors import UnsupportedModelError
+from picompile.json_file import read_json_object, token_ids
 from picompile.models import FatReLU
 
 # Rotary embeddings have no longest text of their own; this bounds the token count of the graph, not of the artifact.

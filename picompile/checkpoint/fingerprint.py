@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from picompile.checkpoint.headers import check_folder, read_headers
-from picompile.checkpoint.json_file import read_json_object
+from picompile.json_file import read_json_object
 
 # Of the start and of the end of each tensor. Training changes every one of them; reading all would take a minute for
 # each 100 GB.

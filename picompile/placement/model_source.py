@@ -128,6 +128,8 @@ def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> P
     loaded = _load_predictors(folder, options)
     with progress.step("capture"):
         captured = load_model(folder)
+    if captured.warning is not None:
+        progress.say(captured.warning)
     facts, graph_module = captured.facts, captured.graph_module
     packing = _packing(options, facts.max_positions, facts.activation)
     predictors = loaded if options.predictors is not None or packing.predictor == "learned" else None

@@ -5,7 +5,6 @@
 3. layers      all windows go through one layer, whose firings are counted, before the next is read
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from picompile.capture import load_model
 from picompile.errors import UnsupportedModelError
+from picompile.json_file import read_json_object
 from picompile.layerwise import Segment, split_layers
 from picompile.profiling.collect import (
     LayerCollector,
@@ -70,7 +70,7 @@ def profile_model(
         return load_profile(output)
     with progress.step("capture"):
         captured = capture(model)
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        config = read_json_object(model / "config.json")
     output.mkdir(parents=True, exist_ok=True)
     with locked(output, "profiling"):
         if workplace.open(anew=complete):
