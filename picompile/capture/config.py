@@ -18,17 +18,25 @@ from picompile.description import MOST_LAYERS
 from picompile.errors import UnsupportedModelError
 from picompile.json_file import token_ids
 
-# A hundred times the widest model. With more, rotary frequencies alone, which are computed, would take gigabytes.
-_MOST_WIDTH = 1 << 22
+# More than ten times what the widest models have. A few tensors, such as tables of rows, are computed at these sizes
+# while a model is captured; with much more they would take all memory.
+_MOST_WIDTH = 1 << 18
+_MOST_NEURONS = 1 << 20
+_MOST_VOCABULARY = 1 << 22
+_MOST_HEADS = 1 << 14
+# Kernels have no wider heads.
+_MOST_HEAD_DIM = 2048
 _MOST = (1 << 31) - 1
 
 # Whole numbers: the least and the most of each. None stands for a default where transformers takes it.
 _COUNTS: dict[str, tuple[int, int]] = {
     "num_hidden_layers": (1, MOST_LAYERS - 1),
-    **dict.fromkeys(("hidden_size", "intermediate_size", "ffn_dim", "ffn_hidden_size", "n_embed"), (1, _MOST_WIDTH)),
-    **dict.fromkeys(("word_embed_proj_dim", "head_dim"), (1, _MOST_WIDTH)),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_kv_heads"), (1, _MOST_WIDTH)),
-    **dict.fromkeys(("vocab_size", "max_position_embeddings", "sliding_window"), (1, _MOST)),
+    **dict.fromkeys(("hidden_size", "n_embed", "word_embed_proj_dim"), (1, _MOST_WIDTH)),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size"), (1, _MOST_NEURONS)),
+    "vocab_size": (1, _MOST_VOCABULARY),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_kv_heads"), (1, _MOST_HEADS)),
+    "head_dim": (1, _MOST_HEAD_DIM),
+    **dict.fromkeys(("max_position_embeddings", "sliding_window"), (1, _MOST)),
     "original_max_position_embeddings": (1, _MOST),
     "max_window_layers": (0, _MOST),
     "num_ln_in_parallel_attn": (1, 2),
@@ -82,6 +90,13 @@ def make_config(family: Family, raw: Mapping[str, Any]) -> Any:
     except Exception as error:
         raise UnsupportedModelError(f"config.json: {one_line(error)}") from error
     check_config(family, config)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if not 1 <= head_dim <= _MOST_HEAD_DIM or heads * head_dim > _MOST_WIDTH:
+        raise UnsupportedModelError(
+            f"config.json: {heads} heads of {head_dim} numbers each; there must be 1 to {_MOST_HEAD_DIM} in a head, "
+            f"and {_MOST_WIDTH} in all at most"
+        )
     return config
 
 

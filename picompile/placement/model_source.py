@@ -112,6 +112,12 @@ def _of_config(
         if options.predictors is None:
             return planned_model(shape_bytes(name, config, packing, ranks), source, None, fingerprint)
         predictors = load_predictors(options.predictors)
+        # Before all layers of a shape are captured, which takes seconds for a few.
+        if len(predictors.layers) != _layers(config):
+            raise UsageError(
+                f"{options.predictors}: has {len(predictors.layers)} layers, the model {_layers(config)}; "
+                "train predictors for this model"
+            )
         graph_module = capture_config(config)
         predictors.require_model(fingerprint, _block_shapes(graph_module))
         model = count_bytes(name, graph_module, packing, predictors, ranks)
