@@ -90,6 +90,10 @@ def make_config(family: Family, raw: Mapping[str, Any]) -> Any:
     except Exception as error:
         raise UnsupportedModelError(f"config.json: {one_line(error)}") from error
     check_config(family, config)
+    if getattr(config, "head_dim", 0) is None:
+        raise UnsupportedModelError(
+            f"config.json: head_dim is missing, and {config_class.__name__} has no default for it"
+        )
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     if not 1 <= head_dim <= _MOST_HEAD_DIM or heads * head_dim > _MOST_WIDTH:
