@@ -53,10 +53,9 @@ _ROPE_KEYS = (*_ROPE_NUMBERS, "rope_type", "type", "truncate", "original_max_pos
 # What says nothing of the logits, and costs memory or ends in an error where it is wrong.
 _UNUSED = frozenset(
     {
-        *("architectures", "auto_map", "model_type", "name_or_path", "transformers_version", "torch_dtype", "dtype"),
+        *("architectures", "auto_map", "model_type", "name_or_path", "torch_dtype", "dtype", "output_attentions"),
         *("id2label", "label2id", "num_labels", "problem_type", "attn_implementation", "experts_implementation"),
-        *("output_attentions", "output_hidden_states", "return_dict", "use_cache", "quantization_config"),
-        *("compression_config", "_name_or_path", "_attn_implementation", "_commit_hash"),
+        *("quantization_config", "compression_config", "_name_or_path", "_attn_implementation", "_commit_hash"),
     }
 )
 # Fields that earlier versions wrote into every config.json.
