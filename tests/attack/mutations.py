@@ -66,7 +66,8 @@ def _nested(path: Path) -> None:
 
 def _long(path: Path) -> None:
     """A valid description, behind a hundred megabytes."""
-    _write(path, path.read_text()[:-1].rstrip().removesuffix("}") + f', "filler": "{"x" * (_MEGABYTES << 20)}"}}')
+    text = path.read_bytes().rstrip().removesuffix(b"}")
+    path.write_bytes(text + b', "filler": "' + b"x" * (_MEGABYTES << 20) + b'"}')
 
 
 def _folder(path: Path) -> None:
