@@ -49,9 +49,12 @@ def read_tokenizer(folder: Path | None, vocabulary: int) -> TokenizerFiles:
 
 def _check_descriptions(folder: Path) -> None:
     """Refuses files that are copied into the artifact, where they would keep it from loading."""
-    for name in _COPIED:
-        if name.endswith(".json") and (folder / name).is_file():
-            read_json_object(folder / name, _MOST_TOKENIZER_BYTES)
+    for name in ("tokenizer.json", *_COPIED):
+        path = folder / name
+        if (path.exists() or path.is_symlink()) and not path.is_file():
+            raise UnsupportedModelError(f"{path}: is no file, or a link to nowhere; the model would have no {name}")
+        if name in _COPIED and name.endswith(".json") and path.is_file():
+            read_json_object(path, _MOST_TOKENIZER_BYTES)
     generation_eos(folder)
 
 

@@ -70,7 +70,10 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    weight_map = read_json_object(index, _MOST_INDEX_BYTES).get("weight_map")
+    content = read_json_object(index, _MOST_INDEX_BYTES)
+    weight_map = content.get("weight_map")
+    if not isinstance(content.get("metadata", {}), dict):
+        raise UnsupportedModelError(f"{index}: not an index of safetensors files: metadata is no object")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UnsupportedModelError(f"{index}: not an index of safetensors files: weight_map has no names of files")
     if any(Path(file).name != file or file in ("", "..") or len(file) > 200 for file in weight_map.values()):

@@ -154,7 +154,10 @@ def _eager(folder: Path) -> Any:
     if threshold is not None:
         config["hidden_act"] = "relu"
     plain = folder.with_name(f"{folder.name}-plain")
-    shutil.copytree(folder, plain, symlinks=True)
+    plain.mkdir()
+    for path in folder.iterdir():
+        if "safetensors" in path.name and path.is_file():
+            shutil.copyfile(path, plain / path.name)
     (plain / "config.json").write_text(json.dumps({key: config[key] for key in config if key not in EFFECTLESS}))
     eager = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
     for layer in eager.model.layers if threshold is not None else ():

@@ -228,6 +228,15 @@ def test_files_that_would_keep_an_artifact_from_loading(
     assert_nothing_left(tmp_path, "model")
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
+def test_files_that_are_links_to_nowhere(cli: Cli, model: Path, tmp_path: Path, name: str) -> None:
+    """As in a cache whose other half was deleted: the artifact had no tokenizer, and nobody said so."""
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to(tmp_path / "nowhere")
+    assert_refused(cli("compile", model, "-o", tmp_path / "artifact"), 3, name, "a link to nowhere")
+    assert_nothing_left(tmp_path, "model")
+
+
 def test_exact_predictor_for_an_activation_that_is_never_silent(cli: Cli, model: Path, tmp_path: Path) -> None:
     change_config(model, hidden_act="silu")
     ended = cli("compile", model, "-o", tmp_path / "artifact", "--predictor", "exact")

@@ -430,6 +430,7 @@ def test_predictors_of_fewer_layers_than_a_profiles_config(cli: Cli, tmp_path: P
     for layer in range(2):
         tensors[f"layers.{layer}.fc1"] = torch.randn(32, 96).half()
         tensors[f"layers.{layer}.fc2"] = torch.randn(200, 32).half()
+        tensors[f"layers.{layer}.bias"] = torch.randn(200).half()
     save_file(tensors, tmp_path / "predictors.safetensors")
     ended = cli("plan", folder, "--predictors", tmp_path / "predictors.safetensors", "--target", "cpu")
     assert (ended.code, ended.out) == (2, "")
