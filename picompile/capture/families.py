@@ -147,12 +147,12 @@ def _named(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
         raise UnsupportedModelError(
             f"config.json: architectures must be a list of names, not {repr(architectures)[:60]}"
         )
-    if model_type is not None and not isinstance(model_type, str):
+    if model_type is not None and (not isinstance(model_type, str) or not model_type):
         raise UnsupportedModelError(f"config.json: model_type must be a name, not {repr(model_type)[:60]}")
     names = sorted(set(architectures or ()))
     if len(names) > 1:
         raise UnsupportedModelError(f"config.json: architectures names {', '.join(names)[:200]}, which are different")
-    return names[0] if names else None, model_type or None
+    return names[0] if names else None, model_type
 
 
 def _known() -> str:

@@ -87,6 +87,7 @@ def test_types_that_transformers_has_are_of_the_class_that_its_auto_class_takes(
         ({"architectures": {"a": 1}}, "architectures must be a list of names"),
         ({"model_type": ["llama"]}, r"model_type must be a name, not \['llama'\]"),
         ({"model_type": {}}, "model_type must be a name"),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": ""}, "model_type must be a name, not ''"),
         ({"model_type": "llama_sparse", "architectures": []}, "kind llama_sparse are not supported"),
     ],
 )
