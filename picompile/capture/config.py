@@ -171,7 +171,7 @@ def _check_values(raw: Mapping[str, Any]) -> None:
         raise UnsupportedModelError("config.json: is_causal is not true; only causal attention is supported")
     if raw.get("per_layer_config") is not None:
         raise UnsupportedModelError("config.json: per_layer_config, layers of several shapes, is not supported")
-    if raw.get("configuration_files") is not None:
+    if "configuration_files" in raw:
         raise UnsupportedModelError(
             "config.json: configuration_files names other files for other versions of transformers; "
             "take the one that is meant for config.json"

@@ -143,6 +143,7 @@ def test_activations_of_sparse_llamas(model_type: str, fields: dict[str, Any], a
         ("is_causal", None),
         ("per_layer_config", {"0": {"intermediate_size": 7}}),
         ("configuration_files", ["config.4.0.0.json"]),
+        ("configuration_files", None),
         ("tie_word_embeddings", 1),
     ],
 )
