@@ -161,7 +161,10 @@ def _capture(model: Path, progress: Progress) -> "Captured":
     from picompile.capture import load_model
 
     with progress.step("capture"):
-        return load_model(model)
+        captured = load_model(model)
+    if captured.warning is not None:
+        progress.say(captured.warning)
+    return captured
 
 
 def _check_context(options: CompileOptions, model: Path) -> None:

@@ -378,7 +378,7 @@ def test_unknown_shape(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown shape 'gpt-5'"):
         find_shape("gpt-5")
     (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(UsageError, match="cannot be read as JSON"):
+    with pytest.raises(UsageError, match="not readable as JSON"):
         find_shape(str(tmp_path / "broken.json"))
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(UsageError, match="not a JSON object"):

@@ -1,8 +1,8 @@
 """Capture of a Hugging Face folder."""
 
 import copy
-import importlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,16 +15,30 @@ from torch.fx import GraphModule
 
 from picompile.capture.attention import register_attention
 from picompile.capture.captured import Captured
+from picompile.capture.config import default_activation, make_config, one_line, resolve, unknown_keys
 from picompile.capture.export import export_decoder, first_names
 from picompile.capture.facts import ModelFacts
-from picompile.capture.families import Family, activation_text, check_config, find_family
-from picompile.checkpoint import ExpectedTensor, FolderWeights, check_folder, match_names, read_headers, ties_hold
+from picompile.capture.families import Family, activation_text, find_family
+from picompile.capture.quiet import quiet_transformers
+from picompile.checkpoint import (
+    ExpectedTensor,
+    FolderWeights,
+    TensorHeader,
+    check_folder,
+    match_names,
+    read_headers,
+    ties_hold,
+)
 from picompile.errors import UnsupportedModelError
+from picompile.json_file import read_json_object, token_ids
 from picompile.models import FatReLU
 
 # Rotary embeddings have no longest text of their own; this bounds the token count of the graph, not of the artifact.
 _MAX_TOKENS = 1 << 20
 
+
+# The number of a layer in a tensor's name: model.layers.1.mlp.up_proj.weight, transformer.h.1.ln_attn.bias.
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,9})\.")
 
 # What transformers' feed-forward blocks call their activation: Llama and its like, OPT, Falcon.
 _ACTIVATION_MODULES = ("act_fn", "activation_fn", "act")
@@ -32,11 +46,15 @@ _ACTIVATION_MODULES = ("act_fn", "activation_fn", "act")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder that has been checked: the model without weights, and where the weights are."""
+    """A folder that has been checked: the model without weights, and where the weights are.
+
+    `warning` is a line for the user, where config.json has something that has no effect.
+    """
 
     model: nn.Module
     weights: FolderWeights
     facts: ModelFacts
+    warning: str | None
 
 
 def load_model(folder: Path | str) -> Captured:
@@ -47,7 +65,7 @@ def load_model(folder: Path | str) -> Captured:
     """
     checkpoint = open_checkpoint(Path(folder))
     graph_module = _capture(checkpoint.model, checkpoint.facts.activation)
-    return Captured(graph_module, checkpoint.weights, checkpoint.facts)
+    return Captured(graph_module, checkpoint.weights, checkpoint.facts, checkpoint.warning)
 
 
 def capture_config(raw: Mapping[str, Any]) -> GraphModule:
@@ -56,10 +74,8 @@ def capture_config(raw: Mapping[str, Any]) -> GraphModule:
     Raises `UnsupportedModelError` as `load_model` does.
     """
     family = find_family(raw)
-    activation = activation_text(raw, raw_activation(family, raw))
-    config = _make_config(family, raw)
-    check_config(family, config)
-    return _capture(build_model(family, config, activation), activation)
+    activation = raw_activation(family, raw)
+    return _capture(build_model(family, make_config(family, raw), activation), activation)
 
 
 @dataclass(frozen=True)
@@ -82,7 +98,8 @@ def _capture(model: nn.Module, activation: str) -> GraphModule:
 
 @lru_cache(maxsize=16)
 def _exported(exportable: _Exportable) -> GraphModule:
-    return export_decoder(exportable.model, call_model, _MAX_TOKENS)
+    with quiet_transformers():
+        return export_decoder(exportable.model, call_model, _MAX_TOKENS)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -91,20 +108,31 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     Names, shapes and dtypes of all weights are held against the model by the files' headers.
     """
     check_folder(folder)
-    raw = _read_config(folder / "config.json")
+    raw = read_json_object(folder / "config.json")
     family = find_family(raw)
     _check_unquantized(raw)
-    activation = activation_text(raw, raw_activation(family, raw))
-    config = _make_config(family, raw)
-    check_config(family, config)
+    activation = raw_activation(family, raw)
+    config = make_config(family, raw)
     headers = read_headers(folder)
+    _check_layers(folder, headers, int(config.num_hidden_layers))
     model = build_model(family, config, activation)
     prefix = f"{model.base_model_prefix}."
     if not ties_hold(_expected(model), headers, prefix):
         config.tie_word_embeddings = False
         model = build_model(family, config, activation)
     weights = FolderWeights(headers, match_names(folder, _expected(model), headers, prefix))
-    return Checkpoint(model, weights, _facts(folder, family, config, activation, model, weights.dtype))
+    facts = _facts(folder, family, config, activation, model, weights.dtype)
+    return Checkpoint(model, weights, facts, unknown_keys(family, raw))
+
+
+def _check_layers(folder: Path, headers: Mapping[str, TensorHeader], layers: int) -> None:
+    """Refuses a config of more layers than the checkpoint has: before a million of them are built, not after."""
+    found = {int(match[1]) for name in headers if (match := _LAYER.search(name))}
+    missing = next((layer for layer in range(layers) if layer not in found), layers)
+    if missing < layers:
+        raise UnsupportedModelError(
+            f"{folder}: no tensor of layer {missing}, but config.json asks for {layers} layers (num_hidden_layers)"
+        )
 
 
 def _expected(model: nn.Module) -> dict[str, ExpectedTensor]:
@@ -118,14 +146,14 @@ def build_model(family: Family, config: Any, activation: str) -> nn.Module:
     Raises `UnsupportedModelError` where transformers rejects the config.
     """
     register_attention()
-    model_class = _resolve(family.model_class)
+    model_class = resolve(family.model_class)
     try:
-        with torch.device("meta"):
+        with quiet_transformers(), torch.device("meta"):
             model: nn.Module = model_class._from_config(
                 config, attn_implementation=family.attention, dtype=torch.float32
             )
     except Exception as error:
-        raise UnsupportedModelError(f"config.json: {_one_line(error)}") from error
+        raise UnsupportedModelError(f"config.json: {one_line(error)}") from error
     if activation.startswith("fatrelu"):
         threshold = float(activation.removeprefix("fatrelu(").removesuffix(")"))
         for module in model.modules():
@@ -137,13 +165,29 @@ def build_model(family: Family, config: Any, activation: str) -> nn.Module:
 
 
 def _compute_buffers(model: nn.Module) -> None:
-    """Computes again the buffers that are in no checkpoint (rotary frequencies): on the meta device they are empty."""
+    """Computes again the buffers that are in no checkpoint (rotary frequencies): on the meta device they are empty.
+
+    Raises `UnsupportedModelError` where the config makes them infinite or NaN.
+    """
     for module in model.modules():
         names = [name for name, _ in module.named_buffers(recurse=False) if name in module._non_persistent_buffers_set]
         if names:
-            fresh = type(module)(module.config)
+            fresh = _fresh(module)
             for name in names:
                 module.register_buffer(name, fresh.get_buffer(name), persistent=False)
+
+
+def _fresh(module: nn.Module) -> nn.Module:
+    """The same module once more, with its buffers computed."""
+    try:
+        with quiet_transformers():
+            fresh = type(module)(module.config)
+    except Exception as error:
+        raise UnsupportedModelError(f"config.json: {one_line(error)}") from error
+    numbers = [*fresh.buffers(), torch.tensor(float(getattr(fresh, "attention_scaling", 1.0)))]
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in numbers):
+        raise UnsupportedModelError("config.json: rope_parameters make rotary frequencies that are no finite numbers")
+    return fresh
 
 
 def call_model(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -152,47 +196,23 @@ def call_model(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
     return logits
 
 
-def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UnsupportedModelError(f"{file}: not readable as JSON: {_one_line(error)}") from error
-    if not isinstance(config, dict):
-        raise UnsupportedModelError(f"{file}: not a JSON object")
-    return config
-
-
 def _check_unquantized(raw: Mapping[str, Any]) -> None:
     quantization = raw.get("quantization_config") or raw.get("compression_config")
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModelError(f"the checkpoint is quantized ({method}); use the original, unquantized one")
+        raise UnsupportedModelError(
+            f"the checkpoint is quantized ({str(method)[:60]}); use the original, unquantized one"
+        )
 
 
-def raw_activation(family: Family, raw: Mapping[str, Any]) -> object:
-    """What a config.json says of the activation, or what its family has where it says nothing."""
-    if family.name == "bamboo":
-        return "relu"
-    default = getattr(_resolve(family.config_class)(), family.activation)
-    return raw.get(family.activation, default)
-
-
-def _make_config(family: Family, raw: Mapping[str, Any]) -> Any:
-    """The config object. `fatrelu`, which transformers does not know, is put in when the model is built."""
-    values = dict(raw)
-    if values.get(family.activation) == "fatrelu":
-        values[family.activation] = "relu"
-    values.pop("auto_map", None)
-    values["model_type"] = _resolve(family.config_class).model_type
-    try:
-        return _resolve(family.config_class).from_dict(values)
-    except Exception as error:
-        raise UnsupportedModelError(f"config.json: {_one_line(error)}") from error
+def raw_activation(family: Family, raw: Mapping[str, Any]) -> str:
+    """Return the dialect's text for the activation of a config.json, or of its family where it says nothing."""
+    return activation_text(raw, family, default_activation(family))
 
 
 def _facts(folder: Path, family: Family, config: Any, activation: str, model: nn.Module, dtype: str) -> ModelFacts:
     heads = int(config.num_attention_heads)
-    eos = config.eos_token_id
+    bos = token_ids(vars(config), "bos_token_id", "config.json")
     return ModelFacts(
         name=folder.resolve().name,
         architecture=type(model).__name__,
@@ -208,15 +228,6 @@ def _facts(folder: Path, family: Family, config: Any, activation: str, model: nn
         max_positions=int(config.max_position_embeddings),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         checkpoint_dtype=dtype,
-        bos_token_id=config.bos_token_id,
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=token_ids(vars(config), "eos_token_id", "config.json"),
     )
-
-
-def _resolve(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from picompile.checkpoint.headers import check_folder, one_line, read_headers
-from picompile.errors import UnsupportedModelError
+from picompile.checkpoint.headers import check_folder, read_headers
+from picompile.json_file import read_json_object
 
 # Of the start and of the end of each tensor. Training changes every one of them; reading all would take a minute for
 # each 100 GB.
@@ -33,10 +33,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _config(file: Path) -> bytes:
-    try:
-        return json.dumps(json.loads(file.read_text(encoding="utf-8")), sort_keys=True).encode()
-    except (ValueError, OSError) as error:
-        raise UnsupportedModelError(f"{file}: not readable as JSON: {one_line(error)}") from error
+    return json.dumps(read_json_object(file), sort_keys=True).encode()
 
 
 def _ends(file: Path) -> Iterator[tuple[str, bytes]]:

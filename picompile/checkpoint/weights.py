@@ -1,6 +1,7 @@
 """The weight sources: a folder's files, read one tensor at a time, and a module in memory."""
 
 import contextlib
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,24 @@ from picompile.checkpoint.headers import READ_ERRORS, TensorHeader, one_line, op
 from picompile.checkpoint.names import DTYPES
 from picompile.errors import UnsupportedModelError
 
+_LARGEST_F16 = 65504.0
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+def _check_values(tensor: Tensor, name: str) -> None:
+    """Refuses NaN and infinity, which would reach every logit, and a matrix that float16 cannot hold.
+
+    One core checks 8 GB a second; to read and pack them takes many times as long. Raises `UnsupportedModelError`.
+    """
+    if not tensor.numel():
+        return
+    least, most = (float(end) for end in torch.aminmax(tensor))
+    if not math.isfinite(least) or not math.isfinite(most):
+        raise UnsupportedModelError(f"{name} has NaN or infinite values: the checkpoint is damaged")
+    if tensor.ndim > 1 and max(-least, most) > _LARGEST_F16:
+        raise UnsupportedModelError(
+            f"{name} has values up to {max(-least, most):.4g}, and weights are kept in float16, which ends at 65504"
+        )
 
 
 class FolderWeights:
@@ -21,6 +39,7 @@ class FolderWeights:
     def __init__(self, headers: Mapping[str, TensorHeader], names: Mapping[str, str]) -> None:
         self._headers = headers
         self._names = dict(names)
+        self._checked: set[str] = set()
         self._file: Path | None = None
         self._handle: Any = None
         self._opened = contextlib.ExitStack()
@@ -36,7 +55,8 @@ class FolderWeights:
     def load(self, name: str) -> Tensor:
         """The parameter `name` in the checkpoint's dtype, mapped from the file: it must not be written to.
 
-        Raises `KeyError` for a name that there is not, `UnsupportedModelError` for a file that has changed since.
+        Raises `KeyError` for a name that there is not, `UnsupportedModelError` for a file that has changed since and
+        for values that no model has.
         """
         stored = self._names[name]
         file = self._headers[stored].file
@@ -50,6 +70,9 @@ class FolderWeights:
             raise UnsupportedModelError(f"{file}: cannot read {stored}: {one_line(error)}") from error
         if not isinstance(tensor, Tensor):
             raise UnsupportedModelError(f"{file}: {stored} is not a tensor")
+        if stored not in self._checked:
+            _check_values(tensor, f"{file}: {stored}")
+            self._checked.add(stored)
         return tensor
 
     def close(self) -> None:

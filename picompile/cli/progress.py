@@ -1,4 +1,7 @@
-"""Progress bars on stderr, and none where stderr is not a terminal."""
+"""Progress bars on stderr, and none where stderr is not a terminal.
+
+A line is said once: a command that profiles, trains and compiles reads the same checkpoint in each.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -20,6 +23,7 @@ class _TerminalProgress:
 
     def __init__(self, display: "rich.progress.Progress") -> None:
         self._display = display
+        self._said: set[str] = set()
 
     @contextmanager
     def step(self, title: str, total: int | None = None) -> Iterator[Advance]:
@@ -37,13 +41,22 @@ class _TerminalProgress:
             self._display.update(task, total=total, completed=total)
 
     def say(self, text: str) -> None:
+        if text in self._said:
+            return
+        self._said.add(text)
         self._display.console.print(text, markup=False, highlight=False)
 
 
 class _PlainProgress(NoProgress):
     """No bars where stderr is not a terminal, but what the user should know all the same."""
 
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
     def say(self, text: str) -> None:
+        if text in self._said:
+            return
+        self._said.add(text)
         with suppress(OSError):  # a log that takes no more is no reason to end
             print(text, file=sys.stderr, flush=True)
 

@@ -1,10 +1,10 @@
 """What a model asks of its predictors: one for each layer, of the right sizes."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from picompile.errors import UsageError
+from picompile.errors import UnsupportedModelError, UsageError
+from picompile.json_file import read_json_object
 
 # What config.json calls the layers, the hidden size and the neurons of a block, in the families that there are.
 _LAYERS = ("num_hidden_layers", "n_layer")
@@ -21,8 +21,8 @@ def check_by_config(path: Path, shapes: Shapes, model: Path) -> None:
     Raises `UsageError`, in one line.
     """
     try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (ValueError, OSError):
+        config = read_json_object(model / "config.json")
+    except UnsupportedModelError:
         return  # whoever opens the checkpoint says what is wrong with it
     layers, hidden, neurons = (_number(config, names) for names in (_LAYERS, _HIDDEN, _NEURONS))
     blocks = dict.fromkeys(shapes if layers is None else range(layers), (neurons, hidden))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from picompile.compile_options import CHUNK, DEFAULT_CONTEXT, KV_DTYPES, QUANTIZATIONS
+from picompile.description import MOST_LAYERS
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.placement.firing import Firing
 from picompile.placement.model_bytes import ModelBytes
@@ -85,8 +86,10 @@ def shape_bytes(name: str, config: Mapping[str, Any], packing: Packing, firing: 
     from picompile_codegen.plan_buffers import align
 
     layers = config.get("num_hidden_layers")
-    if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
-        raise UnsupportedModelError(f"{name}: num_hidden_layers must be a whole number above 0, not {layers!r}")
+    if type(layers) is not int or not 0 < layers < MOST_LAYERS:
+        raise UnsupportedModelError(
+            f"{name}: num_hidden_layers must be a whole number above 0, and below {MOST_LAYERS}, not {layers!r}"
+        )
     limit = config.get("max_position_embeddings")
     if isinstance(limit, int) and packing.context > limit:
         raise UsageError(f"a context of {packing.context} tokens is more than the model's {limit} positions")

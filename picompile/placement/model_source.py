@@ -112,6 +112,12 @@ def _of_config(
         if options.predictors is None:
             return planned_model(shape_bytes(name, config, packing, ranks), source, None, fingerprint)
         predictors = load_predictors(options.predictors)
+        # Before all layers of a shape are captured, which takes seconds for a few.
+        if len(predictors.layers) != _layers(config):
+            raise UsageError(
+                f"{options.predictors}: has {len(predictors.layers)} layers, the model {_layers(config)}; "
+                "train predictors for this model"
+            )
         graph_module = capture_config(config)
         predictors.require_model(fingerprint, _block_shapes(graph_module))
         model = count_bytes(name, graph_module, packing, predictors, ranks)
@@ -128,6 +134,8 @@ def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> P
     loaded = _load_predictors(folder, options)
     with progress.step("capture"):
         captured = load_model(folder)
+    if captured.warning is not None:
+        progress.say(captured.warning)
     facts, graph_module = captured.facts, captured.graph_module
     packing = _packing(options, facts.max_positions, facts.activation)
     predictors = loaded if options.predictors is not None or packing.predictor == "learned" else None
@@ -178,10 +186,10 @@ def _packing(options: ModelOptions, limit: object, activation: str) -> "Packing"
 
 def _activation(config: Mapping[str, Any]) -> str:
     """The dialect's text for the activation of a config."""
-    from picompile.capture.families import activation_text, find_family
+    from picompile.capture.families import find_family
     from picompile.capture.hf import raw_activation
 
-    return activation_text(config, raw_activation(find_family(config), config))
+    return raw_activation(find_family(config), config)
 
 
 def _layers(config: Mapping[str, Any]) -> int:

@@ -49,9 +49,12 @@ def prepare(model: Path, options: ProfileOptions, progress: Progress) -> Task:
     texts, held_out = read_calibration(options.calibration), read_calibration(options.held_out)
     options = replace(options, calibration=texts, held_out=held_out)
     with progress.step("text"):
-        facts = open_checkpoint(model).facts
+        checkpoint = open_checkpoint(model)
+        facts = checkpoint.facts
         tokenizer = checkpoint_tokenizer(model, facts.vocab)
         text = text_windows(tokenizer, window_size(options, facts.max_positions), options)
+    if checkpoint.warning is not None:
+        progress.say(checkpoint.warning)
     own = own_tokens(facts.parameters, text.calibration.numel()) if text.library else 0
     if text.library:
         without = "none of the model's own, since that would be too slow or too little"

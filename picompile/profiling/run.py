@@ -5,7 +5,6 @@
 3. layers      all windows go through one layer, whose firings are counted, before the next is read
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from picompile.capture import load_model
 from picompile.errors import UnsupportedModelError, UsageError
+from picompile.json_file import read_json_object
 from picompile.layerwise import Segment, split_layers
 from picompile.output import Place, discard, link_tree, reserve
 from picompile.profiling.collect import (
@@ -87,7 +87,7 @@ def _tidy(output: Path) -> None:
 def _profile(task: Task, output: Path, place: Place, progress: Progress) -> None:
     with progress.step("capture"):
         captured = capture(task.model)
-        config = json.loads((task.model / "config.json").read_text(encoding="utf-8"))
+        config = read_json_object(task.model / "config.json")
     # A complete profile stays until the new one takes its place.
     complete, anything = is_complete(output), read_description(output) is not None
     workplace = Workplace(output / BEGUN if complete else output, task.inputs)

@@ -1,12 +1,12 @@
 """The named shapes. Each is a configuration like any other, so that one reader serves these and files."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from picompile.errors import UsageError
+from picompile.errors import UnsupportedModelError, UsageError
+from picompile.json_file import read_json_object
 from picompile.synth.shapes import Shape, shape_from_config
 
 
@@ -133,9 +133,6 @@ def find_config(text: str) -> tuple[str, Mapping[str, Any]]:
         known = ", ".join(SHAPES)
         raise UsageError(f"unknown shape {text!r}; name a JSON file with the fields of a config.json, or {known}")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UsageError(f"{path} is not a JSON object with the fields of a config.json")
-    return path.stem, config
+        return path.stem, read_json_object(path)
+    except UnsupportedModelError as error:
+        raise UsageError(f"{error}; it must have the fields of a config.json") from error

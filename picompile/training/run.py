@@ -109,7 +109,10 @@ class _Run:
     @cached_property
     def captured(self) -> Captured:
         with self.progress.step("capture"):
-            return load_model(self.model)
+            captured = load_model(self.model)
+        if captured.warning is not None:
+            self.progress.say(captured.warning)
+        return captured
 
     @cached_property
     def graph_module(self) -> GraphModule:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from picompile import PicompileError, UnsupportedModelError, UsageError
+from picompile.capture import hf
 from picompile.capture.hf import open_checkpoint
 from picompile.checkpoint import INDEX_FILE, SINGLE_FILE
 
@@ -248,6 +249,11 @@ _BAD_INDICES = [
     (_remove_shard, "index.json: names model-00002-of-.*, which is not there"),
     (_index(_swap), r"says that model\.norm\.weight is in model-.*, but it is not"),
     (_index(lambda weights: {}), "not an index of safetensors files"),
+    (_index(lambda weights: {"weight_map": []}), "not an index of safetensors files"),
+    (_index(lambda weights: {"weight_map": {"x": 3}}), "not an index of safetensors files"),
+    (_index(lambda weights: {"weight_map": {}}), "names no tensors"),
+    (_index(lambda weights: {"weight_map": {"x": ".."}}), "names files outside its folder"),
+    (_index(lambda weights: {"weight_map": {"x": "y" * 5000}}), "names files outside its folder"),
     (_index(lambda weights: {"weight_map": {"x": "/etc/passwd"}}), "names files outside its folder"),
     (_index(lambda weights: {"weight_map": {"x": "../x.safetensors"}}), "names files outside its folder"),
 ]
@@ -258,6 +264,58 @@ def test_bad_indices_end_in_one_line(spoil: Callable[[Path], None], message: str
     folder = checkpoint(shard="100KB")
     spoil(folder)
     _expect(folder, UnsupportedModelError, message)
+
+
+def test_one_file_and_an_index_of_others(checkpoint: Checkpoints) -> None:
+    """transformers reads the one file then, and the index was read here: two models in one folder."""
+    folder = checkpoint(shard="100KB")
+    shutil.copyfile(sorted(folder.glob("*.safetensors"))[0], folder / SINGLE_FILE)
+    _expect(folder, UnsupportedModelError, "names other files: two models")
+
+
+def test_an_index_of_the_one_file(checkpoint: Checkpoints) -> None:
+    folder = checkpoint()
+    names = load_file(folder / SINGLE_FILE)
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(names, SINGLE_FILE)}))
+    assert set(open_checkpoint(folder).weights.names()) == set(names)
+
+
+@pytest.mark.parametrize("layers", [3, 1000, 9_999])
+def test_more_layers_than_there_are_tensors_of(
+    layers: int, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the model is built: a million layers took a minute and gigabytes."""
+    folder = checkpoint()
+    _configure(folder, num_hidden_layers=layers)
+    monkeypatch.setattr(hf, "build_model", None)
+    _expect(folder, UnsupportedModelError, f"no tensor of layer 2, but config.json asks for {layers} layers")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("model.norm.weight", float("nan"), r"model\.norm\.weight has NaN or infinite values"),
+        ("model.layers.1.input_layernorm.weight", float("inf"), "has NaN or infinite values"),
+        ("model.layers.0.mlp.up_proj.weight", float("-inf"), "has NaN or infinite values"),
+        ("lm_head.weight", float("nan"), "has NaN or infinite values"),
+        ("lm_head.weight", -1e6, r"has values up to 1e\+06, and weights are kept in float16"),
+        ("model.norm.weight", 1e6, None),
+    ],
+)
+def test_values_that_no_model_has(name: str, value: float, message: str | None, checkpoint: Checkpoints) -> None:
+    folder = checkpoint(dtype=torch.float32)
+
+    def spoil(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        tensors[name].view(-1)[-1] = value
+        return tensors
+
+    _rewrite(folder, spoil)
+    weights = open_checkpoint(folder).weights
+    if message is None:
+        assert weights.load(name).max() == value
+        return
+    with pytest.raises(UnsupportedModelError, match=message):
+        weights.load(name)
 
 
 def test_falcon_with_alibi(checkpoint: Checkpoints) -> None:

@@ -120,6 +120,43 @@ def unsupported_activation(folder: Path) -> None:
     change_config(folder, hidden_act="mish")
 
 
+def another_type(folder: Path) -> None:
+    change_config(folder, model_type="gemma")
+
+
+def million_layers(folder: Path) -> None:
+    change_config(folder, num_hidden_layers=10**6)
+
+
+def layers_of_no_tensors(folder: Path) -> None:
+    change_config(folder, num_hidden_layers=5000)
+
+
+def no_number(folder: Path) -> None:
+    change_config(folder, rms_norm_eps=float("nan"))
+
+
+def list_for_a_name(folder: Path) -> None:
+    change_config(folder, hidden_act=[])
+
+
+def key_twice(folder: Path) -> None:
+    text = (folder / "config.json").read_text().rstrip()
+    (folder / "config.json").write_text(text.removesuffix("}") + ', "hidden_act": "silu"}')
+
+
+def deep_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"a":' * 100_000)
+
+
+def norm_of_nan(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(weights_of(folder))
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, weights_of(folder))
+
+
 def unknown_activation(folder: Path) -> None:
     change_config(folder, hidden_act="nosuch")
 
@@ -141,6 +178,14 @@ SPOILED: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (unknown_architecture, ("NoSuch",)),
     (unsupported_activation, ("mish",)),
     (unknown_activation, ("nosuch",)),
+    (another_type, ("LlamaForCausalLM", "gemma")),
+    (million_layers, ("num_hidden_layers", "1000000")),
+    (layers_of_no_tensors, ("no tensor of layer 2", "5000")),
+    (no_number, ("rms_norm_eps", "nan")),
+    (list_for_a_name, ("activation",)),
+    (key_twice, ("'hidden_act' stands twice",)),
+    (deep_config, ("config.json", "recursion")),
+    (norm_of_nan, ("model.norm.weight", "NaN")),
 ]
 
 
@@ -151,6 +196,46 @@ def test_models_that_cannot_be_compiled(
     spoil(model)
     ended = cli("compile", model, "-o", tmp_path / "out" / "artifact")
     assert_refused(ended, 3, *says)
+    assert_nothing_left(tmp_path, "model")
+
+
+def test_what_has_no_effect_is_said_once(cli: Cli, model: Path, tmp_path: Path) -> None:
+    """A compilation that profiles and trains reads the checkpoint in each."""
+    change_config(model, qk_layernorm=True, auto_map={"AutoModelForCausalLM": "modeling_x.X"})
+    ended = cli("compile", model, "-o", tmp_path / "artifact", "--quant", "f16", "--context", "16")
+    assert ended.code == 0
+    named = "neither transformers nor picompile knows qk_layernorm; auto_map names code in the checkpoint"
+    assert ended.err.count(named) == 1
+    assert ended.err.count("\n") == 1
+    planned = cli("plan", model, "--firing", "opt", "--target", "cpu")
+    assert (planned.code, planned.err.count(named), planned.err.count("\n")) == (0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("generation_config.json", '{"eos_token_id": "257"}', "must be a token id"),
+        ("generation_config.json", '{"eos_token_id": [257.0]}', "must be a token id"),
+        ("generation_config.json", "[257]", "not a JSON object"),
+        ("tokenizer_config.json", '{"bos_token": "<s>"', "not readable as JSON"),
+        ("tokenizer_config.json", "[1]", "not a JSON object"),
+        ("tokenizer.json", "[1]", "is no tokenizer"),
+    ],
+)
+def test_files_that_would_keep_an_artifact_from_loading(
+    cli: Cli, model: Path, tmp_path: Path, name: str, text: str, says: str
+) -> None:
+    (model / name).write_text(text)
+    assert_refused(cli("compile", model, "-o", tmp_path / "artifact"), 3, name, says)
+    assert_nothing_left(tmp_path, "model")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
+def test_files_that_are_links_to_nowhere(cli: Cli, model: Path, tmp_path: Path, name: str) -> None:
+    """As in a cache whose other half was deleted: the artifact had no tokenizer, and nobody said so."""
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to(tmp_path / "nowhere")
+    assert_refused(cli("compile", model, "-o", tmp_path / "artifact"), 3, name, "a link to nowhere")
     assert_nothing_left(tmp_path, "model")
 
 

@@ -394,3 +394,44 @@ def test_refuses_plans_that_will_not_do(cli: Cli, tiny_model: Path, tiny_plan: P
         assert (ended.code, ended.out) == (2, ""), words
         assert message in ended.err and ended.err.count("\n") == 1
         assert not output.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers must be a whole number above 0, and below 10000"),
+        ({"hidden_size": 2**40}, "hidden_size must be a whole number from 1 to"),
+        ({"head_dim": 2**20}, "head_dim must be a whole number from 1 to 2048"),
+        ({"num_attention_heads": 1, "head_dim": None, "hidden_size": 2**18}, "1 heads of 262144 numbers each"),
+        ({"vocab_size": 2**31}, "vocab_size must be a whole number from 1 to"),
+        ({"hidden_act": "fatrelu", "hidden_act_param": True}, "hidden_act_param"),
+        ({"model_type": "gemma"}, "LlamaForCausalLM and the model_type gemma"),
+    ],
+)
+def test_shapes_beyond_all_models(cli: Cli, tmp_path: Path, changes: dict, message: str) -> None:
+    """They are refused before any of it is built or counted."""
+    config = {**json.loads((BUNDLED_MODEL / "config.json").read_text()), **changes}
+    (tmp_path / "shape.json").write_text(json.dumps(config))
+    ended = cli("plan", "--shape", tmp_path / "shape.json", "--firing", "opt", "--target", "cpu")
+    assert (ended.code, ended.out) == (3, "")
+    assert message in ended.err and ended.err.count("\n") == 1, ended.err
+
+
+def test_predictors_of_fewer_layers_than_a_profiles_config(cli: Cli, tmp_path: Path, tiny_profile: Path) -> None:
+    """All layers of the config that a profile carries would be captured before they are compared."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder = Path(shutil.copytree(tiny_profile, tmp_path / "profile"))
+    description = json.loads((folder / "profile.json").read_text())
+    description["model"]["config"]["num_hidden_layers"] = 5000
+    (folder / "profile.json").write_text(json.dumps(description))
+    tensors = {}
+    for layer in range(2):
+        tensors[f"layers.{layer}.fc1"] = torch.randn(32, 96).half()
+        tensors[f"layers.{layer}.fc2"] = torch.randn(200, 32).half()
+        tensors[f"layers.{layer}.bias"] = torch.randn(200).half()
+    save_file(tensors, tmp_path / "predictors.safetensors")
+    ended = cli("plan", folder, "--predictors", tmp_path / "predictors.safetensors", "--target", "cpu")
+    assert (ended.code, ended.out) == (2, "")
+    assert "has 2 layers, the model 5000" in ended.err and ended.err.count("\n") == 1

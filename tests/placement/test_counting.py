@@ -264,7 +264,7 @@ def test_estimated_ranks() -> None:
     assert estimate_rank(8, 3, 1.0) == 1
 
 
-@pytest.mark.parametrize("layers", [None, 0, -1, "2", True, 2.0])
+@pytest.mark.parametrize("layers", [None, 0, -1, "2", True, 2.0, 10_000, 10**9])
 def test_layers_that_are_no_number(layers: object) -> None:
     with pytest.raises(UnsupportedModelError, match="num_hidden_layers must be a whole number above 0"):
         shape_bytes("odd", {**config_of("opt-pre-norm", 2), "num_hidden_layers": layers}, Packing(context=9))

@@ -258,11 +258,25 @@ def test_places_that_will_not_do(
     assert not (tmp_path / "new").exists()
 
 
-def test_weights_that_are_no_numbers_leave_nothing(tiny_model: Path, prose: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", float("nan"), "has NaN or infinite values"),
+        # Numbers, of which the neurons' values are none.
+        (
+            "model.layers.1.post_attention_layernorm.weight",
+            3e38,
+            "^layer 1: its neurons' values are not finite numbers",
+        ),
+    ],
+)
+def test_weights_that_are_no_numbers_leave_nothing(
+    tiny_model: Path, prose: Path, tmp_path: Path, name: str, value: float, message: str
+) -> None:
     model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     tensors = load_file(model / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    tensors[name].view(-1)[5:] = value
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UnsupportedModelError, match=r"^layer 1: its neurons' values are not finite numbers"):
+    with pytest.raises(UnsupportedModelError, match=message):
         profile_model(model, tmp_path / "new", ProfileOptions((prose,), tokens=1024, window=128))
     assert not (tmp_path / "new").exists()

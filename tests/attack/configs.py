@@ -1,0 +1,373 @@
+"""Random configs against eager transformers: the captured model gives the same logits, or is refused.
+
+    python tests/attack/configs.py [--number 80] [--seconds 600] [--seed 0] [--engine]
+
+A config.json is drawn over all families and what they can ask for, some with a class and a type that contradict each
+other or with fields that nobody knows. transformers' auto classes make the model and save it with random weights; what
+they load from the folder is the reference. `--engine` compiles each case and compares the runtime as well.
+"""
+
+import json
+import os
+import random
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from attack_report import Report, attack, options
+from torch import Tensor, nn
+
+VOCABULARY = 61
+POSITIONS = 96
+PROMPTS = (1, 6, 70)
+# float32 in another order of sums. The largest seen in 260 cases is 7e-7.
+TOLERANCE = 2e-5
+# The runtime computes with its own vector functions; the largest seen in 24 cases is 2e-6.
+ENGINE_TOLERANCE = 1e-3
+
+_ACTIVATIONS = ("relu", "silu", "gelu", "gelu_new", "relu2", "quick_gelu", "sigmoid", "tanh", "gelu_pytorch_tanh")
+# transformers has them, the dialect has not.
+_OTHER_ACTIVATIONS = ("mish", "leaky_relu", "gelu_10", "laplace", "elu", "linear")
+_EPS = (1e-6, 1e-5, 1e-3, 0.1)
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "opt": "OPTForCausalLM",
+    "falcon": "FalconForCausalLM",
+}
+# Types whose weights have the names that Llama's have, so that only the numbers show the difference.
+_LOOKALIKES = ("gemma", "granite", "qwen2", "mistral", "olmo", "cohere", "starcoder2", "stablelm", "helium", "qwen3")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended: `equal`, `refused`, `different` or `taken`, and with what error or reason."""
+
+    way: str
+    text: str
+    error: float = 0.0
+
+
+def draw_config(draw: random.Random) -> dict[str, Any]:
+    """The contents of a config.json."""
+    family = draw.choice(("llama", "llama", "mistral", "mistral", "ministral", "qwen2", "qwen2", "opt", "falcon"))
+    config = {
+        "model_type": family,
+        "architectures": [_CLASSES[family]],
+        "num_hidden_layers": draw.randint(1, 3),
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": POSITIONS,
+        "tie_word_embeddings": draw.random() < 0.4,
+        "bos_token_id": 0,
+        "eos_token_id": draw.choice((1, [1, 2], None)),
+        "pad_token_id": draw.choice((None, 1, 5)),
+    }
+    make = {"opt": _opt, "falcon": _falcon}.get(family, _like_llama)
+    config |= make(draw, family, config["num_hidden_layers"])
+    for change in (_contradict, _odd_key):
+        if draw.random() < 0.15:
+            change(draw, config)
+    return {key: value for key, value in config.items() if value is not ...}
+
+
+def _heads(draw: random.Random) -> dict[str, Any]:
+    heads, kv_heads = draw.choice(((1, 1), (2, 1), (3, 1), (4, 2), (3, 3), (6, 2), (4, None)))
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_size": heads * 2 * draw.randint(1, 6),
+    }
+
+
+def _activation(draw: random.Random) -> str:
+    return draw.choice(_OTHER_ACTIVATIONS if draw.random() < 0.08 else _ACTIVATIONS)
+
+
+def _like_llama(draw: random.Random, family: str, layers: int) -> dict[str, Any]:
+    fields = _heads(draw) | {
+        "intermediate_size": draw.randint(1, 45),
+        "hidden_act": _activation(draw),
+        "rms_norm_eps": draw.choice(_EPS),
+        **_rope(draw),
+    }
+    if family in ("mistral", "ministral") and fields["num_key_value_heads"] is None:
+        fields["num_key_value_heads"] = ...
+        fields |= {"num_attention_heads": 8, "hidden_size": 32}
+    if draw.random() < 0.3:
+        fields["head_dim"] = 2 * draw.randint(1, 6)
+    if family == "llama":
+        return fields | {"attention_bias": draw.random() < 0.3, "mlp_bias": draw.random() < 0.3}
+    fields["sliding_window"] = draw.choice((None, 1, 3, 7, 50, 1000))
+    if family == "qwen2":
+        fields["use_sliding_window"] = draw.random() < 0.6
+        fields["max_window_layers"] = draw.randint(0, layers)
+    if draw.random() < {"mistral": 0.4, "ministral": 0.7, "qwen2": 0.3}[family]:
+        kinds = ("sliding_attention", "full_attention", "sliding_attention", "full_attention", "chunked_attention")
+        fields["layer_types"] = [draw.choice(kinds[: 5 if draw.random() < 0.1 else 4]) for _ in range(layers)]
+    if family == "ministral" or "layer_types" in fields:
+        # transformers' Ministral has no head size unless it is given.
+        fields["head_dim"] = ... if draw.random() < 0.05 else 2 * draw.randint(1, 6)
+    return fields
+
+
+def _rope(draw: random.Random) -> dict[str, Any]:
+    """Rotary embeddings as old and as new checkpoints describe them."""
+    theta, factor, original = draw.choice((100.0, 1e4, 5e5)), draw.choice((1.0, 2.0, 4.5)), draw.choice((16, 32))
+    llama3 = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    yarn = {"factor": factor, **draw.choice(({}, {"attention_factor": 0.7}, {"beta_fast": 16, "beta_slow": 2}))}
+    yarn |= draw.choice(({}, {"truncate": False}, {"mscale": 1.0, "mscale_all_dim": 0.5}))
+    kind, more = draw.choice(
+        (
+            ("default", {}),
+            ("default", {"partial_rotary_factor": 0.5} if draw.random() < 0.2 else {}),
+            ("linear", {"factor": factor}),
+            ("linear", {"factor": 8}),
+            ("llama3", {**llama3, "original_max_position_embeddings": 48}),
+            ("llama3", llama3 | {"original_max_position_embeddings": original}),
+            ("yarn", yarn | {"original_max_position_embeddings": original}),
+            ("dynamic", {"factor": factor}),
+        )
+    )
+    way = draw.random()
+    if way < 0.5:
+        return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
+    if kind == "default":
+        return {"rope_theta": theta, **more}
+    return {"rope_theta": theta, "rope_scaling": {"rope_type" if way < 0.8 else "type": kind, **more}}
+
+
+def _opt(draw: random.Random, family: str, layers: int) -> dict[str, Any]:
+    fields = _heads(draw)
+    del fields["num_key_value_heads"]
+    return fields | {
+        "ffn_dim": draw.randint(1, 45),
+        "activation_function": _activation(draw),
+        "do_layer_norm_before": draw.random() < 0.6,
+        "_remove_final_layer_norm": draw.random() < 0.2,
+        "enable_bias": draw.random() < 0.6,
+        "layer_norm_elementwise_affine": draw.random() < 0.7,
+        "word_embed_proj_dim": draw.choice((None, fields["hidden_size"], draw.randint(1, 20))),
+        "layerdrop": draw.choice((0.0, 0.3)),
+    }
+
+
+def _falcon(draw: random.Random, family: str, layers: int) -> dict[str, Any]:
+    fields = _heads(draw)
+    kv_heads = fields.pop("num_key_value_heads")
+    if draw.random() < 0.1:
+        fields |= {"n_embed": fields["hidden_size"], "hidden_size": ...}
+    return fields | {
+        "num_kv_heads": draw.choice((None, kv_heads)),
+        "new_decoder_architecture": draw.random() < 0.4,
+        "parallel_attn": draw.random() < 0.6,
+        "multi_query": draw.random() < 0.5,
+        "num_ln_in_parallel_attn": draw.choice((None, None, 1, 2)),
+        "bias": draw.random() < 0.4,
+        "alibi": draw.random() < 0.08,
+        "ffn_hidden_size": draw.choice((None, draw.randint(1, 45))),
+        "activation": _activation(draw),
+        "layer_norm_epsilon": draw.choice(_EPS),
+        **_rope(draw),
+    }
+
+
+def _contradict(draw: random.Random, config: dict[str, Any]) -> None:
+    """Another type than the class's, another class than the type's, or one of both alone."""
+    way = draw.randrange(5)
+    if way == 0:
+        config["model_type"] = draw.choice(_LOOKALIKES)
+    elif way == 1:
+        config["architectures"] = [draw.choice(sorted(_CLASSES.values()))]
+    elif way == 2:
+        config["architectures"] = ...
+    elif way == 3:
+        config["architectures"] = [*config["architectures"], draw.choice(sorted(_CLASSES.values()))]
+    else:
+        config["architectures"] = ["SparseLlamaForCausalLM"]
+
+
+def _odd_key(draw: random.Random, config: dict[str, Any]) -> None:
+    """A field that another model has, or that changes what transformers computes."""
+    odd: dict[str, Any] = {
+        "is_causal": False,
+        "sliding_window": draw.choice((3, 7)),
+        "layer_types": ["sliding_attention"] * config["num_hidden_layers"],
+        "logit_scale": 3.0,
+        "attn_logit_softcapping": 2.0,
+        "query_pre_attn_scalar": 99,
+        "qk_layernorm": True,
+        "attention_multiplier": 0.3,
+        "rope_interleaved": True,
+        "is_decoder": False,
+        "attention_bias": True,
+        "head_dim": 2 * draw.randint(1, 6),
+        "per_layer_config": {"0": {"intermediate_size": 7}},
+        "num_experts": 4,
+        "scale_embedding": True,
+        "use_sliding_window": True,
+        "chunk_size_feed_forward": 2,
+    }
+    key = draw.choice(sorted(odd))
+    config[key] = odd[key]
+
+
+# ------------------------------------------------------------------------------------------------------- comparing
+
+
+def run_case(seed: int, engine: bool = False) -> Outcome:
+    """One case."""
+    draw = random.Random(seed)
+    config = draw_config(draw)
+    with tempfile.TemporaryDirectory() as name, _quiet():
+        folder = Path(name) / "model"
+        try:
+            eager = _reference(folder, config, draw, seed)
+            expected = [_eager_logits(eager, ids) for ids in _prompts(seed)]
+        except Exception as error:
+            eager, expected = None, f"{type(error).__name__}: {' '.join(str(error).split())[:90]}"
+        (folder).mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        return _compare(folder, expected, seed, Path(name) / "artifact" if engine else None)
+
+
+def _reference(folder: Path, config: dict[str, Any], draw: random.Random, seed: int) -> nn.Module:
+    """transformers' own model of the folder, after its weights were saved there."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder.mkdir()
+    # A config without a type: the one of its class.
+    typed = {"model_type": _typeof(config)} | config
+    (folder / "config.json").write_text(json.dumps(typed))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norms start as ones and biases as zeros, which would hide that one is forgotten.
+            noise = torch.randn_like(parameter)
+            parameter.copy_(noise * parameter.shape[1] ** -0.5 if parameter.ndim > 1 else parameter + 0.3 * noise)
+            parameter.copy_(parameter.half())
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(typed))
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def _typeof(config: dict[str, Any]) -> str:
+    named = (config.get("architectures") or ["LlamaForCausalLM"])[0]
+    return next((kind for kind, name in _CLASSES.items() if name == named), "llama")
+
+
+def _prompts(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCABULARY, (length,), generator=generator) for length in PROMPTS]
+
+
+@torch.no_grad()
+def _eager_logits(model: nn.Module, ids: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float()
+    if not torch.isfinite(logits).all():
+        raise ValueError("eager logits that are no finite numbers")
+    return logits
+
+
+def _compare(folder: Path, expected: list[Tensor] | str, seed: int, artifact: Path | None) -> Outcome:
+    from picompile.capture import capture_config, load_model
+    from picompile.errors import UnsupportedModelError
+    from picompile_passes.materialize import materialize
+    from picompile_passes.passes.canonicalize import CANONICALIZE
+    from picompile_passes.pipeline import Pipeline
+
+    try:
+        if isinstance(expected, str):
+            # There may be no weights, without which a folder is refused for that alone.
+            capture_config(json.loads((folder / "config.json").read_text()))
+            return Outcome("taken", f"transformers refuses it: {expected}")
+        captured = load_model(folder)
+    except UnsupportedModelError as error:
+        way = "refused by both" if isinstance(expected, str) else "refused"
+        return Outcome(way, str(error).replace(f"{folder}", "MODEL"))
+    canonical = Pipeline(tuple(CANONICALIZE))(captured.graph_module).graph_module
+    worst, tolerance = 0.0, TOLERANCE
+    for graph in (captured.graph_module, canonical):
+        module = materialize(graph, captured.weights)
+        for ids, logits in zip(_prompts(seed), expected, strict=True):
+            with torch.no_grad():
+                worst = max(worst, _error(module(ids, torch.arange(len(ids))), logits))
+    if artifact is not None and worst < tolerance:
+        worst, tolerance = max(_engine_error(folder, artifact, seed, expected), worst), ENGINE_TOLERANCE
+    return Outcome("equal" if worst < tolerance else "different", f"off by {worst:.1e}", worst)
+
+
+def _engine_error(folder: Path, artifact: Path, seed: int, expected: list[Tensor]) -> float:
+    """The runtime's logits of whole prompts, and after the last token decoded by itself."""
+    import numpy as np
+
+    import picompile_runtime
+    from picompile.compile import CompileOptions, compile_model
+
+    compile_model(folder, artifact, CompileOptions(quant="f16", kv_dtype="f32", predictor="none"))
+    worst = 0.0
+    with picompile_runtime.load(artifact, threads=1) as engine:
+        for ids, logits in zip(_prompts(seed), expected, strict=True):
+            scored = torch.from_numpy(np.concatenate([np.array(rows) for rows in engine.score(ids.tolist())]))
+            worst = max(worst, _error(scored, logits))
+            engine.reset()
+            if len(ids) > 1:
+                engine.prefill(ids[:-1].tolist())
+                decoded = torch.from_numpy(np.array(engine.decode(int(ids[-1])))).reshape(-1)
+                worst = max(worst, _error(decoded, logits[-1]))
+                engine.reset()
+    return worst
+
+
+def _error(measured: Tensor, expected: Tensor) -> float:
+    """The largest difference over the largest expected logit; infinite where one is NaN."""
+    error = float((measured - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    return error if error == error else float("inf")
+
+
+def _quiet() -> Any:
+    from picompile.capture.quiet import quiet_transformers
+
+    return quiet_transformers()
+
+
+# ------------------------------------------------------------------------------------------------- the command line
+
+
+def run(seconds: float | None, number: int | None, seed: int | None, engine: bool = False) -> Report:
+    """Cases until `number` or the time is up."""
+    worst = 0.0
+
+    def case(seed: int) -> tuple[str, str | None]:
+        nonlocal worst
+        outcome = run_case(seed, engine)
+        worst = max(worst, outcome.error)
+        if outcome.way.startswith("refused"):
+            print(f"seed {seed}: {outcome.way}: {outcome.text[:150]}", flush=True)
+        wrong = outcome.way in ("different", "taken")
+        return outcome.way, f"{outcome.way}: {outcome.text}: {draw_config(random.Random(seed))}" if wrong else None
+
+    report = attack(case, seconds, number, seed, "tests/attack/configs.py")
+    print(f"the largest difference is {worst:.1e} of the largest logit")
+    return report
+
+
+def main() -> int:
+    engine = "--engine" in sys.argv
+    sys.argv = [word for word in sys.argv if word != "--engine"]
+    found = options(__doc__)
+    # Another process may be at work on the user's.
+    os.environ.setdefault("PICOMPILE_CACHE", os.path.join(tempfile.gettempdir(), "picompile-attack-cache"))
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    return 1 if run(found.seconds, found.number, found.seed, engine).failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
