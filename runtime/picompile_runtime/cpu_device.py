@@ -78,7 +78,8 @@ class CpuDevice:
 
     def _array(self, view: View) -> NDArray[Any]:
         array = array_at(view.memory, view.tensor)
-        array.flags.writeable = not any(view.memory is memory for memory in self._protected)
+        if any(view.memory is memory for memory in self._protected):
+            array.flags.writeable = False
         return array
 
     def protect(self, memory: mmap.mmap) -> None:
