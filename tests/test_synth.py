@@ -444,7 +444,7 @@ def test_unwritable_output(tmp_path: Path) -> None:
 def test_disk_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=10_000_000))
-    with pytest.raises(DoesNotFitError, match=r"needs 0\.02 GiB, and the disk of .* has 0\.01 GiB free"):
+    with pytest.raises(DoesNotFitError, match=r"needs 16\.6 MiB, and the disk of .* has 9\.5 MiB free"):
         synthesize_tiny(tmp_path / "model")
     assert not list(tmp_path.iterdir())
 

@@ -228,7 +228,7 @@ def _of_one_folder(folder: Path, read: Callable[[], Artifact]) -> Artifact:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # ValueError: a name that no path can have
         status = os.stat(folder)
         return status.st_dev, status.st_ino
     return None

@@ -253,7 +253,7 @@ def test_places_that_will_not_do(
         profile_model(tiny_model, folder, options)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=100_000))
-    with pytest.raises(DoesNotFitError, match=r"0\.00 GiB are free"):
+    with pytest.raises(DoesNotFitError, match=r"0\.1 MiB are free"):
         profile_model(tiny_model, tmp_path / "new", options)
     assert not (tmp_path / "new").exists()
 
