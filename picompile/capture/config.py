@@ -64,8 +64,13 @@ _FORMER = frozenset(
         *("add_cross_attention", "cross_attention_hidden_size", "finetuning_task", "is_decoder", "pruned_heads"),
         *("decoder_start_token_id", "sep_token_id", "prefix", "task_specific_params", "tf_legacy_loss", "torchscript"),
         *("tie_encoder_decoder", "tokenizer_class", "use_bfloat16", "_attn_implementation_autoset"),
+        # Of published OPT, Falcon, Qwen2.5, Bamboo and SmolLM2 checkpoints; transformers' classes read none of them.
+        *("activation_dropout", "output_projection", "apply_residual_connection_post_layernorm", "ff_factor"),
+        *("pretraining_tp", "is_llama_config", "transformers.js_config"),
     }
 )
+# Fields without effect where they have this value.
+_OFF = {"use_mrope": False, "rope_interleaved": False}
 # What is read although no field is declared for it.
 _READ = frozenset({"head_dim", "hidden_act_param", "n_embed", "partial_rotary_factor", "rope_scaling", "rope_theta"})
 
@@ -106,7 +111,7 @@ def make_config(family: Family, raw: Mapping[str, Any]) -> Any:
 def unknown_keys(family: Family, raw: Mapping[str, Any]) -> str | None:
     """Return one line that names the keys of a config.json that have no effect and should be known to have none."""
     known = _known_keys(family)
-    unknown = [key for key in raw if key not in known]
+    unknown = [key for key in raw if key not in known and not (key in _OFF and raw[key] is _OFF[key])]
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     unknown += [f"rope_parameters.{key}" for key in rope if key not in _ROPE_KEYS and not isinstance(rope[key], dict)]
     parts = []

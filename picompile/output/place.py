@@ -2,8 +2,9 @@
 
 import errno
 import os
+import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -43,7 +44,7 @@ class Place:
         """
         with self.scratch() as temporary:
             yield temporary
-            temporary.chmod(0o755)
+            temporary.chmod(_mode_for(self.path))
             sync_tree(temporary)
             self._put_folder(temporary)
 
@@ -189,6 +190,17 @@ def _cannot_write(path: Path, error: OSError) -> Exception:
 
 def _appeared(path: Path) -> UsageError:
     return UsageError(f"{path}: exists; it appeared while it was to be written")
+
+
+def _mode_for(path: Path) -> int:
+    """The mode of a new folder at `path`: of the one that it replaces, or what the umask leaves."""
+    with suppress(OSError):
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
+            return stat.S_IMODE(status.st_mode)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return 0o777 & ~mask
 
 
 def _holds_something(path: Path) -> bool:

@@ -7,6 +7,8 @@ lies behind FUSE, may not. Each function says what is done there.
 import ctypes
 import errno
 import os
+import stat
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,22 +52,28 @@ def rename_to_new(source: Path, target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Has the names in `folder` survive a loss of power."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    """Has the names in `folder` survive a loss of power, where this user may open it and the file system can.
+
+    What was renamed there is in its place by now, and a failure would say otherwise.
+    """
+    with suppress(OSError):
+        _sync(folder)
 
 
 def sync_tree(folder: Path) -> None:
     """Has all that is in `folder` survive a loss of power."""
     for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        # Links and pipes have no content of their own.
+        if stat.S_ISREG(mode := path.lstat().st_mode) or stat.S_ISDIR(mode):
+            _sync(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _renameat2(source: Path, target: Path, flags: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 from picompile_runtime.errors import ArtifactError
 from picompile_runtime.interfaces import Interface, Parameter
+from picompile_runtime.memory import ALIGNMENT
 from picompile_runtime.program import BATCH, WAITS, Argument, Call, Program
 
 Range = Callable[[Argument], tuple[int, int]]
@@ -21,11 +22,12 @@ INPUTS = ("step", "tokens", "positions", "slots")
 _COUNTERS = ("stats", "stats.batch", "stats.unused")
 _FLAGS = {"sets": "flags", "awaits": "flags", "abandons": "abandoned"}
 _FLAG_BYTES = 64
+_COUNTER_BYTES = 16  # int64 [2]
 
 
 def check_calls(program: Program, device: str, kernels: Mapping[str, Interface], numbers: Range, where: str) -> None:
     """Check all calls of a program on `device`, whose code has `kernels`. Raises ArtifactError."""
-    checked: set[Argument] = set()
+    checked: set[tuple[Argument, int]] = set()
     for function in program.functions:
         for number, call in enumerate(program.calls(function, device)):
             interface = kernels.get(call.kernel)
@@ -45,6 +47,8 @@ def _fault(program: Program, function: str, call: Call, interface: Interface) ->
         if (view.dtype, view.shape) != (parameter.dtype, parameter.shape):
             found = f"{view.dtype} {list(view.shape)}"
             return f"takes {parameter.name} {parameter.dtype} {list(parameter.shape)}, and is given {found}"
+        if view.offset % (_COUNTER_BYTES if parameter.access == "adds" else ALIGNMENT):
+            return f"is given {argument.name} at byte {view.offset}, which is no multiple of {ALIGNMENT}"
         if fault := _place_fault(argument, parameter):
             return fault
     if any(parameter.access == "awaits" for parameter in interface.parameters) and call.op not in WAITS:
@@ -118,10 +122,10 @@ def span_of(program: Program, argument: Argument) -> tuple[int, int]:
     return start, start + argument.view.size_bytes
 
 
-def _number_fault(call: Call, interface: Interface, numbers: Range, checked: set[Argument]) -> str:
+def _number_fault(call: Call, interface: Interface, numbers: Range, checked: set[tuple[Argument, int]]) -> str:
     """Return which weight has integers that the kernel would take for indices out of range, or nothing."""
     for argument, parameter in zip(call.args, interface.parameters, strict=True):
-        if parameter.below is None or argument.kind != "weight" or argument in checked:
+        if parameter.below is None or argument.kind != "weight" or (argument, parameter.below) in checked:
             continue
         if not argument.view.dtype.startswith(("int", "uint")):
             return f"takes {parameter.name} as indices, and {argument.name} has {argument.view.dtype}"
@@ -129,5 +133,5 @@ def _number_fault(call: Call, interface: Interface, numbers: Range, checked: set
         if lowest < 0 or highest >= parameter.below:
             range_ = f"from {lowest} to {highest}"
             return f"takes numbers below {parameter.below} for {parameter.name}, and {argument.name} has {range_}"
-        checked.add(argument)
+        checked.add((argument, parameter.below))
     return ""

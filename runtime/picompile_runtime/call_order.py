@@ -28,13 +28,14 @@ def check_order(program: Program, kernels: Interfaces, where: str) -> None:
 
 @dataclass(frozen=True)
 class _Value:
-    """What a call left in the buffer `name`, from `start` on: call `number` of `device`, -1 for the runtime itself.
+    """What call `number` of `device` left in the buffer `name`, from `start` to `end`; -1 is the runtime itself.
 
     `source` is the input that it is or is a copy of; integers in it are below `below`.
     """
 
     name: str
     start: int
+    end: int
     device: str
     number: int
     dtype: str
@@ -93,9 +94,9 @@ class _Order:
     def _begin_with(self, name: str) -> None:
         tensor = self._program.buffers[name]
         bounds = {"tokens": self._program.vocab, "positions": self._program.context, "slots": self._program.sequences}
-        value = _Value(name, tensor.offset, "host", -1, tensor.dtype, name, bounds.get(name))
-        memory = self._program.memories["buffer", name]
-        self._arenas[memory].write(tensor.offset, tensor.offset + tensor.size_bytes, value)
+        start, end = tensor.offset, tensor.offset + tensor.size_bytes
+        value = _Value(name, start, end, "host", -1, tensor.dtype, name, bounds.get(name))
+        self._arenas[self._program.memories["buffer", name]].write(start, end, value)
 
     def check(self, where: str) -> None:
         """Raises ArtifactError, which says that it is in `where`."""
@@ -165,13 +166,15 @@ class _Order:
         return value if is_over else None
 
     def _content_fault(self, call: Call, device: str, argument: Argument, parameter: Parameter, value: _Value) -> str:
-        start, _ = span_of(self._program, argument)
+        start, end = span_of(self._program, argument)
         if parameter.name == "step" and value.source != "step":
             return f"is given {argument.name} for its step"
         if parameter.below is not None and (value.below is None or value.below > parameter.below):
             return f"takes numbers below {parameter.below} for {parameter.name}, and {argument.name} may have others"
-        if value.source is not None and value.start != start:
-            return f"reads {argument.name} from within"
+        # Of the inputs a call takes as many as it has rows. Of what calls have made, rows beyond the step's tokens are
+        # not written: whoever is made for as many rows leaves them out.
+        if value.start != start or (value.source is None and value.end != end):
+            return f"reads a part of {argument.name}"
         interface, rows = self._kernels[device][call.kernel], self._program.rows(self._function)
         copies = any(each.copies == parameter.name for each in interface.parameters)
         if value.source not in (None, "step") and not copies and interface.tokens != rows:
@@ -189,7 +192,7 @@ class _Order:
         if parameter.access == "out":
             copied = read.get(parameter.copies or "")
             source, below = (None, parameter.below) if copied is None else (copied.source, copied.below)
-            value = _Value(argument.name, start, device, number, parameter.dtype, source, below)
+            value = _Value(argument.name, start, end, device, number, parameter.dtype, source, below)
         self._arenas[memory].write(start, end, value)
         return ""
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -114,9 +115,12 @@ def _write(pipe: IO[bytes] | None, data: bytes) -> None:
 
 
 def _read_line(pipe: IO[bytes] | None) -> bytes:
-    """Return a line, or what there is of one when the pipe ends or nothing has come for long."""
-    parts = [b""]
-    while pipe is not None and not parts[-1].endswith(b"\n") and select.select([pipe], [], [], _PATIENCE_S)[0]:
+    """Return a line, or what there is of one when the pipe ends or time is up."""
+    if pipe is None:
+        return b""
+    ready, parts, end = select.poll(), [b""], time.monotonic() + _PATIENCE_S
+    ready.register(pipe, select.POLLIN)
+    while not parts[-1].endswith(b"\n") and ready.poll(max(0.0, 1e3 * (end - time.monotonic()))):
         parts.append(os.read(pipe.fileno(), 2**20))
         if not parts[-1]:
             break

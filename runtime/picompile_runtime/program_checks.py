@@ -111,6 +111,10 @@ def _check_sides(program: Program, where: str) -> None:
             if memory not in (call.device, "shared"):
                 given = f"{call.kernel} on the {call.device} is given {argument.name}"
                 raise ArtifactError(f"{where}: {given}, which is in {memory} memory")
+    has_device = program.has_device
+    for (kind, name), memory in program.memories.items():
+        if memory != "host" and (not has_device or (kind, memory) == ("state", "shared")):
+            raise ArtifactError(f"{where}: {kind} {name} may not be in {memory} memory")
     for name in ("step", "tokens", "positions", "slots", "stats"):
         if program.memories.get(("buffer", name)) == "device":
             raise ArtifactError(f"{where}: buffers: {name} must not be in the device's memory")

@@ -45,7 +45,13 @@ def _renderer(template: str, tokens: dict[str, Any], most_letters: int) -> Calla
 def _allow(cpu_s: int) -> None:
     """Let the process have so many seconds more of the processor; behind them the system ends it by SIGXCPU."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + cpu_s, resource.RLIM_INFINITY))
+    _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + cpu_s)
+
+
+def _limit(kind: int, most: int) -> None:
+    """Lower a limit for this process. One that its user has set, and that is lower, stays."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def main() -> None:
@@ -55,7 +61,7 @@ def main() -> None:
     sys.path[:] = start["path"]
     limits = start["limits"]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (limits["memory_bytes"],) * 2)
+    _limit(resource.RLIMIT_AS, limits["memory_bytes"])
     render = None
     while line := sys.stdin.buffer.readline():
         _allow(limits["cpu_s"])

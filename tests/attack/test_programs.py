@@ -119,6 +119,51 @@ def test_a_wrong_program_is_refused(
     refuses(folder, reason)
 
 
+def _misaligned_weight(program: Json) -> None:
+    call_of(program, "rms_norm")["args"][2] = {
+        "weight": "layers.0.ffn.neurons", "dtype": "float32", "shape": [96], "offset": 4,
+    }  # fmt: skip
+
+
+def _row_of_a_mask(program: Json) -> None:
+    """A kernel for one token reads a row of what a kernel for several has made: the step may not have that row."""
+    one, several = call_of(program, "ffn"), call_of(program, "ffn", "batch")
+    given = [{**argument} for argument in one["args"]]
+    for place in (1, 2):
+        given[place] = {"buffer": several["args"][place]["buffer"], "shape": [1, 96]}
+    program["functions"]["batch"].append({**one, "args": given})
+
+
+def _cache_in_no_memory(program: Json) -> None:
+    next(iter(program["state"].values()))["memory"] = "shared"
+
+
+@pytest.mark.parametrize(
+    ("name", "mutate", "reason"),
+    [
+        ("masked", _misaligned_weight, "at byte 4, which is no multiple of 64"),
+        ("masked", _row_of_a_mask, "reads a part of"),
+        ("masked", _cache_in_no_memory, "may not be in shared memory"),
+        ("hybrid", _cache_in_no_memory, "may not be in shared memory"),
+    ],
+)
+def test_what_random_damage_hardly_finds(
+    copies: Callable[[str], Path], name: str, mutate: Callable[[Json], object], reason: str
+) -> None:
+    folder = copies(name)
+    change(folder, mutate)
+    refuses(folder, reason)
+
+
+@pytest.mark.parametrize("mapped", ["0", "1"])
+def test_whole_artifacts_run_with_mapped_weights(
+    bases: list[Base], monkeypatch: pytest.MonkeyPatch, mapped: str
+) -> None:
+    monkeypatch.setenv("PICOMPILE_MMAP", mapped)
+    for base in bases[:3]:
+        assert use(base.folder).startswith("ran"), base.name
+
+
 def test_a_table_that_leads_out_of_a_mask_is_refused(copies: Callable[[str], Path]) -> None:
     folder = copies("hybrid")
     path = folder / "weights.safetensors"

@@ -300,3 +300,39 @@ def test_a_place_in_no_folder(tmp_path: Path) -> None:
     with reserve(tmp_path / "a" / "b", overwrite=True, parents=True) as reserved, reserved.file() as file:
         file.write(b"x")
     assert (tmp_path / "a" / "b").read_bytes() == b"x"
+
+
+def test_a_new_folder_has_the_mode_of_the_one_before(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with replacing(tmp_path / "new"):
+            pass
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").stat().st_mode & 0o7777 == 0o750
+    (tmp_path / "new").chmod(0o2700)
+    with replacing(tmp_path / "new") as folder:
+        (folder / "file").touch()
+    assert (tmp_path / "new").stat().st_mode & 0o7777 == 0o2700
+
+
+def test_links_and_pipes_are_not_synced(tmp_path: Path) -> None:
+    with replacing(tmp_path / "new") as folder:
+        (folder / "link").symlink_to("nowhere")
+        os.mkfifo(folder / "pipe")
+    assert (tmp_path / "new" / "link").is_symlink()
+
+
+def test_a_folder_above_that_cannot_be_synced_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output is in its place by then."""
+    sync = rename._sync
+
+    def refuse(path: Path) -> None:
+        if path == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        sync(path)
+
+    monkeypatch.setattr(rename, "_sync", refuse)
+    with replacing(tmp_path / "new") as folder:
+        (folder / "file").touch()
+    assert (tmp_path / "new" / "file").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -141,3 +142,29 @@ def test_messages_that_are_none(messages: Any) -> None:
     itself["itself"] = itself
     with pytest.raises(RequestError, match="messages must be"):
         tokenizer.encode_chat([itself])
+
+
+def test_limits_that_the_user_has_set_stay() -> None:
+    """Whoever may not raise limits may have lower ones."""
+    program = (
+        "import resource, sys; from picompile_runtime import template_worker as worker\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40)); worker._limit(resource.RLIMIT_AS, 2**41)\n"
+        "assert resource.getrlimit(resource.RLIMIT_AS) == (2**40, 2**40)\n"
+        "worker._limit(resource.RLIMIT_AS, 2**39)\n"
+        "assert resource.getrlimit(resource.RLIMIT_AS) == (2**39, 2**40)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_more_descriptors_than_select_takes() -> None:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most[1] < 2000:
+        pytest.skip("this process may not open so many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(most[0], 2000), most[1]))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert Tokenizer(TEXT, {}, PLAIN).encode_chat(HELLO)
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)

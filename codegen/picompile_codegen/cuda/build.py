@@ -15,6 +15,8 @@ from picompile_codegen.object_cache import cached_object, object_key
 
 FILES = {"cubin": "device.cubin", "ptx": "device.ptx", "launches": "device.json"}
 SOURCE = "device.cu"
+# Kernels that no program may call.
+_OF_THE_RUNTIME = ("ping_pong",)
 
 
 def build_cuda(kernels: Iterable[CudaKernel], folder: Path, sm: int) -> Mapping[str, str]:
@@ -31,7 +33,7 @@ def build_cuda(kernels: Iterable[CudaKernel], folder: Path, sm: int) -> Mapping[
         key = object_key(source.text, f"sm_{sm}", nvrtc_version(), path.suffix)
         path.write_bytes(cached_object(key, partial(_part, compiled, part)))
     launches = launches_json(source, function_resources(cubin.read_bytes()), sm)
-    content = launches | {"interfaces": interfaces(kernels)}
+    content = launches | {"interfaces": interfaces(kernel for kernel in kernels if kernel.name not in _OF_THE_RUNTIME)}
     (folder / FILES["launches"]).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return FILES
 

@@ -117,7 +117,8 @@ def ping_pong() -> CudaKernel:
     with function:
         ping, pong = _flag(function, "ping", "awaits"), _flag(function, "pong", "sets")
         abandoned = _flag(function, "abandoned", "abandons")
-        sent, echoed = (function.argument(name, "int32", 1024) for name in ("sent", "echoed"))
+        sent = function.argument("sent", "int32", 1024)
+        echoed = function.argument("echoed", "int32", 1024, access="out")
         with function.launch(grid=1, block=WARP) as place:
             flags = [address(flag, 0) for flag in (ping, pong, abandoned)]
             words = [address(tensor, 0) for tensor in (sent, echoed)]
