@@ -131,6 +131,12 @@ def _row_of_a_mask(program: Json) -> None:
     given = [{**argument} for argument in one["args"]]
     for place in (1, 2):
         given[place] = {"buffer": several["args"][place]["buffer"], "shape": [1, 96]}
+    for number, argument in enumerate(given):
+        if argument.get("buffer", "").startswith("decode."):  # in a place of its own
+            program["buffers"][f"free.{number}"] = {**program["buffers"][argument["buffer"]]}
+            program["buffers"][f"free.{number}"]["offset"] = program["arena_bytes"]
+            argument["buffer"] = f"free.{number}"
+            program["arena_bytes"] += 2**16
     program["functions"]["batch"].append({**one, "args": given})
 
 
