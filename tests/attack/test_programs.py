@@ -137,7 +137,8 @@ def _row_of_a_mask(program: Json) -> None:
             program["buffers"][f"free.{number}"]["offset"] = program["arena_bytes"]
             argument["buffer"] = f"free.{number}"
             program["arena_bytes"] += 2**16
-    program["functions"]["batch"].append({**one, "args": given})
+    batch = program["functions"]["batch"]
+    batch.insert(batch.index(several), {**one, "args": given})
 
 
 def _cache_in_no_memory(program: Json) -> None:
