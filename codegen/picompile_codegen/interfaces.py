@@ -1,4 +1,4 @@
-"""What kernels ask of their callers, as JSON: the part of an artifact's code that says how it may be called.
+"""The interfaces of kernels as JSON: the part of an artifact's code that says how it may be called.
 
 A program is data, and may be damaged or made by somebody else; the code is what is trusted. So the code says of each
 kernel what its arguments are and do, and the runtime holds every call of a program against that before it runs.

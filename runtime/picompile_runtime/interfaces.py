@@ -1,4 +1,4 @@
-"""What kernels ask of their callers: the table that the code of an artifact has of its own kernels.
+"""The interfaces of kernels: the table that the code of an artifact has of its own kernels.
 
 A program says what is called with what, the code what that must be; `call_checks` compares the two. The table is JSON:
 {"linear_q4_8x16_r1": {"tokens": 1, "args": [{"name": "step", "dtype": "int32", "shape": [8]}, …]}}

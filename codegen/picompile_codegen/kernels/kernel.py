@@ -63,7 +63,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class WrittenKernel:
-    """What kernels of all devices are: a TIR function, its arguments, and the largest steps that it is made for.
+    """A kernel of any device: a TIR function, its arguments, and the largest steps that it is made for.
 
     `tokens` is how many rows it takes at most where it has rows, `positions` and `slots` how many there may be where it
     reads them from the step; 0 where it does not.
