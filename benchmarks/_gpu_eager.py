@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from picompile_passes.dialect import dequantize_rows
-from picompile_runtime.artifact import Artifact
+from picompile_runtime.artifact.reader import Artifact
 
 
 class EagerModel:

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from picompile_runtime import DoesNotFitError, MachineError
-from picompile_runtime.bandwidth import MemoryReader
-from picompile_runtime.cuda import CudaDevice, DeviceImages
-from picompile_runtime.cuda import ping_pong as exchange
-from picompile_runtime.device import View
-from picompile_runtime.memory import Tensor
-from picompile_runtime.native import HostLibrary
+from picompile_runtime.bench.floor import MemoryReader
+from picompile_runtime.devices.base import View
+from picompile_runtime.devices.cpu.native import HostLibrary
+from picompile_runtime.devices.cuda import CudaDevice, DeviceImages
+from picompile_runtime.devices.cuda import ping_pong as exchange
+from picompile_runtime.devices.memory import Tensor
 
 # Memory is asked for in such parts: of one larger than what a machine has now, its system gives nothing.
 _PART_BYTES = 2**30

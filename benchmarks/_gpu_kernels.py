@@ -16,7 +16,7 @@ from _gpu_examples import example
 from _gpu_memory import Arguments
 from _gpu_weights import Array
 
-from picompile_runtime.cuda import CudaDevice, DeviceImages, read_images
+from picompile_runtime.devices.cuda import CudaDevice, DeviceImages, read_images
 
 LIMIT = 1e-3
 _MOST_COPIED_BYTES = 2**33

@@ -9,8 +9,8 @@ import numpy as np
 from _gpu_example import STEP_NUMBER, Example
 from _gpu_weights import Array
 
-from picompile_runtime.device import HotDevice, View
-from picompile_runtime.memory import Tensor
+from picompile_runtime.devices.base import HotDevice, View
+from picompile_runtime.devices.memory import Tensor
 
 _GUARD_BYTES = 256
 _POISON = 0xFF

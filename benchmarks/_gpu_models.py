@@ -26,21 +26,20 @@ from typing import Any
 from _gpu_split import Planned, Split, sizes_of, split_by_budget, split_by_plan
 from torch.fx import GraphModule
 
-from picompile import artifact_writer
-from picompile.capture.captured import Captured
-from picompile.capture.facts import ModelFacts
-from picompile.capture.hf import capture_config
-from picompile.checkpoint.weights import ModuleWeights
-from picompile.code import Code, build_code
+from picompile.artifact import files as artifact_writer
+from picompile.artifact.code import Code, DeviceTarget, build_code
+from picompile.artifact.writer import Compiled, Facts, Source, write_program
 from picompile.compile_options import CompileOptions
-from picompile.compile_write import Compiled, Facts, Source, write_program
-from picompile.hot_device import DeviceTarget
+from picompile.frontend.captured import Captured, ModelFacts
+from picompile.frontend.checkpoint import ModuleWeights
+from picompile.frontend.hf import capture_config
 from picompile.progress import NoProgress
-from picompile.synth.shapes import Shape
-from picompile_codegen.isa import ISAS
-from picompile_codegen.lower import Lowered, LowerOptions, lower
+from picompile.synth.shapes import ModelShape
+from picompile_codegen.build.isa import ISAS
+from picompile_codegen.lowering.function import LowerOptions
+from picompile_codegen.lowering.lower import Lowered, lower
 from picompile_passes.errors import PassesError
-from picompile_passes.materialize import evaluate_constant
+from picompile_passes.graph.materialize import evaluate_constant
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
@@ -69,7 +68,7 @@ class ModelOptions:
     planned: Planned | None = None
 
 
-def pack_model(shape: Shape, options: ModelOptions, variant: str, folder: Path) -> dict[str, Any]:
+def pack_model(shape: ModelShape, options: ModelOptions, variant: str, folder: Path) -> dict[str, Any]:
     """Writes the zip file of one variant into `folder`; its entry in the pack's list."""
     sizes, split = sizes_of(shape, options), _split(shape, options, variant)
     graph = _graph(shape, options, split, dense=variant.startswith("layers_dense"))
@@ -101,14 +100,14 @@ def pack_model(shape: Shape, options: ModelOptions, variant: str, folder: Path) 
     }
 
 
-def _split(shape: Shape, options: ModelOptions, variant: str) -> Split:
+def _split(shape: ModelShape, options: ModelOptions, variant: str) -> Split:
     sizes, planned = sizes_of(shape, options), options.planned
     if planned is None or not variant.endswith(f"_{planned.target}"):
         return split_by_budget(sizes, options.budget, variant)
     return split_by_plan(shape, sizes, options, planned, variant.removesuffix(f"_{planned.target}"))
 
 
-def _graph(shape: Shape, options: ModelOptions, split: Split, dense: bool) -> GraphModule:
+def _graph(shape: ModelShape, options: ModelOptions, split: Split, dense: bool) -> GraphModule:
     ranks = dict.fromkeys(range(shape.layers), options.rank)
     insert = InsertPredictors("none") if dense else InsertPredictors("learned", ranks=ranks)
     hot = {layer: range(count) for layer, count in split.hot.items()}
@@ -117,7 +116,7 @@ def _graph(shape: Shape, options: ModelOptions, split: Split, dense: bool) -> Gr
 
 
 def _write(
-    folder: Path, graph: GraphModule, lowered: Lowered, shape: Shape, options: ModelOptions, split: Split
+    folder: Path, graph: GraphModule, lowered: Lowered, shape: ModelShape, options: ModelOptions, split: Split
 ) -> None:
     """All but the weights' file. `weights.json` and `constants.bin` come last, so that the manifest has them not."""
     code = [Code(ISAS[name], f"kernels/host.{name}.so") for name in options.isas]
@@ -133,7 +132,7 @@ def _write(
     (folder / "constants.bin").write_bytes(constants)
 
 
-def _facts(shape: Shape) -> ModelFacts:
+def _facts(shape: ModelShape) -> ModelFacts:
     return ModelFacts(
         name=shape.name, architecture=shape.family.architecture, family=str(shape.config["model_type"]),
         hidden=shape.hidden, layers=shape.layers, heads=shape.heads, kv_heads=shape.kv_heads,

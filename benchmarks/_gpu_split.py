@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from picompile.placement.machine_options import MachineOptions, find_machine
-from picompile.placement.model_source import ModelOptions, find_model
+from picompile.placement.machine import MachineOptions, find_machine
 from picompile.placement.planning import PlanOptions, make_plan
+from picompile.placement.sources import ModelOptions, find_model
 from picompile.progress import NoProgress
-from picompile.synth.shapes import Shape
-from picompile_codegen.placement import ON_HOST, Placement
+from picompile.synth.shapes import ModelShape
+from picompile_codegen.lowering.placement import ON_HOST, Placement
 from picompile_passes.dialect import FORMATS
 
 # Neurons of a layer that the GPU gets are a multiple of this, as in a plan.
@@ -82,7 +82,7 @@ class Split:
         return round(sum(self.hot.values()) / len(self.hot)) if self.hot else 0
 
 
-def sizes_of(shape: Shape, options: Options) -> Sizes:
+def sizes_of(shape: ModelShape, options: Options) -> Sizes:
     """Count the bytes of a model's parts."""
     form = FORMATS[options.quant]
     heads, row = (shape.heads + shape.kv_heads) * shape.head_dim, form.row_bytes(shape.hidden)
@@ -123,7 +123,7 @@ def split_by_budget(sizes: Sizes, budget: float, kind: str) -> Split:
     return Split(hot, Placement(resident, resident, resident, head=True), budget)
 
 
-def split_by_plan(shape: Shape, sizes: Sizes, options: Options, planned: Planned, kind: str) -> Split:
+def split_by_plan(shape: ModelShape, sizes: Sizes, options: Options, planned: Planned, kind: str) -> Split:
     """Split as `picompile plan` does for a machine; other variants than `hybrid` get the same bytes of the GPU."""
     machine = find_machine(MachineOptions(planned.target)).machine
     budget = machine.gpu_bytes / sizes.dense

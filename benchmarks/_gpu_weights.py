@@ -31,8 +31,7 @@ import torch
 from numpy.typing import NDArray
 
 from picompile_passes.dialect import quantize_rows
-from picompile_runtime.artifact import WEIGHTS
-from picompile_runtime.seal import sealed
+from picompile_runtime.artifact.reader import WEIGHTS, sealed
 from picompile_runtime.stamps import stamp
 
 Array = NDArray[Any]

@@ -12,7 +12,7 @@ from _gpu_host import ping_pong, read_bandwidths, start_seconds, touch
 from _gpu_kernels import TIMING, Timing, copy_bandwidth, images_of, run_case
 
 from picompile_runtime import DoesNotFitError
-from picompile_runtime.cuda import CudaDevice, driver
+from picompile_runtime.devices.cuda import CudaDevice, driver
 
 Result = dict[str, Any]
 

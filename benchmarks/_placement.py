@@ -7,13 +7,13 @@ from typing import TypeVar
 
 import numpy as np
 
+from picompile.machine import TARGETS
 from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.latency import Task, fixed_bytes, group_bytes
 from picompile.placement.machine import Machine, machine_of
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
 from picompile.placement.solver import GAP
 from picompile.placement.times import ALL_ON_GPU, GROUP, group_count
-from picompile.targets import TARGETS
 
 GIB = 2**30
 WEIGHT_BYTES = {"f16": 2.0, "q8": 1.0625, "q4": 0.5625}

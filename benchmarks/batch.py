@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 from kernels import Case, arguments_of, best_isa
 
-from picompile_codegen import kernels
-from picompile_codegen.build import build_host_library
-from picompile_codegen.isa import ISAS, targeting
-from picompile_codegen.kernels import ffn_batch
-from picompile_runtime.bandwidth import MemoryReader
-from picompile_runtime.native import CallList, HostLibrary
+from picompile_codegen import cpu as kernels
+from picompile_codegen.build.host_library import build_host_library
+from picompile_codegen.build.isa import ISAS, targeting
+from picompile_codegen.cpu import ffn as ffn_batch
+from picompile_runtime.bench.floor import MemoryReader
+from picompile_runtime.devices.cpu.native import CallList, HostLibrary
 
 _NEURONS, _DIM = 5632, 2048
 _BY_MASKS, _IN_TILES = 100, -1

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 import picompile_runtime
-from picompile_runtime.engine import Engine
+from picompile_runtime.engine.engine import Engine
 
 _SIDES = ("host", "hot")  # what the names of libraries begin with
 _KINDS = ("workers sleep", "workers wake", "launcher sleeps", "launcher wakes")

@@ -20,11 +20,11 @@ from _gpu_models import VARIANTS, ModelOptions, pack_model
 from _gpu_pack_bundled import BundledOptions, pack_bundled
 from _gpu_split import Planned
 
+from picompile.machine import TARGETS
 from picompile.synth import find_shape
 from picompile.synth.shapes import shape_from_config
-from picompile.targets import TARGETS
-from picompile_codegen.build import build_host_library
-from picompile_codegen.isa import ISAS
+from picompile_codegen.build.host_library import build_host_library
+from picompile_codegen.build.isa import ISAS
 
 SCHEMA = 3
 # Not Llama 7B: its attention, which comes first, takes a third of the bytes, and no neuron is hot then. Bamboo's has

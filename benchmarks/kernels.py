@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile.targets import find_native_target
-from picompile_codegen import kernels
-from picompile_codegen.build import build_host_library
-from picompile_codegen.isa import ISAS, targeting
-from picompile_codegen.kernels import Kernel
-from picompile_runtime.bandwidth import MemoryReader
-from picompile_runtime.memory import aligned_zeros
-from picompile_runtime.native import HostLibrary, seconds_of
+from picompile.machine import find_native_target
+from picompile_codegen import cpu as kernels
+from picompile_codegen.build.host_library import build_host_library
+from picompile_codegen.build.isa import ISAS, targeting
+from picompile_codegen.cpu import Kernel
+from picompile_runtime.bench.floor import MemoryReader
+from picompile_runtime.devices.cpu.native import HostLibrary, seconds_of
+from picompile_runtime.devices.memory import aligned_zeros
 
 Arguments = dict[str, NDArray[Any]]
 

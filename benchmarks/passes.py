@@ -17,10 +17,11 @@ import time
 def measure(shape: str, layers: int) -> dict[str, object]:
     """One run in this process."""
     start = time.perf_counter()
-    from picompile.capture import capture_config
-    from picompile.compile import CompileOptions, pipeline_passes
-    from picompile.synth.named import find_shape
-    from picompile_passes.infra import Pass
+    from picompile.compile_options import CompileOptions
+    from picompile.compile_passes import pipeline_passes
+    from picompile.frontend import capture_config
+    from picompile.synth.shapes import find_shape
+    from picompile_passes.base import Pass
     from picompile_passes.pipeline import Pipeline, Timings, each, verifying
 
     config = {**find_shape(shape).config, "num_hidden_layers": layers}

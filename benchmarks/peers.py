@@ -46,7 +46,7 @@ from peers_plan import SWEEPS, Group, Scale, groups
 from peers_plot import plot
 from peers_tables import tables
 
-from picompile.measure.host import cpu_name
+from picompile.machine.host import cpu_name
 
 _QUICK = ("decode", "prefill")
 # Engines whose threads wait for each other by spinning collapse when another process takes a core.

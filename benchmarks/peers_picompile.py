@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 from peers_worker import STEPS, Request, next_tokens, serve, text
 
-from picompile_runtime.artifact import read_manifest
-from picompile_runtime.bandwidth import MemoryReader
-from picompile_runtime.engine import Engine, load
-from picompile_runtime.firing import mean_shares
-from picompile_runtime.floor import bytes_per_token
-from picompile_runtime.variants import choose
+from picompile_runtime.artifact.interfaces import choose
+from picompile_runtime.artifact.reader import read_manifest
+from picompile_runtime.bench.floor import MemoryReader, bytes_per_token
+from picompile_runtime.engine.engine import Engine, load
+from picompile_runtime.engine.timing import mean_shares
 
 # Eight times a large last-level cache.
 _READ_BYTES = 2**28

@@ -18,17 +18,16 @@ from pathlib import Path
 
 from _placement import GIB, WEIGHT_BYTES
 
+from picompile.machine import SYNC_S, TARGETS
 from picompile.placement import policies
 from picompile.placement.counting import Packing, shape_bytes
-from picompile.placement.curves import firing_of_curve
-from picompile.placement.firing import Firing
+from picompile.placement.firing import Firing, firing_of_curve
 from picompile.placement.latency import Task, latency_program
 from picompile.placement.machine import Machine, machine_of
 from picompile.placement.model_bytes import ModelBytes
 from picompile.placement.program import Place, Program, evaluate
 from picompile.placement.solver import solve
-from picompile.synth.named import find_config
-from picompile.targets import SYNC_S, TARGETS
+from picompile.synth.shapes import find_config
 
 CONTEXT, TOKENS = 2048, 320
 FREE_BYTES = 512 * 2**20

@@ -25,15 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from picompile.calibration import CalibrationText
-from picompile.capture import load_model
-from picompile.gate import measure_layers
-from picompile.layerwise import layerwise_perplexity
-from picompile.prediction import canonical_graph
+from picompile.frontend import load_model
 from picompile.predictors import Predictors
-from picompile.profiling import Profile, ProfileOptions, profile_model
-from picompile.profiling.library import library_texts
-from picompile.training import TrainOptions, train_predictors
+from picompile.predictors.accuracy import measure_layers
+from picompile.predictors.predictor_set import canonical_graph
+from picompile.predictors.profile import Profile, ProfileOptions, profile_model
+from picompile.predictors.profile.text import CalibrationText, library_texts
+from picompile.predictors.train import TrainOptions, train_predictors
+from picompile.streaming import layerwise_perplexity
 
 Windows = Sequence[Sequence[int]]
 

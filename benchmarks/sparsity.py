@@ -26,11 +26,11 @@ import numpy as np
 from kernels import Arguments, Case, arguments_of, best_isa
 from numpy.typing import NDArray
 
-from picompile_codegen import kernels
-from picompile_codegen.build import build_host_library
-from picompile_codegen.isa import ISAS, targeting
-from picompile_runtime.bandwidth import MemoryReader
-from picompile_runtime.native import CallList, HostLibrary, seconds_of
+from picompile_codegen import cpu as kernels
+from picompile_codegen.build.host_library import build_host_library
+from picompile_codegen.build.isa import ISAS, targeting
+from picompile_runtime.bench.floor import MemoryReader
+from picompile_runtime.devices.cpu.native import CallList, HostLibrary, seconds_of
 
 SPARSITIES = (0.0, 0.3, 0.5, 0.7, 0.87, 0.9, 0.95, 0.99)
 SHAPES = ((4096, 4096), (4096, 11008))

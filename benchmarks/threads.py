@@ -22,13 +22,13 @@ import numpy as np
 import psutil
 
 import picompile_runtime
-from picompile_codegen.build import build_host_library
-from picompile_codegen.kernels import Kernel
-from picompile_codegen.kernels.kernel import KernelFunction
-from picompile_codegen.kernels.tensor import loop, parallel
-from picompile_runtime.engine import Engine
-from picompile_runtime.memory import aligned_zeros
-from picompile_runtime.native import HostLibrary
+from picompile_codegen.build.host_library import build_host_library
+from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import KernelFunction
+from picompile_codegen.cpu.tensor import loop, parallel
+from picompile_runtime.devices.cpu.native import HostLibrary
+from picompile_runtime.devices.memory import aligned_zeros
+from picompile_runtime.engine.engine import Engine
 
 _ROWS, _COLUMNS = 64, 64
 _REGIONS = 200

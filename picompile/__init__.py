@@ -24,8 +24,9 @@ from picompile.errors import (
 from picompile.lazy import lazy
 
 if TYPE_CHECKING:
-    from picompile.capture import Captured, capture_module, load_model
-    from picompile.compile import CompileOptions, compile_model
+    from picompile.compile import compile_model
+    from picompile.compile_options import CompileOptions
+    from picompile.frontend import Captured, capture_module, load_model
     from picompile_runtime import Engine, load, verify
 
 __version__ = "0.1.0"
@@ -50,13 +51,13 @@ __all__ = [
 ]
 
 _HOME = {
-    "Captured": "picompile.capture",
+    "Captured": "picompile.frontend",
     "CompileOptions": "picompile.compile",
     "Engine": "picompile_runtime",
-    "capture_module": "picompile.capture",
+    "capture_module": "picompile.frontend",
     "compile_model": "picompile.compile",
     "load": "picompile_runtime",
-    "load_model": "picompile.capture",
+    "load_model": "picompile.frontend",
     "verify": "picompile_runtime",
 }
 

@@ -1,7 +1,7 @@
 """The compiler driver: from a checkpoint to an artifact, in numbered steps.
 
 1. capture    the model becomes an FX graph, without weights
-2. predictors where they are trained: profile, train, or what a folder has of both (`picompile.prediction`)
+2. predictors where they are trained: profile, train, or what a folder has of both
 3. plan       for a GPU, unless it is given: which neurons are hot, and what else lies where (`picompile.compile_plan`)
 4. passes     canonical → predicted → partitioned → quantized
 5. lower      kernel calls, packed weights, planned buffers
@@ -15,6 +15,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from picompile.artifact.writer import Compiled, Source, write_artifact
 from picompile.compile_options import (
     CHUNK,
     DEFAULT_CONTEXT,
@@ -29,21 +30,20 @@ from picompile.compile_options import (
 )
 from picompile.compile_passes import pipeline_passes, run_passes
 from picompile.compile_plan import check_plan, check_plan_model, check_profile, find_plan
-from picompile.compile_write import Compiled, Source, write_artifact
 from picompile.errors import AccuracyGateError, UsageError
-from picompile.output import Place, reserve
+from picompile.output import OutputPath, reserve
 from picompile.progress import NoProgress, Progress
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from picompile.capture import Captured
-    from picompile.capture.facts import ModelFacts
-    from picompile.hot_device import DeviceTarget
+    from picompile.artifact.code import DeviceTarget
+    from picompile.frontend import Captured
+    from picompile.frontend.captured import ModelFacts
     from picompile.placement.plan import Plan
-    from picompile.prediction import Prediction
-    from picompile_codegen.lower import Lowered
-    from picompile_codegen.program import Program
+    from picompile.predictors.predictor_set import PredictorSet
+    from picompile_codegen.lowering.lower import Lowered
+    from picompile_codegen.lowering.program import LoweredProgram
 
 __all__ = [
     "CHUNK",
@@ -70,13 +70,13 @@ def compile_model(
     options: CompileOptions | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Compiles `model`, an HF folder or what `picompile.capture.capture_module` returned, into the artifact `output`.
+    """Compiles `model`, an HF folder or what `picompile.frontend.capture_module` returned, into the artifact `output`.
 
     Raises `UsageError` (2), `UnsupportedModelError` (3), `DoesNotFitError` (5), or `MachineError` or `ToolchainError`
     (6) where the code cannot be made here; each before anything is written.
     """
     options, progress, output = options or CompileOptions(), progress or NoProgress(), Path(output)
-    from picompile.artifact_writer import check_output
+    from picompile.artifact.files import check_output
 
     def check() -> None:
         check_output(output, options.overwrite)
@@ -88,11 +88,10 @@ def compile_model(
 
 
 def _compile_to(
-    place: Place, model: "str | os.PathLike[str] | Captured", options: CompileOptions, progress: Progress
+    place: OutputPath, model: "str | os.PathLike[str] | Captured", options: CompileOptions, progress: Progress
 ) -> None:
-    from picompile.code import planned_code
+    from picompile.artifact.code import device_target, planned_code
     from picompile.compile_gate import check_gate
-    from picompile.hot_device import device_target
 
     # Before the model is captured, which takes longer than to tell that a pass is not known.
     pipeline_passes(options)
@@ -110,7 +109,7 @@ def _compile_to(
     if options.predictor in LOSSLESS:
         _compile(source, None, place, options, progress)
         return
-    from picompile.prediction import find_prediction
+    from picompile.predictors.predictor_set import find_prediction
 
     with find_prediction(folder, captured, place, options, progress) as prediction:
         _compile_gated(source, prediction, place, options, progress)
@@ -125,7 +124,7 @@ def _check_folder(options: CompileOptions, model: Path) -> None:
 
 
 def _compile(
-    source: Source, prediction: "Prediction | None", place: Place, options: CompileOptions, progress: Progress
+    source: Source, prediction: "PredictorSet | None", place: OutputPath, options: CompileOptions, progress: Progress
 ) -> None:
     from picompile.compile_gate import needs_stand_in
 
@@ -143,7 +142,7 @@ def _compile(
 
 
 def _compile_gated(
-    source: Source, prediction: "Prediction", place: Place, options: CompileOptions, progress: Progress
+    source: Source, prediction: "PredictorSet", place: OutputPath, options: CompileOptions, progress: Progress
 ) -> None:
     """Compiles; where the gate is not met, again with larger predictors for the layers to blame."""
     while True:
@@ -158,7 +157,7 @@ def _compile_gated(
 
 
 def _capture(model: Path, progress: Progress) -> "Captured":
-    from picompile.capture import load_model
+    from picompile.frontend import load_model
 
     with progress.step("capture"):
         captured = load_model(model)
@@ -171,7 +170,7 @@ def _check_context(options: CompileOptions, model: Path) -> None:
     """Raises `UsageError` for a context that the model has no positions for, before it is captured."""
     if options.context is None:
         return
-    from picompile.capture.hf import open_checkpoint
+    from picompile.frontend.hf import open_checkpoint
 
     _context(open_checkpoint(model).facts, options)
 
@@ -203,8 +202,9 @@ def _lower(
     device: "DeviceTarget | None",
 ) -> "Lowered":
     """The program for host and `device`, or for the host alone."""
-    from picompile.hot_device import placement
-    from picompile_codegen.lower import LowerOptions, lower
+    from picompile.artifact.code import placement
+    from picompile_codegen.lowering.function import LowerOptions
+    from picompile_codegen.lowering.lower import lower
 
     lower_options = LowerOptions(
         source.context,
@@ -217,10 +217,10 @@ def _lower(
     return lower(graph_module, lower_options)
 
 
-def _say_if_large(program: "Program", progress: Progress) -> None:
+def _say_if_large(program: "LoweredProgram", progress: Progress) -> None:
     """An artifact may be for a machine that has more memory; on this one it would not load."""
-    from picompile.measure import host_memory
-    from picompile_runtime.memory import in_units
+    from picompile.machine.host import host_memory
+    from picompile_runtime.devices.memory import in_units
 
     total_bytes, _ = host_memory()
     if program.state_bytes > total_bytes:

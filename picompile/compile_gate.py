@@ -9,15 +9,15 @@ that the same inputs give the same figures and bytes everywhere.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from picompile.code import Code, build_code, native_code, runs_here
+from picompile.artifact.code import Code, build_code, native_code, runs_here
+from picompile.artifact.writer import Compiled, Facts, write_program
 from picompile.compile_options import LOSSLESS, CompileOptions
-from picompile.compile_write import Compiled, Facts, write_program
 from picompile.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from picompile.hot_device import DeviceTarget
+    from picompile.artifact.code import DeviceTarget
 
 _FILE = "kernels/gate.so"
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from picompile.counts import require_whole
 from picompile.errors import UsageError
-from picompile.targets import gpu_of
+from picompile.machine import gpu_of
+from picompile.quantities import require_whole
 
 if TYPE_CHECKING:
-    from picompile.placement.machine_options import MachineOptions
+    from picompile.machine import Target
+    from picompile.placement.machine import MachineOptions
     from picompile.placement.plan import Plan
-    from picompile.targets import Target
 
 HOT_DEVICES = ("cuda", "cpu")
 QUANTIZATIONS = ("f16", "q8", "q4")
@@ -118,7 +118,7 @@ class CompileOptions:
 
     def _require_machine(self, gpu: "Target | None") -> None:
         """Raises `UsageError` for sizes of a machine that make no sense, or that no plan is made for."""
-        from picompile.placement.machine_options import check_machine_options
+        from picompile.placement.machine import check_machine_options
 
         for name in ("vram_budget", "host_memory", "host_bandwidth"):
             option = f"--{name.replace('_', '-')}"
@@ -147,7 +147,7 @@ class CompileOptions:
 
     def machine(self, gpu: "Target") -> "MachineOptions":
         """The machine with this GPU that a plan is made for."""
-        from picompile.placement.machine_options import MachineOptions
+        from picompile.placement.machine import MachineOptions
 
         return MachineOptions(gpu.name, self.vram_budget, self.host_memory, self.host_bandwidth)
 

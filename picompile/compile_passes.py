@@ -12,11 +12,10 @@ from picompile.progress import Progress
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from picompile.capture import Captured
-    from picompile.capture.facts import ModelFacts
+    from picompile.frontend import Captured
+    from picompile.frontend.captured import ModelFacts
     from picompile.placement.plan import Plan
-    from picompile_passes.infra import Pass
-    from picompile_passes.stages import Stage
+    from picompile_passes.base import Pass, Stage
 
 
 def pipeline_passes(
@@ -61,7 +60,7 @@ def _hot_neurons(
 
 def _with_stage(text: str) -> "tuple[str, Stage | None]":
     """The pass and the stage that `name{option=value}@stage` names; the stage may be left out."""
-    from picompile_passes.stages import Stage
+    from picompile_passes.base import Stage
 
     name, at, stage = text.rpartition("@")
     # An option may hold an @ too.
@@ -75,7 +74,7 @@ def _with_stage(text: str) -> "tuple[str, Stage | None]":
 
 def _in_order(own: "Sequence[Pass]", extra: "Sequence[tuple[Pass, Stage | None]]") -> "list[Pass]":
     """`own` passes, with each of the `extra` ones where its stage, or else the one it requires, is reached."""
-    from picompile_passes.stages import Stage
+    from picompile_passes.base import Stage
 
     ordered, reached = [], min(Stage)
     waiting = [(pass_, pass_.requires if stage is None else max(stage, pass_.requires)) for pass_, stage in extra]

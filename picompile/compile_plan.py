@@ -7,23 +7,23 @@ from typing import TYPE_CHECKING
 
 from picompile.compile_options import CompileOptions
 from picompile.errors import UsageError
+from picompile.machine import Target, gpu_of
 from picompile.progress import Progress
-from picompile.targets import Target, gpu_of
 
 if TYPE_CHECKING:
-    from picompile.capture.facts import ModelFacts
-    from picompile.compile_write import Source
-    from picompile.placement.firing_source import FiringSource
+    from picompile.artifact.writer import Source
+    from picompile.frontend.captured import ModelFacts
     from picompile.placement.model_bytes import ModelBytes
     from picompile.placement.plan import Plan
     from picompile.placement.planning import PlanOptions
-    from picompile.prediction import Prediction
+    from picompile.placement.sources import FiringSource
     from picompile.predictors import Predictors
+    from picompile.predictors.predictor_set import PredictorSet
 
 
 def check_plan_model(plan: "Plan", folder: Path) -> None:
     """Raises `UsageError` for a plan of another checkpoint than `folder`."""
-    from picompile.checkpoint.fingerprint import fingerprint
+    from picompile.frontend.checkpoint import fingerprint
 
     if plan.fingerprint != fingerprint(folder):
         raise UsageError(f"the plan is of another model ({plan.model!r}) than {folder}; plan this one")
@@ -31,8 +31,8 @@ def check_plan_model(plan: "Plan", folder: Path) -> None:
 
 def check_profile(profile: Path, folder: Path) -> None:
     """Raises `UsageError` for a profile of another checkpoint than `folder`, or none at all."""
-    from picompile.checkpoint.fingerprint import fingerprint
-    from picompile.placement.firing_source import given_profile
+    from picompile.frontend.checkpoint import fingerprint
+    from picompile.placement.sources import given_profile
 
     given_profile(profile, None, fingerprint(folder))
 
@@ -55,7 +55,7 @@ def check_plan(plan: "Plan", source: "Source", options: CompileOptions, progress
 
 
 def find_plan(
-    source: "Source", prediction: "Prediction | None", options: CompileOptions, progress: Progress
+    source: "Source", prediction: "PredictorSet | None", options: CompileOptions, progress: Progress
 ) -> "Plan | None":
     """The plan that was given, or one for the target's GPU where it is left to the compiler what is hot; else None.
 
@@ -65,8 +65,7 @@ def find_plan(
     gpu = gpu_of(options.target)
     if not options.makes_plan or gpu is None:
         return options.plan
-    from picompile.placement.planning import make_plan
-    from picompile.placement.whole import whole_plan
+    from picompile.placement.planning import make_plan, whole_plan
 
     settings = _settings(gpu, source, options, progress)
     predictors = None if prediction is None or prediction.kind != "learned" else prediction.predictors
@@ -75,7 +74,7 @@ def find_plan(
         plan = whole_plan(model, settings)
     if plan is not None:
         return plan
-    from picompile.placement.model_source import planned_model
+    from picompile.placement.sources import planned_model
 
     with _firing(source, prediction, options, progress) as firing, progress.step("plan"):
         planned = planned_model(model, firing, predictors, settings.fingerprint)
@@ -83,8 +82,8 @@ def find_plan(
 
 
 def _settings(gpu: Target, source: "Source", options: CompileOptions, progress: Progress) -> "PlanOptions":
-    from picompile.checkpoint.fingerprint import fingerprint
-    from picompile.placement.machine_options import find_machine
+    from picompile.frontend.checkpoint import fingerprint
+    from picompile.placement.machine import find_machine
     from picompile.placement.planning import PlanOptions
 
     machine = find_machine(options.machine(gpu))
@@ -112,12 +111,12 @@ def _predictor(options: CompileOptions, facts: "ModelFacts") -> str:
 
 @contextmanager
 def _firing(
-    source: "Source", prediction: "Prediction | None", options: CompileOptions, progress: Progress
+    source: "Source", prediction: "PredictorSet | None", options: CompileOptions, progress: Progress
 ) -> "Iterator[FiringSource]":
     """From the profile that predictors were trained on, one that was given or is in the work folder, or one made."""
-    from picompile.checkpoint.fingerprint import fingerprint
-    from picompile.placement.firing_source import NOT_KEPT, FiringSource, given_profile, made_profile
-    from picompile.profiling import ProfileOptions
+    from picompile.frontend.checkpoint import fingerprint
+    from picompile.placement.sources import NOT_KEPT, FiringSource, given_profile, made_profile
+    from picompile.predictors.profile import ProfileOptions
 
     if source.folder is None:
         raise UsageError(

@@ -36,7 +36,7 @@ def evaluate(
     """
     from picompile.loading import load_engine
     from picompile_runtime import Tokenizer
-    from picompile_runtime.perplexity import perplexity
+    from picompile_runtime.bench.perplexity import perplexity
 
     progress = progress or NoProgress()
     with load_engine(artifact, threads, replan, progress) as engine:
@@ -95,12 +95,14 @@ def dense_perplexity(
 ) -> float:
     """Perplexity of a checkpoint in eager PyTorch: its canonical graph, every neuron, original weights as float32.
 
-    Windows are those of `picompile_runtime.perplexity`. Raises `UsageError` where the vocabulary is not the artifact's.
+    Windows are those of `picompile_runtime.bench.perplexity`.
+
+    Raises `UsageError` where the vocabulary is not the artifact's.
     """
     import numpy as np
     import torch
 
-    from picompile_runtime.perplexity import Perplexity, negative_log_likelihood
+    from picompile_runtime.bench.perplexity import Perplexity, negative_log_likelihood
 
     progress = progress or NoProgress()
     with progress.step("capture the dense model"):
@@ -116,8 +118,8 @@ def dense_perplexity(
 
 
 def _dense_graph(model: Path, vocabulary: int) -> "GraphModule":
-    from picompile.capture import load_model
-    from picompile_passes.materialize import materialize
+    from picompile.frontend import load_model
+    from picompile_passes.graph.materialize import materialize
     from picompile_passes.passes.canonicalize import CANONICALIZE
     from picompile_passes.pipeline import Pipeline
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from picompile.progress import Progress
 
 if TYPE_CHECKING:
-    from picompile_runtime.engine import Engine
+    from picompile_runtime.engine.engine import Engine
 
 
 def load_engine(artifact: str | os.PathLike[str], threads: int | None, replan: bool, progress: Progress) -> "Engine":

@@ -1,4 +1,3 @@
 """The runtime under the compiler's name: `from picompile.runtime import load`. See `picompile_runtime`."""
 
 from picompile_runtime import *  # noqa: F403
-from picompile_runtime import __all__ as __all__

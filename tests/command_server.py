@@ -71,12 +71,12 @@ def main() -> None:
 def _import_all() -> None:
     """What most commands import, sooner or later."""
     for name in (
-        "picompile.capture",
+        "picompile.frontend",
         "picompile.cli",
         "picompile.compile",
         "picompile.placement",
-        "picompile_codegen.build",
-        "picompile_codegen.lower",
+        "picompile_codegen.build.host_library",
+        "picompile_codegen.lowering.lower",
         "picompile_runtime",
         "torch.export",
         "transformers.models.llama.modeling_llama",
@@ -86,7 +86,7 @@ def _import_all() -> None:
 
 def _capture_bundled_model() -> None:
     """So that the processes of commands need not: a process captures a model once."""
-    from picompile.capture import load_model
+    from picompile.frontend import load_model
 
     load_model(Path(__file__).parents[1] / "models" / "tiny-reglu")
 

@@ -64,7 +64,7 @@ def _code_for_this_machine() -> Iterator[None]:
 
     Tests of several instruction sets ask for `every_isa`.
     """
-    from picompile.targets import TARGETS, find_native_target
+    from picompile.machine import TARGETS, find_native_target
 
     native = find_native_target()
     with pytest.MonkeyPatch.context() as patch:
@@ -78,7 +78,7 @@ def _code_for_this_machine() -> Iterator[None]:
 @pytest.fixture
 def every_isa(monkeypatch: pytest.MonkeyPatch) -> None:
     """The targets as users have them."""
-    from picompile.targets import TARGETS
+    from picompile.machine import TARGETS
 
     for name, row in ALL_TARGETS.items():
         monkeypatch.setitem(TARGETS, name, row)

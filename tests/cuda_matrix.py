@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 
 from families import build, save
 
-from picompile.capture import load_model
-from picompile.compile import CompileOptions, pipeline_passes, run_passes
+from picompile.compile_options import CompileOptions
+from picompile.compile_passes import pipeline_passes, run_passes
+from picompile.frontend import load_model
 from picompile.progress import NoProgress
 from picompile_codegen.cuda.build import FILES, build_cuda
-from picompile_codegen.lower import LowerOptions, lower
-from picompile_codegen.placement import Placement
+from picompile_codegen.lowering.function import LowerOptions
+from picompile_codegen.lowering.lower import lower
+from picompile_codegen.lowering.placement import Placement
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 

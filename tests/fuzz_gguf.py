@@ -22,8 +22,8 @@ from powerinfer_files import Mutation, Sizes, mutations, random_predictors, writ
 from safetensors.numpy import load_file
 
 from picompile.errors import UsageError
-from picompile.importing import find_source, read_guarded
-from picompile.importing.expected import check_by_config
+from picompile.predictors.powerinfer import find_source, read_guarded
+from picompile.predictors.powerinfer.importer import check_by_config
 
 BOUND_S = 1.0
 BUNDLED_MODEL = Path(__file__).resolve().parents[1] / "models" / "tiny-reglu"

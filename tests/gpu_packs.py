@@ -16,7 +16,7 @@ from codegen.cuda.emulator import Emulated
 from fake_cuda.fixtures import fake_cuda, fake_library
 from support import ROOT, BuildOnce, save_tiny_llama
 
-from picompile.targets import native_target
+from picompile.machine import native_target
 
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -26,7 +26,7 @@ from _gpu_models import ModelOptions, pack_model  # noqa: E402
 from _gpu_pack_bundled import BundledOptions, pack_bundled  # noqa: E402
 
 from picompile.synth.shapes import shape_from_config  # noqa: E402
-from picompile_codegen.build import build_host_library  # noqa: E402
+from picompile_codegen.build.host_library import build_host_library  # noqa: E402
 
 __all__ = ["fake_cuda", "fake_library", "gpu_pack", "kernels"]
 

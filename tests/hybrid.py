@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 from picompile_runtime import Engine
-from picompile_runtime.device import View
-from picompile_runtime.memory import aligned_zeros, array_at
-from picompile_runtime.native import CallList, HostLibrary, TensorTable
+from picompile_runtime.devices.base import View
+from picompile_runtime.devices.cpu.native import CallList, HostLibrary, TensorTable
+from picompile_runtime.devices.memory import aligned_zeros, array_at
 
 HERE = Path(__file__).parent
 SHARES = (0.0, 0.1, 0.5, 0.9, 1.0)

@@ -40,9 +40,10 @@ from hybrid import (
 from test_end_to_end import BYTES_TOLERANCE, TOLERANCE
 
 import picompile_runtime
-from picompile.capture import Captured, load_model
-from picompile.compile import CompileOptions, compile_model
-from picompile.targets import TARGETS, find_native_target
+from picompile.compile import compile_model
+from picompile.compile_options import CompileOptions
+from picompile.frontend import Captured, load_model
+from picompile.machine import TARGETS, find_native_target
 
 PROMPTS, TOKENS = 6, 12
 CONTEXT = 80

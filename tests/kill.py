@@ -72,7 +72,7 @@ def _import_once() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import picompile.cli.app
-    import picompile.profiling  # noqa: F401
+    import picompile.predictors.profile  # noqa: F401
 
 
 def _start(command: Sequence[str], folder: Path) -> int:

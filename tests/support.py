@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from picompile.targets import TARGETS
+from picompile.machine import TARGETS
 
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLED_MODEL = ROOT / "models" / "tiny-reglu"
@@ -73,6 +73,7 @@ def save_tiny_llama(folder: Path, **changes: object) -> None:
 
 
 def compile_for_test(model: Path, artifact: Path, **options: object) -> None:
-    from picompile.compile import CompileOptions, compile_model
+    from picompile.compile import compile_model
+    from picompile.compile_options import CompileOptions
 
     compile_model(model, artifact, CompileOptions(**options))  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Who is to blame for what predictors cost."""
 
-from picompile.blame import to_blame
+from picompile.predictors.accuracy import to_blame
 
 
 def test_blame_falls_on_those_that_miss_most() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from picompile import block_file
-from picompile.block_file import BlockFile
+from picompile.artifact import files as block_file
+from picompile.artifact.files import BlockFile
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [64], [63, 1], [1] * 200, [1000], [64, 64, 64], [10, 300, 5, 0, 133]])

@@ -9,14 +9,16 @@ from torch import Tensor, nn
 
 import picompile.compile as compile_module
 import picompile_runtime
-from picompile import measure
-from picompile.artifact_writer import check_disk
-from picompile.capture import capture_module
-from picompile.compile import CompileOptions, compile_model, pipeline_passes
+from picompile.artifact.files import check_disk
+from picompile.compile import compile_model
+from picompile.compile_options import CompileOptions
+from picompile.compile_passes import pipeline_passes
 from picompile.errors import DoesNotFitError, TargetError, UnsupportedModelError, UsageError
+from picompile.frontend import capture_module
+from picompile.machine import measured as measure
 from picompile.progress import NoProgress
-from picompile_codegen import program as codegen_program
-from picompile_runtime import program
+from picompile_codegen.lowering import program as codegen_program
+from picompile_runtime.artifact import program
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -42,7 +44,7 @@ def test_a_failure_leaves_the_old_artifact_and_nothing_else(
     def fail(*_: object) -> Tensor:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("picompile_passes.materialize.evaluate_constant", fail)
+    monkeypatch.setattr("picompile_passes.graph.materialize.evaluate_constant", fail)
     with pytest.raises(OSError, match="no space left"):
         compile_model(tiny_model, output, CompileOptions(quant="q8", context=32, overwrite=True))
     assert [path.name for path in tmp_path.iterdir()] == ["artifact"]

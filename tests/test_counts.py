@@ -3,10 +3,10 @@
 import pytest
 
 from picompile.compile_options import CompileOptions
-from picompile.counts import parse_count, shortened
 from picompile.errors import UsageError
-from picompile.profiling import ProfileOptions
-from picompile.training import TrainOptions
+from picompile.predictors.profile import ProfileOptions
+from picompile.predictors.train import TrainOptions
+from picompile.quantities import parse_count, shortened
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,13 @@ from torch import nn
 from torch.fx import GraphModule
 
 import picompile_runtime
-from picompile.capture import Captured, load_model
-from picompile.compile import CompileOptions, compile_model, pipeline_passes
-from picompile_passes.materialize import materialize
+from picompile.compile import compile_model
+from picompile.compile_options import CompileOptions
+from picompile.compile_passes import pipeline_passes
+from picompile.frontend import Captured, load_model
+from picompile_passes.base import Stage, stage_of
+from picompile_passes.graph.materialize import materialize
 from picompile_passes.pipeline import GraphPass, Pipeline
-from picompile_passes.stages import Stage, stage_of
 
 PROMPTS = (1, 2, 17, 300)
 STEPS = 32

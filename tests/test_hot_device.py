@@ -14,18 +14,21 @@ from support import ROOT
 from test_prediction import held_out, write_predictors
 
 import picompile_runtime
-from picompile import hot_device
-from picompile.capture import load_model
-from picompile.compile import CompileOptions, compile_model, pipeline_passes, run_passes
+from picompile.artifact import code as hot_device
+from picompile.artifact.code import DeviceTarget, device_target
+from picompile.compile import compile_model
+from picompile.compile_options import CompileOptions
+from picompile.compile_passes import pipeline_passes, run_passes
 from picompile.errors import AccuracyGateError, UsageError
-from picompile.hot_device import DeviceTarget, device_target
+from picompile.frontend import load_model
+from picompile.machine import TARGETS
 from picompile.progress import NoProgress
-from picompile.targets import TARGETS
 from picompile_codegen import cuda
 from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.cuda.function import CudaKernel
-from picompile_codegen.lower import LowerOptions, lower
-from picompile_codegen.placement import Placement
+from picompile_codegen.lowering.function import LowerOptions
+from picompile_codegen.lowering.lower import lower
+from picompile_codegen.lowering.placement import Placement
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 
@@ -222,7 +225,7 @@ def test_the_gate_reads_without_the_gpu(gpu_model: Path, held_out: Path, tmp_pat
     assert {path.name for path in (tmp_path / "gpu" / "kernels").iterdir()} == {
         "host.so", "device.cubin", "device.ptx", "device.json"
     }  # fmt: skip
-    manifest = picompile_runtime.artifact.read_manifest(tmp_path / "gpu")
+    manifest = picompile_runtime.artifact.reader.read_manifest(tmp_path / "gpu")
     assert manifest.hot_device is not None and manifest.hot_device.sm == 89
     program = json.loads((tmp_path / "gpu" / "program.json").read_text())
     assert any(call.get("device") == "device" for call in program["functions"]["decode"])
@@ -253,10 +256,11 @@ def test_a_partition_of_the_cpu_is_judged_by_itself(
 def test_a_machine_that_no_code_runs_on_is_told_first(
     gpu_model: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from picompile_runtime import MachineError, machine
+    from picompile_runtime import MachineError
+    from picompile_runtime.devices import machine
 
     monkeypatch.setattr(machine, "cpu_features", lambda: frozenset())
-    monkeypatch.setattr("picompile.capture.load_model", lambda model: pytest.fail("the model was captured"))
+    monkeypatch.setattr("picompile.frontend.load_model", lambda model: pytest.fail("the model was captured"))
     with pytest.raises(MachineError, match="no code can be made for this machine's processor"):
         compile_model(gpu_model, tmp_path / "gpu", lossy(gpu_model, tmp_path, held_out, target="4090"))
 

@@ -34,10 +34,11 @@ from test_end_to_end import BYTES_TOLERANCE, TOLERANCE
 from test_prediction import held_out, write_predictors
 
 import picompile_runtime
-from picompile import hot_device
-from picompile.capture import Captured, load_model
-from picompile.compile import CHUNK, CompileOptions, compile_model
-from picompile_codegen.placement import ON_HOST, Placement
+from picompile.artifact import code as hot_device
+from picompile.compile import compile_model
+from picompile.compile_options import CHUNK, CompileOptions
+from picompile.frontend import Captured, load_model
+from picompile_codegen.lowering.placement import ON_HOST, Placement
 
 __all__ = ["held_out"]
 

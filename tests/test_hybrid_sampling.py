@@ -10,7 +10,7 @@ from gpu_artifacts import HOT, fake_cuda, fake_library, gpu, gpu_artifact, gpu_k
 from support import BuildOnce, compile_for_test
 
 from picompile_runtime import Engine, Sampler, SamplingParams, Scores, Tokenizer, generate, load
-from picompile_runtime.executor import Executor
+from picompile_runtime.engine.executor import Executor
 
 __all__ = ["fake_cuda", "fake_library", "gpu", "gpu_artifact", "gpu_kernels", "gpu_model", "host_artifact"]
 

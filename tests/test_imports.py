@@ -93,7 +93,7 @@ RUNTIME_MODULES = [
         "import picompile",
         "import picompile.runtime",
         "import picompile.cli",
-        "import picompile.targets, picompile.errors, picompile.progress, picompile.compile",
+        "import picompile.machine, picompile.errors, picompile.progress, picompile.compile",
         "import picompile_runtime\n" + "\n".join(f"import {name}" for name in RUNTIME_MODULES),
         "import picompile; picompile.CompileOptions(quant='q8'); picompile.load",
     ],

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from picompile.errors import UnsupportedModelError
-from picompile.json_file import MOST_CONFIG_BYTES, read_json_object, read_text, token_ids
+from picompile.frontend.json_file import MOST_CONFIG_BYTES, read_json_object, read_text, token_ids
 
 
 @pytest.mark.parametrize(

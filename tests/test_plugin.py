@@ -18,9 +18,11 @@ from reference import relative_error
 from support import ROOT, BuildOnce, Cli, Ended
 
 import picompile_runtime
-from picompile.capture import load_model
-from picompile.compile import CompileOptions, compile_model, pipeline_passes
-from picompile_passes.materialize import materialize
+from picompile.compile import compile_model
+from picompile.compile_options import CompileOptions
+from picompile.compile_passes import pipeline_passes
+from picompile.frontend import load_model
+from picompile_passes.graph.materialize import materialize
 from picompile_passes.pipeline import Pipeline
 
 PACKAGE = ROOT / "examples" / "picompile-silent"

@@ -9,17 +9,19 @@ import torch
 from support import BUNDLED_MODEL, Cli
 
 import picompile_runtime
-from picompile.checkpoint.fingerprint import fingerprint
-from picompile.compile import CompileOptions, compile_model
+from picompile.compile import compile_model
+from picompile.compile_options import CompileOptions
 from picompile.errors import AccuracyGateError, UsageError
+from picompile.frontend.checkpoint import fingerprint
+from picompile.machine import TARGETS
 from picompile.predictors import LayerPredictor, save_predictors
-from picompile.targets import TARGETS
-from picompile_codegen import build, toolchain
-from picompile_codegen.isa import Isa
-from picompile_codegen.kernels import Kernel
+from picompile_codegen.build import host_library as build
+from picompile_codegen.build import host_library as toolchain
+from picompile_codegen.build.isa import Isa
+from picompile_codegen.cpu import Kernel
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.predictors import PredictorKind, add_predictor_kind
-from picompile_runtime.machine import is_machine
+from picompile_runtime.devices.machine import is_machine
 
 RANK = 7
 EVERY_NEURON = PredictorKind(
@@ -148,7 +150,7 @@ def test_what_lossless_predictors_do_not_need(cli: Cli, tiny_model: Path, tmp_pa
 
 
 def test_a_module_in_memory_has_no_text_to_be_judged_by(tiny_model: Path, tmp_path: Path) -> None:
-    from picompile.capture import load_model
+    from picompile.frontend import load_model
 
     with pytest.raises(UsageError, match="model folder"):
         compile_model(load_model(tiny_model), tmp_path / "artifact", CompileOptions(predictor="learned", context=32))

@@ -1,7 +1,7 @@
 import pytest
 
 from picompile.errors import UsageError
-from picompile.shares import parse_gate, parse_share
+from picompile.quantities import parse_gate, parse_share
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from picompile.errors import UsageError
-from picompile.sizes import parse_bandwidth, parse_budget, parse_bytes
+from picompile.quantities import parse_bandwidth, parse_budget, parse_bytes
 
 UNITS = {
     "": 1,

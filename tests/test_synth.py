@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from picompile.errors import DoesNotFitError, UnsupportedModelError, UsageError
-from picompile.models import BambooForCausalLM, FatReLU
-from picompile.synth import SHAPES, Shape, Synthesis, find_config, find_shape, shape_from_config, synthesize
+from picompile.frontend.bamboo import BambooForCausalLM, FatReLU
+from picompile.synth import SHAPES, ModelShape, Synthesis, find_config, find_shape, shape_from_config, synthesize
 from picompile.synth.families import tensor_shapes
-from picompile.synth.rates import beta_rates, firing_offsets, share_of_firings
+from picompile.synth.firing import beta_rates, firing_offsets, share_of_firings
 from picompile.synth.writer import CheckpointWriter
 
 TINY = ("tiny-reglu", "tiny-opt", "tiny-drelu", "tiny-falcon")
@@ -161,7 +161,7 @@ def test_generation_does_not_fall_into_a_hole(make: Make, name: str) -> None:
 def test_tensors_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    from picompile.models import BambooConfig
+    from picompile.frontend.bamboo import BambooConfig
 
     shape = SHAPES[name]
     bamboo = shape.config["model_type"] == "bamboo"
@@ -416,7 +416,7 @@ def test_senseless_config(change: dict[str, Any], message: str) -> None:
 
 
 def synthesize_tiny(output: Path) -> Synthesis:
-    shape: Shape = SHAPES["tiny-reglu"]
+    shape: ModelShape = SHAPES["tiny-reglu"]
     return synthesize(shape, 0.1, 0, output)
 
 

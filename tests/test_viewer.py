@@ -9,16 +9,15 @@ from itertools import pairwise
 
 import pytest
 
-from picompile.testing import Shape, build
-from picompile.viewer import Compared, Comparison, compare, counts_text, graph_summary, listing, render_page
-from picompile.viewer.boxes import short_operator, short_shape, short_weight
-from picompile.viewer.folds import fold
-from picompile.viewer.layers import HEAD, TAIL, sections
-from picompile.viewer.layout import lay_out
-from picompile.viewer.listing import layers_text
-from picompile.viewer.picture import path_text
-from picompile_passes.dump import graph_text
-from picompile_passes.dump_reader import DumpGraph, read_dump
+from picompile.report.graph import Compared, Comparison, compare, counts_text, graph_summary, listing, render_page
+from picompile.report.graph.folds import fold
+from picompile.report.graph.layout import lay_out
+from picompile.report.graph.listing import layers_text
+from picompile.report.graph.picture import path_text, short_operator, short_shape, short_weight
+from picompile.report.graph.sections import HEAD, TAIL, sections
+from picompile.testing import GraphShape, build
+from picompile_passes.graph.dump import graph_text
+from picompile_passes.graph.dump_reader import DumpGraph, read_dump
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
@@ -28,7 +27,7 @@ LAYERS = 4
 
 def dumps(hot: dict[int, tuple[int, ...]], **shape: object) -> dict[str, DumpGraph]:
     """The graph at each stage. It has four layers unless `shape` says otherwise."""
-    graph_module = build(Shape(**{"layers": LAYERS, **shape}))  # type: ignore[arg-type]
+    graph_module = build(GraphShape(**{"layers": LAYERS, **shape}))  # type: ignore[arg-type]
     found = {"canonical": read_dump(graph_text(graph_module))}
     for pass_ in (InsertPredictors(), Partition(hot), Quantize("q8")):
         graph_module = pass_(graph_module).graph_module
@@ -121,7 +120,7 @@ def test_a_name_that_was_reused_is_another_node(stages: dict[str, DumpGraph]) ->
 
 
 def test_symbols_of_two_captures_are_the_same_tokens(stages: dict[str, DumpGraph]) -> None:
-    lines = graph_text(build(Shape(layers=1)))
+    lines = graph_text(build(GraphShape(layers=1)))
     symbol = re.search(r"s\d+", lines)
     assert symbol is not None
     assert compare(read_dump(lines), read_dump(lines.replace(symbol[0], "s991"))).equal

@@ -12,10 +12,9 @@ from typing import Protocol
 
 from torch.fx import GraphModule
 
-from picompile_passes.dump import graph_text
+from picompile_passes.base import PassResult, Stage, check_stage, stage_of
 from picompile_passes.errors import PassError, PassOptionError, StageError, is_for_the_user
-from picompile_passes.infra import PassResult, check_stage
-from picompile_passes.stages import Stage, stage_of
+from picompile_passes.graph.dump import graph_text
 from picompile_passes.verify import verify
 
 

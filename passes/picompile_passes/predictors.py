@@ -1,17 +1,125 @@
-"""Predictor kinds by name: ours, those that installed packages offer, and those that a program adds.
+"""What a predictor kind is, and the kinds there are without any plug-in.
 
-An entry point of the group `picompile.predictors` has the kind's name and leads to a `PredictorKind`. It is imported
-when a graph or a pass names it. `add_predictor_kind` adds one from a program, before graphs that use it are made.
+| kind | weights | a neuron fires where | loses |
+| --- | --- | --- | --- |
+| `exact` | the deciding matrix and its bias, if any | the activation of its gate is not zero (ReLU family) | nothing |
+| `none` | any matrix with a row for each neuron | always | nothing |
+| `learned` | fc1 [R, D], fc2 [F, R], bias [F] | fc2 · (fc1 · x) + bias > threshold | what training missed |
+| `learned-relu` | the same | fc2 · relu(fc1 · x) + bias > threshold | what training missed |
+| `sign` | the deciding matrix [F, D] | enough of its columns agree with x in sign | what the signs hide |
+
+The deciding matrix is the gate, or up where there is no gate. `learned-relu` is the form of PowerInfer (arXiv
+2312.12456) and Deja Vu (arXiv 2310.17157). `sign` is that of SparseInfer (arXiv 2411.12692), and needs no training.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from operator import attrgetter
 
-from picompile_passes.errors import RegistryError
-from picompile_passes.predictor_kinds import BUILTIN_KINDS, PredictorKind
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-__all__ = ["ENTRY_POINT_GROUP", "PredictorKind", "add_predictor_kind", "predictor_kind", "predictor_kinds"]
+from picompile_passes.errors import RegistryError
+
+
+@dataclass(frozen=True)
+class PredictorKind:
+    """One kind. `evaluate(x [T, D], weights, threshold)` → bool [T, neurons]; `neurons(weights)` → that dimension.
+
+    A `row_local` kind needs nothing but the rows of the neurons it speaks of, so a partition may split its weights with
+    the rows of the block.
+
+    `parameters` are weights of its own, by name and in the order of `weights`, each with a letter for each of its
+    dimensions: F neurons, D columns of x, R the rank. Such a kind may read another input than its block's x. A kind
+    without any is given the deciding matrix of the block and, with `reads_bias`, its bias where it has one.
+
+    `threshold` is what `predict` gets where no other is asked for.
+    """
+
+    name: str
+    evaluate: Callable[[Tensor, list[Tensor], float], Tensor]
+    neurons: Callable[[list[Tensor]], int]
+    row_local: bool
+    parameters: Mapping[str, str] | None = None
+    threshold: float = 0.0
+    reads_bias: bool = False
+
+    @property
+    def has_rank(self) -> bool:
+        """Whether the shapes of its parameters depend on a rank."""
+        return any("R" in letters for letters in (self.parameters or {}).values())
+
+
+def first_rows(weights: list[Tensor]) -> int:
+    """Rows of the first weight: the neurons of a kind whose first weight has one row for each."""
+    return int(weights[0].shape[0])
+
+
+def _exact(x: Tensor, weights: list[Tensor], threshold: float) -> Tensor:
+    bias = weights[1] if len(weights) > 1 else None
+    return F.linear(x, weights[0], bias) > threshold
+
+
+def _none(x: Tensor, weights: list[Tensor], threshold: float) -> Tensor:
+    return torch.ones((*x.shape[:-1], first_rows(weights)), dtype=torch.bool, device=x.device)
+
+
+def _learned(x: Tensor, weights: list[Tensor], threshold: float) -> Tensor:
+    fc1, fc2, bias = weights
+    return F.linear(F.linear(x, fc1), fc2, bias) > threshold
+
+
+def _learned_relu(x: Tensor, weights: list[Tensor], threshold: float) -> Tensor:
+    fc1, fc2, bias = weights
+    return F.linear(F.relu(F.linear(x, fc1)), fc2, bias) > threshold
+
+
+def sign_limit(columns: int, threshold: float) -> int:
+    """How many columns may agree in sign where a neuron of kind `sign` is still silent: it fires where more do.
+
+    A share of the columns is more than `threshold` just where their number is more than this; a whole number, so that
+    eager PyTorch and kernels agree on shares that no float holds.
+    """
+    return math.floor(threshold * columns)
+
+
+def _sign(x: Tensor, weights: list[Tensor], threshold: float) -> Tensor:
+    """Agreeing columns from the product of signs, agreeing - differing; 0 and -0 are positive. Exact below 2^24."""
+    (w,) = weights
+    columns = w.shape[1]
+    product = F.linear(_signs(x), _signs(w))
+    return (product + columns) / 2 > sign_limit(columns, threshold)
+
+
+def _signs(values: Tensor) -> Tensor:
+    return torch.where(values < 0, -1.0, 1.0)
+
+
+_OF_LEARNED = {"fc1": "RD", "fc2": "FR", "bias": "F"}
+
+
+def _rows_of_fc2(weights: list[Tensor]) -> int:
+    return int(weights[1].shape[0])
+
+
+BUILTIN_KINDS = (
+    PredictorKind("exact", _exact, first_rows, row_local=True, reads_bias=True),
+    PredictorKind("none", _none, first_rows, row_local=True),
+    PredictorKind("learned", _learned, _rows_of_fc2, row_local=False, parameters=_OF_LEARNED),
+    PredictorKind("learned-relu", _learned_relu, _rows_of_fc2, row_local=False, parameters=_OF_LEARNED),
+    # Half of the columns: above it the sum is more likely positive than not.
+    PredictorKind("sign", _sign, first_rows, row_local=True, threshold=0.5),
+)
+
+
+# Predictor kinds by name: ours, those that installed packages offer, and those that a program adds.
+#
+# An entry point of the group `picompile.predictors` has the kind's name and leads to a `PredictorKind`. It is imported
+# when a graph or a pass names it. `add_predictor_kind` adds one from a program, before graphs that use it are made.
+
 
 ENTRY_POINT_GROUP = "picompile.predictors"
 

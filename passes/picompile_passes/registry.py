@@ -10,8 +10,8 @@ from dataclasses import dataclass, is_dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from picompile_passes.base import Pass
 from picompile_passes.errors import PassOptionError, RegistryError
-from picompile_passes.infra import Pass
 from picompile_passes.options import construct, split_pass
 from picompile_passes.passes import BUILTIN
 

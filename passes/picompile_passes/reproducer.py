@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule
 
+from picompile_passes.base import stage_of
 from picompile_passes.errors import PassError, PassesError, VerifyError, is_for_the_user
-from picompile_passes.reduce import reduce_graph
-from picompile_passes.source import graph_source, pass_source
-from picompile_passes.stages import stage_of
+from picompile_passes.graph.reduce import reduce_graph
+from picompile_passes.graph.source import graph_source, pass_source
 from picompile_passes.verify import verify
 
 if TYPE_CHECKING:

@@ -1,9 +1,17 @@
-"""The application: its commands, and the one place where errors become exit codes."""
+"""How a command ends: exceptions become one line and an exit code."""
 
+import errno
+import os
 import platform
+import resource
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -15,7 +23,6 @@ from picompile.cli.compile import compile_command
 from picompile.cli.diff import diff_command
 from picompile.cli.doctor import doctor_command
 from picompile.cli.eval import eval_command
-from picompile.cli.failures import SIGNALLED, report
 from picompile.cli.import_predictors import import_predictors_command
 from picompile.cli.inspect import inspect_command
 from picompile.cli.passes import passes_command
@@ -23,12 +30,167 @@ from picompile.cli.plan import plan_command
 from picompile.cli.profile import profile_command
 from picompile.cli.report import report_command
 from picompile.cli.run import run_command
-from picompile.cli.stopping import stoppable
-from picompile.cli.streams import complete_streams
 from picompile.cli.synth import synth_command
 from picompile.cli.targets import targets_command
 from picompile.cli.train import train_command
 from picompile.cli.verify import verify_command
+from picompile.errors import PicompileError
+from picompile.output import DISK_FULL
+
+SIGNALLED = 128  # plus the signal's number, as shells have it
+INTERRUPTED = SIGNALLED + signal.SIGINT
+BROKEN_PIPE = SIGNALLED + signal.SIGPIPE
+NO_SPACE = 5
+USAGE = 2
+INTERNAL = 1
+
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
+_MOST_CAUSES = 20
+
+
+def report(error: BaseException, *, debug: bool) -> int:
+    """Says on stderr what went wrong; returns the exit code. One line, unless `debug` asks for everything."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        # It takes no more, and what is left for it would be tried again at the end.
+        silence_stdout()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = "standard output"
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        return BROKEN_PIPE
+    code, text = _explain(error)
+    if not text:
+        return code
+    if not debug:
+        text = text.strip().splitlines()[0]
+    with suppress(OSError, ValueError):  # stderr takes nothing: the exit code says it
+        if debug:
+            traceback.print_exception(error, file=sys.stderr)
+        print(f"error: {text}", file=sys.stderr)
+    return code
+
+
+def _explain(error: BaseException) -> tuple[int, str]:
+    """Exit code and text. Any exception that carries an integer `exit_code` is one that a user can act on."""
+    if isinstance(error, typer.Exit):
+        return error.exit_code, ""
+    if (limit := _exhausted(error)) is not None:
+        return limit
+    code = getattr(error, "exit_code", None)
+    if isinstance(code, int):
+        # The argument parser's errors keep their text in `format_message`, partly over several lines.
+        text = error.format_message() if hasattr(error, "format_message") else str(error)
+        return code, " ".join(text.split()) if hasattr(error, "format_message") else text
+    if isinstance(error, OSError) and error.filename is not None:
+        # A file that cannot be opened is nearly always one that the user named.
+        return USAGE, f"{error.filename}: {error.strerror}"
+    if isinstance(error, MemoryError):
+        return NO_SPACE, "out of memory; close other programs, or choose a smaller --context"
+    summary = f"{type(error).__name__}: {error}".splitlines()[0]
+    return INTERNAL, f"internal error: {summary}; run with --debug for the traceback"
+
+
+def _exhausted(error: BaseException) -> tuple[int, str] | None:
+    """What a file descriptor or a disk was lacking for, where that is why `error` came, whatever was made of it."""
+    for cause in _causes(error):
+        # Some libraries have no more than the text.
+        if getattr(cause, "errno", None) in _NO_FILES or os.strerror(errno.EMFILE) in str(cause):
+            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            return NO_SPACE, f"too many open files: this process may have {most}; raise the limit with ulimit -n"
+        if isinstance(cause, OSError) and cause.errno in DISK_FULL and not isinstance(error, PicompileError):
+            return NO_SPACE, f"{cause.strerror}: {cause.filename}" if cause.filename else str(cause.strerror)
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error itself, and what it was raised from."""
+    for _ in range(_MOST_CAUSES):
+        if error is None:
+            return
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+# Signals that ask a command to end: it takes away what it has begun, as on Ctrl-C, and ends.
+
+
+# Of `docker stop`, systemd and batch systems, and of a terminal that is closed.
+_ASKED = (signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal other than Ctrl-C asked the process to end. Whatever handles that one handles this too."""
+
+
+@contextmanager
+def stoppable() -> Iterator[list[int]]:
+    """Has SIGTERM and SIGHUP raise `Stopped` inside the block; yields the numbers of signals that came, Ctrl-C too.
+
+    A signal that is ignored stays so: `nohup` and shells ignore some for their children. Elsewhere than in the main
+    thread, where Python lets nobody set handlers, it changes nothing.
+    """
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        raise KeyboardInterrupt if number == signal.SIGINT else Stopped
+
+    before = {number: signal.getsignal(number) for number in (*_ASKED, signal.SIGINT)}
+    mine = [number for number, handler in before.items() if handler in (signal.SIG_DFL, signal.default_int_handler)]
+    try:
+        for number in mine:
+            signal.signal(number, stop)
+        yield came
+    finally:
+        for number in mine:
+            signal.signal(number, before[number])
+
+
+# Standard input, output and error, where whoever started the process closed some of them (`>&-`).
+
+
+_STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+
+
+def complete_streams() -> None:
+    """Opens those that are closed as /dev/null.
+
+    Python has none for them, and the next files that are opened would get their numbers: what a library writes to
+    number 1 would go into an artifact.
+    """
+    for number, (name, mode) in enumerate(_STREAMS):
+        if getattr(sys, name) is not None:
+            continue
+        handle = os.open(os.devnull, os.O_RDWR)
+        if handle != number and not _is_open(number):
+            os.dup2(handle, number)
+            os.close(handle)
+            handle = number
+        setattr(sys, name, open(handle, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 (stays open)
+
+
+def silence_stdout() -> None:
+    """Lets nothing more be written: Python flushes stdout once more as it ends, and that would fail again."""
+    with suppress(OSError, ValueError):  # not a real file, as under a test
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+# The application: its commands, and the one place where errors become exit codes.
+
 
 app = typer.Typer(
     name="picompile",

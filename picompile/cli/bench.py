@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from picompile.cli.checks import format_bytes, require_text_file
+from picompile.cli.checks import format_bytes, require_text_file, require_trace_output, write_trace
 from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, ReplanOption, ThreadsOption
 from picompile.cli.progress import progress
-from picompile.cli.trace_output import require_trace_output, write_trace
 from picompile.errors import UsageError
 
 if TYPE_CHECKING:
-    from picompile_runtime.trace import Step
+    from picompile_runtime.bench.trace import TracedStep
 
 _TITLES = {"host": "a token, host", "device": "a token, device"}
 _PROMPT_TOKENS = 512
@@ -93,7 +92,7 @@ def bench_command(
     from picompile.loading import load_engine
     from picompile_runtime import Tokenizer, measure
 
-    def keep(steps: "Sequence[Step]") -> None:
+    def keep(steps: "Sequence[TracedStep]") -> None:
         if trace is not None:
             write_trace(trace, steps)
 

@@ -3,11 +3,15 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from picompile.errors import DoesNotFitError, UsageError
-from picompile.output import DISK_FULL
+from picompile.output import DISK_FULL, parents_of, writing_file
+
+if TYPE_CHECKING:
+    from picompile_runtime.bench.trace import TracedStep
 
 
 def require_model_folder(folder: Path) -> None:
@@ -112,7 +116,7 @@ def require_free_disk(output: Path, needed_bytes: int) -> None:
     """Raises `DoesNotFitError` unless `output`'s file system has room for `needed_bytes`."""
     free_bytes = shutil.disk_usage(existing_ancestor(output)).free
     if free_bytes < needed_bytes:
-        from picompile_runtime.memory import in_units
+        from picompile_runtime.devices.memory import in_units
 
         wanted, there = format_bytes(needed_bytes), format_bytes(free_bytes)
         if wanted == there:
@@ -155,3 +159,61 @@ def format_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+# HTML pages as outputs: what they may overwrite, and how they are written.
+
+
+_START = b"<!doctype html>"
+
+
+def require_page(path: Path, option: str, *, overwrite: bool) -> None:
+    """Raises `UsageError` where `path` cannot become a page: only a page is ever overwritten."""
+    require_output_file(path, option, _require_page, overwrite=overwrite)
+
+
+def _require_page(path: Path) -> None:
+    with path.open("rb") as file:
+        is_page = file.read(len(_START)).lower() == _START
+    if not is_page:
+        raise UsageError(f"{path}: exists and is no HTML page, so it is not overwritten; choose another file")
+
+
+def write_page(path: Path, html: str, option: str, *, overwrite: bool) -> None:
+    """Writes the page, and the folders above it. Raises what `require_page` does, should that have changed."""
+    write_text(path, html, lambda: require_page(path, option, overwrite=overwrite), overwrite=overwrite)
+
+
+def write_text(path: Path, text: str, check: Callable[[], None], *, overwrite: bool) -> None:
+    """Writes a file, and the folders above it: it is there whole or not at all. A link goes on pointing at it.
+
+    `check` is asked again at the moment when the file takes its place.
+    """
+    with parents_of(path.resolve()), writing_file(path, overwrite=overwrite, check=check) as file:
+        file.write(text.encode("utf-8"))
+
+
+# A trace's file as an output: what it may overwrite, and how it is written.
+
+
+_TRACE_OUTPUT_START = b'{"traceEvents":'
+
+
+def require_trace_output(path: Path) -> None:
+    """Raises `UsageError` where `path` cannot become a trace: only a trace is ever overwritten."""
+    require_output_file(path, "--trace", _require_trace, overwrite=True)
+
+
+def _require_trace(path: Path) -> None:
+    with path.open("rb") as file:
+        is_trace = file.read(len(_TRACE_OUTPUT_START)) == _TRACE_OUTPUT_START
+    if not is_trace:
+        raise UsageError(f"{path}: exists and is no trace of bench, so it is not overwritten; choose another file")
+
+
+def write_trace(path: Path, steps: "Sequence[TracedStep]") -> None:
+    """Writes the steps as a trace, whole or not at all."""
+    from picompile_runtime.bench.trace import chrome_trace
+
+    text = json.dumps(chrome_trace(steps), separators=(",", ":")) + "\n"
+    write_text(path, text, lambda: require_trace_output(path), overwrite=True)

@@ -22,17 +22,16 @@ from picompile.cli.options import (
     GateOption,
     HostBandwidthOption,
     HostMemoryOption,
-    HotDevice,
+    HotDeviceOption,
     KvDtype,
     Quant,
     VramBudgetOption,
 )
 from picompile.cli.progress import progress
-from picompile.counts import parse_count, shortened
 from picompile.errors import UsageError
+from picompile.machine import gpu_of
 from picompile.output import parents_of
-from picompile.shares import parse_gate
-from picompile.targets import gpu_of
+from picompile.quantities import parse_count, parse_gate, shortened
 
 # Bits a weight with its scale; rows are padded, so an artifact is never smaller than this.
 _WEIGHT_BITS = {Quant.F16: 16.0, Quant.Q8: 8.5, Quant.Q4: 4.5}
@@ -116,7 +115,7 @@ def compile_command(
     host_memory: HostMemoryOption = None,
     host_bandwidth: HostBandwidthOption = None,
     hot_device: Annotated[
-        HotDevice | None,
+        HotDeviceOption | None,
         typer.Option(
             help="Where hot neurons, and what the plan puts beside them, run. cuda: on the target's GPU. cpu: on a "
             "second partition of the CPU, by the same schedule. Default: cuda where the target has a GPU; else one "
@@ -153,7 +152,8 @@ def compile_command(
     hot_neurons = None if hot is None else read_hot(hot)
     bound = parse_gate(gate)
 
-    from picompile.compile import CompileOptions, compile_model
+    from picompile.compile import compile_model
+    from picompile.compile_options import CompileOptions
     from picompile.placement.plan_file import read_plan
 
     options = CompileOptions(

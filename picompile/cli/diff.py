@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from picompile.cli.checks import require_text_file
+from picompile.cli.checks import require_page, require_text_file, write_page
 from picompile.cli.options import DebugOption, JsonOption
-from picompile.cli.pages import require_page, write_page
 from picompile.errors import UsageError
 
 if TYPE_CHECKING:
-    from picompile.viewer import Compared, Line
-    from picompile_passes.dump_reader import DumpGraph
+    from picompile.report.graph import Compared, Line
+    from picompile_passes.graph.dump_reader import DumpGraph
 
 _WANTED = "A and B are two dumps that compile --dump-ir wrote, or two folders of them"
 _DUMP = re.compile(r"(?P<number>\d+)_(?P<pass_name>.+)\.txt")
@@ -103,13 +102,13 @@ def _dumps(folder: Path) -> dict[tuple[str, int], Path]:
 
 
 def _compare(before: Path, after: Path) -> "Compared":
-    from picompile.viewer import Compared, compare
+    from picompile.report.graph import Compared, compare
 
     return Compared(before.name, after.name, compare(_read(before), _read(after)))
 
 
 def _read(path: Path) -> "DumpGraph":
-    from picompile_passes.dump_reader import DumpError, read_dump
+    from picompile_passes.graph.dump_reader import DumpError, read_dump
 
     try:
         return read_dump(require_text_file(path))
@@ -118,13 +117,13 @@ def _read(path: Path) -> "DumpGraph":
 
 
 def _page(found: _Found) -> str:
-    from picompile.viewer import render_page
+    from picompile.report.graph import render_page
 
     return render_page([item for item in found.compared if not (found.in_folders and item.comparison.equal)])
 
 
 def _json(found: _Found) -> dict[str, Any]:
-    from picompile.viewer import changes_json
+    from picompile.report.graph import changes_json
 
     compared = []
     for item in found.compared:
@@ -139,7 +138,7 @@ def _json(found: _Found) -> dict[str, Any]:
 
 def _summary(found: _Found) -> "Iterator[Line]":
     """What was compared, without the changes themselves."""
-    from picompile.viewer import Line, counts_text, graph_summary
+    from picompile.report.graph import Line, counts_text, graph_summary
 
     if not found.in_folders:
         (item,) = found.compared
@@ -163,7 +162,7 @@ def _names(item: "Compared") -> str:
 
 def _listing(found: _Found) -> "Iterator[Line]":
     """The summary, and the changes of every pair that differs."""
-    from picompile.viewer import Line, graph_summary, listing
+    from picompile.report.graph import Line, graph_summary, listing
 
     yield from _summary(found)
     for item in found.compared:

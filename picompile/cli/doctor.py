@@ -19,10 +19,10 @@ from picompile.cli.checks import format_bytes
 from picompile.cli.options import DebugOption, JsonOption
 from picompile.cli.progress import progress
 from picompile.errors import PicompileError
-from picompile.targets import TARGETS, find_native_target
+from picompile.machine import TARGETS, find_native_target
 
 if TYPE_CHECKING:
-    from picompile.measure import LocalMachine
+    from picompile.machine.measured import LocalMachine
 
 # Further vector extensions, which code may be made for one day.
 _OF_INTEREST = ("avx512", "avx_vnni", "amx", "sve", "i8mm")
@@ -64,7 +64,7 @@ def doctor_command(
       picompile doctor --measure
       picompile doctor --json
     """
-    from picompile.measure import measure_local
+    from picompile.machine.measured import measure_local
 
     with progress() as shown, shown.step("measure memory and GPU"):
         local = measure_local(anew=measure)
@@ -84,7 +84,7 @@ def doctor_command(
 
 def examine(local: "LocalMachine") -> Iterator[Finding]:
     """All findings; those about speed are what was measured of `local`."""
-    from picompile_runtime.machine import cpu_features, default_threads
+    from picompile_runtime.devices.machine import cpu_features, default_threads
 
     old = "" if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed"
     yield Finding("python", f"{platform.python_version()}, {platform.system()} {platform.machine()}", old)
@@ -137,7 +137,7 @@ def _features(present: frozenset[str]) -> Iterator[Finding]:
 
 
 def _memory() -> str:
-    from picompile.measure import host_memory
+    from picompile.machine.host import host_memory
 
     total, available = host_memory()
     return f"{format_bytes(total)}, {format_bytes(available)} available"

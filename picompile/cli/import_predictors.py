@@ -35,7 +35,7 @@ def import_predictors_command(
     require_model_folder(model)
     require_output(output, overwrite=force, marker="predictors.json")
 
-    from picompile.importing import find_source, import_predictors
+    from picompile.predictors.powerinfer import find_source, import_predictors
 
     found = find_source(source)
     if found.header is not None and importlib.util.find_spec("gguf") is None:

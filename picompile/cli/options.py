@@ -76,7 +76,7 @@ class Quant(str, Enum):
     Q4 = "q4"
 
 
-class HotDevice(str, Enum):
+class HotDeviceOption(str, Enum):
     """Where hot neurons run, as `picompile.compile` has it."""
 
     CUDA = "cuda"

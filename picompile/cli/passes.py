@@ -13,7 +13,7 @@ import typer
 from picompile.cli.options import DebugOption, JsonOption
 
 if TYPE_CHECKING:
-    from picompile_passes.infra import Pass
+    from picompile_passes.base import Pass
 
 _GIVEN = "the stage it was given"
 _EFFECTS = {

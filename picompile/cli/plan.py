@@ -1,4 +1,4 @@
-"""`picompile plan`: what of a model goes on the GPU of a machine, what it takes there, and how fast that would be."""
+"""A plan's file as an output: what it may overwrite."""
 
 import json
 from enum import Enum
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from picompile.cli.checks import require_model_folder, require_output_file
 from picompile.cli.options import (
     DebugOption,
     HostBandwidthOption,
@@ -17,15 +18,71 @@ from picompile.cli.options import (
     Quant,
     VramBudgetOption,
 )
-from picompile.cli.plan_model import check_model_options
-from picompile.cli.plan_output import require_plan_output
-from picompile.cli.plan_show import Shown, show_plan
+from picompile.cli.plan_show import PlanTables, show_plan
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.output import parents_of
-from picompile.placement.machine_options import MachineOptions, check_machine_options, find_machine
-from picompile.placement.model_source import ModelOptions, find_model
-from picompile.shares import parse_share
+from picompile.placement.machine import MachineOptions, check_machine_options, find_machine
+from picompile.placement.sources import ModelOptions, find_model
+from picompile.quantities import parse_share
+
+
+def require_plan_output(path: Path, *, overwrite: bool) -> None:
+    """Raises `UsageError` where `path` cannot become a plan: only a plan is ever overwritten."""
+    require_output_file(path, "-o", _require_plan, overwrite=overwrite)
+
+
+def _require_plan(path: Path) -> None:
+    from picompile.placement.plan import FORMAT
+    from picompile.predictors.description import read_object
+
+    try:
+        read_object(path, FORMAT, "a plan")
+    except UsageError as error:
+        raise UsageError(f"{path}: exists and is no plan, so it is not overwritten; choose another file") from error
+
+
+# What can be known to be wrong with what a user says of the model to plan.
+
+
+def check_model_options(options: ModelOptions) -> None:
+    """Raises `UsageError` for what can be known to be wrong before anything is read."""
+    if (options.source is None) == (options.shape is None):
+        raise UsageError("give one of MODEL (a Hugging Face folder), PROFILE (of picompile profile) and --shape")
+    _check_firing(options)
+    if options.predictors is not None and options.predictor not in (None, "learned"):
+        raise UsageError(f"--predictors: predictor {options.predictor} needs none; leave it out, or choose learned")
+    if options.source is not None and not options.is_profile:
+        require_model_folder(options.source)
+
+    from picompile.placement.counting import Packing
+
+    # Here for its checks alone: what is not known yet is valid.
+    Packing(options.quant, options.predictor or "auto", options.context or 1, options.batch, options.kv_dtype)
+
+
+def _check_firing(options: ModelOptions) -> None:
+    if options.shape is not None:
+        for name, value in (("profile", options.profile), ("predictors", options.predictors), ("work", options.work)):
+            if value is not None:
+                raise UsageError(f"--{name}: is of a model; with --shape, --firing says how neurons fire")
+        if options.firing is None:
+            raise UsageError("--shape needs --firing: the name of a curve, such as opt, or a share, such as 10%")
+    if options.is_profile:
+        for name, given in (("profile", options.profile), ("work", options.work), ("firing", options.firing)):
+            if given is not None:
+                raise UsageError(f"--{name}: {options.source} is a profile already")
+    if options.firing is not None:
+        if options.profile is not None:
+            raise UsageError("--firing and --profile both say how neurons fire; give one of them")
+        if options.work is not None:
+            raise UsageError("--work: with --firing nothing is profiled; leave one of them out")
+        from picompile.placement.firing import firing_of_curve
+
+        firing_of_curve(options.firing, 1, 1)
+
+
+# `picompile plan`: what of a model goes on the GPU of a machine, what it takes there, and how fast that would be.
 
 
 class Objective(str, Enum):
@@ -163,7 +220,7 @@ def plan_command(
     if json_output:
         print(json.dumps(plan.to_json(), ensure_ascii=False))
     else:
-        show_plan(plan, Shown(machine.target.description, machine.host_source))
+        show_plan(plan, PlanTables(machine.target.description, machine.host_source))
 
 
 def parse_margin(text: str) -> float:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from picompile.placement.plan import Plan, PlanLayer
 
+
 # Below this a gain is not worth the trouble, nor more than the model of the machine can tell.
 WORTH = 1.1
 
@@ -29,14 +30,14 @@ _NOTES = (
 
 
 @dataclass(frozen=True)
-class Shown:
+class PlanTables:
     """What a plan does not know of itself: the target in words, and where the figures of the host are from."""
 
     target: str
     host_source: str
 
 
-def show_plan(plan: "Plan", shown: Shown) -> None:
+def show_plan(plan: "Plan", shown: PlanTables) -> None:
     """Prints all of it."""
     from rich.console import Console
 
@@ -51,7 +52,7 @@ def show_plan(plan: "Plan", shown: Shown) -> None:
         console.print(text)
 
 
-def _header(plan: "Plan", shown: Shown) -> Iterator[str]:
+def _header(plan: "Plan", shown: PlanTables) -> Iterator[str]:
     batch = "" if plan.batch == 1 else f", {plan.batch} sequences"
     bandwidth = f"{plan.machine.host_bytes_per_s / 1e9:.3g} GB/s"
     yield f"model   {plan.model}, {_parameters(plan.parameters)}, {plan.quant}, context {plan.context}{batch}"

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from picompile.calibration import read_calibration
 from picompile.cli.checks import require_model_folder
 from picompile.cli.options import CalibrationOption, DebugOption, JsonOption
 from picompile.cli.progress import progress
 from picompile.output import parents_of
-from picompile.shares import parse_gate
+from picompile.predictors.profile.text import read_calibration
+from picompile.quantities import parse_gate
 
 if TYPE_CHECKING:
-    from picompile.profiling import Profile
+    from picompile.predictors.profile import Profile
 
 
 def profile_command(
@@ -67,7 +67,7 @@ def profile_command(
     texts = read_calibration([*(calibration or ()), *([] if held_out is None else [held_out])])
     allowed = parse_gate(gate)
 
-    from picompile.profiling import ProfileOptions, profile_model
+    from picompile.predictors.profile import ProfileOptions, profile_model
 
     options = ProfileOptions(
         calibration=texts if held_out is None else texts[:-1],

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from picompile.cli.checks import require_page, write_page
 from picompile.cli.options import DebugOption
-from picompile.cli.pages import require_page, write_page
 from picompile.cli.progress import progress
 
 

@@ -1,4 +1,4 @@
-"""`picompile run`: generate text."""
+"""Generating with token ids instead of text, for models that came without a tokenizer."""
 
 import json
 import sys
@@ -12,13 +12,43 @@ import typer
 from picompile.cli.checks import require_text_file
 from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, ReplanOption, ThreadsOption
 from picompile.cli.progress import progress
-from picompile.counts import parse_count, shortened
 from picompile.errors import UsageError
+from picompile.quantities import parse_count, shortened
+from picompile_runtime.engine.engine import Engine
+from picompile_runtime.sampling.generate import Generation, StopFinder
+from picompile_runtime.sampling.sampler import SamplingParams
+from picompile_runtime.sampling.tokenizer import StreamDecoder
 
 if TYPE_CHECKING:
-    from picompile_runtime.engine import Engine
-    from picompile_runtime.generate import Generation, GenerationStats
-    from picompile_runtime.sampler import SamplingParams
+    from picompile_runtime.engine.engine import Engine
+    from picompile_runtime.sampling.generate import Generation, GenerationStats
+    from picompile_runtime.sampling.sampler import SamplingParams
+
+
+class IdDecoder(StreamDecoder):
+    """Writes tokens as their numbers, separated by commas, so that the output can be given to `--ids` again."""
+
+    def __init__(self) -> None:
+        self._first = True
+
+    def push(self, token: int) -> str:
+        """The number of one token."""
+        separator, self._first = ("" if self._first else ","), False
+        return f"{separator}{token}"
+
+    def flush(self) -> str:
+        """Nothing is ever held back."""
+        return ""
+
+
+def generate_ids(engine: Engine, ids: Sequence[int], params: SamplingParams, max_tokens: int) -> Generation:
+    """As `picompile_runtime.sampling.generate`, with numbers for text."""
+    engine.reset()
+    engine.check(ids)
+    return Generation(engine, IdDecoder(), list(ids), params, max_tokens, StopFinder(()))
+
+
+# `picompile run`: generate text.
 
 
 def run_command(
@@ -122,7 +152,6 @@ def _start(
         return generate(engine, Tokenizer.of(engine.artifact), source, params, max_tokens, stop)
     if stop:
         raise UsageError("--stop is a text; it cannot be given with --ids")
-    from picompile.cli.token_ids import generate_ids
 
     return generate_ids(engine, source, params, max_tokens)
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from picompile.cli.checks import format_bytes
 from picompile.cli.options import DebugOption, JsonOption
-from picompile.targets import TARGETS, Target
+from picompile.machine import TARGETS, Target
 
 _WIDTH = 120
 
@@ -21,7 +21,7 @@ def targets_command(json_output: JsonOption = False, debug: DebugOption = False)
       picompile targets
       picompile targets --json
     """
-    from picompile.measure import cached_local
+    from picompile.machine.measured import cached_local
 
     local = cached_local()
     rows = [*TARGETS.values(), *([] if local is None else [local.target])]

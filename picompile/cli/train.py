@@ -11,7 +11,7 @@ from picompile.cli.options import DebugOption, GateOption, JsonOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.output import parents_of
-from picompile.shares import parse_gate, parse_share
+from picompile.quantities import parse_gate, parse_share
 
 if TYPE_CHECKING:
     from picompile.predictors import Predictors
@@ -93,8 +93,8 @@ def train_command(
     if not profile.is_dir():
         raise UsageError(f"{profile}: no such folder; picompile profile makes it")
 
-    from picompile.profiling import load_profile
-    from picompile.training import TrainOptions, train_predictors
+    from picompile.predictors.profile import load_profile
+    from picompile.predictors.train import TrainOptions, train_predictors
 
     options = TrainOptions(
         gate=bound,

@@ -16,16 +16,13 @@ A writer of `NAME` holds the lock on it from its first check to its end. All tha
 that what is there was left by a writer that died, and removes it. No process ever judges by age or by process number.
 """
 
-from picompile.output.files import appearing_file
-from picompile.output.full import DISK_FULL, write_errors_told
+from picompile.output.files import DISK_FULL, appearing_file, link_tree, parents_of, write_errors_told
 from picompile.output.leftovers import discard
-from picompile.output.links import link_tree
-from picompile.output.parents import parents_of
-from picompile.output.place import Place, replacing, reserve, writing_file
+from picompile.output.place import OutputPath, replacing, reserve, writing_file
 
 __all__ = [
     "DISK_FULL",
-    "Place",
+    "OutputPath",
     "appearing_file",
     "discard",
     "link_tree",

@@ -10,11 +10,20 @@ from pathlib import Path
 from typing import BinaryIO
 
 from picompile.errors import DoesNotFitError, UsageError
-from picompile.output.full import is_full, write_errors_told
-from picompile.output.leftovers import OLD, PARTIAL, discard, sweep, temporary_name
+from picompile.output.files import is_full, parents_of, write_errors_told
+from picompile.output.leftovers import (
+    OLD,
+    PARTIAL,
+    UnsupportedRenameError,
+    discard,
+    exchange,
+    rename_to_new,
+    sweep,
+    sync_folder,
+    sync_tree,
+    temporary_name,
+)
 from picompile.output.lock import Lock, acquire, acquire_folder
-from picompile.output.parents import parents_of
-from picompile.output.rename import UnsupportedRenameError, exchange, rename_to_new, sync_folder, sync_tree
 
 # Whoever only sweeps a folder holds locks in it for so short a time that it is no writer.
 _SWEEPING_S = 2.0
@@ -25,7 +34,7 @@ _NOT_BESIDE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
-class Place:
+class OutputPath:
     """An output path whose lock is held: see `reserve`.
 
     `check` raises `UsageError` where what is at the path now must not be replaced; it is asked at the moment of each
@@ -136,7 +145,7 @@ def reserve(
     check: Callable[[], None] = lambda: None,
     wait_s: float = _SWEEPING_S,
     parents: bool = False,
-) -> Iterator[Place]:
+) -> Iterator[OutputPath]:
     """Has this process alone write to `path` inside the block; leftovers of writers that died are removed first.
 
     `parents` has the folders above it made, and removed again if the block fails.
@@ -151,7 +160,7 @@ def reserve(
             if lock.real and beside:
                 sweep(path)
             check()
-            yield Place(path, overwrite, check)
+            yield OutputPath(path, overwrite, check)
         finally:
             lock.release()
 

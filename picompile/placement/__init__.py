@@ -20,8 +20,7 @@ from picompile.lazy import lazy
 
 if TYPE_CHECKING:
     from picompile.placement.counting import Packing, count_bytes, shape_bytes
-    from picompile.placement.curves import firing_of_curve, firing_of_profile
-    from picompile.placement.firing import Firing, LayerFiring
+    from picompile.placement.firing import Firing, LayerFiring, firing_of_curve, firing_of_profile
     from picompile.placement.impact import impact_program
     from picompile.placement.latency import Task, latency_program
     from picompile.placement.machine import Machine, machine_of
@@ -52,8 +51,8 @@ _HOME = {
     "Task": ".latency",
     "count_bytes": ".counting",
     "evaluate": ".program",
-    "firing_of_curve": ".curves",
-    "firing_of_profile": ".curves",
+    "firing_of_curve": ".firing",
+    "firing_of_profile": ".firing",
     "impact_program": ".impact",
     "latency_program": ".latency",
     "machine_of": ".machine",

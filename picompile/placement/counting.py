@@ -9,17 +9,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from picompile.compile_options import CHUNK, DEFAULT_CONTEXT, KV_DTYPES, QUANTIZATIONS
-from picompile.description import MOST_LAYERS
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.placement.firing import Firing
-from picompile.placement.model_bytes import ModelBytes
-from picompile.placement.tally import Tally
+from picompile.placement.model_bytes import ModelBytes, Tally
+from picompile.predictors.description import MOST_LAYERS
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from picompile.predictors import Predictors
-    from picompile_passes.infra import Pass
+    from picompile_passes.base import Pass
 
 # A part of a split layer has at most three vectors of its own, one element a neuron: its neuron numbers and the biases
 # of gate and up. Each is padded to 64 bytes.
@@ -82,8 +81,8 @@ def shape_bytes(name: str, config: Mapping[str, Any], packing: Packing, firing: 
     All layers but the first, behind the embedding, are alike. Raises as `count_bytes` does, `UnsupportedModelError` for
     a config that cannot be captured, and `UsageError` for a context that is longer than it allows.
     """
-    from picompile.capture.hf import capture_config
-    from picompile_codegen.plan_buffers import align
+    from picompile.frontend.hf import capture_config
+    from picompile_codegen.lowering.function import align
 
     layers = config.get("num_hidden_layers")
     if type(layers) is not int or not 0 < layers < MOST_LAYERS:
@@ -124,9 +123,10 @@ def _count(
     more: int,
 ) -> ModelBytes:
     """`more` layers like the second are not in the graph; ranks are chosen by the parameters of all."""
-    from picompile.predictors.loaded import block_shapes
+    from picompile.predictors.store import block_shapes
     from picompile_codegen.errors import CodegenError
-    from picompile_codegen.lower import LowerOptions, lower
+    from picompile_codegen.lowering.function import LowerOptions
+    from picompile_codegen.lowering.lower import lower
     from picompile_passes.passes.canonicalize import CANONICALIZE
     from picompile_passes.passes.quantize import Quantize
     from picompile_passes.pipeline import Pipeline
@@ -163,7 +163,7 @@ def _parameters(graph_module: "GraphModule", more: int) -> int:
 def _insert_pass(
     blocks: Mapping[int, Any], predictor: str, parameters: int, layers: int, firing: Firing | None
 ) -> "Pass":
-    from picompile.placement.ranks import estimate_rank
+    from picompile.placement.firing import estimate_rank
     from picompile_passes.passes.insert_predictors import InsertPredictors
     from picompile_passes.predictors import predictor_kind
 
@@ -178,8 +178,8 @@ def _insert_pass(
 
 def _kv_dtype(canonical: "GraphModule") -> str:
     """As the compiler chooses it: FATReLU jumps at its threshold, and gets a float32 cache."""
-    from picompile_passes.nodes import arguments, calls
-    from picompile_passes.operands import FFN
+    from picompile_passes.graph.nodes import arguments, calls
+    from picompile_passes.graph.operands import FFN
 
     jumps = any(arguments(block)["activation"].startswith("fatrelu") for block in calls(canonical.graph, FFN))
     return "f32" if jumps else "f16"

@@ -1,9 +1,20 @@
 """How often the neurons of a layer fire, in the order that placement wants: the most firing first."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+from picompile.errors import UsageError
+from picompile.quantities import parse_share
+
+if TYPE_CHECKING:
+    from picompile.predictors import Predictors
+    from picompile.predictors.profile.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -24,3 +35,179 @@ class Firing:
 
     layers: tuple[LayerFiring, ...]
     source: str
+
+
+# Ranks of predictors that have not been trained yet.
+
+
+def estimate_rank(hidden: int, neurons: int, layer_parameters: float, firing: Firing | None = None) -> int:
+    """The rank that a learned predictor of a block of `neurons` neurons may get, the same in all layers.
+
+    It is the rank that training starts from where as many neurons fire as `firing` says, in the mean of its layers, but
+    no more than what fits training's budget: a share of the parameters of the model, here of `layer_parameters`, which
+    are a layer's with its part of the rest. Without `firing`, the budget decides.
+    """
+    from picompile.predictors.train.candidates import round_rank, start_rank
+    from picompile.predictors.train.options import TrainOptions
+
+    most = max(1, int((TrainOptions().budget * layer_parameters - neurons) // (hidden + neurons)))
+    if firing is not None:
+        most = min(most, start_rank(hidden, neurons, *_mean_firing(firing)))
+    rounded = round_rank(most, min(hidden, neurons))
+    step = 32 if rounded >= 256 else 8
+    return rounded if rounded <= most else max(1, rounded - step)
+
+
+def _mean_firing(firing: Firing) -> tuple[float, float]:
+    """The share that fires, and the share of firings that the most active fifth of a layer's neurons has."""
+    shares = [layer.shares for layer in firing.layers]
+    top = sum(float(of_layer[: max(1, len(of_layer) // 5)].sum()) for of_layer in shares)
+    total = sum(float(of_layer.sum()) for of_layer in shares)
+    return total / sum(map(len, shares)), top / max(total, 1e-30)
+
+
+# How often neurons fire: counted by a profile, or taken from a curve that has a name or a share.
+#
+# The named curves have the figures of the PowerInfer paper (arXiv 2312.12456): the share that fires on a token, and the
+# share of a layer's neurons that makes 80 % of its firings, 26 % in OPT-30B and 43 % in ReGLU-70B. Over all layers at
+# once fewer make 80 %, 17 % and 26 %, since layers differ in how much they fire. Where the paper gives a model no such
+# figures, those of the model most like it are taken.
+
+
+# Neurons computed for one that fires, by predictor kind, where nothing was measured: what docs/benchmarks.md has of
+# three models. What is not here computes those that fire.
+COMPUTED_RATIOS = {"learned": 1.2, "learned-relu": 1.2, "sign": 6.0}
+
+# Between these Beta distributions are told apart by sums on a grid, down to rates of one in a million.
+_LEAST_SKEW, _MOST_SKEW = 0.05, 10.0
+_SAMPLE = 1000
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """The share `active` fires on a token; the share `hot` of a layer's neurons makes 80 % of that.
+
+    `hot` None is the skew that synth makes. From the first layer to the last the firing grows `growth`-fold, by the
+    same factor from each layer to the next. A linear rise cannot do what the paper found: from 0 to twice the mean, it
+    brings 26 % down to 21 %.
+    """
+
+    active: float
+    hot: float | None = None
+    growth: float = 1.0
+
+
+_OPT = {"hot": 0.26, "growth": 44.0}
+_REGLU = {"hot": 0.43, "growth": 94.0}
+CURVES: Mapping[str, _Curve] = {
+    "opt": _Curve(0.03, **_OPT),
+    "falcon": _Curve(0.05, **_OPT),
+    "bamboo": _Curve(0.10, **_REGLU),
+    "reglu-7b": _Curve(0.30, **_REGLU),
+    "reglu-13b": _Curve(0.22, **_REGLU),
+    "reglu-70b": _Curve(0.18, **_REGLU),
+}
+
+
+def firing_of_profile(profile: "Profile", batch: int = 1, computed: Mapping[int, float] | None = None) -> Firing:
+    """The neurons of a profile's layers, in its order of layers.
+
+    `computed` says for a layer how many neurons its predictor computes for one that fires (1 where it says nothing).
+    With `batch` tokens at a time a neuron is computed where it is for any of them.
+    """
+    layers = []
+    for layer in profile.layers:
+        counts = profile.counts(layer.layer).numpy()
+        order = np.argsort(-counts, kind="stable")
+        shares = counts[order] / profile.tokens
+        layers.append(LayerFiring(_computed(shares, batch, (computed or {}).get(layer.layer, 1.0)), order))
+    return Firing(tuple(layers), f"the profile {profile.folder}")
+
+
+def firing_of_curve(text: str, layers: int, neurons: int, batch: int = 1, computed: float = 1.0) -> Firing:
+    """The curve that `text` means, for `layers` layers of `neurons` neurons.
+
+    It is one of `CURVES`, the share of the neurons that fires (`10%`, `0.1`), or that and the share of the neurons that
+    makes 80 % of the firings (`10%:30%`). Raises `UsageError`. `computed` and `batch` as in `firing_of_profile`.
+    """
+    curve = _parse(text)
+    skew = None if curve.hot is None else _skew(text, curve.active, curve.hot)
+    shares = _rates(curve.active, neurons, skew)[::-1]
+    weights = curve.growth ** (np.arange(layers) / max(1, layers - 1))
+    return Firing(
+        tuple(LayerFiring(_computed(of_layer, batch, computed)) for of_layer in _weighted(shares, weights)),
+        f"the curve {text.strip()}",
+    )
+
+
+def computed_ratios(predictors: "Predictors") -> dict[int, float]:
+    """How many neurons each layer's predictor computes for one that fires: as measured, or else as is usual."""
+    return {
+        layer.layer: layer.computed_share / layer.firing_share
+        if layer.computed_share and layer.firing_share
+        else COMPUTED_RATIOS.get(layer.kind, 1.0)
+        for layer in predictors.layers
+    }
+
+
+def _computed(shares: NDArray[np.float64], batch: int, ratio: float) -> NDArray[np.float64]:
+    of_token = np.minimum(shares * ratio, 1.0)
+    return of_token if batch == 1 else 1 - (1 - of_token) ** batch
+
+
+def _parse(text: str) -> _Curve:
+    name = text.strip().lower()
+    if name in CURVES:
+        return CURVES[name]
+    active, colon, hot = name.partition(":")
+    try:
+        curve = _Curve(parse_share(active, ""), parse_share(hot, "") if colon else None)
+    except UsageError:
+        curve = _Curve(0.0)
+    if curve.active < 1e-6:
+        raise UsageError(
+            f"{text!r} is no firing curve: name {', '.join(CURVES)}, or the share of the neurons that fires on a token "
+            f"(10%), or that and the share of them that makes 80 % of the firings (10%:30%)"
+        )
+    return curve
+
+
+def _rates(active: float, neurons: int, skew: float | None) -> NDArray[np.float64]:
+    """Firing rates of a layer, ascending: float64 [neurons]."""
+    from picompile.synth.firing import SKEW, beta_rates
+
+    return np.asarray(beta_rates(active, neurons, SKEW if skew is None else skew), dtype=np.float64)
+
+
+@cache
+def _skew(text: str, active: float, hot: float) -> float:
+    """The skew with which the share `hot` of the neurons makes 80 % of the firings. Raises `UsageError`."""
+    import torch
+
+    from picompile.synth.firing import share_of_firings
+
+    def reached(skew: float) -> float:
+        return share_of_firings(torch.from_numpy(_rates(active, _SAMPLE, skew)))
+
+    least, most = reached(_LEAST_SKEW), reached(_MOST_SKEW)
+    if not least <= hot <= most:
+        raise UsageError(
+            f"{text!r} is no firing curve: where {active:.4g} of the neurons fire, from {least:.2f} to {most:.2f} of "
+            f"them can make 80 % of the firings"
+        )
+    low, high = math.log(_LEAST_SKEW), math.log(_MOST_SKEW)
+    for _ in range(14):
+        middle = (low + high) / 2
+        low, high = (middle, high) if reached(math.exp(middle)) < hot else (low, middle)
+    return math.exp((low + high) / 2)
+
+
+def _weighted(shares: NDArray[np.float64], weights: NDArray[np.float64]) -> list[NDArray[np.float64]]:
+    """`shares` for each layer in proportion to `weights`, at most 1 each, with the mean of `shares` over all layers."""
+    if weights.min() == weights.max():
+        return [shares] * len(weights)
+    scales, mean = weights / weights.mean(), float(shares.mean())
+    for _ in range(30):
+        found = [np.minimum(shares * scale, 1.0) for scale in scales]
+        scales = scales * (mean / float(np.mean([of_layer.mean() for of_layer in found])))
+    return found

@@ -6,13 +6,13 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
-from picompile.description import check_schema, choice, layer_number, number, read_object, refusing
 from picompile.errors import UsageError
 from picompile.output import writing_file
 from picompile.placement.machine import Machine
 from picompile.placement.plan import FORMAT, SCHEMA, MemoryRow, Plan, PlanLayer
 from picompile.placement.planning import OBJECTIVES
-from picompile_runtime.fields import Fields
+from picompile.predictors.description import check_schema, choice, layer_number, number, read_object, refusing
+from picompile_runtime.artifact.fields import Fields
 
 DEVICES = ("gpu", "host")
 LIMITS = ("attention", "gpu", "host", "exchange")

@@ -4,17 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from picompile.errors import DoesNotFitError, UsageError
 from picompile.placement import policies
-from picompile.placement.account import memory_account
-from picompile.placement.firing import Firing
+from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.impact import impact_program
 from picompile.placement.latency import Task, head_s, latency_program
 from picompile.placement.machine import Machine
 from picompile.placement.model_bytes import ModelBytes
-from picompile.placement.plan import Plan, PlanLayer, device_name
+from picompile.placement.plan import Plan, PlanLayer, device_name, memory_account
+from picompile.placement.policies import gpu_only, least_host_bytes, refusal
 from picompile.placement.program import Place, Program, evaluate
-from picompile.placement.refusal import refusal
 from picompile.placement.schedule import plan_graph, token_s
 from picompile.placement.solver import GAP, solve
 from picompile.placement.times import GROUP, Where, computed_by_groups
@@ -171,3 +172,31 @@ def _baselines(task: Task) -> dict[str, float]:
         if totals.fits(program) and (name == "host" or task.machine.gpu_bytes > 0):
             found[name] = task.model.batch / totals.cost
     return found
+
+
+# What can be planned before it is known how neurons fire: whether a model fits, and all of it on the GPU.
+
+
+_SOURCE = "no profile, every neuron counted as firing"
+
+
+def whole_plan(model: ModelBytes, options: PlanOptions) -> Plan | None:
+    """Every neuron of `model` on the GPU, and all that can be beside them; None where that does not fit.
+
+    Its speed, and the gap to other placements, are those of a token that every neuron fires on. Raises
+    `DoesNotFitError` where no placement fits, however neurons fire.
+    """
+    layers = tuple(LayerFiring(np.ones(layer.neurons), np.arange(layer.neurons)) for layer in model.layers)
+    task = task_of(model, Firing(layers, _SOURCE), options)
+    program = latency_program(task)
+    if least_host_bytes(program) > program.host_capacity_bytes:
+        raise DoesNotFitError(refusal(task, latency_program, options.margin))
+    if program.gpu_capacity_bytes == 0:
+        return None
+    places = gpu_only(task, program)
+    totals = evaluate(program, places)
+    if not totals.fits(program):
+        return None
+    best = solve(program, options.gap, known=[places])
+    gap = 0.0 if best is None else max(0.0, (totals.cost - best.bound) / totals.cost)
+    return plan_of_places(task, program, places, gap, options)

@@ -22,9 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile.placement.firing import LayerFiring
-from picompile.placement.launches import CROSSING_LAUNCHES, exchange_launches
 from picompile.placement.machine import Machine
-from picompile.placement.model_bytes import LayerBytes
+from picompile.placement.model_bytes import CROSSING_LAUNCHES, LayerBytes, exchange_launches
 
 GROUP = 64
 

@@ -9,11 +9,16 @@ A folder holds `predictors.json` (one entry a layer: kind, input, rank, threshol
 `predictors.safetensors` (`layers.N.fc1` [rank, hidden], `layers.N.fc2` [neurons, rank], `layers.N.bias` [neurons]).
 """
 
-from picompile.predictors.layer import INPUTS, LEARNED_KINDS, LayerPredictor
-from picompile.predictors.load import load_predictors
-from picompile.predictors.loaded import BlockShape, Predictors, block_shapes
-from picompile.predictors.overlay import OverlayWeights
-from picompile.predictors.save import save_predictors
+from picompile.predictors.files import load_predictors, save_predictors
+from picompile.predictors.store import (
+    INPUTS,
+    LEARNED_KINDS,
+    BlockShape,
+    LayerPredictor,
+    OverlayWeights,
+    Predictors,
+    block_shapes,
+)
 
 __all__ = [
     "INPUTS",

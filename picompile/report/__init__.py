@@ -7,12 +7,11 @@ The figures of a profile are there without the page: `firing_curve`, `share_for`
 """
 
 from picompile.report.drawing import require_matplotlib
-from picompile.report.firing import Firing, firing_curve, share_for, summarize
-from picompile.report.page import render_report
-from picompile.report.sources import Source, read_sources
+from picompile.report.page import Source, read_sources, render_report
+from picompile.report.profile import FiringSummary, firing_curve, share_for, summarize
 
 __all__ = [
-    "Firing",
+    "FiringSummary",
     "Source",
     "firing_curve",
     "read_sources",

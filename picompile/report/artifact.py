@@ -1,131 +1,103 @@
-"""An artifact as the report needs it: its parts, what its weights take, and what its predictors cost in accuracy."""
+"""Pictures of an artifact: what its weights take."""
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
-from picompile.placement.plan import Plan
-from picompile.report.layers import LayerFigures, of_accuracy
-from picompile.report.numbers import measured
-from picompile.report.plan import plan_of_report
+from picompile.report import numbers
+from picompile.report.artifact_facts import ArtifactFacts, gate_table
+from picompile.report.drawing import INK, SERIES, WIDTH, Canvas, draw, drawable
+from picompile.report.numbers import NOTHING, UNFOLDED, PagePicture, PageSection, Part, Pictures, Table, size
+from picompile.report.plan import plan_parts
+from picompile.report.predictors import accuracy_pictures, kinds_text, layers_table
 
-if TYPE_CHECKING:
-    from picompile_runtime.artifact import Manifest
-    from picompile_runtime.fields import Fields
-
-# The row of the statistics that a feed-forward call counts into is its place in the buffer.
-_STATS_ROW_BYTES = 16
-
-
-@dataclass(frozen=True)
-class FfnPart:
-    """A feed-forward block, or one of the parts it is computed in, and the bytes of the weights that it reads."""
-
-    layer: int
-    part: str
-    neurons: int
-    predictor: str
-    weight_bytes: int
+_OPERATORS = {
+    "embedding": "embedding",
+    "linear": "attention projections",
+    "norm": "norms",
+    "rotary": "rotary tables",
+    "attention": "rotary tables",
+    "predict": "predictors",
+    "ffn": "feed-forward",
+    "head": "output head",
+}
+_MOST_BARS = 12
 
 
-@dataclass(frozen=True)
-class Accuracy:
-    """What the predictors cost: the gate's `figures`, on `text`, and those of each layer."""
+def bytes_picture(name: str, operator_bytes: Mapping[str, int]) -> PagePicture:
+    """Bytes of the weights by what reads them."""
+    total = sum(operator_bytes.values()) or 1
+    largest = list(operator_bytes.items())
+    rows = [(_title(operator), taken) for operator, taken in largest[:_MOST_BARS]]
+    if len(largest) > _MOST_BARS:
+        rows.append(("the rest", sum(taken for _, taken in largest[_MOST_BARS:])))
 
-    figures: Mapping[str, float | None]
-    text: str
-    layers: tuple[LayerFigures, ...]
+    def paint(canvas: Canvas) -> None:
+        axes = canvas.axes(x="share of all weights (%)", y="")
+        places = range(len(rows))
+        bars = axes.barh(places, [100 * taken / total for _, taken in rows], color=SERIES[0], height=0.7)
+        axes.bar_label(bars, [size(taken) for _, taken in rows], padding=5, color=INK)
+        axes.set_yticks(places, [title for title, _ in rows])
+        for bar, (title, taken) in zip(bars, rows, strict=True):
+            canvas.hover(bar, f"{title}: {size(taken)}")
+        axes.set_xlim(0, 125 * max((taken for _, taken in rows), default=1) / total)
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
 
-
-@dataclass(frozen=True)
-class ArtifactFacts:
-    """What manifest.json, program.json and report.json say.
-
-    `operator_bytes` are the bytes of weights by the operator that reads them, most first; `predictor_bytes` by layer.
-    `plan` is what the artifact was split by, if by any.
-    """
-
-    path: Path
-    manifest: "Manifest"
-    parts: tuple[FfnPart, ...]
-    operator_bytes: Mapping[str, int]
-    predictor_bytes: Mapping[int, int]
-    accuracy: Accuracy | None
-    plan: Plan | None
-
-
-class _Reader(NamedTuple):
-    """What reads a tensor first when a token is decoded; `row` is that of the statistics."""
-
-    operator: str
-    layer: int | None = None
-    row: int | None = None
-
-
-def read_artifact(folder: Path) -> ArtifactFacts:
-    """Reads the small files of an artifact, not its weights. Raises `ArtifactError` for one that is not whole."""
-    from picompile_runtime import ArtifactError
-    from picompile_runtime.artifact import read_manifest
-    from picompile_runtime.fields import parse_object
-
-    manifest = read_manifest(folder)
-    try:
-        program, report = (
-            parse_object((folder / name).read_bytes(), str(folder / name)) for name in ("program.json", "report.json")
-        )
-    except OSError as error:
-        raise ArtifactError(f"{folder}: incomplete ({error.strerror}); compile the model again") from error
-    sizes = report.object("weight_bytes")
-    readers = _readers(program)
-    totals: Counter[_Reader] = Counter()
-    for name in sizes.data:
-        totals[readers.get(name, _Reader("other"))] += sizes.integer(name)
-    operators, predictors, rows = Counter[str](), Counter[int](), Counter[int | None]()
-    for reader, size in totals.items():
-        operators[reader.operator] += size
-        rows[reader.row] += size
-        if reader.operator == "predict" and reader.layer is not None:
-            predictors[reader.layer] += size
-    parts = tuple(_part(entry, rows) for entry in report.objects("ffn"))
-    accuracy = _accuracy(report.object("accuracy")) if report.data.get("accuracy") else None
-    operator_bytes = dict(operators.most_common())
-    return ArtifactFacts(folder, manifest, parts, operator_bytes, predictors, accuracy, plan_of_report(report))
-
-
-def _readers(program: "Fields") -> dict[str, _Reader]:
-    """The tensors that decoding a token reads."""
-    found: dict[str, _Reader] = {}
-    for call in program.object("functions").objects("decode"):
-        operator, arguments = call.text("op"), call.objects("args")
-        layer = None if call.data.get("layer") is None else call.integer("layer")
-        rows = [
-            argument.data.get("offset", 0) // _STATS_ROW_BYTES
-            for argument in arguments
-            if argument.data.get("buffer") == "stats" and type(argument.data.get("offset", 0)) is int
-        ]
-        for argument in arguments:
-            if "weight" in argument.data:
-                found.setdefault(argument.text("weight"), _Reader(operator, layer, rows[0] if rows else None))
-    return found
-
-
-def _part(entry: "Fields", row_bytes: Mapping[int | None, int]) -> FfnPart:
-    return FfnPart(
-        layer=entry.integer("layer"),
-        part=entry.text("part"),
-        neurons=entry.integer("neurons"),
-        predictor=entry.text("predictor"),
-        weight_bytes=row_bytes.get(entry.integer("stats_row"), 0),
+    words = (
+        "Bytes of the packed weights by the operator that reads them. A matrix that embedding and output head share "
+        "counts as embedding. Of the feed-forward weights a token reads those of the neurons that are computed, and "
+        "whatever the predictor needs to tell which."
     )
+    description = ", ".join(f"{title} {size(taken)}" for title, taken in rows) + "."
+    title = "What the weights take"
+    height = 90 + 26 * len(rows)
+    return PagePicture(title, draw(paint, name=name, title=title, description=description, size=(WIDTH, height)), words)
 
 
-def _accuracy(entry: "Fields") -> Accuracy:
-    names = ("bound", "dense_perplexity", "perplexity", "relative_change", "tokens")
-    rows = entry.objects("layers") if entry.data.get("layers") else []
-    return Accuracy(
-        figures={name: measured(entry.data.get(name)) for name in names},
-        text=str(entry.data.get("text") or ""),
-        layers=tuple(of_accuracy(row.integer("layer"), row.text("kind"), row.data) for row in rows),
-    )
+def _title(operator: str) -> str:
+    """The operator in words; one of a later version by its name, as far as fonts have it."""
+    return _OPERATORS.get(operator) or drawable(operator)
+
+
+# The section of an artifact: its parts, kinds and bytes, what its predictors cost, and its plan.
+
+
+_COLUMNS = ("layer", "part", "neurons", "predictor", "weights", "of the predictor")
+
+_WORDS = "Measured on held-out text, with the predictors of all layers in place."
+
+
+def artifact_section(anchor: str, artifact: ArtifactFacts) -> PageSection:
+    """Gate, accuracy per layer, bytes and parts."""
+    manifest, accuracy = artifact.manifest, artifact.accuracy
+    model = {name: manifest.model.get(name, NOTHING) for name in ("name", "layers", "hidden", "ffn", "activation")}
+    facts = [
+        ("model", str(model["name"])),
+        ("shape", f"layers {model['layers']}, hidden {model['hidden']}, ffn {model['ffn']} ({model['activation']})"),
+        ("weights", f"{manifest.quant}, {numbers.size(sum(artifact.operator_bytes.values()))}"),
+        ("predictor", kinds_text([part.predictor for part in artifact.parts])),
+        ("context", f"{manifest.context:,} tokens, cache in {manifest.kv_dtype}"),
+        ("code", ", ".join(variant.isa for variant in manifest.code)),
+        ("files", numbers.size(sum(entry.size_bytes for entry in manifest.files.values()))),
+    ]
+    gate = gate_table({**accuracy.figures, "text": accuracy.text}, accuracy.layers) if accuracy is not None else None
+    pictures = accuracy_pictures(anchor, accuracy.layers) if accuracy is not None else []
+    pictures.append(bytes_picture(f"{anchor}-bytes", artifact.operator_bytes))
+    parts: list[Part] = [*([] if gate is None else [gate]), Pictures(pictures), _parts_table(artifact)]
+    if accuracy is not None and accuracy.layers:
+        parts.append(layers_table(accuracy.layers, _WORDS))
+    if artifact.plan is not None:
+        parts += plan_parts(anchor, artifact.plan)
+    return PageSection(anchor, "artifact", str(artifact.path), facts, parts)
+
+
+def _parts_table(artifact: ArtifactFacts) -> Table:
+    rows, seen = [], set()
+    for part in artifact.parts:
+        # A predictor serves all parts of its layer, and is named once.
+        predictor = None if part.layer in seen else artifact.predictor_bytes.get(part.layer)
+        seen.add(part.layer)
+        weights, of_predictor = numbers.size(part.weight_bytes), numbers.size(predictor)
+        rows.append((str(part.layer), part.part, f"{part.neurons:,}", part.predictor, weights, of_predictor))
+    texts = frozenset({"part", "predictor"})
+    folded = len(rows) > UNFOLDED
+    return Table("Feed-forward parts", _COLUMNS, rows, texts, folded=folded).without_empty(NOTHING)

@@ -1,6 +1,11 @@
 """Numbers as the report writes them; a dash where nothing was measured."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import floor, log10
+from typing import Any, ClassVar
+
+from markupsafe import Markup
 
 NOTHING = "–"
 
@@ -123,3 +128,75 @@ def time_unit(duration_s: float) -> tuple[str, float]:
 def rate(per_s: float | None) -> str:
     """Three digits of tokens/s; all of a whole number: `0.567`, `28.8`, `21,206`."""
     return NOTHING if per_s is None else f"{per_s:.3g}" if per_s < 999.5 else f"{per_s:,.0f}"
+
+
+# What a page consists of: sections, each with facts, pictures and tables. The template knows no more than this.
+
+
+# More pictures or rows than these are folded.
+UNFOLDED = 12
+
+
+@dataclass(frozen=True)
+class PagePicture:
+    """One picture, and what it shows in plain words."""
+
+    title: str
+    svg: Markup
+    words: str
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures side by side where the page is wide enough, more of them if they are `small`.
+
+    With `folded` they are behind a line that opens them.
+    """
+
+    form: ClassVar[str] = "pictures"
+    pictures: Sequence[PagePicture]
+    title: str = ""
+    words: str = ""
+    small: bool = False
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text below a head. A column holds words if its name is in `texts`, else numbers, flush right."""
+
+    form: ClassVar[str] = "table"
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    texts: frozenset[str] = frozenset()
+    words: str = ""
+    folded: bool = False
+
+    def without_empty(self, nothing: str) -> "Table":
+        """The same without columns that hold `nothing` in every row."""
+        kept = [i for i, _ in enumerate(self.columns) if any(row[i] != nothing for row in self.rows)]
+        columns = [self.columns[i] for i in kept]
+        rows = [[row[i] for i in kept] for row in self.rows]
+        return Table(self.title, columns, rows, self.texts, self.words, self.folded)
+
+
+Part = Pictures | Table
+
+
+@dataclass(frozen=True)
+class PageSection:
+    """All about one source. `facts` are names and values; `anchor` is what the summary links to."""
+
+    anchor: str
+    kind: str
+    name: str
+    facts: Sequence[tuple[str, str]]
+    parts: Sequence[Part]
+
+
+def relative_change(gate: Mapping[str, Any]) -> float | None:
+    """How far the predictors raise the perplexity."""
+    found = measured(gate.get("relative_change"))
+    quotient = ratio(measured(gate.get("perplexity")), measured(gate.get("dense_perplexity")))
+    return found if found is not None or quotient is None else quotient - 1

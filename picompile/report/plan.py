@@ -1,14 +1,30 @@
 """A plan as a source of the report: a file that `picompile plan` wrote."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from picompile.errors import UsageError
-from picompile.placement.plan import SCHEMA, Plan
+from picompile.placement.plan import SCHEMA, Plan, PlanLayer
+from picompile.report import numbers
+from picompile.report.numbers import NOTHING, UNFOLDED, PageSection, Part, Pictures, Table
+from picompile.report.plan_pictures import (
+    DEVICES,
+    devices_of,
+    hot_computed_share,
+    hot_share,
+    hot_shares,
+    memory_picture,
+    split_picture,
+    time_picture,
+    timeline_pictures,
+)
 
 if TYPE_CHECKING:
-    from picompile_runtime.fields import Fields
+    from picompile_runtime.artifact.fields import Fields
+
 
 # Enough to tell a plan from a file of weights, which would take long to read.
 _HEAD_BYTES = 64
@@ -53,3 +69,185 @@ def plan_of_report(report: "Fields") -> Plan | None:
     for layer in fields.objects("layers"):
         layer.data.setdefault("hot", None)
     return plan_of(fields)
+
+
+# Tables of a plan: what it takes of each device, and each of its layers.
+
+
+_COLUMNS = (
+    "layer",
+    "neurons",
+    "on the GPU",
+    "share",
+    "of the computed",
+    "attention on",
+    "KV cache on",
+    "predictor on",
+    "attention",
+    "KV cache",
+    "predictor",
+    "hot neurons",
+    "cold neurons",
+    "exchange",
+    "layer's time",
+    "limit",
+)
+_TEXTS = frozenset({"attention on", "KV cache on", "predictor on", "limit"})
+_WORDS = (
+    "Times are predicted for one token. Hot and cold neurons are computed at the same time, so a layer's time has the "
+    "longer of the two. Limit: what takes most of it."
+)
+_LIMITS = {"attention": "attention, cache and predictor", "gpu": "hot neurons", "host": "cold neurons"}
+
+
+def memory_table(plan: Plan) -> Table:
+    """Bytes of each kind on each device, and what there may be of them."""
+    devices = devices_of(plan)
+    kinds = sorted(plan.bytes_by_kind().items())
+    rows = [(what, *(numbers.size(sizes.get(device)) for device in devices)) for what, sizes in kinds]
+    rows += [
+        ("all", *(numbers.size(plan.taken_bytes(device)) for device in devices)),
+        ("may be taken", *(numbers.size(plan.capacity_bytes(device)) for device in devices)),
+        ("budget", *(numbers.size(plan.budget_bytes(device)) for device in devices)),
+    ]
+    return Table("Memory", ("what", *(DEVICES[device] for device in devices)), rows, frozenset({"what"}))
+
+
+def layers_table(plan: Plan) -> Table:
+    """What of each layer lies where, and the seconds that are expected of it."""
+    rows = [
+        (
+            str(layer.layer),
+            f"{layer.neurons:,}",
+            f"{layer.hot_neurons:,}",
+            numbers.percent(hot_share(layer)),
+            numbers.percent(hot_computed_share(layer)),
+            *(DEVICES.get(place, NOTHING) for place in (layer.attention, layer.kv_cache, layer.predictor)),
+            *(numbers.seconds(time_s or None) for time_s in _times(layer)),
+            limit_text(layer.limit),
+        )
+        for layer in plan.layers
+    ]
+    return Table("Each layer of the plan", _COLUMNS, rows, _TEXTS, _WORDS, len(rows) > UNFOLDED).without_empty(NOTHING)
+
+
+def _times(layer: PlanLayer) -> tuple[float, ...]:
+    before = layer.attention_s, layer.kv_cache_s, layer.predict_s
+    return (*before, layer.hot_s, layer.cold_s, layer.exchange_s, layer.total_s)
+
+
+def limit_text(name: str) -> str:
+    """What takes most of a layer's time, in words."""
+    return _LIMITS.get(name, name)
+
+
+# The section of a plan, and the part of an artifact's section on the plan that it was split by. All is predicted.
+
+
+_TIMELINE_WORDS = (
+    "Predicted, for the first layers of each kind. Hot neurons run on the GPU while cold ones run on the host; an "
+    "exchange waits for both."
+)
+_BASELINES = {"layers-first": "dense, whole layers on the GPU", "host": "dense, all on the host"}
+_OBJECTIVES = {"latency": "least time for a token", "impact": "most firings on the GPU"}
+
+
+def plan_section(anchor: str, source: PlanFacts) -> PageSection:
+    """Facts, what lies where, where the time goes, and the timeline of a token."""
+    facts = [("model", source.plan.model), *_model_facts(source.plan), *_plan_facts(source.plan)]
+    return PageSection(anchor, "plan", str(source.path), facts, _parts(anchor, source.plan))
+
+
+def plan_parts(anchor: str, plan: Plan) -> list[Part]:
+    """The same for an artifact that was split by `plan`: what its own facts do not say is in a table."""
+    columns = ("what", "as planned")
+    facts = Table("Placement", columns, _plan_facts(plan), frozenset(columns))
+    return [facts, *_parts(f"{anchor}-plan", plan)]
+
+
+def gain_text(plan: Plan, baseline: str) -> str:
+    """The plan's tokens/s against those of a baseline."""
+    return numbers.times(numbers.ratio(plan.tokens_per_s, plan.baselines.get(baseline)))
+
+
+def taken_text(plan: Plan, device: str) -> str:
+    """`17.2 GB of 24 GB`; a dash for a device that the plan does not have."""
+    if device not in devices_of(plan):
+        return NOTHING
+    return f"{numbers.size(plan.taken_bytes(device))} of {numbers.size(plan.budget_bytes(device))}"
+
+
+def _parts(anchor: str, plan: Plan) -> list[Part]:
+    pictures = [time_picture(f"{anchor}-time", plan), memory_picture(f"{anchor}-memory", plan)]
+    if any(layer.hot_neurons for layer in plan.layers):
+        pictures.insert(0, split_picture(f"{anchor}-split", plan))
+    timelines, left_out = timeline_pictures(f"{anchor}-timeline", plan)
+    more = f" {numbers.counted(left_out, 'more kind')} of layers not drawn." if left_out else ""
+    return [
+        Pictures(pictures),
+        Pictures(timelines, title="What runs when", words=_TIMELINE_WORDS + more),
+        memory_table(plan),
+        layers_table(plan),
+    ]
+
+
+def _model_facts(plan: Plan) -> list[tuple[str, str]]:
+    return [
+        *([] if plan.fingerprint is None else [("fingerprint", plan.fingerprint[:16])]),
+        ("parameters", f"{plan.parameters:,}"),
+        ("weights", plan.quant),
+        ("predictor", plan.predictor),
+        ("context", f"{plan.context:,} tokens, {numbers.counted(plan.batch, 'sequence')} at a time"),
+    ]
+
+
+def _plan_facts(plan: Plan) -> list[tuple[str, str]]:
+    hot, computed = map(numbers.percent, hot_shares(plan))
+    return [
+        ("target", plan.target),
+        *((DEVICES[device], _device_text(plan, device)) for device in ("gpu", "host")),
+        (
+            "link",
+            f"{numbers.size(plan.machine.pcie_bytes_per_s)}/s, an exchange {numbers.seconds(plan.machine.sync_s)}",
+        ),
+        ("margin", f"{numbers.percent(plan.margin)} of each budget is left free"),
+        ("objective", _OBJECTIVES.get(plan.objective, plan.objective)),
+        ("firing from", plan.firing),
+        ("neurons on the GPU", f"{hot}, {computed} of those computed"),
+        ("output head on", DEVICES[plan.head]),
+        ("what limits", _limits_text(plan.layers)),
+        ("predicted", _speed_text(plan)),
+        ("from the best placement", _gap_text(plan)),
+        *((f"predicted, {_BASELINES.get(name, name)}", _baseline_text(plan, name)) for name in plan.baselines),
+    ]
+
+
+def _device_text(plan: Plan, device: str) -> str:
+    if device not in devices_of(plan):
+        return "none"
+    machine = plan.machine
+    speed = machine.gpu_bytes_per_s if device == "gpu" else machine.host_bytes_per_s
+    share = machine.gpu_efficiency if device == "gpu" else machine.host_efficiency
+    budget, reads = numbers.size(plan.budget_bytes(device)), numbers.percent(share, 0)
+    return f"budget {budget}, {numbers.size(speed)}/s, of which kernels reach {reads}"
+
+
+def _speed_text(plan: Plan) -> str:
+    cache = f"with {numbers.counted(plan.tokens, 'token')} in the cache"
+    return f"{numbers.rate(plan.tokens_per_s)} tokens/s, {numbers.seconds(plan.token_s)} a step, {cache}"
+
+
+def _gap_text(plan: Plan) -> str:
+    # What four digits cannot tell from nothing.
+    if plan.gap < 5e-7:
+        return "nothing, by the objective"
+    return f"at most {numbers.percent(numbers.measured(plan.gap), 4)}, by the objective"
+
+
+def _baseline_text(plan: Plan, name: str) -> str:
+    return f"{numbers.rate(plan.baselines[name])} tokens/s; the plan is {gain_text(plan, name)} as fast"
+
+
+def _limits_text(layers: Sequence[PlanLayer]) -> str:
+    counts = Counter(layer.limit for layer in layers).most_common()
+    return "; ".join(f"{limit_text(name)} in {numbers.counted(count, 'layer')}" for name, count in counts) or NOTHING

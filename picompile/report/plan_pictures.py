@@ -1,16 +1,60 @@
-"""Pictures of a plan by layer: what lies on the GPU, and where the time of a token is expected to go."""
+"""What the pictures of a plan tell apart, each with the same colour in all of them."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from picompile.placement.plan import Plan, PlanLayer
 from picompile.report import numbers
-from picompile.report.blocks import Picture
-from picompile.report.drawing import INK, SERIES, TALL, Canvas, draw, layer_axis
-from picompile.report.plan_colours import DEVICES, PARTS
+from picompile.report.drawing import FAINT, INK, MUTED, SERIES, TALL, Canvas, draw, drawable, layer_axis
+from picompile.report.numbers import PagePicture
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from picompile.placement.schedule import Step
+
+
+PARTS = {
+    "hot": ("hot neurons", SERIES[1]),
+    "cold": ("cold neurons", SERIES[0]),
+    "attention": ("attention", SERIES[2]),
+    "kv_cache": ("KV cache", SERIES[3]),
+    "predict": ("predictor", SERIES[4]),
+    "exchange": ("exchange", MUTED),
+}
+"""The parts of a layer's time → (name, colour)."""
+
+STEPS = {**PARTS, "head": ("output head", SERIES[5]), "switch": ("transfer", MUTED), "end": ("transfer", MUTED)}
+"""The steps of a schedule → (name, colour)."""
+
+DEVICES = {"gpu": "GPU", "host": "host", "link": "link"}
+
+_KINDS = {
+    "hot neurons": ("hot neurons", SERIES[1]),
+    "cold neurons": ("cold neurons", SERIES[0]),
+    "attention": ("attention", SERIES[2]),
+    "kv cache": ("KV cache", SERIES[3]),
+    "predictors": ("predictors", SERIES[4]),
+    "output head": ("embedding, output head", SERIES[5]),
+    "embedding": ("embedding, output head", SERIES[5]),
+    "workspace": ("workspace, tables", MUTED),
+    "tables": ("workspace, tables", MUTED),
+}
+
+
+def kind_of_memory(what: str) -> tuple[str, str]:
+    """(name in the legend, colour) of what memory is taken for; several kinds may share one."""
+    return _KINDS.get(what) or (drawable(what), FAINT)
+
+
+# Pictures of a plan by layer: what lies on the GPU, and where the time of a token is expected to go.
+
 
 # A layer's parts from the axis outwards; the neurons first, so that hot and cold ones can be compared across it.
 _ABOVE = ("attention", "kv_cache", "predict", "exchange")
 
 
-def split_picture(name: str, plan: Plan) -> Picture:
+def split_picture(name: str, plan: Plan) -> PagePicture:
     """Per layer, the share of the neurons on the GPU, and of those that are computed."""
     shares = {layer.layer: hot_share(layer) for layer in plan.layers}
     computed = {layer.layer: share for layer in plan.layers if (share := hot_computed_share(layer)) is not None}
@@ -37,10 +81,12 @@ def split_picture(name: str, plan: Plan) -> Picture:
         "of the neurons gains."
     )
     title = "What is on the GPU"
-    return Picture(title, draw(paint, name=name, title=title, description=_split_description(plan), size=TALL), words)
+    return PagePicture(
+        title, draw(paint, name=name, title=title, description=_split_description(plan), size=TALL), words
+    )
 
 
-def time_picture(name: str, plan: Plan) -> Picture:
+def time_picture(name: str, plan: Plan) -> PagePicture:
     """Per layer, the expected seconds of each part; what another part hides is below the axis."""
     unit, factor = numbers.time_unit(max((layer.total_s for layer in plan.layers), default=0.0))
     shown = [part for part in PARTS if any(seconds_of(layer, part) for layer in plan.layers)]
@@ -66,7 +112,9 @@ def time_picture(name: str, plan: Plan) -> Picture:
         "host, are computed at the same time: the slower of them counts and is above the axis, the other below."
     )
     title = "Where a token's time goes"
-    return Picture(title, draw(paint, name=name, title=title, description=_time_description(plan), size=TALL), words)
+    return PagePicture(
+        title, draw(paint, name=name, title=title, description=_time_description(plan), size=TALL), words
+    )
 
 
 def seconds_of(layer: PlanLayer, part: str) -> float:
@@ -139,3 +187,194 @@ def _time_description(plan: Plan) -> str:
     sums = {part: sum(seconds_of(layer, part) for layer in plan.layers) for part in PARTS}
     parts = ", ".join(f"{PARTS[part][0]} {numbers.seconds(taken)}" for part, taken in sums.items() if taken)
     return f"Of {numbers.seconds(plan.token_s)} for a token, all layers together: {parts or 'nothing'}."
+
+
+# Picture of a plan's memory: what it takes of each device's budget.
+
+
+def devices_of(plan: Plan) -> list[str]:
+    """The devices that have a budget, or that something lies on."""
+    return [device for device in ("gpu", "host") if plan.budget_bytes(device) or plan.taken_bytes(device)]
+
+
+def memory_picture(name: str, plan: Plan) -> PagePicture:
+    """A bar for each device, by kind, up to what it may take and what it has."""
+    devices = devices_of(plan)
+
+    def paint(canvas: Canvas) -> None:
+        axes, named = canvas.axes(x="share of the budget (%)", y=""), set[str]()
+        largest = max([100.0, *(_draw_device(canvas, axes, plan, each, i, named) for i, each in enumerate(devices))])
+        axes.axvline(100, color=INK, linewidth=1.2)
+        axes.set_yticks(range(len(devices)), [DEVICES[device] for device in devices])
+        axes.set(xlim=(0, 1.03 * largest), ylim=(len(devices) - 0.45, -0.75))
+        axes.grid(axis="y", visible=False)
+        if named:
+            canvas.figure.legend(loc="outside lower center", ncols=2)
+
+    words = (
+        "What the plan puts on each device, as a share of the device's budget. Dashed: the budget less its margin, up "
+        "to which the plan may fill it. Solid: the budget."
+    )
+    description = "; ".join(_description(plan, device) for device in devices) or "Nothing is taken"
+    title, size = "What it takes of the memory", (440, 170 + 75 * max(len(devices), 1))
+    return PagePicture(title, draw(paint, name=name, title=title, description=f"{description}.", size=size), words)
+
+
+def _draw_device(canvas: Canvas, axes: "Axes", plan: Plan, device: str, place: int, named: set[str]) -> float:
+    """Draws the bar of a device and returns where it ends; `named` are the kinds that the legend has already."""
+    percent, left = 100 / (plan.budget_bytes(device) or plan.taken_bytes(device)), 0.0
+    for (title, colour), taken in _memory_pictures_stack(plan, device).items():
+        # An edge of its own colour, so that the smallest are seen as well.
+        style: dict[str, Any] = {
+            "color": colour,
+            "edgecolor": colour,
+            "linewidth": 0.4,
+            "label": None if title in named else title,
+        }
+        (bar,) = axes.barh(place, percent * taken, left=left, height=0.5, **style)
+        canvas.hover(bar, f"{DEVICES[device]}: {title} {numbers.size(taken)}")
+        named.add(title)
+        left += percent * taken
+    capacity = percent * plan.capacity_bytes(device)
+    (line,) = axes.plot([capacity] * 2, [place - 0.36, place + 0.36], color=INK, linestyle=(0, (4, 2)))
+    canvas.hover(line, f"{DEVICES[device]}: {numbers.size(plan.capacity_bytes(device))} may be taken")
+    axes.annotate(_text(plan, device), (0, place - 0.38), va="bottom")
+    return left
+
+
+def _memory_pictures_stack(plan: Plan, device: str) -> dict[tuple[str, str], int]:
+    """(kind, colour) → bytes, the largest first."""
+    found: dict[tuple[str, str], int] = {}
+    for what, sizes in plan.bytes_by_kind().items():
+        if taken := sizes.get(device):
+            kind = kind_of_memory(what)
+            found[kind] = found.get(kind, 0) + taken
+    return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+
+
+def _text(plan: Plan, device: str) -> str:
+    return f"{numbers.size(plan.taken_bytes(device))} of {numbers.size(plan.budget_bytes(device))}"
+
+
+def _description(plan: Plan, device: str) -> str:
+    parts = ", ".join(
+        f"{title} {numbers.size(taken)}" for (title, _), taken in _memory_pictures_stack(plan, device).items()
+    )
+    of = f"of which {numbers.size(plan.capacity_bytes(device))} may be taken"
+    return f"{DEVICES[device]}: {_text(plan, device)}, {of}: {parts or 'nothing'}"
+
+
+# Timelines of a plan: which device does what when, for the first layers of each kind that the plan has.
+
+
+_MOST_LAYERS = 3
+_MOST_KINDS = 4
+
+
+def timeline_pictures(name: str, plan: Plan) -> tuple[list[PagePicture], int]:
+    """A picture for each kind of layer, of the first of them that follow one another, and how many kinds have none.
+
+    Those of the most layers are drawn.
+    """
+    steps, windows = plan_schedule(plan), list(_windows(plan.layers))
+    common = sorted(windows, key=lambda window: -window[1])[:_MOST_KINDS]
+    drawn = [window for window in windows if window in common]
+    pictures = [_picture(f"{name}-{i}", plan, window, count, steps) for i, (window, count) in enumerate(drawn)]
+    return pictures, len(windows) - len(drawn)
+
+
+def plan_schedule(plan: Plan) -> "list[Step]":
+    """The steps of a token by the plan, each with its start and end; of devices that there are."""
+    from picompile.placement.schedule import plan_graph, schedule
+
+    graph = plan_graph(plan.layers, (plan.head, plan.head_s), plan.switch_s)
+    return [step for step in schedule(graph) if step.device in DEVICES and step.part in STEPS]
+
+
+def _kind(layer: PlanLayer) -> tuple[str, str, str, bool, bool]:
+    """What makes two layers alike: which devices do what."""
+    return layer.attention, layer.kv_cache, layer.predictor, bool(layer.hot_s), bool(layer.cold_s)
+
+
+def _windows(layers: Sequence[PlanLayer]) -> Iterator[tuple[range, int]]:
+    """Per kind the places of its first layers that follow one another, and how many layers are of the kind."""
+    kinds = [_kind(layer) for layer in layers]
+    for kind in dict.fromkeys(kinds):
+        first = last = kinds.index(kind)
+        while last + 1 < min(len(kinds), first + _MOST_LAYERS) and kinds[last + 1] == kind:
+            last += 1
+        yield range(first, last + 1), kinds.count(kind)
+
+
+def _picture(name: str, plan: Plan, window: range, count: int, steps: "Sequence[Step]") -> PagePicture:
+    # Of a model this small the output head is shown as well.
+    whole = len(window) == len(plan.layers)
+    shown = [step for step in steps if step.layer in window or (whole and step.layer is None)]
+    lanes = [device for device in DEVICES if any(step.device == device for step in shown)]
+    start = min((step.start_s for step in shown), default=0.0)
+    unit, factor = numbers.time_unit(max((step.end_s for step in shown), default=0.0) - start)
+
+    def paint(canvas: Canvas) -> None:
+        axes = canvas.axes(x=f"predicted time ({unit})", y="")
+        for number in window:
+            if began := [step.start_s for step in shown if step.layer == number]:
+                _begin_layer(axes, (min(began) - start) * factor, f" layer {plan.layers[number].layer}")
+        for (title, colour), alike in _by_title(shown).items():
+            widths = [(step.end_s - step.start_s) * factor for step in alike]
+            starts = [(step.start_s - start) * factor for step in alike]
+            places = [lanes.index(step.device) for step in alike]
+            # An edge of its own colour, so that the shortest steps are seen as well.
+            style: dict[str, Any] = {"color": colour, "edgecolor": colour, "linewidth": 0.4, "label": title}
+            for bar, step in zip(axes.barh(places, widths, left=starts, height=0.6, **style), alike, strict=True):
+                canvas.hover(bar, _step_text(plan, step))
+        axes.set_yticks(range(len(lanes)), [DEVICES[lane] for lane in lanes])
+        axes.set_ylim(max(len(lanes), 1) - 0.5, -0.5)
+        axes.grid(axis="y", visible=False)
+        if shown:
+            canvas.figure.legend(loc="outside lower center", ncols=3)
+
+    title = f"One token in {_layers_text(plan, window)}"
+    description = ", ".join(_step_text(plan, step) for step in shown) or "Nothing takes time"
+    size = (440, 150 + 42 * max(len(lanes), 1))
+    svg = draw(paint, name=name, title=title, description=f"{description}.", size=size)
+    return PagePicture(title, svg, f"{_kind_text(plan.layers[window[0]])} {_count_text(count, len(plan.layers))}")
+
+
+def _begin_layer(axes: "Axes", place: float, text: str) -> None:
+    axes.axvline(place, color=FAINT, linewidth=1.2)
+    axes.annotate(text, (place, 1), xycoords=("data", "axes fraction"), va="bottom")
+
+
+def _by_title(steps: "Sequence[Step]") -> "dict[tuple[str, str], list[Step]]":
+    """(name, colour) → steps, in the order of `STEPS`."""
+    found: dict[tuple[str, str], list[Step]] = {}
+    for step in sorted(steps, key=lambda step: list(STEPS).index(step.part)):
+        found.setdefault(STEPS[step.part], []).append(step)
+    return found
+
+
+def _layers_text(plan: Plan, window: range) -> str:
+    first, last = plan.layers[window[0]].layer, plan.layers[window[-1]].layer
+    return f"layer {first}" if first == last else f"layers {first} to {last}"
+
+
+def _step_text(plan: Plan, step: "Step") -> str:
+    title, duration = STEPS[step.part][0], numbers.seconds(step.end_s - step.start_s)
+    where = "" if step.layer is None else f"layer {plan.layers[step.layer].layer}: "
+    return f"{where}{title}, {duration} on the {DEVICES[step.device]}"
+
+
+def _kind_text(layer: PlanLayer) -> str:
+    kv_cache = (
+        "with its KV cache" if layer.kv_cache == layer.attention else f"KV cache on the {DEVICES[layer.kv_cache]}"
+    )
+    predictor = "" if layer.predictor == "none" else f", predictor on the {DEVICES[layer.predictor]}"
+    sides = {(True, True): "both", (True, False): "the GPU", (False, True): "the host", (False, False): "neither"}
+    neurons = f"neurons on {sides[bool(layer.hot_s), bool(layer.cold_s)]}"
+    return f"Attention on the {DEVICES[layer.attention]}, {kv_cache}{predictor}; {neurons}."
+
+
+def _count_text(count: int, layers: int) -> str:
+    if count == layers:
+        return "So are all layers." if layers > 1 else "It is the only layer."
+    return f"So {'is' if count == 1 else 'are'} {count} of {layers} layers."

@@ -1,20 +1,21 @@
 """Pictures of predictors, layer by layer: how well they tell which neurons fire, and what they miss."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from picompile.report import numbers
-from picompile.report.blocks import Picture
-from picompile.report.drawing import INK, SERIES, TALL, Canvas, draw, from_zero, layer_axis
-from picompile.report.layers import LayerFigures
+from picompile.report.drawing import INK, SERIES, TALL, Canvas, draw, from_zero, layer_axis, ramp
+from picompile.report.layer_figures import LayerFigures
+from picompile.report.numbers import PagePicture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+
 Layers = Sequence[LayerFigures]
 
 
-def accuracy_picture(name: str, layers: Layers) -> Picture | None:
+def accuracy_picture(name: str, layers: Layers) -> PagePicture | None:
     """Recall, recall by contribution and precision of each layer; None where nothing was measured."""
     series = {
         "by contribution": [layer.weighted_recall for layer in layers],
@@ -51,10 +52,10 @@ def accuracy_picture(name: str, layers: Layers) -> Picture | None:
         if (known := [value for value in values if value is not None])
     )
     title = "Recall and precision"
-    return Picture(title, draw(paint, name=name, title=title, description=f"{description}.", size=TALL), words)
+    return PagePicture(title, draw(paint, name=name, title=title, description=f"{description}.", size=TALL), words)
 
 
-def computed_picture(name: str, layers: Layers) -> Picture | None:
+def computed_picture(name: str, layers: Layers) -> PagePicture | None:
     """Neurons that are computed against those that fire, per layer; None where nothing was measured."""
     rows = [
         (layer.layer, layer.firing_share, layer.computed_share)
@@ -87,10 +88,10 @@ def computed_picture(name: str, layers: Layers) -> Picture | None:
     if ratios:
         description += f": from {numbers.times(min(ratios))} to {numbers.times(max(ratios))}"
     title = "Computed against firing"
-    return Picture(title, draw(paint, name=name, title=title, description=f"{description}.", size=TALL), words)
+    return PagePicture(title, draw(paint, name=name, title=title, description=f"{description}.", size=TALL), words)
 
 
-def missed_picture(name: str, layers: Layers) -> Picture | None:
+def missed_picture(name: str, layers: Layers) -> PagePicture | None:
     """The share of each block's output that is missed; None where nothing was measured, or nothing missed."""
     rows = [(layer.layer, layer.missed_energy) for layer in layers if layer.missed_energy is not None]
     if not any(missed for _, missed in rows):
@@ -111,7 +112,7 @@ def missed_picture(name: str, layers: Layers) -> Picture | None:
     worst, most = max(rows, key=lambda row: row[1])
     description = f"Most is missed in layer {worst}: {numbers.percent(most, 3)}."
     title = "What is missed"
-    return Picture(title, draw(paint, name=name, title=title, description=description, size=TALL), words)
+    return PagePicture(title, draw(paint, name=name, title=title, description=description, size=TALL), words)
 
 
 def _computed_text(layer: int, firing: float, computed: float) -> str:
@@ -135,3 +136,70 @@ def _dots(
         label = what if position == 0 else None
         (dot,) = axes.plot(layer, 100 * value, marker, color=colour, markersize=6, label=label)
         canvas.hover(dot, f"layer {layer}: {what} {numbers.recall(value)}")
+
+
+# Pictures of predictors' sizes: rank against how a layer fires.
+
+
+_NUMBERED_LAYERS = 16
+
+
+def rank_pictures(name: str, layers: Sequence[LayerFigures]) -> list[PagePicture]:
+    """Rank against sparsity and against skewness; none where no predictor has a rank."""
+    found = []
+    for key, measure, axis, words in (
+        (
+            "sparsity",
+            lambda layer: None if layer.firing_share is None else 1 - layer.firing_share,
+            "neurons that stay silent (%)",
+            "A point is a layer. Sparsity is the share of its neurons that do not fire for a token, on average. The "
+            "rank is the width of the predictor in the middle: its size grows with it.",
+        ),
+        (
+            "skewness",
+            lambda layer: layer.skewness,
+            "firings made by the most active fifth (%)",
+            "A point is a layer. Skewness is the share of its firings that the most active fifth of its neurons makes: "
+            "20 % where all fire alike, 100 % where a few make all. Where the same neurons fire for every token, less "
+            "is left to predict.",
+        ),
+    ):
+        picture = _rank_picture(f"{name}-{key}", layers, measure, f"Rank against {key}", axis, words)
+        found += [] if picture is None else [picture]
+    return found
+
+
+def _rank_picture(
+    name: str,
+    layers: Sequence[LayerFigures],
+    measure: Callable[[LayerFigures], float | None],
+    title: str,
+    axis: str,
+    words: str,
+) -> PagePicture | None:
+    points = [
+        (position, layer, value, layer.rank)
+        for position, layer in enumerate(layers)
+        if (value := measure(layer)) is not None and layer.rank is not None
+    ]
+    if not points:
+        return None
+
+    def paint(canvas: Canvas) -> None:
+        axes = canvas.axes(x=axis, y="rank of the predictor")
+        for position, layer, value, rank in points:
+            (dot,) = axes.plot(100 * value, rank, "o", color=ramp(position, len(layers)), markersize=8)
+            canvas.hover(dot, f"layer {layer.layer}: rank {rank}, {numbers.percent(value)}")
+            if len(layers) <= _NUMBERED_LAYERS:
+                axes.annotate(
+                    str(layer.layer), (100 * value, rank), xytext=(6, 4), textcoords="offset points", fontsize=11
+                )
+        axes.set_ylim(0, 1.15 * max(rank for *_, rank in points))
+        axes.margins(x=0.12)
+
+    ranks = [rank for *_, rank in points]
+    description = f"{len(points)} layers; ranks from {min(ranks)} to {max(ranks)}; in numbers in the table of layers."
+    numbered = " The number beside it is the layer's." if len(layers) <= _NUMBERED_LAYERS else ""
+    first, rest = words.split(". ", 1)
+    words = f"{first}.{numbered} {rest}"
+    return PagePicture(title, draw(paint, name=name, title=title, description=description), words)

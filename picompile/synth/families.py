@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from picompile.synth.shapes import Shape
+    from picompile.synth.shapes import ModelShape
+
 
 Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Family:
+class SynthFamily:
     """One family.
 
     `norm` is `rms` or `layer`. `attention` is `split` (q, k and v apart) or `fused` (Falcon: one matrix, grouped by key
@@ -90,14 +91,14 @@ _FALCON_NAMES = {
     "down": "transformer.h.{}.mlp.dense_4h_to_h",
 }
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", _FIELDS, _LLAMA_NAMES),
-    "mistral": Family("MistralForCausalLM", _FIELDS, _LLAMA_NAMES),
-    "qwen2": Family(
+FAMILIES: dict[str, SynthFamily] = {
+    "llama": SynthFamily("LlamaForCausalLM", _FIELDS, _LLAMA_NAMES),
+    "mistral": SynthFamily("MistralForCausalLM", _FIELDS, _LLAMA_NAMES),
+    "qwen2": SynthFamily(
         "Qwen2ForCausalLM", _FIELDS, _LLAMA_NAMES, query_bias=lambda config: True, output_bias=lambda config: False
     ),
-    "bamboo": Family("BambooForCausalLM", _FIELDS, _LLAMA_NAMES, two_sided=True, required={"hidden_act": "relu"}),
-    "opt": Family(
+    "bamboo": SynthFamily("BambooForCausalLM", _FIELDS, _LLAMA_NAMES, two_sided=True, required={"hidden_act": "relu"}),
+    "opt": SynthFamily(
         "OPTForCausalLM",
         {**_FIELDS, "ffn": "ffn_dim", "kv_heads": "", "activation": "activation_function", "eps": ""},
         _OPT_NAMES,
@@ -109,7 +110,7 @@ FAMILIES: dict[str, Family] = {
         output_bias=lambda config: True,
         ffn_bias=lambda config: True,
     ),
-    "falcon": Family(
+    "falcon": SynthFamily(
         "FalconForCausalLM",
         {**_FIELDS, "ffn": "ffn_hidden_size", "kv_heads": "num_kv_heads", "activation": "activation"}
         | {"eps": "layer_norm_epsilon"},
@@ -134,13 +135,13 @@ FAMILIES["falcon-new"] = replace(
 )
 
 
-def find_family(config: Config) -> Family | None:
+def find_family(config: Config) -> SynthFamily | None:
     """The family of a `config.json`, or None when synth does not make it."""
     variant = "-new" if config.get("new_decoder_architecture") else ""
     return FAMILIES.get(f"{config.get('model_type')}{variant}")
 
 
-def tensor_shapes(shape: "Shape") -> Iterator[tuple[str, tuple[int, ...]]]:
+def tensor_shapes(shape: "ModelShape") -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor of the checkpoint, in the order in which they are made."""
     names = shape.family.names
     yield f"{names['embedding']}.weight", (shape.vocab, shape.hidden)
@@ -154,7 +155,7 @@ def tensor_shapes(shape: "Shape") -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{names['head']}.weight", (shape.vocab, shape.hidden)
 
 
-def _layer_tensors(shape: "Shape", layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _layer_tensors(shape: "ModelShape", layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     linears = {
         "qkv": (queries + 2 * keys, shape.hidden, shape.query_bias),
@@ -179,7 +180,7 @@ def _layer_tensors(shape: "Shape", layer: int) -> Iterator[tuple[str, tuple[int,
             yield from _norm_tensors(shape, name)
 
 
-def _norm_tensors(shape: "Shape", name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _norm_tensors(shape: "ModelShape", name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield f"{name}.weight", (shape.hidden,)
     if shape.family.norm == "layer":
         yield f"{name}.bias", (shape.hidden,)

@@ -13,13 +13,12 @@ from picompile.errors import UsageError
 from picompile.output import reserve
 from picompile.progress import NoProgress, Progress
 from picompile.synth.families import tensor_shapes
-from picompile.synth.folder import check_disk, check_free
-from picompile.synth.network import LayerFiring, make_network
-from picompile.synth.rates import beta_rates
+from picompile.synth.firing import beta_rates
+from picompile.synth.network import SynthesizedFiring, make_network
 from picompile.synth.recipe import Recipe, balanced_signs, random_subspace
-from picompile.synth.shapes import Shape
+from picompile.synth.shapes import ModelShape
 from picompile.synth.tokens import write_tokenizer
-from picompile.synth.writer import DTYPES, SHARD_BYTES, CheckpointWriter, Table, table_bytes
+from picompile.synth.writer import DTYPES, SHARD_BYTES, CheckpointWriter, Table, check_disk, check_free, table_bytes
 
 _CONFIG_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 
@@ -36,11 +35,11 @@ class Synthesis:
     parameters: int
     predictor_share: float
     measured_active: float
-    layers: tuple[LayerFiring, ...]
+    layers: tuple[SynthesizedFiring, ...]
 
 
 def synthesize(
-    shape: Shape,
+    shape: ModelShape,
     active: float,
     seed: int,
     output: Path,
@@ -84,7 +83,7 @@ def synthesize(
     return result
 
 
-def predictor_rank(shape: Shape) -> int:
+def predictor_rank(shape: ModelShape) -> int:
     """The rank of a shape's predictors: an eighth of the hidden size, at least 32, at most half of the hidden size.
 
     From a hidden size of 1024 on this keeps the predictors below 6 % of the parameters.
@@ -93,7 +92,7 @@ def predictor_rank(shape: Shape) -> int:
 
 
 def _recipe(
-    shape: Shape, active: float, seed: int, rank: int, weights: CheckpointWriter, predictors: CheckpointWriter
+    shape: ModelShape, active: float, seed: int, rank: int, weights: CheckpointWriter, predictors: CheckpointWriter
 ) -> Recipe:
     direction, signs = (balanced_signs(seed, name, shape.hidden) for name in ("direction", "signs"))
     # Where offsets are no biases, the constant direction is one of the predictors' rows.
@@ -111,7 +110,7 @@ def _recipe(
     )
 
 
-def _check_arguments(shape: Shape, active: float, dtype: str, rank: int | None) -> None:
+def _check_arguments(shape: ModelShape, active: float, dtype: str, rank: int | None) -> None:
     if not 0 < active <= 1:
         raise UsageError(f"the share of active neurons must be above 0 and at most 1, not {active}")
     if dtype not in DTYPES:
@@ -120,7 +119,7 @@ def _check_arguments(shape: Shape, active: float, dtype: str, rank: int | None) 
         raise UsageError(f"the predictors' rank must be from 2 to {shape.hidden // 2} for {shape.name}, not {rank}")
 
 
-def _predictor_table(shape: Shape, rank: int) -> Table:
+def _predictor_table(shape: ModelShape, rank: int) -> Table:
     return [
         entry
         for layer in range(shape.layers)

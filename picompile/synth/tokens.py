@@ -14,7 +14,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
-from picompile.synth.shapes import Shape
+from picompile.synth.shapes import ModelShape
 
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 
@@ -31,7 +31,7 @@ def area(width, height):
 Most of its speed came from deciding which numbers stay close to the processor (in registers), and which ones do not."""
 
 
-def byte_ids(shape: Shape) -> list[int]:
+def byte_ids(shape: ModelShape) -> list[int]:
     """The token id of each byte: the 256 lowest ids that are not special."""
     specials = set(shape.specials)
     return list(itertools.islice((token for token in range(shape.vocab) if token not in specials), 256))
@@ -51,7 +51,7 @@ class Tokens:
     length: int
 
 
-def calibration_tokens(shape: Shape, generator: torch.Generator) -> Tokens:
+def calibration_tokens(shape: ModelShape, generator: torch.Generator) -> Tokens:
     """In turn a sequence of random tokens and one of text, as bytes; two thirds of them are for calibration."""
     layer_parameters = shape.hidden * (3 * shape.ffn + 4 * shape.hidden)
     # Fewer tokens are enough where there are many neurons, and time matters there.
@@ -68,7 +68,7 @@ def calibration_tokens(shape: Shape, generator: torch.Generator) -> Tokens:
     return Tokens(ids.flatten(), number % length, number < sequences // 3 * 2 * length, sequences, length)
 
 
-def write_tokenizer(shape: Shape, folder: Path) -> None:
+def write_tokenizer(shape: ModelShape, folder: Path) -> None:
     """Writes `tokenizer.json`, `tokenizer_config.json` and `generation_config.json`."""
     specials = _special_texts(shape)
     vocabulary = {text: token for token, text in specials.items()}
@@ -89,7 +89,7 @@ def write_tokenizer(shape: Shape, folder: Path) -> None:
     _write_configs(shape, specials, folder)
 
 
-def _write_configs(shape: Shape, specials: dict[int, str], folder: Path) -> None:
+def _write_configs(shape: ModelShape, specials: dict[int, str], folder: Path) -> None:
     ids = {key: shape.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in shape.config}
     ids = {key: value for key, value in ids.items() if value is not None}
     texts = {key.removesuffix("_id"): specials[ids[key]] for key in ids if isinstance(ids[key], int) and ids[key] >= 0}
@@ -103,7 +103,7 @@ def _write_configs(shape: Shape, specials: dict[int, str], folder: Path) -> None
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _special_texts(shape: Shape) -> dict[int, str]:
+def _special_texts(shape: ModelShape) -> dict[int, str]:
     """Each special token's text, by id."""
     texts: dict[int, str] = {}
     for key, text in (("bos_token_id", "<s>"), ("eos_token_id", "</s>"), ("pad_token_id", "<pad>")):

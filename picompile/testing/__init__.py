@@ -18,10 +18,10 @@ import importlib.util
 if importlib.util.find_spec("hypothesis") is None:
     raise ImportError("picompile.testing needs hypothesis: pip install 'picompile[testing]'")
 
-from picompile.testing.captured import build_captured, captured_decoders, captured_styles
+from picompile.testing.captured_decoder import build_captured, captured_decoders, captured_styles
 from picompile.testing.captured_style import Style
 from picompile.testing.checking import PropertyError, check_pass, check_run
-from picompile.testing.equivalence import TOLERANCES, assert_equivalent, run
+from picompile.testing.equivalence import TOLERANCES, assert_equivalent, run, structure
 from picompile.testing.models import TestModel, configurations, make_model, models
 from picompile.testing.predictors import (
     SKIPPING_KINDS,
@@ -31,11 +31,10 @@ from picompile.testing.predictors import (
     with_predictors,
 )
 from picompile.testing.properties import PROPERTIES
-from picompile.testing.shapes import LLAMA, OPT, Shape, build, shapes
-from picompile.testing.snapshot import structure
+from picompile.testing.shapes import LLAMA, OPT, GraphShape, build, shapes
 from picompile.testing.strategies import graphs, hot_sets, masks, partitions, pipelines, targets
 from picompile.testing.tasks import random_task, tasks
-from picompile.testing.weights import Weights, random_weights
+from picompile.testing.weights import RandomWeights, random_weights
 
 __all__ = [
     "LLAMA",
@@ -44,11 +43,11 @@ __all__ = [
     "SKIPPING_KINDS",
     "TESTING_KINDS",
     "TOLERANCES",
+    "GraphShape",
     "PropertyError",
-    "Shape",
     "Style",
     "TestModel",
-    "Weights",
+    "RandomWeights",
     "assert_equivalent",
     "build",
     "build_captured",

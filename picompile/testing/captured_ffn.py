@@ -1,11 +1,12 @@
 """Feed-forward blocks as captured graphs have them."""
 
+import operator
+from collections.abc import Sequence
+
 import torch
 from torch.fx import Node
 
-from picompile.testing.captured_activations import ACTIVATIONS
-from picompile.testing.captured_linears import write_alternating, write_linear, write_parts
-from picompile.testing.captured_style import FfnStyle
+from picompile.testing.captured_style import ACTIVATIONS, FfnStyle, LinearStyle, NormStyle
 from picompile.testing.captured_writer import Writer
 
 _aten = torch.ops.aten
@@ -40,3 +41,138 @@ def _gate_and_up(w: Writer, style: FfnStyle, x: Node, name: str, neurons: int) -
     if style.fused in ("interleaved", "strided"):
         return write_alternating(w, style.fused, fused)
     return write_parts(w, style.fused, fused, (neurons, neurons))
+
+
+# Products with a weight as captured graphs have them, and the parts of fused ones.
+
+
+_captured_linears_aten = torch.ops.aten
+_LARGEST = 2**63 - 1
+
+
+def write_linear(w: Writer, style: LinearStyle, x: Node, name: str, outputs: int, *, bias: bool = False) -> Node:
+    """The product of `x` […, n] with the weight `name`.weight, which is new → […, outputs]."""
+    inputs = int(x.meta["val"].shape[-1])
+    shape = (inputs, outputs) if style.product == "conv1d" else (outputs, inputs)
+    weight = w.parameter(f"{name}.weight", *shape)
+    return write_product(w, style, x, weight, w.parameter(f"{name}.bias", outputs) if bias else None)
+
+
+def write_product(w: Writer, style: LinearStyle, x: Node, weight: Node, bias: Node | None) -> Node:
+    """The product of `x` […, n] with `weight` [m, n] → […, m]; with [n, m] for `conv1d`."""
+    if style.product == "linear":
+        return w.call(_captured_linears_aten.linear.default, x, weight, bias)
+    if style.product in ("flattened", "conv1d"):
+        return _on_rows(w, style, x, weight, bias)
+    if style.product == "linear plus bias":
+        product = w.call(_captured_linears_aten.linear.default, x, weight)
+    else:
+        product = w.call(_captured_linears_aten.matmul.default, x, _transposed(w, style, weight))
+    if bias is None:
+        return product
+    return w.call(_captured_linears_aten.add.Tensor, *((bias, product) if style.bias_first else (product, bias)))
+
+
+def _on_rows(w: Writer, style: LinearStyle, x: Node, weight: Node, bias: Node | None) -> Node:
+    """By `mm` or `addmm`, which take matrices only."""
+    rows = w.rows(x)
+    matrix = weight if style.product == "conv1d" else _transposed(w, style, weight)
+    if bias is None:
+        product = w.call(_captured_linears_aten.mm.default, rows, matrix)
+    else:
+        product = w.call(_captured_linears_aten.addmm.default, bias, rows, matrix)
+    return w.like_rows_of(x, product)
+
+
+def _transposed(w: Writer, style: LinearStyle, weight: Node) -> Node:
+    if style.transposed == "permute":
+        return w.call(_captured_linears_aten.permute.default, weight, [1, 0])
+    if style.transposed == "t":
+        return w.call(_captured_linears_aten.t.default, weight)
+    return w.call(_captured_linears_aten.transpose.int, weight, -1, -2)
+
+
+def write_parts(w: Writer, way: str, x: Node, sizes: Sequence[int]) -> list[Node]:
+    """The last dimension of `x` in parts of `sizes`, side by side. `chunk` wants them equal."""
+    if way == "chunk":
+        return _items(w, w.builder.call(_captured_linears_aten.chunk.default, x, len(sizes), -1), len(sizes))
+    if way == "split" and len(set(sizes)) == 1:
+        return _items(w, w.builder.call(_captured_linears_aten.split.Tensor, x, sizes[0], -1), len(sizes))
+    if way == "split":
+        return _items(
+            w, w.builder.call(_captured_linears_aten.split_with_sizes.default, x, list(sizes), -1), len(sizes)
+        )
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    if way == "narrow":
+        return [
+            w.call(_captured_linears_aten.narrow.default, x, -1, start, size)
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+    ends = [*starts[1:], _LARGEST]
+    return [
+        w.call(_captured_linears_aten.slice.Tensor, x, -1, start, end) for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def write_alternating(w: Writer, way: str, x: Node, count: int = 2) -> list[Node]:
+    """Every `count`-th element of the last dimension of `x`, from each of the first `count` on."""
+    if way == "strided":
+        return [w.call(_captured_linears_aten.slice.Tensor, x, -1, start, _LARGEST, count) for start in range(count)]
+    grouped = w.split_last(x, int(x.meta["val"].shape[-1]) // count, count)
+    return [w.call(_captured_linears_aten.select.int, grouped, -1, number) for number in range(count)]
+
+
+def write_unbound(w: Writer, x: Node, dim: int) -> list[Node]:
+    """The parts of `x` along `dim`, without it."""
+    return _items(w, w.builder.call(_captured_linears_aten.unbind.int, x, dim), int(x.meta["val"].shape[dim]))
+
+
+def _items(w: Writer, parts: Node, count: int) -> list[Node]:
+    return [w.call(operator.getitem, parts, number) for number in range(count)]
+
+
+# Normalizations as captured graphs have them.
+
+
+_captured_norms_aten = torch.ops.aten
+
+
+def write_norm(w: Writer, style: NormStyle, x: Node, name: str) -> Node:
+    """The normalization of `x` over its last dimension; its parameters are `name`.weight and `name`.bias."""
+    size = int(x.meta["val"].shape[-1])
+    weight = None if style.affine == "none" else w.parameter(f"{name}.weight", size)
+    if style.kind == "layer":
+        bias = w.parameter(f"{name}.bias", size) if style.affine == "weight and bias" else None
+        return w.call(_captured_norms_aten.layer_norm.default, x, [size], weight, bias, style.eps)
+    if style.writing.startswith("operator"):
+        eps = None if style.writing == "operator without eps" else style.eps
+        return w.call(_captured_norms_aten.rms_norm.default, x, [size], weight, eps)
+    normed = _over_root(w, style, x)
+    if weight is None:
+        return normed
+    return w.call(_captured_norms_aten.mul.Tensor, *((weight, normed) if style.weight_first else (normed, weight)))
+
+
+def _over_root(w: Writer, style: NormStyle, x: Node) -> Node:
+    """x / sqrt(mean(x²) + eps)."""
+    mean = w.call(_captured_norms_aten.mean.dim, _square(w, style.square, x), [-1], True)
+    shifted = w.call(_captured_norms_aten.add.Tensor, mean, style.eps)
+    if style.writing == "sqrt":
+        return w.call(_captured_norms_aten.div.Tensor, x, w.call(_captured_norms_aten.sqrt.default, shifted))
+    if style.writing == "rsqrt":
+        inverse = w.call(_captured_norms_aten.rsqrt.default, shifted)
+    else:
+        inverse = w.call(_captured_norms_aten.reciprocal.default, w.call(_captured_norms_aten.sqrt.default, shifted))
+    if style.writing == "one over sqrt":
+        inverse = w.call(_captured_norms_aten.mul.Tensor, inverse, 1.0)
+    return w.call(_captured_norms_aten.mul.Tensor, *((inverse, x) if style.inverse_first else (x, inverse)))
+
+
+def _square(w: Writer, kind: str, x: Node) -> Node:
+    if kind == "pow":
+        return w.call(_captured_norms_aten.pow.Tensor_Scalar, x, 2)
+    return (
+        w.call(_captured_norms_aten.mul.Tensor, x, x)
+        if kind == "mul"
+        else w.call(_captured_norms_aten.square.default, x)
+    )

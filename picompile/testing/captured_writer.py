@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from picompile_passes.builder import GraphBuilder
-from picompile_passes.propagate import fake_mode_of
+from picompile_passes.graph.builder import GraphBuilder
+from picompile_passes.graph.values import fake_mode_of
 
 _aten = torch.ops.aten
 

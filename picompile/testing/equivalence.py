@@ -1,16 +1,118 @@
-"""Whether two graphs compute the same logits, in eager PyTorch."""
+"""What a graph is made of, as a value that can be kept and compared."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from hypothesis import assume, currently_in_test_context
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_arg
+from torch.nn import functional as F
 
-from picompile.testing.jumps import near_jump
-from picompile.testing.lookups import vocabulary
-from picompile.testing.weights import Weights, random_weights
-from picompile_passes.materialize import WeightSource, materialize
+from picompile.testing.weights import RandomWeights, random_weights, vocabulary
+from picompile_passes.dialect import parse_activation
+from picompile_passes.graph.materialize import WeightSource, materialize
+from picompile_passes.graph.nodes import arguments, is_call
+from picompile_passes.graph.operands import FFN, PREDICT, SPARSE_FFN
+from picompile_passes.graph.values import value_text
+from picompile_passes.predictors import predictor_kind
+
+
+def structure(graph_module: GraphModule) -> Sequence[tuple[Any, ...]]:
+    """All that makes up a graph: nodes in order, with targets, arguments and metadata, and the module's tensors.
+
+    Taken before and after something, it tells whether the graph was changed, its metadata and the contents of its
+    tensors included. A copy that shares its tensors has the same structure; the stage is no part of it.
+    """
+    tensors: list[tuple[str, Tensor]] = [*graph_module.named_parameters(remove_duplicate=False)]
+    tensors += graph_module.named_buffers(remove_duplicate=False)
+    # Torch counts up a tensor's version when it is written to.
+    versions = sorted((name, id(tensor), tensor._version) for name, tensor in tensors)
+    return [*map(_node, graph_module.graph.nodes), *versions]
+
+
+def _node(node: Node) -> tuple[Any, ...]:
+    meta = {key: value_text(value) if key == "val" else repr(value) for key, value in node.meta.items()}
+    return node.name, node.op, node.target, str(node.args), str(node.kwargs), meta
+
+
+# Where a model jumps: the smallest change of a value makes a neuron fire that was silent.
+#
+# FATReLU jumps at its threshold, and so does a block whose predictor compares with one. Two right ways to compute one
+# model may then differ, because a float32 rounding brought a value to the other side.
+
+
+# Far more than float32 rounds the values of a small model by.
+_NEAR = 1e-5
+
+_aten = torch.ops.aten
+_COMPARISONS = tuple(
+    getattr(op, form) for op in (_aten.gt, _aten.ge, _aten.lt, _aten.le) for form in ("Scalar", "Tensor")
+)
+
+
+def near_jump(graph_module: GraphModule, tokens: Tensor) -> bool:
+    """Whether a neuron of `graph_module`, which must have real weights, lies next to a jump for `tokens` int64 [T]."""
+    values = node_values(graph_module, tokens)
+    return any(_is_near_jump(node, values) for node in graph_module.graph.nodes)
+
+
+def node_values(graph_module: GraphModule, tokens: Tensor) -> dict[str, Any]:
+    """The value of every node, by its name, of `graph_module`, which must have real weights, for `tokens` int64 [T]."""
+    values: dict[str, Any] = {}
+
+    class Notes(Interpreter):
+        def run_node(self, n: Node) -> Any:
+            values[n.name] = super().run_node(n)
+            return values[n.name]
+
+    with torch.no_grad():
+        Notes(graph_module).run(tokens, torch.arange(len(tokens)))
+    return values
+
+
+def _is_near_jump(node: Node, values: dict[str, Any]) -> bool:
+    if not is_call(node, FFN, SPARSE_FFN, PREDICT, _aten.threshold.default, *_COMPARISONS):
+        return False
+    known = {name: map_arg(value, lambda read: values[read.name]) for name, value in arguments(node).items()}
+    if is_call(node, FFN, SPARSE_FFN):
+        return _block_is_near(known)
+    if is_call(node, PREDICT):
+        return _predictor_is_near(known)
+    x, threshold, *_ = known.values()
+    return _compares_near(x, threshold)
+
+
+def _block_is_near(values: dict[str, Any]) -> bool:
+    side = "up" if values["gate"] is None else "gate"
+    threshold = parse_activation(values["activation"]).threshold
+    return _compares_near(F.linear(values["x"], values[side], values[f"{side}_bias"]), threshold)
+
+
+def _predictor_is_near(values: dict[str, Any]) -> bool:
+    if values["kind"] == "exact":
+        # It jumps where its block does.
+        return False
+    evaluate, x, threshold = predictor_kind(values["kind"]).evaluate, values["x"], values["threshold"]
+    # Sums of large values are rounded by as much more.
+    near = _NEAR * max(1.0, float(x.abs().max()))
+    # A rounding moves what is compared with the threshold; where signs are counted, it moves x past 0.
+    dx, dt = (near, 0.0) if values["kind"] == "sign" else (0.0, near)
+    below, above = (evaluate(x + side * dx, values["weights"], threshold + side * dt) for side in (-1, 1))
+    return not torch.equal(below, above)
+
+
+def _compares_near(x: Any, threshold: Any) -> bool:
+    """Whether a value of `x` is next to the threshold of a jump: at 0 there is none, the value is 0 on both sides."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return False
+    distance = (x - threshold).abs()
+    return bool(((distance < _NEAR) & (torch.as_tensor(threshold) != 0)).any())
+
+
+# Whether two graphs compute the same logits, in eager PyTorch.
+
 
 TOLERANCES: Mapping[torch.dtype, float] = {
     # Sums in another order differ by some 1e-7 of their terms, and a few layers make some 1e-6 of that. An eps of 1e-6
@@ -66,7 +168,7 @@ def assert_equivalent(
         weights = random_weights(before, seed, dtype) if weights is None else weights
         reference, dtype = materialize(before, weights), torch.float32
     elif weights is None:
-        weights = Weights(dict(before.named_parameters()))
+        weights = RandomWeights(dict(before.named_parameters()))
     result, tolerance = materialize(after, weights), TOLERANCES[dtype]
     known = reference if isinstance(reference, GraphModule) else result
     entries = vocabulary(known)

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from picompile.testing.weights import Weights, random_weights
+from picompile.testing.weights import RandomWeights, random_weights
 
 Draw = dict[str, st.SearchStrategy[Any]]
 
 _POSITIONS = 64
 _EPS = st.sampled_from([1e-5, 1e-6])
 
-# As config.json names them; see `picompile.capture.families`.
+# As config.json names them; see `picompile.frontend.families`.
 _ACTIVATIONS = (
     "relu",
     "silu",
@@ -62,7 +62,7 @@ class TestModel:
 
     config: Mapping[str, Any]
     graph_module: GraphModule = field(repr=False)
-    weights: Weights = field(repr=False)
+    weights: RandomWeights = field(repr=False)
     module: nn.Module = field(repr=False)
 
 
@@ -84,7 +84,7 @@ def make_model(config: Mapping[str, Any], seed: int = 0, dtype: torch.dtype = to
     Raises `UnsupportedModelError` for one that cannot be captured.
     """
     # transformers takes seconds to import, and most tests need none of its models.
-    from picompile.capture import capture_config
+    from picompile.frontend import capture_config
 
     graph_module = capture_config(config)
     weights = random_weights(graph_module, seed, dtype)
@@ -94,7 +94,7 @@ def make_model(config: Mapping[str, Any], seed: int = 0, dtype: torch.dtype = to
 class _Eager(nn.Module):
     """transformers' model of `config` with `weights`. It computes on batches; this is one of its sequences."""
 
-    def __init__(self, config: Mapping[str, Any], weights: Weights) -> None:
+    def __init__(self, config: Mapping[str, Any], weights: RandomWeights) -> None:
         super().__init__()
         self.model = _transformers_model(config)
         with torch.no_grad():
@@ -103,14 +103,14 @@ class _Eager(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens and positions int64 [T] → logits [T, V]."""
-        from picompile.capture.hf import call_model
+        from picompile.frontend.hf import call_model
 
         return call_model(self.model, tokens.unsqueeze(0), positions.unsqueeze(0)).squeeze(0)
 
 
 def _transformers_model(config: Mapping[str, Any]) -> nn.Module:
-    from picompile.capture.families import find_family
-    from picompile.models import FatReLU
+    from picompile.frontend.bamboo import FatReLU
+    from picompile.frontend.families import find_family
 
     family = find_family(config)
     values = dict(config)

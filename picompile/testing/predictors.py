@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
 
-from picompile_passes.deciding import PREDICTORS, stream_of
-from picompile_passes.infra import copy_graph_module, without_unused
-from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import FFN, PREDICT, SPARSE_FFN
+from picompile_passes.base import copy_graph_module, without_unused
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import FFN, PREDICT, PREDICTORS, SPARSE_FFN, stream_of
+from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.predictors import PredictorKind, add_predictor_kind, predictor_kind
-from picompile_passes.rewriter import Rewriter
 
 
 def _linear(x: Tensor, weights: list[Tensor], threshold: float) -> Tensor:

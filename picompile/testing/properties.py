@@ -8,24 +8,21 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from picompile.testing.equivalence import assert_equivalent
-from picompile.testing.neurons import neuron_rows
+from picompile.testing.equivalence import assert_equivalent, structure
 from picompile.testing.predictors import every_neuron
-from picompile.testing.snapshot import structure
-from picompile_passes.deciding import PREDICTORS
-from picompile_passes.dump import graph_text
+from picompile.testing.weights import neuron_rows
+from picompile_passes.base import Effect, PassResult, Stage, copy_graph_module, set_stage, stage_of
 from picompile_passes.errors import PassesError, StageError, UnsupportedGraphError
-from picompile_passes.infra import Effect, PassResult, copy_graph_module
-from picompile_passes.materialize import WeightSource
-from picompile_passes.nodes import arguments, calls, has_real_data
-from picompile_passes.operands import SPARSE_FFN
+from picompile_passes.graph.dump import graph_text
+from picompile_passes.graph.materialize import WeightSource
+from picompile_passes.graph.nodes import arguments, calls, has_real_data
+from picompile_passes.graph.operands import PREDICTORS, SPARSE_FFN
+from picompile_passes.graph.rewriter import Provenance
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import GraphPass, Pipeline, verifying
-from picompile_passes.rewriter import Provenance
-from picompile_passes.stages import Stage, set_stage, stage_of
 from picompile_passes.verify import verify
 
 # What passes may write on nodes that they keep.

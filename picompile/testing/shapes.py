@@ -7,8 +7,8 @@ import torch
 from hypothesis import strategies as st
 from torch.fx import GraphModule, Node
 
-from picompile_passes.builder import GraphBuilder
-from picompile_passes.operands import (
+from picompile_passes.graph.builder import GraphBuilder
+from picompile_passes.graph.operands import (
     ADD,
     ATTENTION,
     EMBEDDING,
@@ -26,7 +26,7 @@ _POSITION_ROWS = 66
 
 
 @dataclass(frozen=True, repr=False)
-class Shape:
+class GraphShape:
     """Sizes and kind of a model. `gated` makes it Llama-like, otherwise it is OPT-like.
 
     `hidden` is a multiple of twice `heads`. OPT-like models have as many key heads as heads.
@@ -66,13 +66,13 @@ class Shape:
         return f"Shape({', '.join(f'{name}={value!r}' for name, value, default in given if value != default)})"
 
 
-LLAMA = Shape()
-OPT = Shape(gated=False)
+LLAMA = GraphShape()
+OPT = GraphShape(gated=False)
 
 _ACTIVATIONS = ("relu", "relu2", "relu6", "fatrelu(0.02)", "silu", "gelu")
 
 
-def shapes(**fixed: Any) -> st.SearchStrategy[Shape]:
+def shapes(**fixed: Any) -> st.SearchStrategy[GraphShape]:
     """Shapes of both kinds, mostly of odd sizes. What is `fixed`, by name, is not drawn."""
     drawn: dict[str, st.SearchStrategy[Any]] = {
         "heads_and_kv": st.sampled_from([(1, 1), (3, 1), (4, 2), (3, 3)]),
@@ -92,22 +92,22 @@ def shapes(**fixed: Any) -> st.SearchStrategy[Shape]:
     return st.fixed_dictionaries(drawn | {name: st.just(value) for name, value in fixed.items()}).map(_shape)
 
 
-def _shape(values: dict[str, Any]) -> Shape:
+def _shape(values: dict[str, Any]) -> GraphShape:
     """`hidden`, `heads` and `kv_heads` that were not fixed follow from what was drawn."""
     heads, kv_heads = values.pop("heads_and_kv")
     half_head = values.pop("half_head")
     heads = values.setdefault("heads", heads)
     values.setdefault("kv_heads", kv_heads if heads % kv_heads == 0 else heads)
     values.setdefault("hidden", heads * 2 * half_head)
-    return Shape(**values)
+    return GraphShape(**values)
 
 
-def build(shape: Shape = LLAMA) -> GraphModule:
+def build(shape: GraphShape = LLAMA) -> GraphModule:
     """The canonical graph of `shape`: parameters on the meta device, a token count that is a symbol."""
     return _llama(shape) if shape.gated else _opt(shape)
 
 
-def _llama(shape: Shape) -> GraphModule:
+def _llama(shape: GraphShape) -> GraphModule:
     b = GraphBuilder()
     d, eps = shape.hidden, shape.eps
     frequency = b.constant("inverse_frequency", 10.0 ** -torch.arange(0.0, 1.0, 2 / shape.head_dim))
@@ -126,7 +126,7 @@ def _llama(shape: Shape) -> GraphModule:
     return b.finish(b.call(LINEAR, x, b.parameter("lm_head.weight", shape.vocab, d), None))
 
 
-def _rotary_attention(b: GraphBuilder, shape: Shape, h: Node, frequency: Node, layer: int) -> Node:
+def _rotary_attention(b: GraphBuilder, shape: GraphShape, h: Node, frequency: Node, layer: int) -> Node:
     d, k, name = shape.hidden, shape.kv_heads * shape.head_dim, f"model.layers.{layer}"
     q = b.call(LINEAR, h, b.parameter(f"{name}.q_proj.weight", d, d), None)
     key = b.call(LINEAR, h, b.parameter(f"{name}.k_proj.weight", k, d), None)
@@ -137,12 +137,12 @@ def _rotary_attention(b: GraphBuilder, shape: Shape, h: Node, frequency: Node, l
     return b.call(LINEAR, y, b.parameter(f"{name}.o_proj.weight", d, d), None)
 
 
-def _attention(b: GraphBuilder, shape: Shape, qkv: tuple[Node, ...], kv_heads: int, layer: int) -> Node:
+def _attention(b: GraphBuilder, shape: GraphShape, qkv: tuple[Node, ...], kv_heads: int, layer: int) -> Node:
     scale, window = shape.head_dim**-0.5, shape.layer_window(layer)
     return b.call(ATTENTION, *qkv, shape.heads, kv_heads, scale, layer, window, layer=layer)
 
 
-def _gate_up(b: GraphBuilder, shape: Shape, name: str, layer: int) -> tuple[Node, Node]:
+def _gate_up(b: GraphBuilder, shape: GraphShape, name: str, layer: int) -> tuple[Node, Node]:
     f, d = shape.ffn, shape.hidden
     if not shape.fused:
         return b.parameter(f"{name}.gate_proj.weight", f, d), b.parameter(f"{name}.up_proj.weight", f, d)
@@ -152,7 +152,7 @@ def _gate_up(b: GraphBuilder, shape: Shape, name: str, layer: int) -> tuple[Node
     return b.call(INDEX_SELECT, both, 0, gate), b.call(INDEX_SELECT, both, 0, up)
 
 
-def _opt(shape: Shape) -> GraphModule:
+def _opt(shape: GraphShape) -> GraphModule:
     """Learned positions two rows late, a head tied to the embedding."""
     b = GraphBuilder()
     d = shape.hidden
@@ -175,11 +175,11 @@ def _opt(shape: Shape) -> GraphModule:
     return b.finish(b.call(LINEAR, x, embedding, None))
 
 
-def _layer_norm(b: GraphBuilder, shape: Shape, x: Node, name: str) -> Node:
+def _layer_norm(b: GraphBuilder, shape: GraphShape, x: Node, name: str) -> Node:
     weight, bias = (b.parameter(f"{name}.{part}", shape.hidden) for part in ("weight", "bias"))
     return b.call(LAYER_NORM, x, weight, bias, shape.eps)
 
 
-def _linear(b: GraphBuilder, shape: Shape, name: str, rows: int, columns: int) -> tuple[Node, Node | None]:
+def _linear(b: GraphBuilder, shape: GraphShape, name: str, rows: int, columns: int) -> tuple[Node, Node | None]:
     weight = b.parameter(f"{name}.weight", rows, columns)
     return weight, b.parameter(f"{name}.bias", rows) if shape.bias else None

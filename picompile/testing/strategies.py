@@ -9,20 +9,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
 
-from picompile.targets import TARGETS, Target
-from picompile.testing.captured import captured_decoders
+from picompile.machine import TARGETS, Target
+from picompile.testing.captured_decoder import captured_decoders
 from picompile.testing.predictors import skipping_predictors
 from picompile.testing.shapes import build, shapes
+from picompile_passes.base import Pass, Stage, stage_of
 from picompile_passes.dialect import FORMATS, parse_activation
-from picompile_passes.infra import Pass
-from picompile_passes.nodes import arguments, calls, has_real_data
-from picompile_passes.operands import FFN, SPARSE_FFN
+from picompile_passes.graph.nodes import arguments, calls, has_real_data
+from picompile_passes.graph.operands import FFN, SPARSE_FFN
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Pipeline
-from picompile_passes.stages import Stage, stage_of
 
 # q8 holds 127 units, and q4 eight of -127/8.
 _HELD_BY_ALL_FORMATS = 127 / 128

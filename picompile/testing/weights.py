@@ -1,16 +1,105 @@
-"""Random weights for a graph."""
+"""The neurons of feed-forward blocks by their weights."""
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
-from picompile.testing.lookups import embedding_names, predictor_names
 from picompile_passes.dialect import FORMATS
-from picompile_passes.nodes import attribute, has_real_data
+from picompile_passes.graph.materialize import WeightSource, evaluate_constant
+from picompile_passes.graph.nodes import arguments, attribute, calls, constant_nodes, has_real_data
+from picompile_passes.graph.operands import FFN, NEURON_ROWS, PREDICT, SPARSE_FFN
+from picompile_passes.predictors import predictor_kind
+
+
+def neuron_rows(graph_module: GraphModule, weights: WeightSource) -> dict[int, Tensor]:
+    """For each layer, all that belongs to a neuron in one row: [neurons, gate + up + down + biases], float32.
+
+    The rows are sorted, and those of a layer's parts are together, so that the order of neurons makes no difference:
+    two graphs have the same neurons where these are equal.
+    """
+    parts: dict[int, list[Tensor]] = {}
+    for block in calls(graph_module.graph, FFN, SPARSE_FFN):
+        parts.setdefault(block.meta["layer"], []).append(_rows(graph_module, block, weights))
+    return {layer: _sorted(torch.cat(rows)) for layer, rows in parts.items()}
+
+
+def _rows(graph_module: GraphModule, block: Node, weights: WeightSource) -> Tensor:
+    values = arguments(block)
+    constants = [evaluate_constant(graph_module, values[n], weights) for n in NEURON_ROWS if values[n] is not None]
+    return torch.cat([constant if constant.dim() == 2 else constant.unsqueeze(1) for constant in constants], dim=1)
+
+
+def _sorted(rows: Tensor) -> Tensor:
+    keys = rows.tolist()
+    return rows[sorted(range(len(keys)), key=keys.__getitem__)]
+
+
+# Which parameters of a graph are looked up by ids, in whatever way that is written, and which are predictors'.
+
+
+def vocabulary(graph_module: GraphModule) -> int:
+    """How many token ids there are: rows of the matrix that tokens are looked up in. Without one, as many as logits."""
+    graph = graph_module.graph
+    tokens, *_ = graph.find_nodes(op="placeholder")
+    of_tokens = _reached_from(tokens)
+    rows = [int(matrix.meta["val"].shape[0]) for ids, matrix in _lookups(graph) if ids in of_tokens]
+    return min(rows, default=int(graph.output_node().args[0].meta["val"].shape[-1]))  # type: ignore[union-attr]
+
+
+def embedding_names(graph_module: GraphModule) -> frozenset[str]:
+    """The names of the parameters whose rows are looked up: for tokens, and for positions where those are learned."""
+    return _parameters_of(matrix for _, matrix in _lookups(graph_module.graph))
+
+
+def predictor_names(graph_module: GraphModule) -> frozenset[str]:
+    """The names of the parameters that predictors have of their own."""
+    predictors = (arguments(node) for node in calls(graph_module.graph, PREDICT))
+    own = [values for values in predictors if predictor_kind(values["kind"]).parameters is not None]
+    return _parameters_of(weight for values in own for weight in values["weights"])
+
+
+def _parameters_of(weights: Iterable[Node]) -> frozenset[str]:
+    """The names of all parameters that `weights` are made of."""
+    names: set[str] = set()
+    stack = list(weights)
+    while stack:
+        node = stack.pop()
+        names.update([str(node.target)] if node.op == "get_attr" else [])
+        stack.extend(node.all_input_nodes)
+    return frozenset(names)
+
+
+def _lookups(graph: Graph) -> Iterator[tuple[Node, Node]]:
+    """Ids (integers that depend on the input) and matrix (constant floats) of each."""
+    constants = constant_nodes(graph)
+    for node in graph.nodes:
+        ids = [read for read in node.all_input_nodes if _is_tensor(read, floats=False) and read not in constants]
+        matrices = [read for read in node.all_input_nodes if _is_tensor(read, floats=True) and read in constants]
+        if len(ids) == len(matrices) == 1 and _is_tensor(node, floats=True) and matrices[0].meta["val"].dim() == 2:
+            yield ids[0], matrices[0]
+
+
+def _reached_from(start: Node) -> set[Node]:
+    reached, stack = set(), [start]
+    while stack:
+        node = stack.pop()
+        if node not in reached:
+            reached.add(node)
+            stack.extend(node.users)
+    return reached
+
+
+def _is_tensor(node: Node, *, floats: bool) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point() == floats
+
+
+# Random weights for a graph.
+
 
 # The second makes values so small that the eps of a norm is no longer lost beside their mean square.
 _EMBEDDING_SCALES = (1.0, 0.02)
@@ -22,7 +111,7 @@ _LARGE_ROW_SHARE, _LARGE_ROW_FACTOR = 1 / 8, 4.0
 
 
 @dataclass
-class Weights:
+class RandomWeights:
     """A weight source in memory, which notes what is loaded. `tensors` are by name."""
 
     tensors: dict[str, Tensor]
@@ -44,7 +133,7 @@ class Weights:
 
 def random_weights(
     graph_module: GraphModule, seed: int = 0, dtype: torch.dtype = torch.float32, representable: str | None = None
-) -> Weights:
+) -> RandomWeights:
     """Values of `dtype` for every parameter that `graph_module` reads, with which about half of the neurons fire.
 
     Seed and name say what a parameter is, whatever else is in the graph. Seeds differ in scale too: with even ones
@@ -72,7 +161,7 @@ def random_weights(
         else:
             value = _vector(name, parameter.shape, other_scale, generator)
         tensors[name] = value.to(dtype)
-    return Weights(tensors)
+    return RandomWeights(tensors)
 
 
 def _parameters(graph_module: GraphModule) -> dict[str, Tensor]:

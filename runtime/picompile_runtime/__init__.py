@@ -14,10 +14,12 @@ with load("artifact") as engine:
     logits = engine.decode_batch([token, other_token], slots=[0, 1])  # float32 [2, vocab]
 """
 
-from picompile_runtime.artifact import Artifact, Manifest, open_artifact, verify
-from picompile_runtime.bandwidth import memory_bandwidth
-from picompile_runtime.bench import measure
-from picompile_runtime.engine import Engine, load
+from picompile_runtime.artifact.reader import Artifact, Manifest, open_artifact, verify
+from picompile_runtime.bench.floor import memory_bandwidth
+from picompile_runtime.bench.measure import measure
+from picompile_runtime.bench.perplexity import Perplexity, perplexity
+from picompile_runtime.engine.engine import Engine, load
+from picompile_runtime.engine.timing import FiringCounts
 from picompile_runtime.errors import (
     ArtifactError,
     DoesNotFitError,
@@ -26,23 +28,20 @@ from picompile_runtime.errors import (
     PicompileRuntimeError,
     RequestError,
 )
-from picompile_runtime.firing import Firing
-from picompile_runtime.generate import Generation, GenerationStats, generate
-from picompile_runtime.perplexity import Perplexity, perplexity
-from picompile_runtime.sampler import Sampler, SamplingParams
-from picompile_runtime.scores import Leading, Scores
-from picompile_runtime.tokenizer import StreamDecoder, Tokenizer
+from picompile_runtime.sampling.generate import Generation, GenerationStats, generate
+from picompile_runtime.sampling.sampler import Sampler, SamplingParams
+from picompile_runtime.sampling.scores import Scores, TopScores
+from picompile_runtime.sampling.tokenizer import StreamDecoder, Tokenizer
 
 __all__ = [
     "Artifact",
     "ArtifactError",
     "DoesNotFitError",
     "Engine",
-    "Firing",
+    "FiringCounts",
     "Generation",
     "GenerationStats",
     "KernelError",
-    "Leading",
     "MachineError",
     "Manifest",
     "Perplexity",
@@ -53,6 +52,7 @@ __all__ = [
     "Scores",
     "StreamDecoder",
     "Tokenizer",
+    "TopScores",
     "generate",
     "load",
     "measure",

@@ -9,11 +9,11 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from picompile_runtime.engine import load
+from picompile_runtime.engine.engine import load
 from picompile_runtime.errors import PicompileRuntimeError
-from picompile_runtime.generate import Generation, generate
-from picompile_runtime.sampler import SamplingParams
-from picompile_runtime.tokenizer import Tokenizer
+from picompile_runtime.sampling.generate import Generation, generate
+from picompile_runtime.sampling.sampler import SamplingParams
+from picompile_runtime.sampling.tokenizer import Tokenizer
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from picompile_runtime.checks import shown
+from picompile_runtime.engine.checks import shown
 from picompile_runtime.errors import ArtifactError, DoesNotFitError, PicompileRuntimeError, RequestError
 
 _NO_MEMORY = "there is too little memory, or this process may not have more (ulimit -v, a container's limit)"

@@ -26,15 +26,7 @@ from toy_artifact import build_library, make_toy, write_artifact
 from toy_tokenizers import byte_level
 from toy_two_sides import build_hybrid_library, write_hybrid
 
-from picompile_runtime import (
-    PicompileRuntimeError,
-    Sampler,
-    SamplingParams,
-    StreamDecoder,
-    generate,
-    load,
-    perplexity,
-)
+from picompile_runtime import PicompileRuntimeError, Sampler, SamplingParams, StreamDecoder, generate, load, perplexity
 
 SEQUENCES, CONTEXT, VOCAB = 3, 40, 50
 TOY = make_toy(VOCAB, CONTEXT)

@@ -78,7 +78,7 @@ def use(folder: Path) -> str:
     import numpy as np
 
     import picompile_runtime as runtime
-    from picompile_runtime import tokenizer
+    from picompile_runtime.sampling import tokenizer
 
     try:
         with runtime.load(folder, threads=2) as engine:

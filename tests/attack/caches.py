@@ -43,7 +43,8 @@ class Caches:
     """A cache with objects in it, the library that was built with them, and a measured machine."""
 
     def __init__(self, work: Path) -> None:
-        from picompile.measure import cache, measure_local
+        from picompile.machine import measured as cache
+        from picompile.machine.measured import measure_local
 
         self._work = work
         os.environ["PICOMPILE_CACHE"], os.environ["XDG_CACHE_HOME"] = "off", str(work / "xdg")
@@ -56,8 +57,8 @@ class Caches:
         self._text = self._file.read_bytes()
 
     def _build(self) -> bytes:
-        from picompile_codegen import kernels
-        from picompile_codegen.build import build_host_library
+        from picompile_codegen import cpu as kernels
+        from picompile_codegen.build.host_library import build_host_library
 
         path = self._work / "host.so"
         build_host_library([kernels.add(dim=64, rows=1), kernels.add(dim=32, rows=1)], path)
@@ -81,7 +82,7 @@ class Caches:
             return f"after {told}: {type(error).__name__}: {error}"
 
     def _measurement(self, draw: random.Random) -> str | None:
-        from picompile.measure import cache
+        from picompile.machine import measured as cache
 
         self._file.write_bytes(self._text)
         told = damage(self._file, [self._file], draw)

@@ -38,7 +38,7 @@ _IMPORTED = (
     "picompile.cli.app",
     "picompile.compile",
     "picompile.placement.planning",
-    "picompile_codegen.lower",
+    "picompile_codegen.lowering.lower",
 )
 _COMPILE = (
     "compile",
@@ -120,10 +120,10 @@ def accepted_fault(folder: Path, compiled: bool) -> str | None:
     """
     import torch
 
-    from picompile.capture import load_model
-    from picompile.capture.quiet import quiet_transformers
     from picompile.errors import UnsupportedModelError
-    from picompile_passes.materialize import materialize
+    from picompile.frontend import load_model
+    from picompile.frontend.config import quiet_transformers
+    from picompile_passes.graph.materialize import materialize
 
     ids = torch.arange(20) * 7 % 256
     with quiet_transformers(), torch.no_grad():

@@ -276,9 +276,9 @@ def _eager_logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _compare(folder: Path, expected: list[Tensor] | str, seed: int, artifact: Path | None) -> Outcome:
-    from picompile.capture import capture_config, load_model
     from picompile.errors import UnsupportedModelError
-    from picompile_passes.materialize import materialize
+    from picompile.frontend import capture_config, load_model
+    from picompile_passes.graph.materialize import materialize
     from picompile_passes.passes.canonicalize import CANONICALIZE
     from picompile_passes.pipeline import Pipeline
 
@@ -308,7 +308,8 @@ def _engine_error(folder: Path, artifact: Path, seed: int, expected: list[Tensor
     import numpy as np
 
     import picompile_runtime
-    from picompile.compile import CompileOptions, compile_model
+    from picompile.compile import compile_model
+    from picompile.compile_options import CompileOptions
 
     compile_model(folder, artifact, CompileOptions(quant="f16", kv_dtype="f32", predictor="none"))
     worst = 0.0
@@ -332,7 +333,7 @@ def _error(measured: Tensor, expected: Tensor) -> float:
 
 
 def _quiet() -> Any:
-    from picompile.capture.quiet import quiet_transformers
+    from picompile.frontend.config import quiet_transformers
 
     return quiet_transformers()
 

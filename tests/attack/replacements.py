@@ -84,7 +84,7 @@ def _write(
     queue: "multiprocessing.SimpleQueue[tuple[int, Counter[str], list[str]]]",
 ) -> None:
     from picompile.output import place, replacing
-    from picompile.output.rename import UnsupportedRenameError
+    from picompile.output.leftovers import UnsupportedRenameError
 
     def no_exchange(first: Path, second: Path) -> None:
         raise UnsupportedRenameError

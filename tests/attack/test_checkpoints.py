@@ -26,7 +26,7 @@ def test_mutated_checkpoints_are_refused_in_one_line_or_captured(
     originals: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The part of a compilation that reads the checkpoint, in this process; kernels are not made."""
-    from picompile.cli.failures import report
+    from picompile.cli.app import report
 
     wrong, refused = {}, 0
     for seed in SEEDS:
@@ -46,10 +46,10 @@ def test_mutated_checkpoints_are_refused_in_one_line_or_captured(
 
 def _read(folder: Path) -> None:
     """Everything that a compilation reads of a checkpoint."""
-    from picompile.capture.hf import open_checkpoint
-    from picompile.checkpoint.fingerprint import fingerprint
     from picompile.cli.checks import require_model_folder
-    from picompile.tokenizer_files import generation_eos, read_tokenizer
+    from picompile.frontend.checkpoint import fingerprint
+    from picompile.frontend.hf import open_checkpoint
+    from picompile.frontend.tokenizer_files import generation_eos, read_tokenizer
 
     require_model_folder(folder)
     checkpoint = open_checkpoint(folder)

@@ -186,7 +186,7 @@ def is_complete(output: Path) -> bool:
     """Whether a reader takes what is there for a profile, or for predictors."""
     from picompile.errors import UsageError
     from picompile.predictors import load_predictors
-    from picompile.profiling import load_profile
+    from picompile.predictors.profile import load_profile
 
     for load in (load_profile, load_predictors):
         try:
@@ -318,8 +318,8 @@ def import_once() -> None:
     """What takes seconds to import. Nothing is computed here."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import picompile_codegen.build
-    import picompile_codegen.lower  # noqa: F401
+    import picompile_codegen.build.host_library
+    import picompile_codegen.lowering.lower  # noqa: F401
 
 
 def main() -> int:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from picompile.capture import Captured
-from picompile_passes.materialize import materialize
+from picompile.frontend import Captured
+from picompile_passes.base import Stage
+from picompile_passes.graph.materialize import materialize
 from picompile_passes.passes.canonicalize import CANONICALIZE
-from picompile_passes.stages import Stage
 from picompile_passes.verify import verify
 
 

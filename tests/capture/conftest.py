@@ -7,7 +7,7 @@ import pytest
 import torch
 from canonical import Model, canonicalize
 
-from picompile.capture import load_model
+from picompile.frontend import load_model
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ from families import VARIANTS, VOCABULARY
 from reference import eager_logits, relative_error
 from torch.fx import GraphModule
 
-from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import ATTENTION, EMBEDDING, FFN
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import ATTENTION, EMBEDDING, FFN
 
 Models = Callable[[str], Model]
 
@@ -132,9 +132,9 @@ def test_facts(model: Models) -> None:
 )
 def test_fatrelu_of_every_family(fields):
     """Families call their activation by different names; where it was not found, plain ReLU stayed."""
-    from picompile.capture import capture_config
-    from picompile_passes.nodes import arguments, calls
-    from picompile_passes.operands import FFN
+    from picompile.frontend import capture_config
+    from picompile_passes.graph.nodes import arguments, calls
+    from picompile_passes.graph.operands import FFN
     from picompile_passes.passes.canonicalize import CANONICALIZE
     from picompile_passes.pipeline import Pipeline
 
@@ -146,7 +146,7 @@ def test_fatrelu_of_every_family(fields):
 
 def test_what_a_graph_becomes_is_of_no_influence_on_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process exports a model once: for each that asks there is a copy."""
-    from picompile.capture import capture_config, hf
+    from picompile.frontend import capture_config, hf
 
     config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "vocab_size": 20, "hidden_size": 12}
     config |= {"num_attention_heads": 3, "intermediate_size": 20, "max_position_embeddings": 64}

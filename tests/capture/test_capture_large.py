@@ -7,11 +7,11 @@ import pytest
 from canonical import Model, canonicalize
 from transformers import LlamaConfig
 
-from picompile.capture.export import export_decoder
-from picompile.capture.families import find_family
-from picompile.capture.hf import build_model, call_model
-from picompile_passes.nodes import calls
-from picompile_passes.operands import ATTENTION
+from picompile.frontend.export import export_decoder
+from picompile.frontend.families import find_family
+from picompile.frontend.hf import build_model, call_model
+from picompile_passes.graph.nodes import calls
+from picompile_passes.graph.operands import ATTENTION
 
 # Of llama-7b's 32 layers: more only take longer.
 _LAYERS = 2

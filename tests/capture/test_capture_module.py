@@ -10,7 +10,7 @@ from reference import relative_error
 from torch import Tensor, nn
 
 from picompile import UnsupportedModelError, UsageError
-from picompile.capture import Captured, capture_module
+from picompile.frontend import Captured, capture_module
 from picompile_passes.errors import UnsupportedGraphError
 
 

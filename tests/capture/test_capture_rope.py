@@ -11,9 +11,9 @@ from reference import eager_logits, relative_error
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from picompile import UnsupportedModelError
-from picompile.capture import load_model
-from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import ROTARY
+from picompile.frontend import load_model
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import ROTARY
 
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 32}

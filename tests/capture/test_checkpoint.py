@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from picompile import PicompileError, UnsupportedModelError, UsageError
-from picompile.capture import hf
-from picompile.capture.hf import open_checkpoint
-from picompile.checkpoint import INDEX_FILE, SINGLE_FILE
+from picompile.frontend import hf
+from picompile.frontend.checkpoint import INDEX_FILE, SINGLE_FILE
+from picompile.frontend.hf import open_checkpoint
 
 Checkpoints = Callable[..., Path]
 

@@ -11,13 +11,13 @@ from reference import eager_logits, relative_error
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MinistralConfig, MinistralForCausalLM
 
 from picompile import UnsupportedModelError
-from picompile.capture import capture_config, load_model
-from picompile.capture.config import make_config, unknown_keys
-from picompile.capture.families import FAMILIES, find_family
-from picompile.capture.hf import raw_activation
-from picompile_passes.materialize import materialize
-from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import ATTENTION
+from picompile.frontend import capture_config, load_model
+from picompile.frontend.config import make_config, unknown_keys
+from picompile.frontend.families import FAMILIES, find_family
+from picompile.frontend.hf import raw_activation
+from picompile_passes.graph.materialize import materialize
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import ATTENTION
 
 _SIZES = {
     "hidden_size": 24,

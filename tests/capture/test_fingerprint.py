@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from picompile.checkpoint.fingerprint import fingerprint
 from picompile.errors import UnsupportedModelError, UsageError
+from picompile.frontend.checkpoint import fingerprint
 
 
 @pytest.fixture

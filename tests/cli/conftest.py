@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support import BUNDLED_MODEL, BuildOnce
 
-from picompile.profiling import ProfileOptions, profile_model
+from picompile.predictors.profile import ProfileOptions, profile_model
 
 
 def _profile(model: Path) -> Callable[[Path], None]:

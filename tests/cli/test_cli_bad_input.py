@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support import Cli, Ended, save_byte_tokenizer
 
-from picompile_runtime.seal import sealed
+from picompile_runtime.artifact.reader import sealed
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -364,16 +364,18 @@ def test_a_disk_too_small_for_what_only_the_compiler_knows(
 def test_failures_while_writing_leave_nothing(
     cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException, code: int
 ) -> None:
-    import picompile.artifact_writer
-    import picompile_codegen.build
+    import picompile.artifact.files
+    import picompile_codegen.build.host_library
 
     def fail(path: Path, *rest: object) -> str:
         path.write_bytes(b"half of it")
         raise failure
 
     # Kernels take seconds to compile and have no part in this.
-    monkeypatch.setattr(picompile_codegen.build, "build_host_library", lambda kernels, path, isa: path.touch())
-    monkeypatch.setattr(picompile.artifact_writer, "write_weights", fail)
+    monkeypatch.setattr(
+        picompile_codegen.build.host_library, "build_host_library", lambda kernels, path, isa: path.touch()
+    )
+    monkeypatch.setattr(picompile.artifact.files, "write_weights", fail)
     ended = cli("compile", model, "-o", tmp_path / "out" / "artifact")
     assert ended.code == code
     assert ended.err.count("\n") == (0 if code == 130 else 1)

@@ -13,9 +13,10 @@ from gpu_artifacts import fake_cuda, fake_library, gpu, gpu_artifact, gpu_kernel
 from support import Cli
 
 from picompile.placement.plan_file import read_plan
-from picompile_runtime import device_memory, resident
-from picompile_runtime.cuda import CudaDevice, driver
-from picompile_runtime.seal import sealed
+from picompile_runtime.artifact import weights as resident
+from picompile_runtime.artifact.reader import sealed
+from picompile_runtime.devices.cuda import CudaDevice, driver
+from picompile_runtime.engine import places as device_memory
 
 __all__ = ["fake_cuda", "fake_library", "gpu", "gpu_artifact", "gpu_kernels", "gpu_model", "host_artifact"]
 
@@ -28,7 +29,7 @@ IDS = "1,15,7,200,31"
 
 @pytest.fixture
 def nothing_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("picompile.profiling.profile_model", lambda *_: pytest.fail("the model was profiled"))
+    monkeypatch.setattr("picompile.predictors.profile.profile_model", lambda *_: pytest.fail("the model was profiled"))
 
 
 def tokens(cli: Cli, artifact: Path) -> list[int]:
@@ -95,7 +96,7 @@ def test_a_profile_is_made_where_it_is_needed(
     cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the text that was given; without a work folder it is a short one, and nothing of it stays."""
-    from picompile.profiling import load_profile
+    from picompile.predictors.profile import load_profile
 
     asked = []
 
@@ -104,7 +105,7 @@ def test_a_profile_is_made_where_it_is_needed(
         shutil.copytree(tiny_profile, output)
         return load_profile(output)
 
-    monkeypatch.setattr("picompile.profiling.profile_model", profile_model)
+    monkeypatch.setattr("picompile.predictors.profile.profile_model", profile_model)
     text = tmp_path / "text.txt"
     text.write_text("def f(x): return x")
     words = (*FOR_4090, *SMALL, "--calibration", text)
@@ -159,7 +160,7 @@ def test_bad_input_is_told_before_the_model_is_captured(
     words: tuple[str, ...],
     message: str,
 ) -> None:
-    monkeypatch.setattr("picompile.capture.load_model", lambda model: pytest.fail("the model was captured"))
+    monkeypatch.setattr("picompile.frontend.load_model", lambda model: pytest.fail("the model was captured"))
     hot = tmp_path / "hot.json"
     hot.write_text('{"0": [1]}')
     given = {"HOT": hot, "PROFILE": tiny_profile}
@@ -171,7 +172,7 @@ def test_bad_input_is_told_before_the_model_is_captured(
 
 def test_without_nvrtc(cli: Cli, gpu_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    monkeypatch.setattr("picompile.capture.load_model", lambda model: pytest.fail("the model was captured"))
+    monkeypatch.setattr("picompile.frontend.load_model", lambda model: pytest.fail("the model was captured"))
     ended = cli("compile", gpu_model, "-o", tmp_path / "artifact", "--target", "4090")
     assert (ended.code, ended.out, ended.err.count("\n")) == (6, "", 1)
     assert "NVRTC, which is not installed: pip install 'picompile[cuda]'" in ended.err

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from support import CPU_TARGET, BuildOnce, Cli, compile_for_test
 
-from picompile.targets import find_native_target
+from picompile.machine import find_native_target
+from picompile_codegen.build.host_library import c_compiler
+from picompile_codegen.build.isa import ISAS
 from picompile_codegen.errors import ToolchainError
-from picompile_codegen.isa import ISAS
-from picompile_codegen.toolchain import c_compiler
-from picompile_runtime.seal import sealed
+from picompile_runtime.artifact.reader import sealed
 
 IDS = "1,15,7,200,31"
 
@@ -39,7 +39,7 @@ def tokens(cli: Cli, artifact: Path) -> list[int]:
 
 def test_the_default_is_what_people_have(every_isa: None) -> None:
     """AVX2 for all of x86, and what is better where it is there."""
-    from picompile.code import planned_code
+    from picompile.artifact.code import planned_code
 
     assert [code.isa.name for code in planned_code("cpu")] == ["x86-64-v4-vnni", "x86-64-v3"]
 
@@ -100,7 +100,7 @@ def test_a_missing_cross_compiler_is_said_first(
     cli: Cli, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("picompile.capture.load_model", lambda model: pytest.fail("the model was captured"))
+    monkeypatch.setattr("picompile.frontend.load_model", lambda model: pytest.fail("the model was captured"))
     ended = cli("compile", tiny_model, "-o", tmp_path / "artifact", "--target", "cpu,cpu-arm64")
     assert ended.code == 6
     assert ended.err.startswith("error: aarch64-linux-gnu-gcc links the code for aarch64, and was not found; install")

@@ -9,7 +9,8 @@ from typing import ClassVar
 import pytest
 from support import Cli
 
-from picompile.passes import Effect, Pass, Rewriter, Stage
+from picompile_passes.base import Effect, Pass, Stage
+from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes import BUILTIN
 from picompile_passes.registry import find_pass, make_pass
 from picompile_passes.verify import RULES

@@ -14,9 +14,11 @@ from support import BUNDLED_MODEL, BuildOnce, Cli, compile_for_test
 
 import picompile_runtime
 from picompile.cli.plan_show import ranges, verdict
-from picompile.measure import CudaError, Host, local
+from picompile.machine import measured as local
+from picompile.machine.host import Host
 from picompile.placement.plan import MemoryRow, Plan
 from picompile.placement.plan_file import read_plan
+from picompile_runtime.devices.cuda.driver import CudaError
 
 CURVE = ("--shape", "tiny-reglu", "--firing", "10%", "--target", "4090")
 # A host so slow that the GPU is worth it for a tiny model, and a GPU so small that not all of it fits.

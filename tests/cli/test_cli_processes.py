@@ -123,7 +123,7 @@ def test_a_signal_that_is_ignored_stays_so(tiny_artifact: Path) -> None:
     code = (
         "import os, signal, sys\n"
         "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-        "from picompile.cli.stopping import stoppable\n"
+        "from picompile.cli.app import stoppable\n"
         "with stoppable() as came: os.kill(os.getpid(), signal.SIGHUP)\n"
         "sys.exit(7 + len(came))"
     )

@@ -10,8 +10,12 @@ import pytest
 from support import Cli
 
 from picompile.cli import doctor
-from picompile.measure import CudaError, GpuName, GpuSpeed, Host, LocalMachine, cache_file, local, measure_local
-from picompile.targets import TARGETS, find_native_target
+from picompile.machine import TARGETS, find_native_target
+from picompile.machine import measured as local
+from picompile.machine.gpu import GpuName, GpuSpeed
+from picompile.machine.host import Host
+from picompile.machine.measured import LocalMachine, cache_file, measure_local
+from picompile_runtime.devices.cuda.driver import CudaError
 
 GPU = GpuName("GPU of nobody", "12.4", 89, 24 * 10**9)
 SPEED = GpuSpeed(23 * 10**9, 9.1e11, 2.4e10, 2.6e10, 1.74e-5)
@@ -137,7 +141,7 @@ def test_doctor_says_when_it_measured(cli: Cli, with_gpu: None, age_s: float, sa
 
 
 def _make_older(measured: LocalMachine, age_s: float) -> None:
-    from picompile.measure import cache
+    from picompile.machine import measured as cache
 
     cache.store(replace(measured, measured_at_s=time.time() - age_s))
 

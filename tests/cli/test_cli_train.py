@@ -9,16 +9,16 @@ import pytest
 from support import BuildOnce, Cli, save_tiny_llama
 from torch.fx import GraphModule
 
-from picompile_passes.nodes import calls
-from picompile_passes.operands import FFN
+from picompile_passes.graph.nodes import calls
+from picompile_passes.graph.operands import FFN
 
 FAST = ("--recall", "90%", "--budget", "100%", "--gate", "off", "--no-exact", "--rank", "8", "--jobs", "1")
 
 
 @pytest.fixture(scope="module")
 def profile(build_once: BuildOnce, tiny_model: Path) -> Path:
-    from picompile.calibration import CalibrationText
-    from picompile.profiling import ProfileOptions, profile_model
+    from picompile.predictors.profile import ProfileOptions, profile_model
+    from picompile.predictors.profile.text import CalibrationText
 
     text = CalibrationText("words", " ".join(random.choices(["up", "down", "gate", "and", "mask"], k=1500)))
     options = ProfileOptions((text,), tokens=1200, samples=600, window=64, held_out_tokens=256)
@@ -44,7 +44,7 @@ def test_the_gate_ends_with_seven(
         return 10.0 if any(calls(graph_module.graph, FFN)) else 10.25
 
     # Random weights may do better with neurons left out.
-    monkeypatch.setattr("picompile.training.gate.layerwise_perplexity", worse)
+    monkeypatch.setattr("picompile.predictors.train.run.layerwise_perplexity", worse)
     wanted = ("--recall", "50%", "--budget", "100%", "--gate", "2%", "--no-exact", "--rank", "2", "--jobs", "1")
     ended = cli("train", tiny_model, "--profile", profile, "-o", tmp_path / "p", *wanted)
     assert ended.code == 7

@@ -9,8 +9,7 @@ import typer
 from support import BUNDLED_MODEL, ROOT, Cli
 
 import picompile
-from picompile.cli.app import COMMANDS
-from picompile.cli.failures import report
+from picompile.cli.app import COMMANDS, report
 from picompile.cli.options import KvDtype, Quant
 from picompile.errors import DoesNotFitError, UsageError
 
@@ -117,7 +116,7 @@ def test_stdin_that_is_not_text_is_refused(cli: Cli, monkeypatch: pytest.MonkeyP
 
 
 def test_choices_are_those_of_the_packages() -> None:
-    from picompile.compile import KV_DTYPES
+    from picompile.compile_options import KV_DTYPES
     from picompile_passes.dialect import FORMATS
 
     assert {item.value for item in Quant} == set(FORMATS)

@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 from workbench import Array
 
-from picompile_codegen import kernels
-from picompile_codegen.kernels import Kernel
-from picompile_codegen.kernels.step_rows import Mode
+from picompile_codegen import cpu as kernels
+from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.token_ops import Mode
 from picompile_passes.dialect.formats import GROUP, dequantize_rows, quantize_rows
 
 SCALE = 0.3

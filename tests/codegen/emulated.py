@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from workbench import Guarded, Workbench
 
-from picompile_codegen.isa import Isa
-from picompile_codegen.kernels import Kernel
+from picompile_codegen.build.isa import Isa
+from picompile_codegen.cpu import Kernel
 
 DRIVER = Path(__file__).parent / "kernel_driver.c"
 _DL_CODES = {"i": 0, "u": 1, "f": 2}  # numpy's kind -> DLDataTypeCode

@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.fx import GraphModule
 
-from picompile_codegen.build import build_host_library
-from picompile_codegen.lower import Lowered
-from picompile_codegen.program import Arg, Device, tensor_bytes
-from picompile_passes.materialize import WeightSource, evaluate_constant
-from picompile_runtime.memory import aligned_zeros
-from picompile_runtime.native import HostLibrary
+from picompile_codegen.build.host_library import build_host_library
+from picompile_codegen.lowering.lower import Lowered
+from picompile_codegen.lowering.program import Arg, Device, tensor_bytes
+from picompile_passes.graph.materialize import WeightSource, evaluate_constant
+from picompile_runtime.devices.cpu.native import HostLibrary
+from picompile_runtime.devices.memory import aligned_zeros
 
 Array = NDArray[np.generic]
 

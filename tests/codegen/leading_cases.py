@@ -3,7 +3,7 @@
 import numpy as np
 from workbench import Array
 
-from picompile_codegen.kernels.leading import MOST_LEADING
+from picompile_codegen.cpu.top_logits import MOST_LEADING
 
 
 def logits_of(kind: str, rows: int, vocab: int) -> Array:

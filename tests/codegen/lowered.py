@@ -7,12 +7,12 @@ import torch
 from numpy.typing import NDArray
 from torch.fx import GraphModule
 
-from picompile_codegen.build import build_host_library
-from picompile_codegen.lower import Lowered
-from picompile_codegen.program import Arg, Tensor
-from picompile_passes.materialize import WeightSource, evaluate_constant
-from picompile_runtime.memory import aligned_zeros
-from picompile_runtime.native import HostLibrary
+from picompile_codegen.build.host_library import build_host_library
+from picompile_codegen.lowering.lower import Lowered
+from picompile_codegen.lowering.program import Arg, ProgramTensor
+from picompile_passes.graph.materialize import WeightSource, evaluate_constant
+from picompile_runtime.devices.cpu.native import HostLibrary
+from picompile_runtime.devices.memory import aligned_zeros
 
 # What is to be kept from step to step; all else a step must write before it reads it.
 _KEPT = ("stats", "stats.batch")
@@ -103,7 +103,7 @@ class Runner:
         buffer[:] = 0
         return counts
 
-    def _place(self, tensor: Tensor) -> NDArray[np.uint8]:
+    def _place(self, tensor: ProgramTensor) -> NDArray[np.uint8]:
         assert tensor.offset is not None
         size = int(np.prod(tensor.shape)) * np.dtype(tensor.dtype).itemsize
         placed: NDArray[np.uint8] = self._arena[tensor.offset : tensor.offset + size]
@@ -122,7 +122,7 @@ class Runner:
         return flat[: int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape)
 
 
-def _poisoned(tensor: Tensor) -> NDArray[np.uint8]:
+def _poisoned(tensor: ProgramTensor) -> NDArray[np.uint8]:
     array = aligned_zeros(tensor.shape, tensor.dtype)
     array.reshape(-1).view(np.uint8)[:] = 255
     return array

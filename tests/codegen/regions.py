@@ -15,9 +15,9 @@ import pytest
 from lowered import Runner
 from numpy.typing import NDArray
 
-from picompile_codegen.kernels import tensor
-from picompile_codegen.retarget import forget_kernels
-from picompile_runtime.native import HostLibrary
+from picompile_codegen.cpu import tensor
+from picompile_codegen.lowering.program import forget_kernels
+from picompile_runtime.devices.cpu.native import HostLibrary
 
 Array = NDArray[Any]
 

@@ -9,13 +9,15 @@ import tvm
 from emulated import require
 from tvm.target.codegen import llvm_get_cpu_features
 
-from picompile.targets import TARGETS
-from picompile_codegen import build, kernels, toolchain
-from picompile_codegen.build import build_host_library, llvm_target
+from picompile.machine import TARGETS
+from picompile_codegen import cpu as kernels
+from picompile_codegen.build import host_library as build
+from picompile_codegen.build import host_library as toolchain
+from picompile_codegen.build.host_library import build_host_library, llvm_target
+from picompile_codegen.build.isa import DEFAULT_ISA, ISAS, Isa, current, targeting
+from picompile_codegen.cpu import Kernel
 from picompile_codegen.errors import BuildError, CodegenError, ToolchainError
-from picompile_codegen.isa import DEFAULT_ISA, ISAS, Isa, current, targeting
-from picompile_codegen.kernels import Kernel
-from picompile_codegen.retarget import kernels_for
+from picompile_codegen.lowering.program import kernels_for
 
 # LLVM's names that are not those of /proc/cpuinfo. The last line is what every processor with AVX2 has.
 LINUX_NAMES = {

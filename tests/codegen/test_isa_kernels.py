@@ -18,9 +18,9 @@ import test_kernels_linear as linear
 from emulated import EmulatedWorkbench, require
 from workbench import Workbench
 
-from picompile_codegen.isa import ISAS, Isa, targeting
-from picompile_codegen.kernels import Kernel
-from picompile_runtime.machine import is_machine, missing_features
+from picompile_codegen.build.isa import ISAS, Isa, targeting
+from picompile_codegen.cpu import Kernel
+from picompile_runtime.devices.machine import is_machine, missing_features
 
 SHAPE, WIDE = (251, 72), (10, 100)
 

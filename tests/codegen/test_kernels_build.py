@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from picompile_codegen import build, kernels
-from picompile_codegen.build import build_host_library
+from picompile_codegen import cpu as kernels
+from picompile_codegen.build import host_library as build
+from picompile_codegen.build.host_library import build_host_library
+from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import KernelFunction, symbol
 from picompile_codegen.errors import BuildError, CodegenError
-from picompile_codegen.kernels import Kernel
-from picompile_codegen.kernels.kernel import KernelFunction, symbol
 
 
 def some_kernels() -> list[Kernel]:

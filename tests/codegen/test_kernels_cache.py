@@ -7,9 +7,9 @@ import pytest
 from caches import SCALE, Heads, expected_attention, in_q8, random_cache
 from workbench import Array, Workbench, assert_close, uniform
 
-from picompile_codegen import kernels
-from picompile_codegen.kernels import Kernel
-from picompile_codegen.kernels.step_rows import Mode
+from picompile_codegen import cpu as kernels
+from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.token_ops import Mode
 
 CHUNK = 13
 CONTEXT = 50

@@ -5,11 +5,11 @@ import pytest
 import torch
 from workbench import Workbench, assert_close, uniform
 
-from picompile_codegen import kernels
-from picompile_codegen.kernels import Kernel
-from picompile_codegen.kernels.activations import activate
-from picompile_codegen.kernels.kernel import KernelFunction
-from picompile_codegen.kernels.vector import blocks, load, store
+from picompile_codegen import cpu as kernels
+from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import KernelFunction
+from picompile_codegen.cpu.math import activate
+from picompile_codegen.cpu.vector import blocks, load, store
 from picompile_passes.dialect import parse_activation
 from picompile_passes.dialect.activations import ACTIVATIONS
 

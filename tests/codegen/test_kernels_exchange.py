@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from workbench import Array, Workbench, uniform
 
-from picompile_codegen import build as build_module
-from picompile_codegen import kernels
-from picompile_codegen.build import build_host_library
-from picompile_codegen.kernels import FLAG_SHAPE, Kernel
-from picompile_runtime.memory import aligned_zeros
-from picompile_runtime.native import HostLibrary
+from picompile_codegen import cpu as kernels
+from picompile_codegen.build import host_library as build_module
+from picompile_codegen.build.host_library import build_host_library
+from picompile_codegen.cpu import FLAG_SHAPE, Kernel
+from picompile_runtime.devices.cpu.native import HostLibrary
+from picompile_runtime.devices.memory import aligned_zeros
 
 DIM, NEURONS, COLUMNS, WORDS, ROWS, STEP = 37, 45, 11, 13, 5, 9
 

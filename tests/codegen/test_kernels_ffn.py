@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from workbench import Array, Workbench, as_seen, assert_close, packed, uniform
 
-from picompile_codegen import kernels
-from picompile_codegen.kernels import Kernel
-from picompile_codegen.kernels.ffn_batch import DENSE_BLOCKS, DENSE_PERCENT
+from picompile_codegen import cpu as kernels
+from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.ffn import DENSE_BLOCKS, DENSE_PERCENT
 from picompile_passes.dialect import dequantize_rows, parse_activation, quantize_rows
 
 CHUNK = 13

@@ -4,7 +4,7 @@ import pytest
 from leading_cases import KINDS, check, logits_of
 from workbench import Workbench
 
-from picompile_codegen import kernels
+from picompile_codegen import cpu as kernels
 
 ROWS = 3
 # Fewer than are wanted, as many, one more, and many.

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from workbench import Workbench, as_seen, assert_close, packed, uniform
 
-from picompile_codegen import kernels
-from picompile_codegen.kernels import Kernel
+from picompile_codegen import cpu as kernels
+from picompile_codegen.cpu import Kernel
 
 FORMATS = ("f16", "q8", "q4")
 # (n, k): a model's size; neither a multiple of a vector, a group or a block; a vocabulary and a width of many blocks.

@@ -7,8 +7,8 @@ import pytest
 import torch
 from workbench import Array, Workbench, packed, uniform
 
-from picompile_codegen import kernels
-from picompile_codegen.kernels import Kernel
+from picompile_codegen import cpu as kernels
+from picompile_codegen.cpu import Kernel
 from picompile_codegen.signs import pack_signs, sign_row_bytes
 from picompile_passes.dialect import dequantize_rows, quantize_rows
 

@@ -8,11 +8,12 @@ import torch
 from lowered import Runner
 from torch.fx import GraphModule
 
-from picompile.testing import LLAMA, OPT, Shape, build, random_weights, run
-from picompile_codegen.lower import LowerOptions, lower
-from picompile_codegen.program import Program, Tensor
-from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import ADD, ATTENTION
+from picompile.testing import LLAMA, OPT, GraphShape, build, random_weights, run
+from picompile_codegen.lowering.function import LowerOptions
+from picompile_codegen.lowering.lower import lower
+from picompile_codegen.lowering.program import LoweredProgram, ProgramTensor
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import ADD, ATTENTION
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Pipeline
@@ -21,16 +22,16 @@ WIDE = replace(LLAMA, hidden=72 * 4, heads=4, kv_heads=2, layers=1)
 OPTIONS = LowerOptions(context=12, chunk=4, kv_dtype="float32", sequences=3)
 
 
-def quantized(shape: Shape) -> GraphModule:
+def quantized(shape: GraphShape) -> GraphModule:
     return Pipeline((InsertPredictors("none"), Quantize("f16")))(build(shape)).graph_module
 
 
-def operators(program: Program, function: str) -> list[str]:
+def operators(program: LoweredProgram, function: str) -> list[str]:
     return [call.op for call in program.functions[function] if call.op in ("rotary", "cache", "attention")]
 
 
 @pytest.mark.parametrize(("shape", "rotary"), [(LLAMA, ["rotary"] * 2), (OPT, [])])
-def test_a_single_token_takes_one_call(shape: Shape, rotary: list[str]) -> None:
+def test_a_single_token_takes_one_call(shape: GraphShape, rotary: list[str]) -> None:
     """Angles, cache and attention in decoding, of one sequence or several; apart for chunks of a prompt."""
     program = lower(quantized(shape), OPTIONS).program
     assert operators(program, "decode") == operators(program, "batch") == ["attention"] * shape.layers
@@ -60,8 +61,8 @@ def test_angles_that_another_node_wants_are_turned_apart(tmp_path: Path) -> None
 @pytest.mark.parametrize("kv_dtype", ["float16", "float32", "q8"])
 def test_state(kv_dtype: str) -> None:
     program = lower(quantized(WIDE), replace(OPTIONS, kv_dtype=kv_dtype)).program
-    data = Tensor("int8" if kv_dtype == "q8" else kv_dtype, (3, 2, 12, 72))
-    scales = {f"{side}.0.scale": Tensor("float16", (3, 2, 12, 3)) for side in "kv"} if kv_dtype == "q8" else {}
+    data = ProgramTensor("int8" if kv_dtype == "q8" else kv_dtype, (3, 2, 12, 72))
+    scales = {f"{side}.0.scale": ProgramTensor("float16", (3, 2, 12, 3)) for side in "kv"} if kv_dtype == "q8" else {}
     assert program.state == {"k.0": data, "v.0": data, **scales}
     assert program.state_bytes == 2 * 3 * 2 * 12 * {"float16": 144, "float32": 288, "q8": 72 + 6}[kv_dtype]
 

@@ -9,8 +9,9 @@ from lowered import Runner
 from regions import Regions, check_step, every_region
 from torch.fx import GraphModule
 
-from picompile.testing import LLAMA, OPT, Shape, build, random_weights, run
-from picompile_codegen.lower import Lowered, LowerOptions, lower
+from picompile.testing import LLAMA, OPT, GraphShape, build, random_weights, run
+from picompile_codegen.lowering.function import LowerOptions
+from picompile_codegen.lowering.lower import Lowered, lower
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Pipeline
@@ -21,7 +22,7 @@ TEXTS = np.random.default_rng(4).integers(0, 50, (SEQUENCES, CONTEXT)).tolist()
 
 @dataclass(frozen=True)
 class Case:
-    shape: Shape
+    shape: GraphShape
     predictor: str
     kv_dtype: str
     tolerance: float

@@ -13,16 +13,17 @@ from hybrid_runner import Array, HybridRunner
 from lowered import Runner
 from torch.fx import GraphModule
 
-from picompile.testing import Shape, build, random_weights
-from picompile_codegen.lower import Lowered, LowerOptions, lower
-from picompile_codegen.placement import ON_HOST, Placement
-from picompile_codegen.program import Call, Device, Program, Tensor, tensor_bytes
+from picompile.testing import GraphShape, build, random_weights
+from picompile_codegen.lowering.function import LowerOptions
+from picompile_codegen.lowering.lower import Lowered, lower
+from picompile_codegen.lowering.placement import ON_HOST, Placement
+from picompile_codegen.lowering.program import Device, LoweredProgram, ProgramCall, ProgramTensor, tensor_bytes
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Pipeline
-from picompile_runtime.memory import Tensor as Stored
-from picompile_runtime.program import read_program
+from picompile_runtime.artifact.program import read_program
+from picompile_runtime.devices.memory import Tensor as Stored
 
 CONTEXT, CHUNK, SEQUENCES = 32, 5, 3
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
@@ -34,7 +35,7 @@ NONE = 1e9
 class Case:
     """A model, the predictors of its layers, and the neurons of their hot parts."""
 
-    shape: Shape
+    shape: GraphShape
     predictors: InsertPredictors
     hot: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
@@ -48,7 +49,7 @@ _SOME, _OTHER = range(0, 75, 2), range(30, 68)
 CASES = {
     # Each kind of predictor, in layers that are split or cold; one of the layer before, and one that keeps no neuron.
     "gated": Case(
-        Shape(hidden=72, heads=3, ffn=77, vocab=50, layers=4),
+        GraphShape(hidden=72, heads=3, ffn=77, vocab=50, layers=4),
         InsertPredictors(
             "learned",
             kinds={1: "sign", 3: "exact"},
@@ -60,12 +61,12 @@ CASES = {
     ),
     # With biases, which a block has whether any of its neurons fires or not.
     "plain": Case(
-        Shape(hidden=66, heads=3, ffn=131, vocab=50, layers=3, gated=False, activation="relu2"),
+        GraphShape(hidden=66, heads=3, ffn=131, vocab=50, layers=3, gated=False, activation="relu2"),
         InsertPredictors("learned", ranks={0: 7, 1: 7, 2: 7}, inputs={1: "stream"}, thresholds={0: NONE}),
         {0: (), 1: range(1, 131, 3), 2: range(131)},
     ),
     "parallel": Case(
-        Shape(hidden=72, heads=3, ffn=77, vocab=50, layers=3, activation="silu", parallel=True),
+        GraphShape(hidden=72, heads=3, ffn=77, vocab=50, layers=3, activation="silu", parallel=True),
         InsertPredictors("learned", kinds={2: "none"}, ranks={0: 5, 1: 5}, inputs={1: "previous"}),
         {0: _SOME, 1: _OTHER, 2: _OTHER},
     ),
@@ -197,20 +198,20 @@ def test_a_program_without_its_waits_is_found_out(expected: object, naps: Naps, 
 class Queue:
     """The calls of a device, and how many of them have been made."""
 
-    calls: list[Call]
+    calls: list[ProgramCall]
     done: int = 0
 
     @property
-    def next(self) -> Call | None:
+    def next(self) -> ProgramCall | None:
         return self.calls[self.done] if self.done < len(self.calls) else None
 
 
-def flag_of(call: Call) -> int | None:
+def flag_of(call: ProgramCall) -> int | None:
     """Which flag a call sets or waits for."""
     return next((arg.offset for arg in call.args if arg.name == "flags"), None)
 
 
-def check_order(program: Program, function: str) -> None:
+def check_order(program: LoweredProgram, function: str) -> None:
     """AssertionError where a device may read what the other has not written yet, or where both wait for ever.
 
     What is written before a flag is set is there after that flag was waited for. Nothing else is in any order.
@@ -234,11 +235,11 @@ def check_order(program: Program, function: str) -> None:
             _make(call, program, made[id(call)], seen[call.device], behind)
 
 
-def _blocked(call: Call, behind: Mapping[int, set[str]]) -> bool:
+def _blocked(call: ProgramCall, behind: Mapping[int, set[str]]) -> bool:
     return call.op in ("wait", "receive") and flag_of(call) not in behind
 
 
-def _made(calls: Sequence[Call], program: Program, given: set[str]) -> dict[int, set[str]]:
+def _made(calls: Sequence[ProgramCall], program: LoweredProgram, given: set[str]) -> dict[int, set[str]]:
     """What each call makes of shared memory, by its id: what no call before it in the program has to do with."""
     known, made = set(given), {}
     for call in calls:
@@ -247,12 +248,14 @@ def _made(calls: Sequence[Call], program: Program, given: set[str]) -> dict[int,
     return made
 
 
-def _shared_of(call: Call, program: Program) -> set[str]:
+def _shared_of(call: ProgramCall, program: LoweredProgram) -> set[str]:
     named = {arg.name for arg in call.args if arg.space == "buffer"}
     return {name for name in named if program.buffers[name].memory == "shared"}
 
 
-def _make(call: Call, program: Program, written: set[str], seen: set[str], behind: dict[int, set[str]]) -> None:
+def _make(
+    call: ProgramCall, program: LoweredProgram, written: set[str], seen: set[str], behind: dict[int, set[str]]
+) -> None:
     flag = flag_of(call)
     assert (flag is None) == (call.op not in ("wait", "receive", "send", "signal")), f"{call.kernel} and its flag"
     if call.op in ("wait", "receive") and flag is not None:
@@ -265,7 +268,7 @@ def _make(call: Call, program: Program, written: set[str], seen: set[str], behin
         behind[flag] = set(seen)
 
 
-def check_memory(program: Program) -> None:
+def check_memory(program: LoweredProgram) -> None:
     """AssertionError where a device is given the other's memory, or two things in shared memory lie on each other."""
     for calls in program.functions.values():
         for call in calls:
@@ -279,7 +282,7 @@ def check_memory(program: Program) -> None:
         assert all(end <= start for (_, end), (start, _) in pairwise(spans)), function
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
+def _span(tensor: ProgramTensor) -> tuple[int, int]:
     assert tensor.offset is not None
     return tensor.offset, tensor.offset + tensor_bytes(tensor.dtype, tensor.shape)
 
@@ -302,7 +305,7 @@ def test_nothing_is_read_before_it_is_there(name: str, kv_dtype: str) -> None:
         as_the_runtime_reads_it(lowered)
 
 
-def without(calls: Sequence[Call], op: str, place: int) -> list[Call]:
+def without(calls: Sequence[ProgramCall], op: str, place: int) -> list[ProgramCall]:
     """`calls` without the one of `op` that is the `place`th."""
     (number, _) = [(number, call) for number, call in enumerate(calls) if call.op == op][place]
     return [*calls[:number], *calls[number + 1 :]]

@@ -11,20 +11,20 @@ from regions import Regions, check_step, every_region
 from torch.fx import GraphModule, Interpreter, Node
 from tvm.tirx import Cast
 
-from picompile.testing import TESTING_KINDS, Shape, build, random_weights, run, with_predictors
-from picompile_codegen import lower_predict
-from picompile_codegen.function import Function, dimension
-from picompile_codegen.kernels import Kernel
-from picompile_codegen.kernels.kernel import KernelFunction
-from picompile_codegen.kernels.tensor import loop
-from picompile_codegen.lower import Lowered, LowerOptions, lower
-from picompile_codegen.lower_predict import mask_buffer
-from picompile_codegen.program import Call, Tensor, tensor_bytes
+from picompile.testing import TESTING_KINDS, GraphShape, build, random_weights, run, with_predictors
+from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import KernelFunction
+from picompile_codegen.cpu.tensor import loop
+from picompile_codegen.lowering import ffn as lower_predict
+from picompile_codegen.lowering.ffn import mask_buffer
+from picompile_codegen.lowering.function import Function, LowerOptions, dimension
+from picompile_codegen.lowering.lower import Lowered, lower
+from picompile_codegen.lowering.program import ProgramCall, ProgramTensor, tensor_bytes
 from picompile_passes.dialect.ops import neuron_outputs
 from picompile_passes.errors import RegistryError, UnsupportedGraphError
-from picompile_passes.materialize import materialize
-from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import ADD, DEQUANTIZE, PREDICT, QUANTIZE, SPARSE_FFN
+from picompile_passes.graph.materialize import materialize
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import ADD, DEQUANTIZE, PREDICT, QUANTIZE, SPARSE_FFN
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
@@ -38,7 +38,7 @@ IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 class Case:
     """A model and the predictors of its layers; those of `hot` are split, and have these neurons in the hot part."""
 
-    shape: Shape
+    shape: GraphShape
     predictors: InsertPredictors
     hot: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
@@ -53,7 +53,7 @@ _SOME, _OTHER = tuple(range(0, 75, 2)), tuple(range(30, 68))
 CASES = {
     # Every kind side by side, and every input that a learned one may have.
     "gated": Case(
-        Shape(hidden=72, heads=3, ffn=77, vocab=90, layers=7),
+        GraphShape(hidden=72, heads=3, ffn=77, vocab=90, layers=7),
         InsertPredictors(
             "learned",
             kinds={1: "sign", 2: "learned-relu", 3: "exact", 4: "none"},
@@ -63,12 +63,12 @@ CASES = {
         ),
     ),
     "plain": Case(
-        Shape(hidden=66, heads=3, ffn=131, vocab=50, layers=3, gated=False, activation="relu2"),
+        GraphShape(hidden=66, heads=3, ffn=131, vocab=50, layers=3, gated=False, activation="relu2"),
         InsertPredictors("sign", kinds={0: "learned-relu", 2: "learned"}, ranks={0: 20, 2: 9}, inputs={2: "stream"}),
     ),
     # Split: masks that both parts read, row by row by their tables, and predictors that are split themselves.
     "parts": Case(
-        Shape(hidden=72, heads=3, ffn=77, vocab=50, layers=4, activation="silu", parallel=True),
+        GraphShape(hidden=72, heads=3, ffn=77, vocab=50, layers=4, activation="silu", parallel=True),
         InsertPredictors("learned", kinds={1: "sign", 3: "none"}, ranks={0: 12, 2: 40}, inputs={2: "previous"}),
         {0: _SOME, 1: _OTHER, 2: _OTHER, 3: _SOME},
     ),
@@ -106,7 +106,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> object:
     return compile_
 
 
-def of(program: Lowered, operator: str, function: str = "decode") -> list[Call]:
+def of(program: Lowered, operator: str, function: str = "decode") -> list[ProgramCall]:
     """The calls of `function` that come from `operator`."""
     return [call for call in program.program.functions[function] if call.op == operator]
 
@@ -208,7 +208,7 @@ def test_no_buffer_is_overwritten_while_it_is_needed(name: str, compiled: object
             assert not together or disjoint(program.buffers[a], program.buffers[b]), (a, b)
 
 
-def disjoint(a: Tensor, b: Tensor) -> bool:
+def disjoint(a: ProgramTensor, b: ProgramTensor) -> bool:
     ends = [(tensor.offset or 0) + tensor_bytes(tensor.dtype, tensor.shape) for tensor in (a, b)]
     return ends[0] <= (b.offset or 0) or ends[1] <= (a.offset or 0)
 

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import tvm
 
-from picompile_codegen import kernels, object_cache
-from picompile_codegen.build import build_host_library
+from picompile_codegen import cpu as kernels
+from picompile_codegen.build import object_cache
+from picompile_codegen.build.host_library import build_host_library
+from picompile_codegen.build.isa import ISAS, targeting
+from picompile_codegen.build.object_cache import VARIABLE, object_key
+from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import KernelFunction
+from picompile_codegen.cpu.tensor import loop
 from picompile_codegen.errors import BuildError
-from picompile_codegen.isa import ISAS, targeting
-from picompile_codegen.kernels import Kernel
-from picompile_codegen.kernels.kernel import KernelFunction
-from picompile_codegen.kernels.tensor import loop
-from picompile_codegen.object_cache import VARIABLE, object_key
 
 
 def add_number(number: float) -> Kernel:
@@ -152,7 +153,7 @@ def test_a_name_that_is_missing_is_an_error_when_it_is_linked(
 ) -> None:
     source = tmp_path / "read.c"
     source.write_text("int nowhere(void); int pi_nowhere(void) { return nowhere(); }")
-    monkeypatch.setattr("picompile_codegen.build._SOURCES", (source,))
+    monkeypatch.setattr("picompile_codegen.build.host_library._SOURCES", (source,))
     with pytest.raises(BuildError, match=r"undefined reference to .nowhere"):
         build_host_library([], tmp_path / "host.so")
 

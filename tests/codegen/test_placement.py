@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from torch.fx import Node
 
-from picompile.testing import LLAMA, OPT, Shape, build
-from picompile_codegen.placement import ON_HOST, Placement, place
-from picompile_codegen.program import Device
-from picompile_passes.nodes import arguments, constant_nodes, is_call
-from picompile_passes.operands import (
+from picompile.testing import LLAMA, OPT, GraphShape, build
+from picompile_codegen.lowering.placement import ON_HOST, Placement, place
+from picompile_codegen.lowering.program import Device
+from picompile_passes.graph.nodes import arguments, constant_nodes, is_call
+from picompile_passes.graph.operands import (
     ADD,
     ATTENTION,
     EMBEDDING,
@@ -38,7 +38,7 @@ SHAPES = {
 _NORMS = (RMS_NORM, LAYER_NORM)
 
 
-def nodes_of(shape: Shape, kind: str = "learned") -> list[Node]:
+def nodes_of(shape: GraphShape, kind: str = "learned") -> list[Node]:
     ranks = dict.fromkeys(range(LAYERS), 4) if kind == "learned" else {}
     graph_module = Pipeline((InsertPredictors(kind, ranks=ranks), Partition(HOT)))(build(shape)).graph_module
     constant = constant_nodes(graph_module.graph)

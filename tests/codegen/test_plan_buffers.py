@@ -3,25 +3,27 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picompile_codegen.plan_buffers import ALIGNMENT_BYTES, plan_buffers
-from picompile_codegen.program import Arg, Call, Tensor, tensor_bytes
+from picompile_codegen.lowering.function import ALIGNMENT_BYTES, plan_buffers
+from picompile_codegen.lowering.program import Arg, ProgramCall, ProgramTensor, tensor_bytes
 
 
-def _call(*names: str) -> Call:
-    return Call("k", tuple(Arg("buffer", name) for name in names), "op", None, 0)
+def _call(*names: str) -> ProgramCall:
+    return ProgramCall("k", tuple(Arg("buffer", name) for name in names), "op", None, 0)
 
 
 @st.composite
-def _functions(draw: st.DrawFn) -> tuple[list[Call], dict[str, Tensor]]:
+def _functions(draw: st.DrawFn) -> tuple[list[ProgramCall], dict[str, ProgramTensor]]:
     sizes = draw(st.lists(st.integers(1, 300), min_size=1, max_size=12))
-    buffers = {f"b{i}": Tensor("float32", (size,)) for i, size in enumerate(sizes)}
+    buffers = {f"b{i}": ProgramTensor("float32", (size,)) for i, size in enumerate(sizes)}
     name = st.sampled_from(sorted(buffers))
     calls = draw(st.lists(st.lists(name, min_size=1, max_size=4), min_size=1, max_size=20))
     return [_call(*names) for names in calls], buffers
 
 
 @given(_functions(), st.integers(0, 5))
-def test_live_buffers_are_disjoint(function: tuple[list[Call], dict[str, Tensor]], base_units: int) -> None:
+def test_live_buffers_are_disjoint(
+    function: tuple[list[ProgramCall], dict[str, ProgramTensor]], base_units: int
+) -> None:
     calls, buffers = function
     base = base_units * ALIGNMENT_BYTES
     planned, end = plan_buffers(calls, buffers, base)
@@ -48,13 +50,13 @@ def test_live_buffers_are_disjoint(function: tuple[list[Call], dict[str, Tensor]
 
 
 def test_a_chain_needs_two_places() -> None:
-    buffers = {f"b{i}": Tensor("float32", (64,)) for i in range(10)}
+    buffers = {f"b{i}": ProgramTensor("float32", (64,)) for i in range(10)}
     calls = [_call(f"b{i}", f"b{i + 1}") for i in range(9)]
     _, end = plan_buffers(calls, buffers, 0)
     assert end == 2 * 64 * 4
 
 
 def test_inputs_and_outputs_of_one_call_never_alias() -> None:
-    buffers = {"a": Tensor("float32", (16,)), "b": Tensor("float32", (16,))}
+    buffers = {"a": ProgramTensor("float32", (16,)), "b": ProgramTensor("float32", (16,))}
     planned, _ = plan_buffers([_call("a", "b")], buffers, 0)
     assert planned["a"].offset != planned["b"].offset

@@ -13,12 +13,13 @@ from lowered import Runner
 from regions import Regions, check_step, every_region
 
 from picompile.testing import OPT, build, random_weights
-from picompile_codegen import build as build_module
-from picompile_codegen.lower import LowerOptions, lower
+from picompile_codegen.build import host_library as build_module
+from picompile_codegen.lowering.function import LowerOptions
+from picompile_codegen.lowering.lower import lower
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Pipeline
-from picompile_runtime.native import HostLibrary
+from picompile_runtime.devices.cpu.native import HostLibrary
 
 HERE = Path(__file__).parent
 HOST_C = Path(build_module.__file__).parent / "native" / "host.c"

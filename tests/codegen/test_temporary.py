@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from picompile_codegen.build.object_cache import temporary_folder
 from picompile_codegen.errors import TemporaryFolderError
-from picompile_codegen.temporary import temporary_folder
 
 
 @pytest.fixture(autouse=True)

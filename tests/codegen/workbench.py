@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from picompile_codegen.build import build_host_library
-from picompile_codegen.isa import DEFAULT_ISA, ISAS, Isa
-from picompile_codegen.kernels import Argument, Kernel
+from picompile_codegen.build.host_library import build_host_library
+from picompile_codegen.build.isa import DEFAULT_ISA, ISAS, Isa
+from picompile_codegen.cpu import Kernel, KernelArgument
 from picompile_passes.dialect import dequantize_rows, quantize_rows
-from picompile_runtime.native import HostLibrary
+from picompile_runtime.devices.cpu.native import HostLibrary
 
 Array = NDArray[Any]
 Inputs = Mapping[str, Array]
@@ -38,7 +38,7 @@ class Guarded:
         return bool((self.memory[:start] == 255).all() and (self.memory[end:] == 255).all())
 
 
-def _poisoned(argument: Argument) -> Guarded:
+def _poisoned(argument: KernelArgument) -> Guarded:
     dtype = np.dtype(argument.dtype)
     size = int(np.prod(argument.shape)) * dtype.itemsize
     memory = np.full(size + 2 * _GUARD_BYTES + 64, 255, np.uint8)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support import BuildOnce
 
-from picompile_runtime.cuda import driver
+from picompile_runtime.devices.cuda import driver
 
 SOURCE = Path(__file__).with_name("libcuda.cpp")
 

@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from picompile.gate import LayerAccuracy, measure_layers
-from picompile.testing import Shape, build, random_weights
+from picompile.predictors.accuracy import LayerAccuracy, measure_layers
+from picompile.testing import GraphShape, build, random_weights
 from picompile_passes.dialect import parse_activation
-from picompile_passes.materialize import materialize
-from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import SPARSE_FFN
+from picompile_passes.graph.materialize import materialize
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import SPARSE_FFN
 from picompile_passes.passes.insert_predictors import InsertPredictors
 
 SHAPES = {
-    "gated": Shape(hidden=30, heads=3, ffn=37, layers=3),
-    "plain": Shape(hidden=24, heads=3, ffn=41, layers=2, gated=False),
-    "parallel": Shape(hidden=24, heads=4, kv_heads=2, ffn=33, layers=2, parallel=True),
+    "gated": GraphShape(hidden=30, heads=3, ffn=37, layers=3),
+    "plain": GraphShape(hidden=24, heads=3, ffn=41, layers=2, gated=False),
+    "parallel": GraphShape(hidden=24, heads=4, kv_heads=2, ffn=33, layers=2, parallel=True),
 }
 
 
@@ -88,7 +88,7 @@ def test_figures_are_those_of_the_whole_graph(name: str, kind: str) -> None:
 
 
 def _of(kind: str, threshold: float = 0.0) -> list[LayerAccuracy]:
-    graph_module = InsertPredictors(kind=kind)(build(Shape())).graph_module
+    graph_module = InsertPredictors(kind=kind)(build(GraphShape())).graph_module
     windows = [[7, 3, 49, 0, 12]]
     return measure_layers(graph_module, random_weights(graph_module), windows, {0: threshold})
 

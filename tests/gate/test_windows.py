@@ -1,6 +1,6 @@
 """How much of a text the gate reads."""
 
-from picompile.gate import first_windows
+from picompile.predictors.accuracy import first_windows
 
 WINDOWS = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
 

@@ -9,10 +9,9 @@ import pytest
 from powerinfer_files import TYPES, Sizes, mutations, random_predictors, write_gguf
 
 from picompile.errors import UsageError
-from picompile.importing.expected import check_by_config
-from picompile.importing.gguf_header import read_header
-from picompile.importing.gguf_types import TENSOR_TYPES
-from picompile.importing.sources import find_source
+from picompile.predictors.powerinfer.headers import TENSOR_TYPES, read_header
+from picompile.predictors.powerinfer.importer import check_by_config
+from picompile.predictors.powerinfer.sources import find_source
 
 SIZES = Sizes(hidden=96, neurons=200, ranks=(32, 64))
 

@@ -24,15 +24,13 @@ from powerinfer_files import (
 )
 from safetensors.numpy import load_file
 
-from picompile.checkpoint.fingerprint import fingerprint
 from picompile.errors import DoesNotFitError, UsageError
-from picompile.importing import Limits, Source, find_source, import_predictors, read_guarded
-from picompile.importing.child_output import write_parts
-from picompile.importing.child_torch import read_activations, read_files
-from picompile.importing.expected import check_by_config
-from picompile.importing.handover import RefusedError
-from picompile.importing.importer import computes_above
+from picompile.frontend.checkpoint import fingerprint
 from picompile.predictors import Predictors, load_predictors
+from picompile.predictors.powerinfer import GuardLimits, PredictorSource, find_source, import_predictors, read_guarded
+from picompile.predictors.powerinfer.child import RefusedError, write_parts
+from picompile.predictors.powerinfer.child_torch import read_activations, read_files
+from picompile.predictors.powerinfer.importer import check_by_config, computes_above
 from picompile_passes.predictors import predictor_kind
 
 # Those of `tiny_model`.
@@ -92,10 +90,10 @@ def assert_masks(found: Predictors, expected: list[Predictor], threshold: float)
 
 
 def test_imported_predictors_go_into_the_graph(tmp_path: Path, tiny_model: Path) -> None:
-    from picompile.capture import load_model
-    from picompile_passes.materialize import materialize
-    from picompile_passes.nodes import arguments, calls
-    from picompile_passes.operands import PREDICT
+    from picompile.frontend import load_model
+    from picompile_passes.graph.materialize import materialize
+    from picompile_passes.graph.nodes import arguments, calls
+    from picompile_passes.graph.operands import PREDICT
     from picompile_passes.passes.canonicalize import CANONICALIZE
     from picompile_passes.pipeline import Pipeline
 
@@ -161,7 +159,7 @@ def test_predictors_of_another_model(tmp_path: Path, tiny_model: Path, sizes: Si
 
 def test_sizes_that_show_after_reading(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Not in a process of its own, which would import torch for each.
-    monkeypatch.setattr("picompile.importing.importer.read_guarded", _read_here)
+    monkeypatch.setattr("picompile.predictors.powerinfer.importer.read_guarded", _read_here)
     (tmp_path / "in").mkdir()
     write_folder(tmp_path / "in", random_predictors(Sizes(96, 201, (32, 8)), 7))
     with pytest.raises(
@@ -181,7 +179,7 @@ def test_sizes_that_show_after_reading(tmp_path: Path, tiny_model: Path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def _read_here(source: Source, folder: Path) -> Path:
+def _read_here(source: PredictorSource, folder: Path) -> Path:
     files, activations = (
         {str(layer): str(file) for layer, file in found.items()} for found in (source.files, source.activations)
     )
@@ -309,7 +307,7 @@ def test_places_that_safetensors_cannot_write(tmp_path: Path, tiny_model: Path) 
 def test_limits_end_the_process(tmp_path: Path) -> None:
     write_gguf(tmp_path / "a.gguf", random_predictors(SIZES, 14), extra={"slow": [1] * 400_000})
     source = find_source(tmp_path / "a.gguf")
-    limits = Limits.of(source)
+    limits = GuardLimits.of(source)
     folder = tmp_path / "folder"
     folder.mkdir()
     for changed, says in (

@@ -14,7 +14,7 @@ def canonical() -> Canonical:
     """The canonical graph of a variant of tests/families.py."""
     import transformers
 
-    from picompile.capture import capture_config
+    from picompile.frontend import capture_config
 
     made: dict[str, GraphModule] = {}
 

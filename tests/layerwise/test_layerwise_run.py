@@ -14,18 +14,18 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from picompile.errors import UsageError
-from picompile.layerwise import layerwise_perplexity, new_states, run_layerwise, run_segment, split_layers
 from picompile.progress import NoProgress
-from picompile.testing import Weights, graphs, random_weights
-from picompile.testing.lookups import vocabulary
+from picompile.streaming import layerwise_perplexity, new_states, run_layerwise, run_segment, split_layers
+from picompile.testing import RandomWeights, graphs, random_weights
 from picompile.testing.predictors import LOW_RANK_KIND, with_predictors
-from picompile_passes.materialize import WeightSource, materialize
-from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import FFN, PREDICT, RMS_NORM, SPARSE_FFN
+from picompile.testing.weights import vocabulary
+from picompile_passes.graph.materialize import WeightSource, materialize
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import FFN, PREDICT, RMS_NORM, SPARSE_FFN
+from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
-from picompile_passes.rewriter import Rewriter
 
 Canonical = Callable[[str], GraphModule]
 
@@ -117,7 +117,7 @@ def test_one_segments_weights_are_held_at_a_time(canonical: Canonical) -> None:
     random = random_weights(graph, dtype=torch.float16)
     held: list[weakref.ref[Tensor]] = []
 
-    class Counting(Weights):
+    class Counting(RandomWeights):
         def load(self, name: str) -> Tensor:
             tensor = super().load(name).clone()
             held.append(weakref.ref(tensor))

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from picompile.measure import CudaError, gpu
-from picompile.measure.gpu import Effort, find_gpu, measure_gpu
-from picompile_runtime.cuda import driver as cuda_driver
+from picompile.machine import gpu
+from picompile.machine.gpu import Effort, find_gpu, measure_gpu
+from picompile_runtime.devices.cuda import driver as cuda_driver
+from picompile_runtime.devices.cuda.driver import CudaError
 
 QUICK = Effort(copies=2, rounds=2, least_s=0, exchanges=3)
 WAIT_S = 5e-6  # fake_cuda/streams.cpp

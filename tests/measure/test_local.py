@@ -11,20 +11,13 @@ from typing import Any
 
 import pytest
 
-from picompile.measure import (
-    CudaError,
-    GpuSpeed,
-    Host,
-    LocalMachine,
-    cache,
-    cache_file,
-    cached_local,
-    gpu,
-    local,
-    measure_local,
-)
-from picompile.measure.gpu import GpuName
-from picompile.targets import LAUNCH_S, TARGETS, find_target
+from picompile.machine import LAUNCH_S, TARGETS, find_target, gpu
+from picompile.machine import measured as cache
+from picompile.machine import measured as local
+from picompile.machine.gpu import GpuName, GpuSpeed
+from picompile.machine.host import Host
+from picompile.machine.measured import LocalMachine, cache_file, cached_local, measure_local
+from picompile_runtime.devices.cuda.driver import CudaError
 
 GPU = GpuName("GPU of nobody", "12.4", 89, 9_000_000_001)
 SPEED = GpuSpeed(7_000_000_001, 9.1e11, 2.4e10, 2.6e10, 1.7e-5)

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from picompile.errors import DoesNotFitError, UsageError
-from picompile.output import Place, place, rename, replacing, reserve, writing_file
+from picompile.output import OutputPath, place, replacing, reserve, writing_file
+from picompile.output import leftovers as rename
+from picompile.output.leftovers import UnsupportedRenameError
 from picompile.output.lock import acquire
-from picompile.output.rename import UnsupportedRenameError
 
 PARTIAL = f".out.{'0' * 16}.partial"
 OLD = f".out.{'0' * 16}.old"
@@ -273,9 +274,9 @@ def test_a_folder_in_one_that_cannot_be_written(tmp_path: Path, monkeypatch: pyt
         (errno.EIO, UsageError, "out cannot be written: input/output error"),
     ],
 )
-@pytest.mark.parametrize("make", [Place.folder, Place.file])
+@pytest.mark.parametrize("make", [OutputPath.folder, OutputPath.file])
 def test_a_disk_that_takes_nothing_is_named(
-    number: int, error: type[Exception], text: str, make: Callable[[Place], AbstractContextManager], tmp_path: Path
+    number: int, error: type[Exception], text: str, make: Callable[[OutputPath], AbstractContextManager], tmp_path: Path
 ) -> None:
     with (
         pytest.raises(error, match=f"(?i){tmp_path}.*{text}"),

@@ -7,10 +7,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from picompile.testing import assert_equivalent
-from picompile_passes.builder import GraphBuilder
-from picompile_passes.infra import Pass
-from picompile_passes.operands import EMBEDDING
-from picompile_passes.stages import Stage
+from picompile_passes.base import Pass, Stage
+from picompile_passes.graph.builder import GraphBuilder
+from picompile_passes.graph.operands import EMBEDDING
 from picompile_passes.verify import verify
 
 VOCAB, HIDDEN = 31, 24

@@ -1,7 +1,7 @@
 from picompile.testing import LLAMA, OPT, build
-from picompile_passes.dump import context_text, graph_text
-from picompile_passes.nodes import calls
-from picompile_passes.operands import EMBEDDING, PREDICT
+from picompile_passes.graph.dump import context_text, graph_text
+from picompile_passes.graph.nodes import calls
+from picompile_passes.graph.operands import EMBEDDING, PREDICT
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 

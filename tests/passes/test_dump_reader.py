@@ -5,16 +5,16 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from picompile.passes import GraphBuilder
 from picompile.testing import LLAMA, build, captured_decoders, shapes
-from picompile_passes.dump import graph_text
-from picompile_passes.dump_reader import DumpError, DumpGraph, read_dump
-from picompile_passes.infra import copy_graph_module
-from picompile_passes.operands import EMBEDDING, LINEAR
+from picompile_passes.base import copy_graph_module
+from picompile_passes.graph.builder import GraphBuilder
+from picompile_passes.graph.dump import graph_text
+from picompile_passes.graph.dump_reader import DumpError, DumpGraph, read_dump
+from picompile_passes.graph.operands import EMBEDDING, LINEAR
+from picompile_passes.graph.values import value_text
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
-from picompile_passes.propagate import value_text
 
 # What can go wrong here does so in the first graphs; `make fuzz` draws more.
 FEW = settings(max_examples=4, phases=(Phase.explicit, Phase.generate)) if settings.default.derandomize else settings()
@@ -142,5 +142,5 @@ def test_reading_needs_no_torch():
     import subprocess
     import sys
 
-    code = "import picompile_passes.dump_reader, picompile.viewer, sys; assert 'torch' not in sys.modules"
+    code = "import picompile_passes.graph.dump_reader, picompile.report.graph, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

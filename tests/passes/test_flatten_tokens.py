@@ -5,13 +5,13 @@ import torch
 from raising import HIDDEN, aten, captured, only, operators, raised
 from torch.fx import Node
 
-from picompile.testing import LLAMA, OPT, Shape, build
-from picompile_passes.builder import GraphBuilder
+from picompile.testing import LLAMA, OPT, GraphShape, build
+from picompile_passes.base import Stage, stage_of
 from picompile_passes.errors import UnsupportedGraphError
-from picompile_passes.nodes import arguments
-from picompile_passes.operands import ATTENTION, EMBEDDING, FFN, LINEAR, RMS_NORM
-from picompile_passes.passes.flatten_tokens import FlattenTokens
-from picompile_passes.stages import Stage, stage_of
+from picompile_passes.graph.builder import GraphBuilder
+from picompile_passes.graph.nodes import arguments
+from picompile_passes.graph.operands import ATTENTION, EMBEDDING, FFN, LINEAR, RMS_NORM
+from picompile_passes.passes.canonicalize.flatten_tokens import FlattenTokens
 from picompile_passes.verify import verify
 
 HEADS, SIZE = 3, HIDDEN // 3
@@ -105,7 +105,7 @@ def test_positions_made_inside_are_the_positions() -> None:
 
 
 @pytest.mark.parametrize("shape", [LLAMA, OPT])
-def test_a_canonical_graph_stays(shape: Shape) -> None:
+def test_a_canonical_graph_stays(shape: GraphShape) -> None:
     graph_module = build(shape)
     result = FlattenTokens()(graph_module)
     assert not result.modified

@@ -4,18 +4,17 @@ from typing import ClassVar
 import pytest
 import torch
 
-from picompile.testing import LLAMA, OPT, Weights, build, random_weights, run, structure
-from picompile_passes.dump import graph_text
+from picompile.testing import LLAMA, OPT, RandomWeights, build, random_weights, run, structure
+from picompile_passes.base import Pass, Stage, copy_graph_module, set_stage, stage_of
 from picompile_passes.errors import PassesError, StageError
-from picompile_passes.infra import Pass, copy_graph_module
-from picompile_passes.materialize import materialize
-from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import ADD, LINEAR, RMS_NORM
+from picompile_passes.graph.dump import graph_text
+from picompile_passes.graph.materialize import materialize
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import ADD, LINEAR, RMS_NORM
+from picompile_passes.graph.rewriter import Provenance, Rewriter
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
-from picompile_passes.rewriter import Provenance, Rewriter
-from picompile_passes.stages import Stage, set_stage, stage_of
 
 PASSES = (InsertPredictors(), Partition({0: (1, 2, 3)}), Quantize())
 
@@ -193,7 +192,7 @@ def test_passes_work_on_a_graph_that_torch_export_made():
         assert isinstance(b.meta["val"].shape[0], torch.SymInt)
         assert b.meta["nn_module_stack"] == a.meta["nn_module_stack"]
         assert b.meta["from"] == ("raise-linear", (a.name,))
-    weights = Weights({name: torch.randn(p.shape) for name, p in model.named_parameters()})
+    weights = RandomWeights({name: torch.randn(p.shape) for name, p in model.named_parameters()})
     x = torch.randn(3, 8)
     torch.testing.assert_close(materialize(after, weights)(x), materialize(captured, weights)(x), rtol=0, atol=2e-5)
 

@@ -4,16 +4,25 @@ from graphs import PROFILE
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from picompile.testing import LLAMA, OPT, Shape, Weights, assert_equivalent, build, random_weights, run, shapes
-from picompile.testing.jumps import node_values
+from picompile.testing import (
+    LLAMA,
+    OPT,
+    GraphShape,
+    RandomWeights,
+    assert_equivalent,
+    build,
+    random_weights,
+    run,
+    shapes,
+)
+from picompile.testing.equivalence import node_values
+from picompile_passes.base import Effect, Stage, stage_of
 from picompile_passes.errors import PassOptionError, UnsupportedGraphError
-from picompile_passes.infra import Effect
-from picompile_passes.materialize import materialize
-from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import FFN, PREDICT, SPARSE_FFN
+from picompile_passes.graph.materialize import materialize
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import FFN, PREDICT, SPARSE_FFN
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.registry import make_pass
-from picompile_passes.stages import Stage, stage_of
 from picompile_passes.verify import verify
 
 
@@ -23,7 +32,7 @@ def predictors(graph_module):
 
 @PROFILE
 @example(shape=OPT, kind="auto", seed=0)
-@example(shape=Shape(activation="fatrelu(0.02)", up_activation="relu"), kind="auto", seed=0)
+@example(shape=GraphShape(activation="fatrelu(0.02)", up_activation="relu"), kind="auto", seed=0)
 @given(shape=shapes(), kind=st.sampled_from(["auto", "none"]), seed=st.integers(0, 100))
 def test_predicted_graph_computes_the_same(shape, kind, seed):
     before = build(shape)
@@ -46,7 +55,7 @@ def test_every_block_is_replaced_by_a_predictor_and_a_sparse_block():
 
 def test_exact_decides_on_the_gate_where_there_is_one():
     for up_activation in ("identity", "relu"):
-        after = InsertPredictors("exact")(build(Shape(up_activation=up_activation))).graph_module
+        after = InsertPredictors("exact")(build(GraphShape(up_activation=up_activation))).graph_module
         assert [str(p["weights"][0].target) for p in predictors(after)] == [
             "model.layers.0.mlp.gate_proj.weight",
             "model.layers.1.mlp.gate_proj.weight",
@@ -67,13 +76,13 @@ def test_exact_decides_on_up_and_its_bias_where_there_is_no_gate():
     [("relu", 0.0), ("relu2", 0.0), ("relu6", 0.0), ("fatrelu(0.25)", 0.25), ("fatrelu(0.0)", 0.0)],
 )
 def test_threshold_is_that_of_the_activation(activation, threshold):
-    after = InsertPredictors("exact")(build(Shape(activation=activation))).graph_module
+    after = InsertPredictors("exact")(build(GraphShape(activation=activation))).graph_module
     assert [p["threshold"] for p in predictors(after)] == [threshold] * 2
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu2", "relu6", "fatrelu(0.1)"])
 def test_mask_is_true_exactly_where_the_activation_is_not_zero(activation):
-    before = build(Shape(activation=activation, layers=1))
+    before = build(GraphShape(activation=activation, layers=1))
     after = InsertPredictors("exact")(before).graph_module
     weights = random_weights(before)
     real = materialize(after, weights)
@@ -103,14 +112,14 @@ def test_none_reads_up_alone():
 
 @pytest.mark.parametrize(("activation", "kind"), [("relu", "exact"), ("fatrelu(0.1)", "exact"), ("silu", "none")])
 def test_auto_is_exact_where_it_loses_nothing(activation, kind):
-    after = InsertPredictors("auto")(build(Shape(activation=activation))).graph_module
+    after = InsertPredictors("auto")(build(GraphShape(activation=activation))).graph_module
     assert [p["kind"] for p in predictors(after)] == [kind, kind]
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "quick_gelu"])
 def test_exact_on_an_activation_that_is_never_silent_is_refused_in_one_line(activation):
     with pytest.raises(UnsupportedGraphError) as error:
-        InsertPredictors("exact")(build(Shape(activation=activation)))
+        InsertPredictors("exact")(build(GraphShape(activation=activation)))
     assert str(error.value) == (
         "predictor exact needs an activation that can be silent, such as relu; "
         f"ffn of layer 0 uses {activation}: use predictor none"
@@ -131,7 +140,7 @@ def test_unknown_kind_is_refused():
         InsertPredictors("magic")
 
 
-@pytest.mark.parametrize("shape", [LLAMA, OPT, Shape(fused=True, layers=2)], ids=["llama", "opt", "fused"])
+@pytest.mark.parametrize("shape", [LLAMA, OPT, GraphShape(fused=True, layers=2)], ids=["llama", "opt", "fused"])
 def test_sign_reads_the_matrix_that_decides_alone(shape):
     after = InsertPredictors("sign", thresholds={1: 0.375})(build(shape)).graph_module
     verify(after, Stage.PREDICTED)
@@ -142,7 +151,7 @@ def test_sign_reads_the_matrix_that_decides_alone(shape):
 
 
 def test_learned_reads_new_parameters_of_the_weight_source():
-    before = build(Shape(hidden=18, ffn=11))
+    before = build(GraphShape(hidden=18, ffn=11))
     pass_ = InsertPredictors("learned", kinds={1: "learned-relu"}, ranks={0: 3, 1: 5}, thresholds={1: -0.25})
     after = pass_(before).graph_module
     verify(after, Stage.PREDICTED)
@@ -161,14 +170,14 @@ def test_learned_reads_new_parameters_of_the_weight_source():
         assert [weight.target for weight in predictor["weights"]] == names
     assert not any(name.startswith("predictors") for name, _ in before.named_parameters())
     weights = random_weights(after)
-    missing = Weights({name: value for name, value in weights.tensors.items() if not name.endswith("1.fc2")})
+    missing = RandomWeights({name: value for name, value in weights.tensors.items() if not name.endswith("1.fc2")})
     with pytest.raises(PassOptionError) as error:
         materialize(after, missing)
     text = "the weights hold no predictors.layers.1.fc2: a learned predictor needs weights of its own"
     assert str(error.value) == text
 
 
-@pytest.mark.parametrize("shape", [Shape(layers=3), Shape(layers=3, gated=False, parallel=True)], ids=repr)
+@pytest.mark.parametrize("shape", [GraphShape(layers=3), GraphShape(layers=3, gated=False, parallel=True)], ids=repr)
 def test_inputs_of_learned_predictors(shape):
     after = InsertPredictors("learned", ranks={0: 1, 1: 2, 2: 3}, inputs={0: "stream", 2: "previous"})(build(shape))
     verify(after.graph_module, Stage.PREDICTED)
@@ -179,7 +188,7 @@ def test_inputs_of_learned_predictors(shape):
 
 def test_masked_neurons_are_those_that_the_predictor_tells():
     """The logits are those of a model whose down rows are zero where the predictor, computed apart, says no."""
-    before = build(Shape(layers=1))
+    before = build(GraphShape(layers=1))
     after = InsertPredictors("learned", ranks={0: 2}, inputs={0: "stream"}, thresholds={0: 0.1})(before).graph_module
     weights = random_weights(after)
     ids = torch.arange(1, 6)
@@ -192,7 +201,7 @@ def test_masked_neurons_are_those_that_the_predictor_tells():
     assert 0.1 < fires.float().mean() < 0.9
     for token in range(len(ids)):
         name = "model.layers.0.mlp.down_proj.weight"
-        alone = Weights(weights.tensors | {name: weights.tensors[name] * fires[token]})
+        alone = RandomWeights(weights.tensors | {name: weights.tensors[name] * fires[token]})
         torch.testing.assert_close(run(after, weights, ids)[token], run(before, alone, ids)[token], rtol=0, atol=1e-4)
 
 

@@ -4,16 +4,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from picompile.testing import LLAMA, OPT, Weights, build, random_weights, run
+from picompile.testing import LLAMA, OPT, RandomWeights, build, random_weights, run
 from picompile_passes.dialect import formats, quantize_rows
 from picompile_passes.errors import PassesError
-from picompile_passes.materialize import evaluate_constant, materialize
-from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import ADD, DEQUANTIZE, FFN, INDEX_SELECT, PREDICT, QUANTIZE, SPARSE_FFN, TRANSPOSE
+from picompile_passes.graph.materialize import evaluate_constant, materialize
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import ADD, DEQUANTIZE, FFN, INDEX_SELECT, PREDICT, QUANTIZE, SPARSE_FFN, TRANSPOSE
+from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
-from picompile_passes.rewriter import Rewriter
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -76,7 +76,7 @@ def test_any_number_of_tokens_runs():
 def test_a_missing_weight_and_one_of_another_shape_are_told_by_name():
     graph_module = build(LLAMA)
     weights = random_weights(graph_module)
-    wrong = Weights(weights.tensors | {"lm_head.weight": torch.zeros(3, 24)})
+    wrong = RandomWeights(weights.tensors | {"lm_head.weight": torch.zeros(3, 24)})
     with pytest.raises(PassesError, match=r"lm_head.weight is \[3, 24\] in the weights but \[50, 24\] in the graph"):
         materialize(graph_module, wrong)
     del weights.tensors["model.norm.weight"]
@@ -167,7 +167,7 @@ def test_a_weight_is_let_go_before_the_next_is_loaded():
     weights = random_weights(graph_module)
     alive = []
 
-    class Fresh(Weights):
+    class Fresh(RandomWeights):
         def load(self, name):
             assert [tensor() for tensor in alive if tensor() is not None] == []
             tensor = super().load(name).to(torch.bfloat16)

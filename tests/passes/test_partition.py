@@ -6,13 +6,13 @@ from graphs import PROFILE
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from picompile.testing import LLAMA, OPT, Shape, assert_equivalent, build, shapes
+from picompile.testing import LLAMA, OPT, GraphShape, assert_equivalent, build, shapes
+from picompile_passes.base import Stage, stage_of
 from picompile_passes.errors import PassOptionError
-from picompile_passes.nodes import arguments, attribute, calls
-from picompile_passes.operands import INDEX_SELECT, SPARSE_FFN
+from picompile_passes.graph.nodes import arguments, attribute, calls
+from picompile_passes.graph.operands import INDEX_SELECT, SPARSE_FFN
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
-from picompile_passes.stages import Stage, stage_of
 from picompile_passes.verify import verify
 
 
@@ -39,8 +39,8 @@ def shapes_and_hot_sets(draw):
 
 
 @PROFILE
-@example(drawn=(Shape(gated=False), {0: (5, 1, 39), 1: (0,)}), kind="auto", seed=0)
-@example(drawn=(Shape(up_activation="relu", kv_heads=1), {1: range(1, 40)}), kind="none", seed=0)
+@example(drawn=(GraphShape(gated=False), {0: (5, 1, 39), 1: (0,)}), kind="auto", seed=0)
+@example(drawn=(GraphShape(up_activation="relu", kv_heads=1), {1: range(1, 40)}), kind="none", seed=0)
 @given(drawn=shapes_and_hot_sets(), kind=st.sampled_from(["auto", "none"]), seed=st.integers(0, 100))
 def test_partitioned_graph_computes_the_same(drawn, kind, seed):
     shape, hot = drawn
@@ -180,7 +180,7 @@ def test_a_partitioned_layer_is_not_partitioned_again():
 
 
 def test_fused_gate_and_up_are_split_by_neuron():
-    shape = Shape(fused=True, layers=1)
+    shape = GraphShape(fused=True, layers=1)
     before = predicted(shape)
     after = Partition({0: (39, 0)})(before).graph_module
     verify(after, Stage.PARTITIONED)

@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 
 from picompile.testing import LLAMA, OPT, build, structure
-from picompile_passes.dump import graph_text
+from picompile_passes.base import Pass, Stage, set_stage, stage_of
 from picompile_passes.errors import (
     PassError,
     PassOptionError,
@@ -14,15 +14,14 @@ from picompile_passes.errors import (
     UnsupportedGraphError,
     VerifyError,
 )
-from picompile_passes.infra import Pass
-from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import LAYER_NORM, SPARSE_FFN
+from picompile_passes.graph.dump import graph_text
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import LAYER_NORM, SPARSE_FFN
+from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Dump, Pipeline, Timings, each, verifying
-from picompile_passes.rewriter import Rewriter
-from picompile_passes.stages import Stage, set_stage, stage_of
 
 LOWERING = (InsertPredictors(), Partition({0: (1, 2)}), Quantize())
 

@@ -5,8 +5,8 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from picompile_passes import registry
+from picompile_passes.base import Pass
 from picompile_passes.errors import PassOptionError, RegistryError
-from picompile_passes.infra import Pass
 from picompile_passes.passes import BUILTIN
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition

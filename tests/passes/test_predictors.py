@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from picompile_passes import predictors
 from picompile_passes.dialect import dequantize_rows, quantize_rows
 from picompile_passes.errors import PassOptionError, RegistryError
-from picompile_passes.operands import PREDICT
+from picompile_passes.graph.operands import PREDICT
 from picompile_passes.passes.insert_predictors import InsertPredictors
-from picompile_passes.predictor_kinds import sign_limit
 from picompile_passes.predictors import (
     ENTRY_POINT_GROUP,
     PredictorKind,
     add_predictor_kind,
     predictor_kind,
     predictor_kinds,
+    sign_limit,
 )
 
 PLUGIN = """

@@ -25,17 +25,16 @@ from picompile.testing import (
     shapes,
     skipping_predictors,
 )
-from picompile_passes.dump import graph_text
+from picompile_passes.base import Pass, Stage, stage_of
 from picompile_passes.errors import PassesError, StageError, UnsupportedGraphError
-from picompile_passes.infra import Pass
-from picompile_passes.nodes import arguments, attribute, calls, is_call
-from picompile_passes.operands import INDEX_SELECT, SPARSE_FFN
+from picompile_passes.graph.dump import graph_text
+from picompile_passes.graph.nodes import arguments, attribute, calls, is_call
+from picompile_passes.graph.operands import INDEX_SELECT, SPARSE_FFN
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Pipeline, verifying
-from picompile_passes.stages import Stage, stage_of
 from picompile_passes.verify import verify
 
 # The same few in every run of `make test`, more where `tests/mutation/check.py` plants faults, and as many as asked for

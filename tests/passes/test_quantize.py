@@ -4,15 +4,15 @@ from graphs import PROFILE
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from picompile.testing import LLAMA, OPT, TOLERANCES, Shape, Weights, build, random_weights, run, shapes
+from picompile.testing import LLAMA, OPT, TOLERANCES, GraphShape, RandomWeights, build, random_weights, run, shapes
+from picompile_passes.base import Stage, stage_of
 from picompile_passes.dialect import dequantize_rows, quantize_rows
 from picompile_passes.errors import PassOptionError
-from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import DEQUANTIZE, PREDICT, QUANTIZE, SPARSE_FFN, matrix_operands
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import DEQUANTIZE, PREDICT, QUANTIZE, SPARSE_FFN, matrix_operands
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
-from picompile_passes.stages import Stage, stage_of
 from picompile_passes.verify import verify
 
 
@@ -42,7 +42,7 @@ def rounded(weights, form, predictors=None):
         left = dequantize_rows(quantize_rows(rows, stored), stored, rows.shape[1])
         return left.T if name.endswith(DOWN) else left
 
-    return Weights({name: keep(name, weight) for name, weight in weights.tensors.items()})
+    return RandomWeights({name: keep(name, weight) for name, weight in weights.tensors.items()})
 
 
 @PROFILE
@@ -155,7 +155,7 @@ def test_unknown_format_is_refused():
 
 
 def test_one_neuron_and_one_column():
-    shape = Shape(hidden=2, heads=1, kv_heads=1, ffn=1, vocab=2, layers=1)
+    shape = GraphShape(hidden=2, heads=1, kv_heads=1, ffn=1, vocab=2, layers=1)
     before = partitioned(shape)
     weights = random_weights(before)
     assert_close(run(Quantize("q4")(before).graph_module, weights), run(before, rounded(weights, "q4")))

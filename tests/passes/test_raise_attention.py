@@ -5,11 +5,11 @@ import torch
 from raising import HIDDEN, aten, captured, only, operators, raised
 from torch.fx import Node
 
-from picompile_passes.builder import GraphBuilder
 from picompile_passes.errors import UnsupportedGraphError
-from picompile_passes.nodes import arguments
-from picompile_passes.operands import ATTENTION, LINEAR
-from picompile_passes.passes.raise_attention import RaiseAttention
+from picompile_passes.graph.builder import GraphBuilder
+from picompile_passes.graph.nodes import arguments
+from picompile_passes.graph.operands import ATTENTION, LINEAR
+from picompile_passes.passes.canonicalize.raise_attention import RaiseAttention
 
 SDPA = aten.scaled_dot_product_attention.default
 HEADS, SIZE = 6, HIDDEN // 6

@@ -6,13 +6,12 @@ from raising import HIDDEN, aten, captured, only, operators, raised
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from picompile_passes.builder import GraphBuilder
 from picompile_passes.dialect import ACTIVATIONS, parse_activation
 from picompile_passes.errors import UnsupportedGraphError
-from picompile_passes.nodes import arguments
-from picompile_passes.operands import FFN, LINEAR, TRANSPOSE
-from picompile_passes.passes.raise_ffn import RaiseFFN
-from picompile_passes.probe import recognize_activation
+from picompile_passes.graph.builder import GraphBuilder
+from picompile_passes.graph.nodes import arguments
+from picompile_passes.graph.operands import FFN, LINEAR, TRANSPOSE
+from picompile_passes.passes.canonicalize.raise_ffn import RaiseFFN, recognize_activation
 
 NEURONS = 40
 

@@ -4,9 +4,9 @@ import pytest
 from raising import HIDDEN, aten, captured, only, operators, raised
 from torch.fx import Node
 
-from picompile_passes.builder import GraphBuilder
-from picompile_passes.operands import EMBEDDING, LINEAR, TRANSPOSE
-from picompile_passes.passes.raise_linear import RaiseLinear
+from picompile_passes.graph.builder import GraphBuilder
+from picompile_passes.graph.operands import EMBEDDING, LINEAR, TRANSPOSE
+from picompile_passes.passes.canonicalize.raise_linear import RaiseLinear
 
 Write = Callable[[GraphBuilder, Node], Node]
 

@@ -4,9 +4,9 @@ import pytest
 from raising import HIDDEN, aten, captured, only, operators, raised
 from torch.fx import Node
 
-from picompile_passes.builder import GraphBuilder
-from picompile_passes.operands import LAYER_NORM, RMS_NORM
-from picompile_passes.passes.raise_norms import RaiseNorms
+from picompile_passes.graph.builder import GraphBuilder
+from picompile_passes.graph.operands import LAYER_NORM, RMS_NORM
+from picompile_passes.passes.canonicalize.raise_norms import RaiseNorms
 
 EPS = 1e-3
 

@@ -6,11 +6,11 @@ from raising import HIDDEN, aten, captured, operators, raised
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from picompile_passes.builder import GraphBuilder
 from picompile_passes.errors import UnsupportedGraphError
-from picompile_passes.nodes import arguments
-from picompile_passes.operands import ATTENTION, EMBEDDING, INDEX_SELECT, LINEAR, ROTARY
-from picompile_passes.passes.raise_rotary import RaiseRotary
+from picompile_passes.graph.builder import GraphBuilder
+from picompile_passes.graph.nodes import arguments
+from picompile_passes.graph.operands import ATTENTION, EMBEDDING, INDEX_SELECT, LINEAR, ROTARY
+from picompile_passes.passes.canonicalize.raise_rotary import RaiseRotary
 
 HEADS, SIZE = 3, HIDDEN // 3
 FREQUENCIES = 0.3 ** torch.arange(SIZE // 2)

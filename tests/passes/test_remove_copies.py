@@ -2,8 +2,8 @@ import torch
 from raising import aten, captured, operators, raised
 from torch.fx import Node
 
-from picompile_passes.builder import GraphBuilder
-from picompile_passes.passes.remove_copies import RemoveCopies
+from picompile_passes.graph.builder import GraphBuilder
+from picompile_passes.passes.canonicalize.remove_copies import RemoveCopies
 
 
 def test_copies_casts_and_dropout_go() -> None:

@@ -12,23 +12,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from picompile.testing import Shape, build, captured_decoders, random_weights, run, structure
-from picompile_passes.builder import GraphBuilder
+from picompile.testing import GraphShape, build, captured_decoders, random_weights, run, structure
+from picompile_passes.base import Pass, Stage, stage_of
 from picompile_passes.errors import PassError, PassOptionError
-from picompile_passes.infra import Pass
-from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import ADD, ATTENTION, EMBEDDING, LINEAR, SPARSE_FFN
+from picompile_passes.graph.builder import GraphBuilder
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import ADD, ATTENTION, EMBEDDING, LINEAR, SPARSE_FFN
+from picompile_passes.graph.reduce import reduce_graph
+from picompile_passes.graph.rewriter import Rewriter
+from picompile_passes.graph.source import graph_source
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Pipeline, verifying
-from picompile_passes.reduce import reduce_graph
-from picompile_passes.rewriter import Rewriter
-from picompile_passes.source import graph_source
-from picompile_passes.stages import Stage, stage_of
 from picompile_passes.verify import verify
 
-OPT = Shape(gated=False, layers=5)
+OPT = GraphShape(gated=False, layers=5)
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ def test_a_folder_that_cannot_be_written_to_does_not_hide_the_failure(tmp_path):
     ],
     ids=["canonical", "predicted", "quantized", "learned"],
 )
-@pytest.mark.parametrize("shape", [Shape(fused=True), OPT], ids=["llama", "opt"])
+@pytest.mark.parametrize("shape", [GraphShape(fused=True), OPT], ids=["llama", "opt"])
 def test_source_builds_the_graph_again(shape, passes):
     before = Pipeline(passes)(build(shape)).graph_module
     after = rebuilt(before)
@@ -176,7 +175,7 @@ def rebuilt(graph_module):
 
 
 def test_reduction_keeps_what_must_hold_and_little_else():
-    before = build(Shape(layers=6))
+    before = build(GraphShape(layers=6))
     was = structure(before)
     after = reduce_graph(before, lambda g: len(list(calls(g.graph, ATTENTION))) >= 2, seconds=30)
     assert structure(before) == was
@@ -187,7 +186,7 @@ def test_reduction_keeps_what_must_hold_and_little_else():
 
 
 def test_reduction_stops_in_time():
-    before = build(Shape(layers=3))
+    before = build(GraphShape(layers=3))
     assert reduce_graph(before, lambda g: True, seconds=0) is before
 
 
@@ -202,7 +201,7 @@ def test_layers_are_numbered_anew():
         except Exception:
             return False
 
-    after = reduce_graph(build(Shape(layers=5)), valid, seconds=60)
+    after = reduce_graph(build(GraphShape(layers=5)), valid, seconds=60)
     assert [arguments(node)["layer"] for node in calls(after.graph, ATTENTION)] == [0]
 
 

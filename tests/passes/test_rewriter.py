@@ -4,7 +4,7 @@ from torch.fx import Graph
 
 from picompile.testing import LLAMA, OPT, build
 from picompile_passes.errors import PassesError, PropagateError
-from picompile_passes.nodes import (
+from picompile_passes.graph.nodes import (
     argument_position,
     arguments,
     attribute,
@@ -13,9 +13,9 @@ from picompile_passes.nodes import (
     has_real_data,
     is_call,
 )
-from picompile_passes.operands import ADD, EMBEDDING, FFN, INDEX_SELECT, LINEAR, QUANTIZE, TRANSPOSE
-from picompile_passes.propagate import fake_mode_of, fake_result, recompute, same_value, value_text
-from picompile_passes.rewriter import Rewriter
+from picompile_passes.graph.operands import ADD, EMBEDDING, FFN, INDEX_SELECT, LINEAR, QUANTIZE, TRANSPOSE
+from picompile_passes.graph.rewriter import Rewriter
+from picompile_passes.graph.values import fake_mode_of, fake_result, recompute, same_value, value_text
 
 
 @pytest.fixture

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.fx import GraphModule, Node
 
-from picompile.testing import LLAMA, OPT, Shape, build
+from picompile.testing import LLAMA, OPT, GraphShape, build
+from picompile_passes.base import Stage
 from picompile_passes.errors import VerifyError
-from picompile_passes.nodes import argument_position, arguments, calls
-from picompile_passes.operands import (
+from picompile_passes.graph.nodes import argument_position, arguments, calls
+from picompile_passes.graph.operands import (
     ADD,
     ATTENTION,
     DEQUANTIZE,
@@ -24,17 +25,16 @@ from picompile_passes.operands import (
     ROTARY,
     SPARSE_FFN,
 )
+from picompile_passes.graph.rewriter import Rewriter
+from picompile_passes.graph.values import fake_result, recompute
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
-from picompile_passes.propagate import fake_result, recompute
-from picompile_passes.rewriter import Rewriter
-from picompile_passes.stages import Stage
 from picompile_passes.verify import RULES, verify
-from picompile_passes.verify.weights import check_packed
+from picompile_passes.verify.structure import check_packed
 
 
-def at_stage(stage: Stage, shape: Shape = OPT) -> GraphModule:
+def at_stage(stage: Stage, shape: GraphShape = OPT) -> GraphModule:
     """A sound graph of `stage`, its first layer partitioned where that stage has been reached."""
     graph_module = build(shape)
     for pass_ in (InsertPredictors(), Partition({0: (1, 7, 30)}), Quantize("q8")):
@@ -540,7 +540,7 @@ class Case:
     rule: str
     change: Callable[[GraphModule], None]
     message: str
-    shape: Shape = OPT
+    shape: GraphShape = OPT
 
 
 C0, C1, C2, C3, C4 = Stage
@@ -600,7 +600,7 @@ CASES = [
     Case(C2, "predictors", none_reads_something_else, "its predictor none does not read its up"),
     Case(C2, "predictors", sign_reads_the_bias_too, "its predictor sign reads"),
     Case(C2, "masks", predictor_without_weights_of_its_own_reads_the_stream, "is predicted from another input"),
-    Case(C2, "masks", learned_reads_the_block_two_layers_before, "from another input", shape=Shape(layers=3)),
+    Case(C2, "masks", learned_reads_the_block_two_layers_before, "from another input", shape=GraphShape(layers=3)),
     Case(C2, "masks", learned_reads_the_input_of_attention, "is predicted from another input"),
     Case(C2, "predictors", learned_has_a_bias_of_another_length, "bias of its predictor is float32[1], not [40]"),
     Case(C2, "predictors", learned_has_a_bias_of_two_dimensions, "float32[40, 1], not of 1 dimensions"),
@@ -627,7 +627,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("shape", [LLAMA, OPT, Shape(activation="silu", kv_heads=1), Shape(fused=True, layers=1)])
+@pytest.mark.parametrize(
+    "shape", [LLAMA, OPT, GraphShape(activation="silu", kv_heads=1), GraphShape(fused=True, layers=1)]
+)
 @pytest.mark.parametrize("stage", Stage)
 def test_sound_graphs_pass(stage, shape):
     verify(at_stage(stage, shape), stage)
@@ -635,7 +637,7 @@ def test_sound_graphs_pass(stage, shape):
 
 @pytest.mark.parametrize(("source", "layer"), [("block", 0), ("stream", 0), ("stream", 2), ("previous", 2)])
 def test_sound_learned_predictors_pass(source, layer):
-    shape = Shape(layers=3, hidden=18, ffn=11)
+    shape = GraphShape(layers=3, hidden=18, ffn=11)
     pass_ = InsertPredictors("learned", ranks={0: 1, 1: 5, 2: 3}, inputs={layer: source})
     graph_module = build(shape)
     for each in (pass_, Partition({layer: (1, 7)}), Quantize("q8")):

@@ -16,20 +16,20 @@ from safetensors import safe_open
 from support import BUNDLED_MODEL, BuildOnce, compile_for_test
 from torch.fx import GraphModule
 
-from picompile.artifact_writer import weights_bytes
-from picompile.capture.hf import capture_config, load_model
-from picompile.compile import KV_DTYPES
+from picompile.artifact.files import weights_bytes
+from picompile.compile_options import KV_DTYPES
 from picompile.errors import UnsupportedModelError, UsageError
+from picompile.frontend.hf import capture_config, load_model
 from picompile.placement.counting import SPLIT_BYTES, Packing, count_bytes, shape_bytes
-from picompile.placement.curves import firing_of_curve
+from picompile.placement.firing import estimate_rank, firing_of_curve
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
-from picompile.placement.ranks import estimate_rank
 from picompile.predictors import LayerPredictor, Predictors
 from picompile.synth import SHAPES, find_config
 from picompile.synth.families import tensor_shapes
-from picompile_codegen.lower import Lowered, LowerOptions, lower
-from picompile_codegen.program import tensor_bytes
-from picompile_passes.infra import Pass
+from picompile_codegen.lowering.function import LowerOptions
+from picompile_codegen.lowering.lower import Lowered, lower
+from picompile_codegen.lowering.program import tensor_bytes
+from picompile_passes.base import Pass
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
@@ -45,7 +45,7 @@ capture_once = functools.cache(lambda text: capture_config(json.loads(text)))
 @pytest.fixture(autouse=True, scope="module")
 def _captured_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("picompile.capture.hf.capture_config", lambda config: capture_once(json.dumps(config)))
+        patch.setattr("picompile.frontend.hf.capture_config", lambda config: capture_once(json.dumps(config)))
         yield
 
 

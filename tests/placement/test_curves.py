@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from picompile.errors import UsageError
-from picompile.placement.curves import CURVES, computed_ratios, firing_of_curve, firing_of_profile
-from picompile.placement.firing import Firing
+from picompile.placement.firing import CURVES, Firing, computed_ratios, firing_of_curve, firing_of_profile
 from picompile.predictors import LayerPredictor, Predictors
-from picompile.profiling.profile import LayerProfile, Profile
-from picompile.synth.rates import beta_rates, share_of_firings
+from picompile.predictors.profile.profile import LayerProfile, Profile
+from picompile.synth.firing import beta_rates, share_of_firings
 
 
 class Counted(Profile):

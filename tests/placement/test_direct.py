@@ -13,8 +13,8 @@ from picompile.placement.direct import Direct, direct_impact, direct_latency, mo
 from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.impact import dense_first, impact_program
 from picompile.placement.latency import Task, capacities, fixed_bytes, group_bytes, latency_program, places_of
-from picompile.placement.launches import exchange_launches
 from picompile.placement.machine import Machine
+from picompile.placement.model_bytes import exchange_launches
 from picompile.placement.program import Program
 from picompile.placement.solver import solve
 from picompile.placement.times import ALL_ON_GPU, ALL_ON_HOST, GROUP, Where, group_count

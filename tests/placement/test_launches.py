@@ -13,20 +13,20 @@ import pytest
 from families import config_of
 from torch.fx import GraphModule
 
-from picompile.capture.hf import capture_config
 from picompile.compile_options import KV_DTYPES
+from picompile.frontend.hf import capture_config
+from picompile.machine import TARGETS
 from picompile.placement.counting import Packing, count_bytes
 from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.latency import Task, places_of
-from picompile.placement.launches import exchange_launches
 from picompile.placement.machine import machine_of
-from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
+from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes, exchange_launches
 from picompile.placement.policies import dense
 from picompile.placement.times import ALL_ON_GPU, Where
 from picompile.predictors import LayerPredictor, Predictors
-from picompile.targets import TARGETS
-from picompile_codegen.lower import LowerOptions, lower
-from picompile_codegen.placement import Placement
+from picompile_codegen.lowering.function import LowerOptions
+from picompile_codegen.lowering.lower import lower
+from picompile_codegen.lowering.placement import Placement
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from picompile.checkpoint import ModuleWeights
 from picompile.cli.train import _show as show_predictors
 from picompile.errors import UsageError
+from picompile.frontend.checkpoint import ModuleWeights
 from picompile.predictors import BlockShape, LayerPredictor, load_predictors, save_predictors
 from picompile_passes.errors import PassOptionError
 

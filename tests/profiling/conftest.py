@@ -18,7 +18,7 @@ def prose(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True, scope="module")
 def _captured_once() -> Iterator[None]:
     """Capture takes a second and gives the same every time."""
-    from picompile.profiling import prepare, run
+    from picompile.predictors.profile import prepare, run
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "capture", functools.cache(run.capture))

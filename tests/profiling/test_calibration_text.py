@@ -10,12 +10,11 @@ import pytest
 import torch
 from support import ROOT
 
-from picompile.calibration import CalibrationText, read_calibration
 from picompile.errors import UsageError
-from picompile.profiling.library import is_held_out, library_texts
-from picompile.profiling.options import ProfileOptions
-from picompile.profiling.own_text import own_tokens
-from picompile.profiling.tokens import checkpoint_tokenizer, text_windows, window_size
+from picompile.predictors.profile.options import ProfileOptions
+from picompile.predictors.profile.own_text import own_tokens
+from picompile.predictors.profile.text import CalibrationText, is_held_out, library_texts, read_calibration
+from picompile.predictors.profile.windows import checkpoint_tokenizer, text_windows, window_size
 from picompile_runtime import Tokenizer
 
 
@@ -71,7 +70,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 
 
 def test_a_long_file_is_read_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("picompile.calibration._MOST_BYTES", 7)
+    monkeypatch.setattr("picompile.predictors.profile.text._MOST_BYTES", 7)
     path = tmp_path / "long.txt"
     path.write_text("äääää")
     assert read_calibration([path])[0].text == "äää"

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from support import BuildOnce
 from torch import Tensor
 
-from picompile.calibration import CalibrationText
-from picompile.checkpoint.fingerprint import fingerprint
 from picompile.cli.profile import _show as show_profile
 from picompile.errors import DoesNotFitError, UnsupportedModelError, UsageError
-from picompile.profiling import ProfileOptions, load_profile, profile_model
+from picompile.frontend.checkpoint import fingerprint
+from picompile.predictors.profile import ProfileOptions, load_profile, profile_model
+from picompile.predictors.profile.text import CalibrationText
 
 
 @pytest.fixture(scope="module")

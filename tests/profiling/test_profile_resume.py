@@ -13,10 +13,10 @@ import pytest
 from kill import digests
 from support import ROOT, BuildOnce, save_tiny_llama
 
+from picompile import streaming as layerwise_run
 from picompile.errors import UsageError
-from picompile.layerwise import run as layerwise_run
 from picompile.output import reserve
-from picompile.profiling import ProfileOptions, files, load_profile, profile_model
+from picompile.predictors.profile import ProfileOptions, files, load_profile, profile_model
 from picompile.progress import NoProgress
 
 
@@ -37,7 +37,7 @@ def options(prose: Path, **more: object) -> ProfileOptions:
 
 def test_ended_between_any_two_files(model: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Two bisections instead of six.
-    monkeypatch.setattr("picompile.profiling.thresholds._STEPS", 4)
+    monkeypatch.setattr("picompile.predictors.profile.collect._STEPS", 4)
     profile_model(model, tmp_path / "undisturbed", options(prose))
     expected = digests(tmp_path / "undisturbed")
     assert set(expected) == {"profile.json", "tokens.safetensors", *(f"layers/00{i}.safetensors" for i in (0, 1))}
@@ -84,7 +84,7 @@ def test_layers_that_are_through_are_not_run_again(
             raise Ended
 
     with monkeypatch.context() as patch, pytest.raises(Ended):
-        patch.setattr("picompile.profiling.run.write_tensors", write)
+        patch.setattr("picompile.predictors.profile.run.write_tensors", write)
         profile_model(tiny_model, tmp_path / "profile", options(prose))
     with pytest.raises(UsageError, match="is not complete; the same command goes on with it"):
         load_profile(tmp_path / "profile")
@@ -92,7 +92,7 @@ def test_layers_that_are_through_are_not_run_again(
     run_segment = layerwise_run.run_segment
     with monkeypatch.context() as patch:
         patch.setattr(
-            "picompile.profiling.passes.run_segment",
+            "picompile.predictors.profile.collect.run_segment",
             lambda segment, *more: ran.append(segment.title) or run_segment(segment, *more),  # type: ignore[func-returns-value]
         )
         profile_model(tiny_model, tmp_path / "profile", options(prose))
@@ -106,7 +106,7 @@ def test_notes_that_cannot_be_read_are_made_again(
     damage: str | None, build_once: BuildOnce, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is alive of the windows, and what the search has found."""
-    monkeypatch.setattr("picompile.profiling.thresholds._STEPS", 4)
+    monkeypatch.setattr("picompile.predictors.profile.collect._STEPS", 4)
     model = build_once("tiny-silu", lambda folder: save_tiny_llama(folder, hidden_act="silu"))
     # Every worker has a text of its own.
     name = f"tiny-silu-profile-{hashlib.sha256(prose.read_bytes()).hexdigest()}"
@@ -119,7 +119,7 @@ def test_notes_that_cannot_be_read_are_made_again(
             raise Ended
 
     with monkeypatch.context() as patch, pytest.raises(Ended):
-        patch.setattr("picompile.profiling.workplace.write_tensors", write)
+        patch.setattr("picompile.predictors.profile.directory.write_tensors", write)
         profile_model(model, tmp_path / "profile", options(prose))
     state = tmp_path / "profile" / "state.safetensors"
     if damage is None:
@@ -137,7 +137,7 @@ def test_one_of_other_inputs_begins_anew(
 ) -> None:
     folder = tmp_path / "profile"
     with monkeypatch.context() as patch, pytest.raises(Ended):
-        patch.setattr("picompile.profiling.workplace.Workplace.finish", Mock(side_effect=Ended))
+        patch.setattr("picompile.predictors.profile.directory.Workplace.finish", Mock(side_effect=Ended))
         profile_model(tiny_model, folder, options(prose, seed=1))
     assert (folder / "layers" / "001.safetensors").exists()
     said = Mock(wraps=NoProgress())
@@ -151,7 +151,7 @@ def test_a_state_that_was_lost_is_made_again(
     tiny_model: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, pytest.raises(Ended):
-        patch.setattr("picompile.profiling.workplace.Workplace.finish", Mock(side_effect=Ended))
+        patch.setattr("picompile.predictors.profile.directory.Workplace.finish", Mock(side_effect=Ended))
         profile_model(tiny_model, tmp_path / "profile", options(prose))
     state = tmp_path / "profile" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-100])
@@ -174,7 +174,7 @@ def test_a_complete_profile_stays_until_another_takes_its_place(
     (folder / "notes.txt").write_text("mine")
     before = digests(folder)
     with monkeypatch.context() as patch, pytest.raises(Ended):
-        patch.setattr("picompile.profiling.workplace.Workplace.finish", Mock(side_effect=Ended))
+        patch.setattr("picompile.predictors.profile.directory.Workplace.finish", Mock(side_effect=Ended))
         profile_model(tiny_model, folder, other)
     assert {name: digest for name, digest in digests(folder).items() if not name.startswith(".")} == before
     assert load_profile(folder).tokens
@@ -194,7 +194,7 @@ def test_what_an_interrupted_replacement_left_goes_when_the_profile_is_asked_for
     profile_model(tiny_model, folder, options(prose, seed=1))
     before = digests(folder)
     with monkeypatch.context() as patch, pytest.raises(Ended):
-        patch.setattr("picompile.profiling.workplace.Workplace.finish", Mock(side_effect=Ended))
+        patch.setattr("picompile.predictors.profile.directory.Workplace.finish", Mock(side_effect=Ended))
         profile_model(tiny_model, folder, options(prose, seed=2, overwrite=True))
     profile_model(tiny_model, folder, options(prose, seed=1))
     assert digests(folder) == before

@@ -12,9 +12,9 @@ from families import build, save
 from support import BuildOnce, save_byte_tokenizer, save_tiny_llama
 from torch import Tensor, nn
 
-from picompile.calibration import CalibrationText
 from picompile.errors import UsageError
-from picompile.profiling import Profile, ProfileOptions, held_out_windows, load_profile, profile_model
+from picompile.predictors.profile import Profile, ProfileOptions, held_out_windows, load_profile, profile_model
+from picompile.predictors.profile.text import CalibrationText
 from picompile.progress import NoProgress
 
 WINDOW = 64
@@ -185,7 +185,7 @@ def test_a_complete_profile_is_read_and_only_force_replaces_one_of_other_inputs(
 def test_text_of_the_library_and_of_the_model_itself(
     tiny_model: Path, tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("picompile.profiling.own_text._LEAST_TOKENS", 64)
+    monkeypatch.setattr("picompile.predictors.profile.own_text._LEAST_TOKENS", 64)
     # It was compiled before, with a context of one window.
     monkeypatch.setattr(
         "picompile.compile.compile_model", lambda _, output, *more: shutil.copytree(tiny_artifact, output)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from picompile.report import firing_curve, numbers, share_for, summarize
-from picompile.report.firing import sampled
+from picompile.report.profile import sampled
 
 
 def by_hand(counts: list[int], firings: float) -> float:

@@ -214,9 +214,9 @@ def test_curves_of_training_are_drawn(tmp_path: Path) -> None:
     """What training writes down of a candidate is what the report reads."""
     import torch
 
-    from picompile.report.tradeoff import read_candidates
-    from picompile.training.assemble import curves
-    from picompile.training.curve import measure_curve
+    from picompile.predictors.train.choose import curves
+    from picompile.predictors.train.curve import measure_curve
+    from picompile.report.predictors import read_candidates
 
     generator = torch.Generator().manual_seed(5)
     scores = torch.randn(64, 37, generator=generator)

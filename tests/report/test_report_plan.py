@@ -15,9 +15,7 @@ from test_report_page import Page
 from picompile.errors import UsageError
 from picompile.placement.plan import MemoryRow, Plan
 from picompile.report import read_sources, render_report
-from picompile.report.memory_pictures import memory_picture
-from picompile.report.plan_pictures import split_picture, time_picture
-from picompile.report.timeline_pictures import timeline_pictures
+from picompile.report.plan_pictures import memory_picture, split_picture, time_picture, timeline_pictures
 from picompile_runtime import ArtifactError
 
 UNITS = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0}

@@ -10,8 +10,8 @@ from report_folders import FINGERPRINT, predictor_row, write_artifact, write_pre
 from picompile.errors import UsageError
 from picompile.predictors import Predictors
 from picompile.report import read_sources
-from picompile.report.artifact import ArtifactFacts
-from picompile.report.layers import of_predictor
+from picompile.report.artifact_facts import ArtifactFacts
+from picompile.report.layer_figures import of_predictor
 from picompile.report.profile import FiringProfile
 from picompile_runtime import ArtifactError
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from picompile_runtime import device_memory
-from picompile_runtime.device_memory import device_need, fit_device
+from picompile_runtime.artifact.program import Argument, Call, FeedForward, Program
+from picompile_runtime.devices.memory import Tensor
+from picompile_runtime.engine import places as device_memory
+from picompile_runtime.engine.places import device_need, fit_device
 from picompile_runtime.errors import DoesNotFitError
-from picompile_runtime.memory import Tensor
-from picompile_runtime.program import Argument, Call, FeedForward, Program
 
 TENSORS = {
     name: Tensor("uint8", (rows, 64), 0)

@@ -14,17 +14,10 @@ import numpy as np
 import pytest
 from toy_artifact import code_entry, make_toy, safetensors, toy_program, write_manifest
 
-from picompile_runtime import (
-    ArtifactError,
-    DoesNotFitError,
-    MachineError,
-    RequestError,
-    artifact,
-    load,
-    machine,
-    verify,
-)
-from picompile_runtime.seal import sealed
+from picompile_runtime import ArtifactError, DoesNotFitError, MachineError, RequestError, load, verify
+from picompile_runtime.artifact import reader as artifact
+from picompile_runtime.artifact.reader import sealed
+from picompile_runtime.devices import machine
 
 FILES = ("manifest.json", "program.json", "weights.safetensors", "kernels/host.so", "tokenizer.json")
 WEIRD: list[Any] = [

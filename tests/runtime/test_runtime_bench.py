@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from toy_artifact import make_toy, toy_program
 
-from picompile_runtime import RequestError, Scores, load, measure, memory_bandwidth, rounds
-from picompile_runtime.bandwidth import MemoryReader
-from picompile_runtime.bench import Speed
-from picompile_runtime.firing import Firing
-from picompile_runtime.floor import KINDS, bytes_per_token, step_bytes
-from picompile_runtime.memory import aligned_zeros
-from picompile_runtime.native import HostLibrary
+from picompile_runtime import RequestError, Scores, load, measure, memory_bandwidth
+from picompile_runtime.bench import measure as rounds
+from picompile_runtime.bench.floor import KINDS, MemoryReader, bytes_per_token, step_bytes
+from picompile_runtime.bench.measure import Speed
+from picompile_runtime.devices.cpu.native import HostLibrary
+from picompile_runtime.devices.memory import aligned_zeros
+from picompile_runtime.engine.timing import FiringCounts
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_bytes_of_a_batch_and_of_a_window(make_artifact: Callable[..., Path]) ->
         other = make_artifact(f"window{window}", toy=make_toy(), sequences=3, program=program)
         with load(other, threads=1) as engine:
             (part,) = engine.artifact.program.ffn
-            found = step_bytes(engine.artifact, "batch", [Firing(part, 0.5, 0.1)], cached=25, rows=2)
+            found = step_bytes(engine.artifact, "batch", [FiringCounts(part, 0.5, 0.1)], cached=25, rows=2)
         assert found == [3 * 4 * 16, 0, 2 * 4 * 16 * seen, 4 * 16 * 32 / 2, 4 * 16 * 50]
 
 

@@ -57,7 +57,7 @@ def test_copied_weights_do_not_change(make_artifact: Callable[..., Path]) -> Non
 def test_weights_that_change_while_they_are_loaded(
     make_artifact: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from picompile_runtime import executor
+    from picompile_runtime.engine import executor
 
     folder, load_weights = make_artifact(toy=TOY), executor.load_weights
 

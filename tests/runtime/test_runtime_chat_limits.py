@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from toy_tokenizers import byte_level
 
-from picompile_runtime import RequestError, Tokenizer, chat_template
+from picompile_runtime import RequestError, Tokenizer
+from picompile_runtime.sampling import chat_template
 
 TEXT = byte_level()._tokenizer.to_str()
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"

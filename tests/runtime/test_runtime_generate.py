@@ -12,7 +12,7 @@ from toy_artifact import make_toy, reference_logits
 from toy_tokenizers import EOS, byte_level, metaspace
 
 from picompile_runtime import Engine, RequestError, SamplingParams, generate, load
-from picompile_runtime.generate import StopFinder
+from picompile_runtime.sampling.generate import StopFinder
 
 GREEDY = SamplingParams(temperature=0)
 VOCAB = 300

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from toy_artifact import HERE, HOST_C, build_library
 
+from picompile_runtime.devices.cpu.native import CallList, HostLibrary, seconds_of
+from picompile_runtime.devices.memory import aligned_zeros
 from picompile_runtime.errors import ArtifactError, KernelError
-from picompile_runtime.memory import aligned_zeros
-from picompile_runtime.native import CallList, HostLibrary, seconds_of
 
 MANY_THREADS = (1, 2, 3, 8, 2, 1, 8, 3)
 TASKS_A_THREAD = 16  # host.c: PI_TASKS_A_THREAD

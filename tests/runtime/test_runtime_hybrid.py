@@ -19,7 +19,7 @@ from toy_artifact import code_entry, make_toy
 from toy_two_sides import HOT, build_hybrid_library, write_hybrid
 
 from picompile_runtime import ArtifactError, Engine, KernelError, MachineError, load, verify
-from picompile_runtime.memory import aligned_zeros
+from picompile_runtime.devices.memory import aligned_zeros
 
 TOY = make_toy()
 IDS = np.random.default_rng(6).integers(0, TOY.vocab, 40).tolist()

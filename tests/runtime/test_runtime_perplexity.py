@@ -9,7 +9,7 @@ import pytest
 from toy_artifact import Toy, make_toy, reference_logits
 
 from picompile_runtime import KernelError, RequestError, load, perplexity
-from picompile_runtime.perplexity import Perplexity, negative_log_likelihood
+from picompile_runtime.bench.perplexity import Perplexity, negative_log_likelihood
 
 TOY = make_toy()
 IDS = np.random.default_rng(2).integers(0, TOY.vocab, 100).tolist()

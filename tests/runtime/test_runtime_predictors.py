@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 from picompile_runtime import load, perplexity
-from picompile_runtime.floor import bytes_per_token
+from picompile_runtime.bench.floor import bytes_per_token
 
 if TYPE_CHECKING:
-    from picompile.capture import Captured
-    from picompile.compile import CompileOptions
+    from picompile.compile_options import CompileOptions
+    from picompile.frontend import Captured
 
 IDS = np.random.default_rng(4).integers(0, 300, 50).tolist()
 WINDOW = 24
 
 
 def options() -> CompileOptions:
-    from picompile.compile import CompileOptions
+    from picompile.compile_options import CompileOptions
 
     predictors = "insert-predictors{kind=sign,kinds=(1:learned),ranks=(1:9),inputs=(1:previous),thresholds=(0:0.49)}"
     return CompileOptions(quant="f16", kv_dtype="f32", context=64, passes=(predictors,))
@@ -33,15 +33,15 @@ def captured(tiny_model: Path) -> Captured:
     """The tiny model, and the weights of a predictor beside its own."""
     import torch
 
-    from picompile.capture import load_model
-    from picompile.testing import Weights
+    from picompile.frontend import load_model
+    from picompile.testing import RandomWeights
 
     model = load_model(tiny_model)
     tensors = {name: model.weights.load(name) for name in model.weights.names()}
     random = torch.Generator().manual_seed(5)
     for name, shape in (("fc1", (9, 96)), ("fc2", (200, 9)), ("bias", (200,))):
         tensors[f"predictors.layers.1.{name}"] = torch.randn(shape, generator=random)
-    return dataclasses.replace(model, weights=Weights(tensors))
+    return dataclasses.replace(model, weights=RandomWeights(tensors))
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +57,9 @@ def eager_nll(captured: Captured) -> float:
     """That of the graph, its weights in f16, predictors and all, in windows that know nothing of each other."""
     import torch
 
-    from picompile.compile import run_passes
+    from picompile.compile_passes import run_passes
     from picompile.progress import NoProgress
-    from picompile_passes.materialize import materialize
+    from picompile_passes.graph.materialize import materialize
 
     module = materialize(run_passes(captured, options(), NoProgress()), captured.weights)
     total = 0.0

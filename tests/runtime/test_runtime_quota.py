@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from picompile_runtime import machine
-from picompile_runtime.quota import quota_cores
+from picompile_runtime.devices import machine
+from picompile_runtime.devices.machine import quota_cores
 
 
 class Groups:

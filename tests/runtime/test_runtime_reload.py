@@ -18,7 +18,7 @@ from toy_artifact import make_toy, reference_logits, write_artifact, write_manif
 from toy_two_sides import build_hybrid_library, write_hybrid
 
 from picompile_runtime import ArtifactError, Engine, load
-from picompile_runtime.native import HostLibrary
+from picompile_runtime.devices.cpu.native import HostLibrary
 
 TOY = make_toy()
 IDS = list(range(9))

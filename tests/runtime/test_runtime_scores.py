@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from picompile_runtime import KernelError, Leading, Sampler, SamplingParams, Scores
-from picompile_runtime.top_k import leading
+from picompile_runtime import KernelError, Sampler, SamplingParams, Scores, TopScores
+from picompile_runtime.sampling.scores import leading
 
 Logits = NDArray[np.float32]
 COUNT = 64
@@ -31,11 +31,11 @@ class Device:
         return self.logits.copy()
 
 
-def leading_of(logits: Logits) -> Leading:
+def leading_of(logits: Logits) -> TopScores:
     """What a device picks: NaN first, then by score, then by token."""
     is_nan = np.isnan(logits)
     ids = np.lexsort((-np.where(is_nan, np.float32(0), logits), ~is_nan))[:COUNT].astype(np.int32)
-    return Leading(logits[ids], ids, len(ids) == len(logits))
+    return TopScores(logits[ids], ids, len(ids) == len(logits))
 
 
 def normal(rng: np.random.Generator, vocab: int) -> Logits:

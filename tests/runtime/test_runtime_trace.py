@@ -15,14 +15,15 @@ from support import BuildOnce, Cli, compile_for_test
 from toy_artifact import make_toy, reference_logits
 from toy_hybrid import NAP_NS, write_hybrid
 
-from picompile_runtime import Engine, executor, load, measure, rounds
-from picompile_runtime.bandwidth import MemoryReader
-from picompile_runtime.cpu_device import CpuDevice
-from picompile_runtime.native import HostLibrary
-from picompile_runtime.overlap import Overlap, StepTime, overlap
-from picompile_runtime.program import Call
-from picompile_runtime.timing import Span
-from picompile_runtime.trace import Step, chrome_trace
+from picompile_runtime import Engine, load, measure
+from picompile_runtime.artifact.program import Call
+from picompile_runtime.bench import measure as rounds
+from picompile_runtime.bench.floor import MemoryReader
+from picompile_runtime.bench.trace import Overlap, StepTime, TracedStep, chrome_trace, overlap
+from picompile_runtime.devices.cpu.native import HostLibrary
+from picompile_runtime.devices.cpu.partition import CpuDevice
+from picompile_runtime.engine import executor
+from picompile_runtime.engine.timing import Span
 
 Event = dict[str, Any]
 
@@ -46,8 +47,8 @@ def tiny_hybrid(build_once: BuildOnce, tiny_model: Path) -> Path:
     return build_once("tiny-hybrid", lambda folder: compile_for_test(tiny_model, folder, **options))
 
 
-def traced(engine: Engine, prompt: int, decode: int, **options: int) -> tuple[list[Step], dict[str, Any]]:
-    steps: list[Step] = []
+def traced(engine: Engine, prompt: int, decode: int, **options: int) -> tuple[list[TracedStep], dict[str, Any]]:
+    steps: list[TracedStep] = []
     result = measure(engine, prompt, decode, 1, trace=steps.extend, **options)
     return steps, result
 
@@ -209,11 +210,13 @@ def test_where_the_time_of_a_step_goes() -> None:
         span("ffn", "device", 1013, 1033), span("ffn", "host", 1012, 1052), span("receive", "device", 1034, 1060),
         span("add", "device", 1060, 1065), span("head", "host", 1065, 2000),
     ]  # fmt: skip
-    found = StepTime.of(Step("decode", 0, 3000, tuple(spans)))
+    found = StepTime.of(TracedStep("decode", 0, 3000, tuple(spans)))
     assert found is not None
     expected = {"gpu_s": 65, "compute_s": 32, "hot_s": 20, "cold_s": 40, "exchange_s": 29, "idle_s": 4}
     assert {name: round(1e9 * value) for name, value in vars(found).items()} == expected
-    assert StepTime.of(Step("decode", 0, 3000, tuple(each for each in spans if each.call.device == "host"))) is None
+    assert (
+        StepTime.of(TracedStep("decode", 0, 3000, tuple(each for each in spans if each.call.device == "host"))) is None
+    )
 
 
 class SlowDevice(CpuDevice):
@@ -329,14 +332,14 @@ def test_bench_overwrites_nothing_but_traces(cli: Cli, tiny_artifact: Path, tmp_
 # ---- the overlap alone ----
 
 
-def step_of(intervals: dict[str, Sequence[tuple[str, int, int]]]) -> Step:
+def step_of(intervals: dict[str, Sequence[tuple[str, int, int]]]) -> TracedStep:
     """A step of calls (operator, begin, end) on each device."""
     spans = [
         Span(Call(op, (), op, None, 0, device=device), begin, end)
         for device, calls in intervals.items()
         for op, begin, end in calls
     ]
-    return Step("decode", 0, 1000, tuple(spans))
+    return TracedStep("decode", 0, 1000, tuple(spans))
 
 
 def test_overlap_is_when_both_compute() -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from toy_artifact import code_entry, write_manifest
 
-from picompile_runtime import ArtifactError, MachineError, RequestError, load, machine, open_artifact, verify
+from picompile_runtime import ArtifactError, MachineError, RequestError, load, open_artifact, verify
 from picompile_runtime.__main__ import main
-from picompile_runtime.variants import Variant, choose
+from picompile_runtime.artifact.interfaces import Variant, choose
+from picompile_runtime.devices import machine
 
 AVX2, AVX512 = ("avx2", "fma"), ("avx2", "fma", "avx512f")
 BEST_FIRST = [

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from picompile_runtime.machine import cpu_features
-from picompile_runtime.seal import sealed
+from picompile_runtime.artifact.reader import sealed
+from picompile_runtime.devices.machine import cpu_features
 
 HERE = Path(__file__).parent
-NATIVE = HERE.parents[1] / "codegen" / "picompile_codegen" / "native"
+NATIVE = HERE.parents[1] / "codegen" / "picompile_codegen" / "build" / "native"
 HOST_C = NATIVE / "host.c"
 DIM, NEURONS = 16, 32
 

@@ -8,16 +8,9 @@ from dataclasses import fields
 import pytest
 
 from picompile.errors import TargetError
-from picompile.targets import (
-    LOCAL,
-    TARGETS,
-    find_compiled_targets,
-    find_target,
-    gpu_of,
-    pcie_bytes_per_s,
-    target_names,
-)
-from picompile_runtime import MachineError, machine
+from picompile.machine import LOCAL, TARGETS, find_compiled_targets, find_target, gpu_of, pcie_bytes_per_s, target_names
+from picompile_runtime import MachineError
+from picompile_runtime.devices import machine
 
 # Name: GB/s of its memory, GiB of it, GB/s of its slot, compute capability.
 PUBLISHED = {
@@ -106,7 +99,7 @@ def test_native_of_a_machine_that_no_code_is_made_for(
 
 
 def test_what_is_planned_for_is_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from picompile import measure
+    from picompile.machine import measured as measure
 
     monkeypatch.delattr(measure, "local_target")  # nothing is measured to say so
     with pytest.raises(

@@ -8,13 +8,12 @@ from hypothesis import find, given, settings
 from torch.fx import GraphModule
 
 from picompile.testing import Style, assert_equivalent, build_captured, captured_styles
-from picompile.testing.captured_activations import ACTIVATIONS
-from picompile.testing.captured_style import consistent
-from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import ATTENTION, FFN, ROTARY
+from picompile.testing.captured_style import ACTIVATIONS, consistent
+from picompile_passes.base import Stage, stage_of
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import ATTENTION, FFN, ROTARY
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.pipeline import Pipeline, verifying
-from picompile_passes.stages import Stage, stage_of
 from picompile_passes.verify import verify
 
 aten = torch.ops.aten

@@ -6,14 +6,13 @@ from typing import ClassVar
 import pytest
 
 from picompile.cli.passes import _EFFECTS
-from picompile.testing import OPT, Shape, build, check_run, random_weights
+from picompile.testing import OPT, GraphShape, build, check_run, random_weights
 from picompile.testing.checking import PropertyError
-from picompile_passes.infra import Effect, Pass
-from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import PREDICT, SPARSE_FFN
+from picompile_passes.base import Effect, Pass, Stage
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import PREDICT, SPARSE_FFN
+from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes.insert_predictors import InsertPredictors
-from picompile_passes.rewriter import Rewriter
-from picompile_passes.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def test_a_pass_that_skips_may_do_nothing_else():
 
 @pytest.mark.parametrize("kind", ["learned", "sign"])
 def test_predictors_that_skip_keep_every_property(kind):
-    before = build(Shape(activation="silu"))
+    before = build(GraphShape(activation="silu"))
     ranks = {0: 2, 1: 3} if kind == "learned" else {}
     check_run(InsertPredictors(kind, ranks=ranks), before, random_weights(before))
 

@@ -11,22 +11,22 @@ from picompile.testing import (
     LLAMA,
     OPT,
     TOLERANCES,
-    Shape,
+    GraphShape,
     assert_equivalent,
     build,
     random_weights,
     run,
     with_predictors,
 )
-from picompile.testing.jumps import near_jump, node_values
-from picompile.testing.lookups import embedding_names, vocabulary
-from picompile_passes.materialize import materialize
-from picompile_passes.nodes import argument_position, arguments, calls
-from picompile_passes.operands import EMBEDDING, FFN, LAYER_NORM, LINEAR, PREDICT, RMS_NORM
+from picompile.testing.equivalence import near_jump, node_values
+from picompile.testing.weights import embedding_names, vocabulary
+from picompile_passes.graph.materialize import materialize
+from picompile_passes.graph.nodes import argument_position, arguments, calls
+from picompile_passes.graph.operands import EMBEDDING, FFN, LAYER_NORM, LINEAR, PREDICT, RMS_NORM
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.quantize import Quantize
 
-ONE_LAYER = Shape(layers=1, vocab=2)
+ONE_LAYER = GraphShape(layers=1, vocab=2)
 
 
 def changed(shape, op, **values):
@@ -65,7 +65,7 @@ def test_a_graph_is_equivalent_to_itself_at_a_later_stage(shape):
         (OPT, changed(OPT, LAYER_NORM, eps=1e-6)),
         (LLAMA, changed(LLAMA, FFN, activation="relu2")),
         (LLAMA, swapped_gate_and_up()),
-        (Shape(window=3), build(LLAMA)),
+        (GraphShape(window=3), build(LLAMA)),
     ],
     ids=["bias", "down bias", "up bias", "eps", "layer norm's eps", "activation", "gate and up", "window"],
 )
@@ -149,7 +149,7 @@ class Eager(nn.Module):
 
 
 def tiny(eps=1e-5, width=24):
-    from picompile.passes import GraphBuilder
+    from picompile_passes.graph.builder import GraphBuilder
 
     b = GraphBuilder()
     x = b.call(EMBEDDING, b.tokens, b.parameter("embed.weight", 50, width), 0)
@@ -192,7 +192,7 @@ def at_the_threshold(shape, token, value):
 
 
 def test_a_neuron_next_to_its_jump_is_told():
-    shape = Shape(layers=1, vocab=2, activation="fatrelu(0.2)")
+    shape = GraphShape(layers=1, vocab=2, activation="fatrelu(0.2)")
     weights = at_the_threshold(shape, token=1, value=0.2 + 3e-6)
     real = materialize(build(shape), weights)
     assert near_jump(real, torch.tensor([1]))
@@ -204,7 +204,7 @@ def test_a_neuron_next_to_its_jump_is_told():
 
 
 def test_other_tokens_are_tried_where_a_jump_may_be_why():
-    shape = Shape(layers=1, vocab=4, activation="fatrelu(0.2)")
+    shape = GraphShape(layers=1, vocab=4, activation="fatrelu(0.2)")
     before = build(shape)
     weights = at_the_threshold(shape, token=1, value=0.2 + 3e-6)
     # As good as the same model, but on the other side of its jump for one of the four tokens.
@@ -220,7 +220,7 @@ def test_other_tokens_are_tried_where_a_jump_may_be_why():
 
 def always_at_the_threshold():
     """Two graphs and weights such that a jump may explain why they differ, whatever the tokens are."""
-    shape = Shape(gated=False, activation="fatrelu(0.2)", layers=1)
+    shape = GraphShape(gated=False, activation="fatrelu(0.2)", layers=1)
     weights = random_weights(build(shape))
     weights.tensors["model.layers.0.fc1.weight"][0] = 0.0
     weights.tensors["model.layers.0.fc1.bias"][0] = 0.2 + 3e-6
@@ -297,6 +297,6 @@ def test_tokens_of_a_run_are_the_same_each_time():
 
 
 def test_vocabulary_and_embeddings_are_found():
-    assert vocabulary(build(Shape(vocab=13))) == vocabulary(build(Shape(vocab=13, gated=False))) == 13
+    assert vocabulary(build(GraphShape(vocab=13))) == vocabulary(build(GraphShape(vocab=13, gated=False))) == 13
     assert embedding_names(build(LLAMA)) == {"model.embed.weight"}
     assert embedding_names(build(OPT)) == {"model.embed.weight", "model.embed_positions.weight"}

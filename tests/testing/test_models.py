@@ -5,10 +5,10 @@ import torch
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
-from picompile.capture import capture_config
-from picompile.capture.families import ACTIVATIONS, find_family
+from picompile.frontend import capture_config
+from picompile.frontend.families import ACTIVATIONS, find_family
 from picompile.testing import assert_equivalent, configurations, make_model, models
-from picompile_passes.stages import Stage
+from picompile_passes.base import Stage
 from picompile_passes.verify import verify
 
 FAMILIES = ("llama", "mistral", "bamboo", "opt", "falcon", "qwen2")

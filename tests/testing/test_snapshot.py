@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from picompile.testing import LLAMA, OPT, build, structure
-from picompile_passes.infra import copy_graph_module
-from picompile_passes.nodes import calls
-from picompile_passes.operands import LINEAR, RMS_NORM
+from picompile_passes.base import copy_graph_module
+from picompile_passes.graph.nodes import calls
+from picompile_passes.graph.operands import LINEAR, RMS_NORM
 from picompile_passes.passes.insert_predictors import InsertPredictors
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from picompile.targets import TARGETS, Target
+from picompile.machine import TARGETS, Target
 from picompile.testing import (
     LLAMA,
     SKIPPING_KINDS,
@@ -21,12 +21,11 @@ from picompile.testing import (
     shapes,
     skipping_predictors,
 )
-from picompile_passes.infra import Effect
-from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import PREDICT, SPARSE_FFN
+from picompile_passes.base import Effect, Stage, stage_of
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import PREDICT, SPARSE_FFN
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.pipeline import Pipeline, verifying
-from picompile_passes.stages import Stage, stage_of
 from picompile_passes.verify import verify
 
 

@@ -3,19 +3,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from picompile.testing import LLAMA, OPT, Shape, assert_equivalent, build, graphs, random_weights, run
-from picompile.testing.jumps import node_values
+from picompile.testing import LLAMA, OPT, GraphShape, assert_equivalent, build, graphs, random_weights, run
+from picompile.testing.equivalence import node_values
+from picompile_passes.base import Stage
 from picompile_passes.dialect import FORMATS, dequantize_rows, quantize_rows
-from picompile_passes.materialize import materialize
-from picompile_passes.nodes import argument_position, calls
-from picompile_passes.operands import FFN, LAYER_NORM, PREDICT, RMS_NORM
+from picompile_passes.graph.materialize import materialize
+from picompile_passes.graph.nodes import argument_position, calls
+from picompile_passes.graph.operands import FFN, LAYER_NORM, PREDICT, RMS_NORM
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
-from picompile_passes.stages import Stage
 
 FEW = settings(max_examples=20) if settings.default.derandomize else settings()
-SHAPES = [LLAMA, OPT, Shape(activation="fatrelu(0.02)", fused=True), Shape(gated=False, bias=False, parallel=True)]
+SHAPES = [
+    LLAMA,
+    OPT,
+    GraphShape(activation="fatrelu(0.02)", fused=True),
+    GraphShape(gated=False, bias=False, parallel=True),
+]
 
 
 def values_of(graph_module, weights, tokens):
@@ -66,7 +71,7 @@ def test_the_eps_of_every_norm_matters(shape, number):
 
 
 def test_relu6_is_bent_a_second_time():
-    before, after = build(Shape(activation="relu6")), build(Shape(activation="relu"))
+    before, after = build(GraphShape(activation="relu6")), build(GraphShape(activation="relu"))
     with pytest.raises(AssertionError, match="differ"):
         assert_equivalent(before, after, seed=0)
 
@@ -89,7 +94,7 @@ def packed_again(matrix, form):
 
 def matrix_of(rows, columns, seed, form):
     """A matrix [rows, columns] as `random_weights` makes it for `form`."""
-    graph_module = build(Shape(hidden=2 * columns, heads=1, kv_heads=1, ffn=rows, layers=1))
+    graph_module = build(GraphShape(hidden=2 * columns, heads=1, kv_heads=1, ffn=rows, layers=1))
     weight = random_weights(graph_module, seed, representable=form).tensors["model.layers.0.mlp.up_proj.weight"]
     return weight[:, :columns]
 

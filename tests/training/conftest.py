@@ -8,8 +8,8 @@ from support import BuildOnce
 @pytest.fixture(scope="session")
 def small_profile(build_once: BuildOnce, tiny_model: Path) -> Path:
     """A profile of `tiny_model`. Tests must not change it."""
-    from picompile.calibration import CalibrationText
-    from picompile.profiling import ProfileOptions, profile_model
+    from picompile.predictors.profile import ProfileOptions, profile_model
+    from picompile.predictors.profile.text import CalibrationText
 
     words = ["neuron", "gate", "up", "down", "hot", "cold", "mask", "fires", "and", "the", "is", "not"]
     text = CalibrationText("words", " ".join(random.choices(words, k=4000)))

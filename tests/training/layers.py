@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from picompile.training.data import LayerData, Norm, Samples
+from picompile.predictors.train.data import LayerData, Norm, Samples
 
 
 def random_layer(

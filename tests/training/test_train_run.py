@@ -17,9 +17,9 @@ from support import BuildOnce, save_tiny_llama
 
 from picompile.errors import AccuracyGateError, UsageError
 from picompile.predictors import Predictors, block_shapes, load_predictors
-from picompile.profiling import Profile, load_profile
+from picompile.predictors.profile import Profile, load_profile
+from picompile.predictors.train import TrainOptions, tighten, train_predictors
 from picompile.progress import Advance
-from picompile.training import TrainOptions, tighten, train_predictors
 
 OPTIONS = TrainOptions(gate=None, budget=1.0, recall=0.9, exact=False, epochs=1, gate_tokens=128, jobs=1)
 
@@ -79,8 +79,8 @@ def test_every_layer_gets_a_predictor_that_reaches_its_target(trained: Path, tin
 def test_the_recorded_perplexity_is_that_of_the_predicted_graph(
     trained: Path, tiny_model: Path, profile: Profile
 ) -> None:
-    from picompile.capture import load_model
-    from picompile.layerwise import layerwise_perplexity
+    from picompile.frontend import load_model
+    from picompile.streaming import layerwise_perplexity
     from picompile_passes.passes.canonicalize import CANONICALIZE
     from picompile_passes.pipeline import Pipeline
 
@@ -136,8 +136,8 @@ def test_what_was_interrupted_goes_on(trained: Path, tiny_model: Path, profile: 
 def test_a_killed_run_goes_on(trained: Path, tiny_model: Path, small_profile: Path, tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path\n"
-        "from picompile.profiling import load_profile\n"
-        "from picompile.training import TrainOptions, train_predictors\n"
+        "from picompile.predictors.profile import load_profile\n"
+        "from picompile.predictors.train import TrainOptions, train_predictors\n"
         f"options = {OPTIONS!r}\n"
         "model, profile, output = map(Path, sys.argv[1:])\n"
         "train_predictors(model, load_profile(profile), output, options)\n"

@@ -8,13 +8,20 @@ import pytest
 import torch
 from layers import random_layer
 
-from picompile.training.candidates import JobSettings, LayerResult, fit_layer, round_rank, split, start_rank
-from picompile.training.curve import Curve, measure_curve
-from picompile.training.data import LayerData, load_layer_data, save_layer_data
-from picompile.training.firing import measure_firing
-from picompile.training.fit import Fit, fit
-from picompile.training.results import load_result, load_weights, save_result
-from picompile.training.start import Start, Weights
+from picompile.predictors.train.candidates import (
+    JobSettings,
+    LayerResult,
+    fit_layer,
+    load_result,
+    load_weights,
+    round_rank,
+    save_result,
+    split,
+    start_rank,
+)
+from picompile.predictors.train.curve import Curve, measure_curve, measure_firing
+from picompile.predictors.train.data import LayerData, load_layer_data, save_layer_data
+from picompile.predictors.train.fit import Fit, InitialPredictor, Start, fit
 
 SETTINGS = JobSettings("learned", "block", None, "contribution", 2, 0.99, 0, "cpu", 0.4)
 SHAPES = {
@@ -30,7 +37,7 @@ SHAPES = {
 }
 
 
-def _curve(data: LayerData, weights: Weights, name: str = "block") -> Curve:
+def _curve(data: LayerData, weights: InitialPredictor, name: str = "block") -> Curve:
     _, test = split(len(data.samples))
     contribution = measure_firing(data, test).contribution
     return measure_curve(iter([(weights.scores(data.inputs(name, test)), contribution[test])]))

@@ -1,31 +1,235 @@
-"""Attention of a chunk of a prompt: products of matrices, a tile of queries by a tile of keys at a time.
-
-A block takes queries of one head of keys: those of consecutive tokens, and of all the heads that share it. It goes
-through the keys with a running maximum, sum and output for each query (arXiv 1805.02867). Outputs stay in registers;
-what is multiplied comes through the memory of the block.
-"""
+"""The queries that a block has of a chunk."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cuda.attention_arguments import Parts, Tensors, number
-from picompile_codegen.cuda.attention_queries import ChunkTile
-from picompile_codegen.cuda.attention_softener import Softener
-from picompile_codegen.cuda.attention_tiles import (
-    DEPTH,
-    load_keys,
-    load_queries,
-    load_values,
-    multiply_slices,
-    multiply_weights,
+from picompile_codegen.cpu.attention_work import AttentionShape, first_position
+from picompile_codegen.cpu.cache import Cache
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, when
+from picompile_codegen.cpu.token_ops import StepRows
+from picompile_codegen.cuda.attention_common import (
+    LOWEST,
+    CudaAttentionTensors,
+    Parts,
+    load_unit,
+    number,
+    unit_scale,
+    unit_size,
+    weight_of,
 )
-from picompile_codegen.cuda.function import CudaFunction, Place, blocks_for
-from picompile_codegen.cuda.memory import barrier, registers
-from picompile_codegen.cuda.outer import SIDE, THREADS, Padded, own_place
-from picompile_codegen.kernels.attention_arguments import Shape
-from picompile_codegen.kernels.step_rows import StepRows
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, minimum, when
+from picompile_codegen.cuda.function import CudaFunction, ThreadIndex, blocks_for
+from picompile_codegen.cuda.linear import OWN, SIDE, THREADS, Padded, add_products, own_place
+from picompile_codegen.cuda.memory import barrier, from_lane, registers, shared
+
+# Queries of a block; keys, and columns of values, that it takes at once.
+
+
+@dataclass(frozen=True)
+class ChunkTile:
+    """The queries of a block: from `begin` on of `total`, which are numbered token by token, and in these head by head.
+
+    They are of head `kv_head` of the keys of the sequence in `slot`.
+    """
+
+    shape: AttentionShape
+    slot: Expr
+    kv_head: Expr
+    begin: Expr
+    total: Expr
+    tokens: StepRows
+
+    def query(self, index: Expr) -> tuple[Expr, Expr]:
+        """Row and head of a query of the tile. Past the last that is repeated."""
+        query = bind(minimum(self.begin + index, self.total - 1))
+        row = bind(query // self.shape.group)
+        return row, bind(self.kv_head * self.shape.group + query % self.shape.group)
+
+    def seen(self, index: Expr) -> tuple[Expr, Expr]:
+        """The first and the last position that a query sees."""
+        position = bind(self.tokens.position(self.query(index)[0]))
+        return first_position(self.shape, position), position
+
+
+# Weights that the scores of a tile become, where a block has queries of a chunk.
+
+
+# Threads that turn the scores of a query into weights.
+_SOFTENERS = THREADS // SIDE
+
+
+@dataclass(frozen=True)
+class ChunkSoftmax:
+    """Turns scores into weights. Four threads side by side have a query, which sees positions `first` … `last`.
+
+    In the memory of the block, for each query: the running maximum of scores in `maxima` and sum of weights in
+    `totals`, and `rescale`, by which all before the last tile is to be multiplied. They take no registers, of which
+    outputs need all.
+    """
+
+    query: Expr
+    part: Expr
+    first: Expr
+    last: Expr
+    rescale: KernelTensor
+    maxima: KernelTensor
+    totals: KernelTensor
+
+    @classmethod
+    def of(cls, tile: ChunkTile, stop: Expr, place: ThreadIndex) -> "ChunkSoftmax":
+        """Of nothing yet; seen behind the next barrier. No position from `stop` on counts."""
+        query = bind(place.thread // _SOFTENERS)
+        first, position = tile.seen(query)
+        memory = (shared(SIDE), shared(SIDE), shared(SIDE))
+        last = bind(minimum(position, stop - 1))
+        softener = cls(query, bind(place.thread % _SOFTENERS), first, last, *memory)
+        with when(softener.part == 0):
+            softener.maxima[query], softener.totals[query] = number(LOWEST), number(0.0)
+        return softener
+
+    def soften(self, weights: Padded, begin: Expr) -> None:
+        """Scores of the positions from `begin` on become weights, relative to the new maximum."""
+        # With steps of two, threads of a warp meet different banks of memory.
+        keys = [bind(i // 2 * (2 * _SOFTENERS) + i % 2 + self.part * 2) for i in range(SIDE // _SOFTENERS)]
+        seen = [bind(self._sees(bind(begin + key))) for key in keys]
+        scores = [
+            bind(tirx.Select(flag, weights.memory[weights.at(key, self.query)], number(LOWEST)))
+            for key, flag in zip(keys, seen, strict=True)
+        ]
+        before, total = bind(self.maxima[self.query]), bind(self.totals[self.query])
+        # Threads write nothing but what they alone have read. TVM does not see that, and wants a barrier in between.
+        barrier()
+        largest = before
+        for score in scores:
+            largest = tirx.Max(largest, score)
+        now = self._over_four(largest, maximum)
+        own: Expr = number(0.0)
+        # TVM would compute a weight again wherever it is used, if it were not stored.
+        found = registers(len(keys))
+        for i, (key, score, flag) in enumerate(zip(keys, scores, seen, strict=True)):
+            # Not for the score alone: a query that has seen nothing yet has LOWEST for its maximum.
+            found[i] = weight_of(flag, score, now)
+            weights.memory[weights.at(key, self.query)] = found[i]
+            own = bind(own + found[i])
+        factor = bind(tirx.exp(before - now))
+        total = bind(total * factor + self._over_four(own, lambda a, b: a + b))
+        with when(self.part == 0):
+            self.maxima[self.query], self.totals[self.query], self.rescale[self.query] = now, total, factor
+
+    def _sees(self, position: Expr) -> Expr:
+        return tirx.And(position >= self.first, position <= self.last)
+
+    @staticmethod
+    def _over_four(value: Expr, combine: Callable[[Expr, Expr], Expr]) -> Expr:
+        for offset in (1, 2):
+            value = bind(value)
+            value = combine(value, from_lane(value, offset))
+        return bind(value)
+
+    def rescale_of(self, query: Expr) -> list[Expr]:
+        """The factors of four queries, a multiple of four and the next."""
+        four = bind(self.rescale[tirx.Ramp(query, 1, 4)])
+        return [bind(tirx.Shuffle([four], [i])) for i in range(4)]
+
+
+# Tiles of queries, keys and values in the memory of a block, and their products.
+
+
+# Columns of queries and keys that are in memory at once.
+DEPTH = SIDE // 2
+
+
+def multiply_slices(slices: Padded, sums: KernelTensor, place: ThreadIndex) -> None:
+    """sums[i, j] += query i · key j in the columns of a slice: 32 rows with the queries', and behind them the keys'."""
+    add_products(slices, slices, DEPTH, sums, place, right_first=DEPTH)
+
+
+def multiply_weights(weights: Padded, values: Padded, sums: KernelTensor, place: ThreadIndex) -> None:
+    """sums[i, j] += Σ weights[key, query i] · values[key, column j]."""
+    add_products(weights, values, SIDE, sums, place)
+
+
+def load_queries(q: KernelTensor, queries: ChunkTile, depth: Expr, memory: Padded, place: ThreadIndex) -> None:
+    """Columns of slice `depth`, scaled; zeros past the last."""
+    shape = queries.shape
+    size = unit_size("float32", shape.head_dim)
+
+    def load(index: Expr, unit: Expr) -> tuple[Expr, ...]:
+        row, head = queries.query(index)
+        values = load_unit(q, (row,), head * shape.head_dim + _inside(unit, shape.head_dim, size) * size, size)
+        return tuple(tirx.Select(unit * size < shape.head_dim, value * shape.scale, number(0.0)) for value in values)
+
+    _load_slice(load, size, depth, memory, 0, place)
+
+
+def load_keys(
+    keys: Cache, rows: Callable[[Expr], tuple[Expr, ...]], depth: Expr, memory: Padded, place: ThreadIndex
+) -> None:
+    """Columns of slice `depth`. Past the last there is anything: queries have zeros there."""
+    size = unit_size(keys.data.dtype, keys.dim)
+
+    def load(index: Expr, unit: Expr) -> tuple[Expr, ...]:
+        return _scaled(keys, rows(index), bind(_inside(unit, keys.dim, size)) * size, size)
+
+    _load_slice(load, size, depth, memory, DEPTH, place)
+
+
+def load_values(
+    values: Cache, rows: Callable[[Expr], tuple[Expr, ...]], first: Expr, memory: Padded, place: ThreadIndex
+) -> None:
+    """Columns from `first` on, a multiple of 64. Past the last there is anything."""
+    size = unit_size(values.data.dtype, values.dim)
+    units = SIDE // size
+
+    def load(index: Expr) -> None:
+        key, unit = bind(index // units), bind(index % units)
+        start = bind(_inside(first // size + unit, values.dim, size)) * size
+        loaded = _scaled(values, rows(key), start, size)
+        for i in range(0, size, OWN):
+            memory.store(key, unit * size + i, loaded[i : i + OWN])
+
+    _each(SIDE * units, load, place)
+
+
+def _load_slice(
+    load: Callable[[Expr, Expr], tuple[Expr, ...]], size: int, depth: Expr, memory: Padded, top: int, place: ThreadIndex
+) -> None:
+    """Element c of slice `depth` of row `index` goes to row top + c, column index. `load(index, unit)` gives a unit."""
+    units = DEPTH // size
+
+    def one(number_of_unit: Expr) -> None:
+        index, unit = bind(number_of_unit // units), bind(number_of_unit % units)
+        for i, value in enumerate(load(index, bind(depth * units + unit))):
+            memory.store(top + unit * size + i, index, (value,))
+
+    _each(SIDE * units, one, place)
+
+
+def _each(count: int, body: Callable[[Expr], None], place: ThreadIndex) -> None:
+    """`body(i)` for `count` numbers, that the threads of the block take in turns."""
+    with loop(0, blocks_for(count, THREADS)) as turn:
+        index = bind(turn * THREADS + place.thread)
+        with when(index < count):
+            body(index)
+
+
+def _inside(unit: Expr, width: int, size: int) -> Expr:
+    """`unit`, or the last one of a row that is `width` wide."""
+    return minimum(unit, width // size - 1)
+
+
+def _scaled(cache: Cache, row: tuple[Expr, ...], start: Expr, size: int) -> tuple[Expr, ...]:
+    values, scale = load_unit(cache.data, row, start, size), unit_scale(cache, row, start)
+    return values if scale is None else tuple(bind(value * scale) for value in values)
+
+
+# Attention of a chunk of a prompt: products of matrices, a tile of queries by a tile of keys at a time.
+#
+# A block takes queries of one head of keys: those of consecutive tokens, and of all the heads that share it. It goes
+# through the keys with a running maximum, sum and output for each query (arXiv 1805.02867). Outputs stay in registers;
+# what is multiplied comes through the memory of the block.
+
 
 # Columns of values of a block: its outputs take a register for each 16 of them. There may be several such slices.
 _SLICE = 256
@@ -36,26 +240,30 @@ _RESIDENT = 2
 _PART_POSITIONS = 512
 
 
-def chunk_parts(shape: Shape) -> Parts:
+def chunk_parts(shape: AttentionShape) -> Parts:
     """As many as make enough blocks, if the context is long enough for that."""
     wanted = blocks_for(_ENOUGH_BLOCKS, _blocks(shape))
     return Parts.of(shape.context, max(_PART_POSITIONS, blocks_for(shape.context, wanted * SIDE) * SIDE))
 
 
-def _tiles(shape: Shape) -> int:
+def _tiles(shape: AttentionShape) -> int:
     return blocks_for(shape.rows * shape.group, SIDE)
 
 
-def _slices(shape: Shape) -> int:
+def _slices(shape: AttentionShape) -> int:
     return blocks_for(shape.value_dim, _SLICE)
 
 
-def _blocks(shape: Shape) -> int:
+def _blocks(shape: AttentionShape) -> int:
     return shape.kv_heads * _tiles(shape) * _slices(shape)
 
 
 def attend_chunk(
-    function: CudaFunction, shape: Shape, parts: Parts, tensors: Tensors, read_step: Callable[[], StepRows]
+    function: CudaFunction,
+    shape: AttentionShape,
+    parts: Parts,
+    tensors: CudaAttentionTensors,
+    read_step: Callable[[], StepRows],
 ) -> None:
     """One launch."""
     with function.launch(grid=(_blocks(shape), parts.count), block=THREADS, resident=_RESIDENT) as place:
@@ -71,11 +279,13 @@ def attend_chunk(
                 _attend(tensors, tile, span, bind(place.block % _slices(shape) * _SLICE), place)
 
 
-def _attend(tensors: Tensors, tile: ChunkTile, span: tuple[Expr, Expr], first_column: Expr, place: Place) -> None:
+def _attend(
+    tensors: CudaAttentionTensors, tile: ChunkTile, span: tuple[Expr, Expr], first_column: Expr, place: ThreadIndex
+) -> None:
     """Positions from `span`[0] up to `span`[1], columns of values from `first_column` on."""
     shape = tile.shape
     factors, weights = Padded.of(SIDE), Padded.of(SIDE)
-    softener = Softener.of(tile, span[1], place)
+    softener = ChunkSoftmax.of(tile, span[1], place)
     outputs = [registers(16) for _ in range(blocks_for(min(shape.value_dim, _SLICE), SIDE))]
     for output in outputs:
         _clear(output)
@@ -110,12 +320,12 @@ def _rows(tile: ChunkTile, begin: Expr, stop: Expr) -> Callable[[Expr], tuple[Ex
     return lambda index: (tile.slot, tile.kv_head, bind(minimum(begin + index, stop - 1)))
 
 
-def _clear(sums: Tensor) -> None:
+def _clear(sums: KernelTensor) -> None:
     for i in range(16):
         sums[i] = number(0.0)
 
 
-def _store_scores(scores: Tensor, weights: Padded, place: Place) -> None:
+def _store_scores(scores: KernelTensor, weights: Padded, place: ThreadIndex) -> None:
     """weights[key, query] = score, of the 4 · 4 that this thread has."""
     query, key = own_place(place)
     for j in range(4):
@@ -123,7 +333,12 @@ def _store_scores(scores: Tensor, weights: Padded, place: Place) -> None:
 
 
 def _give(
-    tensors: Tensors, tile: ChunkTile, outputs: list[Tensor], softener: Softener, first_column: Expr, place: Place
+    tensors: CudaAttentionTensors,
+    tile: ChunkTile,
+    outputs: list[KernelTensor],
+    softener: ChunkSoftmax,
+    first_column: Expr,
+    place: ThreadIndex,
 ) -> None:
     query, column = own_place(place)
     for i in range(4):

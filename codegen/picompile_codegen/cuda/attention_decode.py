@@ -1,13 +1,26 @@
-"""Attention of single tokens: a block has query heads that share a head of keys, and a part of the positions.
-
-So keys and values are read once for up to eight query heads. A block goes through its positions a tile at a time, with
-a running maximum, sum and output for each query (arXiv 1805.02867): scores of a tile, their weights, values.
-"""
+"""Mixtures of values by weights, where a block has a few queries of one token."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from picompile_codegen.cuda.attention_arguments import Parts, Tensors, extend_caches, head_element
-from picompile_codegen.cuda.attention_mix import Mixture
+from tvm import tirx
+
+from picompile_codegen.cpu.attention_work import AttentionShape, first_position
+from picompile_codegen.cpu.cache import Cache
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, when
+from picompile_codegen.cpu.token_ops import StepRows
+from picompile_codegen.cuda.attention_common import (
+    LOWEST,
+    CudaAttentionTensors,
+    Parts,
+    extend_caches,
+    head_element,
+    load_unit,
+    number,
+    unit_scale,
+    unit_size,
+    weight_of,
+)
 from picompile_codegen.cuda.attention_scores import (
     MOST_QUERIES,
     THREADS,
@@ -17,38 +30,197 @@ from picompile_codegen.cuda.attention_scores import (
     registers_of_query,
     write_scores,
 )
-from picompile_codegen.cuda.attention_weights import Weights
-from picompile_codegen.cuda.function import CudaFunction, Place, blocks_for
-from picompile_codegen.cuda.memory import barrier, shared
-from picompile_codegen.kernels.attention_arguments import Shape, first_position
-from picompile_codegen.kernels.step_rows import StepRows
-from picompile_codegen.kernels.tensor import Expr, bind, loop, minimum, when
+from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
+from picompile_codegen.cuda.memory import barrier, registers, shared, warp_max, warp_sum
+from picompile_codegen.errors import CodegenError
+
+# Positions that a thread takes at once: their weights are one load, and all of their values are on their way.
+_POSITIONS = 4
+_UNIT = 8
+# 16 KiB.
+_MEMORY = 4096
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Sums of `count` queries: a thread has a unit of columns of all of them, `sums` [count · size].
+
+    Threads side by side have the `units` units of a row; `sets` of them take different positions.
+    """
+
+    count: int
+    size: int
+    units: int
+    sums: KernelTensor
+    unit: Expr
+    set: Expr
+    place: ThreadIndex
+
+    @classmethod
+    def of(cls, count: int, values: Cache, place: ThreadIndex) -> "Mixture":
+        """Zeros. Raises `CodegenError` for rows that have more units than a block has threads."""
+        size = unit_size(values.data.dtype, values.dim, _UNIT)
+        units = values.dim // size
+        if units > THREADS:
+            raise CodegenError(f"attention cannot have values that are {values.dim} wide: {THREADS * size} at most")
+        sums = registers(count * size)
+        for i in range(count * size):
+            sums[i] = number(0.0)
+        return cls(count, size, units, sums, bind(place.thread % units), bind(place.thread // units), place)
+
+    @property
+    def sets(self) -> int:
+        """Sets of threads. A few threads may be left over."""
+        return THREADS // self.units
+
+    def add(self, values: Cache, tile: Tile, weights: KernelTensor, rescale: KernelTensor) -> None:
+        """Multiplies all before by `rescale`, and adds the values of a tile times `weights`."""
+        for i in range(self.count):
+            factor = bind(rescale[i])
+            for e in range(self.size):
+                self.sums[i * self.size + e] = self.sums[i * self.size + e] * factor
+        at_once = self.sets * _POSITIONS
+        with loop(0, bind((tile.count + (at_once - 1)) // at_once)) as turn:
+            first = bind(turn * at_once + self.set * _POSITIONS)
+            with when(tirx.And(self.set < self.sets, first < tile.count)):
+                self._add_positions(values, tile, weights, first)
+
+    def _add_positions(self, values: Cache, tile: Tile, weights: KernelTensor, first: Expr) -> None:
+        rows = [tile.row(first + j) for j in range(_POSITIONS)]
+        start = self.unit * self.size
+        read = [load_unit(values.data, row, start, self.size) for row in rows]
+        scales = [unit_scale(values, row, start) for row in rows]
+        for i in range(self.count):
+            four = bind(weights[i, tirx.Ramp(first, 1, _POSITIONS)])
+            for j, (elements, scale) in enumerate(zip(read, scales, strict=True)):
+                weight = tirx.Shuffle([four], [j])
+                weight = bind(weight if scale is None else weight * scale)
+                for e, element in enumerate(elements):
+                    self.sums[i * self.size + e] = self.sums[i * self.size + e] + weight * element
+
+    def finish(self, give: Callable[[Expr, Expr, Expr], None]) -> None:
+        """Adds up what the sets have, in their order: `give(query, column, sum)`."""
+        width = self.units * self.size
+        at_once = min(self.count, max(1, _MEMORY // (self.sets * width)))
+        memory = shared(at_once, self.sets, width)
+        for begin in range(0, self.count, at_once):
+            queries = min(at_once, self.count - begin)
+            if begin:
+                barrier()
+            with when(self.set < self.sets):
+                for i in range(queries):
+                    for e in range(self.size):
+                        memory[i, self.set, self.unit * self.size + e] = self.sums[(begin + i) * self.size + e]
+            barrier()
+            self._add_sets(memory, (begin, queries), width, give)
+
+    def _add_sets(
+        self, memory: KernelTensor, span: tuple[int, int], width: int, give: Callable[[Expr, Expr, Expr], None]
+    ) -> None:
+        total, (begin, queries) = registers(1), span
+        with loop(0, blocks_for(queries * width, THREADS)) as turn:
+            index = bind(turn * THREADS + self.place.thread)
+            with when(index < queries * width):
+                i, column = bind(index // width), bind(index % width)
+                total[0] = number(0.0)
+                with loop(0, self.sets) as each:
+                    total[0] = total[0] + memory[i, each, column]
+                give(begin + i, column, total[0])
+
+
+# Weights that the scores of a tile become, where a block has a few queries of one token.
+
+
+@dataclass(frozen=True)
+class OnlineSoftmax:
+    """What warp i knows of query i, in the memory of the block.
+
+    `highest` is the running maximum of scores, `totals` the running sum of weights, and `rescale` what all
+    before the last tile is to be multiplied by. They take no registers, of which sums of values need all.
+    """
+
+    count: int
+    highest: KernelTensor
+    totals: KernelTensor
+    rescale: KernelTensor
+    place: ThreadIndex
+
+    @classmethod
+    def of(cls, count: int, place: ThreadIndex) -> "OnlineSoftmax":
+        """Of nothing yet; seen behind the next barrier."""
+        weights = cls(count, shared(count), shared(count), shared(count), place)
+        with when(place.thread < count):
+            weights.highest[place.thread], weights.totals[place.thread] = number(LOWEST), number(0.0)
+        return weights
+
+    def soften(self, scores: KernelTensor, tile: Tile) -> None:
+        """Turns the scores of a tile into weights relative to the new maximum; zeros where there is no position."""
+        query, lane = bind(minimum(self.place.warp, self.count - 1)), self.place.lane
+        places = [bind(lane + j * WARP) for j in range(TILE // WARP)]
+        found = [bind(tirx.if_then_else(p < tile.count, scores[query, p], number(LOWEST))) for p in places]
+        before, total = bind(self.highest[query]), bind(self.totals[query])
+        # Lanes write nothing but what they alone have read. TVM does not see that, and wants a barrier in between.
+        barrier()
+        largest = before
+        for score in found:
+            largest = tirx.Max(largest, score)
+        now = warp_max(largest)
+        own: Expr = number(0.0)
+        # TVM would compute a weight again wherever it is used, if it were not stored.
+        weights = registers(len(places))
+        with when(self.place.warp < self.count):
+            for i, (p, score) in enumerate(zip(places, found, strict=True)):
+                weights[i] = weight_of(p < tile.count, score, now)
+                scores[query, p] = weights[i]
+                own = bind(own + weights[i])
+            factor = bind(tirx.exp(before - now))
+            total = bind(total * factor + warp_sum(own))
+            with when(lane == 0):
+                self.highest[query], self.totals[query], self.rescale[query] = now, total, factor
+
+    def each(self, body: Callable[[Expr, Expr, Expr], None]) -> None:
+        """`body(i, highest, total)` for each query, in one thread, behind a barrier."""
+        thread = self.place.thread
+        with when(thread < self.count):
+            body(thread, self.highest[thread], self.totals[thread])
+
+
+# Attention of single tokens: a block has query heads that share a head of keys, and a part of the positions.
+#
+# So keys and values are read once for up to eight query heads. A block goes through its positions a tile at a time,
+# with
+# a running maximum, sum and output for each query (arXiv 1805.02867): scores of a tile, their weights, values.
+
 
 # What parts come to is read again, and a long list of them takes long to put together.
 _MOST_PARTS = 64
 _REGISTERS = 64
 
 
-def decode_parts(shape: Shape) -> Parts:
+def decode_parts(shape: AttentionShape) -> Parts:
     """A tile each, or several in long contexts."""
     return Parts.of(shape.context, TILE * blocks_for(shape.context, TILE * _MOST_PARTS))
 
 
-def queries_of_block(shape: Shape, kv_dtype: str) -> int:
+def queries_of_block(shape: AttentionShape, kv_dtype: str) -> int:
     """How many query heads a block has: as many as registers have room for, evenly."""
     a_query = registers_of_query(kv_dtype, shape.head_dim)
     most = max(1, min(MOST_QUERIES, shape.group, _REGISTERS // a_query))
     return blocks_for(shape.group, blocks_for(shape.group, most))
 
 
-def _resident(shape: Shape, kv_dtype: str, parts: Parts) -> int:
+def _resident(shape: AttentionShape, kv_dtype: str, parts: Parts) -> int:
     """For `Grid`. Of a few queries, each with one tile, ptxas would spill two registers to fit a fourth block."""
     held = queries_of_block(shape, kv_dtype) * registers_of_query(kv_dtype, shape.head_dim)
     return 3 if parts.positions == TILE and held <= _REGISTERS // 2 else 0
 
 
 def attend_rows(
-    function: CudaFunction, shape: Shape, parts: Parts, tensors: Tensors, read_step: Callable[[], StepRows]
+    function: CudaFunction,
+    shape: AttentionShape,
+    parts: Parts,
+    tensors: CudaAttentionTensors,
+    read_step: Callable[[], StepRows],
 ) -> None:
     """One launch; two where a new key is for several blocks to see."""
     queries = queries_of_block(shape, tensors.keys.data.dtype)
@@ -73,7 +245,9 @@ def attend_rows(
                 _attend(shape, tensors, held, (row, part), row_place, (first, stop), parts, place)
 
 
-def _extend(function: CudaFunction, shape: Shape, tensors: Tensors, read_step: Callable[[], StepRows]) -> None:
+def _extend(
+    function: CudaFunction, shape: AttentionShape, tensors: CudaAttentionTensors, read_step: Callable[[], StepRows]
+) -> None:
     """A block has a new key and value of a head."""
     with function.launch(grid=(shape.kv_heads, shape.rows), block=64) as place:
         tokens, row = read_step(), place.block_y
@@ -83,7 +257,13 @@ def _extend(function: CudaFunction, shape: Shape, tensors: Tensors, read_step: C
 
 
 def _read_queries(
-    shape: Shape, tensors: Tensors, count: int, row: Expr, row_place: tuple[Expr, Expr, Expr], first: Expr, place: Place
+    shape: AttentionShape,
+    tensors: CudaAttentionTensors,
+    count: int,
+    row: Expr,
+    row_place: tuple[Expr, Expr, Expr],
+    first: Expr,
+    place: ThreadIndex,
 ) -> HeldQueries:
     """Query heads `first` … of those that share a head of keys, scaled and turned. Past the last it is repeated."""
     _, kv_head, position = row_place
@@ -101,12 +281,13 @@ def _read_queries(
 
 
 def _attend(
-    shape: Shape, tensors: Tensors, queries: HeldQueries, of: tuple[Expr, Expr], row_place: tuple[Expr, Expr, Expr],
-    span: tuple[Expr, Expr], parts: Parts, place: Place,
+    shape: AttentionShape, tensors: CudaAttentionTensors, queries: HeldQueries, of: tuple[Expr, Expr],
+    row_place: tuple[Expr, Expr, Expr],
+    span: tuple[Expr, Expr], parts: Parts, place: ThreadIndex,
 ) -> None:  # fmt: skip
     """Goes through the positions from `span`[0] up to `span`[1], and gives what they come to."""
     (slot, kv_head, _), (first, stop), (row, part) = row_place, span, of
-    scores, weights = shared(queries.count, TILE), Weights.of(queries.count, place)
+    scores, weights = shared(queries.count, TILE), OnlineSoftmax.of(queries.count, place)
     mixture = Mixture.of(queries.count, tensors.values, place)
     tiles = blocks_for(parts.positions, TILE)
     with loop(0, 1 if tiles == 1 else bind((stop - first + (TILE - 1)) // TILE)) as number:
@@ -130,7 +311,12 @@ def _attend(
 
 
 def _give_extremes(
-    shape: Shape, tensors: Tensors, queries: HeldQueries, weights: Weights, of: tuple[Expr, Expr, Expr], place: Place
+    shape: AttentionShape,
+    tensors: CudaAttentionTensors,
+    queries: HeldQueries,
+    weights: OnlineSoftmax,
+    of: tuple[Expr, Expr, Expr],
+    place: ThreadIndex,
 ) -> None:
     row, kv_head, part = of
 

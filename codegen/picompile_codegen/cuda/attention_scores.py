@@ -4,12 +4,11 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cuda.attention_arguments import number
-from picompile_codegen.cuda.attention_units import load_unit, unit_scale, unit_size
-from picompile_codegen.cuda.function import WARP, Place, blocks_for
+from picompile_codegen.cpu.cache import Cache
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, when
+from picompile_codegen.cuda.attention_common import load_unit, number, unit_scale, unit_size
+from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
 from picompile_codegen.cuda.memory import barrier, from_lane, registers
-from picompile_codegen.kernels.cache import Cache
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, minimum, when
 
 THREADS = 256
 TILE = 256
@@ -72,10 +71,10 @@ class HeldQueries:
     count: int
     first: Expr
     lanes: Lanes
-    elements: Tensor
+    elements: KernelTensor
 
     @classmethod
-    def of(cls, memory: Tensor, count: int, first: Expr, keys: Cache, place: Place) -> "HeldQueries":
+    def of(cls, memory: KernelTensor, count: int, first: Expr, keys: Cache, place: ThreadIndex) -> "HeldQueries":
         """From the memory of the block, [count, head_dim]. All of its threads come."""
         lanes = Lanes.of(keys.data.dtype, keys.dim)
         elements = registers(count * lanes.turns * lanes.size)
@@ -115,7 +114,7 @@ class HeldQueries:
         return bind(total)
 
 
-def write_scores(keys: Cache, queries: HeldQueries, tile: Tile, scores: Tensor, place: Place) -> None:
+def write_scores(keys: Cache, queries: HeldQueries, tile: Tile, scores: KernelTensor, place: ThreadIndex) -> None:
     """scores[i, p] = query i · key p of the tile. Several keys of a thread are on their way at once."""
     lanes = queries.lanes.lanes
     side_by_side = THREADS // lanes

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from picompile_codegen import cuda, kernels
+from picompile_codegen import cpu as kernels
+from picompile_codegen import cuda
 
 _NAMES = (
     "add", "attention", "cache_write", "copy_words", "embedding", "ffn", "layer_norm", "leading_logits", "linear",

@@ -1,14 +1,55 @@
-"""Products of rows of packed matrices with one row of activations, a warp for a few rows at a time."""
+"""A row of activations in the memory of a block, laid out so that 32 threads read it without waiting for each other."""
 
 from collections.abc import Callable, Sequence
 
 from tvm import tirx
 
-from picompile_codegen.cuda.function import WARP, Place, blocks_for
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, when
+from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import CudaMatrix, Unit
-from picompile_codegen.cuda.memory import barrier, from_lane, loads_first, registers, warp_sum
-from picompile_codegen.cuda.vector import BlockVector
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, minimum, when
+from picompile_codegen.cuda.memory import barrier, from_lane, loads_first, registers, shared, warp_sum
+
+_GROUP = 32
+# Threads read 16 bytes each from groups side by side. Four floats between groups put these reads in different banks.
+_PITCH = _GROUP + 4
+
+
+class BlockVector:
+    """Up to `size` float32 in shared memory."""
+
+    def __init__(self, size: int) -> None:
+        self._size = blocks_for(size, _GROUP) * _GROUP
+        self._memory = shared(self._size // _GROUP * _PITCH)
+
+    def fill(self, x: KernelTensor, row: Expr, first: Expr, columns: int, place: ThreadIndex, threads: int) -> None:
+        """Copies x[row, first … first + size - 1]; zeros where there is no such column. All threads of the block come.
+
+        `columns` are those that x has.
+        """
+        barrier()
+        with loop(0, blocks_for(self._size, threads)) as turn:
+            column = bind(turn * threads + place.thread)
+            with when(column < self._size):
+                inside = first + column < columns
+                value = tirx.if_then_else(inside, x[row, first + column], tirx.FloatImm("float32", 0.0))
+                self._memory[self._at(column)] = value
+        barrier()
+
+    def read(self, start: Expr, count: int) -> list[Expr]:
+        """Elements `start` … `start` + `count` - 1, where `start` and `count` are multiples of 4, inside one group."""
+        place = bind(self._at(start))
+        found: list[Expr] = []
+        for i in range(0, count, 4):
+            four = bind(self._memory[tirx.Ramp(place + i, 1, 4)])
+            found += [bind(tirx.Shuffle([four], [lane])) for lane in range(4)]
+        return found
+
+    def _at(self, column: Expr) -> Expr:
+        return column // _GROUP * _PITCH + column % _GROUP
+
+
+# Products of rows of packed matrices with one row of activations, a warp for a few rows at a time.
+
 
 # Of x at a time, in shared memory: 18 KiB, so that several blocks fit a multiprocessor.
 _COLUMNS = 4096
@@ -26,7 +67,7 @@ def in_parts(columns: int) -> bool:
 class BlockInput:
     """Row `row` of x in the memory of a block of `threads`, as much of it at a time as is to be there."""
 
-    def __init__(self, x: Tensor, row: Expr, columns: int, threads: int) -> None:
+    def __init__(self, x: KernelTensor, row: Expr, columns: int, threads: int) -> None:
         self.columns = columns
         self.threads = threads
         self._x, self._row = x, row
@@ -37,7 +78,7 @@ class BlockInput:
         """(first column, columns) of each part that fits."""
         return [(start, min(_COLUMNS, self.columns - start)) for start in range(0, self.columns, _COLUMNS)]
 
-    def fill(self, start: int, place: Place) -> BlockVector:
+    def fill(self, start: int, place: ThreadIndex) -> BlockVector:
         """The part that begins at column `start`. All threads of the block must come here."""
         if not self._is_whole:
             self._vector.fill(self._x, self._row, start, self.columns, place, self.threads)
@@ -50,8 +91,8 @@ def row_products(
     matrix: CudaMatrix,
     row: Callable[[Expr], Expr],
     count: Expr,
-    products: Tensor,
-    place: Place,
+    products: KernelTensor,
+    place: ThreadIndex,
     together: int,
 ) -> None:
     """x · row `row(i)` of the matrix for i < `count`, to be read by `product`. All threads of the block must come.
@@ -74,7 +115,7 @@ def row_products(
     barrier()
 
 
-def product(products: Tensor, index: Expr) -> Expr:
+def product(products: KernelTensor, index: Expr) -> Expr:
     """The whole of a row's product."""
     total = products[0, index]
     for part in range(1, products.rows):
@@ -94,7 +135,7 @@ def _part_products(
 
 
 def add_part(
-    vector: BlockVector, matrix: CudaMatrix, rows: Sequence[Expr], part: tuple[int, int], sums: Tensor, lane: Expr
+    vector: BlockVector, matrix: CudaMatrix, rows: Sequence[Expr], part: tuple[int, int], sums: KernelTensor, lane: Expr
 ) -> None:
     """sums[i] += this lane's share of x · row `rows[i]` in `part`, the first column and how many are in `vector`.
 

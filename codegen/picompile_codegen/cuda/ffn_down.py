@@ -8,13 +8,23 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cuda.compact import Numbering
-from picompile_codegen.cuda.ffn_arguments import CudaFfn
-from picompile_codegen.cuda.ffn_groups import NeuronGroups
-from picompile_codegen.cuda.function import WARP, Place, blocks_for
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, select, when
+from picompile_codegen.cuda.ffn_hidden import CudaFfn, NeuronGroups
+from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
+from picompile_codegen.cuda.linear import (
+    DEPTH,
+    OWN,
+    SIDE,
+    TILE_TOKENS,
+    Padded,
+    add_products,
+    load_tokens,
+    own_place,
+    own_sums,
+)
 from picompile_codegen.cuda.matrix import CudaMatrix
 from picompile_codegen.cuda.memory import barrier, loads_first, registers, shared
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, loop, minimum, select, when
+from picompile_codegen.cuda.predict import Numbering
 
 DOWN_THREADS = 256
 SUM_THREADS = 256
@@ -61,13 +71,13 @@ class _Slice:
     token: Expr
     start: Expr
     stop: Expr
-    rows: Tensor
-    outputs: Tensor
+    rows: KernelTensor
+    outputs: KernelTensor
     numbering: Numbering
 
 
 def add_rows(
-    block: CudaFfn, groups: NeuronGroups, plan: DownPlan, hidden: Tensor, slices: Tensor, place: Place
+    block: CudaFfn, groups: NeuronGroups, plan: DownPlan, hidden: KernelTensor, slices: KernelTensor, place: ThreadIndex
 ) -> None:
     """slices[token · slices + slice, tile] = Σ hidden[place] · down[place] over the places of a slice."""
     rows, start = block.shape.rows, bind(place.block_y * plan.places)
@@ -93,7 +103,13 @@ def add_rows(
 
 
 def _list(
-    block: CudaFfn, groups: NeuronGroups, part: _Slice, hidden: Tensor, start: Expr, turns: int, place: Place
+    block: CudaFfn,
+    groups: NeuronGroups,
+    part: _Slice,
+    hidden: KernelTensor,
+    start: Expr,
+    turns: int,
+    place: ThreadIndex,
 ) -> Expr:
     """Lists rows and outputs of the neurons of `turns` · 256 places that fired, in order: how many there are."""
     is_dense = not (block.shape.is_masked or block.shape.is_exact)
@@ -115,7 +131,7 @@ def _list(
     return bind(listed[0])
 
 
-def _add_listed(bundle: CudaMatrix, part: _Slice, count: Expr, unit: Expr, sums: Tensor, warp: Expr) -> None:
+def _add_listed(bundle: CudaMatrix, part: _Slice, count: Expr, unit: Expr, sums: KernelTensor, warp: Expr) -> None:
     a_turn = _WARPS * _TOGETHER
     with loop(0, (count + (a_turn - 1)) // a_turn) as turn:
         units, factors = [], []
@@ -132,7 +148,9 @@ def _add_listed(bundle: CudaMatrix, part: _Slice, count: Expr, unit: Expr, sums:
                 sums[i] = sums[i] + weight * scaled
 
 
-def _add_warps(sums: Tensor, lane_columns: int, slices: Tensor, row: Expr, tile: Expr, place: Place) -> None:
+def _add_warps(
+    sums: KernelTensor, lane_columns: int, slices: KernelTensor, row: Expr, tile: Expr, place: ThreadIndex
+) -> None:
     """The second half of the warps is added to the first, and these in order."""
     half, width = _WARPS // 2, lane_columns * WARP
     of_warps = shared(half, width)
@@ -159,7 +177,7 @@ def _add_warps(sums: Tensor, lane_columns: int, slices: Tensor, row: Expr, tile:
         slices[row, tile * width + column] = total
 
 
-def add_slices(block: CudaFfn, plan: DownPlan, slices: Tensor, y: Tensor, place: Place) -> None:
+def add_slices(block: CudaFfn, plan: DownPlan, slices: KernelTensor, y: KernelTensor, place: ThreadIndex) -> None:
     """y[token] = the sum of its slices, and the bias. Warps take slices in turns, so that all are read at once."""
     warps, token = SUM_THREADS // WARP, place.block_y
     at = bind(place.block * SUM_COLUMNS + place.lane)
@@ -178,4 +196,97 @@ def add_slices(block: CudaFfn, plan: DownPlan, slices: Tensor, y: Tensor, place:
         total = of_warps[0, place.lane]
         for warp in range(1, warps):
             total = total + of_warps[warp, place.lane]
+        y[token, column] = total if block.down_bias is None else total + block.down_bias[column]
+
+
+# What many tokens' neurons send, times down: a block takes a tile of tokens and columns, through shared memory.
+
+
+# Blocks that keep a GPU busy; neurons worth a slice; slices that cost little beside the product.
+_FFN_DOWN_TILES_BLOCKS, _FFN_DOWN_TILES_FEWEST, _SLICES = 256, 256, 8
+
+
+@dataclass(frozen=True)
+class DownTiles:
+    """Tiles of `tokens` and of `columns`, each in `slices` of `neurons` neurons."""
+
+    tokens: int
+    columns: int
+    slices: int
+    neurons: int
+
+    @classmethod
+    def of(cls, neurons: int, dim: int, rows: int) -> "DownTiles":
+        """For a block of such a size."""
+        tokens, columns = blocks_for(rows, TILE_TOKENS), blocks_for(dim, SIDE)
+        wanted = min(
+            blocks_for(_FFN_DOWN_TILES_BLOCKS, tokens * columns), blocks_for(neurons, _FFN_DOWN_TILES_FEWEST), _SLICES
+        )
+        each = blocks_for(blocks_for(neurons, wanted), DEPTH) * DEPTH
+        return cls(tokens, columns, blocks_for(neurons, each), each)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """The work of one block: its first token and column, and its neurons."""
+
+    token: Expr
+    column: Expr
+    start: Expr
+    stop: Expr
+
+
+def multiply_down_tile(
+    block: CudaFfn, tiles: DownTiles, hidden: KernelTensor, out: KernelTensor, tokens: Expr, place: ThreadIndex
+) -> None:
+    """out[slice · rows + t] = Σ hidden[t, j] · down[j] over the neurons of a slice; with one slice y, and its bias."""
+    rows, neurons = block.shape.rows, block.shape.neurons
+    slice_, start = bind(place.block_y // tiles.tokens), bind(place.block_y // tiles.tokens * tiles.neurons)
+    tile = _Tile(
+        token=bind(place.block_y % tiles.tokens * TILE_TOKENS),
+        column=bind(place.block * SIDE),
+        start=start,
+        stop=bind(minimum(start + tiles.neurons, neurons)),
+    )
+    bias = block.down_bias if tiles.slices == 1 else None
+    with when(tile.token < tokens):
+        outputs, weights, sums = Padded.of(DEPTH), Padded.of(DEPTH), own_sums()
+        with loop(0, tiles.neurons // DEPTH) as turn:
+            first = bind(start + turn * DEPTH)
+            barrier()
+            load_tokens(hidden, outputs, tile.token, tokens, first, tile.stop, place.thread)
+            _load_weights(block, weights, tile, first, place.thread)
+            barrier()
+            add_products(outputs, weights, DEPTH, sums, place)
+        own_token, own_column = own_place(place)
+        for i in range(OWN):
+            for j in range(OWN):
+                token, column = bind(tile.token + own_token + i), bind(tile.column + own_column + j)
+                with when(tirx.And(token < tokens, column < block.shape.dim)):
+                    value = sums[i * OWN + j]
+                    out[slice_ * rows + token, column] = value if bias is None else value + bias[column]
+
+
+def _load_weights(block: CudaFfn, weights: Padded, tile: _Tile, first: Expr, thread: Expr) -> None:
+    """weights[j, c] = column c of down of neuron first + j; past the last neuron its own again."""
+    bundle = block.bundle
+    units = SIDE // bundle.unit_weights
+    with when(thread < DEPTH * units):
+        j, part = bind(thread // units), bind(thread % units)
+        neuron = bind(minimum(first + j, block.shape.neurons - 1))
+        # Past the last column its unit is read again; nobody stores what comes of it.
+        number = bind(minimum(tile.column // bundle.unit_weights + part, bundle.units - 1))
+        unit = bundle.unit(bind(block.down_row(neuron)), number)
+        for i in range(0, bundle.unit_weights, 4):
+            weights.store(j, part * bundle.unit_weights + i, [bind(unit.weight(i + lane)) for lane in range(4)])
+
+
+def add_tile_slices(
+    block: CudaFfn, tiles: DownTiles, slices: KernelTensor, y: KernelTensor, column: Expr, token: Expr
+) -> None:
+    """y[token, column] = the sum of its slices, in order, and the bias."""
+    with when(column < block.shape.dim):
+        total = slices[token, column]
+        for number in range(1, tiles.slices):
+            total = total + slices[number * block.shape.rows + token, column]
         y[token, column] = total if block.down_bias is None else total + block.down_bias[column]

@@ -1,21 +1,126 @@
-"""What a group of neurons sends down, for one token: gate, up and the activation, a block of threads for a group.
-
-In `exact`, and where a mask names neurons of a gate that can be silent, gate comes first, and up is read only for those
-that it does not silence. Elsewhere a warp reads both rows of a neuron at once.
-"""
+"""The tensors of a feed-forward block on a GPU, and where each matrix of a neuron is."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cuda.compact import Numbering
+from picompile_codegen.cpu.ffn_neurons import FfnShape
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, minimum, when
 from picompile_codegen.cuda.dot import BlockInput, product, row_products
-from picompile_codegen.cuda.ffn_arguments import CudaFfn, biased
-from picompile_codegen.cuda.ffn_groups import NeuronGroups
-from picompile_codegen.cuda.function import Place
-from picompile_codegen.cuda.memory import address, barrier, run_extern, shared
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind, minimum, when
+from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
+from picompile_codegen.cuda.matrix import CudaMatrix
+from picompile_codegen.cuda.memory import activate, address, barrier, run_extern, shared
+from picompile_codegen.cuda.predict import Numbering
+
+
+@dataclass(frozen=True)
+class CudaFfn:
+    """The tensors of a block, in the order in which they are passed; scratch and y follow."""
+
+    shape: FfnShape
+    x: KernelTensor
+    mask: KernelTensor | None
+    table: KernelTensor | None
+    decide: CudaMatrix | None
+    bundle: CudaMatrix
+    gate_bias: KernelTensor | None
+    up_bias: KernelTensor | None
+    down_bias: KernelTensor | None
+    stats: KernelTensor
+
+    @property
+    def first_matrix(self) -> CudaMatrix:
+        """The matrix that decides: it has the rows of gate, or of up where there is no gate."""
+        return self.bundle if self.decide is None else self.decide
+
+    @property
+    def first_bias(self) -> KernelTensor | None:
+        """Its bias."""
+        return self.gate_bias if self.shape.gated else self.up_bias
+
+    def first_row(self, neuron: Expr) -> Expr:
+        """The row of a neuron in `first_matrix`."""
+        return neuron if self.decide is not None else neuron * self.shape.bundle_parts
+
+    def up_row(self, neuron: Expr) -> Expr:
+        """The row of up in the bundle of a gated block."""
+        return neuron * self.shape.bundle_parts + (self.shape.bundle_parts - 2)
+
+    def down_row(self, neuron: Expr) -> Expr:
+        """The row of down in the bundle."""
+        return neuron * self.shape.bundle_parts + (self.shape.bundle_parts - 1)
+
+    def is_named(self, token: Expr, neuron: Expr) -> Expr:
+        """Whether the mask names a neuron."""
+        column = neuron if self.table is None else self.table[neuron]
+        return self.mask[token, column] != tirx.const(0, "uint8")  # type: ignore[index]
+
+    def fires(self, first: Expr) -> Expr:
+        """Whether a neuron whose product with `first_matrix` is this may send anything down."""
+        return first > tirx.FloatImm("float32", self.shape.threshold)
+
+    def output(self, first: Expr, up: Expr | None) -> Expr:
+        """h, from the products with gate and up, biases included (`up` None where there is no gate)."""
+        value = activate(self.shape.activation, first)
+        return value if up is None else bind(value * activate(self.shape.up_activation, up))
+
+
+def biased(value: Expr, bias: KernelTensor | None, index: Expr) -> Expr:
+    """A sum and its bias, if there is any."""
+    return bind(value if bias is None else value + bias[index])
+
+
+# Groups of neurons: those that one block of threads computes.
+
+
+# A few for each multiprocessor of a large GPU (an RTX 4090 has 128), so that it always has something to read.
+_GROUPS = 448
+# A thread of the block looks after each.
+_LARGEST = 256
+
+
+@dataclass(frozen=True)
+class NeuronGroups:
+    """`count` groups of `size`. Neuron n is in group n mod `count`.
+
+    Neurons that are stored side by side fire alike where they were sorted, so that each group has some of all.
+    """
+
+    neurons: int
+    size: int
+    count: int
+
+    @classmethod
+    def of(cls, neurons: int) -> "NeuronGroups":
+        """Whole warps of neurons."""
+        size = min(blocks_for(neurons, WARP * _GROUPS) * WARP, _LARGEST)
+        return cls(neurons, size, blocks_for(neurons, size))
+
+    @property
+    def places(self) -> int:
+        """Of all groups together; a few have no neuron."""
+        return self.size * self.count
+
+    def members(self, group: Expr) -> Expr:
+        """How many neurons a group has."""
+        return (self.neurons - group + (self.count - 1)) // self.count
+
+    def neuron(self, group: Expr, member: Expr) -> Expr:
+        """The number of a group's neuron."""
+        return member * self.count + group
+
+    def at_place(self, place: Expr) -> Expr:
+        """The number of the neuron at a place: places 0 … `size` - 1 are the members of group 0, and so on."""
+        return self.neuron(place // self.size, place % self.size)
+
+
+# What a group of neurons sends down, for one token: gate, up and the activation, a block of threads for a group.
+#
+# In `exact`, and where a mask names neurons of a gate that can be silent, gate comes first, and up is read only for
+# those
+# that it does not silence. Elsewhere a warp reads both rows of a neuron at once.
+
 
 HIDDEN_THREADS = 256
 _ZERO = tirx.FloatImm("float32", 0.0)
@@ -35,11 +140,11 @@ class _Group:
 
     block: CudaFfn
     groups: NeuronGroups
-    place: Place
+    place: ThreadIndex
     inputs: BlockInput
     numbering: Numbering
-    products: Tensor
-    outputs: Tensor
+    products: KernelTensor
+    outputs: KernelTensor
 
     @property
     def token(self) -> Expr:
@@ -49,7 +154,7 @@ class _Group:
         return self.groups.neuron(self.place.block_y, member)
 
 
-def compute_hidden(block: CudaFfn, groups: NeuronGroups, hidden: Tensor, place: Place) -> None:
+def compute_hidden(block: CudaFfn, groups: NeuronGroups, hidden: KernelTensor, place: ThreadIndex) -> None:
     """hidden[token, place] for all places of this block's group, 0 where nothing is sent down; counts neurons."""
     shape = block.shape
     inputs = BlockInput(block.x, place.block, shape.dim, HIDDEN_THREADS)
@@ -90,7 +195,9 @@ def _named(group: _Group) -> _Listed:
     return _those(group, flag, lambda position: thread, [])
 
 
-def _those(group: _Group, flag: Expr, member: Callable[[Expr], Expr], values: list[tuple[Tensor, Expr]]) -> _Listed:
+def _those(
+    group: _Group, flag: Expr, member: Callable[[Expr], Expr], values: list[tuple[KernelTensor, Expr]]
+) -> _Listed:
     """The members of the threads that have a `flag`. Their values are kept in the order of the list, too."""
     members = shared(group.groups.size, dtype="int32")
     thread = group.place.thread
@@ -161,7 +268,7 @@ def _one_after_the_other(group: _Group, listed: _Listed) -> Expr:
     return firing.count
 
 
-def _store(group: _Group, hidden: Tensor, computed: Expr) -> None:
+def _store(group: _Group, hidden: KernelTensor, computed: Expr) -> None:
     thread, size = group.place.thread, group.groups.size
     value = bind(tirx.if_then_else(thread < size, group.outputs[minimum(thread, size - 1)], _ZERO))
     with when(thread < size):

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 from tvm.tirx.script.builder import ir as T
 
+from picompile_codegen.cpu.kernel import KernelFunction, WrittenKernel
+from picompile_codegen.cpu.tensor import Expr
 from picompile_codegen.errors import CodegenError
-from picompile_codegen.kernels.kernel import KernelFunction, WrittenKernel
-from picompile_codegen.kernels.tensor import Expr
 
 WARP = 32
 _MOST_THREADS = 1024
@@ -45,7 +45,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Place:
+class ThreadIndex:
     """Where a thread is: its block's numbers and its own."""
 
     block: Expr
@@ -78,7 +78,7 @@ class CudaFunction(KernelFunction):
         self._grids: list[Grid] = []
 
     @contextmanager
-    def launch(self, *, grid: int | tuple[int, int], block: int, resident: int = 0) -> Iterator[Place]:
+    def launch(self, *, grid: int | tuple[int, int], block: int, resident: int = 0) -> Iterator[ThreadIndex]:
         """A launch of `grid` blocks of `block` threads, which are whole warps. Its body is one thread's program.
 
         `resident` as in `Grid`.
@@ -94,7 +94,7 @@ class CudaFunction(KernelFunction):
             threads = [T.env_thread(axis) for axis, _ in axes]
             for thread, (_, extent) in zip(threads, axes, strict=True):
                 stack.enter_context(T.launch_thread(thread, extent))
-            yield Place(*threads)
+            yield ThreadIndex(*threads)
 
     def cuda_kernel(self) -> CudaKernel:
         """The finished kernel, once its body has ended."""

@@ -1,19 +1,85 @@
-"""Packed matrices as CUDA kernels read them: 16 bytes at a time, a unit, as float32.
-
-The formats are those of `picompile_passes.dialect.formats`. A unit holds 8 weights in f16, 16 in q8, and a group of 32
-in q4, in the order of the columns. Rows begin at multiples of 64 bytes and are padded with zeros, so that every unit is
-aligned, and units past the last column may be read.
-"""
+"""Rows that threads read and write: four columns at a time where they are aligned for it."""
 
 from dataclasses import dataclass
 
 from tvm import tirx
 
+from picompile_codegen.cpu.kernel import KernelFunction
+from picompile_codegen.cpu.matrix import matrix_argument as declare_matrix
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, when
+from picompile_codegen.cpu.vector import at, splat
+from picompile_codegen.cuda.function import WARP, blocks_for
 from picompile_codegen.cuda.memory import extern
-from picompile_codegen.kernels.kernel import KernelFunction
-from picompile_codegen.kernels.matrix import matrix_argument as declare_matrix
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind
 from picompile_passes.dialect.formats import FORMATS, GROUP
+
+_MOST_LANES = 4
+_MOST_THREADS = 1024
+_ZERO = tirx.FloatImm("float32", 0.0)
+
+
+def lanes_for(width: int) -> int:
+    """How many columns of rows so wide a thread takes at once: every row must begin at a multiple of them."""
+    return _MOST_LANES if width % _MOST_LANES == 0 else 1
+
+
+def load_lanes(x: KernelTensor, index: tuple[Expr, ...], lanes: int, inside: Expr) -> list[Expr]:
+    """`lanes` elements of x from `index` on, a multiple of `lanes`; zeros unless `inside`."""
+    *row, start = index
+    zero = tirx.const(0, x.dtype)
+    zeros = zero if lanes == 1 else splat(zero, lanes)
+    value = bind(tirx.if_then_else(inside, x[(*row, at(start, lanes))], zeros))
+    return [value] if lanes == 1 else [bind(tirx.Shuffle([value], [i])) for i in range(lanes)]
+
+
+def store_lanes(y: KernelTensor, index: tuple[Expr, ...], values: list[Expr], inside: Expr) -> None:
+    """Writes `values` to y from `index` on, a multiple of how many they are, if `inside`."""
+    *row, start = index
+    lanes = len(values)
+    with when(inside):
+        y[(*row, at(start, lanes))] = values[0] if lanes == 1 else tirx.Shuffle(values, list(range(lanes)))
+
+
+def block_threads(width: int) -> int:
+    """How many threads a block needs for a row: one for every `lanes_for` columns, if a block can have so many."""
+    return min(_MOST_THREADS, blocks_for(width // lanes_for(width), WARP) * WARP)
+
+
+@dataclass(frozen=True)
+class ColumnLanes:
+    """The columns of a row that are one thread's, `lanes` side by side: where they begin, and whether they exist."""
+
+    lanes: int
+    runs: tuple[tuple[Expr, Expr], ...]
+
+    @classmethod
+    def of(cls, width: int, thread: Expr) -> "ColumnLanes":
+        """Those of `thread`, where a block of `block_threads(width)` shares a row."""
+        lanes, threads = lanes_for(width), block_threads(width)
+        numbers = [bind(turn * threads + thread) for turn in range(blocks_for(width // lanes, threads))]
+        return cls(lanes, tuple((number * lanes, number < width // lanes) for number in numbers))
+
+    def load(self, x: KernelTensor, *row: Expr) -> list[Expr]:
+        """Its elements of a row of x, zeros for those that do not exist."""
+        return [value for start, inside in self.runs for value in load_lanes(x, (*row, start), self.lanes, inside)]
+
+    def store(self, y: KernelTensor, row: Expr, values: list[Expr]) -> None:
+        """Writes its elements to a row of y."""
+        for number, (start, inside) in enumerate(self.runs):
+            store_lanes(y, (row, start), values[number * self.lanes : (number + 1) * self.lanes], inside)
+
+    def or_zeros(self, values: list[Expr]) -> list[Expr]:
+        """`values`, zeros for those that do not exist."""
+        return [bind(tirx.Select(self.runs[i // self.lanes][1], value, _ZERO)) for i, value in enumerate(values)]
+
+
+# Packed matrices as CUDA kernels read them: 16 bytes at a time, a unit, as float32.
+#
+# The formats are those of `picompile_passes.dialect.formats`. A unit holds 8 weights in f16, 16 in q8, and a group of
+# 32
+# in q4, in the order of the columns. Rows begin at multiples of 64 bytes and are padded with zeros, so that every
+# unit is
+# aligned, and units past the last column may be read.
+
 
 UNIT_BYTES = 16
 # `pi_nibble` returns weights times 2^-22; their scale makes up for it. Powers of two multiply without rounding.
@@ -40,8 +106,8 @@ class CudaMatrix:
     format: str
     rows: int
     columns: int
-    data: Tensor
-    scale: Tensor | None
+    data: KernelTensor
+    scale: KernelTensor | None
 
     @property
     def unit_weights(self) -> int:
@@ -73,12 +139,12 @@ def matrix_argument(function: KernelFunction, name: str, format_name: str, rows:
     return CudaMatrix(format_name, rows, columns, matrix.data, matrix.scale)
 
 
-def _halves(data: Tensor, row: Expr, number: Expr) -> tuple[Expr, ...]:
+def _halves(data: KernelTensor, row: Expr, number: Expr) -> tuple[Expr, ...]:
     vector = bind(data[row, tirx.Ramp(number * 8, 1, 8)])
     return tuple(bind(tirx.Cast("float32", tirx.Shuffle([vector], [i]))) for i in range(8))
 
 
-def _words(data: Tensor, row: Expr, number: Expr) -> tuple[Expr, ...]:
+def _words(data: KernelTensor, row: Expr, number: Expr) -> tuple[Expr, ...]:
     vector = bind(data[row, tirx.Ramp(number * UNIT_BYTES, 1, UNIT_BYTES)])
     words = bind(tirx.reinterpret("uint32x4", vector))
     return tuple(bind(tirx.Shuffle([words], [i])) for i in range(4))

@@ -1,24 +1,27 @@
 """Memory of a block and of a thread, and what its threads do together."""
 
+from collections.abc import Callable
+from math import pi, sqrt
 from typing import Any
 
 from tvm import tirx
 from tvm.tirx.script.builder import ir as T
 
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, maximum, minimum, select
 from picompile_codegen.cuda.function import WARP
-from picompile_codegen.kernels.tensor import Expr, Tensor, bind
+from picompile_passes.dialect.activations import parse_activation
 
 _ALL_LANES = 0xFFFFFFFF
 
 
-def shared(*shape: int, dtype: str = "float32") -> Tensor:
+def shared(*shape: int, dtype: str = "float32") -> KernelTensor:
     """Memory of a block. A block has 48 KiB at most."""
-    return Tensor(T.alloc_buffer(shape, dtype, scope="shared"))
+    return KernelTensor(T.alloc_buffer(shape, dtype, scope="shared"))
 
 
-def registers(*shape: int, dtype: str = "float32") -> Tensor:
+def registers(*shape: int, dtype: str = "float32") -> KernelTensor:
     """Memory of a thread: registers, where all indices are known when the kernel is written (use Python loops)."""
-    return Tensor(T.alloc_buffer(shape, dtype, scope="local"))
+    return KernelTensor(T.alloc_buffer(shape, dtype, scope="local"))
 
 
 def barrier() -> None:
@@ -41,7 +44,7 @@ def run_extern(name: str, *arguments: Expr) -> None:
     T.evaluate(tirx.call_extern("void", name, *arguments))
 
 
-def address(tensor: Tensor, *index: Expr) -> Expr:
+def address(tensor: KernelTensor, *index: Expr) -> Expr:
     """Where an element is."""
     return tirx.address_of(tensor[index])
 
@@ -93,3 +96,57 @@ def _over_block(value: Expr, thread: Expr, threads: int, over_warp: Any, neutral
     lane = thread % WARP
     inside = lane < threads // WARP
     return over_warp(tirx.if_then_else(inside, sums[tirx.Select(inside, lane, 0)], tirx.FloatImm("float32", neutral)))
+
+
+# Activation functions of single numbers: those of `picompile_passes.dialect.activations`, by the same names.
+
+
+def _number(value: float) -> Expr:
+    return tirx.FloatImm("float32", value)
+
+
+def _sigmoid(x: Expr) -> Expr:
+    # Where exp is infinite the quotient is 0, as it should be.
+    return _number(1.0) / (_number(1.0) + tirx.exp(-x))
+
+
+def _relu(x: Expr) -> Expr:
+    return maximum(x, _number(0.0))
+
+
+def _relu2(x: Expr) -> Expr:
+    positive = bind(_relu(x))
+    return positive * positive
+
+
+def _gelu(x: Expr) -> Expr:
+    return _number(0.5) * x * (_number(1.0) + tirx.erf(x * _number(sqrt(0.5))))
+
+
+def _gelu_tanh(x: Expr) -> Expr:
+    # (1 + tanh u) / 2 = sigmoid 2u, and does not cancel where u is far below zero.
+    inner = x * (_number(1.0) + _number(0.044715) * x * x)
+    return x * _sigmoid(_number(2.0 * sqrt(2.0 / pi)) * inner)
+
+
+_FUNCTIONS: dict[str, Callable[[Expr], Expr]] = {
+    "identity": lambda x: x,
+    "relu": _relu,
+    "relu2": _relu2,
+    "relu6": lambda x: minimum(_relu(x), _number(6.0)),
+    "silu": lambda x: x * _sigmoid(x),
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": lambda x: x * _sigmoid(_number(1.702) * x),
+    "sigmoid": _sigmoid,
+    "tanh": tirx.tanh,
+}
+
+
+def activate(text: str, x: Expr) -> Expr:
+    """The activation that `text` names, of a float32. Raises `ValueError` for one that is not known."""
+    activation = parse_activation(text)
+    x = bind(x)
+    if activation.name == "fatrelu":
+        return bind(select(x > _number(activation.threshold), x, _number(0.0)))
+    return bind(_FUNCTIONS[activation.name](x))

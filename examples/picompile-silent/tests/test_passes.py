@@ -13,17 +13,19 @@ from picompile_silent.firing import FiringCounter
 from torch import Tensor
 from torch.fx import GraphModule
 
-from picompile.passes import GraphBuilder, Pipeline, Stage
-from picompile.testing import TOLERANCES, Shape, build, check_pass, graphs, random_weights, run, shapes
+from picompile.testing import TOLERANCES, GraphShape, build, check_pass, graphs, random_weights, run, shapes
+from picompile_passes.base import Stage
 from picompile_passes.errors import PassOptionError
-from picompile_passes.materialize import materialize
-from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import ATTENTION, EMBEDDING, FFN, LINEAR, PREDICT, RMS_NORM, SPARSE_FFN
+from picompile_passes.graph.builder import GraphBuilder
+from picompile_passes.graph.materialize import materialize
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import ATTENTION, EMBEDDING, FFN, LINEAR, PREDICT, RMS_NORM, SPARSE_FFN
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
+from picompile_passes.pipeline import Pipeline
 
-SHAPE = Shape(hidden=24, heads=3, kv_heads=1, ffn=40, vocab=50, layers=2)
+SHAPE = GraphShape(hidden=24, heads=3, kv_heads=1, ffn=40, vocab=50, layers=2)
 WriteCounts = Callable[[Mapping[int, Sequence[int]]], str]
 
 
@@ -84,7 +86,7 @@ def test_bytes_and_flops_are_those_of_the_shapes() -> None:
 
 
 def test_biases_are_read_and_not_multiplied() -> None:
-    noted = CountWeightBytes()(build(Shape(hidden=24, heads=3, ffn=40, gated=False))).graph_module
+    noted = CountWeightBytes()(build(GraphShape(hidden=24, heads=3, ffn=40, gated=False))).graph_module
     assert notes(noted, LINEAR)[0] == {"weight_bytes": (24 * 24 + 24) * 4, "flops": 2 * 24 * 24}
     assert notes(noted, FFN)[0] == {"weight_bytes": (2 * 40 * 24 + 40 + 24) * 4, "flops": 2 * 2 * 40 * 24}
 
@@ -102,7 +104,7 @@ def test_packed_rows_are_counted_with_their_padding() -> None:
 
 
 def test_notes_show_in_dumps() -> None:
-    from picompile_passes.dump import graph_text
+    from picompile_passes.graph.dump import graph_text
 
     text = graph_text(CountWeightBytes()(build(SHAPE)).graph_module)
     assert "layer 0, weight_bytes 11520, flops 5760" in text
@@ -125,7 +127,9 @@ sparse_shapes = st.sampled_from(["relu", "relu2", "relu6"]).flatmap(lambda name:
 
 
 @given(sparse_shapes, st.integers(0, 2**16), st.integers(1, 6))
-def test_nothing_is_lost_on_the_text_that_was_counted(write: WriteCounts, shape: Shape, seed: int, count: int) -> None:
+def test_nothing_is_lost_on_the_text_that_was_counted(
+    write: WriteCounts, shape: GraphShape, seed: int, count: int
+) -> None:
     """With biases and without, with a gate and without, with fused matrices too: the right rows stay."""
     graph_module = build(shape)
     weights = random_weights(graph_module, seed)
@@ -138,7 +142,7 @@ def test_nothing_is_lost_on_the_text_that_was_counted(write: WriteCounts, shape:
 
 
 def test_what_fires_at_least_so_often_stays(write: WriteCounts) -> None:
-    graph_module = build(Shape(ffn=4, layers=2))
+    graph_module = build(GraphShape(ffn=4, layers=2))
     counts = {0: [2, 0, 1, 5], 1: [9, 9, 9, 9]}
     smaller = DropSilentNeurons(write(counts), at_least=2)(graph_module).graph_module
     assert tables(smaller) == {"layer_0_firing_neurons": [0, 3]}
@@ -148,14 +152,14 @@ def test_what_fires_at_least_so_often_stays(write: WriteCounts) -> None:
 
 
 def test_the_neuron_that_fires_most_stays(write: WriteCounts) -> None:
-    graph_module = build(Shape(ffn=3, layers=2))
+    graph_module = build(GraphShape(ffn=3, layers=2))
     smaller = DropSilentNeurons(write({0: [0, 2, 1], 1: [0, 0, 0]}), at_least=10)(graph_module).graph_module
     assert tables(smaller) == {"layer_0_firing_neurons": [1], "layer_1_firing_neurons": [0]}
 
 
 def test_a_second_run_takes_its_rows_from_the_whole_block(write: WriteCounts) -> None:
     path = write({0: [0, 1, 2, 3], 1: [0, 1, 2, 3]})
-    weights = random_weights(graph_module := build(Shape(ffn=4)))
+    weights = random_weights(graph_module := build(GraphShape(ffn=4)))
     once, more = DropSilentNeurons(path), DropSilentNeurons(path, at_least=3)
     at_once = more(graph_module).graph_module
     in_two_steps = more(once(graph_module).graph_module).graph_module

@@ -7,15 +7,13 @@ from typing import Any, ClassVar
 
 from torch.fx import Node
 
-from picompile_passes.deciding import INPUTS, PREDICTORS, deciding_weights, stream_of
+from picompile_passes.base import Effect, Pass, Stage
 from picompile_passes.dialect import Activation, parse_activation
 from picompile_passes.errors import PassOptionError, UnsupportedGraphError
-from picompile_passes.infra import Effect, Pass
-from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import FFN, PREDICT, SPARSE_FFN
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import FFN, INPUTS, PREDICT, PREDICTORS, SPARSE_FFN, deciding_weights, stream_of
+from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.predictors import PredictorKind, predictor_kind, predictor_kinds
-from picompile_passes.rewriter import Rewriter
-from picompile_passes.stages import Stage
 
 _LOSSLESS = ("auto", "exact", "none")
 

@@ -8,13 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Node
 
+from picompile_passes.base import Pass, Stage
 from picompile_passes.errors import PassOptionError
-from picompile_passes.infra import Pass
-from picompile_passes.nodes import arguments, calls
-from picompile_passes.operands import ADD, INDEX_SELECT, NEURON_ROWS, PREDICT, SPARSE_FFN
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import ADD, INDEX_SELECT, NEURON_ROWS, PREDICT, SPARSE_FFN
+from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.predictors import predictor_kind
-from picompile_passes.rewriter import Rewriter
-from picompile_passes.stages import Stage
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,13 @@ from typing import Any, ClassVar
 
 from torch.fx import Node
 
+from picompile_passes.base import Effect, Pass, Stage
 from picompile_passes.dialect import FORMATS
 from picompile_passes.errors import PassOptionError, UnsupportedGraphError
-from picompile_passes.infra import Effect, Pass
-from picompile_passes.nodes import arguments, constant_nodes, is_call
-from picompile_passes.operands import DEQUANTIZE, MATRICES, PREDICT, QUANTIZE, matrix_operands
+from picompile_passes.graph.nodes import arguments, constant_nodes, is_call
+from picompile_passes.graph.operands import DEQUANTIZE, MATRICES, PREDICT, QUANTIZE, matrix_operands
+from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.predictors import predictor_kind
-from picompile_passes.rewriter import Rewriter
-from picompile_passes.stages import Stage
 
 
 @dataclass(frozen=True)

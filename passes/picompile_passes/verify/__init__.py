@@ -2,11 +2,11 @@
 
 from torch.fx import GraphModule
 
-from picompile_passes.dump import context_text
+from picompile_passes.base import Stage
 from picompile_passes.errors import VerifyError
-from picompile_passes.stages import Stage
+from picompile_passes.graph.dump import context_text
 from picompile_passes.verify.rule import Fault, Rule
-from picompile_passes.verify.tables import RULES
+from picompile_passes.verify.rules import RULES
 
 __all__ = ["RULES", "Fault", "Rule", "verify"]
 

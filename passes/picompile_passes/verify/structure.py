@@ -8,9 +8,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
+from picompile_passes.dialect import FORMATS
 from picompile_passes.errors import PropagateError
-from picompile_passes.nodes import arguments, attribute, calls, constant_nodes, is_call
-from picompile_passes.operands import (
+from picompile_passes.graph.nodes import arguments, attribute, calls, constant_nodes, is_call
+from picompile_passes.graph.operands import (
     ATTENTION,
     DEQUANTIZE,
     DIMENSIONS,
@@ -20,8 +21,9 @@ from picompile_passes.operands import (
     QUANTIZE,
     ROTARY,
     SPARSE_FFN,
+    matrix_operands,
 )
-from picompile_passes.propagate import fake_result, same_shape, same_value, value_text
+from picompile_passes.graph.values import fake_result, same_shape, same_value, value_text
 from picompile_passes.verify.rule import Fault, Rule
 
 _INPUTS = ("tokens", "positions")
@@ -207,3 +209,35 @@ def check_provenance(graph_module: GraphModule) -> Iterator[Fault]:
     for node in calls(graph_module.graph, *_MADE_BY_PASSES):
         if "from" not in node.meta:
             yield Fault(node, 'has no meta["from"]')
+
+
+# Rules of packed weights.
+
+
+def check_packed(graph_module: GraphModule) -> Iterator[Fault]:
+    """Every matrix is `dequantize(quantize(w, format), format, columns)` of one known format and w's own columns."""
+    for node in graph_module.graph.nodes:
+        for weight in matrix_operands(node):
+            if not is_call(weight, DEQUANTIZE):
+                yield Fault(node, f"its matrix {weight.name} is not dequantized")
+    for node in calls(graph_module.graph, DEQUANTIZE):
+        packed, form, columns = arguments(node).values()
+        if not is_call(packed, QUANTIZE):
+            yield Fault(node, f"{packed} is not quantized")
+            continue
+        weight, packed_form = arguments(packed).values()
+        if form != packed_form or form not in FORMATS:
+            yield Fault(node, f"reads format {form}, but {packed.name} is {packed_form}")
+        if columns != weight.meta["val"].shape[1]:
+            yield Fault(node, f"reads {columns} columns, but {weight.name} has {weight.meta['val'].shape[1]}")
+
+
+def check_packed_once(graph_module: GraphModule) -> Iterator[Fault]:
+    """A matrix that several nodes use is packed once."""
+    first: dict[object, str] = {}
+    for node in calls(graph_module.graph, QUANTIZE):
+        weight = arguments(node)["weight"]
+        key = weight.target if weight.op == "get_attr" else weight
+        if key in first:
+            yield Fault(node, f"{weight.name} is packed here and in {first[key]}")
+        first[key] = node.name

@@ -11,8 +11,8 @@ import numpy as np
 from emulator import ORDERS, Emulated
 from workbench import Guarded, Workbench
 
+from picompile_codegen.cuda.build import cuda_source
 from picompile_codegen.cuda.function import CudaKernel
-from picompile_codegen.cuda.source import cuda_source
 
 
 class CudaWorkbench(Workbench):

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from cuda_workbench import CudaWorkbench
 
-from picompile_codegen.cuda.activations import activate
+from picompile_codegen.cpu.tensor import bind, when
 from picompile_codegen.cuda.function import CudaFunction
-from picompile_codegen.kernels.tensor import bind, when
+from picompile_codegen.cuda.memory import activate
 from picompile_passes.dialect import parse_activation
 from picompile_passes.dialect.activations import ACTIVATIONS
 

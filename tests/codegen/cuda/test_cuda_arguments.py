@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from picompile_codegen import cuda, kernels
-from picompile_codegen.kernels import Argument
+from picompile_codegen import cpu as kernels
+from picompile_codegen import cuda
+from picompile_codegen.cpu import KernelArgument
 from picompile_codegen.signs import sign_row_bytes
 
 FORMATS = ("f16", "q8", "q4")
@@ -110,7 +111,7 @@ def builders(name: str) -> tuple[Callable[..., kernels.Kernel], Callable[..., cu
     return getattr(kernels, name), getattr(cuda, name)
 
 
-def declared(arguments: tuple[Argument, ...]) -> list[Argument]:
+def declared(arguments: tuple[KernelArgument, ...]) -> list[KernelArgument]:
     """What the caller gives: all but scratch."""
     return [argument for argument in arguments if not argument.scratch]
 

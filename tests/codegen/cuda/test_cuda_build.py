@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 
 from picompile_codegen import cuda
-from picompile_codegen.cuda import toolchain
-from picompile_codegen.cuda.build import build_cuda
-from picompile_codegen.cuda.cubin import Resources, function_resources
+from picompile_codegen.cpu.tensor import bind, when
+from picompile_codegen.cuda import build as toolchain
+from picompile_codegen.cuda.build import Resources, build_cuda, compile_cuda, function_resources
 from picompile_codegen.cuda.function import CudaFunction
-from picompile_codegen.cuda.toolchain import compile_cuda
 from picompile_codegen.errors import BuildError, CodegenError, ToolchainError
-from picompile_codegen.kernels.tensor import bind, when
 
 # 200 numbers of a thread that are found by a computed index cannot be in registers. Of `local` ptxas 13.0 printed 254
 # registers, a stack frame of 800 bytes and 308 bytes of shared memory for sm_89, of `none` 8 registers.

@@ -7,8 +7,8 @@ from cuda_workbench import CudaWorkbench
 from workbench import Array, assert_close, uniform
 
 from picompile_codegen import cuda
+from picompile_codegen.cpu.token_ops import Mode
 from picompile_codegen.cuda import CudaKernel
-from picompile_codegen.kernels.step_rows import Mode
 
 CHUNK = 7
 CONTEXT = 50

@@ -14,9 +14,9 @@ from emulator import ORDERS, Emulated
 from workbench import Array, uniform
 
 from picompile_codegen import cuda
+from picompile_codegen.cpu import KernelArgument
 from picompile_codegen.cuda import CudaKernel, cuda_source
-from picompile_codegen.cuda.source import Launch
-from picompile_codegen.kernels import Argument
+from picompile_codegen.cuda.build import KernelLaunch
 
 CHUNK = 5
 # A part of a block's turn; rows that are no multiple of four; more than a turn.
@@ -127,7 +127,7 @@ def test_copy_words(workbench: CudaWorkbench, words: int) -> None:
     assert {kernel.params[index] for index in launch.args} == {"source", "y"}
 
 
-def poisoned(argument: Argument) -> Array:
+def poisoned(argument: KernelArgument) -> Array:
     return np.full(argument.shape, -1, np.int64).astype(argument.dtype)
 
 
@@ -135,7 +135,7 @@ def poisoned(argument: Argument) -> Array:
 class Live:
     """One kernel that runs on arrays while the host changes them."""
 
-    launch: Launch
+    launch: KernelLaunch
     params: tuple[str, ...]
     arrays: dict[str, Array]
     emulated: Emulated

@@ -12,7 +12,8 @@ from test_kernels_ffn import Example as CpuExample
 from workbench import assert_close
 
 from picompile_codegen import cuda
-from picompile_codegen.cuda import CudaKernel, dot, ffn_down, ffn_groups
+from picompile_codegen.cuda import CudaKernel, dot, ffn_down
+from picompile_codegen.cuda import ffn_hidden as ffn_groups
 from picompile_passes.dialect import parse_activation
 
 CHUNK = 13

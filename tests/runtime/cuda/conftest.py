@@ -11,7 +11,7 @@ from fake_cuda.fixtures import fake_cuda, fake_library
 from support import BuildOnce
 from toy_gpu import IMAGES, STAGING_BYTES
 
-from picompile_runtime.cuda import CudaDevice, DeviceImages
+from picompile_runtime.devices.cuda import CudaDevice, DeviceImages
 
 __all__ = ["fake_cuda", "fake_library"]
 

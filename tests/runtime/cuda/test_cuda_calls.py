@@ -12,7 +12,7 @@ import pytest
 from toy_gpu import ELEMENTS, axpy, raw, read, view
 
 from picompile_runtime import ArtifactError
-from picompile_runtime.cuda import CudaDevice
+from picompile_runtime.devices.cuda import CudaDevice
 
 Make = Callable[..., CudaDevice]
 

@@ -10,8 +10,8 @@ import pytest
 from toy_gpu import IMAGES, POISON, STAGING_BYTES, axpy, raw, read
 
 from picompile_runtime import DoesNotFitError, KernelError
-from picompile_runtime.cuda import CudaDevice
-from picompile_runtime.memory import anonymous_map, map_file
+from picompile_runtime.devices.cuda import CudaDevice
+from picompile_runtime.devices.memory import anonymous_map, map_file
 
 Make = Callable[..., CudaDevice]
 

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from picompile_runtime import DoesNotFitError, KernelError, MachineError
-from picompile_runtime.cuda import CudaDevice, CudaError, DeviceImages, driver
-from picompile_runtime.cuda.driver import Driver
-from picompile_runtime.cuda.errors import call_error
-from picompile_runtime.cuda.graph import runnable_graph
-from picompile_runtime.cuda.module import choose_image, load_module
+from picompile_runtime.devices.cuda import CudaDevice, CudaError, DeviceImages, driver
+from picompile_runtime.devices.cuda.driver import Driver, call_error
+from picompile_runtime.devices.cuda.graph import runnable_graph
+from picompile_runtime.devices.cuda.module import choose_image, load_module
 
 
 def refusal(images: DeviceImages) -> str:
@@ -117,7 +116,8 @@ def test_an_error_is_what_its_code_says(result: int, kind: type[Exception], exit
 
 
 def test_the_runtime_does_without_until_it_is_asked_for() -> None:
-    code = "import sys, picompile_runtime; print([name for name in sys.modules if 'picompile_runtime.cuda' in name])"
+    cuda = "picompile_runtime.devices.cuda"
+    code = f"import sys, picompile_runtime; print([name for name in sys.modules if {cuda!r} in name])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
 
 

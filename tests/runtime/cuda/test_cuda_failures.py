@@ -12,7 +12,7 @@ import pytest
 from toy_gpu import STAGING_BYTES, axpy, read, view
 
 from picompile_runtime import DoesNotFitError, KernelError, PicompileRuntimeError
-from picompile_runtime.cuda import CudaDevice, CudaError, DeviceImages
+from picompile_runtime.devices.cuda import CudaDevice, CudaError, DeviceImages
 
 Make = Callable[..., CudaDevice]
 

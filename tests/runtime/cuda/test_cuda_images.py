@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from picompile_runtime import ArtifactError, MachineError
-from picompile_runtime.artifact import DeviceCode
-from picompile_runtime.cuda import open_cuda_device
-from picompile_runtime.cuda.images import DeviceImages, Launch, check_arguments, read_images
-from picompile_runtime.cuda.module import choose_image
+from picompile_runtime.artifact.reader import DeviceCode
+from picompile_runtime.devices.cuda import open_cuda_device
+from picompile_runtime.devices.cuda.module import DeviceImages, Launch, check_arguments, choose_image, read_images
 
 Launches = list[dict[str, Any]]
 

@@ -16,11 +16,11 @@ from support import ROOT, BuildOnce
 from toy_gpu import CUBIN, IMAGES, PTX
 
 from picompile_codegen import cuda
-from picompile_codegen.build import build_host_library
+from picompile_codegen.build.host_library import build_host_library
 from picompile_runtime import MachineError
-from picompile_runtime.cuda import CudaDevice, DeviceImages, Launch, ping_pong
-from picompile_runtime.cuda.ping_pong import check_once
-from picompile_runtime.native import HostLibrary
+from picompile_runtime.devices.cpu.native import HostLibrary
+from picompile_runtime.devices.cuda import CudaDevice, DeviceImages, Launch, ping_pong
+from picompile_runtime.devices.cuda.open import check_once
 
 __all__ = ["fake_cuda", "fake_library"]
 
@@ -174,5 +174,5 @@ def test_the_host_s_library_of_an_older_compiler(tmp_path: Path) -> None:
 def test_both_sides_are_written_for_the_same_words() -> None:
     """32 words of 1024 a round, in native/host.c and in cuda/prelude.cuh."""
     codegen = ROOT / "codegen" / "picompile_codegen"
-    assert "round * 32 & 1023" in (codegen / "native" / "host.c").read_text()
+    assert "round * 32 & 1023" in (codegen / "build" / "native" / "host.c").read_text()
     assert "(round * 32 + lane) & 1023" in (codegen / "cuda" / "prelude.cuh").read_text()

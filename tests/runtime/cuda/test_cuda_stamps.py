@@ -10,8 +10,8 @@ import pytest
 from toy_gpu import ELEMENTS, axpy, raw, read, view
 
 from picompile_runtime import KernelError
-from picompile_runtime.cuda import CudaDevice, driver
-from picompile_runtime.cuda.driver import Driver
+from picompile_runtime.devices.cuda import CudaDevice, driver
+from picompile_runtime.devices.cuda.driver import Driver
 
 Make = Callable[..., CudaDevice]
 

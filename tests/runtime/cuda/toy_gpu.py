@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from picompile_runtime.cuda import CudaDevice, DeviceImages, Launch
-from picompile_runtime.device import View
-from picompile_runtime.memory import Tensor
+from picompile_runtime.devices.base import View
+from picompile_runtime.devices.cuda import CudaDevice, DeviceImages, Launch
+from picompile_runtime.devices.memory import Tensor
 
 POISON = 0xAB
 ELEMENTS = 37  # of the kernel axpy

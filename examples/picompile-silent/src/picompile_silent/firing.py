@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from picompile import Captured
-from picompile.passes import Pipeline
-from picompile_passes.materialize import materialize
-from picompile_passes.nodes import is_call
-from picompile_passes.operands import PREDICT
+from picompile_passes.graph.materialize import materialize
+from picompile_passes.graph.nodes import is_call
+from picompile_passes.graph.operands import PREDICT
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.pipeline import Pipeline
 from picompile_silent.counts_file import Counts
 
 

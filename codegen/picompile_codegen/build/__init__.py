@@ -1,0 +1,1 @@
+"""From kernels to machine code: objects, host libraries, cubins, and their caches."""

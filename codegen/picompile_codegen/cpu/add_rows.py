@@ -1,0 +1,231 @@
+"""Rows of a packed matrix, each times a number, added to a vector: a feed-forward block's way down, for one token.
+
+Several rows are added at a time, so that the vector is loaded and stored once for all of them. In f16 the weights are
+converted and multiplied in float32. In q8 and q4 the factors are bytes, as activations are in `quantized.py`: for each
+group of 32 columns, a row's factor times its scale is rounded to a multiple of the largest such product over 127. The
+products with the rows' bytes, four for each column, are then added up by one instruction.
+
+For that instruction the bytes of four rows must lie side by side. That takes the fewest instructions where none of them
+moves anything from one half of a vector to the other, and leaves the sums in another order than the columns: `SumOrder`
+tells which.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
+
+from tvm import tirx
+
+from picompile_codegen.cpu.integers import (
+    BYTES,
+    byte_inverse,
+    byte_scale,
+    dot_signed,
+    dot_unsigned,
+    pack_bytes,
+    split_nibbles,
+)
+from picompile_codegen.cpu.matrix import KernelMatrix, each_group
+from picompile_codegen.cpu.quantized import SCALES_TOGETHER
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum
+from picompile_codegen.cpu.vector import LANES, at, fma, load, splat, splat_int, store, to_floats
+from picompile_passes.dialect.formats import GROUP
+
+_QUAD = 4
+
+
+def rows_together(matrix: KernelMatrix) -> tuple[int, ...]:
+    """How many rows can be added at a time, the best number first; the last one is 4, and divides all."""
+    return (_QUAD,) if matrix.scale is None else (2 * _QUAD, _QUAD)
+
+
+@dataclass(frozen=True)
+class SumOrder:
+    """Which columns the sums belong to. They come in blocks of `columns`; each block's `vectors` follow one another.
+
+    A vector's eight sums are those of one or two runs of columns, equally long: of each, its first within the block.
+    """
+
+    columns: int
+    vectors: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, matrix: KernelMatrix) -> "SumOrder":
+        """The order of sums of rows of `matrix`."""
+        if matrix.scale is None:
+            return cls(LANES, ((0,),))
+        # A vector holds 32 bytes of a row. They are the columns of a group; in q4 each is a column of a group's first
+        # half and one of its second, and there are two groups.
+        distance = GROUP if matrix.format == "q4" else BYTES // 2
+        starts = [half + i for half in ((0, GROUP // 2) if matrix.format == "q4" else (0,)) for i in range(0, 16, 4)]
+        return cls(2 * distance, tuple((start, start + distance) for start in starts))
+
+    def width(self, columns: int) -> int:
+        """How many sums there are for so many columns."""
+        return -(-columns // self.columns) * self.columns
+
+    def each(self, columns: int, body: Callable[[Expr, list[tuple[Expr, int, int]]], None]) -> None:
+        """Runs `body(position, runs)` for every vector of sums: a run is a column, a lane and a number of columns."""
+        full, rest = divmod(columns, self.columns)
+        if full:
+            with loop(0, full) as block:
+                self._each_of_block(bind(block * self.columns), self.columns, body)
+        if rest:
+            self._each_of_block(full * self.columns, rest, body)
+
+    def _each_of_block(
+        self, first: Expr, columns: int, body: Callable[[Expr, list[tuple[Expr, int, int]]], None]
+    ) -> None:
+        for number, vector in enumerate(self.vectors):
+            count = LANES // len(vector)
+            runs = [
+                (first + start, i * count, min(count, columns - start))
+                for i, start in enumerate(vector)
+                if start < columns
+            ]
+            if runs:
+                body(first + number * LANES, runs)
+
+
+@dataclass(frozen=True)
+class SomeRows:
+    """Rows `numbers` of `matrix`, times `factors`, to be added to row `index` of `out` float32 [any, sums].
+
+    Rows `ahead` are fetched meanwhile.
+    """
+
+    matrix: KernelMatrix
+    numbers: list[Expr]
+    factors: list[Expr]
+    out: KernelTensor
+    index: Expr
+    ahead: list[Expr]
+
+    def fetch(self, line: Expr) -> None:
+        """Asks for cache line `line` of the rows ahead."""
+        for number in self.ahead:
+            self.matrix.fetch(number, line)
+
+
+def add_rows(rows: SomeRows) -> None:
+    """out[index] += Σ factor · row, in the order of the matrix's sums."""
+    if rows.matrix.scale is None:
+        _add_floats(rows)
+    else:
+        _add_bytes(rows)
+
+
+def _add_floats(rows: SomeRows) -> None:
+    readers = [
+        rows.matrix.row(number, factor=factor) for number, factor in zip(rows.numbers, rows.factors, strict=True)
+    ]
+
+    lines = cycle(range(rows.matrix.groups_per_line))
+
+    def add(group: Expr, lane_counts: tuple[int, ...]) -> None:
+        if next(lines) == 0:
+            rows.fetch(group // rows.matrix.groups_per_line)
+        parts = [reader.group(group) for reader in readers]
+        for i, valid in enumerate(lane_counts):
+            column = group * GROUP + i * LANES
+            value = load(rows.out, rows.index, column, valid=valid)
+            for part in parts:
+                value = bind(fma(part.raw[i], part.scale, value))
+            store(rows.out, rows.index, column, value=value, valid=valid)
+
+    each_group(rows.matrix.columns, add, unroll=rows.matrix.groups_per_line)
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """Of eight groups, a lane each: four rows' factors as bytes of int32, for each four rows; their scale; and what the
+    weights' offsets come to, int32.
+    """
+
+    words: list[Expr]
+    scales: Expr
+    offsets: Expr | None
+
+
+def _add_bytes(rows: SomeRows) -> None:
+    """Eight groups at a time, so that factors are made for eight groups at once."""
+    matrix = rows.matrix
+    for line in matrix.scale_lines:
+        rows.fetch(line)
+    # What is not a number or infinite must show: times zero it makes the scale NaN.
+    witness = bind(splat(sum(rows.factors[1:], rows.factors[0])))
+    full, rest = divmod(matrix.groups, SCALES_TOGETHER)
+    if full:
+        with loop(0, full) as index:
+            _add_eight(rows, bind(index * SCALES_TOGETHER), SCALES_TOGETHER, witness)
+    if rest:
+        _add_eight(rows, full * SCALES_TOGETHER, rest, witness)
+
+
+def _add_eight(rows: SomeRows, first: Expr, count: int, witness: Expr) -> None:
+    """Adds `count` groups, at most eight."""
+    for i in range(0, count, rows.matrix.groups_per_line):
+        rows.fetch((first + i) // rows.matrix.groups_per_line)
+    factors = _factor_bytes(rows, first, witness)
+    for i in range(0, count, BYTES // rows.matrix.group_elements):
+        _add_block(rows, first + i, i, factors)
+
+
+def _factor_bytes(rows: SomeRows, first: Expr, witness: Expr) -> _Factors:
+    matrix = rows.matrix
+    products = [
+        bind(matrix.eight_scales(number, first) * splat(factor))
+        for number, factor in zip(rows.numbers, rows.factors, strict=True)
+    ]
+    largest = tirx.abs(products[0])
+    for product in products[1:]:
+        largest = bind(maximum(largest, tirx.abs(product)))
+    inverse = bind(byte_inverse(largest))
+    rounded = [bind(tirx.Cast(f"int32x{LANES}", tirx.nearbyint(product * inverse))) for product in products]
+    words = [pack_bytes(rounded[i : i + _QUAD]) for i in range(0, len(rounded), _QUAD)]
+    scales = bind(byte_scale(largest, witness))
+    if not matrix.offset:
+        return _Factors(words, scales, None)
+    return _Factors(words, scales, bind(sum(rounded[1:], rounded[0]) * splat_int(int(matrix.offset))))
+
+
+def _add_block(rows: SomeRows, group: Expr, number: int, factors: _Factors) -> None:
+    """Adds 32 bytes of each row, which begin with group `group`: number `number` of the factors' eight."""
+    matrix = rows.matrix
+    groups = BYTES // matrix.group_elements
+    lanes = [number + i * groups // LANES for i in range(LANES)]
+    scale = bind(tirx.Shuffle([factors.scales], lanes))
+    offset = None if factors.offsets is None else bind(tirx.Shuffle([factors.offsets], lanes))
+    sums: list[Expr | None] = [offset] * len(SumOrder.of(matrix).vectors)
+    for i, word in enumerate(factors.words):
+        of_four = bind(tirx.reinterpret(f"int8x{BYTES}", bind(tirx.Shuffle([word], lanes))))
+        numbers = rows.numbers[_QUAD * i : _QUAD * (i + 1)]
+        quads = _interleave([matrix.data[n, at(group * matrix.group_elements, BYTES)] for n in numbers])
+        if matrix.format == "q4":
+            low, high = zip(*(split_nibbles(quad) for quad in quads), strict=True)
+            sums = [dot_unsigned(value, of_four, s) for value, s in zip((*low, *high), sums, strict=True)]
+        else:
+            signed = [tirx.reinterpret(f"int8x{BYTES}", quad) for quad in quads]
+            sums = [dot_signed(value, of_four, s) for value, s in zip(signed, sums, strict=True)]
+    for i, value in enumerate(sums):
+        place = (rows.index, at(group * GROUP + i * LANES))
+        rows.out[place] = fma(to_floats(value), scale, rows.out[place])
+
+
+def _interleave(rows: list[Expr]) -> list[Expr]:
+    """Of four vectors of 32 bytes: four uint32x8, whose elements are a byte of each row.
+
+    Vector i has bytes 4 · i … 4 · i + 3 of both halves.
+    """
+
+    def of_halves(a: Expr, b: Expr, bits: int, upper: int) -> Expr:
+        """Elements of a and b in turn, from the lower or upper half of each half."""
+        half = BYTES * 8 // bits // 2
+        indices = [h * half + upper * half // 2 + i // 2 + i % 2 * 2 * half for h in (0, 1) for i in range(half)]
+        return bind(tirx.Shuffle([a, b], indices))
+
+    a, b, c, d = (bind(row) for row in rows)
+    pairs = [(of_halves(a, b, 8, upper), of_halves(c, d, 8, upper)) for upper in (0, 1)]
+    words = [(bind(tirx.reinterpret("uint16x16", x)), bind(tirx.reinterpret("uint16x16", y))) for x, y in pairs]
+    quads = [of_halves(*pair, 16, upper) for pair in words for upper in (0, 1)]
+    return [bind(tirx.reinterpret(f"uint32x{LANES}", quad)) for quad in quads]

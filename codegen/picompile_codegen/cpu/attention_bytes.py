@@ -1,0 +1,198 @@
+"""Scores and mixtures over a block of a q8 cache, in integers.
+
+Queries, and the weights of the softmax times the scales of values, become 16-bit integers: of a query with one scale,
+of the weights of a block with one for each query. Against float32 arithmetic on the same cache that is off by 2^-16 of
+the largest query element and weight; it takes half as long, and conversion to float32 would not keep up with memory.
+"""
+
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from picompile_codegen.build import isa
+from picompile_codegen.cpu.attention_work import Block, PositionSpan, Queries, Work, lanes_below, query_lanes
+from picompile_codegen.cpu.cache import BYTES, CachedHead
+from picompile_codegen.cpu.integers import LARGEST_WORD, dot_pairs, in_order, interleave, splat_pair, to_words, zeros
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, in_slices, local, loop, maximum, minimum, select
+from picompile_codegen.cpu.vector import LANES, at, blocks, eight_totals, fma, highest, load, splat, store, to_floats
+from picompile_passes.dialect.formats import GROUP
+
+
+@dataclass(frozen=True)
+class ByteQueries:
+    """Queries as integers: `words` int16 [padded count, head_dim padded to 32], `scales` [tiles, LANES] in the lanes of
+    a vector of scores."""
+
+    words: KernelTensor
+    scales: KernelTensor
+
+    @classmethod
+    def of(cls, queries: Queries, head_dim: int) -> "ByteQueries":
+        """Rounds `queries.q`."""
+        width = -(-head_dim // GROUP) * GROUP
+        words = local(queries.padded, width, dtype="int16")
+        largest, scales = local(queries.padded), local(queries.tiles, LANES)
+        with loop(0, queries.padded) as i:
+            largest[i] = _largest(queries.q, i, head_dim)
+            inverse = bind(splat(_inverse(largest[i])))
+            for c in range(head_dim // LANES * LANES, width, LANES):
+                words[i, at(c)] = tirx.Broadcast(tirx.IntImm("int16", 0), LANES)
+
+            def keep(c: Expr, _: int) -> None:
+                words[i, at(c)] = to_words(tirx.nearbyint(load(queries.q, i, c) * inverse))
+
+            blocks(head_dim, keep)
+
+        def one_tile(tile: Expr) -> None:
+            of_tile = [bind(largest[tile * queries.tile + i]) for i in range(queries.tile)]
+            scales[tile, at(0)] = query_lanes(of_tile) * splat(1.0 / LARGEST_WORD)
+
+        queries.each_tile(one_tile)
+        return cls(words, scales)
+
+
+def _largest(q: KernelTensor, i: Expr, head_dim: int) -> Expr:
+    """The largest magnitude of a query, whose padding is 0."""
+    found = local(LANES)
+    found[at(0)] = splat(0.0)
+
+    def look(c: Expr, _: int) -> None:
+        found[at(0)] = maximum(found[at(0)], tirx.abs(load(q, i, c)))
+
+    blocks(head_dim, look)
+    return highest(found[at(0)])
+
+
+def _inverse(largest: Expr) -> Expr:
+    """What makes `largest` the largest word; 0 if all are 0."""
+    word, zero = tirx.FloatImm("float32", LARGEST_WORD), tirx.FloatImm("float32", 0.0)
+    # A number so small that its inverse is none counts for nothing.
+    return bind(select(largest > tirx.FloatImm("float32", 1e-30), word / largest, zero))
+
+
+@dataclass(frozen=True)
+class BlockScales:
+    """Scales of the rows of a block as float32: [groups, positions]."""
+
+    keys: KernelTensor
+    values: KernelTensor
+
+    @classmethod
+    def of(cls, span: PositionSpan) -> "BlockScales":
+        """Memory for them."""
+        return cls(local(span.keys.groups, span.block), local(span.values.groups, span.block))
+
+    def read(self, block: Block) -> None:
+        """Reads them, eight positions at a time, and none past the block."""
+        _read_scales(block.span.keys, block, self.keys)
+        _read_scales(block.span.values, block, self.values)
+        block.prefetch_following_scales()
+
+
+def _read_scales(head: CachedHead, block: Block, scales: KernelTensor) -> None:
+    with loop(0, block.count // LANES) as index:
+        for group, value in enumerate(head.scales_of_eight(block.begin + index * LANES)):
+            scales[group, at(index * LANES)] = value
+    with loop(block.count // LANES * LANES, block.count) as index, loop(0, head.groups) as group:
+        scales[group, index] = head.scale(block.begin + index, group)
+
+
+def products(work: Work, indices: list[Expr], queries: ByteQueries, scales: BlockScales) -> Expr:
+    """A vector of q · k, for the keys `indices` of the block."""
+    keys, tile = work.block.span.keys, work.queries.tile
+    sums = local(LANES, LANES)
+    for lane in range(LANES):
+        sums[lane, at(0)] = splat(0.0)
+
+    def add_group(group: Expr, size: int) -> None:
+        starts = range(0, size, BYTES)
+        vectors = [
+            [bind(queries.words[work.row(i), at(group * GROUP + start, BYTES)]) for start in starts]
+            for i in range(tile)
+        ]
+        for k, index in enumerate(indices):
+            parts = [
+                bind(keys.bytes(work.block.begin + index, group * GROUP + start, size - start)) for start in starts
+            ]
+            scale = bind(splat(scales.keys[group, index]))
+            for i, vector in enumerate(vectors):
+                sums_of_pairs = [dot_pairs(part, words) for part, words in zip(parts, vector, strict=True)]
+                lane = k * tile + i
+                both = to_floats(sum(sums_of_pairs[1:], sums_of_pairs[0]))
+                sums[lane, at(0)] = fma(both, scale, sums[lane, at(0)])
+
+    full, rest = divmod(keys.cache.dim, GROUP)
+    if full:
+        with loop(0, full) as group:
+            add_group(group, GROUP)
+    if rest:
+        add_group(full, rest)
+    return eight_totals([sums[lane, at(0)] for lane in range(LANES)]) * queries.scales[work.tile, at(0)]
+
+
+def mix(work: Work, rescale: list[Expr], scales: BlockScales) -> None:
+    """outputs[i] = outputs[i] · rescale[i] + Σ weight[i, j] · v_j over a block, two values and 16 columns at a time."""
+    queries, block = work.queries, work.block
+    values = block.span.values
+    words, factors = _weights(work, scales)
+    together = isa.current().registers // 2 // queries.tile * LANES
+
+    def mix_columns(first: Expr, columns: int, is_first: bool) -> None:
+        starts = range(0, columns, BYTES)
+        places = [(i, start, 2 * (i * len(starts) + n)) for i in range(queries.tile) for n, start in enumerate(starts)]
+        sums = local(2 * len(places), LANES, dtype="int32")
+        for place in range(2 * len(places)):
+            sums[place, at(0)] = zeros()
+        with loop(0, (block.count + 1) // 2) as pair:
+            a = bind(pair * 2)
+            b = bind(minimum(a + 1, block.count - 1))
+            if is_first:
+                block.prefetch_following([a, a + 1])
+            read = {
+                start: interleave(
+                    *(bind(values.bytes(block.begin + index, first + start, columns - start)) for index in (a, b))
+                )
+                for start in starts
+            }
+            for i, start, place in places:
+                weights = splat_pair(words, i, (first + start) // GROUP, a)
+                for half in range(2):
+                    sums[place + half, at(0)] = sums[place + half, at(0)] + dot_pairs(read[start][half], weights)
+        for i, start, place in places:
+            halves = in_order(*(bind(to_floats(sums[place + half, at(0)])) for half in range(2)))
+            for half, mixed in enumerate(halves):
+                if start + half * LANES < columns:
+                    column = first + start + half * LANES
+                    before = load(queries.outputs, work.row(i), column) * rescale[i]
+                    store(queries.outputs, work.row(i), column, value=fma(mixed, factors[i], before))
+
+    in_slices(values.cache.dim, together, mix_columns)
+
+
+def _weights(work: Work, scales: BlockScales) -> tuple[KernelTensor, list[Expr]]:
+    """Weights times scales as int16 [queries, groups, positions], zero past the block, and what they are to be
+    multiplied by."""
+    queries, block, groups = work.queries, work.block, work.block.span.values.groups
+    floats = local(queries.tile, groups, block.span.block)
+    words = local(queries.tile, groups, block.span.block, dtype="int16")
+    largest = local(queries.tile, LANES)
+    for i in range(queries.tile):
+        largest[i, at(0)] = splat(0.0)
+    with loop(0, (block.count + (LANES - 1)) // LANES) as index:
+        start = bind(index * LANES)
+        exists = lanes_below(block.count - start)
+        read = [bind(work.scores[at((start * queries.tile) + n * LANES)]) for n in range(queries.tile)]
+        for i in range(queries.tile):
+            of_query = bind(tirx.Shuffle(read, [lane * queries.tile + i for lane in range(LANES)]))
+            for group in range(groups):
+                weight = bind(select(exists, of_query * scales.values[group, at(start)], splat(0.0)))
+                floats[i, group, at(start)] = weight
+                largest[i, at(0)] = maximum(largest[i, at(0)], weight)
+    found = [highest(largest[i, at(0)]) for i in range(queries.tile)]
+    inverses = [bind(splat(_inverse(value))) for value in found]
+    with loop(0, (block.count + (LANES - 1)) // LANES) as index:
+        for i in range(queries.tile):
+            for group in range(groups):
+                near = tirx.nearbyint(floats[i, group, at(index * LANES)] * inverses[i])
+                words[i, group, at(index * LANES)] = to_words(near)
+    return words, [bind(splat(value * tirx.FloatImm("float32", 1.0 / LARGEST_WORD))) for value in found]

@@ -1,0 +1,185 @@
+"""Attention of a chunk of a prompt: products of matrices.
+
+A task takes queries of one head of keys: those of consecutive tokens, and of all the heads that share it. It goes
+through the keys a block at a time, with a running maximum, sum and output for each query (arXiv 1805.02867). A block of
+keys is turned into float32 once for all queries of the task, and so that it lies column by column: the scores of eight
+keys are then one vector, and no lanes need to be added up. Weights times values have the same form.
+"""
+
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from picompile_codegen.build import isa
+from picompile_codegen.cpu.attention_work import LOWEST, lanes_below
+from picompile_codegen.cpu.cache import CachedHead
+from picompile_codegen.cpu.math import exp_of_negative
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, select
+from picompile_codegen.cpu.vector import LANES, at, blocks, fma, highest, load, splat, store, transpose
+
+_MOST_QUERIES = 64
+_KEYS = 48
+# Tiles of 4 queries by 3 vectors keep 12 sums, 3 vectors and a factor in AVX2's 16 registers.
+_TILE_QUERIES = 4
+
+
+def queries_of_task(rows: int, group: int) -> int:
+    """How many queries a task takes of a chunk of `rows` tokens: a multiple of a tile."""
+    return min(_MOST_QUERIES, -(-rows * group // _TILE_QUERIES) * _TILE_QUERIES)
+
+
+@dataclass(frozen=True)
+class ChunkQueries:
+    """`count` queries, in the order of their positions, and what is kept of each from block to block.
+
+    `q` float32 [queries, head_dim] is scaled. Query i sees the positions `firsts`[i] … `lasts`[i]. `maxima` of scores
+    and, of the last block, `rescale` [queries]; `sums` [queries, LANES], whose lanes are yet to be added up; `outputs`
+    [queries, padded value_dim], yet to be divided by the sums.
+    """
+
+    count: Expr
+    most: int
+    q: KernelTensor
+    firsts: KernelTensor
+    lasts: KernelTensor
+    maxima: KernelTensor
+    rescale: KernelTensor
+    sums: KernelTensor
+    outputs: KernelTensor
+
+    @classmethod
+    def of(cls, count: Expr, most: int, head_dim: int, value_dim: int) -> "ChunkQueries":
+        """Memory for at most `most` queries; q, firsts and lasts of `count` are yet to be filled."""
+        firsts, lasts = local(most, dtype="int32"), local(most, dtype="int32")
+        q, outputs = local(most, head_dim), local(most, _padded(value_dim))
+        queries = cls(count, most, q, firsts, lasts, local(most), local(most), local(most, LANES), outputs)
+        with loop(0, most) as i:
+            queries.maxima[i] = tirx.FloatImm("float32", LOWEST)
+            queries.rescale[i] = tirx.FloatImm("float32", 0.0)
+            queries.sums[i, at(0)] = splat(0.0)
+            blocks(value_dim, lambda c, _: store(outputs, i, c, value=splat(0.0)))
+        # Queries that fill up a tile: nobody looks at what becomes of them.
+        with loop(count, most) as i, loop(0, head_dim) as c:
+            q[i, c] = tirx.FloatImm("float32", 0.0)
+        return queries
+
+    @property
+    def tiles(self) -> Expr:
+        """Tiles that hold all queries that count."""
+        return bind((self.count + (_TILE_QUERIES - 1)) // _TILE_QUERIES)
+
+
+def _padded(width: int) -> int:
+    return -(-width // LANES) * LANES
+
+
+def attend_queries(queries: ChunkQueries, keys: CachedHead, values: CachedHead, group: int) -> None:
+    """softmax(q · kᵀ) · v for the queries of a task, `group` of a token, but for the division by the sums."""
+    head_dim, width = keys.cache.dim, _padded(values.cache.dim)
+    key_columns, value_rows = local(head_dim, _KEYS), local(_KEYS, width)
+    scores = local(queries.most, _KEYS)
+    stop = bind(queries.lasts[queries.count - 1] + 1)
+    with loop(queries.firsts[0] // _KEYS, (stop + (_KEYS - 1)) // _KEYS) as index:
+        begin = bind(index * _KEYS)
+        count = bind(minimum(_KEYS, stop - begin))
+        _read_keys(keys, begin, count, key_columns)
+        _read_values(values, begin, count, value_rows)
+        # Queries of tokens before this block see nothing of it.
+        blind = bind(maximum((begin - queries.lasts[0] - 1) * group + 1, 0) // _TILE_QUERIES)
+        tiles = (blind, queries.tiles)
+        _multiply(_Product(queries.q, key_columns, scores, None), tiles, head_dim, _KEYS)
+        with loop(blind * _TILE_QUERIES, queries.count) as i:
+            _soften(queries, scores, i, begin)
+        _multiply(_Product(scores, value_rows, queries.outputs, queries.rescale), tiles, count, width)
+
+
+def _read_keys(keys: CachedHead, begin: Expr, count: Expr, columns: KernelTensor) -> None:
+    """columns [head_dim, keys]. Past the last key it is repeated, up to a whole vector; its scores are not used."""
+    with loop(0, (count + (LANES - 1)) // LANES) as index:
+        positions = [bind(begin + minimum(index * LANES + i, count - 1)) for i in range(LANES)]
+
+        def turn(c: Expr, valid: int) -> None:
+            rows = transpose([keys.value(position, c, valid) for position in positions])
+            for i, row in enumerate(rows[:valid]):
+                store(columns, c + i, index * LANES, value=row)
+
+        blocks(keys.cache.dim, turn)
+
+
+def _read_values(values: CachedHead, begin: Expr, count: Expr, rows: KernelTensor) -> None:
+    with loop(0, count) as index:
+        blocks(
+            values.cache.dim,
+            lambda c, valid: store(rows, index, c, value=values.value(begin + index, c, valid)),
+        )
+
+
+@dataclass(frozen=True)
+class _Product:
+    """out = a · b, or out · factors + a · b, row by row: a [rows, depth], b [depth, width], out [rows, width]."""
+
+    a: KernelTensor
+    b: KernelTensor
+    out: KernelTensor
+    factors: KernelTensor | None
+
+
+def _multiply(product: _Product, tiles: tuple[Expr, Expr], depth: Expr, width: int) -> None:
+    """Four rows by a few vectors at a time, for the fours of rows from the first of `tiles` up to the second."""
+    vectors = 3 if isa.current().registers < 32 else 6
+
+    def columns(first: Expr, size: int) -> None:
+        with loop(*tiles) as tile:
+            rows = [bind(tile * _TILE_QUERIES + i) for i in range(_TILE_QUERIES)]
+            places = [
+                (i, c, i * (size // LANES) + c // LANES) for i in range(_TILE_QUERIES) for c in range(0, size, LANES)
+            ]
+            sums = local(len(places), LANES)
+            for i, c, place in places:
+                if product.factors is None:
+                    sums[place, at(0)] = splat(0.0)
+                else:
+                    sums[place, at(0)] = load(product.out, rows[i], first + c) * splat(product.factors[rows[i]])
+            with loop(0, depth) as k:
+                read = {c: bind(load(product.b, k, first + c)) for c in range(0, size, LANES)}
+                factors = [bind(splat(product.a[row, k])) for row in rows]
+                for i, c, place in places:
+                    sums[place, at(0)] = fma(factors[i], read[c], sums[place, at(0)])
+            for i, c, place in places:
+                store(product.out, rows[i], first + c, value=sums[place, at(0)])
+
+    full, rest = divmod(width, vectors * LANES)
+    if full:
+        with loop(0, full) as index:
+            columns(index * vectors * LANES, vectors * LANES)
+    if rest:
+        columns(full * vectors * LANES, rest)
+
+
+def _soften(queries: ChunkQueries, scores: KernelTensor, i: Expr, begin: Expr) -> None:
+    """Turns a query's scores into weights relative to the new maximum; `rescale` is for all before."""
+    largest = local(LANES)
+    largest[at(0)] = splat(LOWEST)
+    with loop(0, _KEYS // LANES) as index:
+        c = index * LANES
+        # Of eight positions from begin + c on, those below both bounds, less those below the first.
+        seen = lanes_below(queries.lasts[i] + 1 - begin - c)
+        early = lanes_below(queries.firsts[i] - begin - c)
+        score = select(seen, load(scores, i, c), splat(LOWEST))
+        score = bind(select(early, splat(LOWEST), score))
+        store(scores, i, c, value=score)
+        largest[at(0)] = maximum(largest[at(0)], score)
+    before = bind(queries.maxima[i])
+    now = bind(maximum(before, highest(largest[at(0)])))
+    rescale = bind(exp_of_negative(splat(before - now)))
+    queries.maxima[i] = now
+    queries.rescale[i] = tirx.Shuffle([rescale], [0])
+    sums = local(LANES)
+    sums[at(0)] = queries.sums[i, at(0)] * rescale
+    with loop(0, _KEYS // LANES) as index:
+        score = bind(load(scores, i, index * LANES))
+        # Not merely a small number: a query that has seen nothing yet has LOWEST for its maximum.
+        weight = bind(select(score > splat(LOWEST), exp_of_negative(score - splat(now)), splat(0.0)))
+        store(scores, i, index * LANES, value=weight)
+        sums[at(0)] = sums[at(0)] + weight
+    queries.sums[i, at(0)] = sums[at(0)]

@@ -1,0 +1,285 @@
+"""What the parts of attention at one position share: queries, positions to go through, and a block of these."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from picompile_codegen.cpu.cache import Cache, CachedHead
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, select, when
+from picompile_codegen.cpu.token_ops import Angles
+from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, store
+
+# A block of keys is about this long, so that a block of values, on its way meanwhile, is in a near cache as well.
+_BLOCK_BYTES = 8 * 1024
+_MOST_KEYS = 128
+# Blocks of a head that are asked for into the second-level cache: with 128 positions that doubles the speed. What is
+# best for later ones was not settled: runs of 4096 positions contradicted each other.
+_BLOCKS_FROM_AFAR = 4
+# Stands for minus infinity, of which differences would not be numbers.
+LOWEST = -1e30
+
+
+@dataclass(frozen=True)
+class PositionSpan:
+    """The positions `first` … `stop` - 1 of a head; rows from `next_first` on of the head with number `next_head` are
+    read afterwards."""
+
+    keys: CachedHead
+    values: CachedHead
+    first: Expr
+    stop: Expr
+    next_head: Expr
+    next_first: Expr
+
+    @property
+    def block(self) -> int:
+        """Keys of a block: a multiple of eight."""
+        return max(LANES, min(_MOST_KEYS, _BLOCK_BYTES // self.keys.row_bytes // LANES * LANES))
+
+
+@dataclass(frozen=True)
+class Queries:
+    """`count` query heads and what is kept of each from block to block.
+
+    `q` float32 [padded count, padded head_dim] is scaled; `outputs` [padded count, padded value_dim] are yet to be
+    divided by the sums. `maxima` and `sums` [tiles, LANES] have the lanes of a vector of scores: lanes of one query
+    have the same maximum, and sums that are yet to be added up.
+    """
+
+    count: int
+    tile: int
+    width: int
+    q: KernelTensor
+    maxima: KernelTensor
+    sums: KernelTensor
+    outputs: KernelTensor
+
+    @classmethod
+    def of(cls, count: int, head_dim: int, value_dim: int) -> "Queries":
+        """Memory for `count` queries, of which `q` is yet to be filled."""
+        tile = min(4, 1 << (count - 1).bit_length())
+        tiles = -(-count // tile)
+        width = -(-value_dim // LANES) * LANES
+        q, outputs = local(tiles * tile, -(-head_dim // LANES) * LANES), local(tiles * tile, width)
+        queries = cls(count, tile, width, q, local(tiles, LANES), local(tiles, LANES), outputs)
+        queries.each_tile(queries._clear)
+        return queries
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles there are; the last may have queries that do not count."""
+        return -(-self.count // self.tile)
+
+    @property
+    def padded(self) -> int:
+        """Queries of all tiles."""
+        return self.tiles * self.tile
+
+    @property
+    def keys_a_vector(self) -> int:
+        """Keys whose scores share a vector."""
+        return LANES // self.tile
+
+    def each_tile(self, body: Callable[[Expr], None]) -> None:
+        """`body(tile)` for each tile: no loop where there is one."""
+        if self.tiles == 1:
+            body(0)
+            return
+        with loop(0, self.tiles) as tile:
+            body(tile)
+
+    def _clear(self, tile: Expr) -> None:
+        self.maxima[tile, at(0)] = splat(LOWEST)
+        self.sums[tile, at(0)] = splat(0.0)
+        with loop(0, self.tile) as i:
+            blocks(self.width, lambda c, _: store(self.outputs, tile * self.tile + i, c, value=splat(0.0)))
+
+
+@dataclass(frozen=True)
+class Block:
+    """`count` positions of a span, from `begin` on."""
+
+    span: PositionSpan
+    begin: Expr
+    count: Expr
+
+    def prefetch_values(self, indices: list[Expr]) -> None:
+        """Asks for values of this block."""
+        self._prefetch(self.span.values, self.begin, indices)
+
+    def prefetch_following(self, indices: list[Expr]) -> None:
+        """Asks for keys of what follows: the next block, or the next span."""
+        head, position = self._following()
+        self._prefetch(CachedHead(self.span.keys.cache, self.span.keys.slot, head), position, indices)
+
+    def _prefetch(self, head: CachedHead, begin: Expr, indices: list[Expr]) -> None:
+        from_afar = begin < self.span.first + _BLOCKS_FROM_AFAR * self.span.block
+        for condition, into_first_level in ((from_afar, False), (tirx.Not(from_afar), True)):
+            with when(condition):
+                for index in indices:
+                    head.prefetch(begin + index, into_first_level)
+
+    def prefetch_following_scales(self) -> None:
+        """Asks for the scales of what follows."""
+        head, position = self._following()
+        for side in (self.span.keys, self.span.values):
+            CachedHead(side.cache, side.slot, head).prefetch_scales(position, self.span.block)
+
+    def _following(self) -> tuple[Expr, Expr]:
+        end = self.begin + self.span.block
+        is_last = end >= self.span.stop
+        head = select(is_last, self.span.next_head, self.span.keys.number)
+        return head, select(is_last, self.span.next_first, end)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A block of keys and a tile of queries. `scores` [keys · queries] lie key by key, and for each key query by query.
+
+    A vector holds the scores of 8, 4 or 2 keys.
+    """
+
+    block: Block
+    queries: Queries
+    tile: Expr
+    scores: KernelTensor
+
+    def row(self, i: Expr) -> Expr:
+        """Where query i of the tile is among all."""
+        return self.tile * self.queries.tile + i
+
+
+def lanes_below(limit: Expr, lanes_each: int = 1) -> Expr:
+    """True in the lanes of the first `limit` keys, of which each has so many lanes."""
+    numbers = [tirx.IntImm("int32", lane // lanes_each) for lane in range(LANES)]
+    # Not bound: TVM cannot bind a vector of truth values.
+    return tirx.Shuffle(numbers, list(range(LANES))) < tirx.Broadcast(bind(limit), LANES)
+
+
+def combine_lanes(values: Expr, queries: int, combine: Callable[[Expr, Expr], Expr]) -> Expr:
+    """The lanes of each query combined, in all of them."""
+    distance = queries
+    while distance < LANES:
+        values = bind(values)
+        values = combine(values, tirx.Shuffle([values], [lane ^ distance for lane in range(LANES)]))
+        distance *= 2
+    return bind(values)
+
+
+def query_lanes(values: list[Expr]) -> Expr:
+    """A vector with each query's value in the lanes of its scores."""
+    return bind(tirx.Shuffle([values[lane % len(values)] for lane in range(LANES)], list(range(LANES))))
+
+
+# What an attention kernel is made for and given, and how a row's queries, key and value come from that.
+
+
+# Enough heads of keys for the cores of a desktop machine. Where there are fewer, tasks share the positions as well.
+_ENOUGH_HEADS = 16
+# Positions of a task then. A multiple of this for long contexts, of which there are no more parts than _MOST_PARTS.
+_PART_POSITIONS = 512
+_MOST_PARTS = 32
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What an attention kernel is made for (see `attention`)."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    context: int
+    rows: int
+    scale: float
+    window: int
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a head of keys."""
+        return self.heads // self.kv_heads
+
+    @property
+    def part_positions(self) -> int:
+        """Positions that a task goes through at most. Not a matter of threads: results must not depend on these."""
+        if self.kv_heads >= _ENOUGH_HEADS:
+            return self.context
+        return -(-self.context // (_MOST_PARTS * _PART_POSITIONS)) * _PART_POSITIONS
+
+    @property
+    def parts(self) -> int:
+        """Parts of the context."""
+        return -(-self.context // self.part_positions)
+
+
+@dataclass(frozen=True)
+class AttentionTensors:
+    """Arguments of an attention kernel (see `attention`). `partial` are what parts come to: for each row, head and
+    part `outputs` [value_dim, padded], and in `extremes` the maximum of the scores and the sum of the weights."""
+
+    q: KernelTensor
+    keys: Cache
+    values: Cache
+    y: KernelTensor
+    new_keys: KernelTensor | None
+    new_values: KernelTensor | None
+    angles: Angles | None
+    outputs: KernelTensor | None
+    extremes: KernelTensor | None
+
+
+def first_position(shape: AttentionShape, position: Expr) -> Expr:
+    """The first position that a token at `position` sees."""
+    return bind(maximum(position - (shape.window - 1), 0)) if shape.window else 0
+
+
+def give(
+    shape: AttentionShape, tensors: AttentionTensors, row: Expr, head: Expr, value: Callable[[Expr], Expr]
+) -> None:
+    """y of a head at `row`: `value(column)` gives its vectors."""
+    start = bind(head * shape.value_dim)
+    blocks(shape.value_dim, lambda c, n: store(tensors.y, row, start + c, value=value(c), valid=n))
+
+
+def extend_cache(
+    shape: AttentionShape, tensors: AttentionTensors, row: Expr, position: Expr, keys: CachedHead, values: CachedHead
+) -> None:
+    """Writes this row's key and value."""
+    if tensors.new_keys is None or tensors.new_values is None:
+        return
+    key_start, value_start = bind(keys.number * shape.head_dim), bind(values.number * shape.value_dim)
+    source, start = tensors.new_keys, key_start
+    if tensors.angles is not None:
+        turned = local(1, shape.head_dim)
+        tensors.angles.turn(
+            source, row, start, shape.head_dim // 2, position,
+            lambda c, value, valid: store(turned, 0, c, value=value, valid=valid),
+        )  # fmt: skip
+        keys.write(position, lambda c, valid: load(turned, 0, c, valid=valid))
+    else:
+        keys.write(position, lambda c, valid: load(source, row, start + c, valid=valid))
+    new_values = tensors.new_values
+    values.write(position, lambda c, valid: load(new_values, row, value_start + c, valid=valid))
+
+
+def ready_queries(
+    shape: AttentionShape, tensors: AttentionTensors, row: Expr, position: Expr, kv_head: Expr
+) -> Queries:
+    """The query heads that share `kv_head`, scaled and, where that is asked for, turned."""
+    queries = Queries.of(shape.group, shape.head_dim, shape.value_dim)
+    scale = splat(shape.scale)
+    with loop(0, queries.padded) as i:
+        # Queries past the last fill up a tile, and nobody looks at what becomes of them.
+        for c in range(shape.head_dim // LANES * LANES, shape.head_dim, LANES):
+            store(queries.q, i, c, value=splat(0.0))
+        start = bind((kv_head * shape.group + minimum(i, shape.group - 1)) * shape.head_dim)
+
+        def keep(c: Expr, value: Expr, valid: int) -> None:
+            store(queries.q, i, c, value=value * scale, valid=valid)
+
+        if tensors.angles is not None:
+            tensors.angles.turn(tensors.q, row, start, shape.head_dim // 2, position, keep)
+        else:
+            blocks(shape.head_dim, lambda c, valid: keep(c, load(tensors.q, row, start + c, valid=valid), valid))
+    return queries

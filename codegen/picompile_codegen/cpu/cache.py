@@ -1,0 +1,187 @@
+"""The KV cache: how keys and values of all sequences are stored, read and written.
+
+float16 and float32 are stored as they are. In q8 each 32 consecutive elements of a row share a float16 scale, as
+weights do (`dialect/formats.py`): an element is off by at most half of it, 1/254 of the largest of the 32, and 4e-6
+more where that is so small that float16 holds its scale with few bits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from picompile_codegen.cpu.kernel import Kernel, KernelFunction
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, parallel, prefetch, select
+from picompile_codegen.cpu.token_ops import Mode, mode_name, step_rows
+from picompile_codegen.cpu.vector import LANES, at, blocks, highest, load, splat, store
+from picompile_passes.dialect.formats import GROUP
+
+Q8 = "q8"
+# Bytes of a row that are taken at once.
+BYTES = 16
+_LARGEST_BYTE = 127.0
+_F16_MAX = 65504.0
+_LINE_BYTES = 64
+_ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1}
+
+# A vector of a row: `source(start, valid)` gives lanes from `start` on, of which the first `valid` count.
+Source = Callable[[Expr, int], Expr]
+
+
+def scale_groups(dim: int) -> int:
+    """Scales of a row of `dim` elements in q8."""
+    return -(-dim // GROUP)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys or values of a layer: `data` kv_dtype [sequences, kv_heads, context, dim]; in q8 int8, and `scales` float16
+    [sequences, kv_heads, context, groups of 32]."""
+
+    data: KernelTensor
+    scales: KernelTensor | None
+    dim: int
+
+    def head(self, slot: Expr, head: Expr) -> "CachedHead":
+        """The rows of one head of one sequence."""
+        return CachedHead(self, slot, head)
+
+
+@dataclass(frozen=True)
+class CachedHead:
+    """The rows of one head of the sequence in `slot`, a row for each position."""
+
+    cache: Cache
+    slot: Expr
+    number: Expr
+
+    @property
+    def groups(self) -> int:
+        """Scales of a row; 0 where a row has none."""
+        return 0 if self.cache.scales is None else scale_groups(self.cache.dim)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row without its scales."""
+        return self.cache.dim * _ELEMENT_BYTES[self.cache.data.dtype]
+
+    def raw(self, position: Expr, start: Expr, valid: int = LANES) -> Expr:
+        """A vector of float32 from a row, to be multiplied by the row's scale where there is one."""
+        return load(self.cache.data, self.slot, self.number, position, start, valid=valid)
+
+    def scale(self, position: Expr, group: Expr) -> Expr:
+        """The scale of 32 elements of a row, float32."""
+        assert self.cache.scales is not None
+        return tirx.Cast("float32", self.cache.scales[self.slot, self.number, position, group])
+
+    def scales_of_eight(self, position: Expr) -> list[Expr]:
+        """The scales of eight rows from `position` on, all of which must exist: for each group a float32x8."""
+        assert self.cache.scales is not None
+        groups = self.groups
+        read = [bind(load(self.cache.scales, self.slot, self.number, position, i * LANES)) for i in range(groups)]
+        return [tirx.Shuffle(read, [row * groups + group for row in range(LANES)]) for group in range(groups)]
+
+    def bytes(self, position: Expr, start: Expr, valid: int) -> Expr:
+        """Sixteen bytes of a row in q8 as int16x16, of which the first `valid` are read and the others 0."""
+        data, row = self.cache.data, (self.slot, self.number, position)
+        if valid >= BYTES:
+            return tirx.Cast(f"int16x{BYTES}", data[(*row, at(start, BYTES))])
+        zero = tirx.IntImm("int16", 0)
+        lanes = [tirx.Cast("int16", data[(*row, start + i)]) if i < valid else zero for i in range(BYTES)]
+        return tirx.Shuffle(lanes, list(range(BYTES)))
+
+    def value(self, position: Expr, start: Expr, valid: int = LANES) -> Expr:
+        """A vector of float32 from a row, which does not cross a multiple of 32."""
+        raw = self.raw(position, start, valid)
+        return raw if self.cache.scales is None else raw * splat(self.scale(position, start // GROUP))
+
+    def prefetch_scales(self, position: Expr, rows: int) -> None:
+        """Asks for the scales of `rows` rows from `position` on, where there are any."""
+        if self.cache.scales is not None:
+            for start in range(0, rows * self.groups, _LINE_BYTES // 2):
+                prefetch(self.cache.scales, self.slot, self.number, position, start)
+
+    def prefetch(self, position: Expr, into_first_level: bool) -> None:
+        """Asks for the memory of a row, which need not exist."""
+        for start in range(0, self.cache.dim, _LINE_BYTES // _ELEMENT_BYTES[self.cache.data.dtype]):
+            place = (self.slot, self.number, position, start)
+            prefetch(self.cache.data, *place, into_first_level=into_first_level)
+
+    def write(self, position: Expr, source: Source) -> None:
+        """Writes a row."""
+        if self.cache.scales is None:
+
+            def copy(c: Expr, valid: int) -> None:
+                store(self.cache.data, self.slot, self.number, position, c, value=source(c, valid), valid=valid)
+
+            blocks(self.cache.dim, copy)
+            return
+        full, rest = divmod(self.cache.dim, GROUP)
+        if full:
+            with loop(0, full) as group:
+                self._write_group(position, group, source, GROUP)
+        if rest:
+            self._write_group(position, full, source, rest)
+
+    def _write_group(self, position: Expr, group: Expr, source: Source, size: int) -> None:
+        """The scale of 32 elements (or fewer, at the end of a row) and the nearest multiples of it."""
+        assert self.cache.scales is not None
+        starts = [(bind(group * GROUP + i), min(LANES, size - i)) for i in range(0, size, LANES)]
+        values = [bind(source(start, valid)) for start, valid in starts]
+        largest = splat(0.0)
+        for value in values:
+            largest = maximum(largest, tirx.abs(value))
+        scale = bind(minimum(highest(largest) / _float(_LARGEST_BYTE), _float(_F16_MAX)))
+        self.cache.scales[self.slot, self.number, position, group] = tirx.Cast("float16", scale)
+        kept = bind(self.scale(position, group))
+        inverse = bind(splat(select(kept > _float(0.0), _float(1.0) / kept, _float(0.0))))
+        for (start, valid), value in zip(starts, values, strict=True):
+            near = tirx.nearbyint(value * inverse)
+            near = maximum(minimum(near, splat(_LARGEST_BYTE)), splat(-_LARGEST_BYTE))
+            integers = bind(tirx.Cast(f"int32x{LANES}", near))
+            data, row = self.cache.data, (self.slot, self.number, position)
+            if valid == LANES:
+                data[(*row, at(start))] = tirx.Cast(f"int8x{LANES}", integers)
+            else:
+                for i in range(valid):
+                    data[(*row, start + i)] = tirx.Cast("int8", tirx.Shuffle([integers], [i]))
+
+
+def _float(value: float) -> Expr:
+    return tirx.FloatImm("float32", value)
+
+
+def cache_argument(
+    function: KernelFunction, name: str, kv_dtype: str, sequences: int, kv_heads: int, context: int, dim: int
+) -> Cache:
+    """Declares a cache: argument `name`, and with q8 `name`_scales."""
+    rows = (sequences, kv_heads, context)
+    if kv_dtype != Q8:
+        return Cache(function.argument(name, kv_dtype, *rows, dim, access="cache"), None, dim)
+    data = function.argument(name, "int8", *rows, dim, access="cache")
+    scales = function.argument(f"{name}_scales", "float16", *rows, scale_groups(dim), access="cache")
+    return Cache(data, scales, dim)
+
+
+def cache_write(
+    *, kv_heads: int, head_dim: int, context: int, rows: int, kv_dtype: str, mode: Mode, sequences: int
+) -> Kernel:
+    """cache[slot, h, position] = x[t, h] for each row t; positions and slots: see `step_rows`.
+
+    x float32 [rows, kv_heads · d], cache as in `Cache`.
+    """
+    shape = (f"{kv_heads}x{head_dim}", mode_name(mode, rows), f"c{context}", f"s{sequences}")
+    function = KernelFunction("cache_write", kv_dtype, *shape)
+    with function:
+        x = function.floats("x", rows, kv_heads * head_dim)
+        cache = cache_argument(function, "cache", kv_dtype, sequences, kv_heads, context, head_dim)
+        tokens = step_rows(function, mode, rows, context, sequences)
+        with parallel(tokens.count, when_worth=rows > 1) as t:
+            position, slot = bind(tokens.position(t)), tokens.slot(t)
+            with loop(0, kv_heads) as head:
+
+                def source(c: Expr, valid: int) -> Expr:
+                    return load(x, t, head * head_dim + c, valid=valid)
+
+                cache.head(slot, head).write(position, source)
+    return function.kernel()

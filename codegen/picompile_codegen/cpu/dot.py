@@ -1,0 +1,138 @@
+"""Products of rows of a packed matrix with one vector: what decoding is made of.
+
+A matrix is read once, front to back; all else stays in the first-level cache. So these are bound by memory, as long as
+a group of weights costs no more cycles than its bytes take to arrive. In f16 a group takes four conversions and four
+multiply-adds. In q8 and q4, where the vector is bytes too, 32 bytes of weights take some eight instructions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+from tvm import tirx
+
+from picompile_codegen.cpu.integers import BYTES, dot_pair, dot_signed, split_nibbles
+from picompile_codegen.cpu.matrix import KernelMatrix, each_group
+from picompile_codegen.cpu.quantized import SCALES_TOGETHER, QuantizedVector, quantize_vector
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop
+from picompile_codegen.cpu.vector import LANES, at, fma, lane, load, splat, to_floats, total
+from picompile_passes.dialect.formats import GROUP
+
+# A multiply-add takes four cycles and two can start in each; four chains are enough while memory is what is waited for.
+_CHAINS = 4
+
+
+@dataclass(frozen=True)
+class Vector:
+    """The vector that rows are multiplied with: row `row` of x, and its bytes, where the matrix has bytes as well."""
+
+    x: KernelTensor
+    row: Expr
+    quantized: QuantizedVector | None
+
+
+def prepare_vector(x: KernelTensor, matrix: KernelMatrix, row: Expr = 0) -> Vector:
+    """Readies a row of x float32 [rows, columns] for products with rows of `matrix`, or of any like it."""
+    return Vector(x, row, None if matrix.scale is None else quantize_vector(x, row, matrix))
+
+
+def dot(matrix: KernelMatrix, number: Expr, vector: Vector, ahead: Sequence[Expr] = ()) -> Expr:
+    """The product of row `number` of `matrix` with `vector`: a scalar. Rows `ahead` are fetched meanwhile."""
+    sums = local(_CHAINS, LANES)
+    for chain in range(_CHAINS):
+        sums[chain, at(0)] = splat(0.0)
+    if vector.quantized is None:
+        _add_floats(sums, matrix, number, vector, ahead)
+    else:
+        _add_bytes(sums, matrix, number, vector.quantized, ahead)
+    a, b, c, d = (sums[chain, at(0)] for chain in range(_CHAINS))
+    return total((a + b) + (c + d))
+
+
+def biased(product: Expr, bias: KernelTensor | None, row: Expr) -> Expr:
+    """`product` of row `row`, with its bias where there is one."""
+    return product if bias is None else bind(product + bias[row])
+
+
+def _add_floats(sums: KernelTensor, matrix: KernelMatrix, number: Expr, vector: Vector, ahead: Sequence[Expr]) -> None:
+    row, chains, lines = matrix.row(number), cycle(range(_CHAINS)), cycle(range(matrix.groups_per_line))
+
+    def add_group(group: Expr, lane_counts: tuple[int, ...]) -> None:
+        if next(lines) == 0:
+            for other in ahead:
+                matrix.fetch(other, group // matrix.groups_per_line)
+        for i, (raw, valid) in enumerate(zip(row.group(group).raw, lane_counts, strict=False)):
+            value = bind(load(vector.x, vector.row, group * GROUP + i * LANES, valid=valid))
+            _add(sums, next(chains), raw, value)
+
+    each_group(matrix.columns, add_group, unroll=matrix.groups_per_line)
+
+
+def _add(sums: KernelTensor, chain: int, a: Expr, b: Expr) -> None:
+    sums[chain, at(0)] = fma(a, b, sums[chain, at(0)])
+
+
+def _add_bytes(
+    sums: KernelTensor, matrix: KernelMatrix, number: Expr, vector: QuantizedVector, ahead: Sequence[Expr]
+) -> None:
+    """Eight groups at a time, so that eight scales are converted and multiplied at once."""
+    add = _add_pairs if matrix.format == "q4" else _add_groups
+
+    def add_eight(first: Expr, count: int) -> None:
+        scales = matrix.eight_scales(number, first)
+        if vector.offsets is not None:
+            _add(sums, 0, scales, vector.offsets[vector.row, at(first)])
+        scales = bind(scales * vector.scales[vector.row, at(first)])
+        for i in range(0, count, matrix.groups_per_line):
+            for other in ahead:
+                matrix.fetch(other, (first + i) // matrix.groups_per_line)
+        add(sums, matrix, number, vector, first, count, scales)
+
+    full, rest = divmod(matrix.groups, SCALES_TOGETHER)
+    if full:
+        with loop(0, full) as index:
+            add_eight(bind(index * SCALES_TOGETHER), SCALES_TOGETHER)
+    if rest:
+        add_eight(full * SCALES_TOGETHER, rest)
+    for line in matrix.scale_lines:
+        for other in ahead:
+            matrix.fetch(other, line)
+
+
+def _add_groups(
+    sums: KernelTensor,
+    matrix: KernelMatrix,
+    number: Expr,
+    vector: QuantizedVector,
+    first: Expr,
+    count: int,
+    scales: Expr,
+) -> None:
+    """Adds `count` groups of bytes."""
+    for i in range(count):
+        group = first + i
+        values = bind(vector.bytes[vector.row, at(group * GROUP, GROUP)])
+        products = dot_signed(bind(matrix.data[number, at(group * GROUP, GROUP)]), values)
+        _add(sums, i % _CHAINS, to_floats(products), lane(scales, i))
+
+
+def _add_pairs(
+    sums: KernelTensor,
+    matrix: KernelMatrix,
+    number: Expr,
+    vector: QuantizedVector,
+    first: Expr,
+    count: int,
+    scales: Expr,
+) -> None:
+    """Adds `count` groups of halves of bytes, two at a time: one of each pair in each half of a vector.
+
+    Where the second does not exist, the row's scales are in its place, and zeros in that of the activations.
+    """
+    for i in range(0, count, 2):
+        start = (first + i) * GROUP
+        raw = bind(matrix.data[number, at((first + i) * matrix.group_elements, BYTES)])
+        low, high = split_nibbles(bind(tirx.reinterpret(f"uint32x{LANES}", raw)))
+        values = [bind(vector.bytes[vector.row, at(start + half, BYTES)]) for half in (0, BYTES)]
+        both = bind(tirx.Shuffle([scales], [i + lane // (LANES // 2) for lane in range(LANES)]))
+        _add(sums, i // 2 % _CHAINS, to_floats(dot_pair(low, high, values)), both)

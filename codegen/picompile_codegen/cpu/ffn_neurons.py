@@ -1,0 +1,207 @@
+"""What the kernels of feed-forward blocks share: shapes, arguments, and where each matrix of a neuron is."""
+
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from picompile_codegen.cpu.dot import Vector, biased, dot
+from picompile_codegen.cpu.kernel import KernelFunction
+from picompile_codegen.cpu.math import activate
+from picompile_codegen.cpu.matrix import KernelMatrix
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, parallel, worth_a_region
+from picompile_codegen.cpu.vector import at
+from picompile_passes.dialect.activations import parse_activation
+
+
+@dataclass(frozen=True)
+class FfnShape:
+    """The parameters of a block. See `ffn.ffn`."""
+
+    kind: str
+    neurons: int
+    dim: int
+    rows: int
+    gated: bool
+    activation: str
+    up_activation: str
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether one matrix, kept apart from the bundle, decides which neurons are computed."""
+        return self.kind == "exact"
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a mask, made by another kernel, says which neurons are computed."""
+        return self.kind == "masked"
+
+    @property
+    def threshold(self) -> float:
+        """A neuron is silent unless its deciding product is above this."""
+        return parse_activation(self.activation).threshold
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the activation silences neurons, whatever predicted them."""
+        return parse_activation(self.activation).sparse
+
+    @property
+    def up_is_sparse(self) -> bool:
+        """Whether up, too, silences neurons: dReLU."""
+        return self.gated and parse_activation(self.up_activation).sparse
+
+    @property
+    def bundle_parts(self) -> int:
+        """Rows of a neuron in the bundle."""
+        return 2 + self.gated - self.is_exact
+
+
+@dataclass(frozen=True)
+class FfnArguments:
+    """The tensors of a block, in the order in which they are passed; scratch and y follow."""
+
+    shape: FfnShape
+    x: KernelTensor
+    mask: KernelTensor | None
+    table: KernelTensor | None
+    decide: KernelMatrix | None
+    bundle: KernelMatrix
+    gate_bias: KernelTensor | None
+    up_bias: KernelTensor | None
+    down_bias: KernelTensor | None
+    stats: KernelTensor
+
+    @property
+    def first_bias(self) -> KernelTensor | None:
+        """The bias of the matrix that decides: gate, or up where there is no gate."""
+        return self.gate_bias if self.shape.gated else self.up_bias
+
+    def first_row(self, neuron: Expr) -> tuple[KernelMatrix, Expr]:
+        """Where gate is (up, where there is no gate): a matrix and a row of it."""
+        if self.decide is not None:
+            return self.decide, neuron
+        return self.bundle, neuron * self.shape.bundle_parts
+
+    def up_row(self, neuron: Expr) -> Expr:
+        """The row of up in the bundle of a gated block."""
+        return neuron * self.shape.bundle_parts + (self.shape.bundle_parts - 2)
+
+    def down_row(self, neuron: Expr) -> Expr:
+        """The row of down in the bundle."""
+        return neuron * self.shape.bundle_parts + (self.shape.bundle_parts - 1)
+
+    def bundle_rows(self, neuron: Expr) -> list[Expr]:
+        """All rows of a neuron in the bundle."""
+        return [bind(neuron * self.shape.bundle_parts + part) for part in range(self.shape.bundle_parts)]
+
+    def output(self, first: Expr, up: Expr | None) -> Expr:
+        """h of eight lanes, from the products with gate and up, biases included (`up` None where there is no gate)."""
+        value = activate(self.shape.activation, first)
+        return value if up is None else bind(value * activate(self.shape.up_activation, up))
+
+
+# Which neurons of a feed-forward block one token computes: their numbers, in order, side by side.
+
+
+# Elements of a mask that are looked at together: a word.
+_EIGHT = 8
+# Neurons that are written for every eight of a mask without asking how many it names.
+_TWO = 2
+
+
+@dataclass(frozen=True)
+class NeuronList:
+    """Row `row` of `neurons` int32 [tokens, F], the first `count` of which are numbers of neurons.
+
+    `products` float32 [F] holds the deciding product of every neuron where the list was made from those.
+    """
+
+    neurons: KernelTensor
+    row: Expr
+    count: Expr
+    products: KernelTensor | None
+
+    def number(self, position: Expr) -> Expr:
+        """The number of a neuron by its position in the list."""
+        return self.neurons[self.row, position]
+
+
+@dataclass(frozen=True)
+class ListMemory:
+    """What a list is made in. Declared before any statement of a kernel."""
+
+    neurons: KernelTensor
+    products: KernelTensor | None
+
+
+def declare_list(function: KernelFunction, arguments: FfnArguments) -> ListMemory | None:
+    """The memory that a block's kind needs for its list; None where every neuron is computed."""
+    shape = arguments.shape
+    if not (shape.is_exact or shape.is_masked):
+        return None
+    products = function.scratch("products", "float32", shape.neurons) if shape.is_exact else None
+    return ListMemory(function.scratch("fired", "int32", shape.rows, shape.neurons), products)
+
+
+def make_list(arguments: FfnArguments, vector: Vector, memory: ListMemory) -> NeuronList:
+    """The neurons that the mask names or, in `exact`, whose deciding product is above the threshold."""
+    if memory.products is not None:
+        _decide(arguments, vector, memory.products)
+    return list_neurons(arguments, memory, 0)
+
+
+def list_neurons(arguments: FfnArguments, memory: ListMemory, token: Expr) -> NeuronList:
+    """The same, once the products are known, for any of several tokens with a mask each."""
+    count = local(1, dtype="int32")
+    count[0] = 0
+    neurons, start = arguments.shape.neurons, 0
+    if memory.products is None and arguments.table is None and arguments.mask is not None:
+        start = neurons // _EIGHT * _EIGHT
+        _list_by_eights(arguments.mask, memory.neurons, token, start // _EIGHT, count)
+    with loop(start, neurons) as neuron:
+        # Written whether it is computed or not, and then kept or overwritten: a branch could not be predicted.
+        memory.neurons[token, count[0]] = neuron
+        count[0] = count[0] + tirx.Cast("int32", _is_computed(arguments, memory.products, token, neuron))
+    return NeuronList(memory.neurons, token, bind(count[0]), memory.products)
+
+
+def _list_by_eights(mask: KernelTensor, neurons: KernelTensor, token: Expr, eights: int, count: KernelTensor) -> None:
+    """The neurons of a mask whose first eights are to be gone through.
+
+    Two are written for every eight, whether there are any or not; that there are more is rare.
+    """
+    rest = local(1, dtype="uint64")
+    with loop(0, eights) as eight:
+        eight_bytes = bind(mask[token, at(eight * _EIGHT, _EIGHT)])
+        rest[0] = tirx.reinterpret("uint64", eight_bytes)
+        named = bind(tirx.Cast("int32", tirx.popcount(rest[0])))
+        first = bind(count[0])
+        for i in range(_TWO):
+            neurons[token, first + i] = eight * _EIGHT + _take_lowest(rest)
+        with loop(0, maximum(named - _TWO, 0)) as i:
+            neurons[token, first + _TWO + i] = eight * _EIGHT + _take_lowest(rest)
+        count[0] = first + named
+
+
+def _take_lowest(rest: KernelTensor) -> Expr:
+    """The number of the lowest byte that is not 0 (some number where all are), which becomes 0."""
+    word, one = bind(rest[0]), tirx.IntImm("uint64", 1)
+    # Ones below the lowest bit that is set: eight for each byte.
+    below = bind(tirx.popcount((word - one) & ~word))
+    rest[0] = word & (word - one)
+    return bind(tirx.Cast("int32", below >> tirx.IntImm("uint64", 3)))
+
+
+def _decide(arguments: FfnArguments, vector: Vector, products: KernelTensor) -> None:
+    """products[j] = x · decide[j] + bias[j] for all neurons."""
+    is_worth = worth_a_region(arguments.bundle.bytes)
+    with parallel(arguments.shape.neurons, when_worth=is_worth) as neuron:
+        matrix, row = arguments.first_row(neuron)
+        products[neuron] = biased(dot(matrix, row, vector, [row + matrix.rows_ahead]), arguments.first_bias, neuron)
+
+
+def _is_computed(arguments: FfnArguments, products: KernelTensor | None, token: Expr, neuron: Expr) -> Expr:
+    if products is not None:
+        return products[neuron] > tirx.FloatImm("float32", arguments.shape.threshold)
+    column = neuron if arguments.table is None else arguments.table[neuron]
+    return arguments.mask[token, column]  # type: ignore[index]

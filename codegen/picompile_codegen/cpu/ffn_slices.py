@@ -1,0 +1,227 @@
+"""What the slices of a feed-forward block make, for one token or several, and how it becomes y."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from picompile_codegen.cpu.add_rows import SomeRows, SumOrder, add_rows, rows_together
+from picompile_codegen.cpu.dot import Vector, biased, dot
+from picompile_codegen.cpu.ffn_neurons import FfnArguments, NeuronList
+from picompile_codegen.cpu.kernel import KernelFunction
+from picompile_codegen.cpu.matrix import CACHE_LINE_BYTES
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, minimum, parallel, when, worth_a_region
+from picompile_codegen.cpu.vector import LANES, at, blocks, splat, store
+
+# Columns of y that a task adds up, a multiple of every `SumOrder.columns`.
+_TASK_COLUMNS = 128
+
+
+@dataclass(frozen=True)
+class Slices:
+    """y of some neurons each, float32 [slices, sums] in `order`, and how many of their h are not zero, int32 [slices].
+
+    Slices `per_token` · t … belong to token t.
+    """
+
+    y: KernelTensor
+    nonzero: KernelTensor
+    order: SumOrder
+    per_token: int
+
+    @classmethod
+    def declare(cls, function: KernelFunction, arguments: FfnArguments, per_token: int) -> "Slices":
+        """Memory for `per_token` slices of every token."""
+        order, count = SumOrder.of(arguments.bundle), arguments.shape.rows * per_token
+        # A cache line more: the same columns of all slices would else compete for the same few places of a cache.
+        width = order.width(arguments.shape.dim) + CACHE_LINE_BYTES // 4
+        y = function.scratch("slices", "float32", count, width)
+        return cls(y, function.scratch("nonzero", "int32", count), order, per_token)
+
+    def add_up(self, y: KernelTensor, bias: KernelTensor | None, dim: int, tokens: Expr) -> None:
+        """y [rows, dim] of each token: its slices, in order, and the bias."""
+        full, rest = divmod(dim, _TASK_COLUMNS)
+        tasks = full + (rest > 0)
+
+        def add_vector(token: Expr, first: Expr, runs: list[tuple[Expr, int, int]]) -> None:
+            value = local(LANES)
+            value[at(0)] = splat(0.0)
+            with loop(0, self.per_token) as index:
+                value[at(0)] = value[at(0)] + self.y[token * self.per_token + index, at(first)]
+            summed = bind(value[at(0)])
+            for column, lane, count in runs:
+                _store(y, token, column, summed, lane, count, bias)
+
+        def add_columns(token: Expr, start: Expr, columns: int) -> None:
+            self.order.each(
+                columns,
+                lambda position, runs: add_vector(
+                    token, start + position, [(start + column, lane, count) for column, lane, count in runs]
+                ),
+            )
+
+        with parallel(tokens * tasks, when_worth=worth_a_region(self.per_token * dim * 4)) as index:
+            token = bind(index // tasks)
+            task = bind(index - token * tasks)
+            if full:
+                with when(task < full):
+                    add_columns(token, bind(task * _TASK_COLUMNS), _TASK_COLUMNS)
+            if rest:
+                with when(task == full):
+                    add_columns(token, full * _TASK_COLUMNS, rest)
+
+    def count(self, stats: KernelTensor, computed: Expr, tokens: Expr) -> None:
+        """Adds to `stats` how many neurons were computed and how many were not zero."""
+        stats[0] = stats[0] + tirx.Cast("int64", computed)
+        with loop(0, tokens * self.per_token) as index:
+            stats[1] = stats[1] + tirx.Cast("int64", self.nonzero[index])
+
+
+def _store(
+    y: KernelTensor, token: Expr, column: Expr, sums: Expr, lane: int, count: int, bias: KernelTensor | None
+) -> None:
+    """`count` sums, from lane `lane` on, to consecutive columns."""
+    lanes = list(range(lane, lane + count))
+    if count in (LANES, LANES // 2):
+        value = tirx.Shuffle([sums], lanes)
+        y[token, at(column, count)] = value if bias is None else value + bias[at(column, count)]
+        return
+    for i, number in enumerate(lanes):
+        value = tirx.Shuffle([sums], [number])
+        y[token, column + i] = value if bias is None else value + bias[column + i]
+
+
+# A slice of the neurons of a feed-forward block, for one token: what `ffn_one` and `ffn_batch` are made of.
+#
+# The neurons are gone through a few at a time: products with gate and up, and the activation; then the rows of down of
+# those whose output is not zero, four at a time, times their outputs, added to the slice's own y (`add_rows.py`). While
+# rows are read, as many of neurons further on are fetched.
+
+
+# Neurons whose products are computed before their rows of down are added: these rows wait in the cache meanwhile.
+_NEURONS_TOGETHER = 16
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """Neurons whose rows of down are to be added: `count[0]` of them, their rows' numbers and their outputs."""
+
+    numbers: KernelTensor
+    outputs: KernelTensor
+    count: KernelTensor
+
+
+def compute_slice(
+    arguments: FfnArguments,
+    vector: Vector,
+    listed: NeuronList | None,
+    slices: Slices,
+    index: Expr,
+    number: Expr,
+) -> None:
+    """Slice `number` of one token's, of all neurons or of those that are listed: row `index` of `slices`."""
+    width, of = slices.order.width(arguments.shape.dim), slices.per_token
+    blocks(width, lambda c, valid: store(slices.y, index, c, value=splat(0.0), valid=valid))
+    slices.nonzero[index] = 0
+    places = _NEURONS_TOGETHER + rows_together(arguments.bundle)[-1]
+    waiting = _Waiting(local(places, dtype="int32"), local(places), local(1, dtype="int32"))
+    waiting.count[0] = 0
+    count = arguments.shape.neurons if listed is None else listed.count
+    start, stop = bind(count * number // of), bind(count * (number + 1) // of)
+    distance = -(-arguments.bundle.rows_ahead // arguments.shape.bundle_parts)
+    with loop(start, minimum(start + distance, stop)) as position:
+        for row in arguments.bundle_rows(_neuron(listed, position)):
+            arguments.bundle.fetch_row(row)
+    parts = bind((stop - start + (_NEURONS_TOGETHER - 1)) // _NEURONS_TOGETHER)
+    with loop(0, parts) as part:
+        first = bind(start + part * _NEURONS_TOGETHER)
+        with loop(first, minimum(first + _NEURONS_TOGETHER, stop)) as position:
+            neuron, ahead = (_neuron(listed, place) for place in (position, minimum(position + distance, count - 1)))
+            _compute(arguments, vector, listed, neuron, ahead, waiting, slices.nonzero, index)
+        with when(part == parts - 1):
+            _fill_up(waiting, rows_together(arguments.bundle)[-1])
+        following = bind(first + _NEURONS_TOGETHER)
+        _add_waiting(
+            arguments, waiting, slices.y, index, lambda i: _neuron(listed, minimum(following + i, count - 1))
+        )  # fmt: skip
+
+
+def _compute(
+    arguments: FfnArguments,
+    vector: Vector,
+    listed: NeuronList | None,
+    neuron: Expr,
+    ahead: Expr,
+    waiting: _Waiting,
+    nonzero: KernelTensor,
+    index: Expr,
+) -> None:
+    """Computes one neuron's output and puts it among those that wait, in a list unless it is zero."""
+    shape, down = arguments.shape, bind(arguments.down_row(neuron))
+    if listed is not None and listed.products is not None:
+        first = bind(listed.products[neuron])
+    else:
+        (matrix, row), (_, fetched) = arguments.first_row(neuron), arguments.first_row(ahead)
+        first = biased(dot(matrix, row, vector, [fetched]), arguments.first_bias, neuron)
+    with _unless_silent(arguments, listed, first):
+        up = None
+        if shape.gated:
+            product = dot(arguments.bundle, arguments.up_row(neuron), vector, [arguments.up_row(ahead)])
+            up = biased(product, arguments.up_bias, neuron)
+        h = _output(arguments, first, up)
+        fired = bind(tirx.Cast("int32", h != tirx.FloatImm("float32", 0.0)))
+        nonzero[index] = nonzero[index] + fired
+        place = bind(waiting.count[0])
+        waiting.numbers[place], waiting.outputs[place] = down, h
+        # Of all neurons even those whose h is zero: to leave out rows here and there would break the one stream.
+        waiting.count[0] = place + (1 if listed is None else fired)
+
+
+def _neuron(listed: NeuronList | None, position: Expr) -> Expr:
+    return bind(position if listed is None else listed.number(position))
+
+
+def _unless_silent(arguments: FfnArguments, listed: NeuronList | None, first: Expr) -> AbstractContextManager[None]:
+    """Leaves out the rest of a neuron that a mask named and that is silent all the same."""
+    if listed is None or listed.products is not None or not arguments.shape.is_sparse:
+        return nullcontext()
+    return when(first > tirx.FloatImm("float32", arguments.shape.threshold))
+
+
+def _output(arguments: FfnArguments, first: Expr, up: Expr | None) -> Expr:
+    """h of one neuron. The functions are written for vectors; LLVM sees that all lanes but one are for nothing."""
+    return bind(tirx.Shuffle([bind(arguments.output(splat(first), None if up is None else splat(up)))], [0]))
+
+
+def _fill_up(waiting: _Waiting, together: int) -> None:
+    """Makes the number of those that wait a multiple of `together`: the first stands in for the missing, times zero."""
+    count = bind(waiting.count[0])
+    for i in range(together - 1):
+        waiting.numbers[count + i], waiting.outputs[count + i] = waiting.numbers[0], tirx.FloatImm("float32", 0.0)
+    waiting.count[0] = (count + (together - 1)) // together * together
+
+
+def _add_waiting(
+    arguments: FfnArguments, waiting: _Waiting, out: KernelTensor, index: Expr, following: Callable[[Expr], Expr]
+) -> None:
+    """Adds the rows of down that wait, as many at a time as can be; a few are left, and move to the front.
+
+    Meanwhile the rows of down of the neurons `following(0)`, `following(1)`, … are fetched.
+    """
+    done, numbers_of_rows = local(1, dtype="int32"), rows_together(arguments.bundle)
+    done[0] = 0
+    for together in numbers_of_rows:
+        first = bind(done[0])
+        times = bind((waiting.count[0] - first) // together)
+        with loop(0, times) as time:
+            places = [bind(first + time * together + i) for i in range(together)]
+            numbers, outputs = ([bind(t[place]) for place in places] for t in (waiting.numbers, waiting.outputs))
+            ahead = [bind(arguments.down_row(following(place))) for place in places]
+            add_rows(SomeRows(arguments.bundle, numbers, outputs, out, index, ahead))
+        done[0] = first + times * together
+    left = bind(done[0])
+    for i in range(numbers_of_rows[-1] - 1):
+        for tensor in (waiting.numbers, waiting.outputs):
+            tensor[i] = tensor[left + i]
+    waiting.count[0] = waiting.count[0] - left

@@ -1,0 +1,151 @@
+"""Predictors that were trained: two matrices of low rank tell which neurons a token will fire."""
+
+from tvm import tirx
+
+from picompile_codegen.cpu.byte_tiles import declare_rows
+from picompile_codegen.cpu.dot import dot, prepare_vector
+from picompile_codegen.cpu.kernel import Kernel, KernelFunction
+from picompile_codegen.cpu.linear import TileProjection, project
+from picompile_codegen.cpu.matrix import KernelMatrix, matrix_argument
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, parallel, worth_a_region
+from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, splat_int
+from picompile_codegen.signs import BLOCK_COLUMNS
+
+
+def predict_low_rank(
+    *, formats: tuple[str, str], neurons: int, rank: int, dim: int, relu: bool, rows: int = 1
+) -> Kernel:
+    """mask[t, j] = 1 where fc2[j] · h[t] + bias[j] > threshold, else 0; h = fc1 · x, or relu(fc1 · x) with `relu`.
+
+    x float32 [rows, dim], fc1 packed [rank, dim], fc2 packed [neurons, rank], in `formats`, bias float32 [neurons],
+    threshold float32 [1] → mask uint8 [rows, neurons].
+    """
+    shape = f"{neurons}x{rank}x{dim}"
+    function = KernelFunction(
+        "predict", "relu" if relu else "linear", *formats, shape, f"r{rows}" if rows > 1 else ""
+    )  # fmt: skip
+    with function:
+        x = function.floats("x", rows, dim)
+        fc1 = matrix_argument(function, "fc1", formats[0], rank, dim)
+        fc2 = matrix_argument(function, "fc2", formats[1], neurons, rank)
+        bias, threshold = function.floats("bias", neurons), function.floats("threshold", 1)
+        hidden = function.scratch("hidden", "float32", rows, rank)
+        if rows == 1:
+            _predict_one(x, fc1, fc2, bias, threshold, hidden, function.argument("mask", "uint8", 1, neurons), relu)
+        else:
+            _predict_batch(function, x, fc1, fc2, bias, threshold, hidden, relu)
+    return function.kernel()
+
+
+def _predict_one(
+    x: KernelTensor,
+    fc1: KernelMatrix,
+    fc2: KernelMatrix,
+    bias: KernelTensor,
+    threshold: KernelTensor,
+    hidden: KernelTensor,
+    mask: KernelTensor,
+    relu: bool,
+) -> None:
+    inputs = prepare_vector(x, fc1)
+    with parallel(fc1.rows, when_worth=worth_a_region(fc1.bytes)) as row:
+        product = dot(fc1, row, inputs, [row + fc1.rows_ahead])
+        hidden[0, row] = maximum(product, tirx.FloatImm("float32", 0.0)) if relu else product
+    inputs = prepare_vector(hidden, fc2)
+    with parallel(fc2.rows, when_worth=worth_a_region(fc2.bytes)) as neuron:
+        product = dot(fc2, neuron, inputs, [neuron + fc2.rows_ahead])
+        mask[0, neuron] = tirx.Cast("uint8", product + bias[neuron] > threshold[0])
+
+
+def _predict_batch(
+    function: KernelFunction,
+    x: KernelTensor,
+    fc1: KernelMatrix,
+    fc2: KernelMatrix,
+    bias: KernelTensor,
+    threshold: KernelTensor,
+    hidden: KernelTensor,
+    relu: bool,
+) -> None:
+    """Two products of tiles, and a comparison for each token and neuron."""
+    rows = int(hidden.rows)
+    x_bytes = None if fc1.scale is None else declare_rows(function, "x", rows, fc1.columns)
+    hidden_bytes = None if fc2.scale is None else declare_rows(function, "hidden", rows, fc2.columns)
+    scores = function.scratch("scores", "float32", rows, fc2.rows)
+    mask = function.argument("mask", "uint8", rows, fc2.rows)
+    tokens = function.tokens(rows)
+    project(TileProjection(fc1, fc1.rows, lambda row: row, None), x, x_bytes, tokens, hidden)
+    if relu:
+        with parallel(tokens) as token, loop(0, fc1.rows) as row:
+            hidden[token, row] = maximum(hidden[token, row], tirx.FloatImm("float32", 0.0))
+    project(TileProjection(fc2, fc2.rows, lambda row: row, bias), hidden, hidden_bytes, tokens, scores)
+    with parallel(tokens) as token, loop(0, fc2.rows) as neuron:
+        mask[token, neuron] = tirx.Cast("uint8", scores[token, neuron] > threshold[0])
+
+
+# The predictor that needs no training: a neuron fires if the signs of its weights and of the input mostly agree.
+#
+# arXiv 2411.12692. A bit says that a number is below zero. Bits lie in blocks of 256 columns, 32 bytes: bit i of int32
+# word l of a block is column 8 · i + l. So eight columns of the input fall into the same bit of eight words, and a
+# vector
+# of eight words is packed without moving anything between its lanes. Bits past the last column are 0 in both.
+
+
+_WORDS = f"int32x{LANES}"
+# The same bits, as LLVM counts them with the fewest instructions.
+_COUNTS = f"int64x{LANES // 2}"
+
+
+def predict_signs(*, neurons: int, dim: int, row_bytes: int, rows: int = 1) -> Kernel:
+    """mask[t, j] = 1 where x[t] and row j of the matrix differ in sign in `most` columns or fewer, else 0.
+
+    x float32 [rows, dim], signs int32 [neurons, row_bytes / 4], most float32 [1] → mask uint8 [rows, neurons].
+    """
+    words = row_bytes // 4
+    function = KernelFunction("predict", "signs", f"{neurons}x{dim}", f"r{rows}" if rows > 1 else "")
+    with function:
+        x = function.floats("x", rows, dim)
+        signs, most = function.argument("signs", "int32", neurons, words), function.floats("most", 1)
+        packed = function.scratch("packed", "int32", words)
+        mask = function.argument("mask", "uint8", rows, neurons)
+        with loop(0, function.tokens(rows)) as token:
+            _pack(x, token, dim, packed)
+            with parallel(neurons, when_worth=worth_a_region(neurons * row_bytes)) as neuron:
+                mask[token, neuron] = tirx.Cast("uint8", _differing(signs, neuron, packed, dim) <= most[0])
+    return function.kernel()
+
+
+def _pack(x: KernelTensor, token: Expr, dim: int, packed: KernelTensor) -> None:
+    """The signs of x."""
+    full, rest = divmod(dim, BLOCK_COLUMNS)
+    if full:
+        with loop(0, full) as block:
+            _pack_block(x, token, bind(block * BLOCK_COLUMNS), BLOCK_COLUMNS, packed, block * LANES)
+    if rest:
+        _pack_block(x, token, full * BLOCK_COLUMNS, rest, packed, full * LANES)
+
+
+def _pack_block(x: KernelTensor, token: Expr, first: Expr, columns: int, packed: KernelTensor, word: Expr) -> None:
+    bits = local(LANES, dtype="int32")
+    bits[at(0)] = splat_int(0)
+
+    def add(c: Expr, valid: int) -> None:
+        below_zero = tirx.Cast(_WORDS, load(x, token, first + c, valid=valid) < splat(0.0))
+        bit = tirx.IntImm("int32", c // LANES) if isinstance(c, int) else c // LANES
+        bits[at(0)] = bits[at(0)] | (below_zero << tirx.Broadcast(bit, LANES))
+
+    blocks(columns, add)
+    packed[at(word)] = bits[at(0)]
+
+
+def _differing(signs: KernelTensor, neuron: Expr, packed: KernelTensor, dim: int) -> Expr:
+    """In how many columns the signs differ, as a float32, which is exact."""
+    counts = local(LANES // 2, dtype="int64")
+    counts[at(0, LANES // 2)] = tirx.Broadcast(tirx.IntImm("int64", 0), LANES // 2)
+    with loop(0, -(-dim // BLOCK_COLUMNS)) as block:
+        differing = signs[neuron, at(block * LANES)] ^ packed[at(block * LANES)]
+        wide = bind(tirx.reinterpret(_COUNTS, bind(differing)))
+        counts[at(0, LANES // 2)] = counts[at(0, LANES // 2)] + tirx.popcount(wide)
+    values = bind(counts[at(0, LANES // 2)])
+    total = sum((tirx.Shuffle([values], [i]) for i in range(1, LANES // 2)), tirx.Shuffle([values], [0]))
+    return tirx.Cast("float32", total)

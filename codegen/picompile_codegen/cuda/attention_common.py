@@ -1,0 +1,174 @@
+"""What attention kernels are given, how their blocks share positions, and how a row's new key and value come to be."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from picompile_codegen.cpu.attention_work import AttentionShape
+from picompile_codegen.cpu.cache import Cache
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, maximum, minimum, when
+from picompile_codegen.cpu.token_ops import Angles
+from picompile_codegen.cuda.function import ThreadIndex
+from picompile_codegen.cuda.memory import extern
+from picompile_codegen.cuda.token_ops import write_row
+from picompile_passes.dialect.formats import GROUP
+
+# Stands for minus infinity, of which differences would not be numbers.
+LOWEST = -1e30
+_LANES = 4
+
+
+@dataclass(frozen=True)
+class Parts:
+    """`count` parts of the context, each of `positions` but for the last. They do not depend on what a step brings."""
+
+    positions: int
+    count: int
+
+    @classmethod
+    def of(cls, context: int, positions: int) -> "Parts":
+        """Parts of so many positions."""
+        return cls(positions, -(-context // positions))
+
+    def span(self, part: Expr, first: Expr, stop: Expr) -> tuple[Expr, Expr]:
+        """Which of the positions `first` … `stop` - 1 are in a part: from the first number up to the second."""
+        if self.count == 1:
+            return first, stop
+        return bind(maximum(first, part * self.positions)), bind(minimum(stop, (part + 1) * self.positions))
+
+
+@dataclass(frozen=True)
+class CudaAttentionTensors:
+    """Arguments of an attention kernel (see `attention`), and what parts come to where there are several.
+
+    For each row, head and part: `outputs` [value_dim, padded], yet to be divided by the sum of the weights, and in
+    `extremes` the maximum of the scores and that sum.
+    """
+
+    q: KernelTensor
+    keys: Cache
+    values: Cache
+    y: KernelTensor
+    new_keys: KernelTensor | None
+    new_values: KernelTensor | None
+    angles: Angles | None
+    outputs: KernelTensor | None
+    extremes: KernelTensor | None
+
+    def give(
+        self, shape: AttentionShape, row: Expr, head: Expr, part: Expr, column: Expr, value: Expr, total: Expr
+    ) -> None:
+        """An element of a head's output: of this part, or where there is one part only, of the result."""
+        if self.outputs is None:
+            self.y[row, head * shape.value_dim + column] = value / total
+        else:
+            self.outputs[row, head, part, column] = value
+
+    def give_extremes(self, row: Expr, head: Expr, part: Expr, highest: Expr, total: Expr) -> None:
+        """The maximum and the sum that belong to the output of a part."""
+        if self.extremes is not None:
+            self.extremes[row, head, part, 0] = highest
+            self.extremes[row, head, part, 1] = total
+
+
+def padded_width(value_dim: int) -> int:
+    """Columns of a part's output."""
+    return -(-value_dim // _LANES) * _LANES
+
+
+def number(value: float) -> Expr:
+    """A float32 that is known when the kernel is written."""
+    return tirx.FloatImm("float32", value)
+
+
+def weight_of(is_seen: Expr, score: Expr, highest: Expr) -> Expr:
+    """exp(score - highest), which is NaN for NaN; 0 for what is not to be seen.
+
+    The choice is made in front of exp, which would otherwise be a branch for each weight.
+    """
+    return tirx.exp(tirx.Select(is_seen, score - highest, number(LOWEST)))
+
+
+def head_element(
+    x: KernelTensor, row: Expr, start: Expr, dim: int, angles: Angles | None, position: Expr
+) -> Callable[[Expr], Expr]:
+    """The elements of the head x[row, start …], `dim` wide: turned by the angles of `position`, if there are any.
+
+    Nothing is read before the element is used, so that a condition can stand in front of it.
+    """
+
+    def element(column: Expr) -> Expr:
+        if angles is None:
+            return x[row, start + column]
+        half = dim // 2
+        in_first = column < half
+        angle = bind(tirx.Select(in_first, column, column - half))
+        partner = bind(tirx.Select(in_first, column + half, column - half))
+        sign = tirx.Select(in_first, number(-1.0), number(1.0))
+        along = x[row, start + column] * angles.cos[position, angle]
+        return along + sign * (x[row, start + partner] * angles.sin[position, angle])
+
+    return element
+
+
+def extend_caches(
+    shape: AttentionShape,
+    tensors: CudaAttentionTensors,
+    row: Expr,
+    place_in_caches: tuple[Expr, Expr, Expr],
+    place: ThreadIndex,
+) -> None:
+    """Writes a row's key and value to (slot, head, position). A warp of the block has each of them."""
+    if tensors.new_keys is None or tensors.new_values is None:
+        return
+    _, head, position = place_in_caches
+    sides = (
+        (tensors.keys, tensors.new_keys, shape.head_dim, tensors.angles),
+        (tensors.values, tensors.new_values, shape.value_dim, None),
+    )
+    for warp, (cache, source, dim, angles) in enumerate(sides):
+        with when(place.warp == warp):
+            write_row(cache, place_in_caches, head_element(source, row, head * dim, dim, angles, position), place.lane)
+
+
+# Rows of caches and of queries as attention reads them: up to 16 bytes at a time, a unit, as float32.
+#
+# Rows follow one another without padding, so a unit is as wide as the alignment of all rows allows.
+
+
+_UNIT_BYTES = 16
+_ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1}
+_WORD_BYTES = 4
+
+
+def unit_size(dtype: str, width: int, most: int = _UNIT_BYTES) -> int:
+    """Elements of a unit of rows that are `width` wide, a power of two: no more than `most`, nor than 16 bytes."""
+    size = 1
+    while width % (2 * size) == 0 and 2 * size <= most and 2 * size * _ELEMENT_BYTES[dtype] <= _UNIT_BYTES:
+        size *= 2
+    return size
+
+
+def load_unit(x: KernelTensor, row: tuple[Expr, ...], start: Expr, size: int) -> tuple[Expr, ...]:
+    """Elements `start` … `start` + `size` - 1 of a row as float32. `start` is a product with `size`."""
+    if size == 1:
+        return (bind(tirx.Cast("float32", x[(*row, start)])),)
+    vector = bind(x[(*row, tirx.Ramp(start, 1, size))])
+    if x.dtype == "int8" and size >= _WORD_BYTES:
+        return _bytes(vector, size)
+    return tuple(bind(tirx.Cast("float32", tirx.Shuffle([vector], [i]))) for i in range(size))
+
+
+def unit_scale(cache: Cache, row: tuple[Expr, ...], start: Expr) -> Expr | None:
+    """What the unit that begins at `start` is to be multiplied by; None for 1. A unit is inside one group."""
+    if cache.scales is None:
+        return None
+    return bind(tirx.Cast("float32", cache.scales[(*row, start // GROUP)]))
+
+
+def _bytes(vector: Expr, size: int) -> tuple[Expr, ...]:
+    count = size // _WORD_BYTES
+    words = bind(tirx.reinterpret("uint32" if count == 1 else f"uint32x{count}", vector))
+    each = [words] if count == 1 else [bind(tirx.Shuffle([words], [i])) for i in range(count)]
+    return tuple(bind(extern("float32", "pi_byte", each[i // _WORD_BYTES], i % _WORD_BYTES)) for i in range(size))

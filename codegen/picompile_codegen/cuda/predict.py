@@ -1,0 +1,253 @@
+"""Numbering those threads of a block for which something holds: how lists are made that keep their order."""
+
+from tvm import tirx
+
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, select, when
+from picompile_codegen.cuda.dot import BlockInput, lanes_sum, unit_product
+from picompile_codegen.cuda.function import WARP, CudaFunction, CudaKernel, ThreadIndex, blocks_for
+from picompile_codegen.cuda.matrix import CudaMatrix, matrix_argument
+from picompile_codegen.cuda.memory import barrier, block_sum, registers, shared
+from picompile_codegen.signs import BLOCK_COLUMNS
+
+
+class Numbering:
+    """Numbers the threads of a block of `threads`, as often as it is asked to."""
+
+    def __init__(self, threads: int) -> None:
+        self._warps = threads // WARP
+        self._words: KernelTensor = shared(self._warps, dtype="uint32")
+
+    def number(self, flag: Expr, place: ThreadIndex) -> tuple[Expr, Expr]:
+        """How many threads before this one have a `flag`, and how many threads have one. All of the block must ask."""
+        # Not a pure call: TVM would repeat it where its value is used, and there not all lanes may come.
+        bits = bind(tirx.call_extern("uint32", "pi_ballot", tirx.Cast("int32", flag)))
+        # Whoever still reads the words of an earlier call must be done first.
+        barrier()
+        with when(place.lane == 0):
+            self._words[place.warp] = bits
+        barrier()
+        below = (tirx.const(1, "uint32") << tirx.Cast("uint32", place.lane)) - tirx.const(1, "uint32")
+        before, total = _ones(bits & below), tirx.IntImm("int32", 0)
+        for warp in range(self._warps):
+            count = bind(_ones(self._words[warp]))
+            before = before + select(place.warp > warp, count, 0)
+            total = total + count
+        # TVM would write these sums out wherever they are used, if they were not stored.
+        found = registers(2, dtype="int32")
+        found[0], found[1] = before, total
+        return bind(found[0]), bind(found[1])
+
+
+def _ones(word: Expr) -> Expr:
+    return tirx.Cast("int32", tirx.popcount(word))
+
+
+# Predictors that were trained, on a GPU: two matrices of low rank tell which neurons a token will fire.
+#
+# The first matrix has few rows, long ones: a block of threads for each. The second has many rows, short ones: a warp
+# for
+# several at once, if they are shorter than a warp can read.
+
+
+_HIDDEN_THREADS = 128
+_MASK_THREADS = 256
+# Turns of a warp whose rows are read together, so that enough reads are under way.
+_TOGETHER = 4
+_ZERO = tirx.FloatImm("float32", 0.0)
+
+
+def predict_low_rank(
+    *, formats: tuple[str, str], neurons: int, rank: int, dim: int, relu: bool, rows: int = 1
+) -> CudaKernel:
+    """mask[t, j] = 1 where fc2[j] · h[t] + bias[j] > threshold, else 0; h = fc1 · x, or relu(fc1 · x) with `relu`.
+
+    x float32 [rows, dim], fc1 packed [rank, dim], fc2 packed [neurons, rank], in `formats`, bias float32 [neurons],
+    threshold float32 [1] → mask uint8 [rows, neurons].
+    """
+    shape = f"{neurons}x{rank}x{dim}"
+    function = CudaFunction("predict", "relu" if relu else "linear", *formats, shape, f"r{rows}" if rows > 1 else "")
+    with function:
+        x = function.floats("x", rows, dim)
+        fc1 = matrix_argument(function, "fc1", formats[0], rank, dim)
+        fc2 = matrix_argument(function, "fc2", formats[1], neurons, rank)
+        bias, threshold = function.floats("bias", neurons), function.floats("threshold", 1)
+        hidden = function.scratch("hidden", "float32", rows, rank)
+        mask = function.argument("mask", "uint8", rows, neurons)
+        # Tokens are next to each other: what a block reads of a matrix, the next finds in the cache.
+        with (
+            function.launch(grid=(rows, rank), block=_HIDDEN_THREADS) as place,
+            when(place.block < function.tokens(rows)),
+        ):
+            _compute_hidden(x, fc1, hidden, relu, place)
+        lanes = _lanes(fc2)
+        with (
+            function.launch(grid=(rows, blocks_for(neurons, _rows_a_block(lanes))), block=_MASK_THREADS) as place,
+            when(place.block < function.tokens(rows)),
+        ):
+            _compute_mask(hidden, fc2, bias, threshold, mask, lanes, place)
+    return function.cuda_kernel()
+
+
+def _compute_hidden(x: KernelTensor, fc1: CudaMatrix, hidden: KernelTensor, relu: bool, place: ThreadIndex) -> None:
+    """hidden[token, row] for the token and row of this block."""
+    token, row = place.block, place.block_y
+    total = registers(1)
+    total[0] = _ZERO
+    units = blocks_for(fc1.columns, fc1.unit_weights)
+    with loop(0, blocks_for(units, _HIDDEN_THREADS)) as turn:
+        unit = bind(turn * _HIDDEN_THREADS + place.thread)
+        with when(unit < units):
+            values = _read(x, token, unit * fc1.unit_weights, fc1.unit_weights, fc1.columns)
+            total[0] = total[0] + unit_product(fc1.unit(row, unit), values)
+    product = block_sum(total[0], place.thread, _HIDDEN_THREADS)
+    with when(place.thread == 0):
+        hidden[token, row] = maximum(product, _ZERO) if relu else product
+
+
+def _read(x: KernelTensor, row: Expr, first: Expr, count: int, columns: int) -> list[Expr]:
+    """x[row, first … first + count - 1], zeros past the last column. `first` is a multiple of `count`."""
+    if columns % count:
+        places = [bind(first + i) for i in range(count)]
+        return [bind(tirx.if_then_else(place < columns, x[row, place], _ZERO)) for place in places]
+    fours = [bind(x[row, tirx.Ramp(first + i, 1, 4)]) for i in range(0, count, 4)]
+    return [bind(tirx.Shuffle([four], [lane])) for four in fours for lane in range(4)]
+
+
+def _lanes(matrix: CudaMatrix) -> int:
+    """Lanes that read a row together: a power of two."""
+    return min(1 << (blocks_for(matrix.columns, matrix.unit_weights) - 1).bit_length(), WARP)
+
+
+def _turns(lanes: int) -> int:
+    """Turns of a warp: fewer where each reads several rows."""
+    return max(_TOGETHER * lanes // WARP, 1)
+
+
+def _rows_a_block(lanes: int) -> int:
+    return _MASK_THREADS // lanes * _turns(lanes)
+
+
+def _compute_mask(
+    hidden: KernelTensor,
+    fc2: CudaMatrix,
+    bias: KernelTensor,
+    threshold: KernelTensor,
+    mask: KernelTensor,
+    lanes: int,
+    place: ThreadIndex,
+) -> None:
+    """mask[token] of the neurons of this block."""
+    token, at_once = place.block, _MASK_THREADS // lanes
+    inputs = BlockInput(hidden, token, fc2.columns, _MASK_THREADS)
+    sums = registers(_turns(lanes))
+    first = bind(place.block_y * _rows_a_block(lanes) + place.thread // lanes)
+    neurons = [bind(first + turn * at_once) for turn in range(_turns(lanes))]
+    for i in range(len(neurons)):
+        sums[i] = _ZERO
+    for start, columns in inputs.parts():
+        vector = inputs.fill(start, place)
+        units = blocks_for(columns, fc2.unit_weights)
+        with loop(0, blocks_for(units, lanes)) as turn:
+            unit = bind(turn * lanes + place.lane % lanes)
+            with when(unit < units):
+                values = vector.read(unit * fc2.unit_weights, fc2.unit_weights)
+                for i, neuron in enumerate(neurons):
+                    read = fc2.unit(bind(minimum(neuron, fc2.rows - 1)), start // fc2.unit_weights + unit)
+                    sums[i] = sums[i] + unit_product(read, values)
+    for i, neuron in enumerate(neurons):
+        product = lanes_sum(sums[i], lanes)
+        with when(tirx.And(place.lane % lanes == 0, neuron < fc2.rows)):
+            mask[token, neuron] = tirx.Cast("uint8", product + bias[neuron] > threshold[0])
+
+
+# The predictor that needs no training, on a GPU: see `kernels/predict_signs.py`, whose layout of bits this reads.
+#
+# Each block packs the signs of x by itself: to read x takes less time than a launch of its own.
+
+
+_THREADS = 256
+_WARPS = _THREADS // WARP
+# Rows that a warp reads at a time, and how often it does.
+_PREDICT_SIGNS_TOGETHER, _TURNS = 4, 2
+_ROWS_A_BLOCK = _WARPS * _PREDICT_SIGNS_TOGETHER * _TURNS
+_WORDS_A_BLOCK = BLOCK_COLUMNS // WARP
+# Words of signs that a lane reads at once: 16 bytes.
+_UNIT = 4
+
+
+def predict_signs(*, neurons: int, dim: int, row_bytes: int, rows: int = 1) -> CudaKernel:
+    """mask[t, j] = 1 where x[t] and row j of the matrix differ in sign in `most` columns or fewer, else 0.
+
+    x float32 [rows, dim], signs int32 [neurons, row_bytes / 4], most float32 [1] → mask uint8 [rows, neurons].
+    """
+    words = blocks_for(dim, BLOCK_COLUMNS) * _WORDS_A_BLOCK
+    function = CudaFunction("predict", "signs", f"{neurons}x{dim}", f"r{rows}" if rows > 1 else "")
+    with function:
+        x = function.floats("x", rows, dim)
+        signs, most = function.argument("signs", "int32", neurons, row_bytes // 4), function.floats("most", 1)
+        mask = function.argument("mask", "uint8", rows, neurons)
+        with (
+            function.launch(grid=(rows, blocks_for(neurons, _ROWS_A_BLOCK)), block=_THREADS) as place,
+            when(place.block < function.tokens(rows)),
+        ):
+            packed = shared(words, dtype="int32")
+            _pack(x, packed, words, dim, place)
+            barrier()
+            with loop(0, _TURNS) as turn:
+                first = bind(place.block_y * _ROWS_A_BLOCK + turn * (_WARPS * _PREDICT_SIGNS_TOGETHER) + place.warp)
+                _compare(
+                    signs,
+                    packed,
+                    words,
+                    [bind(first + i * _WARPS) for i in range(_PREDICT_SIGNS_TOGETHER)],
+                    most,
+                    mask,
+                    place,
+                )
+    return function.cuda_kernel()
+
+
+def _pack(x: KernelTensor, packed: KernelTensor, words: int, dim: int, place: ThreadIndex) -> None:
+    """The signs of x. Bit i of word l of a block of 256 columns is column 8 · i + l: a warp makes a word at once."""
+    with loop(0, blocks_for(words, _WARPS)) as turn:
+        word = bind(turn * _WARPS + place.warp)
+        column = bind(word // _WORDS_A_BLOCK * BLOCK_COLUMNS + place.lane * _WORDS_A_BLOCK + word % _WORDS_A_BLOCK)
+        value = bind(tirx.if_then_else(column < dim, x[place.block, column], tirx.FloatImm("float32", 0.0)))
+        below_zero = tirx.Cast("int32", value < tirx.FloatImm("float32", 0.0))
+        bits = bind(tirx.call_extern("uint32", "pi_ballot", below_zero))
+        with when(tirx.And(place.lane == 0, word < words)):
+            packed[word] = tirx.reinterpret("int32", bits)
+
+
+def _compare(
+    signs: KernelTensor,
+    packed: KernelTensor,
+    words: int,
+    neurons: list[Expr],
+    most: KernelTensor,
+    mask: KernelTensor,
+    place: ThreadIndex,
+) -> None:
+    """The mask of a few neurons, whose rows the lanes of a warp read together."""
+    counts = registers(len(neurons), dtype="int32")
+    for i in range(len(neurons)):
+        counts[i] = 0
+    with loop(0, blocks_for(words // _UNIT, WARP)) as turn:
+        unit = bind(turn * WARP + place.lane)
+        with when(unit < words // _UNIT):
+            of_x = _words(packed, tirx.Ramp(unit * _UNIT, 1, _UNIT))
+            for i, neuron in enumerate(neurons):
+                row = bind(minimum(neuron, signs.rows - 1))
+                of_row = _words(signs, row, tirx.Ramp(unit * _UNIT, 1, _UNIT))
+                for a, b in zip(of_x, of_row, strict=True):
+                    counts[i] = counts[i] + tirx.Cast("int32", tirx.popcount(tirx.Cast("uint32", a ^ b)))
+    for i, neuron in enumerate(neurons):
+        differing = tirx.Cast("float32", lanes_sum(counts[i], WARP))
+        with when(tirx.And(place.lane == 0, neuron < signs.rows)):
+            mask[place.block, neuron] = tirx.Cast("uint8", differing <= most[0])
+
+
+def _words(tensor: KernelTensor, *index: Expr) -> list[Expr]:
+    """Four words."""
+    vector = bind(tensor[index])
+    return [bind(tirx.Shuffle([vector], [i])) for i in range(_UNIT)]

@@ -1,0 +1,1 @@
+"""From the final graph to kernel calls over planned buffers."""

@@ -1,0 +1,194 @@
+"""How each kind of predictor becomes a kernel call: one function a kind, and the table of them.
+
+Masks are for decoding, of one sequence or of several. The functions that read prompts compute every neuron, since some
+token needs almost every one; `lower` gives them no predictors.
+
+A package that offers a predictor kind offers its kernel, too: an entry point of the group `picompile.predictor_kernels`
+has the kind's name and leads to a `Lowering`. That appends calls to the function, the last of which writes the buffer
+that `mask_buffer` gave it; `_low_rank` below is one. The block behind it then follows the mask.
+"""
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+
+import torch
+from torch.fx import Node
+
+from picompile_codegen import cpu as kernels
+from picompile_codegen.lowering.function import DECODING, STATS_ROW_BYTES, Bindings, Function, dimension
+from picompile_codegen.lowering.program import Arg, FfnPart, tensor_bytes
+from picompile_codegen.signs import sign_row_bytes
+from picompile_passes.errors import RegistryError, UnsupportedGraphError
+from picompile_passes.graph.nodes import arguments
+from picompile_passes.predictors import sign_limit
+
+ENTRY_POINT_GROUP = "picompile.predictor_kernels"
+
+# lowering(predict, function)
+Lowering = Callable[[Node, Function], None]
+
+# `exact` is part of the block's kernel, `none` of no kernel.
+_WITHOUT_KERNEL = ("exact", "none")
+
+
+def lower_predict(node: Node, function: Function) -> None:
+    """Appends the calls that make a mask of one token, where the block's own kernel does not decide by itself.
+
+    Raises `UnsupportedGraphError` for a kind without a kernel, `RegistryError` for a package's that does not import.
+    """
+    if makes_mask(node, function.rows):
+        kind = arguments(node)["kind"]
+        _lowering(node, kind)(node, function)
+
+
+def makes_mask(node: Node, rows: int) -> bool:
+    """Whether there is a kernel for what `node` predicts for so many tokens."""
+    kind = arguments(node)["kind"]
+    # A package's kernel is for one token: several compute every neuron.
+    return kind in _LOWERINGS or (rows == 1 and kind not in _WITHOUT_KERNEL)
+
+
+def mask_buffer(node: Node, function: Function) -> Arg:
+    """A new buffer uint8 [rows, neurons] for the mask that `node` predicts: 1 for a neuron to compute, 0 for others."""
+    return function.result(node, "uint8")
+
+
+def _lowering(node: Node, kind: str) -> Lowering:
+    if kind in _LOWERINGS:
+        return _LOWERINGS[kind]
+    points = list(entry_points(group=ENTRY_POINT_GROUP, name=kind))
+    if not points:
+        raise UnsupportedGraphError(f"{node.name}: there is no CPU kernel for predictor kind {kind!r}")
+    if len(points) > 1:
+        offers = " and ".join(point.value for point in points)
+        raise RegistryError(f"two packages offer a kernel for predictor kind {kind!r}: {offers}")
+    try:
+        lowering: Lowering = points[0].load()
+    except Exception as error:
+        raise RegistryError(f"{points[0].value}, for predictor kind {kind!r}, does not import: {error}") from error
+    return lowering
+
+
+def _low_rank(relu: bool) -> Lowering:
+    def lower(node: Node, function: Function) -> None:
+        values, weights = arguments(node), function.shared.weights
+        fc1, fc2, bias = values["weights"]
+        first, second = weights.matrix(fc1), weights.matrix(fc2)
+        kernel = function.kernel(
+            kernels.predict_low_rank,
+            formats=(first.format, second.format),
+            neurons=second.rows,
+            rank=first.rows,
+            dim=dimension(values["x"]),
+            relu=relu,
+            rows=function.rows,
+        )
+        bindings: Bindings = {
+            "x": function.value(values["x"]),
+            "fc1": first,
+            "fc2": second,
+            "bias": weights.vector(bias),
+            "threshold": _number(float(values["threshold"]), function),
+            "mask": mask_buffer(node, function),
+        }
+        read = first.bytes + second.bytes + tensor_bytes("float32", (second.rows,))
+        function.call(kernel, bindings, op="predict", layer=node.meta["layer"], weight_bytes=read)
+
+    return lower
+
+
+def _signs(node: Node, function: Function) -> None:
+    values = arguments(node)
+    (matrix,) = values["weights"]
+    neurons, dim = (int(size) for size in matrix.meta["val"].shape)
+    row_bytes = sign_row_bytes(dim)
+    kernel = function.kernel(kernels.predict_signs, neurons=neurons, dim=dim, row_bytes=row_bytes, rows=function.rows)
+    bindings: Bindings = {
+        "x": function.value(values["x"]),
+        "signs": function.shared.weights.signs(matrix),
+        # It fires where more columns agree than the limit.
+        "most": _number(dim - sign_limit(dim, values["threshold"]) - 1, function),
+        "mask": mask_buffer(node, function),
+    }
+    function.call(kernel, bindings, op="predict", layer=node.meta["layer"], weight_bytes=neurons * row_bytes)
+
+
+def _number(value: float, function: Function) -> Arg:
+    """A number that kernels read: layers differ in it, and share the kernel all the same."""
+    return function.shared.weights.computed(f"number.{value!r}", (1,), lambda _: torch.tensor([value]))
+
+
+_LOWERINGS: dict[str, Lowering] = {
+    "learned": _low_rank(relu=False),
+    "learned-relu": _low_rank(relu=True),
+    "sign": _signs,
+}
+
+
+# How a feed-forward block becomes a kernel call.
+
+
+def lower_sparse_ffn(node: Node, function: Function) -> None:
+    """`exact` stores the deciding matrix apart, since it is read in full; what is skipped lies together in a bundle.
+
+    Where the kernel of a predictor has made a mask, the block computes the neurons of that mask; elsewhere all.
+    """
+    values, weights = arguments(node), function.shared.weights
+    kind = arguments(values["mask"])["kind"]
+    layer, part = node.meta["layer"], node.meta.get("device", "all")
+    gated = values["gate"] is not None
+    parts = [values["gate"], values["up"], values["down"]] if gated else [values["up"], values["down"]]
+    # Before x, which may come with it.
+    masked = _mask(values["mask"], values["neurons"], function)
+    bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
+    decide = weights.matrix(parts.pop(0)) if kind == "exact" else None
+    bundle = weights.bundle(f"layers.{layer}.ffn.neurons" + ("" if part == "all" else f".{part}"), parts)
+    if decide is not None:
+        bindings["decide_w"] = decide
+        if decide.format != bundle.format:
+            raise UnsupportedGraphError(f"{node.name}: its matrices are {decide.format} and {bundle.format}")
+    if function.device == "device" and part == "cold":
+        function.shared.streamed |= dict.fromkeys(each.name for each in (decide, bundle) if each is not None)
+    neurons = bundle.rows // len(parts)
+    bindings |= masked | {"neuron_w": bundle, "stats": _statistics(function, layer, part, neurons, kind)}
+    kernel = function.kernel(
+        kernels.ffn,
+        kind="exact" if kind == "exact" else "masked" if masked else "dense",
+        format=bundle.format,
+        neurons=neurons,
+        dim=dimension(node),
+        rows=function.rows,
+        gated=gated,
+        activation=values["activation"],
+        up_activation=values["up_activation"],
+        gate_bias=values["gate_bias"] is not None,
+        up_bias=values["up_bias"] is not None,
+        down_bias=values["down_bias"] is not None,
+        mask_columns=dimension(values["mask"]) if "table" in masked else None,
+    )
+    bindings |= function.vectors(values, "gate_bias", "up_bias", "down_bias")
+    function.call(kernel, bindings, op="ffn", layer=layer)
+
+
+def _mask(mask: Node, neurons: Node | None, function: Function) -> Bindings:
+    """The mask that a kernel made for this block, with the columns that its rows are, where it is a part."""
+    if not function.has(mask):
+        return {}
+    bindings: Bindings = {"mask": function.value(mask)}
+    # What the device has sent to the host has the columns of its neurons only.
+    if neurons is None or (function.device == "host" and mask in function.counts):
+        return bindings
+    return bindings | {"table": function.shared.weights.numbers(neurons)}
+
+
+def _statistics(function: Function, layer: int, part: str, neurons: int, kind: str) -> Arg:
+    """Where a kernel counts its neurons. Prompts are not counted: their kernels share a row that nobody reads."""
+    if function.name not in DECODING:
+        return Arg("buffer", function.own("stats.unused"))
+    if function.name == "batch":
+        (row,) = (each.stats_row for each in function.shared.ffn if (each.layer, each.part) == (layer, part))
+    else:
+        row = len(function.shared.ffn)
+        function.shared.ffn.append(FfnPart(layer, part, neurons, kind, row))
+    name = function.own("stats.batch" if function.name == "batch" else "stats")
+    return Arg("buffer", name, shape=(2,), offset=row * STATS_ROW_BYTES)

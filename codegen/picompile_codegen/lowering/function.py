@@ -1,0 +1,279 @@
+"""Where in the arena each activation lives: buffers whose lifetimes do not overlap share memory."""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from torch.fx import Node
+
+from picompile_codegen import cpu as kernels
+from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import STEP_SHAPE
+from picompile_codegen.cpu.token_ops import Mode
+from picompile_codegen.lowering.packing import PackedMatrix, WeightTable
+from picompile_codegen.lowering.placement import ON_HOST, Placement
+from picompile_codegen.lowering.program import (
+    Arg,
+    Device,
+    FfnPart,
+    Memory,
+    ProgramCall,
+    ProgramTensor,
+    Recipe,
+    TopLogitsBuffers,
+    kernel_of,
+    tensor_bytes,
+)
+from picompile_passes.errors import UnsupportedGraphError
+
+ALIGNMENT_BYTES = 64
+
+
+def align(offset: int) -> int:
+    """The next multiple of the alignment that kernels assume."""
+    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class _Lifetime:
+    name: str
+    size: int
+    first: int
+    last: int
+
+    def overlaps(self, other: "_Lifetime") -> bool:
+        # A buffer that dies in the call where another is born must not share with it: inputs and outputs never alias.
+        return self.first <= other.last and other.first <= self.last
+
+
+def _lifetimes(calls: Sequence[ProgramCall], sizes: Mapping[str, int]) -> list[_Lifetime]:
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for index, call in enumerate(calls):
+        for arg in call.args:
+            if arg.space == "buffer" and arg.name in sizes:
+                first.setdefault(arg.name, index)
+                last[arg.name] = index
+    return [_Lifetime(name, sizes[name], first[name], last[name]) for name in first]
+
+
+def _lowest_gap(size: int, taken: Iterable[tuple[int, int]], base: int) -> int:
+    """The lowest offset ≥ base where `size` bytes fit between the taken (start, end) ranges."""
+    offset = base
+    for start, end in sorted(taken):
+        if offset + size <= start:
+            break
+        offset = max(offset, align(end))
+    return offset
+
+
+def plan_buffers(
+    calls: Sequence[ProgramCall], buffers: Mapping[str, ProgramTensor], base: int, *, reuse: bool = True
+) -> tuple[dict[str, ProgramTensor], int]:
+    """Gives every buffer of one function an offset from `base` on; returns them and the end of the arena in bytes.
+
+    Largest first into the lowest gap that is free during the buffer's whole life (greedy by size, arXiv 2001.03288).
+    Without `reuse` it is theirs for good.
+    """
+    sizes = {name: tensor_bytes(tensor.dtype, tensor.shape) for name, tensor in buffers.items()}
+    lifetimes = sorted(_lifetimes(calls, sizes), key=lambda life: (-life.size, life.first, life.name))
+    placed: list[tuple[_Lifetime, int]] = []
+    for life in lifetimes:
+        taken = [(offset, offset + other.size) for other, offset in placed if not reuse or other.overlaps(life)]
+        placed.append((life, _lowest_gap(life.size, taken, base)))
+    offsets = {life.name: offset for life, offset in placed}
+    end = max((offset + life.size for life, offset in placed), default=base)
+    planned = {name: replace(tensor, offset=offsets[name]) for name, tensor in buffers.items() if name in offsets}
+    return planned, align(end)
+
+
+# One function of a program while it is being built: its calls, its buffers, and where the value of each node is.
+
+
+STATS_ROW_BYTES = 16
+# The functions that compute the neurons of masks, and count them; the others compute every neuron.
+DECODING = ("decode", "batch")
+
+Bindings = dict[str, Arg | PackedMatrix]
+AnyKernel = Any  # a Kernel of the CPU, or a CudaKernel, which is not imported where no GPU is compiled for
+
+
+@dataclass(frozen=True)
+class LowerOptions:
+    """What the graph does not say.
+
+    `context` and `chunk` in tokens; `kv_dtype` float16, float32 or q8; `sequences` have a place in the KV cache.
+    `placement` says what runs on the hot device, whose kernels are those of `hot_device`: a second partition of the CPU
+    or a GPU; None for a program that has no such device.
+    """
+
+    context: int
+    chunk: int
+    kv_dtype: str
+    sequences: int = 1
+    hot_device: Literal["cpu", "cuda"] | None = None
+    placement: Placement = ON_HOST
+
+
+@dataclass
+class Shared:
+    """What the functions of a program have in common: kernels by their recipes, the host's and the device's."""
+
+    options: LowerOptions
+    weights: WeightTable = field(default_factory=WeightTable)
+    state: dict[str, ProgramTensor] = field(default_factory=dict)
+    ffn: list[FfnPart] = field(default_factory=list)
+    kernels: dict[Recipe, Kernel] = field(default_factory=dict)
+    device_kernels: dict[Recipe, AnyKernel] = field(default_factory=dict)
+    exchanges: int = 0
+    streamed: dict[str, None] = field(default_factory=dict)
+
+    def kernel(self, device: Device, builder: Callable[..., Kernel], parameters: Mapping[str, Hashable]) -> AnyKernel:
+        """Builds a kernel, once for the same parameters: most layers ask for the same few."""
+        sorted_parameters = tuple(sorted(parameters.items()))
+        key = (builder, sorted_parameters)
+        built = self.kernels if device == "host" else self.device_kernels
+        if key not in built:
+            built[key] = kernel_of((self._builder(device, builder), sorted_parameters))
+        return built[key]
+
+    def _builder(self, device: Device, builder: Callable[..., Kernel]) -> Callable[..., AnyKernel]:
+        if device == "host" or self.options.hot_device != "cuda":
+            return builder
+        from picompile_codegen.cuda.builders import CUDA_BUILDERS
+
+        if builder not in CUDA_BUILDERS:
+            raise UnsupportedGraphError(f"there is no GPU kernel for {builder.__name__}")
+        found: Callable[..., AnyKernel] = CUDA_BUILDERS[builder]
+        return found
+
+
+@dataclass
+class Function:
+    """`rows` is how many tokens a call can take: 1, or a chunk. `logits` names the buffer that the head writes,
+    `leading` those with the highest of them, where the head is on the hot device.
+
+    Calls are appended for `device`, the one of the node that is being lowered; `devices` has that of every node.
+    A value that the other device needs is sent there as soon as it is made; `arrivals` has what then waits for it and
+    gives its place (see `exchange.py`). `counts` has, by mask, how many neurons of it the host computes.
+    """
+
+    name: str
+    rows: int
+    shared: Shared
+    logits: str
+    devices: Mapping[Node, Device] = field(default_factory=dict)
+    device: Device = "host"
+    calls: list[ProgramCall] = field(default_factory=list)
+    buffers: dict[str, ProgramTensor] = field(default_factory=dict)
+    values: dict[tuple[Node, Device], Arg] = field(default_factory=dict)
+    arrivals: dict[Node, Callable[["Function"], Arg]] = field(default_factory=dict)
+    inputs: dict[str, Arg] = field(default_factory=dict)
+    counts: dict[Node, Arg] = field(default_factory=dict)
+    leading: TopLogitsBuffers | None = None
+
+    @property
+    def mode(self) -> Mode:
+        """Where the rows of a step are (see `kernels/step_rows.py`)."""
+        if self.name == "batch":
+            return "batch"
+        return "one" if self.rows == 1 else "chunk"
+
+    def kernel(self, builder: Callable[..., Kernel], **parameters: Hashable) -> AnyKernel:
+        """The kernel of `builder` for the current device."""
+        return self.shared.kernel(self.device, builder, parameters)
+
+    def buffer(self, hint: str, dtype: str, shape: tuple[int, ...], memory: Memory | None = None) -> Arg:
+        """A new buffer, in the memory of the current device or in `memory`, to be placed when all is complete."""
+        name = f"{self.name}.{len(self.buffers)}.{hint}"
+        self.buffers[name] = ProgramTensor(dtype, shape, memory=memory or self.device)
+        return Arg("buffer", name)
+
+    def result(self, node: Node, dtype: str = "float32") -> Arg:
+        """A new buffer [rows, dim] for the value of `node`; shared where the device needs what the host makes."""
+        is_shared = self.device == "host" and self.crosses(node)
+        buffer = self.buffer(node.name, dtype, (self.rows, dimension(node)), "shared" if is_shared else None)
+        self.values[node, self.device] = buffer
+        return buffer
+
+    def crosses(self, node: Node) -> bool:
+        """Whether the other device uses the value of `node`."""
+        return any(self.devices.get(user, self.device) != self.device for user in node.users)
+
+    def has(self, node: Node) -> bool:
+        """Whether some call has made the value of `node`."""
+        return (node, "host") in self.values or (node, "device") in self.values
+
+    def value(self, node: Node) -> Arg:
+        """The value of `node` for the current device, which waits for it where the other has made it."""
+        if (node, self.device) not in self.values:
+            self.values[node, self.device] = self.arrivals[node](self)
+        return self.values[node, self.device]
+
+    def input(self, name: str) -> Arg:
+        """What the runtime writes before each step: step, tokens, positions or slots."""
+        if self.device == "host":
+            return Arg("buffer", name)
+        self.inputs[name] = Arg("buffer", self.own(name))
+        return self.inputs[name]
+
+    def own(self, name: str) -> str:
+        """The name of the current device's own buffer of those that both devices have."""
+        return name if self.device == "host" else f"{name}.device"
+
+    def flag(self) -> Arg:
+        """A flag of this step. Functions never run at the same time, so they have the same flags."""
+        number = sum(1 for call in self.calls if call.op in ("send", "signal"))
+        self.shared.exchanges = max(self.shared.exchanges, number + 1)
+        (words,) = kernels.FLAG_SHAPE
+        return Arg("buffer", "flags", shape=kernels.FLAG_SHAPE, offset=number * words * 4)
+
+    def vectors(self, values: dict[str, Any], *names: str) -> Bindings:
+        """The vectors among the operands `names` of a node, those that are there."""
+        return {name: self.shared.weights.vector(values[name]) for name in names if values[name] is not None}
+
+    def call(
+        self,
+        kernel: AnyKernel,
+        bindings: Bindings,
+        *,
+        op: str,
+        layer: int | None = None,
+        weight_bytes: int | None = None,
+        window: int = 0,
+    ) -> None:
+        """Appends a call. Parameters are bound by name; scratch is made as the kernel asks for it.
+
+        `weight_bytes` is the size of the matrices unless it is given; `window` as in `ProgramCall`.
+        """
+        args: list[Arg] = []
+        for parameter in kernel.params:
+            name, _, part = parameter.partition(".")
+            if parameter in kernel.scratch:
+                args.append(self.buffer(parameter, *kernel.scratch[parameter]))
+                continue
+            bound = bindings[name] if name in bindings else self._place(name)
+            args.append(bound.view(part) if isinstance(bound, PackedMatrix) else bound)
+        if weight_bytes is None:
+            weight_bytes = sum(bound.bytes for bound in bindings.values() if isinstance(bound, PackedMatrix))
+        self.calls.append(ProgramCall(kernel.name, tuple(args), op, layer, weight_bytes, window, self.device))
+
+    def _place(self, name: str) -> Arg:
+        """Where rows are: one for all of them, or one for each."""
+        return self.input(name) if name == "step" else replace(self.input(name), shape=(self.rows,))
+
+    def read_inputs(self, rows: int) -> None:
+        """Prepends what brings the inputs that the device reads to its own memory; `rows` are those of the buffers."""
+        calls, self.calls = self.calls, []
+        for name, arg in self.inputs.items():
+            words = STEP_SHAPE[0] if name == "step" else rows
+            kernel = self.shared.kernel("device", kernels.copy_words, {"words": words})
+            bindings = {"step": Arg("buffer", "step"), "source": Arg("buffer", name), "y": arg}
+            args = tuple(bindings[parameter] for parameter in kernel.params)
+            self.calls.append(ProgramCall(kernel.name, args, "inputs", None, 0, device="device"))
+        self.calls += calls
+
+
+def dimension(node: Node) -> int:
+    """The last dimension of a value [T, dim]."""
+    return int(node.meta["val"].shape[-1])

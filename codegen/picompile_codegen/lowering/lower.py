@@ -1,0 +1,269 @@
+"""Lowering: the quantized graph becomes calls of kernels over planned buffers.
+
+1. Every node becomes one or two calls; weights are entered into the table of packed tensors; nothing is read yet.
+2. This happens for each of the functions that a program has:
+   `decode`        one token
+   `prefill`       a chunk of the prompt, only as far as the KV cache needs it
+   `prefill_last`  the last chunk: everything after the last attention runs for the last token alone
+   `score`         a chunk with logits for every token, for perplexity
+   `batch`         one token each of several sequences, where the KV cache holds several
+   `decode` and `batch` have masks of neurons made; the others compute every neuron, and leave out what predictors
+   alone need.
+3. The activations of each function get places in an arena, one for each memory.
+
+Where there is a hot device, calls are made for both devices, each in its order (see `placement.py`, `exchange.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+from torch.fx import GraphModule, Node
+
+from picompile_codegen import cpu as kernels
+from picompile_codegen.build.isa import Isa
+from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import STEP_SHAPE
+from picompile_codegen.lowering.attention import extend_cache
+from picompile_codegen.lowering.function import (
+    DECODING,
+    AnyKernel,
+    Bindings,
+    Function,
+    LowerOptions,
+    Shared,
+    align,
+    dimension,
+    plan_buffers,
+)
+from picompile_codegen.lowering.ops import leading_shapes, lower_node
+from picompile_codegen.lowering.packing import WeightTable
+from picompile_codegen.lowering.placement import place
+from picompile_codegen.lowering.program import (
+    Device,
+    LoweredProgram,
+    Memory,
+    ProgramTensor,
+    Recipe,
+    kernels_for,
+    tensor_bytes,
+)
+from picompile_codegen.lowering.transfer import publish
+from picompile_passes.errors import UnsupportedGraphError
+from picompile_passes.graph.nodes import arguments, constant_nodes, is_call
+from picompile_passes.graph.operands import ATTENTION, PREDICT
+
+__all__ = ["LowerOptions", "Lowered", "lower"]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program, the tensors it reads, and the kernels it calls by their recipes, the host's and the hot device's."""
+
+    program: LoweredProgram
+    built: Mapping[Recipe, Kernel]
+    device_built: Mapping[Recipe, AnyKernel]
+    weights: WeightTable
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels for the instruction set that was current when the graph was lowered."""
+        return tuple(self.built.values())
+
+    def kernels_for(self, isa: Isa) -> tuple[Kernel, ...]:
+        """The same kernels for `isa`."""
+        return kernels_for(isa, self.built)
+
+    def device_kernels_for(self, isa: Isa) -> tuple[Kernel, ...]:
+        """The kernels of a hot device that is a partition of the CPU, for `isa`."""
+        return kernels_for(isa, self.device_built)
+
+
+def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
+    """Lowers a graph of the quantized stage. Raises `UnsupportedGraphError` for a node without a kernel."""
+    constant = constant_nodes(graph_module.graph)
+    nodes = [node for node in graph_module.graph.nodes if node.op == "call_function" and node not in constant]
+    needed = _ancestors(graph_module.graph.output_node().all_input_nodes)
+    unmasked = [node for node in nodes if node in needed]
+    attentions = [position for position, node in enumerate(unmasked) if is_call(node, ATTENTION)]
+    if not attentions:
+        raise UnsupportedGraphError("the graph has no attention, so there is nothing to keep between tokens")
+    shared, last = Shared(options), attentions[-1]
+    functions = [
+        _whole("decode", 1, nodes, shared, "logits"),
+        _prefill(unmasked, last, shared),
+        _prefill_last(unmasked, last, shared),
+        _whole("score", options.chunk, unmasked, shared, "logits.score"),
+    ]
+    if options.sequences > 1:
+        functions.append(_whole("batch", options.sequences, nodes, shared, "logits.batch"))
+    for function in functions:
+        function.read_inputs(max(options.chunk, options.sequences))
+    program = LoweredProgram(options.context, options.chunk, dimension(nodes[-1]), len(attentions), options.sequences)
+    program.state, program.ffn, program.streamed = shared.state, shared.ffn, list(shared.streamed)
+    program.logits = {function.name: function.logits for function in functions if function.name != "prefill"}
+    program.leading = {function.name: function.leading for function in functions if function.leading}
+    _place(program, functions, shared)
+    return Lowered(program, shared.kernels, shared.device_kernels, shared.weights)
+
+
+def _whole(name: str, rows: int, nodes: Sequence[Node], shared: Shared, logits: str) -> Function:
+    function = Function(name, rows, shared, logits, _devices(name, nodes, shared))
+    _lower_all(nodes, function)
+    return function
+
+
+def _devices(name: str, nodes: Sequence[Node], shared: Shared) -> dict[Node, Device]:
+    if shared.options.hot_device is None:
+        return dict.fromkeys(nodes, "host")
+    return place(nodes, shared.options.placement, streams=name not in DECODING)
+
+
+def _lower_all(nodes: Sequence[Node], function: Function) -> None:
+    """Appends the calls of `nodes`, those of the host as early as they can be.
+
+    So what the host needs is sent before the device begins with what takes long, and its result is asked for after.
+    """
+    for node in _host_first(nodes, function.devices):
+        function.device = function.devices[node]
+        lower_node(node, function)
+        if function.has(node):
+            publish(node, function)
+
+
+def _host_first(nodes: Sequence[Node], devices: Mapping[Node, Device]) -> list[Node]:
+    """`nodes` in an order in which each comes after what it depends on: of those that can come next the host's first,
+    and else the one that was first.
+    """
+    inside = set(nodes)
+    waits_for = {node: sum(source in inside for source in node.all_input_nodes) for node in nodes}
+    places = {node: place for place, node in enumerate(nodes)}
+    ready = [(devices[node] != "host", places[node]) for node in nodes if not waits_for[node]]
+    heapify(ready)
+    ordered = []
+    while ready:
+        node = nodes[heappop(ready)[1]]
+        ordered.append(node)
+        for user in node.users:
+            if user in inside:
+                waits_for[user] -= 1
+                if not waits_for[user]:
+                    heappush(ready, (devices[user] != "host", places[user]))
+    return ordered
+
+
+def _prefill(nodes: Sequence[Node], last: int, shared: Shared) -> Function:
+    """All that the last layer's keys and values depend on; what that layer makes of them is nobody's input."""
+    function = Function("prefill", shared.options.chunk, shared, "logits", _devices("prefill", nodes, shared))
+    values = arguments(nodes[last])
+    needed = _ancestors([values["k"], values["v"]])
+    _lower_all([node for node in nodes[:last] if node in needed], function)
+    function.device = function.devices[nodes[last]]
+    extend_cache(nodes[last], function)
+    return function
+
+
+def _prefill_last(nodes: Sequence[Node], last: int, shared: Shared) -> Function:
+    devices = _devices("prefill_last", nodes, shared)
+    function = Function("prefill_last", shared.options.chunk, shared, "logits", devices)
+    head, tail = nodes[: last + 1], nodes[last + 1 :]
+    crossing = _crossing(head, tail)
+    _lower_all(head, function)
+    rows, function.rows = function.rows, 1
+    for node in crossing:
+        function.device = function.devices[node]
+        bindings: Bindings = {"x": function.value(node)}
+        # What the other device has is all rows.
+        function.values = {key: value for key, value in function.values.items() if key[0] is not node}
+        bindings["y"] = function.result(node)
+        function.call(function.kernel(kernels.take_last, dim=dimension(node), rows=rows), bindings, op="take_last")
+        publish(node, function)
+    _lower_all(tail, function)
+    return function
+
+
+def _crossing(head: Sequence[Node], tail: Sequence[Node]) -> list[Node]:
+    """The values that `tail` takes from `head`, each once, in order of use."""
+    inside = set(head)
+    used = dict.fromkeys(source for node in tail for source in node.all_input_nodes)
+    for source in used:
+        if source.op == "placeholder":
+            raise UnsupportedGraphError(f"the graph uses its input {source.name} after the last attention")
+    return [source for source in used if source in inside]
+
+
+def _ancestors(nodes: Sequence[Node]) -> set[Node]:
+    """`nodes` and all that they depend on where every neuron is computed: not by way of a predictor."""
+    found: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found and not is_call(node, PREDICT):
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found
+
+
+def _place(program: LoweredProgram, functions: Sequence[Function], shared: Shared) -> None:
+    """Gives every buffer its offset. Functions never run at the same time, so their activations share memory."""
+    program.buffers, bases = _reserved(program, shared)
+    ends = dict(bases)
+    for function in functions:
+        for memory, base in bases.items():
+            mine = {name: tensor for name, tensor in function.buffers.items() if tensor.memory == memory}
+            # What is shared is read by one device while the other goes on: it has a place of its own.
+            planned, end = plan_buffers(function.calls, mine, base, reuse=memory != "shared")
+            program.buffers.update(planned)
+            ends[memory] = max(ends[memory], end)
+        program.functions[function.name] = function.calls
+    program.arena_bytes = ends["host"]
+    program.device_arena_bytes, program.shared_arena_bytes = ends.get("device", 0), ends.get("shared", 0)
+
+
+def _reserved(program: LoweredProgram, shared: Shared) -> tuple[dict[str, ProgramTensor], dict[Memory, int]]:
+    """Buffers with a place of their own: inputs, statistics and outputs; and where each memory is free from then on."""
+    rows, parts = max(program.chunk, program.sequences), max(1, len(program.ffn))
+    inputs: dict[str, tuple[int, ...]] = {"step": STEP_SHAPE, "tokens": (rows,), "positions": (rows,), "slots": (rows,)}
+    counts: dict[str, tuple[int, ...]] = {"stats": (parts, 2), "stats.unused": (2,)}
+    if program.sequences > 1:
+        counts["stats.batch"] = (parts, 2)
+    hybrid = bool(shared.device_kernels)  # nothing may be left for the device
+    place_of = _Offsets()
+    for name, shape in inputs.items():
+        place_of.add(name, "int32", shape, "shared" if hybrid else "host")
+    for name, shape in counts.items():
+        place_of.add(name, "int64", shape, "host")
+    _reserve_logits(program, "device" if shared.options.placement.head and hybrid else "host", place_of)
+    if hybrid:
+        for name, shape in inputs.items():
+            place_of.add(f"{name}.device", "int32", shape, "device")
+        for name, shape in counts.items():
+            place_of.add(f"{name}.device", "int64", shape, "device")
+        place_of.add("flags", "int32", (max(1, shared.exchanges), *kernels.FLAG_SHAPE), "shared")
+        place_of.add("abandoned", "int32", kernels.FLAG_SHAPE, "shared")
+    return place_of.buffers, place_of.ends
+
+
+def _reserve_logits(program: LoweredProgram, memory: Memory, place_of: "_Offsets") -> None:
+    """Reserve logits in `memory`, where the head makes them, and shared memory for the highest of them."""
+    rows = {"logits": 1, "logits.score": program.chunk}
+    if program.sequences > 1:
+        rows["logits.batch"] = program.sequences
+    kept = {program.logits[function] for function in program.leading}
+    for name, count in rows.items():
+        place_of.add(name, "float32", (count, program.vocab), memory)
+        for leading, dtype, shape in leading_shapes(name, count, program.vocab) if name in kept else ():
+            place_of.add(leading, dtype, shape, "shared")
+
+
+class _Offsets:
+    """Buffers one behind the other, in each memory."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, ProgramTensor] = {}
+        self.ends: dict[Memory, int] = {"host": 0}
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], memory: Memory) -> None:
+        offset = self.ends.get(memory, 0)
+        self.buffers[name] = ProgramTensor(dtype, shape, offset, memory)
+        self.ends[memory] = align(offset + tensor_bytes(dtype, shape))

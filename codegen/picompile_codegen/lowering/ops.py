@@ -1,0 +1,136 @@
+"""What is behind the output head where it runs on the hot device: how the host gets to know of the logits.
+
+They stay on the device, and the runtime copies them when the step is over: a chunk's logits are megabytes, which the
+copy engine of a GPU moves at the speed of the bus. Where the next token may be asked for, the highest of them go to the
+host within the step, which reads the others only if it needs them.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import Node
+
+from picompile_codegen import cpu as kernels
+from picompile_codegen.cpu.top_logits import MOST_LEADING
+from picompile_codegen.lowering.attention import lower_attention, lower_rotary
+from picompile_codegen.lowering.ffn import lower_predict, lower_sparse_ffn
+from picompile_codegen.lowering.function import Bindings, Function, dimension
+from picompile_codegen.lowering.program import Arg, TopLogitsBuffers
+from picompile_passes.errors import UnsupportedGraphError
+from picompile_passes.graph import operands as op
+from picompile_passes.graph.nodes import arguments
+
+# The functions behind which a token is chosen.
+CHOOSING = ("decode", "prefill_last", "batch")
+
+
+def hand_over(node: Node, logits: Arg, function: Function) -> None:
+    """Append what lets the host choose from `logits`, which the head `node` has made on the hot device."""
+    if function.name not in CHOOSING:
+        return
+    function.leading = leading_buffers(function.logits)
+    # The end of the step, which the host waits for, is all the order that these need.
+    scores, ids = (Arg("buffer", name) for name in (function.leading.scores, function.leading.ids))
+    kernel = function.kernel(kernels.leading_logits, vocab=dimension(node), rows=function.rows)
+    function.call(kernel, {"logits": logits, "scores": scores, "ids": ids}, op="leading")
+
+
+def leading_buffers(logits: str) -> TopLogitsBuffers:
+    """The names for the highest of the logits in the buffer `logits`."""
+    name = logits.replace("logits", "leading", 1)
+    return TopLogitsBuffers(f"{name}.scores", f"{name}.ids")
+
+
+def leading_shapes(logits: str, rows: int, vocab: int) -> list[tuple[str, str, tuple[int, int]]]:
+    """Name, dtype and shape of each of these, for `rows` rows of logits."""
+    names, shape = leading_buffers(logits), (rows, min(MOST_LEADING, vocab))
+    return [(names.scores, "float32", shape), (names.ids, "int32", shape)]
+
+
+# How each operator of the dialect becomes kernel calls: one function an operator, and the table of them.
+
+
+def _embedding(node: Node, function: Function) -> None:
+    values = arguments(node)
+    matrix = function.shared.weights.matrix(values["weight"])
+    kernel = function.kernel(
+        kernels.embedding,
+        format=matrix.format,
+        vocab=matrix.rows,
+        dim=dimension(node),
+        rows=function.rows,
+        offset=values["offset"],
+    )
+    ids = replace(function.input(values["ids"].name), shape=(function.rows,))
+    bindings: Bindings = {"ids": ids, "w": matrix, "y": function.result(node)}
+    # A lookup reads one row a token, not the table.
+    function.call(kernel, bindings, op="embedding", weight_bytes=matrix.row_bytes * function.rows)
+
+
+def _linear(node: Node, function: Function) -> None:
+    values = arguments(node)
+    matrix = function.shared.weights.matrix(values["weight"])
+    kernel = function.kernel(
+        kernels.linear,
+        format=matrix.format,
+        n=dimension(node),
+        k=dimension(values["x"]),
+        rows=function.rows,
+        bias=values["bias"] is not None,
+    )
+    is_head = any(user.op == "output" for user in node.users)
+    y = Arg("buffer", function.logits) if is_head else function.result(node)
+    bindings: Bindings = {"x": function.value(values["x"]), "w": matrix, "y": y}
+    function.call(kernel, bindings | function.vectors(values, "bias"), op="head" if is_head else "linear")
+    if is_head and function.device == "device":
+        hand_over(node, y, function)
+
+
+def _rms_norm(node: Node, function: Function) -> None:
+    values = arguments(node)
+    kernel = function.kernel(kernels.rms_norm, dim=dimension(node), rows=function.rows, eps=values["eps"])
+    bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
+    function.call(kernel, bindings | function.vectors(values, "weight"), op="norm")
+
+
+def _layer_norm(node: Node, function: Function) -> None:
+    values = arguments(node)
+    kernel = function.kernel(
+        kernels.layer_norm,
+        dim=dimension(node),
+        rows=function.rows,
+        eps=values["eps"],
+        weight=values["weight"] is not None,
+        bias=values["bias"] is not None,
+    )
+    bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
+    function.call(kernel, bindings | function.vectors(values, "weight", "bias"), op="norm")
+
+
+def _add(node: Node, function: Function) -> None:
+    values = arguments(node)
+    kernel = function.kernel(kernels.add, dim=dimension(node), rows=function.rows)
+    a, b = function.value(values["self"]), function.value(values["other"])
+    function.call(kernel, {"a": a, "b": b, "y": function.result(node)}, op="add")
+
+
+_LOWERINGS: dict[Any, Callable[[Node, Function], None]] = {
+    op.EMBEDDING: _embedding,
+    op.LINEAR: _linear,
+    op.RMS_NORM: _rms_norm,
+    op.LAYER_NORM: _layer_norm,
+    op.ROTARY: lower_rotary,
+    op.ATTENTION: lower_attention,
+    op.PREDICT: lower_predict,
+    op.SPARSE_FFN: lower_sparse_ffn,
+    op.ADD: _add,
+}
+
+
+def lower_node(node: Node, function: Function) -> None:
+    """Appends the calls of one node. Raises `UnsupportedGraphError` for an operator without a kernel."""
+    lowering = _LOWERINGS.get(node.target)
+    if lowering is None:
+        raise UnsupportedGraphError(f"{node.name}: there is no kernel for {node.target}")
+    lowering(node, function)

@@ -1,0 +1,158 @@
+"""Packed weights: which constants of the graph become which tensors of `weights.safetensors`.
+
+Nothing is read while the table is built; `PackedTensor.produce` evaluates one tensor when its turn to be written comes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from picompile_codegen.lowering.program import Arg
+from picompile_codegen.signs import pack_signs, sign_row_bytes
+from picompile_passes.dialect import FORMATS
+from picompile_passes.errors import UnsupportedGraphError
+from picompile_passes.graph.nodes import arguments
+
+# evaluate(node) → the value of one constant subgraph
+Evaluate = Callable[[Node], Tensor]
+
+VECTOR_MULTIPLE = 16  # 16 float32 are 64 bytes: a tensor's size stays a multiple of the alignment
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """One tensor of the weight file: uint8 [rows, row_bytes] or float32 [length]."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    produce: Callable[[Evaluate], Tensor]
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A packed matrix as kernels see it: `rows` rows of `row_bytes` bytes in format `format`."""
+
+    name: str
+    format: str
+    rows: int
+    row_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole matrix."""
+        return self.rows * self.row_bytes
+
+    def view(self, part: str) -> Arg:
+        """The argument for kernel parameter `w.data` or `w.scale`: typed views of the same memory."""
+        halves = (self.rows, self.row_bytes // 2)
+        if part == "scale" or self.format == "f16":
+            return Arg("weight", self.name, "float16", halves)
+        return Arg("weight", self.name, "int8" if self.format == "q8" else "uint8", (self.rows, self.row_bytes))
+
+
+def _parameter_name(node: Node) -> str:
+    """Names the tensor a constant subgraph is made of, with the table that selects its rows if there is one."""
+    if node.op == "get_attr":
+        return str(node.target)
+    name = _parameter_name(node.all_input_nodes[0])
+    if node.target is torch.ops.aten.index_select.default:
+        table = node.args[2]
+        return f"{name}[{table.target}]" if isinstance(table, Node) else name
+    return name
+
+
+def _quantized(operand: Node) -> tuple[Node, str, int]:
+    """(quantize node, format, columns) of a matrix operand, which the quantized stage guarantees to be dequantized."""
+    values = arguments(operand)
+    return values["packed"], values["format"], values["columns"]
+
+
+@dataclass
+class WeightTable:
+    """All packed tensors of a program, each once, however many calls use it."""
+
+    tensors: dict[str, PackedTensor] = field(default_factory=dict)
+
+    def _add(self, tensor: PackedTensor) -> None:
+        self.tensors.setdefault(tensor.name, tensor)
+
+    def matrix(self, operand: Node) -> PackedMatrix:
+        """A matrix on its own."""
+        return self.bundle(_parameter_name(_quantized(operand)[0]), [operand])
+
+    def bundle(self, name: str, operands: list[Node]) -> PackedMatrix:
+        """Matrices of equal shape whose rows interleave: row j · len(operands) + i is row j of operand i.
+
+        Raises `UnsupportedGraphError` where they differ in format.
+        """
+        quantized = [_quantized(operand) for operand in operands]
+        _, format_name, columns = quantized[0]
+        formats = sorted({form for _, form, _ in quantized})
+        if len(formats) > 1:
+            raise UnsupportedGraphError(f"{name}: matrices that are read together are {' and '.join(formats)}")
+        row_bytes = FORMATS[format_name].row_bytes(columns)
+        rows = int(operands[0].meta["val"].shape[0]) * len(operands)
+        nodes = [node for node, _, _ in quantized]
+
+        def produce(evaluate: Evaluate) -> Tensor:
+            if len(nodes) == 1:
+                return evaluate(nodes[0])
+            packed = torch.empty(rows // len(nodes), len(nodes), row_bytes, dtype=torch.uint8)
+            for part, node in enumerate(nodes):
+                packed[:, part] = evaluate(node)
+            return packed.view(rows, row_bytes)
+
+        self._add(PackedTensor(name, "uint8", (rows, row_bytes), produce))
+        return PackedMatrix(name, format_name, rows, row_bytes)
+
+    def signs(self, operand: Node) -> Arg:
+        """A bit for each weight of a matrix: whether it is below zero, once rounded (see `signs.py`)."""
+        packed, format_name, columns = _quantized(operand)
+        name = f"{_parameter_name(packed)}.signs"
+        rows, row_bytes = int(operand.meta["val"].shape[0]), sign_row_bytes(columns)
+
+        def produce(evaluate: Evaluate) -> Tensor:
+            return pack_signs(evaluate(packed), format_name, columns)
+
+        self._add(PackedTensor(name, "uint8", (rows, row_bytes), produce))
+        return Arg("weight", name, "int32", (rows, row_bytes // 4))
+
+    def numbers(self, node: Node) -> Arg:
+        """A table of integers, stored as the bytes of int32 and zero-padded to the alignment."""
+        return self.integers(_parameter_name(node), int(node.meta["val"].shape[0]), lambda evaluate: evaluate(node))
+
+    def integers(self, name: str, count: int, produce: Callable[[Evaluate], Tensor]) -> Arg:
+        """Any table of `count` integers, stored in the same way."""
+        stored = -(-count // VECTOR_MULTIPLE) * VECTOR_MULTIPLE
+
+        def padded(evaluate: Evaluate) -> Tensor:
+            values = torch.zeros(stored, dtype=torch.int32)
+            values[:count] = produce(evaluate)
+            return values.view(torch.uint8)
+
+        self._add(PackedTensor(name, "uint8", (stored * 4,), padded))
+        return Arg("weight", name, "int32", (count,))
+
+    def vector(self, node: Node) -> Arg:
+        """A float32 vector: a bias or the weight of a norm."""
+        length = int(node.meta["val"].shape[0])
+        return self.computed(_parameter_name(node), (length,), lambda evaluate: evaluate(node).to(torch.float32))
+
+    def computed(self, name: str, shape: tuple[int, ...], produce: Callable[[Evaluate], Tensor]) -> Arg:
+        """Any float32 tensor, stored flat and zero-padded to the alignment."""
+        count = 1
+        for extent in shape:
+            count *= extent
+        stored = -(-count // VECTOR_MULTIPLE) * VECTOR_MULTIPLE
+
+        def padded(evaluate: Evaluate) -> Tensor:
+            values = torch.zeros(stored, dtype=torch.float32)
+            values[:count] = produce(evaluate).reshape(-1)
+            return values
+
+        self._add(PackedTensor(name, "float32", (stored,), padded))
+        return Arg("weight", name, "float32", shape)

@@ -1,0 +1,101 @@
+"""On which device each node of a graph runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from picompile_codegen.lowering.program import Device
+from picompile_passes.graph.nodes import arguments, is_call
+from picompile_passes.graph.operands import ADD, ATTENTION, EMBEDDING, PREDICT, ROTARY, SPARSE_FFN
+from picompile_passes.predictors import predictor_kind
+
+# What `Partition` calls the parts of a block.
+_PARTS: dict[str, Device] = {"hot": "device", "cold": "host"}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What runs on the hot device beside hot neurons: of which layers, and the head.
+
+    `attention`: norms, projections and additions. `caches`: the KV cache, the rotation before it and what reads it.
+    `predictors`: those with weights of their own. Embeddings are on the host: a token needs one row.
+    """
+
+    attention: frozenset[int] = frozenset()
+    caches: frozenset[int] = frozenset()
+    predictors: frozenset[int] = frozenset()
+    head: bool = False
+
+    @staticmethod
+    def all_of(layers: int) -> "Placement":
+        """Everything of a model with so many layers."""
+        every = frozenset(range(layers))
+        return Placement(every, every, every, head=True)
+
+
+ON_HOST = Placement()
+
+
+def place(nodes: Sequence[Node], placement: Placement, *, streams: bool = False) -> dict[Node, Device]:
+    """The device of each of `nodes`, which are in the order of the graph.
+
+    With `streams` the device computes cold neurons, too, with weights that it reads from the host: for a whole chunk of
+    a prompt that takes less time than the host does. It does so in layers of which it has the attention.
+    """
+    layers = _layers(nodes)
+    last = max((layer for node, layer in layers.items() if is_call(node, ATTENTION)), default=-1)
+    devices = {node: _device(node, layers[node], last, placement) for node in nodes}
+    if streams:
+        blocks = [node for node in nodes if is_call(node, SPARSE_FFN) and layers[node] in placement.attention]
+        devices.update(dict.fromkeys(blocks, "device"))
+    return devices
+
+
+def _device(node: Node, layer: int, last: int, placement: Placement) -> Device:
+    if is_call(node, SPARSE_FFN) or (is_call(node, PREDICT) and _is_split(node)):
+        return _PARTS[node.meta.get("device", "cold")]
+    if is_call(node, EMBEDDING) or layer < 0:
+        return "host"
+    if is_call(node, PREDICT):
+        on_device = layer in placement.predictors
+    elif is_call(node, ATTENTION, ROTARY):
+        on_device = layer in placement.caches
+    elif layer > last:
+        on_device = placement.head
+    else:
+        on_device = layer in placement.attention
+    return "device" if on_device else "host"
+
+
+def _is_split(predict: Node) -> bool:
+    """Whether each part of a block predicts for itself."""
+    return predictor_kind(arguments(predict)["kind"]).row_local
+
+
+def _layers(nodes: Sequence[Node]) -> dict[Node, int]:
+    """The layer that each node belongs to: -1 for embeddings and their sum, one more than the last for the head.
+
+    A norm or a projection behind an attention and before the next feed-forward block is of that attention's layer;
+    behind both, of the next. An addition is of the layer whose result it adds.
+    """
+    seen: dict[Node, tuple[int, int]] = {}  # the last attention and the last block that a node depends on
+    layers: dict[Node, int] = {}
+    for node in nodes:
+        sources = [seen[source] for source in node.all_input_nodes if source in seen]
+        attention = max((each[0] for each in sources), default=-1)
+        block = max((each[1] for each in sources), default=-1)
+        if is_call(node, ATTENTION):
+            layers[node] = int(arguments(node)["layer"])
+        elif is_call(node, SPARSE_FFN, PREDICT):
+            layers[node] = int(node.meta["layer"])
+        elif is_call(node, ADD):
+            layers[node] = max(attention, block)
+        else:
+            layers[node] = attention if attention > block else block + 1
+        if is_call(node, ATTENTION):
+            attention = layers[node]
+        elif is_call(node, SPARSE_FFN):
+            block = layers[node]
+        seen[node] = (attention, block)
+    return layers

@@ -1,0 +1,209 @@
+"""The flat program: kernel calls over planned buffers. What `program.json` holds, as dataclasses."""
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
+
+from picompile_codegen.build.isa import Isa, current, targeting
+from picompile_codegen.cpu import Kernel
+from picompile_codegen.errors import CodegenError
+
+PROGRAM_SCHEMA = 3
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "int32": 4, "int64": 8, "int8": 1, "uint8": 1}
+
+Space = Literal["buffer", "state", "weight"]
+
+# Where a call runs: on the host, or on the hot device, which is a GPU or a second partition of the CPU.
+Device = Literal["host", "device"]
+# Where a tensor lies: in a device's own memory, or in memory of the host that both see.
+Memory = Literal["host", "device", "shared"]
+
+
+def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Size of a compact tensor."""
+    size = ITEM_BYTES[dtype]
+    for extent in shape:
+        size *= extent
+    return size
+
+
+@dataclass(frozen=True)
+class ProgramTensor:
+    """Something in memory that a call can name: a planned buffer (with its offset in the arena) or a state tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int | None = None
+    memory: Memory = "host"
+
+    def to_json(self) -> dict[str, Any]:
+        """The form in program.json."""
+        fields: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape)}
+        if self.offset is not None:
+            fields["offset"] = self.offset
+        return fields if self.memory == "host" else {**fields, "memory": self.memory}
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One argument of a call: a tensor by name, seen with its own dtype and shape or with those given here."""
+
+    space: Space
+    name: str
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    offset: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The form in program.json: only what differs from the tensor itself is written."""
+        fields: dict[str, Any] = {self.space: self.name}
+        if self.dtype is not None:
+            fields["dtype"] = self.dtype
+        if self.shape is not None:
+            fields["shape"] = list(self.shape)
+        if self.offset:
+            fields["offset"] = self.offset
+        return fields
+
+
+@dataclass(frozen=True)
+class ProgramCall:
+    """One kernel call. `weight_bytes` is what it reads of weights when every neuron is computed.
+
+    `window` of an attention: how many positions a token sees at most, 0 for all that there are.
+    """
+
+    kernel: str
+    args: tuple[Arg, ...]
+    op: str
+    layer: int | None
+    weight_bytes: int
+    window: int = 0
+    device: Device = "host"
+
+    def to_json(self) -> dict[str, Any]:
+        """The form in program.json."""
+        fields = {
+            "kernel": self.kernel,
+            "args": [arg.to_json() for arg in self.args],
+            "op": self.op,
+            "layer": self.layer,
+            "weight_bytes": self.weight_bytes,
+        }
+        if self.window:
+            fields["window"] = self.window
+        return fields if self.device == "host" else {**fields, "device": self.device}
+
+
+@dataclass(frozen=True)
+class FfnPart:
+    """One feed-forward kernel of the decode function and the row of the statistics buffer that it counts into."""
+
+    layer: int
+    part: str
+    neurons: int
+    predictor: str
+    stats_row: int
+
+
+@dataclass(frozen=True)
+class TopLogitsBuffers:
+    """Where a function leaves the highest of its logits, `scores` float32 [rows, n] descending, and their tokens, `ids`
+    int32 [rows, n]: names of buffers.
+    """
+
+    scores: str
+    ids: str
+
+
+@dataclass
+class LoweredProgram:
+    """Everything the runtime executes. All functions share the arenas, one KV cache and the weights.
+
+    The cache has a place, a slot, for each of `sequences`. An arena in each memory holds its buffers.
+    `leading` has the functions whose logits are in the hot device's memory, and where the highest of them are.
+    `streamed` weights stay with the host: where the device uses them, for prompts, it reads them from there.
+    The calls of a function are in order for each device; between devices, order is made by flags in shared memory.
+    """
+
+    context: int
+    chunk: int
+    vocab: int
+    layers: int
+    sequences: int = 1
+    arena_bytes: int = 0
+    device_arena_bytes: int = 0
+    shared_arena_bytes: int = 0
+    buffers: dict[str, ProgramTensor] = field(default_factory=dict)
+    state: dict[str, ProgramTensor] = field(default_factory=dict)
+    functions: dict[str, list[ProgramCall]] = field(default_factory=dict)
+    logits: dict[str, str] = field(default_factory=dict)
+    leading: dict[str, TopLogitsBuffers] = field(default_factory=dict)
+    ffn: list[FfnPart] = field(default_factory=list)
+    streamed: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of program.json."""
+        return {
+            "schema": PROGRAM_SCHEMA,
+            "context": self.context,
+            "chunk": self.chunk,
+            "vocab": self.vocab,
+            "layers": self.layers,
+            "sequences": self.sequences,
+            "arena_bytes": self.arena_bytes,
+            "device_arena_bytes": self.device_arena_bytes,
+            "shared_arena_bytes": self.shared_arena_bytes,
+            "buffers": {name: tensor.to_json() for name, tensor in self.buffers.items()},
+            "state": {name: tensor.to_json() for name, tensor in self.state.items()},
+            "functions": {name: [call.to_json() for call in calls] for name, calls in self.functions.items()},
+            "logits": self.logits,
+            **({"leading": {name: vars(each) for name, each in self.leading.items()}} if self.leading else {}),
+            "ffn": [vars(part) for part in self.ffn],
+            "streamed": self.streamed,
+        }
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the KV cache at full context, of all sequences."""
+        return sum(tensor_bytes(tensor.dtype, tensor.shape) for tensor in self.state.values())
+
+
+# Kernels from their recipes, once for each instruction set.
+
+
+# A kernel's builder and the parameters that it was called with.
+Recipe = tuple[Callable[..., Any], tuple[tuple[str, Hashable], ...]]
+
+
+def kernel_of(recipe: Recipe) -> Any:
+    """The kernel, a `Kernel` or a `CudaKernel`, for the current instruction set; the same object for equal recipes."""
+    return _kernel_of(recipe, current().name)
+
+
+# Those of a model or two. To write one takes up to 0.1 s, and to tell it from others three times as long.
+@lru_cache(maxsize=256)
+def _kernel_of(recipe: Recipe, isa: str) -> Any:
+    builder, parameters = recipe
+    return builder(**dict(parameters))
+
+
+def forget_kernels() -> None:
+    """Has all kernels written anew: for whoever changes how that is done."""
+    _kernel_of.cache_clear()
+
+
+def kernels_for(isa: Isa, built: Mapping[Recipe, Kernel]) -> tuple[Kernel, ...]:
+    """Each of `built` from its recipe, for `isa`.
+
+    Raises `CodegenError` for a kernel with another name or other arguments there: one program serves the code of all
+    instruction sets.
+    """
+    with targeting(isa):
+        again = tuple(kernel_of(recipe) for recipe in built)
+    for kernel, other in zip(built.values(), again, strict=True):
+        if (kernel.name, kernel.arguments) != (other.name, other.arguments):
+            raise CodegenError(f"kernel {kernel.name} has another name or other arguments for {isa.name}")
+    return again

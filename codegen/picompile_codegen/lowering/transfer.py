@@ -1,0 +1,134 @@
+"""How values get from one device to the other: calls on both sides that meet at a flag.
+
+What the host makes for the device lies in shared memory from the start: it signals, and the device copies it to its own
+memory. What the device makes for the host it copies to shared memory, where the host reads it. Senders never wait.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from picompile_codegen import cpu as kernels
+from picompile_codegen.lowering.ffn import makes_mask
+from picompile_codegen.lowering.function import Bindings, Function, dimension
+from picompile_codegen.lowering.program import Arg
+from picompile_passes.graph.nodes import arguments, is_call
+from picompile_passes.graph.operands import PREDICT, SPARSE_FFN
+
+_ABANDONED = Arg("buffer", "abandoned")
+
+
+def publish(node: Node, function: Function) -> None:
+    """Appends what sends the value of `node`, just made on the current device, to the other, where that needs it."""
+    users = [user for user in node.users if function.devices.get(user, function.device) != function.device]
+    if is_call(node, PREDICT) and users and function.device == "device":
+        _send_mask(node, users[0], function)
+    elif any(not _comes_otherwise(user, function) for user in users):
+        _send_value(node, function)
+
+
+def send(function: Function, x: Arg, out: Arg, dim: int) -> Arg:
+    """Appends the device's copy of x float32 [rows, dim] to shared memory; the flag that says that it is there."""
+    flag = function.flag()
+    kernel = function.kernel(kernels.send, dim=dim, rows=function.rows)
+    function.call(kernel, {"x": x, "out": out, "flag": flag}, op="send")
+    return flag
+
+
+def _comes_otherwise(user: Node, function: Function) -> bool:
+    """Whether `user` needs no value of its own: it has no kernel, or its input is sent with its mask."""
+    if is_call(user, PREDICT):
+        return not makes_mask(user, function.rows)
+    if not is_call(user, SPARSE_FFN) or function.device == "host":
+        return False
+    mask = arguments(user)["mask"]
+    return function.devices.get(mask) == "device" and makes_mask(mask, function.rows)
+
+
+def _send_value(node: Node, function: Function) -> None:
+    value, columns = function.values[node, function.device], dimension(node)
+    if function.device == "device":
+        out = function.buffer(f"{node.name}.sent", "float32", (function.rows, columns), "shared")
+        function.arrivals[node] = _Wait(out, send(function, value, out, columns))
+        return
+    flag = function.flag()
+    function.call(function.kernel(kernels.signal), {"flag": flag}, op="signal")
+    dtype = function.buffers[value.name].dtype
+    function.arrivals[node] = _Receive(value, flag, (function.rows, columns), dtype, _count(node, function))
+
+
+def _count(node: Node, function: Function) -> Arg | None:
+    """Where the device finds how many neurons `node` computes, if none make it 0; with a bias they do not."""
+    if not is_call(node, SPARSE_FFN) or arguments(node)["down_bias"] is not None:
+        return None
+    return function.counts.get(arguments(node)["mask"])
+
+
+def _send_mask(mask: Node, block: Node, function: Function) -> None:
+    """The part of `mask` that the host's `block` computes, its input, and how many neurons that is."""
+    values, rows = arguments(block), function.rows
+    # Where the host has the input, there is nothing to send along: what the mask was made from takes its place.
+    x = values["x"] if function.devices[values["x"]] == "device" else arguments(mask)["x"]
+    neurons, dim = dimension(mask), dimension(x)
+    table = values["neurons"]
+    columns = neurons if table is None else int(table.meta["val"].shape[0])
+    out = function.buffer("x.sent", "float32", (rows, dim), "shared")
+    out_mask = function.buffer("mask.sent", "uint8", (rows, columns), "shared")
+    function.counts[mask] = function.buffer("count", "int32", (1,))
+    flag = function.flag()
+    bindings: Bindings = {
+        "x": function.value(x),
+        "mask": function.value(mask),
+        "table": _all_of(neurons, function) if table is None else function.shared.weights.numbers(table),
+        "out": out,
+        "out_mask": out_mask,
+        "count": function.counts[mask],
+        "flag": flag,
+    }
+    kernel = function.kernel(kernels.send_mask, dim=dim, neurons=neurons, columns=columns, rows=rows)
+    function.call(kernel, bindings, op="send")
+    function.arrivals[mask] = _Wait(out_mask, flag)
+    if x is values["x"]:
+        # The mask is waited for first, and this comes with it.
+        function.arrivals.setdefault(x, lambda _: out)
+
+
+def _all_of(neurons: int, function: Function) -> Arg:
+    """The table of all neurons."""
+    return function.shared.weights.integers(f"numbers.{neurons}", neurons, lambda _: torch.arange(neurons))
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """On the host: waits, and reads where it is."""
+
+    shared: Arg
+    flag: Arg
+
+    def __call__(self, function: Function) -> Arg:
+        kernel = function.kernel(kernels.wait)
+        function.call(kernel, {"flag": self.flag, "abandoned": _ABANDONED}, op="wait")
+        return self.shared
+
+
+@dataclass(frozen=True)
+class _Receive:
+    """On the device: waits, and copies it; where `count` is 0 nothing comes, and zeros are taken for it."""
+
+    shared: Arg
+    flag: Arg
+    shape: tuple[int, int]
+    dtype: str
+    count: Arg | None
+
+    def __call__(self, function: Function) -> Arg:
+        rows, columns = self.shape
+        y = function.buffer("received", self.dtype, self.shape)
+        bindings: Bindings = {"source": self.shared, "flag": self.flag, "abandoned": _ABANDONED, "y": y}
+        if self.dtype == "uint8":
+            kernel = function.kernel(kernels.receive_mask, neurons=columns, rows=rows)
+        else:
+            kernel = function.kernel(kernels.receive, dim=columns, rows=rows, counted=self.count is not None)
+        function.call(kernel, bindings | ({} if self.count is None else {"count": self.count}), op="receive")
+        return y

@@ -1,0 +1,1 @@
+"""Graphs as passes see them: nodes, rewriting, values, dumps, source."""

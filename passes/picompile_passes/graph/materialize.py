@@ -1,0 +1,130 @@
+"""Putting real weights into a graph: the whole of it for eager runs, or one constant at a time for the artifact."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from picompile_passes.base import copy_graph_module
+from picompile_passes.errors import PassesError, PassOptionError
+from picompile_passes.graph.nodes import attribute, has_real_data, is_call
+from picompile_passes.graph.operands import INDEX_SELECT, PREDICTORS, QUANTIZE, TRANSPOSE
+
+# These take the checkpoint's own dtype, so that no float32 copy of a whole matrix is made: operators that only move
+# elements, and quantization, which converts a block of rows at a time.
+_IN_OWN_DTYPE = (TRANSPOSE, INDEX_SELECT, QUANTIZE)
+
+
+class WeightSource(Protocol):
+    """Where the values of parameters come from: a checkpoint, or a module in memory."""
+
+    def names(self) -> Iterable[str]:
+        """The names of all tensors there are."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the tensor `name`, without reading it."""
+        ...
+
+    def load(self, name: str) -> Tensor:
+        """The tensor `name`, in the checkpoint's dtype, on the CPU. It must not be written to."""
+        ...
+
+
+def materialize(graph_module: GraphModule, weights: WeightSource) -> GraphModule:
+    """The same graph with float32 parameters in place of those on the meta device: it runs in eager PyTorch.
+
+    Raises `PassesError` for a parameter that `weights` lacks or holds in another shape, `PassOptionError` for one of a
+    predictor that they lack.
+    """
+    result = copy_graph_module(graph_module)
+    for target in sorted({str(node.target) for node in result.graph.nodes if node.op == "get_attr"}):
+        tensor = attribute(result, target)
+        if not has_real_data(tensor):
+            _set_parameter(result, target, _as_float32(_load(weights, target, tensor)))
+    return result
+
+
+def evaluate_constant(graph_module: GraphModule, node: Node, weights: WeightSource) -> Tensor:
+    """The value of one constant subgraph: contiguous, float32 where it is a float.
+
+    Loads only what `node` depends on and lets go of each value after its last use. The result must not be written to:
+    it may be the weight source's own memory.
+    """
+    order = list(_dependencies(node))
+    uses = dict.fromkeys(order, 0)
+    for dependency in order:
+        for argument in dependency.all_input_nodes:
+            uses[argument] += 1
+    values: dict[Node, Tensor] = {}
+    for dependency in order:
+        values[dependency] = _evaluate(graph_module, dependency, values, weights)
+        for argument in dependency.all_input_nodes:
+            uses[argument] -= 1
+            if uses[argument] == 0:
+                del values[argument]
+    return _as_float32(values[node])
+
+
+def _dependencies(node: Node) -> Iterator[Node]:
+    """`node` and what it depends on, arguments first, each as late as it can be so that little is alive at once."""
+    seen: set[Node] = set()
+    stack = [(node, False)]
+    while stack:
+        current, expanded = stack.pop()
+        if expanded:
+            yield current
+        elif current not in seen:
+            seen.add(current)
+            stack.append((current, True))
+            stack.extend((argument, False) for argument in reversed(current.all_input_nodes))
+
+
+def _evaluate(graph_module: GraphModule, node: Node, values: dict[Node, Tensor], weights: WeightSource) -> Tensor:
+    if node.op == "get_attr":
+        tensor = attribute(graph_module, str(node.target))
+        return tensor if has_real_data(tensor) else _load(weights, str(node.target), tensor)
+    if node.op != "call_function" or not callable(node.target):
+        raise PassesError(f"{node.name} ({node.op} {node.target}) is not constant, so it has no value ahead of time")
+    in_own_dtype = is_call(node, *_IN_OWN_DTYPE)
+    convert = values.__getitem__ if in_own_dtype else lambda argument: _as_float32(values[argument])
+    args, kwargs = map_arg(node.args, convert), map_arg(node.kwargs, convert)
+    with torch.no_grad():
+        result: Any = node.target(*args, **kwargs)
+    if not isinstance(result, Tensor):
+        raise PassesError(f"{node.name} ({node.target}) gives no tensor")
+    return result
+
+
+def _load(weights: WeightSource, name: str, expected: Tensor) -> Tensor:
+    try:
+        tensor = weights.load(name)
+    except KeyError as error:
+        if name.startswith(PREDICTORS):
+            raise PassOptionError(
+                f"the weights hold no {name}: a learned predictor needs weights of its own"
+            ) from error
+        raise PassesError(f"the weights hold no tensor {name!r}, which the graph reads") from error
+    if tensor.shape != expected.shape:
+        raise PassesError(f"{name} is {list(tensor.shape)} in the weights but {list(expected.shape)} in the graph")
+    return tensor
+
+
+def _as_float32(tensor: Tensor) -> Tensor:
+    """`tensor` contiguous and, where it is a float, float32; itself where it is both already."""
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    if tensor.dtype == dtype and tensor.is_contiguous():
+        return tensor
+    return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
+
+
+def _set_parameter(graph_module: GraphModule, target: str, tensor: Tensor) -> None:
+    path, _, name = target.rpartition(".")
+    owner = graph_module.get_submodule(path)
+    if name in owner._buffers:
+        owner.register_buffer(name, tensor)
+    else:
+        setattr(owner, name, nn.Parameter(tensor, requires_grad=False))

@@ -1,0 +1,20 @@
+"""From captured to canonical: the passes that raise a graph to the dialect, in order."""
+
+from picompile_passes.base import Pass
+from picompile_passes.passes.canonicalize.flatten_tokens import FlattenTokens
+from picompile_passes.passes.canonicalize.raise_attention import RaiseAttention
+from picompile_passes.passes.canonicalize.raise_ffn import RaiseFFN
+from picompile_passes.passes.canonicalize.raise_linear import RaiseLinear
+from picompile_passes.passes.canonicalize.raise_norms import RaiseNorms
+from picompile_passes.passes.canonicalize.raise_rotary import RaiseRotary
+from picompile_passes.passes.canonicalize.remove_copies import RemoveCopies
+
+CANONICALIZE: tuple[Pass, ...] = (
+    RemoveCopies(),
+    RaiseLinear(),
+    RaiseNorms(),
+    RaiseAttention(),
+    RaiseRotary(),
+    RaiseFFN(),
+    FlattenTokens(),
+)

@@ -1,0 +1,230 @@
+"""Drops everything but the operators of the dialect: views, batch dimensions, positions computed on the way."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from picompile_passes.base import Pass, Stage
+from picompile_passes.errors import UnsupportedGraphError
+from picompile_passes.graph.nodes import arguments, is_call
+from picompile_passes.graph.operands import (
+    ADD,
+    ATTENTION,
+    DIMENSIONS,
+    EMBEDDING,
+    FFN,
+    INDEX_SELECT,
+    LAYER_NORM,
+    LINEAR,
+    RMS_NORM,
+    ROTARY,
+    TRANSPOSE,
+    SharedConstants,
+)
+from picompile_passes.graph.rewriter import Rewriter
+from picompile_passes.graph.values import same_shape, value_text
+from picompile_passes.passes.canonicalize.forms import Forms
+
+# For each operator, which of its arguments are values for each token.
+_VALUES: dict[Any, tuple[int, ...]] = {
+    EMBEDDING: (0,),
+    LINEAR: (0,),
+    RMS_NORM: (0,),
+    LAYER_NORM: (0,),
+    ROTARY: (0,),
+    ATTENTION: (0, 1, 2),
+    FFN: (0,),
+    ADD: (0, 1),
+}
+
+
+@dataclass(frozen=True)
+class FlattenTokens(Pass):
+    """Rebuilds the graph from its output back, one dialect operator for one, on values [tokens, features].
+
+    1. An argument that is all columns of another value in order, however reshaped → that value.
+    2. An argument that is some columns of a `linear` → a `linear` with those rows of weight and bias. Equal tables are
+       one constant, and equal columns of one linear one linear.
+    3. Ids that are the tokens → the tokens; ids that are positions plus a constant → the positions, and the constant
+       goes into the embedding's offset.
+    4. Anything else on the way to the output cannot be expressed: `UnsupportedGraphError` names it.
+    """
+
+    name: ClassVar[str] = "flatten-tokens"
+    requires: ClassVar[Stage] = Stage.CAPTURED
+    ensures: ClassVar[Stage] = Stage.CANONICAL
+
+    def rewrite(self, rewriter: Rewriter) -> bool:
+        """Does nothing to a graph that is canonical already."""
+        output = next(node for node in rewriter.graph.nodes if node.op == "output")
+        builder = _Builder(rewriter)
+        result = builder.build(output.args[0])
+        if rewriter.changes:
+            output.args = (result,)
+        return rewriter.changes > 0
+
+
+class _Builder:
+    """Makes the flat counterpart of every value that the output needs."""
+
+    def __init__(self, rewriter: Rewriter) -> None:
+        self._rewriter = rewriter
+        self._forms = Forms(rewriter.graph_module)
+        self._flat: dict[Node, Node] = {}
+        self._constants = SharedConstants(rewriter)
+        self._parts: dict[tuple[Node, Node], Node] = {}
+
+    def build(self, value: Any) -> Node:
+        """The flat counterpart of `value`, the logits."""
+        if not isinstance(value, Node):
+            raise UnsupportedGraphError(f"the graph cannot be expressed in the dialect: it gives back {value}")
+        root = self._forms.root(value)
+        if root.target is not LINEAR:
+            raise _unsupported(root, "it makes the logits, which only a linear does")
+        needed = self._needed(value)
+        nodes = list(self._rewriter.graph.nodes)
+        _check_layers([node for node in nodes if node in needed])
+        for node in nodes:
+            if node in needed:
+                self._flat[node] = self._counterpart(node)
+        return self._resolve(value, nodes[-1])
+
+    def _needed(self, value: Node) -> set[Node]:
+        """The roots that `value` is made of, and those that they are made of. All must be operators of the dialect."""
+        needed: set[Node] = set()
+        stack = [value]
+        while stack:
+            root = self._forms.root(stack.pop())
+            if root in needed:
+                continue
+            _check_operator(root, self._forms)
+            _check_weights(root, self._forms)
+            needed.add(root)
+            if root.target is not EMBEDDING:
+                stack.extend(root.args[position] for position in _VALUES[root.target])  # type: ignore[misc]
+        return needed
+
+    def _counterpart(self, node: Node) -> Node:
+        args = list(node.args)
+        if node.target is EMBEDDING:
+            args[0], args[2] = self._ids(node)
+        else:
+            for position in _VALUES[node.target]:
+                args[position] = self._resolve(args[position], node)  # type: ignore[arg-type]
+        if args == list(node.args) and node.meta["val"].dim() == 2:
+            return node
+        return self._rewriter.call(node.target, args, before=node, sources=(node,), layer=_layer(node))  # type: ignore[arg-type]
+
+    def _resolve(self, value: Node, user: Node) -> Node:
+        """The flat value that has exactly the columns of `value`."""
+        moved = None if self._forms.is_known(value) else self._forms.moved(value)
+        if moved is None:
+            raise _unsupported(self._culprit(value), f"{user.name} takes it, but it is not just columns of a value")
+        root, table = moved
+        flat = self._flat[root]
+        if table is None:
+            return flat
+        if root.target is not LINEAR:
+            raise _unsupported(value, f"it takes some of the columns of {root.name}, which is no linear")
+        return self._part(root, flat, self._constants.get("rows", table, root))
+
+    def _culprit(self, value: Node) -> Node:
+        """Where on the way from its root a value stops being just columns of it."""
+        while True:
+            parents = [parent for parent in value.all_input_nodes if isinstance(parent.meta.get("val"), Tensor)]
+            unknown = [parent for parent in parents if not self._forms.is_known(parent)]
+            spoiled = [parent for parent in unknown if self._forms.moved(parent) is None]
+            if self._forms.is_known(value) or self._forms.root(value) is value or not spoiled:
+                return value
+            value = spoiled[0]
+
+    def _part(self, linear: Node, flat: Node, table: Node) -> Node:
+        """The linear that gives only the columns `table` of `linear`."""
+        if (linear, table) not in self._parts:
+            x, weight, bias = flat.args
+
+            def call(op: OpOverload, *args: Any) -> Node:
+                return self._rewriter.call(op, args, before=linear, sources=(linear,))
+
+            rows = [None if matrix is None else call(INDEX_SELECT, matrix, 0, table) for matrix in (weight, bias)]
+            self._parts[linear, table] = call(LINEAR, x, *rows)
+        return self._parts[linear, table]
+
+    def _ids(self, node: Node) -> tuple[Node, int]:
+        """The placeholder that the ids of an embedding are, and the embedding's offset."""
+        values = arguments(node)
+        ids, offset = values["ids"], values["offset"]
+        tokens, positions = (n for n in self._rewriter.graph.nodes if n.op == "placeholder")
+        sample = torch.arange(self._forms.tokens)
+        if not self._forms.is_known(ids):
+            form = self._forms.form(ids)
+            if form.root is tokens and len(form.terms) == 1 and torch.equal(form.terms[0].index.flatten(), sample):
+                return tokens, offset
+            raise _unsupported(node, "its ids are not the tokens")
+        shift = self._forms.known(ids).flatten() - sample
+        if not bool((shift == shift[0]).all()):
+            raise _unsupported(node, "its ids are not the positions plus a constant")
+        return positions, offset + int(shift[0])
+
+
+def _check_operator(node: Node, forms: Forms) -> None:
+    if node.target not in _VALUES or (node.target is ADD and (node.kwargs or len(node.args) != 2)):
+        raise _unsupported(node, "it has no counterpart in the dialect")
+    positions = _VALUES[node.target]
+    values = [value for position in positions if isinstance(value := node.args[position], Node)]
+    if len(values) != len(positions):
+        raise _unsupported(node, "it takes a number where the dialect takes a value")
+    if node.target is ADD and not all(forms.columns(value) == forms.columns(node) for value in values):
+        raise _unsupported(node, "it adds values of different shapes")
+    if node.meta["val"].dtype != torch.float32:
+        raise _unsupported(node, f"it is {node.meta['val'].dtype}, not float32")
+    if node.meta["val"].shape[-1] != forms.columns(node):
+        raise _unsupported(node, "it works on each head, not on all features of a token")
+    if node.target is ATTENTION and not same_shape(node.meta["val"].shape[-2:-1], forms.tokens_shape):
+        raise _unsupported(node, "it attends to other dimensions than the tokens")
+
+
+def _check_weights(node: Node, forms: Forms) -> None:
+    """Whether all that `node` takes besides values is constant, of the form that the dialect has it in."""
+    values = {node.args[position] for position in _VALUES[node.target]}
+    for name, letters in DIMENSIONS[node.target].items():  # type: ignore[index]
+        weight = arguments(node)[name]
+        if not isinstance(weight, Node) or weight in values or weight.op == "placeholder":
+            continue
+        if weight.meta["val"].dim() != len(letters):
+            raise _unsupported(node, f"its {name} is {value_text(weight.meta['val'])}")
+        for part in _made_of(weight):
+            if part.op != "get_attr" and not is_call(part, TRANSPOSE, INDEX_SELECT):
+                raise _unsupported(part, f"the {name} of {node.name} is neither a parameter nor rows of one")
+
+
+def _check_layers(nodes: list[Node]) -> None:
+    attentions, blocks = ([node for node in nodes if node.target is op] for op in (ATTENTION, FFN))
+    if len(blocks) > len(attentions):
+        raise _unsupported(blocks[len(attentions)], f"a feed-forward block more than the {len(attentions)} attentions")
+
+
+def _made_of(constant: Node) -> Iterator[Node]:
+    """`constant` and all that it is computed from."""
+    seen, stack = set(), [constant]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+            yield node
+
+
+def _layer(node: Node) -> int | None:
+    if node.target is ATTENTION:
+        return int(node.args[6])  # type: ignore[arg-type]
+    return node.meta.get("layer")
+
+
+def _unsupported(node: Node, why: str) -> UnsupportedGraphError:
+    return UnsupportedGraphError(f"the graph cannot be expressed in the dialect: {node.name} ({node.target}): {why}")

@@ -1,0 +1,236 @@
+"""Telling which activation function a piece of a graph computes: by its values.
+
+Models write the same function in many ways (GELU's tanh form alone has four in common use). A piecewise function breaks
+at the constants of its expression, or where they lead, so the probe runs on a grid that is dense everywhere and holds
+every constant and its neighbours; two different functions of the dialect differ there by far more than rounding.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from picompile_passes.base import Pass, Stage
+from picompile_passes.dialect.activations import ACTIVATIONS, parse_activation
+from picompile_passes.errors import UnsupportedGraphError
+from picompile_passes.graph.nodes import calls, is_call
+from picompile_passes.graph.operands import FFN, LINEAR, Projection, SharedConstants, down_rows
+from picompile_passes.graph.rewriter import Rewriter
+from picompile_passes.passes.canonicalize.forms import Forms, on_cpu
+
+# The order decides only between functions that are the same; approximations of GELU differ by 5e-4, rounding by 1e-6.
+_TOLERANCE = 1e-5
+_GRID = torch.linspace(-12.0, 12.0, 24_001)
+
+
+def recognize_activation(function: Callable[[Tensor], Tensor], constants: Sequence[float]) -> str | None:
+    """The text of the activation that `function` (elementwise, float32) computes; None where the dialect has none such.
+
+    `constants` are the numbers that occur in its expression: each may be the threshold of a `fatrelu`.
+    """
+    grid = _grid(constants)
+    values = function(grid)
+    if values.dtype != grid.dtype:
+        return None
+    for text in (*ACTIVATIONS, *(f"fatrelu({constant!r})" for constant in sorted(set(constants)))):
+        if torch.allclose(parse_activation(text).function(grid), values, rtol=_TOLERANCE, atol=_TOLERANCE):
+            return text
+    return None
+
+
+def _grid(constants: Sequence[float]) -> Tensor:
+    exact = torch.tensor([0.0, *constants], dtype=torch.float32)
+    below, above = (torch.nextafter(exact, torch.full_like(exact, side)) for side in (-torch.inf, torch.inf))
+    return torch.cat([_GRID, exact, below, above])
+
+
+# Raises feed-forward blocks to `ffn`.
+
+
+_aten = torch.ops.aten
+_CONSTANTS_LIKE = (_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default)
+_CONSTANTS_BESIDE = (_aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default)
+# Those of torch's elementwise operators that it does not tag as such.
+_UNTAGGED = (
+    *_CONSTANTS_LIKE,
+    _aten._to_copy.default,
+    _aten.hardswish.default,
+    _aten.log_sigmoid.default,
+    _aten.masked_fill.Tensor,
+    _aten.special_erf.default,
+    _aten.special_expit.default,
+    _aten.to.dtype,
+    _aten.where.Scalar,
+    _aten.where.ScalarOther,
+    _aten.where.ScalarSelf,
+)
+
+
+@dataclass(frozen=True)
+class RaiseFFN(Pass):
+    """A `linear` of what elementwise operators make of one or two other `linear`s of one value becomes `ffn`.
+
+    The anchor is the down projection; from it the pass goes back through elementwise operators to the linears they
+    start at.
+
+    1. `down(act(up(x)))` → `ffn` without gate.
+    2. `down(act(gate(x)) · act'(up(x)))` → `ffn` with gate. The gate is the factor whose activation is not the
+       identity; where both are activations (dReLU), the first.
+    3. Parts of one fused linear count as linears of their own.
+
+    Activations are recognized by their values (`probe.py`). One that the dialect does not have is an error.
+    """
+
+    name: ClassVar[str] = "raise-ffn"
+    requires: ClassVar[Stage] = Stage.CAPTURED
+    ensures: ClassVar[Stage] = Stage.CAPTURED
+
+    def rewrite(self, rewriter: Rewriter) -> bool:
+        """Numbers layers in the order in which their blocks appear."""
+        forms = Forms(rewriter.graph_module)
+        found = [block for node in calls(rewriter.graph, LINEAR) if (block := _block(forms, node)) is not None]
+        constants = SharedConstants(rewriter)
+        for layer, block in enumerate(found):
+            block.emit(rewriter, constants, layer)
+        return rewriter.changes > 0
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One feed-forward block. Without a gate, `activation` applies to up."""
+
+    x: Node
+    gate: Projection | None
+    up: Projection
+    down: Node
+    activation: str
+    up_activation: str
+
+    def emit(self, rewriter: Rewriter, constants: SharedConstants, layer: int) -> None:
+        """Puts the `ffn` in the place of the down projection."""
+        gate_weight, gate_bias = (None, None) if self.gate is None else self.gate.rows(rewriter, constants, self.down)
+        up_weight, up_bias = self.up.rows(rewriter, constants, self.down)
+        _, weight, down_bias = self.down.args
+        down_weight = down_rows(rewriter, weight, self.down)  # type: ignore[arg-type]
+        biases = (gate_bias, up_bias, down_bias)
+        args = (self.x, gate_weight, up_weight, down_weight, *biases, self.activation, self.up_activation)
+        linears = [projection.linear for projection in (self.gate, self.up) if projection is not None]
+        new = rewriter.call(FFN, args, before=self.down, sources=(self.down, *linears), layer=layer)
+        rewriter.replace(self.down, new)
+
+
+def _block(forms: Forms, down: Node) -> _Block | None:
+    """The block that ends in the linear `down`; None where it ends none."""
+    hidden = forms.same(down.args[0])  # type: ignore[arg-type]
+    leaves = list(_leaves(forms, hidden))
+    if hidden in leaves or not 1 <= len(leaves) <= 2:
+        return None
+    projections = [_projection(forms, leaf) for leaf in leaves]
+    if any(projection is None for projection in projections):
+        return None
+    inputs = {forms.same(projection.linear.args[0]) for projection in projections}  # type: ignore[union-attr, arg-type]
+    if len(inputs) != 1:
+        return None
+    x = projections[0].linear.args[0]  # type: ignore[union-attr]
+    return _plain(forms, down, hidden, x) if len(leaves) == 1 else _gated(forms, down, hidden, x)
+
+
+def _plain(forms: Forms, down: Node, hidden: Node, x: Any) -> _Block:
+    projection, activation = _activated(forms, hidden)
+    return _Block(x, None, projection, down, activation, "identity")
+
+
+def _gated(forms: Forms, down: Node, hidden: Node, x: Any) -> _Block:
+    if not is_call(hidden, _aten.mul.Tensor) or not all(isinstance(factor, Node) for factor in hidden.args):
+        raise UnsupportedGraphError(f"{hidden.name} ({hidden.target}): gate and up are joined by no product")
+    first, second = (_activated(forms, forms.same(factor)) for factor in hidden.args)  # type: ignore[arg-type]
+    gate, up = (second, first) if first[1] == "identity" else (first, second)
+    return _Block(x, gate[0], up[0], down, gate[1], up[1])
+
+
+def _activated(forms: Forms, node: Node) -> tuple[Projection, str]:
+    """The projection whose result elementwise operators turn into `node`, and the activation they make."""
+    leaves = list(_leaves(forms, node))
+    projection = _projection(forms, leaves[0]) if len(leaves) == 1 else None
+    if projection is None:
+        raise UnsupportedGraphError(f"{node.name} ({node.target}): gate and up are mixed before their product")
+    _check_numbers(forms, node)
+    text = recognize_activation(lambda grid: _evaluate(forms, node, leaves[0], grid), _constants(forms, node))
+    if text is None:
+        raise UnsupportedGraphError(f"{node.name} ({node.target}): its activation is none of the dialect's")
+    return projection, text
+
+
+def _projection(forms: Forms, leaf: Node) -> Projection | None:
+    moved = None if forms.is_known(leaf) else forms.moved(leaf)
+    return Projection(*moved) if moved is not None and is_call(moved[0], LINEAR) else None
+
+
+def _is_elementwise(node: Node) -> bool:
+    """Whether `node` is an operator that works on each element alone."""
+    target = node.target
+    if is_call(node, *_CONSTANTS_BESIDE):
+        return not node.args[1]
+    return target in _UNTAGGED or (isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags)
+
+
+def _inputs(forms: Forms, node: Node) -> list[Node]:
+    """What an elementwise operator works on, seen through reshapes; constants left out."""
+    return [forms.same(value) for value in node.all_input_nodes if not forms.is_known(value)]
+
+
+def _region(forms: Forms, node: Node) -> Iterator[Node]:
+    """`node` and the elementwise operators it is made by, back to values that are made by others. Each once."""
+    seen, stack = set(), [node]
+    while stack:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        yield current
+        if _is_elementwise(current):
+            stack.extend(_inputs(forms, current))
+
+
+def _leaves(forms: Forms, node: Node) -> Iterator[Node]:
+    return (current for current in _region(forms, node) if not _is_elementwise(current))
+
+
+def _check_numbers(forms: Forms, node: Node) -> None:
+    """Raises `UnsupportedGraphError` where a known value in the expression of `node` is not one number for all."""
+    for current in filter(_is_elementwise, _region(forms, node)):
+        for value in filter(forms.is_known, current.all_input_nodes):
+            number = forms.known(value)
+            if not isinstance(number, Tensor) or number.numel() != 1:
+                why = f"an activation with {value.name}, which is not one number"
+                raise UnsupportedGraphError(f"{current.name} ({current.target}): {why}")
+
+
+def _constants(forms: Forms, node: Node) -> list[float]:
+    """All numbers in the expression of `node`."""
+    numbers: list[float] = []
+    for current in _region(forms, node):
+        if _is_elementwise(current):
+            numbers += [float(a) for a in current.args if isinstance(a, (int, float)) and not isinstance(a, bool)]
+            for value in current.all_input_nodes:
+                if forms.is_known(value):
+                    numbers.append(float(forms.known(value)))
+    return numbers
+
+
+def _evaluate(forms: Forms, node: Node, leaf: Node, grid: Tensor) -> Tensor:
+    """The expression of `node` with `grid` for its leaf."""
+    if node is leaf:
+        return grid
+
+    def value(argument: Node) -> Any:
+        return forms.known(argument) if forms.is_known(argument) else _evaluate(forms, forms.same(argument), leaf, grid)
+
+    target: Any = node.target
+    kwargs = on_cpu(node.kwargs)
+    result: Tensor = target(*torch.fx.node.map_arg(node.args, value), **torch.fx.node.map_arg(kwargs, value))
+    return result

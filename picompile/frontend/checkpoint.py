@@ -1,0 +1,339 @@
+"""What the headers of a folder's safetensors files say: which tensors there are, of which shape and dtype."""
+
+import contextlib
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from picompile.errors import UnsupportedModelError, UsageError
+from picompile.frontend.json_file import read_json_object
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+# The largest that is known, of a model of 90,000 tensors, has 9 MB.
+_MOST_INDEX_BYTES = 64 << 20
+
+# What reading a file can end with.
+READ_ERRORS = (SafetensorError, OSError, ValueError)
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """Where a tensor lies and what it is. `dtype` as safetensors names it."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def check_folder(folder: Path) -> None:
+    """Raises `UsageError` where there is no model folder, `UnsupportedModelError` where it is not in safetensors."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such folder")
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder}: no config.json in it; MODEL is a Hugging Face folder")
+    if (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file():
+        return
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        raise UnsupportedModelError(
+            f"{folder}: weights are pickled (.bin), which can run code when read; convert to safetensors: "
+            "load with transformers where you trust them and save with save_pretrained"
+        )
+    raise UnsupportedModelError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+
+
+def read_headers(folder: Path) -> dict[str, TensorHeader]:
+    """The headers of all tensors of a folder that `check_folder` accepts.
+
+    Raises `UnsupportedModelError` for damaged files.
+    """
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return _headers_of_file(folder / SINGLE_FILE)
+    weight_map = _read_index(index)
+    if (folder / SINGLE_FILE).is_file() and set(weight_map.values()) != {SINGLE_FILE}:
+        raise UnsupportedModelError(
+            f"{folder}: has {SINGLE_FILE} and {INDEX_FILE}, which names other files: two models; take one away"
+        )
+    headers: dict[str, TensorHeader] = {}
+    for name in sorted(set(weight_map.values())):
+        if not (folder / name).is_file():
+            raise UnsupportedModelError(f"{index}: names {name}, which is not there")
+        headers |= _headers_of_file(folder / name)
+    for name, file in weight_map.items():
+        if name not in headers or headers[name].file != folder / file:
+            raise UnsupportedModelError(f"{index}: says that {name} is in {file}, but it is not")
+    return {name: headers[name] for name in weight_map}
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    content = read_json_object(index, _MOST_INDEX_BYTES)
+    weight_map = content.get("weight_map")
+    if not isinstance(content.get("metadata", {}), dict):
+        raise UnsupportedModelError(f"{index}: not an index of safetensors files: metadata is no object")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise UnsupportedModelError(f"{index}: not an index of safetensors files: weight_map has no names of files")
+    if any(Path(file).name != file or file in ("", "..") or len(file) > 200 for file in weight_map.values()):
+        raise UnsupportedModelError(f"{index}: names files outside its folder")
+    if not weight_map:
+        raise UnsupportedModelError(f"{index}: names no tensors")
+    return weight_map
+
+
+def _headers_of_file(file: Path) -> dict[str, TensorHeader]:
+    try:
+        with open_file(file) as handle:
+            slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (a handle is no mapping)
+            return {name: TensorHeader(file, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+    except READ_ERRORS as error:
+        raise UnsupportedModelError(f"{file}: truncated or damaged: {one_line(error)}") from error
+
+
+def open_file(file: Path) -> contextlib.AbstractContextManager[Any]:
+    """One safetensors file, as a context. Raises what `READ_ERRORS` names where it cannot be read."""
+    handle: contextlib.AbstractContextManager[Any] = safe_open(str(file), framework="pt", device="cpu")
+    return handle
+
+
+def one_line(error: Exception) -> str:
+    """The text of an error without line breaks."""
+    return " ".join(str(error).split())
+
+
+# Which tensor of a checkpoint is which parameter of the model.
+
+
+# The names that safetensors has for the dtypes we read, and ours for them.
+DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+
+# Tensors that checkpoints hold besides a model's weights: buffers of old versions of transformers, and predictors that
+# the authors of Bamboo trained for their own runtime.
+_IGNORED = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|\.attn\.bias|\.position_ids|\.mlp\.predictor\..*)$")
+
+_COMPARED_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class ExpectedTensor:
+    """A parameter of the model: its shape, and the other names it has where it is tied."""
+
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+
+
+def match_names(
+    folder: Path, expected: Mapping[str, ExpectedTensor], headers: Mapping[str, TensorHeader], prefix: str
+) -> dict[str, str]:
+    """For each parameter of the model, the name of its tensor in the checkpoint.
+
+    A checkpoint saved from the base model lacks `prefix` (`model.`, `transformer.`) in its names; one saved from a
+    wrapper may have it once more. Raises `UnsupportedModelError` for a tensor that is missing, of another shape, of a
+    dtype that is not read, or one too many.
+    """
+    found: dict[str, str] = {}
+    for name, tensor in expected.items():
+        candidates = [variant for own in (name, *tensor.aliases) for variant in _variants(own, prefix)]
+        match = next((candidate for candidate in candidates if candidate in headers), None)
+        if match is None:
+            raise UnsupportedModelError(f"{folder}: no tensor {name}, which config.json asks for")
+        _check_tensor(folder, match, headers[match], tensor.shape)
+        found[name] = match
+    used = {variant for name, t in expected.items() for own in (name, *t.aliases) for variant in _variants(own, prefix)}
+    for name in headers:
+        if name not in used and not _IGNORED.search(name):
+            raise UnsupportedModelError(
+                f"{folder}: holds {name}, which the model that config.json describes has no place for"
+            )
+    return found
+
+
+def ties_hold(expected: Mapping[str, ExpectedTensor], headers: Mapping[str, TensorHeader], prefix: str) -> bool:
+    """Whether tied parameters that a checkpoint holds under several of their names have the same values there.
+
+    transformers does not tie where they differ, whatever config.json says. Reads these tensors, in blocks of rows.
+    """
+    for name, tensor in expected.items():
+        variants = (_variants(own, prefix) for own in (name, *tensor.aliases))
+        stored = [found[0] for names in variants if (found := [n for n in names if n in headers])]
+        if any(not _equal_tensors(headers, stored[0], other) for other in stored[1:]):
+            return False
+    return True
+
+
+def _equal_tensors(headers: Mapping[str, TensorHeader], left: str, right: str) -> bool:
+    if headers[left].shape != headers[right].shape or headers[left].dtype != headers[right].dtype:
+        return False
+    with open_file(headers[left].file) as left_file, open_file(headers[right].file) as right_file:
+        slices = left_file.get_slice(left), right_file.get_slice(right)
+        starts = range(0, headers[left].shape[0], _COMPARED_ROWS)
+        blocks = ([tensor[start : start + _COMPARED_ROWS] for tensor in slices] for start in starts)
+        return all(torch.equal(*block) for block in blocks)
+
+
+def _variants(name: str, prefix: str) -> tuple[str, ...]:
+    return (name, name.removeprefix(prefix), prefix + name)
+
+
+def _check_tensor(folder: Path, name: str, header: TensorHeader, shape: tuple[int, ...]) -> None:
+    if header.dtype not in DTYPES:
+        raise UnsupportedModelError(
+            f"{header.file}: {name} is {header.dtype}; only {', '.join(DTYPES)} are read; use the original checkpoint"
+        )
+    if header.shape != shape:
+        raise UnsupportedModelError(
+            f"{header.file}: {name} is {list(header.shape)}, but {folder / 'config.json'} makes it {list(shape)}"
+        )
+
+
+# The weight sources: a folder's files, read one tensor at a time, and a module in memory.
+
+
+_LARGEST_F16 = 65504.0
+_ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+def _check_values(tensor: Tensor, name: str) -> None:
+    """Refuses NaN and infinity, which would reach every logit, and a matrix that float16 cannot hold.
+
+    One core checks 8 GB a second; to read and pack them takes many times as long. Raises `UnsupportedModelError`.
+    """
+    if not tensor.numel():
+        return
+    least, most = (float(end) for end in torch.aminmax(tensor))
+    if not math.isfinite(least) or not math.isfinite(most):
+        raise UnsupportedModelError(f"{name} has NaN or infinite values: the checkpoint is damaged")
+    if tensor.ndim > 1 and max(-least, most) > _LARGEST_F16:
+        raise UnsupportedModelError(
+            f"{name} has values up to {max(-least, most):.4g}, and weights are kept in float16, which ends at 65504"
+        )
+
+
+class FolderWeights:
+    """A `WeightSource` over a folder. Only one shard is open at a time, and only what is asked for is read."""
+
+    def __init__(self, headers: Mapping[str, TensorHeader], names: Mapping[str, str]) -> None:
+        self._headers = headers
+        self._names = dict(names)
+        self._checked: set[str] = set()
+        self._file: Path | None = None
+        self._handle: Any = None
+        self._opened = contextlib.ExitStack()
+
+    def names(self) -> Iterable[str]:
+        """The names of the model's parameters."""
+        return self._names.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the parameter `name`, from the header. Raises `KeyError` for a name that there is not."""
+        return self._headers[self._names[name]].shape
+
+    def load(self, name: str) -> Tensor:
+        """The parameter `name` in the checkpoint's dtype, mapped from the file: it must not be written to.
+
+        Raises `KeyError` for a name that there is not, `UnsupportedModelError` for a file that has changed since and
+        for values that no model has.
+        """
+        stored = self._names[name]
+        file = self._headers[stored].file
+        try:
+            if self._file != file:
+                self.close()
+                self._handle = self._opened.enter_context(open_file(file))
+                self._file = file
+            tensor = self._handle.get_tensor(stored)
+        except READ_ERRORS as error:
+            raise UnsupportedModelError(f"{file}: cannot read {stored}: {one_line(error)}") from error
+        if not isinstance(tensor, Tensor):
+            raise UnsupportedModelError(f"{file}: {stored} is not a tensor")
+        if stored not in self._checked:
+            _check_values(tensor, f"{file}: {stored}")
+            self._checked.add(stored)
+        return tensor
+
+    def close(self) -> None:
+        """Closes the shard that is open, if one is."""
+        self._opened.close()
+        self._file = self._handle = None
+
+    @property
+    def dtype(self) -> str:
+        """`f32`, `f16` or `bf16`: what most bytes of the checkpoint are."""
+        sizes = dict.fromkeys(_ELEMENT_BYTES, 0)
+        for stored in self._names.values():
+            header = self._headers[stored]
+            sizes[header.dtype] += torch.Size(header.shape).numel() * _ELEMENT_BYTES[header.dtype]
+        return DTYPES[max(sizes, key=lambda dtype: sizes[dtype])]
+
+
+class ModuleWeights:
+    """A `WeightSource` over the parameters of a module in memory."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = dict(parameters)
+
+    def names(self) -> Iterable[str]:
+        """The names of the parameters."""
+        return self._parameters.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the parameter `name`. Raises `KeyError` for a name that there is not."""
+        return tuple(self._parameters[name].shape)
+
+    def load(self, name: str) -> Tensor:
+        """The parameter `name` itself, on the CPU. Raises `KeyError` for a name that there is not."""
+        return self._parameters[name].detach().to("cpu")
+
+
+# What a model is, in one number: for telling that a profile or predictors were made from another one.
+
+
+# Of the start and of the end of each tensor. Training changes every one of them; reading all would take a minute for
+# each 100 GB.
+_SAMPLE_BYTES = 4096
+
+
+def fingerprint(folder: Path) -> str:
+    """Hex digits that are the same for the same config.json and the same tensors, however these are spread over files.
+
+    It depends on each tensor's name, dtype and shape and on 4 kB from either end of its data. Raises `UsageError` or
+    `UnsupportedModelError`, as `load_model` does, for what is no model folder.
+    """
+    check_folder(folder)
+    headers = read_headers(folder)
+    digest = hashlib.sha256(_config(folder / "config.json"))
+    samples = {
+        name: data for file in sorted({header.file for header in headers.values()}) for name, data in _ends(file)
+    }
+    for name in sorted(headers):
+        description = json.dumps([name, headers[name].dtype, headers[name].shape])
+        digest.update(len(samples[name]).to_bytes(8, "little") + description.encode() + samples[name])
+    return digest.hexdigest()
+
+
+def _config(file: Path) -> bytes:
+    return json.dumps(read_json_object(file), sort_keys=True).encode()
+
+
+def _ends(file: Path) -> Iterator[tuple[str, bytes]]:
+    """Each tensor's name and the samples of its data. The header was found whole by `read_headers`."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header: dict[str, Any] = json.loads(opened.read(length))
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            start, end = entry["data_offsets"]
+            opened.seek(8 + length + start)
+            first = opened.read(min(_SAMPLE_BYTES, end - start))
+            opened.seek(8 + length + max(start, end - _SAMPLE_BYTES))
+            yield name, first + opened.read(min(_SAMPLE_BYTES, end - start))

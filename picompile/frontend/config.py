@@ -1,0 +1,252 @@
+"""transformers and torch without their warnings: what a user should know of a checkpoint, picompile says itself."""
+
+import copy
+import dataclasses
+import importlib
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from picompile.errors import UnsupportedModelError
+from picompile.frontend.families import Family, check_config
+from picompile.frontend.json_file import token_ids
+from picompile.predictors.description import MOST_LAYERS
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep what transformers logs and torch warns of from stderr, where it would come before our one line."""
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.CRITICAL + 1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+# From the fields of a config.json to the config object of transformers: what a field may say, and what is not known.
+#
+# transformers checks the types of most fields and hardly any value. Here are the values that it would take and that
+# give
+# a model without sense (no layers, a window of none, NaN), or a model that takes all memory before anything is
+# compared.
+
+
+# More than ten times what the widest models have. A few tensors, such as tables of rows, are computed at these sizes
+# while a model is captured; with much more they would take all memory.
+_MOST_WIDTH = 1 << 18
+_MOST_NEURONS = 1 << 20
+_MOST_VOCABULARY = 1 << 22
+_MOST_HEADS = 1 << 14
+# Kernels have no wider heads.
+_MOST_HEAD_DIM = 2048
+_MOST = (1 << 31) - 1
+
+# Whole numbers: the least and the most of each. None stands for a default where transformers takes it.
+_COUNTS: dict[str, tuple[int, int]] = {
+    "num_hidden_layers": (1, MOST_LAYERS - 1),
+    **dict.fromkeys(("hidden_size", "n_embed", "word_embed_proj_dim"), (1, _MOST_WIDTH)),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size"), (1, _MOST_NEURONS)),
+    "vocab_size": (1, _MOST_VOCABULARY),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_kv_heads"), (1, _MOST_HEADS)),
+    "head_dim": (1, _MOST_HEAD_DIM),
+    **dict.fromkeys(("max_position_embeddings", "sliding_window"), (1, _MOST)),
+    "original_max_position_embeddings": (1, _MOST),
+    "max_window_layers": (0, _MOST),
+    "num_ln_in_parallel_attn": (1, 2),
+}
+# Finite numbers that are not negative. Those in `_POSITIVE` are not 0 either.
+_NUMBERS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "partial_rotary_factor")
+_ROPE_NUMBERS = (
+    *("rope_theta", "factor", "partial_rotary_factor", "attention_factor", "beta_fast", "beta_slow"),
+    *("low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim"),
+)
+_POSITIVE = ("rope_theta", "factor", "partial_rotary_factor")
+_ROPE_KEYS = (*_ROPE_NUMBERS, "rope_type", "type", "truncate", "original_max_position_embeddings")
+
+# What says nothing of the logits, and costs memory or ends in an error where it is wrong.
+_UNUSED = frozenset(
+    {
+        *("architectures", "auto_map", "model_type", "name_or_path", "torch_dtype", "dtype", "output_attentions"),
+        *("id2label", "label2id", "num_labels", "problem_type", "attn_implementation", "experts_implementation"),
+        *("quantization_config", "compression_config", "_name_or_path", "_attn_implementation", "_commit_hash"),
+    }
+)
+# Fields that earlier versions wrote into every config.json.
+_FORMER = frozenset(
+    {
+        *("add_cross_attention", "cross_attention_hidden_size", "finetuning_task", "is_decoder", "pruned_heads"),
+        *("decoder_start_token_id", "sep_token_id", "prefix", "task_specific_params", "tf_legacy_loss", "torchscript"),
+        *("tie_encoder_decoder", "tokenizer_class", "use_bfloat16", "_attn_implementation_autoset"),
+        # Of published OPT, Falcon, Qwen2.5, Bamboo and SmolLM2 checkpoints; transformers' classes read none of them.
+        *("activation_dropout", "output_projection", "apply_residual_connection_post_layernorm", "ff_factor"),
+        *("pretraining_tp", "is_llama_config", "transformers.js_config"),
+    }
+)
+# Fields without effect where they have this value.
+_OFF = {"use_mrope": False, "rope_interleaved": False}
+# What is read although no field is declared for it.
+_READ = frozenset({"head_dim", "hidden_act_param", "n_embed", "partial_rotary_factor", "rope_scaling", "rope_theta"})
+
+_NAMED_KEYS = 8
+
+
+def make_config(family: Family, raw: Mapping[str, Any]) -> Any:
+    """Return the config object of `family` for a config.json of the contents `raw`.
+
+    `fatrelu`, which transformers does not know, is put in when the model is built. Raises `UnsupportedModelError` for
+    values that make no model, or one that is not supported.
+    """
+    _check_values(raw)
+    config_class = resolve(family.config_class)
+    values = copy.deepcopy({key: value for key, value in raw.items() if not _is_left_out(config_class, key)})
+    if family.fixed_activation is not None or values.get(family.activation) == "fatrelu":
+        values[family.activation] = "relu"
+    try:
+        with quiet_transformers():
+            config = config_class.from_dict(values)
+    except Exception as error:
+        raise UnsupportedModelError(f"config.json: {one_line(error)}") from error
+    check_config(family, config)
+    if getattr(config, "head_dim", 0) is None:
+        raise UnsupportedModelError(
+            f"config.json: head_dim is missing, and {config_class.__name__} has no default for it"
+        )
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if not 1 <= head_dim <= _MOST_HEAD_DIM or heads * head_dim > _MOST_WIDTH:
+        raise UnsupportedModelError(
+            f"config.json: {heads} heads of {head_dim} numbers each; there must be 1 to {_MOST_HEAD_DIM} in a head, "
+            f"and {_MOST_WIDTH} in all at most"
+        )
+    return config
+
+
+def unknown_keys(family: Family, raw: Mapping[str, Any]) -> str | None:
+    """Return one line that names the keys of a config.json that have no effect and should be known to have none."""
+    known = _known_keys(family)
+    unknown = [key for key in raw if key not in known and not (key in _OFF and raw[key] is _OFF[key])]
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    unknown += [f"rope_parameters.{key}" for key in rope if key not in _ROPE_KEYS and not isinstance(rope[key], dict)]
+    parts = []
+    if unknown:
+        named = ", ".join(_printable(key) for key in unknown[:_NAMED_KEYS])
+        more = len(unknown) - _NAMED_KEYS
+        parts.append(f"neither transformers nor picompile knows {named}{f' and {more} more' if more > 0 else ''}")
+    if family.fixed_activation is not None and raw.get(family.activation, "relu") != "relu":
+        parts.append(f"{family.activation} has no effect on models of the family {family.name}")
+    if raw.get("auto_map"):
+        parts.append("auto_map names code in the checkpoint, which is never run")
+    return f"config.json: {'; '.join(parts)}" if parts else None
+
+
+def default_activation(family: Family) -> str:
+    """Return the activation of a config of `family` that names none."""
+    return str(_defaults(family)[family.activation])
+
+
+def resolve(path: str) -> Any:
+    """Return what `module:name` names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def one_line(error: Exception) -> str:
+    """Return the text of an error in one line of bounded length."""
+    return " ".join(str(error).split())[:300]
+
+
+def _defaults(family: Family) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(resolve(family.config_class))}
+
+
+def _known_keys(family: Family) -> frozenset[str]:
+    from transformers import GenerationConfig
+
+    generation = GenerationConfig._get_default_generation_params()
+    attributes = resolve(family.config_class).attribute_map
+    return frozenset({*_defaults(family), *attributes, *generation, *_UNUSED, *_FORMER, *_READ})
+
+
+def _is_left_out(config_class: type, key: str) -> bool:
+    """Whether transformers shall not see a key: it has no effect, or would take the place of a method."""
+    if key in _UNUSED:
+        return True
+    declared = {field.name for field in dataclasses.fields(config_class)}
+    return key not in declared and (key.startswith("_") or callable(getattr(config_class, key, None)))
+
+
+def _check_values(raw: Mapping[str, Any]) -> None:
+    for key, (least, most) in _COUNTS.items():
+        _check_count("", key, raw.get(key), least, most)
+    for key in _NUMBERS:
+        _check_number("", key, raw.get(key))
+    for key in ("bos_token_id", "eos_token_id"):
+        token_ids(raw, key, "config.json")
+    for name, rope in _rope_parameters(raw):
+        _check_rope(name, rope)
+    # Attention that sees what comes after a token; a model with it predicts nothing.
+    if raw.get("is_causal", True) is not True:
+        raise UnsupportedModelError("config.json: is_causal is not true; only causal attention is supported")
+    if raw.get("per_layer_config") is not None:
+        raise UnsupportedModelError("config.json: per_layer_config, layers of several shapes, is not supported")
+    if "configuration_files" in raw:
+        raise UnsupportedModelError(
+            "config.json: configuration_files names other files for other versions of transformers; "
+            "take the one that is meant for config.json"
+        )
+
+
+def _rope_parameters(raw: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The objects that describe rotary embeddings; one may hold others, by kinds of layers."""
+    for name in ("rope_parameters", "rope_scaling"):
+        value = raw.get(name)
+        if isinstance(value, dict):
+            yield f"{name}.", value
+            yield from ((f"{name}.{kind}.", part) for kind, part in value.items() if isinstance(part, dict))
+        elif value is not None:
+            raise UnsupportedModelError(f"config.json: {name} must be an object, not {repr(value)[:60]}")
+
+
+def _check_rope(name: str, rope: Mapping[str, Any]) -> None:
+    for key in ("rope_type", "type"):
+        if not isinstance(rope.get(key, ""), str):
+            raise UnsupportedModelError(f"config.json: {name}{key} must be a name, not {repr(rope[key])[:60]}")
+    for key in _ROPE_NUMBERS:
+        _check_number(name, key, rope.get(key))
+    _check_count(name, "original_max_position_embeddings", rope.get("original_max_position_embeddings"), 1, _MOST)
+
+
+def _check_count(name: str, key: str, value: object, least: int, most: int) -> None:
+    if value is not None and (type(value) is not int or not least <= value <= most):
+        raise UnsupportedModelError(
+            f"config.json: {name}{key} must be a whole number from {least} to {most}, not {repr(value)[:60]}"
+        )
+
+
+def _check_number(name: str, key: str, value: object) -> None:
+    if value is None:
+        return
+    positive, most = key in _POSITIVE, 1.0 if key == "partial_rotary_factor" else sys.float_info.max
+    if type(value) not in (int, float) or not 0 <= _as_float(value) <= most or (positive and value == 0):
+        needed = ("above 0" if positive else "from 0") + (" to 1" if most == 1 else "")
+        raise UnsupportedModelError(f"config.json: {name}{key} must be a number {needed}, not {repr(value)[:60]}")
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _printable(key: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in key[:60])

@@ -1,0 +1,187 @@
+"""Our attention in transformers' registries, so that it arrives in the captured graph as one operator.
+
+It is registered under a name of our own, which only the models that we build here are told to use.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from picompile.errors import UnsupportedModelError
+from picompile_passes.base import Stage, set_stage
+from picompile_passes.graph.nodes import attribute, has_real_data
+from picompile_passes.graph.operands import ATTENTION
+
+ATTENTION_NAME = "picompile"
+
+# What attention functions of transformers are given and ours can ignore: it says nothing about the result here.
+_WITHOUT_EFFECT = frozenset({"dropout", "is_causal", "output_attentions", "position_ids", "use_cache"})
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention as transformers calls it: query [B, H, T, d], key and value [B, KV, T, d] → [B, T, H, d].
+
+    Raises `UnsupportedModelError` for options that would change the result (soft caps, sinks, biases).
+    """
+    used = sorted(name for name, option in options.items() if option is not None and name not in _WITHOUT_EFFECT)
+    if used or attention_mask is not None:
+        what = ", ".join(used) or "a mask"
+        raise UnsupportedModelError(f"{type(module).__name__} attends with {what}, which is not supported")
+    heads, kv_heads = query.shape[1], key.shape[1]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (x.transpose(1, 2).flatten(-2) for x in (query, key, value))
+    result = ATTENTION(q, k, v, heads, kv_heads, scale, module.layer_idx, sliding_window or 0)
+    return result.unflatten(-1, (heads, -1)), None
+
+
+def no_mask(*_: Any, **__: Any) -> None:
+    """A mask function: our attention is causal by itself."""
+    return None
+
+
+def register_attention() -> None:
+    """Puts the two functions into transformers' registries; again has no effect."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attention_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, no_mask)
+
+
+# A decoder module to a captured graph, through `torch.export`, without its weights.
+
+
+# How a module is called: (module, tokens [1, T], positions [1, T]) → logits [1, T, V].
+DecoderCall = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+_EXAMPLE_TOKENS = 8
+_WRAPPED = "decoder"
+
+# Checks that tracing leaves behind; they say nothing about values.
+_CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size", "sym_constrain_range")
+
+
+class _Unbatched(nn.Module):
+    """forward(tokens [T], positions [T]) → logits [T, V] of a module that works on batches."""
+
+    def __init__(self, decoder: nn.Module, call: DecoderCall) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.call = call
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return self.call(self.decoder, tokens.unsqueeze(0), positions.unsqueeze(0)).squeeze(0)
+
+
+def export_decoder(module: nn.Module, call: DecoderCall, max_tokens: int) -> GraphModule:
+    """The captured graph of `module`, for 1 to `max_tokens` tokens.
+
+    The module is not touched. Its parameters come out as float32 on the meta device, its buffers as they are. A tied
+    parameter has the first of its names. Raises `UnsupportedModelError` where `torch.export` cannot follow the module.
+    """
+    tokens = torch.export.Dim("tokens", min=1, max=max(max_tokens, _EXAMPLE_TOKENS))
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        wrapped = _Unbatched(_without_weights(module), call).eval()
+        example = torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int64)
+        positions = torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int64)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            # torch's own use of what it deprecates.
+            warnings.simplefilter("ignore", FutureWarning)
+            program = torch.export.export(
+                wrapped,
+                (example, positions),
+                dynamic_shapes=({0: tokens}, {0: tokens}),
+                strict=False,
+                # A slice of a mask or a table guards against a length that is just the buffer's; it holds there too.
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+            if _writes_in_place(program.graph):
+                # Retraces all of it, which takes twice as long as the export itself.
+                program = program.run_decompositions({})
+            exported = program.module(check_guards=False)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise UnsupportedModelError(f"{type(module).__name__} cannot be captured: {text}") from error
+    return _plain_graph(exported, module)
+
+
+def _writes_in_place(graph: Graph) -> bool:
+    """Whether a call changes one of its arguments, as `add_` does."""
+    targets = [node.target for node in graph.nodes if isinstance(node.target, OpOverload)]
+    return any(target._schema.is_mutable for target in targets)
+
+
+def first_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """The parameters of `module` by the first of their names, with the other names they have where they are tied."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: tuple(others) for first, *others in names.values()}
+
+
+def _without_weights(module: nn.Module) -> nn.Module:
+    """A copy with float32 parameters that have no data (in the fake mode that is active), and with the same buffers."""
+    memo: dict[int, object] = {}
+    for parameter in module.parameters():
+        empty = torch.empty(parameter.shape, dtype=torch.float32)
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.to(torch.float32) if buffer.is_floating_point() else buffer
+    return copy.deepcopy(module, memo)
+
+
+def _plain_graph(exported: GraphModule, module: nn.Module) -> GraphModule:
+    """The graph with plain inputs and output, parameters on the meta device and under the module's own names."""
+    graph = Graph()
+    for node in list(exported.graph.nodes):
+        if node.op == "call_function" and getattr(node.target, "_opname", "") in _CHECKS:
+            exported.graph.erase_node(node)
+    result = graph.graph_copy(exported.graph, {})
+    (logits,) = result if isinstance(result, (tuple, list)) else (result,)
+    graph.output(logits)
+    parameters = {name: first for first, others in first_names(module).items() for name in (first, *others)}
+    buffers = dict(module.named_buffers())
+    root: dict[str, Tensor] = {}
+    for node in graph.nodes:
+        if node.op != "get_attr":
+            continue
+        name = str(node.target).removeprefix(f"{_WRAPPED}.")
+        if name in parameters:
+            name = parameters[name]
+            tensor = torch.empty(module.get_parameter(name).shape, device="meta")
+        else:
+            tensor = buffers[name] if name in buffers else attribute(exported, str(node.target))
+            tensor = _constant(name, tensor)
+        node.target, root[name] = name, tensor
+        node._rename(name.replace(".", "_"))
+    graph.eliminate_dead_code()
+    plain = GraphModule(root, graph)
+    set_stage(plain, Stage.CAPTURED)
+    return plain
+
+
+def _constant(name: str, tensor: Tensor) -> Tensor:
+    """A buffer or a constant as the graph holds it: real, on the CPU, float32 where it is a float."""
+    if not has_real_data(tensor):
+        raise UnsupportedModelError(f"the buffer {name} has no data, and nothing says how to compute it")
+    tensor = tensor.detach().to("cpu")
+    return tensor.to(torch.float32) if tensor.is_floating_point() else tensor

@@ -1,0 +1,127 @@
+"""The GPU of this machine: what it is, and how fast its memory, its slot and an exchange with it are."""
+
+import statistics
+from collections.abc import Callable
+from ctypes import c_void_p
+from dataclasses import dataclass
+from time import perf_counter
+
+from picompile_runtime.devices.cuda import driver as cuda_driver
+from picompile_runtime.devices.cuda.driver import Driver, GpuMemoryError
+
+
+@dataclass(frozen=True)
+class GpuName:
+    """Which GPU and driver there are: whether a measurement is still about them."""
+
+    name: str
+    driver: str
+    sm: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class GpuSpeed:
+    """What was measured on a GPU.
+
+    `free_bytes` is what was free of its memory then. `copy_bytes_per_s` counts bytes read and bytes written, `down` is
+    from host to GPU and `up` the other way, in pinned memory. `exchange_s` is a vector down, up, and the wait for it.
+    """
+
+    free_bytes: int
+    copy_bytes_per_s: float
+    down_bytes_per_s: float
+    up_bytes_per_s: float
+    exchange_s: float
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is copied: large buffers, so that caches and the launch of a copy do not count.
+
+    `copies` at a time, for `least_s` and `rounds` at least: an idle GPU clocks its memory down and its slot too, and
+    takes some tenths of a second to come back. `exchange_bytes` are 4,096 numbers of 4 bytes, the width of a layer.
+    """
+
+    copy_bytes: int = 256 << 20
+    link_bytes: int = 64 << 20
+    exchange_bytes: int = 16 << 10
+    copies: int = 4
+    rounds: int = 5
+    least_s: float = 0.3
+    exchanges: int = 1000
+
+
+def find_gpu() -> GpuName:
+    """The GPU that CUDA programs use by default. Raises `CudaError` where there is none."""
+    driver = Driver(cuda_driver.LIBRARY)
+    device = driver.first_device()
+    return GpuName(driver.name(device), driver.version(), driver.sm(device), driver.total_bytes(device))
+
+
+def measure_gpu(effort: Effort | None = None) -> GpuSpeed:
+    """Measures the GPU that `find_gpu` finds; takes a second or two. Raises `CudaError`."""
+    effort = effort or Effort()
+    driver = Driver(cuda_driver.LIBRARY)
+    with driver.context(driver.first_device()):
+        free_bytes = driver.free_bytes()
+        # Two buffers of it; the rest is left to whoever else uses the GPU.
+        copy_bytes = min(effort.copy_bytes, free_bytes // 8)
+        link_bytes = min(effort.link_bytes, copy_bytes)
+        if link_bytes < effort.exchange_bytes:
+            raise GpuMemoryError(f"only {free_bytes} bytes of GPU memory are free, too few to measure with")
+        with driver.stream() as stream:
+            copy = _copy_bytes_per_s(driver, stream, copy_bytes, effort)
+            down, up = _link_bytes_per_s(driver, stream, link_bytes, effort)
+            # Last, when the GPU is awake.
+            exchange_s = _exchange_s(driver, stream, effort)
+    return GpuSpeed(free_bytes, copy, down, up, exchange_s)
+
+
+def _copy_bytes_per_s(driver: Driver, stream: c_void_p, size_bytes: int, effort: Effort) -> float:
+    with driver.device_memory(size_bytes) as source, driver.device_memory(size_bytes) as target:
+
+        def copy() -> None:
+            driver.call("cuMemcpyDtoDAsync_v2", target, source, size_bytes, stream)
+
+        # Each byte is read once and written once.
+        return 2 * size_bytes / _copy_s(driver, stream, copy, effort)
+
+
+def _link_bytes_per_s(driver: Driver, stream: c_void_p, size_bytes: int, effort: Effort) -> tuple[float, float]:
+    with driver.device_memory(size_bytes) as device, driver.pinned_memory(size_bytes) as host:
+
+        def down() -> None:
+            driver.call("cuMemcpyHtoDAsync_v2", device, host, size_bytes, stream)
+
+        def up() -> None:
+            driver.call("cuMemcpyDtoHAsync_v2", host, device, size_bytes, stream)
+
+        down_s, up_s = (_copy_s(driver, stream, copy, effort) for copy in (down, up))
+    return size_bytes / down_s, size_bytes / up_s
+
+
+def _copy_s(driver: Driver, stream: c_void_p, copy: Callable[[], None], effort: Effort) -> float:
+    """Seconds of one copy, in the best round."""
+    seconds: list[float] = []
+    begin = perf_counter()
+    while len(seconds) < effort.rounds or perf_counter() - begin < effort.least_s:
+        start = perf_counter()
+        for _ in range(effort.copies):
+            copy()
+        driver.call("cuStreamSynchronize", stream)
+        seconds.append((perf_counter() - start) / effort.copies)
+    return max(min(seconds), 1e-9)
+
+
+def _exchange_s(driver: Driver, stream: c_void_p, effort: Effort) -> float:
+    """Seconds of an exchange, the median."""
+    size, seconds = effort.exchange_bytes, []
+    with driver.device_memory(size) as device, driver.pinned_memory(size) as host:
+        for _ in range(effort.exchanges):
+            start = perf_counter()
+            driver.call("cuMemcpyHtoDAsync_v2", device, host, size, stream)
+            driver.call("cuMemcpyDtoHAsync_v2", host, device, size, stream)
+            driver.call("cuStreamSynchronize", stream)
+            seconds.append(perf_counter() - start)
+    return max(statistics.median(seconds), 1e-9)

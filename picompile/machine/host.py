@@ -1,0 +1,56 @@
+"""The processor and memory of this machine, as Linux describes them, and how fast the memory reads."""
+
+import platform
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+# What a container may use of the machine's memory: control groups, version 2 and version 1.
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+# The buffer that is read for the bandwidth: as in `picompile_runtime.bench.floor`, unless that were much of the memory.
+_BUFFER_BYTES = 2**29
+_BUFFER_SHARE = 8
+
+
+@dataclass(frozen=True)
+class Host:
+    """Memory of a host: its size, and the bytes per second that all its cores together read."""
+
+    bytes: int
+    bytes_per_s: float
+
+
+def cpu_name() -> str:
+    """The processor as it is sold."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes of memory that this process may use, and how many of them are available now."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    fields = {name: value for name, _, value in (line.partition(":") for line in lines)}
+    total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    limit = min([total, *_limits()])
+    return limit, min(limit, available)
+
+
+def _limits() -> list[int]:
+    """Those that are set; `max`, which says that none is, is no number."""
+    limits = []
+    for path in _LIMITS:
+        with suppress(OSError, ValueError):
+            limits.append(int(path.read_text(encoding="utf-8")))
+    return limits
+
+
+def measure_host(threads: int) -> Host:
+    """Reads memory with `threads` threads; takes about a second."""
+    from picompile_runtime.bench.floor import memory_bandwidth
+
+    total_bytes, available_bytes = host_memory()
+    size_bytes = min(_BUFFER_BYTES, available_bytes // _BUFFER_SHARE)
+    return Host(total_bytes, memory_bandwidth(threads, size_bytes))

@@ -1,0 +1,180 @@
+"""The measurements of this machine in the user's cache folder, as JSON.
+
+A file that is damaged, which the sha256 of its content shows, of another version or of another machine counts as none,
+and one that cannot be written only costs the time to measure again.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import time
+from typing import Any
+
+from picompile.errors import PicompileError
+from picompile.machine import LAUNCH_S, LOCAL, TARGETS, Target
+from picompile.machine.gpu import GpuName, GpuSpeed, find_gpu, measure_gpu
+from picompile.machine.host import Host, cpu_name, host_memory, measure_host
+from picompile.output import writing_file
+from picompile_runtime import ArtifactError
+from picompile_runtime.artifact.fields import Fields, parse_object
+from picompile_runtime.devices.cuda.driver import CudaError
+
+# Counts up when something is measured in another way.
+_SCHEMA = 1
+
+
+def cache_file() -> Path:
+    """$XDG_CACHE_HOME/picompile/local.json. Raises `RuntimeError` where this user has no home folder."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "picompile" / "local.json"
+
+
+def load(machine: "MeasuredMachine", no_gpu: str) -> "LocalMachine | None":
+    """What is kept of `machine`; `no_gpu` says why it has no GPU now, if it has none."""
+
+    with suppress(OSError, RuntimeError, ArtifactError):
+        path = cache_file()
+        fields = parse_object(path.read_bytes(), str(path))
+        content = dict(fields.data)
+        if content.pop("sha256", None) != _digest(content):
+            return None
+        if fields.data.get("schema") != _SCHEMA or fields.data.get("machine") != asdict(machine):
+            return None
+        host = fields.object("host")
+        speed = None if machine.gpu is None else _speed(fields.object("speed"))
+        memory = Host(host.integer("bytes", least=1), _positive(host, "bytes_per_s"))
+        return LocalMachine(machine, memory, speed, no_gpu, _positive(fields, "measured_at_s"))
+    return None
+
+
+def _speed(fields: Fields) -> GpuSpeed:
+    return GpuSpeed(
+        fields.integer("free_bytes"),
+        _positive(fields, "copy_bytes_per_s"),
+        _positive(fields, "down_bytes_per_s"),
+        _positive(fields, "up_bytes_per_s"),
+        _positive(fields, "exchange_s"),
+    )
+
+
+def _positive(fields: Fields, key: str) -> float:
+    value = fields.data.get(key)
+    # JSON of Python may hold NaN and Infinity.
+    if not isinstance(value, float | int) or isinstance(value, bool) or not 0 < value < 1e300:
+        raise fields.wrong(key, "a positive number")
+    return float(value)
+
+
+def store(measured: "LocalMachine") -> None:
+    """Keeps `measured` in place of what was kept; whoever reads meanwhile sees the one or the other."""
+    content: dict[str, Any] = {
+        "schema": _SCHEMA,
+        "measured_at_s": measured.measured_at_s,
+        "machine": asdict(measured.machine),
+        "host": asdict(measured.host),
+        "speed": None if measured.speed is None else asdict(measured.speed),
+    }
+    content["sha256"] = _digest(content)
+    with suppress(OSError, RuntimeError, PicompileError):
+        path = cache_file()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with writing_file(path, overwrite=True) as file:
+            file.write((json.dumps(content, indent=1) + "\n").encode())
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# This machine as a target: measured once, and again when it is not the same machine any more.
+
+
+@dataclass(frozen=True)
+class MeasuredMachine:
+    """What a measurement is about; another machine, or other threads, are measured anew."""
+
+    cpu: str
+    threads: int
+    memory_bytes: int
+    gpu: GpuName | None
+
+
+@dataclass(frozen=True)
+class LocalMachine:
+    """This machine, measured `measured_at_s` seconds after 1970.
+
+    `speed` is None where there is no GPU that can be used, and `no_gpu` then says why.
+    """
+
+    machine: MeasuredMachine
+    host: Host
+    speed: GpuSpeed | None
+    no_gpu: str
+    measured_at_s: float
+
+    @property
+    def target(self) -> Target:
+        """The row `local` of the targets. Its `launch_s` is not measured, but that of the table."""
+        gpu, speed, cpu = self.machine.gpu, self.speed, TARGETS["cpu"]
+        if gpu is None or speed is None:
+            description = f"this machine: {self.machine.cpu}, no GPU"
+            return Target(LOCAL, description, platform.machine(), cpu.features, source="measured")
+        return Target(
+            LOCAL,
+            f"this machine: {self.machine.cpu}, {gpu.name}",
+            platform.machine(),
+            cpu.features,
+            sm=gpu.sm,
+            vram_bytes=gpu.total_bytes,
+            gpu_bytes_per_s=speed.copy_bytes_per_s,
+            # A plan does not say which way it copies.
+            pcie_bytes_per_s=min(speed.down_bytes_per_s, speed.up_bytes_per_s),
+            sync_s=speed.exchange_s,
+            launch_s=LAUNCH_S,
+            source="measured",
+        )
+
+
+def local_target() -> Target:
+    """This machine as a target, measured unless the cache has it."""
+    return measure_local().target
+
+
+def measure_local(*, anew: bool = False) -> LocalMachine:
+    """This machine, from the cache unless `anew` or another machine is in it. Measuring takes a second or two."""
+    machine, no_gpu = _machine()
+    if not anew and (found := load(machine, no_gpu)) is not None:
+        return found
+    speed = None
+    if machine.gpu is not None:
+        try:
+            speed = measure_gpu()
+        except CudaError as error:
+            no_gpu = f"{machine.gpu.name}: {error}"
+    measured = LocalMachine(machine, measure_host(machine.threads), speed, no_gpu, time())
+    if speed is not None or machine.gpu is None:
+        # A GPU that another program has filled may be free the next time.
+        store(measured)
+    return measured
+
+
+def cached_local() -> LocalMachine | None:
+    """What is known of this machine without measuring it."""
+    machine, no_gpu = _machine()
+    return load(machine, no_gpu)
+
+
+def _machine() -> tuple[MeasuredMachine, str]:
+    """This machine, and why it has no GPU if it has none."""
+    from picompile_runtime.devices.machine import default_threads
+
+    gpu, no_gpu = None, ""
+    try:
+        gpu = find_gpu()
+    except CudaError as error:
+        no_gpu = str(error)
+    return MeasuredMachine(cpu_name(), default_threads(), host_memory()[0], gpu), no_gpu

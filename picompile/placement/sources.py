@@ -1,0 +1,288 @@
+"""Where it comes from how often a model's neurons fire: a curve, a profile that is there, or one that is made."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from picompile.errors import UsageError
+from picompile.progress import Progress
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from picompile.placement.counting import Packing
+    from picompile.placement.firing import Firing
+    from picompile.placement.model_bytes import ModelBytes
+    from picompile.predictors import Predictors
+    from picompile.predictors.profile import Profile, ProfileOptions
+    from picompile.predictors.store import BlockShape
+
+
+NOT_KEPT = "a profile made for this plan"
+# Which neurons fire most is known from fewer tokens than it takes to train predictors. Of the bundled model the hottest
+# 10, 30 and 50 % by so many tokens make 99.4 % of the firings (98.9 at least) that those by 65,536 make; by half as
+# many 98.9 % (97.9).
+_TOKENS = 16_384
+
+
+@dataclass(frozen=True)
+class FiringSource:
+    """How neurons fire, from a profile or from a curve. `source` names a profile that is not kept."""
+
+    profile: "Profile | None"
+    curve: str | None = None
+    source: str | None = None
+
+    def firing(self, shape: tuple[int, int], batch: int = 1, ratios: Mapping[int, float] | None = None) -> "Firing":
+        """Of `shape` (layers, neurons), with so many computed for one that fires."""
+        from picompile.placement.firing import firing_of_curve, firing_of_profile
+
+        if self.profile is not None:
+            firing = firing_of_profile(self.profile, batch, ratios)
+            return firing if self.source is None else replace(firing, source=self.source)
+        ratio = sum(ratios.values()) / len(ratios) if ratios else 1.0
+        return firing_of_curve(str(self.curve), *shape, batch=batch, computed=ratio)
+
+
+def given_profile(profile: Path | None, work: Path | None, fingerprint: str) -> "Profile | None":
+    """The profile in the folder `profile`, or else the one that lies in the folder `work`; None where one has to be
+    made. Raises `UsageError` for one of another model.
+    """
+    from picompile.predictors.profile import load_profile
+    from picompile.predictors.profile.profile import read_description
+
+    if profile is None:
+        if work is None or not (read_description(work / "profile") or {}).get("complete"):
+            return None
+        profile = work / "profile"
+    found = load_profile(profile)
+    found.require_model(fingerprint)
+    return found
+
+
+@contextmanager
+def made_profile(
+    model: Path, work: Path | None, options: "ProfileOptions", progress: Progress
+) -> Iterator[FiringSource]:
+    """A profile of `model` that is made in the folder `work`. Without one it goes again, and is no longer than a plan
+    needs. Raises what profiling does.
+    """
+    from picompile.predictors.profile import profile_model
+    from picompile_codegen.build.object_cache import temporary_folder
+
+    if work is not None:
+        work.mkdir(parents=True, exist_ok=True)
+        yield FiringSource(profile_model(model, work / "profile", options, progress))
+        return
+    with temporary_folder() as folder:
+        short = replace(options, tokens=min(options.tokens, _TOKENS), samples=1)
+        profile = profile_model(model, folder / "profile", short, progress)
+        yield FiringSource(profile, source=NOT_KEPT)
+
+
+# What is planned: the bytes of a model and how its neurons fire, from a checkpoint, a profile or a shape.
+
+
+_PROFILE_FILE = "profile.json"
+# Neurons a layer of the curve that ranks are estimated by, before it is known how many there are.
+_SAMPLE = 1000
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What the user said of the model. `source` is a checkpoint or a profile, None with a `shape`."""
+
+    source: Path | None
+    shape: str | None
+    firing: str | None
+    profile: Path | None
+    predictors: Path | None
+    work: Path | None
+    quant: str
+    predictor: str | None
+    context: int | None
+    batch: int
+    kv_dtype: str | None
+
+    @property
+    def is_profile(self) -> bool:
+        """Whether the source is a profile. A folder with both is a model's."""
+        source = self.source
+        return source is not None and not (source / "config.json").is_file() and (source / _PROFILE_FILE).is_file()
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """The model as it is placed."""
+
+    model: "ModelBytes"
+    firing: "Firing"
+    fingerprint: str | None
+
+
+def find_model(options: ModelOptions, progress: Progress) -> PlannedModel:
+    """Counts the model. Raises `UsageError`, `UnsupportedModelError`, and what profiling raises."""
+    if options.source is None:
+        from picompile.synth import find_config
+
+        name, config = find_config(str(options.shape))
+        return _of_config(name, config, FiringSource(None, options.firing), None, options, progress)
+    if not options.is_profile:
+        return _of_checkpoint(options.source, options, progress)
+    from picompile.predictors.profile import load_profile
+
+    profile = load_profile(options.source)
+    if profile.config is None:
+        raise UsageError(
+            f"{options.source}: does not say what shape its model has, as profiles of earlier versions; "
+            f"plan MODEL --profile {options.source}"
+        )
+    return _of_config(profile.model_name, profile.config, FiringSource(profile), profile.fingerprint, options, progress)
+
+
+def planned_model(
+    model: "ModelBytes", source: FiringSource, predictors: "Predictors | None", fingerprint: str | None
+) -> PlannedModel:
+    """`model` with its firing. Raises `UsageError` for a profile of other layers or neurons."""
+    from picompile.placement.firing import COMPUTED_RATIOS, computed_ratios
+
+    numbers = range(len(model.layers))
+    ratios = {number: COMPUTED_RATIOS.get(model.predictor, 1.0) for number in numbers}
+    if predictors is not None:
+        ratios = computed_ratios(predictors)
+    firing = source.firing((len(model.layers), model.layers[0].neurons), model.batch, ratios)
+    found = [len(layer.shares) for layer in firing.layers]
+    if found != [layer.neurons for layer in model.layers]:
+        raise UsageError(f"{firing.source} has other layers or neurons than the model; profile the model again")
+    return PlannedModel(model, firing, fingerprint)
+
+
+def _of_config(
+    name: str,
+    config: Mapping[str, Any],
+    source: FiringSource,
+    fingerprint: str | None,
+    options: ModelOptions,
+    progress: Progress,
+) -> PlannedModel:
+    """Two layers stand for all, unless there are predictors, which differ."""
+    from picompile.frontend.hf import capture_config
+    from picompile.placement.counting import count_bytes, shape_bytes
+    from picompile.predictors import load_predictors
+
+    packing = _packing(options, config.get("max_position_embeddings"), _activation(config))
+    ranks = source.firing((_layers(config), _SAMPLE))
+    with progress.step("count"):
+        if options.predictors is None:
+            return planned_model(shape_bytes(name, config, packing, ranks), source, None, fingerprint)
+        predictors = load_predictors(options.predictors)
+        # Before all layers of a shape are captured, which takes seconds for a few.
+        if len(predictors.layers) != _layers(config):
+            raise UsageError(
+                f"{options.predictors}: has {len(predictors.layers)} layers, the model {_layers(config)}; "
+                "train predictors for this model"
+            )
+        graph_module = capture_config(config)
+        predictors.require_model(fingerprint, _block_shapes(graph_module))
+        model = count_bytes(name, graph_module, packing, predictors, ranks)
+        return planned_model(model, source, predictors, fingerprint)
+
+
+def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> PlannedModel:
+    from picompile.frontend import load_model
+    from picompile.frontend.checkpoint import fingerprint
+    from picompile.placement.counting import count_bytes
+
+    mark = fingerprint(folder)
+    given = _given(options, mark)
+    loaded = _load_predictors(folder, options)
+    with progress.step("capture"):
+        captured = load_model(folder)
+    if captured.warning is not None:
+        progress.say(captured.warning)
+    facts, graph_module = captured.facts, captured.graph_module
+    packing = _packing(options, facts.max_positions, facts.activation)
+    predictors = loaded if options.predictors is not None or packing.predictor == "learned" else None
+    if predictors is not None:
+        predictors.require_model(mark, _block_shapes(graph_module))
+    with _firing(given, folder, options, progress) as source, progress.step("count"):
+        model = count_bytes(facts.name, graph_module, packing, predictors, source.firing((facts.layers, _SAMPLE)))
+        return planned_model(model, source, predictors, mark)
+
+
+def _given(options: ModelOptions, fingerprint: str) -> FiringSource | None:
+    """The curve or the profile that was given, or that lies in the work folder; None where one has to be made."""
+    if options.firing is not None:
+        return FiringSource(None, options.firing)
+    profile = given_profile(options.profile, options.work, fingerprint)
+    return None if profile is None else FiringSource(profile)
+
+
+@contextmanager
+def _firing(
+    given: FiringSource | None, folder: Path, options: ModelOptions, progress: Progress
+) -> Iterator[FiringSource]:
+    """What was given, or a profile that is made."""
+    from picompile.predictors.profile import ProfileOptions
+
+    if given is not None:
+        yield given
+        return
+    with made_profile(folder, options.work, ProfileOptions(), progress) as made:
+        yield made
+
+
+def _packing(options: ModelOptions, limit: object, activation: str) -> "Packing":
+    """How the model is packed; `limit` is how many positions it has, where it has a limit."""
+    from picompile.compile_options import DEFAULT_CONTEXT
+    from picompile.placement.counting import Packing
+    from picompile_passes.dialect.activations import parse_activation
+
+    longest = limit if isinstance(limit, int) and limit > 0 else None
+    context = options.context or min(longest or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+    if longest is not None and context > longest:
+        raise UsageError(f"a context of {context} tokens is more than the model's {longest} positions")
+    predictor = options.predictor
+    if predictor is None:
+        predictor = "learned" if options.predictors or parse_activation(activation).sparse else "none"
+    return Packing(options.quant, predictor, context, options.batch, options.kv_dtype)
+
+
+def _activation(config: Mapping[str, Any]) -> str:
+    """The dialect's text for the activation of a config."""
+    from picompile.frontend.families import find_family
+    from picompile.frontend.hf import raw_activation
+
+    return raw_activation(find_family(config), config)
+
+
+def _layers(config: Mapping[str, Any]) -> int:
+    """How many layers a config has, for what depends on it only a little; whoever counts in earnest checks it."""
+    from picompile.predictors.description import MOST_LAYERS
+
+    layers = config.get("num_hidden_layers")
+    return layers if type(layers) is int and 0 < layers < MOST_LAYERS else 1
+
+
+def _load_predictors(folder: Path, options: ModelOptions) -> "Predictors | None":
+    """Those that were given, or that compile would take: in its work folder, or beside the model."""
+    from picompile.predictors import load_predictors
+
+    if options.predictors is not None:
+        return load_predictors(options.predictors)
+    if options.predictor not in (None, "learned"):
+        return None
+    if options.work is not None and (options.work / "predictors" / "predictors.json").is_file():
+        return load_predictors(options.work / "predictors")
+    beside = folder / "predictors.safetensors"
+    return load_predictors(beside) if beside.is_file() else None
+
+
+def _block_shapes(graph_module: "GraphModule") -> "dict[int, BlockShape]":
+    from picompile.predictors import block_shapes
+    from picompile_passes.passes.canonicalize import CANONICALIZE
+    from picompile_passes.pipeline import Pipeline
+
+    return block_shapes(Pipeline(tuple(CANONICALIZE))(graph_module).graph_module)

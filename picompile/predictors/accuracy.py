@@ -1,0 +1,218 @@
+"""Which layers are to blame for what predictors cost."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from picompile.progress import NoProgress, Progress
+from picompile.streaming import run_layerwise
+from picompile_passes.dialect.ops import neuron_outputs
+from picompile_passes.graph.materialize import WeightSource, evaluate_constant
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import SPARSE_FFN
+
+# Blame falls on the layers that make this share of the missed energy.
+_BLAMED_SHARE = 0.8
+
+
+def to_blame(missed: Mapping[int, float]) -> list[int]:
+    """The layers that miss most of what all miss together, the worst first; none that misses nothing.
+
+    `missed` is each layer's missed energy, as `picompile.predictors.accuracy` measures it.
+    """
+    whole, seen, found = sum(missed.values()), 0.0, []
+    for layer, energy in sorted(missed.items(), key=lambda entry: (-entry[1], entry[0])):
+        if energy <= 0 or seen >= _BLAMED_SHARE * whole:
+            break
+        found.append(layer)
+        seen += energy
+    return found
+
+
+# How much of a held-out text is read.
+
+
+def first_windows(windows: Sequence[Sequence[int]], tokens: int, longest: int | None = None) -> list[Sequence[int]]:
+    """The first `tokens` ids at most, in windows of `longest` ids at most and of 2 at least.
+
+    The first id of a window is given and the others are predicted: one alone tells nothing.
+    """
+    kept: list[Sequence[int]] = []
+    room = tokens
+    for window in windows:
+        step = longest or len(window)
+        for start in range(0, len(window), step or 1):
+            piece = window[start : min(start + step, start + room)]
+            if len(piece) >= 2:
+                kept.append(piece)
+                room -= len(piece)
+    return kept
+
+
+# How well the predictors of a graph tell which neurons fire, layer by layer, on real text.
+#
+# | figure | of all tokens |
+# | --- | --- |
+# | recall | firing neurons that are computed / firing neurons |
+# | weighted recall | the same, each firing weighted by its contribution, magnitude of h times length of the down row |
+# | precision | firing neurons that are computed / computed neurons |
+# | missed energy | squared length of what the left-out neurons would have added / that of the whole block's output |
+
+
+_WEIGHTS = ("gate", "up", "down", "gate_bias", "up_bias")
+
+
+@dataclass(frozen=True)
+class LayerAccuracy:
+    """One layer's predictor. Shares are of the layer's neurons, per token; `rank` is None but for learned kinds."""
+
+    layer: int
+    kind: str
+    rank: int | None
+    recall: float
+    weighted_recall: float
+    precision: float
+    firing_share: float
+    computed_share: float
+    missed_energy: float
+
+
+def measure_layers(
+    graph_module: GraphModule,
+    weights: WeightSource,
+    windows: Sequence[Sequence[int]],
+    thresholds: Mapping[int, float] | None = None,
+    progress: Progress | None = None,
+) -> list[LayerAccuracy]:
+    """Runs a graph of stage predicted over `windows` of token ids and judges each layer's mask.
+
+    `thresholds` gives the magnitude above which a neuron of a layer counts as firing; 0 where it names none. Every
+    layer sees what the predictors before it have left, as it does when the artifact generates.
+    """
+    blocks = [_Block(node, (thresholds or {}).get(node.meta["layer"], 0.0)) for node in _blocks(graph_module)]
+    waiting = {node: block for block in blocks for node in (block.x, block.mask, block.node)}
+
+    def observe(node: Node, value: Tensor) -> None:
+        for block in blocks:
+            block.receive(node, value, graph_module, weights)
+
+    run_layerwise(graph_module, weights, windows, observe=observe, nodes=tuple(waiting), progress=progress)
+    return [block.accuracy() for block in blocks]
+
+
+def _blocks(graph_module: GraphModule) -> list[Node]:
+    return list(calls(graph_module.graph, SPARSE_FFN))
+
+
+class _Block:
+    """Gathers one block's sums over the windows. Its weights are there from its first window to its last."""
+
+    def __init__(self, node: Node, threshold: float) -> None:
+        values = arguments(node)
+        self.node, self.x, self.mask, self.threshold = node, values["x"], values["mask"], threshold
+        self._predictor = arguments(self.mask)
+        self._seen: dict[Node, Tensor] = {}
+        self._weights: dict[str, Any] = {}
+        self._sums = torch.zeros(8, dtype=torch.float64)
+
+    def receive(self, node: Node, value: Tensor, graph_module: GraphModule, weights: WeightSource) -> None:
+        """Takes the value of a node; counts when block, input and mask of one window are there."""
+        if node in (self.x, self.mask):
+            self._seen[node] = value
+        elif node is self.node:
+            if not self._weights:
+                self._weights = _load(self.node, graph_module, weights)
+            self._count(self._seen[self.x], self._seen[self.mask])
+        elif self._weights and node.meta.get("layer") not in (None, self.node.meta["layer"]):
+            # The next layer has begun: memory holds one layer.
+            self._weights = {}
+
+    def _count(self, x: Tensor, mask: Tensor) -> None:
+        values = arguments(self.node)
+        gate, up, gate_bias, up_bias = (self._weights[name] for name in ("gate", "up", "gate_bias", "up_bias"))
+        hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, values["activation"], values["up_activation"])
+        fired, down = hidden.abs() > self.threshold, self._weights["down"]
+        contribution = hidden.abs() * fired * down.norm(dim=1)
+        missed = torch.where(mask, 0.0, hidden) @ down
+        self._sums += torch.stack(
+            [
+                fired.sum(),
+                mask.sum(),
+                (fired & mask).sum(),
+                contribution.sum(),
+                (contribution * mask).sum(),
+                missed.square().sum(),
+                (hidden @ down).square().sum(),
+                torch.tensor(float(mask.numel())),
+            ]
+        ).double()
+
+    def accuracy(self) -> LayerAccuracy:
+        fired, computed, both, contribution, kept, missed, whole, neurons = self._sums.tolist()
+        kind = self._predictor["kind"]
+        rank = int(self._predictor["weights"][0].meta["val"].shape[0]) if kind.startswith("learned") else None
+        return LayerAccuracy(
+            layer=self.node.meta["layer"],
+            kind=kind,
+            rank=rank,
+            recall=both / fired if fired else 1.0,
+            weighted_recall=kept / contribution if contribution else 1.0,
+            precision=both / computed if computed else 1.0,
+            firing_share=fired / neurons,
+            computed_share=computed / neurons,
+            missed_energy=missed / whole if whole else 0.0,
+        )
+
+
+def _load(node: Node, graph_module: GraphModule, weights: WeightSource) -> dict[str, Tensor | None]:
+    values = arguments(node)
+    return {
+        name: None if values[name] is None else evaluate_constant(graph_module, values[name], weights)
+        for name in _WEIGHTS
+    }
+
+
+# The gate itself: one artifact, one text, read with every neuron and as it generates.
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """Perplexity of an artifact with every neuron (`dense`) and with its predictors, over `tokens` predicted tokens."""
+
+    dense_perplexity: float
+    perplexity: float
+    tokens: int
+
+    @property
+    def relative_change(self) -> float:
+        """How far the predictors raise the perplexity; negative where they lower it."""
+        return self.perplexity / self.dense_perplexity - 1
+
+
+def check_artifact(
+    artifact: Path, windows: Sequence[Sequence[int]], threads: int | None = None, progress: Progress | None = None
+) -> GateResult:
+    """Reads `windows` of token ids twice with the artifact in `artifact`: dense, in chunks, and token by token.
+
+    No window may be longer than the context and one. Raises what the runtime raises.
+    """
+    from picompile_runtime import load
+    from picompile_runtime.bench.perplexity import Perplexity, perplexity
+
+    progress = progress or NoProgress()
+    with load(artifact, threads) as engine:
+        total = sum(len(window) - 1 for window in windows)
+        found = []
+        for title, by_decode in (("gate, every neuron", False), ("gate, predicted neurons", True)):
+            nll = 0.0
+            with progress.step(title, total) as advance:
+                for window in windows:
+                    nll += perplexity(engine, window, by_decode=by_decode).nll
+                    advance(len(window) - 1)
+            found.append(Perplexity(nll, total).perplexity)
+    return GateResult(found[0], found[1], total)

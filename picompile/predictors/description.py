@@ -1,0 +1,101 @@
+"""JSON that describes the tensors beside it, as profiles and predictors have: read, and refused where it is damaged.
+
+`picompile_runtime.artifact.fields.Fields` reads single fields, as for artifacts; this module adds what artifacts do
+not need.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from picompile.errors import UsageError
+from picompile.frontend.checkpoint import one_line
+from picompile_runtime import ArtifactError
+from picompile_runtime.artifact.fields import Fields
+
+# More layers than any model has: no file is looked for, and no picture drawn, of what comes after them.
+MOST_LAYERS = 10_000
+
+# What float32 holds, in which thresholds are compared.
+LARGEST_F32 = 3.4028234663852886e38
+
+
+def read_object(path: Path, format_name: str, what: str) -> dict[str, Any]:
+    """The JSON object in `path`, which names its format. Raises `UsageError`; `what` is what it must be."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text, object_pairs_hook=_without_repeats)
+        if "\\u" in text:
+            # Names of files need not be text: halves of surrogate pairs pass as JSON, but nothing could print them.
+            content = json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise UsageError(f"{path}: not readable as JSON: {one_line(error)}") from error
+    if not isinstance(content, dict) or content.get("format") != format_name:
+        raise UsageError(f"{path}: is not {what}")
+    return content
+
+
+def check_schema(path: Path, content: dict[str, Any], schema: int, advice: str) -> None:
+    """Raises `UsageError` for a description of another version."""
+    if content.get("schema") != schema:
+        found = repr(content.get("schema"))[:40]
+        raise UsageError(f"{path}: has schema {found}, not {schema}; {advice}")
+
+
+@contextmanager
+def refusing(advice: str) -> Iterator[None]:
+    """What `Fields` finds to be wrong, as a `UsageError` that ends in `advice`."""
+    try:
+        yield
+    except ArtifactError as error:
+        raise UsageError(f"{error}; {advice}") from error
+
+
+def layer_number(fields: Fields) -> int:
+    """The field `layer`."""
+    value = fields.data.get("layer")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MOST_LAYERS:
+        raise fields.wrong("layer", f"an integer from 0 to {MOST_LAYERS - 1}, beyond which no model has layers")
+    return value
+
+
+def check_order(fields: Fields, layers: Sequence[int]) -> None:
+    """Refuses a description without layers, and one of which the numbers do not rise."""
+    if not layers or list(layers) != sorted(set(layers)):
+        raise fields.wrong("layers", "a list of layers in order, each once")
+
+
+def number(fields: Fields, key: str, least: float = -sys.float_info.max, most: float = sys.float_info.max) -> float:
+    """A number from `least` to `most`; neither bound can be infinite."""
+    value = fields.data.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        bounded = least > -sys.float_info.max
+        raise fields.wrong(key, f"a number from {least:.4g} to {most:.4g}" if bounded else "a finite number")
+    return float(value)
+
+
+def figure(fields: Fields, key: str) -> float | None:
+    """A figure that was measured; None where there is none, or where it came to no number."""
+    value = fields.data.get(key)
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return None
+    return number(fields, key)
+
+
+def choice(fields: Fields, key: str, known: Sequence[str]) -> str:
+    """One of the texts `known`."""
+    value = fields.data.get(key)
+    if not isinstance(value, str) or value not in known:
+        raise fields.wrong(key, f"one of {', '.join(known)}")
+    return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice in an object")
+    return found

@@ -1,0 +1,211 @@
+"""Reading predictors: a folder with `predictors.json`, or a bare `predictors.safetensors`."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from picompile.errors import UsageError
+from picompile.frontend.checkpoint import READ_ERRORS, TensorHeader, one_line, open_file
+from picompile.predictors.description import check_order, check_schema, figure, read_object, refusing
+from picompile.predictors.store import PARTS, LayerPredictor, Predictors, tensor_name
+from picompile_runtime.artifact.fields import Fields
+
+FORMAT = "picompile-predictors"
+SCHEMA = 1
+FACTS_FILE = "predictors.json"
+WEIGHTS_FILE = "predictors.safetensors"
+
+_DTYPES = ("F16", "BF16", "F32")
+_NAME = re.compile(rf"layers\.(0|[1-9][0-9]{{0,3}})\.({'|'.join(PARTS)})")
+_FIGURES = ("dense_perplexity", "perplexity", "relative_change", "tokens")
+_ADVICE = "train again"
+
+
+def load_predictors(path: Path | str) -> Predictors:
+    """Reads the predictors of a folder, or of a bare safetensors file.
+
+    A bare file (which `picompile synth` writes beside its checkpoint) is taken as kind `learned`, input `block`,
+    threshold 0. Raises `UsageError`, in one line, for what is no such thing, is damaged, or holds values that are no
+    numbers.
+    """
+    path = Path(path)
+    facts = path / FACTS_FILE
+    if facts.is_file():
+        with refusing(_ADVICE):
+            predictors = _described(path, _read_facts(facts))
+    elif path.is_file() or (path / WEIGHTS_FILE).is_file():
+        predictors = _bare(path, path if path.is_file() else path / WEIGHTS_FILE)
+    else:
+        raise UsageError(f"{path}: neither {FACTS_FILE} nor {WEIGHTS_FILE} is there; picompile train makes them")
+    for name, header in predictors.headers.items():
+        _require_finite(name, header)
+    return predictors
+
+
+def _described(folder: Path, facts: Fields) -> Predictors:
+    layers = tuple(LayerPredictor.from_json(entry) for entry in facts.objects("layers"))
+    check_order(facts, [layer.layer for layer in layers])
+    model = facts.object("model")
+    gate = _gate(facts.object("gate")) if "gate" in facts.data else {}
+    curves = facts.data.get("curves", [])
+    if not isinstance(curves, list):
+        raise facts.wrong("curves", "a list")
+    learned = [layer for layer in layers if layer.learned]
+    headers = _read_headers(folder / WEIGHTS_FILE) if learned else {}
+    for layer in learned:
+        _require_parts(folder / WEIGHTS_FILE, headers, layer.layer, layer.rank)
+    wanted = {tensor_name(layer.layer, part) for layer in learned for part in PARTS}
+    used = {name: header for name, header in headers.items() if name in wanted}
+    parameters = model.integer("parameters", 1) if model.data.get("parameters") is not None else None
+    described = (_word(model, "fingerprint"), _word(model, "name"), parameters)
+    return Predictors(folder, layers, used, *described, gate, curves)
+
+
+def _gate(gate: Fields) -> Mapping[str, Any]:
+    """What training found, as it stands there; the figures in it are numbers."""
+    for key in _FIGURES:
+        # What came to no number was measured nevertheless.
+        if key in gate.data and figure(gate, key) is None and not isinstance(gate.data[key], float):
+            raise gate.wrong(key, "a number")
+    return gate.data
+
+
+def _word(fields: Fields, key: str) -> str | None:
+    """A text, or None where nobody wrote it down."""
+    value = fields.data.get(key)
+    if value is not None and not isinstance(value, str):
+        raise fields.wrong(key, "a text")
+    return value
+
+
+def _bare(path: Path, file: Path) -> Predictors:
+    headers = _read_headers(file)
+    layers = []
+    for number in sorted({int(match[1]) for name in headers if (match := _NAME.fullmatch(name))}):
+        _require_parts(file, headers, number, None)
+        fc1, fc2 = (headers[tensor_name(number, part)].shape for part in ("fc1", "fc2"))
+        parameters = fc1[0] * fc1[1] + fc2[0] * fc2[1] + fc2[0]
+        layers.append(LayerPredictor(number, "learned", "block", fc1[0], 0.0, parameters, 2 * parameters))
+    if not layers:
+        raise UsageError(f"{file}: holds no predictors: no tensor is called layers.N.fc1")
+    return Predictors(path, tuple(layers), headers)
+
+
+def _read_facts(file: Path) -> Fields:
+    facts = read_object(file, FORMAT, "the facts of predictors")
+    check_schema(file, facts, SCHEMA, _ADVICE)
+    return Fields(facts, f"{file}: not the facts of predictors")
+
+
+def _read_headers(file: Path) -> dict[str, TensorHeader]:
+    try:
+        with open_file(file) as handle:
+            slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (a handle is no mapping)
+            headers = {name: TensorHeader(file, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+    except READ_ERRORS as error:
+        raise UsageError(f"{file}: cannot be read as predictors: {one_line(error)}") from error
+    return {name: header for name, header in headers.items() if _NAME.fullmatch(name)}
+
+
+def _require_parts(file: Path, headers: Mapping[str, TensorHeader], layer: int, rank: int | None) -> None:
+    """Holds the three tensors of a layer against each other, and against the rank that the facts give."""
+    names = [tensor_name(layer, part) for part in PARTS]
+    for name in names:
+        if name not in headers:
+            raise UsageError(f"{file}: holds no tensor {name}")
+        if headers[name].dtype not in _DTYPES:
+            raise UsageError(f"{file}: {name} is {headers[name].dtype}; only {', '.join(_DTYPES)} are read")
+    fc1, fc2, bias = (headers[name].shape for name in names)
+    whole = len(fc1) == len(fc2) == 2 and fc1[0] == fc2[1] == (rank or fc1[0]) and bias == fc2[:1] and fc1[0] > 0
+    if not whole:
+        shapes = ", ".join(f"{part} {list(shape)}" for part, shape in zip(PARTS, (fc1, fc2, bias), strict=True))
+        of = "" if rank is None else f" of rank {rank}"
+        raise UsageError(f"{file}: layer {layer}: {shapes} do not make a predictor{of}")
+
+
+def _require_finite(name: str, header: TensorHeader) -> None:
+    try:
+        with open_file(header.file) as handle:
+            finite = bool(torch.isfinite(handle.get_tensor(name)).all())
+    except READ_ERRORS as error:
+        raise UsageError(f"{header.file}: cannot read {name}: {one_line(error)}") from error
+    if not finite:
+        raise UsageError(f"{header.file}: {name} holds values that are no numbers; train again")
+
+
+# Writing predictors: the folder appears whole, or not at all.
+
+
+def save_predictors(
+    folder: Path,
+    layers: Sequence[LayerPredictor],
+    tensors: Mapping[str, Tensor],
+    model: Mapping[str, Any],
+    gate: Mapping[str, Any] | None = None,
+    curves: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Writes the predictors of a model to `folder`, in place of what may be there.
+
+    `tensors` holds `layers.N.fc1`, `layers.N.fc2` and `layers.N.bias` of every learned layer; they are written as f16,
+    one at a time, so a mapping that makes them when asked needs no more memory. `model` is `{"fingerprint", "name"}`
+    and, where that is known, `"parameters"`, how many the model has.
+
+    Whether the place may be written is the caller's to check. Raises `KeyError` for a tensor that is missing and
+    `ValueError` for one of the wrong shape; then nothing is changed.
+    """
+    from picompile.output import replacing
+
+    with replacing(folder) as place:
+        write_predictors(place, layers, tensors, model, gate, curves)
+
+
+def write_predictors(
+    folder: Path,
+    layers: Sequence[LayerPredictor],
+    tensors: Mapping[str, Tensor],
+    model: Mapping[str, Any],
+    gate: Mapping[str, Any] | None = None,
+    curves: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """As `save_predictors`, into a folder that is there; no more than that."""
+    import picompile
+    from picompile.artifact.files import write_json
+    from picompile.synth.writer import CheckpointWriter
+
+    layers = sorted(layers, key=lambda layer: layer.layer)
+    learned = [layer for layer in layers if layer.learned]
+    table = [
+        (name, tuple(tensors[name].shape))
+        for layer in learned
+        for name in (tensor_name(layer.layer, part) for part in PARTS)
+    ]
+    for layer in learned:
+        _check_shapes(layer, dict(table))
+    stem = WEIGHTS_FILE.removesuffix(".safetensors")
+    # One file, whatever its size: a header says more than an index of shards would.
+    with CheckpointWriter(folder, stem, table, "f16", shard_bytes=1 << 62) as writer:
+        for name, _ in table:
+            # The writer rounds in place.
+            writer.put(name, tensors[name].float().clone())
+    write_json(
+        folder / FACTS_FILE,
+        {
+            "format": FORMAT,
+            "schema": SCHEMA,
+            "picompile": picompile.__version__,
+            "model": dict(model),
+            "gate": dict(gate or {}),
+            "layers": [layer.to_json() for layer in layers],
+            "curves": list(curves),
+        },
+    )
+
+
+def _check_shapes(layer: LayerPredictor, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    fc1, fc2, bias = (shapes[tensor_name(layer.layer, part)] for part in PARTS)
+    if not (len(fc1) == len(fc2) == 2 and fc1[0] == fc2[1] == layer.rank and bias == fc2[:1]):
+        raise ValueError(f"layer {layer.layer}: fc1 {fc1}, fc2 {fc2} and bias {bias} make no predictor of {layer.rank}")

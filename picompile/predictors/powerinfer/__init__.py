@@ -1,0 +1,40 @@
+"""Predictors that others have trained, made into a predictors folder of ours.
+
+PowerInfer's formats (https://github.com/SJTU-IPADS/PowerInfer at d3ebd7c), the only ones that there are:
+
+- *PowerInfer GGUF*: a model with its predictors, `blk.N.fc1.weight` [r, D] and `blk.N.fc2.weight` [F, r]; the first
+  four bytes of the file are `PWRI` instead of `GGUF`. Written by convert.py and convert-hf-to-powerinfer-gguf.py.
+- A folder of predictors: `model_N.pt` with `fc1.weight` and `fc2.weight`, and `config.json` with `sparse_threshold`.
+- `activation/activation_N.pt`: how often each neuron of layer N fired.
+
+A neuron is computed unless fc2·relu(fc1·s) < threshold (default 0), s being what the norm before the block reads; there
+are no biases (llm_build_ffn_sparse in llama.cpp, ggml_compute_forward_mul_mat_sparse in ggml.c).
+
+Such files are taken to be hostile. Their headers are checked here, by code that never reads past the end of a file and
+imports nothing heavy. Only then does another process read them, with limits on its memory and time; what it hands back
+is a safetensors file.
+"""
+
+from typing import TYPE_CHECKING
+
+from picompile.lazy import lazy
+
+if TYPE_CHECKING:
+    from picompile.predictors.powerinfer.guard import GuardLimits, read_guarded
+    from picompile.predictors.powerinfer.importer import Imported, import_predictors
+    from picompile.predictors.powerinfer.sources import PredictorSource, find_source
+
+__all__ = ["GuardLimits", "Imported", "PredictorSource", "find_source", "import_predictors", "read_guarded"]
+
+
+# Resolved on first use: the guarded process needs none of them, and a refusal should not wait for imports.
+_HOME = {
+    "Imported": ".importer",
+    "GuardLimits": ".guard",
+    "PredictorSource": ".sources",
+    "find_source": ".sources",
+    "import_predictors": ".importer",
+    "read_guarded": ".guard",
+}
+
+__getattr__ = lazy(__name__, _HOME)

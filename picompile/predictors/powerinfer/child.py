@@ -1,0 +1,146 @@
+"""What the guarded process and the one that started it agree on."""
+
+import errno
+import json
+import math
+import resource
+import struct
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from picompile.processes import end_with_parent
+
+TENSORS_FILE, REFUSAL_FILE = "tensors.safetensors", "refusal.txt"
+
+# Exit codes of the process. A full disk has one of its own, since there no refusal can be written either.
+REFUSED, DISK_FULL = 1, 5
+
+
+class RefusedError(Exception):
+    """A file that is not taken, and why; raised in the guarded process only."""
+
+
+# What the guarded process hands back: a safetensors file, written one tensor at a time.
+
+
+_DTYPES = {"F16": "<f2", "I64": "<i8"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor to be written as `dtype`, F16 or I64. `load()` gives it, in any dtype; `origin` goes into errors."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    load: Callable[[], npt.NDArray[Any]]
+    origin: str
+
+
+def write_parts(file: Path, parts: Sequence[Part]) -> None:
+    """Writes `parts` to `file`. Raises `RefusedError` for values that f16 cannot hold, or that are no numbers."""
+    header: dict[str, Any] = {}
+    end = 0
+    for part in parts:
+        start, end = end, end + prod(part.shape) * np.dtype(_DTYPES[part.dtype]).itemsize
+        header[part.name] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as opened:
+        opened.write(struct.pack("<Q", len(text)) + text)
+        for part in parts:
+            opened.write(_converted(part).tobytes())
+
+
+def _converted(part: Part) -> npt.NDArray[Any]:
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = np.ascontiguousarray(part.load(), dtype=_DTYPES[part.dtype])
+    if values.shape != part.shape:
+        raise RefusedError(f"{part.origin} is {list(values.shape)}, not {list(part.shape)} as it says")
+    if not np.isfinite(values).all():
+        raise RefusedError(f"{part.origin} holds values that are no numbers, or too large for f16")
+    return values
+
+
+# The guarded process: `python -m picompile.predictors.powerinfer.child` with a request on standard input.
+#
+# It reads files of strangers with libraries that were not made for that. It may hang or eat memory: its limits end it.
+# What it found goes into a safetensors file, and why it refused into a text file. Nothing else of it is ever read.
+
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+# Between the signal that says which limit it was and the one that always ends a process.
+_GRACE_S = 2
+
+
+def main() -> int:
+    """Does what is requested. Returns the exit code: 0, `DISK_FULL`, or `REFUSED` where a refusal was written."""
+    request = json.load(sys.stdin)
+    end_with_parent(request["parent"])
+    output = Path(request["output"])
+    # The libraries are trusted, and some are large; what is limited is what they do with the files.
+    read = _readers(request)
+    _limit(**request["limits"])
+    try:
+        parts = [part for reader in read for part in reader()]
+
+        write_parts(output / TENSORS_FILE, parts)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            return DISK_FULL
+        (output / REFUSAL_FILE).write_text(_explain(error), encoding="utf-8", errors="replace")
+        return REFUSED
+    return 0
+
+
+def _readers(request: Mapping[str, Any]) -> list[Callable[[], Any]]:
+    readers: list[Callable[[], Any]] = []
+    if request["gguf"]:
+        from picompile.predictors.powerinfer.child_gguf import read_gguf
+
+        readers.append(lambda: read_gguf(**request["gguf"]))
+    if request["files"] or request["activations"]:
+        from picompile.predictors.powerinfer.child_torch import read_activations, read_files
+
+        readers.append(lambda: read_files(request["files"]))
+        readers.append(lambda: read_activations(request["activations"]))
+    return readers
+
+
+def _limit(memory_bytes: int, cpu_s: float, file_bytes: int) -> None:
+    """Limits for the rest of the process: memory and time on top of what it has used, and the size of a file."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        mapped_bytes = int(statm.read().split()[0]) * resource.getpagesize()
+    cpu_limit_s = math.ceil(time.process_time() + cpu_s)
+    _set_limit(resource.RLIMIT_AS, mapped_bytes + memory_bytes)
+    _set_limit(resource.RLIMIT_CPU, cpu_limit_s, _GRACE_S)
+    _set_limit(resource.RLIMIT_FSIZE, file_bytes)
+    _set_limit(resource.RLIMIT_CORE, 0)
+
+
+def _set_limit(which: int, limit: int, grace: int = 0) -> None:
+    highest = resource.getrlimit(which)[1]
+    soft, hard = limit, limit + grace
+    if highest != resource.RLIM_INFINITY:
+        soft, hard = min(soft, highest), min(hard, highest)
+    resource.setrlimit(which, (soft, hard))
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, RefusedError):
+        return str(error)
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return "reading it takes more memory than its size explains"
+    return f"cannot be read: {type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Starts the guarded process, waits for it no longer than it may take, and says what became of it."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from picompile.errors import DoesNotFitError, UsageError
+from picompile.predictors.powerinfer.child import DISK_FULL, REFUSAL_FILE, REFUSED, TENSORS_FILE
+from picompile.predictors.powerinfer.headers import GgufHeader
+from picompile.predictors.powerinfer.sources import PredictorSource
+
+_MEMORY_BYTES = 256 << 20
+_CPU_S = 10.0
+# Slow machines and slow disks included.
+_BYTES_PER_S = 10e6
+_ELEMENTS_PER_S = 20e3
+# The widest copies of one tensor at a time: float64, float32, float16, and what the library makes between.
+_COPIES_BYTES = 32
+_LONGEST_REFUSAL = 400
+
+
+@dataclass(frozen=True)
+class GuardLimits:
+    """What the process may use for the files, beyond what it takes to start: by default what their size explains."""
+
+    memory_bytes: int
+    cpu_s: float
+    wall_s: float
+    file_bytes: int
+
+    @classmethod
+    def of(cls, source: PredictorSource) -> "GuardLimits":
+        """The limits for `source`."""
+        files = [*source.files.values(), *source.activations.values()]
+        sizes = [file.stat().st_size for file in files]
+        header_s = 0.0
+        if source.header is not None:
+            header_s = source.header.elements / _ELEMENTS_PER_S
+            sizes += [entry.size_bytes for parts in source.tensors.values() for entry in parts.values()]
+        mapped = sum(sizes) if source.header is None else sum(sizes) + source.header.file.stat().st_size
+        # Q4_0 has an element in 4.5 bits.
+        memory_bytes = _MEMORY_BYTES + mapped + 2 * _COPIES_BYTES * max(sizes, default=0)
+        cpu_s = _CPU_S + header_s + sum(sizes) / _BYTES_PER_S
+        return cls(memory_bytes, cpu_s, 30 + 4 * cpu_s, (1 << 20) + 8 * sum(sizes))
+
+
+def read_guarded(source: PredictorSource, folder: Path, limits: GuardLimits | None = None) -> Path:
+    """Reads `source` in another process and returns the safetensors file that it left in `folder`.
+
+    The file has `layers.N.fc1` [r, D] and `layers.N.fc2` [F, r] as f16, and `layers.N.counts` int64 [F] for layers with
+    activation statistics. Raises `UsageError`, in one line, for files that the process refuses or breaks on, and
+    `DoesNotFitError` for a full disk.
+    """
+    limits = limits or GuardLimits.of(source)
+    request = json.dumps(_request(source, folder, limits))
+    with (folder / "stderr.txt").open("wb") as stderr:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "picompile.predictors.powerinfer.child"],
+                input=request.encode(),
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                env=_environment(),
+                cwd=folder,
+                timeout=limits.wall_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise UsageError(f"{source.path}: reading it took more than {limits.wall_s:.0f} s; refused") from error
+    if done.returncode == 0:
+        return folder / TENSORS_FILE
+    raise _failure(source.path, folder, done.returncode)
+
+
+def _request(source: PredictorSource, folder: Path, limits: GuardLimits) -> dict[str, Any]:
+    return {
+        "parent": os.getpid(),
+        "output": str(folder.absolute()),
+        "limits": {
+            "memory_bytes": limits.memory_bytes,
+            "cpu_s": limits.cpu_s,
+            "file_bytes": limits.file_bytes,
+        },
+        "gguf": None if source.header is None else _gguf_request(source, source.header),
+        "files": {str(layer): str(file.absolute()) for layer, file in source.files.items()},
+        "activations": {str(layer): str(file.absolute()) for layer, file in source.activations.items()},
+    }
+
+
+def _gguf_request(source: PredictorSource, header: GgufHeader) -> dict[str, Any]:
+    tensors = {
+        f"layers.{layer}.{part}": (entry.name, entry.shape)
+        for layer, parts in source.tensors.items()
+        for part, entry in parts.items()
+    }
+    return {"file": str(header.file.absolute()), "magic": header.magic.decode("ascii"), "tensors": tensors}
+
+
+def _environment() -> dict[str, str]:
+    """Where to find libraries, one thread, and nothing else of ours."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def _failure(path: Path, folder: Path, code: int) -> UsageError | DoesNotFitError:
+    if code == DISK_FULL:
+        return DoesNotFitError(f"{folder.parent}: no space left on the disk for the predictors in {path}")
+    if code == REFUSED:
+        with contextlib.suppress(OSError):
+            return UsageError(f"{path}: {_printable((folder / REFUSAL_FILE).read_text('utf-8', 'replace'))}")
+    if code == -signal.SIGXCPU:
+        return UsageError(f"{path}: reading it took more processor time than its size explains; refused")
+    last = (folder / "stderr.txt").read_bytes()[-_LONGEST_REFUSAL:].decode(errors="replace").strip().splitlines()
+    said = f": {_printable(last[-1])}" if last else ""
+    ended = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+    return UsageError(f"{path}: the process that read it {ended}{said}; refused")
+
+
+def _printable(text: str) -> str:
+    line = " ".join(text.split())[:_LONGEST_REFUSAL]
+    return "".join(character if character.isprintable() else "?" for character in line)

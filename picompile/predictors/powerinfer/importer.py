@@ -1,0 +1,251 @@
+"""What a model asks of its predictors: one for each layer, of the right sizes."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from picompile.errors import UnsupportedModelError, UsageError
+from picompile.frontend.json_file import read_json_object
+from picompile.output import OutputPath, reserve
+from picompile.predictors.powerinfer.guard import read_guarded
+from picompile.predictors.powerinfer.sources import PARTS, PredictorSource
+from picompile.progress import NoProgress, Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.fx import GraphModule
+
+    from picompile.predictors import LayerPredictor
+
+
+# What config.json calls the layers, the hidden size and the neurons of a block, in the families that there are.
+_LAYERS = ("num_hidden_layers", "n_layer")
+_HIDDEN = ("hidden_size",)
+_NEURONS = ("intermediate_size", "ffn_dim", "ffn_hidden_size")
+
+Shapes = Mapping[int, Mapping[str, tuple[int, ...]]]
+
+
+def check_by_config(path: Path, shapes: Shapes, model: Path) -> None:
+    """Holds predictors against the numbers of `model`'s config.json, so far as it has them.
+
+    The graph has the last word, `check_shapes`; but to capture it takes seconds, and this a moment.
+    Raises `UsageError`, in one line.
+    """
+    try:
+        config = read_json_object(model / "config.json")
+    except UnsupportedModelError:
+        return  # whoever opens the checkpoint says what is wrong with it
+    layers, hidden, neurons = (_number(config, names) for names in (_LAYERS, _HIDDEN, _NEURONS))
+    blocks = dict.fromkeys(shapes if layers is None else range(layers), (neurons, hidden))
+    check_shapes(path, shapes, blocks)
+
+
+def check_shapes(path: Path, shapes: Shapes, blocks: Mapping[int, tuple[int | None, int | None]]) -> None:
+    """Raises `UsageError` unless `shapes` has fc1 [r, hidden] and fc2 [neurons, r] for each of `blocks`.
+
+    `blocks`: layer → its neurons and hidden size; None stands for a number that is not known.
+    """
+    for layer in sorted({*shapes, *blocks}):
+        if layer not in blocks:
+            raise UsageError(f"{path}: a predictor for layer {layer}, but the model has {len(blocks)} layers")
+        parts = shapes.get(layer, {})
+        for part in ("fc1", "fc2"):
+            if part not in parts:
+                raise UsageError(f"{path}: {part} of layer {layer} is missing; the model has {len(blocks)} layers")
+        _check_layer(path, layer, parts, *blocks[layer])
+
+
+def _check_layer(
+    path: Path, layer: int, parts: Mapping[str, tuple[int, ...]], neurons: int | None, hidden: int | None
+) -> None:
+    fc1, fc2 = parts["fc1"], parts["fc2"]
+    for part, shape in parts.items():
+        if len(shape) != 2:
+            raise UsageError(f"{path}: {part} of layer {layer} is {list(shape)}, not a matrix")
+    if fc1[0] != fc2[1] or (hidden or fc1[1]) != fc1[1] or (neurons or fc2[0]) != fc2[0]:
+        needed = f"[r, {hidden or 'hidden'}] and [{neurons or 'neurons'}, r]"
+        raise UsageError(
+            f"{path}: fc1 and fc2 of layer {layer} are {list(fc1)} and {list(fc2)}, but the model needs {needed}"
+        )
+
+
+def _number(config: object, names: tuple[str, ...]) -> int | None:
+    values = [config.get(name) for name in names] if isinstance(config, dict) else []
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < 1 << 20), None)
+
+
+# From a source of predictors to a folder of ours.
+
+
+# The smallest step of f16 at zero.
+_SMALLEST_STEP = 2.0**-24
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was written: the predictors of each layer, and how many layers have counts."""
+
+    layers: "tuple[LayerPredictor, ...]"
+    counted_layers: int
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters all predictors have together."""
+        return sum(layer.parameters for layer in self.layers)
+
+
+def import_predictors(
+    source: PredictorSource, model: Path, output: Path, progress: Progress | None = None, *, overwrite: bool = True
+) -> Imported:
+    """Writes the predictors of `source`, which are for `model`, to the folder `output`.
+
+    What may be there is replaced, without `overwrite` only an empty folder.
+
+    They become kind `learned-relu` with input `stream`. Activation statistics become `layers/NNN.safetensors` with
+    `counts` int64 [F], as a profile has them. Raises `UsageError` for files that are refused or are predictors of
+    another model, `UnsupportedModelError` for the model, `DoesNotFitError` for a full disk; then nothing is written.
+    """
+    progress = progress or NoProgress()
+    _require_utf8(output)
+    if source.header is not None:
+        check_by_config(source.path, source.shapes, model)
+    with reserve(output, overwrite=overwrite) as place, place.scratch() as folder:
+        with progress.step("read"):
+            file = read_guarded(source, folder)
+            shapes, counts = _handed_back(file)
+            check_by_config(source.path, shapes, model)
+        with progress.step("check"):
+            fingerprint = _check_model(source.path, shapes, counts, model)
+        layers = _layers(shapes, computes_above(source.threshold))
+        with progress.step("write"):
+            _write(place, layers, _Handed(file, shapes), counts, {"fingerprint": fingerprint, "name": model.name})
+    return Imported(layers, len(counts))
+
+
+def _require_utf8(output: Path) -> None:
+    try:
+        str(output.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{output}: not a name in UTF-8, the only ones that safetensors files can have") from error
+
+
+def computes_above(threshold: float) -> float:
+    """The number t for which logit > t where logit ≥ `threshold`.
+
+    PowerInfer leaves a neuron out if its logit is *below* the threshold. At 0 that is no hair's breadth: where
+    relu(fc1·x) is zero, all logits are, and every neuron is computed. Below 0 a step is taken that f16 has too.
+    """
+    import numpy as np
+
+    below = float(np.nextafter(np.float32(threshold), np.float32(-math.inf)))
+    return min(below, -_SMALLEST_STEP) if threshold == 0 else below
+
+
+def _handed_back(file: Path) -> "tuple[Shapes, dict[int, Tensor]]":
+    """Shapes of the predictors by layer and part, and the counts by layer."""
+    from safetensors import safe_open
+
+    shapes: dict[int, dict[str, tuple[int, ...]]] = {}
+    counts: dict[int, Tensor] = {}
+    with safe_open(str(file), framework="pt") as handle:
+        for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
+            _, layer, part = name.split(".")
+            if part in PARTS:
+                shapes.setdefault(int(layer), {})[part] = tuple(handle.get_slice(name).get_shape())
+            else:
+                counts[int(layer)] = handle.get_tensor(name).clone()
+    return shapes, counts
+
+
+def _check_model(path: Path, shapes: Shapes, counts: "Mapping[int, Tensor]", model: Path) -> str:
+    """Holds everything against the model's graph; returns the model's fingerprint."""
+    from picompile.frontend import load_model
+    from picompile.frontend.checkpoint import fingerprint
+    from picompile.predictors import block_shapes
+    from picompile_passes.passes.canonicalize import CANONICALIZE
+    from picompile_passes.pipeline import Pipeline
+
+    graph_module = Pipeline(tuple(CANONICALIZE))(load_model(model).graph_module).graph_module
+    blocks = block_shapes(graph_module)
+    check_shapes(path, shapes, {layer: (block.neurons, block.hidden) for layer, block in blocks.items()})
+    _check_norms(path, graph_module)
+    if counts and (odd := sorted(set(counts) ^ set(blocks))):
+        what = "a layer that the model has not" if odd[0] in counts else "missing, and others are there"
+        raise UsageError(f"{path}: activation_{odd[0]}.pt is {what}; the model has {len(blocks)} layers")
+    for layer, values in counts.items():
+        if len(values) != blocks[layer].neurons:
+            raise UsageError(
+                f"{path}: activation_{layer}.pt has {len(values)} neurons; the model's have {blocks[layer].neurons}"
+            )
+    return fingerprint(model)
+
+
+def _check_norms(path: Path, graph_module: "GraphModule") -> None:
+    """Raises where a block has no norm before it, and so nothing that PowerInfer's predictors could read."""
+    from picompile_passes.graph.nodes import arguments, calls
+    from picompile_passes.graph.operands import FFN, stream_of
+
+    for block in calls(graph_module.graph, FFN):
+        if stream_of(arguments(block)["x"]) is None:
+            raise UsageError(
+                f"{path}: PowerInfer's predictors read what the norm before a block reads; {block.name} has none"
+            )
+
+
+def _layers(shapes: Shapes, threshold: float) -> "tuple[LayerPredictor, ...]":
+    from picompile.predictors import LayerPredictor
+
+    layers = []
+    for layer, parts in sorted(shapes.items()):
+        (rank, hidden), (neurons, _) = parts["fc1"], parts["fc2"]
+        parameters = rank * hidden + neurons * rank + neurons
+        layers.append(LayerPredictor(layer, "learned-relu", "stream", rank, threshold, parameters, 2 * parameters))
+    return tuple(layers)
+
+
+class _Handed(Mapping[str, "Tensor"]):
+    """The tensors that the guarded process left, read when they are asked for, and biases of zero."""
+
+    def __init__(self, file: Path, shapes: Shapes) -> None:
+        self._file = file
+        self._neurons = {f"layers.{layer}.bias": parts["fc2"][0] for layer, parts in shapes.items()}
+        self._names = [f"layers.{layer}.{part}" for layer in shapes for part in PARTS]
+
+    def __getitem__(self, name: str) -> "Tensor":
+        import torch
+        from safetensors import safe_open
+
+        if name in self._neurons:
+            return torch.zeros(self._neurons[name], dtype=torch.float16)
+        with safe_open(str(self._file), framework="pt") as handle:
+            tensor: Tensor = handle.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._names, *self._neurons])
+
+    def __len__(self) -> int:
+        return len(self._names) + len(self._neurons)
+
+
+def _write(
+    place: OutputPath,
+    layers: "tuple[LayerPredictor, ...]",
+    tensors: "Mapping[str, Tensor]",
+    counts: "Mapping[int, Tensor]",
+    model: Mapping[str, Any],
+) -> None:
+    from safetensors.torch import save_file
+
+    from picompile.predictors.files import write_predictors
+    from picompile.predictors.profile.profile import layer_file
+
+    with place.folder() as folder:
+        write_predictors(folder, layers, tensors, model)
+        for layer, values in counts.items():
+            file = folder / layer_file(layer)
+            file.parent.mkdir(exist_ok=True)
+            save_file({"counts": values}, file)

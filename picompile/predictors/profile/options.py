@@ -1,0 +1,47 @@
+"""What to profile on, and how much of it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from picompile.errors import UsageError
+from picompile.predictors.profile.text import CalibrationText
+from picompile.quantities import require_whole
+
+WINDOW = 512
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """How a model is profiled.
+
+    `calibration` are files (`-` is standard input) or texts; without any, Python's standard library and text sampled
+    from the model. `held_out` is text that only measures; without it, the end of the calibration text. Firings are
+    counted over at most `tokens` tokens, in windows of `window` (None: 512, or the model's positions), and the inputs
+    of `samples` of them are kept. `gate` bounds the relative rise of perplexity that thresholds of SiLU and GELU may
+    cause; None leaves these at zero. `seed` draws the samples, the order of the library's files, and the model's text.
+    """
+
+    calibration: tuple[Path | CalibrationText, ...] = ()
+    held_out: tuple[Path | CalibrationText, ...] = ()
+    tokens: int = 65_536
+    samples: int = 32_768
+    window: int | None = None
+    held_out_tokens: int = 16_384
+    gate: float | None = 0.001
+    seed: int = 0
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for counts that make no sense."""
+        require_whole(
+            tokens=self.tokens,
+            samples=self.samples,
+            window=self.window,
+            held_out_tokens=self.held_out_tokens,
+            seed=self.seed,
+        )
+        if self.window is not None and self.window < 2:
+            raise UsageError(f"a window must have at least 2 tokens, not {self.window}")
+        for name, value in (("tokens", self.tokens), ("samples", self.samples), ("held out", self.held_out_tokens)):
+            if value < 1:
+                raise UsageError(f"the number of tokens or samples ({name}) must be at least 1, not {value}")

@@ -1,0 +1,303 @@
+"""A profile: how a model's neurons fire, and samples of what its feed-forward blocks read. A folder on disk."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from picompile.errors import UsageError
+from picompile.predictors.description import (
+    LARGEST_F32,
+    check_order,
+    check_schema,
+    choice,
+    layer_number,
+    number,
+    read_object,
+    refusing,
+)
+from picompile.predictors.profile.files import read_kinds, read_tensors
+from picompile.predictors.profile.windows import windows_sha256
+from picompile_runtime.artifact.fields import Fields
+
+FORMAT = "picompile-profile"
+SCHEMA = 1
+PROFILE_FILE = "profile.json"
+TOKENS_FILE = "tokens.safetensors"
+PLACES = ("stream", "block")
+
+ADVICE = "profile the model again"
+
+
+def layer_file(layer: int) -> str:
+    """Where a layer's tensors lie in the folder."""
+    return f"layers/{layer:03d}.safetensors"
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """How the neurons of one layer fire.
+
+    A neuron fires on a token where the magnitude of what it sends to its down row is above `threshold`.
+    `firing_share` of the neurons fire on a token; the `neurons_for_80_percent` share of them makes 80 % of the firings;
+    `never_fired` counts those that fired on no token. `place` says what the samples are: `stream`, what the norm before
+    the block reads, or `block`, what the block itself reads.
+    """
+
+    layer: int
+    neurons: int
+    threshold: float
+    firing_share: float
+    neurons_for_80_percent: float
+    never_fired: int
+    place: str
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A profile that was read from `folder`.
+
+    `fingerprint` is that of the model, `tokens` are counted in windows of `window`, `sample_count` of them were kept.
+    `sources` and `held_out_source` name the texts. `thresholds` says how those of the layers were found: None in ReLU
+    models, where they are zero. `tokens_sha256` is that of the token ids, as `windows_sha256` has it. `config` is what
+    the model's config.json says, None in profiles of earlier versions.
+    """
+
+    folder: Path
+    fingerprint: str
+    model_name: str
+    hidden: int
+    layers: tuple[LayerProfile, ...]
+    window: int
+    tokens: int
+    sample_count: int
+    sources: tuple[str, ...]
+    held_out_source: str
+    held_out_tokens: int
+    thresholds: Mapping[str, Any] | None = field(default=None, repr=False)
+    tokens_sha256: str = field(default="", repr=False)
+    config: Mapping[str, Any] | None = field(default=None, repr=False)
+
+    def counts(self, layer: int) -> Tensor:
+        """On how many of the tokens each neuron fired: int64 [neurons]."""
+        return self._layer_tensor(layer, "counts")
+
+    def contribution(self, layer: int) -> Tensor:
+        """The sum, over the tokens, of magnitude times length of the down row of each firing: float32 [neurons]."""
+        return self._layer_tensor(layer, "contribution")
+
+    def samples(self, layer: int) -> Tensor:
+        """What the block, or the norm before it, read on the sampled tokens: float16 [samples, hidden]."""
+        return self._layer_tensor(layer, "input")
+
+    def positions(self, layer: int) -> Tensor:
+        """Which tokens were sampled: int64 [samples], places in the windows laid end to end. The same in all layers."""
+        return self._layer_tensor(layer, "positions")
+
+    def calibration(self) -> list[list[int]]:
+        """The windows of token ids that were counted over."""
+        return self._windows("calibration")
+
+    def held_out(self) -> list[list[int]]:
+        """The windows of token ids that only measure."""
+        return self._windows("held_out")
+
+    def require_model(self, fingerprint: str) -> None:
+        """Raises `UsageError` for a profile of a model of another fingerprint, or with other tokens than it is of."""
+        if fingerprint != self.fingerprint:
+            raise UsageError(f"{self.folder}: is a profile of another model ({self.model_name!r}); profile this one")
+        self._token_ids()
+
+    def _layer_tensor(self, layer: int, name: str) -> Tensor:
+        """Raises `UsageError` for values that no profile has."""
+        path = self.folder / layer_file(layer)
+        found = _named(path, read_tensors(path, only=name)[0], name)
+        must, holds = _VALUES[name]
+        if not holds(found, self.tokens):
+            raise UsageError(f"{path}: damaged: {name} must be {must}; {ADVICE}")
+        return found
+
+    def _windows(self, name: str) -> list[list[int]]:
+        windows: list[list[int]] = self._token_ids()[name].tolist()
+        return windows
+
+    def _token_ids(self) -> dict[str, Tensor]:
+        """Raises `UsageError` for other token ids than those that were profiled on."""
+        path = self.folder / TOKENS_FILE
+        tensors = read_tensors(path)[0]
+        windows = {name: _named(path, tensors, name) for name in ("calibration", "held_out")}
+        if windows_sha256(*windows.values()) != self.tokens_sha256:
+            raise UsageError(f"{path}: damaged: other token ids than {PROFILE_FILE} was made of; {ADVICE}")
+        return windows
+
+
+# What the tensors of a layer must hold, of so many tokens.
+_VALUES: Mapping[str, tuple[str, Callable[[Tensor, int], bool]]] = {
+    "counts": ("from 0 to the number of tokens", lambda x, tokens: bool(((x >= 0) & (x <= tokens)).all())),
+    "contribution": ("finite and not negative", lambda x, tokens: bool((x.isfinite() & (x >= 0)).all())),
+    "input": ("finite", lambda x, tokens: bool(x.isfinite().all())),
+    "positions": (
+        "places of tokens in order",
+        lambda x, tokens: bool((x[1:] > x[:-1]).all() and x[0] >= 0 and x[-1] < tokens),
+    ),
+}
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a complete profile is there. Raises `UsageError` as `read_description` does."""
+    return (read_description(folder) or {}).get("complete") is True
+
+
+def read_description(folder: Path) -> dict[str, Any] | None:
+    """What `profile.json` says; None where there is none. Raises `UsageError` for one that is not a profile's."""
+    path = folder / PROFILE_FILE
+    return read_object(path, FORMAT, "a profile's description") if path.is_file() else None
+
+
+def describe(profile: Profile, inputs: str, version: str, sha256: str) -> dict[str, Any]:
+    """The contents of `profile.json` of a complete profile. `inputs` tells runs with other inputs apart."""
+    return {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "picompile": version,
+        "model": {
+            "fingerprint": profile.fingerprint,
+            "name": profile.model_name,
+            "hidden": profile.hidden,
+            "config": profile.config,
+        },
+        "calibration": {
+            "sources": list(profile.sources),
+            "tokens": profile.tokens,
+            "window": profile.window,
+            "held_out_source": profile.held_out_source,
+            "held_out_tokens": profile.held_out_tokens,
+            "sha256": sha256,
+        },
+        "samples": profile.sample_count,
+        "thresholds": profile.thresholds,
+        "inputs": inputs,
+        "complete": True,
+        "layers": [asdict(layer) for layer in profile.layers],
+    }
+
+
+def _named(path: Path, tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in tensors:
+        raise UsageError(f"{path}: damaged: it holds no {name}; {ADVICE}")
+    return tensors[name]
+
+
+# Reading a profile: every field and every file is held against what a profile can be.
+
+
+# That of who knows every token, but for rounding.
+_LEAST_PERPLEXITY = 0.999
+
+
+def load_profile(folder: Path) -> Profile:
+    """Reads the profile in `folder`. Raises `UsageError` for what is none, is not complete, or is damaged."""
+    path = folder / PROFILE_FILE
+    content = read_description(folder)
+    if content is None:
+        raise UsageError(f"{folder}: is no profile: it has no {PROFILE_FILE}")
+    check_schema(path, content, SCHEMA, ADVICE)
+    if content.get("complete") is not True:
+        raise UsageError(f"{folder}: is a profile that is not complete; the same command goes on with it")
+    with refusing(ADVICE):
+        profile = _profile(folder, Fields(content, f"{path}: damaged"))
+    _check_files(profile)
+    return profile
+
+
+def _profile(folder: Path, content: Fields) -> Profile:
+    model, text = content.object("model"), content.object("calibration")
+    window = text.integer("window", 2)
+    layers = tuple(map(_layer, content.objects("layers")))
+    check_order(content, [layer.layer for layer in layers])
+    return Profile(
+        folder=folder,
+        fingerprint=model.text("fingerprint"),
+        model_name=model.text("name"),
+        hidden=model.integer("hidden", 1),
+        layers=layers,
+        window=window,
+        tokens=_windowed(text, "tokens", window),
+        sample_count=content.integer("samples", 1),
+        sources=text.texts("sources"),
+        held_out_source=text.text("held_out_source"),
+        held_out_tokens=_windowed(text, "held_out_tokens", window),
+        thresholds=None if content.data.get("thresholds", 0) is None else _search(content.object("thresholds")),
+        tokens_sha256=text.text("sha256"),
+        config=model.object("config").data if "config" in model.data else None,
+    )
+
+
+def _layer(entry: Fields) -> LayerProfile:
+    neurons = entry.integer("neurons", 1)
+    return LayerProfile(
+        layer=layer_number(entry),
+        neurons=neurons,
+        threshold=number(entry, "threshold", 0, LARGEST_F32),
+        firing_share=number(entry, "firing_share", 0, 1),
+        neurons_for_80_percent=number(entry, "neurons_for_80_percent", 0, 1),
+        never_fired=entry.integer("never_fired", 0, neurons),
+        place=choice(entry, "place", PLACES),
+    )
+
+
+def _windowed(text: Fields, key: str, window: int) -> int:
+    """A number of tokens, all in whole windows."""
+    tokens = text.integer(key, window)
+    if tokens % window:
+        raise text.wrong(key, f"a multiple of the window of {window}")
+    return tokens
+
+
+def _search(search: Fields) -> Mapping[str, Any]:
+    """How thresholds were found, as it stands there."""
+    number(search, "silenced_share", 0, 1)
+    for key in ("dense_perplexity", "perplexity"):
+        number(search, key, _LEAST_PERPLEXITY)
+    return search.data
+
+
+def _check_files(profile: Profile) -> None:
+    """Raises `UsageError` for a file that is missing, cut, of other shapes, or with values that no profile has.
+
+    Does not read the samples, which are large, nor what only a training or a compilation reads.
+    """
+    count, positions = profile.sample_count, None
+    listed = {profile.folder / layer_file(layer.layer) for layer in profile.layers}
+    if others := set((profile.folder / "layers").glob("*.safetensors")) - listed:
+        raise UsageError(f"{min(others)}: damaged: {PROFILE_FILE} has no such layer; {ADVICE}")
+    for layer in profile.layers:
+        kinds = {
+            "counts": f"I64 [{layer.neurons}]",
+            "contribution": f"F32 [{layer.neurons}]",
+            "input": f"F16 [{count}, {profile.hidden}]",
+            "positions": f"I64 [{count}]",
+        }
+        path = profile.folder / layer_file(layer.layer)
+        _check_kinds(path, kinds)
+        for read in (profile.counts, profile.contribution):
+            read(layer.layer)
+        found = profile.positions(layer.layer)
+        if positions is not None and not found.equal(positions):
+            raise UsageError(f"{path}: damaged: samples of other tokens than in the layer before; {ADVICE}")
+        positions = found
+    windows = {"calibration": profile.tokens, "held_out": profile.held_out_tokens}
+    kinds = {name: f"I32 [{tokens // profile.window}, {profile.window}]" for name, tokens in windows.items()}
+    _check_kinds(profile.folder / TOKENS_FILE, kinds)
+
+
+def _check_kinds(path: Path, kinds: Mapping[str, str]) -> None:
+    found = read_kinds(path)
+    if found != kinds:
+        raise UsageError(f"{path}: damaged: it holds {_listed(found)} instead of {_listed(kinds)}; {ADVICE}")
+
+
+def _listed(kinds: Mapping[str, str]) -> str:
+    return ", ".join(f"{name!r} {kind}" for name, kind in sorted(kinds.items()))[:300] or "nothing"

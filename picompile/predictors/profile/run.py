@@ -1,0 +1,238 @@
+"""Profiling: from a checkpoint and texts to a profile, layer by layer.
+
+1. tokens      texts become windows of tokens; a small model adds some of its own
+2. thresholds  SiLU and GELU models only: the magnitude below which a neuron counts as silent
+3. layers      all windows go through one layer, whose firings are counted, before the next is read
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from picompile.errors import UnsupportedModelError, UsageError
+from picompile.frontend import load_model
+from picompile.frontend.json_file import read_json_object
+from picompile.output import OutputPath, discard, link_tree, reserve
+from picompile.predictors.profile.collect import (
+    Extra,
+    LayerCollector,
+    Model,
+    Replace,
+    Search,
+    can_be_silent,
+    draw_positions,
+    layer_of,
+    norm_of,
+    run_pass,
+    summarize,
+)
+from picompile.predictors.profile.directory import BEGUN, ProfileDirectory, is_profiles
+from picompile.predictors.profile.files import read_tensors, write_tensors
+from picompile.predictors.profile.options import ProfileOptions
+from picompile.predictors.profile.own_text import own_windows
+from picompile.predictors.profile.prepare import ProfileTask, check_kind, check_place, prepare
+from picompile.predictors.profile.profile import (
+    TOKENS_FILE,
+    LayerProfile,
+    Profile,
+    describe,
+    is_complete,
+    layer_file,
+    load_profile,
+    read_description,
+)
+from picompile.predictors.profile.windows import windows_sha256
+from picompile.progress import NoProgress, Progress
+from picompile.streaming import Segment, split_layers
+from picompile_passes.passes.canonicalize import CANONICALIZE
+from picompile_passes.pipeline import Pipeline
+
+
+def profile_model(
+    model: Path, output: Path, options: ProfileOptions | None = None, progress: Progress | None = None
+) -> Profile:
+    """Profiles the checkpoint `model` into the folder `output`.
+
+    A profile of the same inputs that is complete is read; one that is not is gone on with, and ends with the same bytes
+    as if it had been made in one go (on the same machine, with as many threads). What is there of other inputs is
+    replaced, a complete profile only with `options.overwrite`. Raises `UsageError`, `UnsupportedModelError` or
+    `DoesNotFitError`, before anything is written, for texts, places and models that will not do.
+    """
+    options, progress = options or ProfileOptions(), progress or NoProgress()
+    check_kind(output)
+    if is_complete(output) and not options.overwrite:
+        task = prepare(model, options, progress)
+        check_place(output, task)
+        progress.say(f"{output}: is complete already")
+        _tidy(output)
+        return load_profile(output)
+    # A link goes on pointing at it.
+    with reserve(output.resolve(), overwrite=True, parents=True) as place:
+        task = prepare(model, options, progress)
+        check_place(output, task)
+        _profile(task, output, replace(place, check=lambda: check_place(output, task)), progress)
+    return load_profile(output)
+
+
+def _tidy(output: Path) -> None:
+    """Removes what an interrupted run left in a complete profile, unless that run is still at work."""
+    with suppress(UsageError), reserve(output.resolve(), overwrite=True, wait_s=0):
+        ProfileDirectory(output, "").tidy()
+        discard(output / BEGUN)
+
+
+def _profile(task: ProfileTask, output: Path, place: OutputPath, progress: Progress) -> None:
+    with progress.step("capture"):
+        captured = capture(task.model)
+        config = read_json_object(task.model / "config.json")
+    # A complete profile stays until the new one takes its place.
+    complete, anything = is_complete(output), read_description(output) is not None
+    workplace = ProfileDirectory(output / BEGUN if complete else output, task.inputs)
+    workplace.folder.mkdir(exist_ok=True)
+    if workplace.open():
+        progress.say(f"{output}: was begun, and goes on")
+    elif anything and not complete:
+        progress.say(f"{output}: was begun with other inputs, and begins anew")
+    try:
+        _Run(task, captured, config, workplace, progress).run()
+    except UnsupportedModelError:
+        # No later run would end otherwise.
+        workplace.discard()
+        raise
+    if complete:
+        with place.folder() as folder:
+            link_tree(output, folder, lambda path: path.parts[:1] == (BEGUN,) or is_profiles(path))
+            link_tree(workplace.folder, folder)
+
+
+def capture(folder: Path) -> Model:
+    """The canonical graph of a checkpoint, in segments."""
+    captured = load_model(folder)
+    graph_module = Pipeline(tuple(CANONICALIZE))(captured.graph_module).graph_module
+    segments = split_layers(graph_module)
+    if not any(segment.blocks for segment in segments):
+        raise UnsupportedModelError(f"{folder}: the model has no feed-forward block to profile")
+    return Model(graph_module, segments, captured.weights)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The windows that are run, int32 [windows, window], and in words what they come from."""
+
+    calibration: Tensor
+    held_out: Tensor
+    sources: tuple[str, ...]
+
+    @property
+    def sha256(self) -> str:
+        """Of the token ids."""
+        return windows_sha256(self.calibration, self.held_out)
+
+
+@dataclass(frozen=True)
+class _Run:
+    task: ProfileTask
+    model: Model
+    config: Mapping[str, Any]
+    workplace: ProfileDirectory
+    progress: Progress
+
+    def run(self) -> None:
+        tokens = self._tokens()
+        thresholds, search = self._thresholds(tokens)
+        self._layers(tokens, thresholds)
+        self._finish(tokens, thresholds, search)
+
+    def _tokens(self) -> _Tokens:
+        """The windows; written at once, so that a run that goes on has the same."""
+        text, path = self.task.text, self.workplace.folder / TOKENS_FILE
+        if not path.is_file():
+            own = self._own_windows()
+            kept = text.calibration[: len(text.calibration) - len(own)]
+            windows = {"calibration": torch.cat([kept, own]), "held_out": text.held_out}
+            write_tensors(path, windows, {"own": str(own.numel())})
+        windows, metadata = read_tensors(path)
+        own_source = (f"{metadata['own']} tokens of the model's own",) if metadata["own"] != "0" else ()
+        return _Tokens(windows["calibration"], windows["held_out"], (*text.sources, *own_source))
+
+    def _own_windows(self) -> Tensor:
+        text, facts, count = self.task.text, self.task.facts, self.task.own_tokens
+        nothing = text.calibration[:0]
+        if count == 0:
+            return nothing
+        starts = [row[:8].tolist() for row in text.calibration]
+        if facts.bos_token_id is not None:
+            starts = [[facts.bos_token_id]]
+        window = text.calibration.shape[1]
+        try:
+            return own_windows(self.task.model, count, window, starts, self.task.options.seed, self.progress)
+        except Exception as error:
+            # What this machine, or this model, cannot do; anything else is a fault of ours.
+            if not hasattr(error, "exit_code"):
+                raise
+            self.progress.say(f"without text of the model's own: {error}")
+            return nothing
+
+    def _thresholds(self, tokens: _Tokens) -> tuple[dict[int, float], dict[str, Any] | None]:
+        blocks = [block for segment in self.model.segments for block in segment.blocks]
+        gate = self.task.options.gate
+        if gate is None or all(map(can_be_silent, blocks)):
+            return {}, None
+        return Search(self.model, tokens.held_out.tolist(), gate, self.workplace, self.progress).run()
+
+    def _layers(self, tokens: _Tokens, thresholds: Mapping[int, float]) -> None:
+        options = self.task.options
+        positions = draw_positions(options.samples, tokens.calibration.numel(), options.seed)
+
+        def begin(segment: Segment, extra: Extra) -> tuple[Replace, Callable[[], None]]:
+            found = [
+                LayerCollector(segment, block, thresholds.get(layer_of(block), 0.0), positions)
+                for block in segment.blocks
+            ]
+            replace = {node: call for collector in found for node, call in collector.replace().items()}
+            return replace, lambda: self._write(found)
+
+        last = max(number for number, segment in enumerate(self.model.segments) if segment.blocks)
+        windows = tokens.calibration.tolist()
+        run_pass(self.model, "layers", windows, begin, self.workplace, self.progress, segments=last + 1)
+
+    def _write(self, found: Sequence[LayerCollector]) -> None:
+        for collector in found:
+            write_tensors(self.workplace.folder / layer_file(layer_of(collector.block)), collector.tensors())
+
+    def _finish(self, tokens: _Tokens, thresholds: Mapping[int, float], search: Mapping[str, Any] | None) -> None:
+        import picompile
+
+        layers = tuple(
+            self._summary(layer_of(block), thresholds, "block" if norm_of(segment, block) is None else "stream", tokens)
+            for segment in self.model.segments
+            for block in segment.blocks
+        )
+        text = self.task.text
+        profile = Profile(
+            folder=self.workplace.folder,
+            fingerprint=self.task.fingerprint,
+            model_name=self.task.facts.name,
+            hidden=self.task.facts.hidden,
+            layers=layers,
+            window=tokens.calibration.shape[1],
+            tokens=tokens.calibration.numel(),
+            sample_count=min(self.task.options.samples, tokens.calibration.numel()),
+            sources=tokens.sources,
+            held_out_source=text.held_out_source,
+            held_out_tokens=tokens.held_out.numel(),
+            thresholds=search,
+            config=self.config,
+        )
+        self.workplace.finish(describe(profile, self.task.inputs, picompile.__version__, tokens.sha256))
+
+    def _summary(self, layer: int, thresholds: Mapping[int, float], place: str, tokens: _Tokens) -> LayerProfile:
+        counts = read_tensors(self.workplace.folder / layer_file(layer), only="counts")[0]["counts"]
+        return LayerProfile(
+            layer, len(counts), thresholds.get(layer, 0.0), place=place, **summarize(counts, tokens.calibration.numel())
+        )

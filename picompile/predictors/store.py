@@ -1,0 +1,247 @@
+"""What is known of one layer's predictor."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from picompile.errors import UsageError
+from picompile.frontend.checkpoint import READ_ERRORS, TensorHeader, one_line, open_file
+from picompile.predictors.description import LARGEST_F32, choice, figure, layer_number, number
+from picompile_passes.graph.materialize import WeightSource
+from picompile_runtime.artifact.fields import Fields
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from picompile_passes.graph.materialize import WeightSource
+    from picompile_passes.passes.insert_predictors import InsertPredictors
+
+
+LEARNED_KINDS = ("learned", "learned-relu")
+LOSSLESS_KINDS = ("exact", "none")
+INPUTS = ("block", "stream", "previous")
+
+# The parts of a learned predictor, as their tensors are called.
+PARTS = ("fc1", "fc2", "bias")
+
+
+@dataclass(frozen=True)
+class LayerPredictor:
+    """One layer's predictor.
+
+    `kind` names a predictor kind of `picompile_passes.predictors`. `input` and `rank` are those of a learned kind: what
+    it reads (`block`, `stream` or `previous`, see `InsertPredictors`) and the rows of fc1. `threshold` is the logit, or
+    the share of signs, above which a neuron is computed. `parameters` counts the predictor's own; `bytes_f16` is what
+    they take in f16.
+
+    The rest was measured on samples that training did not see, and is None where nothing was: `recall` is fired and
+    computed / fired, `weighted_recall` the same weighted by contribution, `precision` fired and computed / computed,
+    `firing_share` and `computed_share` are shares of all neurons, `skewness` is the share of firings that the most
+    active fifth of the neurons has.
+    """
+
+    layer: int
+    kind: str
+    input: str | None = None
+    rank: int | None = None
+    threshold: float = 0.0
+    parameters: int = 0
+    bytes_f16: int = 0
+    recall: float | None = None
+    weighted_recall: float | None = None
+    precision: float | None = None
+    firing_share: float | None = None
+    computed_share: float | None = None
+    skewness: float | None = None
+
+    @property
+    def learned(self) -> bool:
+        """Whether it has weights of its own."""
+        return self.kind in LEARNED_KINDS
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry of `predictors.json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, entry: Fields) -> "LayerPredictor":
+        """Reads an entry; fields of later versions are passed over.
+
+        Raises `ArtifactError` with the field that is wrong.
+        """
+        layer, kind = layer_number(entry), entry.text("kind")
+        given = {key: read(entry, key) for key, read in _READ.items() if entry.data.get(key) is not None}
+        for key in _needed(kind):
+            if key not in given:
+                raise entry.wrong(key, f"given for a layer of kind {kind}")
+        return cls(layer, kind, **given)
+
+
+# How the fields are read that an entry need not have.
+_READ: Mapping[str, Callable[[Fields, str], Any]] = {
+    "input": lambda entry, key: choice(entry, key, INPUTS),
+    "rank": lambda entry, key: entry.integer(key, 1),
+    "threshold": lambda entry, key: number(entry, key, -LARGEST_F32, LARGEST_F32),
+    "parameters": Fields.integer,
+    "bytes_f16": Fields.integer,
+    **dict.fromkeys(
+        ("recall", "weighted_recall", "precision", "firing_share", "computed_share", "skewness"),
+        figure,
+    ),
+}
+
+
+def _needed(kind: str) -> tuple[str, ...]:
+    """What a layer of `kind` cannot be without."""
+    if kind in LEARNED_KINDS:
+        return ("input", "rank", "threshold", "parameters", "bytes_f16")
+    # Of a kind that skips neurons, no threshold is as good as another.
+    return () if kind in LOSSLESS_KINDS else ("threshold",)
+
+
+def tensor_name(layer: int, part: str) -> str:
+    """The name of a part's tensor in `predictors.safetensors`. In a graph `predictors.` stands before it."""
+    return f"layers.{layer}.{part}"
+
+
+# A weight source that serves predictors beside a model's own weights.
+
+
+class OverlayWeights:
+    """`base`, and further tensors that are loaded when they are asked for.
+
+    `shapes` are the further tensors by name, `load` reads one of them. They come before tensors of `base` that have the
+    same names.
+    """
+
+    def __init__(
+        self, base: WeightSource, shapes: Mapping[str, tuple[int, ...]], load: Callable[[str], Tensor]
+    ) -> None:
+        self._base = base
+        self._shapes = dict(shapes)
+        self._load = load
+
+    def names(self) -> Iterable[str]:
+        """The names of all tensors there are."""
+        return [*(name for name in self._base.names() if name not in self._shapes), *self._shapes]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the tensor `name`, without reading it. Raises `KeyError` for a name that there is not."""
+        return self._shapes[name] if name in self._shapes else self._base.shape(name)
+
+    def load(self, name: str) -> Tensor:
+        """The tensor `name`; it must not be written to. Raises `KeyError` for a name that there is not."""
+        return self._load(name) if name in self._shapes else self._base.load(name)
+
+
+# Predictors that were read and found whole.
+
+
+class BlockShape(NamedTuple):
+    """Sizes of a feed-forward block: its neurons, and what it reads."""
+
+    neurons: int
+    hidden: int
+
+
+@dataclass(frozen=True)
+class Predictors:
+    """A predictor for every layer.
+
+    `path` is what was loaded. `fingerprint` and `name` say of which model they are, `model_parameters` how many that
+    has, None where nobody wrote it down.
+    `gate` is what training recorded of the accuracy gate, `curves` the trade-offs of each layer.
+    """
+
+    path: Path
+    layers: tuple[LayerPredictor, ...]
+    headers: Mapping[str, TensorHeader]
+    fingerprint: str | None = None
+    name: str | None = None
+    model_parameters: int | None = None
+    gate: Mapping[str, Any] = field(default_factory=dict)
+    curves: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters all predictors have together."""
+        return sum(layer.parameters for layer in self.layers)
+
+    def tensor(self, layer: int, part: str) -> Tensor:
+        """`fc1` [rank, hidden], `fc2` [neurons, rank] or `bias` [neurons] of a learned predictor, mapped from its file.
+
+        Raises `KeyError` where there is none, `UsageError` where the file has changed since.
+        """
+        name = tensor_name(layer, part)
+        header = self.headers[name]
+        try:
+            with open_file(header.file) as handle:
+                tensor: Tensor = handle.get_tensor(name)
+        except READ_ERRORS as error:
+            raise UsageError(f"{header.file}: cannot read {name}: {one_line(error)}") from error
+        return tensor
+
+    def weights(self, base: "WeightSource") -> OverlayWeights:
+        """`base` and the learned predictors' tensors, under the names that `insert_pass` gives their parameters."""
+        shapes = {f"predictors.{name}": header.shape for name, header in self.headers.items()}
+
+        def load(name: str) -> Tensor:
+            _, _, layer, part = name.split(".")
+            return self.tensor(int(layer), part)
+
+        return OverlayWeights(base, shapes, load)
+
+    def insert_pass(self) -> "InsertPredictors":
+        """The pass that puts these predictors into a canonical graph."""
+        from picompile_passes.passes.insert_predictors import InsertPredictors
+
+        learned = [layer for layer in self.layers if layer.learned]
+        return InsertPredictors(
+            kind="auto",
+            kinds={layer.layer: layer.kind for layer in self.layers},
+            ranks={layer.layer: layer.rank for layer in learned if layer.rank is not None},
+            inputs={layer.layer: layer.input for layer in learned if layer.input is not None},
+            thresholds={layer.layer: layer.threshold for layer in self.layers if layer.kind not in ("exact", "none")},
+        )
+
+    def require_model(self, fingerprint: str | None, blocks: Mapping[int, BlockShape]) -> None:
+        """Raises `UsageError` where these are predictors of another model.
+
+        `blocks` are the feed-forward blocks of the model by layer, as `block_shapes` finds them. A fingerprint of None,
+        here or there, is not compared.
+        """
+        if None not in (fingerprint, self.fingerprint) and fingerprint != self.fingerprint:
+            of = f" of {self.name}" if self.name else ""
+            raise UsageError(f"{self.path}: predictors{of} for another model than this; train them for it")
+        numbers = {layer.layer for layer in self.layers}
+        if numbers != set(blocks):
+            missing = sorted(set(blocks) - numbers)
+            what = f"no predictor for layer {missing[0]}" if missing else f"layer {max(numbers)} is not in the model"
+            raise UsageError(f"{self.path}: {what}, which has {len(blocks)} layers; train predictors for this model")
+        for layer in self.layers:
+            if layer.learned:
+                self._require_shape(layer, blocks[layer.layer])
+
+    def _require_shape(self, layer: LayerPredictor, block: BlockShape) -> None:
+        expected = ((layer.rank, block.hidden), (block.neurons, layer.rank), (block.neurons,))
+        for part, shape in zip(PARTS, expected, strict=True):
+            found = self.headers[tensor_name(layer.layer, part)].shape
+            if found != shape:
+                raise UsageError(
+                    f"{self.path}: {part} of layer {layer.layer} is {list(found)}, but the model needs {list(shape)}"
+                )
+
+
+def block_shapes(graph_module: "GraphModule") -> dict[int, BlockShape]:
+    """The feed-forward blocks of a canonical graph by layer."""
+    from picompile_passes.graph.nodes import arguments, calls
+    from picompile_passes.graph.operands import FFN
+
+    shapes = {}
+    for index, block in enumerate(calls(graph_module.graph, FFN)):
+        up = arguments(block)["up"].meta["val"]
+        shapes[block.meta.get("layer", index)] = BlockShape(int(up.shape[0]), int(up.shape[1]))
+    return shapes

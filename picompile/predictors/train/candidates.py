@@ -1,0 +1,258 @@
+"""The job of one layer: a pure function of its data and the settings; its result are candidates to choose from."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from picompile.errors import UsageError
+from picompile.frontend.checkpoint import READ_ERRORS, one_line, open_file
+from picompile.predictors.profile.files import write_tensors
+from picompile.predictors.train.curve import ROWS, Curve, FiringLabels, measure_curve, measure_firing
+from picompile.predictors.train.data import LayerData, load_layer_data
+from picompile.predictors.train.fit import Fit, InitialPredictor, Start, fit
+
+# Of the samples, in their order: neighbours in the text stay on one side.
+_TRAIN_SHARE = 0.8
+
+# Ranks around the start rank that are trained: more of the small ones, where a budget that is short decides.
+_RANK_FACTORS = (0.35, 0.45, 0.6, 0.75, 1.0, 1.25)
+
+# Another input must be so much cheaper than the block's own: it is measured on the samples that choose it.
+_WORTH_CHANGING = 0.98
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What of `TrainOptions` the candidates depend on, and the layer's skewness."""
+
+    kind: str
+    input: str
+    rank: int | None
+    weighting: str
+    epochs: int
+    recall: float
+    seed: int
+    device: str
+    skewness: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As it goes to a worker."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A predictor to choose: its kind, and its input and rank where it is learned.
+
+    `parameters` counts weights of its own. `weights` are fc1, fc2 and bias in float16, empty where they were not read.
+    """
+
+    kind: str
+    input: str | None
+    rank: int | None
+    parameters: int
+    curve: Curve
+    weights: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """The candidates of a layer, those of small rank first, and what else the choice must know of it.
+
+    `decided_share` is what an exact predictor computes, None where there cannot be one. `inputs` are the costs that
+    decided about the input, empty where none was compared.
+    """
+
+    layer: int
+    neurons: int
+    hidden: int
+    neuron_parameters: int
+    decided_share: float | None
+    skewness: float
+    inputs: Mapping[str, float]
+    candidates: tuple[Candidate, ...]
+
+
+def start_rank(hidden: int, neurons: int, firing_share: float, skewness: float) -> int:
+    """The rank to start from, of a layer of which `firing_share` fires.
+
+    On the layers of the bundled model 1.5 computed neurons for one that fires find 99.5 % of the contribution at ranks
+    of 0.33 (3 % fire) to 0.42 (31 % fire) of the hidden size. Where few neurons do most of the firing (a large
+    `skewness`), less has to be told.
+    """
+    share = (0.33 + 0.3 * firing_share) * (1.1 - 0.2 * skewness)
+    return round_rank(share * hidden, min(hidden, neurons))
+
+
+def round_rank(rank: float, most: int) -> int:
+    """A rank that rows of packed weights are cut for: a multiple of 8, of 32 from 256 on; `most` where that is less."""
+    unit = 32 if rank >= 256 else 8
+    return max(1, min(most, max(1, round(rank / unit)) * unit))
+
+
+def fit_layer(data: LayerData, settings: JobSettings) -> LayerResult:
+    """Trains the candidates of one layer. The same arguments give the same bytes on one kind of machine."""
+    train, test = split(len(data.samples))
+    firing = measure_firing(data, test)
+    candidates: tuple[Candidate, ...] = (_sign(data, firing, test),) if settings.kind == "sign" else ()
+    inputs: dict[str, float] = {}
+    if not candidates:
+        candidates, inputs = _learned(data, firing, train, test, settings)
+    decided = firing.decided_share if data.silent_at is not None else None
+    sizes = (data.neurons, data.hidden, data.neuron_parameters)
+    return LayerResult(data.layer, *sizes, decided, settings.skewness, inputs, candidates)
+
+
+def split(samples: int) -> tuple[slice, slice]:
+    """Samples to train on, and samples to measure on; with a single one, that for both."""
+    cut = min(max(1, round(samples * _TRAIN_SHARE)), max(1, samples - 1))
+    return slice(0, cut), slice(cut if samples > 1 else 0, samples)
+
+
+def _learned(
+    data: LayerData, firing: FiringLabels, train: slice, test: slice, settings: JobSettings
+) -> tuple[tuple[Candidate, ...], dict[str, float]]:
+    ranks = _ranks(data, firing, settings)
+    how = Fit(
+        settings.epochs, settings.weighting, settings.recall, settings.seed * 1000 + data.layer, train, settings.device
+    )
+    starts: dict[str, Start] = {}
+
+    def candidate(name: str, rank: int, how: Fit) -> Candidate:
+        if name not in starts:
+            starts[name] = Start(data, firing.contribution, name, train)
+        start = starts[name].of_rank(rank)
+        trained = fit(data, firing.contribution, name, start, how)
+        # With few samples training can end behind its start.
+        found = [_candidate(data, firing, name, rank, each.rounded(), test) for each in (trained, start)]
+        return min(found, key=lambda each: each.curve.at(settings.recall).computed_share)
+
+    name = settings.input
+    inputs: dict[str, float] = {}
+    if name == "auto":
+        shorter = Fit(1, how.weighting, how.recall, how.seed, train, how.device)
+        rank = ranks[len(ranks) // 2]
+        for choice in data.input_choices:
+            inputs[choice] = _cost(data, candidate(choice, rank, shorter), settings.recall)
+            if choice != "block" and inputs[choice] > inputs["block"]:
+                del starts[choice]
+        best = min(inputs, key=lambda choice: inputs[choice])
+        name = best if inputs[best] < _WORTH_CHANGING * inputs["block"] else "block"
+    elif name not in data.input_choices:
+        # The first layer has none before it, and some blocks no norm: they read what they have.
+        name = "block"
+    return tuple(candidate(name, rank, how) for rank in ranks), inputs
+
+
+def _ranks(data: LayerData, firing: FiringLabels, settings: JobSettings) -> list[int]:
+    most = min(data.hidden, data.neurons)
+    if settings.rank is not None:
+        return [min(settings.rank, most)]
+    share = float(sum(int((block > 0).sum()) for block in torch.split(firing.contribution, ROWS)))
+    start = start_rank(data.hidden, data.neurons, share / firing.contribution.numel(), settings.skewness)
+    return sorted({round_rank(start * factor, most) for factor in _RANK_FACTORS})
+
+
+def _cost(data: LayerData, candidate: Candidate, recall: float) -> float:
+    """Weights that are read for a token."""
+    computed = candidate.curve.at(recall).computed_share
+    return candidate.parameters + computed * data.neurons * data.neuron_parameters
+
+
+def _candidate(
+    data: LayerData, firing: FiringLabels, name: str, rank: int, weights: InitialPredictor, test: slice
+) -> Candidate:
+    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(test.start, test.stop, ROWS):
+            rows = slice(start, min(start + ROWS, test.stop))
+            yield weights.scores(data.inputs(name, rows)), firing.contribution[rows]
+
+    parts = {"fc1": weights.fc1, "fc2": weights.fc2, "bias": weights.bias}
+    count = sum(part.numel() for part in parts.values())
+    stored = {key: part.half() for key, part in parts.items()}
+    return Candidate("learned", name, rank, count, measure_curve(blocks()), stored)
+
+
+# How far the bins of a curve spread the shares of agreeing signs, which all lie around a half.
+SIGN_SCALE = 64.0
+
+
+def _sign(data: LayerData, firing: FiringLabels, test: slice) -> Candidate:
+    signs = torch.where(data.deciding[0] < 0, -1.0, 1.0)
+
+    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(test.start, test.stop, ROWS):
+            rows = slice(start, min(start + ROWS, test.stop))
+            x = torch.where(data.samples.block(rows) < 0, -1.0, 1.0)
+            # Agreeing minus differing columns is twice the share's distance from a half, times the columns.
+            yield x @ signs.T * (SIGN_SCALE / 2 / data.hidden), firing.contribution[rows]
+
+    return Candidate("sign", None, None, 0, measure_curve(blocks()), {})
+
+
+# Results of layers on disk: one file a layer, which appears whole or not at all.
+
+
+_FACTS = ("layer", "neurons", "hidden", "neuron_parameters", "decided_share", "skewness", "inputs")
+_OF_CANDIDATE = ("kind", "input", "rank", "parameters")
+
+
+def save_result(path: Path, result: LayerResult) -> None:
+    """Writes a result to `path`."""
+    tensors: dict[str, Tensor] = {}
+    for number, candidate in enumerate(result.candidates):
+        tensors |= {f"{number}.curve.{name}": tensor for name, tensor in candidate.curve.tensors().items()}
+        tensors |= {f"{number}.{name}": tensor for name, tensor in candidate.weights.items()}
+    facts = {name: getattr(result, name) for name in _FACTS}
+    candidates = [{name: getattr(candidate, name) for name in _OF_CANDIDATE} for candidate in result.candidates]
+    write_tensors(path, tensors, {"facts": json.dumps(facts), "candidates": json.dumps(candidates)})
+
+
+def load_result(path: Path) -> LayerResult:
+    """Reads what `save_result` wrote, without the candidates' weights. Raises `UsageError` for what is damaged."""
+    try:
+        with open_file(path) as file:
+            metadata, names = file.metadata(), [name for name in file.keys() if ".curve." in name]  # noqa: SIM118
+            tensors = {name: file.get_tensor(name).clone() for name in names}
+        candidates = [
+            Candidate(**facts, curve=_curve(tensors, number), weights={})
+            for number, facts in enumerate(json.loads(metadata["candidates"]))
+        ]
+        return LayerResult(**json.loads(metadata["facts"]), candidates=tuple(candidates))
+    except (*READ_ERRORS, KeyError, TypeError) as error:
+        raise UsageError(f"{path}: damaged: {one_line(error)}; remove it, and train goes on") from error
+
+
+def load_weights(path: Path, number: int) -> dict[str, Tensor]:
+    """fc1, fc2 and bias of candidate `number`, mapped from the file. Raises `UsageError` for what is damaged."""
+    try:
+        with open_file(path) as file:
+            return {name: file.get_tensor(f"{number}.{name}") for name in ("fc1", "fc2", "bias")}
+    except READ_ERRORS as error:
+        raise UsageError(f"{path}: damaged: {one_line(error)}; remove it, and train goes on") from error
+
+
+def _curve(tensors: dict[str, Any], number: int) -> Curve:
+    names = ("computed", "fired", "found", "total")
+    return Curve.of_tensors({name: tensors[f"{number}.curve.{name}"] for name in names})
+
+
+# The job of one layer, from file to file.
+
+
+def run_job(data: Path, result: Path, settings: JobSettings) -> None:
+    """Trains the layer whose data lies in `data`, and writes `result`.
+
+    On one thread: sums depend on how many share them.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        save_result(result, fit_layer(load_layer_data(data), settings))
+    finally:
+        torch.set_num_threads(threads)

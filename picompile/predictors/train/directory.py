@@ -1,0 +1,142 @@
+"""The folder that training works in: what it is of, what is done, and what it depends on.
+
+| file | is |
+| --- | --- |
+| `work/training.json` | the inputs, and whether training is complete |
+| `work/layers/000.safetensors` | the candidates of a layer |
+| `work/choice.json` | each layer's target, the limits, and the perplexities that were measured |
+| `predictors.json`, `predictors.safetensors` | the result, written last |
+
+A result that is there stays until another takes its place, in one step with the notes on it.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from picompile.errors import UsageError
+from picompile.output import OutputPath, link_tree, write_errors_told
+from picompile.output.leftovers import sync_folder, sync_tree
+from picompile.predictors.files import FACTS_FILE, WEIGHTS_FILE
+from picompile.predictors.profile.files import read_notes, write_json
+
+_FORMAT, _SCHEMA = "picompile-training", 1
+_NOTES = "training.json"
+# What takes the place of the result, file by file, where there is none.
+_NEXT = "next"
+
+
+@dataclass(frozen=True)
+class TrainingDirectory:
+    """A folder of predictors that are being trained."""
+
+    folder: Path
+
+    @property
+    def work(self) -> Path:
+        """What is kept beside the result."""
+        return self.folder / "work"
+
+    def layer_file(self, layer: int) -> Path:
+        """Where the candidates of a layer lie."""
+        return self.work / "layers" / f"{layer:03d}.safetensors"
+
+    def read(self, name: str) -> dict[str, Any]:
+        """A description in the work folder; empty where there is none that can be read."""
+        return read_notes(self.work / name)
+
+    def write(self, name: str, content: Mapping[str, Any]) -> None:
+        """Writes a description."""
+        write_json(self.work / name, content)
+
+    @property
+    def complete(self) -> bool:
+        """Whether predictors are there."""
+        return (self.folder / FACTS_FILE).is_file()
+
+    def holds(self, inputs: str) -> bool:
+        """Whether the predictors that are there are complete and of these inputs."""
+        return self.complete and self._made() == inputs
+
+    def _made(self) -> str | None:
+        """The inputs of the predictors that are there, if any are."""
+        notes = self.read(_NOTES)
+        # Versions before removed predictors first.
+        made = notes.get("made", notes.get("inputs"))
+        return made if self.complete and isinstance(made, str) else None
+
+    def check(self, inputs: str, *, overwrite: bool) -> None:
+        """Refuses a folder that may not be used. Raises `UsageError`."""
+        if not self.folder.exists():
+            return
+        if not self.folder.is_dir():
+            raise UsageError(f"{self.folder}: exists and is not a folder; choose another output")
+        ours = (self.work / _NOTES).is_file() or (self.folder / FACTS_FILE).is_file()
+        if not ours and any(path.name != "work" for path in self.folder.iterdir()):
+            raise UsageError(f"{self.folder}: exists and has no {FACTS_FILE}, so it is not overwritten")
+        if self.complete and not overwrite and not self.holds(inputs):
+            raise UsageError(f"{self.folder}: holds predictors of other inputs; give --force to overwrite them")
+
+    def open(self, inputs: str, candidates: str) -> str:
+        """Makes the folder ready. Candidates that `candidates` tells to be of the same inputs are kept.
+
+        Returns a word on what was found, empty where nothing was.
+        """
+        known = self.read(_NOTES)
+        if known and known.get("candidates") != candidates:
+            # Before the notes say that what is there is of these inputs.
+            shutil.rmtree(self.work / "layers", ignore_errors=True)
+        (self.work / "layers").mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.work / _NEXT, ignore_errors=True)
+        for leftover in (*self.work.rglob(".*.tmp"), *self.work.rglob("*.data")):
+            leftover.unlink()
+        if known.get("inputs") != inputs:
+            (self.work / "choice.json").unlink(missing_ok=True)
+            description = {"format": _FORMAT, "schema": _SCHEMA, "inputs": inputs, "candidates": candidates}
+            self.write(_NOTES, {**description, "made": self._made()})
+        if not known:
+            return ""
+        if known.get("candidates") != candidates:
+            return "was begun from other inputs, and starts anew"
+        begun = known.get("inputs") == inputs and any(self.work.glob("layers/*.safetensors"))
+        return "was begun, and goes on" if begun else ""
+
+    @contextmanager
+    def publishing(self, place: OutputPath) -> Iterator[Path]:
+        """A folder for the two files of the result, which take their place when the block ends well.
+
+        `place` is the folder that they are for. Where it has a result, a new folder with all else that is in this one
+        takes the place; else the two are moved, and what reads them finds none before it finds both.
+        """
+        notes = self.read(_NOTES)
+        notes["made"] = notes.get("inputs")
+        if self.complete:
+            with place.folder() as folder:
+                link_tree(self.folder, folder, _is_replaced)
+                yield folder
+                write_json(folder / "work" / _NOTES, notes)
+            return
+        folder = self.work / _NEXT
+        with write_errors_told(self.folder, folder):
+            folder.mkdir(exist_ok=True)
+            yield folder
+            sync_tree(folder)
+            self.write(_NOTES, notes)
+            for name in (WEIGHTS_FILE, FACTS_FILE):
+                (folder / name).replace(self.folder / name)
+                sync_folder(self.folder)
+            folder.rmdir()
+
+
+def _is_replaced(path: PurePath) -> bool:
+    return str(path) in (FACTS_FILE, WEIGHTS_FILE, "work/tried", f"work/{_NEXT}", f"work/{_NOTES}")
+
+
+def digest(*parts: object) -> str:
+    """Hex digits of what `json` makes of `parts`."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

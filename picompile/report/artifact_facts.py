@@ -1,0 +1,185 @@
+"""An artifact as the report needs it: its parts, what its weights take, and what its predictors cost in accuracy."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from picompile.placement.plan import Plan
+from picompile.predictors.accuracy import to_blame
+from picompile.report import numbers
+from picompile.report.layer_figures import LayerFigures, of_accuracy
+from picompile.report.numbers import NOTHING, Table, measured, relative_change, whole
+from picompile.report.plan import plan_of_report
+
+if TYPE_CHECKING:
+    from picompile_runtime.artifact.fields import Fields
+    from picompile_runtime.artifact.reader import Manifest
+
+
+# The row of the statistics that a feed-forward call counts into is its place in the buffer.
+_STATS_ROW_BYTES = 16
+
+
+@dataclass(frozen=True)
+class ReportedFfn:
+    """A feed-forward block, or one of the parts it is computed in, and the bytes of the weights that it reads."""
+
+    layer: int
+    part: str
+    neurons: int
+    predictor: str
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """What the predictors cost: the gate's `figures`, on `text`, and those of each layer."""
+
+    figures: Mapping[str, float | None]
+    text: str
+    layers: tuple[LayerFigures, ...]
+
+
+@dataclass(frozen=True)
+class ArtifactFacts:
+    """What manifest.json, program.json and report.json say.
+
+    `operator_bytes` are the bytes of weights by the operator that reads them, most first; `predictor_bytes` by layer.
+    `plan` is what the artifact was split by, if by any.
+    """
+
+    path: Path
+    manifest: "Manifest"
+    parts: tuple[ReportedFfn, ...]
+    operator_bytes: Mapping[str, int]
+    predictor_bytes: Mapping[int, int]
+    accuracy: Accuracy | None
+    plan: Plan | None
+
+
+class _Reader(NamedTuple):
+    """What reads a tensor first when a token is decoded; `row` is that of the statistics."""
+
+    operator: str
+    layer: int | None = None
+    row: int | None = None
+
+
+def read_artifact(folder: Path) -> ArtifactFacts:
+    """Reads the small files of an artifact, not its weights. Raises `ArtifactError` for one that is not whole."""
+    from picompile_runtime import ArtifactError
+    from picompile_runtime.artifact.fields import parse_object
+    from picompile_runtime.artifact.reader import read_manifest
+
+    manifest = read_manifest(folder)
+    try:
+        program, report = (
+            parse_object((folder / name).read_bytes(), str(folder / name)) for name in ("program.json", "report.json")
+        )
+    except OSError as error:
+        raise ArtifactError(f"{folder}: incomplete ({error.strerror}); compile the model again") from error
+    sizes = report.object("weight_bytes")
+    readers = _readers(program)
+    totals: Counter[_Reader] = Counter()
+    for name in sizes.data:
+        totals[readers.get(name, _Reader("other"))] += sizes.integer(name)
+    operators, predictors, rows = Counter[str](), Counter[int](), Counter[int | None]()
+    for reader, total in totals.items():
+        operators[reader.operator] += total
+        rows[reader.row] += total
+        if reader.operator == "predict" and reader.layer is not None:
+            predictors[reader.layer] += total
+    parts = tuple(_part(entry, rows) for entry in report.objects("ffn"))
+    accuracy = _accuracy(report.object("accuracy")) if report.data.get("accuracy") else None
+    operator_bytes = dict(operators.most_common())
+    return ArtifactFacts(folder, manifest, parts, operator_bytes, predictors, accuracy, plan_of_report(report))
+
+
+def _readers(program: "Fields") -> dict[str, _Reader]:
+    """The tensors that decoding a token reads."""
+    found: dict[str, _Reader] = {}
+    for call in program.object("functions").objects("decode"):
+        operator, arguments = call.text("op"), call.objects("args")
+        layer = None if call.data.get("layer") is None else call.integer("layer")
+        rows = [
+            argument.data.get("offset", 0) // _STATS_ROW_BYTES
+            for argument in arguments
+            if argument.data.get("buffer") == "stats" and type(argument.data.get("offset", 0)) is int
+        ]
+        for argument in arguments:
+            if "weight" in argument.data:
+                found.setdefault(argument.text("weight"), _Reader(operator, layer, rows[0] if rows else None))
+    return found
+
+
+def _part(entry: "Fields", row_bytes: Mapping[int | None, int]) -> ReportedFfn:
+    return ReportedFfn(
+        layer=entry.integer("layer"),
+        part=entry.text("part"),
+        neurons=entry.integer("neurons"),
+        predictor=entry.text("predictor"),
+        weight_bytes=row_bytes.get(entry.integer("stats_row"), 0),
+    )
+
+
+def _accuracy(entry: "Fields") -> Accuracy:
+    names = ("bound", "dense_perplexity", "perplexity", "relative_change", "tokens")
+    rows = entry.objects("layers") if entry.data.get("layers") else []
+    return Accuracy(
+        figures={name: measured(entry.data.get(name)) for name in names},
+        text=str(entry.data.get("text") or ""),
+        layers=tuple(of_accuracy(row.integer("layer"), row.text("kind"), row.data) for row in rows),
+    )
+
+
+# The accuracy gate as tables: perplexity with every neuron and with the predicted ones, and the rounds before.
+
+
+_NAMED_LAYERS = 8
+
+_WORDS = (
+    "Perplexity of held-out text, with every neuron computed (dense) and with those that the predictors choose. The "
+    "gate is how far it may rise. Beyond it, the layers in which most is missed get larger predictors, one round after "
+    "another."
+)
+
+
+def gate_table(gate: Mapping[str, Any], layers: Sequence[LayerFigures]) -> Table | None:
+    """What the predictors cost on held-out text; None where nothing was measured. `layers` say where most is missed."""
+    dense, perplexity = measured(gate.get("dense_perplexity")), measured(gate.get("perplexity"))
+    if dense is None and perplexity is None:
+        return None
+    row = (
+        numbers.perplexity(dense),
+        numbers.perplexity(perplexity),
+        numbers.change(relative_change(gate)),
+        numbers.percent(measured(gate.get("bound")), 2),
+        verdict(gate),
+        numbers.count(whole(gate.get("rounds"))),
+        _named(to_blame({layer.layer: layer.missed_energy or 0.0 for layer in layers})),
+        numbers.count(whole(gate.get("tokens"))),
+        str(gate.get("text") or NOTHING),
+    )
+    return Table(
+        "What it costs in accuracy",
+        ("dense", "with predictors", "change", "gate", "met", "rounds", "most missed in layers", "tokens", "text"),
+        [row],
+        texts=frozenset({"met", "most missed in layers", "text"}),
+        words=_WORDS,
+    ).without_empty(NOTHING)
+
+
+def verdict(gate: Mapping[str, Any]) -> str:
+    """Whether the change is within the bound."""
+    change, bound = relative_change(gate), measured(gate.get("bound"))
+    if change is None or bound is None:
+        return NOTHING
+    return "yes" if change <= bound else "no"
+
+
+def _named(layers: Sequence[int]) -> str:
+    """A few of the layers, and how many more there are."""
+    more = f" and {len(layers) - _NAMED_LAYERS} more" if len(layers) > _NAMED_LAYERS else ""
+    return ", ".join(map(str, layers[:_NAMED_LAYERS])) + more or NOTHING

@@ -1,0 +1,140 @@
+"""What differs between two dumps, node by node.
+
+A node of one dump is the node of the other that has its name. Passes reuse names that have become free: where the two
+were made by different passes, or from different sources, and differ in what they compute as well, they are two nodes.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from picompile.report.graph.sections import sections
+from picompile_passes.graph.dump_reader import DumpGraph, DumpNode, replace_nodes
+
+Change = Mapping[str, tuple[str, str]]
+"""What of a node changed: `shape`, `operator`, the name of an argument or a note → before and after."""
+
+REMOVED, ADDED, CHANGED, SAME = "removed", "added", "changed", "same"
+
+_SYMBOL = re.compile(r"\b[su]\d+\b")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two dumps, with the names of the nodes that only one of them has, and what changed in the others."""
+
+    before: DumpGraph
+    after: DumpGraph
+    removed: tuple[str, ...]
+    added: tuple[str, ...]
+    changed: Mapping[str, Change]
+
+    @property
+    def same(self) -> int:
+        """How many nodes are the same in both."""
+        return len(self.after.nodes) - len(self.added) - len(self.changed)
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs, the stage included."""
+        changes = self.removed or self.added or self.changed
+        return not changes and self.before.stage == self.after.stage
+
+    @cached_property
+    def before_sections(self) -> Mapping[str, int]:
+        """For each node of the first dump, its layer, or head or tail."""
+        return sections(self.before)
+
+    @cached_property
+    def after_sections(self) -> Mapping[str, int]:
+        """The same for the second dump."""
+        return sections(self.after)
+
+    @cached_property
+    def became(self) -> Mapping[str, tuple[str, ...]]:
+        """For each removed node, the added ones that name it as a source."""
+        made: dict[str, list[str]] = {name: [] for name in self.removed}
+        for name in self.added:
+            origin = self.after.nodes[name].origin
+            for source in origin[1] if origin else ():
+                if source in made:
+                    made[source].append(name)
+        return {name: tuple(names) for name, names in made.items() if names}
+
+    def status(self, name: str, *, after: bool) -> str:
+        """What happened to the node `name` of the first dump, or of the second."""
+        if name in self.changed:
+            return CHANGED
+        if after:
+            return ADDED if name in self._added else SAME
+        return REMOVED if name in self._removed else SAME
+
+    @cached_property
+    def _added(self) -> frozenset[str]:
+        return frozenset(self.added)
+
+    @cached_property
+    def _removed(self) -> frozenset[str]:
+        return frozenset(self.removed)
+
+
+def compare(before: DumpGraph, after: DumpGraph) -> Comparison:
+    """What differs between the two."""
+    symbols = _renamed_symbols(before, after)
+    removed, changed = [], {}
+    for name, node in before.nodes.items():
+        other = after.nodes.get(name)
+        change = None if other is None else _change(node, other, symbols)
+        if other is None or change is None:
+            removed.append(name)
+        elif change:
+            changed[name] = change
+    gone = set(removed)
+    added = [name for name in after.nodes if name not in before.nodes or name in gone]
+    return Comparison(before, after, tuple(removed), tuple(added), changed)
+
+
+def _renamed_symbols(before: DumpGraph, after: DumpGraph) -> dict[str, str]:
+    """Symbols of sizes, after → before, that differ in name alone: two captures may number them differently."""
+    old, new = _symbols(before), _symbols(after)
+    only_old, only_new = [s for s in old if s not in new], [s for s in new if s not in old]
+    return dict(zip(only_new, only_old, strict=True)) if len(only_old) == len(only_new) else {}
+
+
+def _symbols(graph: DumpGraph) -> list[str]:
+    """In order of appearance."""
+    return list(dict.fromkeys(symbol for node in graph.nodes.values() for symbol in _SYMBOL.findall(node.shape)))
+
+
+def _change(before: DumpNode, after: DumpNode, symbols: Mapping[str, str]) -> Change | None:
+    """What changed; nothing, where nothing did; None where the two are different nodes of one name."""
+    old, new = _computed(before, {}), _computed(after, symbols)
+    if before.origin != after.origin and old != new:
+        return None
+    old, new = {**old, **_annotated(before)}, {**new, **_annotated(after)}
+    return {key: (old.get(key, ""), new.get(key, "")) for key in {**old, **new} if old.get(key) != new.get(key)}
+
+
+def _computed(node: DumpNode, symbols: Mapping[str, str]) -> dict[str, str]:
+    """Shape, operator and arguments. Sizes are written in the symbols of the first dump."""
+
+    def rename(word: str) -> str:
+        return symbols.get(word, word)
+
+    facts = {"shape": _SYMBOL.sub(lambda match: rename(match[0]), node.shape), "operator": node.operator}
+    if node.weight:
+        facts["weight"] = node.weight
+    for position, (name, value) in enumerate(node.arguments):
+        facts[name or f"argument {position}"] = replace_nodes(value, rename)
+    return facts
+
+
+def _annotated(node: DumpNode) -> dict[str, str]:
+    origin = {"from": origin_text(node)} if node.origin else {}
+    return {f"note {key}": value for key, value in node.notes.items()} | origin
+
+
+def origin_text(node: DumpNode) -> str:
+    """`pass(source, ...)`, or nothing."""
+    return f"{node.origin[0]}({', '.join(node.origin[1])})" if node.origin else ""

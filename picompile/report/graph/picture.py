@@ -1,0 +1,392 @@
+"""What a box of the picture says: one box for each node that depends on the tokens, with its weights inside.
+
+Most nodes of a graph are weights and what is computed from them alone. Drawn as boxes they would hide the way of the
+tokens; so each is a row of the box that reads it: the weight's name, and the operators on it.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from picompile.report.graph.changes import SAME, Comparison, origin_text
+from picompile.report.graph.layout import NodePosition, Point, Route, lay_out
+from picompile.report.graph.listing import change_text, layers_text
+from picompile.report.graph.sections import HEAD, TAIL, constant_names, users_of
+from picompile_passes.graph.dump_reader import DumpGraph, DumpNode, words_of
+
+_STRING = re.compile(r"'([^']*)'")
+_SHORT_TYPES = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i"}
+
+
+@dataclass(frozen=True)
+class Chip:
+    """The text of one node. `first` is false where the node was shown before, in another box or row."""
+
+    name: str
+    text: str
+    status: str
+    hover: str
+    first: bool
+
+
+@dataclass(frozen=True)
+class BoxRow:
+    """One thing a box reads: a weight with the operators on it, or a value of another section."""
+
+    label: str
+    chip: Chip
+    shape: str
+    steps: tuple[Chip, ...] = ()
+
+
+@dataclass(frozen=True)
+class Box:
+    """One node of the picture; `inputs` are the boxes it reads, with the names of the arguments."""
+
+    name: str
+    title: str
+    detail: str
+    shape: str
+    badge: str
+    status: str
+    hover: str
+    rows: tuple[BoxRow, ...]
+    inputs: Mapping[str, str]
+
+
+class Panel:
+    """One of the two graphs as boxes. Every node is the subject of one box or one chip, and mentioned in others."""
+
+    def __init__(self, comparison: Comparison, *, after: bool) -> None:
+        self.after = after
+        self.comparison = comparison
+        self.graph: DumpGraph = comparison.after if after else comparison.before
+        self.section = comparison.after_sections if after else comparison.before_sections
+        self.users = users_of(self.graph)
+        self.constants = constant_names(self.graph)
+        self._shown: set[str] = set()
+
+    def boxes(self, section: int) -> Iterator[Box]:
+        """The boxes of a section, in the order of the graph; constants that none of them reads come first."""
+        names = [name for name, number in self.section.items() if number == section]
+        boxes = [self._box(name) for name in names if name not in self.constants]
+        left = [name for name in names if name in self.constants and name not in self._shown]
+        for name in reversed(left):
+            if name not in self._shown:
+                yield self._constant_box(name)
+        yield from boxes
+
+    def status(self, name: str) -> str:
+        """What happened to a node."""
+        return self.comparison.status(name, after=self.after)
+
+    def edge_status(self, source: str, target: str) -> str:
+        """What happened to an edge: `same` where the other graph has it too, between the same nodes."""
+        other = self.comparison.before if self.after else self.comparison.after
+        own = "added" if self.after else "removed"
+        kept = self.status(source) != own and self.status(target) != own
+        return SAME if kept and source in other.nodes[target].inputs else own
+
+    def hover(self, name: str) -> str:
+        """All that the dump says of a node, and what changed."""
+        node = self.graph.nodes[name]
+        lines = [f"{name}  {node.shape}", f"= {node.expression}"]
+        lines += [f"{key} {value}" for key, value in node.notes.items()]
+        if node.origin:
+            lines.append(f"from {origin_text(node)}")
+        if name in self.comparison.changed:
+            lines.append(f"changed: {change_text(self.comparison.changed[name])}")
+        if not self.after and name in self.comparison.became:
+            lines.append(f"became {', '.join(self.comparison.became[name])}")
+        return "\n".join(lines)
+
+    def _box(self, name: str) -> Box:
+        node = self.graph.nodes[name]
+        rows: list[BoxRow] = []
+        inputs: dict[str, str] = {}
+        for key, word in _read(node):
+            if word in self.constants:
+                rows += self._constant_rows(word, key, self.section[name])
+            elif word in self.graph.nodes and self._is_edge(word, name):
+                inputs.setdefault(word, key)
+            elif word in self.graph.nodes:
+                rows.append(BoxRow(key, self._chip(word, None), short_shape(self.graph.nodes[word].shape)))
+        return self._make(node, rows, inputs)
+
+    def _constant_box(self, name: str) -> Box:
+        """A weight that nothing of its section reads, or what is computed from it."""
+        node = self.graph.nodes[name]
+        read = [(key, word) for key, word in _read(node) if word in self.graph.nodes]
+        rows = [row for key, word in read for row in self._constant_rows(word, key, self.section[name])]
+        return self._make(node, rows, {})
+
+    def _make(self, node: DumpNode, rows: list[BoxRow], inputs: Mapping[str, str]) -> Box:
+        self._shown.add(node.name)
+        return Box(
+            name=node.name,
+            title=short_operator(node.operator),
+            detail=_detail(node),
+            shape=short_shape(node.shape),
+            badge=node.notes.get("device", ""),
+            status=self.status(node.name),
+            hover=self.hover(node.name),
+            rows=tuple(_without_repeats(rows)),
+            inputs=inputs,
+        )
+
+    def _is_edge(self, word: str, user: str) -> bool:
+        """Whether a value comes by an arrow. What several layers read of the head would be arrows everywhere."""
+        here, there = self.section[user], self.section[word]
+        readers = {self.section[reader] for reader in self.users[word]} - {there}
+        return here == there or len(readers) <= 1
+
+    def _constant_rows(self, name: str, label: str, section: int) -> Iterator[BoxRow]:
+        """A row for the weight that `name` is made of by operators on it, and one for each other weight they read."""
+        chain, others = [name], []
+        while self.graph.nodes[chain[-1]].inputs:
+            first, *more = [(key, word) for key, word in _read(self.graph.nodes[chain[-1]]) if word in self.constants]
+            others += more
+            chain.append(first[1])
+        weight, *steps = [self._chip(part, section) for part in reversed(chain)]
+        yield BoxRow(label, weight, short_shape(self.graph.nodes[name].shape), tuple(steps))
+        for key, word in others:
+            yield from self._constant_rows(word, key, section)
+
+    def _chip(self, name: str, section: int | None) -> Chip:
+        """The chip of a node in a box of `section`. Of another section's node it is a mention."""
+        node = self.graph.nodes[name]
+        text = f"{short_operator(node.operator)} {_detail(node)}".strip() if name in self.constants else name
+        first = name not in self._shown and self.section[name] == section
+        if first:
+            self._shown.add(name)
+        return Chip(name, short_weight(node.weight) or text, self.status(name), self.hover(name), first)
+
+
+def _read(node: DumpNode) -> Iterator[tuple[str, str]]:
+    """Every word that a call is given, with the argument's name."""
+    return ((key, word) for key, value in node.arguments for word in words_of(value))
+
+
+def _without_repeats(rows: list[BoxRow]) -> Iterator[BoxRow]:
+    """Without rows that say nothing new: a table by which several weights are selected stands once, at the end."""
+    tables: dict[str, BoxRow] = {}
+    for row in rows:
+        if row.label != "index":
+            yield row
+        else:
+            tables.setdefault(row.chip.name, row)
+    yield from tables.values()
+
+
+def short_operator(operator: str) -> str:
+    """`linear` of `picompile.linear`, `add` of `aten.add.Tensor`."""
+    for namespace in ("picompile.", "aten."):
+        if operator.startswith(namespace):
+            return operator.removeprefix(namespace).split(".")[0]
+    return operator
+
+
+def short_shape(shape: str) -> str:
+    """`[s52, 192]` of `float32[s52, 192]`, which most values are; `i64[70]` of `int64[70]`."""
+    kind, bracket, sizes = shape.partition("[")
+    if not bracket or not kind or kind == "float32":
+        return f"{bracket}{sizes}" if bracket else shape
+    for long, short in _SHORT_TYPES.items():
+        if kind.startswith(long):
+            kind = short + kind.removeprefix(long)
+            break
+    return f"{kind}[{sizes}"
+
+
+def short_weight(name: str) -> str:
+    """`mlp.gate_proj` of `model.layers.0.mlp.gate_proj.weight`."""
+    return re.sub(r"^.*?\.\d+\.|^layer_\d+_", "", name).removesuffix(".weight")
+
+
+def _detail(node: DumpNode) -> str:
+    """What a call is told by words: `relu`, `exact`, `q4`."""
+    found = (match[1] for _, value in node.arguments for match in _STRING.finditer(value))
+    return ", ".join(word for word in found if word != "identity")
+
+
+# Boxes and arrows of one section of a graph, with their places. Lengths in pixels.
+
+
+PADDING = 9.0
+TITLE_HEIGHT = 19.0
+NAME_HEIGHT = 15.0
+ROW_HEIGHT = 15.0
+STEP_HEIGHT = 18.0
+PORT_HEIGHT = 22.0
+MARGIN = 6.0
+
+# Text is measured before any font is known: monospaced ones are 0.6 em wide, bold sans-serif ones about as much.
+_MONO = 0.602
+TITLE_SIZE, NAME_SIZE, ROW_SIZE = 13.0, 11.0, 10.5
+_STEP_PADDING = 5.0
+_STEP_GAP = 12.0
+
+
+@dataclass(frozen=True)
+class PlacedStep:
+    """One operator on a weight, from the left edge of its box."""
+
+    chip: Chip
+    x: float
+    width: float
+
+
+@dataclass(frozen=True)
+class PlacedRow:
+    """A row, from the upper edge of its box; `label` is empty where there is but one row."""
+
+    row: BoxRow
+    label: str
+    y: float
+    steps: tuple[PlacedStep, ...]
+
+
+@dataclass(frozen=True)
+class PlacedBox:
+    """A box at its place."""
+
+    box: Box
+    place: NodePosition
+    rows: tuple[PlacedRow, ...]
+
+
+@dataclass(frozen=True)
+class Port:
+    """Where a value comes in from another section, or goes out to one."""
+
+    text: str
+    place: NodePosition
+    name: str
+    status: str
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """An edge as an SVG path; `label` is the argument it is passed for, where the box reads several."""
+
+    source: str
+    target: str
+    path: str
+    status: str
+    label: str
+    end: Point
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One section of one graph."""
+
+    width: float
+    height: float
+    boxes: tuple[PlacedBox, ...]
+    ports: tuple[Port, ...]
+    arrows: tuple[Arrow, ...]
+
+
+def draw(panel: Panel, section: int) -> Picture:
+    """The picture of a section; without boxes where the graph has no nodes there."""
+    boxes = list(panel.boxes(section))
+    own = {box.name for box in boxes}
+    entries = list(dict.fromkeys(name for box in boxes for name in box.inputs if name not in own))
+    exits = {box.name: text for box in boxes if (text := _exit_text(panel, box.name, section))}
+    sizes = {_entry(name): _port_size(name) for name in entries}
+    sizes |= {box.name: _size(box) for box in boxes}
+    sizes |= {_exit(name): _port_size(text) for name, text in exits.items()}
+    edges = [(name if name in own else _entry(name), box.name) for box in boxes for name in box.inputs]
+    edges += [(name, _exit(name)) for name in exits]
+    layout = lay_out(sizes, edges)
+    ports = [Port(name, layout.boxes[_entry(name)], name, panel.status(name)) for name in entries]
+    ports += [Port(text, layout.boxes[_exit(name)], name, panel.status(name)) for name, text in exits.items()]
+    placed = tuple(PlacedBox(box, layout.boxes[box.name], tuple(_rows(box))) for box in boxes)
+    arrows = tuple(_arrow(panel, route, boxes) for route in layout.routes)
+    return Picture(layout.width + 2 * MARGIN, layout.height + 2 * MARGIN, placed, tuple(ports), arrows)
+
+
+def _entry(name: str) -> str:
+    return f"in {name}"
+
+
+def _exit(name: str) -> str:
+    return f"out {name}"
+
+
+def _exit_text(panel: Panel, name: str, section: int) -> str:
+    """Who else reads a value: the next section, or, for one of the head, which layers."""
+    readers = {panel.section[user] for user in panel.users[name]} - {section}
+    if not readers or name in panel.constants:
+        return ""
+    if section != HEAD:
+        return "out"
+    return layers_text(readers - {HEAD, TAIL}) if readers - {TAIL} else "after the layers"
+
+
+def _port_size(text: str) -> tuple[float, float]:
+    return _mono(text, NAME_SIZE) + 2 * PADDING, PORT_HEIGHT
+
+
+def _mono(text: str, size: float) -> float:
+    return len(text) * size * _MONO
+
+
+def _size(box: Box) -> tuple[float, float]:
+    title = len(box.title) * TITLE_SIZE * 0.6 + _mono(f"  {box.detail}", ROW_SIZE) + _mono(box.badge, ROW_SIZE) + 26
+    name = _mono(f"{box.name}  {box.shape}", NAME_SIZE)
+    rows = list(_rows(box))
+    widths = [_row_width(row) for row in rows]
+    bottom = rows[-1].y + (STEP_HEIGHT if rows[-1].steps else 0.0) + 4 if rows else TITLE_HEIGHT + NAME_HEIGHT
+    return max(title, name, *widths) + 2 * PADDING, bottom + PADDING
+
+
+def _row_width(row: PlacedRow) -> float:
+    first = _mono(f"{row.label} {row.row.chip.text} {row.row.shape}".strip(), ROW_SIZE)
+    return max([first, *(step.x + step.width - PADDING for step in row.steps)])
+
+
+def _rows(box: Box) -> Iterable[PlacedRow]:
+    """Rows from top to bottom; `y` is the baseline of a row's text."""
+    y = TITLE_HEIGHT + NAME_HEIGHT + PADDING
+    for row in box.rows:
+        y += ROW_HEIGHT
+        label = row.label if len(box.rows) > 1 and row.label != row.chip.text else ""
+        yield PlacedRow(row, label, y, tuple(_steps(row.steps)))
+        y += STEP_HEIGHT if row.steps else 0.0
+
+
+def _steps(chips: Sequence[Chip]) -> Iterable[PlacedStep]:
+    x = PADDING + _STEP_GAP
+    for chip in chips:
+        width = _mono(chip.text, ROW_SIZE - 1) + 2 * _STEP_PADDING
+        yield PlacedStep(chip, x, width)
+        x += width + _STEP_GAP
+
+
+def _arrow(panel: Panel, route: Route, boxes: Iterable[Box]) -> Arrow:
+    source, target = (name.removeprefix("in ").removeprefix("out ") for name in route.edge)
+    status, label = panel.status(source) if source == target else panel.edge_status(source, target), ""
+    if source == target and status == "changed":
+        status = SAME
+    for box in boxes:
+        if box.name == route.edge[1] and len(box.inputs) > 1:
+            label = box.inputs[source]
+    label = "" if label in ("self", "other", "tensors", "input") else label
+    return Arrow(source, target, path_text(route.points), status, label, route.points[-1])
+
+
+def path_text(points: Sequence[Point]) -> str:
+    """An SVG path: straight down where two points share x, else a curve that leaves and arrives vertically."""
+    (x, y), *rest = points
+    parts = [f"M{x:.1f} {y:.1f}"]
+    for next_x, next_y in rest:
+        if abs(next_x - x) < 0.5:
+            parts.append(f"V{next_y:.1f}")
+            next_x = x
+        else:
+            middle = (y + next_y) / 2
+            parts.append(f"C{x:.1f} {middle:.1f} {next_x:.1f} {middle:.1f} {next_x:.1f} {next_y:.1f}")
+        x, y = next_x, next_y
+    return "".join(parts)

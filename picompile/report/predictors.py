@@ -1,0 +1,252 @@
+"""The trade-off of each layer: how much is missed against how much is computed, for predictors of several ranks.
+
+Read from the `curves` of predictors.json. A candidate that was trained gives a line, a threshold a point on it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from picompile.predictors import Predictors
+from picompile.report import numbers
+from picompile.report.artifact_facts import gate_table
+from picompile.report.drawing import INK, Canvas, draw, drawable, ramp
+from picompile.report.layer_figures import LayerFigures, of_predictors, parameters_text
+from picompile.report.numbers import NOTHING, UNFOLDED, PagePicture, PageSection, Part, Pictures, Table
+from picompile.report.predictor_pictures import accuracy_picture, computed_picture, missed_picture, rank_pictures
+from picompile.report.profile import FiringProfile, curves_picture, imported_counts
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+# There may be a hundred of these pictures, with labels of the same sizes.
+_MARGINS = {"left": 0.19, "right": 0.97, "bottom": 0.18, "top": 0.97}
+
+# A line style for each kind and input that was tried.
+_STYLES = {"solid": "-", "dashed": (0, (5, 2)), "dotted": (0, (1, 2)), "dashed and dotted": (0, (5, 2, 1, 2))}
+
+# What is missed is drawn on a logarithmic axis, which has no place for nothing.
+_LEAST_MISSED = 1e-5
+
+# Points beyond are of no use, and would squeeze the others.
+_MOST_COMPUTED = 10.0
+
+
+@dataclass(frozen=True)
+class TradeoffPoint:
+    """What one threshold gives: computed / fired neurons, and recall by contribution."""
+
+    computed_ratio: float
+    weighted_recall: float
+
+
+@dataclass(frozen=True)
+class TradeoffCandidate:
+    """A predictor that was trained for a layer, whether or not it was taken."""
+
+    layer: int
+    label: str
+    rank: int | None
+    points: tuple[TradeoffPoint, ...]
+
+
+def read_candidates(curves: Iterable[Any]) -> list[TradeoffCandidate]:
+    """The candidates in `curves`, by layer and rank; entries of another form are passed over."""
+    found = []
+    for entry in curves:
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("points"), Sequence):
+            continue
+        layer, rank = numbers.whole(entry.get("layer")), numbers.whole(entry.get("rank"))
+        points = tuple(sorted(_points(entry["points"]), key=lambda point: point.computed_ratio))
+        if layer is not None and points:
+            label = ", ".join(drawable(entry[key]) for key in ("kind", "input") if isinstance(entry.get(key), str))
+            found.append(TradeoffCandidate(layer, label or "of unknown kind", rank, points))
+    return sorted(found, key=lambda candidate: (candidate.layer, candidate.label, candidate.rank or 0))
+
+
+def _points(rows: Iterable[Any]) -> Iterable[TradeoffPoint]:
+    for row in rows:
+        if not isinstance(row, Mapping):
+            continue
+        ratio, recall = numbers.measured(row.get("computed_ratio")), numbers.share(row.get("weighted_recall"))
+        if ratio is not None and 0 <= ratio <= _MOST_COMPUTED and recall is not None:
+            yield TradeoffPoint(ratio, recall)
+
+
+def tradeoff_pictures(
+    name: str, candidates: Sequence[TradeoffCandidate], layers: Sequence[LayerFigures]
+) -> list[PagePicture]:
+    """A picture for each layer that has candidates; what was taken is marked."""
+    taken = {layer.layer: layer for layer in layers}
+    by_layer: dict[int, list[TradeoffCandidate]] = {}
+    for candidate in candidates:
+        by_layer.setdefault(candidate.layer, []).append(candidate)
+    return [_picture(f"{name}-{layer}", layer, found, taken.get(layer)) for layer, found in by_layer.items()]
+
+
+def _picture(name: str, layer: int, candidates: Sequence[TradeoffCandidate], taken: LayerFigures | None) -> PagePicture:
+    ranks = sorted({candidate.rank or 0 for candidate in candidates})
+    styles, labels = list(_STYLES.values()), list(dict.fromkeys(candidate.label for candidate in candidates))
+
+    def paint(canvas: Canvas) -> None:
+        axes = canvas.axes(x="computed / fire", y="missed contribution (%)")
+        for candidate in candidates:
+            x = [point.computed_ratio for point in candidate.points]
+            y = [100 * max(1 - point.weighted_recall, _LEAST_MISSED) for point in candidate.points]
+            colour = ramp(ranks.index(candidate.rank or 0), len(ranks))
+            style = styles[labels.index(candidate.label) % len(styles)]
+            label = _rank_text(candidate) if candidate.label == labels[0] else None
+            (line,) = axes.plot(x, y, color=colour, linestyle=style, linewidth=1.4, label=label)
+            canvas.hover(line, f"layer {layer}: {_candidate_text(candidate)}")
+        _mark_taken(canvas, axes, taken)
+        axes.set_yscale("log")
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.legend(loc="upper right", fontsize=10, handlelength=1.4, labelspacing=0.25)
+
+    chosen = f"; taken: {_taken_text(taken)}" if taken is not None else ""
+    description = f"Layer {layer}: {len(candidates)} candidates, {', '.join(map(_rank_text, candidates))}{chosen}."
+    title = f"layer {layer}"
+    svg = draw(
+        paint, name=name, title=f"Trade-off of {title}", description=description, size=(360, 270), margins=_MARGINS
+    )
+    return PagePicture(title, svg, " · ".join(filter(None, (_taken_text(taken), _styles_text(labels)))))
+
+
+def _styles_text(labels: Sequence[str]) -> str:
+    """Which line is of which kind and input, where there are several."""
+    return ", ".join(f"{style}: {label}" for style, label in zip(_STYLES, labels, strict=False)) if labels[1:] else ""
+
+
+def _rank_text(candidate: TradeoffCandidate) -> str:
+    return candidate.label if candidate.rank is None else f"rank {candidate.rank}"
+
+
+def _candidate_text(candidate: TradeoffCandidate) -> str:
+    return candidate.label if candidate.rank is None else f"rank {candidate.rank}, {candidate.label}"
+
+
+def _mark_taken(canvas: Canvas, axes: "Axes", taken: LayerFigures | None) -> None:
+    if taken is None or taken.computed_ratio is None or taken.weighted_recall is None:
+        return
+    missed = 100 * max(1 - taken.weighted_recall, _LEAST_MISSED)
+    (ring,) = axes.plot(
+        taken.computed_ratio, missed, "o", markersize=9, markeredgewidth=2, markerfacecolor="none", color=INK, zorder=5
+    )
+    canvas.hover(ring, f"taken: {_taken_text(taken)}")
+
+
+def _taken_text(taken: LayerFigures | None) -> str:
+    if taken is None:
+        return ""
+    rank = "" if taken.rank is None else f", rank {taken.rank}"
+    if taken.weighted_recall is None:
+        return f"{taken.kind}{rank}"
+    recall, ratio = numbers.recall(taken.weighted_recall), numbers.times(taken.computed_ratio)
+    return f"{taken.kind}{rank}: {recall} by contribution, {ratio}"
+
+
+# The section of predictors: what they cost, how large they are, and how well they tell which neurons fire.
+
+
+_COLUMNS = (
+    "layer",
+    "kind",
+    "input",
+    "rank",
+    "parameters",
+    "in f16",
+    "threshold",
+    "fire",
+    "computed",
+    "computed / fire",
+    "recall",
+    "by contribution",
+    "target",
+    "precision",
+    "skewness",
+    "missed energy",
+)
+_TRADEOFF_WORDS = (
+    "Each line is a predictor that was trained for the layer, of the rank that the legend gives; moving its threshold "
+    "moves along it. To the right: how many neurons are computed for one that fires. Upwards: the share of the firing "
+    "neurons' contribution that is missed. Lower and further left is better. The ring is what was taken; where nothing "
+    "is missed it stands at 0.001 %."
+)
+
+
+_SAMPLES_WORDS = (
+    "Shares of neurons, recall and precision were measured on samples that training did not see. The target is the "
+    "recall by contribution that was asked for. Missed energy was measured on held-out text, with the predictors of "
+    "all layers in place."
+)
+
+
+def predictors_section(anchor: str, predictors: Predictors, profiles: Sequence[FiringProfile]) -> PageSection:
+    """Gate, sizes, accuracy and trade-offs. A profile of the same model knows how layers fire where nobody noted it."""
+    known = [profile for profile in profiles if profile.of.fingerprint == predictors.fingerprint]
+    firing = known[0].figures() if known else {}
+    layers = of_predictors(predictors, firing)
+    facts = [
+        ("model", str(predictors.name or NOTHING)),
+        ("fingerprint", str(predictors.fingerprint or NOTHING)[:16]),
+        ("kinds", kinds_text([layer.kind for layer in layers])),
+        ("parameters", parameters_text(predictors)),
+        ("in f16", numbers.size(sum(layer.bytes_f16 or 0 for layer in layers) or None)),
+    ]
+    parts: list[Part | None] = [gate_table(predictors.gate, layers)]
+    counts = imported_counts(predictors)
+    pictures = [curves_picture(f"{anchor}-curves", counts)] if counts else []
+    pictures += [*rank_pictures(f"{anchor}-rank", layers), *accuracy_pictures(anchor, layers)]
+    parts.append(Pictures(pictures) if pictures else None)
+    parts.append(layers_table(layers, _SAMPLES_WORDS))
+    tradeoffs = tradeoff_pictures(f"{anchor}-tradeoff", read_candidates(predictors.curves), layers)
+    folded = len(tradeoffs) > UNFOLDED
+    title = "Trade-off of each layer"
+    parts.append(Pictures(tradeoffs, title, _TRADEOFF_WORDS, small=True, folded=folded) if tradeoffs else None)
+    found = [part for part in parts if part is not None]
+    return PageSection(anchor, "predictors", str(predictors.path), facts, found)
+
+
+def accuracy_pictures(anchor: str, layers: Sequence[LayerFigures]) -> list[PagePicture]:
+    """Recall, precision, computed against firing, and what is missed, as far as they were measured."""
+    found = (
+        accuracy_picture(f"{anchor}-accuracy", layers),
+        computed_picture(f"{anchor}-computed", layers),
+        missed_picture(f"{anchor}-missed", layers),
+    )
+    return [picture for picture in found if picture is not None]
+
+
+def layers_table(layers: Sequence[LayerFigures], words: str) -> Table:
+    """All that is known of each layer's predictor."""
+    rows = [_row(layer) for layer in layers]
+    texts = frozenset({"kind", "input"})
+    return Table("Each layer", _COLUMNS, rows, texts, words, folded=len(rows) > UNFOLDED).without_empty(NOTHING)
+
+
+def _row(layer: LayerFigures) -> tuple[str, ...]:
+    return (
+        str(layer.layer),
+        layer.kind,
+        layer.input or NOTHING,
+        numbers.count(layer.rank),
+        numbers.count(layer.parameters),
+        numbers.size(layer.bytes_f16),
+        numbers.decimal(layer.threshold),
+        numbers.percent(layer.firing_share, 2),
+        numbers.percent(layer.computed_share, 2),
+        numbers.times(layer.computed_ratio),
+        numbers.recall(layer.recall),
+        numbers.recall(layer.weighted_recall),
+        numbers.recall(layer.target),
+        numbers.percent(layer.precision, 1),
+        numbers.percent(layer.skewness, 1),
+        numbers.percent(layer.missed_energy, 3),
+    )
+
+
+def kinds_text(kinds: Sequence[str]) -> str:
+    """`exact × 1, learned × 5`."""
+    return ", ".join(f"{kind} × {kinds.count(kind)}" for kind in dict.fromkeys(kinds)) or NOTHING

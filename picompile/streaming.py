@@ -1,0 +1,293 @@
+"""Cutting a graph after each layer, where the fewest bytes are alive."""
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from picompile.errors import UsageError
+from picompile.progress import Advance, NoProgress, Progress
+from picompile_passes.graph.materialize import WeightSource, evaluate_constant
+from picompile_passes.graph.nodes import constant_nodes, is_call
+from picompile_passes.graph.operands import ATTENTION, FFN, SPARSE_FFN
+from picompile_runtime.bench.perplexity import Perplexity
+
+# What a token count that is not known stands for where sizes are compared.
+_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of a graph's calls.
+
+    `nodes` are the calls that depend on the tokens, in order; `inputs` the values of earlier segments that they read,
+    placeholders left out; `outputs` what later segments, or the graph's result, read of all that is alive behind this
+    one; `constants` the values that depend on weights alone. `last_uses` says which values nothing reads after a node.
+    `blocks` are its feed-forward blocks.
+    """
+
+    graph_module: GraphModule
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    constants: tuple[Node, ...]
+    last_uses: dict[Node, tuple[Node, ...]]
+
+    @property
+    def blocks(self) -> tuple[Node, ...]:
+        """The calls of `ffn` and `sparse_ffn`."""
+        return tuple(node for node in self.nodes if is_call(node, FFN, SPARSE_FFN))
+
+    @property
+    def title(self) -> str:
+        """What it computes, in short: `layer 3`, `embedding`, `head`."""
+        layers = sorted({node.meta["layer"] for node in self.blocks if "layer" in node.meta})
+        if layers:
+            return f"layer {', '.join(map(str, layers))}"
+        return "embedding" if not self.inputs else "head"
+
+
+def split_layers(graph_module: GraphModule) -> tuple[Segment, ...]:
+    """The segments of a canonical or later graph: what comes before the layers, each layer, and what comes after.
+
+    A cut lies behind the last feed-forward block of a layer and before the first of the next. A segment may hold no
+    block, and holds several where a cut is impossible, since a value that is no tensor is alive.
+    """
+    constant = constant_nodes(graph_module.graph)
+    order = [n for n in graph_module.graph.nodes if n.op == "call_function" and n not in constant]
+    live = _live_values(order, graph_module.graph.output_node())
+    cuts = [0, *_cuts(order, live), len(order)]
+    return tuple(
+        _segment(graph_module, order[start:end], live[start], live[end], constant)
+        for start, end in itertools.pairwise(cuts)
+        if start < end
+    )
+
+
+def _live_values(order: Sequence[Node], output: Node) -> list[list[Node]]:
+    """For each place between two calls, what was computed before it and is read after it: `len(order) + 1` lists."""
+    position = {node: index for index, node in enumerate(order)}
+    end = len(order) + 1
+    last = {node: max((end if u is output else position.get(u, 0) for u in node.users), default=0) for node in order}
+    alive: list[Node] = []
+    live: list[list[Node]] = [[]]
+    for place, node in enumerate(order, start=1):
+        alive = [other for other in (*alive, node) if last[other] >= place]
+        live.append(alive)
+    return live
+
+
+def _cuts(order: Sequence[Node], live: Sequence[Sequence[Node]]) -> Iterator[int]:
+    """Where to cut, in order. Of places of the same cost the first."""
+    first = next((i for i, node in enumerate(order) if is_call(node, ATTENTION, FFN, SPARSE_FFN)), 0)
+    groups = _block_positions(order)
+    ranges = [(1, first)] if first > 1 else []
+    ranges += [(own[-1] + 1, after[0]) for own, after in itertools.pairwise(groups)]
+    if groups:
+        ranges.append((groups[-1][-1] + 1, len(order) - 1))
+    for start, end in ranges:
+        places = range(start, end + 1)
+        best = min(places, key=lambda place: _live_bytes(live[place]), default=None)
+        if best is not None and math.isfinite(_live_bytes(live[best])):
+            yield best
+
+
+def _block_positions(order: Sequence[Node]) -> list[list[int]]:
+    """Positions of the feed-forward blocks; the parts of a partitioned one are together."""
+    groups: dict[Any, list[int]] = {}
+    for index, node in enumerate(order):
+        if is_call(node, FFN, SPARSE_FFN):
+            groups.setdefault(node.meta.get("layer", node), []).append(index)
+    return list(groups.values())
+
+
+def _live_bytes(nodes: Sequence[Node]) -> float:
+    """What a window takes to keep; infinite where something cannot be kept."""
+    return sum(_bytes(node.meta.get("val")) for node in nodes)
+
+
+def _bytes(value: object) -> float:
+    if not isinstance(value, Tensor):
+        return math.inf
+    return math.prod(size if isinstance(size, int) else _TOKENS for size in value.shape) * value.element_size()
+
+
+def _segment(
+    graph_module: GraphModule,
+    nodes: Sequence[Node],
+    before: Sequence[Node],
+    after: Sequence[Node],
+    constant: frozenset[Node],
+) -> Segment:
+    own = set(nodes)
+    last_use = {argument: node for node in nodes for argument in node.all_input_nodes}
+    last_uses: dict[Node, tuple[Node, ...]] = {}
+    for value in (*before, *nodes):
+        user = last_use.get(value, value)
+        if value not in after and user in own:
+            last_uses[user] = (*last_uses.get(user, ()), value)
+    read = {argument for node in nodes for argument in node.all_input_nodes}
+    return Segment(
+        graph_module=graph_module,
+        nodes=tuple(nodes),
+        inputs=tuple(node for node in before if node in read),
+        outputs=tuple(after),
+        constants=tuple(node for node in graph_module.graph.nodes if node in constant and node in read),
+        last_uses=last_uses,
+    )
+
+
+# Running windows of tokens through segments.
+
+
+State = dict[Node, Tensor]
+"""What is alive of one window: the graph's inputs, and what earlier segments computed and later ones read."""
+
+Observe = Callable[[Node, Tensor], None]
+"""Receives a node and its value, window after window in order."""
+
+
+def run_layerwise(
+    graph_module: GraphModule,
+    weights: WeightSource,
+    windows: Sequence[Sequence[int]],
+    observe: Observe | None = None,
+    progress: Progress | None = None,
+    nodes: Collection[Node] | None = None,
+) -> None:
+    """Runs a canonical or predicted graph over `windows` of token ids, each by itself from position 0, in float32.
+
+    `observe` receives the values of `nodes`, any calls that depend on the tokens; without `nodes` those of the logits
+    [tokens, vocabulary]. The segments behind the last of them are not run.
+    Memory holds the weights of one segment and what is alive of each window.
+    """
+    if nodes is None:
+        nodes = graph_module.graph.output_node().all_input_nodes
+    segments = _needed(split_layers(graph_module), nodes)
+    states = new_states(graph_module, windows)
+    total = sum(map(len, windows)) * len(segments)
+    with (progress or NoProgress()).step("layers", total) as advance:
+        for segment in segments:
+            run_segment(segment, weights, states, observe, nodes, advance)
+
+
+def new_states(graph_module: GraphModule, windows: Sequence[Sequence[int]]) -> list[State]:
+    """The states before the first segment: each window's tokens and positions."""
+    tokens, positions = (node for node in graph_module.graph.nodes if node.op == "placeholder")
+    return [{tokens: torch.tensor(list(ids)), positions: torch.arange(len(ids))} for ids in windows]
+
+
+def run_segment(
+    segment: Segment,
+    weights: WeightSource,
+    states: list[State],
+    observe: Observe | None = None,
+    nodes: Collection[Node] = (),
+    advance: Advance = lambda count: None,
+    replace: Mapping[Node, Callable[..., Tensor]] | None = None,
+) -> None:
+    """Runs one segment and leaves in `states` what is alive behind it. `advance` receives tokens.
+
+    Each window's state is replaced as soon as the window is through, so that no two of them are held whole.
+    `replace` computes a call in another way: it receives the arguments and gives the value.
+    """
+    constants = {node: evaluate_constant(segment.graph_module, node, weights) for node in segment.constants}
+    wanted, other = frozenset(nodes), replace or {}
+    with torch.no_grad():
+        for index, state in enumerate(states):
+            # Emptied rather than copied: a value that was read for the last time is gone at once.
+            values: dict[Node, Any] = constants | state
+            state.clear()
+            states[index] = _run_window(segment, values, observe, wanted, other)
+            advance(_tokens(states[index]))
+
+
+def _run_window(
+    segment: Segment,
+    values: dict[Node, Any],
+    observe: Observe | None,
+    wanted: frozenset[Node],
+    replace: Mapping[Node, Callable[..., Tensor]],
+) -> State:
+    for node in segment.nodes:
+        function: Any = replace.get(node, node.target)
+        values[node] = function(*map_arg(node.args, values.__getitem__), **map_arg(node.kwargs, values.__getitem__))
+        if observe is not None and node in wanted:
+            observe(node, values[node])
+        for dead in segment.last_uses.get(node, ()):
+            del values[dead]
+    placeholders = [node for node in values if node.op == "placeholder"]
+    return {node: values[node] for node in placeholders} | {node: _own(values[node]) for node in segment.outputs}
+
+
+def _own(value: Tensor) -> Tensor:
+    """`value` without the rest of a larger one that it is a view of."""
+    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+
+
+def _tokens(state: State) -> int:
+    return next(len(value) for node, value in state.items() if node.op == "placeholder")
+
+
+def _needed(segments: Sequence[Segment], nodes: Collection[Node]) -> Sequence[Segment]:
+    """The segments up to the last that computes one of `nodes`."""
+    wanted = frozenset(nodes)
+    known = [i for i, segment in enumerate(segments) if not wanted.isdisjoint(segment.nodes)]
+    return segments[: max(known, default=-1) + 1]
+
+
+# Perplexity of a graph, layer by layer.
+
+
+# Rows of logits that are worked on at a time: in float64 a large vocabulary takes 1 MB each.
+_ROWS = 64
+
+
+def layerwise_perplexity(
+    graph_module: GraphModule,
+    weights: WeightSource,
+    windows: Sequence[Sequence[int]],
+    progress: Progress | None = None,
+) -> float:
+    """exp of the mean negative log-likelihood, in nats, of every token of every window but each window's first.
+
+    Each window is read with nothing before it. Raises `UsageError` where no window has two tokens.
+    """
+    windows = [window for window in windows if len(window) > 1]
+    if not windows:
+        raise UsageError("perplexity needs a window of at least 2 tokens; give a longer text")
+    total = WindowLoss(windows)
+    run_layerwise(graph_module, weights, windows, total, progress)
+    return total.perplexity
+
+
+class WindowLoss:
+    """Sums up the loss of logits that come window after window, as `Observe` has it."""
+
+    def __init__(self, windows: Sequence[Sequence[int]]) -> None:
+        self._windows: Iterator[Sequence[int]] = iter(windows)
+        self._nll, self._tokens = 0.0, 0
+
+    def __call__(self, node: Node, logits: Tensor) -> None:
+        """logits [tokens, vocabulary] of the next window."""
+        targets = torch.tensor(list(next(self._windows))[1:])
+        self._nll += negative_log_likelihood(logits[:-1], targets)
+        self._tokens += len(targets)
+
+    @property
+    def perplexity(self) -> float:
+        """Of all windows so far."""
+        return Perplexity(self._nll, self._tokens).perplexity
+
+
+def negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:
+    """Sum over the rows of -log softmax(logits)[target], in float64; logits [n, vocabulary], targets [n]."""
+    parts = zip(torch.split(logits, _ROWS), torch.split(targets, _ROWS), strict=True)
+    return sum(float(F.cross_entropy(rows.double(), ids, reduction="sum")) for rows, ids in parts)

@@ -1,0 +1,1 @@
+"""Reading an artifact: its files, its program and its weights, each checked before use."""

@@ -1,0 +1,137 @@
+"""Each call of a program against what its kernel declares: dtypes, shapes, and what is written where.
+
+Kernels trust their arguments. So nothing is called that was not declared: a weight is only read, a KV cache is given
+where a cache is asked for, counters are counted in where counters are, and a kernel is made for as many rows, positions
+and slots as the steps of the function have. `call_order` then checks what the arguments hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from picompile_runtime.artifact.interfaces import Interface, Parameter
+from picompile_runtime.artifact.program import BATCH, WAITS, Argument, Call, Program
+from picompile_runtime.devices.memory import ALIGNMENT
+from picompile_runtime.errors import ArtifactError
+
+Range = Callable[[Argument], tuple[int, int]]
+"""Returns the lowest and the highest integer of a weight."""
+
+# What the runtime itself writes, or lets kernels count and signal in; a kernel's results have no place there.
+INPUTS = ("step", "tokens", "positions", "slots")
+_COUNTERS = ("stats", "stats.batch", "stats.unused")
+_FLAGS = {"sets": "flags", "awaits": "flags", "abandons": "abandoned"}
+_FLAG_BYTES = 64
+_COUNTER_BYTES = 16  # int64 [2]
+
+
+def check_calls(program: Program, device: str, kernels: Mapping[str, Interface], numbers: Range, where: str) -> None:
+    """Check all calls of a program on `device`, whose code has `kernels`. Raises ArtifactError."""
+    checked: set[tuple[Argument, int]] = set()
+    for function in program.functions:
+        for number, call in enumerate(program.calls(function, device)):
+            interface = kernels.get(call.kernel)
+            fault = "has no interface" if interface is None else _fault(program, function, call, interface)
+            if interface is not None and not fault:
+                fault = _number_fault(call, interface, numbers, checked)
+            if fault:
+                raise ArtifactError(f"{where}: {function}, call {number} on the {device}: {call.kernel} {fault}")
+
+
+def _fault(program: Program, function: str, call: Call, interface: Interface) -> str:
+    """Return what is wrong with a call, or nothing."""
+    if len(call.args) != len(interface.parameters):
+        return f"takes {len(interface.parameters)} arguments, and is given {len(call.args)}"
+    for argument, parameter in zip(call.args, interface.parameters, strict=True):
+        view = argument.view
+        if (view.dtype, view.shape) != (parameter.dtype, parameter.shape):
+            found = f"{view.dtype} {list(view.shape)}"
+            return f"takes {parameter.name} {parameter.dtype} {list(parameter.shape)}, and is given {found}"
+        if view.offset % (_COUNTER_BYTES if parameter.access == "adds" else ALIGNMENT):
+            return f"is given {argument.name} at byte {view.offset}, which is no multiple of {ALIGNMENT}"
+        if fault := _place_fault(argument, parameter):
+            return fault
+    if any(parameter.access == "awaits" for parameter in interface.parameters) and call.op not in WAITS:
+        return f"waits for a flag, which a call of {call.op!r} may not"
+    return _step_fault(program, function, interface) or _overlap_fault(program, call, interface)
+
+
+def _place_fault(argument: Argument, parameter: Parameter) -> str:
+    name, access = argument.name.removesuffix(".device"), parameter.access
+    if parameter.name == "step":
+        expected = argument.kind == "buffer"
+    elif access == "cache" or argument.kind == "state":
+        expected = access == "cache" and argument.kind == "state"
+    elif argument.kind == "weight":
+        expected = access == "in"
+    elif access == "adds":
+        expected = name in _COUNTERS
+    elif access in _FLAGS:
+        expected = argument.name == _FLAGS[access] and argument.view.offset % _FLAG_BYTES == 0
+    elif parameter.writes and (name in INPUTS or name in (*_COUNTERS, *_FLAGS.values())):
+        # The device has copies of the inputs, which are made anew in every step.
+        expected = parameter.copies is not None and name in INPUTS and argument.name != name
+    else:
+        expected = True
+    return "" if expected else f"may not be given {argument.kind} {argument.name} for {parameter.name} ({access})"
+
+
+def _step_fault(program: Program, function: str, interface: Interface) -> str:
+    rows = program.rows(function)
+    if interface.tokens not in (0, 1, rows):
+        return f"is made for steps of {interface.tokens} tokens, and here they have {rows}"
+    if interface.positions and (function == BATCH or interface.positions != program.context):
+        return f"is made for one sequence of {interface.positions} positions"
+    if interface.slots and (function == BATCH or interface.slots != program.sequences):
+        return f"is made for {interface.slots} sequences, one a step"
+    by_row = any(parameter.access == "cache" for parameter in interface.parameters)
+    if by_row and interface.tokens != rows:
+        return f"is made for {interface.tokens or 'no'} rows of a cache, and steps have {rows}"
+    return ""
+
+
+def _overlap_fault(program: Program, call: Call, interface: Interface) -> str:
+    """Kernels are compiled for tensors that do not overlap what they write."""
+    given = sorted(
+        (arena_of(program, argument), *span_of(program, argument), parameter.writes, parameter.name)
+        for argument, parameter in zip(call.args, interface.parameters, strict=True)
+        if argument.kind != "weight"
+    )
+    # Of what has begun so far, the end of all, and the end of what is written.
+    arena, end, end_written = "", 0, 0
+    for memory, start, stop, writes, name in given:
+        if memory != arena:
+            arena, end, end_written = memory, 0, 0
+        if start < (end if writes else end_written):
+            return f"is given {name} where another of its arguments is"
+        end, end_written = max(end, stop), max(end_written, stop if writes else 0)
+    return ""
+
+
+def arena_of(program: Program, argument: Argument) -> str:
+    """Return the memory that an argument lies in: host, device or shared, or a state tensor's own."""
+    if argument.kind == "state":
+        return f"state {argument.name}"
+    return program.memories[argument.kind, argument.name]
+
+
+def span_of(program: Program, argument: Argument) -> tuple[int, int]:
+    """Return where an argument begins and ends in its memory."""
+    base = program.buffers[argument.name].offset if argument.kind == "buffer" else 0
+    start = base + argument.view.offset
+    return start, start + argument.view.size_bytes
+
+
+def _number_fault(call: Call, interface: Interface, numbers: Range, checked: set[tuple[Argument, int]]) -> str:
+    """Return which weight has integers that the kernel would take for indices out of range, or nothing."""
+    for argument, parameter in zip(call.args, interface.parameters, strict=True):
+        if parameter.below is None or argument.kind != "weight" or (argument, parameter.below) in checked:
+            continue
+        if not argument.view.dtype.startswith(("int", "uint")):
+            return f"takes {parameter.name} as indices, and {argument.name} has {argument.view.dtype}"
+        lowest, highest = numbers(argument)
+        if lowest < 0 or highest >= parameter.below:
+            range_ = f"from {lowest} to {highest}"
+            return f"takes numbers below {parameter.below} for {parameter.name}, and {argument.name} has {range_}"
+        checked.add((argument, parameter.below))
+    return ""

@@ -1,0 +1,261 @@
+"""What the arguments of a program's calls hold when each call runs: every function is gone through once, without data.
+
+Buffers share memory, and two devices run at the same time. Here it is shown of every argument that is read that it was
+written before, by one call and wholly, and that nothing has overwritten it; where host and device exchange something,
+that a flag makes the order sure; and that every wait comes to an end. So no kernel takes for indices what is none.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from picompile_runtime.artifact.call_checks import INPUTS, arena_of, check_calls, span_of
+from picompile_runtime.artifact.interfaces import Interface, Parameter
+from picompile_runtime.artifact.program import BATCH, DEVICES, Argument, Call, Program
+from picompile_runtime.artifact.reader import PROGRAM, Artifact
+from picompile_runtime.devices.cpu.native import HostLibrary
+from picompile_runtime.errors import ArtifactError
+
+Interfaces = Mapping[str, Mapping[str, Interface]]
+"""The kernels of each device."""
+
+
+def check_order(program: Program, kernels: Interfaces, where: str) -> None:
+    """Check all functions of a program whose calls `check_calls` has found right. Raises ArtifactError."""
+    for function in program.functions:
+        _Order(program, function, kernels).check(where)
+
+
+@dataclass(frozen=True)
+class _Value:
+    """What call `number` of `device` left in the buffer `name`, from `start` to `end`; -1 is the runtime itself.
+
+    `source` is the input that it is or is a copy of; integers in it are below `below`.
+    """
+
+    name: str
+    start: int
+    end: int
+    device: str
+    number: int
+    dtype: str
+    source: str | None = None
+    below: int | None = None
+
+
+@dataclass
+class _Arena:
+    """Disjoint parts of a memory, in order, each with the value that it is a part of; None for scratch."""
+
+    starts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    values: list[_Value | None] = field(default_factory=list)
+
+    def value(self, start: int, end: int) -> _Value | None:
+        """Return the value that all of this is part of, None where there is none."""
+        at = bisect_right(self.starts, start) - 1
+        return self.values[at] if at >= 0 and self.ends[at] >= end else None
+
+    def is_free(self, start: int, end: int) -> bool:
+        """Whether nothing has been written here."""
+        at = bisect_right(self.starts, start) - 1
+        return not (at >= 0 and self.ends[at] > start) and not (at + 1 < len(self.starts) and self.starts[at + 1] < end)
+
+    def write(self, start: int, end: int, value: _Value | None) -> None:
+        """Put a value in the place of all that was there."""
+        first = bisect_right(self.ends, start)
+        last = first
+        while last < len(self.starts) and self.starts[last] < end:
+            last += 1
+        parts = [(start, end, value)]
+        if first < last and self.starts[first] < start:
+            parts.insert(0, (self.starts[first], start, self.values[first]))
+        if first < last and self.ends[last - 1] > end:
+            parts.append((end, self.ends[last - 1], self.values[last - 1]))
+        self.starts[first:last] = [part[0] for part in parts]
+        self.ends[first:last] = [part[1] for part in parts]
+        self.values[first:last] = [part[2] for part in parts]
+
+
+class _Order:
+    """One function, gone through in an order that is possible for its two devices."""
+
+    def __init__(self, program: Program, function: str, kernels: Interfaces) -> None:
+        self._program, self._function, self._kernels = program, function, kernels
+        self._arenas = {memory: _Arena() for memory in ("host", "device", "shared")}
+        # Of each flag that was set: the device, and how many of its calls and of the other's are over by then.
+        self._set: dict[int, tuple[str, dict[str, int]]] = {}
+        # Of each device: how many calls of each device it knows to be over.
+        self._known = {device: dict.fromkeys(DEVICES, 0) for device in DEVICES}
+        for name in INPUTS if function == BATCH else INPUTS[:3]:
+            if name in program.buffers:
+                self._begin_with(name)
+
+    def _begin_with(self, name: str) -> None:
+        tensor = self._program.buffers[name]
+        bounds = {"tokens": self._program.vocab, "positions": self._program.context, "slots": self._program.sequences}
+        start, end = tensor.offset, tensor.offset + tensor.size_bytes
+        value = _Value(name, start, end, "host", -1, tensor.dtype, name, bounds.get(name))
+        self._arenas[self._program.memories["buffer", name]].write(start, end, value)
+
+    def check(self, where: str) -> None:
+        """Raises ArtifactError, which says that it is in `where`."""
+        calls = {device: self._program.calls(self._function, device) for device in DEVICES}
+        done = dict.fromkeys(DEVICES, 0)
+        before = -1
+        while before < sum(done.values()):
+            before = sum(done.values())
+            for device in DEVICES:
+                while done[device] < len(calls[device]) and self._may_run(device, calls[device][done[device]]):
+                    call = calls[device][done[device]]
+                    if fault := self._run(device, done[device], call):
+                        place = f"{self._function}, call {done[device]} on the {device}"
+                        raise ArtifactError(f"{where}: {place}: {call.kernel} {fault}")
+                    done[device] += 1
+        for device in DEVICES:
+            if done[device] < len(calls[device]):
+                waiting = calls[device][done[device]].kernel
+                place = f"{self._function}, call {done[device]} on the {device}"
+                raise ArtifactError(f"{where}: {place}: {waiting} waits for a flag that nobody sets")
+        if missing := self._missing_result():
+            raise ArtifactError(f"{where}: {self._function}: nothing whole is left in {missing}")
+
+    def _given(self, device: str, call: Call) -> Sequence[tuple[Argument, Parameter]]:
+        return list(zip(call.args, self._kernels[device][call.kernel].parameters, strict=True))
+
+    def _may_run(self, device: str, call: Call) -> bool:
+        """Whether the flags are set that a call waits for, by the other device."""
+        awaited = (argument for argument, parameter in self._given(device, call) if parameter.access == "awaits")
+        return all(self._set.get(argument.view.offset, (device,))[0] != device for argument in awaited)
+
+    def _run(self, device: str, number: int, call: Call) -> str:
+        """Go through a call; return what is wrong with it, or nothing."""
+        given = self._given(device, call)
+        for argument, parameter in given:
+            if parameter.access == "awaits":
+                _, over = self._set[argument.view.offset]
+                self._known[device] = {each: max(over[each], self._known[device][each]) for each in DEVICES}
+        self._known[device][device] = number
+        read: dict[str, _Value] = {}
+        for argument, parameter in given:
+            if parameter.access == "in" and argument.kind == "buffer":
+                value = self._value(device, argument)
+                if value is None or value.dtype != argument.view.dtype:
+                    return f"reads {parameter.name} in {argument.name}, where nothing whole has been written before"
+                if fault := self._content_fault(call, device, argument, parameter, value):
+                    return fault
+                read[parameter.name] = value
+        for argument, parameter in given:
+            is_written = parameter.access in ("out", "scratch")
+            if is_written and (fault := self._write(device, number, argument, parameter, read)):
+                return fault
+        for argument, parameter in given:
+            if parameter.access == "sets":
+                if argument.view.offset in self._set:
+                    return f"sets flag {argument.view.offset // 64}, which was set before in this step"
+                self._set[argument.view.offset] = device, {**self._known[device], device: number + 1}
+        return ""
+
+    def _value(self, device: str, argument: Argument) -> _Value | None:
+        """Return what a call on `device` is sure to find."""
+        start, end = span_of(self._program, argument)
+        value = self._arenas[arena_of(self._program, argument)].value(start, end)
+        if value is None or value.name != argument.name:
+            return None
+        is_over = value.device == device or value.number < self._known[device][value.device]
+        return value if is_over else None
+
+    def _content_fault(self, call: Call, device: str, argument: Argument, parameter: Parameter, value: _Value) -> str:
+        start, end = span_of(self._program, argument)
+        if parameter.name == "step" and value.source != "step":
+            return f"is given {argument.name} for its step"
+        if parameter.below is not None and (value.below is None or value.below > parameter.below):
+            return f"takes numbers below {parameter.below} for {parameter.name}, and {argument.name} may have others"
+        # Of the inputs a call takes as many as it has rows. Of what calls have made, rows beyond the step's tokens are
+        # not written: whoever is made for as many rows leaves them out.
+        if value.start != start or (value.source is None and value.end != end):
+            return f"reads a part of {argument.name}"
+        interface, rows = self._kernels[device][call.kernel], self._program.rows(self._function)
+        copies = any(each.copies == parameter.name for each in interface.parameters)
+        if value.source not in (None, "step") and not copies and interface.tokens != rows:
+            return f"is made for {interface.tokens or 'no'} rows, and steps have {rows}"
+        return ""
+
+    def _write(
+        self, device: str, number: int, argument: Argument, parameter: Parameter, read: Mapping[str, _Value]
+    ) -> str:
+        start, end = span_of(self._program, argument)
+        memory = arena_of(self._program, argument)
+        if memory == "shared" and not self._arenas[memory].is_free(start, end):
+            return f"writes {parameter.name} to {argument.name}, shared memory that is in use in this step"
+        value = None
+        if parameter.access == "out":
+            copied = read.get(parameter.copies or "")
+            source, below = (None, parameter.below) if copied is None else (copied.source, copied.below)
+            value = _Value(argument.name, start, end, device, number, parameter.dtype, source, below)
+        self._arenas[memory].write(start, end, value)
+        return ""
+
+    def _missing_result(self) -> str:
+        """Return the buffer in which the runtime will not find what it reads after the step, or nothing."""
+        program, function = self._program, self._function
+        wanted: list[tuple[str, int | None]] = []
+        if function in program.logits:
+            wanted.append((program.logits[function], None))
+        if function in program.leading:
+            leading = program.leading[function]
+            wanted += [(leading.scores, None), (leading.ids, program.vocab)]
+        for name, below in wanted:
+            tensor = program.buffers[name]
+            arena = self._arenas[program.memories["buffer", name]]
+            value = arena.value(tensor.offset, tensor.offset + tensor.size_bytes)
+            is_whole = value is not None and (value.name, value.dtype) == (name, tensor.dtype)
+            if value is None or not is_whole or (below and (value.below or below + 1) > below):
+                return name
+        return ""
+
+
+# A program against the code that it calls, before any of it runs.
+
+
+def check_code(artifact: Artifact, library: HostLibrary) -> None:
+    """Check every call of an artifact's program against the kernels of `library` and of the hot device's code.
+
+    A library without a table of its kernels was not made by `picompile compile`, and is taken as it is. Raises
+    ArtifactError for a call that a kernel was not made for.
+    """
+    of_host = library.interfaces()
+    if of_host is None:
+        return
+    kernels = {"host": of_host, "device": _device_interfaces(artifact) if artifact.program.has_device else {}}
+    where = str(artifact.folder / PROGRAM)
+
+    def numbers(argument: Argument) -> tuple[int, int]:
+        view = argument.view
+        offset = artifact.tensors[argument.name].offset + view.offset
+        count = view.size_bytes // np.dtype(view.dtype).itemsize
+        found = np.frombuffer(artifact.weights, view.dtype, count, offset)
+        return int(found.min()), int(found.max())
+
+    for device, table in kernels.items():
+        check_calls(artifact.program, device, table, numbers, where)
+    check_order(artifact.program, kernels, where)
+
+
+def _device_interfaces(artifact: Artifact) -> Mapping[str, Interface]:
+    code = artifact.manifest.hot_device
+    if code is not None and code.kind == "cuda":
+        from picompile_runtime.devices.cuda.open import read_device_images
+
+        found: Mapping[str, Interface] | None = read_device_images(artifact).interfaces
+    else:
+        found = artifact.load_device_code().interfaces()
+    if found is None:
+        raise ArtifactError(
+            f"{artifact.folder}: the hot device's code does not say what its kernels are; compile it again"
+        )
+    return found

@@ -1,0 +1,128 @@
+"""The interfaces of kernels: the table that the code of an artifact has of its own kernels.
+
+A program says what is called with what, the code what that must be; `call_checks` compares the two. The table is JSON:
+{"linear_q4_8x16_r1": {"tokens": 1, "args": [{"name": "step", "dtype": "int32", "shape": [8]}, …]}}
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from picompile_runtime.artifact.fields import Fields, parse_object
+from picompile_runtime.devices.machine import is_machine, missing_features
+from picompile_runtime.engine.checks import shown
+from picompile_runtime.errors import MachineError, RequestError
+
+ACCESSES = ("in", "out", "scratch", "adds", "cache", "sets", "awaits", "abandons")
+"""Ways in which a kernel uses an argument: reads it, fills it, uses it as scratch memory, adds to its counters, reads
+and writes it as a KV cache, sets it as a flag, waits for it as a flag, or says in it that it gave up waiting."""
+
+_MOST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One argument as a kernel declares it.
+
+    Integers that are read must be from 0 to `below` - 1 where that is not None, and those that are written are.
+    `copies` names the parameter whose content is copied to this one.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    access: str
+    below: int | None
+    copies: str | None
+
+    @property
+    def writes(self) -> bool:
+        """Whether the kernel changes it."""
+        return self.access not in ("in", "awaits")
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One kernel. `tokens`, `positions` and `slots` are how many there may be in a step, 0 where it does not ask."""
+
+    tokens: int
+    positions: int
+    slots: int
+    parameters: tuple[Parameter, ...]
+
+
+def read_interfaces(text: bytes, where: str) -> Mapping[str, Interface]:
+    """Parse a library's table. Raises ArtifactError, which says that it is in `where`."""
+    return parse_interfaces(parse_object(text, where))
+
+
+def parse_interfaces(root: Fields) -> Mapping[str, Interface]:
+    """Return the interfaces in `root` by the names of their kernels. Raises ArtifactError."""
+    return {name: _interface(entry) for name, entry in root.members().items()}
+
+
+def _interface(entry: Fields) -> Interface:
+    tokens, positions, slots = (entry.optional_integer(key, 0, _MOST) for key in ("tokens", "positions", "slots"))
+    return Interface(tokens or 0, positions or 0, slots or 0, tuple(map(_parameter, entry.objects("args"))))
+
+
+def _parameter(entry: Fields) -> Parameter:
+    return Parameter(
+        name=entry.text("name"),
+        dtype=entry.text("dtype"),
+        shape=entry.shape("shape"),
+        access=entry.one_of("access", ACCESSES),
+        below=entry.optional_integer("below", 0, _MOST),
+        copies=entry.text("copies") if "copies" in entry.data else None,
+    )
+
+
+# The code of an artifact: the same kernels for one or several instruction sets, and which of them runs here.
+
+
+ISA_VARIABLE = "PICOMPILE_ISA"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The code in `file`, for a `machine` (as `uname -m` says it) whose processor has all of `features`."""
+
+    isa: str
+    machine: str
+    features: tuple[str, ...]
+    file: str
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this machine has all that it needs."""
+        return is_machine(self.machine) and not missing_features(self.features)
+
+
+def choose(variants: Sequence[Variant]) -> Variant:
+    """The first of `variants`, which are listed best first, that runs here; or the one that PICOMPILE_ISA names.
+
+    Raises MachineError where none does, the one asked for included, and RequestError for one that is not there.
+    """
+    if asked := os.environ.get(ISA_VARIABLE):
+        known = ", ".join(variant.isa for variant in variants)
+        variants = [variant for variant in variants if variant.isa == asked]
+        if not variants:
+            raise RequestError(f"{ISA_VARIABLE} is {shown(asked)}, but the artifact has code for: {known}")
+    found = next((variant for variant in variants if variant.runs_here), None)
+    if found is None:
+        raise _none_runs(variants)
+    return found
+
+
+def _none_runs(variants: Sequence[Variant]) -> MachineError:
+    """Says what the variant that comes nearest to this machine asks for."""
+    lacking = [missing_features(variant.features) for variant in variants if is_machine(variant.machine)]
+    if not lacking:
+        machines = " or ".join(sorted({variant.machine for variant in variants}))
+        here = f"{platform.system()} on {platform.machine()}"
+        return MachineError(f"the artifact is for Linux on {machines}, this is {here}; compile the model for this one")
+    nearest = min(lacking, key=len)
+    return MachineError(f"the artifact needs a processor with {', '.join(nearest)}; compile the model for this one")

@@ -1,0 +1,225 @@
+"""The flat program of an artifact: kernel calls over planned buffers. Read from program.json, with every name resolved
+and every tensor proven to lie inside its memory, so that running it cannot touch anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from picompile_runtime.artifact.fields import Fields, parse_object
+from picompile_runtime.artifact.program_checks import check_program
+from picompile_runtime.devices.memory import ALIGNMENT, Tensor
+from picompile_runtime.errors import ArtifactError
+
+SCHEMA = 3
+FUNCTIONS = ("decode", "prefill", "prefill_last", "score")
+BATCH = "batch"  # a program for several sequences has this function, too
+ONE_TOKEN_EACH = ("decode", BATCH)  # functions that read one token of each sequence
+MOST_SEQUENCES = 256
+STATS_ROW_BYTES = 16  # int64 [computed, fired]
+DEVICES = ("host", "device")
+WAITS = ("wait", "receive")  # operators that wait for the other device
+MEMORIES = ("host", "device", "shared")
+_DTYPES = ("int8", "uint8", "int32", "int64", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What a kernel is given: `view`, whose offset counts from the start of the tensor called `name`."""
+
+    kind: str  # "buffer", "state" or "weight"
+    name: str
+    view: Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel call. `weight_bytes`: what it reads of weights when every neuron is computed. `window` of an
+    attention: how many positions a token sees at most, 0 for all that there are. `device` is host or device.
+    """
+
+    kernel: str
+    args: tuple[Argument, ...]
+    op: str
+    layer: int | None
+    weight_bytes: int
+    window: int = 0
+    device: str = "host"
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """One feed-forward part of `decode`: which neurons it computes is decided by `predictor`, how many it did compute
+    and how many fired it counts in row `stats_row` of the buffer `stats`, or `stats.batch` where it runs in a batch.
+    """
+
+    layer: int
+    part: str
+    neurons: int
+    predictor: str
+    stats_row: int
+
+
+@dataclass(frozen=True)
+class TopLogits:
+    """The buffers in which a function leaves the highest of its logits and their tokens: `scores` float32 [rows, n],
+    descending, and `ids` int32 [rows, n], the lower one first among equals.
+    """
+
+    scores: str
+    ids: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """A whole program.
+
+    `buffers` lie at their offsets in the arena of their memory; `state` has the caches, with a slot for each of
+    `sequences`; `memories` says of each buffer and cache where it lies, host, device or shared (by kind and name);
+    `streamed` weights stay with the host where the device uses them;
+    `functions` has the calls of each of FUNCTIONS, and of BATCH where there are several sequences; `logits` names the
+    buffer of each function that gives logits; `leading` has those whose logits are in the device's memory, and where
+    the host finds the highest of them.
+    """
+
+    context: int
+    chunk: int
+    vocab: int
+    layers: int
+    sequences: int
+    arena_bytes: int
+    device_arena_bytes: int
+    shared_arena_bytes: int
+    buffers: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+    functions: Mapping[str, tuple[Call, ...]]
+    logits: Mapping[str, str]
+    leading: Mapping[str, TopLogits]
+    ffn: tuple[FeedForward, ...]
+    memories: Mapping[tuple[str, str], str]
+    streamed: frozenset[str]
+
+    @property
+    def has_device(self) -> bool:
+        """Whether some of it runs on a hot device."""
+        return any(call.device == "device" for calls in self.functions.values() for call in calls)
+
+    @property
+    def waiting_kernels(self) -> frozenset[str]:
+        """The kernels that wait for the other device."""
+        return frozenset(call.kernel for calls in self.functions.values() for call in calls if call.op in WAITS)
+
+    def rows(self, function: str) -> int:
+        """How many tokens a step of a function reads at most."""
+        return {"decode": 1, BATCH: self.sequences}.get(function, self.chunk)
+
+    def calls(self, function: str, device: str) -> tuple[Call, ...]:
+        """The calls of a function that run on `device`, in order."""
+        return tuple(call for call in self.functions[function] if call.device == device)
+
+
+def read_program(text: bytes, weights: Mapping[str, Tensor], where: str) -> Program:
+    """Parse and check a program.json whose weights are `weights`; ArtifactError on anything out of order."""
+    root = parse_object(text, where)
+    if root.integer("schema") != SCHEMA:
+        raise root.wrong("schema", f"{SCHEMA}, the only one this runtime knows")
+    arenas = {memory: root.integer(_arena(memory)) for memory in MEMORIES}
+    of_buffers, of_state = root.object("buffers").members(), root.object("state").members()
+    buffers = {name: _buffer(entry, arenas[_memory(entry)]) for name, entry in of_buffers.items()}
+    state = {name: _tensor(entry) for name, entry in of_state.items()}
+    memories = {("buffer", name): _memory(entry) for name, entry in of_buffers.items()}
+    memories |= {("state", name): _memory(entry) for name, entry in of_state.items()}
+    sources: dict[str, Mapping[str, Tensor]] = {"buffer": buffers, "state": state, "weight": weights}
+    functions = root.object("functions")
+    sequences = root.integer("sequences", 1, MOST_SEQUENCES)
+    names = (*FUNCTIONS, BATCH) if sequences > 1 else FUNCTIONS
+    program = Program(
+        context=root.integer("context", 1, 2**31 - 1),
+        chunk=root.integer("chunk", 1, 2**20),
+        vocab=root.integer("vocab", 1, 2**31 - 1),
+        layers=root.integer("layers"),
+        sequences=sequences,
+        arena_bytes=arenas["host"],
+        device_arena_bytes=arenas["device"],
+        shared_arena_bytes=arenas["shared"],
+        buffers=buffers,
+        state=state,
+        functions={name: tuple(_call(entry, sources) for entry in functions.objects(name)) for name in names},
+        logits={name: root.object("logits").text(name) for name in names if name != "prefill"},
+        leading=_leading(root),
+        ffn=tuple(_feed_forward(entry) for entry in root.objects("ffn")),
+        memories=memories,
+        streamed=frozenset(root.texts("streamed")),
+    )
+    if unknown := sorted(program.streamed - set(weights)):
+        raise ArtifactError(f"{where}: streamed: there are no weights called {unknown[0]}")
+    check_program(program, where)
+    return program
+
+
+def _arena(memory: str) -> str:
+    return "arena_bytes" if memory == "host" else f"{memory}_arena_bytes"
+
+
+def _memory(entry: Fields) -> str:
+    return entry.one_of("memory", MEMORIES)
+
+
+def _tensor(entry: Fields, offset: int = 0) -> Tensor:
+    if (dtype := entry.text("dtype")) not in _DTYPES:
+        raise entry.wrong("dtype", f"one of {', '.join(_DTYPES)}")
+    return Tensor(dtype, entry.shape("shape"), offset)
+
+
+def _buffer(entry: Fields, arena_bytes: int) -> Tensor:
+    buffer = _tensor(entry, entry.integer("offset"))
+    if buffer.offset % ALIGNMENT or buffer.offset + buffer.size_bytes > arena_bytes:
+        raise entry.wrong("offset", f"a multiple of {ALIGNMENT} such that the buffer ends inside the arena")
+    return buffer
+
+
+def _call(entry: Fields, sources: Mapping[str, Mapping[str, Tensor]]) -> Call:
+    return Call(
+        kernel=entry.text("kernel"),
+        args=tuple(_argument(argument, sources) for argument in entry.objects("args")),
+        op=entry.text("op"),
+        layer=None if entry.data.get("layer") is None else entry.integer("layer"),
+        weight_bytes=entry.integer("weight_bytes"),
+        window=entry.integer("window") if "window" in entry.data else 0,
+        device=entry.one_of("device", DEVICES),
+    )
+
+
+def _argument(entry: Fields, sources: Mapping[str, Mapping[str, Tensor]]) -> Argument:
+    kinds = [kind for kind in sources if kind in entry.data]
+    if len(kinds) != 1:
+        raise ArtifactError(f"{entry.where}: must name one buffer, state or weight")
+    name = entry.text(kinds[0])
+    if (source := sources[kinds[0]].get(name)) is None:
+        raise entry.wrong(kinds[0], "the name of one that exists")
+    own = Fields({"dtype": source.dtype, "shape": list(source.shape), **entry.data}, entry.where)
+    view = _tensor(own, entry.integer("offset") if "offset" in entry.data else 0)
+    if view.offset % np.dtype(view.dtype).itemsize or view.offset + view.size_bytes > source.size_bytes:
+        raise ArtifactError(f"{entry.where}: {view.dtype} {list(view.shape)} at {view.offset} is not inside of {name}")
+    return Argument(kinds[0], name, view)
+
+
+def _leading(root: Fields) -> dict[str, TopLogits]:
+    """Left out where all logits are the host's."""
+    if "leading" not in root.data:
+        return {}
+    entries = root.object("leading").members()
+    return {name: TopLogits(entry.text("scores"), entry.text("ids")) for name, entry in entries.items()}
+
+
+def _feed_forward(entry: Fields) -> FeedForward:
+    return FeedForward(
+        layer=entry.integer("layer"),
+        part=entry.text("part"),
+        neurons=entry.integer("neurons", 1),
+        predictor=entry.text("predictor"),
+        stats_row=entry.integer("stats_row"),
+    )

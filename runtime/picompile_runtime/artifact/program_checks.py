@@ -1,0 +1,140 @@
+"""What a program must hold to, so that the runtime can talk to it and its kernels touch nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from picompile_runtime.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from picompile_runtime.artifact.program import Program
+
+
+# step[0] = tokens in this step, step[1] = position of the first, step[2] = their sequence's slot; the rest is reserved.
+_STEP_FIELDS = 8
+_FLAG_WORDS = 16
+# A kernel that wrote over these would lead others astray.
+_OWN_PLACE = ("step", "tokens", "positions", "slots", "stats", "stats.batch", "flags", "abandoned")
+
+
+def check_program(program: Program, where: str) -> None:
+    """Raises ArtifactError, which says that it is in `where`, on anything out of order."""
+    _check_buffers(program, where)
+    _check_statistics(program, where)
+    _check_state(program, where)
+    _check_own_places(program, where)
+    _check_lookups(program, where)
+    _check_sides(program, where)
+    _check_logits(program, where)
+
+
+def _check_buffers(program: Program, where: str) -> None:
+    for name, dtype, shape in _interface(program):
+        found = program.buffers.get(name)
+        if found is None or (found.dtype, found.shape) != (dtype, shape):
+            raise ArtifactError(f"{where}: buffers: {name} must be {dtype} {list(shape)}")
+
+
+def _interface(program: Program) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of the buffers through which the runtime talks to the program."""
+    yield "step", "int32", (_STEP_FIELDS,)
+    for name in ("tokens", "positions", "slots"):
+        yield name, "int32", (max(program.chunk, program.sequences),)
+    rows = {"score": program.chunk, "batch": program.sequences}
+    for function, name in program.logits.items():
+        yield name, "float32", (rows.get(function, 1), program.vocab)
+    for function, leading in program.leading.items():
+        found = program.buffers.get(leading.scores)
+        count = 1 if found is None else min(found.shape[-1], program.vocab)
+        for name, dtype in ((leading.scores, "float32"), (leading.ids, "int32")):
+            yield name, dtype, (rows.get(function, 1), count)
+    if program.has_device:
+        flags = program.buffers.get("flags")
+        yield "flags", "int32", (1 if flags is None else flags.shape[0], _FLAG_WORDS)
+        yield "abandoned", "int32", (_FLAG_WORDS,)
+    if program.ffn:
+        parts = program.buffers["stats"].shape[0] if "stats" in program.buffers else 1
+        yield "stats", "int64", (parts, 2)
+        if program.sequences > 1:
+            yield "stats.batch", "int64", (parts, 2)
+
+
+def _check_statistics(program: Program, where: str) -> None:
+    if not program.ffn:
+        return
+    parts = program.buffers["stats"].shape[0]
+    if any(part.stats_row >= parts for part in program.ffn):
+        raise ArtifactError(f"{where}: ffn: a stats_row lies outside of the buffer stats, which has {parts}")
+
+
+def _check_state(program: Program, where: str) -> None:
+    """Kernels write at the slot and the position that they are told."""
+    for name, tensor in program.state.items():
+        if len(tensor.shape) != 4 or (tensor.shape[0], tensor.shape[2]) != (program.sequences, program.context):
+            shape = f"[{program.sequences}, kv_heads, {program.context}, head_dim]"
+            raise ArtifactError(f"{where}: state: {name} must be {shape}")
+
+
+def _check_own_places(program: Program, where: str) -> None:
+    """No buffer may overlap those that steer the kernels."""
+    for own in (own for name in _OWN_PLACE for own in (name, f"{name}.device") if own in program.buffers):
+        kept = program.buffers[own]
+        for name, other in program.buffers.items():
+            if program.memories["buffer", name] != program.memories["buffer", own]:
+                continue
+            apart = other.offset + other.size_bytes <= kept.offset or kept.offset + kept.size_bytes <= other.offset
+            if name != own and not apart:
+                raise ArtifactError(f"{where}: buffers: {name} overlaps {own}")
+
+
+def _check_lookups(program: Program, where: str) -> None:
+    """Tables indexed by token or position have a row for each; kernels do not check their indices."""
+    needed = {"tokens": program.vocab, "positions": program.context}
+    for call in (call for calls in program.functions.values() for call in calls if call.op == "embedding"):
+        rows = max(
+            (
+                needed.get(argument.name.removesuffix(".device"), 0)
+                for argument in call.args
+                if argument.kind == "buffer"
+            ),
+            default=0,
+        )
+        if any(argument.kind == "weight" and argument.view.shape[0] < rows for argument in call.args):
+            raise ArtifactError(f"{where}: {call.kernel}: the table has fewer than {rows} rows")
+
+
+def _check_sides(program: Program, where: str) -> None:
+    """Calls of a device reach its own memory and what both share; the runtime reaches the host's and that."""
+    for call in (call for calls in program.functions.values() for call in calls):
+        for argument in call.args:
+            memory = program.memories.get((argument.kind, argument.name), call.device)
+            if memory not in (call.device, "shared"):
+                given = f"{call.kernel} on the {call.device} is given {argument.name}"
+                raise ArtifactError(f"{where}: {given}, which is in {memory} memory")
+    has_device = program.has_device
+    for (kind, name), memory in program.memories.items():
+        if memory != "host" and (not has_device or (kind, memory) == ("state", "shared")):
+            raise ArtifactError(f"{where}: {kind} {name} may not be in {memory} memory")
+    for name in ("step", "tokens", "positions", "slots", "stats"):
+        if program.memories.get(("buffer", name)) == "device":
+            raise ArtifactError(f"{where}: buffers: {name} must not be in the device's memory")
+    for name in ("flags", "abandoned"):
+        if program.has_device and program.memories["buffer", name] != "shared":
+            raise ArtifactError(f"{where}: buffers: {name} must be in shared memory")
+    counts = [name for name in ("stats", "stats.batch") if program.has_device and name in program.buffers]
+    for name in counts:
+        own, twin = program.buffers[name], program.buffers.get(f"{name}.device")
+        if twin is None or (twin.dtype, twin.shape) != (own.dtype, own.shape):
+            raise ArtifactError(f"{where}: buffers: {name}.device must be {own.dtype} {list(own.shape)}")
+
+
+def _check_logits(program: Program, where: str) -> None:
+    """The runtime copies logits from the device's memory only where it need not, or for `score`, of a whole chunk."""
+    if unknown := sorted(set(program.leading) - set(program.logits)):
+        raise ArtifactError(f"{where}: leading: {unknown[0]} is no function that gives logits")
+    known = [name for leading in program.leading.values() for name in (leading.scores, leading.ids)]
+    known += [name for function, name in program.logits.items() if function not in (*program.leading, "score")]
+    for name in known:
+        if program.memories["buffer", name] == "device":
+            raise ArtifactError(f"{where}: buffers: {name} must not be in the device's memory")

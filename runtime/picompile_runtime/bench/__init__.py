@@ -1,0 +1,1 @@
+"""Measuring an engine: speed, memory bandwidth, traces and perplexity."""

@@ -1,0 +1,172 @@
+"""How fast this machine's memory is read: what decoding is held to."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from picompile_runtime.artifact.program import STATS_ROW_BYTES, WAITS, Call
+from picompile_runtime.artifact.reader import Artifact
+from picompile_runtime.devices.cpu.native import HostLibrary, seconds_of
+from picompile_runtime.devices.memory import aligned_zeros, anonymous_map
+from picompile_runtime.engine.timing import FiringCounts
+
+_BUFFER_BYTES = 2**29  # sixteen times a large last-level cache
+_SLICE_BYTES = 2**26
+_READ_KERNEL = "pi_read"  # native/read.c
+_MOST_TASKS = 256
+
+
+class MemoryReader:
+    """Reads memory with the threads that run kernels, slice by slice, so that a disturbance spoils one slice only."""
+
+    def __init__(self, library: HostLibrary, threads: int, size_bytes: int = _BUFFER_BYTES) -> None:
+        """`library` is the code of an artifact. ArtifactError if it cannot read, DoesNotFitError without memory."""
+        self._library, self._threads = library, threads
+        memory = anonymous_map(size_bytes, "measuring the memory")
+        with suppress(OSError, AttributeError):
+            memory.madvise(mmap.MADV_HUGEPAGE)  # weights may lie in large pages, too
+        numbers = np.frombuffer(memory, np.int64, size_bytes // 8)
+        numbers[:] = 1  # until they are written to, all pages are one and the same
+        slices = np.array_split(numbers, max(1, size_bytes // _SLICE_BYTES))
+        sums = aligned_zeros((_MOST_TASKS,), np.int64)
+        self._bytes = np.array([each.nbytes for each in slices])
+        self._calls = library.bind([(_READ_KERNEL, [each, sums]) for each in slices])
+
+    def read(self) -> NDArray[np.float64]:
+        """Bytes per second of each slice, in one pass over them all."""
+        stamps = np.zeros((len(self._calls), 2), np.int64)
+        self._library.run(self._calls, self._threads, stamps)
+        speeds: NDArray[np.float64] = self._bytes / seconds_of(stamps)
+        return speeds
+
+
+def memory_bandwidth(threads: int, size_bytes: int = _BUFFER_BYTES, repeats: int = 5) -> float:
+    """Bytes per second that `threads` threads read where there is no artifact: the best of `repeats` passes of numpy's
+    sum over int64.
+
+    The sum runs without Python's lock and is vectorized; one core reaches what its memory gives with it.
+    """
+    parts = np.array_split(np.ones(size_bytes // 8, np.int64), threads)
+    seconds = []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(repeats):
+            start = time.perf_counter()
+            list(pool.map(np.sum, parts))
+            seconds.append(time.perf_counter() - start)
+    return size_bytes / min(seconds)
+
+
+# The least time that decoding can take: the bytes that it must move over the memory's bandwidth, kernel by kernel.
+
+
+# What operators are to who reads a table of times; all others are small.
+_KINDS = {
+    "linear": "projections",
+    "attention": "attention",
+    "predict": "predictor",
+    "ffn": "feed-forward",
+    **dict.fromkeys(("head", "leading"), "head"),
+    # Where there is a hot device: what brings values from one side to the other, and what waits for them. What is
+    # received is copied as well, by the same kernel.
+    **dict.fromkeys(("inputs", "send", "signal"), "exchange"),
+    **dict.fromkeys(WAITS, "waits"),
+}
+_STATISTICS = tuple(f"stats{function}{device}" for function in ("", ".batch") for device in ("", ".device"))
+REST = "norms and rest"
+KINDS = (*dict.fromkeys(_KINDS.values()), REST)
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """What the kernels of one kind on one device do for a token. `floor_s` is what `bytes` take at the bandwidth of
+    its memory, None where that is not known.
+    """
+
+    kind: str
+    device: str
+    calls: int
+    bytes: float
+    seconds: float
+    floor_s: float | None
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What they read; 0 where they take no time."""
+        return self.bytes / self.seconds if self.seconds else 0.0
+
+    @property
+    def floor_share(self) -> float | None:
+        """How near they are to the floor: 1 is there."""
+        if self.floor_s is None:
+            return None
+        return self.floor_s / self.seconds if self.seconds else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The form in `bench --json`."""
+        return {
+            "kind": self.kind,
+            "device": self.device,
+            "calls": self.calls,
+            "bytes_per_token": round(self.bytes),
+            "s_per_token": self.seconds,
+            "bytes_per_s": self.bytes_per_s,
+            "floor_s_per_token": self.floor_s,
+            "floor_share": self.floor_share,
+        }
+
+
+def kind(call: Call) -> str:
+    """Which of KINDS a call is."""
+    return _KINDS.get(call.op, REST)
+
+
+def statistics_rows(call: Call) -> list[int]:
+    """Where a feed-forward call counts its neurons: the row of the statistics, of the host's or of the hot device's."""
+    statistics = (arg for arg in call.args if arg.kind == "buffer" and arg.name in _STATISTICS)
+    return [arg.view.offset // STATS_ROW_BYTES for arg in statistics]
+
+
+def step_bytes(
+    artifact: Artifact, function: str, firing: Sequence[FiringCounts], cached: float, rows: int = 1
+) -> list[float]:  # fmt: skip
+    """Bytes that each call of a step of `function` must move: of weights those that `firing` asks for, of the KV cache
+    the `cached` positions of each of `rows` sequences.
+    """
+    shares = {row.part.stats_row: row.computed_share for row in firing}
+    return [
+        call.weight_bytes - _idle_bytes(artifact, call, shares) + rows * _cache_bytes(artifact, call, cached)
+        for call in artifact.program.functions[function]
+    ]
+
+
+def bytes_per_token(artifact: Artifact, firing: Sequence[FiringCounts], cached: float) -> float:
+    """Bytes of weights and of KV cache that `decode` must move when `cached` tokens are in the cache."""
+    return sum(step_bytes(artifact, "decode", firing, cached))
+
+
+def _idle_bytes(artifact: Artifact, call: Call, shares: dict[int, float]) -> float:
+    """What a feed-forward call leaves unread: of its last matrix argument, the rows that it does not need."""
+    rows = statistics_rows(call)
+    matrices = [arg.name for arg in call.args if arg.kind == "weight" and len(arg.view.shape) == 2]
+    if not rows or not matrices:
+        return 0.0
+    return artifact.tensors[matrices[-1]].size_bytes * (1 - shares.get(rows[0], 1.0))
+
+
+def _cache_bytes(artifact: Artifact, call: Call, cached: float) -> float:
+    """What an attention reads of one sequence's cache."""
+    if call.op != "attention":
+        return 0.0
+    program = artifact.program
+    seen = min(cached, call.window or cached)
+    names = {arg.name for arg in call.args if arg.kind == "state"}
+    return sum(program.state[name].size_bytes for name in names) / program.sequences * seen / program.context

@@ -1,0 +1,240 @@
+"""The C side of an artifact: its `host.so`, and the structures through which kernels receive their arguments.
+
+A program is a C array of calls, built once; running it is one call of `pi_run`. The structures below are those of
+native/host.c, which are those of TVM's and DLPack's ABI.
+
+    library = HostLibrary(path)
+    calls = library.bind([("add", [step, x, y])])       # numpy arrays; kept alive by `calls`
+    library.run(calls, threads=2)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from picompile_runtime.artifact.interfaces import Interface, read_interfaces
+from picompile_runtime.devices.cpu import libraries
+from picompile_runtime.errors import ArtifactError, KernelError
+from picompile_runtime.system_errors import system_error
+
+Array = NDArray[Any]
+# When each of some calls began and ended, int64 [calls, 2], in ns of CLOCK_MONOTONIC.
+Stamps = NDArray[np.int64]
+
+_ANY_DLTENSOR = 7  # kTVMFFIDLTensorPtr
+_DL_CPU = 1  # kDLCPU
+_WAITS = 1  # PI_WAITS
+_DL_CODES = {"i": 0, "u": 1, "f": 2}  # numpy's kind -> DLDataTypeCode
+
+
+class DLTensor(ctypes.Structure):
+    """DLPack's DLTensor (dlpack.h)."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("dtype_code", ctypes.c_uint8),
+        ("dtype_bits", ctypes.c_uint8),
+        ("dtype_lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class PiAny(ctypes.Structure):
+    """TVM's TVMFFIAny: a type index and a value, here always a pointer to a DLTensor."""
+
+    _fields_ = (("type_index", ctypes.c_int32), ("padding", ctypes.c_uint32), ("value", ctypes.c_void_p))
+
+
+class PiCall(ctypes.Structure):
+    """One kernel call of a program (host.c). `flags` has `_WAITS` if the call waits for the other device."""
+
+    _fields_ = (
+        ("kernel", ctypes.c_void_p),
+        ("args", ctypes.c_void_p),
+        ("num_args", ctypes.c_int32),
+        ("flags", ctypes.c_int32),
+    )
+
+
+class TensorTable:
+    """DLTensor descriptors of numpy arrays; one for each distinct array view, kept alive together with the arrays."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str, tuple[int, ...]], int] = {}
+        self._keep: list[Any] = []
+
+    def descriptor(self, array: Array) -> int:
+        """Address of the DLTensor of `array`, which must be C-contiguous, aligned and of an integer or float dtype."""
+        if not array.flags.c_contiguous or not array.flags.aligned or array.dtype.kind not in _DL_CODES:
+            raise ValueError(f"a kernel cannot take this array: {array.dtype} {array.shape}, strides {array.strides}")
+        key = (array.ctypes.data, array.dtype.str, array.shape)
+        if key not in self._known:
+            shape = (ctypes.c_int64 * array.ndim)(*array.shape)
+            strides = (ctypes.c_int64 * array.ndim)(*compact_strides(array.shape))
+            code, bits = _DL_CODES[array.dtype.kind], 8 * array.itemsize
+            tensor = DLTensor(array.ctypes.data, _DL_CPU, 0, array.ndim, code, bits, 1,
+                              ctypes.addressof(shape), ctypes.addressof(strides), 0)  # fmt: skip
+            self._keep += [array, shape, strides, tensor]
+            self._known[key] = ctypes.addressof(tensor)
+        return self._known[key]
+
+
+def seconds_of(stamps: Stamps) -> NDArray[np.float64]:
+    """How long each call took, float64 [calls]."""
+    return (stamps[:, 1] - stamps[:, 0]) * np.float64(1e-9)
+
+
+def compact_strides(shape: Sequence[int]) -> list[int]:
+    """Strides in elements of a row-major tensor of this shape."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    return strides
+
+
+class CallList:
+    """A C array of calls, with everything that it points to. Made by `HostLibrary.bind`."""
+
+    def __init__(
+        self,
+        calls: Sequence[tuple[str, int, Sequence[Array]]],
+        tensors: TensorTable,
+        waits: Collection[str] = (),
+        library: HostLibrary | None = None,
+    ) -> None:
+        self.names = [name for name, _, _ in calls]
+        self.calls = (PiCall * len(calls))()
+        self._keep: list[Any] = [tensors, library]
+        for i, (name, kernel, arrays) in enumerate(calls):
+            args = (PiAny * len(arrays))(*[PiAny(_ANY_DLTENSOR, 0, tensors.descriptor(array)) for array in arrays])
+            self._keep.append(args)
+            flags = _WAITS if name in waits else 0
+            self.calls[i] = PiCall(kernel, ctypes.addressof(args), len(arrays), flags)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+class HostLibrary:
+    """An artifact's `host.so`: kernels by name, and the thread pool that runs lists of calls of them.
+
+    Check the file's hash first: the loader kills the process on a truncated library. One list runs at a time; a second
+    caller waits. The library is unloaded when the last who uses it is closed or collected.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], name: str | None = None, sha256: str = "") -> None:
+        """Load the library at `path`, whose hash is `sha256`; errors call it `name`."""
+        self.name = name or str(path)
+        try:
+            self._shared = libraries.acquire(Path(path), sha256)
+        except ArtifactError as error:
+            raise ArtifactError(f"{self.name}: {error}") from error
+        except OSError as error:
+            raise system_error(self.name, error, "cannot be loaded as an artifact's code") from error
+        self._give_back = weakref.finalize(self, libraries.give_back, self._shared)
+        self._give_back.atexit = False  # other threads may still run its code
+        self._library = self._shared.code
+        try:
+            self._run = self._library.pi_run
+            self._last_error = self._library.pi_last_error
+        except AttributeError as error:
+            raise ArtifactError(f"{self.name}: cannot be loaded as an artifact's code ({error})") from error
+        self._run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
+        self._run.restype = ctypes.c_int
+        self._last_error.restype = ctypes.c_char_p
+        self._ping_pong = getattr(self._library, "pi_ping_pong", None)  # older libraries have none
+
+    def interfaces(self) -> Mapping[str, Interface] | None:
+        """What its kernels declare; None for a library without a table, which no compiler of ours has made."""
+        try:
+            table = ctypes.c_char.in_dll(self._library, "pi_kernels")
+        except ValueError:
+            return None
+        return read_interfaces(ctypes.string_at(ctypes.addressof(table)), self.name)
+
+    @property
+    def has_ping_pong(self) -> bool:
+        """Whether `ping_pong` can be called."""
+        return self._ping_pong is not None
+
+    def ping_pong(self, words: Sequence[Array], rounds: int, patience_s: float) -> tuple[int, NDArray[np.float64]]:
+        """Exchange words with a GPU that runs the kernel `ping_pong`; see native/host.c.
+
+        Args:
+            words: ping, pong, abandoned (int32 [16] each), sent and echoed (int32 [1024] each), which the GPU sees.
+            rounds: how many times.
+            patience_s: seconds to wait for an answer.
+
+        Returns:
+            0, the round that was not answered, or the negative of the round whose answer was wrong; and the seconds of
+            each round, float64 [rounds], 0 from that round on.
+        """
+        if self._ping_pong is None:
+            raise ArtifactError(f"{self.name}: has no code for the exchange of flags; compile the model again")
+        round_ns = np.zeros(rounds, np.int64)
+        addresses = [ctypes.c_void_p(array.ctypes.data) for array in words]
+        patience_ns = ctypes.c_int64(round(1e9 * patience_s))
+        failed = self._ping_pong(*addresses, rounds, patience_ns, ctypes.c_void_p(round_ns.ctypes.data))
+        return int(failed), round_ns * np.float64(1e-9)
+
+    def kernel(self, name: str) -> int:
+        """Address of the kernel called `name`; ArtifactError if the library has none."""
+        try:  # escaped, since a zero byte would end the name for the loader
+            function = getattr(self._library, f"__tvm_ffi_{name.encode('unicode_escape').decode()}")
+        except AttributeError as error:
+            raise ArtifactError(f"{self.name}: has no kernel called {name!r}; compile the model again") from error
+        return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+    def bind(
+        self,
+        calls: Sequence[tuple[str, Sequence[Array]]],
+        tensors: TensorTable | None = None,
+        waits: Collection[str] = (),
+    ) -> CallList:
+        """A list of calls, each a kernel's name and its arguments; `tensors` may be shared between lists.
+
+        `waits` names the kernels that wait for the other device: until the last of them has run, threads do not sleep.
+        Kernels expect the 64-byte alignment of `memory.aligned_zeros`; a read-only array must not be written by one.
+        """
+        bound = [(name, self.kernel(name), arrays) for name, arrays in calls]
+        return CallList(bound, tensors or TensorTable(), waits, self)
+
+    def turn(self) -> AbstractContextManager[bool]:
+        """A context in which nobody else runs a list or has such a context: a step has a second list on a device."""
+        return self._shared.turn
+
+    def close(self) -> None:
+        """Give the library back: with the last user it is unloaded. Nothing but `close` may be called afterwards."""
+        if self._give_back.alive:
+            del self._library, self._run, self._last_error, self._ping_pong
+            self._give_back()
+
+    def run(self, calls: CallList, threads: int, stamps: Stamps | None = None) -> None:
+        """Run all calls in order on `threads` threads.
+
+        `stamps`, int64 [calls, 2], gets when each begins and ends, in ns of the clock of `time.monotonic_ns`.
+        """
+        if stamps is not None and (stamps.dtype != np.int64 or stamps.shape != (len(calls), 2)):
+            raise ValueError(f"stamps must be int64 [{len(calls)}, 2], not {stamps.dtype} {list(stamps.shape)}")
+        if stamps is not None and not stamps.flags.c_contiguous:
+            raise ValueError("stamps must be C-contiguous")
+        with self._shared.turn:
+            failed = self._run(calls.calls, len(calls), threads, None if stamps is None else stamps.ctypes.data)
+            if failed != -1:
+                where = f"call {failed}, kernel {calls.names[failed]}" if failed >= 0 else "thread pool"
+                reason = " ".join((self._last_error() or b"").decode(errors="replace").split())
+                raise KernelError(f"{where}: {reason}")

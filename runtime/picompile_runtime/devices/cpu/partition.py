@@ -1,0 +1,142 @@
+"""A second partition of the CPU in the place of a GPU: the same schedule, so that all of it runs without one.
+
+Its kernels are a library of their own, with threads of their own, and its memory is apart from the host's but for what
+both share. What a GPU would have to wait for, it waits for.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from picompile_runtime.devices.base import View
+from picompile_runtime.devices.cpu.native import CallList, HostLibrary, Stamps, TensorTable
+from picompile_runtime.devices.memory import anonymous_map, array_at, protect
+
+
+class CpuDevice:
+    """A `HotDevice` that runs kernels of `library` on `threads` threads; those named in `waits` wait for the host."""
+
+    slow_stamps = False
+    pins_memory = False
+
+    def __init__(self, library: HostLibrary, threads: int, waits: Collection[str] = ()) -> None:
+        self._library, self._threads, self._waits = library, threads, waits
+        self._tensors = TensorTable()
+        self._protected = list[mmap.mmap]()
+        self._queue = _one_thread()
+        self._is_started = False  # set before `_running`: an interrupt may come between
+        self._running: Future[None] | None = None
+        self._abandoned: NDArray[np.int32] | None = None
+
+    def graph_bytes(self, kernels: Sequence[str]) -> int:
+        """Nothing is kept."""
+        return 0
+
+    def free_bytes(self) -> None:
+        """It takes of the host's memory."""
+        return None
+
+    def allocate(self, size_bytes: int, purpose: str) -> mmap.mmap:
+        """Zeroed memory that the host has no name for."""
+        return anonymous_map(size_bytes, purpose)
+
+    def share(self, size_bytes: int, purpose: str) -> tuple[mmap.mmap, NDArray[np.uint8]]:
+        """Zeroed memory, and the same as an array."""
+        memory = anonymous_map(size_bytes, purpose)
+        return memory, np.frombuffer(memory, np.uint8)
+
+    def adopt(self, memory: mmap.mmap) -> mmap.mmap:
+        """Memory of the host: this device sees all of it."""
+        return memory
+
+    def write(self, memory: mmap.mmap, offset: int, data: NDArray[np.uint8]) -> None:
+        """Copies `data` to `memory`."""
+        np.frombuffer(memory, np.uint8)[offset : offset + len(data)] = data
+
+    def read(self, memory: mmap.mmap, offset: int, data: NDArray[np.uint8]) -> None:
+        """Copies from `memory` to `data`."""
+        self.wait()
+        data[:] = np.frombuffer(memory, np.uint8)[offset : offset + len(data)]
+
+    def copy(self, memory: mmap.mmap, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copies inside of `memory`."""
+        self.wait()
+        flat = np.frombuffer(memory, np.uint8)
+        for source, target, size in moves:
+            flat[target : target + size] = flat[source : source + size]
+
+    def bind(self, calls: Sequence[tuple[str, Sequence[View]]], breaks: Sequence[int] = ()) -> CallList:
+        """Make a list of calls of the library's kernels; other processes get the CPU without `breaks`."""
+        arrays = [(name, [self._array(view) for view in views]) for name, views in calls]
+        return self._library.bind(arrays, self._tensors, self._waits)
+
+    def _array(self, view: View) -> NDArray[Any]:
+        array = array_at(view.memory, view.tensor)
+        if any(view.memory is memory for memory in self._protected):
+            array.flags.writeable = False
+        return array
+
+    def protect(self, memory: mmap.mmap) -> None:
+        """Make memory read-only."""
+        protect(memory)
+        self._protected.append(memory)
+
+    def tell_failures(self, abandoned: NDArray[np.int32]) -> None:
+        """Set abandoned[0] as soon as a list of calls has failed."""
+        self._abandoned = abandoned
+
+    def start(self, calls: CallList, stamps: Stamps | None = None) -> None:
+        """Runs `calls` on the device's own thread."""
+        if self._is_started:  # two interrupts came, the second while the first was dealt with
+            self._drain()
+        self._is_started = True
+        self._running = self._queue.submit(self._run, calls, stamps)
+
+    def _run(self, calls: CallList, stamps: Stamps | None) -> None:
+        try:
+            self._library.run(calls, self._threads, stamps)
+        except BaseException:
+            if self._abandoned is not None:
+                self._abandoned[0] = 1
+            raise
+
+    def wait(self) -> None:
+        """Returns when they have run. Raises what they raised."""
+        if not self._is_started:
+            return
+        running, self._running = self._running, None
+        try:
+            failed = (running or self._queue.submit(lambda: None)).exception()
+        except KeyboardInterrupt:
+            self._drain()
+            raise
+        self._is_started = False
+        if failed is not None:
+            raise failed
+
+    def _drain(self) -> None:
+        """Return when the device's thread has done all that it was given: the next step must find nobody at work."""
+        wait([self._queue.submit(lambda: None)])
+        self._is_started = False
+
+    def after_fork(self) -> str | None:
+        """The child has all memory of this device, and none of its threads."""
+        self._queue, self._is_started, self._running = _one_thread(), False, None
+        return None
+
+    def close(self) -> None:
+        """Ends the device's threads."""
+        self._queue.shutdown()
+        self._running, self._abandoned, self._tensors = None, None, TensorTable()
+        self._protected.clear()
+        self._library.close()
+
+
+def _one_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="picompile-device")

@@ -1,0 +1,21 @@
+"""The GPU as hot device, through the CUDA driver alone. Imported where an artifact has code for a GPU.
+
+Nothing here has run on a GPU yet: tests use a stand-in for the driver (tests/fake_cuda), which holds callers to the
+rules of the driver API and runs kernels on the CPU.
+"""
+
+from picompile_runtime.devices.cuda.device import CudaDevice
+from picompile_runtime.devices.cuda.driver import CudaError
+from picompile_runtime.devices.cuda.module import DeviceImages, Launch, read_images
+from picompile_runtime.devices.cuda.open import PingPong, open_cuda_device, ping_pong
+
+__all__ = [
+    "CudaDevice",
+    "CudaError",
+    "DeviceImages",
+    "Launch",
+    "PingPong",
+    "open_cuda_device",
+    "ping_pong",
+    "read_images",
+]

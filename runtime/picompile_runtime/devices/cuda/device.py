@@ -1,0 +1,366 @@
+"""An NVIDIA GPU as the hot device; see `picompile_runtime.devices.base`.
+
+Nothing is compiled when it is opened, unless the GPU is newer than the artifact's cubin: then the driver compiles the
+PTX. What runs is one graph or several in one stream; writes are copied in another, so that they do not wait for it.
+Calls that are stamped run as graphs of their own, which record events as well: see `stopwatch`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
+from ctypes import c_void_p
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from picompile_runtime.devices.base import View
+from picompile_runtime.devices.cpu.native import Stamps
+from picompile_runtime.devices.cuda import driver
+from picompile_runtime.devices.cuda.driver import OUT_OF_MEMORY, CudaError, Driver, GpuCallError, GpuMemoryError
+from picompile_runtime.devices.cuda.graph import BoundLaunch, Node, runnable_graph
+from picompile_runtime.devices.cuda.memory import BUFFER_BYTES, Memory, Staging, data_address, host_array, view_address
+from picompile_runtime.devices.cuda.module import DeviceImages, check_arguments, choose_image, load_module
+from picompile_runtime.devices.cuda.stopwatch import Stopwatch, Watch
+from picompile_runtime.devices.memory import in_units
+from picompile_runtime.errors import ArtifactError, DoesNotFitError
+
+# Results of pinning memory: not to be had in this way, too little of it, or not on this system.
+_CANNOT_PIN = frozenset({1, OUT_OF_MEMORY, 801})
+_LAUNCH_TIMEOUT = 702
+# What the driver keeps of the GPU's memory: for itself, and for each launch of a graph, before CUDA 12.4 and since.
+_DRIVER_BYTES, _OLD_LAUNCH_BYTES, _LAUNCH_BYTES = 2**25, 2**16, 2**12
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The result of `bind`: for each graph, in order, the launches of its calls, and the graph itself.
+
+    `stamped` has the same graphs with events in them, once stamps were asked for.
+    """
+
+    parts: tuple[tuple[tuple[BoundLaunch, ...], ...], ...]
+    graphs: tuple[c_void_p, ...]
+    stamped: list[c_void_p] = field(default_factory=list)
+
+
+class CudaDevice:
+    """The GPU that CUDA programs use by default. A `HotDevice`: one thread at a time, but it need not be the same.
+
+    Raises NoGpuError where there is no driver, no GPU, or one that cannot run the images.
+    """
+
+    slow_stamps = True
+    pins_memory = True
+    name: str
+    sm: int
+    total_bytes: int
+    driver_version: str
+
+    def __init__(self, images: DeviceImages, library: str | None = None, staging_bytes: int = BUFFER_BYTES) -> None:
+        """`library` is the driver's, if not `driver.LIBRARY`; copies take twice `staging_bytes` of pinned memory."""
+        self._images, self._driver = images, Driver(library or driver.LIBRARY)
+        device = self._driver.first_device()
+        self.name, self.sm = self._driver.name(device), self._driver.sm(device)
+        self.total_bytes, self.driver_version = self._driver.total_bytes(device), self._driver.version()
+        image = choose_image(images, self.sm, self.name)
+        self._closed, self._streams = True, list[c_void_p]()
+        self._launcher = ThreadPoolExecutor(1, thread_name_prefix="picompile-gpu")
+        self._stamps: Stamps | None = None
+        self._is_launching = False
+        self._failed: BaseException | None = None
+        self._abandoned: NDArray[np.int32] | None = None
+        self._watch: Watch | None = None
+        # Launches that return only when all has run: the host would wait in them for a GPU that waits for the host.
+        self._launches_wait = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
+        self._adopted = list[mmap.mmap]()
+        self._owned = ExitStack()
+        self._owned_context = ExitStack()
+        self._context = self._owned_context.enter_context(self._driver.primary_context(device))
+        self._closed = False
+        try:
+            with self._current():
+                self._module = self._owned.enter_context(load_module(self._driver, image))
+                self._compute, self._uploads = self._stream(), self._stream()
+                self._staging = self._pinned(staging_bytes)
+                self._stopwatch = Stopwatch(self._driver, self._compute, self._owned)
+        except BaseException:
+            self.close()
+            raise
+
+    def has_kernel(self, name: str) -> bool:
+        """Whether the images have a kernel of this name."""
+        return name in self._images.kernels
+
+    def graph_bytes(self, kernels: Sequence[str]) -> int:
+        """Return an estimate of what the driver keeps of the GPU's memory for graphs of calls of these kernels.
+
+        Drivers before CUDA 12.4 keep 64 KiB for each launch, says PyTorch's documentation of its CUDA graphs; for newer
+        ones 2.7 KB were reported.
+        """
+        launches = sum(len(self._images.kernels.get(name, ())) for name in kernels)
+        version = tuple(map(int, self.driver_version.split(".")))
+        return _DRIVER_BYTES + launches * (_OLD_LAUNCH_BYTES if version < (12, 4) else _LAUNCH_BYTES)
+
+    def free_bytes(self) -> int:
+        """What of the GPU's memory is free now."""
+        with self._current():
+            return self._driver.free_bytes()
+
+    def allocate(self, size_bytes: int, purpose: str) -> Memory:
+        """Zeroed memory of the GPU, aligned to 256 bytes. Raises DoesNotFitError, which names `purpose`."""
+        size_bytes = max(size_bytes, 1)  # the driver gives no memory of no bytes
+        with self._current(), ExitStack() as stack:
+            try:
+                address = stack.enter_context(self._driver.device_memory(size_bytes))
+            except GpuMemoryError as error:
+                raise self._does_not_fit(size_bytes, purpose) from error
+            # Not in the stream of kernels: some may wait there for the host.
+            self._driver.call("cuMemsetD8Async", address, 0, size_bytes, self._uploads)
+            self._driver.call("cuStreamSynchronize", self._uploads)
+            self._keep(stack)
+        return Memory(address, size_bytes)
+
+    def share(self, size_bytes: int, purpose: str) -> tuple[Memory, NDArray[Any]]:
+        """Zeroed memory of the host that kernels see. The array must not be used after `close`, which frees it."""
+        with self._current(), ExitStack() as stack:
+            try:
+                host_address, address = stack.enter_context(self._driver.shared_memory(max(size_bytes, 1)))
+            except CudaError as error:
+                raise _not_pinned(purpose, size_bytes, error) from error
+            ctypes.memset(host_address, 0, size_bytes)
+            self._keep(stack)
+        return Memory(address, size_bytes), host_array(host_address, size_bytes)
+
+    def adopt(self, memory: mmap.mmap) -> Memory:
+        """Pins memory of the host, which must not be unmapped before `close`, so that kernels read it over the bus."""
+        address, size_bytes = np.frombuffer(memory, np.uint8).ctypes.data, len(memory)
+        with self._current(), ExitStack() as stack:
+            try:
+                device_address = stack.enter_context(self._driver.registered_memory(address, size_bytes))
+            except CudaError as error:
+                purpose = "weights that the GPU reads from the host for prompts"
+                raise _not_pinned(purpose, size_bytes, error) from error
+            self._keep(stack)
+            self._adopted.append(memory)
+        return Memory(device_address, size_bytes)
+
+    def write(self, memory: Memory, offset: int, data: NDArray[Any]) -> None:
+        """Copies an array uint8 [n] to the GPU's memory, and returns when `data` may change again.
+
+        It does not wait for what runs, which must not use these bytes meanwhile; what is started later sees them.
+        """
+        address = data_address(memory, offset, data)
+        with self._current():
+            self._staging.write(address, data, self._compute)
+
+    def protect(self, memory: Memory) -> None:
+        """The driver has no memory that kernels cannot write to."""
+
+    def read(self, memory: Memory, offset: int, data: NDArray[Any]) -> None:
+        """Copies from the GPU's memory into an array uint8 [n], once the GPU has done all that it was given."""
+        address = data_address(memory, offset, data)
+        with self._current():
+            self._staging.read(address, data, self._compute)
+
+    def copy(self, memory: Memory, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copies inside of one memory: (from offset, to offset, bytes) each, no two of which overlap."""
+        places = [(memory.at(target, size), memory.at(source, size), size) for source, target, size in moves if size]
+        with self._current():
+            for target, source, size_bytes in places:
+                self._driver.call("cuMemcpyDtoDAsync_v2", target, source, size_bytes, self._compute)
+            self._driver.call("cuStreamSynchronize", self._compute)
+
+    def bind(self, calls: Sequence[tuple[str, Sequence[View]]], breaks: Sequence[int] = ()) -> Calls:
+        """Make a list of calls, each a kernel's name and its arguments, ready to run as one graph or several.
+
+        `breaks` are the numbers of calls with which a new graph begins, ascending. Raises ArtifactError.
+        """
+        bounds = [(start, stop) for start, stop in pairwise([0, *breaks, len(calls)]) if start < stop]
+        with self._current(), ExitStack() as stack:
+            launches = [tuple(self._launches(name, views)) for name, views in calls]
+            parts = tuple(tuple(launches[start:stop]) for start, stop in bounds)
+            graphs = tuple(self._graph(list(chain(*part)), stack) for part in parts)
+            self._keep(stack)
+        return Calls(parts, graphs)
+
+    def tell_failures(self, abandoned: NDArray[np.int32]) -> None:
+        """Set abandoned[0] as soon as a graph cannot be launched, and soon after a kernel has failed."""
+        self._abandoned = abandoned
+        driver, context, stream = self._driver, self._context, self._compute
+
+        def has_failed() -> bool:
+            with suppress(CudaError), driver.current(context):
+                return not driver.is_well(stream)
+            return True
+
+        self._watch = Watch(has_failed, abandoned)
+
+    def start(self, calls: Calls, stamps: Stamps | None = None) -> None:
+        """Begin to run what `bind` returned, and return without waiting for it.
+
+        `stamps` are as exact as `Stopwatch` says; calls that get them must be waited for before others are started.
+        """
+        graphs: Sequence[c_void_p] = calls.graphs
+        if not graphs:
+            return
+        if stamps is not None:
+            with self._current():
+                graphs = self._stamped(calls)
+                self._stopwatch.align()
+        if self._watch is not None:
+            self._watch.begin()
+        if not self._launches_wait and stamps is None and len(graphs) == 1:
+            self._launch(graphs, stamps)
+            return
+        # Another thread launches: where the GPU's queue is full, or launches wait, the host would wait in that call for
+        # a GPU that waits for the host. The flag is set before, since an interrupt can come after.
+        self._is_launching = True
+        self._launcher.submit(self._try_to_launch, graphs, stamps)
+
+    def wait(self) -> None:
+        """Returns when the GPU has done all that it was given. Raises KernelError if any of it failed."""
+        if self._is_launching:
+            self._await_launcher()
+        failed, self._failed, stamps, self._stamps = self._failed, None, self._stamps, None
+        with self._current():
+            try:
+                self._driver.call("cuStreamSynchronize", self._compute)
+            except CudaError as error:
+                raise GpuCallError(f"the GPU: {error}; {_cause(error.result)}", error.result) from error
+            finally:
+                if self._watch is not None:
+                    self._watch.end()
+            if failed is not None:
+                raise failed
+            if stamps is not None:
+                self._stopwatch.read(stamps)
+
+    def after_fork(self) -> str:
+        """The child has neither the GPU's memory nor what the host shares with it, and may not call the driver."""
+        self._closed = True
+        self._driver.disown()
+        return "the GPU belongs to the process that loaded the engine; load the model in a process that was not forked"
+
+    def close(self) -> None:
+        """Gives all memory back, once what runs has ended; may be called again. Errors of the GPU are ignored."""
+        if self._closed:
+            return
+        self._closed, self._abandoned = True, None
+        self._launcher.shutdown()
+        if self._watch is not None:  # before the memory goes that it writes to
+            self._watch.close()
+        with suppress(CudaError), self._owned_context, ExitStack() as stack:
+            with suppress(CudaError):
+                stack.enter_context(self._current())
+            stack.enter_context(self._owned)
+            for stream in self._streams:  # nothing is freed under a copy or a kernel
+                with suppress(CudaError):
+                    self._driver.call("cuStreamSynchronize", stream)
+        self._adopted.clear()
+
+    def __del__(self) -> None:
+        """As `close`: what the driver is asked to free needs a context, which generators that are collected lack."""
+        if not getattr(self, "_closed", True):
+            self.close()
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Contexts are per thread, so each method makes it current by itself."""
+        with self._driver.current(self._context):
+            yield
+
+    def _launch(self, graphs: Sequence[c_void_p], stamps: Stamps | None) -> None:
+        with self._current():
+            for graph in graphs:
+                self._driver.call("cuGraphLaunch", graph, self._compute)
+                self._driver.submit(self._compute)
+        self._stamps = stamps
+
+    def _try_to_launch(self, graphs: Sequence[c_void_p], stamps: Stamps | None) -> None:
+        try:
+            self._launch(graphs, stamps)
+        except BaseException as error:
+            self._failed = error
+            if self._abandoned is not None:
+                self._abandoned[0] = 1
+
+    def _await_launcher(self) -> None:
+        """Returns when the launcher has done all that it was given."""
+        last = self._launcher.submit(lambda: None)
+        try:
+            wait([last])
+        except KeyboardInterrupt:  # what comes next must find nobody at work
+            wait([last])
+            with suppress(CudaError), self._current():
+                self._driver.call("cuStreamSynchronize", self._compute)
+            raise
+        finally:
+            self._is_launching = False
+
+    def _pinned(self, staging_bytes: int) -> Staging:
+        try:
+            return Staging(self._driver, staging_bytes, self._uploads, self._owned)
+        except CudaError as error:
+            raise _not_pinned("buffers for copies to the GPU", 2 * staging_bytes, error) from error
+
+    def _graph(self, nodes: Sequence[Node], stack: ExitStack) -> c_void_p:
+        return stack.enter_context(runnable_graph(self._driver, nodes, self._compute))
+
+    def _stamped(self, calls: Calls) -> Sequence[c_void_p]:
+        """The graphs of `calls` with events in them, made at the first time."""
+        if not calls.stamped:
+            firsts = [0, *accumulate(len(part) for part in calls.parts)]
+            with ExitStack() as stack:
+                pairs = zip(calls.parts, firsts, strict=False)
+                graphs = [self._graph(list(self._stopwatch.nodes(part, first)), stack) for part, first in pairs]
+                self._keep(stack)
+            calls.stamped.extend(graphs)
+        return calls.stamped
+
+    def _stream(self) -> c_void_p:
+        self._streams.append(self._owned.enter_context(self._driver.stream()))
+        return self._streams[-1]
+
+    def _keep(self, stack: ExitStack) -> None:
+        """Leaves to `close` what is in `stack`."""
+        self._owned.push(stack.pop_all())
+
+    def _launches(self, name: str, views: Sequence[View]) -> Iterator[BoundLaunch]:
+        if name not in self._images.kernels:
+            raise ArtifactError(f"the artifact's GPU code has no kernel {name}; compile the model again")
+        addresses = [view_address(name, view) for view in views]
+        for launch in self._images.kernels[name]:
+            check_arguments(launch, len(addresses), name)
+            arguments = tuple(addresses[index] for index in launch.args)
+            yield BoundLaunch(name, launch, self._module.function(launch.symbol), arguments)
+
+    def _does_not_fit(self, size_bytes: int, purpose: str) -> DoesNotFitError:
+        needed, free = in_units(size_bytes, self._driver.free_bytes())
+        return DoesNotFitError(
+            f"{purpose} needs {needed} of GPU memory and {free} are free; "
+            "compile with a smaller --vram-budget or --context"
+        )
+
+
+def _not_pinned(purpose: str, size_bytes: int, error: CudaError) -> CudaError | DoesNotFitError:
+    """Return what to raise for `error`: a lack of memory that can be pinned is said in one line."""
+    if error.result not in _CANNOT_PIN:
+        return error
+    return DoesNotFitError(
+        f"{purpose}: the system cannot pin {size_bytes / 2**20:.0f} MiB of memory ({error.call}), so that the GPU "
+        "cannot use it; close other programs; WSL2 can pin about half of its memory: give it more (.wslconfig)"
+    )
+
+
+def _cause(result: int) -> str:
+    if result == _LAUNCH_TIMEOUT:
+        return "a kernel waited too long for the host: of a GPU that drives a display, kernels must end within seconds"
+    return "a kernel failed, and the model must be loaded again"

@@ -1,0 +1,214 @@
+"""The GPU code of an artifact: `kernels/device.json`, which says how kernels are launched, and two forms of the code.
+
+{"sm": 89, "ptx_sm": 89, "kernels": {"add": [{"symbol": "add_kernel", "grid": [8, 1, 1], "block": [256, 1, 1],
+                                              "args": [0, 2], "registers": 40, …}]}}
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from ctypes import byref, c_int, c_void_p
+from dataclasses import dataclass
+
+from picompile_runtime.artifact.fields import Fields, parse_object
+from picompile_runtime.artifact.interfaces import Interface, parse_interfaces
+from picompile_runtime.devices.cuda.driver import CudaError, Driver, NoGpuError
+from picompile_runtime.errors import ArtifactError
+
+# Limits of every compute capability since 3.0; CUDA C++ Programming Guide, "Technical Specifications".
+_MOST_BLOCKS = (2**31 - 1, 65535, 65535)
+_MOST_THREADS = (1024, 1024, 64)
+_MOST_THREADS_OF_BLOCK = 1024
+_MOST_ARGS = 4096 // 8  # 4 KiB of parameters, each an address
+_LEAST_SM, _MOST_SM = 50, 999
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch of `symbol`. `args` says which of the call's arguments are its parameters, in their order."""
+
+    symbol: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    args: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DeviceImages:
+    """`cubin` for the compute capability `sm` / 10, `ptx` for `ptx_sm` / 10, the launches of each kernel, and what the
+    kernels declare; None where the file does not say.
+    """
+
+    sm: int
+    ptx_sm: int
+    cubin: bytes
+    ptx: bytes
+    kernels: Mapping[str, tuple[Launch, ...]]
+    interfaces: Mapping[str, Interface] | None = None
+
+
+def read_images(text: bytes, cubin: bytes, ptx: bytes, where: str) -> DeviceImages:
+    """The images with what `text`, a device.json, says of them; errors call it `where`. Raises ArtifactError."""
+    root = parse_object(text, where)
+    kernels = root.object("kernels")
+    return DeviceImages(
+        sm=root.integer("sm", _LEAST_SM, _MOST_SM),
+        ptx_sm=root.integer("ptx_sm", _LEAST_SM, _MOST_SM),
+        cubin=cubin,
+        ptx=ptx,
+        kernels={name: _launches(kernels, name) for name in kernels.data},
+        interfaces=parse_interfaces(root.object("interfaces")) if "interfaces" in root.data else None,
+    )
+
+
+def _launches(kernels: Fields, name: str) -> tuple[Launch, ...]:
+    launches = tuple(_launch(fields) for fields in kernels.objects(name))
+    if not launches:
+        raise kernels.wrong(name, "a list of one launch or more")
+    return launches
+
+
+def _launch(fields: Fields) -> Launch:
+    symbol = fields.text("symbol")
+    if not symbol.isascii() or not symbol.isidentifier():
+        raise fields.wrong("symbol", "the name of a function")
+    block = _extents(fields, "block", _MOST_THREADS)
+    if math.prod(block) > _MOST_THREADS_OF_BLOCK:
+        raise fields.wrong("block", f"of {_MOST_THREADS_OF_BLOCK} threads or fewer")
+    return Launch(symbol, _extents(fields, "grid", _MOST_BLOCKS), block, _args(fields))
+
+
+def _extents(fields: Fields, key: str, most: tuple[int, int, int]) -> tuple[int, int, int]:
+    value = fields.data.get(key)
+    if isinstance(value, list) and len(value) == 3:
+        x, y, z = value
+        if all(type(item) is int and 1 <= item <= limit for item, limit in zip(value, most, strict=True)):
+            return x, y, z
+    raise fields.wrong(key, f"three integers from 1 to {', '.join(map(str, most))}")
+
+
+def _args(fields: Fields) -> tuple[int, ...]:
+    value = fields.data.get("args")
+    if not isinstance(value, list) or len(value) > _MOST_ARGS or not all(type(i) is int and i >= 0 for i in value):
+        raise fields.wrong("args", f"a list of at most {_MOST_ARGS} integers of 0 or more")
+    return tuple(value)
+
+
+def check_arguments(launch: Launch, count: int, kernel: str) -> None:
+    """ArtifactError if a launch wants more than the `count` arguments that `kernel` is called with."""
+    if launch.args and max(launch.args) >= count:
+        raise ArtifactError(
+            f"kernel {kernel}: {launch.symbol} wants argument {max(launch.args)} and the call has {count}; "
+            "compile the model again"
+        )
+
+
+# Which of an artifact's images a GPU gets, and the kernels in it.
+#
+# A cubin runs on GPUs of its major compute capability and a minor one that is no lower; PTX on all that are no older,
+# but
+# the driver must compile it first, which takes it seconds the first time (it keeps the result). CUDA C++ Programming
+# Guide, "Binary Compatibility" and "PTX Compatibility".
+
+
+_LOG_BYTES = 8192
+_ERROR_LOG_BUFFER, _ERROR_LOG_BUFFER_SIZE_BYTES = 5, 6  # CUjit_option
+_NOT_FOUND = 500
+_JIT_COMPILER_NOT_FOUND, _JIT_COMPILATION_DISABLED = 221, 223
+# Invalid image, no binary for GPU, invalid PTX, unsupported PTX version, and the two above.
+_REFUSALS = frozenset({200, 209, 218, 222, _JIT_COMPILER_NOT_FOUND, _JIT_COMPILATION_DISABLED})
+
+
+@dataclass(frozen=True)
+class Image:
+    """Code for the compute capability `sm` / 10, as the driver takes it."""
+
+    data: bytes
+    sm: int
+    is_ptx: bool
+
+    @property
+    def needs(self) -> str:
+        """What a driver must know to load it, in words."""
+        version = re.search(rb"^\s*\.version\s+(\d+\.\d+)", self.data, re.MULTILINE) if self.is_ptx else None
+        ptx = f"PTX {version[1].decode()} and " if version else ""
+        return f"{ptx}compute capability {capability(self.sm)}"
+
+
+def capability(sm: int) -> str:
+    """A compute capability as NVIDIA writes it: 8.9 for 89."""
+    return f"{sm // 10}.{sm % 10}"
+
+
+def choose_image(images: DeviceImages, sm: int, name: str) -> Image:
+    """What a GPU called `name` of the compute capability `sm` / 10 can run. Raises NoGpuError if it is nothing."""
+    if images.sm // 10 == sm // 10 and images.sm <= sm:
+        return Image(images.cubin, images.sm, is_ptx=False)
+    if images.ptx_sm <= sm:
+        return Image(images.ptx, images.ptx_sm, is_ptx=True)
+    oldest = capability(min(images.sm, images.ptx_sm))
+    raise NoGpuError(
+        f"the artifact's code is for GPUs of compute capability {oldest} and newer, and {name} has {capability(sm)}; "
+        "compile the model for this GPU (--target)"
+    )
+
+
+class Module:
+    """An image that the driver has loaded."""
+
+    def __init__(self, driver: Driver, handle: c_void_p) -> None:
+        self._driver, self._handle = driver, handle
+        self._functions: dict[str, c_void_p] = {}
+
+    def function(self, symbol: str) -> c_void_p:
+        """The kernel of this name; ArtifactError if there is none."""
+        if symbol not in self._functions:
+            function = c_void_p()
+            try:
+                self._driver.call("cuModuleGetFunction", byref(function), self._handle, symbol.encode())
+            except CudaError as error:
+                if error.result != _NOT_FOUND:
+                    raise
+                text = f"the artifact's GPU code has no kernel called {symbol}; compile the model again"
+                raise ArtifactError(text) from error
+            self._functions[symbol] = function
+        return self._functions[symbol]
+
+
+@contextmanager
+def load_module(driver: Driver, image: Image) -> Iterator[Module]:
+    """The image, loaded into the current context. Raises NoGpuError if the driver cannot take it."""
+    log = ctypes.create_string_buffer(_LOG_BYTES)
+    options = (c_int * 2)(_ERROR_LOG_BUFFER, _ERROR_LOG_BUFFER_SIZE_BYTES)
+    values = (c_void_p * 2)(ctypes.addressof(log), _LOG_BYTES)
+    handle = c_void_p()
+    try:  # bytes end with a zero for C, as PTX must
+        driver.call("cuModuleLoadDataEx", byref(handle), image.data, 2, options, values)
+    except CudaError as error:
+        if error.result not in _REFUSALS:
+            raise
+        raise _refused(driver, image, error, log.value) from error
+    try:
+        yield Module(driver, handle)
+    finally:
+        driver.call("cuModuleUnload", handle)
+
+
+def _refused(driver: Driver, image: Image, error: CudaError, log: bytes) -> NoGpuError:
+    """The driver is too old for the image, or cannot compile it."""
+    first = next(iter(log.decode("utf-8", "replace").splitlines()), "").strip()
+    says = f" ({first})" if first else ""
+    hint = "install a newer driver, or compile the model for this GPU (--target)"
+    if error.result == _JIT_COMPILER_NOT_FOUND:
+        hint = "install the driver's libnvidia-ptxjitcompiler.so.1, or compile the model for this GPU (--target)"
+    if error.result == _JIT_COMPILATION_DISABLED:
+        hint = "unset CUDA_DISABLE_PTX_JIT, or compile the model for this GPU (--target)"
+    return NoGpuError(
+        f"the NVIDIA driver, of CUDA {driver.version()}, refuses the artifact's code, which needs {image.needs}: "
+        f"{driver.error_name(error.result)}{says}; {hint}",
+        error.result,
+    )

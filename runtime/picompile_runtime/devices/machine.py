@@ -1,0 +1,116 @@
+"""How many cores the control groups of this process give it: a container's limit, a service's, a job's."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from picompile_runtime.engine.checks import shown, whole_number
+from picompile_runtime.errors import RequestError
+
+_GROUPS = Path("/proc/self/cgroup")
+_MOUNTS = Path("/sys/fs/cgroup")
+
+
+def quota_cores(groups: Path = _GROUPS, mounts: Path = _MOUNTS) -> int | None:
+    """Whole cores, at least one, that the tightest quota allows; None without any.
+
+    `groups` lists the process's groups, `mounts` is where they are found (cgroups(7)).
+    """
+    quotas = [quota for folder in _folders(groups, mounts) for quota in _quota(folder)]
+    return max(1, int(min(quotas))) if quotas else None
+
+
+def _folders(groups: Path, mounts: Path) -> Iterator[Path]:
+    """Each group of this process that may limit its processor time, and those that it lies in.
+
+    A container sees its own group at the mount point, sometimes under a path that exists outside only.
+    """
+    lines = []
+    with suppress(OSError):
+        lines = groups.read_text().splitlines()
+    paths = {
+        controllers: path for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") > 1)
+    }
+    for controllers, path in {"": "/", **paths}.items():
+        if controllers == "":
+            roots = [mounts, mounts / "unified"]
+        elif "cpu" in controllers.split(","):
+            roots = [mounts / "cpu", mounts / controllers]
+        else:
+            continue
+        for root in roots:
+            folder = root / path.lstrip("/")
+            yield from (part for part in (folder, *folder.parents) if part == root or root in part.parents)
+
+
+def _quota(folder: Path) -> Iterator[float]:
+    """The quota of one group in cores, in version 2 or 1 of control groups."""
+    with suppress(OSError, ValueError):
+        quota, period = (folder / "cpu.max").read_text().split()
+        if quota != "max":
+            yield int(quota) / int(period)
+    with suppress(OSError, ValueError):
+        quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        if int(quota) > 0:
+            yield int(quota) / int(period)
+
+
+# What this machine offers: instruction sets, and cores that this process may use.
+
+
+MOST_THREADS = 256  # host.c: PI_MAX_THREADS
+_MOST_DEFAULT_THREADS = 64  # decoding is bound by memory long before this
+
+
+def cpu_features() -> frozenset[str]:
+    """Instruction set names as Linux spells them (`avx2`, `asimd`, …); empty where it does not say.
+
+    x86 lists them as `flags`, AArch64 as `Features`. What the system cannot save for a process is not among them.
+    """
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return frozenset(value.split())
+    return frozenset()
+
+
+def is_machine(machine: str) -> bool:
+    """Whether this is Linux on a `machine`, as `uname -m` says it."""
+    return (platform.system(), platform.machine()) == ("Linux", machine)
+
+
+def missing_features(features: Sequence[str]) -> list[str]:
+    """Those of `features` that this machine's processor lacks."""
+    return sorted(set(features) - cpu_features())
+
+
+def default_threads() -> int:
+    """PICOMPILE_THREADS where it is set, else the physical cores that this process may use.
+
+    Waiting threads spin: more than a container's quota of cores would only be in the way.
+    """
+    if asked := os.environ.get("PICOMPILE_THREADS"):
+        if not re.fullmatch("0*[0-9]{1,9}", asked):
+            raise RequestError(f"PICOMPILE_THREADS must be a number from 1 to {MOST_THREADS}, not {shown(asked)}")
+        return check_threads(int(asked[-9:]))
+    cores = {_physical_core(cpu) for cpu in os.sched_getaffinity(0)}
+    return max(1, min(len(cores), quota_cores() or MOST_THREADS, _MOST_DEFAULT_THREADS))
+
+
+def check_threads(threads: int) -> int:
+    """`threads` itself; RequestError if no run can have so many."""
+    return whole_number("the number of threads", threads, 1, MOST_THREADS)
+
+
+def _physical_core(cpu: int) -> str:
+    """The hardware threads of one core share this text; two threads on one core share its one way to memory."""
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)

@@ -1,0 +1,1 @@
+"""The engine: a loaded artifact that reads tokens and gives logits."""

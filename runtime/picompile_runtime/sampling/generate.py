@@ -1,0 +1,179 @@
+"""Generating text: prompt in, pieces of text out while they are made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from picompile_runtime.engine.checks import check_room, shown, token_ids, whole_number
+from picompile_runtime.engine.engine import Engine
+from picompile_runtime.errors import RequestError
+from picompile_runtime.sampling.sampler import Sampler, SamplingParams
+from picompile_runtime.sampling.tokenizer import StreamDecoder, Tokenizer
+
+
+@dataclass(frozen=True)
+class GenerationStats:
+    """What a generation took. `stop_reason`: "eos", "stop", "max_tokens", "context", or "" while it goes on.
+
+    `decode_tokens_per_s` is over the tokens after the first, 0.0 if there are none; what the reader of the text does in
+    between does not count.
+    """
+
+    prompt_tokens: int
+    generated_tokens: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    time_to_first_token_s: float
+    stop_reason: str
+
+
+def generate(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[int],
+    params: SamplingParams | None = None,
+    max_tokens: int | None = 128,
+    stop: str | Sequence[str] = (),
+    keep_position: bool = False,
+) -> Generation:
+    """Continue `prompt`, a text or token ids, by at most `max_tokens` tokens (None: to the end of the context).
+
+    The text ends before the first of the texts `stop`, no part of which is ever shown, or at an end token of the model.
+    The engine starts anew unless `keep_position`. Raises RequestError, at once, for what cannot be done.
+    """
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    tokens = token_ids(ids, engine.vocab, least=0).tolist()
+    if not tokens:
+        raise RequestError("the prompt is empty, and this model has no token that begins a text; give a prompt")
+    if max_tokens is not None:
+        max_tokens = whole_number("max_tokens", max_tokens, 1, 2**63 - 1, "1 or more")
+    if not isinstance(tokenizer, Tokenizer):
+        raise RequestError(f"a text is made by a Tokenizer, not by {shown(tokenizer)}")
+    check_room(len(tokens), engine.position if keep_position else 0, engine.context)
+    made = Generation(
+        engine, StreamDecoder(tokenizer), tokens, params or SamplingParams(), max_tokens, StopFinder(stop)
+    )
+    if not keep_position:  # last: what is refused changes nothing
+        engine.reset()
+    return made
+
+
+class Generation(Iterator[str]):
+    """A generation under way, made by `generate`: iterate over it for its pieces of text.
+
+    `prompt_tokens` and `tokens` are ids; an end token of the model is among the latter, though not in the text. The
+    last token was not read by the engine.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        decoder: StreamDecoder,
+        prompt_tokens: list[int],
+        params: SamplingParams,
+        max_tokens: int | None,
+        stop: StopFinder,
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.tokens: list[int] = []
+        self._engine, self._decoder, self._stop = engine, decoder, stop
+        self._end_tokens = engine.artifact.eos_token_ids
+        self._sampler = Sampler(params, engine.vocab)
+        self._max_tokens = max_tokens
+        self._prefill_s = self._first_token_s = self._decode_s = 0.0
+        self._reason = ""
+        self._pieces = self._run()
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Counts and speeds so far."""
+        return GenerationStats(
+            prompt_tokens=len(self.prompt_tokens),
+            generated_tokens=len(self.tokens),
+            prefill_tokens_per_s=len(self.prompt_tokens) / self._prefill_s if self._prefill_s else 0.0,
+            decode_tokens_per_s=(len(self.tokens) - 1) / self._decode_s if self._decode_s else 0.0,
+            time_to_first_token_s=self._first_token_s,
+            stop_reason=self._reason,
+        )
+
+    def _run(self) -> Iterator[str]:
+        for token in self._sampled():
+            if token in self._end_tokens:
+                self._reason = "eos"
+                break
+            if piece := self._stop.feed(self._decoder.push(token)):
+                yield piece
+            if self._stop.found:
+                break
+        rest = self._stop.feed(self._decoder.flush()) + self._stop.rest()
+        if self._stop.found:
+            self._reason = "stop"
+        if rest:
+            yield rest
+
+    def _sampled(self) -> Iterator[int]:
+        """The tokens, as many as may be made."""
+        start = time.perf_counter()
+        scores = self._engine.read(self.prompt_tokens)
+        self._prefill_s = time.perf_counter() - start
+        self._sampler.observe(self.prompt_tokens)
+        self.tokens.append(self._sampler.sample(scores))
+        self._first_token_s = time.perf_counter() - start
+        yield self.tokens[-1]
+        while len(self.tokens) != self._max_tokens and self._engine.position < self._engine.context:
+            start = time.perf_counter()
+            self.tokens.append(self._sampler.sample(self._engine.read(self.tokens[-1:])))
+            self._decode_s += time.perf_counter() - start
+            yield self.tokens[-1]
+        self._reason = "max_tokens" if len(self.tokens) == self._max_tokens else "context"
+
+
+class StopFinder:
+    """Finds the first stop text in a stream, however the stream is cut into pieces.
+
+    The first is the one that is complete first, and of those complete at the same character the longest. Text that may
+    be the beginning of a stop text is held back until it is known not to be.
+    """
+
+    def __init__(self, stops: str | Sequence[str]) -> None:
+        try:
+            self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        except TypeError as error:
+            raise RequestError(f"stop must be a text or a list of texts, not {shown(stops)}") from error
+        if not all(isinstance(stop, str) for stop in self._stops):
+            raise RequestError(f"stop must be a text or a list of texts, not {shown(stops)}")
+        if not all(self._stops):
+            raise RequestError("a stop text must not be empty")
+        self._held = ""
+        self.found = False
+
+    def feed(self, text: str) -> str:
+        """What of the text so far can be shown now; nothing after a stop text was found."""
+        if self.found:
+            return ""
+        text = self._held + text
+        places = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if places:
+            self.found, self._held = True, ""
+            return text[: min(places)[1]]
+        shown = len(text) - self._beginning(text)
+        self._held = text[shown:]
+        return text[:shown]
+
+    def rest(self) -> str:
+        """What was held back, when no more text will come."""
+        held, self._held = self._held, ""
+        return held
+
+    def _beginning(self, text: str) -> int:
+        """Length of the longest end of `text` with which a stop text begins."""
+        longest = min(len(text), max((len(stop) - 1 for stop in self._stops), default=0))
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0

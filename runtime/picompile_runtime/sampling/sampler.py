@@ -1,0 +1,213 @@
+"""Choosing the next token from logits.
+
+The steps and their order are those of Hugging Face's `generate` (transformers, generation/logits_process.py):
+repetition penalty over prompt and generated tokens, temperature, top-k, top-p, min-p; then a draw from what is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from picompile_runtime.engine.checks import real_number, shown, token_ids, whole_number
+from picompile_runtime.errors import KernelError, RequestError
+from picompile_runtime.sampling.scores import Scores, TopScores, leading
+
+Tokens = NDArray[np.int64]
+Probabilities = NDArray[np.float64]
+
+_MOST = 2**128 - 1  # what seeds the generator in full
+_PENALTIES = (1e-6, 1e6)  # far beyond what is of use; with any float32 as score the results are numbers
+_MANY = 1024  # tokens; sorting fewer takes no time to speak of
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose. Temperature 0 takes the most probable token, the lowest id among equals; top_k 0 and top_p 1 and
+    min_p 0 leave all tokens in, repetition_penalty 1 changes none; with a seed the choices can be repeated.
+
+    Raises RequestError on values that mean nothing.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        real_number("temperature", self.temperature, lambda value: value >= 0, "0 or more")
+        whole_number("top_k", self.top_k, 0, _MOST, "0 (off) or a positive integer")
+        real_number("top_p", self.top_p, lambda value: 0 < value <= 1, "above 0 and at most 1")
+        real_number("min_p", self.min_p, lambda value: 0 <= value <= 1, "from 0 to 1")
+        least, most = _PENALTIES
+        must = f"from {least:f} to {most:.0f}"
+        real_number("repetition_penalty", self.repetition_penalty, lambda value: least <= value <= most, must)
+        if self.seed is not None:
+            whole_number("seed", self.seed, 0, _MOST, "a whole number from 0 to 2^128 - 1")
+
+
+class Sampler:
+    """Chooses tokens of one sequence; remembers which tokens occurred in it."""
+
+    def __init__(self, params: SamplingParams, vocab: int) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"a sampler takes SamplingParams, not {shown(params)}")
+        self.params = params
+        self._random = np.random.Generator(np.random.PCG64(params.seed))
+        self._seen = np.zeros(whole_number("the vocabulary", vocab, 1, 2**31 - 1), bool)
+
+    def observe(self, ids: Sequence[int] | NDArray[Any]) -> None:
+        """Note the tokens of a prompt, for the repetition penalty."""
+        if len(tokens := token_ids(ids, len(self._seen), least=0)):
+            self._seen[tokens] = True
+
+    def sample(self, logits: NDArray[Any] | Scores) -> int:
+        """The next token for logits [vocab]; it is noted as seen. Raises KernelError if they are not numbers.
+
+        Of `Scores` it takes the highest alone where these decide: with temperature 0 or top-k, and without penalty. The
+        token is the one that it would be for all logits.
+        """
+        if self.params.temperature == 0:
+            token = self._greedy(logits)
+        else:
+            token = _draw(*self._possible(logits), self._random.random())
+        self._seen[token] = True
+        return token
+
+    def distribution(self, logits: NDArray[Any] | Scores) -> tuple[Tokens, Probabilities]:
+        """The tokens that may be chosen, ascending by probability, and their probabilities (float64, summing to 1)."""
+        ids, probabilities = self._possible(logits)
+        order = _ascending(ids, probabilities)
+        return ids[order], probabilities[order]
+
+    def _possible(self, logits: NDArray[Any] | Scores) -> tuple[Tokens, Probabilities]:
+        """The tokens that may be chosen and their probabilities, in any order."""
+        params = self.params
+        if params.temperature == 0:
+            return np.array([self._greedy(logits)]), np.ones(1)
+        ids, scores, highest = self._top_k(logits)
+        if highest == np.inf:  # only those are possible, all alike: the limit
+            weights = np.ones(len(ids))
+        else:
+            with np.errstate(over="ignore"):
+                weights = np.exp((scores.astype(np.float64) - highest) / params.temperature)
+        ids, probabilities = _top_p(ids, weights / weights.sum(), params.top_p)
+        probable = (probabilities > 0) & (probabilities >= params.min_p * probabilities.max())
+        return ids[probable], probabilities[probable] / probabilities[probable].sum()
+
+    def _greedy(self, logits: NDArray[Any] | Scores) -> int:
+        """The first of the tokens with the highest score."""
+        known = self._leading(logits)
+        token, highest = _likeliest(self._scores(logits)) if known is None else known.highest
+        _check_highest(highest)
+        return token
+
+    def _top_k(self, logits: NDArray[Any] | Scores) -> tuple[Tokens, NDArray[Any], float]:
+        """The tokens that top-k leaves, ascending, or infinitely probable ones; their scores, and the highest."""
+        top_k = int(self.params.top_k)
+        if (known := self._leading(logits)) is not None:
+            _, highest = known.highest
+            _check_highest(highest)
+            found = known.at_least(highest) if highest == np.inf else known.top(top_k)
+            if found is not None:
+                return *found, highest
+        scores = self._scores(logits)
+        _, highest = _likeliest(scores)
+        _check_highest(highest)
+        ids = np.flatnonzero(scores == np.inf) if highest == np.inf else leading(scores, top_k)
+        return ids, scores[ids], highest
+
+    def _leading(self, logits: NDArray[Any] | Scores) -> TopScores | None:
+        """The highest scores, where they are known and no penalty changes them."""
+        return logits.leading if isinstance(logits, Scores) and self.params.repetition_penalty == 1.0 else None
+
+    def _scores(self, logits: NDArray[Any] | Scores) -> NDArray[Any]:
+        """The logits, which are not changed, or those that the penalty makes of them."""
+        if isinstance(logits, Scores):
+            logits = logits.logits()
+        logits = self._checked(logits)
+        penalty = self.params.repetition_penalty
+        if penalty == 1.0 and logits.dtype.kind == "f":
+            return logits
+        scores = np.array(logits, np.float64)
+        of_seen = scores[self._seen]
+        scores[self._seen] = np.where(of_seen < 0, of_seen * penalty, of_seen / penalty)
+        return scores
+
+    def _checked(self, logits: Any) -> NDArray[Any]:
+        """The logits as an array [vocab] of numbers."""
+        try:
+            scores = np.asarray(logits)
+        except Exception as error:  # whatever an object says that is no list
+            raise self._no_logits(logits) from error
+        if scores.shape != self._seen.shape or scores.dtype.kind not in "fiu":
+            raise self._no_logits(scores)
+        return scores
+
+    def _no_logits(self, given: object) -> RequestError:
+        found = f"{given.dtype} {list(given.shape)}" if isinstance(given, np.ndarray) else shown(given)
+        return RequestError(f"logits must be {len(self._seen)} numbers, one for each token, not {found}")
+
+
+def _likeliest(scores: NDArray[Any]) -> tuple[int, float]:
+    """The first of the highest scores: its token, and the score."""
+    token = int(scores.argmax())  # where there is a NaN, the first of them
+    return token, float(scores[token])
+
+
+def _check_highest(highest: float) -> None:
+    """Raises KernelError for scores of which none is a number, or all rule their tokens out."""
+    if math.isnan(highest) or highest == -math.inf:
+        kind = "contain NaN" if math.isnan(highest) else "rule out every token"
+        raise KernelError(f"the model's logits {kind}: its weights or the artifact's code are broken; try `verify`")
+
+
+def _top_p(ids: Tokens, probabilities: Probabilities, top_p: float) -> tuple[Tokens, Probabilities]:
+    """What is left when the least probable tokens are cut off: as many as have at most 1 - top_p together."""
+    if top_p == 1:
+        return ids, probabilities
+    improbable = 0.0
+    if len(ids) > _MANY:
+        # Each of these is so improbable that all tokens like it together would be cut off; they need no order.
+        cut = probabilities < 0.99 * (1 - top_p) / len(ids)
+        improbable = float(probabilities[cut].sum())
+        ids, probabilities = ids[~cut], probabilities[~cut]
+    order = _ascending(ids, probabilities)
+    kept = np.cumsum(probabilities[order]) > 1 - top_p - improbable
+    kept[-1] = True
+    return ids[order[kept]], probabilities[order[kept]]
+
+
+def _draw(ids: Tokens, probabilities: Probabilities, share: float) -> int:
+    """The token at which the sum of the probabilities, ascending, exceeds `share`."""
+    while len(ids) > _MANY:  # sorting them all would take longest
+        below = probabilities < probabilities.mean()
+        if below.all() or not below.any():  # all alike, but for rounding
+            break
+        sum_below = float(probabilities[below].sum())
+        part = below if share < sum_below else ~below
+        share -= 0.0 if share < sum_below else sum_below
+        ids, probabilities = ids[part], probabilities[part]
+    order = _ascending(ids, probabilities)
+    place = int(np.searchsorted(np.cumsum(probabilities[order]), share, side="right"))
+    return int(ids[order[min(place, len(order) - 1)]])
+
+
+def _ascending(ids: Tokens, probabilities: Probabilities) -> NDArray[np.int64]:
+    """Places in order of the probabilities, of equal ones the higher id first: top-p cuts off what is in front."""
+    order = np.argsort(probabilities)
+    ordered = probabilities[order]
+    equal = ordered[1:] == ordered[:-1]
+    if equal.any():
+        some = np.append(equal, False)
+        some[1:] |= equal
+        places = order[some]
+        order[some] = places[np.lexsort((-ids[places], probabilities[places]))]
+    return order
