@@ -15,7 +15,7 @@ from picompile_runtime import DoesNotFitError, MachineError
 from picompile_runtime.bench.floor import MemoryReader
 from picompile_runtime.devices.base import View
 from picompile_runtime.devices.cpu.native import HostLibrary
-from picompile_runtime.devices.cuda import CudaDevice, DeviceImages
+from picompile_runtime.devices.cuda import CudaAccelerator, DeviceImages
 from picompile_runtime.devices.cuda import ping_pong as exchange
 from picompile_runtime.devices.memory import Tensor
 
@@ -31,7 +31,7 @@ def ping_pong(images: DeviceImages, library: Path, rounds: int) -> dict[str, Any
 
     Raises MachineError where one of them does not see the other's writes.
     """
-    with closing(CudaDevice(images)) as device:
+    with closing(CudaAccelerator(images)) as device:
         return asdict(exchange(device, HostLibrary(library), rounds))
 
 
@@ -42,7 +42,7 @@ def start_seconds(images: DeviceImages, library: Path, counts: Sequence[int]) ->
     """
     kernel = next(name for name in images.kernels if name.startswith("copy_words"))
     found: dict[str, float | None] = {}
-    with closing(CudaDevice(images)) as device:
+    with closing(CudaAccelerator(images)) as device:
         memory = device.allocate(2**12, "what is copied")
         views = [View(memory, Tensor("int32", (8,), offset)) for offset in (0, 1024, 2048)]
         for count in counts:

@@ -16,7 +16,7 @@ from _gpu_examples import example
 from _gpu_memory import Arguments
 from _gpu_weights import Array
 
-from picompile_runtime.devices.cuda import CudaDevice, DeviceImages, read_images
+from picompile_runtime.devices.cuda import CudaAccelerator, DeviceImages, read_images
 
 LIMIT = 1e-3
 _MOST_COPIED_BYTES = 2**33
@@ -70,17 +70,17 @@ def run_case(
 
 def _row(images: DeviceImages, case: Mapping[str, Any], made: Example, share: float, timing: Timing | None) -> Result:
     result: Result = {"share": share if case["shares"] else None}
-    with closing(CudaDevice(images)) as device:
+    with closing(CudaAccelerator(images)) as device:
         result |= _check(device, case, made)
     if timing is not None and result["is_right"]:
-        with closing(CudaDevice(images)) as device:
+        with closing(CudaAccelerator(images)) as device:
             result |= {"seconds": _seconds(device, case, made, timing), "moved_bytes": made.moved_bytes}
     return result
 
 
 def copy_bandwidth(images: DeviceImages, timing: Timing = TIMING) -> float:
     """Bytes per second of copies within the GPU's memory, read and written bytes both counted: the best of several."""
-    with closing(CudaDevice(images)) as device:
+    with closing(CudaAccelerator(images)) as device:
         size = timing.copy_bytes
         memory = device.allocate(2 * size, "measuring the memory")
         part = np.random.default_rng(0).integers(0, 256, min(size, 2**24), np.uint8)
@@ -90,7 +90,7 @@ def copy_bandwidth(images: DeviceImages, timing: Timing = TIMING) -> float:
         return 2 * size * len(moves) / min(_times(lambda: device.copy(memory, moves), timing))
 
 
-def _check(device: CudaDevice, case: Mapping[str, Any], made: Example) -> Result:
+def _check(device: CudaAccelerator, case: Mapping[str, Any], made: Example) -> Result:
     arguments = Arguments(device, case["arguments"], made)
     device.start(device.bind([(case["kernel"], arguments.views())]))
     device.wait()
@@ -126,7 +126,7 @@ def _is_stray(found: Array, expected: Array) -> bool:
     return bool((behind != 255).any())
 
 
-def _seconds(device: CudaDevice, case: Mapping[str, Any], made: Example, timing: Timing) -> float:
+def _seconds(device: CudaAccelerator, case: Mapping[str, Any], made: Example, timing: Timing) -> float:
     """The median time of a call, in graphs in each of which all copies and masks have their turns many times.
 
     Nothing is subtracted.

@@ -1,4 +1,4 @@
-"""A kernel's arguments in memory of a `HotDevice`, between guards, with copies of what is large."""
+"""A kernel's arguments in memory of a `Accelerator`, between guards, with copies of what is large."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import numpy as np
 from _gpu_example import STEP_NUMBER, Example
 from _gpu_weights import Array
 
-from picompile_runtime.devices.base import HotDevice, View
+from picompile_runtime.devices.base import Accelerator, View
 from picompile_runtime.devices.memory import Tensor
 
 _GUARD_BYTES = 256
@@ -35,7 +35,7 @@ class Arguments:
 
     def __init__(
         self,
-        device: HotDevice,
+        device: Accelerator,
         arguments: Sequence[dict[str, Any]],
         example: Example,
         copies: int = 1,

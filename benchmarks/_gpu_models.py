@@ -27,7 +27,7 @@ from _gpu_split import Planned, Split, sizes_of, split_by_budget, split_by_plan
 from torch.fx import GraphModule
 
 from picompile.artifact import files as artifact_writer
-from picompile.artifact.code import Code, DeviceTarget, build_code
+from picompile.artifact.code import AcceleratorTarget, Code, build_code
 from picompile.artifact.writer import Compiled, Facts, Source, write_program
 from picompile.compile_options import CompileOptions
 from picompile.frontend.captured import Captured, ModelFacts
@@ -123,7 +123,7 @@ def _write(
     build_code(code, lowered, folder, NoProgress())
     hot_device = None
     if lowered.device_built:
-        hot_device = DeviceTarget("cuda", options.sm).build(code, lowered, folder, NoProgress())
+        hot_device = AcceleratorTarget("cuda", options.sm).build(code, lowered, folder, NoProgress())
     source = Source(Captured(graph, ModuleWeights({}), _facts(shape)), None, options.context, code, None)
     compiled = Compiled(source, CompileOptions(quant=options.quant), None, None, graph, lowered)
     write_program(compiled, lowered, folder, Facts(code, "", hot_device))

@@ -12,7 +12,7 @@ from _gpu_host import ping_pong, read_bandwidths, start_seconds, touch
 from _gpu_kernels import TIMING, Timing, copy_bandwidth, images_of, run_case
 
 from picompile_runtime import DoesNotFitError
-from picompile_runtime.devices.cuda import CudaDevice, driver
+from picompile_runtime.devices.cuda import CudaAccelerator, driver
 
 Result = dict[str, Any]
 
@@ -41,7 +41,7 @@ def _torch_device(options: Namespace) -> str:
 
 
 def _machine(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
-    device = CudaDevice(images_of(options.pack, content["folder"]))
+    device = CudaAccelerator(images_of(options.pack, content["folder"]))
     found = {"gpu": device.name, "sm": device.sm, "bytes": device.total_bytes, "driver": device.driver_version}
     device.close()
     yield {"machine": found | {"torch": torch.__version__}}

@@ -32,7 +32,7 @@ from picompile.predictors.predictor_set import canonical_graph
 from picompile.predictors.profile import Profile, ProfileOptions, profile_model
 from picompile.predictors.profile.text import CalibrationText, library_texts
 from picompile.predictors.train import TrainOptions, train_predictors
-from picompile.streaming import layerwise_perplexity
+from picompile.streaming import streamed_perplexity
 
 Windows = Sequence[Sequence[int]]
 
@@ -63,8 +63,8 @@ class Bench:
         dense = canonical_graph(captured)
         predicted = predictors.insert_pass()(dense).graph_module
         weights = predictors.weights(captured.weights)
-        before = layerwise_perplexity(dense, captured.weights, windows)
-        after = layerwise_perplexity(predicted, weights, windows)
+        before = streamed_perplexity(dense, captured.weights, windows)
+        after = streamed_perplexity(predicted, weights, windows)
         layers = measure_layers(predicted, weights, windows, thresholds)
         fired = sum(layer.firing_share for layer in layers)
         return {

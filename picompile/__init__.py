@@ -13,7 +13,7 @@ Names are resolved on first use, so importing this package imports neither torch
 from typing import TYPE_CHECKING
 
 from picompile.errors import (
-    AccuracyGateError,
+    AccuracyError,
     DoesNotFitError,
     PicompileError,
     SolverError,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AccuracyGateError",
+    "AccuracyError",
     "Captured",
     "CompileOptions",
     "DoesNotFitError",

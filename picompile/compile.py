@@ -30,14 +30,14 @@ from picompile.compile_options import (
 )
 from picompile.compile_passes import pipeline_passes, run_passes
 from picompile.compile_plan import check_plan, check_plan_model, check_profile, find_plan
-from picompile.errors import AccuracyGateError, UsageError
+from picompile.errors import AccuracyError, UsageError
 from picompile.output import OutputPath, reserve
 from picompile.progress import NoProgress, Progress
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from picompile.artifact.code import DeviceTarget
+    from picompile.artifact.code import AcceleratorTarget
     from picompile.frontend import Captured
     from picompile.frontend.captured import ModelFacts
     from picompile.placement.plan import Plan
@@ -90,12 +90,12 @@ def compile_model(
 def _compile_to(
     place: OutputPath, model: "str | os.PathLike[str] | Captured", options: CompileOptions, progress: Progress
 ) -> None:
-    from picompile.artifact.code import device_target, planned_code
+    from picompile.artifact.code import accelerator_target, planned_code
     from picompile.compile_gate import check_gate
 
     # Before the model is captured, which takes longer than to tell that a pass is not known.
     pipeline_passes(options)
-    code, device = planned_code(options.target), device_target(options)
+    code, device = planned_code(options.target), accelerator_target(options)
     check_gate(options, code)
     if isinstance(model, str | os.PathLike):
         _check_folder(options, Path(model))
@@ -148,7 +148,7 @@ def _compile_gated(
     while True:
         try:
             return _compile(source, prediction, place, options, progress)
-        except AccuracyGateError as error:
+        except AccuracyError as error:
             larger = prediction.larger(error.layers)
             if larger is None:
                 raise
@@ -199,7 +199,7 @@ def _lower(
     source: Source,
     plan: "Plan | None",
     options: CompileOptions,
-    device: "DeviceTarget | None",
+    device: "AcceleratorTarget | None",
 ) -> "Lowered":
     """The program for host and `device`, or for the host alone."""
     from picompile.artifact.code import placement

@@ -17,7 +17,7 @@ from picompile.progress import Progress
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from picompile.artifact.code import DeviceTarget
+    from picompile.artifact.code import AcceleratorTarget
 
 _FILE = "kernels/gate.so"
 
@@ -28,7 +28,7 @@ def check_gate(options: CompileOptions, code: "Sequence[Code]") -> None:
         native_code(_FILE)
 
 
-def needs_stand_in(code: "Sequence[Code]", device: "DeviceTarget | None") -> bool:
+def needs_stand_in(code: "Sequence[Code]", device: "AcceleratorTarget | None") -> bool:
     """Whether the gate reads with another program than the artifact's."""
     return not runs_here(code) or (device is not None and device.kind == "cuda")
 

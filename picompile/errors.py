@@ -12,7 +12,7 @@ Every error carries the exit code that the command line ends with. `picompile_pa
 | 4 | artifact not valid | `picompile_runtime.ArtifactError` |
 | 5 | does not fit in memory or on disk | `DoesNotFitError` |
 | 6 | wrong machine | `picompile_runtime.MachineError` |
-| 7 | accuracy gate not met | `AccuracyGateError` |
+| 7 | accuracy gate not met | `AccuracyError` |
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class DoesNotFitError(PicompileError):
     exit_code: ClassVar[int] = 5
 
 
-class AccuracyGateError(PicompileError):
+class AccuracyError(PicompileError):
     """The compiled model's perplexity is further from the dense model's than was allowed.
 
     `layers` are those to blame, the worst first.

@@ -154,7 +154,7 @@ Observe = Callable[[Node, Tensor], None]
 """Receives a node and its value, window after window in order."""
 
 
-def run_layerwise(
+def stream_windows(
     graph_module: GraphModule,
     weights: WeightSource,
     windows: Sequence[Sequence[int]],
@@ -250,7 +250,7 @@ def _needed(segments: Sequence[Segment], nodes: Collection[Node]) -> Sequence[Se
 _ROWS = 64
 
 
-def layerwise_perplexity(
+def streamed_perplexity(
     graph_module: GraphModule,
     weights: WeightSource,
     windows: Sequence[Sequence[int]],
@@ -264,7 +264,7 @@ def layerwise_perplexity(
     if not windows:
         raise UsageError("perplexity needs a window of at least 2 tokens; give a longer text")
     total = WindowLoss(windows)
-    run_layerwise(graph_module, weights, windows, total, progress)
+    stream_windows(graph_module, weights, windows, total, progress)
     return total.perplexity
 
 

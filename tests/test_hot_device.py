@@ -15,11 +15,11 @@ from test_prediction import held_out, write_predictors
 
 import picompile_runtime
 from picompile.artifact import code as hot_device
-from picompile.artifact.code import DeviceTarget, device_target
+from picompile.artifact.code import AcceleratorTarget, accelerator_target
 from picompile.compile import compile_model
 from picompile.compile_options import CompileOptions
 from picompile.compile_passes import pipeline_passes, run_passes
-from picompile.errors import AccuracyGateError, UsageError
+from picompile.errors import AccuracyError, UsageError
 from picompile.frontend import load_model
 from picompile.machine import TARGETS
 from picompile.progress import NoProgress
@@ -48,8 +48,8 @@ WEIGHTS = ("_data", "_scale", "signs")
 
 
 def test_every_gpu_of_the_table_is_compiled_for() -> None:
-    assert {name: device_target(CompileOptions(target=name)) for name in ROWS} == {
-        name: DeviceTarget("cuda", sm) for name, sm in ROWS.items() if sm is not None
+    assert {name: accelerator_target(CompileOptions(target=name)) for name in ROWS} == {
+        name: AcceleratorTarget("cuda", sm) for name, sm in ROWS.items() if sm is not None
     }
     assert {*ROWS.values()} == {75, 80, 86, 89, 90, 120}
 
@@ -237,7 +237,7 @@ def test_a_gate_that_is_not_met_leaves_nothing(
     gpu_model: Path, held_out: Path, tmp_path: Path, no_gpu_code: None
 ) -> None:
     options = lossy(gpu_model, tmp_path, held_out, target="4090", gate=1e-9)
-    with pytest.raises(AccuracyGateError, match="the predictors raise the perplexity"):
+    with pytest.raises(AccuracyError, match="the predictors raise the perplexity"):
         compile_model(gpu_model, tmp_path / "gpu", options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["predictors"]
 

@@ -11,7 +11,7 @@ from support import BUNDLED_MODEL, Cli
 import picompile_runtime
 from picompile.compile import compile_model
 from picompile.compile_options import CompileOptions
-from picompile.errors import AccuracyGateError, UsageError
+from picompile.errors import AccuracyError, UsageError
 from picompile.frontend.checkpoint import fingerprint
 from picompile.machine import TARGETS
 from picompile.predictors import LayerPredictor, save_predictors
@@ -157,8 +157,8 @@ def test_a_module_in_memory_has_no_text_to_be_judged_by(tiny_model: Path, tmp_pa
 
 
 def test_an_error_of_the_gate_carries_the_layers() -> None:
-    assert AccuracyGateError("too far", [3, 1]).layers == (3, 1)
-    assert AccuracyGateError.exit_code == 7
+    assert AccuracyError("too far", [3, 1]).layers == (3, 1)
+    assert AccuracyError.exit_code == 7
 
 
 def test_a_plug_in_kind_without_weights(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:

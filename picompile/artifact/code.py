@@ -83,7 +83,7 @@ def build_code(code: Sequence[Code], lowered: "Lowered", folder: Path, progress:
 
 
 @dataclass(frozen=True)
-class DeviceTarget:
+class AcceleratorTarget:
     """A hot device: a second partition of the CPU, or a GPU of compute capability `sm` / 10."""
 
     kind: Literal["cpu", "cuda"]
@@ -96,7 +96,7 @@ class DeviceTarget:
         return _build_cuda(self.sm, lowered, folder, progress)
 
 
-def device_target(options: "CompileOptions") -> DeviceTarget | None:
+def accelerator_target(options: "CompileOptions") -> AcceleratorTarget | None:
     """The hot device that is compiled for, None where there is none.
 
     Raises `ToolchainError` where there is nothing to make its code with.
@@ -105,11 +105,11 @@ def device_target(options: "CompileOptions") -> DeviceTarget | None:
         return None
     gpu = gpu_of(options.target)
     if options.device == "cpu" or gpu is None or gpu.sm is None:
-        return DeviceTarget("cpu")
+        return AcceleratorTarget("cpu")
     from picompile_codegen.cuda.build import require_nvrtc
 
     require_nvrtc()
-    return DeviceTarget("cuda", gpu.sm)
+    return AcceleratorTarget("cuda", gpu.sm)
 
 
 def placement(plan: "Plan | None", layers: int) -> "Placement":

@@ -13,7 +13,7 @@ from picompile.progress import Progress
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from picompile.artifact.code import Code, DeviceTarget
+    from picompile.artifact.code import AcceleratorTarget, Code
     from picompile.frontend import Captured
     from picompile.placement.plan import Plan
     from picompile.predictors.predictor_set import PredictorSet
@@ -28,7 +28,7 @@ class Source:
     folder: Path | None
     context: int
     code: "Sequence[Code]"
-    device: "DeviceTarget | None"
+    device: "AcceleratorTarget | None"
 
 
 @dataclass(frozen=True)

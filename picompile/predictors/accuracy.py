@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from picompile.progress import NoProgress, Progress
-from picompile.streaming import run_layerwise
+from picompile.streaming import stream_windows
 from picompile_passes.dialect.ops import neuron_outputs
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, calls
@@ -20,7 +20,7 @@ from picompile_passes.graph.operands import SPARSE_FFN
 _BLAMED_SHARE = 0.8
 
 
-def to_blame(missed: Mapping[int, float]) -> list[int]:
+def rank_layers_by_error(missed: Mapping[int, float]) -> list[int]:
     """The layers that miss most of what all miss together, the worst first; none that misses nothing.
 
     `missed` is each layer's missed energy, as `picompile.predictors.accuracy` measures it.
@@ -101,7 +101,7 @@ def measure_layers(
         for block in blocks:
             block.receive(node, value, graph_module, weights)
 
-    run_layerwise(graph_module, weights, windows, observe=observe, nodes=tuple(waiting), progress=progress)
+    stream_windows(graph_module, weights, windows, observe=observe, nodes=tuple(waiting), progress=progress)
     return [block.accuracy() for block in blocks]
 
 
@@ -181,7 +181,7 @@ def _load(node: Node, graph_module: GraphModule, weights: WeightSource) -> dict[
 
 
 @dataclass(frozen=True)
-class GateResult:
+class AccuracyResult:
     """Perplexity of an artifact with every neuron (`dense`) and with its predictors, over `tokens` predicted tokens."""
 
     dense_perplexity: float
@@ -196,7 +196,7 @@ class GateResult:
 
 def check_artifact(
     artifact: Path, windows: Sequence[Sequence[int]], threads: int | None = None, progress: Progress | None = None
-) -> GateResult:
+) -> AccuracyResult:
     """Reads `windows` of token ids twice with the artifact in `artifact`: dense, in chunks, and token by token.
 
     No window may be longer than the context and one. Raises what the runtime raises.
@@ -215,4 +215,4 @@ def check_artifact(
                     nll += perplexity(engine, window, by_decode=by_decode).nll
                     advance(len(window) - 1)
             found.append(Perplexity(nll, total).perplexity)
-    return GateResult(found[0], found[1], total)
+    return AccuracyResult(found[0], found[1], total)

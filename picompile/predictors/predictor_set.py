@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from picompile.compile_options import CompileOptions
-from picompile.errors import AccuracyGateError, UsageError
+from picompile.errors import AccuracyError, UsageError
 from picompile.frontend.checkpoint import fingerprint
 from picompile.output import OutputPath
 from picompile.predictors import Predictors, block_shapes, load_predictors
-from picompile.predictors.accuracy import to_blame
+from picompile.predictors.accuracy import rank_layers_by_error
 from picompile.progress import Progress
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class PredictorSet:
     def measure(
         self, artifact: Path, captured: "Captured", context: int, options: CompileOptions, progress: Progress
     ) -> dict[str, Any]:
-        """What the predictors cost in `artifact`, for its report. Raises `AccuracyGateError` beyond the bound."""
+        """What the predictors cost in `artifact`, for its report. Raises `AccuracyError` beyond the bound."""
         from picompile.predictors.accuracy import check_artifact, first_windows
 
         # The last id of a window is only predicted.
@@ -91,8 +91,8 @@ class PredictorSet:
         layers = self._layers(captured, context, progress)
         change = result.relative_change
         if options.gate is not None and not change <= options.gate:
-            blamed = to_blame({layer.layer: layer.missed_energy for layer in layers})
-            raise AccuracyGateError(_refusal(change, options.gate, layers, blamed), blamed)
+            blamed = rank_layers_by_error({layer.layer: layer.missed_energy for layer in layers})
+            raise AccuracyError(_refusal(change, options.gate, layers, blamed), blamed)
         return {
             "bound": options.gate,
             "dense_perplexity": result.dense_perplexity,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from picompile.placement.plan import Plan
-from picompile.predictors.accuracy import to_blame
+from picompile.predictors.accuracy import rank_layers_by_error
 from picompile.report import numbers
 from picompile.report.layer_figures import LayerFigures, of_accuracy
 from picompile.report.numbers import NOTHING, Table, measured, relative_change, whole
@@ -158,7 +158,7 @@ def gate_table(gate: Mapping[str, Any], layers: Sequence[LayerFigures]) -> Table
         numbers.percent(measured(gate.get("bound")), 2),
         verdict(gate),
         numbers.count(whole(gate.get("rounds"))),
-        _named(to_blame({layer.layer: layer.missed_energy or 0.0 for layer in layers})),
+        _named(rank_layers_by_error({layer.layer: layer.missed_energy or 0.0 for layer in layers})),
         numbers.count(whole(gate.get("tokens"))),
         str(gate.get("text") or NOTHING),
     )

@@ -15,7 +15,7 @@ from support import Cli
 from picompile.placement.plan_file import read_plan
 from picompile_runtime.artifact import weights as resident
 from picompile_runtime.artifact.reader import sealed
-from picompile_runtime.devices.cuda import CudaDevice, driver
+from picompile_runtime.devices.cuda import CudaAccelerator, driver
 from picompile_runtime.engine import places as device_memory
 
 __all__ = ["fake_cuda", "fake_library", "gpu", "gpu_artifact", "gpu_kernels", "gpu_model", "host_artifact"]
@@ -326,7 +326,7 @@ def test_with_less_memory_than_planned_weights_stay_with_the_host(
     """With --replan, and with the same result; a byte less than that needs is refused."""
     monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
     monkeypatch.setattr(device_memory, "_PIECE_BYTES", 1)  # the model is smaller than any piece
-    monkeypatch.setattr(CudaDevice, "graph_bytes", lambda self, kernels: 0)
+    monkeypatch.setattr(CudaAccelerator, "graph_bytes", lambda self, kernels: 0)
     memory = json.loads(cli("inspect", gpu_artifact, "--json").out)["hot_device"]["memory_bytes"]["device"]
     least = memory["kv_cache"] + memory["workspace"]
     words = {"run": ("--ids", IDS, "-n", "8"), "bench": ("-p", "4", "-n", "4", "-r", "1"), "eval": ("--text", __file__)}

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from picompile.errors import UsageError
 from picompile.progress import NoProgress
-from picompile.streaming import layerwise_perplexity, new_states, run_layerwise, run_segment, split_layers
+from picompile.streaming import new_states, run_segment, split_layers, stream_windows, streamed_perplexity
 from picompile.testing import RandomWeights, graphs, random_weights
 from picompile.testing.predictors import LOW_RANK_KIND, with_predictors
 from picompile.testing.weights import vocabulary
@@ -48,7 +48,7 @@ def whole(graph_module: GraphModule, weights: WeightSource, windows: list[list[i
 
 def layerwise(graph_module: GraphModule, weights: WeightSource, windows: list[list[int]]) -> list[Tensor]:
     logits: list[Tensor] = []
-    run_layerwise(graph_module, weights, windows, lambda _, value: logits.append(value))
+    stream_windows(graph_module, weights, windows, lambda _, value: logits.append(value))
     return logits
 
 
@@ -144,7 +144,7 @@ def test_observed_nodes_come_in_order_and_what_is_behind_them_is_not_run(canonic
     norm = next(iter(calls(graph.graph, RMS_NORM)))
     windows = draw_windows((3, 8))
     seen: list[tuple[Node, int]] = []
-    run_layerwise(graph, weights, windows, lambda node, value: seen.append((node, len(value))), nodes=[block, norm])
+    stream_windows(graph, weights, windows, lambda node, value: seen.append((node, len(value))), nodes=[block, norm])
     assert seen == [(norm, 3), (block, 3), (norm, 8), (block, 8)]
     assert not any(".1." in name for name in weights.loaded)
 
@@ -158,6 +158,6 @@ def test_perplexity(canonical: Canonical) -> None:
         losses += [-float(rows[t, ids[t + 1]]) for t in range(len(ids) - 1)]
     assert len(losses) == 69 + 0 + 1 + 8
     expected = math.exp(sum(losses) / len(losses))
-    assert layerwise_perplexity(graph, weights, windows, NoProgress()) == pytest.approx(expected, rel=1e-5)
+    assert streamed_perplexity(graph, weights, windows, NoProgress()) == pytest.approx(expected, rel=1e-5)
     with pytest.raises(UsageError, match="at least 2 tokens"):
-        layerwise_perplexity(graph, weights, [[3], []])
+        streamed_perplexity(graph, weights, [[3], []])

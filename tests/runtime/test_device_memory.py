@@ -61,7 +61,7 @@ def program() -> Program:
         logits={},
         ffn=tuple(FeedForward(layer, "hot", 10, "exact", layer) for layer in (0, 1)),
         memories={("state", "k"): "device", ("state", "v"): "host"},
-        leading={},
+        top_logits={},
         streamed=frozenset(),
     )
 

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from picompile_runtime import KernelError, Sampler, SamplingParams, Scores, TopScores
-from picompile_runtime.sampling.scores import leading
+from picompile_runtime.sampling.scores import top_logits
 
 Logits = NDArray[np.float32]
 COUNT = 64
@@ -122,7 +122,7 @@ def test_tokens_as_high_as_the_last_one_wanted() -> None:
             assert found is None
         else:
             assert found is not None
-            assert found[0].tolist() == leading(logits, 3).tolist() == list(range(last + 1))
+            assert found[0].tolist() == top_logits(logits, 3).tolist() == list(range(last + 1))
 
 
 @pytest.mark.parametrize(("value", "says"), [(np.nan, "contain NaN"), (-np.inf, "rule out every token")])

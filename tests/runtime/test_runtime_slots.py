@@ -124,7 +124,7 @@ def test_scores_are_those_of_the_logits(engine: Engine) -> None:
     """The host has all of them at once, so none are picked."""
     for slot, length in ((0, 11), (2, 1), (3, 8)):
         scores = engine.read(TEXTS[slot][:length], slot)
-        assert scores.leading is None
+        assert scores.top_logits is None
         close(scores.logits(), EXPECTED[slot][length - 1])
     rows = engine.read_batch([TEXTS[3][8], TEXTS[0][11]], [3, 0])
     close(np.stack([row.logits() for row in rows]), np.stack([EXPECTED[3][8], EXPECTED[0][11]]))

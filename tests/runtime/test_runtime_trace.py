@@ -21,7 +21,7 @@ from picompile_runtime.bench import measure as rounds
 from picompile_runtime.bench.floor import MemoryReader
 from picompile_runtime.bench.trace import Overlap, StepTime, TracedStep, chrome_trace, overlap
 from picompile_runtime.devices.cpu.native import HostLibrary
-from picompile_runtime.devices.cpu.partition import CpuDevice
+from picompile_runtime.devices.cpu.partition import CpuPartition
 from picompile_runtime.engine import executor
 from picompile_runtime.engine.timing import Span
 
@@ -219,7 +219,7 @@ def test_where_the_time_of_a_step_goes() -> None:
     )
 
 
-class SlowDevice(CpuDevice):
+class SlowDevice(CpuPartition):
     """A device that can stamp its calls, and would rather not, as a GPU."""
 
     slow_stamps = True

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support import BuildOnce, save_tiny_llama
 
-from picompile.errors import AccuracyGateError, UsageError
+from picompile.errors import AccuracyError, UsageError
 from picompile.predictors import Predictors, block_shapes, load_predictors
 from picompile.predictors.profile import Profile, load_profile
 from picompile.predictors.train import TrainOptions, tighten, train_predictors
@@ -80,7 +80,7 @@ def test_the_recorded_perplexity_is_that_of_the_predicted_graph(
     trained: Path, tiny_model: Path, profile: Profile
 ) -> None:
     from picompile.frontend import load_model
-    from picompile.streaming import layerwise_perplexity
+    from picompile.streaming import streamed_perplexity
     from picompile_passes.passes.canonicalize import CANONICALIZE
     from picompile_passes.pipeline import Pipeline
 
@@ -90,9 +90,9 @@ def test_the_recorded_perplexity_is_that_of_the_predicted_graph(
     predictors.require_model(profile.fingerprint, block_shapes(graph))
     predicted = predictors.insert_pass()(graph).graph_module
     windows = profile.held_out()[:2]
-    perplexity = layerwise_perplexity(predicted, predictors.weights(captured.weights), windows)
+    perplexity = streamed_perplexity(predicted, predictors.weights(captured.weights), windows)
     assert perplexity == pytest.approx(predictors.gate["perplexity"])
-    assert layerwise_perplexity(graph, captured.weights, windows) == pytest.approx(predictors.gate["dense_perplexity"])
+    assert streamed_perplexity(graph, captured.weights, windows) == pytest.approx(predictors.gate["dense_perplexity"])
     assert perplexity != predictors.gate["dense_perplexity"]
 
 
@@ -215,7 +215,7 @@ def test_beyond_the_gate_layers_grow_and_in_the_end_it_is_refused(
     dense = load_predictors(trained).gate["dense_perplexity"]
     change = abs(load_predictors(trained).gate["perplexity"] / dense - 1)
     told = Told()
-    with pytest.raises(AccuracyGateError, match=r"the perplexity rises by .*most is missed in layers") as refused:
+    with pytest.raises(AccuracyError, match=r"the perplexity rises by .*most is missed in layers") as refused:
         # A rise of less than nothing cannot be met by what misses anything.
         strict = dataclasses.replace(OPTIONS, gate=-1.0, rounds=2)
         train_predictors(tiny_model, profile, tmp_path / "p", strict, told)

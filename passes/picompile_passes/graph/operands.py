@@ -144,14 +144,14 @@ PREDICTORS = "predictors.layers."
 """What the names of predictors' own parameters begin with; layer, dot and the parameter follow."""
 
 
-def deciding_weights(block: Mapping[str, Any], *, with_bias: bool) -> list[Node]:
+def gating_weights(block: Mapping[str, Any], *, with_bias: bool) -> list[Node]:
     """The matrix that decides, of the arguments of an `ffn` or `sparse_ffn`; and its bias, if asked for and there."""
-    side = deciding_side(block)
+    side = gating_side(block)
     weights = [block[side], block[f"{side}_bias"]] if with_bias else [block[side]]
     return [weight for weight in weights if weight is not None]
 
 
-def deciding_side(block: Mapping[str, Any]) -> str:
+def gating_side(block: Mapping[str, Any]) -> str:
     """`gate`, or `up` where there is no gate."""
     return "up" if block["gate"] is None else "gate"
 

@@ -11,7 +11,7 @@ from picompile_passes.base import Effect, Pass, Stage
 from picompile_passes.dialect import Activation, parse_activation
 from picompile_passes.errors import PassOptionError, UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import FFN, INPUTS, PREDICT, PREDICTORS, SPARSE_FFN, deciding_weights, stream_of
+from picompile_passes.graph.operands import FFN, INPUTS, PREDICT, PREDICTORS, SPARSE_FFN, gating_weights, stream_of
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.predictors import PredictorKind, predictor_kind, predictor_kinds
 
@@ -154,7 +154,7 @@ class InsertPredictors(Pass):
         if kind.name == "none":
             return [values["up"]]
         if kind.parameters is None:
-            return deciding_weights(values, with_bias=kind.reads_bias)
+            return gating_weights(values, with_bias=kind.reads_bias)
         sizes = {
             "F": int(values["up"].meta["val"].shape[0]),
             "D": int(source.meta["val"].shape[1]),

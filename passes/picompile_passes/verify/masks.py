@@ -18,8 +18,7 @@ from picompile_passes.graph.operands import (
     PREDICT,
     QUANTIZE,
     SPARSE_FFN,
-    deciding_side,
-    deciding_weights,
+    gating_weights,
     stream_of,
 )
 from picompile_passes.graph.values import value_text
@@ -83,8 +82,8 @@ def check_predictors(graph_module: GraphModule) -> Iterator[Fault]:
         elif kind.name == "none":
             if weights != [block["up"]]:
                 yield Fault(node, "its predictor none does not read its up")
-        elif weights != (deciding := deciding_weights(block, with_bias=kind.reads_bias)):
-            yield Fault(node, f"its predictor {kind.name} reads {weights}, not its {deciding_side(block)} {deciding}")
+        elif weights != (deciding := gating_weights(block, with_bias=kind.reads_bias)):
+            yield Fault(node, f"its predictor {kind.name} reads {weights}, not its {gating_side(block)} {deciding}")
         if kind.name == "exact":
             yield from _check_exact(node, block, predictor)
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from picompile.errors import AccuracyGateError, UsageError
+from picompile.errors import AccuracyError, UsageError
 from picompile.frontend import Captured, load_model
 from picompile.frontend.checkpoint import fingerprint
 from picompile.output import OutputPath, reserve
 from picompile.predictors import BlockShape, Predictors, block_shapes, load_predictors
-from picompile.predictors.accuracy import LayerAccuracy, first_windows, measure_layers, to_blame
+from picompile.predictors.accuracy import LayerAccuracy, first_windows, measure_layers, rank_layers_by_error
 from picompile.predictors.profile import Profile
 from picompile.predictors.train.candidates import JobSettings, LayerResult, load_result
 from picompile.predictors.train.choose import ChoiceLimits, Selection, assemble, key_of
@@ -25,7 +25,7 @@ from picompile.predictors.train.directory import TrainingDirectory, digest
 from picompile.predictors.train.options import TrainOptions
 from picompile.predictors.train.workers import count_jobs, require_ray, train_locally, train_on_cluster
 from picompile.progress import NoProgress, Progress
-from picompile.streaming import layerwise_perplexity
+from picompile.streaming import streamed_perplexity
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.pipeline import Pipeline
@@ -59,7 +59,7 @@ class Gate:
 
     def _measured(self, key: str, graph_module: GraphModule, weights: WeightSource) -> float:
         if key not in self.known:
-            self.known[key] = layerwise_perplexity(graph_module, weights, self.windows, self.progress)
+            self.known[key] = streamed_perplexity(graph_module, weights, self.windows, self.progress)
         return self.known[key]
 
     def layers(self, predictors: Predictors) -> list[LayerAccuracy]:
@@ -89,7 +89,7 @@ def train_predictors(
 
     Predictors of the same inputs that are complete are read; training that was interrupted goes on and ends with the
     same bytes. Candidates are kept in `output/work`, so that another budget, gate or recall needs no new training.
-    Raises `UsageError` for a profile of another model or a place that may not be overwritten, and `AccuracyGateError`,
+    Raises `UsageError` for a profile of another model or a place that may not be overwritten, and `AccuracyError`,
     which names the layers, where the gate cannot be met; then no predictors are written.
     """
     options, progress = options or TrainOptions(), progress or NoProgress()
@@ -252,11 +252,11 @@ class _Run:
             met = self.options.gate is None or change <= self.options.gate
             if met:
                 break
-            blamed = to_blame({layer.layer: layer.missed_energy for layer in gate.layers(predictors)})
+            blamed = rank_layers_by_error({layer.layer: layer.missed_energy for layer in gate.layers(predictors)})
             tighter = selection.tightened(blamed)
             if number == self.options.rounds or not blamed or not selection.changes(tighter, results):
                 self._discard()
-                raise AccuracyGateError(_refusal(change, self.options.gate or 0.0, blamed), blamed)
+                raise AccuracyError(_refusal(change, self.options.gate or 0.0, blamed), blamed)
             self.progress.say(f"perplexity {change:+.3%}: layers {', '.join(map(str, blamed))} get larger predictors")
             selection = tighter
         facts = {

@@ -206,8 +206,8 @@ class _Order:
         wanted: list[tuple[str, int | None]] = []
         if function in program.logits:
             wanted.append((program.logits[function], None))
-        if function in program.leading:
-            leading = program.leading[function]
+        if function in program.top_logits:
+            leading = program.top_logits[function]
             wanted += [(leading.scores, None), (leading.ids, program.vocab)]
         for name, below in wanted:
             tensor = program.buffers[name]

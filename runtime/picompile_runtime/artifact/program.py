@@ -81,7 +81,7 @@ class Program:
     `sequences`; `memories` says of each buffer and cache where it lies, host, device or shared (by kind and name);
     `streamed` weights stay with the host where the device uses them;
     `functions` has the calls of each of FUNCTIONS, and of BATCH where there are several sequences; `logits` names the
-    buffer of each function that gives logits; `leading` has those whose logits are in the device's memory, and where
+    buffer of each function that gives logits; `top_logits` has those whose logits are in the device's memory, and where
     the host finds the highest of them.
     """
 
@@ -97,7 +97,7 @@ class Program:
     state: Mapping[str, Tensor]
     functions: Mapping[str, tuple[Call, ...]]
     logits: Mapping[str, str]
-    leading: Mapping[str, TopLogits]
+    top_logits: Mapping[str, TopLogits]
     ffn: tuple[FeedForward, ...]
     memories: Mapping[tuple[str, str], str]
     streamed: frozenset[str]
@@ -149,7 +149,7 @@ def read_program(text: bytes, weights: Mapping[str, Tensor], where: str) -> Prog
         state=state,
         functions={name: tuple(_call(entry, sources) for entry in functions.objects(name)) for name in names},
         logits={name: root.object("logits").text(name) for name in names if name != "prefill"},
-        leading=_leading(root),
+        top_logits=_top_logits(root),
         ffn=tuple(_feed_forward(entry) for entry in root.objects("ffn")),
         memories=memories,
         streamed=frozenset(root.texts("streamed")),
@@ -207,7 +207,7 @@ def _argument(entry: Fields, sources: Mapping[str, Mapping[str, Tensor]]) -> Arg
     return Argument(kinds[0], name, view)
 
 
-def _leading(root: Fields) -> dict[str, TopLogits]:
+def _top_logits(root: Fields) -> dict[str, TopLogits]:
     """Left out where all logits are the host's."""
     if "leading" not in root.data:
         return {}

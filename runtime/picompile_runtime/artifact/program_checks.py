@@ -44,7 +44,7 @@ def _interface(program: Program) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     rows = {"score": program.chunk, "batch": program.sequences}
     for function, name in program.logits.items():
         yield name, "float32", (rows.get(function, 1), program.vocab)
-    for function, leading in program.leading.items():
+    for function, leading in program.top_logits.items():
         found = program.buffers.get(leading.scores)
         count = 1 if found is None else min(found.shape[-1], program.vocab)
         for name, dtype in ((leading.scores, "float32"), (leading.ids, "int32")):
@@ -131,10 +131,10 @@ def _check_sides(program: Program, where: str) -> None:
 
 def _check_logits(program: Program, where: str) -> None:
     """The runtime copies logits from the device's memory only where it need not, or for `score`, of a whole chunk."""
-    if unknown := sorted(set(program.leading) - set(program.logits)):
+    if unknown := sorted(set(program.top_logits) - set(program.logits)):
         raise ArtifactError(f"{where}: leading: {unknown[0]} is no function that gives logits")
-    known = [name for leading in program.leading.values() for name in (leading.scores, leading.ids)]
-    known += [name for function, name in program.logits.items() if function not in (*program.leading, "score")]
+    known = [name for leading in program.top_logits.values() for name in (leading.scores, leading.ids)]
+    known += [name for function, name in program.logits.items() if function not in (*program.top_logits, "score")]
     for name in known:
         if program.memories["buffer", name] == "device":
             raise ArtifactError(f"{where}: buffers: {name} must not be in the device's memory")

@@ -27,7 +27,7 @@ class View:
     tensor: Tensor
 
 
-class HotDevice(Protocol):
+class Accelerator(Protocol):
     """One device. Methods are called by one thread at a time; errors are KernelError unless they say otherwise.
 
     `slow_stamps`: a step whose calls are stamped takes longer than others. `pins_memory`: what it adopts must be

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from picompile_runtime.artifact.reader import Artifact
-from picompile_runtime.devices.base import HotDevice
-from picompile_runtime.devices.cpu.partition import CpuDevice
+from picompile_runtime.devices.base import Accelerator
+from picompile_runtime.devices.cpu.partition import CpuPartition
 from picompile_runtime.errors import ArtifactError
 
 
-def open_device(artifact: Artifact, threads: int) -> HotDevice:
+def open_device(artifact: Artifact, threads: int) -> Accelerator:
     """Raises MachineError where this machine has none of its kind, ArtifactError where there is no code for it."""
     code = artifact.manifest.hot_device
     if code is None:
         raise ArtifactError(f"{artifact.folder}: has calls for a hot device, and no code for one; compile it again")
     if code.kind == "cpu":
-        return CpuDevice(artifact.load_device_code(), threads, artifact.program.waiting_kernels)
+        return CpuPartition(artifact.load_device_code(), threads, artifact.program.waiting_kernels)
     from picompile_runtime.devices.cuda import open_cuda_device
 
     return open_cuda_device(artifact)

@@ -320,7 +320,7 @@ class Engine:
                 self._open()
                 return self._executor.logits(function, 1, copy=False, first=row).ravel()
 
-        return Scores(logits, self._executor.leading(function, row))
+        return Scores(logits, self._executor.top_logits(function, row))
 
     def _read(self, function: str, tokens: NDArray[np.int32], slot: int) -> str:
         self._executor.run(function, tokens, self._positions[slot], slot)

@@ -16,7 +16,7 @@ from picompile_runtime.artifact.call_order import check_code
 from picompile_runtime.artifact.program import BATCH, ONE_TOKEN_EACH, Call, Program
 from picompile_runtime.artifact.reader import WEIGHTS, Artifact
 from picompile_runtime.artifact.weights import ResidentWeights, load_tensors, load_weights
-from picompile_runtime.devices.base import HotDevice
+from picompile_runtime.devices.base import Accelerator
 from picompile_runtime.devices.cpu.native import CallList, TensorTable
 from picompile_runtime.devices.memory import Tensor, array_at, check_total
 from picompile_runtime.devices.open_device import open_device, split_threads
@@ -43,7 +43,7 @@ class Executor:
         self._program = artifact.program
         self._threads, device_threads = split_threads(artifact, threads)
         self.library = artifact.load_code()
-        self._device: HotDevice | None = None
+        self._device: Accelerator | None = None
         self.buffers: dict[str, NDArray[Any]] = {}
         try:
             check_code(artifact, self.library)
@@ -155,11 +155,11 @@ class Executor:
         logits: Logits = self.buffers[name][first : first + rows]
         return logits.copy() if copy else logits
 
-    def leading(self, function: str, row: int) -> TopScores | None:
+    def top_logits(self, function: str, row: int) -> TopScores | None:
         """A copy of the highest of what the last step of `function` left in a row, where the hot device picks them."""
-        if function not in self._program.leading:
+        if function not in self._program.top_logits:
             return None
-        names = self._program.leading[function]
+        names = self._program.top_logits[function]
         scores, ids = self.buffers[names.scores][row].copy(), self.buffers[names.ids][row].copy()
         return TopScores(scores, ids, len(ids) == self._program.vocab)
 
@@ -276,7 +276,7 @@ def _nothing() -> None:
     """Stands for a check that is not needed."""
 
 
-def _await_device(device: HotDevice, only_wait: bool) -> None:
+def _await_device(device: Accelerator, only_wait: bool) -> None:
     """Wait for the device after the host has failed. What it raises is raised, unless it shall `only_wait`: whoever
     failed second may have done so over what the first left.
     """

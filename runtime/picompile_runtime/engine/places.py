@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.artifact.program import Argument, Call, Program
-from picompile_runtime.devices.base import HotDevice, View
+from picompile_runtime.devices.base import Accelerator, View
 from picompile_runtime.devices.memory import ALIGNMENT, Tensor, anonymous_map, array_at, in_units
 from picompile_runtime.errors import DoesNotFitError
 
@@ -60,7 +60,7 @@ def host_places(program: Program, weights: Mapping[str, tuple[Any, int]]) -> Hos
 
 def device_places(
     program: Program,
-    device: HotDevice,
+    device: Accelerator,
     mapped: mmap.mmap,
     tensors: Mapping[str, Tensor],
     of_host: Mapping[str, tuple[Any, int]],
@@ -93,7 +93,7 @@ def weights_of(program: Program, device: str) -> list[str]:
 
 
 def _upload(
-    device: HotDevice, mapped: mmap.mmap, tensors: Mapping[str, Tensor]
+    device: Accelerator, mapped: mmap.mmap, tensors: Mapping[str, Tensor]
 ) -> dict[tuple[str, str], tuple[Any, int]]:
     offsets, end = {}, 0
     for name, tensor in tensors.items():

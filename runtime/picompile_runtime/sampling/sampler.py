@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from picompile_runtime.engine.checks import real_number, shown, token_ids, whole_number
 from picompile_runtime.errors import KernelError, RequestError
-from picompile_runtime.sampling.scores import Scores, TopScores, leading
+from picompile_runtime.sampling.scores import Scores, TopScores, top_logits
 
 Tokens = NDArray[np.int64]
 Probabilities = NDArray[np.float64]
@@ -104,7 +104,7 @@ class Sampler:
 
     def _greedy(self, logits: NDArray[Any] | Scores) -> int:
         """The first of the tokens with the highest score."""
-        known = self._leading(logits)
+        known = self._known(logits)
         token, highest = _likeliest(self._scores(logits)) if known is None else known.highest
         _check_highest(highest)
         return token
@@ -112,7 +112,7 @@ class Sampler:
     def _top_k(self, logits: NDArray[Any] | Scores) -> tuple[Tokens, NDArray[Any], float]:
         """The tokens that top-k leaves, ascending, or infinitely probable ones; their scores, and the highest."""
         top_k = int(self.params.top_k)
-        if (known := self._leading(logits)) is not None:
+        if (known := self._known(logits)) is not None:
             _, highest = known.highest
             _check_highest(highest)
             found = known.at_least(highest) if highest == np.inf else known.top(top_k)
@@ -121,12 +121,12 @@ class Sampler:
         scores = self._scores(logits)
         _, highest = _likeliest(scores)
         _check_highest(highest)
-        ids = np.flatnonzero(scores == np.inf) if highest == np.inf else leading(scores, top_k)
+        ids = np.flatnonzero(scores == np.inf) if highest == np.inf else top_logits(scores, top_k)
         return ids, scores[ids], highest
 
-    def _leading(self, logits: NDArray[Any] | Scores) -> TopScores | None:
+    def _known(self, logits: NDArray[Any] | Scores) -> TopScores | None:
         """The highest scores, where they are known and no penalty changes them."""
-        return logits.leading if isinstance(logits, Scores) and self.params.repetition_penalty == 1.0 else None
+        return logits.top_logits if isinstance(logits, Scores) and self.params.repetition_penalty == 1.0 else None
 
     def _scores(self, logits: NDArray[Any] | Scores) -> NDArray[Any]:
         """The logits, which are not changed, or those that the penalty makes of them."""

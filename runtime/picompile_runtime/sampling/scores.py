@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 _GROUPS_PER_TOKEN, _LEAST_GROUP = 16, 4
 
 
-def leading(scores: NDArray[Any], top_k: int) -> NDArray[np.int64]:
+def top_logits(scores: NDArray[Any], top_k: int) -> NDArray[np.int64]:
     """Tokens whose scores [vocab] are no less than the k-th, in order: more than k where several equal it.
 
     All tokens for `top_k` 0 or one that is larger than the vocabulary.
@@ -91,8 +91,8 @@ class TopScores:
 class Scores:
     """The scores of the token behind those that were read: `logits()` are those of the whole vocabulary, float32
     [vocab], in the engine's memory, which its next step overwrites; where the hot device has them they are copied from
-    there. `leading` then is the highest of them, which are here already; else it is None.
+    there. `top_logits` then is the highest of them, which are here already; else it is None.
     """
 
     logits: Callable[[], Logits]
-    leading: TopScores | None = None
+    top_logits: TopScores | None = None

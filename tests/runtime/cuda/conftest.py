@@ -11,7 +11,7 @@ from fake_cuda.fixtures import fake_cuda, fake_library
 from support import BuildOnce
 from toy_gpu import IMAGES, STAGING_BYTES
 
-from picompile_runtime.devices.cuda import CudaDevice, DeviceImages
+from picompile_runtime.devices.cuda import CudaAccelerator, DeviceImages
 
 __all__ = ["fake_cuda", "fake_library"]
 
@@ -35,12 +35,12 @@ def gpu(fake_cuda: ctypes.CDLL, toy_kernels: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def make_device(gpu: ctypes.CDLL) -> Iterator[Callable[..., CudaDevice]]:
+def make_device(gpu: ctypes.CDLL) -> Iterator[Callable[..., CudaAccelerator]]:
     """Makes devices, and closes them after the test."""
     devices = []
 
-    def make(images: DeviceImages = IMAGES, **options: Any) -> CudaDevice:
-        devices.append(CudaDevice(images, **{"staging_bytes": STAGING_BYTES, **options}))
+    def make(images: DeviceImages = IMAGES, **options: Any) -> CudaAccelerator:
+        devices.append(CudaAccelerator(images, **{"staging_bytes": STAGING_BYTES, **options}))
         return devices[-1]
 
     yield make
@@ -49,7 +49,7 @@ def make_device(gpu: ctypes.CDLL) -> Iterator[Callable[..., CudaDevice]]:
 
 
 @pytest.fixture
-def device(make_device: Callable[..., CudaDevice]) -> CudaDevice:
+def device(make_device: Callable[..., CudaAccelerator]) -> CudaAccelerator:
     return make_device()
 
 

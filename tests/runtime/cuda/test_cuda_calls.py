@@ -12,9 +12,9 @@ import pytest
 from toy_gpu import ELEMENTS, axpy, raw, read, view
 
 from picompile_runtime import ArtifactError
-from picompile_runtime.devices.cuda import CudaDevice
+from picompile_runtime.devices.cuda import CudaAccelerator
 
-Make = Callable[..., CudaDevice]
+Make = Callable[..., CudaAccelerator]
 
 
 def test_a_list_of_calls_runs_in_order_by_one_call_of_the_driver(
@@ -58,7 +58,7 @@ def test_what_is_written_between_starts_is_seen(make_device: Make, monkeypatch: 
     assert np.array_equal(read(device, memory, 1024, "float32", ELEMENTS), expected)
 
 
-def test_an_empty_list_is_allowed(device: CudaDevice, gpu: ctypes.CDLL) -> None:
+def test_an_empty_list_is_allowed(device: CudaAccelerator, gpu: ctypes.CDLL) -> None:
     calls = device.bind([])
     device.start(calls)
     device.wait()
@@ -166,7 +166,7 @@ def test_threads_take_turns(make_device: Make) -> None:
         ("axpy", 2, "kernel axpy: axpy wants argument 2 and the call has 2"),
     ],
 )
-def test_calls_that_the_code_does_not_have(device: CudaDevice, kernel: str, views: int, says: str) -> None:
+def test_calls_that_the_code_does_not_have(device: CudaAccelerator, kernel: str, views: int, says: str) -> None:
     memory = device.allocate(4096, "a test")
     with pytest.raises(ArtifactError, match=says) as caught:
         device.bind([axpy(memory), (kernel, [view(memory)] * views)])
@@ -176,7 +176,7 @@ def test_calls_that_the_code_does_not_have(device: CudaDevice, kernel: str, view
 
 
 @pytest.mark.parametrize(("count", "offset"), [(1026, 0), (1, 4101), (3, 4092)])
-def test_arguments_outside_of_their_memory(device: CudaDevice, count: int, offset: int) -> None:
+def test_arguments_outside_of_their_memory(device: CudaAccelerator, count: int, offset: int) -> None:
     memory = device.allocate(4102, "a test")
     with pytest.raises(ArtifactError, match="kernel signal: an argument lies outside of its memory"):
         device.bind([("signal", [view(memory, "int32", count, offset)])])

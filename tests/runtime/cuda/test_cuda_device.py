@@ -10,10 +10,10 @@ import pytest
 from toy_gpu import IMAGES, POISON, STAGING_BYTES, axpy, raw, read
 
 from picompile_runtime import DoesNotFitError, KernelError
-from picompile_runtime.devices.cuda import CudaDevice
+from picompile_runtime.devices.cuda import CudaAccelerator
 from picompile_runtime.devices.memory import anonymous_map, map_file
 
-Make = Callable[..., CudaDevice]
+Make = Callable[..., CudaAccelerator]
 
 
 def test_what_it_says_of_itself(make_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_what_it_says_of_itself(make_device: Make, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 255, 4097, 100_003])
-def test_memory_is_zeroed_and_aligned(device: CudaDevice, size_bytes: int) -> None:
+def test_memory_is_zeroed_and_aligned(device: CudaAccelerator, size_bytes: int) -> None:
     memory = device.allocate(size_bytes, "a test")
     assert memory.address % 256 == 0
     assert not read(device, memory, 0, "uint8", size_bytes).any()
@@ -59,7 +59,7 @@ def test_copies_of_any_size_pass_through_two_small_buffers(
     assert (around == POISON).all()
 
 
-def test_data_need_not_be_contiguous(device: CudaDevice) -> None:
+def test_data_need_not_be_contiguous(device: CudaAccelerator) -> None:
     memory = device.allocate(9001, "a test")
     data = np.random.default_rng(0).integers(0, 256, (9001, 3), np.uint8)
     device.write(memory, 0, data[:, 1])
@@ -78,7 +78,7 @@ def test_the_default_buffers_are_used_in_turn(make_device: Make, gpu: ctypes.CDL
     assert np.array_equal(read(device, memory, 0, "uint8", len(data)), data)
 
 
-def test_ranges_outside_of_memory_are_refused(device: CudaDevice, gpu: ctypes.CDLL) -> None:
+def test_ranges_outside_of_memory_are_refused(device: CudaAccelerator, gpu: ctypes.CDLL) -> None:
     memory = device.allocate(1000, "a test")
     before = gpu.fake_calls()
     data = np.zeros(10, np.uint8)
@@ -114,7 +114,7 @@ def test_copies_inside_of_a_memory(make_device: Make, monkeypatch: pytest.Monkey
     assert np.array_equal(read(device, memory, 2000, "uint8", 2000), data[:2000])
 
 
-def test_kernels_see_memory_of_the_host_that_is_adopted(device: CudaDevice) -> None:
+def test_kernels_see_memory_of_the_host_that_is_adopted(device: CudaAccelerator) -> None:
     memory = anonymous_map(8192, "a test")
     array = np.frombuffer(memory, np.uint8)
     array[:4], array[256 : 256 + 37 * 4] = raw(np.float32([0.5])), raw(np.arange(37, dtype=np.float32))
@@ -131,7 +131,7 @@ def test_memory_that_is_adopted_stays_mapped(make_device: Make, gpu: ctypes.CDLL
     assert gpu.fake_fault() == b""
 
 
-def test_a_file_cannot_be_adopted(device: CudaDevice, tmp_path: Path) -> None:
+def test_a_file_cannot_be_adopted(device: CudaAccelerator, tmp_path: Path) -> None:
     """It is mapped for reading only, and pinning is for writing too."""
     (tmp_path / "weights").write_bytes(bytes(10_000))
     with (tmp_path / "weights").open("rb") as file:
@@ -140,7 +140,7 @@ def test_a_file_cannot_be_adopted(device: CudaDevice, tmp_path: Path) -> None:
         device.adopt(memory)
 
 
-def test_what_failed_before_is_no_lack_of_memory(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_failed_before_is_no_lack_of_memory(device: CudaAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_CUDA_FAIL_CALL", "cuMemHostRegister_v2")
     monkeypatch.setenv("FAKE_CUDA_FAIL_AT", "0")
     with pytest.raises(KernelError, match="cuMemHostRegister_v2: CUDA error 999"):
@@ -148,7 +148,7 @@ def test_what_failed_before_is_no_lack_of_memory(device: CudaDevice, monkeypatch
 
 
 def test_a_device_that_is_dropped_gives_all_back(gpu: ctypes.CDLL) -> None:
-    device = CudaDevice(IMAGES, staging_bytes=STAGING_BYTES)
+    device = CudaAccelerator(IMAGES, staging_bytes=STAGING_BYTES)
     device.allocate(4096, "a test")
     device.adopt(anonymous_map(4096, "a test"))
     assert gpu.fake_owned() > 0

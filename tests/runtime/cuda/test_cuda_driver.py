@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from picompile_runtime import DoesNotFitError, KernelError, MachineError
-from picompile_runtime.devices.cuda import CudaDevice, CudaError, DeviceImages, driver
+from picompile_runtime.devices.cuda import CudaAccelerator, CudaError, DeviceImages, driver
 from picompile_runtime.devices.cuda.driver import Driver, call_error
 from picompile_runtime.devices.cuda.graph import runnable_graph
 from picompile_runtime.devices.cuda.module import choose_image, load_module
@@ -19,7 +19,7 @@ from picompile_runtime.devices.cuda.module import choose_image, load_module
 def refusal(images: DeviceImages) -> str:
     """The error's text; it is one line and ends a command with exit code 6."""
     with pytest.raises(MachineError) as caught:
-        CudaDevice(images)
+        CudaAccelerator(images)
     assert isinstance(caught.value, CudaError)
     assert caught.value.exit_code == 6
     assert "\n" not in str(caught.value)
@@ -95,7 +95,7 @@ def test_another_failure_to_load_is_no_refusal(
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_REFUSE", "2")
     with pytest.raises(DoesNotFitError, match="cuModuleLoadDataEx: CUDA_ERROR_OUT_OF_MEMORY"):
-        CudaDevice(images)
+        CudaAccelerator(images)
 
 
 @pytest.mark.parametrize(

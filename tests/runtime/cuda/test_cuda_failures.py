@@ -12,14 +12,14 @@ import pytest
 from toy_gpu import STAGING_BYTES, axpy, read, view
 
 from picompile_runtime import DoesNotFitError, KernelError, PicompileRuntimeError
-from picompile_runtime.devices.cuda import CudaDevice, CudaError, DeviceImages
+from picompile_runtime.devices.cuda import CudaAccelerator, CudaError, DeviceImages
 
-Make = Callable[..., CudaDevice]
+Make = Callable[..., CudaAccelerator]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_launch_that_fails_ends_the_capture(
-    device: CudaDevice, monkeypatch: pytest.MonkeyPatch, gpu: ctypes.CDLL, failing: int
+    device: CudaAccelerator, monkeypatch: pytest.MonkeyPatch, gpu: ctypes.CDLL, failing: int
 ) -> None:
     memory = device.allocate(4096, "a test")
     before = gpu.fake_owned()
@@ -34,7 +34,7 @@ def test_a_launch_that_fails_ends_the_capture(
 
 
 @pytest.mark.parametrize("again", ["start", "wait", "read", "allocate"])
-def test_a_kernel_that_fails_is_told_at_the_wait(device: CudaDevice, gpu: ctypes.CDLL, again: str) -> None:
+def test_a_kernel_that_fails_is_told_at_the_wait(device: CudaAccelerator, gpu: ctypes.CDLL, again: str) -> None:
     memory = device.allocate(100, "a test")
     calls = device.bind([("fail", []), ("add_two", [view(memory), view(memory, count=21)])])
     device.start(calls)
@@ -55,7 +55,7 @@ def test_a_kernel_that_fails_is_told_at_the_wait(device: CudaDevice, gpu: ctypes
     assert (gpu.fake_owned(), gpu.fake_leaked()) == (0, 0)
 
 
-def test_what_a_kernel_writes_outside_of_memory_is_found(device: CudaDevice, gpu: ctypes.CDLL) -> None:
+def test_what_a_kernel_writes_outside_of_memory_is_found(device: CudaAccelerator, gpu: ctypes.CDLL) -> None:
     memory = device.allocate(5, "a test")
     device.start(device.bind([("overrun", [view(memory, "uint8", 5)])]))
     device.wait()
@@ -127,7 +127,7 @@ def test_kernels_are_loaded_before_they_run(
 
 def life(images: DeviceImages) -> None:
     """All that a device can do."""
-    device = CudaDevice(images, staging_bytes=STAGING_BYTES)
+    device = CudaAccelerator(images, staging_bytes=STAGING_BYTES)
     try:
         memory = device.allocate(9001, "a test")
         shared, array = device.share(100, "a test")
@@ -176,7 +176,7 @@ def test_every_call_is_checked_and_nothing_leaks(
     gpu.fake_reset()
 
 
-def test_close_may_be_called_again(device: CudaDevice, gpu: ctypes.CDLL) -> None:
+def test_close_may_be_called_again(device: CudaAccelerator, gpu: ctypes.CDLL) -> None:
     device.share(100, "a test")
     device.close()
     before = gpu.fake_calls()
@@ -195,7 +195,7 @@ def test_close_waits_for_what_runs(make_device: Make, gpu: ctypes.CDLL, monkeypa
     assert gpu.fake_fault() == b""
 
 
-def test_a_host_that_waits_is_told_of_a_kernel_that_fails(device: CudaDevice, gpu: ctypes.CDLL) -> None:
+def test_a_host_that_waits_is_told_of_a_kernel_that_fails(device: CudaAccelerator, gpu: ctypes.CDLL) -> None:
     """It looks at nothing but this word until the step is over. The first step is right, and longer than a look."""
     _, shared = device.share(64, "a test")
     abandoned = shared.view(np.int32)
@@ -216,7 +216,7 @@ def test_a_host_that_waits_is_told_of_a_kernel_that_fails(device: CudaDevice, gp
 
 
 def test_a_host_that_waits_is_told_of_a_graph_that_was_not_launched(
-    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+    device: CudaAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     abandoned = np.zeros(16, np.int32)
     device.tell_failures(abandoned)
@@ -231,7 +231,7 @@ def test_a_host_that_waits_is_told_of_a_graph_that_was_not_launched(
         device.wait()
 
 
-def test_a_forked_process_does_not_call_the_driver(device: CudaDevice, gpu: ctypes.CDLL) -> None:
+def test_a_forked_process_does_not_call_the_driver(device: CudaAccelerator, gpu: ctypes.CDLL) -> None:
     """Neither to use the GPU nor to free what is its parent's."""
     memory = device.allocate(4096, "a test")
     owned = gpu.fake_owned()

@@ -19,7 +19,7 @@ from picompile_codegen import cuda
 from picompile_codegen.build.host_library import build_host_library
 from picompile_runtime import MachineError
 from picompile_runtime.devices.cpu.native import HostLibrary
-from picompile_runtime.devices.cuda import CudaDevice, DeviceImages, Launch, ping_pong
+from picompile_runtime.devices.cuda import CudaAccelerator, DeviceImages, Launch, ping_pong
 from picompile_runtime.devices.cuda.open import check_once
 
 __all__ = ["fake_cuda", "fake_library"]
@@ -57,12 +57,12 @@ def kernel(fake_cuda: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def opened(kernel: Callable[..., ctypes.CDLL]) -> Iterator[Callable[..., CudaDevice]]:
+def opened(kernel: Callable[..., ctypes.CDLL]) -> Iterator[Callable[..., CudaAccelerator]]:
     devices = []
 
-    def opened(copy: str = WORDS) -> CudaDevice:
+    def opened(copy: str = WORDS) -> CudaAccelerator:
         kernel(copy)
-        devices.append(CudaDevice(PING_PONG))
+        devices.append(CudaAccelerator(PING_PONG))
         return devices[-1]
 
     yield opened
@@ -72,7 +72,7 @@ def opened(kernel: Callable[..., ctypes.CDLL]) -> Iterator[Callable[..., CudaDev
 
 @pytest.mark.parametrize("rounds", [1, 100, 1000])
 def test_both_sides_see_what_the_other_writes(
-    opened: Callable[..., CudaDevice], host: HostLibrary, rounds: int
+    opened: Callable[..., CudaAccelerator], host: HostLibrary, rounds: int
 ) -> None:
     device = opened()
     for _ in range(2):
@@ -81,7 +81,7 @@ def test_both_sides_see_what_the_other_writes(
 
 
 def test_a_gpu_that_does_not_see_the_host(
-    opened: Callable[..., CudaDevice], host: HostLibrary, monkeypatch: pytest.MonkeyPatch
+    opened: Callable[..., CudaAccelerator], host: HostLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is told in one line, and within seconds; the device can be closed, and is whole."""
     monkeypatch.setenv("FAKE_CUDA_BLIND", "1")
@@ -96,7 +96,7 @@ def test_a_gpu_that_does_not_see_the_host(
 
 
 def test_a_machine_that_stands_still_is_asked_again(
-    opened: Callable[..., CudaDevice], host: HostLibrary, monkeypatch: pytest.MonkeyPatch
+    opened: Callable[..., CudaAccelerator], host: HostLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exchange, asked = host.ping_pong, []
 
@@ -112,14 +112,14 @@ def test_a_machine_that_stands_still_is_asked_again(
     assert asked == [20, 20]
 
 
-def test_words_that_do_not_come_before_their_flag(opened: Callable[..., CudaDevice], host: HostLibrary) -> None:
+def test_words_that_do_not_come_before_their_flag(opened: Callable[..., CudaAccelerator], host: HostLibrary) -> None:
     device = opened("= pi_load_shared(sent + at) + (round == 7 && lane == 31);")
     with pytest.raises(MachineError, match=r"saw the GPU's flag before the words .*round trip 7 of 20"):
         ping_pong(device, host, 20)
 
 
 def test_a_host_that_does_not_see_the_gpu(
-    opened: Callable[..., CudaDevice], host: HostLibrary, monkeypatch: pytest.MonkeyPatch
+    opened: Callable[..., CudaAccelerator], host: HostLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if it had given up in a round that was answered."""
     exchange = host.ping_pong
@@ -130,7 +130,7 @@ def test_a_host_that_does_not_see_the_gpu(
 
 
 @pytest.mark.parametrize("rounds", [0, -1, 2**20 + 1])
-def test_rounds_are_checked(opened: Callable[..., CudaDevice], host: HostLibrary, rounds: int) -> None:
+def test_rounds_are_checked(opened: Callable[..., CudaAccelerator], host: HostLibrary, rounds: int) -> None:
     device = opened()
     with pytest.raises(ValueError, match="rounds must be from 1"):
         ping_pong(device, host, rounds)
@@ -145,7 +145,7 @@ def test_a_machine_is_asked_once(
 
     def ask(images: DeviceImages = PING_PONG) -> None:
         before = gpu.fake_count(b"cuGraphLaunch")
-        device = CudaDevice(images)
+        device = CudaAccelerator(images)
         try:
             check_once(device, host)
         except MachineError:

@@ -10,10 +10,10 @@ import pytest
 from toy_gpu import ELEMENTS, axpy, raw, read, view
 
 from picompile_runtime import KernelError
-from picompile_runtime.devices.cuda import CudaDevice, driver
+from picompile_runtime.devices.cuda import CudaAccelerator, driver
 from picompile_runtime.devices.cuda.driver import Driver
 
-Make = Callable[..., CudaDevice]
+Make = Callable[..., CudaAccelerator]
 
 
 def test_stamped_calls_do_the_same_in_a_graph_of_their_own(
@@ -72,7 +72,7 @@ def test_a_list_of_several_graphs(make_device: Make, gpu: ctypes.CDLL, monkeypat
     assert (read(device, memory, 1024, "float32", ELEMENTS) == 5 * 10).all()
 
 
-def test_start_does_not_wait_and_stamps_are_of_the_host_s_clock(device: CudaDevice) -> None:
+def test_start_does_not_wait_and_stamps_are_of_the_host_s_clock(device: CudaAccelerator) -> None:
     """The kernel waits for the host's flag, so it ends after that was set, and the next begins then."""
     shared, array = device.share(4096, "flags")
     go = array[:4].view(np.int32)
@@ -90,7 +90,7 @@ def test_start_does_not_wait_and_stamps_are_of_the_host_s_clock(device: CudaDevi
         assert stamps[1, 0] >= stamps[0, 1]
 
 
-def test_a_list_longer_than_the_last(device: CudaDevice) -> None:
+def test_a_list_longer_than_the_last(device: CudaAccelerator) -> None:
     memory = device.allocate(4096, "a test")
     for count in (2, 5, 1, 0):
         stamps = np.full((count, 2), -1, np.int64)
@@ -103,7 +103,7 @@ def test_a_list_longer_than_the_last(device: CudaDevice) -> None:
     "function", ["cuLaunchKernel", "cuEventRecordWithFlags", "cuGraphInstantiateWithFlags", "cuEventElapsedTime"]
 )
 def test_what_fails_is_told_and_can_be_tried_again(
-    device: CudaDevice, monkeypatch: pytest.MonkeyPatch, gpu: ctypes.CDLL, function: str
+    device: CudaAccelerator, monkeypatch: pytest.MonkeyPatch, gpu: ctypes.CDLL, function: str
 ) -> None:
     memory = device.allocate(4096, "a test")
     calls = device.bind([axpy(memory), axpy(memory)])
@@ -121,7 +121,7 @@ def test_what_fails_is_told_and_can_be_tried_again(
     device.wait()
 
 
-def test_a_kernel_that_fails_while_it_is_stamped(device: CudaDevice, gpu: ctypes.CDLL) -> None:
+def test_a_kernel_that_fails_while_it_is_stamped(device: CudaAccelerator, gpu: ctypes.CDLL) -> None:
     calls = device.bind([("fail", [])])
     device.start(calls, np.zeros((1, 2), np.int64))
     with pytest.raises(KernelError, match="CUDA_ERROR_LAUNCH_FAILED"):

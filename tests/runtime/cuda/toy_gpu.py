@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from picompile_runtime.devices.base import View
-from picompile_runtime.devices.cuda import CudaDevice, DeviceImages, Launch
+from picompile_runtime.devices.cuda import CudaAccelerator, DeviceImages, Launch
 from picompile_runtime.devices.memory import Tensor
 
 POISON = 0xAB
@@ -35,7 +35,7 @@ def raw(array: Any) -> Any:
     return np.ascontiguousarray(array).view(np.uint8).reshape(-1)
 
 
-def read(device: CudaDevice, memory: Any, offset: int, dtype: str, count: int) -> Any:
+def read(device: CudaAccelerator, memory: Any, offset: int, dtype: str, count: int) -> Any:
     found = np.full(count * np.dtype(dtype).itemsize, POISON, np.uint8)
     device.read(memory, offset, found)
     return found.view(dtype)

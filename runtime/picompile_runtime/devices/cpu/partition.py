@@ -19,7 +19,7 @@ from picompile_runtime.devices.cpu.native import CallList, HostLibrary, Stamps, 
 from picompile_runtime.devices.memory import anonymous_map, array_at, protect
 
 
-class CpuDevice:
+class CpuPartition:
     """A `HotDevice` that runs kernels of `library` on `threads` threads; those named in `waits` wait for the host."""
 
     slow_stamps = False

@@ -4,13 +4,13 @@ Nothing here has run on a GPU yet: tests use a stand-in for the driver (tests/fa
 rules of the driver API and runs kernels on the CPU.
 """
 
-from picompile_runtime.devices.cuda.device import CudaDevice
+from picompile_runtime.devices.cuda.device import CudaAccelerator
 from picompile_runtime.devices.cuda.driver import CudaError
 from picompile_runtime.devices.cuda.module import DeviceImages, Launch, read_images
 from picompile_runtime.devices.cuda.open import PingPong, open_cuda_device, ping_pong
 
 __all__ = [
-    "CudaDevice",
+    "CudaAccelerator",
     "CudaError",
     "DeviceImages",
     "Launch",

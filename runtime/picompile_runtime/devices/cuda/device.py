@@ -51,7 +51,7 @@ class Calls:
     stamped: list[c_void_p] = field(default_factory=list)
 
 
-class CudaDevice:
+class CudaAccelerator:
     """The GPU that CUDA programs use by default. A `HotDevice`: one thread at a time, but it need not be the same.
 
     Raises NoGpuError where there is no driver, no GPU, or one that cannot run the images.

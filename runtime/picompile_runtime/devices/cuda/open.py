@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.devices.base import View
 from picompile_runtime.devices.cpu.native import HostLibrary
-from picompile_runtime.devices.cuda.device import Calls, CudaDevice
+from picompile_runtime.devices.cuda.device import Calls, CudaAccelerator
 from picompile_runtime.devices.cuda.module import DeviceImages, check_arguments, read_images
 from picompile_runtime.devices.memory import Tensor
 from picompile_runtime.errors import ArtifactError, MachineError
@@ -51,7 +51,7 @@ class PingPong:
 
 
 def ping_pong(
-    device: CudaDevice, library: HostLibrary, rounds: int, behind: Sequence[tuple[str, Sequence[View]]] = ()
+    device: CudaAccelerator, library: HostLibrary, rounds: int, behind: Sequence[tuple[str, Sequence[View]]] = ()
 ) -> PingPong:
     """Let host and GPU exchange 32 words and two flags `rounds` times, through memory as the engine uses it.
 
@@ -83,7 +83,7 @@ def ping_pong(
 
 
 def _exchange(
-    device: CudaDevice, bound: Calls, library: HostLibrary, parts: Mapping[str, NDArray[np.int32]], rounds: int
+    device: CudaAccelerator, bound: Calls, library: HostLibrary, parts: Mapping[str, NDArray[np.int32]], rounds: int
 ) -> tuple[float, tuple[int, NDArray[np.float64]]]:
     """Return how long the start took, and what `HostLibrary.ping_pong` returns, once the GPU has ended."""
     begin = time.perf_counter()
@@ -98,7 +98,7 @@ def _exchange(
         device.wait()
 
 
-def check_once(device: CudaDevice, library: HostLibrary) -> None:
+def check_once(device: CudaAccelerator, library: HostLibrary) -> None:
     """Raise MachineError where host and GPU cannot meet at flags. A machine where they can is asked once.
 
     Artifacts that were compiled before there was the kernel are not asked.
@@ -130,13 +130,13 @@ def _reason(name: str, failed: int, rounds: int, parts: Mapping[str, NDArray[np.
 # From an artifact to the GPU that runs its hot part.
 
 
-def open_cuda_device(artifact: Artifact) -> CudaDevice:
+def open_cuda_device(artifact: Artifact) -> CudaAccelerator:
     """Open the GPU for an artifact.
 
     Raises MachineError where no GPU here can run the artifact's code, or cannot meet the host within a step where the
     program asks for that; ArtifactError where there is no code for a GPU.
     """
-    device = CudaDevice(read_device_images(artifact))
+    device = CudaAccelerator(read_device_images(artifact))
     try:
         if artifact.program.waiting_kernels:
             check_once(device, artifact.load_code())
