@@ -18,6 +18,7 @@ from picompile_passes.graph.operands import (
     PREDICT,
     QUANTIZE,
     SPARSE_FFN,
+    gating_side,
     gating_weights,
     stream_of,
 )
