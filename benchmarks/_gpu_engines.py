@@ -18,7 +18,7 @@ from picompile_runtime import DoesNotFitError, Engine, load, measure
 from picompile_runtime.artifact.reader import WEIGHTS
 from picompile_runtime.engine.timing import mean_shares
 
-# Of the largest logit. On the CPU, activations are rounded to bytes where weights are: see docs/decisions.md.
+# Of the largest logit. On the CPU, activations are rounded to bytes where weights are: see docs/adr, ADR 13.
 LIMIT, LIMIT_OF_BYTES = 1e-3, 1e-2
 _PROMPT, _DECODED = 5, 16
 _CHECKED_ACTIVE = 0.2

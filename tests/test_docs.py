@@ -13,6 +13,11 @@ from support import BUNDLED_MODEL, ROOT
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+# Architecture decision records have links, but no commands to run.
+ADRS = ROOT / "docs" / "adr"
+ADR_INDEX = ADRS / "README.md"
+LINKED = [*DOCUMENTS, *sorted(ADRS.glob("*.md"))]
+
 # Needs its files to be written first: a test of its own.
 TUTORIAL = ROOT / "docs" / "write_a_pass.md"
 
@@ -182,11 +187,26 @@ def test_make_targets_exist(target: str) -> None:
     assert done.stdout
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", LINKED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
     links = [link for link in LINK.findall(document.read_text(encoding="utf-8")) if "://" not in link]
     missing = [link for link in links if not (document.parent / link).exists()]
     assert missing == []
+
+
+def test_adr_links_and_index() -> None:
+    """Records are numbered without gaps, have the template's sections, and are in the index with title and status."""
+    records = sorted(ADRS.glob("[0-9]*.md"))
+    rows = []
+    for number, record in enumerate(records, start=1):
+        text = record.read_text(encoding="utf-8")
+        assert record.name.startswith(f"{number:04}-")
+        assert re.findall("^## (.*)$", text, re.MULTILINE) == ["Status", "Context", "Decision", "Consequences"]
+        heading = re.fullmatch(rf"# {number}\. (.+)", text.splitlines()[0])
+        status = re.search(r"## Status\n\n(Accepted|Superseded)\b", text)
+        assert heading and status, record.name
+        rows.append(f"| {number:04} | [{heading[1]}]({record.name}) | {status[1].lower()} |")
+    assert re.findall(r"^\| \d{4} .*$", ADR_INDEX.read_text(encoding="utf-8"), re.MULTILINE) == rows
 
 
 @pytest.mark.parametrize(("page", "shown"), [("README.md", "engine.vocab"), ("docs/cli.md", "sum(hot)")])
