@@ -40,8 +40,6 @@ _ROUNDING = 1e-9
 _MOST_ROUNDS = 200
 # How many relaxations are solved for numbers of stages before HiGHS branches on everything.
 _MOST_NODES = 150
-# Searching placements takes longer than a relaxation; after one in so many is enough.
-_ROUND_EVERY = 8
 # How far from whole the numbers of a relaxation may be and still count as whole.
 _WHOLE = 1e-5
 
@@ -187,7 +185,8 @@ class _Search:
                 continue
             self._nodes += 1
             bound, parts = max(node.bound, relaxed.bound), _parts(node.limits, relaxation.totals(relaxed))
-            if not self._closed(bound) and (not parts or self._nodes % _ROUND_EVERY == 0):
+            # Searching placements takes longer than a relaxation; the dive has found what there mostly is.
+            if not self._closed(bound) and not parts:
                 self._round(relaxation, relaxed)
             parts = [] if self._closed(bound) else parts
             if self._closed(bound):
