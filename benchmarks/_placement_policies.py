@@ -9,11 +9,11 @@ from itertools import product
 
 import numpy as np
 from _placement import Row, counted, few_groups, placed_bytes, random_task, solved
+from direct_program import most_lost_s, restricted
 from numpy.typing import NDArray
 
 from picompile.errors import SolverError
 from picompile.placement import policies
-from picompile.placement.direct import most_lost_s, restricted
 from picompile.placement.impact import dense_first
 from picompile.placement.latency import Task, latency_program
 from picompile.placement.model_bytes import CROSSING_LAUNCHES, exchange_launches

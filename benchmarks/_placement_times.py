@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 from _placement import GIB, Row, everything_bytes, placed_bytes, repeated, solved
+from direct_program import direct_impact, direct_latency, restricted
 
 from picompile.errors import SolverError
 from picompile.machine import TARGETS
 from picompile.placement import policies
 from picompile.placement.counting import Packing, shape_bytes
-from picompile.placement.direct import direct_impact, direct_latency, restricted
 from picompile.placement.firing import firing_of_curve
 from picompile.placement.impact import dense_first, impact_program
 from picompile.placement.latency import Task, latency_program

@@ -8,7 +8,7 @@ machine (`machine_of` a target) make a plan (`make_plan`). The parts, for who ch
 | what can be placed where | `latency.places_of`, and what it takes, `latency.fixed_bytes` |
 | what it costs | `times.LayerTimes`, `launches.count_launches`; `impact.impact_program` is the paper's objective |
 | as a program | `program.Program`: choices for each stage, two memories, and transfers between stages |
-| solved | `solver.solve`, to a proven gap; `direct` is the same written out in full, a reference |
+| solved | `solver.solve`, to a proven gap |
 | by rules instead | `policies` |
 
 Names are resolved on first use: a machine needs no solver.

@@ -1,26 +1,26 @@
-"""Ranges of a choice, with the lower convex hull of its costs: what a linear program can know of them.
+"""Pieces of choices, and what prices say of them.
 
-Costs need not be convex in the number of groups: an exchange that is saved with the last group makes a step, a GPU
-that is the slower side makes a bend. On a single range the hull is below the costs; once a range is cut where it
-matters, hull and costs agree there.
+A piece is a range of one choice's numbers of groups, with the lower convex hull of the costs in it: that is all of them
+that a linear program can express. Costs need not be convex in the number of groups: a transfer that is saved with the
+last group makes a step, a GPU that is the slower side makes a bend. Within a range the hull may be below the costs;
+once a range is split where it matters, hull and costs agree there.
+
+The duals of a solved relaxation put a price on each byte of the devices and on each piece. With these, the choices of a
+stage can be compared by themselves, and the sum of the best is a bound on every placement (Lagrangian relaxation). A
+choice that is dearer than the best of its stage by more than the difference of bound and best known placement is in no
+better placement.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from picompile.placement.program import Choice, Program
 
-
-class Region(Enum):
-    """Where a piece lies among those of its choice, as far as they were cut at a bend."""
-
-    BELOW = "below"
-    BETWEEN = "between"
-    ABOVE = "above"
+# As a share of the cost: the most that rounding of duals and sums may come to.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,39 +33,39 @@ class Piece:
     high: int
     at: NDArray[np.float64]
     value: NDArray[np.float64]
-    region: Region = Region.BELOW
 
     @property
     def single(self) -> bool:
-        """Whether there is nothing to choose in it."""
+        """Whether it is a single number of groups."""
         return self.low == self.high
 
     def hull(self, groups: float) -> float:
-        """The hull's value."""
+        """Return the hull's value at `groups`."""
         return float(np.interp(groups, self.at, self.value))
 
     def segment(self, groups: float) -> int:
-        """The number of the hull's segment that lies over `groups`."""
+        """Return the number of the hull's segment that contains `groups`."""
         return int(np.clip(np.searchsorted(self.at, groups, side="right") - 1, 0, len(self.at) - 2))
 
     def line(self, segment: int) -> tuple[float, float]:
-        """(value at no groups, slope) of the line through a segment, which no cost of the piece is below."""
+        """Return (value at no groups, slope) of the line through a segment, which no cost of the piece is below."""
         run = self.at[segment + 1] - self.at[segment]
         slope = (self.value[segment + 1] - self.value[segment]) / run
         return float(self.value[segment] - slope * self.at[segment]), float(slope)
 
 
-def make_piece(stage: int, number: int, choice: Choice, low: int, high: int, region: Region = Region.BELOW) -> Piece:
-    """The piece of `choice` from `low` to `high` groups."""
+def make_piece(stage: int, number: int, choice: Choice, low: int, high: int) -> Piece:
+    """Return the piece of choice `number` of a stage from `low` to `high` groups."""
     costs = choice.costs[low - choice.first : high - choice.first + 1]
     kept = lower_hull(costs)
-    return Piece(stage, number, low, high, (low + kept).astype(np.float64), costs[kept], region)
+    return Piece(stage, number, low, high, (low + kept).astype(np.float64), costs[kept])
 
 
 def first_pieces(program: Program) -> list[Piece]:
-    """Every choice in pieces: no group on the GPU, some, all that can be. Left out is what can be in no best solution.
+    """Return every choice in up to three pieces: its fewest groups, its most, and all between.
 
-    That is what no GPU of the capacity holds; and, where the host holds everything, groups beyond the cheapest number.
+    Left out is what no best solution needs: what does not fit the GPU by itself; and, where the host could hold
+    everything, groups beyond the cheapest number.
     """
     worst = sum(max(choice.host_bytes for choice in stage.choices) for stage in program.stages)
     host_is_enough = worst <= program.host_capacity_bytes
@@ -85,47 +85,11 @@ def first_pieces(program: Program) -> list[Piece]:
 
 
 def split(program: Program, piece: Piece, groups: int) -> Iterator[Piece]:
-    """The piece as up to three, of which one is `groups` alone."""
+    """Yield the piece as up to three, of which one is `groups` alone."""
     choice = program.stages[piece.stage].choices[piece.choice]
     for low, high in ((piece.low, groups - 1), (groups, groups), (groups + 1, piece.high)):
         if low <= high:
-            yield make_piece(piece.stage, piece.choice, choice, low, high, piece.region)
-
-
-def cut_at_bends(program: Program, piece: Piece, tolerance: float) -> Iterator[Piece]:
-    """The piece, cut where its costs bend the other way, if its hull is further below them than `tolerance`.
-
-    Then few numbers of groups are any good: those before the bend, and those after it. How many layers are on which
-    side is a number to branch on. What lies between is cut on until hull and costs are close.
-    """
-    choice = program.stages[piece.stage].choices[piece.choice]
-    worst, below = _worst(piece, choice)
-    if below <= tolerance:
-        yield piece
-        return
-    segment = piece.segment(worst)
-    low, high = int(piece.at[segment]), int(piece.at[segment + 1])
-    yield make_piece(piece.stage, piece.choice, choice, piece.low, low, Region.BELOW)
-    between = make_piece(piece.stage, piece.choice, choice, low + 1, high - 1, Region.BETWEEN)
-    yield from _close(between, choice, tolerance)
-    yield make_piece(piece.stage, piece.choice, choice, high, piece.high, Region.ABOVE)
-
-
-def _close(piece: Piece, choice: Choice, tolerance: float) -> Iterator[Piece]:
-    worst, below = _worst(piece, choice)
-    if below <= tolerance:
-        yield piece
-        return
-    for low, high in ((piece.low, worst), (worst + 1, piece.high)):
-        yield from _close(make_piece(piece.stage, piece.choice, choice, low, high, piece.region), choice, tolerance)
-
-
-def _worst(piece: Piece, choice: Choice) -> tuple[int, float]:
-    """(the number of groups at which the hull is furthest below the costs, how far)."""
-    costs = choice.costs[piece.low - choice.first : piece.high - choice.first + 1]
-    below = costs - np.interp(np.arange(piece.low, piece.high + 1), piece.at, piece.value)
-    worst = int(np.argmax(below))
-    return piece.low + worst, float(below[worst])
+            yield make_piece(piece.stage, piece.choice, choice, low, high)
 
 
 def _ranges(first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -137,7 +101,7 @@ def _ranges(first: int, last: int) -> Iterator[tuple[int, int]]:
 
 
 def lower_hull(costs: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Places of the vertices of the lower convex hull (Andrew 1979), the ends among them."""
+    """Return the indices of the vertices of the lower convex hull (Andrew 1979), both ends included."""
     if len(costs) < 3 or (np.diff(costs, 2) > 0).all():
         return np.arange(len(costs))
     kept: list[int] = []
@@ -151,3 +115,77 @@ def lower_hull(costs: NDArray[np.float64]) -> NDArray[np.int64]:
             kept.pop()
         kept.append(place)
     return np.asarray(kept, dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """Duals in the problem's units of cost.
+
+    Attributes:
+        gpu_byte: price of a byte of the GPU, at least 0.
+        host_byte: price of a byte of the host, at least 0.
+        pieces: price of each piece beside its bytes: for the side that the stream is on, and for the limits on how many
+            stages choose alike.
+        given: the part of the bound that these limits contribute by themselves.
+        sides: float64 [stages], the part of `pieces` for having the stream on the GPU. It stands for the cost of
+            transfers.
+    """
+
+    gpu_byte: float
+    host_byte: float
+    pieces: Sequence[float]
+    given: float
+    sides: NDArray[np.float64]
+
+
+def remaining(program: Program, pieces: Sequence[Piece], prices: Prices, best_cost: float) -> list[Piece]:
+    """Return the pieces without numbers of groups that are in no placement of less cost than `best_cost`."""
+    best, of_pieces = _stage_best(program, pieces, prices)
+    slack = best_cost - _bound(program, best, prices) + _ROUNDING * np.abs(best).sum()
+    return [
+        part
+        for piece, values in zip(pieces, of_pieces, strict=True)
+        for part in _kept(program, piece, values, best, slack)
+    ]
+
+
+def priced(program: Program, piece: Piece, prices: Prices, beside: float) -> NDArray[np.float64]:
+    """Return the cost of each number of groups of a piece with everything that has a price: float64 [high - low + 1].
+
+    `beside` is the price of the piece beside its bytes.
+    """
+    stage = program.stages[piece.stage]
+    choice = stage.choices[piece.choice]
+    moved = np.arange(piece.low, piece.high + 1) * float(stage.group_bytes)
+    values = choice.costs[piece.low - choice.first : piece.high - choice.first + 1]
+    bytes_price = prices.gpu_byte * (choice.gpu_bytes + moved) + prices.host_byte * (choice.host_bytes - moved)
+    return values + bytes_price + beside
+
+
+def _kept(
+    program: Program, piece: Piece, values: NDArray[np.float64], best: NDArray[np.float64], slack: float
+) -> Iterator[Piece]:
+    kept = np.flatnonzero(values <= best[piece.stage] + slack)
+    if len(kept) == len(values):
+        yield piece
+    elif len(kept):
+        choice = program.stages[piece.stage].choices[piece.choice]
+        for run in np.split(kept, np.flatnonzero(np.diff(kept) > 1) + 1):
+            low, high = (piece.low + int(run[end]) for end in (0, -1))
+            yield make_piece(piece.stage, piece.choice, choice, low, high)
+
+
+def _bound(program: Program, best: NDArray[np.float64], prices: Prices) -> float:
+    capacities = prices.gpu_byte * program.gpu_capacity_bytes + prices.host_byte * program.host_capacity_bytes
+    return float(best.sum()) - capacities + prices.given
+
+
+def _stage_best(
+    program: Program, pieces: Sequence[Piece], prices: Prices
+) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
+    """Return (the least priced cost of each stage, float64 [stages]; the priced costs of every piece)."""
+    best, found = np.full(len(program.stages), np.inf), []
+    for piece, beside in zip(pieces, prices.pieces, strict=True):
+        found.append(priced(program, piece, prices, beside))
+        best[piece.stage] = min(best[piece.stage], float(found[-1].min()))
+    return best, found

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from direct_program import Direct, direct_impact, direct_latency, most_lost_s, restricted
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from picompile.placement.direct import Direct, direct_impact, direct_latency, most_lost_s, restricted
 from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.impact import dense_first, impact_program
 from picompile.placement.latency import Task, capacities, fixed_bytes, group_bytes, latency_program, places_of

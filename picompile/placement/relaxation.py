@@ -1,8 +1,9 @@
-"""The linear program of some pieces, as HiGHS holds it: rows are added as its solutions need them.
+"""The placement problem over some pieces, as HiGHS holds it: a linear relaxation, or in whole numbers.
 
 Columns, in this order: for each piece, whether it is chosen; for each piece of more than one number, its groups on the
 GPU; for each of these, its cost; for each switch of sides that there can be, whether there is one; for each kind of
-choice, how many stages make it.
+choice, how many stages make it. The cost of a piece is bounded from below by lines of its hull, of which each is added
+once a solution needs it.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -14,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile.errors import SolverError
-from picompile.placement.pieces import Piece, Region
-from picompile.placement.prices import Prices
+from picompile.placement.pieces import Piece, Prices
 from picompile.placement.program import Choice, Place, Program
 
-# Lines that every piece begins with; the others are added where a solution is below the hull.
+# Lines of each piece from the beginning; the others are added where a solution is below the hull.
 _FIRST_LINES = 6
-# What the costs of all stages come to in the units of the solver, whose tolerances are absolute.
+# The costs of all stages together in units of the solver, whose tolerances are absolute.
 _COST_UNITS = 1e4
 _OPTIONS = {
     "output_flag": False,
@@ -31,6 +31,7 @@ _OPTIONS = {
     "mip_feasibility_tolerance": 1e-7,
     "dual_feasibility_tolerance": 1e-6,
 }
+# Options that are tried one by one where HiGHS fails for numerical reasons.
 _OTHER_WAYS = (("presolve", "choose"), ("presolve", "off"), ("simplex_strategy", 4), ("solver", "ipm"))
 _INFINITY = highspy.kHighsInf
 _STATUS = highspy.HighsModelStatus
@@ -38,7 +39,7 @@ _STATUS = highspy.HighsModelStatus
 
 @dataclass(frozen=True, eq=False)
 class Relaxed:
-    """What HiGHS found: the columns' values, and a bound on the cost in the program's units."""
+    """A solution of HiGHS: the values of the columns, and a bound on the cost in the problem's units."""
 
     values: NDArray[np.float64]
     bound: float
@@ -46,32 +47,31 @@ class Relaxed:
 
 
 class Limit(NamedTuple):
-    """How many stages may make one kind of choice."""
+    """The least and the most stages that may make one kind of choice."""
 
     low: int
     high: int
 
 
 class Kind(NamedTuple):
-    """What stages that choose alike have in common.
+    """A kind of choice, by which stages that choose alike are counted.
 
-    The choice's label, whether it has groups to place, whether all are on the GPU, and else how many.
+    The label of the choice, whether it has groups to place, and whether all of them are on the GPU.
     """
 
     label: Hashable
     divisible: bool
     whole: bool
-    region: Region
 
 
-# All choices that have the stream on the GPU, of whatever kind they are else.
-ON_GPU = Kind("on gpu", True, True, Region.ABOVE)
+# All choices that have the stream on the GPU, of any other kind.
+ON_GPU = Kind("on gpu", True, True)
 
 Limits = Mapping[Kind, Limit]
 
 
-class Columns:
-    """A program over `pieces`, with lines as exact as a `gap` needs."""
+class Relaxation:
+    """A placement problem over `pieces`, with lines as exact as a `gap` needs."""
 
     def __init__(self, program: Program, pieces: Sequence[Piece], gap: float) -> None:
         self.program, self.pieces = program, tuple(pieces)
@@ -100,22 +100,22 @@ class Columns:
         self._add_rows()
 
     def limit(self, limits: Limits) -> None:
-        """Bounds how many stages make each kind of choice; kinds that are not among these pieces are passed over."""
+        """Bound how many stages make each kind of choice; kinds that are not among these pieces are ignored."""
         for column, kind in zip(self._totals, self._kinds, strict=True):
             self._limits[kind] = limits[kind]
             self._highs.changeColBounds(column, *limits[kind])
 
     @property
     def limits(self) -> Limits:
-        """The bounds that hold."""
+        """The current bounds on how many stages make each kind of choice."""
         return dict(self._limits)
 
     def totals(self, relaxed: Relaxed) -> dict[Kind, float]:
-        """How many stages make each kind of choice."""
+        """Return how many stages make each kind of choice in a solution."""
         return {kind: float(relaxed.values[column]) for column, kind in zip(self._totals, self._kinds, strict=True)}
 
     def weights(self, relaxed: Relaxed) -> dict[tuple[int, Kind], float]:
-        """How far each stage makes each kind of choice."""
+        """Return to what share each stage makes each kind of choice in a solution."""
         found: dict[tuple[int, Kind], float] = {}
         for piece, kind, weight in zip(self.pieces, self.piece_kinds, relaxed.values, strict=False):
             pair = (piece.stage, kind)
@@ -123,11 +123,11 @@ class Columns:
         return found
 
     def on_gpu(self, relaxed: Relaxed) -> float:
-        """How many stages have the stream on the GPU."""
+        """Return how many stages have the stream on the GPU in a solution."""
         return float(relaxed.values[: len(self.pieces)][self._on_gpu].sum())
 
     def relax(self) -> Relaxed | None:
-        """The linear relaxation of all lines; None where it has no solution. Raises `SolverError`."""
+        """Solve the linear relaxation with all lines; None where it has no solution. Raises `SolverError`."""
         while True:
             status = self._run_again()
             if status in (_STATUS.kInfeasible, _STATUS.kUnboundedOrInfeasible):
@@ -139,7 +139,10 @@ class Columns:
                 return found
 
     def branch(self, gap: float, start: Sequence[Place] | None, time_limit_s: float) -> Relaxed | None:
-        """The program in whole numbers, from the placement `start`. Raises `SolverError`."""
+        """Solve in whole numbers, from the placement `start`; None where there is no solution.
+
+        Raises `SolverError` where HiGHS fails or finds nothing in the time limit.
+        """
         self._make_integer(gap)
         if start is not None:
             self._set_start(start)
@@ -154,32 +157,32 @@ class Columns:
         return Relaxed(self._values(), info.mip_dual_bound / self._cost_scale, status == _STATUS.kTimeLimit)
 
     def tighten(self, relaxed: Relaxed) -> bool:
-        """Adds the lines that a solution is below; whether there were any."""
+        """Add the lines that a solution is below; return whether there were any."""
         added = False
         for number, groups_column in self._groups.items():
             piece, chosen = self.pieces[number], relaxed.values[number]
             if chosen < 1e-9:
                 continue
             groups = relaxed.values[groups_column] / chosen
-            # What is missing counts by how far the piece is chosen.
+            # The difference counts by the share to which the piece is chosen.
             missing = piece.hull(groups) * chosen * self._cost_scale - relaxed.values[self._costs[number]]
             if missing > self._tolerance:
                 added |= self._add_line(number, piece.segment(groups))
         return added
 
     def chosen(self, solution: Relaxed) -> Iterator[tuple[Piece, int]]:
-        """The pieces that a solution in whole numbers chooses, each with its groups on the GPU."""
+        """Yield the pieces that a solution in whole numbers chooses, each with its groups on the GPU."""
         for number, piece in enumerate(self.pieces):
             if solution.values[number] > 0.5:
                 yield piece, piece.low if piece.single else round(float(solution.values[self._groups[number]]))
 
     def places(self, solution: Relaxed) -> list[Place]:
-        """The placement of a solution in whole numbers."""
+        """Return the placement of a solution in whole numbers."""
         places = {piece.stage: Place(piece.choice, groups) for piece, groups in self.chosen(solution)}
         return [places[stage] for stage in range(len(self.program.stages))]
 
     def prices(self) -> Prices:
-        """The duals of the relaxation that was solved last."""
+        """Return the duals of the relaxation that was solved last."""
         duals = np.asarray(self._highs.getSolution().row_dual) / self._cost_scale
         gpu, host = (max(0.0, -float(duals[row])) / self._byte_unit for row in self._capacity_rows)
         sides = np.zeros(len(self.program.stages))
@@ -197,13 +200,13 @@ class Columns:
         return Prices(gpu, host, beside, given, sides)
 
     def _run(self, time_limit_s: float = _INFINITY) -> Any:
-        # Of this run alone: its own clock, `getRunTime`, is of all runs.
+        # The limit holds for this run alone, whereas `getRunTime` counts all runs.
         self._highs.setOptionValue("time_limit", time_limit_s)
         self._highs.run()
         return self._highs.getModelStatus()
 
     def _run_again(self) -> Any:
-        """Runs; where HiGHS comes to the end of its precision, anew and in other ways."""
+        """Run; where HiGHS fails for numerical reasons, start again with other options."""
         status = self._run()
         for option, value in _OTHER_WAYS:
             if status in (_STATUS.kOptimal, _STATUS.kInfeasible, _STATUS.kUnboundedOrInfeasible):
@@ -219,10 +222,10 @@ class Columns:
         return np.asarray(self._highs.getSolution().col_value, dtype=np.float64)
 
     def _failure(self, status: Any) -> SolverError:
-        return SolverError(f"HiGHS ended with {self._highs.modelStatusToString(status)!r} on the placement program")
+        return SolverError(f"HiGHS ended with {self._highs.modelStatusToString(status)!r} on the placement problem")
 
     def _shared_kinds(self) -> dict[Kind, list[int]]:
-        """The pieces by kind, of kinds that several stages have."""
+        """Return the pieces by kind, for the kinds that several stages have."""
         kinds: dict[Kind, list[int]] = {}
         for number, kind in enumerate(self.piece_kinds):
             kinds.setdefault(kind, []).append(number)
@@ -245,7 +248,7 @@ class Columns:
             cost[column], lower[column], upper[column] = 1.0, -_INFINITY, _INFINITY
         switches = slice(self._switches.start, self._switches.stop)
         cost[switches] = self.program.switch_cost * self._cost_scale
-        # Without a bound of their own, so that their prices are in the duals of the rows alone.
+        # Switches have no upper bound, so that their prices are in the duals of the rows alone.
         upper[switches] = _INFINITY
         upper[self._totals.start :] = len(self.program.stages)
         nothing = np.zeros(0, dtype=np.int32)
@@ -308,7 +311,7 @@ class Columns:
         return True
 
     def _row(self, lower: float, upper: float, entries: dict[int, float]) -> int:
-        """Adds a row; returns its number."""
+        """Add a row and return its number."""
         kept = {column: value for column, value in entries.items() if value}
         columns = np.fromiter(kept.keys(), dtype=np.int32, count=len(kept))
         values = np.fromiter(kept.values(), dtype=np.float64, count=len(kept))
@@ -322,7 +325,7 @@ class Columns:
         self._highs.changeColsIntegrality(len(whole), np.asarray(whole, dtype=np.int32), kinds)
 
     def _set_start(self, places: Sequence[Place]) -> None:
-        """Tells HiGHS of a placement, as far as it is within the pieces; it sees for itself whether it holds."""
+        """Give HiGHS a placement to start from, as far as it is within the pieces; HiGHS checks it itself."""
         values = np.zeros(self._totals.stop)
         sides = np.zeros(len(self.program.stages))
         for number, piece in enumerate(self.pieces):
@@ -346,7 +349,7 @@ class Columns:
 
 
 def _new_solver() -> Any:
-    # It has no types.
+    # highspy has no type annotations.
     make: Any = highspy.Highs
     highs = make()
     for option, value in _OPTIONS.items():
@@ -371,4 +374,4 @@ def _choice(program: Program, piece: Piece) -> Choice:
 
 def _kind(program: Program, piece: Piece) -> Kind:
     choice = _choice(program, piece)
-    return Kind(choice.label, len(choice.costs) > 1, piece.low == choice.last, piece.region)
+    return Kind(choice.label, len(choice.costs) > 1, piece.low == choice.last)

@@ -1,14 +1,14 @@
-"""The placement programs written out in full, with a binary x_lk for every group k of every layer l: a reference.
+"""Reference for the placement problems: written out in full, with a binary x_lk for every group k of every layer l.
 
 `solve` knows that the hot groups of a layer are the most firing ones and chooses a number for each layer. Here any set
-of groups may be chosen, so its answers can be compared with what they stand for. The parts of layers that are not
-neurons, and the head, are placed beforehand.
+of groups may be chosen, so its answers can be compared with the problem they stand for. The parts of layers that are
+not neurons, and the head, are placed beforehand.
 
-A set of groups that is no prefix is never better for the paper's objective. It can be for a token's time, where
-the GPU is the slower side: another set may come closer to the time of the host. By less than the time of one group on
-the GPU, as long as the host has room. For take such a set of n groups, and the fewest first groups that bring as much
-work to the GPU. These are at most n, they leave no more work to the host and no more often an exchange, and without the
-last of them they would be less work than the set.
+A set of groups that is no prefix is never better for the paper's objective. It can be for a token's time, where the GPU
+is the slower side: another set may come closer to the time of the host. It gains less than the time of one group on the
+GPU, as long as the host has room. For take such a set of n groups, and the fewest first groups that bring as much work
+to the GPU. These are at most n, they leave no more work to the host and no more often a transfer, and without the last
+of them they would be less work than the set.
 """
 
 import itertools
@@ -37,7 +37,7 @@ _PER_SECOND = 1e6
 
 @dataclass(frozen=True, eq=False)
 class Direct:
-    """`hot` bool [groups] for each layer: which groups are on the GPU. `bound` and `gap` as in `Solution`."""
+    """A solution. `hot` bool [groups] for each layer: the groups on the GPU. `bound` and `gap` as in `Solution`."""
 
     hot: tuple[NDArray[np.bool_], ...]
     cost: float
@@ -49,7 +49,7 @@ class Direct:
 def direct_impact(
     task: Task, kv_cache_on_gpu: bool = False, gap: float = GAP, time_limit_s: float = TIME_LIMIT_S
 ) -> Direct | None:
-    """The program of `impact_program`, in equations 1 to 8 of the paper: a binary y_l says whether a layer is split.
+    """Solve the problem of `impact_program`, in equations 1 to 8 of the paper: binary y_l is 1 where a layer is split.
 
         minimize   - Σ_lk fired_lk x_lk
         subject to C_l y_l ≤ Σ_k x_lk ≤ groups_l y_l, and the memory of both devices
@@ -79,13 +79,13 @@ def direct_latency(
     gap: float = GAP,
     time_limit_s: float = TIME_LIMIT_S,
 ) -> Direct | None:
-    """The program of `latency_program` with layers placed as in `wheres`; t_l is the slower side of a layer's neurons.
+    """Solve `latency_program` with layers placed as in `wheres`; t_l is the time of a layer's slower side.
 
         minimize   Σ_l t_l + exchanges_l
         subject to t_l ≥ Σ_k hot_lk x_lk + launch_l, t_l ≥ Σ_k cold_lk (1 - x_lk), and the memory of both devices
 
-    `ordered` adds x_lk ≥ x_l(k+1), and is the program that `solve` solves, exactly. Without, a layer with cold groups
-    exchanges on every token, as it does where all neurons are looked at; where it does not, the cost is too high.
+    `ordered` adds x_lk ≥ x_l(k+1), which is the problem that `solve` solves, exactly. Without, a layer with cold groups
+    transfers on every token, as it does where all neurons are looked at; where it does not, the cost is too high.
 
     For tasks with a GPU. None where nothing fits. Raises `SolverError` where HiGHS finds nothing in `time_limit_s`.
     """
@@ -101,9 +101,9 @@ def direct_latency(
 
 
 def most_lost_s(task: Task) -> float:
-    """What a token's time with prefixes is, at most, above that with any sets of groups: a group on the GPU a layer.
+    """Return the most that a token's time with prefixes is above that with any sets: a group on the GPU for each layer.
 
-    Where the host has room for as many groups more.
+    This holds where the host has room for as many groups more.
     """
     lost_bytes = 0.0
     for layer, firing in zip(task.model.layers, task.firing.layers, strict=True):
@@ -113,7 +113,7 @@ def most_lost_s(task: Task) -> float:
 
 
 def restricted(program: Program, wheres: Sequence[Where], head_on_gpu: bool) -> Program:
-    """A latency program of which only the choices `wheres` are left."""
+    """Return a latency program with only the choices `wheres`."""
     labels = [*wheres, ALL_ON_GPU if head_on_gpu else ALL_ON_HOST]
     stages = (
         replace(stage, choices=tuple(choice for choice in stage.choices if choice.label == label))
@@ -123,20 +123,20 @@ def restricted(program: Program, wheres: Sequence[Where], head_on_gpu: bool) -> 
 
 
 def _given_s(task: Task, wheres: Sequence[Where], head_on_gpu: bool) -> float:
-    """The head, and the transfers where the stream changes sides."""
+    """Return the seconds of the head, and of the transfers where the stream changes sides."""
     sides = [False, *(where.attention_on_gpu for where in wheres), head_on_gpu, False]
     switches = sum(before != after for before, after in itertools.pairwise(sides))
     return head_s(task.model, task.machine, head_on_gpu) + switches * latency_program(task).switch_cost
 
 
 def _reading_s(task: Task, times: Times) -> NDArray[np.float64]:
-    """What each group takes on the GPU: float64 [groups]."""
+    """Return the seconds that each group takes on the GPU: float64 [groups]."""
     reads: NDArray[np.float64] = -np.diff(times.cold_s) * task.machine.host_read_bytes_per_s
     return reads / task.machine.gpu_read_bytes_per_s
 
 
 def _add_ordered(model: "_Model", times: Times, reading_s: NDArray[np.float64]) -> range:
-    """A layer: with the groups in order, each adds its step of whatever depends on their number."""
+    """Add a layer: with the groups in order, each adds its step of whatever depends on their number."""
     exchange_s = times.exchange_s * _PER_SECOND
     x = model.columns(np.diff(exchange_s), constant=float(exchange_s[0]))
     _add_sides(model, times, x, x, np.diff(times.hot_s))
@@ -146,7 +146,7 @@ def _add_ordered(model: "_Model", times: Times, reading_s: NDArray[np.float64]) 
 
 
 def _add_unordered(model: "_Model", times: Times, reading_s: NDArray[np.float64]) -> range:
-    """A layer: binaries say whether any of its groups is hot, and whether any is cold."""
+    """Add a layer, with binaries for whether any of its groups is hot, and whether any is cold."""
     exchange_s = times.exchange_s * _PER_SECOND
     count, most = len(reading_s), float(exchange_s.max())
     x = model.columns(np.zeros(count))
@@ -160,7 +160,7 @@ def _add_unordered(model: "_Model", times: Times, reading_s: NDArray[np.float64]
 
 
 def _add_sides(model: "_Model", times: Times, x: range, on_gpu: Sequence[int], on_gpu_s: ArrayLike) -> None:
-    """The column of the slower side, and its rows."""
+    """Add the column of the slower side, and its rows."""
     slower = model.columns([1.0], upper=_INFINITY, whole=False)[0]
     model.row(0.0, _INFINITY, [slower, *on_gpu], [1.0, *(-_PER_SECOND * np.asarray(on_gpu_s))])
     cold_s = times.cold_s * _PER_SECOND
@@ -200,7 +200,7 @@ class _Model:
         self._constant = 0.0
 
     def columns(self, costs: ArrayLike, upper: float = 1.0, whole: bool = True, constant: float = 0.0) -> range:
-        """Adds columns from 0 to `upper`, and a constant to the objective; returns the columns' numbers."""
+        """Add columns from 0 to `upper`, and a constant to the objective; return the columns' numbers."""
         first, values = len(self._costs), np.asarray(costs, dtype=np.float64)
         self._costs += values.tolist()
         self._uppers += [upper] * len(values)
@@ -214,7 +214,7 @@ class _Model:
     def solve(
         self, groups: Sequence[range], offset: float, unit: float, gap: float, time_limit_s: float
     ) -> Direct | None:
-        """Solves it; an objective of 1 is a cost of `unit`, to which `offset` is added."""
+        """Solve it; an objective of 1 is a cost of `unit`, to which `offset` is added."""
         highs = self._highs(offset / unit)
         highs.setOptionValue("mip_rel_gap", gap)
         highs.setOptionValue("time_limit", time_limit_s)

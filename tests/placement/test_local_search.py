@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picompile.placement.sides import CheapestSides
+from picompile.placement.local_search import CheapestSides
 
 
 @given(st.integers(0, 2**32 - 1))

@@ -1,0 +1,286 @@
+"""Find placements near the solution of a relaxation, and improve placements.
+
+1. Rounding: `round_relaxed` turns a solution in fractions into placements that need not fit.
+2. Groups: `Improver` makes a placement fit by moving groups to the host, then fills the GPU's free memory.
+3. Choices: `swap_choices` changes the choices of a few stages at a time, as long as that lowers the cost.
+
+Nothing here proves a bound: the relaxation does. A better placement only ends the search earlier.
+"""
+
+import heapq
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from picompile.placement.pieces import Prices, lower_hull, priced
+from picompile.placement.program import Choice, Place, Program, evaluate
+from picompile.placement.relaxation import Kind, Relaxation, Relaxed
+
+_MOST_SWAPS = 30
+_MOST_ALIKE = 8
+# How many of the best pairs are tried: some would change the same stage twice.
+_MOST_TRIED = 30
+
+
+class Priced(NamedTuple):
+    """A place and its cost at given prices."""
+
+    price: float
+    place: Place
+
+
+_NOWHERE = Priced(np.inf, Place(-1, 0))
+
+
+def round_relaxed(
+    relaxation: Relaxation, relaxed: Relaxed, best: Sequence[Mapping[Kind, Priced]], sides: NDArray[np.float64]
+) -> Iterator[list[Place]]:
+    """Yield placements near a solution in fractions; they need not fit.
+
+    The first placement makes each kind of choice as often as the solution does, in the stages that have most of it. The
+    second has as many stages on the GPU as the solution, rounded down: those that are cheapest there.
+
+    Args:
+        relaxation: the relaxation that was solved.
+        relaxed: its solution.
+        best: for each stage the place to take for each kind of choice, from `best_places`.
+        sides: float64 [stages], `Prices.sides`. The actual cost of transfers replaces these prices.
+    """
+    yield _as_often(relaxation, relaxed, best)
+    host, gpu = (_cheapest(relaxation, best, on_gpu) for on_gpu in (False, True))
+    host_prices, gpu_prices = (np.asarray([found.price for found in of_side]) for of_side in (host, gpu))
+    program = relaxation.program
+    cheapest = CheapestSides(host_prices, gpu_prices - sides, program.switch_cost, from_host=program.from_host)
+    if (found := cheapest.of(int(relaxation.on_gpu(relaxed) + 1e-6))) is not None:
+        yield [(gpu if on_gpu else host)[stage].place for stage, on_gpu in enumerate(found[1])]
+
+
+def best_places(relaxation: Relaxation, prices: Prices) -> list[dict[Kind, Priced]]:
+    """Return for each stage, by kind of choice, the number of groups that is cheapest at these prices."""
+    best: list[dict[Kind, Priced]] = [{} for _ in relaxation.program.stages]
+    for piece, kind, beside in zip(relaxation.pieces, relaxation.piece_kinds, prices.pieces, strict=True):
+        values = priced(relaxation.program, piece, prices, beside)
+        place = int(np.argmin(values))
+        found = Priced(float(values[place]), Place(piece.choice, piece.low + place))
+        best[piece.stage][kind] = min(found, best[piece.stage].get(kind, _NOWHERE))
+    return best
+
+
+def _cheapest(relaxation: Relaxation, best: Sequence[Mapping[Kind, Priced]], on_gpu: bool) -> list[Priced]:
+    """Return the best place of each stage on one side; `_NOWHERE` for a stage that cannot be there."""
+    found = []
+    for stage, kinds in zip(relaxation.program.stages, best, strict=True):
+        side = (priced for priced in kinds.values() if stage.choices[priced.place.choice].on_gpu == on_gpu)
+        found.append(min(side, default=_NOWHERE))
+    return found
+
+
+def _as_often(relaxation: Relaxation, relaxed: Relaxed, best: Sequence[Mapping[Kind, Priced]]) -> list[Place]:
+    """Make each kind of choice as often as the solution, rounded down; other stages take what they have most of."""
+    weights = relaxation.weights(relaxed)
+    left = {kind: int(total + 1e-6) for kind, total in relaxation.totals(relaxed).items()}
+    # Of equal weights the first stages come first, so that stages of a kind follow each other.
+    wanted = sorted(weights, key=lambda pair: (-round(weights[pair], 6), pair[0]))
+    found: dict[int, Place] = {}
+    for again in (False, True):
+        for stage, kind in wanted:
+            if stage not in found and (again or left.get(kind, 1) > 0):
+                left[kind] = left.get(kind, 1) - 1
+                found[stage] = best[stage][kind].place
+    return [found[stage] for stage in range(len(best))]
+
+
+class CheapestSides:
+    """The cheapest side of each stage, by how many stages are on the GPU: dynamic programming over the stages.
+
+    Args:
+        host: float64 [stages], the cost of each stage on the host; infinite where it cannot be there.
+        gpu: float64 [stages], the same on the GPU.
+        switch_cost: added for each stage on the other side than the stage before.
+        from_host: whether the stream begins and ends on the host.
+    """
+
+    def __init__(
+        self, host: NDArray[np.float64], gpu: NDArray[np.float64], switch_cost: float, *, from_host: bool
+    ) -> None:
+        stages, at_ends = len(host), switch_cost if from_host else 0.0
+        # By the side of the last stage and the number of stages on the GPU so far.
+        costs = np.full((2, stages + 1), np.inf)
+        costs[0, 0] = 0.0
+        self._crossed = np.zeros((stages, 2, stages + 1), dtype=bool)
+        for stage in range(stages):
+            over = costs[::-1] + (switch_cost if stage else at_ends)
+            self._crossed[stage] = over < costs
+            costs = np.minimum(costs, over)
+            costs[0] += host[stage]
+            costs[1, 1:] = costs[1, :-1] + gpu[stage]
+            costs[1, 0] = np.inf
+        self._costs = costs + np.asarray([[0.0], [at_ends]])
+
+    def of(self, count: int) -> tuple[float, list[bool]] | None:
+        """Return (cost, whether each stage is on the GPU) with `count` stages on it; None where that cannot be."""
+        if not 0 <= count < self._costs.shape[1]:
+            return None
+        side, left = int(np.argmin(self._costs[:, count])), count
+        cost = float(self._costs[side, count])
+        if not np.isfinite(cost):
+            return None
+        found = []
+        for crossed in self._crossed[::-1]:
+            found.append(side == 1)
+            left -= side
+            side ^= int(crossed[side, left])
+        return cost, found[::-1]
+
+
+class Improver:
+    """Changes the numbers of groups on the GPU and leaves the choices: fewer where it is too full, more where it pays.
+
+    A step goes from one vertex of the lower convex hull of a choice's costs to the next: where costs are not convex,
+    several groups together gain more than each by itself. The step with the best cost for its bytes comes first. Where
+    a step does not fit, the number of groups that gains most in the free memory is taken.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._vertices: dict[tuple[int, int], list[int]] = {}
+
+    def improve(self, places: Sequence[Place]) -> list[Place]:
+        """Return the placement with other numbers of groups. It may still not fit."""
+        counts = [place.groups for place in places]
+        free_bytes = self._program.gpu_capacity_bytes - evaluate(self._program, places).gpu_bytes
+        free_bytes = self._shrink(places, counts, free_bytes)
+        if free_bytes > 0:
+            self._grow(places, counts, free_bytes)
+        return [Place(place.choice, count) for place, count in zip(places, counts, strict=True)]
+
+    def _shrink(self, places: Sequence[Place], counts: list[int], free_bytes: int) -> int:
+        heap = [step for stage, place in enumerate(places) for step in self._down(stage, place, counts[stage])]
+        heapq.heapify(heap)
+        while heap and free_bytes < 0:
+            _, stage, after = heapq.heappop(heap)
+            free_bytes += (counts[stage] - after) * self._program.stages[stage].group_bytes
+            counts[stage] = after
+            for step in self._down(stage, places[stage], after):
+                heapq.heappush(heap, step)
+        return free_bytes
+
+    def _grow(self, places: Sequence[Place], counts: list[int], free_bytes: int) -> None:
+        heap = [step for stage, place in enumerate(places) for step in self._up(stage, place, counts[stage])]
+        heapq.heapify(heap)
+        while heap:
+            _, stage, after = heapq.heappop(heap)
+            size = self._program.stages[stage].group_bytes
+            if (after - counts[stage]) * size > free_bytes:
+                after = self._filling(stage, places[stage], counts[stage], free_bytes)
+            if after == counts[stage]:
+                continue
+            free_bytes -= (after - counts[stage]) * size
+            counts[stage] = after
+            for step in self._up(stage, places[stage], after):
+                heapq.heappush(heap, step)
+
+    def _down(self, stage: int, place: Place, groups: int) -> list[tuple[float, int, int]]:
+        """Return [(cost for its bytes, stage, groups after)] of the next step down; empty where there is none."""
+        choice, hull = self._choice(stage, place), self._hull(stage, place)
+        below = bisect_left(hull, groups)
+        if below == 0:
+            return []
+        after = hull[below - 1]
+        return [((choice.cost(after) - choice.cost(groups)) / (groups - after) / self._size(stage), stage, after)]
+
+    def _up(self, stage: int, place: Place, groups: int) -> list[tuple[float, int, int]]:
+        """Return [(cost for its bytes, stage, groups after)] of the next step up; empty where none gains."""
+        choice, hull = self._choice(stage, place), self._hull(stage, place)
+        above = bisect_right(hull, groups)
+        if above == len(hull):
+            return []
+        after = hull[above]
+        change = choice.cost(after) - choice.cost(groups)
+        return [(change / (after - groups) / self._size(stage), stage, after)] if change < 0 else []
+
+    def _filling(self, stage: int, place: Place, groups: int, free_bytes: int) -> int:
+        """Return the best number of groups from `groups` on that takes at most `free_bytes` more."""
+        choice = self._choice(stage, place)
+        most = groups + free_bytes // self._size(stage)
+        return groups + int(np.argmin(choice.costs[groups - choice.first : most - choice.first + 1]))
+
+    def _hull(self, stage: int, place: Place) -> list[int]:
+        """Return the vertices of the choice's lower hull, as numbers of groups."""
+        key = (stage, place.choice)
+        if key not in self._vertices:
+            choice = self._choice(stage, place)
+            self._vertices[key] = (lower_hull(choice.costs) + choice.first).tolist()
+        return self._vertices[key]
+
+    def _choice(self, stage: int, place: Place) -> Choice:
+        return self._program.stages[stage].choices[place.choice]
+
+    def _size(self, stage: int) -> int:
+        return max(1, self._program.stages[stage].group_bytes)
+
+
+class _Bundle(NamedTuple):
+    """The same change in several stages: their new places, the cost of all and the bytes that they take on the GPU."""
+
+    places: dict[int, Place]
+    cost: float
+    size: int
+
+
+def swap_choices(program: Program, places: Sequence[Place], options: Sequence[Sequence[Place]]) -> list[Place]:
+    """Change stages to one of their `options`, two bundles of changes at a time, as long as that lowers the cost.
+
+    Where the attention and predictors of a few stages decide how well the GPU is filled, single changes don't help: two
+    stages give up their predictors on the GPU so that the attention of a third fits. So the same change is bundled over
+    the stages where it costs least, and all pairs of bundles are compared at once.
+    """
+    current, totals = list(places), evaluate(program, places)
+    for _ in range(_MOST_SWAPS):
+        for changed in _best_pairs(_bundles(program, current, options), program.gpu_capacity_bytes - totals.gpu_bytes):
+            after = [changed.get(stage, place) for stage, place in enumerate(current)]
+            found = evaluate(program, after)
+            # Bundles leave out transfers and the host's memory; this counts them.
+            if found.fits(program) and found.cost < totals.cost:
+                current, totals = after, found
+                break
+        else:
+            return current
+    return current
+
+
+def _bundles(program: Program, places: Sequence[Place], options: Sequence[Sequence[Place]]) -> list[_Bundle]:
+    """Return for each kind of change the cheapest one, two, … of them together; first of all a bundle of none."""
+    kinds: dict[tuple[int, int, bool], list[tuple[float, int, int, Place]]] = {}
+    for number, (stage, now) in enumerate(zip(program.stages, places, strict=True)):
+        for place in options[number]:
+            if place == now:
+                continue
+            before, after = stage.choices[now.choice], stage.choices[place.choice]
+            size = after.gpu_bytes - before.gpu_bytes + (place.groups - now.groups) * stage.group_bytes
+            cost = after.cost(place.groups) - before.cost(now.groups)
+            whole = place.groups == after.last
+            kinds.setdefault((now.choice, place.choice, whole), []).append((cost, size, number, place))
+    bundles = [_Bundle({}, 0.0, 0)]
+    for changes in kinds.values():
+        together = bundles[0]
+        for cost, size, number, place in sorted(changes, key=lambda change: change[:3])[:_MOST_ALIKE]:
+            together = _Bundle({**together.places, number: place}, together.cost + cost, together.size + size)
+            bundles.append(together)
+    return bundles
+
+
+def _best_pairs(bundles: Sequence[_Bundle], free_bytes: int) -> list[dict[int, Place]]:
+    """Return the changes of the pairs of bundles that fit and lower the cost, the best pair first."""
+    costs = np.asarray([bundle.cost for bundle in bundles])
+    sizes = np.asarray([bundle.size for bundle in bundles], dtype=np.float64)
+    together = np.where(sizes[:, None] + sizes <= free_bytes, costs[:, None] + costs, 0.0)
+    found = []
+    for pair in np.argsort(together, axis=None)[:_MOST_TRIED]:
+        first, second = (bundles[int(number)] for number in np.unravel_index(pair, together.shape))
+        if together.flat[pair] < -1e-12 * float(np.abs(costs).max()) and not first.places.keys() & second.places.keys():
+            found.append({**first.places, **second.places})
+    return found
