@@ -2,9 +2,11 @@
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from picompile_runtime.run_options import RUN_OPTIONS
 
 
 def _set_debug(context: typer.Context, wanted: bool) -> bool:
@@ -13,22 +15,24 @@ def _set_debug(context: typer.Context, wanted: bool) -> bool:
     return wanted
 
 
+def run_option(key: str, **more: Any) -> Any:
+    """Return the option of `picompile run` that `picompile_runtime.run_options` declares under `key`."""
+    declared = RUN_OPTIONS[key]
+    return typer.Option(
+        *declared.names,
+        help=declared.help,
+        metavar=declared.metavar,
+        min=declared.least if declared.kind is not int or declared.least is None else int(declared.least),
+        max=declared.most if declared.kind is not int or declared.most is None else int(declared.most),
+        **more,
+    )
+
+
 # Eager, so that it counts for errors in the options after it as well.
-DebugOption = Annotated[
-    bool, typer.Option("--debug", help="On an error, print the traceback too.", callback=_set_debug, is_eager=True)
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-ThreadsOption = Annotated[
-    int | None,
-    typer.Option("-t", "--threads", metavar="N", min=1, max=256, help="CPU threads. Default: one a physical core."),
-]
-ReplanOption = Annotated[
-    bool,
-    typer.Option(
-        "--replan",
-        help="Where the GPU has less memory free than the plan needs, leave weights with the host, instead of ending.",
-    ),
-]
+DebugOption = Annotated[bool, run_option("debug", callback=_set_debug, is_eager=True)]
+JsonOption = Annotated[bool, run_option("json")]
+ThreadsOption = Annotated[int | None, run_option("threads")]
+ReplanOption = Annotated[bool, run_option("replan")]
 ArtifactArgument = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A compiled model's folder.")]
 
 
