@@ -41,33 +41,39 @@ CalibrationOption = Annotated[
     typer.Option(
         "--calibration",
         metavar="FILE",
-        help="Text to learn from; may be given several times, - is standard input. Default: the sources and documents "
-        "of Python's standard library, and text sampled from the model.",
+        help="Text to learn from; repeatable; - reads standard input. Default: the sources and documents of Python's "
+        "standard library, and text sampled from the model.",
         allow_dash=True,
         show_default=False,
     ),
 ]
 GateOption = Annotated[
     str,
-    typer.Option(metavar="SHARE", help="How far predictors may raise the perplexity on held-out text, or off."),
+    typer.Option(
+        metavar="SHARE",
+        help="Accuracy bound: how far predictors may raise the perplexity on held-out text; off sets none.",
+    ),
 ]
 # What is said of the machine to plan for.
 VramBudgetOption = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="What may be taken of the GPU's memory: 8GiB, 80%, or auto: what is free, of a target in the table 96 %.",
+        help="GPU memory to use: 8GiB, 80%, or auto, which is what is free here, or 96 % of a GPU in the table.",
     ),
 ]
 HostMemoryOption = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="The host's memory. Default: 64GiB; of this machine what is available."),
+    typer.Option(
+        metavar="SIZE", help="Memory of the host. Default: 64GiB, or what is available if the target is this machine."
+    ),
 ]
 HostBandwidthOption = Annotated[
     str | None,
     typer.Option(
         metavar="RATE",
-        help="How fast it reads: 67.2GB/s. Default: 51.2, two channels of DDR4-3200; of this machine as measured.",
+        help="Read bandwidth of the host's memory, as in 67.2GB/s. Default: 51.2 (two channels of DDR4-3200), or as "
+        "measured if the target is this machine.",
     ),
 ]
 

@@ -32,14 +32,24 @@ class RunOption:
 RUN_OPTIONS = {
     option.key: option
     for option in (
-        RunOption(("-n", "--max-tokens"), int, "At most so many tokens.", 128, "N", least=1),
-        RunOption(("--temp",), float, "0 takes the likeliest token; above 0 draws.", 0.0, "X", least=0),
-        RunOption(("--top-k",), int, "Draw from the N likeliest tokens; 0: from all.", 40, "N", least=0),
-        RunOption(("--top-p",), float, "Draw from the likeliest that together reach X.", 0.95, "X", least=0, most=1),
+        RunOption(("-n", "--max-tokens"), int, "Tokens to generate, at most.", 128, "N", least=1),
+        RunOption(
+            ("--temp",), float, "Temperature: 0 takes the likeliest token, above 0 draws one.", 0.0, "X", least=0
+        ),
+        RunOption(("--top-k",), int, "Draw from the N likeliest tokens; 0 draws from all.", 40, "N", least=0),
+        RunOption(
+            ("--top-p",),
+            float,
+            "Draw from the likeliest tokens whose probabilities reach X together.",
+            0.95,
+            "X",
+            least=0,
+            most=1,
+        ),
         RunOption(
             ("--min-p",),
             float,
-            "Draw from those at least X as likely as the likeliest.",
+            "Draw from tokens at least X times as likely as the likeliest.",
             0.0,
             "X",
             least=0,
@@ -48,21 +58,25 @@ RUN_OPTIONS = {
         RunOption(
             ("--repetition-penalty",),
             float,
-            "Above 1 makes tokens that occurred less likely.",
+            "Above 1 makes tokens that have occurred less likely.",
             1.0,
             "X",
             least=0,
         ),
-        RunOption(("--seed",), int, "Makes drawing repeatable. Default: another every time.", None, "N", least=0),
-        RunOption(("-t", "--threads"), int, "CPU threads. Default: one a physical core.", None, "N", least=1, most=256),
+        RunOption(
+            ("--seed",), int, "Seed that makes drawing repeatable. Default: a new one every time.", None, "N", least=0
+        ),
+        RunOption(
+            ("-t", "--threads"), int, "CPU threads. Default: one for each physical core.", None, "N", least=1, most=256
+        ),
         RunOption(
             ("--replan",),
             bool,
-            "Where the GPU has less memory free than the plan needs, leave weights with the host, instead of ending.",
+            "If the GPU has less free memory than the plan needs, leave weights with the host instead of ending.",
             False,
         ),
-        RunOption(("--stop",), str, "End before this text; may be given several times.", None, "TEXT", repeated=True),
+        RunOption(("--stop",), str, "End before this text; repeatable.", None, "TEXT", repeated=True),
         RunOption(("--json",), bool, "Print one JSON object instead of text.", False),
-        RunOption(("--debug",), bool, "On an error, print the traceback too.", False),
+        RunOption(("--debug",), bool, "Print the traceback of an error.", False),
     )
 }
