@@ -56,7 +56,7 @@ def compile_command(
             metavar="KIND",
             help="Method used to predict active neurons. exact: from the gating matrix, computed in full; lossless, "
             "ReLU family only. learned: a small trained predictor for each layer. sign: the signs of the weights. "
-            "none: compute every neuron. Or a kind of a plug-in. Default: exact where neurons can be silent, else none.",
+            "none: compute every neuron. Or a plug-in's kind. Default: exact where neurons can be silent, else none.",
             show_default=False,
         ),
     ] = None,
