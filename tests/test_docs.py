@@ -257,3 +257,10 @@ def test_options_in_the_documentation_exist() -> None:
     for document in (ROOT / "README.md", ROOT / "docs" / "cli.md"):
         mentioned = set(OPTION.findall(document.read_text(encoding="utf-8")))
         assert mentioned <= known, f"{document.name}: {mentioned - known}"
+
+
+def test_option_tables_are_those_of_the_command_line() -> None:
+    """`python docs/option_tables.py` writes them."""
+    code = "import option_tables as o; text = o.PAGE.read_text(); print(o.with_tables(text) == text)"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "docs", capture_output=True, text=True, check=True)
+    assert ran.stdout == "True\n"

@@ -25,12 +25,14 @@ def bench_command(
     prompt_tokens: Annotated[
         int | None,
         typer.Option(
-            "-p", "--prompt-tokens", metavar="N", min=1, help="Length of the prompt. Default: 512, or what fits."
+            "-p", "--prompt-tokens", metavar="N", min=1, help="Tokens of the prompt. Default: 512, or as many as fit."
         ),
     ] = None,
     decode_tokens: Annotated[
         int | None,
-        typer.Option("-n", "--decode-tokens", metavar="N", min=1, help="Tokens to decode. Default: 128, or what fits."),
+        typer.Option(
+            "-n", "--decode-tokens", metavar="N", min=1, help="Tokens to decode. Default: 128, or as many as fit."
+        ),
     ] = None,
     depth: Annotated[
         int | None,
@@ -50,13 +52,15 @@ def bench_command(
             metavar="N",
             min=1,
             max=256,
-            help="Sequences that are decoded together; the artifact must be compiled with so many --sequences.",
+            help="Sequences that are decoded together; compile the artifact with at least as many --sequences.",
         ),
     ] = 1,
-    repeats: Annotated[int, typer.Option("-r", "--repeats", metavar="N", min=1, help="Rounds that count.")] = 5,
+    repeats: Annotated[int, typer.Option("-r", "--repeats", metavar="N", min=1, help="Rounds that are measured.")] = 5,
     text: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Read this text instead of random tokens; which neurons fire depends on it."),
+        typer.Option(
+            metavar="FILE", help="Read this text instead of random tokens; the text decides which neurons fire."
+        ),
     ] = None,
     trace: Annotated[
         Path | None,

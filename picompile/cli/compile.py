@@ -45,8 +45,8 @@ def compile_command(
         typer.Option(
             metavar="NAME",
             envvar="PICOMPILE_TARGET",
-            help="The machine to compile for, or several with commas between; see [bold]picompile targets[/]. "
-            "native: this one's processor and no other.",
+            help="The machine to compile for, or several separated by commas; see [bold]picompile targets[/]. "
+            "native: this machine's processor and no other.",
         ),
     ] = "cpu",
     quant: Annotated[Quant, typer.Option(help="Weight format.")] = Quant.Q4,
@@ -54,15 +54,17 @@ def compile_command(
         str | None,
         typer.Option(
             metavar="KIND",
-            help="How firing neurons are known. exact: from the gate computed in full, lossless, ReLU family only. "
-            "learned: by a small trained predictor a layer. sign: from the signs of the weights. none: all are "
-            "computed. Or a plug-in's. Default: exact where it can be, else none.",
+            help="Method used to predict active neurons. exact: from the gating matrix, computed in full; lossless, "
+            "ReLU family only. learned: a small trained predictor for each layer. sign: the signs of the weights. "
+            "none: compute every neuron. Or a plug-in's kind. Default: exact where neurons can be silent, else none.",
             show_default=False,
         ),
     ] = None,
     predictors: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Predictors that train or import-predictors made. Default: train them."),
+        typer.Option(
+            metavar="FOLDER", help="Take the predictors that train or import-predictors made. Default: train them."
+        ),
     ] = None,
     profile: Annotated[
         Path | None,
@@ -71,44 +73,48 @@ def compile_command(
     calibration: CalibrationOption = None,
     gate: GateOption = "0.1%",
     gate_tokens: Annotated[
-        int, typer.Option(metavar="N", min=2, help="How many tokens of held-out text the gate reads, at most.")
+        int, typer.Option(metavar="N", min=2, help="Tokens of held-out text that the accuracy check reads, at most.")
     ] = 4096,
     work: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Keep profile and predictors here, and go on from what is there."),
+        typer.Option(metavar="DIR", help="Keep the profile and the predictors here, and continue from what is there."),
     ] = None,
     context: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Longest sequence, in tokens. Default: the model's own, 4096 at most."),
+        typer.Option(
+            metavar="N", min=1, help="Longest sequence, in tokens. Default: the model's own limit, at most 4096."
+        ),
     ] = None,
     sequences: Annotated[
         int,
-        typer.Option(metavar="N", min=1, max=256, help="How many sequences the cache holds, to be decoded together."),
+        typer.Option(
+            metavar="N", min=1, max=256, help="Sequences that the KV cache holds; they can be decoded together."
+        ),
     ] = 1,
     kv_dtype: Annotated[
         KvDtype | None,
-        typer.Option(help="Element type of the key/value cache. Default: f16, and f32 for FATReLU models."),
+        typer.Option(help="Element type of the KV cache. Default: f16, but f32 for FATReLU models."),
     ] = None,
     passes: Annotated[
         list[str] | None,
         typer.Option(
             "--pass",
             metavar="NAME",
-            help="One more pass, name{option=value,…}@stage, options and stage as needed. May be given several times.",
+            help="Run one more pass, written name{option=value,…}@stage; options and stage are optional. Repeatable.",
         ),
     ] = None,
     hot: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help='Split feed-forward blocks: JSON, layer to its hot neurons, as in {"0": [5, 17], "1": [3]}.',
+            help='Split feed-forward blocks by hand: a JSON file of hot neurons by layer, {"0": [5, 17], "1": [3]}.',
         ),
     ] = None,
     plan: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Split feed-forward blocks as picompile plan -o has it. Default: for a target with a GPU, plan.",
+            help="Split feed-forward blocks by this plan of picompile plan. Default: with a GPU, make one.",
         ),
     ] = None,
     vram_budget: VramBudgetOption = None,
@@ -117,17 +123,17 @@ def compile_command(
     hot_device: Annotated[
         HotDeviceOption | None,
         typer.Option(
-            help="Where hot neurons, and what the plan puts beside them, run. cuda: on the target's GPU. cpu: on a "
-            "second partition of the CPU, by the same schedule. Default: cuda where the target has a GPU; else one "
-            "after the other on the CPU.",
+            help="The accelerator of hot neurons and of what the plan puts beside them. cuda: the target's GPU. cpu: a "
+            "second partition of the CPU, with the same schedule. Default: cuda if the target has a GPU; else hot "
+            "and cold neurons run one after the other on the host.",
             show_default=False,
         ),
     ] = None,
     dump_ir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the graph after each pass to DIR/NNN_pass-name.txt.")
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check every stage's graph.")] = True,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an artifact that is in the way.")] = False,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check the graph at every stage.")] = True,
+    force: Annotated[bool, typer.Option("--force", help="Replace an artifact that is at this path.")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Compile a checkpoint into an artifact.

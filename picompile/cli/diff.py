@@ -26,11 +26,11 @@ _STYLES = {"removed": "red", "added": "green", "changed": "yellow", "section": "
 
 def diff_command(
     before: Annotated[Path, typer.Argument(metavar="A", help="A dump, NNN_pass.txt, or a folder of dumps.")],
-    after: Annotated[Path, typer.Argument(metavar="B", help="What to compare it with.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="The dump, or the folder of dumps, to compare with A.")],
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page that shows both graphs side by side.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a page that is in the way.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a page that is at this path.")] = False,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

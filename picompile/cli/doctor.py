@@ -48,7 +48,7 @@ class Finding:
 
 def doctor_command(
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure memory and GPU anew, also where they were measured before.")
+        bool, typer.Option("--measure", help="Measure memory and GPU again, even if they were measured before.")
     ] = False,
     json_output: JsonOption = False,
     debug: DebugOption = False,

@@ -17,9 +17,11 @@ def import_predictors_command(
     source: Annotated[
         Path, typer.Argument(metavar="SOURCE", help="A *.powerinfer.gguf, a folder with one, or one with model_N.pt.")
     ],
-    model: Annotated[Path, typer.Option("--model", metavar="MODEL", help="The checkpoint that they were trained for.")],
+    model: Annotated[
+        Path, typer.Option("--model", metavar="MODEL", help="The checkpoint that the predictors were trained for.")
+    ],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="The folder to make.")],
-    force: Annotated[bool, typer.Option("--force", help="Overwrite FOLDER, if it holds predictors.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace FOLDER if it holds predictors.")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Import predictors that others have trained, from PowerInfer's files.

@@ -2,9 +2,11 @@
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from picompile_runtime.run_options import RUN_OPTIONS
 
 
 def _set_debug(context: typer.Context, wanted: bool) -> bool:
@@ -13,22 +15,24 @@ def _set_debug(context: typer.Context, wanted: bool) -> bool:
     return wanted
 
 
+def run_option(key: str, **more: Any) -> Any:
+    """Return the option of `picompile run` that `picompile_runtime.run_options` declares under `key`."""
+    declared = RUN_OPTIONS[key]
+    return typer.Option(
+        *declared.names,
+        help=declared.help,
+        metavar=declared.metavar,
+        min=declared.least if declared.kind is not int or declared.least is None else int(declared.least),
+        max=declared.most if declared.kind is not int or declared.most is None else int(declared.most),
+        **more,
+    )
+
+
 # Eager, so that it counts for errors in the options after it as well.
-DebugOption = Annotated[
-    bool, typer.Option("--debug", help="On an error, print the traceback too.", callback=_set_debug, is_eager=True)
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-ThreadsOption = Annotated[
-    int | None,
-    typer.Option("-t", "--threads", metavar="N", min=1, max=256, help="CPU threads. Default: one a physical core."),
-]
-ReplanOption = Annotated[
-    bool,
-    typer.Option(
-        "--replan",
-        help="Where the GPU has less memory free than the plan needs, leave weights with the host, instead of ending.",
-    ),
-]
+DebugOption = Annotated[bool, run_option("debug", callback=_set_debug, is_eager=True)]
+JsonOption = Annotated[bool, run_option("json")]
+ThreadsOption = Annotated[int | None, run_option("threads")]
+ReplanOption = Annotated[bool, run_option("replan")]
 ArtifactArgument = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A compiled model's folder.")]
 
 
@@ -37,33 +41,39 @@ CalibrationOption = Annotated[
     typer.Option(
         "--calibration",
         metavar="FILE",
-        help="Text to learn from; may be given several times, - is standard input. Default: the sources and documents "
-        "of Python's standard library, and text sampled from the model.",
+        help="Text to learn from; repeatable; - reads standard input. Default: the sources and documents of Python's "
+        "standard library, and text sampled from the model.",
         allow_dash=True,
         show_default=False,
     ),
 ]
 GateOption = Annotated[
     str,
-    typer.Option(metavar="SHARE", help="How far predictors may raise the perplexity on held-out text, or off."),
+    typer.Option(
+        metavar="SHARE",
+        help="Accuracy bound: how far predictors may raise the perplexity on held-out text; off sets none.",
+    ),
 ]
 # What is said of the machine to plan for.
 VramBudgetOption = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="What may be taken of the GPU's memory: 8GiB, 80%, or auto: what is free, of a target in the table 96 %.",
+        help="GPU memory to use: 8GiB, 80%, or auto, which is what is free here, or 96 % of a GPU in the table.",
     ),
 ]
 HostMemoryOption = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="The host's memory. Default: 64GiB; of this machine what is available."),
+    typer.Option(
+        metavar="SIZE", help="Memory of the host. Default: 64GiB, or what is available if the target is this machine."
+    ),
 ]
 HostBandwidthOption = Annotated[
     str | None,
     typer.Option(
         metavar="RATE",
-        help="How fast it reads: 67.2GB/s. Default: 51.2, two channels of DDR4-3200; of this machine as measured.",
+        help="Read bandwidth of the host's memory, as in 67.2GB/s. Default: 51.2 (two channels of DDR4-3200), or as "
+        "measured if the target is this machine.",
     ),
 ]
 

@@ -22,20 +22,24 @@ def profile_command(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="The folder to make.")],
     calibration: CalibrationOption = None,
     tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Count firings over so many tokens, or what the text has.")
+        int, typer.Option(metavar="N", min=1, help="Count firings over N tokens, or over all the text if it has fewer.")
     ] = 65_536,
     samples: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Keep what each block reads on so many of the tokens.")
+        int, typer.Option(metavar="N", min=1, help="Keep the input of each feed-forward block for N of the tokens.")
     ] = 32_768,
     window: Annotated[
         int | None,
-        typer.Option(metavar="N", min=2, help="Tokens that are read together. Default: 512, or the model's limit."),
+        typer.Option(
+            metavar="N",
+            min=2,
+            help="Tokens that are read together. Default: 512, or the model's limit if that is lower.",
+        ),
     ] = None,
     held_out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Text that only measures. Default: the end of the calibration text, or files that it leaves out.",
+            help="Text for measuring only. Default: the end of the calibration text, or files left out of it.",
             allow_dash=True,
         ),
     ] = None,
@@ -43,12 +47,12 @@ def profile_command(
         str,
         typer.Option(
             metavar="SHARE",
-            help="SiLU and GELU models: how far thresholds may raise the perplexity on held-out text; off leaves "
-            "them at zero.",
+            help="SiLU and GELU models: how far thresholds may raise the perplexity on held-out text; off keeps "
+            "thresholds of zero.",
         ),
     ] = "0.1%",
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Draws samples and text.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a profile that is in the way.")] = False,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed for drawing samples and text.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace a profile that is at this path.")] = False,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

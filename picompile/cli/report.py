@@ -15,7 +15,7 @@ def report_command(
         list[Path], typer.Argument(metavar="PATH...", help="Profiles, predictors, artifacts and plans, in any order.")
     ],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The HTML page to write.")],
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a page that is in the way.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a page that is at this path.")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Show profiles, predictors, artifacts and plans in pictures, on one HTML page.

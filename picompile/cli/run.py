@@ -1,54 +1,28 @@
-"""Generating with token ids instead of text, for models that came without a tokenizer."""
+"""`picompile run`: generate text."""
 
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from picompile.cli.checks import require_text_file
-from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, ReplanOption, ThreadsOption
+from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, ReplanOption, ThreadsOption, run_option
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.quantities import parse_count, shortened
-from picompile_runtime.engine.engine import Engine
-from picompile_runtime.sampling.generate import Generation, StopFinder
-from picompile_runtime.sampling.sampler import SamplingParams
-from picompile_runtime.sampling.tokenizer import StreamDecoder
+from picompile_runtime.run_options import RUN_OPTIONS
 
 if TYPE_CHECKING:
     from picompile_runtime.engine.engine import Engine
     from picompile_runtime.sampling.generate import Generation, GenerationStats
     from picompile_runtime.sampling.sampler import SamplingParams
 
-
-class IdDecoder(StreamDecoder):
-    """Writes tokens as their numbers, separated by commas, so that the output can be given to `--ids` again."""
-
-    def __init__(self) -> None:
-        self._first = True
-
-    def push(self, token: int) -> str:
-        """The number of one token."""
-        separator, self._first = ("" if self._first else ","), False
-        return f"{separator}{token}"
-
-    def flush(self) -> str:
-        """Nothing is ever held back."""
-        return ""
-
-
-def generate_ids(engine: Engine, ids: Sequence[int], params: SamplingParams, max_tokens: int) -> Generation:
-    """As `picompile_runtime.sampling.generate`, with numbers for text."""
-    engine.reset()
-    engine.check(ids)
-    return Generation(engine, IdDecoder(), list(ids), params, max_tokens, StopFinder(()))
-
-
-# `picompile run`: generate text.
+# Of each option of the sampler, its default.
+_DEFAULTS: Any = {key: option.default for key, option in RUN_OPTIONS.items()}
 
 
 def run_command(
@@ -63,29 +37,14 @@ def run_command(
         str | None,
         typer.Option("--ids", metavar="IDS", help="The prompt as token ids, as in 1,15,7; answers with ids."),
     ] = None,
-    max_tokens: Annotated[
-        int, typer.Option("-n", "--max-tokens", metavar="N", min=1, help="At most so many tokens.")
-    ] = 128,
-    temperature: Annotated[
-        float, typer.Option("--temp", metavar="X", min=0.0, help="0 takes the likeliest token; above 0 draws.")
-    ] = 0.0,
-    top_k: Annotated[int, typer.Option(metavar="N", min=0, help="Draw from the N likeliest tokens; 0: from all.")] = 40,
-    top_p: Annotated[
-        float, typer.Option(metavar="X", min=0.0, max=1.0, help="Draw from the likeliest that together reach X.")
-    ] = 0.95,
-    min_p: Annotated[
-        float,
-        typer.Option(metavar="X", min=0.0, max=1.0, help="Draw from those at least X as likely as the likeliest."),
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(metavar="X", min=0.0, help="Above 1 makes tokens that occurred less likely.")
-    ] = 1.0,
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Makes drawing repeatable. Default: another every time.")
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given several times.")
-    ] = None,
+    max_tokens: Annotated[int, run_option("max_tokens")] = _DEFAULTS["max_tokens"],
+    temperature: Annotated[float, run_option("temp")] = _DEFAULTS["temp"],
+    top_k: Annotated[int, run_option("top_k")] = _DEFAULTS["top_k"],
+    top_p: Annotated[float, run_option("top_p")] = _DEFAULTS["top_p"],
+    min_p: Annotated[float, run_option("min_p")] = _DEFAULTS["min_p"],
+    repetition_penalty: Annotated[float, run_option("repetition_penalty")] = _DEFAULTS["repetition_penalty"],
+    seed: Annotated[int | None, run_option("seed")] = None,
+    stop: Annotated[list[str] | None, run_option("stop")] = None,
     threads: ThreadsOption = None,
     replan: ReplanOption = False,
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
@@ -152,6 +111,7 @@ def _start(
         return generate(engine, Tokenizer.of(engine.artifact), source, params, max_tokens, stop)
     if stop:
         raise UsageError("--stop is a text; it cannot be given with --ids")
+    from picompile.cli.token_ids import generate_ids
 
     return generate_ids(engine, source, params, max_tokens)
 

@@ -34,7 +34,9 @@ def synth_command(
     dtype: Annotated[Dtype, typer.Option(help="Element type of the checkpoint.")] = Dtype.F16,
     rank: Annotated[
         int | None,
-        typer.Option(metavar="N", min=2, help="Rank of the predictors that know the firing. Default: by shape."),
+        typer.Option(
+            metavar="N", min=2, help="Rank of the predictors that come with the checkpoint. Default: by shape."
+        ),
     ] = None,
     debug: DebugOption = False,
 ) -> None:

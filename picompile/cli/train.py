@@ -36,42 +36,55 @@ class Device(str, Enum):
 
 def train_command(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder: config.json, *.safetensors.")],
-    profile: Annotated[Path, typer.Option(metavar="FOLDER", help="What [bold]picompile profile[/] made of MODEL.")],
+    profile: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="The profile that [bold]picompile profile[/] made of MODEL.")
+    ],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="The folder to make.")],
     gate: GateOption = "0.1%",
     budget: Annotated[
-        str, typer.Option(metavar="SHARE", help="Parameters of all predictors, of the model's parameters.")
+        str, typer.Option(metavar="SHARE", help="Parameters of all predictors, as a share of the model's parameters.")
     ] = "6%",
     recall: Annotated[
-        str, typer.Option(metavar="SHARE", help="What a predictor must find of what firing neurons contribute.")
+        str,
+        typer.Option(metavar="SHARE", help="The share of what firing neurons contribute that a predictor must find."),
     ] = "99.7%",
     computed: Annotated[
         float,
-        typer.Option(metavar="X", min=1, help="Neurons computed for one that fires, at most, as the budget allows."),
+        typer.Option(
+            metavar="X", min=1, help="Neurons computed for each one that fires, at most, as far as the budget allows."
+        ),
     ] = 1.5,
     exact: Annotated[
-        bool, typer.Option("--exact/--no-exact", help="Let layers be exact where that reads fewer bytes.")
+        bool, typer.Option("--exact/--no-exact", help="Allow exact predictors for layers where they read fewer bytes.")
     ] = True,
     input_: Annotated[
         Input,
         typer.Option(
-            "--input", help="block: what the block reads. stream: before its norm. previous: of the layer before."
+            "--input",
+            help="What predictors read. block: the block's input. stream: that input before its norm. previous: the "
+            "input of the block before.",
+            metavar="auto|block|stream|previous",
         ),
     ] = Input.AUTO,
     rank: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="One rank for all layers. Default: searched for each.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Use this rank for all layers. Default: search a rank for each layer."),
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Layers trained at a time. Default: one a core, as far as memory goes."),
+        typer.Option(
+            metavar="N", min=1, help="Layers trained at the same time. Default: one for each core, as memory allows."
+        ),
     ] = None,
-    device: Annotated[Device, typer.Option(help="auto: CUDA where there is a device.")] = Device.AUTO,
+    device: Annotated[Device, typer.Option(help="Where training runs. auto: CUDA if there is a device.")] = Device.AUTO,
     ray: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="Train on a Ray cluster; local starts one here. Needs picompile[ray]."),
+        typer.Option(
+            metavar="ADDRESS", help="Train on a Ray cluster; local starts one on this machine. Needs picompile[ray]."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Orders the samples.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite predictors that are in the way.")] = False,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed for the order of the samples.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace predictors that are at this path.")] = False,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import jinja2
-
 from picompile.errors import UsageError
 from picompile.placement.plan import Plan
 from picompile.predictors import Predictors, load_predictors
@@ -13,11 +11,12 @@ from picompile.report import numbers
 from picompile.report.artifact import artifact_section
 from picompile.report.artifact_facts import ArtifactFacts, read_artifact
 from picompile.report.layer_figures import LayerFigures, of_predictors, parameters_text
-from picompile.report.numbers import PageSection, relative_change, unbroken
+from picompile.report.numbers import PageSection, relative_change
 from picompile.report.plan import PlanFacts, gain_text, is_json_object, plan_section, read_plan_facts, taken_text
 from picompile.report.plan_pictures import hot_shares
 from picompile.report.predictors import predictors_section
 from picompile.report.profile import FiringProfile, profile_section, read_profile
+from picompile.report.shell import render
 
 Source = FiringProfile | Predictors | ArtifactFacts | PlanFacts
 
@@ -202,15 +201,7 @@ def render_report(sources: Sequence[Source], advance: Callable[[int], None] = la
         sections.append(_section(f"s{number}", source, profiles))
         advance(1)
     columns, rows = without_empty([summary_row(f"s{number}", source) for number, source in enumerate(sources, 1)])
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters["unbroken"] = unbroken
-    template = environment.get_template("page.html.jinja")
-    html = template.render(columns=columns, rows=rows, sections=sections, texts=TEXTS).lstrip()
-    # Names of files need not be text.
-    return html.encode("utf-8", "replace").decode("utf-8")
+    return render("report", "report", "picompile report", columns=columns, rows=rows, sections=sections, texts=TEXTS)
 
 
 def _section(anchor: str, source: Source, profiles: Sequence[FiringProfile]) -> PageSection:

@@ -11,29 +11,35 @@ from collections.abc import Sequence
 
 from picompile_runtime.engine.engine import load
 from picompile_runtime.errors import PicompileRuntimeError
+from picompile_runtime.run_options import RUN_OPTIONS, RunOption
 from picompile_runtime.sampling.generate import Generation, generate
 from picompile_runtime.sampling.sampler import SamplingParams
 from picompile_runtime.sampling.tokenizer import Tokenizer
 
 
 def _parser() -> argparse.ArgumentParser:
-    default = SamplingParams()
     parser = argparse.ArgumentParser(prog="picompile-run", description="Generate text with a compiled model.")
-    parser.add_argument("artifact", help="folder that `picompile compile -o` wrote")
-    parser.add_argument("-p", "--prompt", required=True, help="text to continue")
-    parser.add_argument("-n", "--max-tokens", type=int, default=128, help="tokens to generate at most (default: 128)")
-    parser.add_argument("--temp", type=float, default=0.0, help="0, the default, takes the most probable token")
-    parser.add_argument("--top-k", type=int, default=default.top_k, help="0 is off")
-    parser.add_argument("--top-p", type=float, default=default.top_p, help="1 is off")
-    parser.add_argument("--min-p", type=float, default=default.min_p, help="0 is off")
-    parser.add_argument("--repetition-penalty", type=float, default=default.repetition_penalty, help="1 is off")
-    parser.add_argument("--seed", type=int, help="makes the choices repeatable")
-    parser.add_argument("-t", "--threads", type=int, help="default: PICOMPILE_THREADS, else the physical cores")
-    parser.add_argument("--replan", action="store_true", help="leave weights with the host where the GPU is too full")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
-    parser.add_argument("--debug", action="store_true", help="show where an error came from")
+    parser.add_argument("artifact", metavar="ARTIFACT", help="A compiled model's folder.")
+    parser.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="What to continue.")
+    for option in RUN_OPTIONS.values():
+        _add(parser, option)
     return parser
+
+
+def _add(parser: argparse.ArgumentParser, option: RunOption) -> None:
+    """Declare one option of both command lines."""
+    if option.kind is bool:
+        parser.add_argument(*option.names, action="store_true", help=option.help)
+        return
+    shown = option.help if option.default is None else f"{option.help} [default: {option.default}]"
+    parser.add_argument(
+        *option.names,
+        action="append" if option.repeated else "store",
+        type=option.kind,
+        default=[] if option.repeated else option.default,
+        metavar=option.metavar,
+        help=shown,
+    )
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -2,9 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import jinja2
 
 from picompile.report.graph import picture
 from picompile.report.graph.changes import Comparison
@@ -12,6 +9,7 @@ from picompile.report.graph.folds import Fold, fold
 from picompile.report.graph.listing import Line, counts, layers_text, listing, sizes_text, weights_in
 from picompile.report.graph.picture import Panel
 from picompile.report.graph.sections import HEAD, TAIL, section_title
+from picompile.report.shell import render
 from picompile_passes.graph.dump_reader import DumpGraph
 
 _MOST_UNEQUAL = 2.0
@@ -87,16 +85,9 @@ class ShownGraph:
 
 
 def render_page(compared: Sequence[Compared]) -> str:
-    """The HTML of a page with the pictures of `compared`, one below the other."""
-    folder = Path(__file__).parent
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters["px"] = lambda value: f"{value:.1f}".removesuffix(".0")
-    template = environment.get_template("page.html.jinja")
+    """Return the HTML of a page with the pictures of `compared`, one below the other."""
     title = f"{compared[0].before_name} → {compared[-1].after_name}" if compared else "no difference"
-    return template.render(comparisons=[_shown(item) for item in compared], size=picture, title=title).lstrip()
+    return render("graph", "diff", title, comparisons=[_shown(item) for item in compared], size=picture)
 
 
 def _shown(compared: Compared) -> ShownGraph:

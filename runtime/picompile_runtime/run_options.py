@@ -1,0 +1,82 @@
+"""The options of `picompile run` and `picompile-run`, declared once for both command lines.
+
+Defaults are those of `SamplingParams`, which a test holds: importing it here would import numpy for every `--help`.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RunOption:
+    """One option.
+
+    `names` are its spellings, the short one first. `default` None means that the option has none of its own; its type
+    then is `kind`. `least` and `most` bound a number, both included. `repeated` options may be given several times.
+    """
+
+    names: tuple[str, ...]
+    kind: type[int] | type[float] | type[str] | type[bool]
+    help: str
+    default: int | float | bool | None = None
+    metavar: str | None = None
+    least: float | None = None
+    most: float | None = None
+    repeated: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name under which a program finds the value: the long spelling with underscores."""
+        return self.names[-1].removeprefix("--").replace("-", "_")
+
+
+RUN_OPTIONS = {
+    option.key: option
+    for option in (
+        RunOption(("-n", "--max-tokens"), int, "Tokens to generate, at most.", 128, "N", least=1),
+        RunOption(
+            ("--temp",), float, "Temperature: 0 takes the likeliest token, above 0 draws one.", 0.0, "X", least=0
+        ),
+        RunOption(("--top-k",), int, "Draw from the N likeliest tokens; 0 draws from all.", 40, "N", least=0),
+        RunOption(
+            ("--top-p",),
+            float,
+            "Draw from the likeliest tokens whose probabilities reach X together.",
+            0.95,
+            "X",
+            least=0,
+            most=1,
+        ),
+        RunOption(
+            ("--min-p",),
+            float,
+            "Draw from tokens at least X times as likely as the likeliest.",
+            0.0,
+            "X",
+            least=0,
+            most=1,
+        ),
+        RunOption(
+            ("--repetition-penalty",),
+            float,
+            "Above 1 makes tokens that have occurred less likely.",
+            1.0,
+            "X",
+            least=0,
+        ),
+        RunOption(
+            ("--seed",), int, "Seed that makes drawing repeatable. Default: a new one every time.", None, "N", least=0
+        ),
+        RunOption(
+            ("-t", "--threads"), int, "CPU threads. Default: one for each physical core.", None, "N", least=1, most=256
+        ),
+        RunOption(
+            ("--replan",),
+            bool,
+            "If the GPU has less free memory than the plan needs, leave weights with the host instead of ending.",
+            False,
+        ),
+        RunOption(("--stop",), str, "End before this text; repeatable.", None, "TEXT", repeated=True),
+        RunOption(("--json",), bool, "Print one JSON object instead of text.", False),
+        RunOption(("--debug",), bool, "Print the traceback of an error.", False),
+    )
+}
