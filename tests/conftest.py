@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_server import command_server
 from hypothesis import HealthCheck, Phase, settings
-from support import (
+
+from helpers.command_server import command_server
+from helpers.support import (
     ALL_TARGETS,
     CPU_TARGET,
     HYPOTHESIS_PROFILE,

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_artifacts import gpu_artifact, gpu_model
-from support import ROOT
-from test_prediction import held_out, write_predictors
 
 import picompile_runtime
+from helpers.gpu_artifacts import gpu_artifact, gpu_model
+from helpers.support import ROOT
 from picompile.artifact import code as hot_device
 from picompile.artifact.code import AcceleratorTarget, accelerator_target
 from picompile.compile import compile_model
@@ -31,6 +30,7 @@ from picompile_codegen.lowering.lower import lower
 from picompile_codegen.lowering.placement import Placement
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
+from test_prediction import held_out, write_predictors
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpu_packs import (
+
+from helpers.gpu_packs import (
     BENCHMARKS,
     CASES,
     TIMED,
@@ -24,7 +25,7 @@ from gpu_packs import (
     ran,
     stand_in,
 )
-from support import ROOT
+from helpers.support import ROOT
 
 sys.path.insert(0, str(BENCHMARKS))
 

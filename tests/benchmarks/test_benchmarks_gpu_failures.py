@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from codegen.cuda.emulator import Emulated
-from gpu_packs import BENCHMARKS, CASES, fake_cuda, fake_library, gpu_pack, index_of, kernels, ran, run_options
+
+from helpers.gpu_packs import BENCHMARKS, CASES, fake_cuda, fake_library, gpu_pack, index_of, kernels, ran, run_options
+from helpers.kernels.emulator import Emulated
 
 sys.path.insert(0, str(BENCHMARKS))
 

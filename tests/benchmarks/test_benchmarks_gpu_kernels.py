@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_packs import BENCHMARKS, fake_cuda, fake_library, gpu_pack, kernels
+
+from helpers.gpu_packs import BENCHMARKS, fake_cuda, fake_library, gpu_pack, kernels
 
 sys.path.insert(0, str(BENCHMARKS))
 

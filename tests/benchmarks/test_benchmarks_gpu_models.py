@@ -8,7 +8,8 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from gpu_packs import BENCHMARKS, BUDGET, SHAPE, fake_cuda, fake_library, gpu_pack, index_of, kernels
+
+from helpers.gpu_packs import BENCHMARKS, BUDGET, SHAPE, fake_cuda, fake_library, gpu_pack, index_of, kernels
 
 sys.path.insert(0, str(BENCHMARKS))
 

@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from support import ROOT
+from helpers.support import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 

@@ -12,7 +12,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from support import ROOT
+
+from helpers.support import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from support import ROOT
+
+from helpers.support import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support import BuildOnce, Cli, save_tiny_llama
 from torch.fx import GraphModule
 
+from helpers.support import BuildOnce, Cli, save_tiny_llama
 from picompile_passes.graph.nodes import calls
 from picompile_passes.graph.operands import FFN
 

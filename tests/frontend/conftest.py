@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator
 
-import families
 import pytest
 import torch
-from canonical import Model, canonicalize
 
+from helpers import families
+from helpers.canonical import Model, canonicalize
 from picompile.frontend import load_model
 
 

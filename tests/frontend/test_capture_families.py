@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from canonical import Model
-from families import VARIANTS, VOCABULARY
-from reference import eager_logits, relative_error
 from torch.fx import GraphModule
 
+from helpers.canonical import Model
+from helpers.families import VARIANTS, VOCABULARY
+from helpers.reference import eager_logits, relative_error
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ATTENTION, EMBEDDING, FFN
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from canonical import Model, canonicalize
 from transformers import LlamaConfig
 
+from helpers.canonical import Model, canonicalize
 from picompile.frontend.export import export_decoder
 from picompile.frontend.families import find_family
 from picompile.frontend.hf import build_model, call_model

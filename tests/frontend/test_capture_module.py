@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 import torch
-from canonical import Model, canonicalize
-from decoders import Gpt, Llama
-from reference import relative_error
 from torch import Tensor, nn
 
+from helpers.canonical import Model, canonicalize
+from helpers.decoders import Gpt, Llama
+from helpers.reference import relative_error
 from picompile import UnsupportedModelError, UsageError
 from picompile.frontend import Captured, capture_module
 from picompile_passes.errors import UnsupportedGraphError

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from canonical import Model, canonicalize
-from reference import eager_logits, relative_error
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from helpers.canonical import Model, canonicalize
+from helpers.reference import eager_logits, relative_error
 from picompile import UnsupportedModelError
 from picompile.frontend import load_model
 from picompile_passes.graph.nodes import arguments, calls

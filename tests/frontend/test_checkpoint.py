@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import build, save
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from helpers.families import build, save
 from picompile import PicompileError, UnsupportedModelError, UsageError
 from picompile.frontend import hf
 from picompile.frontend.checkpoint import INDEX_FILE, SINGLE_FILE

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from reference import eager_logits, relative_error
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MinistralConfig, MinistralForCausalLM
 
+from helpers.reference import eager_logits, relative_error
 from picompile import UnsupportedModelError
 from picompile.frontend import capture_config, load_model
 from picompile.frontend.config import make_config, unknown_keys

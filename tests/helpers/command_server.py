@@ -1,7 +1,7 @@
 """Runs `picompile` as a process of its own without the seconds in which it imports torch and TVM, for tests of dozens
 of commands: a server that has them, and has captured the bundled model, forks for each.
 
-python tests/command_server.py FOLDER
+python tests/helpers/command_server.py FOLDER
 
 `FOLDER/bin/picompile` is the command then, with working folder, environment and streams of whoever calls it.
 """
@@ -88,7 +88,7 @@ def _capture_bundled_model() -> None:
     """So that the processes of commands need not: a process captures a model once."""
     from picompile.frontend import load_model
 
-    load_model(Path(__file__).parents[1] / "models" / "tiny-reglu")
+    load_model(Path(__file__).parents[2] / "models" / "tiny-reglu")
 
 
 def _serve(connection: socket.socket) -> NoReturn:

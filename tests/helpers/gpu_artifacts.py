@@ -4,9 +4,10 @@ import ctypes
 from pathlib import Path
 
 import pytest
-from codegen.cuda.emulator import Emulated
-from fake_cuda.fixtures import fake_cuda, fake_library
-from support import BuildOnce, compile_for_test, save_tiny_llama
+
+from helpers.fake_cuda.fixtures import fake_cuda, fake_library
+from helpers.kernels.emulator import Emulated
+from helpers.support import BuildOnce, compile_for_test, save_tiny_llama
 
 __all__ = [
     "CONTEXT",

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from codegen.cuda.emulator import Emulated
-from fake_cuda.fixtures import fake_cuda, fake_library
-from support import ROOT, BuildOnce, save_tiny_llama
 
+from helpers.fake_cuda.fixtures import fake_cuda, fake_library
+from helpers.kernels.emulator import Emulated
+from helpers.support import ROOT, BuildOnce, save_tiny_llama
 from picompile.machine import native_target
 
 BENCHMARKS = ROOT / "benchmarks"

@@ -1,6 +1,6 @@
 """Kills a command at random moments, lets it go on, and compares what it made with what it makes undisturbed.
 
-    python tests/kill.py --moments 20 build/kill profile models/tiny-reglu -o FOLDER --calibration README.md
+    python tests/helpers/kill.py --moments 20 build/kill profile models/tiny-reglu -o FOLDER --calibration README.md
 
 runs `picompile profile …` once undisturbed and 20 times with one kill each, with a folder in place of the word FOLDER.
 The folder is new each time, and what is compared are the bytes of every file in it. Moments are drawn from the time in

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from picompile.machine import TARGETS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BUNDLED_MODEL = ROOT / "models" / "tiny-reglu"
 
 # What property tests draw: see conftest.py.

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from fake_cuda.fixtures import fake_cuda, fake_library
+
+from helpers.fake_cuda.fixtures import fake_cuda, fake_library
 
 __all__ = ["fake_cuda", "fake_library"]
 

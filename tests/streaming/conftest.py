@@ -1,9 +1,9 @@
 from collections.abc import Callable
 
 import pytest
-from families import VARIANTS
 from torch.fx import GraphModule
 
+from helpers.families import VARIANTS
 from picompile_passes.passes.canonicalize import CANONICALIZE
 
 Canonical = Callable[[str], GraphModule]
@@ -11,7 +11,7 @@ Canonical = Callable[[str], GraphModule]
 
 @pytest.fixture(scope="session")
 def canonical() -> Canonical:
-    """The canonical graph of a variant of tests/families.py."""
+    """The canonical graph of a variant of tests/helpers/families.py."""
     import transformers
 
     from picompile.frontend import capture_config

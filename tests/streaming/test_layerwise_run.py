@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from families import VOCABULARY
 from hypothesis import given, settings
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from helpers.families import VOCABULARY
 from picompile.errors import UsageError
 from picompile.progress import NoProgress
 from picompile.streaming import new_states, run_segment, split_layers, stream_windows, streamed_perplexity

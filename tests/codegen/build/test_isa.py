@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import tvm
-from emulated import require
 from tvm.target.codegen import llvm_get_cpu_features
 
+from helpers.kernels.emulated import require
 from picompile.machine import TARGETS
 from picompile_codegen import cpu as kernels
 from picompile_codegen.build import host_library as build

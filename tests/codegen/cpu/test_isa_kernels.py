@@ -15,9 +15,9 @@ import test_kernels_attention as attention
 import test_kernels_elementwise as elementwise
 import test_kernels_ffn as ffn
 import test_kernels_linear as linear
-from emulated import EmulatedWorkbench, require
-from workbench import Workbench
 
+from helpers.kernels.emulated import EmulatedWorkbench, require
+from helpers.kernels.workbench import Workbench
 from picompile_codegen.build.isa import ISAS, Isa, targeting
 from picompile_codegen.cpu import Kernel
 from picompile_runtime.devices.machine import is_machine, missing_features

@@ -4,9 +4,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-from caches import Heads, expected_attention, random_cache
 from numpy.typing import NDArray
-from workbench import Workbench, assert_close, uniform
+
+from helpers.kernels.caches import Heads, expected_attention, random_cache
+from helpers.kernels.workbench import Workbench, assert_close, uniform
 
 CHUNK = 13
 ROWS = 3

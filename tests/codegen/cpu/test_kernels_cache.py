@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from caches import SCALE, Heads, expected_attention, in_q8, random_cache
-from workbench import Array, Workbench, assert_close, uniform
 
+from helpers.kernels.caches import SCALE, Heads, expected_attention, in_q8, random_cache
+from helpers.kernels.workbench import Array, Workbench, assert_close, uniform
 from picompile_codegen import cpu as kernels
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.cpu.token_ops import Mode

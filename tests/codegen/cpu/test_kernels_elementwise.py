@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from workbench import Workbench, assert_close, uniform
 
+from helpers.kernels.workbench import Workbench, assert_close, uniform
 from picompile_codegen import cpu as kernels
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.cpu.kernel import KernelFunction

@@ -7,8 +7,8 @@ from threading import Event
 
 import numpy as np
 import pytest
-from workbench import Array, Workbench, uniform
 
+from helpers.kernels.workbench import Array, Workbench, uniform
 from picompile_codegen import cpu as kernels
 from picompile_codegen.build import host_library as build_module
 from picompile_codegen.build.host_library import build_host_library

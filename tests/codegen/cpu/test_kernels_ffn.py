@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from workbench import Array, Workbench, as_seen, assert_close, packed, uniform
 
+from helpers.kernels.workbench import Array, Workbench, as_seen, assert_close, packed, uniform
 from picompile_codegen import cpu as kernels
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.cpu.ffn import DENSE_BLOCKS, DENSE_PERCENT

@@ -1,9 +1,9 @@
 """The highest logits of a row, by the CPU's kernel."""
 
 import pytest
-from leading_cases import KINDS, check, logits_of
-from workbench import Workbench
 
+from helpers.kernels.leading_cases import KINDS, check, logits_of
+from helpers.kernels.workbench import Workbench
 from picompile_codegen import cpu as kernels
 
 ROWS = 3

@@ -4,8 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
-from workbench import Workbench, as_seen, assert_close, packed, uniform
 
+from helpers.kernels.workbench import Workbench, as_seen, assert_close, packed, uniform
 from picompile_codegen import cpu as kernels
 from picompile_codegen.cpu import Kernel
 

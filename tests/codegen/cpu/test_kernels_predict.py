@@ -5,8 +5,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from workbench import Array, Workbench, packed, uniform
 
+from helpers.kernels.workbench import Array, Workbench, packed, uniform
 from picompile_codegen import cpu as kernels
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.signs import pack_signs, sign_row_bytes

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lowered import Runner
-from regions import Regions, check_step, every_region
 
+from helpers.kernels.lowered import Runner
+from helpers.kernels.regions import Regions, check_step, every_region
 from picompile.testing import OPT, build, random_weights
 from picompile_codegen.build import host_library as build_module
 from picompile_codegen.lowering.function import LowerOptions

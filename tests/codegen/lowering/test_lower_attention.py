@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from lowered import Runner
 from torch.fx import GraphModule
 
+from helpers.kernels.lowered import Runner
 from picompile.testing import LLAMA, OPT, GraphShape, build, random_weights, run
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower

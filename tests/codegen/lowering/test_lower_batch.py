@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from lowered import Runner
-from regions import Regions, check_step, every_region
 from torch.fx import GraphModule
 
+from helpers.kernels.lowered import Runner
+from helpers.kernels.regions import Regions, check_step, every_region
 from picompile.testing import LLAMA, OPT, GraphShape, build, random_weights, run
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import Lowered, lower

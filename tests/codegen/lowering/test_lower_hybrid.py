@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hybrid import SIDES, Naps, compile_naps
-from hybrid_runner import Array, HybridRunner
-from lowered import Runner
 from torch.fx import GraphModule
 
+from helpers.hybrid import SIDES, Naps, compile_naps
+from helpers.kernels.hybrid_runner import Array, HybridRunner
+from helpers.kernels.lowered import Runner
 from picompile.testing import GraphShape, build, random_weights
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import Lowered, lower

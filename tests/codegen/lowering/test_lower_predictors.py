@@ -6,11 +6,11 @@ from importlib.metadata import EntryPoint
 
 import pytest
 import torch
-from lowered import Runner
-from regions import Regions, check_step, every_region
 from torch.fx import GraphModule, Interpreter, Node
 from tvm.tirx import Cast
 
+from helpers.kernels.lowered import Runner
+from helpers.kernels.regions import Regions, check_step, every_region
 from picompile.testing import TESTING_KINDS, GraphShape, build, random_weights, run, with_predictors
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.cpu.kernel import KernelFunction

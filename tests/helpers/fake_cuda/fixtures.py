@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import BuildOnce
 
+from helpers.support import BuildOnce
 from picompile_runtime.devices.cuda import driver
 
 SOURCE = Path(__file__).with_name("libcuda.cpp")

@@ -6,8 +6,8 @@ from itertools import product
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from workbench import Array
 
+from helpers.kernels.workbench import Array
 from picompile_codegen import cpu as kernels
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.cpu.token_ops import Mode

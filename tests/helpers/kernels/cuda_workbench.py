@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-from emulator import ORDERS, Emulated
-from workbench import Guarded, Workbench
 
+from helpers.kernels.emulator import ORDERS, Emulated
+from helpers.kernels.workbench import Guarded, Workbench
 from picompile_codegen.cuda.build import cuda_source
 from picompile_codegen.cuda.function import CudaKernel
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
-from workbench import Guarded, Workbench
 
+from helpers.kernels.workbench import Guarded, Workbench
 from picompile_codegen.build.isa import Isa
 from picompile_codegen.cpu import Kernel
 

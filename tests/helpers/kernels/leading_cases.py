@@ -1,8 +1,8 @@
 """Logits for `leading_logits`, of the CPU and of GPUs, and what a sort makes of them."""
 
 import numpy as np
-from workbench import Array
 
+from helpers.kernels.workbench import Array
 from picompile_codegen.cpu.top_logits import MOST_LEADING
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lowered import Runner
 from numpy.typing import NDArray
 
+from helpers.kernels.lowered import Runner
 from picompile_codegen.cpu import tensor
 from picompile_codegen.lowering.program import forget_kernels
 from picompile_runtime.devices.cpu.native import HostLibrary

@@ -21,7 +21,7 @@ from picompile_runtime.artifact.reader import sealed
 from picompile_runtime.devices.machine import cpu_features
 
 HERE = Path(__file__).parent
-NATIVE = HERE.parents[1] / "codegen" / "picompile_codegen" / "build" / "native"
+NATIVE = HERE.parents[2] / "codegen" / "picompile_codegen" / "build" / "native"
 HOST_C = NATIVE / "host.c"
 DIM, NEURONS = 16, 32
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from toy_artifact import DIM, NEURONS, Toy, code_entry, toy_program, write_artifact, write_manifest
+
+from helpers.toys.toy_artifact import DIM, NEURONS, Toy, code_entry, toy_program, write_artifact, write_manifest
 
 NAP_NS = 2_000_000  # toy_kernels.c
 FLAGS = 5

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from toy_artifact import (
+
+from helpers.toys.toy_artifact import (
     DIM,
     HERE,
     HOST_C,

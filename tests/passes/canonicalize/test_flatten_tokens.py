@@ -2,9 +2,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from raising import HIDDEN, aten, captured, only, operators, raised
 from torch.fx import Node
 
+from helpers.raising import HIDDEN, aten, captured, only, operators, raised
 from picompile.testing import LLAMA, OPT, GraphShape, build
 from picompile_passes.base import Stage, stage_of
 from picompile_passes.errors import UnsupportedGraphError

@@ -2,9 +2,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from raising import HIDDEN, aten, captured, only, operators, raised
 from torch.fx import Node
 
+from helpers.raising import HIDDEN, aten, captured, only, operators, raised
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.builder import GraphBuilder
 from picompile_passes.graph.nodes import arguments

@@ -2,10 +2,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from raising import HIDDEN, aten, captured, only, operators, raised
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from helpers.raising import HIDDEN, aten, captured, only, operators, raised
 from picompile_passes.dialect import ACTIVATIONS, parse_activation
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.builder import GraphBuilder

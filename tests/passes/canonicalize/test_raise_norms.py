@@ -1,9 +1,9 @@
 from collections.abc import Callable
 
 import pytest
-from raising import HIDDEN, aten, captured, only, operators, raised
 from torch.fx import Node
 
+from helpers.raising import HIDDEN, aten, captured, only, operators, raised
 from picompile_passes.graph.builder import GraphBuilder
 from picompile_passes.graph.operands import LAYER_NORM, RMS_NORM
 from picompile_passes.passes.canonicalize.raise_norms import RaiseNorms

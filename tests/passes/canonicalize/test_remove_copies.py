@@ -1,7 +1,7 @@
 import torch
-from raising import aten, captured, operators, raised
 from torch.fx import Node
 
+from helpers.raising import aten, captured, operators, raised
 from picompile_passes.graph.builder import GraphBuilder
 from picompile_passes.passes.canonicalize.remove_copies import RemoveCopies
 

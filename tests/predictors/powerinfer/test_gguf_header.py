@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from powerinfer_files import TYPES, Sizes, mutations, random_predictors, write_gguf
 
+from helpers.powerinfer_files import TYPES, Sizes, mutations, random_predictors, write_gguf
 from picompile.errors import UsageError
 from picompile.predictors.powerinfer.headers import TENSOR_TYPES, read_header
 from picompile.predictors.powerinfer.importer import check_by_config

@@ -10,7 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from powerinfer_files import (
+from safetensors.numpy import load_file
+
+from helpers.powerinfer_files import (
     TYPES,
     Predictor,
     Sizes,
@@ -22,8 +24,6 @@ from powerinfer_files import (
     write_folder,
     write_gguf,
 )
-from safetensors.numpy import load_file
-
 from picompile.errors import DoesNotFitError, UsageError
 from picompile.frontend.checkpoint import fingerprint
 from picompile.predictors import Predictors, load_predictors

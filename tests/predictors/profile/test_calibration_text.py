@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import ROOT
 
+from helpers.support import ROOT
 from picompile.errors import UsageError
 from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.profile.own_text import own_tokens

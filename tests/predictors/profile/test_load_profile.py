@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from damage import STRANGE, Place, places, replaced, strange_values, without
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from support import BuildOnce
 from torch import Tensor
 
+from helpers.damage import STRANGE, Place, places, replaced, strange_values, without
+from helpers.support import BuildOnce
 from picompile.cli.profile import _show as show_profile
 from picompile.errors import DoesNotFitError, UnsupportedModelError, UsageError
 from picompile.frontend.checkpoint import fingerprint

@@ -10,9 +10,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from kill import digests
-from support import ROOT, BuildOnce, save_tiny_llama
 
+from helpers.kill import digests
+from helpers.support import ROOT, BuildOnce, save_tiny_llama
 from picompile import streaming as layerwise_run
 from picompile.errors import UsageError
 from picompile.output import reserve
@@ -207,7 +207,7 @@ def test_killed_at_random_moments(tiny_model: Path, prose: Path, tmp_path: Path)
     done = subprocess.run(
         [
             sys.executable,
-            ROOT / "tests" / "kill.py",
+            ROOT / "tests" / "helpers" / "kill.py",
             "--moments",
             "3",
             "--seed",

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import build, save
-from support import BuildOnce, save_byte_tokenizer, save_tiny_llama
 from torch import Tensor, nn
 
+from helpers.families import build, save
+from helpers.support import BuildOnce, save_byte_tokenizer, save_tiny_llama
 from picompile.errors import UsageError
 from picompile.predictors.profile import Profile, ProfileOptions, held_out_windows, load_profile, profile_model
 from picompile.predictors.profile.text import CalibrationText

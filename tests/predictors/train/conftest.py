@@ -2,7 +2,8 @@ import random
 from pathlib import Path
 
 import pytest
-from support import BuildOnce
+
+from helpers.support import BuildOnce
 
 
 @pytest.fixture(scope="session")

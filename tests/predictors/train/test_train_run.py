@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support import BuildOnce, save_tiny_llama
 
+from helpers.support import BuildOnce, save_tiny_llama
 from picompile.errors import AccuracyError, UsageError
 from picompile.predictors import Predictors, block_shapes, load_predictors
 from picompile.predictors.profile import Profile, load_profile

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from layers import random_layer
 
+from helpers.layers import random_layer
 from picompile.predictors.train.candidates import (
     JobSettings,
     LayerResult,

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_artifact import code_entry, make_toy, safetensors, toy_program, write_manifest
 
+from helpers.toys.toy_artifact import code_entry, make_toy, safetensors, toy_program, write_manifest
 from picompile_runtime import ArtifactError, DoesNotFitError, MachineError, RequestError, load, verify
 from picompile_runtime.artifact import reader as artifact
 from picompile_runtime.artifact.reader import sealed

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_artifact import code_entry, write_manifest
 
+from helpers.toys.toy_artifact import code_entry, write_manifest
 from picompile_runtime import ArtifactError, MachineError, RequestError, load, open_artifact, verify
 from picompile_runtime.__main__ import main
 from picompile_runtime.artifact.interfaces import Variant, choose

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from toy_artifact import make_toy, toy_program
 
+from helpers.toys.toy_artifact import make_toy, toy_program
 from picompile_runtime import RequestError, Scores, load, measure, memory_bandwidth
 from picompile_runtime.bench import measure as rounds
 from picompile_runtime.bench.floor import KINDS, MemoryReader, bytes_per_token, step_bytes

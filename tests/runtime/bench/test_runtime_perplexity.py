@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from toy_artifact import Toy, make_toy, reference_logits
 
+from helpers.toys.toy_artifact import Toy, make_toy, reference_logits
 from picompile_runtime import KernelError, RequestError, load, perplexity
 from picompile_runtime.bench.perplexity import Perplexity, negative_log_likelihood
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import BuildOnce, Cli, compile_for_test
-from toy_artifact import make_toy, reference_logits
-from toy_hybrid import NAP_NS, write_hybrid
 
+from helpers.support import BuildOnce, Cli, compile_for_test
+from helpers.toys.toy_artifact import make_toy, reference_logits
+from helpers.toys.toy_hybrid import NAP_NS, write_hybrid
 from picompile_runtime import Engine, load, measure
 from picompile_runtime.artifact.program import Call
 from picompile_runtime.bench import measure as rounds

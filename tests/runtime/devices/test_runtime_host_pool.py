@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from toy_artifact import HERE, HOST_C, build_library
 
+from helpers.toys.toy_artifact import HERE, HOST_C, build_library
 from picompile_runtime.devices.cpu.native import CallList, HostLibrary, seconds_of
 from picompile_runtime.devices.memory import aligned_zeros
 from picompile_runtime.errors import ArtifactError, KernelError

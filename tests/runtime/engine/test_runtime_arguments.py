@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_artifact import make_toy
-from toy_tokenizers import byte_level
 
+from helpers.toys.toy_artifact import make_toy
+from helpers.toys.toy_tokenizers import byte_level
 from picompile_runtime import (
     Engine,
     KernelError,

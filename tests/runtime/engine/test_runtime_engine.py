@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from toy_artifact import make_toy, reference_logits
 
+from helpers.toys.toy_artifact import make_toy, reference_logits
 from picompile_runtime import Engine, KernelError, RequestError, load
 
 TOY = make_toy()

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from toy_artifact import make_toy, write_artifact
-from toy_two_sides import build_hybrid_library, write_hybrid
+
+from helpers.toys.toy_artifact import make_toy, write_artifact
+from helpers.toys.toy_two_sides import build_hybrid_library, write_hybrid
 
 TOY = make_toy()
 

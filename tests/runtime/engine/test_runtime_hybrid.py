@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_artifact import code_entry, make_toy
-from toy_two_sides import HOT, build_hybrid_library, write_hybrid
 
+from helpers.toys.toy_artifact import code_entry, make_toy
+from helpers.toys.toy_two_sides import HOT, build_hybrid_library, write_hybrid
 from picompile_runtime import ArtifactError, Engine, KernelError, MachineError, load, verify
 from picompile_runtime.devices.memory import aligned_zeros
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from toy_artifact import make_toy
 
+from helpers.toys.toy_artifact import make_toy
 from picompile_runtime import ArtifactError, DoesNotFitError, PicompileRuntimeError, RequestError, load
 from picompile_runtime.devices.memory import in_units
 from picompile_runtime.system_errors import system_error, told_by_cause

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from toy_artifact import make_toy, reference_logits, write_artifact, write_manifest
-from toy_two_sides import build_hybrid_library, write_hybrid
 
+from helpers.toys.toy_artifact import make_toy, reference_logits, write_artifact, write_manifest
+from helpers.toys.toy_two_sides import build_hybrid_library, write_hybrid
 from picompile_runtime import ArtifactError, Engine, load
 from picompile_runtime.devices.cpu.native import HostLibrary
 

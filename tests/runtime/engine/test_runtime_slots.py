@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_artifact import make_toy, reference_logits
 
+from helpers.toys.toy_artifact import make_toy, reference_logits
 from picompile_runtime import Engine, KernelError, RequestError, load
 
 SLOTS = 5

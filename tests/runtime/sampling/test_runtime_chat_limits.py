@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_tokenizers import byte_level
 
+from helpers.toys.toy_tokenizers import byte_level
 from picompile_runtime import RequestError, Tokenizer
 from picompile_runtime.sampling import chat_template
 
@@ -106,7 +106,7 @@ def test_several_threads_chat_with_one_tokenizer() -> None:
 FORKED = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from toy_tokenizers import byte_level
+from helpers.toys.toy_tokenizers import byte_level
 from picompile_runtime import Tokenizer
 tokenizer = Tokenizer(byte_level()._tokenizer.to_str(), {}, "{{ messages[0].content }}")
 def chat(text):
@@ -128,8 +128,8 @@ chat("after")
 
 
 def test_forked_processes_have_renderers_of_their_own() -> None:
-    here = str(Path(__file__).parent)
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED, here], check=True, timeout=60)
+    tests = str(Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED, tests], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_artifact import make_toy, reference_logits
-from toy_tokenizers import EOS, byte_level, metaspace
 
+from helpers.toys.toy_artifact import make_toy, reference_logits
+from helpers.toys.toy_tokenizers import EOS, byte_level, metaspace
 from picompile_runtime import Engine, RequestError, SamplingParams, generate, load
 from picompile_runtime.sampling.generate import StopFinder
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_tokenizers import HARD, TEXT, byte_level, metaspace
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from helpers.toys.toy_tokenizers import HARD, TEXT, byte_level, metaspace
 from picompile_runtime import ArtifactError, RequestError, StreamDecoder, Tokenizer, open_artifact
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_cuda.fixtures import fake_cuda, fake_library
-from support import BuildOnce
-from toy_gpu import IMAGES, STAGING_BYTES
 
+from helpers.fake_cuda.fixtures import fake_cuda, fake_library
+from helpers.support import BuildOnce
+from helpers.toys.toy_gpu import IMAGES, STAGING_BYTES
 from picompile_runtime.devices.cuda import CudaAccelerator, DeviceImages
 
 __all__ = ["fake_cuda", "fake_library"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_gpu import ELEMENTS, axpy, raw, read, view
 
+from helpers.toys.toy_gpu import ELEMENTS, axpy, raw, read, view
 from picompile_runtime import ArtifactError
 from picompile_runtime.devices.cuda import CudaAccelerator
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from toy_gpu import IMAGES, POISON, STAGING_BYTES, axpy, raw, read
 
+from helpers.toys.toy_gpu import IMAGES, POISON, STAGING_BYTES, axpy, raw, read
 from picompile_runtime import DoesNotFitError, KernelError
 from picompile_runtime.devices.cuda import CudaAccelerator
 from picompile_runtime.devices.memory import anonymous_map, map_file

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from toy_gpu import STAGING_BYTES, axpy, read, view
 
+from helpers.toys.toy_gpu import STAGING_BYTES, axpy, read, view
 from picompile_runtime import DoesNotFitError, KernelError, PicompileRuntimeError
 from picompile_runtime.devices.cuda import CudaAccelerator, CudaError, DeviceImages
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from codegen.cuda.emulator import Emulated
-from fake_cuda.fixtures import fake_cuda, fake_library
-from support import ROOT, BuildOnce
-from toy_gpu import CUBIN, IMAGES, PTX
 
+from helpers.fake_cuda.fixtures import fake_cuda, fake_library
+from helpers.kernels.emulator import Emulated
+from helpers.support import ROOT, BuildOnce
+from helpers.toys.toy_gpu import CUBIN, IMAGES, PTX
 from picompile_codegen import cuda
 from picompile_codegen.build.host_library import build_host_library
 from picompile_runtime import MachineError

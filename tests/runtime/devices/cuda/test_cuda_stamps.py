@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from toy_gpu import ELEMENTS, axpy, raw, read, view
 
+from helpers.toys.toy_gpu import ELEMENTS, axpy, raw, read, view
 from picompile_runtime import KernelError
 from picompile_runtime.devices.cuda import CudaAccelerator, driver
 from picompile_runtime.devices.cuda.driver import Driver

@@ -1,4 +1,4 @@
-/* A few kernels for the stand-in driver; see tests/fake_cuda/modules.cpp. `elements` are those of all blocks. */
+/* A few kernels for the stand-in driver; see tests/helpers/fake_cuda/modules.cpp. `elements` are those of all blocks. */
 
 #include <sched.h>
 #include <stddef.h>
