@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from helpers.compiled import compile_once
+
 Array = NDArray[Any]
 Extents = tuple[int, int, int]
 
@@ -117,13 +119,19 @@ def _build(source: str, path: Path, defines: Sequence[str]) -> None:
     kernels = _kernels(source)
     if not kernels:
         raise EmulationError('the source has no kernel: `extern "C" __global__ void name(`')
-    text, built = path.with_suffix(".cu"), path.with_suffix(".o")
+    text = path.with_suffix(".cu")
     text.write_text(source + _table(kernels))
-    once = _once(tuple(defines)).name
-    include = [f"-I{once}", f"-I{_HERE}", "-include", _HEADER]
-    _compile("-w", *_CHECKS, *include, "-x", "c++", "-c", str(text), "-o", str(built))
-    # Bound at load time: no fiber looks symbols up on its small stack.
-    _compile("-shared", "-Wl,-z,now,-z,defs", f"{once}/emulation.o", str(built), "-o", str(path))
+
+    def compile_library(library: Path) -> None:
+        built, once = library.with_suffix(".o"), _once(tuple(defines)).name
+        include = [f"-I{once}", f"-I{_HERE}", "-include", _HEADER]
+        _compile("-w", *_CHECKS, *include, "-x", "c++", "-c", str(text), "-o", str(built))
+        # Bound at load time: no fiber looks symbols up on its small stack.
+        _compile("-shared", "-Wl,-z,now,-z,defs", f"{once}/emulation.o", str(built), "-o", str(library))
+
+    # Errors name lines of a source by the name of its file.
+    parts = [text.name, text.read_text(), *defines, *_FLAGS, *_CHECKS, _HERE]
+    compile_once(path, parts, compile_library)
 
 
 def _with_line(error: str, path: Path) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from helpers.compiled import compile_once
 from picompile_runtime.artifact.reader import sealed
 from picompile_runtime.devices.machine import cpu_features
 
@@ -32,7 +33,11 @@ def build_library(output: Path, *definitions: str, also: Sequence[Path] = ()) ->
     sources = [HOST_C, NATIVE / "read.c", HERE / "toy_kernels.c", *also]
     link = ["-lpthread", "-lm", "-Wl,-Bsymbolic", "-Wl,--build-id=none"]
     defined = [f"-D{definition}" for definition in definitions]
-    subprocess.run(["gcc", *flags, *defined, "-o", str(output), *map(str, sources), *link], check=True)
+
+    def compile_library(library: Path) -> None:
+        subprocess.run(["gcc", *flags, *defined, "-o", str(library), *map(str, sources), *link], check=True)
+
+    compile_once(output, [*flags, *defined, *sources, NATIVE, *sorted(HERE.glob("*.[ch]"))], compile_library)
     return output
 
 

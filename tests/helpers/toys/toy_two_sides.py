@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from helpers.compiled import compile_once
 from helpers.toys.toy_artifact import (
     DIM,
     HERE,
@@ -38,7 +39,11 @@ def build_hybrid_library(output: Path, *definitions: str) -> Path:
     sources = [HOST_C, NATIVE / "read.c", HERE / "toy_kernels.c", HERE / "toy_exchange.c"]
     link = ["-lpthread", "-lm", "-Wl,-Bsymbolic", "-Wl,--build-id=none"]
     defined = [f"-D{definition}" for definition in definitions]
-    subprocess.run(["gcc", *flags, *defined, "-o", str(output), *map(str, sources), *link], check=True)
+
+    def compile_library(library: Path) -> None:
+        subprocess.run(["gcc", *flags, *defined, "-o", str(library), *map(str, sources), *link], check=True)
+
+    compile_once(output, [*flags, *defined, *sources, NATIVE, *sorted(HERE.glob("*.[ch]"))], compile_library)
     return output
 
 
