@@ -1,4 +1,4 @@
-"""Files that compilers made, kept by all that they were made from: the test processes of a run compile nothing twice."""
+"""Files that compilers made, kept by all that they were made from: a run compiles nothing twice."""
 
 import fcntl
 import hashlib
