@@ -24,7 +24,7 @@ from picompile.placement.machine import machine_of
 from picompile.placement.planning import OBJECTIVES
 from picompile.placement.solver import solve
 from picompile.placement.times import group_count
-from picompile.synth.shapes import find_config
+from picompile.synth.named import find_config
 
 # Shape, firing curve, how many times in a row; the first three are those of the direct program.
 SIZES = (

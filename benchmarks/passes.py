@@ -20,7 +20,7 @@ def measure(shape: str, layers: int) -> dict[str, object]:
     from picompile.compile_options import CompileOptions
     from picompile.compile_passes import pipeline_passes
     from picompile.frontend import capture_config
-    from picompile.synth.shapes import find_shape
+    from picompile.synth.named import find_shape
     from picompile_passes.base import Pass
     from picompile_passes.pipeline import Pipeline, Timings, each, verifying
 

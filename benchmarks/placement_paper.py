@@ -27,7 +27,7 @@ from picompile.placement.machine import Machine, machine_of
 from picompile.placement.model_bytes import ModelBytes
 from picompile.placement.program import Place, Program, evaluate
 from picompile.placement.solver import solve
-from picompile.synth.shapes import find_config
+from picompile.synth.named import find_config
 
 CONTEXT, TOKENS = 2048, 320
 FREE_BYTES = 512 * 2**20

@@ -4,13 +4,9 @@ Names are those of transformers' own checkpoints. A role is what a tensor does (
 family's `names` give each role its place in the checkpoint, `{}` being the layer.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from picompile.synth.shapes import ModelShape
-
+from typing import Any
 
 Config = Mapping[str, Any]
 
@@ -139,48 +135,3 @@ def find_family(config: Config) -> SynthFamily | None:
     """The family of a `config.json`, or None when synth does not make it."""
     variant = "-new" if config.get("new_decoder_architecture") else ""
     return FAMILIES.get(f"{config.get('model_type')}{variant}")
-
-
-def tensor_shapes(shape: "ModelShape") -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of the checkpoint, in the order in which they are made."""
-    names = shape.family.names
-    yield f"{names['embedding']}.weight", (shape.vocab, shape.hidden)
-    if "positions" in names:
-        # OPT's table starts two rows late.
-        yield f"{names['positions']}.weight", (shape.positions + 2, shape.hidden)
-    for layer in range(shape.layers):
-        yield from _layer_tensors(shape, layer)
-    yield from _norm_tensors(shape, names["final_norm"])
-    if not shape.tied:
-        yield f"{names['head']}.weight", (shape.vocab, shape.hidden)
-
-
-def _layer_tensors(shape: "ModelShape", layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    linears = {
-        "qkv": (queries + 2 * keys, shape.hidden, shape.query_bias),
-        "q": (queries, shape.hidden, shape.query_bias),
-        "k": (keys, shape.hidden, shape.query_bias),
-        "v": (keys, shape.hidden, shape.query_bias),
-        "o": (shape.hidden, queries, shape.output_bias),
-        "gate": (shape.ffn, shape.hidden, shape.ffn_bias),
-        "up": (shape.ffn, shape.hidden, shape.ffn_bias),
-        "down": (shape.hidden, shape.ffn, shape.ffn_bias),
-    }
-    for role, template in shape.family.names.items():
-        if "{}" not in template:
-            continue
-        name = template.format(layer)
-        if role in linears:
-            rows, columns, bias = linears[role]
-            yield f"{name}.weight", (rows, columns)
-            if bias:
-                yield f"{name}.bias", (rows,)
-        else:
-            yield from _norm_tensors(shape, name)
-
-
-def _norm_tensors(shape: "ModelShape", name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{name}.weight", (shape.hidden,)
-    if shape.family.norm == "layer":
-        yield f"{name}.bias", (shape.hidden,)

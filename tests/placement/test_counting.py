@@ -25,7 +25,7 @@ from picompile.placement.firing import estimate_rank, firing_of_curve
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
 from picompile.predictors import LayerPredictor, Predictors
 from picompile.synth import SHAPES, find_config
-from picompile.synth.families import tensor_shapes
+from picompile.synth.shapes import tensor_shapes
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import Lowered, lower
 from picompile_codegen.lowering.program import tensor_bytes

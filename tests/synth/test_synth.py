@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from picompile.errors import DoesNotFitError, UnsupportedModelError, UsageError
 from picompile.frontend.bamboo import BambooForCausalLM, FatReLU
 from picompile.synth import SHAPES, ModelShape, Synthesis, find_config, find_shape, shape_from_config, synthesize
-from picompile.synth.families import tensor_shapes
 from picompile.synth.firing import beta_rates, firing_offsets, share_of_firings
+from picompile.synth.shapes import tensor_shapes
 from picompile.synth.writer import CheckpointWriter
 
 TINY = ("tiny-reglu", "tiny-opt", "tiny-drelu", "tiny-falcon")
