@@ -3,7 +3,7 @@
 #define _GNU_SOURCE
 #include <time.h>
 
-#include "../codegen/picompile_codegen/build/native/abi.h"
+#include "../../codegen/picompile_codegen/build/native/abi.h"
 
 PI_EXPORT int nap(void *self, const PiAny *args, int32_t count, PiAny *result) {
   (void)self, (void)count, (void)result;

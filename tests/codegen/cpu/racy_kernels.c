@@ -1,5 +1,5 @@
 /* Kernels with parallel regions of ten tasks' worth of work: one that is right, and one for each way to be wrong. */
-#include "../../codegen/picompile_codegen/build/native/abi.h"
+#include "../../../codegen/picompile_codegen/build/native/abi.h"
 
 #define SIZE 10
 

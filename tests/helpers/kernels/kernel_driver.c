@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../../codegen/picompile_codegen/build/native/abi.h"
+#include "../../../codegen/picompile_codegen/build/native/abi.h"
 
 #define MAX_ARGUMENTS 64
 

@@ -17,7 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../../codegen/picompile_codegen/build/native/abi.h"
+#include "../../../codegen/picompile_codegen/build/native/abi.h"
 
 typedef struct {
   uint8_t *start;

@@ -11,7 +11,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "../../codegen/picompile_codegen/build/native/abi.h"
+#include "../../../codegen/picompile_codegen/build/native/abi.h"
 
 int pi_run(const PiCall *calls, int count, int threads, int64_t (*stamps)[2]);
 void pi_stop(void);

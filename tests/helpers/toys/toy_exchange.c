@@ -4,7 +4,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "../../codegen/picompile_codegen/build/native/abi.h"
+#include "../../../codegen/picompile_codegen/build/native/abi.h"
 
 extern void pi_signal(int32_t *flag, int32_t step, const void *written, const void *also_written);
 extern void pi_wait(const int32_t *flag, int32_t *abandoned, int32_t step, const void *awaited);

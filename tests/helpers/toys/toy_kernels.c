@@ -10,7 +10,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "../../codegen/picompile_codegen/build/native/abi.h"
+#include "../../../codegen/picompile_codegen/build/native/abi.h"
 
 extern void TVMFFIErrorSetRaisedFromCStr(const char *kind, const char *message);
 

@@ -14,7 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "../../codegen/picompile_codegen/build/native/abi.h"
+#include "../../../codegen/picompile_codegen/build/native/abi.h"
 
 extern void TVMFFIErrorSetRaisedFromCStr(const char *kind, const char *message);
 
