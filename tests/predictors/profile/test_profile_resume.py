@@ -137,7 +137,7 @@ def test_one_of_other_inputs_begins_anew(
 ) -> None:
     folder = tmp_path / "profile"
     with monkeypatch.context() as patch, pytest.raises(Ended):
-        patch.setattr("picompile.predictors.profile.directory.Workplace.finish", Mock(side_effect=Ended))
+        patch.setattr("picompile.predictors.profile.directory.ProfileDirectory.finish", Mock(side_effect=Ended))
         profile_model(tiny_model, folder, options(prose, seed=1))
     assert (folder / "layers" / "001.safetensors").exists()
     said = Mock(wraps=NoProgress())
@@ -151,7 +151,7 @@ def test_a_state_that_was_lost_is_made_again(
     tiny_model: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, pytest.raises(Ended):
-        patch.setattr("picompile.predictors.profile.directory.Workplace.finish", Mock(side_effect=Ended))
+        patch.setattr("picompile.predictors.profile.directory.ProfileDirectory.finish", Mock(side_effect=Ended))
         profile_model(tiny_model, tmp_path / "profile", options(prose))
     state = tmp_path / "profile" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-100])
@@ -174,7 +174,7 @@ def test_a_complete_profile_stays_until_another_takes_its_place(
     (folder / "notes.txt").write_text("mine")
     before = digests(folder)
     with monkeypatch.context() as patch, pytest.raises(Ended):
-        patch.setattr("picompile.predictors.profile.directory.Workplace.finish", Mock(side_effect=Ended))
+        patch.setattr("picompile.predictors.profile.directory.ProfileDirectory.finish", Mock(side_effect=Ended))
         profile_model(tiny_model, folder, other)
     assert {name: digest for name, digest in digests(folder).items() if not name.startswith(".")} == before
     assert load_profile(folder).tokens
@@ -194,7 +194,7 @@ def test_what_an_interrupted_replacement_left_goes_when_the_profile_is_asked_for
     profile_model(tiny_model, folder, options(prose, seed=1))
     before = digests(folder)
     with monkeypatch.context() as patch, pytest.raises(Ended):
-        patch.setattr("picompile.predictors.profile.directory.Workplace.finish", Mock(side_effect=Ended))
+        patch.setattr("picompile.predictors.profile.directory.ProfileDirectory.finish", Mock(side_effect=Ended))
         profile_model(tiny_model, folder, options(prose, seed=2, overwrite=True))
     profile_model(tiny_model, folder, options(prose, seed=1))
     assert digests(folder) == before

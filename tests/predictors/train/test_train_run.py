@@ -188,7 +188,7 @@ def test_predictors_stay_until_others_take_their_place(
         raise EndedError
 
     with monkeypatch.context() as patch, pytest.raises(EndedError):
-        patch.setattr("picompile.output.place.Place._put_folder", end)
+        patch.setattr("picompile.output.place.OutputPath._put_folder", end)
         train_predictors(tiny_model, profile, folder, fixed)
     results = ("predictors.json", "predictors.safetensors")
     assert [(folder / name).read_bytes() for name in results] == [(trained / name).read_bytes() for name in results]
