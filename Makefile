@@ -1,5 +1,6 @@
 # make demo   compile the bundled model and generate text from it
-# make test   ruff, mypy and pytest
+# make test   ruff, mypy and the tests that are needed for a first answer
+# make test-slow   the other tests; tests/helpers/slow.py says which. make test-all runs both
 # make fuzz   attacks and property tests on new random examples, for MINUTES=10
 # make bench  compile a 1.3-billion-parameter model with 10 % of its neurons firing, and measure it
 # make format make clean
@@ -15,8 +16,9 @@ MINUTES ?= 10
 
 # More test processes than this only take memory: each holds torch.
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
+PYTEST = $(BIN)/pytest -n $(JOBS) --dist worksteal --durations=20
 
-.PHONY: demo test fuzz bench format clean
+.PHONY: demo test test-slow test-all fuzz bench format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -28,7 +30,12 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n $(JOBS) --dist worksteal
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/.installed-dev
+	$(PYTEST) -m slow
+
+test-all: test test-slow
 
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python tests/fuzz.py --minutes $(MINUTES) --jobs $(JOBS)

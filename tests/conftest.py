@@ -8,9 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_server import command_server
 from hypothesis import HealthCheck, Phase, settings
-from support import (
+
+from helpers.command_server import command_server
+from helpers.compiled import FOLDER_VARIABLE as COMPILED
+from helpers.slow import mark_slow_tests
+from helpers.support import (
     ALL_TARGETS,
     CPU_TARGET,
     HYPOTHESIS_PROFILE,
@@ -54,6 +57,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("PICOMPILE_CACHE", str(_shared(tmp_path_factory) / "objects"))
+        patch.setenv(COMPILED, str(_shared(tmp_path_factory) / "compiled"))
         patch.delenv("PICOMPILE_THREADS", raising=False)
         yield
 
@@ -84,13 +88,19 @@ def every_isa(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(TARGETS, name, row)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes minutes begins first, so that no process is left alone with it at the end."""
+# Before pytest chooses tests by marker.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is slow. What takes minutes begins first, so that no process is left alone with it at the end."""
+    mark_slow_tests(items, all_collected=config.args == config.getini("testpaths"))
     items.sort(key=lambda item: item.path.name not in ("test_docs.py", "test_plugin.py"))
 
 
 def _shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of this run that all test processes share."""
+    """A folder of this run that all test processes share; of several runs, where `.ci/run` says so."""
+    if given := os.environ.get("PICOMPILE_TEST_SHARED"):
+        Path(given).mkdir(parents=True, exist_ok=True)
+        return Path(given)
     base = tmp_path_factory.getbasetemp()
     # Each process of pytest-xdist has a base of its own, side by side.
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"

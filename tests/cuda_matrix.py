@@ -13,8 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from families import build, save
-
+from helpers.families import build, save
 from picompile.compile_options import CompileOptions
 from picompile.compile_passes import pipeline_passes, run_passes
 from picompile.frontend import load_model
@@ -28,7 +27,7 @@ from picompile_passes.passes.partition import Partition
 
 
 class Model(NamedTuple):
-    """A variant of tests/families.py, and what of it is compiled."""
+    """A variant of tests/helpers/families.py, and what of it is compiled."""
 
     variant: str
     quant: str

@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from powerinfer_files import Mutation, Sizes, mutations, random_predictors, write_gguf
 from safetensors.numpy import load_file
 
+from helpers.powerinfer_files import Mutation, Sizes, mutations, random_predictors, write_gguf
 from picompile.errors import UsageError
 from picompile.predictors.powerinfer import find_source, read_guarded
 from picompile.predictors.powerinfer.importer import check_by_config

@@ -21,8 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from families import VARIANTS, build, save
-from hybrid import (
+
+import picompile_runtime
+from helpers.families import VARIANTS, build, save
+from helpers.hybrid import (
     CHUNK,
     SEQUENCES,
     SHARES,
@@ -37,13 +39,11 @@ from hybrid import (
     poison,
     shares_of,
 )
-from test_end_to_end import BYTES_TOLERANCE, TOLERANCE
-
-import picompile_runtime
 from picompile.compile import compile_model
 from picompile.compile_options import CompileOptions
 from picompile.frontend import Captured, load_model
 from picompile.machine import TARGETS, find_native_target
+from test_end_to_end import BYTES_TOLERANCE, TOLERANCE
 
 PROMPTS, TOKENS = 6, 12
 CONTEXT = 80

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from reference import round_weights
-from support import BUNDLED_MODEL, BuildOnce, compile_for_test
 
 import picompile_runtime
+from helpers.reference import round_weights
+from helpers.support import BUNDLED_MODEL, BuildOnce, compile_for_test
 from picompile_runtime import Engine
 
 PROMPTS: list[str] = json.loads((Path(__file__).parent / "data" / "heldout_prompts.json").read_text(encoding="utf-8"))

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from powerinfer_files import Sizes, random_predictors, write_gguf
-from support import BUNDLED_MODEL, ROOT
+
+from helpers.powerinfer_files import Sizes, random_predictors, write_gguf
+from helpers.support import BUNDLED_MODEL, ROOT
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import VARIANTS, build, save
-from reference import eager_logits, relative_error, round_weights
 from torch import nn
 from torch.fx import GraphModule
 
 import picompile_runtime
+from helpers.families import VARIANTS, build, save
+from helpers.reference import eager_logits, relative_error, round_weights
 from picompile.compile import compile_model
 from picompile.compile_options import CompileOptions
 from picompile.compile_passes import pipeline_passes

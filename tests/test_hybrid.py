@@ -13,8 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families import VARIANTS, build, save
-from hybrid import (
+
+import picompile_runtime
+from helpers.families import VARIANTS, build, save
+from helpers.hybrid import (
     SEQUENCES,
     SHARES,
     SIDES,
@@ -29,16 +31,14 @@ from hybrid import (
     poison,
     shares_of,
 )
-from support import BUNDLED_MODEL
-from test_end_to_end import BYTES_TOLERANCE, TOLERANCE
-from test_prediction import held_out, write_predictors
-
-import picompile_runtime
+from helpers.support import BUNDLED_MODEL
 from picompile.artifact import code as hot_device
 from picompile.compile import compile_model
 from picompile.compile_options import CHUNK, CompileOptions
 from picompile.frontend import Captured, load_model
 from picompile_codegen.lowering.placement import ON_HOST, Placement
+from test_end_to_end import BYTES_TOLERANCE, TOLERANCE
+from test_prediction import held_out, write_predictors
 
 __all__ = ["held_out"]
 

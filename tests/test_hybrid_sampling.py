@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu_artifacts import HOT, fake_cuda, fake_library, gpu, gpu_artifact, gpu_kernels, gpu_model, host_artifact
-from support import BuildOnce, compile_for_test
 
+from helpers.gpu_artifacts import HOT, fake_cuda, fake_library, gpu, gpu_artifact, gpu_kernels, gpu_model, host_artifact
+from helpers.support import BuildOnce, compile_for_test
 from picompile_runtime import Engine, Sampler, SamplingParams, Scores, Tokenizer, generate, load
 from picompile_runtime.engine.executor import Executor
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import build, save
-from reference import relative_error
-from support import ROOT, BuildOnce, Cli, Ended
 
 import picompile_runtime
+from helpers.families import build, save
+from helpers.reference import relative_error
+from helpers.support import ROOT, BuildOnce, Cli, Ended
 from picompile.compile import compile_model
 from picompile.compile_options import CompileOptions
 from picompile.compile_passes import pipeline_passes

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import BUNDLED_MODEL, Cli
 
 import picompile_runtime
+from helpers.support import BUNDLED_MODEL, Cli
 from picompile.compile import compile_model
 from picompile.compile_options import CompileOptions
 from picompile.errors import AccuracyError, UsageError

@@ -20,12 +20,11 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from toy_artifact import build_library, make_toy, write_artifact
-from toy_tokenizers import byte_level
-from toy_two_sides import build_hybrid_library, write_hybrid
-
+from helpers.toys.toy_artifact import build_library, make_toy, write_artifact
+from helpers.toys.toy_tokenizers import byte_level
+from helpers.toys.toy_two_sides import build_hybrid_library, write_hybrid
 from picompile_runtime import PicompileRuntimeError, Sampler, SamplingParams, StreamDecoder, generate, load, perplexity
 
 SEQUENCES, CONTEXT, VOCAB = 3, 40, 50

@@ -41,8 +41,9 @@ class Base:
 def make_bases(folder: Path) -> None:
     """Compile models with everything that programs have: masks, batches, caches in bytes, positions, a hot device."""
     import numpy as np
-    from families import build, save
-    from support import compile_for_test, save_byte_tokenizer, save_tiny_llama
+
+    from helpers.families import build, save
+    from helpers.support import compile_for_test, save_byte_tokenizer, save_tiny_llama
     from test_prediction import write_predictors
 
     llama, opt, text = folder / "llama", folder / "opt-model", folder / "text.txt"

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from artifacts import Base, find_bases, make_bases
-from support import BuildOnce
+
+from helpers.support import BuildOnce
 
 
 @pytest.fixture(scope="session")

@@ -24,8 +24,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kill import digests
 from writers import Attack, import_once, left_behind, run_command
+
+from helpers.kill import digests
 
 _FULL, _READ_ONLY = 5, 2
 

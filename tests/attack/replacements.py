@@ -41,7 +41,7 @@ class Report:
 
 def make_artifacts(folder: Path) -> tuple[Path, Path]:
     """Two artifacts of one model that differ in every file with numbers."""
-    from support import compile_for_test, save_tiny_llama
+    from helpers.support import compile_for_test, save_tiny_llama
 
     save_tiny_llama(folder / "model")
     for quant in ("q4", "f16"):

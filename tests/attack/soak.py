@@ -23,11 +23,11 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import api
-from toy_tokenizers import byte_level
 
+from helpers.toys.toy_tokenizers import byte_level
 from picompile_runtime import Engine, PicompileRuntimeError, Sampler, SamplingParams, Tokenizer, generate, load, verify
 
 CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"

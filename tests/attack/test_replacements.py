@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from replacements import attack
-from support import BuildOnce, compile_for_test
+
+from helpers.support import BuildOnce, compile_for_test
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["exchange", "two renamings"])

@@ -4,7 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from support import ROOT
+
+from helpers.support import ROOT
 
 
 @pytest.mark.parametrize(

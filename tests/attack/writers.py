@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kill import digests
+from helpers.kill import digests
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 # A process that was killed outright needs a moment until its own children are gone.
@@ -296,7 +296,7 @@ def make_inputs(work: Path, with_profile: bool) -> None:
     if child == 0:
         code = 1
         try:
-            from support import ROOT, save_tiny_llama
+            from helpers.support import ROOT, save_tiny_llama
 
             save_tiny_llama(work / "model")
             text = "".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import BUNDLED_MODEL, BuildOnce
 
+from helpers.support import BUNDLED_MODEL, BuildOnce
 from picompile.predictors.profile import ProfileOptions, profile_model
 
 

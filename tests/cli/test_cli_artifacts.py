@@ -5,7 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support import Cli, save_tiny_llama
+
+from helpers.support import Cli, save_tiny_llama
 
 PROMPT = "Once upon"
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import Cli, Ended, save_byte_tokenizer
 
+from helpers.support import Cli, Ended, save_byte_tokenizer
 from picompile_runtime.artifact.reader import sealed
 
 Usage = namedtuple("Usage", "total used free")
@@ -430,7 +430,7 @@ def test_a_text_too_short_to_measure(cli: Cli, tiny_artifact: Path, tmp_path: Pa
 
 
 def test_comparing_with_another_model(cli: Cli, tiny_artifact: Path, model: Path, tmp_path: Path) -> None:
-    from support import save_tiny_llama
+    from helpers.support import save_tiny_llama
 
     other = tmp_path / "other"
     save_tiny_llama(other, vocab_size=310)

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from support import Cli
 
+from helpers.support import Cli
 from picompile.testing import LLAMA, build
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_artifacts import fake_cuda, fake_library, gpu, gpu_artifact, gpu_kernels, gpu_model, host_artifact
-from support import Cli
 
+from helpers.gpu_artifacts import fake_cuda, fake_library, gpu, gpu_artifact, gpu_kernels, gpu_model, host_artifact
+from helpers.support import Cli
 from picompile.placement.plan_file import read_plan
 from picompile_runtime.artifact import weights as resident
 from picompile_runtime.artifact.reader import sealed

@@ -5,8 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
-from powerinfer_files import Sizes, random_predictors, write_activations, write_gguf
-from support import Cli
+
+from helpers.powerinfer_files import Sizes, random_predictors, write_activations, write_gguf
+from helpers.support import Cli
 
 SIZES = Sizes(hidden=96, neurons=200, ranks=(32, 64))
 

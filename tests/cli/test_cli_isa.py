@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support import CPU_TARGET, BuildOnce, Cli, compile_for_test
 
+from helpers.support import CPU_TARGET, BuildOnce, Cli, compile_for_test
 from picompile.machine import find_native_target
 from picompile_codegen.build.host_library import c_compiler
 from picompile_codegen.build.isa import ISAS

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import pytest
-from support import Cli
 
+from helpers.support import Cli
 from picompile_passes.base import Effect, Pass, Stage
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes import BUILTIN

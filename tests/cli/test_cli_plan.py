@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import BUNDLED_MODEL, BuildOnce, Cli, compile_for_test
 
 import picompile_runtime
+from helpers.support import BUNDLED_MODEL, BuildOnce, Cli, compile_for_test
 from picompile.cli.plan_show import ranges, verdict
 from picompile.machine import measured as local
 from picompile.machine.host import Host

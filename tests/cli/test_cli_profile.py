@@ -5,7 +5,8 @@ import random
 from pathlib import Path
 
 import pytest
-from support import Cli
+
+from helpers.support import Cli
 
 
 @pytest.fixture

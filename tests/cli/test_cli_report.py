@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import Cli
+
+from helpers.support import Cli
 
 
 def test_a_report_on_an_artifact(cli: Cli, tiny_artifact: Path, tmp_path: Path) -> None:

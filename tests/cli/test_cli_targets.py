@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
-from support import Cli
 
+from helpers.support import Cli
 from picompile.cli import doctor
 from picompile.machine import TARGETS, find_native_target
 from picompile.machine import measured as local

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import typer
-from support import BUNDLED_MODEL, ROOT, Cli
 
 import picompile
+from helpers.support import BUNDLED_MODEL, ROOT, Cli
 from picompile.cli.app import COMMANDS, report
 from picompile.cli.options import KvDtype, Quant
 from picompile.errors import DoesNotFitError, UsageError

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from regions import Regions
+
+from helpers.kernels.regions import Regions
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,10 @@ from random import Random
 
 import pytest
 import torch
-from graphs import PROFILE
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from helpers.graphs import PROFILE
 from picompile.testing import LLAMA, OPT, GraphShape, assert_equivalent, build, shapes
 from picompile_passes.base import Stage, stage_of
 from picompile_passes.errors import PassOptionError

@@ -15,8 +15,7 @@ from picompile_passes.registry import ENTRY_POINT_GROUP, find_pass, make_pass, r
 
 PLUGIN = """
 from dataclasses import dataclass
-from picompile_passes.infra import Pass
-from picompile_passes.stages import Stage
+from picompile_passes.base import Pass, Stage
 
 @dataclass(frozen=True)
 class Shrink(Pass):

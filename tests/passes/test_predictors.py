@@ -164,7 +164,7 @@ def test_a_kind_of_a_package_goes_through_all_stages(plugin):
         sys.path.insert(0, {folder!r})
         from picompile.passes import Pipeline, verifying, calls, arguments
         from picompile.testing import build, OPT, random_weights, run
-        from picompile_passes.operands import PREDICT
+        from picompile_passes.graph.operands import PREDICT
         from picompile_passes.registry import make_pass
         passes = map(make_pass, ("insert-predictors{{kind=plugged}}", "partition{{hot=(0:(1,2))}}", "quantize"))
         after = Pipeline(tuple(passes), hook=verifying)(build(OPT)).graph_module

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from support import HYPOTHESIS_PROFILE as PROFILE
 
+from helpers.support import HYPOTHESIS_PROFILE as PROFILE
 from picompile.testing import (
     assert_equivalent,
     build,

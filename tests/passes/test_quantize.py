@@ -1,9 +1,9 @@
 import pytest
 import torch
-from graphs import PROFILE
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from helpers.graphs import PROFILE
 from picompile.testing import LLAMA, OPT, TOLERANCES, GraphShape, RandomWeights, build, random_weights, run, shapes
 from picompile_passes.base import Stage, stage_of
 from picompile_passes.dialect import dequantize_rows, quantize_rows

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import VARIANTS, config_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from support import BUNDLED_MODEL, BuildOnce, compile_for_test
 from torch.fx import GraphModule
 
+from helpers.families import VARIANTS, config_of
+from helpers.support import BUNDLED_MODEL, BuildOnce, compile_for_test
 from picompile.artifact.files import weights_bytes
 from picompile.compile_options import KV_DTYPES
 from picompile.errors import UnsupportedModelError, UsageError

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from families import config_of
 from torch.fx import GraphModule
 
+from helpers.families import config_of
 from picompile.compile_options import KV_DTYPES
 from picompile.frontend.hf import capture_config
 from picompile.machine import TARGETS
@@ -38,7 +38,7 @@ CHUNK = 16
 
 
 class Model(NamedTuple):
-    """A variant of tests/families.py with predictors of one kind, and how it is packed."""
+    """A variant of tests/helpers/families.py with predictors of one kind, and how it is packed."""
 
     variant: str
     predictor: str

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from damage import STRANGE, Place, places, replaced, strange_values, without
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.damage import STRANGE, Place, places, replaced, strange_values, without
 from picompile.errors import DoesNotFitError, UsageError
 from picompile.placement.firing import Firing
 from picompile.placement.plan import Plan

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from damage import STRANGE, Place, places, replaced, strange_values, without
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from helpers.damage import STRANGE, Place, places, replaced, strange_values, without
 from picompile.cli.train import _show as show_predictors
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import ModuleWeights

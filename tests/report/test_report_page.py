@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from report_folders import FINGERPRINT, curve, predictor_row, write_artifact, write_predictors, write_profile
 from safetensors.numpy import load_file, save_file
 
+from helpers.report_folders import FINGERPRINT, curve, predictor_row, write_artifact, write_predictors, write_profile
 from picompile.errors import UsageError
 from picompile.report import read_sources, render_report
 

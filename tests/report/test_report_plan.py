@@ -8,10 +8,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from report_folders import write_artifact
-from report_plans import GPU_BYTES, HOST_BYTES, MARGIN, random_plan, write_plan_file
 from test_report_page import Page
 
+from helpers.report_folders import write_artifact
+from helpers.report_plans import GPU_BYTES, HOST_BYTES, MARGIN, random_plan, write_plan_file
 from picompile.errors import UsageError
 from picompile.placement.plan import MemoryRow, Plan
 from picompile.report import read_sources, render_report

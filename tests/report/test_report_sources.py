@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from report_folders import FINGERPRINT, predictor_row, write_artifact, write_predictors, write_profile
 
+from helpers.report_folders import FINGERPRINT, predictor_row, write_artifact, write_predictors, write_profile
 from picompile.errors import UsageError
 from picompile.predictors import Predictors
 from picompile.report import read_sources

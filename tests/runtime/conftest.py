@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_artifact import build_library, write_artifact
+
+from helpers.toys.toy_artifact import build_library, write_artifact
 
 
 @pytest.fixture(scope="session")

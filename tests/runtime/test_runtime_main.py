@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from toy_artifact import make_toy
-from toy_tokenizers import EOS, byte_level
 
+from helpers.toys.toy_artifact import make_toy
+from helpers.toys.toy_tokenizers import EOS, byte_level
 from picompile_runtime.__main__ import main
 from picompile_runtime.artifact.reader import sealed
 

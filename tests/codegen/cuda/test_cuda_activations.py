@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from cuda_workbench import CudaWorkbench
 
+from helpers.kernels.cuda_workbench import CudaWorkbench
 from picompile_codegen.cpu.tensor import bind, when
 from picompile_codegen.cuda.function import CudaFunction
 from picompile_codegen.cuda.memory import activate

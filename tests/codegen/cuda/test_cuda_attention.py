@@ -4,10 +4,10 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from caches import SCALE, Heads, expected_attention, random_cache
-from cuda_workbench import CudaWorkbench
-from workbench import Array, assert_close, uniform
 
+from helpers.kernels.caches import SCALE, Heads, expected_attention, random_cache
+from helpers.kernels.cuda_workbench import CudaWorkbench
+from helpers.kernels.workbench import Array, assert_close, uniform
 from picompile_codegen import cuda
 from picompile_codegen.cpu.token_ops import Mode
 from picompile_codegen.cuda import CudaKernel

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from caches import in_q8
-from cuda_workbench import CudaWorkbench
-from workbench import Array, assert_close, uniform
 
+from helpers.kernels.caches import in_q8
+from helpers.kernels.cuda_workbench import CudaWorkbench
+from helpers.kernels.workbench import Array, assert_close, uniform
 from picompile_codegen import cuda
 from picompile_codegen.cpu.token_ops import Mode
 from picompile_codegen.cuda import CudaKernel

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_workbench import CudaWorkbench
-from emulator import ORDERS, Emulated
-from workbench import Array, uniform
 
+from helpers.kernels.cuda_workbench import CudaWorkbench
+from helpers.kernels.emulator import ORDERS, Emulated
+from helpers.kernels.workbench import Array, uniform
 from picompile_codegen import cuda
 from picompile_codegen.cpu import KernelArgument
 from picompile_codegen.cuda import CudaKernel, cuda_source

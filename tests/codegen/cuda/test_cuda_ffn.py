@@ -4,13 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_workbench import CudaWorkbench
 from numpy.typing import NDArray
 from test_kernels_ffn import BLOCKS as CPU_BLOCKS
 from test_kernels_ffn import MASK_COLUMNS, Block
 from test_kernels_ffn import Example as CpuExample
-from workbench import assert_close
 
+from helpers.kernels.cuda_workbench import CudaWorkbench
+from helpers.kernels.workbench import assert_close
 from picompile_codegen import cuda
 from picompile_codegen.cuda import CudaKernel, dot, ffn_down
 from picompile_codegen.cuda import ffn_hidden as ffn_groups

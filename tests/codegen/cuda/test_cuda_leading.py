@@ -1,9 +1,9 @@
 """The highest logits of a row on a GPU: the same order for all orders of threads."""
 
 import pytest
-from cuda_workbench import CudaWorkbench
-from leading_cases import KINDS, check, logits_of
 
+from helpers.kernels.cuda_workbench import CudaWorkbench
+from helpers.kernels.leading_cases import KINDS, check, logits_of
 from picompile_codegen import cuda
 
 ROWS = 3

@@ -4,9 +4,9 @@ from itertools import product
 
 import numpy as np
 import pytest
-from cuda_workbench import CudaWorkbench
-from workbench import assert_close, packed, uniform
 
+from helpers.kernels.cuda_workbench import CudaWorkbench
+from helpers.kernels.workbench import assert_close, packed, uniform
 from picompile_codegen import cuda
 
 FORMATS = ("f16", "q8", "q4")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_workbench import CudaWorkbench
-from emulator import Emulated
-from support import ROOT
 
+from helpers.kernels.cuda_workbench import CudaWorkbench
+from helpers.kernels.emulator import Emulated
+from helpers.support import ROOT
 from picompile_codegen import cuda
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

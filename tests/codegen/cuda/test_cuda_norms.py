@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from cuda_workbench import CudaWorkbench
-from workbench import assert_close, uniform
 
+from helpers.kernels.cuda_workbench import CudaWorkbench
+from helpers.kernels.workbench import assert_close, uniform
 from picompile_codegen import cuda
 from picompile_codegen.cuda import CudaKernel
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cuda_workbench import CudaWorkbench
 from test_kernels_predict import Learned, clear_threshold, second_format
-from workbench import packed, uniform
 
+from helpers.kernels.cuda_workbench import CudaWorkbench
+from helpers.kernels.workbench import packed, uniform
 from picompile_codegen import cuda
 from picompile_codegen.cuda import CudaKernel, dot
 from picompile_codegen.signs import pack_signs, sign_row_bytes

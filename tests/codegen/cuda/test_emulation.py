@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from emulator import ORDERS, Emulated, EmulationError
+
+from helpers.kernels.emulator import ORDERS, Emulated, EmulationError
 
 SOURCE = Path(__file__).parent / "execution.cu"
 LANES = np.arange(32)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from emulator import Emulated
+
+from helpers.kernels.emulator import Emulated
 
 SOURCE = Path(__file__).parent / "arithmetic.cu"
 BLOCK = 64

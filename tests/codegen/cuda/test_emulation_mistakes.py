@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from emulator import ORDERS, Emulated, EmulationError
+
+from helpers.kernels.emulator import ORDERS, Emulated, EmulationError
 
 SOURCE = (Path(__file__).parent / "mistakes.cu").read_text()
 KERNEL = 'extern "C" __global__ void kernel'

@@ -1,7 +1,7 @@
 """The GPU as hot device, through the CUDA driver alone. Imported where an artifact has code for a GPU.
 
-Nothing here has run on a GPU yet: tests use a stand-in for the driver (tests/fake_cuda), which holds callers to the
-rules of the driver API and runs kernels on the CPU.
+Nothing here has run on a GPU yet: tests use a stand-in for the driver (tests/helpers/fake_cuda), which holds callers
+to the rules of the driver API and runs kernels on the CPU.
 """
 
 from picompile_runtime.devices.cuda.device import CudaAccelerator

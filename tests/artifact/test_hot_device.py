@@ -1,0 +1,290 @@
+"""Code for GPUs without a GPU: what is compiled for every row, its instructions, and what the gate reads with."""
+
+import functools
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import picompile_runtime
+from helpers.gpu_artifacts import gpu_artifact, gpu_model
+from helpers.support import ROOT
+from picompile.artifact import code as hot_device
+from picompile.artifact.code import AcceleratorTarget, accelerator_target
+from picompile.compile import compile_model
+from picompile.compile_options import CompileOptions
+from picompile.compile_passes import pipeline_passes, run_passes
+from picompile.errors import AccuracyError, UsageError
+from picompile.frontend import load_model
+from picompile.machine import TARGETS
+from picompile.progress import NoProgress
+from picompile_codegen import cuda
+from picompile_codegen.cuda.build import build_cuda
+from picompile_codegen.cuda.function import CudaKernel
+from picompile_codegen.lowering.function import LowerOptions
+from picompile_codegen.lowering.lower import lower
+from picompile_codegen.lowering.placement import Placement
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+from test_prediction import held_out, write_predictors
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from _sass import disassemble
+
+__all__ = ["gpu_artifact", "gpu_model", "held_out"]
+
+ROWS = {row.name: row.sm for row in TARGETS.values() if row.sm is not None}
+RANK = 24
+# Of all kernels, which take ten seconds an architecture, those that are most unlike each other.
+FEW = r"linear_\w+_300x96_r\d+|receive_96_r1|ffn_\w+_r1_\w+|attention_\w+_r16_\w+"
+# What reads weights where one token is decoded.
+DECODING = r"(linear|ffn|predict)_\w+(_r1_\w+|_r1|96)"
+WEIGHTS = ("_data", "_scale", "signs")
+
+
+def test_every_gpu_of_the_table_is_compiled_for() -> None:
+    assert {name: accelerator_target(CompileOptions(target=name)) for name in ROWS} == {
+        name: AcceleratorTarget("cuda", sm) for name, sm in ROWS.items() if sm is not None
+    }
+    assert {*ROWS.values()} == {75, 80, 86, 89, 90, 120}
+
+
+@functools.cache
+def kernels(model: Path, quant: str, predictor: str) -> tuple[CudaKernel, ...]:
+    """Of a model half of whose neurons are hot."""
+    captured = load_model(model)
+    options = CompileOptions(target="4090", quant=quant)
+    insert = InsertPredictors(predictor, ranks={0: RANK} if predictor == "learned" else {})
+    passes = [
+        Partition({0: range(0, 200, 2)}) if isinstance(own, Partition) else own
+        for own in pipeline_passes(options, insert)
+    ]
+    graph_module = run_passes(captured, options, NoProgress(), passes)
+    lowered = lower(graph_module, LowerOptions(32, 16, "float16", 1, "cuda", Placement.all_of(1)))
+    return tuple(lowered.device_built.values())
+
+
+def named(pattern: str, kernels: Iterable[CudaKernel]) -> list[CudaKernel]:
+    return [kernel for kernel in kernels if re.fullmatch(pattern, kernel.name)]
+
+
+@pytest.mark.parametrize("sm", sorted({sm for sm in ROWS.values() if sm not in (None, 89)}))
+def test_kernels_compile_for_every_architecture(gpu_model: Path, tmp_path: Path, sm: int) -> None:
+    few = named(FEW, kernels(gpu_model, "q4", "exact"))
+    assert [kernel.name.partition("_")[0] for kernel in few] == ["receive", "ffn", "linear", "attention", "linear"]
+    build_cuda(few, tmp_path, sm)
+    content = json.loads((tmp_path / "device.json").read_text())
+    assert content["sm"] == sm
+    assert f".target sm_{sm}\n".encode() in (tmp_path / "device.ptx").read_bytes()
+    check_resources(content["kernels"])
+
+
+def check_resources(launches: Mapping[str, list[dict[str, Any]]]) -> None:
+    """A thread's memory beside registers is for what is spilled or indexed at run time; kernels have neither."""
+    for launch in (launch for each in launches.values() for launch in each):
+        assert launch["local_bytes"] == 0, launch["symbol"]
+        assert 0 < launch["registers"] <= 255
+        # What a block has without asking for more.
+        assert launch["shared_bytes"] <= 48 * 1024, launch["symbol"]
+
+
+# -------------------------------------------------------------------------------------------------------- instructions
+
+
+def check_instructions(folder: Path) -> None:
+    """Weights are read 16 bytes at a time, many at once, and nothing is spilled, says the machine code in `folder`."""
+    found, source = disassemble(folder / "device.cubin"), (folder / "device.cu").read_text()
+    definitions = re.findall(r"__global__[^\n]*?\s(\w+)\(([^)]*)\)\s*\{\n(.*?\n)\}\n", source, re.DOTALL)
+    assert set(found) == {symbol for symbol, _, _ in definitions}
+    reading = 0
+    for symbol, parameters, body in definitions:
+        text = found[symbol]
+        assert not re.search(r"\b(LDL|STL)\b", text), f"{symbol} spills"
+        if any(name.endswith(WEIGHTS) for name in re.findall(r"(\w+)_ptr\b", parameters)):
+            reading += 1
+            assert re.search(r"\bLDG\.E\.128\b", text), f"{symbol} reads its weights in small pieces"
+        if "pi_loads_first()" in body:
+            check_loads_come_first(symbol, text)
+    # At the least: a product, and gate, up and down of a block.
+    assert reading >= 4
+
+
+def check_loads_come_first(symbol: str, text: str) -> None:
+    """Nothing has to do with what LDG.128 loads before the PMTRIG behind it, which is what `loads_first` becomes."""
+    loading: set[int] = set()
+    events = 0
+    for instruction in re.findall(r"/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\w+ +)?(.*?) *;", text):
+        operation, _, operands = instruction.partition(" ")
+        loads = re.match(r"R(\d+), (.*)", operands) if operation.startswith("LDG.E.128") else None
+        named = re.findall(r"\bR(\d+)\b", loads[2] if loads else operands)
+        assert not loading & {int(number) for number in named}, f"{symbol}: {instruction}"
+        if loads:
+            loading |= set(range(int(loads[1]), int(loads[1]) + 4))
+        if operation == "PMTRIG":
+            loading, events = set(), events + 1
+    assert events and not loading, f"{symbol} loads without an event"
+
+
+@pytest.mark.parametrize("sm", [75, 89])
+def test_loads_of_long_rows_come_first(tmp_path: Path, sm: int) -> None:
+    """Those of a model have several turns of a warp, and are where registers are few: q4 has 32 weights a lane."""
+    ffn = functools.partial(
+        cuda.ffn, format="q4", neurons=704, dim=4096, rows=1, gated=True, activation="relu", up_activation="identity",
+        gate_bias=False, up_bias=False, down_bias=False,
+    )  # fmt: skip
+    linears = [cuda.linear(format="q4", n=64, k=k, rows=1, bias=False) for k in (420, 4096)]
+    build_cuda([ffn(kind="exact"), ffn(kind="masked"), *linears], tmp_path, sm)
+    check_instructions(tmp_path)
+    check_resources(json.loads((tmp_path / "device.json").read_text())["kernels"])
+
+
+def test_all_kernels_of_an_artifact_for_sm_89(gpu_artifact: Path) -> None:
+    check_instructions(gpu_artifact / "kernels")
+    check_resources(json.loads((gpu_artifact / "kernels" / "device.json").read_text())["kernels"])
+
+
+@pytest.mark.parametrize(("quant", "predictor"), [("q4", "learned"), ("q8", "sign")])
+def test_kernels_of_other_formats_and_predictors(gpu_model: Path, tmp_path: Path, quant: str, predictor: str) -> None:
+    reading = named(DECODING, kernels(gpu_model, quant, predictor))
+    assert {kernel.name.partition("_")[0] for kernel in reading} == {"linear", "ffn", "predict"}
+    build_cuda(reading, tmp_path, 89)
+    check_instructions(tmp_path)
+    check_resources(json.loads((tmp_path / "device.json").read_text())["kernels"])
+
+
+def test_weights_of_attention_are_computed_once(tmp_path: Path) -> None:
+    """A thread has 8 of a tile where a token is decoded, 16 in a chunk; and what all before is multiplied by."""
+    build = functools.partial(
+        cuda.attention, heads=8, kv_heads=2, head_dim=64, value_dim=64, context=256, kv_dtype="float16", scale=0.125,
+        window=0, sequences=1,
+    )  # fmt: skip
+    one, chunk = build(rows=1, mode="one"), build(rows=16, mode="chunk")
+    build_cuda([one, chunk], tmp_path, 89)
+    found = disassemble(tmp_path / "device.cubin")
+    exps = {kernel.name: found[f"{kernel.name}_kernel"].count("MUFU.EX2") for kernel in (one, chunk)}
+    assert exps == {one.name: 8 + 1, chunk.name: 16 + 1}
+    check_resources(json.loads((tmp_path / "device.json").read_text())["kernels"])
+
+
+# ------------------------------------------------------------------------------------------------------------ the gate
+
+
+def lossy(model: Path, folder: Path, text: Path, **changes: object) -> CompileOptions:
+    options: dict[str, Any] = {
+        "quant": "f16",
+        "context": 32,
+        "predictor": "learned",
+        "predictors": write_predictors(model, folder / "predictors", bias=0.0),
+        "calibration": (text,),
+        "hot": {0: range(1, 200, 3)},
+        "gate": None,
+        "gate_tokens": 60,
+    }
+    return CompileOptions(**{**options, **changes})
+
+
+@pytest.fixture
+def no_gpu_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate does not read it, and it takes long to make."""
+
+    def build(sm: int, lowered: object, folder: Path, progress: object) -> dict[str, Any]:
+        files = {"cubin": "kernels/device.cubin", "ptx": "kernels/device.ptx", "launches": "kernels/device.json"}
+        for name in files.values():
+            (folder / name).write_text("no code")
+        return {"kind": "cuda", "sm": sm, **files}
+
+    monkeypatch.setattr(hot_device, "_build_cuda", build)
+
+
+def test_every_row_compiles(gpu_model: Path, tmp_path: Path, no_gpu_code: None) -> None:
+    captured = load_model(gpu_model)
+    for name, sm in ROWS.items():
+        compile_model(captured, tmp_path / name, CompileOptions(name, context=32))
+        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
+        assert (manifest["target"], manifest["hot_device"]["sm"]) == (name, sm)
+        assert json.loads((tmp_path / name / "report.json").read_text())["plan"]["target"] == name
+
+
+def accuracy_of(artifact: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((artifact / "report.json").read_text())["accuracy"]
+    return found
+
+
+def test_the_gate_reads_without_the_gpu(gpu_model: Path, held_out: Path, tmp_path: Path, no_gpu_code: None) -> None:
+    """The figures are those of the same model for processors, and nothing stays of what they were found with."""
+    compile_model(gpu_model, tmp_path / "host", lossy(gpu_model, tmp_path, held_out))
+    compile_model(gpu_model, tmp_path / "gpu", lossy(gpu_model, tmp_path, held_out, target="4090"))
+    assert accuracy_of(tmp_path / "gpu") == accuracy_of(tmp_path / "host")
+    assert abs(accuracy_of(tmp_path / "gpu")["relative_change"]) > 1e-5, "half of the neurons are left out for nothing"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu", "host", "predictors"]
+    assert {path.name for path in (tmp_path / "gpu" / "kernels").iterdir()} == {
+        "host.so", "device.cubin", "device.ptx", "device.json"
+    }  # fmt: skip
+    manifest = picompile_runtime.artifact.reader.read_manifest(tmp_path / "gpu")
+    assert manifest.hot_device is not None and manifest.hot_device.sm == 89
+    program = json.loads((tmp_path / "gpu" / "program.json").read_text())
+    assert any(call.get("device") == "device" for call in program["functions"]["decode"])
+    read = json.loads((tmp_path / "gpu" / "manifest.json").read_text())
+    assert read["accuracy"]["relative_change"] == accuracy_of(tmp_path / "gpu")["relative_change"]
+
+
+def test_a_gate_that_is_not_met_leaves_nothing(
+    gpu_model: Path, held_out: Path, tmp_path: Path, no_gpu_code: None
+) -> None:
+    options = lossy(gpu_model, tmp_path, held_out, target="4090", gate=1e-9)
+    with pytest.raises(AccuracyError, match="the predictors raise the perplexity"):
+        compile_model(gpu_model, tmp_path / "gpu", options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["predictors"]
+
+
+def test_a_partition_of_the_cpu_is_judged_by_itself(
+    gpu_model: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("picompile.compile_gate.native_code", lambda file: pytest.fail("another program was made"))
+    compile_model(gpu_model, tmp_path / "both", lossy(gpu_model, tmp_path, held_out, hot_device="cpu"))
+    compile_model(gpu_model, tmp_path / "host", lossy(gpu_model, tmp_path, held_out))
+    found, expected = accuracy_of(tmp_path / "both"), accuracy_of(tmp_path / "host")
+    # Hot and cold parts are added in the same order on both.
+    assert found == expected
+
+
+def test_a_machine_that_no_code_runs_on_is_told_first(
+    gpu_model: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from picompile_runtime import MachineError
+    from picompile_runtime.devices import machine
+
+    monkeypatch.setattr(machine, "cpu_features", lambda: frozenset())
+    monkeypatch.setattr("picompile.frontend.load_model", lambda model: pytest.fail("the model was captured"))
+    with pytest.raises(MachineError, match="no code can be made for this machine's processor"):
+        compile_model(gpu_model, tmp_path / "gpu", lossy(gpu_model, tmp_path, held_out, target="4090"))
+
+
+# ------------------------------------------------------------------------------------------------------------ the plan
+
+
+def test_learned_predictors_are_in_the_plan(gpu_model: Path, held_out: Path, tmp_path: Path) -> None:
+    """With the sizes that they have; whether all fits is asked with them."""
+    options = lossy(gpu_model, tmp_path, held_out, target="4090", hot_device="cpu", hot=None)
+    compile_model(gpu_model, tmp_path / "artifact", options)
+    plan = json.loads((tmp_path / "artifact" / "report.json").read_text())["plan"]
+    assert plan["predictor"] == "learned"
+    (taken,) = (row["bytes"] for row in plan["memory"] if row["what"] == "predictors")
+    # Rank 7: rows of 96 and of 7 elements in f16, padded to 64 bytes; and the bias, float32.
+    assert taken == 7 * 192 + 200 * 64 + 832
+    assert [layer["hot_neurons"] for layer in plan["layers"]] == [200]
+
+
+def test_a_module_in_memory_has_no_profile(gpu_model: Path, tmp_path: Path) -> None:
+    captured = load_model(gpu_model)
+    compile_model(captured, tmp_path / "all", CompileOptions("4090", context=32, hot_device="cpu"))
+    assert json.loads((tmp_path / "all" / "report.json").read_text())["plan"]["fingerprint"] is None
+    small = CompileOptions("4090", context=32, hot_device="cpu", vram_budget="300kB", host_bandwidth="0.02")
+    with pytest.raises(UsageError, match="of a module in memory there is no profile"):
+        compile_model(captured, tmp_path / "some", small)
+    assert [path.name for path in tmp_path.iterdir()] == ["all"]

@@ -1,0 +1,254 @@
+"""What benchmarks/gpu.py says where something fails: a wrong kernel, one that hangs or crashes, too little memory.
+
+Each is planted in a stand-in for the GPU. A run must end by itself, name what failed, and go on with the rest.
+"""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.gpu_packs import BENCHMARKS, CASES, fake_cuda, fake_library, gpu_pack, index_of, kernels, ran, run_options
+from helpers.kernels.emulator import Emulated
+
+sys.path.insert(0, str(BENCHMARKS))
+
+import _gpu_faults
+import _gpu_host
+import _gpu_units
+from _gpu_kernels import images_of
+from _gpu_report import empty_results, text_of
+from _gpu_units import BLOCKED, LATE, Unit, run
+
+from picompile_runtime import DoesNotFitError
+
+__all__ = ["fake_cuda", "fake_library", "gpu_pack", "kernels"]
+
+# What a kernel does instead.
+NOTHING, FOR_EVER, ABORTS = "return;", "volatile int on = 1; while (on) {}", "__builtin_trap();"
+
+MakePack = Callable[..., Path]
+
+
+@pytest.fixture
+def broken_pack(gpu_pack: Path, tmp_path: Path) -> MakePack:
+    """Packs of the small kernels alone, one of which does something else."""
+
+    def make(label: str, instead: str) -> Path:
+        folder, index = tmp_path / "pack", index_of(gpu_pack)
+        folder.mkdir()
+        index |= {"kernels": index["kernels"][:1], "checks": [], "bundled": []}
+        (folder / "pack.json").write_text(json.dumps(index))
+        for name in ("small.zip", "host.so"):
+            (folder / name).symlink_to(gpu_pack / name)
+        (kernel,) = (case["kernel"] for case in index["kernels"][0]["cases"] if case["label"] == label)
+        with zipfile.ZipFile(folder / "small.zip") as archive:
+            launches = json.loads(archive.read("device.json"))["kernels"][kernel]
+            source = archive.read("device.cu").decode()
+        for symbol in {launch["symbol"] for launch in launches}:
+            source, count = re.subn(rf"({symbol}\([^)]*\) {{\n)", rf"\g<1>{instead}\n", source)
+            assert count == 1
+        Emulated(source, folder / "emulated.so")
+        return folder
+
+    return make
+
+
+def _reasons(results: dict[str, Any]) -> dict[str, tuple[bool | None, str]]:
+    return {row["label"]: (row["is_right"], row.get("reason", "")) for row in results["kernels"]}
+
+
+def test_a_wrong_kernel(
+    broken_pack: MakePack, fake_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named, run once more under compute-sanitizer, and the others are right all the same."""
+    script = tmp_path / "bin" / "compute-sanitizer"
+    script.parent.mkdir()
+    script.write_text('#!/bin/sh\necho "checked: $*"\n')
+    script.chmod(0o755)
+    path = f"{script.parent}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    pack = broken_pack("norm", NOTHING)
+    ended, results = ran(pack, fake_library, tmp_path, "--only", "checks", variables={"PATH": path})
+    assert ended.returncode == 1
+    wrong = [row for row in results["kernels"] if not row["is_right"]]
+    assert [row["label"] for row in wrong] == ["norm"] and len(results["kernels"]) == len(CASES)
+    assert wrong[0]["sanitizer"].keys() == {"memcheck", "racecheck"}
+    for tool, text in wrong[0]["sanitizer"].items():
+        assert text.startswith(f"checked: --tool {tool} ") and "--only checks --case norm" in text
+    assert "wrong: norm" in ended.stdout and "| norm | NO |" in ended.stdout
+
+
+def test_a_sanitizer_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import _gpu_sanitizer
+
+    script = tmp_path / "compute-sanitizer"
+    script.write_text("#!/bin/sh\necho begun\nsleep 600\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(_gpu_sanitizer, "_LIMIT_S", 1.0)
+    rows = [{"label": "fine", "is_right": True}, {"label": "norm", "is_right": False}]
+    _gpu_sanitizer.sanitize(rows, run_options(tmp_path, tmp_path, tmp_path / "work"), time.monotonic() + 60)
+    assert rows[1]["sanitizer"] == dict.fromkeys(("memcheck", "racecheck"), "begun\n\nended after 1 s")
+    assert "sanitizer" not in rows[0]
+
+
+def test_a_kernel_that_never_ends(broken_pack: MakePack, fake_library: Path, tmp_path: Path) -> None:
+    """The run ends at its time, says where the process was, and what was not measured."""
+    # Less than a kernel has, so that it is the run that ends.
+    pack = broken_pack("norm", FOR_EVER)
+    ended, results = ran(pack, fake_library, tmp_path, "--only", "checks", "models", "--seconds", "40")
+    reasons = _reasons(results)
+    assert [label for label, (is_right, _) in reasons.items() if is_right] == [case.label for case in CASES[:4]]
+    assert reasons["norm"] == (None, LATE) and reasons["leading"] == (None, "was not come to")
+    (row,) = (row for row in results["kernels"] if row["label"] == "norm")
+    assert "device.py" in row["traceback"] and "in wait" in row["traceback"]
+    assert all(row["reason"] == "was not come to" for row in results["models"])
+    assert "kernels equal eager PyTorch | within 1e-3 |" in ended.stdout
+    assert "| norm | " in ended.stdout and LATE in ended.stdout
+
+
+def test_a_kernel_that_never_ends_leaves_time_for_others(
+    broken_pack: MakePack, fake_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = broken_pack("norm", FOR_EVER)
+    monkeypatch.setenv("FAKE_CUDA_KERNELS", str(pack / "emulated.so"))
+    monkeypatch.setenv("FAKE_CUDA_SM", "90")
+    rows = _rows(pack, fake_library, tmp_path, ["leading", "norm", "linear"], limit_s=15.0)
+    assert [(row["label"], row["is_right"]) for row in rows] == [("leading", True), ("norm", False), ("linear", True)]
+    assert rows[1]["reason"] == "nothing came within 15 s"
+    assert "Timeout" in rows[1]["traceback"] and "in wait" in rows[1]["traceback"]
+
+
+def test_a_kernel_that_crashes(broken_pack: MakePack, fake_library: Path, tmp_path: Path) -> None:
+    """As where the driver's library does."""
+    pack = broken_pack("norm", ABORTS)
+    ended, results = ran(pack, fake_library, tmp_path, "--only", "checks")
+    assert ended.returncode == 1
+    reasons = _reasons(results)
+    assert re.fullmatch(r"the process ended with -\d+ \(SIG[A-Z]+\)", reasons["norm"][1])
+    assert [label for label, (is_right, _) in reasons.items() if not is_right] == ["norm"]
+    (row,) = (row for row in results["kernels"] if row["label"] == "norm")
+    assert "Fatal Python error" in row["traceback"] and "in _check" in row["traceback"]
+
+
+def test_too_little_memory(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
+    """What does not fit is not wrong, but not measured, and says what it lacked."""
+    few = {"FAKE_CUDA_MEMORY": str(2**17)}
+    ended, results = ran(gpu_pack, fake_library, tmp_path, "--only", "checks", variables=few)
+    assert ended.returncode == 0, ended.stderr
+    assert [row["label"] for row in results["checks"]] == ["tiny f16 hybrid", "model f16 split"]
+    for row in results["checks"]:
+        assert row["is_right"] is None and row["reason"].startswith("DoesNotFitError: ")
+        assert "of GPU memory" in row["reason"] and "DoesNotFitError" in row["traceback"]
+    assert "whole models give the same tokens | all |  | not measured" in ended.stdout
+
+
+def test_host_and_gpu_that_do_not_see_each_other(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
+    """Kernels that need no host are checked all the same, and nothing else that must wait for it is begun."""
+    ended, results = ran(
+        gpu_pack, fake_library, tmp_path, "--only", "checks", "models", variables={"FAKE_CUDA_BLIND": "1"}
+    )
+    assert ended.returncode == 1
+    failed, queue = results["failed"]
+    assert (queue["label"], queue["is_right"], queue["reason"]) == ("queue", None, BLOCKED)
+    assert failed["label"] == "ping_pong" and failed["reason"].startswith("MachineError: ")
+    assert "while a kernel ran" in failed["reason"] and "MachineError" in failed["traceback"]
+    reasons = _reasons(results)
+    assert reasons.pop("send mask") == (None, BLOCKED)
+    assert set(reasons.values()) == {(True, "")}
+    others = [*results["checks"], *(row for row in results["models"] if row["variant"] not in ("cpu", "copied"))]
+    assert len(others) == 5 and all((row["is_right"], row["reason"]) == (None, BLOCKED) for row in others)
+    assert [row["is_right"] for row in results["models"] if row["variant"] == "cpu"] == [True]
+    assert f"{BLOCKED}; nothing of the hybrid engine can work" in ended.stderr.splitlines()[-1]
+
+
+def test_no_gpu(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
+    ended, results = ran(gpu_pack, fake_library, tmp_path, variables={"FAKE_CUDA_DEVICES": "0"})
+    assert ended.returncode == 1
+    (failed,) = (row for row in results["failed"] if row["is_right"] is False)
+    assert failed["label"] == "machine" and failed["reason"] == "NoGpuError: the NVIDIA driver has no device"
+    assert ended.stderr.splitlines()[-1] == "nothing was measured: there is no GPU that can be used"
+    assert ended.stdout.startswith("No GPU was found.")
+
+
+def _units(gpu_pack: Path, labels: list[str], limit_s: float) -> list[Unit]:
+    """Kernels; those that the pack does not have are of a folder that is not there."""
+    cases = {case["label"]: case | {"folder": "small"} for case in index_of(gpu_pack)["kernels"][0]["cases"]}
+    return [
+        Unit("kernel", "kernels", cases.get(label, {"folder": "none", "speed": False}), {"label": label}, limit_s)
+        for label in labels
+    ]
+
+
+def _rows(
+    pack: Path, library: Path, folder: Path, labels: list[str], seconds: float = 600.0, limit_s: float = 60.0
+) -> list[dict[str, Any]]:
+    options, deadline_s = run_options(pack, library, folder / "work"), time.monotonic() + seconds
+    return [row for _, row in run(_units(pack, labels, limit_s), options, deadline_s) if row is not None]
+
+
+def test_one_that_fails_does_not_take_others_with_it(
+    gpu_pack: Path, kernels: dict[str, dict[str, Any]], fake_library: Path, tmp_path: Path
+) -> None:
+    rows = _rows(gpu_pack, fake_library, tmp_path, ["norm", "other", "leading"])
+    assert [(row["label"], row["is_right"]) for row in rows] == [("norm", True), ("other", False), ("leading", True)]
+    assert rows[1]["reason"].startswith("FileNotFoundError: ") and "\n" not in rows[1]["reason"]
+    assert "in images_of" in rows[1]["traceback"] and rows[1]["traceback"].count("\n") > 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_that_crash_or_hang(gpu_pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a driver has done anything: when its library is loaded."""
+    libraries = {"abort": tmp_path / "abort.so", "pause": tmp_path / "pause.so"}
+    for name, path in libraries.items():
+        source = (
+            f"#include <stdlib.h>\n#include <unistd.h>\n__attribute__((constructor)) static void f() {{ {name}(); }}"
+        )
+        subprocess.run(["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", path], input=source, text=True, check=True)
+    rows = _rows(gpu_pack, libraries["abort"], tmp_path, ["norm", "leading"])
+    ended = f"the process ended with -{signal.SIGABRT.value} (SIGABRT)"
+    assert [(row["label"], row["is_right"], row["reason"]) for row in rows] == [
+        ("norm", False, ended),
+        ("leading", False, ended),
+    ]
+    assert all("Fatal Python error: Aborted" in row["traceback"] for row in rows)
+    # Those that have no time left say nothing.
+    assert _rows(gpu_pack, libraries["pause"], tmp_path, ["norm", "leading"], seconds=0.5) == []
+    monkeypatch.setattr(_gpu_units, "_START_S", -59.5)
+    (row,) = _rows(gpu_pack, libraries["pause"], tmp_path, ["norm"])
+    assert (row["is_right"], row["reason"]) == (False, "nothing came within 0 s")
+
+
+def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _gpu_host.touch(2**27 + 5, 60.0)
+    assert found["bytes"] == 2**27 + 5 and found["free_bytes_after"] > 0
+    with pytest.raises(DoesNotFitError, match=r"memory comes too slowly: 0\.0 GB of 0\.1 were there after -1 s"):
+        _gpu_host.touch(2**27, -1.0)
+    monkeypatch.setattr(_gpu_host, "_PART_BYTES", 2**60)
+    with pytest.raises(DoesNotFitError, match=r"beside 0\.0 GB no more memory can be had"):
+        _gpu_host.touch(2**60, 60.0)
+
+
+def test_endings_are_told() -> None:
+    assert _gpu_faults.ending(1) == "the process ended with 1"
+    assert _gpu_faults.ending(-11) == "the process ended with -11 (SIGSEGV)"
+    assert _gpu_faults.ending(-9).endswith("-9 (SIGKILL): the system may have run out of memory")
+
+
+def test_a_gpu_that_takes_few_launches(
+    gpu_pack: Path, kernels: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits in the launch for a GPU that waits for the host: that ends, and is said."""
+    monkeypatch.setenv("FAKE_CUDA_QUEUE", "4")
+    found = _gpu_host.start_seconds(images_of(gpu_pack, "small"), gpu_pack / "host.so", (2, 9))
+    assert found["2"] is not None and found["2"] > 0 and found["9"] is None
+    results = empty_results(3, False) | {"machine": {"gpu": "G", "driver": "13.0", "torch": "2"}, "start_s": found}
+    assert "a graph of 9 launches behind one that waits for the host takes no more: it waits" in text_of(results)

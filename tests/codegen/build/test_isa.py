@@ -1,0 +1,126 @@
+"""Instruction sets: what LLVM may use of each, nothing that falls back to a generic machine, one set of arguments."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tvm
+from tvm.target.codegen import llvm_get_cpu_features
+
+from helpers.kernels.emulated import require
+from picompile.machine import TARGETS
+from picompile_codegen import cpu as kernels
+from picompile_codegen.build import host_library as build
+from picompile_codegen.build import host_library as toolchain
+from picompile_codegen.build.host_library import build_host_library, llvm_target
+from picompile_codegen.build.isa import DEFAULT_ISA, ISAS, Isa, current, targeting
+from picompile_codegen.cpu import Kernel
+from picompile_codegen.errors import BuildError, CodegenError, ToolchainError
+from picompile_codegen.lowering.program import kernels_for
+
+# LLVM's names that are not those of /proc/cpuinfo. The last line is what every processor with AVX2 has.
+LINUX_NAMES = {
+    "lzcnt": "abm", "bmi": "bmi1", "avx512vnni": "avx512_vnni", "neon": "asimd", "dotprod": "asimddp",
+    "avx": "avx2", "sse3": "avx2", "ssse3": "avx2", "sse4.1": "avx2", "sse4.2": "avx2", "popcnt": "avx2",
+    "crc32": "avx2", "xsave": "avx2", "cx16": "avx2", "sahf": "avx2",
+}  # fmt: skip
+# What every machine of the kind has, and what only says which of two ways is faster.
+BASELINE = {"x86_64": {"64bit", "cmov", "cx8", "fxsr", "mmx", "nopl", "sse", "sse2", "x87"}, "aarch64": {"fp-armv8"}}
+TUNING = re.compile(
+    r"fast-|slow-|false-deps-|fuse-|idivq-|macrofusion|vzeroupper|allow-|prefer-|64bit-mode|use-|enable-"
+)
+# Registers of the system that only a compiler's user can ask for.
+SYSTEM = {"ete", "trbe"}
+
+
+# ---- the table ----
+
+
+@pytest.mark.parametrize("isa", ISAS.values(), ids=lambda isa: isa.name)
+def test_all_that_llvm_may_use_is_asked_for(isa: Isa) -> None:
+    """A machine with the features that a manifest lists has every instruction that can be in its code."""
+    used = {str(name) for name in llvm_get_cpu_features(llvm_target(isa))} - BASELINE[isa.machine] - SYSTEM
+    used = {name for name in used if not TUNING.match(name)}
+    needed = {LINUX_NAMES.get(name, name) for name in used}
+    # Half precision has a name for scalars and one for vectors.
+    needed = needed - {"fullfp16"} | ({"fphp", "asimdhp"} if "fullfp16" in used else set())
+    assert needed == set(isa.features)
+
+
+def test_targets_know_the_same(every_isa: None) -> None:
+    """The table of targets repeats what it cannot import."""
+    single = {row.isas[0]: row for row in TARGETS.values() if len(row.isas) == 1}
+    assert list(single) == list(ISAS)  # the better of two comes later
+    for name, row in single.items():
+        assert (row.machine, row.features) == (ISAS[name].machine, ISAS[name].features)
+    for row in TARGETS.values():
+        if row.isas:
+            assert set(row.features) == set.intersection(*({*ISAS[name].features} for name in row.isas))
+
+
+@pytest.mark.parametrize(
+    ("change", "unknown"), [({"mcpu": "x86-64-v9"}, "x86-64-v9"), ({"mattr": ("+avx4096",)}, "avx4096")]
+)
+def test_what_llvm_does_not_know_is_an_error(change: dict[str, object], unknown: str) -> None:
+    with pytest.raises(BuildError, match=f"cannot compile for x86-64-v4: it does not know {unknown}"):
+        llvm_target(replace(ISAS["x86-64-v4"], **change))  # type: ignore[arg-type]
+
+
+# ---- kernels ----
+
+
+def test_kernels_are_written_for_one_instruction_set(tmp_path: Path) -> None:
+    assert current() is ISAS[DEFAULT_ISA]
+    with targeting(ISAS["aarch64-dotprod"]):
+        kernel = kernels.add(dim=8, rows=1)
+    assert kernel.isa == "aarch64-dotprod"
+    assert kernels.add(dim=8, rows=1).isa == DEFAULT_ISA
+    with pytest.raises(CodegenError, match="was written for aarch64-dotprod, not for x86-64-v3"):
+        build_host_library([kernel], tmp_path / "host.so")
+
+
+def test_names_and_arguments_are_the_same_for_all() -> None:
+    parameters = {"dim": 8, "rows": 2}
+    built = {(kernels.add, tuple(parameters.items())): kernels.add(**parameters)}
+    for isa in ISAS.values():
+        (kernel,) = kernels_for(isa, built)
+        assert kernel.isa == isa.name
+        assert (kernel.name, kernel.arguments) == (kernels.add(**parameters).name, kernels.add(**parameters).arguments)
+
+
+def test_a_kernel_with_other_arguments_elsewhere_is_refused() -> None:
+    def wider(dim: int) -> Kernel:
+        return kernels.add(dim=dim, rows=1 + (current().registers > 16))
+
+    built = {(wider, (("dim", 8),)): wider(8)}
+    assert kernels_for(ISAS[DEFAULT_ISA], built)
+    with pytest.raises(CodegenError, match="kernel add_8_r1 has another name or other arguments for x86-64-v4"):
+        kernels_for(ISAS["x86-64-v4"], built)
+
+
+def test_a_missing_cross_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(toolchain.platform, "machine", lambda: "x86_64")
+    with pytest.raises(ToolchainError, match=r"aarch64-linux-gnu-gcc .* apt install gcc-aarch64-linux-gnu") as caught:
+        build_host_library([], tmp_path / "host.so", ISAS["aarch64-dotprod"])
+    assert caught.value.exit_code == 6
+
+
+def test_passes_that_are_left_out_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code of TVM's own pipeline, without its search for common subexpressions, is the same byte by byte."""
+    built = [kernels.linear(format="q4", n=10, k=100, rows=1, bias=False), kernels.rms_norm(dim=100, rows=4, eps=1e-5)]
+    build_host_library(built, tmp_path / "ours.so")
+    monkeypatch.setattr(build, "PIPELINE", "tirx")
+    with tvm.transform.PassContext(disabled_pass=["tirx.CommonSubexprElim"]):
+        build_host_library(built, tmp_path / "theirs.so")
+    assert (tmp_path / "ours.so").read_bytes() == (tmp_path / "theirs.so").read_bytes()
+
+
+def test_same_kernels_give_the_same_bytes_elsewhere(tmp_path: Path) -> None:
+    require("aarch64-linux-gnu-gcc")
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        with targeting(ISAS["aarch64-dotprod"]):
+            build_host_library([kernels.add(dim=8, rows=1)], tmp_path / folder / "a.so", ISAS["aarch64-dotprod"])
+    assert (tmp_path / "one" / "a.so").read_bytes() == (tmp_path / "two" / "a.so").read_bytes()

@@ -1,0 +1,121 @@
+"""Attention over a cache that is filled already, in all modes, against the same in float64."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from helpers.kernels.caches import Heads, expected_attention, random_cache
+from helpers.kernels.workbench import Workbench, assert_close, uniform
+
+CHUNK = 13
+ROWS = 3
+
+SHAPES = {
+    "multi-head": Heads(5, 5, 64, 64),
+    "groups of 2": Heads(4, 2, 136, 136),
+    "groups of 4": Heads(64, 16, 32, 32),
+    "one key head": Heads(7, 1, 20, 20, sequences=4),
+    "float32": Heads(6, 2, 64, 64, kv_dtype="float32"),
+    "narrow values": Heads(4, 4, 40, 12),
+    "window": Heads(4, 2, 72, 72, window=70, sequences=4),
+    "window of one": Heads(2, 2, 64, 64, window=1),
+    "short": Heads(2, 2, 64, 64, context=17),
+    "q8": Heads(5, 5, 64, 64, kv_dtype="q8", sequences=4),
+    "q8, groups of 2": Heads(4, 2, 136, 136, kv_dtype="q8"),
+    "q8, groups of 4": Heads(64, 16, 32, 32, kv_dtype="q8"),
+    "q8, odd widths": Heads(3, 1, 12, 44, kv_dtype="q8", window=70),
+    # Parts of 512 positions.
+    "parts": Heads(6, 2, 64, 64, context=1400),
+    "parts, q8": Heads(3, 3, 64, 64, context=1400, kv_dtype="q8"),
+    "parts, window": Heads(5, 1, 8, 8, context=1400, window=600, sequences=4),
+}
+# What these test in single tokens is no matter in chunks, and kernels for these take long to compile.
+NO_CHUNKS = ("groups of 4", "float32", "window of one", "q8, groups of 4", "parts", "parts, q8", "parts, window")
+# Queries have 16 bits there, and scores here reach 50.
+TOLERANCES = {"q8": 4e-4}
+
+
+@pytest.fixture(scope="module")
+def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    built = [shape.kernel("one", 1) for shape in SHAPES.values()]
+    built += [shape.kernel("chunk", CHUNK) for name, shape in SHAPES.items() if name not in NO_CHUNKS]
+    built += [shape.kernel("batch", ROWS) for shape in SHAPES.values() if shape.sequences > 1]
+    return Workbench(tmp_path_factory.mktemp("attention") / "host.so", built)
+
+
+def queries(rng: np.random.Generator, shape: Heads, tokens: int) -> NDArray[np.float32]:
+    """Scores far apart, so that softmax has something to choose from."""
+    return 5 * uniform(rng, tokens, shape.heads * shape.head_dim)
+
+
+def check(workbench: Workbench, name: str, rows: int, tokens: int, position: int) -> None:
+    shape = SHAPES[name]
+    position = min(position, shape.context - tokens)
+    rng = np.random.default_rng([tokens, position])
+    q, slot = queries(rng, shape, tokens), shape.sequences // 2
+    filled = [0] * shape.sequences
+    filled[slot] = position + tokens
+    keys, values = (random_cache(rng, shape, side, filled) for side in "kv")
+    kernel = shape.kernel("one" if rows == 1 else "chunk", rows)
+    # A kernel of one row is for one token, whatever the step says: the last token of a prompt runs through some.
+    result = workbench.run(
+        kernel,
+        {"q": q, **keys.arguments, **values.arguments},
+        tokens=tokens if rows > 1 else -1,
+        position=position,
+        slot=slot,
+    )
+    expected = expected_attention(shape, q, keys.values[slot], values.values[slot], position)
+    assert_close(result["y"][:tokens], expected, TOLERANCES.get(shape.kv_dtype, 2e-5))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("position", [0, 3, 63, 64, 150, 190, 511, 512, 1399])
+def test_one_token(workbench: Workbench, name: str, position: int) -> None:
+    if position < max(SHAPES[name].context, 200):
+        check(workbench, name, 1, 1, position)
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name not in NO_CHUNKS])
+@pytest.mark.parametrize(("tokens", "position"), [(1, 0), (6, 3), (CHUNK, 0), (CHUNK, 40), (6, 95), (CHUNK, 190)])
+def test_chunk(workbench: Workbench, name: str, tokens: int, position: int) -> None:
+    check(workbench, name, CHUNK, tokens, position)
+
+
+@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.sequences > 1])
+@pytest.mark.parametrize("tokens", [1, 2, ROWS])
+def test_batch(workbench: Workbench, name: str, tokens: int) -> None:
+    """Each row is of its own sequence, at its own position; the others are not of this step."""
+    shape = SHAPES[name]
+    rng = np.random.default_rng(tokens)
+    q = queries(rng, shape, tokens)
+    positions = np.int32([shape.context - 1, 5, 70][:tokens])
+    slots = np.int32([2, 3, 0][:tokens])
+    filled = [0] * shape.sequences
+    for slot, position in zip(slots, positions, strict=True):
+        filled[slot] = position + 1
+    keys, values = (random_cache(rng, shape, side, filled) for side in "kv")
+    inputs = {"q": q, "positions": positions, "slots": slots, **keys.arguments, **values.arguments}
+    result = workbench.run(shape.kernel("batch", ROWS), inputs, tokens=tokens, position=-1)
+    for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        expected = expected_attention(shape, q[row : row + 1], keys.values[slot], values.values[slot], position)
+        assert_close(result["y"][row : row + 1], expected, TOLERANCES.get(shape.kv_dtype, 2e-5))
+        inputs = {"q": q[row : row + 1], **keys.arguments, **values.arguments}
+        alone = workbench.run(shape.kernel("one", 1), inputs, position=position, slot=slot)
+        assert np.array_equal(alone["y"][0], result["y"][row]), "a token of a batch is one like any other"
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [*product(("groups of 2", "q8"), (1, CHUNK)), ("parts", 1), ("parts, q8", 1)]
+)
+def test_same_bits_for_any_number_of_threads(workbench: Workbench, name: str, rows: int) -> None:
+    shape = SHAPES[name]
+    rng = np.random.default_rng(1)
+    position = shape.context - rows
+    caches = [random_cache(rng, shape, side, [shape.context] * shape.sequences).arguments for side in "kv"]
+    inputs = {"q": queries(rng, shape, rows), **caches[0], **caches[1]}
+    kernel = shape.kernel("one" if rows == 1 else "chunk", rows)
+    results = [workbench.run(kernel, inputs, tokens=rows, position=position, slot=0, threads=n) for n in (1, 2, 3, 5)]
+    assert len({result["y"].tobytes() for result in results}) == 1

@@ -1,0 +1,197 @@
+"""Rotary embedding, writing the cache, and attention that does both, in all modes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from helpers.kernels.caches import SCALE, Heads, expected_attention, in_q8, random_cache
+from helpers.kernels.workbench import Array, Workbench, assert_close, uniform
+from picompile_codegen import cpu as kernels
+from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.token_ops import Mode
+
+CHUNK = 13
+CONTEXT = 50
+DTYPES = ("float16", "float32", "q8")
+# Mode, rows, and how many of them count.
+ROWS: list[tuple[Mode, int, int]] = [("one", 1, 1), ("chunk", CHUNK, CHUNK), ("chunk", CHUNK, 4), ("batch", 3, 3)]
+KERNELS: list[tuple[Mode, int]] = [("one", 1), ("chunk", CHUNK), ("batch", 3)]
+FUSED = {
+    "multi-head": Heads(3, 3, 24, 24, context=CONTEXT, sequences=4),
+    "groups": Heads(6, 2, 20, 12, context=CONTEXT, sequences=4, window=9),
+    "q8": Heads(2, 2, 40, 40, context=CONTEXT, sequences=4, kv_dtype="q8"),
+    "parts": Heads(4, 2, 16, 16, context=1100, sequences=4),
+}
+EXTENDING: list[tuple[str, Mode, int, int, bool]] = [
+    ("multi-head", "one", 1, 1, False),
+    *((name, "one", 1, 1, True) for name in FUSED),
+    ("groups", "batch", 3, 2, True),
+    ("q8", "batch", 3, 3, True),
+    ("parts", "batch", 3, 3, True),
+]
+
+
+def rotary(head_dim: int, mode: Mode, rows: int, heads: int = 3, context: int = CONTEXT) -> Kernel:
+    return kernels.rotary(heads=heads, head_dim=head_dim, rows=rows, context=context, mode=mode)
+
+
+def cache_write(kv_dtype: str, mode: Mode, rows: int, head_dim: int = 72) -> Kernel:
+    return kernels.cache_write(
+        kv_heads=3, head_dim=head_dim, context=CONTEXT, rows=rows, kv_dtype=kv_dtype, mode=mode, sequences=4
+    )
+
+
+@pytest.fixture(scope="module")
+def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    built = [rotary(head_dim, *case) for case in KERNELS for head_dim in (20, 32)]
+    built += [cache_write(kv_dtype, *case) for case in KERNELS for kv_dtype in DTYPES]
+    built.append(cache_write("q8", "one", 1, 20))
+    built += [FUSED[name].kernel(mode, rows, extend=True, turn=turn) for name, mode, rows, _, turn in EXTENDING]
+    built.append(FUSED["q8"].kernel("one", 1, extend=True))
+    return Workbench(tmp_path_factory.mktemp("cache") / "host.so", built)
+
+
+def places(mode: Mode, tokens: int) -> tuple[list[int], list[int], dict[str, object]]:
+    """Positions and slots of rows, and what says so to a kernel."""
+    if mode == "batch":
+        positions, slots = [41, 5, 30][:tokens], [2, 3, 0][:tokens]
+        return positions, slots, {"positions": np.int32(positions), "slots": np.int32(slots)}
+    return list(range(30, 30 + tokens)), [2] * tokens, {}
+
+
+def angles(context: int, half: int) -> tuple[Array, Array]:
+    angle = np.arange(context)[:, None] * 0.7 ** np.arange(half)
+    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+
+
+def turned(x: Array, cos: Array, sin: Array, positions: list[int]) -> Array:
+    """x [tokens, heads, d] in float64."""
+    first, second = np.split(x.astype(np.float64), 2, axis=-1)
+    c, s = (np.float64(table[positions][:, None]) for table in (cos, sin))
+    return np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+
+
+@pytest.mark.parametrize("head_dim", [20, 32])
+@pytest.mark.parametrize(("mode", "rows", "tokens"), ROWS)
+def test_rotary(workbench: Workbench, head_dim: int, mode: Mode, rows: int, tokens: int) -> None:
+    x = uniform(np.random.default_rng(head_dim), tokens, 3 * head_dim)
+    cos, sin = angles(CONTEXT, head_dim // 2)
+    positions, _, where = places(mode, tokens)
+    inputs = {"x": x, "cos": cos, "sin": sin, **where}
+    result = workbench.run(rotary(head_dim, mode, rows), inputs, tokens=tokens, position=30)
+    expected = turned(x.reshape(tokens, 3, head_dim), cos, sin, positions).reshape(tokens, -1)
+    assert_close(result["y"][:tokens], expected, 1e-6)
+
+
+@pytest.mark.parametrize("kv_dtype", DTYPES)
+@pytest.mark.parametrize(("mode", "rows", "tokens"), ROWS)
+def test_cache_write(workbench: Workbench, kv_dtype: str, mode: Mode, rows: int, tokens: int) -> None:
+    """As numpy rounds it, or as weights are packed; nothing else is touched."""
+    x = uniform(np.random.default_rng(tokens), tokens, 3 * 72)
+    positions, slots, where = places(mode, tokens)
+    kernel = cache_write(kv_dtype, mode, rows)
+    result = workbench.run(kernel, {"x": x, **where}, tokens=tokens, position=30, slot=2)
+    heads = x.reshape(tokens, 3, 72)
+    expected = {"cache": heads.astype(kv_dtype)} if kv_dtype != "q8" else {}
+    if kv_dtype == "q8":
+        expected["cache"], expected["cache_scales"], _ = in_q8(heads)
+    for name, values in expected.items():
+        cache = result[name]
+        assert np.array_equal(cache[slots, :, positions], values)
+        cache[slots, :, positions] = 0
+        left = cache.view(np.uint8).reshape(4, 3, CONTEXT, -1)
+        left[slots, :, positions] = 255
+        assert (left == 255).all()
+
+
+def test_q8_keeps_what_it_promises(workbench: Workbench) -> None:
+    """Numbers of all sizes, zero included: each is off by 1/254 of the largest of its 32, and 4e-6, at most."""
+    rng = np.random.default_rng(0)
+    for size in (0.0, 1e-12, 1e-8, 1e-6, 1e-4, 3e-3, 1.0, 300.0, 5e5):
+        x = (size * uniform(rng, 1, 60)).reshape(1, 60)
+        result = workbench.run(cache_write("q8", "one", 1, 20), {"x": x}, position=7, slot=1)
+        data, scales = result["cache"][1, :, 7].astype(np.float64), result["cache_scales"][1, :, 7].astype(np.float64)
+        heads = x.reshape(3, 20).astype(np.float64)
+        bound = np.abs(heads).max(axis=-1, keepdims=True) / 254 * (1 + 2**-9) + 4e-6
+        assert (np.abs(data * scales - heads) <= bound).all()
+
+
+def extended(shape: Heads, mode: Mode, tokens: int, turn: bool) -> tuple[dict[str, Array], Array, list[int], list[int]]:
+    """Arguments of a kernel that extends the cache, and what it is to give."""
+    rng = np.random.default_rng(tokens)
+    positions, slots, where = places(mode, tokens)
+    positions = [position + shape.context - CONTEXT for position in positions]
+    where = {"positions": np.int32(positions), "slots": np.int32(slots)} if where else {}
+    filled = [0] * shape.sequences
+    for slot, position in zip(slots, positions, strict=True):
+        filled[slot] = position
+    q = 3 * uniform(rng, tokens, shape.heads * shape.head_dim)
+    k, v = (uniform(rng, tokens, shape.kv_heads * width) for width in (shape.head_dim, shape.value_dim))
+    cos, sin = angles(shape.context, shape.head_dim // 2)
+    cached = {side: random_cache(rng, shape, side, filled) for side in "kv"}
+    new = {"q": q.reshape(tokens, shape.heads, -1), "k": k.reshape(tokens, shape.kv_heads, -1)}
+    if turn:
+        new = {name: turned(x, cos, sin, positions) for name, x in new.items()}
+    new["v"] = v.reshape(tokens, shape.kv_heads, -1)
+    expected = np.empty((tokens, shape.heads * shape.value_dim))
+    for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        for side in "kv":
+            cached[side].values[slot, :, position] = new[side][row]
+        query = new["q"][row].reshape(1, -1).astype(np.float32)
+        values = (cached[side].values[slot] for side in "kv")
+        expected[row] = expected_attention(shape, query, *values, position)[0]
+    inputs = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, **where}
+    for each in cached.values():
+        inputs |= each.arguments
+    return inputs, expected, positions, slots
+
+
+@pytest.mark.parametrize(("name", "mode", "rows", "tokens", "turn"), EXTENDING)
+def test_attention_that_extends_the_cache(
+    workbench: Workbench, name: str, mode: Mode, rows: int, tokens: int, turn: bool
+) -> None:
+    shape = FUSED[name]
+    inputs, expected, positions, slots = extended(shape, mode, tokens, turn)
+    kernel = shape.kernel(mode, rows, extend=True, turn=turn)
+    result = workbench.run(kernel, inputs, tokens=tokens, position=positions[0], slot=slots[0])
+    # New keys and values are rounded to what the cache holds.
+    assert_close(result["y"][:tokens], expected, {"float16": 2e-3, "q8": 2e-2}[shape.kv_dtype])
+    for argument in ("k_cache", "v_cache"):
+        before, after = inputs[argument], result[argument].copy()
+        assert (after[slots, :, positions] != before[slots, :, positions]).any()
+        after[slots, :, positions] = before[slots, :, positions]
+        assert np.array_equal(after.view(np.uint8), before.view(np.uint8)), "what was there has changed"
+    again = workbench.run(kernel, inputs, tokens=tokens, position=positions[0], slot=slots[0], threads=3)
+    assert all(np.array_equal(again[name].view(np.uint8), result[name].view(np.uint8)) for name in ("y", "k_cache"))
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_what_q8_costs_attention(workbench: Workbench, side: str) -> None:
+    """With δ the error of an element, a score moves by e = scale · Σ |q| · δ_k at most, and so the output by
+    (exp(2e) - 1) · (largest - smallest value) + δ_v."""
+    shape = replace(FUSED["q8"], window=0)
+    rng = np.random.default_rng(3)
+    position, slot = CONTEXT - 1, 1
+    exact = (
+        random_cache(rng, replace(shape, kv_dtype="float32"), "k", [0, position, 0, 0]),
+        random_cache(rng, replace(shape, kv_dtype="float32"), "v", [0, position, 0, 0]),
+    )
+    caches = {}
+    values = {}
+    for name, cache in zip("kv", exact, strict=True):
+        data, scales, stands_for = in_q8(cache.values)
+        values[name] = np.nan_to_num(cache.values if name == side else stands_for)
+        caches |= {f"{name}_cache": data, f"{name}_cache_scales": scales}
+    q, k, v = (uniform(rng, 1, 80) for _ in range(3))
+    result = workbench.run(
+        shape.kernel("one", 1, extend=True), {"q": q, "k": k, "v": v, **caches}, position=position, slot=slot
+    )
+    for name, row in (("k", k), ("v", v)):
+        values[name][slot, :, position] = row.reshape(2, 40)
+    expected = expected_attention(shape, q, values["k"][slot], values["v"][slot], position)
+    delta = 1 / 254 + 1e-4
+    moved = SCALE * np.abs(q.reshape(2, 40)).sum(axis=-1).max() * (delta + 2**-15)
+    bound = (np.exp(2 * moved) - 1) * 2 + delta
+    error = np.abs(result["y"][:1] - expected).max()
+    assert 1e-5 < error < bound

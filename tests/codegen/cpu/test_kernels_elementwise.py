@@ -1,0 +1,120 @@
+"""Norms, additions, row selection, and activation functions over the whole range of float32."""
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.kernels.workbench import Workbench, assert_close, uniform
+from picompile_codegen import cpu as kernels
+from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import KernelFunction
+from picompile_codegen.cpu.math import activate
+from picompile_codegen.cpu.vector import blocks, load, store
+from picompile_passes.dialect import parse_activation
+from picompile_passes.dialect.activations import ACTIVATIONS
+
+CHUNK = 13
+DIMS = (96, 100, 5)
+AFFINE = ((True, True), (True, False), (False, False))
+NAMES = (*ACTIVATIONS, "fatrelu(0.5)")
+POINTS = 4096
+
+
+def activation_kernel(text: str) -> Kernel:
+    function = KernelFunction("activation", text)
+    with function:
+        x, y = function.floats("x", 1, POINTS), function.floats("y", 1, POINTS)
+        blocks(POINTS, lambda c, _: store(y, 0, c, value=activate(text, load(x, 0, c))))
+    return function.kernel()
+
+
+def rms_norm(dim: int, rows: int) -> Kernel:
+    return kernels.rms_norm(dim=dim, rows=rows, eps=1e-5)
+
+
+def layer_norm(dim: int, rows: int, affine: tuple[bool, bool]) -> Kernel:
+    return kernels.layer_norm(dim=dim, rows=rows, eps=1e-5, weight=affine[0], bias=affine[1])
+
+
+def add(dim: int, rows: int) -> Kernel:
+    return kernels.add(dim=dim, rows=rows)
+
+
+@pytest.fixture(scope="module")
+def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    built = [activation_kernel(text) for text in NAMES]
+    for dim in DIMS:
+        for rows in (1, CHUNK):
+            built += [rms_norm(dim, rows), add(dim, rows), *(layer_norm(dim, rows, affine) for affine in AFFINE)]
+        built.append(kernels.take_last(dim=dim, rows=CHUNK))
+    return Workbench(tmp_path_factory.mktemp("elementwise") / "host.so", built)
+
+
+ROWS = [(1, 1), (CHUNK, CHUNK), (CHUNK, 3)]
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(("rows", "tokens"), ROWS)
+def test_rms_norm(workbench: Workbench, dim: int, rows: int, tokens: int) -> None:
+    rng = np.random.default_rng(dim)
+    x, weight = uniform(rng, tokens, dim), uniform(rng, dim)
+    result = workbench.run(rms_norm(dim, rows), {"x": x, "weight": weight}, tokens=tokens)
+    wide = x.astype(np.float64)
+    assert_close(result["y"][:tokens], wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight, 1e-6)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(("rows", "tokens"), ROWS)
+@pytest.mark.parametrize("affine", AFFINE)
+def test_layer_norm(workbench: Workbench, dim: int, rows: int, tokens: int, affine: tuple[bool, bool]) -> None:
+    rng = np.random.default_rng(dim)
+    # Far from zero: a variance as mean of squares less square of mean would be wrong in the third digit.
+    x, weight, bias = uniform(rng, tokens, dim) + 30, uniform(rng, dim), uniform(rng, dim)
+    inputs = {"x": x, "weight": weight, "bias": bias}
+    result = workbench.run(layer_norm(dim, rows, affine), inputs, tokens=tokens)
+    expected = torch.nn.functional.layer_norm(
+        torch.from_numpy(x).double(),
+        (dim,),
+        torch.from_numpy(weight).double() if affine[0] else None,
+        torch.from_numpy(bias).double() if affine[1] else None,
+        1e-5,
+    )
+    assert_close(result["y"][:tokens], expected.numpy(), 1e-5)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(("rows", "tokens"), ROWS)
+def test_add(workbench: Workbench, dim: int, rows: int, tokens: int) -> None:
+    rng = np.random.default_rng(dim)
+    a, b = uniform(rng, tokens, dim), uniform(rng, tokens, dim)
+    result = workbench.run(add(dim, rows), {"a": a, "b": b}, tokens=tokens)
+    assert np.array_equal(result["y"][:tokens], a + b)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("tokens", [1, 4, CHUNK])
+def test_take_last(workbench: Workbench, dim: int, tokens: int) -> None:
+    x = uniform(np.random.default_rng(dim), tokens, dim)
+    result = workbench.run(kernels.take_last(dim=dim, rows=CHUNK), {"x": x}, tokens=tokens)
+    assert np.array_equal(result["y"][0], x[-1])
+
+
+@pytest.mark.parametrize("text", NAMES)
+def test_activation(workbench: Workbench, text: str) -> None:
+    """To 1e-6 of the function's own value, or of 1e-6 where it is smaller; large arguments included."""
+    rng = np.random.default_rng(0)
+    near, far, tiny = (
+        rng.uniform(-8, 8, POINTS // 2),
+        rng.uniform(-200, 200, POINTS // 4),
+        rng.normal(0, 1e-3, POINTS // 4),
+    )
+    x = np.concatenate([near, far, tiny]).astype(np.float32)
+    x[:6] = 0.0, -0.0, 0.5, 6.0, 1e30, -1e30
+    measured = workbench.run(activation_kernel(text), {"x": x[None]})["y"][0]
+    expected = parse_activation(text).function(torch.from_numpy(x).double()).numpy()
+    with np.errstate(over="ignore"):
+        in_float32 = expected.astype(np.float32)
+    infinite = np.isinf(in_float32)
+    assert np.array_equal(measured[infinite], in_float32[infinite])
+    error = np.abs(measured - expected)[~infinite] / np.maximum(np.abs(expected), 1.0)[~infinite]
+    assert error.max() < 1e-6

@@ -1,0 +1,227 @@
+"""The kernels with which host and device meet: what they copy, what they wait for, and when they give up."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+
+import numpy as np
+import pytest
+
+from helpers.kernels.workbench import Array, Workbench, uniform
+from picompile_codegen import cpu as kernels
+from picompile_codegen.build import host_library as build_module
+from picompile_codegen.build.host_library import build_host_library
+from picompile_codegen.cpu import FLAG_SHAPE, Kernel
+from picompile_runtime.devices.cpu.native import HostLibrary
+from picompile_runtime.devices.memory import aligned_zeros
+
+DIM, NEURONS, COLUMNS, WORDS, ROWS, STEP = 37, 45, 11, 13, 5, 9
+
+SENDS = {rows: kernels.send(dim=DIM, rows=rows) for rows in (1, ROWS)}
+MASKS = {rows: kernels.send_mask(dim=DIM, neurons=NEURONS, columns=COLUMNS, rows=rows) for rows in (1, ROWS)}
+RECEIVES = {
+    (rows, yes): kernels.receive(dim=DIM, rows=rows, counted=yes) for rows in (1, ROWS) for yes in (False, True)
+}
+RECEIVED_MASKS = {rows: kernels.receive_mask(neurons=NEURONS, rows=rows) for rows in (1, ROWS)}
+COPY, WAIT, SIGNAL = kernels.copy_words(words=WORDS), kernels.wait(), kernels.signal()
+EVERY = (*SENDS.values(), *MASKS.values(), *RECEIVES.values(), *RECEIVED_MASKS.values(), COPY, WAIT, SIGNAL)
+# How many rows a step has, and how many of them count.
+TOKENS = [(1, 1), (ROWS, 1), (ROWS, 3), (ROWS, ROWS)]
+
+Bound = tuple[str, Sequence[Array]]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    return Workbench(tmp_path_factory.mktemp("exchange") / "host.so", EVERY)
+
+
+@pytest.fixture(scope="module")
+def device_library(bench: Workbench) -> HostLibrary:
+    """The same kernels with threads and a queue of their own."""
+    path = bench.path.with_name("hot.so")
+    build_host_library(EVERY, path)
+    return HostLibrary(path)
+
+
+def step(tokens: int, number: int = STEP) -> Array:
+    """The step's tokens and its number, and nothing that these kernels may look at."""
+    fields = np.full(8, -1, np.int32)
+    fields[0], fields[3] = tokens, number
+    return fields
+
+
+def flag(number: int) -> Array:
+    """A flag that was last set in step `number`; only its first element may be looked at."""
+    words = np.full(FLAG_SHAPE, -1, np.int32)
+    words[0] = number
+    return words
+
+
+def assert_set(found: Array) -> None:
+    np.testing.assert_array_equal(found, flag(STEP))
+
+
+@pytest.mark.parametrize(("rows", "tokens"), TOKENS)
+def test_send(rows: int, tokens: int, bench: Workbench) -> None:
+    x = uniform(np.random.default_rng(rows), tokens, DIM)
+    found = bench.run(SENDS[rows], {"step": step(tokens), "x": x, "flag": flag(STEP - 1)})
+    np.testing.assert_array_equal(found["out"][:tokens], x)
+    assert np.isnan(found["out"][tokens:]).all()
+    assert_set(found["flag"])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("rows", "tokens"), TOKENS)
+def test_send_mask(rows: int, tokens: int, share: float, bench: Workbench) -> None:
+    random = np.random.default_rng(tokens)
+    x, mask = uniform(random, tokens, DIM), (random.uniform(size=(tokens, NEURONS)) < share).astype(np.uint8)
+    table = random.permutation(NEURONS)[:COLUMNS].astype(np.int32)
+    inputs = {"step": step(tokens), "x": x, "mask": mask, "table": table, "flag": flag(STEP - 1)}
+    found = bench.run(MASKS[rows], inputs)
+    np.testing.assert_array_equal(found["out"][:tokens], x)
+    np.testing.assert_array_equal(found["out_mask"][:tokens], mask[:, table])
+    assert np.isnan(found["out"][tokens:]).all()
+    assert (found["out_mask"][tokens:] == 255).all()
+    assert found["count"][0] == mask[:, table].sum()
+    assert_set(found["flag"])
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize(("rows", "tokens"), TOKENS)
+def test_receive(rows: int, tokens: int, counted: bool, bench: Workbench) -> None:
+    source = uniform(np.random.default_rng(rows), tokens, DIM)
+    inputs = {"step": step(tokens), "source": source, "flag": flag(STEP), "abandoned": flag(0)}
+    found = bench.run(RECEIVES[rows, counted], inputs | ({"count": np.array([1], np.int32)} if counted else {}))
+    np.testing.assert_array_equal(found["y"][:tokens], source)
+    assert np.isnan(found["y"][tokens:]).all()
+    np.testing.assert_array_equal(found["abandoned"], flag(0))
+
+
+@pytest.mark.parametrize(("rows", "tokens"), TOKENS)
+def test_nobody_waits_for_nothing(rows: int, tokens: int, bench: Workbench) -> None:
+    """Where the host has no neuron to compute, the result is 0: the flag is not looked at, nor what it is for."""
+    inputs = {"step": step(tokens), "flag": flag(STEP - 1), "abandoned": flag(0), "count": np.zeros(1, np.int32)}
+    found = bench.run(RECEIVES[rows, True], inputs)
+    np.testing.assert_array_equal(found["y"][:tokens], np.zeros((tokens, DIM)))
+    assert np.isnan(found["y"][tokens:]).all()
+    np.testing.assert_array_equal(found["flag"], flag(STEP - 1))
+    np.testing.assert_array_equal(found["abandoned"], flag(0))
+
+
+@pytest.mark.parametrize(("rows", "tokens"), TOKENS)
+def test_receive_mask(rows: int, tokens: int, bench: Workbench) -> None:
+    source = np.random.default_rng(rows).integers(0, 2, (tokens, NEURONS)).astype(np.uint8)
+    inputs = {"step": step(tokens), "source": source, "flag": flag(STEP), "abandoned": flag(0)}
+    found = bench.run(RECEIVED_MASKS[rows], inputs)
+    np.testing.assert_array_equal(found["y"][:tokens], source)
+    assert (found["y"][tokens:] == 255).all()
+
+
+def test_copy_words(bench: Workbench) -> None:
+    source = np.random.default_rng(1).integers(-(2**31), 2**31, WORDS).astype(np.int32)
+    np.testing.assert_array_equal(bench.run(COPY, {"source": source})["y"], source)
+
+
+def test_signal(bench: Workbench) -> None:
+    assert_set(bench.run(SIGNAL, {"step": step(1), "flag": flag(STEP - 1)})["flag"])
+
+
+# ---- waiting ----
+
+
+WAITING = {"wait": WAIT, "receive": RECEIVES[ROWS, False], "counted": RECEIVES[1, True], "mask": RECEIVED_MASKS[ROWS]}
+
+
+def arrays_of(kernel: Kernel, number: int) -> dict[str, Array]:
+    """Arguments of a kernel for a step with all of its rows, whose flag was last set in step `number`."""
+    arrays = {argument.name: aligned_zeros(argument.shape, argument.dtype) for argument in kernel.arguments}
+    for name, array in arrays.items():
+        if name == "y":
+            array.reshape(-1).view(np.uint8)[:] = 255
+    rows = len(arrays["y"]) if "y" in arrays else 1
+    values = {"step": step(rows), "flag": flag(number), "abandoned": flag(0), "count": np.ones(1, np.int32)}
+    for name in values.keys() & arrays.keys():
+        arrays[name][:] = values[name]
+    return arrays
+
+
+def run(library: HostLibrary, kernel: Kernel, arrays: dict[str, Array]) -> None:
+    library.run(library.bind([(kernel.name, [arrays[name] for name in kernel.params])]), 1)
+
+
+@pytest.mark.parametrize("number", [STEP - 1, STEP + 1, 0, -STEP])
+@pytest.mark.parametrize("name", list(WAITING))
+def test_what_waits_goes_on_when_its_flag_is_set(name: str, number: int, bench: Workbench) -> None:
+    """And not before: neither is the flag of another step its own."""
+    kernel = WAITING[name]
+    arrays = arrays_of(kernel, number)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run, HostLibrary(bench.path), kernel, arrays)
+        # Longer than it spins. It cannot end, whatever else this machine does.
+        assert not Event().wait(0.03)
+        assert not running.done()
+        if "source" in arrays:
+            source = arrays["source"]
+            source[:] = np.random.default_rng(3).integers(0, 2, source.shape)
+        arrays["flag"][0] = STEP
+        running.result()
+    if "source" in arrays:
+        np.testing.assert_array_equal(arrays["y"], arrays["source"])
+    assert arrays["abandoned"][0] == 0
+
+
+@pytest.mark.parametrize("name", list(WAITING))
+def test_nobody_waits_once_a_side_has_given_up(name: str, bench: Workbench) -> None:
+    kernel = WAITING[name]
+    arrays = arrays_of(kernel, STEP - 1)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run, HostLibrary(bench.path), kernel, arrays)
+        assert not Event().wait(0.03)
+        assert not running.done()
+        arrays["abandoned"][0] = 1
+        running.result()
+    assert arrays["flag"][0] == STEP - 1
+
+
+@pytest.mark.parametrize("name", list(WAITING))
+def test_patience_ends(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a library that has a millisecond of it, instead of half a minute."""
+    monkeypatch.setattr(build_module, "_COMPILE_FLAGS", (*build_module._COMPILE_FLAGS, "-DPI_PATIENCE_NS=1000000"))
+    kernel = WAITING[name]
+    build_host_library([kernel], tmp_path / "host.so")
+    arrays = arrays_of(kernel, STEP - 1)
+    run(HostLibrary(tmp_path / "host.so"), kernel, arrays)
+    assert arrays["abandoned"][0] == 1
+    assert arrays["flag"][0] == STEP - 1
+
+
+def test_what_was_written_before_a_flag_is_there_after_it(bench: Workbench, device_library: HostLibrary) -> None:
+    """Back and forth a thousand times, without a pause: the host sends on what it has received."""
+    rounds = 1000
+    values = uniform(np.random.default_rng(5), rounds, DIM)
+    # A value each, where kernels may look for it: at the beginning of a cache line.
+    given, returned = ([aligned_zeros((1, DIM), np.float32) for _ in values] for _ in range(2))
+    there, back, middle = (aligned_zeros((1, DIM), np.float32) for _ in range(3))
+    there_flag, back_flag, abandoned = (aligned_zeros(FLAG_SHAPE, np.int32) for _ in range(3))
+    host, of_host, of_device = HostLibrary(bench.path), list[Bound](), list[Bound]()
+    for number, value in enumerate(values):
+        given[number][:], step_ = value, aligned_zeros((8,), np.int32)
+        step_[:] = step(1, number + 1)
+        source, target = {"flag": there_flag, "abandoned": abandoned}, {"flag": back_flag, "abandoned": abandoned}
+        of_device.append(bound(SENDS[1], step=step_, x=given[number], out=there, flag=there_flag))
+        of_device.append(bound(RECEIVES[1, False], step=step_, source=back, y=returned[number], **target))
+        of_host.append(bound(RECEIVES[1, False], step=step_, source=there, y=middle, **source))
+        of_host.append(bound(SENDS[1], step=step_, x=middle, out=back, flag=back_flag))
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(device_library.run, device_library.bind(of_device), 1)
+        host.run(host.bind(of_host), 1)
+        running.result()
+    np.testing.assert_array_equal(np.concatenate(returned), values)
+    assert abandoned[0] == 0
+
+
+def bound(kernel: Kernel, **arrays: Array) -> Bound:
+    """A call with its arguments by name."""
+    return kernel.name, [arrays[name] for name in kernel.params]

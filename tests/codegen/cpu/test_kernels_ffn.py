@@ -1,0 +1,288 @@
+"""Feed-forward blocks against the same block in float64, and what they count."""
+
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from helpers.kernels.workbench import Array, Workbench, as_seen, assert_close, packed, uniform
+from picompile_codegen import cpu as kernels
+from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.ffn import DENSE_BLOCKS, DENSE_PERCENT
+from picompile_passes.dialect import dequantize_rows, parse_activation, quantize_rows
+
+CHUNK = 13
+
+
+@dataclass(frozen=True)
+class Block:
+    """A feed-forward block: sizes, activations and biases (letters of gate, up, down)."""
+
+    neurons: int
+    dim: int
+    gated: bool
+    activation: str
+    up_activation: str = "identity"
+    biases: str = ""
+
+
+BLOCKS = {
+    "reglu": Block(200, 96, gated=True, activation="relu"),
+    "drelu": Block(864, 320, gated=True, activation="relu", up_activation="relu"),
+    "fatrelu": Block(77, 72, gated=True, activation="fatrelu(0.25)", biases="gud"),
+    "relu2": Block(200, 100, gated=False, activation="relu2"),
+    "opt": Block(130, 136, gated=False, activation="relu", biases="ud"),
+    "swiglu": Block(200, 96, gated=True, activation="silu"),
+    "gelu": Block(96, 72, gated=False, activation="gelu", biases="ud"),
+}
+FORMATS = ("f16", "q8", "q4")
+CASES = [
+    (name, kind, form, rows)
+    for name, kind, form, rows in product(BLOCKS, ("dense", "exact", "masked", "part"), FORMATS, (1, CHUNK))
+    # The format changes nothing but how rows are read, which two blocks show.
+    if (form == "f16" or name in ("reglu", "opt"))
+    and (kind != "exact" or parse_activation(BLOCKS[name].activation).sparse)
+    and (kind in ("dense", "exact") or rows == 1)
+    # Nor does it matter to a part, which only finds its neurons in another mask.
+    and (kind != "part" or (name in ("reglu", "opt") and form == "f16"))
+]
+# What a part of a block has a mask of: more columns than the part has neurons.
+MASK_COLUMNS = 1000
+
+
+def kernel_of(name: str, kind: str, format_name: str, rows: int) -> Kernel:
+    block = BLOCKS[name]
+    return kernels.ffn(
+        kind="masked" if kind == "part" else kind,
+        format=format_name,
+        neurons=block.neurons,
+        dim=block.dim,
+        rows=rows,
+        gated=block.gated,
+        activation=block.activation,
+        up_activation=block.up_activation,
+        gate_bias="g" in block.biases,
+        up_bias="u" in block.biases,
+        down_bias="d" in block.biases,
+        mask_columns=MASK_COLUMNS if kind == "part" else None,
+    )
+
+
+@pytest.fixture(scope="module")
+def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    batches = [kernel_of(name, "masked", form, CHUNK) for name, form in BATCHES]
+    return Workbench(tmp_path_factory.mktemp("ffn") / "host.so", [*(kernel_of(*case) for case in CASES), *batches])
+
+
+class Example:
+    """Random weights of a block and the kernel's arguments that they make."""
+
+    def __init__(self, block: Block, kind: str, format_name: str, tokens: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.block, self.format_name = block, format_name
+        names = ["gate", "up", "down"] if block.gated else ["up", "down"]
+        matrices = {name: packed(rng, format_name, block.neurons, block.dim) for name in names}
+        self.weights = {name: weights for name, (_, weights) in matrices.items()}
+        self.x = uniform(rng, tokens, block.dim)
+        self.biases = {
+            f"{name}_bias": uniform(rng, block.dim if name == "down" else block.neurons)
+            for name in names
+            if name[0] in block.biases
+        }
+        apart = names[:1] if kind == "exact" else []
+        together = [matrices[name][0] for name in names if name not in apart]
+        self.inputs: dict[str, Array] = {"x": self.x, "stats": np.array([1000, 2000]), **self.biases}
+        self.inputs["neuron_w"] = np.stack(together, axis=1).reshape(-1, together[0].shape[1])
+        if apart:
+            self.inputs["decide_w"] = matrices[apart[0]][0]
+        self.kept = np.ones(block.neurons, bool)
+        if kind in ("masked", "part"):
+            self.mask(rng.random(block.neurons) < 0.4, kind, rng)
+
+    def mask(self, kept: NDArray[np.bool_], kind: str, rng: np.random.Generator) -> None:
+        """Keeps the neurons of `kept`. In a part they are columns of the mask here and there, in no order."""
+        self.kept, mask = kept, kept
+        if kind == "part":
+            self.inputs["table"] = rng.permutation(MASK_COLUMNS)[: len(kept)].astype(np.int32)
+            mask = rng.random(MASK_COLUMNS) < 0.5
+            mask[self.inputs["table"]] = kept
+        self.inputs["mask"] = mask[None].astype(np.uint8)
+
+    def alike(self, kind: str) -> None:
+        """Makes every output of an ungated block the same, and every weight of down 0 or -1."""
+        block = self.block
+        data = {name: self.weights[name].astype(np.float32) for name in ("up", "down")}
+        data["up"][:] = 0
+        self.biases["up_bias"][:] = 0.75
+        data["down"] = np.where(data["down"] > 0, np.float32(0), np.float32(-1))
+        packs = {name: quantize_rows(torch.from_numpy(value), self.format_name) for name, value in data.items()}
+        for name, value in packs.items():
+            self.weights[name] = dequantize_rows(value, self.format_name, block.dim).numpy().astype(np.float64)
+        order = ("down",) if kind == "exact" else ("up", "down")
+        self.inputs["neuron_w"] = np.stack([packs[name].numpy() for name in order], axis=1).reshape(
+            -1, packs["up"].shape[1]
+        )
+        if kind == "exact":
+            self.inputs["decide_w"] = packs["up"].numpy()
+
+    def products(self, name: str) -> NDArray[np.float64]:
+        """x times gate or up, with its bias: [tokens, neurons]."""
+        return as_seen(self.x, self.format_name) @ self.weights[name].T + self.biases.get(f"{name}_bias", 0)
+
+    def hidden(self) -> NDArray[np.float64]:
+        """What each neuron sends down, if it is kept: [tokens, neurons]."""
+        return np.where(self.kept, self._hidden(), 0.0)
+
+    def _hidden(self) -> NDArray[np.float64]:
+        up = torch.from_numpy(self.products("up"))
+        act = parse_activation(self.block.activation).function
+        if not self.block.gated:
+            return act(up).numpy()
+        up_act = parse_activation(self.block.up_activation).function
+        return (act(torch.from_numpy(self.products("gate"))) * up_act(up)).numpy()
+
+    def output(self) -> NDArray[np.float64]:
+        return self.hidden() @ self.weights["down"] + self.biases.get("down_bias", 0)
+
+    def assert_output(self, measured: Array) -> None:
+        """y, and in q8 and q4 within what rounding on the way down may change.
+
+        There an output times a weight's scale is rounded to a 127th of the largest such product beside it, and with
+        many tokens a weight to a 127th of the largest beside it: by half a 127th of that, for each neuron.
+        """
+        expected, hidden = self.output(), np.abs(self.hidden())
+        assert np.isfinite(measured).all(), "something that must not be read was read, or nothing was written"
+        if self.format_name == "f16" or not expected.any():
+            assert np.abs(measured - expected).max() <= 2e-5 * np.abs(expected).max()
+            return
+        largest = np.abs(self.weights["down"]).max()
+        error = np.abs(measured - expected)
+        most = hidden.max(axis=1, keepdims=True) * largest * np.count_nonzero(hidden, axis=1, keepdims=True) / 127
+        assert (error <= most + 1e-4).all()
+        # Roundings are independent of each other, so that their sum grows with the root of their number.
+        assert (
+            np.sqrt((error**2).mean()) <= 2 * (most / np.sqrt(np.maximum(np.count_nonzero(hidden, axis=1), 1))).mean()
+        )
+
+
+@pytest.mark.parametrize(("name", "kind", "format_name", "rows"), CASES)
+def test_ffn(workbench: Workbench, name: str, kind: str, format_name: str, rows: int) -> None:
+    kernel = kernel_of(name, kind, format_name, rows)
+    for tokens in (1,) if rows == 1 else (1, 2, CHUNK):
+        example = Example(BLOCKS[name], kind, format_name, tokens, seed=rows + tokens)
+        result = workbench.run(kernel, example.inputs, tokens=tokens if rows > 1 else -1)
+        example.assert_output(result["y"][:tokens])
+
+
+@pytest.mark.parametrize("format_name", ["q8", "q4"])
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("dense", 1), ("masked", 1), ("exact", 1), ("dense", CHUNK), ("exact", CHUNK)]
+)
+def test_down_rounds_nothing_that_is_alike(workbench: Workbench, kind: str, format_name: str, rows: int) -> None:
+    """Where all outputs are equal, and all weights of down 0 or -1, y is exact."""
+    example = Example(BLOCKS["opt"], kind, format_name, tokens=rows, seed=11)
+    example.alike(kind)
+    result = workbench.run(kernel_of("opt", kind, format_name, rows), example.inputs, tokens=rows)
+    assert_close(result["y"], example.output())
+
+
+BATCHES = [("reglu", "f16"), ("opt", "f16"), ("opt", "q4"), ("swiglu", "f16")]
+
+
+@pytest.mark.parametrize(("name", "format_name"), BATCHES)
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.9])
+def test_batch(workbench: Workbench, name: str, format_name: str, share: float) -> None:
+    """A mask for each token; where these name most neurons, all are computed."""
+    kernel = kernel_of(name, "masked", format_name, CHUNK)
+    for tokens in (1, 4, CHUNK):
+        example = Example(BLOCKS[name], "masked", format_name, tokens, seed=tokens)
+        kept = np.random.default_rng(tokens).random((tokens, BLOCKS[name].neurons)) < share
+        example.inputs["mask"] = kept.astype(np.uint8)
+        is_dense = kept.sum() > example.block.neurons * DENSE_BLOCKS + kept.size * DENSE_PERCENT / 100
+        assert is_dense == (share > 0.5 and tokens > 1)
+        example.kept = kept | is_dense
+        results = [workbench.run(kernel, example.inputs, tokens=tokens, threads=threads) for threads in (1, 3)]
+        example.assert_output(results[0]["y"][:tokens])
+        assert results[0]["y"].tobytes() == results[1]["y"].tobytes()
+        fired = example.kept.sum() if is_dense else np.count_nonzero(example.hidden())
+        assert results[0]["stats"].tolist() == [1000 + example.kept.sum(), 2000 + fired]
+
+
+# GELU of a number far below zero is zero in float32 only.
+@pytest.mark.parametrize(("name", "kind", "format_name", "rows"), [c for c in CASES if c[3] == 1 and c[0] != "gelu"])
+def test_counts(workbench: Workbench, name: str, kind: str, format_name: str, rows: int) -> None:
+    """Computed: all neurons, those above the threshold or those of the mask; then those that send something down."""
+    block = BLOCKS[name]
+    example = Example(block, kind, format_name, tokens=1, seed=9)
+    result = workbench.run(kernel_of(name, kind, format_name, rows), example.inputs)
+    computed = int(example.kept.sum())
+    if kind == "exact":
+        decided = example.products("gate" if block.gated else "up")
+        computed = int((decided > parse_activation(block.activation).threshold).sum())
+    assert result["stats"].tolist() == [1000 + computed, 2000 + np.count_nonzero(example.hidden())]
+
+
+@pytest.mark.parametrize("rows", [1, CHUNK])
+@pytest.mark.parametrize("value", [-100.0, 100.0])
+def test_none_and_all_fire(workbench: Workbench, rows: int, value: float) -> None:
+    """A bias that silences every neuron, or wakes every neuron."""
+    example = Example(BLOCKS["opt"], "exact", "f16", tokens=rows, seed=3)
+    example.biases["up_bias"][:] = value
+    result = workbench.run(kernel_of("opt", "exact", "f16", rows), example.inputs, tokens=rows)
+    assert_close(result["y"], example.output())
+    if rows == 1:
+        fired = 0 if value < 0 else BLOCKS["opt"].neurons
+        assert result["stats"].tolist() == [1000 + fired, 2000 + fired]
+
+
+@pytest.mark.parametrize(("name", "kind"), [c[:2] for c in CASES if c[1] in ("masked", "part") and c[2] == "f16"])
+@pytest.mark.parametrize("value", [False, True])
+def test_empty_and_full_masks(workbench: Workbench, name: str, kind: str, value: bool) -> None:
+    example = Example(BLOCKS[name], kind, "f16", tokens=1, seed=6)
+    example.mask(np.full(BLOCKS[name].neurons, value), kind, np.random.default_rng(6))
+    result = workbench.run(kernel_of(name, kind, "f16", 1), example.inputs)
+    expected = example.output() if value or "d" in BLOCKS[name].biases else np.zeros((1, BLOCKS[name].dim))
+    assert np.allclose(result["y"], expected, rtol=0, atol=2e-5 * max(np.abs(expected).max(), 1))
+    assert result["stats"][0] == 1000 + value * BLOCKS[name].neurons
+
+
+@pytest.mark.parametrize("name", ["reglu", "opt", "swiglu"])
+def test_one_neuron(workbench: Workbench, name: str) -> None:
+    """Whichever it is: the first, the last and those at the edges of the slices."""
+    kernel, block = kernel_of(name, "masked", "f16", 1), BLOCKS[name]
+    for neuron in (0, 1, 23, 24, 25, block.neurons - 1):
+        example = Example(block, "masked", "f16", tokens=1, seed=7)
+        example.mask(np.arange(block.neurons) == neuron, "masked", np.random.default_rng())
+        result = workbench.run(kernel, example.inputs)
+        assert np.allclose(result["y"], example.output(), rtol=0, atol=1e-5)
+        assert result["stats"].tolist() == [1001, 2000 + np.count_nonzero(example.hidden())]
+
+
+def test_neuron_that_is_left_out_may_overflow(workbench: Workbench) -> None:
+    example = Example(BLOCKS["opt"], "masked", "f16", tokens=1, seed=8)
+    example.mask(np.arange(130) != 5, "masked", np.random.default_rng())
+    expected = example.output()
+    example.biases["up_bias"][5] = np.inf
+    assert_close(workbench.run(kernel_of("opt", "masked", "f16", 1), example.inputs)["y"], expected)
+
+
+@pytest.mark.parametrize("rows", [1, CHUNK])
+def test_silent_neuron_may_overflow(workbench: Workbench, rows: int) -> None:
+    """A neuron that does not fire contributes nothing, not even where its up is infinite."""
+    example = Example(BLOCKS["fatrelu"], "exact", "f16", tokens=rows, seed=4)
+    example.biases["gate_bias"][5] = -1000
+    expected = example.output()
+    example.biases["up_bias"][5] = np.inf
+    result = workbench.run(kernel_of("fatrelu", "exact", "f16", rows), example.inputs, tokens=rows)
+    assert_close(result["y"], expected)
+
+
+@pytest.mark.parametrize(("kind", "format_name", "rows"), [case[1:] for case in CASES if case[0] == "reglu"])
+def test_same_bits_for_any_number_of_threads(workbench: Workbench, kind: str, format_name: str, rows: int) -> None:
+    example = Example(BLOCKS["reglu"], kind, format_name, tokens=rows, seed=5)
+    kernel = kernel_of("reglu", kind, format_name, rows)
+    results = [workbench.run(kernel, example.inputs, tokens=rows, threads=threads) for threads in (1, 2, 3, 5)]
+    assert len({result["y"].tobytes() + result["stats"].tobytes() for result in results}) == 1

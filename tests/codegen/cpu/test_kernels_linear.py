@@ -1,0 +1,67 @@
+"""Linear layers and embeddings against products of the same weights and activations, as they see them, in float64."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from helpers.kernels.workbench import Workbench, as_seen, assert_close, packed, uniform
+from picompile_codegen import cpu as kernels
+from picompile_codegen.cpu import Kernel
+
+FORMATS = ("f16", "q8", "q4")
+# (n, k): a model's size; neither a multiple of a vector, a group or a block; a vocabulary and a width of many blocks.
+SHAPES = ((64, 96), (251, 72), (10, 100), (1009, 1100))
+CHUNK = 13
+
+
+def linear(format_name: str, shape: tuple[int, int], rows: int) -> Kernel:
+    # Half of the shapes with a bias.
+    return kernels.linear(format=format_name, n=shape[0], k=shape[1], rows=rows, bias=shape[0] % 2 == 1)
+
+
+@pytest.fixture(scope="module")
+def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    built = [linear(*case) for case in itertools.product(FORMATS, SHAPES, (1, CHUNK))]
+    built += [embedding(*case) for case in itertools.product(FORMATS, (96, 100), (1, CHUNK))]
+    return Workbench(tmp_path_factory.mktemp("linear") / "host.so", built)
+
+
+def embedding(format_name: str, dim: int, rows: int) -> Kernel:
+    return kernels.embedding(format=format_name, vocab=50, dim=dim, rows=rows, offset=2)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("tokens", [None, 1, 2, 7, CHUNK])
+def test_linear(workbench: Workbench, format_name: str, shape: tuple[int, int], tokens: int | None) -> None:
+    """`tokens` None is the kernel of decode, which has one row and does not look at the step."""
+    rng = np.random.default_rng([*shape, tokens or 0])
+    kernel = linear(format_name, shape, rows=1 if tokens is None else CHUNK)
+    data, weights = packed(rng, format_name, *shape)
+    x, bias = uniform(rng, tokens or 1, shape[1]), uniform(rng, shape[0])
+    result = workbench.run(kernel, {"x": x, "w": data, "bias": bias}, tokens=-1 if tokens is None else tokens)
+    expected = as_seen(x, format_name) @ weights.T + (bias if "bias" in kernel.params else 0)
+    assert_close(result["y"][: len(x)], expected)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("rows", [1, CHUNK])
+def test_same_bits_for_any_number_of_threads(workbench: Workbench, format_name: str, rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    shape = SHAPES[-1]
+    data, _ = packed(rng, format_name, *shape)
+    inputs = {"x": uniform(rng, rows, shape[1]), "w": data, "bias": uniform(rng, shape[0])}
+    kernel = linear(format_name, shape, rows)
+    results = [workbench.run(kernel, inputs, tokens=rows, threads=threads)["y"].tobytes() for threads in (1, 2, 3, 5)]
+    assert len(set(results)) == 1
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize(("dim", "rows", "tokens"), [(96, 1, 1), (100, CHUNK, CHUNK), (100, CHUNK, 3), (96, CHUNK, 1)])
+def test_embedding(workbench: Workbench, format_name: str, dim: int, rows: int, tokens: int) -> None:
+    rng = np.random.default_rng([dim, tokens])
+    data, weights = packed(rng, format_name, 50, dim)
+    ids = rng.integers(0, 48, tokens).astype(np.int32)
+    result = workbench.run(embedding(format_name, dim, rows), {"ids": ids, "w": data}, tokens=tokens)
+    assert np.array_equal(result["y"][:tokens], weights[ids + 2].astype(np.float32))

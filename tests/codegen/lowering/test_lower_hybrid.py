@@ -1,0 +1,396 @@
+"""Programs for a host and a hot device: what runs where has no influence, and nothing is read before it is there."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch.fx import GraphModule
+
+from helpers.hybrid import SIDES, Naps, compile_naps
+from helpers.kernels.hybrid_runner import Array, HybridRunner
+from helpers.kernels.lowered import Runner
+from picompile.testing import GraphShape, build, random_weights
+from picompile_codegen.lowering.function import LowerOptions
+from picompile_codegen.lowering.lower import Lowered, lower
+from picompile_codegen.lowering.placement import ON_HOST, Placement
+from picompile_codegen.lowering.program import Device, LoweredProgram, ProgramCall, ProgramTensor, tensor_bytes
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+from picompile_passes.passes.quantize import Quantize
+from picompile_passes.pipeline import Pipeline
+from picompile_runtime.artifact.program import read_program
+from picompile_runtime.devices.memory import Tensor as Stored
+
+CONTEXT, CHUNK, SEQUENCES = 32, 5, 3
+IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
+# No neuron is above it.
+NONE = 1e9
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the predictors of its layers, and the neurons of their hot parts."""
+
+    shape: GraphShape
+    predictors: InsertPredictors
+    hot: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+    def graph(self) -> GraphModule:
+        passes = (self.predictors, Partition(self.hot), Quantize("f16"))
+        return Pipeline(passes)(build(self.shape)).graph_module
+
+
+# Every split is into as many neurons, so that there are fewer kernels to compile.
+_SOME, _OTHER = range(0, 75, 2), range(30, 68)
+CASES = {
+    # Each kind of predictor, in layers that are split or cold; one of the layer before, and one that keeps no neuron.
+    "gated": Case(
+        GraphShape(hidden=72, heads=3, ffn=77, vocab=50, layers=4),
+        InsertPredictors(
+            "learned",
+            kinds={1: "sign", 3: "exact"},
+            ranks={0: 5, 2: 5},
+            inputs={2: "previous"},
+            thresholds={0: NONE, 1: 0.48, 2: -0.1},
+        ),
+        {0: _SOME, 1: _OTHER, 2: (), 3: _SOME},
+    ),
+    # With biases, which a block has whether any of its neurons fires or not.
+    "plain": Case(
+        GraphShape(hidden=66, heads=3, ffn=131, vocab=50, layers=3, gated=False, activation="relu2"),
+        InsertPredictors("learned", ranks={0: 7, 1: 7, 2: 7}, inputs={1: "stream"}, thresholds={0: NONE}),
+        {0: (), 1: range(1, 131, 3), 2: range(131)},
+    ),
+    "parallel": Case(
+        GraphShape(hidden=72, heads=3, ffn=77, vocab=50, layers=3, activation="silu", parallel=True),
+        InsertPredictors("learned", kinds={2: "none"}, ranks={0: 5, 1: 5}, inputs={1: "previous"}),
+        {0: _SOME, 1: _OTHER, 2: _OTHER},
+    ),
+}
+
+
+def placements(layers: int, count: int, seed: int) -> list[Placement]:
+    """All, none, masks alone, and at random."""
+    random = np.random.default_rng(seed)
+
+    def some() -> frozenset[int]:
+        return frozenset(np.flatnonzero(random.integers(0, 2, layers)).tolist())
+
+    drawn = [Placement(some(), some(), some(), bool(random.integers(2))) for _ in range(count)]
+    return [Placement.all_of(layers), ON_HOST, Placement(predictors=frozenset(range(layers))), *drawn]
+
+
+def options(placement: Placement | None, kv_dtype: str = "float32") -> LowerOptions:
+    device = None if placement is None else "cpu"
+    return LowerOptions(CONTEXT, CHUNK, kv_dtype, SEQUENCES, device, placement or ON_HOST)
+
+
+# ---- what is computed ----
+
+
+def every_step(runner: Runner | HybridRunner) -> dict[str, Array]:
+    """The logits of every kind of step, by its name."""
+    found: dict[str, Array] = {}
+
+    def run(name: str, function: str, tokens: Sequence[int], slot: int, position: int) -> None:
+        runner.slot, runner.position = slot, position
+        logits = runner.run(function, list(tokens))
+        if logits is not None:
+            found[name] = np.asarray(logits)[: len(tokens)]
+
+    run("", "prefill", IDS[:5], 0, 0)
+    run("prompt of two chunks", "prefill_last", IDS[5:8], 0, 5)
+    for position in range(8, 11):
+        run(f"token {position}", "decode", [IDS[position]], 0, position)
+    run("scored", "score", IDS[:5], 1, 0)
+    run("scored, too", "score", IDS[5:7], 1, 5)
+    run("prompt", "prefill_last", IDS[3:6], 2, 0)
+    found["batch"] = np.asarray(runner.run_batch(IDS[7:10], [11, 3, 7], [0, 2, 1]))
+    found["batch of two"] = np.asarray(runner.run_batch(IDS[10:12], [8, 4], [1, 2]))
+    return found
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the program on the host alone gives."""
+
+    logits: dict[str, Array]
+    stats: dict[tuple[int, str], list[int]]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """Each case once."""
+    known: dict[str, Expected] = {}
+
+    def run(name: str) -> Expected:
+        if name not in known:
+            graph_module = CASES[name].graph()
+            lowered, path = lower(graph_module, options(None)), tmp_path_factory.mktemp("whole") / "host.so"
+            runner = Runner(path, lowered, graph_module, random_weights(graph_module))
+            logits, counts = every_step(runner), runner.stats().tolist()
+            known[name] = Expected(logits, {(p.layer, p.part): counts[p.stats_row] for p in lowered.program.ffn})
+        return known[name]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def naps(tmp_path_factory: pytest.TempPathFactory) -> Naps:
+    return compile_naps(tmp_path_factory.mktemp("naps"))
+
+
+def runner_of(name: str, placement: Placement, folder: Path) -> HybridRunner:
+    graph_module = CASES[name].graph()
+    return HybridRunner(folder, lower(graph_module, options(placement)), graph_module, random_weights(graph_module))
+
+
+def assert_same(found: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
+    for name, logits in expected.items():
+        assert np.isfinite(logits).all()
+        assert np.isfinite(found[name]).all(), f"{name}: something was read that was not there yet"
+        np.testing.assert_array_equal(found[name], logits, name)
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("name", list(CASES))
+def test_where_things_run_is_of_no_influence(
+    name: str, number: int, expected: object, naps: Naps, tmp_path: Path
+) -> None:
+    """Bits are those of the host alone, whichever side is late; so are the neurons that are counted."""
+    known: Expected = expected(name)  # type: ignore[operator]
+    runner = runner_of(name, placements(CASES[name].shape.layers, 1, seed=7)[number], tmp_path)
+    for sides in ((), SIDES[:1], SIDES[1:], SIDES):
+        with naps.delaying(sides, seed=number):
+            runner.bind()
+        assert_same(every_step(runner), known.logits)
+        assert runner.stats() == known.stats
+        runner.stats("stats.batch")
+
+
+def test_some_layers_have_no_neuron_to_compute(expected: object) -> None:
+    """Or nothing would show that they are skipped rightly; and others have some on both sides."""
+    gated, plain = expected("gated").stats, expected("plain").stats  # type: ignore[operator]
+    assert (gated[0, "hot"], gated[0, "cold"], plain[0, "cold"]) == ([0, 0], [0, 0], [0, 0])
+    assert all(0 < computed < 3 * 39 for computed, _ in (gated[1, "hot"], gated[1, "cold"], gated[3, "cold"]))
+
+
+def test_a_program_without_its_waits_is_found_out(expected: object, naps: Naps, tmp_path: Path) -> None:
+    """So the test above can fail: a host that does not wait for a late device reads what is not there."""
+    known: Expected = expected("parallel")  # type: ignore[operator]
+    runner = runner_of("parallel", Placement.all_of(3), tmp_path)
+    functions = runner.program.functions
+    functions["decode"] = [call for call in functions["decode"] if call.op != "wait"]
+    with naps.delaying(("device",), seed=1):
+        runner.bind()
+    with pytest.raises(AssertionError, match="token 8"):
+        assert_same(every_step(runner), known.logits)
+
+
+# ---- in which order ----
+
+
+@dataclass
+class Queue:
+    """The calls of a device, and how many of them have been made."""
+
+    calls: list[ProgramCall]
+    done: int = 0
+
+    @property
+    def next(self) -> ProgramCall | None:
+        return self.calls[self.done] if self.done < len(self.calls) else None
+
+
+def flag_of(call: ProgramCall) -> int | None:
+    """Which flag a call sets or waits for."""
+    return next((arg.offset for arg in call.args if arg.name == "flags"), None)
+
+
+def check_order(program: LoweredProgram, function: str) -> None:
+    """AssertionError where a device may read what the other has not written yet, or where both wait for ever.
+
+    What is written before a flag is set is there after that flag was waited for. Nothing else is in any order.
+    """
+    calls = program.functions[function]
+    queues: dict[Device, Queue] = {
+        device: Queue([call for call in calls if call.device == device]) for device in ("host", "device")
+    }
+    given = {"step", "tokens", "positions", "slots", "flags", "abandoned"}
+    # By device, what it may read of shared memory; and what is there for whoever has seen a flag.
+    seen: dict[Device, set[str]] = {"host": set(given), "device": set(given)}
+    behind: dict[int, set[str]] = {}
+    made = _made(calls, program, given)
+    while any(queue.next for queue in queues.values()):
+        runnable = [queue for queue in queues.values() if queue.next and not _blocked(queue.next, behind)]
+        assert runnable, f"{function}: both sides wait for ever"
+        for queue in runnable:
+            call = queue.next
+            assert call is not None
+            queue.done += 1
+            _make(call, program, made[id(call)], seen[call.device], behind)
+
+
+def _blocked(call: ProgramCall, behind: Mapping[int, set[str]]) -> bool:
+    return call.op in ("wait", "receive") and flag_of(call) not in behind
+
+
+def _made(calls: Sequence[ProgramCall], program: LoweredProgram, given: set[str]) -> dict[int, set[str]]:
+    """What each call makes of shared memory, by its id: what no call before it in the program has to do with."""
+    known, made = set(given), {}
+    for call in calls:
+        made[id(call)] = _shared_of(call, program) - known
+        known |= made[id(call)]
+    return made
+
+
+def _shared_of(call: ProgramCall, program: LoweredProgram) -> set[str]:
+    named = {arg.name for arg in call.args if arg.space == "buffer"}
+    return {name for name in named if program.buffers[name].memory == "shared"}
+
+
+def _make(
+    call: ProgramCall, program: LoweredProgram, written: set[str], seen: set[str], behind: dict[int, set[str]]
+) -> None:
+    flag = flag_of(call)
+    assert (flag is None) == (call.op not in ("wait", "receive", "send", "signal")), f"{call.kernel} and its flag"
+    if call.op in ("wait", "receive") and flag is not None:
+        seen |= behind[flag]
+    early = _shared_of(call, program) - written - seen
+    assert not early, f"{call.kernel} on the {call.device} reads {early} too early"
+    seen |= written
+    if call.op in ("send", "signal") and flag is not None:
+        assert flag not in behind, f"flag {flag} is set twice"
+        behind[flag] = set(seen)
+
+
+def check_memory(program: LoweredProgram) -> None:
+    """AssertionError where a device is given the other's memory, or two things in shared memory lie on each other."""
+    for calls in program.functions.values():
+        for call in calls:
+            for arg in call.args:
+                kept = {"buffer": program.buffers, "state": program.state}.get(arg.space, {})
+                assert arg.name not in kept or kept[arg.name].memory in (call.device, "shared"), (call.kernel, arg.name)
+    for function in program.functions:
+        own = [name for name in program.buffers if not name.startswith(tuple(f"{f}." for f in program.functions))]
+        mine = [name for name in program.buffers if name.startswith(f"{function}.")] + own
+        spans = sorted(_span(program.buffers[name]) for name in mine if program.buffers[name].memory == "shared")
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans)), function
+
+
+def _span(tensor: ProgramTensor) -> tuple[int, int]:
+    assert tensor.offset is not None
+    return tensor.offset, tensor.offset + tensor_bytes(tensor.dtype, tensor.shape)
+
+
+def as_the_runtime_reads_it(lowered: Lowered) -> None:
+    """Raises ArtifactError where the runtime would refuse the program."""
+    stored = {tensor.name: Stored(tensor.dtype, tensor.shape) for tensor in lowered.weights.tensors.values()}
+    read_program(json.dumps(lowered.program.to_json()).encode(), stored, "program.json")
+
+
+@pytest.mark.parametrize(("name", "kv_dtype"), [("gated", "float32"), ("plain", "q8"), ("parallel", "float16")])
+def test_nothing_is_read_before_it_is_there(name: str, kv_dtype: str) -> None:
+    """In programs of many placements, on paper: no device has to be late for it to show."""
+    graph_module = CASES[name].graph()
+    for placement in placements(CASES[name].shape.layers, 3, seed=len(name)):
+        lowered = lower(graph_module, options(placement, kv_dtype))
+        for function in lowered.program.functions:
+            check_order(lowered.program, function)
+        check_memory(lowered.program)
+        as_the_runtime_reads_it(lowered)
+
+
+def without(calls: Sequence[ProgramCall], op: str, place: int) -> list[ProgramCall]:
+    """`calls` without the one of `op` that is the `place`th."""
+    (number, _) = [(number, call) for number, call in enumerate(calls) if call.op == op][place]
+    return [*calls[:number], *calls[number + 1 :]]
+
+
+@pytest.mark.parametrize(("op", "message"), [("wait", "too early"), ("signal", "for ever"), ("send", "for ever")])
+def test_what_is_left_out_is_found_on_paper(op: str, message: str) -> None:
+    """Each of the calls of `decode` with which devices meet."""
+    program = lower(CASES["gated"].graph(), options(Placement.all_of(4))).program
+    calls = program.functions["decode"]
+    count = sum(call.op == op for call in calls)
+    assert count >= 3
+    for place in range(count):
+        program.functions["decode"] = without(calls, op, place)
+        with pytest.raises(AssertionError, match=message):
+            check_order(program, "decode")
+
+
+def test_shared_memory_that_overlaps_is_found_on_paper() -> None:
+    program = lower(CASES["plain"].graph(), options(Placement.all_of(3))).program
+    check_memory(program)
+    sent = [name for name, tensor in program.buffers.items() if tensor.memory == "shared" and "decode" in name]
+    program.buffers[sent[0]] = replace(program.buffers[sent[0]], offset=program.buffers[sent[1]].offset)
+    with pytest.raises(AssertionError, match="decode"):
+        check_memory(program)
+
+
+# ---- what crosses ----
+
+
+def ops(lowered: Lowered, function: str = "decode") -> list[str]:
+    return [call.op for call in lowered.program.functions[function]]
+
+
+def test_nothing_crosses_where_all_is_on_the_device() -> None:
+    """But for the embedding: an exchange takes as long as many neurons."""
+    shape = CASES["gated"].shape
+    graph_module = Pipeline(
+        (InsertPredictors("exact"), Partition(dict.fromkeys(range(shape.layers), range(shape.ffn))), Quantize("f16"))
+    )(build(shape)).graph_module
+    lowered = lower(graph_module, options(Placement.all_of(shape.layers)))
+    for function in ("decode", "batch", "score", "prefill_last"):
+        found = ops(lowered, function)
+        assert [found.count(op) for op in ("signal", "receive", "send", "wait")] == [1, 1, 0, 0], function
+        assert found.count("leading") == (function != "score")
+    assert [ops(lowered, "prefill").count(op) for op in ("signal", "receive", "send", "wait")] == [1, 1, 0, 0]
+
+
+def test_logits_stay_with_the_head() -> None:
+    """And the highest of them are shared, but where the runtime copies all of them."""
+    graph_module = CASES["plain"].graph()
+    for head in (True, False):
+        program = lower(graph_module, options(replace(Placement.all_of(3), head=head))).program
+        memories = {function: program.buffers[name].memory for function, name in program.logits.items()}
+        assert memories == dict.fromkeys(("decode", "prefill_last", "batch", "score"), "device" if head else "host")
+        assert set(program.leading) == ({"decode", "prefill_last", "batch"} if head else set())
+        assert ("leading" in program.to_json()) == head
+        for function, leading in program.leading.items():
+            rows = SEQUENCES if function == "batch" else 1
+            for name, dtype in ((leading.scores, "float32"), (leading.ids, "int32")):
+                found = program.buffers[name]
+                assert (found.dtype, found.shape, found.memory) == (dtype, (rows, 50), "shared")
+
+
+def test_the_host_is_asked_before_the_device_begins() -> None:
+    """Of a split block: the mask goes out, the hot part is computed, and only then the cold part is waited for."""
+    calls = lower(CASES["gated"].graph(), options(Placement.all_of(4))).program.functions["decode"]
+    of_layer = [call for call in calls if call.device == "device" and call.op in ("ffn", "send", "receive", "predict")]
+    first = next(number for number, call in enumerate(of_layer) if call.op == "predict")
+    assert [call.op for call in of_layer[first : first + 4]] == ["predict", "send", "ffn", "receive"]
+
+
+def test_a_block_with_a_bias_is_waited_for_even_if_no_neuron_fires() -> None:
+    """A block that is cold altogether has its bias, too; a part of one has none, and is not waited for in vain."""
+    calls = lower(CASES["plain"].graph(), options(Placement.all_of(3))).program.functions["decode"]
+    # The embedding, the cold block, and the cold part of another; the last layer is hot.
+    assert [call.kernel for call in calls if call.op == "receive"] == [*["receive_66_r1"] * 2, "receive_66_r1_counted"]
+
+
+def test_a_program_with_nothing_for_the_device() -> None:
+    """It is one for the host alone, and the runtime opens no device for it."""
+    shape = CASES["plain"].shape
+    graph_module = Pipeline((InsertPredictors("exact"), Partition(dict.fromkeys(range(3), ())), Quantize("f16")))(
+        build(replace(shape, activation="relu"))
+    ).graph_module
+    with_device, alone = (lower(graph_module, options(placement)) for placement in (ON_HOST, None))
+    assert with_device.program.to_json() == alone.program.to_json()
+    assert not with_device.device_built

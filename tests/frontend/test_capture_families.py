@@ -1,0 +1,168 @@
+"""Every family: both graphs give the logits of transformers, and the canonical one is as small as it can be."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from helpers.canonical import Model
+from helpers.families import VARIANTS, VOCABULARY
+from helpers.reference import eager_logits, relative_error
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import ATTENTION, EMBEDDING, FFN
+
+Models = Callable[[str], Model]
+
+# What two layers have besides projections, attentions, blocks and sums.
+_LLAMA = {"rms_norm": 5, "rotary": 4}
+_OPT = {"layer_norm": 5, "embedding": 2, "add": 5}
+_FALCON = {"layer_norm": 3, "rotary": 4, "index_select": 6}
+_EXPECTED = {
+    "opt-pre-norm": _OPT,
+    # Neither the final norm; both projections of the embedding.
+    "opt-post-norm": {**_OPT, "layer_norm": 4, "linear": 11},
+    "opt-galactica": _OPT,
+    "falcon-7b": _FALCON,
+    # Two norms in each layer. Rows of q, k and v are selected out of one matrix, and out of its bias where it has one.
+    "falcon-40b": {**_FALCON, "layer_norm": 5},
+    "falcon-serial": {**_FALCON, "layer_norm": 5, "index_select": 12},
+}
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_logits_equal_eager_transformers(name: str, model: Models) -> None:
+    variant = model(name)
+    for tokens in (1, 2, 17):
+        ids = torch.randint(VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(tokens))
+        expected = eager_logits(variant.eager, ids.tolist())
+        for logits in variant.logits(ids):
+            assert relative_error(logits, expected) < 2e-5
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_canonical_graph_has_one_operator_for_each_thing(name: str, model: Models) -> None:
+    found = Counter(node.target._opname for node in model(name).canonical.graph.nodes if node.op == "call_function")
+    common = {"embedding": 1, "linear": 9, "attention": 2, "ffn": 2, "add": 4, "transpose": 2}
+    assert dict(found) == {**common, **_EXPECTED.get(name, _LLAMA)}
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_parameters_are_on_meta_and_named_as_in_the_checkpoint(name: str, model: Models) -> None:
+    variant = model(name)
+    held = [*variant.canonical.named_parameters(), *variant.canonical.named_buffers()]
+    assert {name for name, tensor in held if tensor.is_meta} <= set(variant.captured.weights.names())
+    # What is not a weight is small: frequencies and row tables.
+    assert sum(tensor.numel() for _, tensor in held if not tensor.is_meta) < 3000
+
+
+def test_a_llama_layer_is_nothing_else(model: Models) -> None:
+    names = [n.target._opname for n in model("llama-relu").canonical.graph.nodes if n.op == "call_function"]
+    layer = ["rms_norm", *["linear"] * 3, *["rotary"] * 2, "attention", "linear", "add", "rms_norm", "ffn", "add"]
+    assert [name for name in names if name != "transpose"] == ["embedding", *layer, *layer, "rms_norm", "linear"]
+
+
+def _blocks(graph_module: GraphModule) -> list[tuple[str, str]]:
+    found = [arguments(node) for node in calls(graph_module.graph, FFN)]
+    return [(block["activation"], block["up_activation"]) for block in found]
+
+
+@pytest.mark.parametrize(
+    ("name", "activation", "up_activation"),
+    [
+        ("llama-relu", "relu", "identity"),
+        ("llama3-silu-tied", "silu", "identity"),
+        ("prosparse", "fatrelu(0.05)", "identity"),
+        ("bamboo", "relu", "relu"),
+        ("turbosparse", "relu", "relu"),
+        ("opt-galactica", "gelu", "identity"),
+    ],
+)
+def test_activations(name: str, activation: str, up_activation: str, model: Models) -> None:
+    assert _blocks(model(name).canonical) == [(activation, up_activation)] * 2
+    assert model(name).captured.facts.activation == activation
+
+
+def test_window_and_grouped_heads(model: Models) -> None:
+    expected = {"mistral-window": (4, 1, 50), "falcon-7b": (3, 1, 0), "falcon-40b": (10, 5, 0), "llama-relu": (4, 2, 0)}
+    for name, numbers in expected.items():
+        node = next(calls(model(name).canonical.graph, ATTENTION))
+        values = arguments(node)
+        assert (values["heads"], values["kv_heads"], values["window"]) == numbers
+        facts = model(name).captured.facts
+        assert (facts.heads, facts.kv_heads) == numbers[:2]
+
+
+def test_tied_embeddings_are_one_weight(model: Models) -> None:
+    graph = model("qwen2").canonical.graph
+    embedding = next(calls(graph, EMBEDDING))
+    head = graph.output_node().args[0]
+    assert head.args[1].target == embedding.args[1].target == "model.embed_tokens.weight"
+    assert "lm_head.weight" not in set(model("qwen2").captured.weights.names())
+
+
+def test_layers_share_frequencies_and_tables(model: Models) -> None:
+    buffers = [name for name, tensor in model("falcon-40b").canonical.named_buffers() if not tensor.is_meta]
+    assert len(buffers) == 4, f"frequencies, and the rows of q, k and v: {buffers}"
+
+
+def test_facts(model: Models) -> None:
+    facts = model("opt-post-norm").captured.facts
+    assert (facts.architecture, facts.family) == ("OPTForCausalLM", "opt")
+    assert (facts.hidden, facts.layers, facts.heads, facts.head_dim, facts.ffn) == (96, 2, 3, 32, 200)
+    assert (facts.vocab, facts.max_positions, facts.checkpoint_dtype) == (503, 384, "f16")
+    assert facts.parameters == sum(parameter.numel() for parameter in model("opt-post-norm").eager.parameters())
+    assert (facts.bos_token_id, facts.eos_token_ids) == (2, (2,))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "architectures": ["OPTForCausalLM"],
+            "ffn_dim": 20,
+            "word_embed_proj_dim": 12,
+            "activation_function": "fatrelu",
+        },
+        {"architectures": ["FalconForCausalLM"], "activation": "fatrelu", "alibi": False},
+        {"architectures": ["LlamaForCausalLM"], "intermediate_size": 20, "hidden_act": "fatrelu"},
+    ],
+    ids=lambda fields: fields["architectures"][0],
+)
+def test_fatrelu_of_every_family(fields):
+    """Families call their activation by different names; where it was not found, plain ReLU stayed."""
+    from picompile.frontend import capture_config
+    from picompile_passes.graph.nodes import arguments, calls
+    from picompile_passes.graph.operands import FFN
+    from picompile_passes.passes.canonicalize import CANONICALIZE
+    from picompile_passes.pipeline import Pipeline
+
+    sizes = {"num_hidden_layers": 1, "vocab_size": 20, "hidden_size": 12, "num_attention_heads": 3}
+    config = {**sizes, "max_position_embeddings": 64, "hidden_act_param": 0.05, **fields}
+    graph = Pipeline(CANONICALIZE)(capture_config(config)).graph_module.graph
+    assert [arguments(block)["activation"] for block in calls(graph, FFN)] == ["fatrelu(0.05)"]
+
+
+def test_what_a_graph_becomes_is_of_no_influence_on_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process exports a model once: for each that asks there is a copy."""
+    from picompile.frontend import capture_config, hf
+
+    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "vocab_size": 20, "hidden_size": 12}
+    config |= {"num_attention_heads": 3, "intermediate_size": 20, "max_position_embeddings": 64}
+    silu = capture_config({**config, "hidden_act": "silu"})
+    text, held = str(silu.graph), {name: buffer for name, buffer in silu.named_buffers() if not buffer.is_meta}
+    frequencies = {name: buffer.clone() for name, buffer in held.items()}
+    assert frequencies
+    for buffer in held.values():
+        buffer.zero_()
+    silu.graph.erase_node(silu.graph.output_node())
+    # Nothing but the activation is another.
+    assert "silu" not in str(capture_config({**config, "hidden_act": "relu"}).graph)
+    assert capture_config({**config, "hidden_act": "silu", "rope_theta": 77.0}) is not silu
+    monkeypatch.setattr(hf, "export_decoder", None)
+    again = capture_config({**config, "hidden_act": "silu"})
+    assert str(again.graph) == text
+    assert all(torch.equal(again.get_buffer(name), buffer) for name, buffer in frequencies.items())
+    with pytest.raises(TypeError):
+        capture_config({**config, "hidden_act": "silu", "rope_theta": 78.0})

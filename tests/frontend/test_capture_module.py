@@ -1,0 +1,141 @@
+"""Decoders that are nobody's checkpoint."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers.canonical import Model, canonicalize
+from helpers.decoders import Gpt, Llama
+from helpers.reference import relative_error
+from picompile import UnsupportedModelError, UsageError
+from picompile.frontend import Captured, capture_module
+from picompile_passes.errors import UnsupportedGraphError
+
+
+def _spread(module: nn.Module) -> nn.Module:
+    """Random weights with which logits are well apart."""
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.15)
+    return module
+
+
+def _check(module: nn.Module, captured: Captured, with_positions: bool, tolerance: float = 2e-5) -> dict[str, int]:
+    """Holds both graphs against the module; gives back how many of which operator the canonical graph has."""
+    canonical = canonicalize(captured.graph_module)
+    for tokens in (1, 2, 17, 50):
+        ids = torch.arange(tokens) * 13 % 101
+        with torch.no_grad():
+            args = (ids[None], torch.arange(tokens)[None]) if with_positions else (ids[None],)
+            expected = module(*args)[0].float()
+        for logits in Model(module, captured, canonical).logits(ids):
+            assert relative_error(logits, expected) < tolerance
+    return dict(Counter(node.target._opname for node in canonical.graph.nodes if node.op == "call_function"))
+
+
+def test_gpt_with_fused_projections() -> None:
+    module = _spread(Gpt())
+    captured = capture_module(module, max_positions=64)
+    found = _check(module, captured, with_positions=False)
+    # Three projections are six selections (weight and bias) of the fused one's rows.
+    assert found.pop("index_select") == 12
+    assert found == {
+        "embedding": 2, "add": 5, "layer_norm": 5, "linear": 9, "attention": 2, "transpose": 2, "ffn": 2
+    }  # fmt: skip
+    facts = captured.facts
+    assert (facts.architecture, facts.family, facts.activation) == ("Gpt", "module", "gelu_tanh")
+    assert (facts.hidden, facts.layers, facts.heads, facts.kv_heads, facts.ffn) == (96, 2, 4, 4, 200)
+    assert (facts.vocab, facts.max_positions, facts.checkpoint_dtype) == (101, 64, "f32")
+    assert facts.parameters == sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("tables", [False, True])
+def test_llama_with_neighbours_turned_and_heads_repeated(tables: bool) -> None:
+    module = _spread(Llama(tables=tables))
+    captured = capture_module(module, max_positions=512, bos_token_id=1, eos_token_ids=[2, 3])
+    found = _check(module, captured, with_positions=True)
+    assert found == {
+        "embedding": 1, "add": 4, "rms_norm": 5, "linear": 9, "rotary": 4, "attention": 2, "transpose": 2, "ffn": 2,
+        # q and k in the order of halves; gate and up out of their fused matrix.
+        "index_select": 8,
+    }  # fmt: skip
+    assert (captured.facts.heads, captured.facts.kv_heads, captured.facts.activation) == (4, 2, "silu")
+    assert (captured.facts.bos_token_id, captured.facts.eos_token_ids) == (1, (2, 3))
+
+
+def test_a_module_in_bfloat16_becomes_float32_and_stays_as_it_is() -> None:
+    module = _spread(Gpt()).to(torch.bfloat16).train()
+    before = {name: (id(tensor), tensor.dtype) for name, tensor in module.state_dict(keep_vars=True).items()}
+    captured = capture_module(module, max_positions=64)
+    assert captured.facts.checkpoint_dtype == "bf16"
+    assert {n: (id(t), t.dtype) for n, t in module.state_dict(keep_vars=True).items()} == before
+    assert module.training
+    reference = Gpt().eval()
+    reference.load_state_dict({name: tensor.float() for name, tensor in module.state_dict().items()})
+    _check(reference, captured, with_positions=False)
+
+
+class _Changed(nn.Module):
+    """Gpt with something done to its embeddings or its logits."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.gpt, self.kind = Gpt(), kind
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.kind == "soft cap":
+            return torch.tanh(self.gpt(tokens) / 30.0) * 30.0
+        if self.kind == "scaled logits":
+            return self.gpt(tokens) * 0.5
+        count = tokens.shape[1]
+        x = self.gpt.wte(tokens) * 9.0 + self.gpt.wpe(torch.arange(count))
+        for block in self.gpt.blocks:
+            mask = self.gpt.mask[:count, :count]
+            x = block(x, mask if self.kind == "scaled embedding" else torch.ones_like(mask))
+        return self.gpt.head(self.gpt.ln(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "operator"),
+    [
+        ("soft cap", "aten.tanh.default"),
+        ("scaled logits", "aten.mul.Tensor"),
+        ("scaled embedding", "aten.mul.Tensor"),
+        ("whole view", "aten.ones_like.default"),
+    ],
+)
+def test_what_the_dialect_cannot_say_is_named(kind: str, operator: str) -> None:
+    with pytest.raises(UnsupportedGraphError, match=operator.replace(".", r"\.")) as caught:
+        capture_module(_Changed(kind), max_positions=64)
+    assert "\n" not in str(caught.value)
+
+
+def test_modules_that_are_no_decoders() -> None:
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(10, 8), nn.Linear(8, 10)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.embed(tokens))
+
+    class DependsOnData(Branch):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.embed(tokens)) if tokens.sum() > 3 else self.embed(tokens)
+
+    class NoLogits(Branch):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.embed(tokens).sum()
+
+    for module, message in (
+        (Branch(), "it has no attention"),
+        (DependsOnData(), "DependsOnData cannot be captured"),
+        (NoLogits(), "gives back no logits"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message) as caught:
+            capture_module(module)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match="max_positions"):
+        capture_module(Gpt(), max_positions=0)

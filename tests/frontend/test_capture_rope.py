@@ -1,0 +1,84 @@
+"""Rotary scaling, as old and as new checkpoints write it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from helpers.canonical import Model, canonicalize
+from helpers.reference import eager_logits, relative_error
+from picompile import UnsupportedModelError
+from picompile.frontend import load_model
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import ROTARY
+
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer, float32, no scaling."""
+    folder = tmp_path_factory.mktemp("rope")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=48,
+        intermediate_size=40,
+        num_attention_heads=3,
+        num_hidden_layers=1,
+        vocab_size=60,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def _configure(folder: Path, fields: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for name in ("rope_parameters", "rope_theta", "rope_scaling"):
+        config.pop(name, None)
+    path.write_text(json.dumps(config | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "theta", "kind"),
+    [
+        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **_LLAMA3}}, 5e5, "llama3"),
+        # The oldest form says `type`.
+        ({"rope_theta": 2e4, "rope_scaling": {"type": "linear", "factor": 4.0}}, 2e4, "linear"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **_YARN}}, 1e4, "yarn"),
+        ({}, 1e4, "default"),
+    ],
+)
+def test_scaling_equals_eager_transformers(fields: dict, theta: float, kind: str, checkpoint: Path) -> None:
+    _configure(checkpoint, fields)
+    eager = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    module = eager.model.rotary_emb
+    assert (module.rope_type, module.config.rope_parameters["rope_theta"]) == (kind, theta)
+    captured = load_model(checkpoint)
+    canonical = canonicalize(captured.graph_module)
+    node = next(calls(canonical.graph, ROTARY))
+    frequencies = canonical.get_buffer(arguments(node)["inverse_frequency"].target)
+    assert torch.equal(frequencies, module.inv_freq), "the frequencies come out exactly, not about"
+    assert arguments(node)["scaling"] == pytest.approx(module.attention_scaling, rel=1e-6)
+    ids = torch.arange(100) * 7 % 60
+    for logits in Model(eager, captured, canonical).logits(ids):
+        assert relative_error(logits, eager_logits(eager, ids.tolist())) < 2e-5
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0},
+    ],
+)
+def test_scaling_that_depends_on_the_length_is_refused(scaling: dict, checkpoint: Path) -> None:
+    _configure(checkpoint, {"rope_theta": 1e4, "rope_scaling": scaling})
+    with pytest.raises(UnsupportedModelError, match=f"type {scaling['rope_type']} are not supported"):
+        load_model(checkpoint)

@@ -1,0 +1,1 @@
+"""Tools of the tests: models, toy artifacts, stand-ins for devices, and what compares results."""

@@ -1,0 +1,41 @@
+"""The stand-in for the CUDA driver as fixtures, for the tests of measuring and those of the runtime."""
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.support import BuildOnce
+from picompile_runtime.devices.cuda import driver
+
+SOURCE = Path(__file__).with_name("libcuda.cpp")
+
+
+def _compile(folder: Path) -> None:
+    folder.mkdir()
+    flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-std=c++17", "-pthread"]
+    subprocess.run(["g++", *flags, SOURCE, "-o", folder / "libcuda.so.1", "-ldl"], check=True)
+
+
+@pytest.fixture(scope="session")
+def fake_library(build_once: BuildOnce) -> Path:
+    return build_once("fake-cuda", _compile) / "libcuda.so.1"
+
+
+@pytest.fixture
+def fake_cuda(fake_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+    """The stand-in in the place of the driver; what a test leaves allocated fails it, and so does a fault."""
+    monkeypatch.setattr(driver, "LIBRARY", str(fake_library))
+    for name in [name for name in os.environ if name.startswith("FAKE_CUDA_")]:
+        monkeypatch.delenv(name)
+    library = ctypes.CDLL(str(fake_library))
+    library.fake_time.restype = ctypes.c_double
+    for name in ("fake_fault", "fake_failed", "fake_kernel_error", "fake_loading"):
+        getattr(library, name).restype = ctypes.c_char_p
+    library.fake_reset()
+    yield library
+    assert library.fake_fault() == b""
+    assert (library.fake_owned(), library.fake_leaked()) == (0, 0)

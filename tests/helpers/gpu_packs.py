@@ -1,0 +1,154 @@
+"""A pack of benchmarks/gpu_pack.py as small as can be, its kernels in emulation, and how to run it: as fixtures."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.fake_cuda.fixtures import fake_cuda, fake_library
+from helpers.kernels.emulator import Emulated
+from helpers.support import ROOT, BuildOnce, save_tiny_llama
+from picompile.machine import native_target
+
+BENCHMARKS = ROOT / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from _gpu_cases import Case, attention, ffn, pack_kernels  # noqa: E402
+from _gpu_models import ModelOptions, pack_model  # noqa: E402
+from _gpu_pack_bundled import BundledOptions, pack_bundled  # noqa: E402
+
+from picompile.synth.shapes import shape_from_config  # noqa: E402
+from picompile_codegen.build.host_library import build_host_library  # noqa: E402
+
+__all__ = ["fake_cuda", "fake_library", "gpu_pack", "kernels"]
+
+SCHEMA = 3
+BUDGET = 0.7
+SHAPE = {
+    "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 384, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "relu", "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+CASES = [
+    Case("linear", "linear", {"format": "q4", "n": 35, "k": 72, "rows": 1, "bias": True}),
+    Case("ffn", "ffn", ffn("f16", "masked", 77, 40), shares=(0.3,)),
+    Case("attention", "attention", attention(20, "float16", heads=(4, 2, 16))),
+    Case("send mask", "send_mask", {"dim": 33, "neurons": 77, "columns": 55, "rows": 3}),
+    Case("norm", "rms_norm", {"dim": 100, "rows": 3, "eps": 1e-5}),
+    Case("leading", "leading_logits", {"vocab": 2100, "rows": 3}),
+]
+TIMED = [
+    Case("timed linear", "linear", {"format": "q4", "n": 40, "k": 64, "rows": 5, "bias": False}, True, streamed=True),
+    Case("timed ffn", "ffn", ffn("f16", "masked", 70, 40), True, shares=(0.1, 0.3)),
+]
+_DEFINITION = re.compile(
+    r'extern "C" __global__ void __launch_bounds__\([^)]*\) (\w+)\([^)]*\) \{\n.*?\n\}\n', re.DOTALL
+)
+
+
+def _pack(folder: Path) -> None:
+    """A pack as gpu_pack.py writes it, of a few small kernels and models of one layer."""
+    folder.mkdir()
+    build_host_library((), folder / "host.so")
+    kernels = [
+        {"folder": name, "cases": pack_kernels(cases, folder / f"{name}.zip", 90)}
+        for name, cases in (("small", CASES), ("speed", TIMED))
+    ]
+    shape, options = shape_from_config("tiny", SHAPE), ModelOptions("f16", BUDGET, 32, 40, 90, native_target().isas[:1])
+    entries = {variant: pack_model(shape, options, variant, folder) for variant in ("hybrid", "layers_dense", "cpu")}
+    # As planned for another GPU: here it is the same split.
+    entries["hybrid_4090"] = entries["hybrid"] | {"variant": "hybrid_4090", "plan": {"computed": 0.3}}
+    save_tiny_llama(folder / "model", num_hidden_layers=1)
+    bundled = BundledOptions(folder / "model", "h100", 40, 4, ("a", "sparse rows"), (("f16", "split"),))
+    index = {
+        "schema": SCHEMA,
+        "sm": 90,
+        "host": "host.so",
+        "kernels": kernels,
+        "checks": [entries["hybrid"]],
+        "bundled": list(pack_bundled(bundled, folder)),
+        "models": list(entries.values()),
+    }
+    (folder / "pack.json").write_text(json.dumps(index))
+    (folder / "emulated.cu").write_text("".join(_sources(folder)))
+    Emulated((folder / "emulated.cu").read_text(), folder / "emulated.so")
+
+
+def _sources(folder: Path) -> Iterator[str]:
+    """All kernels of a pack in one source: the stand-in takes one library."""
+    texts = []
+    # The small kernels first: a pack has them all in one file.
+    for path in sorted(folder.glob("*.zip"), key=lambda path: path.stem != "small"):
+        with zipfile.ZipFile(path) as archive:
+            names = {"device.cu", "kernels/device.cu"} & set(archive.namelist())
+            texts += [archive.read(name).decode() for name in names]
+    known = {match[1] for match in _DEFINITION.finditer(texts[0])}
+    yield texts[0]
+    for match in (match for text in texts[1:] for match in _DEFINITION.finditer(text)):
+        if match[1] not in known:
+            known.add(match[1])
+            yield match[0]
+
+
+@pytest.fixture(scope="session")
+def gpu_pack(build_once: BuildOnce) -> Path:
+    """The folder of a pack. Tests must not change it."""
+    return build_once("gpu-pack", _pack)
+
+
+@pytest.fixture
+def kernels(gpu_pack: Path, fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """The cases of the pack by label, with the stand-in in the place of the driver."""
+    for name, value in stand_in(gpu_pack).items():
+        monkeypatch.setenv(name, value)
+    return {case["label"]: case for group in index_of(gpu_pack)["kernels"] for case in group["cases"]}
+
+
+def stand_in(gpu_pack: Path) -> dict[str, str]:
+    """The environment in which the stand-in has the kernels of the pack."""
+    return {"FAKE_CUDA_KERNELS": str(gpu_pack / "emulated.so"), "FAKE_CUDA_SM": "90", "FAKE_CUDA_VERSION": "12080"}
+
+
+def index_of(gpu_pack: Path) -> dict[str, Any]:
+    """The list of what is in the pack."""
+    content: dict[str, Any] = json.loads((gpu_pack / "pack.json").read_text())
+    return content
+
+
+# Numbers that fit the models of the pack.
+SIZES = ["--prompts", "5", "9", "--depth", "6", "--tokens", "4", "--repeats", "1", "--threads", "1"]
+
+
+def command(pack: Path, library: Path, folder: Path, *options: str) -> list[str]:
+    """A run of gpu.py on the stand-in, whose results are in `folder`."""
+    where = ["--device-library", str(library), "--json", str(folder / "out.json"), "--work", str(folder)]
+    return [sys.executable, str(BENCHMARKS / "gpu.py"), str(pack), *where, *SIZES, *options]
+
+
+def ran(
+    pack: Path, library: Path, folder: Path, *options: str, variables: dict[str, str] | None = None
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """How a run of gpu.py ended, and its results. `variables` replace those of the environment."""
+    environment = os.environ | stand_in(pack) | (variables or {})
+    ended = subprocess.run(
+        command(pack, library, folder, *options),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+    )
+    return ended, json.loads((folder / "out.json").read_text())
+
+
+def run_options(pack: Path, library: Path, work: Path) -> Namespace:
+    """Those of gpu.py that units need."""
+    return Namespace(pack=pack, device_library=str(library), work=work, case=None, threads=[1])

@@ -1,0 +1,99 @@
+"""Caches for tests, and what attention makes of them in float64."""
+
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from helpers.kernels.workbench import Array
+from picompile_codegen import cpu as kernels
+from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.token_ops import Mode
+from picompile_passes.dialect.formats import GROUP, dequantize_rows, quantize_rows
+
+SCALE = 0.3
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Numbers and widths of heads."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int = 0
+    kv_dtype: str = "float16"
+    context: int = 203
+    sequences: int = 1
+
+    def kernel(self, mode: Mode, rows: int, *, extend: bool = False, turn: bool = False) -> Kernel:
+        """The attention kernel of these heads."""
+        return kernels.attention(
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            context=self.context,
+            rows=rows,
+            kv_dtype=self.kv_dtype,
+            scale=SCALE,
+            window=self.window,
+            mode=mode,
+            sequences=self.sequences,
+            extend=extend,
+            turn=turn,
+        )
+
+
+@dataclass(frozen=True)
+class Cached:
+    """A cache: what a kernel is given, and what that stands for, float64 [sequences, kv_heads, context, width]."""
+
+    arguments: dict[str, Array]
+    values: NDArray[np.float64]
+
+
+def random_cache(rng: np.random.Generator, shape: Heads, side: str, filled: list[int]) -> Cached:
+    """Keys ("k") or values ("v"), so many positions of each sequence; the rest is NaN, or -1 as an integer."""
+    width = shape.head_dim if side == "k" else shape.value_dim
+    size = (shape.sequences, shape.kv_heads, shape.context)
+    exact = np.full((*size, width), np.nan)
+    for slot, count in enumerate(filled):
+        exact[slot, :, :count] = rng.uniform(-1, 1, (shape.kv_heads, count, width))
+    if shape.kv_dtype != "q8":
+        stored = exact.astype(shape.kv_dtype)
+        return Cached({f"{side}_cache": stored}, stored.astype(np.float64))
+    data, scales, stands_for = in_q8(exact)
+    missing = np.isnan(exact)
+    data[missing] = -1
+    scales[np.isnan(exact[..., 0])] = np.nan
+    return Cached({f"{side}_cache": data, f"{side}_cache_scales": scales}, np.where(missing, np.nan, stands_for))
+
+
+def in_q8(exact: Array) -> tuple[NDArray[np.int8], NDArray[np.float16], NDArray[np.float64]]:
+    """Rows as weights are packed in q8: bytes, scales, and what these stand for. NaN is taken for 0."""
+    width, groups = exact.shape[-1], -(-exact.shape[-1] // GROUP)
+    packed = quantize_rows(torch.from_numpy(np.nan_to_num(exact).reshape(-1, width).astype(np.float32)), "q8")
+    values = dequantize_rows(packed, "q8", width).numpy().astype(np.float64).reshape(exact.shape)
+    data = packed[:, :width].contiguous().numpy().view(np.int8).reshape(exact.shape)
+    scales = packed[:, groups * GROUP : groups * (GROUP + 2)].contiguous().numpy().view(np.float16)
+    return data.copy(), scales.reshape(*exact.shape[:-1], groups).copy(), values
+
+
+def expected_attention(
+    shape: Heads, q: NDArray[np.float32], keys: NDArray[np.float64], values: NDArray[np.float64], position: int
+) -> NDArray[np.float64]:
+    """Rows of consecutive tokens from `position` on. keys and values [kv_heads, context, width] of their sequence."""
+    group = shape.heads // shape.kv_heads
+    outputs = np.empty((len(q), shape.heads, shape.value_dim))
+    for t, head in product(range(len(q)), range(shape.heads)):
+        last = position + t
+        seen = slice(max(0, last - shape.window + 1) if shape.window else 0, last + 1)
+        query = q[t].reshape(shape.heads, -1)[head].astype(np.float64)
+        scores = keys[head // group, seen] @ query * SCALE
+        weights = np.exp(scores - scores.max())
+        outputs[t, head] = weights / weights.sum() @ values[head // group, seen]
+    return outputs.reshape(len(q), -1)

@@ -1,0 +1,184 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.fx import Node
+
+from helpers.raising import HIDDEN, aten, captured, only, operators, raised
+from picompile_passes.errors import UnsupportedGraphError
+from picompile_passes.graph.builder import GraphBuilder
+from picompile_passes.graph.nodes import arguments
+from picompile_passes.graph.operands import ATTENTION, LINEAR
+from picompile_passes.passes.canonicalize.raise_attention import RaiseAttention
+
+SDPA = aten.scaled_dot_product_attention.default
+HEADS, SIZE = 6, HIDDEN // 6
+
+
+def _heads(b: GraphBuilder, x: Node, name: str, count: int = HEADS) -> Node:
+    """[1, count, T, SIZE] of a projection of x [T, HIDDEN]."""
+    projected = b.call(LINEAR, x, b.parameter(name, count * SIZE, HIDDEN), None)
+    split = b.call(aten.unflatten.int, b.call(aten.unsqueeze.default, projected, 0), -1, [count, SIZE])
+    return b.call(aten.transpose.int, split, 1, 2)
+
+
+def _together(b: GraphBuilder, attended: Node) -> Node:
+    return b.call(aten.flatten.using_ints, b.call(aten.transpose.int, attended, 1, 2), 2)
+
+
+def _qkv(b: GraphBuilder, x: Node, kv_heads: int = HEADS) -> list[Node]:
+    return [_heads(b, x, "q"), _heads(b, x, "k", kv_heads), _heads(b, x, "v", kv_heads)]
+
+
+def test_causal_attention() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        return _together(b, b.call(SDPA, *_qkv(b, x), None, 0.0, True))
+
+    result = raised(captured(write), RaiseAttention())
+    node = only(result, ATTENTION)
+    values = arguments(node)
+    assert (values["heads"], values["kv_heads"], values["layer"], values["window"]) == (HEADS, HEADS, 0, 0)
+    assert values["scale"] == pytest.approx(SIZE**-0.5)
+    assert (node.meta["layer"], node.meta["from"].pass_name) == (0, "raise-attention")
+    assert SDPA._opname not in operators(result)
+
+
+def test_layers_are_numbered_and_a_given_scale_is_kept() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        for layer in range(3):
+            parts = [_heads(b, x, f"{name}{layer}") for name in "qkv"]
+            attended = b.call(SDPA, *parts, None, 0.0, True)
+            attended.kwargs = {"scale": 0.1 * (layer + 1)}
+            x = b.call(aten.squeeze.dim, _together(b, attended), 0)
+        return x
+
+    result = raised(captured(write), RaiseAttention())
+    found = [arguments(node) for node in result.graph.find_nodes(op="call_function", target=ATTENTION)]
+    assert [values["layer"] for values in found] == [0, 1, 2]
+    assert [values["scale"] for values in found] == pytest.approx([0.1, 0.2, 0.3])
+
+
+def _repeated_by_expand(b: GraphBuilder, x: Node, repeat: int) -> Node:
+    """As transformers repeats heads."""
+    with_axis = b.call(aten.unsqueeze.default, x, 2)
+    expanded = b.call(aten.expand.default, with_axis, [-1, -1, repeat, -1, -1])
+    return b.call(aten.flatten.using_ints, expanded, 1, 2)
+
+
+def _repeated_by_index(b: GraphBuilder, x: Node, repeat: int) -> Node:
+    table = torch.arange(x.meta["val"].shape[1]).repeat_interleave(repeat)
+    return b.call(aten.index_select.default, x, 1, b.constant("heads", table))
+
+
+@pytest.mark.parametrize("repeated", [_repeated_by_expand, _repeated_by_index])
+@pytest.mark.parametrize("kv_heads", [1, 2, 3])
+def test_repeated_heads_become_grouped_queries(repeated: Callable[..., Node], kv_heads: int) -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        q, k, v = _qkv(b, x, kv_heads)
+        k, v = (repeated(b, part, HEADS // kv_heads) for part in (k, v))
+        return _together(b, b.call(SDPA, q, k, v, None, 0.0, True))
+
+    values = arguments(only(raised(captured(write), RaiseAttention()), ATTENTION))
+    assert (values["heads"], values["kv_heads"]) == (HEADS, kv_heads)
+
+
+def test_heads_repeated_in_another_order_or_in_k_alone_stay() -> None:
+    def interleaved(b: GraphBuilder, x: Node) -> Node:
+        q, k, v = _qkv(b, x, 2)
+        table = b.constant("heads", torch.tensor([0, 1, 0, 1, 0, 1]))
+        k, v = (b.call(aten.index_select.default, part, 1, table) for part in (k, v))
+        return _together(b, b.call(SDPA, q, k, v, None, 0.0, True))
+
+    def key_alone(b: GraphBuilder, x: Node) -> Node:
+        q, k = _heads(b, x, "q"), _repeated_by_expand(b, _heads(b, x, "k", 2), 3)
+        return _together(b, b.call(SDPA, q, k, _heads(b, x, "v"), None, 0.0, True))
+
+    for write in (interleaved, key_alone):
+        assert arguments(only(raised(captured(write), RaiseAttention()), ATTENTION))["kv_heads"] == HEADS
+
+
+def test_grouped_queries_of_torch() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        q, k, v = _qkv(b, x, 2)
+        attended = b.call(SDPA, q, *(_repeated_by_expand(b, part, 3) for part in (k, v)), None, 0.0, True)
+        # The fake value is the same; only the repetition is left to the operator.
+        attended.args, attended.kwargs = (q, k, v, None, 0.0, True), {"enable_gqa": True}
+        return _together(b, attended)
+
+    values = arguments(only(raised(captured(write), RaiseAttention()), ATTENTION))
+    assert (values["heads"], values["kv_heads"]) == (HEADS, 2)
+
+
+def _visible(b: GraphBuilder, window: int | None) -> Node:
+    """A bool mask [T, T] made of positions."""
+    rows, columns = (b.call(aten.unsqueeze.default, b.positions, dim) for dim in (1, 0))
+    distance = b.call(aten.sub.Tensor, rows, columns)
+    causal = b.call(aten.ge.Scalar, distance, 0)
+    return (
+        causal if window is None else b.call(aten.logical_and.default, causal, b.call(aten.lt.Scalar, distance, window))
+    )
+
+
+def _additive(b: GraphBuilder, window: int | None, hidden: float) -> Node:
+    mask = b.call(aten.logical_not.default, _visible(b, window))
+    return b.call(aten.mul.Tensor, mask, hidden)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 600])
+@pytest.mark.parametrize("hidden", [None, -3.4e38, -1e9])
+def test_masks_of_positions(window: int | None, hidden: float | None) -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        mask = _visible(b, window) if hidden is None else _additive(b, window, hidden)
+        return _together(b, b.call(SDPA, *_qkv(b, x), mask))
+
+    values = arguments(only(raised(captured(write), RaiseAttention()), ATTENTION))
+    assert values["window"] == (window or 0)
+
+
+def test_a_table_shorter_than_the_graph_takes_tokens_is_refused() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        shown = b.constant("shown", torch.ones(9, 9, dtype=torch.bool).tril())
+        rows = b.call(aten.index.Tensor, shown, [b.positions])
+        mask = b.call(aten.index_select.default, rows, 1, b.positions)
+        return _together(b, b.call(SDPA, *_qkv(b, x), mask))
+
+    with pytest.raises(
+        UnsupportedGraphError, match=r"index \(aten\.index\.Tensor\): it fails for \d+ tokens, .* size 9"
+    ):
+        RaiseAttention()(captured(write))
+
+
+def test_a_mask_of_more_dimensions_than_the_heads_is_refused() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        heads = [b.call(aten.squeeze.dim, part, 0) for part in _qkv(b, x)]
+        mask = b.call(aten.unsqueeze.default, b.call(aten.unsqueeze.default, _visible(b, None), 0), 0)
+        return _together(b, b.call(SDPA, *heads, mask))
+
+    with pytest.raises(UnsupportedGraphError, match="its q, k and v are not of its dimensions"):
+        RaiseAttention()(captured(write))
+
+
+def _biased(b: GraphBuilder, x: Node) -> Node:
+    return _additive(b, None, -2.0)
+
+
+def _by_content(b: GraphBuilder, x: Node) -> Node:
+    return b.call(aten.ge.Scalar, b.call(aten.mm.default, x, b.call(aten.t.default, x)), 0.0)
+
+
+def _all(b: GraphBuilder, x: Node) -> Node:
+    return b.call(aten.logical_or.default, _visible(b, None), b.call(aten.logical_not.default, _visible(b, None)))
+
+
+def _even_only(b: GraphBuilder, x: Node) -> Node:
+    even = b.call(aten.eq.Scalar, b.call(aten.remainder.Scalar, b.positions, 2), 0)
+    return b.call(aten.logical_and.default, _visible(b, None), b.call(aten.unsqueeze.default, even, 0))
+
+
+@pytest.mark.parametrize("mask", [_biased, _by_content, _all, _even_only, lambda b, x: None])
+def test_other_masks_are_refused(mask: Callable[[GraphBuilder, Node], Node | None]) -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        return _together(b, b.call(SDPA, *_qkv(b, x), mask(b, x)))
+
+    with pytest.raises(UnsupportedGraphError, match="causal"):
+        RaiseAttention()(captured(write))

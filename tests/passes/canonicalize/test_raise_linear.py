@@ -1,0 +1,113 @@
+from collections.abc import Callable
+
+import pytest
+from torch.fx import Node
+
+from helpers.raising import HIDDEN, aten, captured, only, operators, raised
+from picompile_passes.graph.builder import GraphBuilder
+from picompile_passes.graph.operands import EMBEDDING, LINEAR, TRANSPOSE
+from picompile_passes.passes.canonicalize.raise_linear import RaiseLinear
+
+Write = Callable[[GraphBuilder, Node], Node]
+
+
+def _weight(b: GraphBuilder, *shape: int) -> Node:
+    return b.parameter("w", *(shape or (40, HIDDEN)))
+
+
+def _bias(b: GraphBuilder) -> Node:
+    return b.parameter("b", 40)
+
+
+def _permuted(b: GraphBuilder) -> Node:
+    return b.call(aten.permute.default, _weight(b), [1, 0])
+
+
+_FORMS: dict[str, tuple[Write, bool]] = {
+    "linear": (lambda b, x: b.call(aten.linear.default, x, _weight(b)), False),
+    "linear and bias": (lambda b, x: b.call(aten.linear.default, x, _weight(b), _bias(b)), True),
+    "matmul of permuted": (lambda b, x: b.call(aten.matmul.default, x, _permuted(b)), False),
+    "mm of t": (lambda b, x: b.call(aten.mm.default, x, b.call(aten.t.default, _weight(b))), False),
+    "mm of transposed": (
+        lambda b, x: b.call(aten.mm.default, x, b.call(aten.transpose.int, _weight(b), -1, -2)),
+        False,
+    ),
+    "addmm": (lambda b, x: b.call(aten.addmm.default, _bias(b), x, _permuted(b)), True),
+    "product plus bias": (
+        lambda b, x: b.call(aten.add.Tensor, b.call(aten.matmul.default, x, _permuted(b)), _bias(b)),
+        True,
+    ),
+    "bias plus product": (
+        lambda b, x: b.call(aten.add.Tensor, _bias(b), b.call(aten.matmul.default, x, _permuted(b))),
+        True,
+    ),
+    "mm of mT": (lambda b, x: b.call(aten.mm.default, x, b.call(aten.mT.default, _weight(b))), False),
+    "bias of more dimensions": (
+        lambda b, x: b.call(aten.addmm.default, b.call(aten.unsqueeze.default, _bias(b), 0), x, _permuted(b)),
+        True,
+    ),
+    "batched": (
+        lambda b, x: b.call(aten.matmul.default, b.call(aten.unsqueeze.default, x, 0), _permuted(b)),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("form", _FORMS)
+def test_every_product_becomes_linear(form: str) -> None:
+    write, has_bias = _FORMS[form]
+    result = raised(captured(write), RaiseLinear())
+    _, weight, bias = only(result, LINEAR).args
+    assert weight.target == "w"
+    assert (bias is not None and bias.target == "b") == has_bias
+    assert operators(result).keys() <= {"linear", "unsqueeze"}
+
+
+def test_a_bias_behind_a_view_is_absorbed() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        product = b.call(aten.unsqueeze.default, b.call(aten.mm.default, x, _permuted(b)), 0)
+        bias = b.call(aten.view.default, _bias(b), [1, 1, 40])
+        return b.call(aten.add.Tensor, product, bias)
+
+    result = raised(captured(write), RaiseLinear())
+    assert only(result, LINEAR).args[2].target == "b"
+    assert operators(result) == {"linear": 1, "unsqueeze": 1}
+
+
+def test_a_weight_stored_the_other_way_is_transposed() -> None:
+    result = raised(captured(lambda b, x: b.call(aten.mm.default, x, _weight(b, HIDDEN, 40))), RaiseLinear())
+    weight = only(result, LINEAR).args[1]
+    assert weight is only(result, TRANSPOSE)
+    assert weight.meta["val"].shape == (40, HIDDEN)
+
+
+def test_a_product_that_others_use_keeps_its_bias_apart() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        product = b.call(aten.linear.default, x, _weight(b))
+        return b.call(aten.mul.Tensor, b.call(aten.add.Tensor, product, _bias(b)), product)
+
+    result = raised(captured(write), RaiseLinear())
+    assert only(result, LINEAR).args[2] is None
+    assert operators(result) == {"linear": 1, "add": 1, "mul": 1}
+
+
+def test_products_of_two_values_and_scaled_ones_stay() -> None:
+    square = captured(lambda b, x: b.call(aten.mm.default, x, b.call(aten.t.default, x)))
+    assert not RaiseLinear()(square).modified
+
+    def scaled(b: GraphBuilder, x: Node) -> Node:
+        product = b.call(aten.addmm.default, _bias(b), x, _permuted(b))
+        product.kwargs = {"beta": 0.5}
+        return product
+
+    assert not RaiseLinear()(captured(scaled)).modified
+
+
+def test_lookup() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        ids = b.call(aten.add.Tensor, b.positions, 2)
+        return b.call(aten.add.Tensor, x, b.call(aten.embedding.default, b.parameter("p", 12, HIDDEN), ids, 1))
+
+    result = raised(captured(write), RaiseLinear())
+    lookups = result.graph.find_nodes(op="call_function", target=EMBEDDING)
+    assert [node.args[1].target for node in lookups] == ["embed.weight", "p"]

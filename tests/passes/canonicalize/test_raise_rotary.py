@@ -1,0 +1,230 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from helpers.raising import HIDDEN, aten, captured, operators, raised
+from picompile_passes.errors import UnsupportedGraphError
+from picompile_passes.graph.builder import GraphBuilder
+from picompile_passes.graph.nodes import arguments
+from picompile_passes.graph.operands import ATTENTION, EMBEDDING, INDEX_SELECT, LINEAR, ROTARY
+from picompile_passes.passes.canonicalize.raise_rotary import RaiseRotary
+
+HEADS, SIZE = 3, HIDDEN // 3
+FREQUENCIES = 0.3 ** torch.arange(SIZE // 2)
+
+Turn = Callable[[GraphBuilder, Node, Node, Node], Node]
+
+
+def _cos_sin(b: GraphBuilder, repeat: bool, factor: float = 1.0) -> tuple[Node, Node]:
+    """[T, 1, d/2] each, or [T, 1, d] with both halves alike."""
+    angles = b.call(aten.mul.Tensor, b.call(aten.unsqueeze.default, b.positions, -1), _frequencies(b))
+    if repeat:
+        angles = b.call(aten.cat.default, [angles, angles], -1)
+    tables = (b.call(op, b.call(aten.unsqueeze.default, angles, 1)) for op in (aten.cos.default, aten.sin.default))
+    cos, sin = (b.call(aten.mul.Tensor, table, factor) for table in tables)
+    return cos, sin
+
+
+def _frequencies(b: GraphBuilder, values: Tensor = FREQUENCIES) -> Node:
+    return b.constant("frequencies", values)
+
+
+def _halves(b: GraphBuilder, x: Node, cos: Node, sin: Node) -> Node:
+    """transformers' rotate_half: x · cos + cat(−x₂, x₁) · sin."""
+    first, second = (b.call(aten.slice.Tensor, x, -1, *half) for half in ((0, SIZE // 2), (SIZE // 2, SIZE)))
+    turned = b.call(aten.cat.default, [b.call(aten.neg.default, second), first], -1)
+    products = b.call(aten.mul.Tensor, x, cos), b.call(aten.mul.Tensor, turned, sin)
+    return b.call(aten.add.Tensor, *products)
+
+
+def _neighbours(b: GraphBuilder, x: Node, cos: Node, sin: Node) -> Node:
+    """GPT-J's order: elements 2i and 2i + 1 turn together."""
+    even, odd = (b.call(aten.slice.Tensor, x, -1, start, 2**63 - 1, 2) for start in (0, 1))
+    first = b.call(aten.sub.Tensor, b.call(aten.mul.Tensor, even, cos), b.call(aten.mul.Tensor, odd, sin))
+    second = b.call(aten.add.Tensor, b.call(aten.mul.Tensor, odd, cos), b.call(aten.mul.Tensor, even, sin))
+    return b.call(aten.flatten.using_ints, b.call(aten.stack.default, [first, second], -1), -2)
+
+
+def _attend(b: GraphBuilder, x: Node, change: Callable[[Node, str], Node]) -> Node:
+    """Attention of projections [T, HEADS, SIZE], of which `change` makes what is attended."""
+    sides = []
+    for name in "qkv":
+        projected = b.call(LINEAR, x, b.parameter(name, HIDDEN, HIDDEN), None)
+        split = b.call(aten.unflatten.int, projected, -1, [HEADS, SIZE])
+        sides.append(b.call(aten.flatten.using_ints, change(split, name) if name in "qk" else split, -2))
+    return b.call(ATTENTION, *sides, HEADS, HEADS, 0.5, 0, 0, layer=0)
+
+
+def _turned(turn: Turn, repeat: bool, factor: float = 1.0) -> GraphModule:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        cos, sin = _cos_sin(b, repeat, factor)
+        return _attend(b, x, lambda part, _: turn(b, part, cos, sin))
+
+    return captured(write)
+
+
+def _rotaries(graph_module: GraphModule) -> list[dict]:
+    return [arguments(node) for node in graph_module.graph.find_nodes(op="call_function", target=ROTARY)]
+
+
+def _frequencies_of(graph_module: GraphModule, rotary: dict) -> Tensor:
+    return graph_module.get_buffer(rotary["inverse_frequency"].target)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.25])
+def test_halves(factor: float) -> None:
+    result = raised(_turned(_halves, True, factor), RaiseRotary())
+    assert operators(result) == {"linear": 3, "rotary": 2, "attention": 1, "unflatten": 1, "flatten": 1}
+    q, k = _rotaries(result)
+    assert (q["heads"], q["scaling"]) == (HEADS, pytest.approx(factor))
+    assert q["inverse_frequency"] is k["inverse_frequency"]
+    assert torch.equal(_frequencies_of(result, q), FREQUENCIES)
+    assert q["positions"].target == "positions"
+
+
+def test_neighbours_are_reordered() -> None:
+    result = raised(_turned(_neighbours, False), RaiseRotary())
+    q, _ = _rotaries(result)
+    assert torch.equal(_frequencies_of(result, q), FREQUENCIES)
+    assert q["x"].target is INDEX_SELECT
+    columns = result.get_buffer(q["x"].args[2].target)
+    assert columns[:SIZE].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def test_a_part_of_each_head_turns() -> None:
+    """As Phi and GPT-NeoX have it: the rest stays, and counts as turning by 0."""
+    turning = 4
+
+    def partly(b: GraphBuilder, x: Node, cos: Node, sin: Node) -> Node:
+        part, rest = (b.call(aten.slice.Tensor, x, -1, *ends) for ends in ((0, turning), (turning, SIZE)))
+        first, second = (b.call(aten.slice.Tensor, part, -1, *ends) for ends in ((0, 2), (2, 4)))
+        turned = b.call(aten.cat.default, [b.call(aten.neg.default, second), first], -1)
+        sums = b.call(aten.mul.Tensor, part, cos), b.call(aten.mul.Tensor, turned, sin)
+        return b.call(aten.cat.default, [b.call(aten.add.Tensor, *sums), rest], -1)
+
+    def write(b: GraphBuilder, x: Node) -> Node:
+        cos, sin = (b.call(aten.slice.Tensor, table, -1, 2, 4) for table in _cos_sin(b, False))
+        cos, sin = (b.call(aten.cat.default, [table, table], -1) for table in (cos, sin))
+        return _attend(b, x, lambda part, _: partly(b, part, cos, sin))
+
+    result = raised(captured(write), RaiseRotary())
+    assert _frequencies_of(result, _rotaries(result)[0]).tolist() == [*FREQUENCIES[2:].tolist(), 0.0, 0.0]
+
+
+def test_tables_of_cosines_are_fitted() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        angles = torch.outer(torch.arange(300.0), FREQUENCIES)
+        names = {"cos_table": angles.cos(), "sin_table": angles.sin()}
+        tables = [b.constant(name, table) for name, table in names.items()]
+        rows = (b.call(aten.index.Tensor, table, [b.positions]) for table in tables)
+        cos, sin = (b.call(aten.unsqueeze.default, row, 1) for row in rows)
+        return _attend(b, x, lambda part, _: _neighbours(b, part, cos, sin))
+
+    result = raised(captured(write), RaiseRotary())
+    torch.testing.assert_close(_frequencies_of(result, _rotaries(result)[0]), FREQUENCIES, rtol=3e-7, atol=0)
+
+
+def test_tables_looked_up_as_embeddings() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        angles = torch.outer(torch.arange(300.0), FREQUENCIES)
+        names = {"cos_table": angles.cos(), "sin_table": angles.sin()}
+        rows = (b.call(EMBEDDING, b.positions, b.constant(name, table), 0) for name, table in names.items())
+        cos, sin = (b.call(aten.unsqueeze.default, row, 1) for row in rows)
+        return _attend(b, x, lambda part, _: _neighbours(b, part, cos, sin))
+
+    result = raised(captured(write), RaiseRotary())
+    torch.testing.assert_close(_frequencies_of(result, _rotaries(result)[0]), FREQUENCIES, rtol=3e-7, atol=0)
+
+
+def test_short_tables_are_refused() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        angles = torch.outer(torch.arange(9.0), FREQUENCIES)
+        tables = [b.constant("cos_table", angles.cos()), b.constant("sin_table", angles.sin())]
+        rows = (b.call(aten.index.Tensor, table, [b.positions]) for table in tables)
+        cos, sin = (b.call(aten.unsqueeze.default, row, 1) for row in rows)
+        return _attend(b, x, lambda part, _: _neighbours(b, part, cos, sin))
+
+    with pytest.raises(
+        UnsupportedGraphError, match=r"index.* \(aten\.index\.Tensor\): it fails for 256 tokens, .* size 9"
+    ):
+        RaiseRotary()(captured(write))
+
+
+def test_tokens_in_front_of_the_batch() -> None:
+    """As Megatron and ChatGLM have it: projections are of [T, 1, HIDDEN], the attention of [1, T, HIDDEN]."""
+
+    def write(b: GraphBuilder, x: Node) -> Node:
+        cos, sin = _cos_sin(b, True)
+        sides = []
+        for name in "qkv":
+            projected = b.call(LINEAR, b.call(aten.unsqueeze.default, x, 1), b.parameter(name, HIDDEN, HIDDEN), None)
+            split = b.call(aten.squeeze.dim, b.call(aten.unflatten.int, projected, -1, [HEADS, SIZE]), 1)
+            turned = split if name == "v" else _halves(b, split, cos, sin)
+            sides.append(b.call(aten.unsqueeze.default, b.call(aten.flatten.using_ints, turned, -2), 0))
+        return b.call(ATTENTION, *sides, HEADS, HEADS, 0.5, 0, 0, layer=0)
+
+    result = raised(captured(write), RaiseRotary())
+    assert operators(result)["rotary"] == 2
+    assert [rotary["x"].meta["val"].shape[0] for rotary in _rotaries(result)] == [1, 1]
+
+
+def test_a_constant_factor_goes_into_the_scale() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        return _attend(b, x, lambda part, name: b.call(aten.mul.Tensor, part, 0.25) if name == "q" else part)
+
+    result = raised(captured(write), RaiseRotary())
+    (attention,) = result.graph.find_nodes(op="call_function", target=ATTENTION)
+    assert arguments(attention)["scale"] == 0.125
+    assert attention.args[0].target is LINEAR
+    assert not _rotaries(result)
+
+
+def test_plain_attention_stays() -> None:
+    assert not RaiseRotary()(captured(lambda b, x: _attend(b, x, lambda part, _: part))).modified
+
+
+def _only_query(b: GraphBuilder, x: Node) -> Node:
+    cos, sin = _cos_sin(b, True)
+    return _attend(b, x, lambda part, name: _neighbours_or_halves(b, part, cos, sin, name))
+
+
+def _neighbours_or_halves(b: GraphBuilder, part: Node, cos: Node, sin: Node, name: str) -> Node:
+    if name == "q":
+        return _halves(b, part, cos, sin)
+    return _neighbours(b, part, *(b.call(aten.slice.Tensor, table, -1, 0, SIZE // 2) for table in (cos, sin)))
+
+
+def _not_a_turn(b: GraphBuilder, x: Node) -> Node:
+    cos, _ = _cos_sin(b, True)
+    return _attend(b, x, lambda part, _: b.call(aten.mul.Tensor, part, cos))
+
+
+def _uneven(b: GraphBuilder, x: Node) -> Node:
+    squared = b.call(aten.mul.Tensor, b.positions, b.positions)
+    angles = b.call(aten.mul.Tensor, b.call(aten.unsqueeze.default, squared, -1), _frequencies(b))
+    tables = (b.call(op, b.call(aten.unsqueeze.default, angles, 1)) for op in (aten.cos.default, aten.sin.default))
+    cos, sin = tables
+    return _attend(b, x, lambda part, _: _neighbours(b, part, cos, sin))
+
+
+def _normed_heads(b: GraphBuilder, x: Node) -> Node:
+    cos, sin = _cos_sin(b, True)
+    norm = aten.layer_norm.default
+    return _attend(b, x, lambda part, _: _halves(b, b.call(norm, part, [SIZE], None, None, 1e-5), cos, sin))
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (_only_query, "its query and key turn in different ways"),
+        (_not_a_turn, "does not turn evenly"),
+        (_uneven, "does not turn evenly"),
+        (_normed_heads, "between layer_norm.* and attention is no rotary embedding"),
+    ],
+)
+def test_what_rotary_cannot_say_is_refused(write: Callable[[GraphBuilder, Node], Node], message: str) -> None:
+    with pytest.raises(UnsupportedGraphError, match=message):
+        RaiseRotary()(captured(write))

@@ -1,0 +1,334 @@
+"""Import end to end: files as PowerInfer writes them, read by the guarded process, held against numpy."""
+
+import os
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from helpers.powerinfer_files import (
+    TYPES,
+    Predictor,
+    Sizes,
+    mutations,
+    random_predictors,
+    reference_mask,
+    stored,
+    write_activations,
+    write_folder,
+    write_gguf,
+)
+from picompile.errors import DoesNotFitError, UsageError
+from picompile.frontend.checkpoint import fingerprint
+from picompile.predictors import Predictors, load_predictors
+from picompile.predictors.powerinfer import GuardLimits, PredictorSource, find_source, import_predictors, read_guarded
+from picompile.predictors.powerinfer.child_torch import read_activations, read_files
+from picompile.predictors.powerinfer.handover import RefusedError, write_parts
+from picompile.predictors.powerinfer.importer import check_by_config, computes_above
+from picompile_passes.predictors import predictor_kind
+
+# Those of `tiny_model`.
+SIZES = Sizes(hidden=96, neurons=200, ranks=(32, 64))
+
+
+def imported(source: Path, model: Path, output: Path) -> Predictors:
+    import_predictors(find_source(source), model, output)
+    return load_predictors(output)
+
+
+def guarded(source: Path, folder: Path) -> dict[str, np.ndarray]:
+    folder.mkdir(exist_ok=True)
+    return load_file(read_guarded(find_source(source), folder))
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+def test_arrays_of_each_type(tmp_path: Path, type_name: str) -> None:
+    predictors = random_predictors(SIZES, seed=len(type_name) + 1)
+    write_gguf(tmp_path / "a.gguf", predictors, type_name)
+    found = guarded(tmp_path / "a.gguf", tmp_path / "out")
+    assert len(found) == 4
+    for layer, predictor in enumerate(predictors):
+        for part, values in zip(("fc1", "fc2"), predictor, strict=True):
+            array = found[f"layers.{layer}.{part}"]
+            assert array.dtype == np.float16
+            np.testing.assert_array_equal(array, stored(values, type_name))
+
+
+def test_gguf(tmp_path: Path, tiny_model: Path) -> None:
+    predictors = random_predictors(SIZES, 3)
+    write_gguf(tmp_path / "a.powerinfer.gguf", predictors, "Q8_0", threshold=0.375)
+    found = imported(tmp_path / "a.powerinfer.gguf", tiny_model, tmp_path / "out")
+    assert_masks(found, [(stored(fc1, "Q8_0"), stored(fc2, "Q8_0")) for fc1, fc2 in predictors], 0.375)
+    assert found.fingerprint == fingerprint(tiny_model) and found.name == tiny_model.name
+    first = found.layers[0]
+    assert (first.kind, first.input, first.rank) == ("learned-relu", "stream", 32)
+    assert (first.parameters, first.bytes_f16) == (32 * 296 + 200, 2 * (32 * 296 + 200))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.powerinfer.gguf", "out"]
+
+
+def assert_masks(found: Predictors, expected: list[Predictor], threshold: float) -> None:
+    """The masks are ggml's, and the arrays bit for bit those of `expected`."""
+    x = torch.randn(37, SIZES.hidden)
+    x[3] = 0  # every logit is zero
+    for layer, predictor in zip(found.layers, expected, strict=True):
+        weights = [found.tensor(layer.layer, part).float() for part in ("fc1", "fc2", "bias")]
+        for array, values in zip(weights, predictor, strict=False):
+            np.testing.assert_array_equal(array.numpy(), values)
+        assert not weights[2].any()
+        mask = predictor_kind(layer.kind).evaluate(x, weights, layer.threshold).numpy()
+        assert mask[3].all() == (threshold <= 0)
+        wrong = mask != reference_mask(x.numpy(), predictor, threshold)
+        logits = np.maximum(x.numpy() @ predictor[0].T, 0) @ predictor[1].T
+        # Two orders of summation may disagree where a logit is next to the threshold, and nowhere else.
+        assert (np.abs(logits[wrong] - threshold) < 1e-3).all()
+
+
+def test_imported_predictors_go_into_the_graph(tmp_path: Path, tiny_model: Path) -> None:
+    from picompile.frontend import load_model
+    from picompile_passes.graph.materialize import materialize
+    from picompile_passes.graph.nodes import arguments, calls
+    from picompile_passes.graph.operands import PREDICT
+    from picompile_passes.passes.canonicalize import CANONICALIZE
+    from picompile_passes.pipeline import Pipeline
+
+    write_gguf(tmp_path / "a.gguf", random_predictors(SIZES, 8))
+    found = imported(tmp_path / "a.gguf", tiny_model, tmp_path / "out")
+    captured = load_model(tiny_model)
+    graph_module = Pipeline((*CANONICALIZE, found.insert_pass()))(captured.graph_module).graph_module
+    norms = {node.name: arguments(node)["x"] for node in graph_module.graph.nodes if "rms_norm" in str(node.target)}
+    for predict in calls(graph_module.graph, PREDICT):
+        sparse = next(user for user in predict.users)
+        # PowerInfer's ffn_inp: the residual stream before the norm, not after it.
+        assert arguments(predict)["x"] is norms[arguments(sparse)["x"].name]
+    runnable = materialize(graph_module, found.weights(captured.weights))
+    tokens = torch.arange(5)
+    assert runnable(tokens, tokens).isfinite().all()
+
+
+def test_folder_with_statistics(tmp_path: Path, tiny_model: Path) -> None:
+    predictors = random_predictors(SIZES, 5)
+    write_folder(tmp_path / "in", predictors)
+    counts = [torch.randint(0, 10**6, (200,)), torch.randint(0, 1000, (200,)).float()]
+    write_activations(tmp_path / "in" / "activation", counts)
+    found = imported(tmp_path / "in", tiny_model, tmp_path / "out")
+    assert_masks(found, predictors, 0.0)
+    for layer, expected in enumerate(counts):
+        kept = load_file(tmp_path / "out" / "layers" / f"{layer:03}.safetensors")["counts"]
+        assert kept.dtype == np.int64 and np.array_equal(kept, expected.long())
+
+
+def test_threshold_of_a_folder(tmp_path: Path) -> None:
+    write_folder(tmp_path, random_predictors(SIZES, 5), threshold=-0.75)
+    assert find_source(tmp_path).threshold == -0.75
+    huge = [f'{{"sparse_threshold": {number}}}' for number in (10**400, "1e300", "-3.5e38")]
+    for text in ('{"sparse_threshold": "0"}', '{"sparse_threshold": NaN}', "[]", "[" * 100_000, "no JSON", *huge):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UsageError, match=r"config\.json: (sparse_threshold is .*, not a number|not )"):
+            find_source(tmp_path)
+
+
+def test_statistics_that_are_shares(tmp_path: Path) -> None:
+    shares = torch.rand(2, 200)
+    write_activations(tmp_path, list(shares))
+    parts = read_activations({str(layer): str(tmp_path / f"activation_{layer}.pt") for layer in range(2)})
+    for part, expected in zip(parts, shares, strict=True):
+        np.testing.assert_array_equal(part.load(), (expected.double() * 1e6).round().long().numpy())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        (Sizes(96, 200, (32,)), "fc1 of layer 1 is missing; the model has 2 layers"),
+        (Sizes(96, 200, (32, 32, 32)), "a predictor for layer 2, but the model has 2 layers"),
+        (Sizes(97, 200, (32, 32)), r"are \[32, 97\] and \[200, 32\], but the model needs \[r, 96\] and \[200, r\]"),
+        (Sizes(96, 199, (32, 32)), r"but the model needs \[r, 96\] and \[200, r\]"),
+    ],
+)
+def test_predictors_of_another_model(tmp_path: Path, tiny_model: Path, sizes: Sizes, says: str) -> None:
+    write_gguf(tmp_path / "a.gguf", random_predictors(sizes, 7))
+    with pytest.raises(UsageError, match=says):
+        import_predictors(find_source(tmp_path), tiny_model, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
+
+
+def test_sizes_that_show_after_reading(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Not in a process of its own, which would import torch for each.
+    monkeypatch.setattr("picompile.predictors.powerinfer.importer.read_guarded", _read_here)
+    (tmp_path / "in").mkdir()
+    write_folder(tmp_path / "in", random_predictors(Sizes(96, 201, (32, 8)), 7))
+    with pytest.raises(
+        UsageError, match=r"are \[32, 96\] and \[201, 32\], but the model needs \[r, 96\] and \[200, r\]"
+    ):
+        import_predictors(find_source(tmp_path / "in"), tiny_model, tmp_path / "out")
+    write_folder(tmp_path / "in", random_predictors(SIZES, 7))
+    for counts, says in (
+        (199, r"activation_1\.pt has 199 neurons; the model's have 200"),
+        (0, r"activation_1\.pt is missing, and others are there; the model has 2 layers"),
+    ):
+        write_activations(tmp_path / "in", [torch.ones(200), torch.ones(counts)][: 1 + (counts > 0)])
+        if not counts:
+            (tmp_path / "in" / "activation_1.pt").unlink()
+        with pytest.raises(UsageError, match=says):
+            import_predictors(find_source(tmp_path / "in"), tiny_model, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def _read_here(source: PredictorSource, folder: Path) -> Path:
+    files, activations = (
+        {str(layer): str(file) for layer, file in found.items()} for found in (source.files, source.activations)
+    )
+    write_parts(folder / "tensors", [*read_files(files), *read_activations(activations)])
+    return folder / "tensors"
+
+
+class _Hostile:
+    def __init__(self, touched: Path) -> None:
+        self.touched = touched
+
+    def __reduce__(self) -> object:
+        return os.system, (f"touch {self.touched}",)
+
+
+def test_hostile_torch_files(tmp_path: Path) -> None:
+    fc1, fc2 = (torch.from_numpy(values) for values in random_predictors(SIZES, 9)[1])
+    file = tmp_path / "model_1.pt"
+    contents: list[tuple[object, str]] = [
+        (_Hostile(tmp_path / "touched"), r"weights_only=True\) refuses it"),
+        ({"fc1.weight": _Hostile(tmp_path / "touched"), "fc2.weight": fc2}, r"weights_only=True\) refuses it"),
+        (
+            {"fc1.weight": fc1, "fc2.weight": fc2, "fc2.bias": fc2[:, 0]},
+            r"model_1\.pt holds fc1.weight, fc2.weight, fc2",
+        ),
+        ([fc1, fc2], "holds a list, not fc1"),
+        ({"fc1.weight": fc1, "fc2.weight": torch.ones(1, 1).expand(200, 10**9)}, "which is not what its file has"),
+        (
+            {"fc1.weight": fc1, "fc2.weight": fc2 * float("nan")},
+            r"fc2.weight of model_1\.pt holds values that are no num",
+        ),
+        ({"fc1.weight": fc1 * 1e6, "fc2.weight": fc2}, "too large for f16"),
+        ({"fc1.weight": [1.0], "fc2.weight": fc2}, r"fc1.weight of model_1\.pt is no tensor"),
+        ({"fc1.weight": fc1.to_sparse(), "fc2.weight": fc2}, "no tensor of numbers"),
+    ]
+    for content, says in contents:
+        torch.save(content, file)
+        with pytest.raises(RefusedError, match=says):
+            write_parts(tmp_path / "out", read_files({"1": str(file)}))
+    assert not (tmp_path / "touched").exists()
+
+
+def test_a_hostile_torch_file_end_to_end(tmp_path: Path, tiny_model: Path) -> None:
+    write_folder(tmp_path / "in", random_predictors(SIZES, 9))
+    torch.save(_Hostile(tmp_path / "touched"), tmp_path / "in" / "model_1.pt")
+    with pytest.raises(UsageError) as caught:
+        import_predictors(find_source(tmp_path / "in"), tiny_model, tmp_path / "out")
+    assert "model_1.pt: torch.load(weights_only=True) refuses it" in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_torch_files_that_are_none(tmp_path: Path) -> None:
+    write_folder(tmp_path, random_predictors(SIZES, 10))
+    file = tmp_path / "model_0.pt"
+    whole = file.read_bytes()
+    state = torch.load(file, weights_only=True)
+    torch.save(state, file, _use_new_zipfile_serialization=False)
+    legacy = file.read_bytes()
+    for data in (b"", whole[: len(whole) // 2], legacy, b"text"):
+        file.write_bytes(data)
+        with pytest.raises(UsageError, match=r"model_0\.pt: not a file of torch\.save"):
+            find_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("counts", "says"),
+    [
+        (-torch.ones(200), "values that are no counts"),
+        (torch.full((200,), float("nan")), "values that are no counts"),
+        (torch.ones(2, 100), "not one number a neuron"),
+        ({"counts": torch.ones(200)}, "no tensor of numbers"),
+    ],
+)
+def test_wrong_statistics(tmp_path: Path, counts: object, says: str) -> None:
+    torch.save(counts, tmp_path / "activation_0.pt")
+    with pytest.raises(RefusedError, match=says):
+        read_activations({"0": str(tmp_path / "activation_0.pt")})
+
+
+def test_mutations_through_the_guarded_process(tmp_path: Path, tiny_model: Path) -> None:
+    """Some of those that the header check lets pass: the reader agrees with the header, or refuses."""
+    file = tmp_path / "a.gguf"
+    write_gguf(file, random_predictors(SIZES, 12), threshold=0.5)
+    expected = guarded(file, tmp_path / "whole")
+    passed = 0
+    for mutation in mutations(file, 100, seed=13):
+        file.write_bytes(mutation.data)
+        try:
+            check_by_config(file, find_source(file).shapes, tiny_model)
+        except UsageError:
+            continue
+        passed += 1
+        if passed > 8:
+            break
+        try:
+            found = guarded(file, tmp_path / "changed")
+        except UsageError as error:
+            assert not mutation.harmless and "no numbers" in str(error), (mutation.name, str(error))
+            continue
+        assert found.keys() == expected.keys(), mutation.name
+        assert all(np.isfinite(values).all() for values in found.values())
+        if mutation.harmless:
+            assert all(np.array_equal(values, expected[name]) for name, values in found.items()), mutation.name
+    assert passed > 8
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """Where there is no space for the tensors, there is none for the reason either."""
+    write_gguf(tmp_path / "a.gguf", random_predictors(SIZES, 15))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "tensors.safetensors").symlink_to("/dev/full")
+    (tmp_path / "folder" / "refusal.txt").mkdir()
+    with pytest.raises(DoesNotFitError, match="no space left"):
+        read_guarded(find_source(tmp_path / "a.gguf"), tmp_path / "folder")
+
+
+def test_places_that_safetensors_cannot_write(tmp_path: Path, tiny_model: Path) -> None:
+    write_gguf(tmp_path / "a.gguf", random_predictors(SIZES, 16))
+    with pytest.raises(UsageError, match="not a name in UTF-8"):
+        import_predictors(find_source(tmp_path / "a.gguf"), tiny_model, tmp_path / os.fsdecode(b"\xff"))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
+
+
+def test_limits_end_the_process(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "a.gguf", random_predictors(SIZES, 14), extra={"slow": [1] * 400_000})
+    source = find_source(tmp_path / "a.gguf")
+    limits = GuardLimits.of(source)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for changed, says in (
+        (replace(limits, wall_s=0.05), "took more than 0 s"),
+        (replace(limits, cpu_s=0.1), "more processor time than its size explains"),
+        (replace(limits, memory_bytes=1 << 20), "more memory than its size explains"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            read_guarded(source, folder, changed)
+    write_gguf(tmp_path / "a.gguf", random_predictors(SIZES, 14))
+    with pytest.raises(UsageError, match="File too large"):
+        read_guarded(find_source(tmp_path / "a.gguf"), folder, replace(limits, file_bytes=4096))
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+@settings(max_examples=200)
+@given(st.floats(-1e4, 1e4, width=32), st.floats(-1e4, 1e4, width=32))
+def test_computed_from_the_threshold_on(threshold: float, logit: float) -> None:
+    """`logit > computes_above(t)` is `logit >= t`, but for what f16 cannot tell from zero."""
+    above = computes_above(threshold)
+    for value in (logit, threshold):
+        wanted = value >= threshold
+        assert (np.float32(value) > np.float32(above)) == wanted or (threshold == 0 and -(2.0**-24) < value < 0)
+    assert np.float16(0) > np.float16(computes_above(0.0))

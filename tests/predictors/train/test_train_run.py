@@ -1,0 +1,310 @@
+"""Training of a whole model: the same bytes whatever the way, and what ends it."""
+
+import dataclasses
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from helpers.support import BuildOnce, save_tiny_llama
+from picompile.errors import AccuracyError, UsageError
+from picompile.predictors import Predictors, block_shapes, load_predictors
+from picompile.predictors.profile import Profile, load_profile
+from picompile.predictors.train import TrainOptions, tighten, train_predictors
+from picompile.progress import Advance
+
+OPTIONS = TrainOptions(gate=None, budget=1.0, recall=0.9, exact=False, epochs=1, gate_tokens=128, jobs=1)
+
+
+class Told:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+        self.said: list[str] = []
+
+    @contextmanager
+    def step(self, title: str, total: int | None = None) -> Iterator[Advance]:
+        self.steps.append(title)
+        yield lambda count: None
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.fixture
+def profile(small_profile: Path) -> Profile:
+    return load_profile(small_profile)
+
+
+@pytest.fixture(scope="session")
+def trained(build_once: BuildOnce, tiny_model: Path, small_profile: Path) -> Path:
+    """Predictors of `tiny_model`. Tests must not change them."""
+
+    def make(folder: Path) -> None:
+        train_predictors(tiny_model, load_profile(small_profile), folder, OPTIONS)
+
+    return build_once("trained", make)
+
+
+def _bytes(folder: Path) -> Mapping[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_every_layer_gets_a_predictor_that_reaches_its_target(trained: Path, tiny_model: Path) -> None:
+    predictors = load_predictors(trained)
+    assert [layer.layer for layer in predictors.layers] == [0, 1]
+    for layer in predictors.layers:
+        assert layer.kind == "learned"
+        assert (layer.weighted_recall or 0) >= 0.9
+        assert layer.parameters == (layer.rank or 0) * (96 + 200) + 200
+        assert 0 < (layer.skewness or 0) <= 1
+    facts = json.loads((trained / "predictors.json").read_text())
+    assert facts["gate"]["bound"] is None
+    assert facts["gate"]["tokens"] == 126
+    assert (
+        len(facts["curves"]) == sum(1 for path in (trained / "work" / "layers").iterdir()) * len(facts["curves"]) // 2
+    )
+    assert not list((trained / "work").rglob("*.data"))
+
+
+def test_the_recorded_perplexity_is_that_of_the_predicted_graph(
+    trained: Path, tiny_model: Path, profile: Profile
+) -> None:
+    from picompile.frontend import load_model
+    from picompile.streaming import streamed_perplexity
+    from picompile_passes.passes.canonicalize import CANONICALIZE
+    from picompile_passes.pipeline import Pipeline
+
+    captured = load_model(tiny_model)
+    graph = Pipeline(tuple(CANONICALIZE))(captured.graph_module).graph_module
+    predictors = load_predictors(trained)
+    predictors.require_model(profile.fingerprint, block_shapes(graph))
+    predicted = predictors.insert_pass()(graph).graph_module
+    windows = profile.held_out()[:2]
+    perplexity = streamed_perplexity(predicted, predictors.weights(captured.weights), windows)
+    assert perplexity == pytest.approx(predictors.gate["perplexity"])
+    assert streamed_perplexity(graph, captured.weights, windows) == pytest.approx(predictors.gate["dense_perplexity"])
+    assert perplexity != predictors.gate["dense_perplexity"]
+
+
+def test_workers_give_the_same_bytes(trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path) -> None:
+    train_predictors(tiny_model, profile, tmp_path / "p", dataclasses.replace(OPTIONS, jobs=2))
+    assert _bytes(tmp_path / "p") == _bytes(trained)
+
+
+def test_a_ray_cluster_gives_the_same_bytes(trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs ray: pip install 'picompile[ray]'")
+    train_predictors(tiny_model, profile, tmp_path / "p", dataclasses.replace(OPTIONS, ray="local"))
+    assert _bytes(tmp_path / "p") == _bytes(trained)
+
+
+def test_what_is_complete_is_only_read(trained: Path, tiny_model: Path, profile: Profile) -> None:
+    told, before = Told(), _bytes(trained)
+    read = train_predictors(tiny_model, profile, trained, OPTIONS, told)
+    assert isinstance(read, Predictors)
+    assert told.said == [f"{trained}: is complete already"]
+    assert told.steps == []
+    assert _bytes(trained) == before
+
+
+def test_what_was_interrupted_goes_on(trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path) -> None:
+    """As if killed between any two of the files that it writes."""
+    whole = _bytes(trained)
+    almost = [name for name in whole if name != "predictors.json"]
+    for kept in ([], ["work/training.json"], ["work/training.json", "work/layers/001.safetensors"], almost):
+        folder = tmp_path / f"p{len(kept)}"
+        for name in kept:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(whole[name])
+        if kept:
+            (folder / "work" / "layers").mkdir(exist_ok=True)
+            (folder / "work" / "layers" / ".000.safetensors.tmp").write_bytes(b"half")
+            (folder / "work" / "layers" / "000.data").write_bytes(b"half")
+        train_predictors(tiny_model, profile, folder, OPTIONS)
+        assert _bytes(folder) == whole
+
+
+def test_a_killed_run_goes_on(trained: Path, tiny_model: Path, small_profile: Path, tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from picompile.predictors.profile import load_profile\n"
+        "from picompile.predictors.train import TrainOptions, train_predictors\n"
+        f"options = {OPTIONS!r}\n"
+        "model, profile, output = map(Path, sys.argv[1:])\n"
+        "train_predictors(model, load_profile(profile), output, options)\n"
+    )
+    command = [sys.executable, "-c", script, str(tiny_model), str(small_profile), str(tmp_path / "p")]
+    begun = subprocess.Popen(command)
+    limit = time.monotonic() + 60
+    while not list((tmp_path / "p" / "work" / "layers").glob("*.safetensors")) and time.monotonic() < limit:
+        time.sleep(random.uniform(0.001, 0.05))
+    begun.send_signal(signal.SIGKILL)
+    begun.wait()
+    assert subprocess.run(command, check=False).returncode == 0
+    assert _bytes(tmp_path / "p") == _bytes(trained)
+
+
+def test_other_inputs_need_force_and_keep_the_candidates(
+    trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path
+) -> None:
+    folder = tmp_path / "p"
+    shutil.copytree(trained, folder)
+    other = dataclasses.replace(OPTIONS, exact=True, budget=0.01)
+    with pytest.raises(UsageError, match="other inputs; give --force"):
+        train_predictors(tiny_model, profile, folder, other)
+    assert _bytes(folder) == _bytes(trained)
+    layer = (folder / "work" / "layers" / "000.safetensors").stat()
+    predictors = train_predictors(tiny_model, profile, folder, dataclasses.replace(other, overwrite=True))
+    assert "exact" in {layer.kind for layer in predictors.layers}
+    assert (folder / "work" / "layers" / "000.safetensors").stat().st_mtime_ns == layer.st_mtime_ns
+    told = Told()
+    fixed = dataclasses.replace(OPTIONS, ranks=8, overwrite=True)
+    predictors = train_predictors(tiny_model, profile, folder, fixed, told)
+    assert told.said == [f"{folder}: was begun from other inputs, and starts anew"]
+    assert [layer.rank for layer in predictors.layers] == [8, 8]
+
+
+def test_predictors_stay_until_others_take_their_place(
+    trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "p"
+    shutil.copytree(trained, folder)
+    (folder / "notes.txt").write_text("mine")
+    fixed = dataclasses.replace(OPTIONS, ranks=8, overwrite=True)
+
+    class EndedError(BaseException):
+        """Stands for the end of the process."""
+
+    def end(*_: object) -> None:
+        raise EndedError
+
+    with monkeypatch.context() as patch, pytest.raises(EndedError):
+        patch.setattr("picompile.output.place.OutputPath._put_folder", end)
+        train_predictors(tiny_model, profile, folder, fixed)
+    results = ("predictors.json", "predictors.safetensors")
+    assert [(folder / name).read_bytes() for name in results] == [(trained / name).read_bytes() for name in results]
+    # They are still known to be of their own inputs.
+    told = Told()
+    train_predictors(tiny_model, profile, folder, OPTIONS, told)
+    assert told.said == [f"{folder}: is complete already"]
+    assert [layer.rank for layer in train_predictors(tiny_model, profile, folder, fixed).layers] == [8, 8]
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+def test_signs_are_only_searched_for_a_threshold(tiny_model: Path, profile: Profile, tmp_path: Path) -> None:
+    options = dataclasses.replace(OPTIONS, kind="sign", budget=0.001)
+    predictors = train_predictors(tiny_model, profile, tmp_path / "p", options)
+    assert {layer.kind for layer in predictors.layers} == {"sign"}
+    assert predictors.parameters == 0
+    assert all(0.3 < layer.threshold < 0.7 and (layer.weighted_recall or 0) >= 0.9 for layer in predictors.layers)
+
+
+def test_beyond_the_gate_layers_grow_and_in_the_end_it_is_refused(
+    trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path
+) -> None:
+    dense = load_predictors(trained).gate["dense_perplexity"]
+    change = abs(load_predictors(trained).gate["perplexity"] / dense - 1)
+    told = Told()
+    with pytest.raises(AccuracyError, match=r"the perplexity rises by .*most is missed in layers") as refused:
+        # A rise of less than nothing cannot be met by what misses anything.
+        strict = dataclasses.replace(OPTIONS, gate=-1.0, rounds=2)
+        train_predictors(tiny_model, profile, tmp_path / "p", strict, told)
+    assert refused.value.exit_code == 7
+    assert set(refused.value.layers) <= {0, 1} and refused.value.layers
+    assert sum("get larger predictors" in text for text in told.said) == 2
+    assert not (tmp_path / "p" / "predictors.json").exists()
+    with pytest.raises(UsageError, match="neither"):
+        load_predictors(tmp_path / "p")
+    loose = dataclasses.replace(OPTIONS, gate=2 * change + 0.01)
+    assert train_predictors(tiny_model, profile, tmp_path / "p", loose).gate["rounds"] == 0
+
+
+def test_tightening_misses_less_without_training(trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "p"
+    shutil.copytree(trained, folder)
+    before = load_predictors(folder)
+    after = tighten(folder, [1])
+    assert after is not None
+    assert after.layers[0] == before.layers[0]
+    assert (after.layers[1].weighted_recall or 0) >= 0.95
+    assert load_predictors(folder).layers == after.layers
+    again = tighten(folder, [1])
+    assert again is not None and (again.layers[1].weighted_recall or 0) >= 0.975
+    with pytest.raises(UsageError, match="no layer 7"):
+        tighten(folder, [7])
+    shutil.rmtree(folder / "work")
+    assert tighten(folder, [1]) is None
+
+
+def test_exact_cannot_be_tightened(tiny_model: Path, profile: Profile, trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "p")
+    options = dataclasses.replace(OPTIONS, exact=True, budget=1e-9, overwrite=True)
+    assert {layer.kind for layer in train_predictors(tiny_model, profile, tmp_path / "p", options).layers} == {"exact"}
+    assert tighten(tmp_path / "p", [0, 1]) is None
+
+
+def test_a_profile_of_another_model_is_refused(profile: Profile, tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path / "other", hidden_size=64)
+    with pytest.raises(UsageError, match="profile of another model"):
+        train_predictors(tmp_path / "other", profile, tmp_path / "p", OPTIONS)
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_profile_that_does_not_fit_its_model_is_refused(
+    tiny_model: Path, profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(forged: Profile, words: str) -> None:
+        with pytest.raises(UsageError, match=words):
+            train_predictors(tiny_model, forged, tmp_path / "predictors", OPTIONS)
+        assert not (tmp_path / "predictors").exists()
+
+    first, *others = profile.layers
+    for wrong in ({"neurons": first.neurons + 1}, {"neurons": 1}):
+        forged = dataclasses.replace(profile, layers=(dataclasses.replace(first, **wrong), *others))
+        refused(forged, "layer 0 is another block than the model's")
+    refused(dataclasses.replace(profile, hidden=profile.hidden * 2), "another block")
+    refused(dataclasses.replace(profile, layers=tuple(others)), "has 1 layers, the model 2")
+    for token in (-1, 1 << 20):
+        monkeypatch.setattr(Profile, "held_out", lambda self, token=token: [[1, token]])
+        refused(profile, "tokens that the model does not have")
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "{}", '{"targets": 3}', '{"targets": {"0": null}, "measured": {}}', "[" * 9999]
+)
+def test_damaged_notes_on_the_choice_are_made_again(
+    trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path, content: str
+) -> None:
+    folder = tmp_path / "predictors"
+    shutil.copytree(trained, folder)
+    (folder / "predictors.json").unlink()
+    (folder / "work" / "choice.json").write_text(content)
+    train_predictors(tiny_model, profile, folder, OPTIONS)
+    for name in ("predictors.json", "predictors.safetensors", "work/choice.json"):
+        assert (folder / name).read_bytes() == (trained / name).read_bytes(), name
+
+
+def test_a_folder_of_something_else_is_left_alone(tiny_model: Path, profile: Profile, tmp_path: Path) -> None:
+    (tmp_path / "letters.txt").write_text("dear")
+    with pytest.raises(UsageError, match="not overwritten"):
+        train_predictors(tiny_model, profile, tmp_path, dataclasses.replace(OPTIONS, overwrite=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["letters.txt"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kind": "magic"}, {"budget": 0.0}, {"recall": 1.5}, {"ranks": 0}, {"ranks": {0: 3, 1: -1}}, {"jobs": -1}],
+)
+def test_options_that_make_no_sense_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        dataclasses.replace(OPTIONS, **change)

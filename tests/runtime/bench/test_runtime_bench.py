@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helpers.toys.toy_artifact import make_toy, toy_program
+from picompile_runtime import RequestError, Scores, load, measure, memory_bandwidth
+from picompile_runtime.bench import measure as rounds
+from picompile_runtime.bench.floor import KINDS, MemoryReader, bytes_per_token, step_bytes
+from picompile_runtime.bench.measure import Speed
+from picompile_runtime.devices.cpu.native import HostLibrary
+from picompile_runtime.devices.memory import aligned_zeros
+from picompile_runtime.engine.timing import FiringCounts
+
+
+@pytest.fixture
+def folder(make_artifact: Callable[..., Path]) -> Path:
+    return make_artifact(toy=make_toy())
+
+
+@pytest.fixture(autouse=True)
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading half a gigabyte takes long, and nothing here depends on how fast that is."""
+    monkeypatch.setattr(rounds, "MemoryReader", functools.partial(MemoryReader, size_bytes=2**18))
+
+
+def test_result_has_the_documented_shape_and_adds_up(folder: Path) -> None:
+    progress: list[tuple[int, int]] = []
+    with load(folder, threads=1) as engine:
+        engine.decode(3)  # other work, which does not count
+        result = measure(engine, 20, 10, 3, progress=lambda done, total: progress.append((done, total)))
+    assert progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert set(result) == {
+        "prefill", "decode", "hybrid", "bandwidth_bytes_per_s", "bandwidth_best_bytes_per_s", "threads",
+    }  # fmt: skip
+    assert result["hybrid"] is None
+    assert set(result["prefill"]) == {"tokens_per_s", "stdev"}
+    decode, bandwidth = result["decode"], result["bandwidth_bytes_per_s"]
+    assert set(decode) == {
+        "tokens_per_s", "stdev", "depth", "batch", "bytes_per_token", "floor_tokens_per_s", "bandwidth_share",
+        "firing_share", "computed_share", "kernels",
+    }  # fmt: skip
+    assert (decode["depth"], decode["batch"], result["threads"]) == (20, 1, 1)
+    assert (decode["computed_share"], decode["firing_share"]) == (0.75, 0.25)
+    assert 0 < bandwidth <= result["bandwidth_best_bytes_per_s"]
+    assert decode["floor_tokens_per_s"] == pytest.approx(bandwidth / decode["bytes_per_token"], rel=1e-3)
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_kernels_add_up_to_a_token(folder: Path) -> None:
+    with load(folder, threads=1) as engine:
+        result = measure(engine, 20, 10, 1)
+        calls = engine.artifact.program.functions["decode"]
+    decode, bandwidth = result["decode"], result["bandwidth_bytes_per_s"]
+    kernels = {kernel["kind"]: kernel for kernel in decode["kernels"]}
+    assert list(kernels) == [kind for kind in KINDS if kind in kernels]
+    assert {kind: kernel["calls"] for kind, kernel in kernels.items()} == {
+        "attention": 1, "feed-forward": 1, "head": 1, "norms and rest": len(calls) - 3,
+    }  # fmt: skip
+    assert sum(kernel["bytes_per_token"] for kernel in kernels.values()) == decode["bytes_per_token"]
+    # Positions 20 to 29 are read with what is before them: 25.5 rows of 16 float32 a token.
+    assert kernels["attention"]["bytes_per_token"] == round(25.5 * 16 * 4)
+    assert kernels["feed-forward"]["bytes_per_token"] == 4 * 16 * 32 * 3 / 4
+    for kernel in kernels.values():
+        assert set(kernel) == {
+            "kind", "device", "calls", "bytes_per_token", "s_per_token", "bytes_per_s", "floor_s_per_token",
+            "floor_share",
+        }  # fmt: skip
+        assert kernel["device"] == "host"
+        assert 0 < kernel["s_per_token"] < 1
+        assert kernel["bytes_per_s"] == pytest.approx(kernel["bytes_per_token"] / kernel["s_per_token"], abs=1e4)
+        assert kernel["floor_share"] == pytest.approx(kernel["bytes_per_s"] / bandwidth, rel=0.01, abs=1e-4)
+    # Kernels take no longer than the steps that they are in.
+    assert sum(kernel["s_per_token"] for kernel in kernels.values()) < 1 / decode["tokens_per_s"]
+
+
+def test_bytes_per_token(folder: Path) -> None:
+    """Table row, head, the computed three quarters of the neurons' rows, and the part of the cache that is filled."""
+    with load(folder, threads=1) as engine:
+        engine.prefill([1, 2, 3])
+        engine.decode(4)
+        expected = 4 * 16 + 4 * 16 * 50 + 4 * 16 * 32 * 3 / 4 + 4 * 16 * 25
+        assert bytes_per_token(engine.artifact, engine.firing(), cached=25) == expected
+
+
+def test_bytes_of_a_batch_and_of_a_window(make_artifact: Callable[..., Path]) -> None:
+    """Weights are read once for all sequences, the cache for each; of that no more than attention's window."""
+    folder = make_artifact(toy=make_toy(), sequences=3)
+    program = json.loads((folder / "program.json").read_text())
+    for window, seen in ((0, 25), (10, 10), (30, 25)):
+        program["functions"]["batch"][2]["window"] = window
+        other = make_artifact(f"window{window}", toy=make_toy(), sequences=3, program=program)
+        with load(other, threads=1) as engine:
+            (part,) = engine.artifact.program.ffn
+            found = step_bytes(engine.artifact, "batch", [FiringCounts(part, 0.5, 0.1)], cached=25, rows=2)
+        assert found == [3 * 4 * 16, 0, 2 * 4 * 16 * seen, 4 * 16 * 32 / 2, 4 * 16 * 50]
+
+
+@pytest.mark.parametrize("depth", [0, 7, 25])
+def test_depth_is_what_is_in_the_cache_before(folder: Path, depth: int) -> None:
+    with load(folder, threads=1) as engine:
+        seen: list[tuple[int, int]] = []
+        read = engine.read
+        engine.read = lambda ids: (seen.append((len(ids), engine.position)), read(ids))[1]  # type: ignore
+        result = measure(engine, 5, 3, 2, depth=depth)
+    fill = [(depth, 0)] if depth else []
+    one = [(5, depth), (1, depth), (1, depth + 1), (1, depth + 2)]
+    assert seen == fill + 3 * one
+    assert result["decode"]["depth"] == depth
+
+
+def test_batch_decodes_all_sequences_from_the_same_depth(make_artifact: Callable[..., Path]) -> None:
+    folder = make_artifact(toy=make_toy(), sequences=4)
+    with load(folder, threads=1) as engine:
+        batches: list[tuple[list[int], tuple[int, ...]]] = []
+        read_batch = engine.read_batch
+
+        def noted(tokens: list[int], slots: list[int]) -> list[Scores]:
+            batches.append((tokens, engine.positions))
+            return read_batch(tokens, slots)
+
+        engine.read_batch = noted  # type: ignore[method-assign,assignment]
+        result = measure(engine, 6, 5, 1, batch=3)
+    assert [positions for _, positions in batches] == 2 * [(place, place, place, 0) for place in range(6, 11)]
+    assert all(len(set(tokens)) > 1 for tokens, _ in batches)
+    assert batches[:5] == batches[5:]
+    decode = result["decode"]
+    assert (decode["batch"], decode["computed_share"]) == (3, 0.25)
+    # A third of the weights, and a cache of its own.
+    assert decode["bytes_per_token"] == round((4 * 4 * 16 + 4 * 16 * 50 + 4 * 16 * 32 * 0.75) / 3 + 4 * 16 * (6 + 3))
+
+
+def test_a_batch_that_counts_no_neurons_computes_all(make_artifact: Callable[..., Path]) -> None:
+    program = toy_program(make_toy(), 40, 8, 2)
+    statistics = program["functions"]["batch"][3]["args"][3]
+    statistics.update(buffer="stats.unused", offset=0)
+    program["buffers"]["stats.unused"] = {"dtype": "int64", "shape": [2], "offset": program["arena_bytes"]}
+    program["arena_bytes"] += 64
+    with load(make_artifact(toy=make_toy(), sequences=2, program=program), threads=1) as engine:
+        decode = measure(engine, 6, 5, 1, batch=2)["decode"]
+    assert (decode["computed_share"], decode["firing_share"]) == (1.0, None)
+
+
+def test_given_text_is_repeated_to_length(folder: Path) -> None:
+    with load(folder, threads=1) as engine:
+        measure(engine, 6, 3, 1, ids=[1, 2, 3, 4])
+        assert engine.position == 9
+        with pytest.raises(RequestError, match="tokens must be integers"):
+            measure(engine, 6, 3, 1, ids=[1, 2, 3, 400])
+
+
+def test_speed_is_the_median_of_rounds() -> None:
+    assert Speed.of(10, [1.0, 2.0, 5.0]) == Speed(tokens_per_s=5.0, stdev=pytest.approx(4.0415, abs=1e-3))
+    assert Speed.of(10, [1.0]) == Speed(10.0, 0.0)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_kernel_that_reads_reads_everything(library: Path, threads: int) -> None:
+    """All but the few vectors that are left over when a buffer is cut into the halves of each task's share."""
+    numbers, sums = aligned_zeros((16 * 3 * 256,), np.int64), aligned_zeros((256,), np.int64)
+    numbers[:] = np.random.default_rng(threads).integers(1, 2**40, len(numbers))
+    reader = HostLibrary(library)
+    reader.run(reader.bind([("pi_read", [numbers, sums])]), threads)
+    tasks = np.count_nonzero(sums)
+    assert threads <= tasks <= 256
+    assert sums[:tasks].tolist() == numbers.reshape(tasks, -1).sum(axis=1).tolist()
+
+
+def test_reading_gives_the_speed_of_each_slice(library: Path) -> None:
+    reader = MemoryReader(HostLibrary(library), 2, size_bytes=2**28)
+    speeds = reader.read()
+    assert speeds.shape == (4,)
+    assert ((speeds > 1e8) & (speeds < 1e13)).all()
+
+
+def test_memory_bandwidth_is_believable() -> None:
+    assert 1e8 < memory_bandwidth(2, size_bytes=2**25, repeats=2) < 1e13
+
+
+def test_requests_that_make_no_sense(folder: Path) -> None:
+    with load(folder, threads=1) as engine:
+        with pytest.raises(RequestError, match="512 prompt tokens and 128 decoded ones do not fit the context of 40"):
+            measure(engine)
+        for sizes in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
+            with pytest.raises(RequestError, match="at least one"):
+                measure(engine, *sizes)
+        with pytest.raises(RequestError, match="10 prompt tokens and 3 decoded ones behind 31 others do not fit"):
+            measure(engine, 10, 3, 1, depth=31)
+        with pytest.raises(RequestError, match="depth must be 0 or more, not -1"):
+            measure(engine, 10, 3, 1, depth=-1)
+        for batch in (0, 2):
+            with pytest.raises(RequestError, match=rf"a batch of {batch} sequences .* compiled for 1 \(--sequences\)"):
+                measure(engine, 10, 3, 1, batch=batch)

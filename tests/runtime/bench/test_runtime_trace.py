@@ -1,0 +1,382 @@
+"""Traces of steps, and what they say of two devices that work at the same time."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.support import BuildOnce, Cli, compile_for_test
+from helpers.toys.toy_artifact import make_toy, reference_logits
+from helpers.toys.toy_hybrid import NAP_NS, write_hybrid
+from picompile_runtime import Engine, load, measure
+from picompile_runtime.artifact.program import Call
+from picompile_runtime.bench import measure as rounds
+from picompile_runtime.bench.floor import MemoryReader
+from picompile_runtime.bench.trace import Overlap, StepTime, TracedStep, chrome_trace, overlap
+from picompile_runtime.devices.cpu.native import HostLibrary
+from picompile_runtime.devices.cpu.partition import CpuPartition
+from picompile_runtime.engine import executor
+from picompile_runtime.engine.timing import Span
+
+Event = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading half a gigabyte takes long, and nothing here depends on how fast that is."""
+    monkeypatch.setattr(rounds, "MemoryReader", functools.partial(MemoryReader, size_bytes=2**18))
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path, library: Path) -> Path:
+    return write_hybrid(tmp_path / "hybrid", library, make_toy())
+
+
+@pytest.fixture(scope="session")
+def tiny_hybrid(build_once: BuildOnce, tiny_model: Path) -> Path:
+    """Two layers, half of whose neurons are on a second partition of the CPU, with all else that can be there."""
+    hot = {0: range(0, 200, 2), 1: range(100)}
+    options = {"quant": "f16", "context": 64, "hot": hot, "hot_device": "cpu"}
+    return build_once("tiny-hybrid", lambda folder: compile_for_test(tiny_model, folder, **options))
+
+
+def traced(engine: Engine, prompt: int, decode: int, **options: int) -> tuple[list[TracedStep], dict[str, Any]]:
+    steps: list[TracedStep] = []
+    result = measure(engine, prompt, decode, 1, trace=steps.extend, **options)
+    return steps, result
+
+
+def tracks(trace: dict[str, Any]) -> dict[str, list[Event]]:
+    """The events of each process by its name, without steps; every event is as the format asks."""
+    assert set(trace) == {"traceEvents", "displayTimeUnit"} and trace["displayTimeUnit"] == "ms"
+    assert json.loads(json.dumps(trace)) == trace
+    names = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    found: dict[str, list[Event]] = {name: [] for name in names.values()}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "M":
+            assert event["name"] == "process_name"
+            continue
+        assert set(event) == {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"}
+        assert event["ph"] == "X" and event["ts"] >= 0 and event["dur"] >= 0
+        if event["cat"] != "step":
+            found[names[event["pid"]]].append(event)
+    return found
+
+
+def assert_one_after_the_other(events: Sequence[Event]) -> None:
+    """In a track nothing overlaps. Times are float64, in us with three decimals."""
+    for first, second in itertools.pairwise(events):
+        assert first["ts"] + first["dur"] <= second["ts"] + 1e-6
+
+
+def test_trace_of_a_model_for_the_host_alone(make_artifact: Callable[..., Path]) -> None:
+    with load(make_artifact(toy=make_toy()), threads=1) as engine:
+        steps, result = traced(engine, 20, 10)
+        functions = engine.artifact.program.functions
+    assert [step.function for step in steps] == ["prefill_last"] + 8 * ["decode"]
+    assert result["hybrid"] is None
+    trace = chrome_trace(steps)
+    found = tracks(trace)
+    assert list(found) == ["host"]
+    expected = [call.op for step in steps for call in functions[step.function]]
+    assert [event["name"] for event in found["host"]] == expected
+    assert {event["cat"] for event in found["host"]} == {"compute"}
+    assert_one_after_the_other(found["host"])
+    enclosing = [event for event in trace["traceEvents"] if event.get("cat") == "step"]
+    assert [event["name"] for event in enclosing] == [step.function for step in steps]
+    assert enclosing[0]["ts"] == 0
+    for event in found["host"]:
+        outer = enclosing[event["args"]["step"]]
+        assert outer["ts"] <= event["ts"] <= event["ts"] + event["dur"] <= outer["ts"] + outer["dur"] + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("prompt", "decode", "options"), [(1, 3, {}), (8, 1, {}), (9, 2, {"depth": 5}), (1, 2, {"depth": 0})]
+)
+def test_what_is_traced(make_artifact: Callable[..., Path], prompt: int, decode: int, options: dict[str, int]) -> None:
+    """Tokens are read at the places that they have in a round; a prompt of one token is no step of a prompt."""
+    with load(make_artifact(toy=make_toy()), threads=1) as engine:
+        seen: list[tuple[str, int, int]] = []
+        run = engine._executor.run
+
+        def noted(function: str, tokens: np.ndarray, position: int, slot: int) -> None:
+            seen.append((function, position, len(tokens)))
+            run(function, tokens, position, slot)
+
+        engine._executor.run = noted  # type: ignore[method-assign]
+        steps, _ = traced(engine, prompt, decode, **options)
+        end = engine.position
+    start = options.get("depth", 0)
+    assert [step.function for step in steps] == (prompt > 1) * ["prefill_last"] + decode * ["decode"]
+    assert end == options.get("depth", prompt) + decode
+    if prompt > 1:
+        assert ("prefill_last", start, min(prompt, 8)) in seen
+
+
+def test_two_devices_overlap_where_they_meet(hybrid: Path) -> None:
+    """Neither side's kernel returns before the other's has come, and a nap after that: for so long both compute."""
+    with load(hybrid, threads=2) as engine:
+        steps, result = traced(engine, 5, 3)
+    decoding = [step for step in steps if step.function == "decode"]
+    assert len(decoding) == 3
+    found = overlap(decoding)
+    assert found.both_ns >= 3 * NAP_NS
+    assert found.both_ns <= min(found.host_ns, found.device_ns)
+    events = tracks(chrome_trace(steps))
+    assert list(events) == ["host", "hot device"]
+    meetings = [[event for event in events[side] if event["name"] == "linear"] for side in ("host", "hot device")]
+    for host, device in zip(*meetings, strict=True):
+        both_us = min(event["ts"] + event["dur"] for event in (host, device)) - max(host["ts"], device["ts"])
+        assert both_us >= NAP_NS / 1e3 - 1e-6
+    for side in events:
+        assert_one_after_the_other(events[side])
+    hybrid_figures = result["hybrid"]
+    assert hybrid_figures["overlap_s_per_token"] == pytest.approx(1e-9 * found.both_ns / 3, rel=1e-12)
+    assert hybrid_figures["overlap_share"] == found.share > 0
+
+
+def test_waits_are_told_apart_and_end_after_what_they_wait_for(hybrid: Path) -> None:
+    """The clocks of the two libraries are the same: no flag is seen before it was set."""
+    with load(hybrid, threads=2) as engine:
+        steps, _ = traced(engine, 5, 4)
+    events = tracks(chrome_trace(steps))
+    for side, waits in (("host", {"wait"}), ("hot device", {"receive"})):
+        assert {event["name"] for event in events[side] if event["cat"] == "wait"} == waits
+        assert {event["cat"] for event in events[side]} == {"wait", "compute"}
+    for step in (step for step in steps if step.function == "decode"):
+        spans = {device: [span for span in step.spans if span.call.device == device] for device in ("host", "device")}
+        received, sent = spans["device"][0], spans["host"][1]
+        assert (received.call.op, sent.call.op) == ("receive", "signal")
+        assert received.end_ns >= sent.begin_ns
+        waited, signalled = spans["host"][-2], spans["device"][-1]
+        assert (waited.call.op, signalled.call.op) == ("wait", "send")
+        assert waited.end_ns >= signalled.begin_ns
+
+
+@pytest.mark.parametrize(("ffn", "skipped"), [("toy_ffn", 0.0), ("toy_idle_ffn", 1.0)])
+def test_bench_of_two_devices(tmp_path: Path, library: Path, ffn: str, skipped: float) -> None:
+    with load(write_hybrid(tmp_path / "hybrid", library, make_toy(), ffn), threads=2) as engine:
+        result = measure(engine, 5, 3, 1)
+    hybrid, decode = result["hybrid"], result["decode"]
+    assert json.loads(json.dumps(result)) == result
+    assert set(hybrid) == {
+        "host_s_per_token", "device_s_per_token", "overlap_s_per_token", "overlap_share", "exchanges_per_token",
+        "skipped_per_token", "step",
+    }  # fmt: skip
+    step = hybrid["step"]
+    assert step["gpu_s"] > step["compute_s"] > NAP_NS / 1e9 and step["compute_s"] > step["hot_s"] > 0
+    assert step["exchange_s"] > 0 and step["cold_s"] > 0
+    assert (hybrid["exchanges_per_token"], hybrid["skipped_per_token"]) == (3, skipped)
+    kernels = {(row["device"], row["kind"]): row for row in decode["kernels"]}
+    assert {key: row["calls"] for key, row in kernels.items()} == {
+        ("host", "projections"): 1, ("host", "attention"): 1, ("host", "feed-forward"): 1, ("host", "head"): 1,
+        ("host", "exchange"): 1, ("host", "waits"): 2, ("host", "norms and rest"): 2,
+        ("device", "projections"): 1, ("device", "feed-forward"): 1, ("device", "exchange"): 2, ("device", "waits"): 2,
+    }  # fmt: skip
+    assert all(row["s_per_token"] > 0 and row["floor_s_per_token"] is not None for row in kernels.values())
+    for device in ("host", "device"):
+        assert kernels[device, "projections"]["s_per_token"] >= 1e-9 * NAP_NS
+        # Calls of a device take no longer than the steps that they are in.
+        spent = sum(row["s_per_token"] for (where, _), row in kernels.items() if where == device)
+        assert spent < 1 / decode["tokens_per_s"]
+    assert decode["floor_tokens_per_s"] > 0
+
+
+def test_bench_of_a_batch(tmp_path: Path, library: Path) -> None:
+    """Figures are of a token, of which each step has two. The device has nothing to do but to answer."""
+    with load(write_hybrid(tmp_path / "hybrid", library, make_toy(), sequences=2), threads=2) as engine:
+        steps, result = traced(engine, 6, 4, batch=2)
+    assert [step.function for step in steps] == ["prefill_last"] + 4 * ["batch"]
+    found, hybrid = overlap(steps[1:]), result["hybrid"]
+    assert (hybrid["exchanges_per_token"], hybrid["skipped_per_token"]) == (1, None)
+    assert hybrid["host_s_per_token"] == pytest.approx(1e-9 * found.host_ns / 8, rel=1e-12)
+
+
+def test_where_the_time_of_a_step_goes() -> None:
+    """From the first call of the device to its last; the host's calls count for cold neurons alone."""
+
+    def span(op: str, device: str, begin_ns: int, end_ns: int) -> Span:
+        return Span(Call("kernel", (), op, 0, 0, device=device), begin_ns, end_ns)
+
+    spans = [
+        span("inputs", "device", 1000, 1001), span("linear", "device", 1003, 1010), span("send", "device", 1010, 1012),
+        span("ffn", "device", 1013, 1033), span("ffn", "host", 1012, 1052), span("receive", "device", 1034, 1060),
+        span("add", "device", 1060, 1065), span("head", "host", 1065, 2000),
+    ]  # fmt: skip
+    found = StepTime.of(TracedStep("decode", 0, 3000, tuple(spans)))
+    assert found is not None
+    expected = {"gpu_s": 65, "compute_s": 32, "hot_s": 20, "cold_s": 40, "exchange_s": 29, "idle_s": 4}
+    assert {name: round(1e9 * value) for name, value in vars(found).items()} == expected
+    assert (
+        StepTime.of(TracedStep("decode", 0, 3000, tuple(each for each in spans if each.call.device == "host"))) is None
+    )
+
+
+class SlowDevice(CpuPartition):
+    """A device that can stamp its calls, and would rather not, as a GPU."""
+
+    slow_stamps = True
+    pins_memory = False
+    stamped: list[bool]
+
+    def start(self, calls: Any, stamps: Any = None) -> None:
+        self.stamped.append(stamps is not None)
+        super().start(calls, stamps)
+
+
+def test_bench_of_a_gpu(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:  # fmt: skip
+    """Rounds are measured as they are, without stamps of the device; only steps of the trace are not."""
+    folder = write_hybrid(tmp_path / "gpu", library, make_toy(), kind="cuda")
+    path = folder / "kernels" / "hot.so"
+    device = SlowDevice(HostLibrary(path), 1)
+    device.stamped = []
+    monkeypatch.setattr(executor, "open_device", lambda artifact, threads: device)
+    with load(folder, threads=1) as engine:
+        engine.start_timing()
+        engine.decode(1)
+        assert {span.call.device for span in engine.spans("decode")} == {"host"}
+        assert all((seconds > 0) == (call.device == "host") for call, seconds in engine.timing("decode"))
+        device.stamped.clear()
+        result = measure(engine, 5, 3, 1)
+    # A step of the prompt and three of decoding: twice in rounds, then traced; there the prompt is read once.
+    assert device.stamped == 8 * [False] + 4 * [True]
+    decode = result["decode"]
+    assert (decode["floor_tokens_per_s"], decode["bandwidth_share"]) == (None, None)
+    for row in decode["kernels"]:
+        assert row["s_per_token"] > 0
+        assert (row["floor_s_per_token"] is None) == (row["floor_share"] is None) == (row["device"] == "device")
+    assert result["hybrid"]["overlap_s_per_token"] >= 1e-9 * NAP_NS
+    monkeypatch.setattr(executor, "open_device", lambda artifact, threads: SlowDevice(HostLibrary(path), 1))
+    monkeypatch.setattr(SlowDevice, "stamped", [], raising=False)
+    ended = cli("bench", folder, "-p", "5", "-n", "3", "-r", "1", "-t", "1")
+    assert (ended.code, ended.err) == (0, "")
+    assert "floor        unknown, since the bandwidth of the GPU's memory is not measured" in ended.out
+
+
+def test_the_toy_says_the_same_on_two_devices(hybrid: Path) -> None:
+    toy, ids = make_toy(), [3, 1, 4, 1, 5]
+    with load(hybrid, threads=2) as engine:
+        logits = [engine.decode(token) for token in ids]
+    np.testing.assert_allclose(logits, reference_logits(toy, ids), rtol=1e-4, atol=1e-4)
+
+
+# ---- a compiled model ----
+
+
+def test_trace_of_a_compiled_model(tiny_hybrid: Path) -> None:
+    with load(tiny_hybrid, threads=2) as engine:
+        steps, result = traced(engine, 10, 5)
+        program = engine.artifact.program
+    assert [step.function for step in steps] == ["prefill_last"] + 5 * ["decode"]
+    for step in steps:
+        assert [span.call for span in step.spans] == list(program.functions[step.function])
+        assert all(step.begin_ns <= span.begin_ns <= span.end_ns <= step.end_ns for span in step.spans)
+    for events in tracks(chrome_trace(steps)).values():
+        assert_one_after_the_other(events)
+        assert {event["cat"] for event in events} == {"compute", "wait"}
+    found, hybrid = overlap([step for step in steps if step.function == "decode"]), result["hybrid"]
+    assert 0 <= found.both_ns <= min(found.host_ns, found.device_ns)
+    assert hybrid["exchanges_per_token"] == sum(call.op in ("send", "signal") for call in program.functions["decode"])
+    assert hybrid["skipped_per_token"] == 0  # each part predicts for itself
+
+
+def test_bytes_of_two_devices_are_those_of_one(tiny_hybrid: Path, tiny_artifact: Path) -> None:
+    """Weights are read by one device or the other, and of neurons those that fire."""
+    found = []
+    for folder in (tiny_hybrid, tiny_artifact):
+        with load(folder, threads=2) as engine:
+            found.append(measure(engine, 10, 5, 1)["decode"])
+    assert found[0]["computed_share"] == pytest.approx(found[1]["computed_share"], abs=1e-9)
+    # Neither random tokens nor hot sets make a difference; what is rounded is the number of bytes.
+    assert found[0]["bytes_per_token"] == pytest.approx(found[1]["bytes_per_token"], rel=1e-3)
+    assert {row["device"] for row in found[0]["kernels"]} == {"host", "device"}
+
+
+@pytest.mark.parametrize("artifact", ["tiny_hybrid", "tiny_artifact"])
+def test_bench_writes_a_trace(cli: Cli, request: pytest.FixtureRequest, tmp_path: Path, artifact: str) -> None:
+    folder, trace = request.getfixturevalue(artifact), tmp_path / "new" / "trace.json"
+    options = ["-p", "6", "-n", "4", "-r", "1", "-t", "2", "--trace", trace]
+    for _ in range(2):  # a trace is overwritten
+        ended = cli("bench", folder, *options)
+        assert (ended.code, ended.err) == (0, "")
+    is_hybrid = artifact == "tiny_hybrid"
+    assert list(tracks(json.loads(trace.read_text()))) == ["host", "hot device"][: 1 + is_hybrid]
+    assert [path.name for path in trace.parent.iterdir()] == ["trace.json"]
+    summary, *tables = ended.out.split("\n\n")
+    names = ["prompt", "decode", "floor", "memory", "neurons", "devices", "exchanges", "step"]
+    assert [line.split()[0] for line in summary.splitlines()] == names[: 8 if is_hybrid else 5]
+    titles = ["a token, host", "a token, device"] if is_hybrid else ["a token"]
+    assert [table.splitlines()[0][:16].strip() for table in tables] == titles
+    assert [table.splitlines()[-1].startswith("between them") for table in tables] == [True, False][: len(tables)]
+
+
+def test_bench_overwrites_nothing_but_traces(cli: Cli, tiny_artifact: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    kept.write_text('{"answer": 42}')
+    ended = cli("bench", tiny_artifact, "-p", "4", "-n", "2", "--trace", kept)
+    assert ended.code == 2
+    assert ended.err.count("\n") == 1 and "exists and is no trace of bench" in ended.err
+    assert kept.read_text() == '{"answer": 42}'
+    assert cli("bench", tiny_artifact, "-p", "4", "-n", "2", "--trace", tmp_path).code == 2
+
+
+# ---- the overlap alone ----
+
+
+def step_of(intervals: dict[str, Sequence[tuple[str, int, int]]]) -> TracedStep:
+    """A step of calls (operator, begin, end) on each device."""
+    spans = [
+        Span(Call(op, (), op, None, 0, device=device), begin, end)
+        for device, calls in intervals.items()
+        for op, begin, end in calls
+    ]
+    return TracedStep("decode", 0, 1000, tuple(spans))
+
+
+def test_overlap_is_when_both_compute() -> None:
+    steps = [
+        step_of(
+            {
+                "host": [("linear", 0, 10), ("wait", 10, 50), ("ffn", 50, 60), ("signal", 60, 61)],
+                "device": [("receive", 0, 4), ("linear", 4, 8), ("norm", 8, 30), ("receive", 30, 55), ("add", 55, 65)],
+            }
+        ),
+        step_of({"host": [("ffn", 100, 101)], "device": [("ffn", 100, 110)]}),
+    ]
+    # 4 to 10, 55 to 60, 60 to 61, and 100 to 101.
+    found = overlap(steps)
+    assert found == Overlap(host_ns=22, device_ns=46, both_ns=13)
+    assert found.share == 13 / 22
+
+
+@pytest.mark.parametrize("device", [[], [("receive", 0, 100)]])
+def test_a_side_that_does_nothing_overlaps_nothing(device: list[tuple[str, int, int]]) -> None:
+    assert overlap([step_of({"host": [("ffn", 0, 10)], "device": device})]).share == 0
+
+
+def test_overlap_of_random_calls_is_that_of_every_nanosecond() -> None:
+    random = np.random.default_rng(5)
+
+    def calls() -> Iterator[tuple[str, int, int]]:
+        ends = np.sort(random.choice(1000, 60, replace=False)).tolist()
+        for begin, end in itertools.pairwise(ends):
+            yield str(random.choice(["ffn", "wait", "receive", "linear"])), begin, end
+
+    for _ in range(30):
+        of_side = {device: list(calls()) for device in ("host", "device")}
+        busy = np.zeros((2, 1000), bool)
+        for row, of_one in zip(busy, of_side.values(), strict=True):
+            for op, begin, end in of_one:
+                row[begin:end] = op not in ("wait", "receive")
+        found = overlap([step_of(of_side)])
+        assert (found.host_ns, found.device_ns) == tuple(busy.sum(axis=1))
+        assert found.both_ns == busy.all(axis=0).sum()

@@ -1,0 +1,248 @@
+"""What a device does when something fails, and that nothing stays behind."""
+
+import ctypes
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from helpers.toys.toy_gpu import STAGING_BYTES, axpy, read, view
+from picompile_runtime import DoesNotFitError, KernelError, PicompileRuntimeError
+from picompile_runtime.devices.cuda import CudaAccelerator, CudaError, DeviceImages
+
+Make = Callable[..., CudaAccelerator]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_launch_that_fails_ends_the_capture(
+    device: CudaAccelerator, monkeypatch: pytest.MonkeyPatch, gpu: ctypes.CDLL, failing: int
+) -> None:
+    memory = device.allocate(4096, "a test")
+    before = gpu.fake_owned()
+    monkeypatch.setenv("FAKE_CUDA_FAIL_CALL", "cuLaunchKernel")
+    monkeypatch.setenv("FAKE_CUDA_FAIL_AT", str(failing))
+    with pytest.raises(KernelError, match="kernel axpy: cuLaunchKernel: CUDA error 999"):
+        device.bind([axpy(memory), axpy(memory)])
+    assert gpu.fake_owned() == before
+    monkeypatch.delenv("FAKE_CUDA_FAIL_AT")
+    device.start(device.bind([axpy(memory)]))
+    device.wait()
+
+
+@pytest.mark.parametrize("again", ["start", "wait", "read", "allocate"])
+def test_a_kernel_that_fails_is_told_at_the_wait(device: CudaAccelerator, gpu: ctypes.CDLL, again: str) -> None:
+    memory = device.allocate(100, "a test")
+    calls = device.bind([("fail", []), ("add_two", [view(memory), view(memory, count=21)])])
+    device.start(calls)
+    with pytest.raises(KernelError, match=r"^the GPU: cuStreamSynchronize: CUDA_ERROR_LAUNCH_FAILED;") as caught:
+        device.wait()
+    assert caught.value.exit_code == 1
+    assert gpu.fake_kernel_error() == b"fail: on purpose"
+    # Nothing works any more in this context.
+    doing = {
+        "start": lambda: device.start(calls),
+        "wait": device.wait,
+        "read": lambda: read(device, memory, 0, "uint8", 100),
+        "allocate": lambda: device.allocate(1, "a test"),
+    }
+    with pytest.raises(KernelError, match="CUDA_ERROR_LAUNCH_FAILED"):
+        doing[again]()
+    device.close()
+    assert (gpu.fake_owned(), gpu.fake_leaked()) == (0, 0)
+
+
+def test_what_a_kernel_writes_outside_of_memory_is_found(device: CudaAccelerator, gpu: ctypes.CDLL) -> None:
+    memory = device.allocate(5, "a test")
+    device.start(device.bind([("overrun", [view(memory, "uint8", 5)])]))
+    device.wait()
+    device.close()
+    assert gpu.fake_fault() == b"something was written past the end of memory, or before it"
+    gpu.fake_reset()
+
+
+def test_memory_that_is_not_there(make_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_CUDA_MEMORY", str(2**31))
+    device = make_device()
+    device.allocate(2**20, "the cache")
+    with pytest.raises(DoesNotFitError) as caught:
+        device.allocate(3 * 2**30, "the hot neurons")
+    assert caught.value.exit_code == 5
+    assert str(caught.value) == (
+        "the hot neurons needs 3.00 GiB of GPU memory and 1.87 GiB are free; "
+        "compile with a smaller --vram-budget or --context"
+    )
+    device.allocate(2**20, "after that")
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ("cuMemAlloc_v2", "{0} needs .* of GPU memory and"),
+        ("cuMemHostAlloc", r"{0}: the system cannot pin 0 MiB of memory \(cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY\)"),
+    ],
+)
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_allocation_that_fails(
+    make_device: Make, monkeypatch: pytest.MonkeyPatch, function: str, says: str, failing: int
+) -> None:
+    for name, value in (("CALL", function), ("AT", str(failing)), ("WITH", "2")):
+        monkeypatch.setenv(f"FAKE_CUDA_FAIL_{name}", value)
+    device = make_device()
+    for index in range(4):
+        for reserve in (device.allocate, device.share):
+            if index == failing and (reserve == device.allocate) == (function == "cuMemAlloc_v2"):
+                with pytest.raises(DoesNotFitError, match=says.format(f"number {index}")):
+                    reserve(1000 + index, f"number {index}")
+            else:
+                reserve(1000 + index, f"number {index}")
+
+
+@pytest.mark.parametrize("result", ["1", "2", "801"])
+def test_a_system_that_pins_nothing(make_device: Make, monkeypatch: pytest.MonkeyPatch, result: str) -> None:
+    """As some laptops, and WSL2 beyond a part of the memory: one line says so, before any weight is read."""
+    for name, value in (("CALL", "cuMemAllocHost_v2"), ("AT", "0"), ("WITH", result)):
+        monkeypatch.setenv(f"FAKE_CUDA_FAIL_{name}", value)
+    with pytest.raises(DoesNotFitError, match="buffers for copies to the GPU: the system cannot pin") as caught:
+        make_device()
+    assert "\n" not in str(caught.value) and "WSL2" in str(caught.value)
+
+
+def test_kernels_are_loaded_before_they_run(
+    make_device: Make, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless who calls has decided otherwise. Other programs that are started later are not concerned."""
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    make_device()
+    assert gpu.fake_loading() == b"EAGER"
+    assert "CUDA_MODULE_LOADING" not in os.environ
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    make_device()
+    assert gpu.fake_loading() == b"LAZY"
+    assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"
+
+
+def life(images: DeviceImages) -> None:
+    """All that a device can do."""
+    device = CudaAccelerator(images, staging_bytes=STAGING_BYTES)
+    try:
+        memory = device.allocate(9001, "a test")
+        shared, array = device.share(100, "a test")
+        array[0] = 1
+        device.write(memory, 0, np.ones(9001, np.uint8))
+        calls = device.bind([axpy(memory), ("await", [view(shared), view(memory)])])
+        device.start(calls)
+        device.wait()
+        device.start(calls, np.zeros((2, 2), np.int64))
+        device.wait()
+        device.copy(memory, [(0, 4000, 1000), (1000, 5000, 1)])
+        device.read(memory, 0, np.empty(5000, np.uint8))
+        device.free_bytes()
+    finally:
+        device.close()
+
+
+def test_every_call_is_checked_and_nothing_leaks(
+    gpu: ctypes.CDLL, images: DeviceImages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call of a device's life fails once. Only `close` keeps that to itself, and what only asks whether work is
+    left.
+    """
+    life(images)
+    count = gpu.fake_calls()
+    assert count > 80
+    closing: list[str] = []
+    for failing in range(count):
+        monkeypatch.setenv("FAKE_CUDA_FAIL_AT", str(failing))
+        gpu.fake_reset()
+        try:
+            life(images)
+        except PicompileRuntimeError as error:
+            assert not closing, "close raised"
+            assert isinstance(error, CudaError) and "CUDA error 999" in str(error)
+        else:
+            if gpu.fake_failed() == b"cuStreamQuery":
+                continue
+            closing.append(gpu.fake_failed().decode())
+        # Without a context nothing can be freed but the context.
+        no_context = closing[-1:] == ["cuCtxPushCurrent_v2"]
+        assert gpu.fake_owned() == 0 and (gpu.fake_leaked() == 0) != no_context, f"call {failing} failed"
+        assert gpu.fake_fault() == b""
+    assert closing[:3] == ["cuCtxPushCurrent_v2", "cuStreamSynchronize", "cuStreamSynchronize"]
+    assert closing[-2:] == ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"]
+    gpu.fake_reset()
+
+
+def test_close_may_be_called_again(device: CudaAccelerator, gpu: ctypes.CDLL) -> None:
+    device.share(100, "a test")
+    device.close()
+    before = gpu.fake_calls()
+    device.close()
+    assert gpu.fake_calls() == before
+
+
+def test_close_waits_for_what_runs(make_device: Make, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in finds memory that is freed under a kernel or a copy."""
+    monkeypatch.setenv("FAKE_CUDA_DELAY_US", "5000")
+    device = make_device()
+    memory = device.allocate(9001, "a test")
+    device.start(device.bind([axpy(memory)] * 3))
+    device.write(memory, 4096, np.ones(4000, np.uint8))
+    device.close()
+    assert gpu.fake_fault() == b""
+
+
+def test_a_host_that_waits_is_told_of_a_kernel_that_fails(device: CudaAccelerator, gpu: ctypes.CDLL) -> None:
+    """It looks at nothing but this word until the step is over. The first step is right, and longer than a look."""
+    _, shared = device.share(64, "a test")
+    abandoned = shared.view(np.int32)
+    device.tell_failures(abandoned)
+    memory = device.allocate(4096, "a test")
+    device.start(device.bind([axpy(memory)]))
+    time.sleep(0.6)
+    assert abandoned[0] == 0
+    device.wait()
+    time.sleep(0.6)  # the watch sleeps by now
+    device.start(device.bind([("fail", [])]))
+    while abandoned[0] == 0:
+        time.sleep(0.01)
+    with pytest.raises(KernelError, match="CUDA_ERROR_LAUNCH_FAILED"):
+        device.wait()
+    device.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("picompile-gpu")]
+
+
+def test_a_host_that_waits_is_told_of_a_graph_that_was_not_launched(
+    device: CudaAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abandoned = np.zeros(16, np.int32)
+    device.tell_failures(abandoned)
+    memory = device.allocate(4096, "a test")
+    calls = device.bind([axpy(memory), axpy(memory)], breaks=[1])  # two graphs: another thread launches them
+    monkeypatch.setenv("FAKE_CUDA_FAIL_CALL", "cuGraphLaunch")
+    monkeypatch.setenv("FAKE_CUDA_FAIL_AT", "0")
+    device.start(calls)
+    while abandoned[0] == 0:
+        time.sleep(0.01)
+    with pytest.raises(KernelError, match="cuGraphLaunch"):
+        device.wait()
+
+
+def test_a_forked_process_does_not_call_the_driver(device: CudaAccelerator, gpu: ctypes.CDLL) -> None:
+    """Neither to use the GPU nor to free what is its parent's."""
+    memory = device.allocate(4096, "a test")
+    owned = gpu.fake_owned()
+    child = os.fork()
+    if child == 0:
+        says = device.after_fork()
+        device.close()
+        device.__del__()
+        del device
+        gc.collect()
+        os._exit(0 if "the GPU belongs to the process that loaded" in says and gpu.fake_owned() == owned else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    device.start(device.bind([axpy(memory)]))
+    device.wait()

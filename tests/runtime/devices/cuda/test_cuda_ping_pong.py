@@ -1,0 +1,178 @@
+"""The exchange of flags that a GPU is asked for before a hybrid step relies on it, on a stand-in for the GPU."""
+
+import ctypes
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.fake_cuda.fixtures import fake_cuda, fake_library
+from helpers.kernels.emulator import Emulated
+from helpers.support import ROOT, BuildOnce
+from helpers.toys.toy_gpu import CUBIN, IMAGES, PTX
+from picompile_codegen import cuda
+from picompile_codegen.build.host_library import build_host_library
+from picompile_runtime import MachineError
+from picompile_runtime.devices.cpu.native import HostLibrary
+from picompile_runtime.devices.cuda import CudaAccelerator, DeviceImages, Launch, ping_pong
+from picompile_runtime.devices.cuda.open import check_once
+
+__all__ = ["fake_cuda", "fake_library"]
+
+SOURCE = cuda.cuda_source([cuda.ping_pong()])
+(LAUNCH,) = SOURCE.launches["ping_pong"]
+PING_PONG = DeviceImages(
+    89, 89, CUBIN, PTX, {"ping_pong": (Launch(LAUNCH.symbol, (1, 1, 1), (LAUNCH.grid.threads, 1, 1), LAUNCH.args),)}
+)
+# A kernel may have begun before the host wrote the first flag, or after.
+UNSEEN = "(the GPU did not see the host's flag, in which it saw 0|the GPU answered, and the host did not see it)"
+# The words arrive later than their flag, or not at all.
+WORDS = "= pi_load_shared(sent + at);"
+
+
+@pytest.fixture(scope="session")
+def host(build_once: BuildOnce) -> HostLibrary:
+    def build(folder: Path) -> None:
+        folder.mkdir()
+        build_host_library([], folder / "host.so")
+
+    return HostLibrary(build_once("ping-pong-host", build) / "host.so")
+
+
+@pytest.fixture
+def kernel(fake_cuda: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ctypes.CDLL]:
+    """The stand-in with the kernel, whose copy of words may be another."""
+
+    def use(copy: str = WORDS) -> ctypes.CDLL:
+        Emulated(SOURCE.text.replace(WORDS, copy), tmp_path / "kernel.so")
+        monkeypatch.setenv("FAKE_CUDA_KERNELS", str(tmp_path / "kernel.so"))
+        return fake_cuda
+
+    return use
+
+
+@pytest.fixture
+def opened(kernel: Callable[..., ctypes.CDLL]) -> Iterator[Callable[..., CudaAccelerator]]:
+    devices = []
+
+    def opened(copy: str = WORDS) -> CudaAccelerator:
+        kernel(copy)
+        devices.append(CudaAccelerator(PING_PONG))
+        return devices[-1]
+
+    yield opened
+    for device in devices:
+        device.close()
+
+
+@pytest.mark.parametrize("rounds", [1, 100, 1000])
+def test_both_sides_see_what_the_other_writes(
+    opened: Callable[..., CudaAccelerator], host: HostLibrary, rounds: int
+) -> None:
+    device = opened()
+    for _ in range(2):
+        found = ping_pong(device, host, rounds)
+        assert found.rounds == rounds and 0 < found.p50_s <= found.p99_s
+
+
+def test_a_gpu_that_does_not_see_the_host(
+    opened: Callable[..., CudaAccelerator], host: HostLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told in one line, and within seconds; the device can be closed, and is whole."""
+    monkeypatch.setenv("FAKE_CUDA_BLIND", "1")
+    monkeypatch.setattr(platform, "release", lambda: "6.6.87.2-microsoft-standard-WSL2")
+    device = opened()
+    begin = time.monotonic()
+    with pytest.raises(MachineError, match=rf"{UNSEEN} .*round trip \d of 50, tried twice.*this is WSL2") as caught:
+        ping_pong(device, host, 50)
+    assert time.monotonic() - begin < 15 and "\n" not in str(caught.value)
+    monkeypatch.delenv("FAKE_CUDA_BLIND")
+    assert ping_pong(device, host, 50).rounds == 50
+
+
+def test_a_machine_that_stands_still_is_asked_again(
+    opened: Callable[..., CudaAccelerator], host: HostLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange, asked = host.ping_pong, []
+
+    def stand_still_once(words: Any, rounds: int, patience_s: float) -> Any:
+        asked.append(rounds)
+        return (3, None) if exchange(words, rounds, patience_s)[0] or len(asked) == 1 else exchange_again(rounds)
+
+    def exchange_again(rounds: int) -> Any:
+        return 0, np.ones(rounds)
+
+    monkeypatch.setattr(host, "ping_pong", stand_still_once)
+    assert ping_pong(opened(), host, 20).p50_s == 1.0
+    assert asked == [20, 20]
+
+
+def test_words_that_do_not_come_before_their_flag(opened: Callable[..., CudaAccelerator], host: HostLibrary) -> None:
+    device = opened("= pi_load_shared(sent + at) + (round == 7 && lane == 31);")
+    with pytest.raises(MachineError, match=r"saw the GPU's flag before the words .*round trip 7 of 20"):
+        ping_pong(device, host, 20)
+
+
+def test_a_host_that_does_not_see_the_gpu(
+    opened: Callable[..., CudaAccelerator], host: HostLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if it had given up in a round that was answered."""
+    exchange = host.ping_pong
+    monkeypatch.setattr(host, "ping_pong", lambda *arguments: (9, exchange(*arguments)[1]))
+    device = opened()
+    with pytest.raises(MachineError, match=r"the GPU answered, and the host did not see it .*round trip 9 of 20"):
+        ping_pong(device, host, 20)
+
+
+@pytest.mark.parametrize("rounds", [0, -1, 2**20 + 1])
+def test_rounds_are_checked(opened: Callable[..., CudaAccelerator], host: HostLibrary, rounds: int) -> None:
+    device = opened()
+    with pytest.raises(ValueError, match="rounds must be from 1"):
+        ping_pong(device, host, rounds)
+
+
+def test_a_machine_is_asked_once(
+    kernel: Callable[..., ctypes.CDLL], host: HostLibrary, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And again with another driver, and if it did not pass."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    gpu, asked = kernel(), []
+
+    def ask(images: DeviceImages = PING_PONG) -> None:
+        before = gpu.fake_count(b"cuGraphLaunch")
+        device = CudaAccelerator(images)
+        try:
+            check_once(device, host)
+        except MachineError:
+            asked.append("refused")
+        else:
+            asked.append(gpu.fake_count(b"cuGraphLaunch") - before)
+        device.close()
+
+    monkeypatch.setenv("FAKE_CUDA_BLIND", "1")
+    ask()
+    monkeypatch.delenv("FAKE_CUDA_BLIND")
+    ask(), ask()
+    monkeypatch.setenv("FAKE_CUDA_VERSION", "12080")
+    ask(), ask()
+    ask(IMAGES)  # of an older compiler
+    assert asked == ["refused", 1, 0, 1, 0, 0]
+
+
+def test_the_host_s_library_of_an_older_compiler(tmp_path: Path) -> None:
+    source = "int pi_run(void) { return 0; } const char *pi_last_error(void) { return 0; }"
+    path = tmp_path / "old.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=source, text=True, check=True)
+    assert not HostLibrary(path).has_ping_pong
+
+
+def test_both_sides_are_written_for_the_same_words() -> None:
+    """32 words of 1024 a round, in native/host.c and in cuda/prelude.cuh."""
+    codegen = ROOT / "codegen" / "picompile_codegen"
+    assert "round * 32 & 1023" in (codegen / "build" / "native" / "host.c").read_text()
+    assert "(round * 32 + lane) & 1023" in (codegen / "cuda" / "prelude.cuh").read_text()

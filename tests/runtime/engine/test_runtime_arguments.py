@@ -1,0 +1,208 @@
+"""Arguments that mean nothing, or nearly something: each is a RequestError of one line, and changes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.toys.toy_artifact import make_toy
+from helpers.toys.toy_tokenizers import byte_level
+from picompile_runtime import (
+    Engine,
+    KernelError,
+    RequestError,
+    Sampler,
+    SamplingParams,
+    StreamDecoder,
+    Tokenizer,
+    generate,
+    load,
+    perplexity,
+)
+
+TOY = make_toy()
+HUGE = pytest.param(10**5000, id="huge")  # has more digits than Python prints
+
+
+@pytest.fixture
+def engine(make_artifact: Callable[..., Path]) -> Iterator[Engine]:
+    with load(make_artifact(toy=TOY, sequences=2), threads=1) as engine:
+        engine.prefill([1, 2, 3])
+        yield engine
+
+
+@pytest.mark.parametrize(
+    "ids", [[[1], [1, 2]], None, 5, "12", b"12", {1: 2}, {1}, [None], [True, 2], [10**30], [2**63, -1], [1.0], object()]
+)
+def test_what_is_no_list_of_tokens(engine: Engine, ids: Any) -> None:
+    for use in (engine.prefill, engine.read, engine.score, engine.check, lambda ids: perplexity(engine, ids)):
+        with pytest.raises(RequestError, match="tokens must be integers from 0 to 49"):
+            use(ids)
+    with pytest.raises(RequestError):
+        engine.decode_batch(ids, [0])
+    assert engine.positions == (3, 0)
+
+
+@pytest.mark.parametrize("ids", [[], np.array([], int), ()])
+def test_no_tokens(engine: Engine, ids: Any) -> None:
+    for use in (engine.prefill, engine.read, engine.score, engine.check):
+        with pytest.raises(RequestError, match="no tokens to read"):
+            use(ids)
+
+
+@pytest.mark.parametrize("value", [None, "1", 1.0, np.float64(1), True, -1, HUGE, math.nan, [1], np.array([1, 2])])
+def test_what_is_no_whole_number(engine: Engine, value: Any) -> None:
+    wrong: list[Callable[[], Any]] = [
+        lambda: engine.rewind(value),
+        lambda: engine.decode(value),
+        lambda: engine.decode(1, value),
+        lambda: engine.copy(0, value),
+        lambda: engine.decode_batch([1, 2], [0, value]),
+        lambda: engine.firing(value),
+        lambda: engine.timing(value),
+        lambda: SamplingParams(top_k=value),
+        lambda: Sampler(SamplingParams(), value),
+        lambda: StreamDecoder(byte_level()).push(value),
+    ]
+    if value is not None:
+        wrong += [
+            lambda: load(engine.artifact.folder, threads=value),
+            lambda: SamplingParams(seed=value),
+            lambda: generate(engine, byte_level(), [1], max_tokens=value),
+            lambda: perplexity(engine, [1, 2], value),
+        ]
+    for use in wrong:
+        with pytest.raises(RequestError) as caught:
+            use()
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    assert engine.positions == (3, 0)
+
+
+def test_numbers_of_numpy_are_numbers(engine: Engine, make_artifact: Callable[..., Path]) -> None:
+    one = np.int64(1)
+    engine.rewind(one)
+    assert engine.position == 1 and type(engine.position) is int
+    engine.decode(np.uint8(2), np.int32(0))
+    engine.copy(np.int8(0), one)
+    engine.decode_batch(np.array([1, 2]), np.array([1, 0]))
+    assert engine.positions == (3, 3)
+    assert load(make_artifact("other", toy=TOY), threads=np.int64(2)).threads == 2  # type: ignore[arg-type]
+    SamplingParams(np.float32(0.5), np.int64(3), np.float64(0.9), 0, np.float32(1.1), np.int64(7))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("slots", [None, 5, {0, 1}, {0: 1, 1: 2}, "01", [0, None], [[0], [1]], object()])
+def test_what_is_no_list_of_slots(engine: Engine, slots: Any) -> None:
+    with pytest.raises(RequestError, match="slot"):
+        engine.decode_batch([1, 2], slots)
+    assert engine.positions == (3, 0)
+
+
+def test_a_refused_generation_leaves_the_sequence(engine: Engine) -> None:
+    for wrong in ([50], [1] * 41, None, [1.0]):
+        with pytest.raises(RequestError):
+            generate(engine, byte_level(), wrong)  # type: ignore[arg-type]
+    for stop in (None, 5, [5], "", [""]):
+        with pytest.raises(RequestError, match="stop"):
+            generate(engine, byte_level(), [1], stop=stop)  # type: ignore[arg-type]
+    assert engine.position == 3
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
+@pytest.mark.parametrize("value", [None, "1", math.nan, math.inf, -1.0, True, [], HUGE, 1j, np.array([1.0, 2.0])])
+def test_what_is_no_number(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"^{name} must be"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("penalty", [1e-320, 1e-7, 1e7, 1e308])
+def test_penalties_that_no_score_bears(penalty: float) -> None:
+    with pytest.raises(RequestError, match=r"repetition_penalty must be from 0\.000001 to 1000000, not"):
+        SamplingParams(repetition_penalty=penalty)
+
+
+@pytest.mark.parametrize("penalty", [1e-6, 1e6])
+@pytest.mark.parametrize("temperature", [1e-320, 1e-6, 1e308])
+@pytest.mark.filterwarnings("error")
+def test_extremes_are_distributions(penalty: float, temperature: float) -> None:
+    largest = np.finfo(np.float32).max
+    for logits in ([0.0, 1.0, -1.0], [largest, -largest, 0.0], [-largest, -largest, -largest]):
+        sampler = Sampler(SamplingParams(temperature, repetition_penalty=penalty, seed=1), 3)
+        sampler.observe([0, 1])
+        _, probabilities = sampler.distribution(np.array(logits, np.float32))
+        assert np.isfinite(probabilities).all() and probabilities.sum() == pytest.approx(1)
+        assert sampler.sample(np.array(logits, np.float32)) in range(3)
+
+
+@pytest.mark.parametrize("logits", [None, "abc", [1.0], [[1.0, 2.0, 3.0]], 1.0, ["a", "b", "c"], [None] * 3, object()])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_no_logits(logits: Any, temperature: float) -> None:
+    with pytest.raises(RequestError, match="logits must be 3 numbers, one for each token, not"):
+        Sampler(SamplingParams(temperature), 3).sample(logits)
+
+
+def test_logits_without_a_number_are_still_the_models_fault() -> None:
+    with pytest.raises(KernelError, match="NaN"):
+        Sampler(SamplingParams(), 3).sample(np.full(3, np.nan, np.float32))
+
+
+def test_threads_of_the_environment(make_artifact: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_artifact(toy=TOY)
+    for value in ("9" * 5000, "2.0", "-1", "0", "257", "٣", "1e2", " 2", "0x2", "2\n"):
+        monkeypatch.setenv("PICOMPILE_THREADS", value)
+        with pytest.raises(RequestError, match="from 1 to 256") as caught:
+            load(folder)
+        assert len(str(caught.value)) < 200
+    monkeypatch.setenv("PICOMPILE_THREADS", "0" * 5000 + "2")
+    assert load(folder).threads == 2
+    monkeypatch.setenv("PICOMPILE_ISA", "x" * 5000)
+    with pytest.raises(RequestError, match="PICOMPILE_ISA is 'xxx") as caught:
+        load(folder)
+    assert len(str(caught.value)) < 300
+
+
+def test_texts_and_tokens_of_a_tokenizer() -> None:
+    tokenizer = byte_level()
+    for text in (None, b"a", 5, ["a"], "\ud83d"):
+        with pytest.raises(RequestError, match="text"):
+            tokenizer.encode(text)  # type: ignore[arg-type]
+    for ids in (None, 5, [-1], [2**32], [10**30], [1.5], ["a"], [None]):
+        with pytest.raises(RequestError, match="these are no tokens of the tokenizer"):
+            tokenizer.decode(ids)  # type: ignore[arg-type]
+    assert tokenizer.decode([10**6]) == ""
+
+
+class PanicException(BaseException):
+    """As Rust's panics come to Python."""
+
+
+def test_a_panic_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_level()
+
+    class Panics:
+        def encode(self, *arguments: Any, **options: Any) -> None:
+            raise PanicException("index out of\nbounds")
+
+    monkeypatch.setattr(tokenizer, "_tokenizer", Panics())
+    with pytest.raises(RequestError, match=r"fails on this text .index out of bounds"):
+        tokenizer.encode("a")
+
+    class Interrupted:
+        def encode(self, *arguments: Any, **options: Any) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokenizer, "_tokenizer", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.encode("a")
+
+
+def test_tokenizers_of_nothing() -> None:
+    from picompile_runtime import ArtifactError
+
+    for arguments in ((None,), (5,), ("{}", 5)):
+        with pytest.raises(ArtifactError):
+            Tokenizer(*arguments)  # type: ignore[arg-type]

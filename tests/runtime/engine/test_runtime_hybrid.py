@@ -1,0 +1,588 @@
+"""A toy model on a host and a hot device: its logits are those of the host alone, and no failure leaves it waiting."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.toys.toy_artifact import code_entry, make_toy
+from helpers.toys.toy_two_sides import HOT, build_hybrid_library, write_hybrid
+from picompile_runtime import ArtifactError, Engine, KernelError, MachineError, load, verify
+from picompile_runtime.devices.memory import aligned_zeros
+
+TOY = make_toy()
+IDS = np.random.default_rng(6).integers(0, TOY.vocab, 40).tolist()
+
+
+@pytest.fixture(scope="module")
+def hybrid_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_hybrid_library(tmp_path_factory.mktemp("hybrid") / "host.so")
+
+
+@pytest.fixture(scope="module")
+def impatient_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Whose sides wait for each other for 50 ms, and not for half a minute."""
+    return build_hybrid_library(tmp_path_factory.mktemp("impatient") / "host.so", "PI_PATIENCE_NS=50000000")
+
+
+@pytest.fixture
+def make_hybrid(tmp_path: Path, hybrid_library: Path) -> Callable[..., Path]:
+    numbers = itertools.count()
+
+    def make(library: Path = hybrid_library, **options: Any) -> Path:
+        return write_hybrid(tmp_path / f"hybrid{next(numbers)}", library, TOY, **options)
+
+    return make
+
+
+@pytest.fixture
+def engine(make_hybrid: Callable[..., Path]) -> Iterator[Engine]:
+    with load(make_hybrid(), threads=2) as engine:
+        yield engine
+
+
+@pytest.fixture
+def impatient(make_hybrid: Callable[..., Path], impatient_library: Path) -> Iterator[Engine]:
+    with load(make_hybrid(impatient_library), threads=2) as engine:
+        yield engine
+
+
+@pytest.fixture
+def alone(make_artifact: Callable[..., Path]) -> Iterator[Engine]:
+    """The same model on the host."""
+    with load(make_artifact(toy=TOY, sequences=3), threads=1) as engine:
+        yield engine
+
+
+def every_step(engine: Engine) -> list[np.ndarray]:
+    """Logits of every kind of step, of all slots."""
+    for slot in range(3):
+        engine.reset(slot)
+    found = [engine.prefill(IDS[:19]), engine.prefill(IDS[:3], 1), engine.prefill(IDS[5:13], 2)]
+    found += [engine.decode(token) for token in IDS[19:24]]
+    found += [engine.decode_batch(IDS[start : start + 3], [1, 2, 0]) for start in range(4)]
+    found += [engine.decode_batch(IDS[3:5], [2, 0])]
+    engine.rewind(6, 0)
+    engine.copy(0, 1)
+    engine.copy(2, 2)
+    found += [engine.decode(IDS[6], 1), engine.decode(IDS[7], 0), engine.decode(IDS[8], 2)]
+    found += list(engine.score(IDS[7:24], 1))
+    return found
+
+
+def assert_same(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        np.testing.assert_array_equal(one, other, f"step {number}")
+
+
+# ---- what it computes ----
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_logits_are_those_of_the_host_alone(threads: int, make_hybrid: Callable[..., Path], alone: Engine) -> None:
+    with load(make_hybrid(), threads=threads) as engine:
+        expected = every_step(alone)
+        assert_same(every_step(engine), expected)
+        assert_same(every_step(engine), expected)
+
+
+def test_neurons_are_counted_on_both_sides_together(engine: Engine, alone: Engine) -> None:
+    for each in (engine, alone):
+        every_step(each)
+    for function in ("decode", "batch"):
+        assert engine.firing(function) == alone.firing(function)
+        assert engine.firing(function)[0].computed_share > 0
+    engine.reset_firing()
+    assert [row.computed_share for function in ("decode", "batch") for row in engine.firing(function)] == [0, 0]
+    engine.decode(1, 2)
+    assert engine.firing()[0].computed_share == 0.75
+
+
+def test_numbers_of_steps_begin_anew(engine: Engine, alone: Engine) -> None:
+    """They have 31 bits, and a flag is not mistaken for one that is set because it was so in the step before."""
+    step = engine._executor._step
+    step[3] = 2**31 - 3
+    seen = []
+    for token in IDS[:6]:
+        np.testing.assert_array_equal(engine.decode(token), alone.decode(token))
+        seen.append(int(step[3]))
+    assert seen == [2**31 - 2, 2**31 - 1, 1, 2, 3, 4]
+
+
+def test_calls_of_both_sides_are_timed(engine: Engine) -> None:
+    engine.start_timing()
+    for token in IDS[:3]:
+        engine.decode(token)
+    calls = engine.timing("decode")
+    assert {call.device for call, _ in calls} == {"host", "device"}
+    assert all(seconds > 0 for call, seconds in calls)
+    spans = {
+        device: [span for span in engine.spans("decode") if span.call.device == device] for device in ("host", "device")
+    }
+    for own in spans.values():
+        assert all(a.end_ns <= b.begin_ns for a, b in itertools.pairwise(own))
+    ends = {span.call.kernel: span.end_ns for own in spans.values() for span in own}
+    assert ends["toy_embed"] < ends["toy_receive"] < ends["toy_send"] < ends["toy_wait"]
+
+
+@pytest.mark.parametrize("function", ["decode", "prefill", "prefill_last", "score", "batch"])
+def test_calls_that_wait_for_the_other_side_are_marked(function: str, engine: Engine) -> None:
+    """So that threads of the pool do not sleep until the last of them is over."""
+    executor = engine._executor
+    host, device = executor._host_calls[function], executor._device_calls[function]
+    marked = [
+        {name for name, call in zip(side.names, side.calls, strict=True) if call.flags} for side in (host, device)
+    ]
+    assert marked == [set() if function == "prefill" else {"toy_wait"}, {"toy_receive"}]
+
+
+# ---- several engines, threads ----
+
+
+def test_engines_on_one_artifact(make_hybrid: Callable[..., Path], alone: Engine) -> None:
+    folder = make_hybrid()
+    with load(folder, threads=2) as one, load(folder, threads=3) as other:
+        for token in IDS[:8]:
+            expected = alone.decode(token)
+            np.testing.assert_array_equal(one.decode(token), expected)
+            np.testing.assert_array_equal(other.decode(token), expected)
+
+
+def test_engines_on_one_artifact_in_several_threads(make_hybrid: Callable[..., Path], alone: Engine) -> None:
+    """None gets the host while another has the device: then both would wait until they give up."""
+    folder, expected = make_hybrid(), every_step(alone)
+
+    def run(_: int) -> None:
+        with load(folder, threads=2) as engine:
+            for _ in range(20):
+                assert_same(every_step(engine), expected)
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(run, range(3)))
+
+
+def test_threads_of_the_device_end_with_the_engine(make_hybrid: Callable[..., Path]) -> None:
+    def device_threads() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("picompile")]
+
+    before = device_threads()
+    with load(make_hybrid(), threads=2) as engine:
+        engine.decode(1)
+        assert len(device_threads()) == len(before) + 1
+    assert device_threads() == before
+
+
+# ---- failures ----
+
+
+def replace_calls(engine: Engine, side: str, function: str, calls: Sequence[tuple[str, Sequence[np.ndarray]]]) -> None:
+    """Lets a side do something else in steps of `function`."""
+    executor = engine._executor
+    if side == "host":
+        executor._host_calls[function] = executor.library.bind(calls)
+    else:
+        executor._device_calls[function] = executor._device._library.bind(calls)  # type: ignore[union-attr]
+
+
+def restore(engine: Engine) -> Callable[[], None]:
+    """A function that undoes all `replace_calls` from now on."""
+    executor = engine._executor
+    host, device = dict(executor._host_calls), dict(executor._device_calls)
+
+    def undo() -> None:
+        executor._host_calls, executor._device_calls = dict(host), dict(device)
+
+    return undo
+
+
+# What is said where a side is never heard of: who waited in which call for what, and which flags were set.
+IN_VAIN = {
+    "host": r"the hot device waited in vain in its call \d, toy_receive, for flag 0, which held \d and is set by "
+    r"toy_signal on the host, and gave up; flags set in step \d: 1, of 2",
+    "device": r"the host waited in vain in its call 2, toy_wait, for flag 1, which held \d and is set by toy_send on "
+    r"the hot device, and gave up; flags set in step \d: 0, of 2",
+}
+
+
+@pytest.mark.parametrize("function", ["decode", "prefill_last", "batch"])
+@pytest.mark.parametrize("calls", [[("fail", [])], []], ids=["fails", "never answers"])
+@pytest.mark.parametrize("side", ["host", "device"])
+def test_a_side_that_fails_ends_the_step_and_no_more(
+    side: str, calls: list[Any], function: str, impatient: Engine, alone: Engine
+) -> None:
+    """Whether it says so or is never heard of: the other does not wait for ever, and the next steps are right."""
+    undo = restore(impatient)
+    use: dict[str, Callable[[Engine], np.ndarray]] = {
+        "decode": lambda engine: engine.decode(IDS[5]),
+        "prefill_last": lambda engine: engine.prefill(IDS[5:8]),
+        "batch": lambda engine: engine.decode_batch(IDS[5:7], [0, 2]),
+    }
+    for each in (impatient, alone):
+        each.prefill(IDS[:5])
+    expected = use[function](alone)
+    for _ in range(2):
+        replace_calls(impatient, side, function, calls)
+        with pytest.raises(KernelError, match="call 0, kernel fail: ValueError" if calls else IN_VAIN[side]):
+            use[function](impatient)
+        assert impatient.positions == (5, 0, 0)
+        undo()
+    np.testing.assert_array_equal(use[function](impatient), expected)
+    np.testing.assert_array_equal(impatient.decode(IDS[9]), alone.decode(IDS[9]))
+
+
+def test_a_device_need_not_wait_for_a_host_that_failed(engine: Engine, alone: Engine) -> None:
+    """With the patience that artifacts have: it is told. Otherwise this test takes half a minute for each step."""
+    undo = restore(engine)
+    for token in IDS[:20]:
+        replace_calls(engine, "host", "decode", [("fail", [])])
+        with pytest.raises(KernelError, match="kernel fail"):
+            engine.decode(token)
+        undo()
+        np.testing.assert_array_equal(engine.decode(token), alone.decode(token))
+
+
+@pytest.mark.parametrize("function", ["decode", "prefill_last", "score", "batch"])
+def test_a_host_need_not_wait_for_a_device_that_failed(function: str, engine: Engine, alone: Engine) -> None:
+    """With the patience that artifacts have: it is told, and who failed is named, not who waited."""
+    undo = restore(engine)
+    use: dict[str, Callable[[Engine], Any]] = {
+        "decode": lambda engine: engine.decode(IDS[5]),
+        "prefill_last": lambda engine: engine.prefill(IDS[5:8]),
+        "score": lambda engine: next(engine.score(IDS[5:8])),
+        "batch": lambda engine: engine.decode_batch(IDS[5:7], [0, 2]),
+    }
+    for _ in range(5):
+        replace_calls(engine, "device", function, [("fail", [])])
+        with pytest.raises(KernelError, match=r"^call 0, kernel fail: ValueError"):
+            use[function](engine)
+        assert not engine._executor.buffers["abandoned"][1:].any()  # nobody gave up
+        assert engine.positions == alone.positions
+        undo()
+        np.testing.assert_array_equal(use[function](engine), use[function](alone))
+
+
+@pytest.mark.parametrize("first", ["host", "device"])
+def test_the_error_is_that_of_the_side_that_failed_first(first: str, engine: Engine) -> None:
+    """The other may fail over what that left; here it does so because it was told to leave a wait."""
+    executor = engine._executor
+    library, device_library = executor.library, executor._device._library  # type: ignore[union-attr]
+    second = "device" if first == "host" else "host"
+    replace_calls(engine, first, "decode", [("fail", [])])
+    side = {"host": library, "device": device_library}[second]
+    run = side.run
+
+    def wait_and_fail(calls: Any, *arguments: Any) -> None:
+        while not executor._abandoned[0]:
+            time.sleep(0.001)
+        run(side.bind([("pool_fail", [])]), 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side, "run", wait_and_fail)
+        with pytest.raises(KernelError, match=r"call 0, kernel fail: ValueError: this kernel always fails"):
+            engine.decode(1)
+
+
+INTERRUPTED = """
+import os, random, signal, sys, threading, time
+import numpy as np
+from picompile_runtime import load
+signal.signal(signal.SIGINT, signal.default_int_handler)
+seed, interrupts = int(sys.argv[2]), int(sys.argv[3])
+engine, alone = load(sys.argv[1], threads=2), load(sys.argv[1], threads=1)
+expected = [alone.prefill(range(9)), *(alone.decode(token) for token in range(9))]
+enough = threading.Event()
+
+def steps():
+    engine.reset()
+    found = [engine.prefill(range(9)), *(engine.decode(token) for token in range(9))]
+    assert all(map(np.array_equal, found, expected))
+
+def interrupt():
+    choose = random.Random(seed)
+    for _ in range(interrupts):
+        time.sleep(choose.random() * 0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+    enough.set()
+
+started = False
+while not enough.is_set():
+    try:
+        if not started:
+            started = True
+            threading.Thread(target=interrupt, daemon=True).start()
+        steps()
+    except KeyboardInterrupt:
+        pass
+    assert not engine._executor.buffers["abandoned"][1:].any()  # nobody gave up
+steps()
+print("right", flush=True)
+os._exit(0)
+"""
+
+
+def test_interrupts_at_any_time(make_hybrid: Callable[..., Path]) -> None:
+    """Steps behind them are right, and none waits for a side that is not at work."""
+    folder = make_hybrid()
+    for seed in range(2):
+        run = subprocess.run(
+            [sys.executable, "-c", INTERRUPTED, str(folder), str(seed), "300"],
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert (run.returncode, run.stdout) == (0, "right\n"), run.stderr
+
+
+def test_an_interrupted_step_has_ended_on_the_device_too(engine: Engine, alone: Engine) -> None:
+    """What the next step writes, the last one must not read any more."""
+    library, count = engine._executor._device._library, aligned_zeros((1,), np.int32)  # type: ignore[union-attr]
+    run, dozing = library.run, library.bind([("toy_doze", [count])])
+
+    def run_and_doze(calls: Any, threads: int, stamps: Any) -> None:
+        run(calls, threads, stamps)
+        run(dozing, threads)
+
+    # Who is started in the background of a shell ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "run", run_and_doze)
+        main = threading.get_ident()
+        interrupt = threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT))
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.decode(IDS[0])
+            time.sleep(60)  # where the interrupt comes late
+    signal.signal(signal.SIGINT, before)
+    assert count[0] == 1
+    interrupt.join()
+    engine.reset()
+    for token in IDS[:3]:
+        np.testing.assert_array_equal(engine.decode(token), alone.decode(token))
+
+
+def test_an_interrupt_after_the_device_began_ends_its_step(engine: Engine, alone: Engine) -> None:
+    """The host has not begun: the device is told not to wait for it, with the patience that artifacts have."""
+    device = engine._executor._device
+    assert device is not None
+    start = device.start
+
+    def start_and_interrupt(calls: Any, stamps: Any = None) -> None:
+        start(calls, stamps)
+        raise KeyboardInterrupt
+
+    for token in IDS[:3]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device, "start", start_and_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.decode(token)
+        engine.reset()
+        alone.reset()
+        np.testing.assert_array_equal(engine.decode(token), alone.decode(token))
+
+
+# ---- artifacts ----
+
+
+def refused(folder: Path, match: str, kind: type[Exception] = ArtifactError) -> None:
+    with pytest.raises(kind, match=match) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def set_at(*path: Any) -> Callable[[Any], None]:
+    """Sets the value that comes last at the keys before it."""
+
+    def change(program: Any) -> None:
+        *keys, last, value = path
+        for key in keys:
+            program = program[key]
+        program[last] = value
+
+    return change
+
+
+def call_with(kernel: str, number: int, argument: dict[str, Any]) -> Callable[[Any], None]:
+    """Gives the first call of `kernel` in `decode` another argument."""
+
+    def change(program: Any) -> None:
+        call = next(call for call in program["functions"]["decode"] if call["kernel"] == kernel)
+        call["args"][number] = argument
+
+    return change
+
+
+def over(name: str, other: str) -> Callable[[Any], None]:
+    """Puts a buffer where another one lies."""
+    return lambda program: set_at("buffers", name, "offset", program["buffers"][other]["offset"])(program)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            call_with("toy_head", 1, {"buffer": "last.device"}),
+            "toy_head on the host is given last.device, .* in device",
+        ),
+        (call_with("toy_head", 1, {"state": "k.0"}), "toy_head on the host is given k.0, which is in device memory"),
+        (call_with("toy_ffn", 3, {"buffer": "stats"}), "toy_ffn on the device is given stats, which is in host memory"),
+        (call_with("toy_send", 2, {"buffer": "logits"}), "toy_send on the device is given logits, .* in host memory"),
+        (set_at("state", "k.0", "memory", "host"), "toy_cache on the device is given k.0, which is in host memory"),
+        (set_at("state", "k.0", "memory", "gpu"), "memory must be one of host, device, shared"),
+        (set_at("functions", "decode", 0, "device", "gpu"), "device must be one of host, device"),
+        (set_at("functions", "score", -1, "device", "device"), "toy_head on the device is given logits.score"),
+        (lambda program: program["buffers"].pop("flags"), "flags"),
+        (lambda program: program["buffers"].pop("abandoned"), "abandoned"),
+        (lambda program: program["buffers"].pop("stats.device"), "stats.device"),
+        (set_at("buffers", "flags", "shape", [2, 8]), r"flags must be int32 \[2, 16\]|not inside of flags"),
+        (set_at("buffers", "flags", "dtype", "float32"), r"flags must be int32 \[2, 16\]"),
+        (set_at("buffers", "abandoned", "shape", [1]), r"abandoned must be int32 \[16\]"),
+        (set_at("buffers", "stats.device", "dtype", "int32"), "stats.device|not inside of"),
+        (set_at("buffers", "stats.batch.device", "shape", [3, 2]), r"stats.batch.device must be int64 \[2, 2\]"),
+        (over("flags", "x"), "x overlaps flags"),
+        (over("sent", "step"), "sent overlaps step"),
+        (over("abandoned", "sent"), "sent overlaps abandoned"),
+        (over("step.device", "y.device"), "y.device overlaps step.device"),
+        (over("stats.batch.device", "last.device"), "last.device overlaps stats.batch.device"),
+        (
+            set_at("device_arena_bytes", 64),
+            "offset must be a multiple of 64 such that the buffer ends inside the arena",
+        ),
+        (
+            set_at("shared_arena_bytes", 64),
+            "offset must be a multiple of 64 such that the buffer ends inside the arena",
+        ),
+        (set_at("shared_arena_bytes", -64), "shared_arena_bytes must be an integer"),
+        (set_at("streamed", ["nothing"]), "there are no weights called nothing"),
+        (set_at("streamed", "head"), "streamed must be"),
+        (call_with("toy_ffn", 2, {"weight": "none"}), "weight must be the name of one that exists"),
+    ],
+)
+def test_programs_that_mix_the_sides_up(
+    make_hybrid: Callable[..., Path], change: Callable[[Any], Any], match: str
+) -> None:
+    refused(make_hybrid(change=change), match)
+
+
+@pytest.mark.parametrize("name", ["step", "tokens", "positions", "slots", "logits", "flags", "abandoned", "stats"])
+def test_what_the_runtime_writes_and_reads_is_not_the_devices(name: str, make_hybrid: Callable[..., Path]) -> None:
+    def change(program: Any) -> None:
+        program["buffers"][name].update(memory="device", offset=program["device_arena_bytes"])
+        program["device_arena_bytes"] += 4096
+
+    refused(make_hybrid(change=change), rf"{name}(,| must)")
+
+
+def picks_leading(function: str, count: int, memory: str = "shared", ids: str = "int32") -> Callable[[Any], None]:
+    """Says of a program that the device picks the `count` highest logits of a function."""
+
+    def change(program: Any) -> None:
+        for name, dtype in (("scores", "float32"), ("ids", ids)):
+            at = f"{memory}_arena_bytes"
+            buffer = {"dtype": dtype, "shape": [1, count], "offset": program[at], "memory": memory}
+            program["buffers"][f"leading.{name}"] = buffer
+            program[at] += 64 * count
+        program["leading"] = {function: {"scores": "leading.scores", "ids": "leading.ids"}}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (picks_leading("prefill", 5), "leading: prefill is no function that gives logits"),
+        (picks_leading("none", 5), "leading: none is no function that gives logits"),
+        (picks_leading("batch", 5), r"leading.scores must be float32 \[3, 5\]"),
+        (picks_leading("decode", 51), r"leading.scores must be float32 \[1, 50\]"),
+        (picks_leading("decode", 5, ids="float32"), r"leading.ids must be int32 \[1, 5\]"),
+        (picks_leading("decode", 5, memory="device"), "leading.scores must not be in the device's memory"),
+        (set_at("leading", {"decode": {"scores": "x"}}), "decode: ids must be a text, but is missing"),
+        (set_at("leading", {"decode": {"scores": "no", "ids": "no"}}), r"no must be float32 \[1, 1\]"),
+        (set_at("leading", ["decode"]), "leading must be an object"),
+    ],
+)
+def test_leading_logits_that_are_not_there(
+    make_hybrid: Callable[..., Path], change: Callable[[Any], Any], match: str
+) -> None:
+    refused(make_hybrid(change=change), match)
+
+
+def test_leading_logits_leave_the_others_to_the_device(make_hybrid: Callable[..., Path]) -> None:
+    """Nobody else may: the runtime would find nothing there."""
+
+    def change(program: Any) -> None:
+        picks_leading("decode", 5)(program)
+        for function in ("decode", "prefill_last"):
+            program["functions"][function].pop()  # the head, which is the host's
+        program["buffers"]["logits"].update(memory="device", offset=program["device_arena_bytes"])
+        program["device_arena_bytes"] += 4 * 64
+
+    refused(make_hybrid(change=change), "buffers: logits must not be in the device's memory")
+
+    def change_both(program: Any) -> None:
+        change(program)
+        program["leading"]["prefill_last"] = program["leading"]["decode"]
+
+    verify(make_hybrid(change=change_both))
+
+
+def test_tables_that_the_device_looks_up_have_enough_rows(make_hybrid: Callable[..., Path]) -> None:
+    """Whether it is given the tokens that the runtime writes or its own copy of them."""
+
+    def change(program: Any) -> None:
+        program["buffers"]["tokens.device"] = program["buffers"]["positions.device"] | {
+            "offset": program["device_arena_bytes"]
+        }
+        program["device_arena_bytes"] += 64
+        call = program["functions"]["decode"][0]
+        args = [{"buffer": "step.device"}, {"buffer": "tokens.device", "shape": [1]}]
+        table = {"weight": "table", "shape": [TOY.vocab - 1, 16]}
+        call.update(device="device", args=[*args, table, {"buffer": "x.device", "shape": [1, 16]}])
+
+    refused(make_hybrid(change=change), "toy_embed: the table has fewer than 50 rows")
+
+
+@pytest.mark.parametrize(
+    ("hot_device", "match"),
+    [
+        (None, "has calls for a hot device, and no code for one; compile it again"),
+        ({"kind": "tpu"}, "kind must be cpu or cuda"),
+        ({"kind": "cpu"}, "code must be a list"),
+        ({"kind": "cpu", "code": []}, "code must be a list of one variant or more"),
+        ({"kind": "cpu", "code": [code_entry(file="kernels/none.so")]}, "file must be one of the artifact's files"),
+        ({"kind": "cpu", "code": [code_entry(file="program.json")]}, "file must be one of the artifact's files"),
+        ({"kind": "cuda", "sm": 89, "cubin": "no", "ptx": HOT, "launches": HOT}, "cubin must be one of"),
+        ({"kind": "cuda", "sm": 5, "cubin": HOT, "ptx": HOT, "launches": HOT}, "sm must be an integer from 10"),
+    ],
+)
+def test_manifests_without_a_proper_device(make_hybrid: Callable[..., Path], hot_device: Any, match: str) -> None:
+    refused(make_hybrid(manifest={"hot_device": hot_device}), match)
+
+
+def test_code_of_the_device_for_another_machine(make_hybrid: Callable[..., Path]) -> None:
+    code = {"kind": "cpu", "code": [code_entry(file=HOT, features=["made-up"])]}
+    refused(make_hybrid(manifest={"hot_device": code}), "made-up", MachineError)
+
+
+def test_code_of_the_device_that_lacks_a_kernel(make_hybrid: Callable[..., Path], library: Path) -> None:
+    folder = make_hybrid()
+    (folder / HOT).write_bytes(library.read_bytes())
+    refused(folder, "was changed|instead of")
+    change = set_at("functions", "decode", 5, "kernel", "no_such_kernel")
+    for use in (load, verify):
+        with pytest.raises(ArtifactError, match=r"hot.toy.so: has no kernel called 'no_such_kernel'"):
+            use(make_hybrid(change=change))
+
+
+def test_a_whole_artifact_verifies(make_hybrid: Callable[..., Path]) -> None:
+    assert verify(make_hybrid()).hot_device is not None

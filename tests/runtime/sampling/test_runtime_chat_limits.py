@@ -1,0 +1,171 @@
+"""Chat templates are programs of strangers: none computes for ever, takes all memory, or leaves a process behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.toys.toy_tokenizers import byte_level
+from picompile_runtime import RequestError, Tokenizer
+from picompile_runtime.sampling import chat_template
+
+TEXT = byte_level()._tokenizer.to_str()
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def children() -> list[int]:
+    """The processes that this one has started, in any of its threads."""
+    tasks = Path("/proc/self/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def only_child(before: list[int]) -> int:
+    (child,) = set(children()) - set(before)
+    return child
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "it takes more than 1 s$"),
+        ("{{ 7 ** (7 ** 9) }}", "it takes more than 1 s$"),
+        ("{{ 'a' * 10 ** 10 }}", "it takes more than 512 MiB of memory$"),
+        ("{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "512 MiB"),
+        ("{% for a in range(99999) %}{% for b in range(9) %}0123456789{% endfor %}{% endfor %}", "4194304 characters$"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_templates_that_do_not_end(template: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next chat of the same tokenizer is refused as well, and another's is rendered."""
+    monkeypatch.setitem(chat_template.LIMITS, "cpu_s", 1)
+    before = children()
+    tokenizer = Tokenizer(TEXT, {}, template)
+    for _ in range(2):
+        with pytest.raises(RequestError, match=f"^the model's chat template refuses these messages: .*{says}"):
+            tokenizer.encode_chat(HELLO)
+    assert Tokenizer(TEXT, {}, PLAIN).encode_chat(HELLO) == byte_level().encode("hello")
+    del tokenizer
+    gc.collect()
+    assert children() == before
+
+
+def test_one_process_renders_all_chats_and_ends_with_the_tokenizer() -> None:
+    before, descriptors = children(), os.listdir("/proc/self/fd")
+    tokenizer = Tokenizer(TEXT, {}, PLAIN)
+    assert children() == before  # none before there is a chat
+    for number in range(20):
+        tokenizer.encode_chat([{"content": "x" * number}])
+        if number == 0:
+            worker = only_child(before)
+    assert only_child(before) == worker
+    del tokenizer
+    gc.collect()
+    assert children() == before and len(os.listdir("/proc/self/fd")) == len(descriptors)
+
+
+def test_a_process_that_was_killed_is_started_anew() -> None:
+    before = children()
+    tokenizer = Tokenizer(TEXT, {}, PLAIN)
+    tokenizer.encode_chat(HELLO)
+    os.kill(only_child(before), signal.SIGKILL)
+    for _ in range(100):
+        try:
+            assert tokenizer.encode_chat(HELLO) == byte_level().encode("hello")
+            return
+        except RequestError as error:  # it was killed, and still looked alive
+            assert "it fails" in str(error)
+    pytest.fail("no chat is rendered any more")
+
+
+def test_several_threads_chat_with_one_tokenizer() -> None:
+    tokenizer, found = Tokenizer(TEXT, {}, PLAIN), list[bool]()
+
+    def chat(number: int) -> None:
+        for _ in range(20):
+            text = f"thread {number}"
+            found.append(tokenizer.decode(tokenizer.encode_chat([{"content": text}])) == text)
+
+    threads = [threading.Thread(target=chat, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 80 and all(found)
+
+
+FORKED = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from helpers.toys.toy_tokenizers import byte_level
+from picompile_runtime import Tokenizer
+tokenizer = Tokenizer(byte_level()._tokenizer.to_str(), {}, "{{ messages[0].content }}")
+def chat(text):
+    assert tokenizer.decode(tokenizer.encode_chat([{"content": text}])) == text
+chat("before")
+children = []
+for number in range(3):
+    child = os.fork()
+    if child == 0:
+        for _ in range(30):
+            chat(f"child {number}")
+        sys.exit(0)
+    children.append(child)
+for _ in range(30):
+    chat("parent")
+assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0]
+chat("after")
+"""
+
+
+def test_forked_processes_have_renderers_of_their_own() -> None:
+    tests = str(Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED, tests], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "messages", [None, 5, "abc", [None], ["a"], [{"a": {1, 2}}], [{"a": object()}], {"role": "user"}, [{1j: 2}]]
+)
+def test_messages_that_are_none(messages: Any) -> None:
+    tokenizer = Tokenizer(TEXT, {}, PLAIN)
+    with pytest.raises(RequestError, match="messages must be a list of objects with what JSON can say, not"):
+        tokenizer.encode_chat(messages)
+    itself: dict[str, Any] = {}
+    itself["itself"] = itself
+    with pytest.raises(RequestError, match="messages must be"):
+        tokenizer.encode_chat([itself])
+
+
+def test_limits_that_the_user_has_set_stay() -> None:
+    """Whoever may not raise limits may have lower ones."""
+    program = (
+        "import resource, sys; from picompile_runtime import template_worker as worker\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40)); worker._limit(resource.RLIMIT_AS, 2**41)\n"
+        "assert resource.getrlimit(resource.RLIMIT_AS) == (2**40, 2**40)\n"
+        "worker._limit(resource.RLIMIT_AS, 2**39)\n"
+        "assert resource.getrlimit(resource.RLIMIT_AS) == (2**39, 2**40)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_more_descriptors_than_select_takes() -> None:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most[1] < 2000:
+        pytest.skip("this process may not open so many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(most[0], 2000), most[1]))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert Tokenizer(TEXT, {}, PLAIN).encode_chat(HELLO)
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
