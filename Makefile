@@ -22,6 +22,10 @@ TESTS ?= tests
 # The versions that are installed. With `CONSTRAINTS=` the newest that pyproject.toml allows.
 CONSTRAINTS ?= -c constraints.txt
 
+# Where torch's build for CPUs is. It has 200 MB; the build on PyPI brings several GB of CUDA 13, whose cuda-bindings 13 exclude
+# the 12 of the dev extra. Where this cannot be reached, pip takes torch from wherever else it finds one.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
 # More test processes than this only take memory: each holds torch.
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
 
@@ -64,6 +68,7 @@ docs: $(VENV)/.installed-docs
 constraints:
 	rm -rf build/constraints
 	$(PYTHON) -m venv build/constraints
+	build/constraints/bin/python -m pip --quiet install --retries 0 --no-deps --index-url $(TORCH_INDEX) 'torch==2.13.*' || true
 	build/constraints/bin/python -m pip --quiet install '.[dev,docs]'
 	build/constraints/bin/python .ci/freeze.py > build/constraints.txt
 	mv build/constraints.txt constraints.txt
@@ -91,6 +96,7 @@ $(VENV)/.created:
 # A second run finds the stamp and installs nothing, until the requirements change.
 $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "installing picompile and what it needs; torch is large, this takes some minutes"
+	@$(PIP) install --retries 0 --no-deps --index-url $(TORCH_INDEX) 'torch==2.13.*' 2>/dev/null || true
 	@$(PIP) install $(CONSTRAINTS) --editable .
 	@touch $@
 
