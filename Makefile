@@ -62,7 +62,7 @@ bench: $(VENV)/.installed
 	done
 
 docs: $(VENV)/.installed-docs
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 	@echo "build/site/index.html"
 
 constraints:

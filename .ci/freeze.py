@@ -12,8 +12,8 @@ from packaging.version import Version
 
 OLDEST = "3.10"
 NEWER = ("3.11", "3.12", "3.13")
-# Each environment brings its installer with it. torch's build for GPUs wants another major version of cuda-bindings than
-# the dev extra: pinned, it would keep `make demo` from installing where torch's build for CPUs cannot be had.
+# Each environment brings its installer with it. torch's build for GPUs wants another major version of cuda-bindings
+# than the dev extra: pinned, it would keep `make demo` from installing where torch's build for CPUs cannot be had.
 NOT_PINNED = ("cuda-bindings", "cuda-pathfinder", "pip", "setuptools", "wheel")
 
 HEAD = """\
