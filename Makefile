@@ -1,8 +1,12 @@
-# make demo   compile the bundled model and generate text from it
-# make test   ruff, mypy and the tests that are needed for a first answer
+# make demo        compile the bundled model and generate text from it
+# make test        ruff, mypy and the tests that are needed for a first answer
 # make test-slow   the other tests; tests/helpers/slow.py says which. make test-all runs both
-# make fuzz   attacks and property tests on new random examples, for MINUTES=10
-# make bench  compile a 1.3-billion-parameter model with 10 % of its neurons firing, and measure it
+# make lint        ruff and mypy alone
+# make coverage    pytest, and which lines and branches it reached: in the terminal and in htmlcov/index.html
+# make fuzz        attacks and property tests on new random examples, for MINUTES=10
+# make bench       compile a 1.3-billion-parameter model with 10 % of its neurons firing, and measure it
+# make docs        the documentation as a site, in build/site
+# make constraints write constraints.txt anew, with the newest versions
 # make format make clean
 #
 # Needed: Python 3.10 or newer with venv, and gcc. Everything else goes into .venv.
@@ -13,12 +17,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PROMPT ?= class Reader:
 MINUTES ?= 10
+# What `make coverage` runs; a folder of tests is quicker than all.
+TESTS ?= tests
+
+# The versions that are installed. With `CONSTRAINTS=` the newest that pyproject.toml allows.
+CONSTRAINTS ?= -c constraints.txt
 
 # More test processes than this only take memory: each holds torch.
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
 PYTEST = $(BIN)/pytest -n $(JOBS) --dist worksteal --durations=20
 
-.PHONY: demo test test-slow test-all fuzz bench format clean
+.PHONY: demo test test-slow test-all lint coverage fuzz bench docs constraints format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -26,16 +35,26 @@ demo: $(VENV)/.installed
 	$(BIN)/picompile inspect build/tiny-reglu
 	$(BIN)/picompile run build/tiny-reglu -p "$(PROMPT)" -n 160 --echo --temp 0.5 --top-p 0.9 --repetition-penalty 1.1 --seed 1
 
-test: $(VENV)/.installed-dev
+test: lint
+	$(BIN)/pytest -n $(JOBS) --dist worksteal
+
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+test: lint
 	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow
 
 test-all: test test-slow
+
+# Takes about twice as long as the tests alone.
+coverage: $(VENV)/.installed-dev
+	$(BIN)/coverage erase
+	$(BIN)/pytest -n $(JOBS) --dist worksteal --cov --cov-report=term --cov-report=html $(TESTS)
 
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python tests/fuzz.py --minutes $(MINUTES) --jobs $(JOBS)
@@ -48,12 +67,24 @@ bench: $(VENV)/.installed
 	    $(BIN)/picompile bench build/bench/reglu-1.3b-$$quant || exit 1; \
 	done
 
+docs: $(VENV)/.installed-docs
+	$(BIN)/mkdocs build --strict
+	@echo "build/site/index.html"
+
+constraints:
+	rm -rf build/constraints
+	$(PYTHON) -m venv build/constraints
+	build/constraints/bin/python -m pip --quiet install '.[dev,docs]'
+	build/constraints/bin/python .ci/freeze.py > build/constraints.txt
+	mv build/constraints.txt constraints.txt
+	rm -rf build/constraints
+
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -print | xargs rm -rf
 
 $(VENV)/.created:
@@ -68,12 +99,17 @@ $(VENV)/.created:
 	@touch $@
 
 # A second run finds the stamp and installs nothing, until the requirements change.
-$(VENV)/.installed: $(VENV)/.created pyproject.toml
+$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "installing picompile and what it needs; torch is large, this takes some minutes"
-	@$(PIP) install --editable .
+	@$(PIP) install $(CONSTRAINTS) --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing the development tools"
-	@$(PIP) install --editable '.[dev]'
+	@$(PIP) install $(CONSTRAINTS) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@echo "installing mkdocs"
+	@$(PIP) install $(CONSTRAINTS) --editable '.[docs]'
 	@touch $@

@@ -12,7 +12,10 @@ import pytest
 from helpers.powerinfer_files import Sizes, random_predictors, write_gguf
 from helpers.support import BUNDLED_MODEL, ROOT
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 # Architecture decision records have links, but no commands to run.
 ADRS = ROOT / "docs" / "adr"
@@ -28,6 +31,11 @@ EXEMPT = {
     "make test": "runs this test",
     "make fuzz": "runs the tests for long",
     "make format": "rewrites the sources",
+    "make lint": "a part of `make test`",
+    "make coverage": "runs the tests, for longer",
+    "make docs": "installs MkDocs; test_the_site_is_built builds the site where it is installed",
+    "make constraints": "downloads every package",
+    "make test CONSTRAINTS=": "downloads packages and runs this test",
     "make bench": "takes 7 GB of disk and some minutes",
     "pip install ./runtime": "downloads packages",
     "pip install 'picompile[testing]'": "downloads packages",
@@ -242,6 +250,15 @@ def test_write_a_pass(workplace: Path, environment: dict[str, str]) -> None:
     code = "\n".join(PYTHON.findall(text))
     script = f"from merge_duplicates import MergeDuplicates\n{code}"
     subprocess.run([sys.executable, "-c", script], cwd=workplace, env=environment_, check=True, timeout=300)
+
+
+def test_the_site_is_built(tmp_path: Path) -> None:
+    """Every page is in the navigation, and no link of the site leads nowhere."""
+    pytest.importorskip("mkdocs", reason="needs mkdocs: `make docs` installs it")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "index.html").exists()
 
 
 OPTION = re.compile(r"(?<![\w-])(--[a-z][a-z-]+)")
