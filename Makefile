@@ -61,12 +61,12 @@ $(VENV)/.created:
 	@touch $@
 
 # A second run finds the stamp and installs nothing, until the requirements change.
-$(VENV)/.installed: $(VENV)/.created pyproject.toml
+$(VENV)/.installed: $(VENV)/.created pyproject.toml runtime/pyproject.toml
 	@echo "installing picompile and what it needs; torch is large, this takes some minutes"
-	@$(PIP) install --editable .
+	@$(PIP) install --editable ./runtime --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing the development tools"
-	@$(PIP) install --editable '.[dev]'
+	@$(PIP) install --editable ./runtime --editable '.[dev]'
 	@touch $@
