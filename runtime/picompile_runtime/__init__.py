@@ -14,24 +14,30 @@ with load("artifact") as engine:
     logits = engine.decode_batch([token, other_token], slots=[0, 1])  # float32 [2, vocab]
 """
 
-from picompile_runtime.artifact.reader import Artifact, Manifest, open_artifact, verify
-from picompile_runtime.bench.floor import memory_bandwidth
-from picompile_runtime.bench.measure import measure
-from picompile_runtime.bench.perplexity import Perplexity, perplexity
-from picompile_runtime.engine.engine import Engine, load
-from picompile_runtime.engine.timing import FiringCounts
-from picompile_runtime.errors import (
-    ArtifactError,
-    DoesNotFitError,
-    KernelError,
-    MachineError,
-    PicompileRuntimeError,
-    RequestError,
-)
-from picompile_runtime.sampling.generate import Generation, GenerationStats, generate
-from picompile_runtime.sampling.sampler import Sampler, SamplingParams
-from picompile_runtime.sampling.scores import Scores, TopScores
-from picompile_runtime.sampling.tokenizer import StreamDecoder, Tokenizer
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from picompile_runtime.version import __version__
+
+if TYPE_CHECKING:
+    from picompile_runtime.artifact.reader import Artifact, Manifest, open_artifact, verify
+    from picompile_runtime.bench.floor import memory_bandwidth
+    from picompile_runtime.bench.measure import measure
+    from picompile_runtime.bench.perplexity import Perplexity, perplexity
+    from picompile_runtime.engine.engine import Engine, load
+    from picompile_runtime.engine.timing import FiringCounts
+    from picompile_runtime.errors import (
+        ArtifactError,
+        DoesNotFitError,
+        KernelError,
+        MachineError,
+        PicompileRuntimeError,
+        RequestError,
+    )
+    from picompile_runtime.sampling.generate import Generation, GenerationStats, generate
+    from picompile_runtime.sampling.sampler import Sampler, SamplingParams
+    from picompile_runtime.sampling.scores import Scores, TopScores
+    from picompile_runtime.sampling.tokenizer import StreamDecoder, Tokenizer
 
 __all__ = [
     "Artifact",
@@ -53,6 +59,7 @@ __all__ = [
     "StreamDecoder",
     "Tokenizer",
     "TopScores",
+    "__version__",
     "generate",
     "load",
     "measure",
@@ -61,3 +68,43 @@ __all__ = [
     "perplexity",
     "verify",
 ]
+
+# Names are imported on first use (PEP 562): importing the package costs nothing.
+_HOME = {
+    "Artifact": "picompile_runtime.artifact.reader",
+    "ArtifactError": "picompile_runtime.errors",
+    "DoesNotFitError": "picompile_runtime.errors",
+    "Engine": "picompile_runtime.engine.engine",
+    "FiringCounts": "picompile_runtime.engine.timing",
+    "Generation": "picompile_runtime.sampling.generate",
+    "GenerationStats": "picompile_runtime.sampling.generate",
+    "KernelError": "picompile_runtime.errors",
+    "MachineError": "picompile_runtime.errors",
+    "Manifest": "picompile_runtime.artifact.reader",
+    "Perplexity": "picompile_runtime.bench.perplexity",
+    "PicompileRuntimeError": "picompile_runtime.errors",
+    "RequestError": "picompile_runtime.errors",
+    "Sampler": "picompile_runtime.sampling.sampler",
+    "SamplingParams": "picompile_runtime.sampling.sampler",
+    "Scores": "picompile_runtime.sampling.scores",
+    "StreamDecoder": "picompile_runtime.sampling.tokenizer",
+    "Tokenizer": "picompile_runtime.sampling.tokenizer",
+    "TopScores": "picompile_runtime.sampling.scores",
+    "generate": "picompile_runtime.sampling.generate",
+    "load": "picompile_runtime.engine.engine",
+    "measure": "picompile_runtime.bench.measure",
+    "memory_bandwidth": "picompile_runtime.bench.floor",
+    "open_artifact": "picompile_runtime.artifact.reader",
+    "perplexity": "picompile_runtime.bench.perplexity",
+    "verify": "picompile_runtime.artifact.reader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
