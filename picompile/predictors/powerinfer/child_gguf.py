@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGUFReader, ReaderTensor, dequantize, gguf_reader
 
-from picompile.predictors.powerinfer.child import Part, RefusedError
+from picompile.predictors.powerinfer.handover import Part, RefusedError
 
 
 def read_gguf(file: str, magic: str, tensors: Mapping[str, Sequence[object]]) -> list[Part]:

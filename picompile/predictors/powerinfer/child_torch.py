@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from picompile.predictors.powerinfer.child import Part, RefusedError
+from picompile.predictors.powerinfer.handover import Part, RefusedError
 
 # Shares of the tokens, which some write in place of counts, become counts in this many.
 SHARE_TOKENS = 1_000_000

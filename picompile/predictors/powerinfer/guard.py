@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from picompile.errors import DoesNotFitError, UsageError
-from picompile.predictors.powerinfer.child import DISK_FULL, REFUSAL_FILE, REFUSED, TENSORS_FILE
+from picompile.predictors.powerinfer.handover import DISK_FULL, REFUSAL_FILE, REFUSED, TENSORS_FILE
 from picompile.predictors.powerinfer.headers import GgufHeader
 from picompile.predictors.powerinfer.sources import PredictorSource
 
