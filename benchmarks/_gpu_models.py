@@ -34,7 +34,7 @@ from picompile.frontend.captured import Captured, ModelFacts
 from picompile.frontend.checkpoint import ModuleWeights
 from picompile.frontend.hf import capture_config
 from picompile.progress import NoProgress
-from picompile.synth.shapes import ModelShape
+from picompile.synth.families import ModelShape
 from picompile_codegen.build.isa import ISAS
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import Lowered, lower

@@ -8,7 +8,7 @@ from picompile.placement.machine import MachineOptions, find_machine
 from picompile.placement.planning import PlanOptions, make_plan
 from picompile.placement.sources import ModelOptions, find_model
 from picompile.progress import NoProgress
-from picompile.synth.shapes import ModelShape
+from picompile.synth.families import ModelShape
 from picompile_codegen.lowering.placement import ON_HOST, Placement
 from picompile_passes.dialect import FORMATS
 

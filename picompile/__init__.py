@@ -22,14 +22,13 @@ from picompile.errors import (
     UsageError,
 )
 from picompile.lazy import lazy
+from picompile.version import __version__
 
 if TYPE_CHECKING:
     from picompile.compile import compile_model
     from picompile.compile_options import CompileOptions
     from picompile.frontend import Captured, capture_module, load_model
     from picompile_runtime import Engine, load, verify
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AccuracyError",

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from picompile.compile_options import CHUNK, DEFAULT_CONTEXT, KV_DTYPES, QUANTIZATIONS
+from picompile.choices import CHUNK, DEFAULT_CONTEXT, KV_DTYPES, MOST_LAYERS, QUANTIZATIONS, default_kv_dtype
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.placement.firing import Firing
 from picompile.placement.model_bytes import ModelBytes, Tally
-from picompile.predictors.description import MOST_LAYERS
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -177,9 +176,9 @@ def _insert_pass(
 
 
 def _kv_dtype(canonical: "GraphModule") -> str:
-    """As the compiler chooses it: FATReLU jumps at its threshold, and gets a float32 cache."""
+    """Return the cache's type as the compiler chooses it; one block that needs f32 decides for the whole model."""
     from picompile_passes.graph.nodes import arguments, calls
     from picompile_passes.graph.operands import FFN
 
-    jumps = any(arguments(block)["activation"].startswith("fatrelu") for block in calls(canonical.graph, FFN))
-    return "f32" if jumps else "f16"
+    wanted = {default_kv_dtype(arguments(block)["activation"]) for block in calls(canonical.graph, FFN)}
+    return "f32" if "f32" in wanted else "f16"

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from picompile.compile_options import MOST_SEQUENCES
+from picompile.choices import MOST_SEQUENCES
 
 if TYPE_CHECKING:
     from picompile.placement.counting import Packing

@@ -17,8 +17,9 @@ bias, the bias is the offset. Tokens flow through each layer as it is made, and 
 then see (`network`). Memory holds one matrix at a time.
 """
 
+from picompile.synth.families import ModelShape
 from picompile.synth.network import SynthesizedFiring
-from picompile.synth.shapes import SHAPES, ModelShape, find_config, find_shape, shape_from_config
+from picompile.synth.shapes import SHAPES, find_config, find_shape, shape_from_config
 from picompile.synth.synthesis import Synthesis, predictor_rank, synthesize
 
 __all__ = [

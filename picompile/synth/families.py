@@ -6,11 +6,7 @@ family's `names` give each role its place in the checkpoint, `{}` being the laye
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from picompile.synth.shapes import ModelShape
-
+from typing import Any
 
 Config = Mapping[str, Any]
 
@@ -38,6 +34,35 @@ class SynthFamily:
     query_bias: Callable[[Config], bool] = lambda config: bool(config.get("attention_bias", False))
     output_bias: Callable[[Config], bool] = lambda config: bool(config.get("attention_bias", False))
     ffn_bias: Callable[[Config], bool] = lambda config: bool(config.get("mlp_bias", False))
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """One model's shape. `config` is what its `config.json` says; the other fields are read from it.
+
+    `activation` is in the dialect's text form. `query_bias`, `output_bias` and `ffn_bias` say whether these linear
+    layers have a bias. `specials` are the token ids that stand for no text (start, end, padding).
+    """
+
+    name: str
+    family: SynthFamily
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    positions: int
+    activation: str
+    eps: float
+    rope_theta: float
+    tied: bool
+    query_bias: bool
+    output_bias: bool
+    ffn_bias: bool
+    specials: tuple[int, ...]
+    config: Mapping[str, Any] = field(repr=False)
 
 
 _FIELDS = {
@@ -141,7 +166,7 @@ def find_family(config: Config) -> SynthFamily | None:
     return FAMILIES.get(f"{config.get('model_type')}{variant}")
 
 
-def tensor_shapes(shape: "ModelShape") -> Iterator[tuple[str, tuple[int, ...]]]:
+def tensor_shapes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor of the checkpoint, in the order in which they are made."""
     names = shape.family.names
     yield f"{names['embedding']}.weight", (shape.vocab, shape.hidden)
@@ -155,7 +180,7 @@ def tensor_shapes(shape: "ModelShape") -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{names['head']}.weight", (shape.vocab, shape.hidden)
 
 
-def _layer_tensors(shape: "ModelShape", layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _layer_tensors(shape: ModelShape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     linears = {
         "qkv": (queries + 2 * keys, shape.hidden, shape.query_bias),
@@ -180,7 +205,7 @@ def _layer_tensors(shape: "ModelShape", layer: int) -> Iterator[tuple[str, tuple
             yield from _norm_tensors(shape, name)
 
 
-def _norm_tensors(shape: "ModelShape", name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _norm_tensors(shape: ModelShape, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield f"{name}.weight", (shape.hidden,)
     if shape.family.norm == "layer":
         yield f"{name}.bias", (shape.hidden,)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from picompile.synth.shapes import ModelShape
+from picompile.synth.families import ModelShape
 from picompile.synth.writer import CheckpointWriter
 
 # The constant direction's entries in the stream, beside entries of about 1. More of it makes offsets small; less leaves

@@ -1,49 +1,19 @@
 """A shape that can be synthesized: the facts of a Hugging Face `config.json` of a supported family."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.json_file import read_json_object
-from picompile.synth.families import FAMILIES, SynthFamily, find_family
+from picompile.synth.families import FAMILIES, ModelShape, SynthFamily, find_family
 from picompile_passes.dialect.activations import ACTIVATIONS
 
 # No layer of a real model comes near it, and the disk is asked for the size before anything is written.
 _LARGEST = 1 << 20
 # With fewer dimensions there is no room for a low-rank subspace beside the constant directions.
 _SMALLEST_HIDDEN = 32
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """One model's shape. `config` is what its `config.json` says; the other fields are read from it.
-
-    `activation` is in the dialect's text form. `query_bias`, `output_bias` and `ffn_bias` say whether these linear
-    layers have a bias. `specials` are the token ids that stand for no text (start, end, padding).
-    """
-
-    name: str
-    family: SynthFamily
-    hidden: int
-    ffn: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    positions: int
-    activation: str
-    eps: float
-    rope_theta: float
-    tied: bool
-    query_bias: bool
-    output_bias: bool
-    ffn_bias: bool
-    specials: tuple[int, ...]
-    config: Mapping[str, Any] = field(repr=False)
 
 
 def shape_from_config(name: str, config: Mapping[str, Any]) -> ModelShape:

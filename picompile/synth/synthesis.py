@@ -12,11 +12,10 @@ import torch
 from picompile.errors import UsageError
 from picompile.output import reserve
 from picompile.progress import NoProgress, Progress
-from picompile.synth.families import tensor_shapes
+from picompile.synth.families import ModelShape, tensor_shapes
 from picompile.synth.firing import beta_rates
 from picompile.synth.network import SynthesizedFiring, make_network
 from picompile.synth.recipe import Recipe, balanced_signs, random_subspace
-from picompile.synth.shapes import ModelShape
 from picompile.synth.tokens import write_tokenizer
 from picompile.synth.writer import DTYPES, SHARD_BYTES, CheckpointWriter, Table, check_disk, check_free, table_bytes
 

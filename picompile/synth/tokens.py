@@ -14,7 +14,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
-from picompile.synth.shapes import ModelShape
+from picompile.synth.families import ModelShape
 
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 

@@ -28,8 +28,8 @@ from picompile.errors import DoesNotFitError, UsageError
 from picompile.frontend.checkpoint import fingerprint
 from picompile.predictors import Predictors, load_predictors
 from picompile.predictors.powerinfer import GuardLimits, PredictorSource, find_source, import_predictors, read_guarded
-from picompile.predictors.powerinfer.handover import RefusedError, write_parts
 from picompile.predictors.powerinfer.child_torch import read_activations, read_files
+from picompile.predictors.powerinfer.handover import RefusedError, write_parts
 from picompile.predictors.powerinfer.importer import check_by_config, computes_above
 from picompile_passes.predictors import predictor_kind
 
