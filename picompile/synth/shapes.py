@@ -1,6 +1,7 @@
 """A shape that can be synthesized: the facts of a Hugging Face `config.json` of a supported family."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
