@@ -35,8 +35,9 @@ from test_prediction import held_out, write_predictors
 
 import picompile_runtime
 from picompile.artifact import code as hot_device
+from picompile.choices import CHUNK
 from picompile.compile import compile_model
-from picompile.compile_options import CHUNK, CompileOptions
+from picompile.config import CompileOptions
 from picompile.frontend import Captured, load_model
 from picompile_codegen.lowering.placement import ON_HOST, Placement
 

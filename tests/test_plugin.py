@@ -19,8 +19,8 @@ from support import ROOT, BuildOnce, Cli, Ended
 
 import picompile_runtime
 from picompile.compile import compile_model
-from picompile.compile_options import CompileOptions
 from picompile.compile_passes import pipeline_passes
+from picompile.config import CompileOptions
 from picompile.frontend import load_model
 from picompile_passes.graph.materialize import materialize
 from picompile_passes.pipeline import Pipeline

@@ -10,7 +10,7 @@ from support import BUNDLED_MODEL, Cli
 
 import picompile_runtime
 from picompile.compile import compile_model
-from picompile.compile_options import CompileOptions
+from picompile.config import CompileOptions
 from picompile.errors import AccuracyError, UsageError
 from picompile.frontend.checkpoint import fingerprint
 from picompile.machine import TARGETS

@@ -17,7 +17,7 @@ from support import BUNDLED_MODEL, BuildOnce, compile_for_test
 from torch.fx import GraphModule
 
 from picompile.artifact.files import weights_bytes
-from picompile.compile_options import KV_DTYPES
+from picompile.choices import KV_DTYPES
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.hf import capture_config, load_model
 from picompile.placement.counting import SPLIT_BYTES, Packing, count_bytes, shape_bytes

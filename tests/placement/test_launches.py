@@ -13,7 +13,7 @@ import pytest
 from families import config_of
 from torch.fx import GraphModule
 
-from picompile.compile_options import KV_DTYPES
+from picompile.choices import KV_DTYPES
 from picompile.frontend.hf import capture_config
 from picompile.machine import TARGETS
 from picompile.placement.counting import Packing, count_bytes
