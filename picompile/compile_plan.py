@@ -108,7 +108,8 @@ def _plan_options(machine: "MachineOptions", checkpoint: Path | None, progress: 
 
 
 def _count(config: CompileConfig, captured: "Captured", predictors: "Predictors | None") -> "ModelBytes":
-    from picompile.placement.counting import Packing, count_bytes
+    from picompile.placement.counting import count_bytes
+    from picompile.placement.packing import Packing
 
     packing = Packing(
         config.quant, config.predictor.kind, config.context, config.sequences, config.kv_dtype, config.chunk

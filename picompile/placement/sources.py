@@ -12,9 +12,9 @@ from picompile.progress import Progress
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from picompile.placement.counting import Packing
     from picompile.placement.firing import Firing
     from picompile.placement.model_bytes import ModelBytes
+    from picompile.placement.packing import Packing
     from picompile.predictors import Predictors
     from picompile.predictors.profile import Profile, ProfileOptions
     from picompile.predictors.store import BlockShape
@@ -237,7 +237,7 @@ def _firing(
 def _packing(options: ModelOptions, limit: object, activation: str) -> "Packing":
     """How the model is packed; `limit` is how many positions it has, where it has a limit."""
     from picompile.choices import resolve_context
-    from picompile.placement.counting import Packing
+    from picompile.placement.packing import Packing
     from picompile_passes.dialect.activations import parse_activation
 
     longest = limit if isinstance(limit, int) and limit > 0 else None
