@@ -28,8 +28,7 @@ from torch.fx import GraphModule
 
 from picompile.artifact import files as artifact_writer
 from picompile.artifact.code import AcceleratorTarget, Code, build_code
-from picompile.artifact.writer import Compiled, Facts, Source, write_program
-from picompile.compile_options import CompileOptions
+from picompile.artifact.writer import ArtifactContents, write_program
 from picompile.frontend.captured import Captured, ModelFacts
 from picompile.frontend.checkpoint import ModuleWeights
 from picompile.frontend.hf import capture_config
@@ -124,9 +123,10 @@ def _write(
     hot_device = None
     if lowered.device_built:
         hot_device = AcceleratorTarget("cuda", options.sm).build(code, lowered, folder, NoProgress())
-    source = Source(Captured(graph, ModuleWeights({}), _facts(shape)), None, options.context, code, None)
-    compiled = Compiled(source, CompileOptions(quant=options.quant), None, None, graph, lowered)
-    write_program(compiled, lowered, folder, Facts(code, "", hot_device))
+    weights = ModuleWeights({})
+    captured = Captured(graph, weights, _facts(shape))
+    contents = ArtifactContents(captured, None, "cpu", options.quant, code, None, graph, lowered, weights)
+    write_program(contents, lowered, folder, code, "", hot_device)
     tensors, constants = _tensors(graph, lowered, split)
     artifact_writer.write_json(folder / "weights.json", {"tensors": tensors})
     (folder / "constants.bin").write_bytes(constants)

@@ -16,10 +16,10 @@ from picompile.errors import SolverError
 from picompile.placement import policies
 from picompile.placement.impact import dense_first
 from picompile.placement.latency import Task, latency_program
-from picompile.placement.model_bytes import CROSSING_LAUNCHES, exchange_launches
+from picompile.placement.model_bytes import CROSSING_LAUNCHES
 from picompile.placement.program import Place, Program, evaluate
 from picompile.placement.solver import solve
-from picompile.placement.times import GROUP, Where
+from picompile.placement.times import GROUP, Where, exchange_launches
 
 FITTING = (0.1, 0.25, 0.5, 0.8, 1.0)
 

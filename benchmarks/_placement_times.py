@@ -16,11 +16,12 @@ from direct_program import direct_impact, direct_latency, restricted
 from picompile.errors import SolverError
 from picompile.machine import TARGETS
 from picompile.placement import policies
-from picompile.placement.counting import Packing, shape_bytes
+from picompile.placement.counting import shape_bytes
 from picompile.placement.firing import firing_of_curve
 from picompile.placement.impact import dense_first, impact_program
 from picompile.placement.latency import Task, latency_program
 from picompile.placement.machine import machine_of
+from picompile.placement.packing import Packing
 from picompile.placement.planning import OBJECTIVES
 from picompile.placement.solver import solve
 from picompile.placement.times import group_count

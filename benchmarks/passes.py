@@ -17,8 +17,8 @@ import time
 def measure(shape: str, layers: int) -> dict[str, object]:
     """One run in this process."""
     start = time.perf_counter()
-    from picompile.compile_options import CompileOptions
     from picompile.compile_passes import pipeline_passes
+    from picompile.config import CompileOptions
     from picompile.frontend import capture_config
     from picompile.synth.named import find_shape
     from picompile_passes.base import Pass

@@ -20,11 +20,12 @@ from _placement import GIB, WEIGHT_BYTES
 
 from picompile.machine import SYNC_S, TARGETS
 from picompile.placement import policies
-from picompile.placement.counting import Packing, shape_bytes
+from picompile.placement.counting import shape_bytes
 from picompile.placement.firing import Firing, firing_of_curve
 from picompile.placement.latency import Task, latency_program
 from picompile.placement.machine import Machine, machine_of
 from picompile.placement.model_bytes import ModelBytes
+from picompile.placement.packing import Packing
 from picompile.placement.program import Place, Program, evaluate
 from picompile.placement.solver import solve
 from picompile.synth.named import find_config

@@ -22,11 +22,11 @@ from picompile.errors import (
     UsageError,
 )
 from picompile.lazy import lazy
-from picompile_runtime.version import __version__
+from picompile.version import __version__
 
 if TYPE_CHECKING:
     from picompile.compile import compile_model
-    from picompile.compile_options import CompileOptions
+    from picompile.config import CompileOptions
     from picompile.frontend import Captured, capture_module, load_model
     from picompile_runtime import Engine, load, verify
 
@@ -51,7 +51,7 @@ __all__ = [
 
 _HOME = {
     "Captured": "picompile.frontend",
-    "CompileOptions": "picompile.compile",
+    "CompileOptions": "picompile.config",
     "Engine": "picompile_runtime",
     "capture_module": "picompile.frontend",
     "compile_model": "picompile.compile",

@@ -1,67 +1,53 @@
-"""The compiler driver: from a checkpoint to an artifact, in numbered steps.
+"""The compiler driver: from a checkpoint to an artifact, in steps that each return a value.
 
-1. capture    the model becomes an FX graph, without weights
-2. predictors where they are trained: profile, train, or what a folder has of both
-3. plan       for a GPU, unless it is given: which neurons are hot, and what else lies where (`picompile.compile_plan`)
-4. passes     canonical → predicted → partitioned → quantized
-5. lower      kernel calls, packed weights, planned buffers
-6. kernels    TVM compiles them for each instruction set, gcc links them with the thread pool
-7. weights    each tensor is read, transformed and written, one at a time
-8. gate       perplexity with the predictors against every neuron; too far off, and larger predictors go back to 3
-9. manifest   sizes and hashes; the folder is renamed into place
+| step | result | where |
+| --- | --- | --- |
+| capture | `Captured`: the model as an FX graph, without weights | `steps` |
+| resolve options | `CompileConfig`: every default filled in | `config` |
+| predictors | `PredictorSet`, None where they are lossless: given, or trained on a profile | `predictors` |
+| plan | `Plan`, None where nothing is placed: which neurons are hot, and where the rest lies | `compile_plan` |
+| passes | `GraphModule`: canonical → predicted → partitioned → quantized | `compile_passes` |
+| lower | `Lowered`: kernel calls, planned buffers, packed tensors that are not read yet | `compile_lower` |
+| write | `WrittenArtifact`: kernels compiled and linked, each tensor read, packed and written | `artifact` |
+| accuracy check | `AccuracyReport`: perplexity with the predictors against every neuron | `compile_accuracy` |
+
+An artifact that meets its accuracy bound is published: its folder is renamed into place. Else the steps from the plan
+on are taken again with larger predictors for the layers that lose most, if there are any.
 """
 
 import os
+import shutil
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from picompile.artifact.writer import Compiled, Source, write_artifact
-from picompile.compile_options import (
-    CHUNK,
-    DEFAULT_CONTEXT,
-    DEFAULT_GATE,
-    HOT_DEVICES,
-    KV_DTYPES,
-    LOSSLESS,
-    MOST_SEQUENCES,
-    PREDICTORS,
-    QUANTIZATIONS,
-    CompileOptions,
-)
-from picompile.compile_passes import pipeline_passes, run_passes
-from picompile.compile_plan import check_plan, check_plan_model, check_profile, find_plan
-from picompile.errors import AccuracyError, UsageError
-from picompile.output import OutputPath, reserve
+from picompile.artifact.code import accelerator_target, planned_code
+from picompile.artifact.writer import ArtifactContents, WrittenArtifact, make_room, record_accuracy, write_artifact
+from picompile.compile_accuracy import check_accuracy, require_checkable
+from picompile.compile_lower import lower_for, say_if_large
+from picompile.compile_passes import compilation_passes, pipeline_passes
+from picompile.compile_plan import check_checkpoint, check_given_plan, place_neurons
+from picompile.config import CompileConfig, CompileOptions, cache_context, resolve
+from picompile.errors import AccuracyError
+from picompile.output import reserve
 from picompile.progress import NoProgress, Progress
+from picompile.steps import capture_model, run_passes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.fx import GraphModule
 
-    from picompile.artifact.code import AcceleratorTarget
+    from picompile.artifact.code import AcceleratorTarget, Code
     from picompile.frontend import Captured
-    from picompile.frontend.captured import ModelFacts
     from picompile.placement.plan import Plan
+    from picompile.predictors.accuracy import AccuracyReport
     from picompile.predictors.predictor_set import PredictorSet
     from picompile_codegen.lowering.lower import Lowered
-    from picompile_codegen.lowering.program import LoweredProgram
 
-__all__ = [
-    "CHUNK",
-    "DEFAULT_CONTEXT",
-    "DEFAULT_GATE",
-    "HOT_DEVICES",
-    "KV_DTYPES",
-    "MOST_SEQUENCES",
-    "PREDICTORS",
-    "QUANTIZATIONS",
-    "CompileOptions",
-    "compile_model",
-    "pipeline_passes",
-    "run_passes",
-]
-
-# Of a tensor: indices have 32 bits.
-_MOST_ELEMENTS = 2**31 - 1
+__all__ = ["CompileOptions", "compile_model", "pipeline_passes", "run_passes"]
 
 
 def compile_model(
@@ -69,168 +55,131 @@ def compile_model(
     output: str | os.PathLike[str],
     options: CompileOptions | None = None,
     progress: Progress | None = None,
-) -> None:
-    """Compiles `model`, an HF folder or what `picompile.frontend.capture_module` returned, into the artifact `output`.
+) -> "AccuracyReport | None":
+    """Compile a model into the artifact `output`, which appears whole or not at all.
 
-    Raises `UsageError` (2), `UnsupportedModelError` (3), `DoesNotFitError` (5), or `MachineError` or `ToolchainError`
-    (6) where the code cannot be made here; each before anything is written.
+    Args:
+        model: a Hugging Face folder, or what `picompile.frontend.capture_module` returned.
+        output: the folder to make.
+        options: what to compile for; the defaults of `CompileOptions` unless given.
+        progress: is told of each step.
+
+    Returns:
+        What the predictors cost; None where they are lossless, so that nothing was checked.
+
+    Raises:
+        UsageError: the options do not fit the model, or `output` is in the way (exit code 2).
+        UnsupportedModelError: the model cannot be compiled (3).
+        DoesNotFitError: it does not fit the machine it is planned for, or the disk (5).
+        MachineError, ToolchainError: the code cannot be made on this machine (6).
+        AccuracyError: the accuracy bound is not met, and there are no larger predictors (7).
     """
     options, progress, output = options or CompileOptions(), progress or NoProgress(), Path(output)
     from picompile.artifact.files import check_output
 
-    def check() -> None:
-        check_output(output, options.overwrite)
-
+    check = partial(check_output, output, options.overwrite)
     # Before anything is made beside it.
     check()
     with reserve(output, overwrite=options.overwrite, check=check) as place:
-        _compile_to(place, model, options, progress)
+        code, accelerator = _check_before_capture(model, options)
+        checkpoint, captured = _capture(model, progress)
+        config = resolve(options, captured.facts)
+        check_given_plan(config, captured.facts, progress)
+        source = _Source(checkpoint, captured, config, code, accelerator)
+        with place.scratch() as scratch:
+            artifact, report = _compile(source, place.path, scratch, progress)
+            place.publish(artifact.folder)
+    return report
 
 
-def _compile_to(
-    place: OutputPath, model: "str | os.PathLike[str] | Captured", options: CompileOptions, progress: Progress
-) -> None:
-    from picompile.artifact.code import accelerator_target, planned_code
-    from picompile.compile_gate import check_gate
+@dataclass(frozen=True)
+class _Source:
+    """What is compiled, and for what. `checkpoint` is the model's folder, None for a module in memory."""
 
-    # Before the model is captured, which takes longer than to tell that a pass is not known.
-    pipeline_passes(options)
-    code, device = planned_code(options.target), accelerator_target(options)
-    check_gate(options, code)
-    if isinstance(model, str | os.PathLike):
-        _check_folder(options, Path(model))
-        _check_context(options, Path(model))
-        folder, captured = Path(model), _capture(Path(model), progress)
-    else:
-        folder, captured = None, model
-    source = Source(captured, folder, _context(captured.facts, options), code, device)
-    if options.plan is not None:
-        check_plan(options.plan, source, options, progress)
-    if options.predictor in LOSSLESS:
-        _compile(source, None, place, options, progress)
-        return
-    from picompile.predictors.predictor_set import find_prediction
-
-    with find_prediction(folder, captured, place, options, progress) as prediction:
-        _compile_gated(source, prediction, place, options, progress)
-
-
-def _check_folder(options: CompileOptions, model: Path) -> None:
-    """Raises `UsageError` for a plan, or a profile to plan with, of another checkpoint than `model`."""
-    if options.plan is not None:
-        check_plan_model(options.plan, model)
-    if options.makes_plan and options.profile is not None:
-        check_profile(options.profile, model)
+    checkpoint: Path | None
+    captured: "Captured"
+    config: CompileConfig
+    code: "Sequence[Code]"
+    accelerator: "AcceleratorTarget | None"
 
 
 def _compile(
-    source: Source, prediction: "PredictorSet | None", place: OutputPath, options: CompileOptions, progress: Progress
-) -> None:
-    from picompile.compile_gate import needs_stand_in
+    source: _Source, output: Path, scratch: Path, progress: Progress
+) -> "tuple[WrittenArtifact, AccuracyReport | None]":
+    """Return an artifact in the folder `scratch` that meets its accuracy bound, and its report if it was checked.
 
-    plan = find_plan(source, prediction, options, progress)
-    insert, facts = None if prediction is None else prediction.insert_pass(), source.captured.facts
-    passes = pipeline_passes(options, insert, facts, plan)
-    graph_module = run_passes(source.captured, options, progress, passes)
-    with progress.step("lower"):
-        lowered = _lower(graph_module, source, plan, options, source.device)
-        host_only = None
-        if prediction is not None and source.device is not None and needs_stand_in(source.code, source.device):
-            host_only = _lower(graph_module, source, plan, options, None)
-    _say_if_large(lowered.program, progress)
-    write_artifact(Compiled(source, options, plan, prediction, graph_module, lowered, host_only), place, progress)
+    Raises `AccuracyError` where it does not meet the bound, and there are no larger predictors to try.
+    """
+    from picompile.predictors.predictor_set import obtain_predictors
 
-
-def _compile_gated(
-    source: Source, prediction: "PredictorSet", place: OutputPath, options: CompileOptions, progress: Progress
-) -> None:
-    """Compiles; where the gate is not met, again with larger predictors for the layers to blame."""
-    while True:
-        try:
-            return _compile(source, prediction, place, options, progress)
-        except AccuracyError as error:
-            larger = prediction.larger(error.layers)
-            if larger is None:
-                raise
-            progress.say(f"{error}; trying larger predictors there")
-            prediction = larger
-
-
-def _capture(model: Path, progress: Progress) -> "Captured":
-    from picompile.frontend import load_model
-
-    with progress.step("capture"):
-        captured = load_model(model)
-    if captured.warning is not None:
-        progress.say(captured.warning)
-    return captured
+    captured, config = source.captured, source.config
+    predictors = obtain_predictors(source.checkpoint, captured, scratch, config.predictor, progress)
+    previous: WrittenArtifact | None = None
+    for attempt in count():
+        plan = place_neurons(config, captured, source.checkpoint, predictors, progress)
+        passes = compilation_passes(config, captured.facts, predictors, plan)
+        graph_module = run_passes(captured, passes, progress, config.debug.dump_ir, verify=config.debug.verify)
+        lowered = lower_for(graph_module, captured.facts, plan, config, source.accelerator, progress)
+        say_if_large(lowered.program, progress)
+        contents = _contents(source, graph_module, lowered, predictors, plan)
+        previous = make_room(output, lowered, previous)
+        artifact = write_artifact(contents, scratch / f"artifact-{attempt}", progress, previous)
+        if previous is not None:
+            shutil.rmtree(previous.folder)
+        if predictors is None:
+            break
+        report = check_accuracy(artifact, predictors, plan, config, progress)
+        if report.met:
+            record_accuracy(artifact, report.to_json())
+            return artifact, report
+        larger = predictors.choose_larger(report.worst_layers)
+        if larger is None:
+            raise AccuracyError(report.refusal, report.worst_layers)
+        progress.say(f"{report.refusal}; trying larger predictors there")
+        predictors, previous = larger, artifact
+    return artifact, None
 
 
-def _check_context(options: CompileOptions, model: Path) -> None:
-    """Raises `UsageError` for a context that the model has no positions for, before it is captured."""
-    if options.context is None:
-        return
-    from picompile.frontend.hf import open_checkpoint
+def _check_before_capture(
+    model: "str | os.PathLike[str] | Captured", options: CompileOptions
+) -> "tuple[Sequence[Code], AcceleratorTarget | None]":
+    """Return the code to make. Raise for what can be refused at once; capturing a model takes longer."""
+    pipeline_passes(options)
+    code, accelerator = planned_code(options.target), accelerator_target(options.accelerator, options.target)
+    require_checkable(options, code)
+    if isinstance(model, str | os.PathLike):
+        check_checkpoint(options, Path(model))
+        if options.context is not None:
+            from picompile.frontend.hf import open_checkpoint
 
-    _context(open_checkpoint(model).facts, options)
-
-
-def _context(facts: "ModelFacts", options: CompileOptions) -> int:
-    limit = facts.max_positions
-    context = options.context or min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
-    if limit is not None and context > limit:
-        raise UsageError(f"a context of {context} tokens is more than the model's {limit} positions")
-    elements = options.sequences * context * facts.kv_heads * facts.head_dim
-    if elements > _MOST_ELEMENTS:
-        raise UsageError(
-            f"{_cache_text(options.sequences, context)} has {elements:,} elements a layer, and kernels count to "
-            f"{_MOST_ELEMENTS:,}; choose fewer sequences or a smaller context"
-        )
-    return context
+            cache_context(options, open_checkpoint(Path(model)).facts)
+    return code, accelerator
 
 
-def _kv_dtype(captured: "Captured") -> str:
-    """FATReLU jumps at its threshold: what a float16 cache rounds off moves neurons across and changes the logits."""
-    return "f32" if captured.facts.activation.startswith("fatrelu") else "f16"
+def _capture(model: "str | os.PathLike[str] | Captured", progress: Progress) -> "tuple[Path | None, Captured]":
+    """Return the checkpoint folder, None for a module in memory, and the captured model."""
+    if isinstance(model, str | os.PathLike):
+        return Path(model), capture_model(Path(model), progress)
+    return None, model
 
 
-def _lower(
+def _contents(
+    source: _Source,
     graph_module: "GraphModule",
-    source: Source,
+    lowered: "Lowered",
+    predictors: "PredictorSet | None",
     plan: "Plan | None",
-    options: CompileOptions,
-    device: "AcceleratorTarget | None",
-) -> "Lowered":
-    """The program for host and `device`, or for the host alone."""
-    from picompile.artifact.code import placement
-    from picompile_codegen.lowering.function import LowerOptions
-    from picompile_codegen.lowering.lower import lower
-
-    lower_options = LowerOptions(
-        source.context,
-        options.chunk,
-        KV_DTYPES[options.kv_dtype or _kv_dtype(source.captured)],
-        options.sequences,
-        None if device is None else device.kind,
-        placement(plan, source.captured.facts.layers),
+) -> ArtifactContents:
+    base = source.captured.weights
+    return ArtifactContents(
+        source.captured,
+        source.checkpoint,
+        source.config.targets,
+        source.config.quant,
+        source.code,
+        source.accelerator,
+        graph_module,
+        lowered,
+        base if predictors is None else predictors.weights(base),
+        None if plan is None else plan.to_json(),
     )
-    return lower(graph_module, lower_options)
-
-
-def _say_if_large(program: "LoweredProgram", progress: Progress) -> None:
-    """An artifact may be for a machine that has more memory; on this one it would not load."""
-    from picompile.machine.host import host_memory
-    from picompile_runtime.devices.memory import in_units
-
-    total_bytes, _ = host_memory()
-    if program.state_bytes > total_bytes:
-        needed, there = in_units(program.state_bytes, total_bytes)
-        progress.say(
-            f"{_cache_text(program.sequences, program.context)} takes {needed}, more than this machine's {there}: the "
-            "artifact will not load here"
-        )
-
-
-def _cache_text(sequences: int, context: int) -> str:
-    several = "" if sequences == 1 else f"{sequences} sequences of "
-    return f"a cache for {several}{context} tokens"

@@ -1,65 +1,79 @@
-"""The passes of a compilation: ours and those that were asked for, in order, and how they are run."""
+"""The passes of a compilation, ours and those that were asked for, in order."""
 
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from picompile.compile_options import CompileOptions
+from picompile.config import CompileConfig, CompileOptions
 from picompile.errors import UsageError
-from picompile.progress import Progress
 
 if TYPE_CHECKING:
-    from torch.fx import GraphModule
-
-    from picompile.frontend import Captured
     from picompile.frontend.captured import ModelFacts
     from picompile.placement.plan import Plan
+    from picompile.predictors.predictor_set import PredictorSet
     from picompile_passes.base import Pass, Stage
 
 
-def pipeline_passes(
-    options: CompileOptions,
-    insert: "Pass | None" = None,
-    facts: "ModelFacts | None" = None,
-    plan: "Plan | None" = None,
-) -> "list[Pass]":
-    """The passes from captured to quantized, in order; `insert` is the one that puts lossy predictors in.
+def pipeline_passes(options: CompileOptions, insert: "Pass | None" = None) -> "list[Pass]":
+    """Return the passes from captured to quantized that `options` ask for, in order.
 
-    `plan`, or that of `options`, says which neurons are hot; without one, every layer of the model that
-    `facts` are of gets a hot part where there is a hot device.
+    The model is not known here: hot neurons are those that a plan or `hot` names.
+
+    Args:
+        options: what to compile for.
+        insert: the pass that inserts predictors; by default `InsertPredictors` of a lossless kind.
+
+    Raises:
+        RegistryError, PassOptionError, UsageError: an extra pass, one of its options or its stage is not known.
     """
-    from picompile_passes.passes.canonicalize import CANONICALIZE
     from picompile_passes.passes.insert_predictors import InsertPredictors
+
+    kind = str(options.predictor) if options.predictor is not None and options.is_lossless else "auto"
+    hot = options.plan.hot_neurons() if options.plan is not None else dict(options.hot or {})
+    return _passes(insert or InsertPredictors(kind), hot, options.quant, options.passes)
+
+
+def compilation_passes(
+    config: CompileConfig, facts: "ModelFacts", predictors: "PredictorSet | None", plan: "Plan | None"
+) -> "list[Pass]":
+    """Return the passes from captured to quantized of one compilation, in order.
+
+    Args:
+        config: what the model is compiled for.
+        facts: of the model.
+        predictors: the lossy predictors to insert, None where the predictor is lossless.
+        plan: says which neurons are hot. Without one, those of `config` are; and where there is an accelerator, layers
+            that it does not name are hot altogether.
+    """
+    from picompile_passes.passes.insert_predictors import InsertPredictors
+
+    insert = InsertPredictors(config.predictor.insert_kind) if predictors is None else predictors.insert_pass()
+    return _passes(insert, _hot_neurons(config, facts, plan), config.quant, config.debug.passes)
+
+
+def _passes(insert: "Pass", hot: Mapping[int, Sequence[int]], quant: str, extra: Sequence[str]) -> "list[Pass]":
+    from picompile_passes.passes.canonicalize import CANONICALIZE
     from picompile_passes.passes.partition import Partition
     from picompile_passes.passes.quantize import Quantize
     from picompile_passes.registry import make_pass
 
-    own = [
-        *CANONICALIZE,
-        insert or InsertPredictors(str(options.predictor) if options.predictor in ("exact", "none") else "auto"),
-        Partition(_hot_neurons(options, facts, plan)),
-        Quantize(options.quant),
-    ]
-    extra = [_with_stage(text) for text in options.passes]
-    return _in_order(own, [(make_pass(name), stage) for name, stage in extra])
+    named = [_with_stage(text) for text in extra]
+    return _in_order(
+        [*CANONICALIZE, insert, Partition(hot), Quantize(quant)], [(make_pass(name), stage) for name, stage in named]
+    )
 
 
-def _hot_neurons(
-    options: CompileOptions, facts: "ModelFacts | None", plan: "Plan | None"
-) -> Mapping[int, Sequence[int]]:
-    """Layer → the neurons of its hot part."""
-    plan = plan or options.plan
+def _hot_neurons(config: CompileConfig, facts: "ModelFacts", plan: "Plan | None") -> Mapping[int, Sequence[int]]:
+    """Return the neurons of each layer's hot part."""
     if plan is not None:
         return plan.hot_neurons()
-    hot = dict(options.hot or {})
-    if facts is None or options.device is None:
+    hot = dict(config.placement.hot or {})
+    if config.placement.accelerator is None:
         return hot
     return {layer: hot.get(layer, range(facts.ffn)) for layer in range(facts.layers)} | hot
 
 
 def _with_stage(text: str) -> "tuple[str, Stage | None]":
-    """The pass and the stage that `name{option=value}@stage` names; the stage may be left out."""
+    """Return the pass and the stage that `name{option=value}@stage` names; None for a stage that is left out."""
     from picompile_passes.base import Stage
 
     name, at, stage = text.rpartition("@")
@@ -73,7 +87,7 @@ def _with_stage(text: str) -> "tuple[str, Stage | None]":
 
 
 def _in_order(own: "Sequence[Pass]", extra: "Sequence[tuple[Pass, Stage | None]]") -> "list[Pass]":
-    """`own` passes, with each of the `extra` ones where its stage, or else the one it requires, is reached."""
+    """Return `own` passes, with each of the `extra` ones where its stage, or else the one it requires, is reached."""
     from picompile_passes.base import Stage
 
     ordered, reached = [], min(Stage)
@@ -84,23 +98,3 @@ def _in_order(own: "Sequence[Pass]", extra: "Sequence[tuple[Pass, Stage | None]]
         ordered.append(pass_)
         reached = max(reached, pass_.ensures or reached)
     return [*ordered, *(other for other, _ in waiting)]
-
-
-def _own_folder() -> Path:
-    """A new folder for this user alone, which stays: what is in it is for people."""
-    return Path(tempfile.mkdtemp(prefix="picompile-reproducer-"))
-
-
-def run_passes(
-    captured: "Captured", options: CompileOptions, progress: Progress, passes: "Sequence[Pass] | None" = None
-) -> "GraphModule":
-    """Runs `passes`, or else the pipeline of `options`, on a captured graph; the result is of the quantized stage."""
-    from picompile_passes.pipeline import Dump, Pipeline, each, verifying
-
-    passes = pipeline_passes(options) if passes is None else passes
-    # Dumped before it is verified, so that a faulty graph is there to be looked at.
-    dump = Dump(options.dump_ir) if options.dump_ir is not None else None
-    with progress.step("passes", len(passes)) as advance:
-        hook = each(dump, verifying if options.verify else None, lambda *_: advance(1))
-        pipeline = Pipeline(tuple(passes), hook, reproducers=options.dump_ir or _own_folder)
-        return pipeline(captured.graph_module).graph_module

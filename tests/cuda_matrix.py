@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from helpers.families import build, save
-from picompile.compile_options import CompileOptions
-from picompile.compile_passes import pipeline_passes, run_passes
+from picompile.compile_passes import pipeline_passes
+from picompile.config import CompileOptions
 from picompile.frontend import load_model
 from picompile.progress import NoProgress
+from picompile.steps import run_passes
 from picompile_codegen.cuda.build import FILES, build_cuda
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
@@ -66,7 +67,7 @@ def kernels_of(model: Model) -> dict[str, Any]:
         Partition(hot) if isinstance(each, Partition) else each
         for each in pipeline_passes(options, InsertPredictors(model.predictor, ranks=ranks))
     ]
-    graph_module = run_passes(captured, options, NoProgress(), passes)
+    graph_module = run_passes(captured, passes, NoProgress())
     placement = Placement.all_of(len(layers))
     lowered = lower(graph_module, LowerOptions(CONTEXT, CHUNK, model.kv_dtype, model.sequences, "cuda", placement))
     return {kernel.name: kernel for kernel in lowered.device_built.values()}

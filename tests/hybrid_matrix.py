@@ -40,7 +40,7 @@ from helpers.hybrid import (
     shares_of,
 )
 from picompile.compile import compile_model
-from picompile.compile_options import CompileOptions
+from picompile.config import CompileOptions
 from picompile.frontend import Captured, load_model
 from picompile.machine import TARGETS, find_native_target
 from test_end_to_end import BYTES_TOLERANCE, TOLERANCE

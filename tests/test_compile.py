@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import picompile.compile as compile_module
 import picompile_runtime
 from picompile.artifact.files import check_disk
+from picompile.choices import MOST_SEQUENCES
 from picompile.compile import compile_model
-from picompile.compile_options import CompileOptions
+from picompile.compile_lower import say_if_large
 from picompile.compile_passes import pipeline_passes
+from picompile.config import CompileOptions
 from picompile.errors import DoesNotFitError, TargetError, UnsupportedModelError, UsageError
 from picompile.frontend import capture_module
-from picompile.machine import measured as measure
 from picompile.progress import NoProgress
 from picompile_codegen.lowering import program as codegen_program
 from picompile_runtime.artifact import program
@@ -104,7 +104,7 @@ def test_a_context_past_the_models_positions_is_refused(tiny_model: Path, tmp_pa
 
 
 def test_the_runtime_takes_as_many_sequences() -> None:
-    assert compile_module.MOST_SEQUENCES == program.MOST_SEQUENCES
+    assert MOST_SEQUENCES == program.MOST_SEQUENCES
 
 
 @pytest.mark.parametrize(("total_bytes", "said"), [(2**20, False), (2**20 - 1, True)])
@@ -118,10 +118,10 @@ def test_a_cache_larger_than_this_machine_is_told(
         def say(self, text: str) -> None:
             lines.append(text)
 
-    monkeypatch.setattr(measure, "host_memory", lambda: (total_bytes, 0))
-    sizes = codegen_program.Program(context=128, chunk=4, vocab=5, layers=1, sequences=8)
-    sizes.state = {side: codegen_program.Tensor("float16", (8, 2, 128, 128)) for side in "kv"}
-    compile_module._say_if_large(sizes, Listening())
+    monkeypatch.setattr("picompile.machine.host.host_memory", lambda: (total_bytes, 0))
+    sizes = codegen_program.LoweredProgram(context=128, chunk=4, vocab=5, layers=1, sequences=8)
+    sizes.state = {side: codegen_program.ProgramTensor("float16", (8, 2, 128, 128)) for side in "kv"}
+    say_if_large(sizes, Listening())
     assert [line.split(" takes ")[0] for line in lines] == ["a cache for 8 sequences of 128 tokens"] * said
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from picompile.compile_options import CompileOptions
+from picompile.config import CompileOptions
 from picompile.errors import UsageError
 from picompile.predictors.profile import ProfileOptions
 from picompile.predictors.train import TrainOptions

@@ -33,8 +33,9 @@ from helpers.hybrid import (
 )
 from helpers.support import BUNDLED_MODEL
 from picompile.artifact import code as hot_device
+from picompile.choices import CHUNK
 from picompile.compile import compile_model
-from picompile.compile_options import CHUNK, CompileOptions
+from picompile.config import CompileOptions
 from picompile.frontend import Captured, load_model
 from picompile_codegen.lowering.placement import ON_HOST, Placement
 from test_end_to_end import BYTES_TOLERANCE, TOLERANCE

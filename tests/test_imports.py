@@ -1,8 +1,11 @@
-"""Who may import whom: DESIGN's rule, read from the source and tried in fresh interpreters."""
+"""Who may import whom: the rules of CONTRIBUTING.md, read from the source and tried in fresh interpreters."""
 
 import ast
+import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -111,3 +114,121 @@ def test_public_names_resolve() -> None:
     # In a process of its own: it loads everything there is.
     code = "import picompile\nfor name in picompile.__all__: getattr(picompile, name)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+# Inside `picompile/`: modules and folders form no cycle, and folders keep to the order of CONTRIBUTING.md. Imports
+# inside functions, those for type checkers alone, and names that are imported on first use count as all others do.
+
+Graph = Mapping[str, set[str]]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in python_files("picompile")}
+
+
+def imported_modules(module: str, source: str, *, is_package: bool) -> Iterator[str]:
+    """The modules of `picompile` that `source` names: in imports, or as text that something is imported by."""
+    package = module if is_package else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: imports by their full name say where they point"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in MODULES else str(node.module)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value):
+            text = package + node.value if is_package and node.value.startswith(".") else node.value
+            if "." in text:
+                yield text
+
+
+def import_graph() -> dict[str, set[str]]:
+    graph = {}
+    for module, path in MODULES.items():
+        source = path.read_text(encoding="utf-8")
+        found = imported_modules(module, source, is_package=path.name == "__init__.py")
+        graph[module] = {name for name in found if name in MODULES} - {module}
+    return graph
+
+
+def grouped(graph: Graph, group: Callable[[str], str | None]) -> dict[str, set[str]]:
+    """The graph of groups; a module without one is left out."""
+    result: dict[str, set[str]] = {}
+    for module, imported in graph.items():
+        if (own := group(module)) is not None:
+            others = {other for name in imported if (other := group(name)) not in (None, own)}
+            result.setdefault(own, set()).update(str(other) for other in others)
+    return result
+
+
+def cycle_of(graph: Graph) -> str:
+    """The path of a cycle, `a -> b -> a`; empty where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        # The sorter's edges point the other way.
+        return " -> ".join(reversed(error.args[1]))
+    return ""
+
+
+def test_no_cycle_among_modules() -> None:
+    assert cycle_of(import_graph()) == ""
+
+
+FOLDERS = sorted(module for module, path in MODULES.items() if path.name == "__init__.py")
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_cycle_among_the_parts_of_a_folder(folder: str) -> None:
+    """A part is a module or a folder with all that is in it."""
+
+    def part(module: str) -> str | None:
+        inside = module.removeprefix(f"{folder}.").partition(".")[0]
+        return f"{folder}.{inside}" if module.startswith(f"{folder}.") else None
+
+    assert cycle_of(grouped(import_graph(), part)) == ""
+
+
+def layers_of_contributing() -> list[list[str]]:
+    """The rows of the table, bottom first: which parts of `picompile/` each has."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.partition("| layer | parts of `picompile/`")[2].partition("\n\n")[0]
+    rows = [line.split("|")[2] for line in table.splitlines()[2:]]
+    return [[name.rstrip("/") for name in re.findall(r"`([\w/]+)`", row)] for row in rows]
+
+
+def test_parts_import_only_from_layers_below() -> None:
+    layers = layers_of_contributing()
+    heights = {f"picompile.{name}": height for height, row in enumerate(layers) for name in row}
+
+    def part(module: str) -> str:
+        return ".".join([*module.split("."), "__init__"][:2])
+
+    graph = grouped(import_graph(), part)
+    assert sorted(heights) == sorted(graph), "the table names other parts than there are"
+    assert len(heights) == sum(map(len, layers)), "the table names a part twice"
+    wrong = [f"{name} -> {other}" for name, used in graph.items() for other in used if heights[other] >= heights[name]]
+    assert sorted(wrong) == []
+
+
+def test_cycles_are_told_by_their_path() -> None:
+    found = cycle_of({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
+    assert sorted(set(found.split(" -> "))) == ["a", "b", "c"] and found[0] == found[-1]
+    assert "a -> b" in found
+
+
+def test_every_kind_of_import_counts() -> None:
+    source = (
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from picompile.errors import UsageError\n"
+        "def f():\n    import picompile.lazy\n    from picompile import version\n"
+        "_HOME = {'plan': '.planning', 'compile': 'picompile.compile'}\n"
+    )
+    found = imported_modules("picompile.placement", source, is_package=True)
+    expected = {f"picompile.{name}" for name in ("errors", "lazy", "version", "placement.planning", "compile")}
+    assert {name for name in found if name in MODULES} == expected

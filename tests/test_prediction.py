@@ -10,7 +10,7 @@ import torch
 import picompile_runtime
 from helpers.support import BUNDLED_MODEL, Cli
 from picompile.compile import compile_model
-from picompile.compile_options import CompileOptions
+from picompile.config import CompileOptions
 from picompile.errors import AccuracyError, UsageError
 from picompile.frontend.checkpoint import fingerprint
 from picompile.machine import TARGETS
@@ -32,17 +32,17 @@ EVERY_NEURON = PredictorKind(
 )
 
 
-def write_predictors(model: Path, folder: Path, bias: float) -> Path:
+def write_predictors(model: Path, folder: Path, bias: float, rank: int = RANK) -> Path:
     """Predictors of random weights: a large bias computes nearly all neurons, a small one few or none."""
     generator = torch.Generator().manual_seed(0)
     config = json.loads((model / "config.json").read_text())
     hidden, neurons = config["hidden_size"], config["intermediate_size"]
     tensors, layers = {}, []
     for layer in range(config["num_hidden_layers"]):
-        tensors[f"layers.{layer}.fc1"] = torch.randn(RANK, hidden, generator=generator) / hidden**0.5
-        tensors[f"layers.{layer}.fc2"] = torch.randn(neurons, RANK, generator=generator) / RANK**0.5
+        tensors[f"layers.{layer}.fc1"] = torch.randn(rank, hidden, generator=generator) / hidden**0.5
+        tensors[f"layers.{layer}.fc2"] = torch.randn(neurons, rank, generator=generator) / rank**0.5
         tensors[f"layers.{layer}.bias"] = torch.full((neurons,), bias)
-        layers.append(LayerPredictor(layer, "learned", "block", RANK, parameters=1, bytes_f16=2))
+        layers.append(LayerPredictor(layer, "learned", "block", rank, parameters=1, bytes_f16=2))
     save_predictors(folder, layers, tensors, {"fingerprint": fingerprint(model), "name": "tiny"})
     return folder
 

@@ -1,4 +1,4 @@
-"""The machine code of an artifact: for which instruction sets it is made, in which files, its entries in the manifest.
+"""The machine code of an artifact: its instruction sets, its accelerator, its files, and their manifest entries.
 
 The kernels of all instruction sets have the same names and arguments, so that one program runs with any of them.
 """
@@ -12,11 +12,8 @@ from picompile.machine import find_compiled_targets, gpu_of, native_target
 from picompile.progress import Progress
 
 if TYPE_CHECKING:
-    from picompile.compile_options import CompileOptions
-    from picompile.placement.plan import Plan
     from picompile_codegen.build.isa import Isa
     from picompile_codegen.lowering.lower import Lowered
-    from picompile_codegen.lowering.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -27,22 +24,24 @@ class Code:
     file: str
 
     def to_json(self) -> dict[str, Any]:
-        """The entry of the manifest: all that the runtime needs for its choice."""
+        """Return the manifest's entry, which has all that the runtime needs to choose."""
         isa = self.isa
         return {"isa": isa.name, "machine": isa.machine, "features": list(isa.features), "file": self.file}
 
 
 def planned_code(targets: str) -> list[Code]:
-    """The code that an artifact for `targets` has, best first.
+    """Return the code that an artifact for `targets` (names with commas between) has, best first.
 
-    Raises `TargetError`, `MachineError` for `native` where nothing is native, and `ToolchainError` where this machine
-    cannot link it.
+    Raises:
+        TargetError: a name is unknown, or nothing is compiled for it.
+        MachineError: `native` is asked for, and no code can be made for this processor.
+        ToolchainError: this machine cannot link the code.
     """
     from picompile_codegen.build.host_library import require_c_compilers
     from picompile_codegen.build.isa import ISAS
 
     wanted = {isa for target in find_compiled_targets(targets) for isa in target.isas}
-    # The table of instruction sets has the better of two of one machine behind the other.
+    # Of two instruction sets for one machine, the table has the better one last.
     isas = [isa for isa in reversed(ISAS.values()) if isa.name in wanted]
     require_c_compilers(isas)
     if len(isas) == 1:
@@ -51,14 +50,14 @@ def planned_code(targets: str) -> list[Code]:
 
 
 def runs_here(code: Sequence[Code]) -> bool:
-    """Whether this machine can run any of it."""
+    """Return whether this machine can run any of `code`."""
     from picompile_runtime.devices.machine import is_machine, missing_features
 
     return any(is_machine(each.isa.machine) and not missing_features(each.isa.features) for each in code)
 
 
 def native_code(file: str) -> Code:
-    """The best code for this machine, in `file`. Raises `MachineError` where none can be made for it."""
+    """Return the best code for this machine, to be put into `file`. Raise `MachineError` if there is none."""
     from picompile_codegen.build.isa import ISAS
 
     return Code(ISAS[native_target().isas[0]], file)
@@ -69,7 +68,7 @@ def _apart(isa: "Isa") -> Code:
 
 
 def build_code(code: Sequence[Code], lowered: "Lowered", folder: Path, progress: Progress) -> None:
-    """Compiles the kernels of `lowered` into the artifact's `folder`. Raises `BuildError`."""
+    """Compile the host's kernels of `lowered` into the artifact's `folder`. Raise `BuildError`."""
     from picompile_codegen.build.host_library import build_host_library
 
     (folder / "kernels").mkdir(exist_ok=True)
@@ -79,32 +78,34 @@ def build_code(code: Sequence[Code], lowered: "Lowered", folder: Path, progress:
             advance(1)
 
 
-# What an artifact has for its hot device: which one, what of the model runs there, and its code.
-
-
 @dataclass(frozen=True)
 class AcceleratorTarget:
-    """A hot device: a second partition of the CPU, or a GPU of compute capability `sm` / 10."""
+    """An accelerator to compile for: a second partition of the CPU, or a GPU of compute capability `sm` / 10."""
 
     kind: Literal["cpu", "cuda"]
     sm: int = 0
 
     def build(self, code: "Sequence[Code]", lowered: "Lowered", folder: Path, progress: Progress) -> dict[str, Any]:
-        """Compiles its kernels into the artifact's `folder`; the entry of the manifest. Raises `BuildError`."""
+        """Compile its kernels of `lowered` into `folder`; return the manifest's entry. Raise `BuildError`."""
         if self.kind == "cpu":
             return _build_cpu(code, lowered, folder, progress)
         return _build_cuda(self.sm, lowered, folder, progress)
 
 
-def accelerator_target(options: "CompileOptions") -> AcceleratorTarget | None:
-    """The hot device that is compiled for, None where there is none.
+def accelerator_target(kind: str | None, targets: str) -> AcceleratorTarget | None:
+    """Return the accelerator to compile for, or None where there is none.
 
-    Raises `ToolchainError` where there is nothing to make its code with.
+    Args:
+        kind: `cuda`, `cpu` (a second partition of the CPU), or None.
+        targets: names of rows of the table of targets; the GPU among them has the compute capability.
+
+    Raises:
+        ToolchainError: there is nothing to make its code with.
     """
-    if options.device is None:
+    if kind is None:
         return None
-    gpu = gpu_of(options.target)
-    if options.device == "cpu" or gpu is None or gpu.sm is None:
+    gpu = gpu_of(targets)
+    if kind == "cpu" or gpu is None or gpu.sm is None:
         return AcceleratorTarget("cpu")
     from picompile_codegen.cuda.build import require_nvrtc
 
@@ -112,26 +113,12 @@ def accelerator_target(options: "CompileOptions") -> AcceleratorTarget | None:
     return AcceleratorTarget("cuda", gpu.sm)
 
 
-def placement(plan: "Plan | None", layers: int) -> "Placement":
-    """What of a model runs on the hot device beside hot neurons: what the plan says, or all that can."""
-    from picompile_codegen.lowering.placement import Placement
-
-    if plan is None:
-        return Placement.all_of(layers)
-    return Placement(
-        attention=frozenset(each.layer for each in plan.layers if each.attention == "gpu"),
-        caches=frozenset(each.layer for each in plan.layers if each.kv_cache == "gpu"),
-        predictors=frozenset(each.layer for each in plan.layers if each.predictor == "gpu"),
-        head=plan.head == "gpu",
-    )
-
-
 def _build_cpu(code: "Sequence[Code]", lowered: "Lowered", folder: Path, progress: Progress) -> dict[str, Any]:
-    """For each instruction set that the host has code for: whichever is chosen, both sides have it."""
+    """Build for each instruction set that the host has code for: whichever is chosen, both sides have it."""
     from picompile_codegen.build.host_library import build_host_library
 
     variants = [replace(each, file=f"kernels/hot.{each.isa.name}.so") for each in code]
-    with progress.step("hot device", len(variants)) as advance:
+    with progress.step("accelerator", len(variants)) as advance:
         for each in variants:
             build_host_library(lowered.device_kernels_for(each.isa), folder / each.file, each.isa)
             advance(1)
@@ -142,7 +129,7 @@ def _build_cuda(sm: int, lowered: "Lowered", folder: Path, progress: Progress) -
     from picompile_codegen import cuda
     from picompile_codegen.cuda.build import build_cuda
 
-    with progress.step("hot device"):
+    with progress.step("accelerator"):
         # The runtime asks with the last one whether the GPU sees what the host writes.
         files = build_cuda([*lowered.device_built.values(), cuda.ping_pong()], folder / "kernels", sm)
     return {"kind": "cuda", "sm": sm, **{role: f"kernels/{name}" for role, name in files.items()}}

@@ -1,5 +1,6 @@
-"""A file written in blocks that lie at multiples of their size.
+"""Writing an artifact's files, into a folder that takes its place when it is whole (see `picompile.output`).
 
+The same inputs give the same bytes. Weights are written in blocks that lie at multiples of their size.
 Linux keeps what is written at once in one piece of memory where the file system can (ext4 since 6.16, XFS since 5.18).
 Of such blocks it makes pages of 2 MiB when the file is mapped, and these are read up to 10 % faster than ones of 4 KiB:
 the processor looks up 512 times fewer addresses.
@@ -17,16 +18,25 @@ from typing import Any
 
 import torch
 
+from picompile.artifact.reuse import FileRange
 from picompile.errors import DoesNotFitError, UsageError
 from picompile_codegen.lowering.packing import Evaluate, PackedTensor
 from picompile_codegen.lowering.program import tensor_bytes
 from picompile_runtime.devices.memory import in_units
 
 BLOCK_BYTES = 2 << 20
+ALIGNMENT_BYTES = 64
+MANIFEST_FORMAT = "picompile-artifact"
+MANIFEST_SCHEMA = 4
+KERNEL_ABI = 1
+
+# Files beside the weights: program, kernels, tokenizer. Generous, since it only guards against a full disk.
+_OTHER_BYTES = 64 << 20
+_SAFETENSORS_DTYPE = {"float32": "F32", "uint8": "U8"}
 
 
 class BlockFile:
-    """Replaces the file at `path`; a context that writes what is left at its end."""
+    """Replace the file at `path`, block by block; a context that writes the rest when it ends."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)
@@ -34,7 +44,7 @@ class BlockFile:
         self._filled = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Appends `data`."""
+        """Append `data`."""
         rest = memoryview(data).cast("B")
         while len(rest):
             part = rest[: BLOCK_BYTES - self._filled]
@@ -61,23 +71,8 @@ class BlockFile:
         self._filled = 0
 
 
-# Writing an artifact's files, into a folder that takes its place when it is whole (see `picompile.output`).
-#
-# The same inputs give the same bytes.
-
-
-ALIGNMENT_BYTES = 64
-MANIFEST_FORMAT = "picompile-artifact"
-MANIFEST_SCHEMA = 4
-KERNEL_ABI = 1
-
-# Files beside the weights: program, kernels, tokenizer. Generous, since it only guards against a full disk.
-_OTHER_BYTES = 64 << 20
-_SAFETENSORS_DTYPE = {"float32": "F32", "uint8": "U8"}
-
-
 def check_output(output: Path, overwrite: bool) -> None:
-    """Refuses a place that cannot be written, before any work. Raises `UsageError`."""
+    """Raise `UsageError` for a path that cannot be written; asked before any work is done."""
     parent = output.absolute().parent
     if os.path.lexists(output) and not _is_empty_folder(output):
         if not overwrite:
@@ -94,11 +89,15 @@ def _is_empty_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
 
 
+def has_room(output: Path, weight_bytes: int) -> bool:
+    """Return whether the disk of `output` can hold an artifact with `weight_bytes` of weights."""
+    return shutil.disk_usage(output.absolute().parent).free >= weight_bytes + _OTHER_BYTES
+
+
 def check_disk(output: Path, weight_bytes: int) -> None:
-    """Refuses when the disk cannot hold the artifact. Raises `DoesNotFitError`."""
-    needed = weight_bytes + _OTHER_BYTES
-    free = shutil.disk_usage(output.absolute().parent).free
-    if free < needed:
+    """Raise `DoesNotFitError` if the disk of `output` cannot hold an artifact with `weight_bytes` of weights."""
+    if not has_room(output, weight_bytes):
+        needed, free = weight_bytes + _OTHER_BYTES, shutil.disk_usage(output.absolute().parent).free
         wanted, there = in_units(needed, free)
         raise DoesNotFitError(
             f"the artifact needs {wanted}, and the disk of {output.absolute().parent} has {there} free"
@@ -106,7 +105,7 @@ def check_disk(output: Path, weight_bytes: int) -> None:
 
 
 def _safetensors_header(tensors: Sequence[PackedTensor]) -> bytes:
-    """The header of a safetensors file, padded with spaces so that the data begins at a multiple of the alignment."""
+    """Return a safetensors header, padded with spaces so that the data begins at a multiple of the alignment."""
     header: dict[str, Any] = {}
     offset = 0
     for tensor in tensors:
@@ -123,9 +122,21 @@ def _safetensors_header(tensors: Sequence[PackedTensor]) -> bytes:
 
 
 def write_weights(
-    path: Path, tensors: Sequence[PackedTensor], evaluate: Evaluate, advance: Callable[[int], None]
+    path: Path,
+    tensors: Sequence[PackedTensor],
+    evaluate: Evaluate,
+    advance: Callable[[int], None],
+    unchanged: Mapping[str, FileRange] | None = None,
 ) -> str:
-    """Writes the packed tensors one at a time; returns the file's sha256. `advance` receives bytes."""
+    """Write the packed tensors one at a time; return the file's sha256.
+
+    Args:
+        path: the file to write.
+        tensors: the tensors, in the order that they have in the file.
+        evaluate: gives the value of a constant subgraph.
+        advance: receives the size of each tensor that is written, in bytes.
+        unchanged: where the bytes of some tensors lie already, by name; they are copied from there.
+    """
     digest = hashlib.sha256()
     with BlockFile(path) as file:
 
@@ -135,8 +146,12 @@ def write_weights(
 
         write(_safetensors_header(tensors))
         for tensor in tensors:
-            value = tensor.produce(evaluate).contiguous()
             expected = tensor_bytes(tensor.dtype, tensor.shape)
+            if unchanged is not None and tensor.name in unchanged:
+                _copy(unchanged[tensor.name], write)
+                advance(expected)
+                continue
+            value = tensor.produce(evaluate).contiguous()
             if value.numel() * value.element_size() != expected:
                 raise ValueError(f"{tensor.name}: {value.numel() * value.element_size()} bytes, planned {expected}")
             write(value.view(-1).view(torch.uint8).numpy().data)
@@ -145,18 +160,31 @@ def write_weights(
     return digest.hexdigest()
 
 
+def _copy(source: FileRange, write: Callable[[bytes], None]) -> None:
+    """Pass the bytes of `source` to `write`, a block at a time."""
+    with source.path.open("rb") as file:
+        file.seek(source.start)
+        left = source.size_bytes
+        while left:
+            data = file.read(min(left, BLOCK_BYTES))
+            if not data:
+                raise ValueError(f"{source.path} ends before {source.start + source.size_bytes} bytes")
+            write(data)
+            left -= len(data)
+
+
 def weights_bytes(tensors: Sequence[PackedTensor]) -> int:
-    """Size of the weight file without its header."""
+    """Return the size of the weights' file without its header."""
     return sum(tensor_bytes(tensor.dtype, tensor.shape) for tensor in tensors)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """JSON as people and `diff` read it."""
+    """Write `content` as JSON that people and `diff` can read."""
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def file_record(path: Path, sha256: str | None = None) -> dict[str, Any]:
-    """What the manifest says of one file. The hash is computed unless it is known from writing."""
+    """Return the manifest's record of one file. The hash is computed unless it is known from writing."""
     return {"bytes": path.stat().st_size, "sha256": sha256 or _digest(path)}
 
 

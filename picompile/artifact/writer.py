@@ -1,110 +1,173 @@
 """Writing what was compiled: code, weights, program, and what report and manifest say of them."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from picompile.compile_options import KV_DTYPES, CompileOptions
+from picompile.choices import KV_DTYPES
 from picompile.machine import find_compiled_targets
-from picompile.output import OutputPath
 from picompile.progress import Progress
+from picompile.version import __version__
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from picompile.artifact.code import AcceleratorTarget, Code
     from picompile.frontend import Captured
-    from picompile.placement.plan import Plan
-    from picompile.predictors.predictor_set import PredictorSet
     from picompile_codegen.lowering.lower import Lowered
+    from picompile_passes.graph.materialize import WeightSource
+
+WEIGHTS_FILE = "weights.safetensors"
 
 
 @dataclass(frozen=True)
-class Source:
-    """What is compiled. `folder` is the checkpoint's, where there is one; `code` is what the artifact shall have."""
+class ArtifactContents:
+    """All that an artifact is written from.
+
+    `checkpoint` is the model's folder, None for a module in memory. `targets` and `quant` are as the manifest repeats
+    them. `weights` has the values of the model's parameters and of its predictors. `plan` is the plan's JSON, None
+    where there is no plan.
+    """
 
     captured: "Captured"
-    folder: Path | None
-    context: int
+    checkpoint: Path | None
+    targets: str
+    quant: str
     code: "Sequence[Code]"
-    device: "AcceleratorTarget | None"
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """All that an artifact is written from. `host_only` is the same without a hot device, where the gate needs it."""
-
-    source: Source
-    options: CompileOptions
-    plan: "Plan | None"
-    prediction: "PredictorSet | None"
+    accelerator: "AcceleratorTarget | None"
     graph_module: "GraphModule"
     lowered: "Lowered"
-    host_only: "Lowered | None" = None
+    weights: "WeightSource"
+    plan: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What the manifest says of files beside their sizes: code, hot device, the weights' hash, the gate's result."""
+class WrittenArtifact:
+    """An artifact in `folder`, whole, and not yet where it was asked for.
 
-    code: "Sequence[Code]"
+    `accelerator` is the manifest's entry of the accelerator, None without one.
+    """
+
+    contents: ArtifactContents
+    folder: Path
     weights_sha256: str
-    hot_device: dict[str, Any] | None = None
-    accuracy: dict[str, Any] | None = field(default=None, repr=False)
+    accelerator: dict[str, Any] | None
 
 
-def write_artifact(compiled: Compiled, place: OutputPath, progress: Progress) -> None:
-    """Makes the artifact, whole or not at all. Raises `DoesNotFitError`, `BuildError`, `AccuracyGateError`."""
-    from picompile.artifact import files as writer
+def make_room(output: Path, lowered: "Lowered", previous: WrittenArtifact | None = None) -> WrittenArtifact | None:
+    """Remove `previous` where the disk of `output` cannot hold another artifact beside it. Return what is left of it.
+
+    Raises:
+        DoesNotFitError: the disk cannot hold the artifact of `lowered`.
+    """
+    from picompile.artifact import files
+
+    needed = files.weights_bytes(list(lowered.weights.tensors.values()))
+    if previous is not None and not files.has_room(output, needed):
+        shutil.rmtree(previous.folder)
+        previous = None
+    files.check_disk(output, needed)
+    return previous
+
+
+def write_artifact(
+    contents: ArtifactContents, folder: Path, progress: Progress, previous: WrittenArtifact | None = None
+) -> WrittenArtifact:
+    """Write an artifact into `folder`, which is made.
+
+    Args:
+        contents: what to write.
+        folder: a path on the disk that the artifact will stay on; ask `make_room` before.
+        progress: is told of each step.
+        previous: an artifact of the same model. Tensors that are made of the same weights in the same way are copied
+            from it.
+
+    Raises:
+        UsageError: the tokenizer is another model's.
+        BuildError: a kernel cannot be compiled.
+    """
     from picompile.artifact.code import build_code
-    from picompile.compile_gate import measure
     from picompile.frontend.tokenizer_files import read_tokenizer
 
-    source, lowered = compiled.source, compiled.lowered
-    tokenizer = read_tokenizer(source.folder, source.captured.facts.vocab)
-    writer.check_disk(place.path, writer.weights_bytes(list(lowered.weights.tensors.values())))
-    with place.folder() as folder:
-        build_code(source.code, lowered, folder, progress)
-        hot_device = None
-        if source.device is not None and lowered.device_built:
-            hot_device = source.device.build(source.code, lowered, folder, progress)
-        sha256 = _write_weights(compiled, folder, progress)
-        tokenizer.write(folder)
-        facts = Facts(source.code, sha256, hot_device)
-        accuracy = None if compiled.prediction is None else measure(compiled, folder, facts, progress)
-        write_program(compiled, lowered, folder, Facts(source.code, sha256, hot_device, accuracy))
+    lowered = contents.lowered
+    tokenizer = read_tokenizer(contents.checkpoint, contents.captured.facts.vocab)
+    folder.mkdir()
+    build_code(contents.code, lowered, folder, progress)
+    accelerator = None
+    if contents.accelerator is not None and lowered.device_built:
+        accelerator = contents.accelerator.build(contents.code, lowered, folder, progress)
+    sha256 = _write_weights(contents, folder, previous, progress)
+    tokenizer.write(folder)
+    write_program(contents, lowered, folder, contents.code, sha256, accelerator)
+    return WrittenArtifact(contents, folder, sha256, accelerator)
 
 
-def _write_weights(compiled: Compiled, folder: Path, progress: Progress) -> str:
-    """Writes weights.safetensors; its hash."""
-    from picompile.artifact import files as writer
+def record_accuracy(artifact: WrittenArtifact, accuracy: Mapping[str, Any]) -> None:
+    """Write the program, report and manifest of `artifact` anew, with the result of its accuracy check."""
+    contents, lowered = artifact.contents, artifact.contents.lowered
+    write_program(
+        contents, lowered, artifact.folder, contents.code, artifact.weights_sha256, artifact.accelerator, accuracy
+    )
+
+
+def _write_weights(
+    contents: ArtifactContents, folder: Path, previous: WrittenArtifact | None, progress: Progress
+) -> str:
+    """Write the weights' file. Return its sha256."""
+    from picompile.artifact import files
+    from picompile.artifact.reuse import unchanged_tensors
     from picompile_passes.graph.materialize import evaluate_constant
 
-    prediction, base = compiled.prediction, compiled.source.captured.weights
-    weights = base if prediction is None else prediction.weights(base)
-    tensors = list(compiled.lowered.weights.tensors.values())
-    with progress.step("weights", writer.weights_bytes(tensors)) as advance:
-        return writer.write_weights(
-            folder / "weights.safetensors",
+    tensors = list(contents.lowered.weights.tensors.values())
+    unchanged = {}
+    if previous is not None:
+        before, path = previous.contents, previous.folder / WEIGHTS_FILE
+        old = list(before.lowered.weights.tensors.values())
+        unchanged = unchanged_tensors(path, (before.graph_module, old), (contents.graph_module, tensors))
+    with progress.step("weights", files.weights_bytes(tensors)) as advance:
+        return files.write_weights(
+            folder / WEIGHTS_FILE,
             tensors,
-            lambda node: evaluate_constant(compiled.graph_module, node, weights),
+            lambda node: evaluate_constant(contents.graph_module, node, contents.weights),
             advance,
+            unchanged,
         )
 
 
-def write_program(compiled: Compiled, lowered: "Lowered", folder: Path, facts: Facts) -> None:
-    """Writes the program of `lowered`, report and manifest: with what else is in `folder`, an artifact that loads."""
-    from picompile.artifact import files as writer
+def write_program(
+    contents: ArtifactContents,
+    lowered: "Lowered",
+    folder: Path,
+    code: "Sequence[Code]",
+    weights_sha256: str,
+    accelerator: Mapping[str, Any] | None = None,
+    accuracy: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the program of `lowered`, the report and the manifest; with what else is in `folder`, it can be loaded.
+
+    Args:
+        contents: what the artifact is made from.
+        lowered: the program, that of `contents` or one that stands in for it.
+        folder: has the kernels, the weights and the tokenizer already.
+        code: the host's code in `folder`.
+        weights_sha256: the hash of the weights' file.
+        accelerator: the manifest's entry of the accelerator, None without one.
+        accuracy: the result of the accuracy check, None where there was none.
+    """
+    from picompile.artifact import files
     from picompile_runtime.artifact.reader import sealed
 
-    writer.write_json(folder / "program.json", lowered.program.to_json())
-    writer.write_json(folder / "report.json", _report(lowered, compiled.plan, facts.accuracy))
-    (folder / "manifest.json").write_bytes(sealed(_manifest(compiled, lowered, folder, facts)))
+    files.write_json(folder / "program.json", lowered.program.to_json())
+    files.write_json(folder / "report.json", _report(lowered, contents.plan, accuracy))
+    manifest = _manifest(contents, lowered, code, accelerator, accuracy)
+    manifest["files"] = _file_records(folder, weights_sha256)
+    (folder / "manifest.json").write_bytes(sealed(manifest))
 
 
-def _report(lowered: "Lowered", plan: "Plan | None", accuracy: dict[str, Any] | None) -> dict[str, Any]:
-    """What is known of each feed-forward block, of the plan that split them, and what the predictors cost."""
+def _report(lowered: "Lowered", plan: Mapping[str, Any] | None, accuracy: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what is known of each feed-forward block, of the plan that split them, and what the predictors cost."""
     from picompile_codegen.lowering.program import tensor_bytes
 
     sizes = {name: tensor_bytes(tensor.dtype, tensor.shape) for name, tensor in lowered.weights.tensors.items()}
@@ -114,43 +177,53 @@ def _report(lowered: "Lowered", plan: "Plan | None", accuracy: dict[str, Any] | 
     return report if accuracy is None else report | {"accuracy": accuracy}
 
 
-def _without_neurons(plan: "Plan") -> dict[str, Any]:
-    """The plan but for the numbers of the hot neurons, which the artifact has in its tables."""
-    content = plan.to_json()
-    layers = [{key: value for key, value in layer.items() if key != "hot"} for layer in content["layers"]]
-    return content | {"layers": layers}
+def _without_neurons(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plan without the numbers of the hot neurons, which the artifact has in its tables."""
+    layers = [{key: value for key, value in layer.items() if key != "hot"} for layer in plan["layers"]]
+    return {**plan, "layers": layers}
 
 
-def _manifest(compiled: Compiled, lowered: "Lowered", folder: Path, facts: Facts) -> dict[str, Any]:
-    import picompile
-    from picompile.artifact import files as writer
+def _manifest(
+    contents: ArtifactContents,
+    lowered: "Lowered",
+    code: "Sequence[Code]",
+    accelerator: Mapping[str, Any] | None,
+    accuracy: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the manifest without the records of its files."""
+    from picompile.artifact import files
     from picompile.frontend.tokenizer_files import generation_eos
 
-    files = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    names = sorted(name for name in files if name != "manifest.json")
-    program, model = lowered.program, asdict(compiled.source.captured.facts)
-    model["eos_token_ids"] = sorted({*model["eos_token_ids"], *generation_eos(compiled.source.folder)})
-    accuracy = facts.accuracy
-    gate = {} if accuracy is None else {"accuracy": {key: accuracy[key] for key in accuracy if key != "layers"}}
+    program, model = lowered.program, asdict(contents.captured.facts)
+    model["eos_token_ids"] = sorted({*model["eos_token_ids"], *generation_eos(contents.checkpoint)})
+    checked = {} if accuracy is None else {"accuracy": {key: accuracy[key] for key in accuracy if key != "layers"}}
     return {
-        "format": writer.MANIFEST_FORMAT,
-        "schema": writer.MANIFEST_SCHEMA,
-        "picompile": picompile.__version__,
-        "abi": writer.KERNEL_ABI,
-        "target": ",".join(target.name for target in find_compiled_targets(compiled.options.target)),
-        "code": [each.to_json() for each in facts.code],
-        **({} if facts.hot_device is None else {"hot_device": facts.hot_device}),
+        "format": files.MANIFEST_FORMAT,
+        "schema": files.MANIFEST_SCHEMA,
+        "picompile": __version__,
+        "abi": files.KERNEL_ABI,
+        "target": ",".join(target.name for target in find_compiled_targets(contents.targets)),
+        "code": [each.to_json() for each in code],
+        **({} if accelerator is None else {"hot_device": accelerator}),
         "model": model,
-        "quant": compiled.options.quant,
+        "quant": contents.quant,
         "predictor": "+".join(sorted({part.predictor for part in program.ffn})),
-        # Bytes are what a q8 cache is made of.
+        # A q8 cache is made of bytes.
         "kv_dtype": {"int8": KV_DTYPES["q8"]}.get(program.state["k.0"].dtype, program.state["k.0"].dtype),
         "context": program.context,
         "chunk": program.chunk,
         "sequences": program.sequences,
-        **gate,
-        "files": {
-            name: writer.file_record(folder / name, facts.weights_sha256 if name == "weights.safetensors" else None)
-            for name in names
-        },
+        **checked,
+    }
+
+
+def _file_records(folder: Path, weights_sha256: str) -> dict[str, Any]:
+    """Return the size and hash of every file in `folder` but the manifest."""
+    from picompile.artifact import files
+
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return {
+        name: files.file_record(folder / name, weights_sha256 if name == WEIGHTS_FILE else None)
+        for name in names
+        if name != "manifest.json"
     }

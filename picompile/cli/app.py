@@ -17,7 +17,6 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from picompile import __version__
 from picompile.cli.bench import bench_command
 from picompile.cli.compile import compile_command
 from picompile.cli.diff import diff_command
@@ -36,6 +35,7 @@ from picompile.cli.train import train_command
 from picompile.cli.verify import verify_command
 from picompile.errors import PicompileError
 from picompile.output import DISK_FULL
+from picompile.version import __version__
 
 SIGNALLED = 128  # plus the signal's number, as shells have it
 INTERRUPTED = SIGNALLED + signal.SIGINT

@@ -159,7 +159,7 @@ def compile_command(
     bound = parse_gate(gate)
 
     from picompile.compile import compile_model
-    from picompile.compile_options import CompileOptions
+    from picompile.config import CompileOptions
     from picompile.placement.plan_file import read_plan
 
     options = CompileOptions(

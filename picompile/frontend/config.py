@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from picompile.choices import MOST_LAYERS
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.families import Family, check_config
 from picompile.frontend.json_file import token_ids
-from picompile.predictors.description import MOST_LAYERS
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The machines that models are planned and compiled for: a table, one row a machine, and this machine as measured."""
 
 from picompile.errors import TargetError
-from picompile.machine.table import LAUNCH_S, SYNC_S, TARGETS, Target, pcie_bytes_per_s
+from picompile.machine.table import LAUNCH_S, LOCAL, NATIVE, SYNC_S, TARGETS, Target, pcie_bytes_per_s
 
 __all__ = [
     "LAUNCH_S",
@@ -18,10 +18,6 @@ __all__ = [
     "pcie_bytes_per_s",
     "target_names",
 ]
-
-
-LOCAL = "local"
-NATIVE = "native"
 
 
 def target_names() -> tuple[str, ...]:

@@ -15,9 +15,9 @@ from time import time
 from typing import Any
 
 from picompile.errors import PicompileError
-from picompile.machine import LAUNCH_S, LOCAL, TARGETS, Target
 from picompile.machine.gpu import GpuName, GpuSpeed, find_gpu, measure_gpu
 from picompile.machine.host import Host, cpu_name, host_memory, measure_host
+from picompile.machine.table import LAUNCH_S, LOCAL, TARGETS, Target
 from picompile.output import writing_file
 from picompile_runtime import ArtifactError
 from picompile_runtime.artifact.fields import Fields, parse_object

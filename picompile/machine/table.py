@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+# Names beside those of the rows: this machine as measured, and the best row that this machine's processor can run.
+LOCAL = "local"
+NATIVE = "native"
+
 # One exchange between GPU and CPU: a copy down and a copy up of one vector. A copy costs 6 to 7 µs beside its bytes,
 # says https://github.com/NVIDIA/gdrcopy; arXiv 2602.21548 measured 5 to 7 µs. Nearly all of it is the driver's, so all
 # slots have one figure. That is from the start of each copy to its end, as operations of a stream; compiled programs

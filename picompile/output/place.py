@@ -47,15 +47,19 @@ class OutputPath:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """A new folder that takes the path when the block ends well, and is removed when it does not.
+        """A new folder that takes the path when the block ends well, and is removed when it does not."""
+        with self.scratch() as temporary:
+            yield temporary
+            self.publish(temporary)
+
+    def publish(self, folder: Path) -> None:
+        """Have `folder`, which is in a scratch folder or is one, take the path. It is synced to the disk first.
 
         A reader finds what was there before or the new one, where the file system can exchange names: see `rename`.
         """
-        with self.scratch() as temporary:
-            yield temporary
-            temporary.chmod(_mode_for(self.path))
-            sync_tree(temporary)
-            self._put_folder(temporary)
+        folder.chmod(_mode_for(self.path))
+        sync_tree(folder)
+        self._put_folder(folder)
 
     @contextmanager
     def file(self) -> Iterator[BinaryIO]:

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING
 from picompile.lazy import lazy
 
 if TYPE_CHECKING:
-    from picompile.placement.counting import Packing, count_bytes, shape_bytes
+    from picompile.placement.counting import count_bytes, shape_bytes
     from picompile.placement.firing import Firing, LayerFiring, firing_of_curve, firing_of_profile
     from picompile.placement.impact import impact_program
     from picompile.placement.latency import Task, latency_program
     from picompile.placement.machine import Machine, machine_of
     from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
+    from picompile.placement.packing import Packing
     from picompile.placement.plan import MemoryRow, Plan, PlanLayer
     from picompile.placement.plan_file import read_plan, write_plan
     from picompile.placement.planning import PlanOptions, make_plan
@@ -40,7 +41,7 @@ _HOME = {
     "Machine": ".machine",
     "MemoryRow": ".plan",
     "ModelBytes": ".model_bytes",
-    "Packing": ".counting",
+    "Packing": ".packing",
     "Place": ".program",
     "Plan": ".plan",
     "PlanLayer": ".plan",

@@ -5,14 +5,14 @@ every tensor.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from picompile.compile_options import CHUNK, DEFAULT_CONTEXT, KV_DTYPES, QUANTIZATIONS
+from picompile.choices import KV_DTYPES, MOST_LAYERS, default_kv_dtype
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.placement.firing import Firing
 from picompile.placement.model_bytes import ModelBytes, Tally
-from picompile.predictors.description import MOST_LAYERS
+from picompile.placement.packing import Packing
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -23,37 +23,6 @@ if TYPE_CHECKING:
 # A part of a split layer has at most three vectors of its own, one element a neuron: its neuron numbers and the biases
 # of gate and up. Each is padded to 64 bytes.
 SPLIT_BYTES = 3 * 64
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How a model is to be packed and run.
-
-    `quant`, `predictor`, `context`, `kv_dtype` and `chunk` as in `CompileOptions`; predictor `auto` is what None is
-    there. `batch` sequences are decoded together, each with a cache of its own. Raises `UsageError` for what no model
-    can be packed with.
-    """
-
-    quant: str = "q4"
-    predictor: str = "auto"
-    context: int = DEFAULT_CONTEXT
-    batch: int = 1
-    kv_dtype: str | None = None
-    chunk: int = CHUNK
-
-    def __post_init__(self) -> None:
-        from picompile_passes.predictors import predictor_kinds
-
-        for value, known, name in (
-            (self.quant, QUANTIZATIONS, "quantization"),
-            (self.predictor, ("auto", *predictor_kinds()), "predictor"),
-            (self.kv_dtype or "f16", tuple(KV_DTYPES), "KV cache type"),
-        ):
-            if value not in known:
-                raise UsageError(f"unknown {name} {value!r}; known are {', '.join(known)}")
-        for count, name, least in ((self.context, "context", 1), (self.batch, "batch", 1), (self.chunk, "chunk", 2)):
-            if count < least:
-                raise UsageError(f"the {name} must be at least {least}, not {count}")
 
 
 def count_bytes(
@@ -177,9 +146,9 @@ def _insert_pass(
 
 
 def _kv_dtype(canonical: "GraphModule") -> str:
-    """As the compiler chooses it: FATReLU jumps at its threshold, and gets a float32 cache."""
+    """Return the cache's type as the compiler chooses it; one block that needs f32 decides for the whole model."""
     from picompile_passes.graph.nodes import arguments, calls
     from picompile_passes.graph.operands import FFN
 
-    jumps = any(arguments(block)["activation"].startswith("fatrelu") for block in calls(canonical.graph, FFN))
-    return "f32" if jumps else "f16"
+    wanted = {default_kv_dtype(arguments(block)["activation"]) for block in calls(canonical.graph, FFN)}
+    return "f32" if "f32" in wanted else "f16"

@@ -6,11 +6,10 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from picompile.compile_options import MOST_SEQUENCES
+from picompile.choices import MOST_SEQUENCES
 
 if TYPE_CHECKING:
-    from picompile.placement.counting import Packing
-    from picompile.placement.times import Where
+    from picompile.placement.packing import Packing
     from picompile_codegen.lowering.lower import Lowered
     from picompile_codegen.lowering.program import LoweredProgram, ProgramCall
 
@@ -93,9 +92,8 @@ class ModelBytes:
 # `count_launches` takes the lowered graph that bytes are counted on, where every part is on one device, and has the
 # CUDA
 # twin of each kernel in `decode` written: that says how many launches it is. Nothing is compiled. What a layer needs
-# more
-# where it has parts on both devices depends on the placement: `exchange_launches`. `tests/placement/test_launches.py`
-# holds both to graphs that are lowered for a GPU.
+# more where it has parts on both devices depends on the placement: `times.exchange_launches`.
+# `tests/placement/test_launches.py` holds both to graphs that are lowered for a GPU.
 #
 # A package's predictor whose kernel has no CUDA twin, which cannot be compiled for a GPU, counts as one launch. Three
 # things are not counted: that OPT-350M's projection of embeddings crosses twice more; the further inputs of a step of
@@ -116,8 +114,6 @@ _PARTS = {
 
 # A kernel that sends and one that receives: both are in the time of an exchange (`Machine.crossing_s`).
 CROSSING_LAUNCHES = 2
-# Queries, keys and values go to a cache on the host, and what attention makes of them comes back.
-_CACHE_LAUNCHES = 4
 
 
 def count_launches(lowered: "Lowered", batch: int) -> tuple[tuple[LayerLaunches, ...], int]:
@@ -145,26 +141,6 @@ def count_launches(lowered: "Lowered", batch: int) -> tuple[tuple[LayerLaunches,
         LayerLaunches(count["attention"], count["kv_cache"], count["predictor"], count["hot"]) for count in counts[:-1]
     )
     return layers, counts[-1]["head"] + _leading(lowered.program.vocab, batch)
-
-
-def exchange_launches(layer: LayerBytes, where: "Where") -> tuple[int, int, int]:
-    """Count the launches that a layer needs for having parts on both devices, with none, some and all neurons hot.
-
-    They are made for every token, whether or not a cold neuron fires: what sends and receives, and the addition of the
-    parts of a block, where that is on the GPU. A predictor is taken to read what the block reads.
-    """
-    masked_by_host = int(layer.predictor_bytes > 0 and not where.predictor_on_gpu)
-    if not where.attention_on_gpu:
-        # The block's input comes, and its mask where the host makes one; the result goes back.
-        there = 2 + masked_by_host
-        return 0, there, there
-    cache = 0 if where.kv_cache_on_gpu else _CACHE_LAUNCHES
-    # Input and mask go together, the result comes back, and is added to that of the hot neurons.
-    none, some, every = 2, 3, 0
-    if masked_by_host:
-        # The input goes for the predictor even if no neuron is cold, and a mask comes for the hot ones.
-        some, every = some + 1, 2
-    return none + cache, some + cache, every + cache
 
 
 def _by_kernel(lowered: "Lowered", calls: "Sequence[ProgramCall]", batch: int) -> dict[str, int]:

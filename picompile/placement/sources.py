@@ -12,9 +12,9 @@ from picompile.progress import Progress
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from picompile.placement.counting import Packing
     from picompile.placement.firing import Firing
     from picompile.placement.model_bytes import ModelBytes
+    from picompile.placement.packing import Packing
     from picompile.predictors import Predictors
     from picompile.predictors.profile import Profile, ProfileOptions
     from picompile.predictors.store import BlockShape
@@ -236,14 +236,12 @@ def _firing(
 
 def _packing(options: ModelOptions, limit: object, activation: str) -> "Packing":
     """How the model is packed; `limit` is how many positions it has, where it has a limit."""
-    from picompile.compile_options import DEFAULT_CONTEXT
-    from picompile.placement.counting import Packing
+    from picompile.choices import resolve_context
+    from picompile.placement.packing import Packing
     from picompile_passes.dialect.activations import parse_activation
 
     longest = limit if isinstance(limit, int) and limit > 0 else None
-    context = options.context or min(longest or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
-    if longest is not None and context > longest:
-        raise UsageError(f"a context of {context} tokens is more than the model's {longest} positions")
+    context = resolve_context(options.context, longest)
     predictor = options.predictor
     if predictor is None:
         predictor = "learned" if options.predictors or parse_activation(activation).sparse else "none"
@@ -260,7 +258,7 @@ def _activation(config: Mapping[str, Any]) -> str:
 
 def _layers(config: Mapping[str, Any]) -> int:
     """How many layers a config has, for what depends on it only a little; whoever counts in earnest checks it."""
-    from picompile.predictors.description import MOST_LAYERS
+    from picompile.choices import MOST_LAYERS
 
     layers = config.get("num_hidden_layers")
     return layers if type(layers) is int and 0 < layers < MOST_LAYERS else 1

@@ -23,9 +23,11 @@ from numpy.typing import NDArray
 
 from picompile.placement.firing import LayerFiring
 from picompile.placement.machine import Machine
-from picompile.placement.model_bytes import CROSSING_LAUNCHES, LayerBytes, exchange_launches
+from picompile.placement.model_bytes import CROSSING_LAUNCHES, LayerBytes
 
 GROUP = 64
+# Queries, keys and values go to a cache on the host, and what attention makes of them comes back.
+_CACHE_LAUNCHES = 4
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,26 @@ class Where:
 
 ALL_ON_GPU = Where(True, True, True)
 ALL_ON_HOST = Where(False, False, False)
+
+
+def exchange_launches(layer: LayerBytes, where: Where) -> tuple[int, int, int]:
+    """Count the launches that a layer needs for having parts on both devices, with none, some and all neurons hot.
+
+    They are made for every token, whether or not a cold neuron fires: what sends and receives, and the addition of the
+    parts of a block, where that is on the GPU. A predictor is taken to read what the block reads.
+    """
+    masked_by_host = int(layer.predictor_bytes > 0 and not where.predictor_on_gpu)
+    if not where.attention_on_gpu:
+        # The block's input comes, and its mask where the host makes one; the result goes back.
+        there = 2 + masked_by_host
+        return 0, there, there
+    cache = 0 if where.kv_cache_on_gpu else _CACHE_LAUNCHES
+    # Input and mask go together, the result comes back, and is added to that of the hot neurons.
+    none, some, every = 2, 3, 0
+    if masked_by_host:
+        # The input goes for the predictor even if no neuron is cold, and a mask comes for the hot ones.
+        some, every = some + 1, 2
+    return none + cache, some + cache, every + cache
 
 
 @dataclass(frozen=True, eq=False)

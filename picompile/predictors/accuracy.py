@@ -1,7 +1,7 @@
-"""Which layers are to blame for what predictors cost."""
+"""The accuracy check: what predictors cost a model in perplexity, and which layers lose most."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +177,7 @@ def _load(node: Node, graph_module: GraphModule, weights: WeightSource) -> dict[
     }
 
 
-# The gate itself: one artifact, one text, read with every neuron and as it generates.
+# The accuracy check: one artifact reads one text with every neuron, and again as it generates.
 
 
 @dataclass(frozen=True)
@@ -192,6 +192,53 @@ class AccuracyResult:
     def relative_change(self) -> float:
         """How far the predictors raise the perplexity; negative where they lower it."""
         return self.perplexity / self.dense_perplexity - 1
+
+
+@dataclass(frozen=True)
+class AccuracyReport:
+    """The result of an accuracy check.
+
+    `bound` is the share by which perplexity may rise, None for any. `text` says where the text came from that was read,
+    and `layers` how well each layer's predictor knows its neurons.
+    """
+
+    bound: float | None
+    result: AccuracyResult
+    text: str
+    layers: tuple[LayerAccuracy, ...]
+
+    @property
+    def met(self) -> bool:
+        """Whether perplexity is within the bound; a perplexity that is not a number is not."""
+        return self.bound is None or self.result.relative_change <= self.bound
+
+    @property
+    def worst_layers(self) -> list[int]:
+        """The layers that miss most of what all miss together, the worst first."""
+        return rank_layers_by_error({layer.layer: layer.missed_energy for layer in self.layers})
+
+    @property
+    def refusal(self) -> str:
+        """The message for an artifact that does not meet its bound."""
+        recalls = {layer.layer: layer.weighted_recall for layer in self.layers}
+        named = ", ".join(f"{layer} (recall by contribution {recalls[layer]:.2%})" for layer in self.worst_layers[:4])
+        change, bound = 100 * self.result.relative_change, 100 * (self.bound or 0)
+        return (
+            f"the predictors raise the perplexity by {change:.3g} %, more than {bound:.3g} %; most is missed "
+            f"in layers {named or 'none'}; train larger ones, or allow more with --gate"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the artifact's report says."""
+        return {
+            "bound": self.bound,
+            "dense_perplexity": self.result.dense_perplexity,
+            "perplexity": self.result.perplexity,
+            "relative_change": self.result.relative_change,
+            "tokens": self.result.tokens,
+            "text": self.text,
+            "layers": [asdict(layer) for layer in self.layers],
+        }
 
 
 def check_artifact(

@@ -12,13 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from picompile.choices import MOST_LAYERS
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import one_line
 from picompile_runtime import ArtifactError
 from picompile_runtime.artifact.fields import Fields
-
-# More layers than any model has: no file is looked for, and no picture drawn, of what comes after them.
-MOST_LAYERS = 10_000
 
 # What float32 holds, in which thresholds are compared.
 LARGEST_F32 = 3.4028234663852886e38

@@ -12,6 +12,7 @@ from picompile.errors import UsageError
 from picompile.frontend.checkpoint import READ_ERRORS, TensorHeader, one_line, open_file
 from picompile.predictors.description import check_order, check_schema, figure, read_object, refusing
 from picompile.predictors.store import PARTS, LayerPredictor, Predictors, tensor_name
+from picompile.version import __version__
 from picompile_runtime.artifact.fields import Fields
 
 FORMAT = "picompile-predictors"
@@ -172,7 +173,6 @@ def write_predictors(
     curves: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """As `save_predictors`, into a folder that is there; no more than that."""
-    import picompile
     from picompile.artifact.files import write_json
     from picompile.synth.writer import CheckpointWriter
 
@@ -196,7 +196,7 @@ def write_predictors(
         {
             "format": FORMAT,
             "schema": SCHEMA,
-            "picompile": picompile.__version__,
+            "picompile": __version__,
             "model": dict(model),
             "gate": dict(gate or {}),
             "layers": [layer.to_json() for layer in layers],

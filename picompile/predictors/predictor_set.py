@@ -9,31 +9,28 @@ They are, in this order,
 Only predictors that were trained here can grow: `train` keeps its candidates.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from picompile.compile_options import CompileOptions
-from picompile.errors import AccuracyError, UsageError
+from picompile.errors import UsageError
 from picompile.frontend.checkpoint import fingerprint
-from picompile.output import OutputPath
 from picompile.predictors import Predictors, block_shapes, load_predictors
-from picompile.predictors.accuracy import rank_layers_by_error
+from picompile.predictors.config import PredictorConfig
 from picompile.progress import Progress
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from picompile.frontend import Captured
-    from picompile.predictors.accuracy import LayerAccuracy
+    from picompile.predictors.accuracy import AccuracyReport
     from picompile.predictors.profile import Profile
     from picompile_passes.graph.materialize import WeightSource
     from picompile_passes.passes.insert_predictors import InsertPredictors
 
 
-# What each layer's mask is judged on; the gate itself reads more.
+# How much text each layer's mask is judged on; the accuracy check of the whole model reads more.
 _LAYER_TOKENS = 1024
 
 
@@ -70,8 +67,8 @@ class PredictorSet:
         """The model's weights and theirs."""
         return base if self.predictors is None else self.predictors.weights(base)
 
-    def larger(self, layers: Sequence[int]) -> "PredictorSet | None":
-        """The same with larger predictors in `layers`, or None where there are none."""
+    def choose_larger(self, layers: Sequence[int]) -> "PredictorSet | None":
+        """Choose larger predictors for `layers` among those that were trained. Return None where there are none."""
         if self.trained is None or not layers:
             return None
         from picompile.predictors.train import tighten
@@ -79,36 +76,29 @@ class PredictorSet:
         larger = tighten(self.trained, layers)
         return None if larger is None else replace(self, predictors=larger)
 
-    def measure(
-        self, artifact: Path, captured: "Captured", context: int, options: CompileOptions, progress: Progress
-    ) -> dict[str, Any]:
-        """What the predictors cost in `artifact`, for its report. Raises `AccuracyError` beyond the bound."""
-        from picompile.predictors.accuracy import check_artifact, first_windows
+    def check_accuracy(
+        self, artifact: Path, captured: "Captured", context: int, config: PredictorConfig, progress: Progress
+    ) -> "AccuracyReport":
+        """Return what the predictors cost.
+
+        Args:
+            artifact: the folder of an artifact with these predictors that runs on this machine.
+            captured: its model.
+            context: of the artifact's cache, in tokens.
+            config: has the bound, and how many tokens to read.
+            progress: is told of each step.
+        """
+        from picompile.predictors.accuracy import AccuracyReport, check_artifact, first_windows, measure_layers
 
         # The last id of a window is only predicted.
-        windows = first_windows(self.held_out.windows, options.gate_tokens, context + 1)
+        windows = first_windows(self.held_out.windows, config.check_tokens, context + 1)
         result = check_artifact(artifact, windows, progress=progress)
-        layers = self._layers(captured, context, progress)
-        change = result.relative_change
-        if options.gate is not None and not change <= options.gate:
-            blamed = rank_layers_by_error({layer.layer: layer.missed_energy for layer in layers})
-            raise AccuracyError(_refusal(change, options.gate, layers, blamed), blamed)
-        return {
-            "bound": options.gate,
-            "dense_perplexity": result.dense_perplexity,
-            "perplexity": result.perplexity,
-            "relative_change": change,
-            "tokens": result.tokens,
-            "text": self.held_out.source,
-            "layers": [asdict(layer) for layer in layers],
-        }
-
-    def _layers(self, captured: "Captured", context: int, progress: Progress) -> "list[LayerAccuracy]":
-        from picompile.predictors.accuracy import first_windows, measure_layers
-
         predicted = self.insert_pass()(canonical_graph(captured)).graph_module
-        windows = first_windows(self.held_out.windows, _LAYER_TOKENS, context)
-        return measure_layers(predicted, self.weights(captured.weights), windows, self.firing_thresholds, progress)
+        layer_windows = first_windows(self.held_out.windows, _LAYER_TOKENS, context)
+        layers = measure_layers(
+            predicted, self.weights(captured.weights), layer_windows, self.firing_thresholds, progress
+        )
+        return AccuracyReport(config.accuracy_bound, result, self.held_out.source, tuple(layers))
 
 
 def canonical_graph(captured: "Captured") -> "GraphModule":
@@ -119,62 +109,56 @@ def canonical_graph(captured: "Captured") -> "GraphModule":
     return Pipeline(tuple(CANONICALIZE))(captured.graph_module).graph_module
 
 
-def _refusal(change: float, bound: float, layers: "Sequence[LayerAccuracy]", blamed: Sequence[int]) -> str:
-    recalls = {layer.layer: layer.weighted_recall for layer in layers}
-    named = ", ".join(f"{layer} (recall by contribution {recalls[layer]:.2%})" for layer in blamed[:4])
-    return (
-        f"the predictors raise the perplexity by {100 * change:.3g} %, more than {100 * bound:.3g} %; most is missed "
-        f"in layers {named or 'none'}; train larger ones, or allow more with --gate"
-    )
+def obtain_predictors(
+    checkpoint: Path | None, captured: "Captured", scratch: Path, config: PredictorConfig, progress: Progress
+) -> PredictorSet | None:
+    """Return the lossy predictors that `config` asks for, trained if need be; None where the predictor is lossless.
 
+    Args:
+        checkpoint: the model's folder, None for a module in memory.
+        captured: the model.
+        scratch: a folder for what has to be made and is not kept; it must stay as long as the predictors are used.
+        config: which predictors, and what to train them on.
+        progress: is told of each step.
 
-@contextmanager
-def find_prediction(
-    model: Path | None, captured: "Captured", place: OutputPath, options: CompileOptions, progress: Progress
-) -> Iterator[PredictorSet]:
-    """The predictors that `options` ask for; what had to be made without a work folder is removed in the end.
-
-    Raises `UsageError` for predictors or a profile of another model.
+    Raises:
+        UsageError: predictors or a profile are of another model, or the model is a module in memory.
     """
-    if model is None:
+    if config.is_lossless:
+        return None
+    if checkpoint is None:
         raise UsageError("lossy predictors need a model folder; a module in memory can be compiled with exact or none")
-    kind = str(options.predictor)
-    if kind not in ("learned", "sign"):
-        yield PredictorSet(kind, None, _held_out(model, options))
-        return
-    found = options.predictors or _beside(model, options)
+    if config.kind not in ("learned", "sign"):
+        return PredictorSet(config.kind, None, _held_out(checkpoint, config))
+    found = config.predictors or _beside(checkpoint, config)
     if found is not None:
-        yield _given(model, captured, found, options)
-        return
-    if options.work is not None:
-        options.work.mkdir(parents=True, exist_ok=True)
-        yield _trained(model, captured, options.work, options, progress)
-        return
-    with place.scratch() as work:
-        yield _trained(model, captured, work, options, progress)
+        return _given(checkpoint, captured, found, config)
+    work = config.work or scratch / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    return _trained(checkpoint, work, config, progress)
 
 
-def _beside(model: Path, options: CompileOptions) -> Path | None:
+def _beside(model: Path, config: PredictorConfig) -> Path | None:
     """Predictors in the model's own folder, unless the user gave something to train on."""
     beside = model / "predictors.safetensors"
-    wanted = options.predictor == "learned" and not (options.profile or options.calibration)
+    wanted = config.kind == "learned" and not (config.profile or config.calibration)
     return beside if wanted and beside.is_file() else None
 
 
-def _given(model: Path, captured: "Captured", path: Path, options: CompileOptions) -> PredictorSet:
+def _given(model: Path, captured: "Captured", path: Path, config: PredictorConfig) -> PredictorSet:
     predictors = load_predictors(path)
     predictors.require_model(fingerprint(model), block_shapes(canonical_graph(captured)))
-    return PredictorSet(str(options.predictor), predictors, _held_out(model, options))
+    return PredictorSet(config.kind, predictors, _held_out(model, config))
 
 
-def _held_out(model: Path, options: CompileOptions) -> HeldOut:
+def _held_out(model: Path, config: PredictorConfig) -> HeldOut:
     from picompile.predictors.profile import held_out_windows, load_profile
 
-    if options.profile is not None:
-        profile = load_profile(options.profile)
+    if config.profile is not None:
+        profile = load_profile(config.profile)
         profile.require_model(fingerprint(model))
         return _held_out_of(profile)
-    windows, source = held_out_windows(model, options.calibration, options.gate_tokens)
+    windows, source = held_out_windows(model, config.calibration, config.check_tokens)
     return HeldOut(windows, source)
 
 
@@ -182,20 +166,18 @@ def _held_out_of(profile: "Profile") -> HeldOut:
     return HeldOut(profile.held_out(), profile.held_out_source)
 
 
-def _trained(
-    model: Path, captured: "Captured", work: Path, options: CompileOptions, progress: Progress
-) -> PredictorSet:
+def _trained(model: Path, work: Path, config: PredictorConfig, progress: Progress) -> PredictorSet:
     from picompile.predictors.profile import ProfileOptions, load_profile, profile_model
     from picompile.predictors.train import TrainOptions, train_predictors
 
-    if options.profile is not None:
-        profile = load_profile(options.profile)
+    if config.profile is not None:
+        profile = load_profile(config.profile)
         profile.require_model(fingerprint(model))
     else:
-        settings = ProfileOptions(calibration=options.calibration)
+        settings = ProfileOptions(calibration=config.calibration)
         profile = profile_model(model, work / "profile", settings, progress)
     folder = work / "predictors"
-    training = TrainOptions(kind=options.predictor or "learned", gate=options.gate)
+    training = TrainOptions(kind=config.kind, gate=config.accuracy_bound)
     predictors = train_predictors(model, profile, folder, training, progress)
     thresholds = {layer.layer: layer.threshold for layer in profile.layers}
     return PredictorSet(training.kind, predictors, _held_out_of(profile), thresholds, folder, profile)

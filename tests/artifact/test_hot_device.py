@@ -16,12 +16,13 @@ from helpers.support import ROOT
 from picompile.artifact import code as hot_device
 from picompile.artifact.code import AcceleratorTarget, accelerator_target
 from picompile.compile import compile_model
-from picompile.compile_options import CompileOptions
-from picompile.compile_passes import pipeline_passes, run_passes
+from picompile.compile_passes import pipeline_passes
+from picompile.config import CompileOptions
 from picompile.errors import AccuracyError, UsageError
 from picompile.frontend import load_model
 from picompile.machine import TARGETS
 from picompile.progress import NoProgress
+from picompile.steps import run_passes
 from picompile_codegen import cuda
 from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.cuda.function import CudaKernel
@@ -48,7 +49,7 @@ WEIGHTS = ("_data", "_scale", "signs")
 
 
 def test_every_gpu_of_the_table_is_compiled_for() -> None:
-    assert {name: accelerator_target(CompileOptions(target=name)) for name in ROWS} == {
+    assert {name: accelerator_target(CompileOptions(target=name).accelerator, name) for name in ROWS} == {
         name: AcceleratorTarget("cuda", sm) for name, sm in ROWS.items() if sm is not None
     }
     assert {*ROWS.values()} == {75, 80, 86, 89, 90, 120}
@@ -64,7 +65,7 @@ def kernels(model: Path, quant: str, predictor: str) -> tuple[CudaKernel, ...]:
         Partition({0: range(0, 200, 2)}) if isinstance(own, Partition) else own
         for own in pipeline_passes(options, insert)
     ]
-    graph_module = run_passes(captured, options, NoProgress(), passes)
+    graph_module = run_passes(captured, passes, NoProgress())
     lowered = lower(graph_module, LowerOptions(32, 16, "float16", 1, "cuda", Placement.all_of(1)))
     return tuple(lowered.device_built.values())
 
@@ -245,7 +246,7 @@ def test_a_gate_that_is_not_met_leaves_nothing(
 def test_a_partition_of_the_cpu_is_judged_by_itself(
     gpu_model: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("picompile.compile_gate.native_code", lambda file: pytest.fail("another program was made"))
+    monkeypatch.setattr("picompile.compile_accuracy.native_code", lambda file: pytest.fail("another program was made"))
     compile_model(gpu_model, tmp_path / "both", lossy(gpu_model, tmp_path, held_out, hot_device="cpu"))
     compile_model(gpu_model, tmp_path / "host", lossy(gpu_model, tmp_path, held_out))
     found, expected = accuracy_of(tmp_path / "both"), accuracy_of(tmp_path / "host")

@@ -309,7 +309,7 @@ def _engine_error(folder: Path, artifact: Path, seed: int, expected: list[Tensor
 
     import picompile_runtime
     from picompile.compile import compile_model
-    from picompile.compile_options import CompileOptions
+    from picompile.config import CompileOptions
 
     compile_model(folder, artifact, CompileOptions(quant="f16", kv_dtype="f32", predictor="none"))
     worst = 0.0

@@ -268,9 +268,7 @@ def test_numbers_of_sequences_that_make_no_sense(cli: Cli, model: Path, tmp_path
 def test_a_cache_that_kernels_cannot_count(
     cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import picompile.compile
-
-    monkeypatch.setattr(picompile.compile, "_MOST_ELEMENTS", 20_000)
+    monkeypatch.setattr("picompile.config._MOST_ELEMENTS", 20_000)
     ended = cli("compile", model, "-o", tmp_path / "artifact", "--context", "32", "--sequences", "16")
     assert_refused(ended, 2, "16 sequences of 32 tokens", "20,000")
     assert_nothing_left(tmp_path, "model")

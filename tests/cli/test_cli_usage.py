@@ -116,7 +116,7 @@ def test_stdin_that_is_not_text_is_refused(cli: Cli, monkeypatch: pytest.MonkeyP
 
 
 def test_choices_are_those_of_the_packages() -> None:
-    from picompile.compile_options import KV_DTYPES
+    from picompile.choices import KV_DTYPES
     from picompile_passes.dialect import FORMATS
 
     assert {item.value for item in Quant} == set(FORMATS)

@@ -74,6 +74,6 @@ def save_tiny_llama(folder: Path, **changes: object) -> None:
 
 def compile_for_test(model: Path, artifact: Path, **options: object) -> None:
     from picompile.compile import compile_model
-    from picompile.compile_options import CompileOptions
+    from picompile.config import CompileOptions
 
     compile_model(model, artifact, CompileOptions(**options))  # type: ignore[arg-type]

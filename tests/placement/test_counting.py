@@ -17,12 +17,13 @@ from torch.fx import GraphModule
 from helpers.families import VARIANTS, config_of
 from helpers.support import BUNDLED_MODEL, BuildOnce, compile_for_test
 from picompile.artifact.files import weights_bytes
-from picompile.compile_options import KV_DTYPES
+from picompile.choices import KV_DTYPES
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.hf import capture_config, load_model
-from picompile.placement.counting import SPLIT_BYTES, Packing, count_bytes, shape_bytes
+from picompile.placement.counting import SPLIT_BYTES, count_bytes, shape_bytes
 from picompile.placement.firing import estimate_rank, firing_of_curve
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
+from picompile.placement.packing import Packing
 from picompile.predictors import LayerPredictor, Predictors
 from picompile.synth import SHAPES, find_config
 from picompile.synth.shapes import tensor_shapes

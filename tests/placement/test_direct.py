@@ -14,10 +14,9 @@ from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.impact import dense_first, impact_program
 from picompile.placement.latency import Task, capacities, fixed_bytes, group_bytes, latency_program, places_of
 from picompile.placement.machine import Machine
-from picompile.placement.model_bytes import exchange_launches
 from picompile.placement.program import Program
 from picompile.placement.solver import solve
-from picompile.placement.times import ALL_ON_GPU, ALL_ON_HOST, GROUP, Where, group_count
+from picompile.placement.times import ALL_ON_GPU, ALL_ON_HOST, GROUP, Where, exchange_launches, group_count
 from picompile.testing.tasks import random_task, whole_bytes
 
 SEEDS = st.integers(0, 2**32 - 1)

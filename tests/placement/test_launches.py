@@ -13,16 +13,17 @@ import pytest
 from torch.fx import GraphModule
 
 from helpers.families import config_of
-from picompile.compile_options import KV_DTYPES
+from picompile.choices import KV_DTYPES
 from picompile.frontend.hf import capture_config
 from picompile.machine import TARGETS
-from picompile.placement.counting import Packing, count_bytes
+from picompile.placement.counting import count_bytes
 from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.latency import Task, places_of
 from picompile.placement.machine import machine_of
-from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes, exchange_launches
+from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
+from picompile.placement.packing import Packing
 from picompile.placement.policies import dense
-from picompile.placement.times import ALL_ON_GPU, Where
+from picompile.placement.times import ALL_ON_GPU, Where, exchange_launches
 from picompile.predictors import LayerPredictor, Predictors
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower

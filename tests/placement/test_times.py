@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from picompile.placement.latency import Task, latency_program, places_of
-from picompile.placement.model_bytes import exchange_launches
 from picompile.placement.program import Place, evaluate
 from picompile.placement.schedule import LayerParts, layer_graph, schedule, token_s
-from picompile.placement.times import GROUP, LayerTimes, Times, Where
+from picompile.placement.times import GROUP, LayerTimes, Times, Where, exchange_launches
 from picompile.testing.tasks import random_task
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -40,6 +40,7 @@ def _angles(node: Node, function: Function) -> Bindings:
             f"rotary.{name}.{frequency.target}.{scaling!r}",
             (context, dimension(node) // values["heads"] // 2),
             _rotary_table(of, frequency, scaling, context),
+            (frequency,),
         )
         for name, of in (("cos", torch.cos), ("sin", torch.sin))
     }

@@ -24,12 +24,16 @@ VECTOR_MULTIPLE = 16  # 16 float32 are 64 bytes: a tensor's size stays a multipl
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """One tensor of the weight file: uint8 [rows, row_bytes] or float32 [length]."""
+    """One tensor of the weight file: uint8 [rows, row_bytes] or float32 [length].
+
+    `nodes` are the constant subgraphs that `produce` evaluates; none where it computes the tensor from other things.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     produce: Callable[[Evaluate], Tensor]
+    nodes: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ class WeightTable:
                 packed[:, part] = evaluate(node)
             return packed.view(rows, row_bytes)
 
-        self._add(PackedTensor(name, "uint8", (rows, row_bytes), produce))
+        self._add(PackedTensor(name, "uint8", (rows, row_bytes), produce, tuple(nodes)))
         return PackedMatrix(name, format_name, rows, row_bytes)
 
     def signs(self, operand: Node) -> Arg:
@@ -118,14 +122,17 @@ class WeightTable:
         def produce(evaluate: Evaluate) -> Tensor:
             return pack_signs(evaluate(packed), format_name, columns)
 
-        self._add(PackedTensor(name, "uint8", (rows, row_bytes), produce))
+        self._add(PackedTensor(name, "uint8", (rows, row_bytes), produce, (packed,)))
         return Arg("weight", name, "int32", (rows, row_bytes // 4))
 
     def numbers(self, node: Node) -> Arg:
         """A table of integers, stored as the bytes of int32 and zero-padded to the alignment."""
-        return self.integers(_parameter_name(node), int(node.meta["val"].shape[0]), lambda evaluate: evaluate(node))
+        count = int(node.meta["val"].shape[0])
+        return self.integers(_parameter_name(node), count, lambda evaluate: evaluate(node), (node,))
 
-    def integers(self, name: str, count: int, produce: Callable[[Evaluate], Tensor]) -> Arg:
+    def integers(
+        self, name: str, count: int, produce: Callable[[Evaluate], Tensor], nodes: tuple[Node, ...] = ()
+    ) -> Arg:
         """Any table of `count` integers, stored in the same way."""
         stored = -(-count // VECTOR_MULTIPLE) * VECTOR_MULTIPLE
 
@@ -134,15 +141,18 @@ class WeightTable:
             values[:count] = produce(evaluate)
             return values.view(torch.uint8)
 
-        self._add(PackedTensor(name, "uint8", (stored * 4,), padded))
+        self._add(PackedTensor(name, "uint8", (stored * 4,), padded, nodes))
         return Arg("weight", name, "int32", (count,))
 
     def vector(self, node: Node) -> Arg:
         """A float32 vector: a bias or the weight of a norm."""
         length = int(node.meta["val"].shape[0])
-        return self.computed(_parameter_name(node), (length,), lambda evaluate: evaluate(node).to(torch.float32))
+        name = _parameter_name(node)
+        return self.computed(name, (length,), lambda evaluate: evaluate(node).to(torch.float32), (node,))
 
-    def computed(self, name: str, shape: tuple[int, ...], produce: Callable[[Evaluate], Tensor]) -> Arg:
+    def computed(
+        self, name: str, shape: tuple[int, ...], produce: Callable[[Evaluate], Tensor], nodes: tuple[Node, ...] = ()
+    ) -> Arg:
         """Any float32 tensor, stored flat and zero-padded to the alignment."""
         count = 1
         for extent in shape:
@@ -154,5 +164,5 @@ class WeightTable:
             values[:count] = produce(evaluate).reshape(-1)
             return values
 
-        self._add(PackedTensor(name, "float32", (stored,), padded))
+        self._add(PackedTensor(name, "float32", (stored,), padded, nodes))
         return Arg("weight", name, "float32", shape)

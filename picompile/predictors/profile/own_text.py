@@ -31,13 +31,12 @@ def own_windows(
     Each text begins with one of `starts`, in turn. The model is compiled for it, into a temporary folder. Raises what
     compiling and generating raise.
     """
-    from picompile.compile import compile_model
-    from picompile.compile_options import CompileOptions
+    from picompile.lossless import compile_lossless
     from picompile_codegen.build.object_cache import temporary_folder
 
     with temporary_folder() as folder:
         artifact = folder / "artifact"
-        compile_model(model, artifact, CompileOptions(quant="f16", context=window, verify=False), progress)
+        compile_lossless(model, artifact, window, progress)
         with progress.step("text of the model's own", count) as advance:
             tokens = []
             for piece in _pieces(artifact, count, window, starts, seed):

@@ -16,6 +16,7 @@ from picompile.predictors.profile.profile import PROFILE_FILE, read_description
 from picompile.predictors.profile.text import read_calibration
 from picompile.predictors.profile.windows import TextWindows, checkpoint_tokenizer, text_windows, window_size
 from picompile.progress import Progress
+from picompile.version import __version__
 from picompile_runtime.devices.memory import in_units
 
 if TYPE_CHECKING:
@@ -36,10 +37,8 @@ class ProfileTask:
     @property
     def inputs(self) -> str:
         """A hash of all that the profile depends on."""
-        import picompile
-
         options = replace(self.options, calibration=(), held_out=(), overwrite=False)
-        parts = [picompile.__version__, self.fingerprint, self.text.sha256, self.own_tokens, repr(options)]
+        parts = [__version__, self.fingerprint, self.text.sha256, self.own_tokens, repr(options)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

@@ -49,6 +49,7 @@ from picompile.predictors.profile.profile import (
 from picompile.predictors.profile.windows import windows_sha256
 from picompile.progress import NoProgress, Progress
 from picompile.streaming import Segment, split_layers
+from picompile.version import __version__
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.pipeline import Pipeline
 
@@ -206,8 +207,6 @@ class _Run:
             write_tensors(self.workplace.folder / layer_file(layer_of(collector.block)), collector.tensors())
 
     def _finish(self, tokens: _Tokens, thresholds: Mapping[int, float], search: Mapping[str, Any] | None) -> None:
-        import picompile
-
         layers = tuple(
             self._summary(layer_of(block), thresholds, "block" if norm_of(segment, block) is None else "stream", tokens)
             for segment in self.model.segments
@@ -229,7 +228,7 @@ class _Run:
             thresholds=search,
             config=self.config,
         )
-        self.workplace.finish(describe(profile, self.task.inputs, picompile.__version__, tokens.sha256))
+        self.workplace.finish(describe(profile, self.task.inputs, __version__, tokens.sha256))
 
     def _summary(self, layer: int, thresholds: Mapping[int, float], place: str, tokens: _Tokens) -> LayerProfile:
         counts = read_tensors(self.workplace.folder / layer_file(layer), only="counts")[0]["counts"]

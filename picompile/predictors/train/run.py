@@ -26,6 +26,7 @@ from picompile.predictors.train.options import TrainOptions
 from picompile.predictors.train.workers import count_jobs, require_ray, train_locally, train_on_cluster
 from picompile.progress import NoProgress, Progress
 from picompile.streaming import streamed_perplexity
+from picompile.version import __version__
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.pipeline import Pipeline
@@ -135,13 +136,11 @@ class _Run:
     @cached_property
     def candidate_inputs(self) -> str:
         """A hash of all that the candidates depend on."""
-        import picompile
-
         o = self.options
         ranks = o.ranks if not isinstance(o.ranks, dict) else sorted(o.ranks.items())
         facts = json.loads((self.profile.folder / "profile.json").read_text(encoding="utf-8"))
         trained = (o.kind, o.input, ranks, o.weighting, o.epochs, o.recall, o.seed, self.device)
-        return digest(picompile.__version__, self.mark, facts, trained)
+        return digest(__version__, self.mark, facts, trained)
 
     @cached_property
     def inputs(self) -> str:

@@ -188,7 +188,7 @@ def test_text_of_the_library_and_of_the_model_itself(
     monkeypatch.setattr("picompile.predictors.profile.own_text._LEAST_TOKENS", 64)
     # It was compiled before, with a context of one window.
     monkeypatch.setattr(
-        "picompile.compile.compile_model", lambda _, output, *more: shutil.copytree(tiny_artifact, output)
+        "picompile.lossless.compile_lossless", lambda _, output, *more: shutil.copytree(tiny_artifact, output)
     )
     said = Said()
     options = ProfileOptions(tokens=2048, samples=16, window=WINDOW, held_out_tokens=200)

@@ -14,7 +14,7 @@ from picompile_runtime import load, perplexity
 from picompile_runtime.bench.floor import bytes_per_token
 
 if TYPE_CHECKING:
-    from picompile.compile_options import CompileOptions
+    from picompile.config import CompileOptions
     from picompile.frontend import Captured
 
 IDS = np.random.default_rng(4).integers(0, 300, 50).tolist()
@@ -22,7 +22,7 @@ WINDOW = 24
 
 
 def options() -> CompileOptions:
-    from picompile.compile_options import CompileOptions
+    from picompile.config import CompileOptions
 
     predictors = "insert-predictors{kind=sign,kinds=(1:learned),ranks=(1:9),inputs=(1:previous),thresholds=(0:0.49)}"
     return CompileOptions(quant="f16", kv_dtype="f32", context=64, passes=(predictors,))
@@ -57,11 +57,12 @@ def eager_nll(captured: Captured) -> float:
     """That of the graph, its weights in f16, predictors and all, in windows that know nothing of each other."""
     import torch
 
-    from picompile.compile_passes import run_passes
+    from picompile.compile_passes import pipeline_passes
     from picompile.progress import NoProgress
+    from picompile.steps import run_passes
     from picompile_passes.graph.materialize import materialize
 
-    module = materialize(run_passes(captured, options(), NoProgress()), captured.weights)
+    module = materialize(run_passes(captured, pipeline_passes(options()), NoProgress()), captured.weights)
     total = 0.0
     for start in range(0, len(IDS) - 1, WINDOW):
         ids = torch.tensor(IDS[start : start + WINDOW + 1])
