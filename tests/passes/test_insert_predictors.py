@@ -223,7 +223,7 @@ def test_a_predictor_that_says_yes_to_all_loses_nothing():
 )
 def test_the_effect_is_that_of_the_kinds(options, effect):
     assert InsertPredictors(**options).effect is effect
-    assert InsertPredictors.effect is Effect.EXACT
+    assert InsertPredictors.default_effect is Effect.EXACT
 
 
 def test_options_can_be_given_as_text():

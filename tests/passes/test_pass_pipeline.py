@@ -36,7 +36,7 @@ class Fail(Pass):
 
     error: Exception
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         raise self.error
 
 
@@ -48,10 +48,9 @@ class DropBias(Pass):
     requires: ClassVar[Stage] = Stage.PREDICTED
     ensures: ClassVar[Stage] = Stage.PREDICTED
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         for block in calls(rewriter.graph, SPARSE_FFN):
             rewriter.set_argument(block, "up_bias", None)
-        return True
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ class Nothing(Pass):
     requires: ClassVar[Stage] = Stage.CANONICAL
     ensures: ClassVar[Stage] = Stage.CANONICAL
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
-        return False
+    def rewrite(self, rewriter: Rewriter) -> None:
+        pass
 
 
 def test_passes_run_in_order_and_the_input_stays():

@@ -15,8 +15,7 @@ from picompile_passes.registry import ENTRY_POINT_GROUP, find_pass, make_pass, r
 
 PLUGIN = """
 from dataclasses import dataclass
-from picompile_passes.infra import Pass
-from picompile_passes.stages import Stage
+from picompile_passes.base import Pass, Stage
 
 @dataclass(frozen=True)
 class Shrink(Pass):
@@ -25,14 +24,14 @@ class Shrink(Pass):
     layers: tuple[int, ...] = ()
 
     def rewrite(self, rewriter):
-        return False
+        pass
 
 class NotADataclass(Pass):
     name = "not-a-dataclass"
     requires = ensures = Stage.CANONICAL
 
     def rewrite(self, rewriter):
-        return False
+        pass
 
 @dataclass(frozen=True)
 class Abstract(Pass):

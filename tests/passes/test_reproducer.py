@@ -40,11 +40,10 @@ class DropBias(Pass):
 
     layer: int = 3
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         for block in calls(rewriter.graph, SPARSE_FFN):
             if block.meta["layer"] == self.layer:
                 rewriter.set_argument(block, "up_bias", None)
-        return rewriter.changes > 0
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,10 @@ class AddWeight(Pass):
     requires: ClassVar[Stage] = Stage.PREDICTED
     ensures: ClassVar[Stage] = Stage.PREDICTED
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         weight = arguments(next(calls(rewriter.graph, LINEAR)))["weight"]
         for node in calls(rewriter.graph, ADD):
             rewriter.set_argument(node, "other", weight)
-        return True
 
 
 def failure(folder: Path, *passes: Pass) -> PassError:

@@ -30,8 +30,8 @@ import zlib
 import numpy
 import torch
 
-from picompile_passes.builder import GraphBuilder
-from picompile_passes.stages import Stage
+from picompile_passes.base import Stage
+from picompile_passes.graph.builder import GraphBuilder
 """
 
 _UNPACK = """

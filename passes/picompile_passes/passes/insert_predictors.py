@@ -82,10 +82,14 @@ class InsertPredictors(Pass):
         for layer, threshold in self.thresholds.items():
             if not math.isfinite(threshold):
                 raise self._wrong("thresholds", f"{threshold} is not finite", layer)
-        if not {self.kind, *self.kinds.values()} <= set(_LOSSLESS):
-            object.__setattr__(self, "effect", Effect.SKIPS)
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    @property
+    def effect(self) -> Effect:
+        """Exact where all kinds are lossless; else neurons that fire may be skipped."""
+        lossless = {self.kind, *self.kinds.values()} <= set(_LOSSLESS)
+        return Effect.EXACT if lossless else Effect.SKIPS
+
+    def rewrite(self, rewriter: Rewriter) -> None:
         """Applies the rules.
 
         Raises `UnsupportedGraphError` where `exact` is asked for and cannot be had, `PassOptionError` for an option of
@@ -98,7 +102,6 @@ class InsertPredictors(Pass):
                 raise self._wrong(option, "the graph has no feed-forward block of that number", layer)
         for block in blocks:
             self._insert(rewriter, block, inputs)
-        return bool(blocks)
 
     def _insert(self, rewriter: Rewriter, block: Node, inputs: Mapping[Any, Node]) -> None:
         values, layer = arguments(block), _layer(block)

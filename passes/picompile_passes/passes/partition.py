@@ -47,14 +47,13 @@ class Partition(Pass):
         ordered = {layer: tuple(sorted(map(int, self.hot[layer]))) for layer in sorted(self.hot)}
         object.__setattr__(self, "hot", ordered)
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         """Applies the rules. Raises `PassOptionError` for a layer or a neuron that there is not."""
         blocks = {block.meta.get("layer"): block for block in calls(rewriter.graph, SPARSE_FFN)}
         for layer, hot in self.hot.items():
             if layer not in blocks:
                 raise PassOptionError(f"{_option(layer)}: the graph has no feed-forward block of that number")
             _partition(rewriter, blocks[layer], layer, hot)
-        return bool(self.hot)
 
 
 def _partition(rewriter: Rewriter, block: Node, layer: int, hot: Sequence[int]) -> None:

@@ -31,7 +31,7 @@ class Quantize(Pass):
     requires: ClassVar[Stage] = Stage.PREDICTED
     ensures: ClassVar[Stage] = Stage.QUANTIZED
 
-    effect: ClassVar[Effect] = Effect.ROUNDS
+    default_effect: ClassVar[Effect] = Effect.ROUNDS
 
     format: str = field(default="q4", metadata={"help": "weight format: f16, q8 or q4"})
 
@@ -45,7 +45,7 @@ class Quantize(Pass):
                     f"option {option} of pass {self.name}: {value!r} is not one of {', '.join(known)}"
                 )
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         """Applies the rules. Raises `UnsupportedGraphError` for a matrix that depends on the tokens."""
         constants = constant_nodes(rewriter.graph)
         packed: dict[Hashable, Node] = {}
@@ -59,7 +59,6 @@ class Quantize(Pass):
                 if key not in packed:
                     packed[key] = self._pack(rewriter, weight, self._format_for(user))
                 _substitute(rewriter, user, weight, packed[key])
-        return bool(packed)
 
     def _format_for(self, user: Node) -> str:
         """What the matrices of `user` are packed in."""

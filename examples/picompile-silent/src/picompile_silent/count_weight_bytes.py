@@ -30,7 +30,7 @@ class CountWeightBytes(Pass):
     requires: ClassVar[Stage] = Stage.CANONICAL
     ensures: ClassVar[Stage | None] = None
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         """Applies the rules. A graph that says all this already stays as it is."""
         constants = constant_nodes(rewriter.graph)
         for node in rewriter.graph.nodes:
@@ -41,7 +41,6 @@ class CountWeightBytes(Pass):
                     rewriter.annotate(node, flops_per_visible_token=_attention_flops(node))
                 else:
                     rewriter.annotate(node, flops=_flops(node, used))
-        return rewriter.changes > 0
 
 
 def _used(node: Node, constants: Set[Node]) -> list[Node]:

@@ -59,14 +59,14 @@ class FlattenTokens(Pass):
     requires: ClassVar[Stage] = Stage.CAPTURED
     ensures: ClassVar[Stage] = Stage.CANONICAL
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         """Does nothing to a graph that is canonical already."""
         output = next(node for node in rewriter.graph.nodes if node.op == "output")
         builder = _Builder(rewriter)
         result = builder.build(output.args[0])
         if rewriter.changes:
             output.args = (result,)
-        return rewriter.changes > 0
+            rewriter.changed(output)
 
 
 class _Builder:

@@ -36,11 +36,11 @@ class RaiseAttention(Pass):
     requires: ClassVar[Stage] = Stage.CAPTURED
     ensures: ClassVar[Stage] = Stage.CAPTURED
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         """Numbers layers in the order in which their attentions appear."""
         found = list(calls(rewriter.graph, _aten.scaled_dot_product_attention.default))
         if not found:
-            return False
+            return
         forms = Forms(rewriter.graph_module)
         mask_forms = Forms(rewriter.graph_module, _MASK_TOKENS)
         windows: dict[Any, int] = {}
@@ -51,7 +51,6 @@ class RaiseAttention(Pass):
             if key not in windows:
                 windows[key] = _window(mask_forms, node, *key)
             _emit(rewriter, node, layer, windows[key], repeat)
-        return True
 
 
 def _emit(rewriter: Rewriter, node: Node, layer: int, window: int, repeat: int) -> None:

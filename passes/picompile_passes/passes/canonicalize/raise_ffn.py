@@ -89,14 +89,13 @@ class RaiseFFN(Pass):
     requires: ClassVar[Stage] = Stage.CAPTURED
     ensures: ClassVar[Stage] = Stage.CAPTURED
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         """Numbers layers in the order in which their blocks appear."""
         forms = Forms(rewriter.graph_module)
         found = [block for node in calls(rewriter.graph, LINEAR) if (block := _block(forms, node)) is not None]
         constants = SharedConstants(rewriter)
         for layer, block in enumerate(found):
             block.emit(rewriter, constants, layer)
-        return rewriter.changes > 0
 
 
 @dataclass(frozen=True)

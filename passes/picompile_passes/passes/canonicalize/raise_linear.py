@@ -39,7 +39,7 @@ class RaiseLinear(Pass):
     requires: ClassVar[Stage] = Stage.CAPTURED
     ensures: ClassVar[Stage] = Stage.CAPTURED
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         """Products first, then the biases that are added to them, then lookups."""
         constant = constant_nodes(rewriter.graph)
         for node in calls(rewriter.graph, *_PRODUCTS):
@@ -52,7 +52,6 @@ class RaiseLinear(Pass):
                 weight = _plain(rewriter, matrix, node)
                 new = rewriter.call(EMBEDDING, (ids, weight, 0), before=node, sources=(node,))
                 rewriter.replace(node, new)
-        return rewriter.changes > 0
 
 
 def _raise_product(rewriter: Rewriter, node: Node, constant: frozenset[Node]) -> None:

@@ -33,7 +33,7 @@ class RaiseNorms(Pass):
     requires: ClassVar[Stage] = Stage.CAPTURED
     ensures: ClassVar[Stage] = Stage.CAPTURED
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         """Written-out norms first, then those that are one operator already."""
         constant = constant_nodes(rewriter.graph)
         for anchor in calls(rewriter.graph, _aten.rsqrt.default, _aten.sqrt.default, _POWER):
@@ -48,7 +48,6 @@ class RaiseNorms(Pass):
             if len(values["normalized_shape"]) == 1:
                 arguments_ = (values["input"], values["weight"], values["bias"], values["eps"])
                 rewriter.replace(node, rewriter.call(LAYER_NORM, arguments_, before=node, sources=(node,)))
-        return rewriter.changes > 0
 
 
 def _raise_written_out(rewriter: Rewriter, anchor: Node, constant: frozenset[Node]) -> None:

@@ -41,7 +41,7 @@ class RaiseRotary(Pass):
     requires: ClassVar[Stage] = Stage.CAPTURED
     ensures: ClassVar[Stage] = Stage.CAPTURED
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         """Reads all rotations before the first change, since forms are of an unchanging graph."""
         reader = _Reader(rewriter.graph_module)
         found = [(node, reader.read(node)) for node in calls(rewriter.graph, ATTENTION)]
@@ -49,7 +49,6 @@ class RaiseRotary(Pass):
         for node, sides in found:
             if sides is not None:
                 emitter.emit(node, *sides)
-        return rewriter.changes > 0
 
 
 @dataclass(frozen=True)

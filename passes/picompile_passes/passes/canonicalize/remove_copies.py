@@ -30,7 +30,7 @@ class RemoveCopies(Pass):
     requires: ClassVar[Stage] = Stage.CAPTURED
     ensures: ClassVar[Stage] = Stage.CAPTURED
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         """Goes through the candidates once; a chain of copies falls from its first on."""
         for node in calls(rewriter.graph, *_ALIASES, *_COPIES, *_CASTS, _aten.dropout.default):
             if not _gives_back_argument(node):
@@ -40,7 +40,6 @@ class RemoveCopies(Pass):
                 value = rewriter.call(_aten.contiguous.default, (value,), before=node, sources=(node,))
             rewriter.replace(node, value)
             rewriter.graph.erase_node(node)
-        return rewriter.changes > 0
 
 
 def _lays_out_anew(node: Node, value: Node) -> bool:
