@@ -21,7 +21,7 @@ def test_a_fault_fits_the_source(fault):
 
 def test_what_does_not_fit_is_not_planted(tmp_path):
     with pytest.raises(ValueError, match="stands 0 times"):
-        plant(Fault("stale", "infra.py", "no such line", "x"), tmp_path)
+        plant(Fault("stale", "base.py", "no such line", "x"), tmp_path)
 
 
 def test_the_table_is_of_these_faults():

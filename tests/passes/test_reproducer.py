@@ -67,7 +67,8 @@ def failure(folder: Path, *passes: Pass) -> PassError:
 
 
 def ended(script: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=120)
 
 
