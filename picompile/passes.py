@@ -11,7 +11,7 @@
 | watch passes run | the hooks `verifying`, `Dump` and `Timings`; `each` joins several |
 | test a pass | `GraphBuilder`, `verify` and `picompile.testing` |
 | add a predictor kind | `PredictorKind`, `add_predictor_kind` |
-| raise and catch errors | `PassOptionError` and `UnsupportedGraphError` for the user; `PassesError` is the base of all |
+| raise and catch errors | `PassOptionError` and `UnsupportedGraphError` for the user; `PassesError` is the root |
 """
 
 from picompile_passes.base import Effect, Pass, PassResult, Stage, stage_of

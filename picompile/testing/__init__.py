@@ -18,8 +18,8 @@ import importlib.util
 if importlib.util.find_spec("hypothesis") is None:
     raise ImportError("picompile.testing needs hypothesis: pip install 'picompile[testing]'")
 
-from picompile.testing.captured_decoder import build_captured, captured_decoders, captured_styles
-from picompile.testing.captured_style import Style
+from picompile.testing.captured.decoder import build_captured, captured_decoders, captured_styles
+from picompile.testing.captured.style import CapturedStyle
 from picompile.testing.checking import PropertyError, check_pass, check_run
 from picompile.testing.equivalence import TOLERANCES, assert_equivalent, run, structure
 from picompile.testing.models import TestModel, configurations, make_model, models
@@ -43,10 +43,10 @@ __all__ = [
     "SKIPPING_KINDS",
     "TESTING_KINDS",
     "TOLERANCES",
+    "CapturedStyle",
     "GraphShape",
     "PropertyError",
     "RandomWeights",
-    "Style",
     "TestModel",
     "assert_equivalent",
     "build",

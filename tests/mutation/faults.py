@@ -143,8 +143,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "forgets that up has an activation too",
         "passes/canonicalize/raise_ffn.py",
-        "return _Block(x, gate[0], up[0], down, gate[1], up[1])",
-        'return _Block(x, gate[0], up[0], down, gate[1], "identity")',
+        "return _RaisedFfn(x, gate[0], up[0], down, gate[1], up[1])",
+        'return _RaisedFfn(x, gate[0], up[0], down, gate[1], "identity")',
     ),
     Fault(
         "gives all blocks the number of the first layer",

@@ -62,14 +62,14 @@ class FlattenTokens(Pass):
     def rewrite(self, rewriter: Rewriter) -> None:
         """Does nothing to a graph that is canonical already."""
         output = next(node for node in rewriter.graph.nodes if node.op == "output")
-        builder = _Builder(rewriter)
+        builder = _FlatBuilder(rewriter)
         result = builder.build(output.args[0])
         if rewriter.changes:
             output.args = (result,)
             rewriter.changed(output)
 
 
-class _Builder:
+class _FlatBuilder:
     """Makes the flat counterpart of every value that the output needs."""
 
     def __init__(self, rewriter: Rewriter) -> None:

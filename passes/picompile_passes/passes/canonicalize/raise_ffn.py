@@ -99,7 +99,7 @@ class RaiseFFN(Pass):
 
 
 @dataclass(frozen=True)
-class _Block:
+class _RaisedFfn:
     """One feed-forward block. Without a gate, `activation` applies to up."""
 
     x: Node
@@ -122,7 +122,7 @@ class _Block:
         rewriter.replace(self.down, new)
 
 
-def _block(forms: Forms, down: Node) -> _Block | None:
+def _block(forms: Forms, down: Node) -> _RaisedFfn | None:
     """The block that ends in the linear `down`; None where it ends none."""
     hidden = forms.same(down.args[0])  # type: ignore[arg-type]
     leaves = list(_leaves(forms, hidden))
@@ -138,17 +138,17 @@ def _block(forms: Forms, down: Node) -> _Block | None:
     return _plain(forms, down, hidden, x) if len(leaves) == 1 else _gated(forms, down, hidden, x)
 
 
-def _plain(forms: Forms, down: Node, hidden: Node, x: Any) -> _Block:
+def _plain(forms: Forms, down: Node, hidden: Node, x: Any) -> _RaisedFfn:
     projection, activation = _activated(forms, hidden)
-    return _Block(x, None, projection, down, activation, "identity")
+    return _RaisedFfn(x, None, projection, down, activation, "identity")
 
 
-def _gated(forms: Forms, down: Node, hidden: Node, x: Any) -> _Block:
+def _gated(forms: Forms, down: Node, hidden: Node, x: Any) -> _RaisedFfn:
     if not is_call(hidden, _aten.mul.Tensor) or not all(isinstance(factor, Node) for factor in hidden.args):
         raise UnsupportedGraphError(f"{hidden.name} ({hidden.target}): gate and up are joined by no product")
     first, second = (_activated(forms, forms.same(factor)) for factor in hidden.args)  # type: ignore[arg-type]
     gate, up = (second, first) if first[1] == "identity" else (first, second)
-    return _Block(x, gate[0], up[0], down, gate[1], up[1])
+    return _RaisedFfn(x, gate[0], up[0], down, gate[1], up[1])
 
 
 def _activated(forms: Forms, node: Node) -> tuple[Projection, str]:
