@@ -267,7 +267,7 @@ RANKS = {0: 2, 1: 2}
         (
             LLAMA,
             {"ranks": RANKS, "inputs": {0: "previous"}},
-            "inputs .*: layer 0: previous cannot be had, there is no block in the layer before",
+            "inputs .*: layer 0: previous is not available: there is no block in the layer before",
         ),
         (
             LLAMA,
@@ -290,7 +290,7 @@ def test_without_a_norm_there_is_no_stream():
     before = build(OPT)
     for block in calls(before.graph, FFN):
         block.update_arg(0, arguments(block.args[0])["x"])
-    with pytest.raises(PassOptionError, match="layer 1: stream cannot be had, the block's input is not from a norm"):
+    with pytest.raises(PassOptionError, match="layer 1: stream is not available: the block's input is not from a norm"):
         InsertPredictors("learned", ranks=RANKS, inputs={1: "stream"})(before)
 
 

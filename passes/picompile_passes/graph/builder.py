@@ -1,4 +1,4 @@
-"""Graphs made by hand, call by call: for tests of passes, and for the reproducers of failures."""
+"""`GraphBuilder`, which builds a graph call by call: for tests of passes, and for the reproducers of failures."""
 
 from collections.abc import Callable
 from typing import Any

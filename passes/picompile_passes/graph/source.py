@@ -1,4 +1,4 @@
-"""A graph, and a pass, as Python source that makes them again."""
+"""`graph_source` and `pass_source`, which write a graph and a pass as Python source that builds them again."""
 
 import base64
 import builtins

@@ -18,7 +18,7 @@ from picompile_passes.predictors import predictor_kind
 
 @dataclass(frozen=True)
 class Partition(Pass):
-    """Gives every neuron of the layers in `hot` (layer → its hot neurons) a device, "hot" or "cold".
+    """Splits the blocks of the layers in `hot` (layer → its hot neurons) into a hot and a cold part.
 
     1. A `sparse_ffn` becomes two and an add. A part's gate, up, down and their biases are `index_select`s of the whole
        by the part's neuron table; `down_bias` goes to the hot part.
@@ -48,7 +48,7 @@ class Partition(Pass):
         object.__setattr__(self, "hot", ordered)
 
     def rewrite(self, rewriter: Rewriter) -> None:
-        """Applies the rules. Raises `PassOptionError` for a layer or a neuron that there is not."""
+        """Apply the rules. Raises `PassOptionError` for a layer or a neuron that does not exist."""
         blocks = {block.meta.get("layer"): block for block in calls(rewriter.graph, SPARSE_FFN)}
         for layer, hot in self.hot.items():
             if layer not in blocks:

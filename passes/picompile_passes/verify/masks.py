@@ -1,4 +1,4 @@
-"""Rules of masks and of the predictors that make them."""
+"""Rules of masks, of the predictors that make them, and of the parts of a partition."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -83,8 +83,8 @@ def check_predictors(graph_module: GraphModule) -> Iterator[Fault]:
         elif kind.name == "none":
             if weights != [block["up"]]:
                 yield Fault(node, "its predictor none does not read its up")
-        elif weights != (deciding := gating_weights(block, with_bias=kind.reads_bias)):
-            yield Fault(node, f"its predictor {kind.name} reads {weights}, not its {gating_side(block)} {deciding}")
+        elif weights != (gating := gating_weights(block, with_bias=kind.reads_bias)):
+            yield Fault(node, f"its predictor {kind.name} reads {weights}, not its {gating_side(block)} {gating}")
         if kind.name == "exact":
             yield from _check_exact(node, block, predictor)
 
@@ -113,9 +113,6 @@ def _check_exact(node: Node, block: dict[str, Any], predictor: dict[str, Any]) -
         yield Fault(node, f"its predictor is exact, but {activation.text} is never silent")
     elif predictor["threshold"] != activation.threshold:
         yield Fault(node, f"its threshold is {predictor['threshold']}, {activation.text}'s {activation.threshold}")
-
-
-# Rules of the parts of a partition: which neurons each has.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Drops everything but the operators of the dialect: views, batch dimensions, positions computed on the way."""
+"""Leaves only operators of the dialect: no views, no batch dimension, no positions that the graph computes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class FlattenTokens(Pass):
     ensures: ClassVar[Stage] = Stage.CANONICAL
 
     def rewrite(self, rewriter: Rewriter) -> None:
-        """Does nothing to a graph that is canonical already."""
+        """Rebuild the graph; one that is canonical already stays as it is."""
         output = next(node for node in rewriter.graph.nodes if node.op == "output")
         builder = _FlatBuilder(rewriter)
         result = builder.build(output.args[0])
@@ -82,7 +82,7 @@ class _FlatBuilder:
     def build(self, value: Any) -> Node:
         """The flat counterpart of `value`, the logits."""
         if not isinstance(value, Node):
-            raise UnsupportedGraphError(f"the graph cannot be expressed in the dialect: it gives back {value}")
+            raise UnsupportedGraphError(f"the graph cannot be expressed in the dialect: it returns {value}")
         root = self._forms.root(value)
         if root.target is not LINEAR:
             raise _unsupported(root, "it makes the logits, which only a linear does")

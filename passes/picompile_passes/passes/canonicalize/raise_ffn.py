@@ -1,8 +1,10 @@
-"""Telling which activation function a piece of a graph computes: by its values.
+"""Raises feed-forward blocks to `ffn`, and recognizes activation functions by their values.
 
-Models write the same function in many ways (GELU's tanh form alone has four in common use). A piecewise function breaks
-at the constants of its expression, or where they lead, so the probe runs on a grid that is dense everywhere and holds
-every constant and its neighbours; two different functions of the dialect differ there by far more than rounding.
+Models write the same activation in many ways (GELU's tanh form alone has four in common use), so the pass does not
+compare expressions: it evaluates the expression on a grid and compares the values with those of every activation of the
+dialect. A piecewise function breaks at the constants of its expression, or at values computed from them. The grid is
+therefore dense everywhere and holds every constant and its neighbours; two different functions of the dialect differ
+there by far more than rounding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +24,13 @@ from picompile_passes.graph.operands import FFN, LINEAR, Projection, SharedConst
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes.canonicalize.forms import Forms, on_cpu
 
-# The order decides only between functions that are the same; approximations of GELU differ by 5e-4, rounding by 1e-6.
+# Approximations of GELU differ by 5e-4, rounding by 1e-6; the order of the table matters for equal functions only.
 _TOLERANCE = 1e-5
 _GRID = torch.linspace(-12.0, 12.0, 24_001)
 
 
 def recognize_activation(function: Callable[[Tensor], Tensor], constants: Sequence[float]) -> str | None:
-    """The text of the activation that `function` (elementwise, float32) computes; None where the dialect has none such.
+    """Return the text of the activation that `function` (elementwise, float32) computes; None for an unknown one.
 
     `constants` are the numbers that occur in its expression: each may be the threshold of a `fatrelu`.
     """
@@ -48,13 +50,10 @@ def _grid(constants: Sequence[float]) -> Tensor:
     return torch.cat([_GRID, exact, below, above])
 
 
-# Raises feed-forward blocks to `ffn`.
-
-
 _aten = torch.ops.aten
 _CONSTANTS_LIKE = (_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default)
 _CONSTANTS_BESIDE = (_aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default)
-# Those of torch's elementwise operators that it does not tag as such.
+# Elementwise operators that torch does not tag as such.
 _UNTAGGED = (
     *_CONSTANTS_LIKE,
     _aten._to_copy.default,
@@ -72,17 +71,17 @@ _UNTAGGED = (
 
 @dataclass(frozen=True)
 class RaiseFFN(Pass):
-    """A `linear` of what elementwise operators make of one or two other `linear`s of one value becomes `ffn`.
+    """Raises a feed-forward block to one `ffn`.
 
-    The anchor is the down projection; from it the pass goes back through elementwise operators to the linears they
-    start at.
+    The pass starts at a down projection and goes back through elementwise operators to the one or two linears that they
+    start from; these must read the same value.
 
     1. `down(act(up(x)))` → `ffn` without gate.
     2. `down(act(gate(x)) · act'(up(x)))` → `ffn` with gate. The gate is the factor whose activation is not the
        identity; where both are activations (dReLU), the first.
     3. Parts of one fused linear count as linears of their own.
 
-    Activations are recognized by their values (`probe.py`). One that the dialect does not have is an error.
+    Activations are recognized by their values, however they are written. An unknown one is an error.
     """
 
     name: ClassVar[str] = "raise-ffn"

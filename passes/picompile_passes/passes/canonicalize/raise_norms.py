@@ -20,7 +20,7 @@ _POWER = _aten.pow.Tensor_Scalar
 
 @dataclass(frozen=True)
 class RaiseNorms(Pass):
-    """Every normalization over the last dimension becomes one operator.
+    """Raises every normalization over the last dimension to one operator.
 
     1. `x · rsqrt(mean(x²) + eps) · w`, with `x / sqrt(…)` and the products in any order → `rms_norm(x, w, eps)`. The
        anchor is the root: `rsqrt`, `sqrt` or a power of ±1/2. The mean may be a sum, divided.
@@ -34,7 +34,7 @@ class RaiseNorms(Pass):
     ensures: ClassVar[Stage] = Stage.CAPTURED
 
     def rewrite(self, rewriter: Rewriter) -> None:
-        """Written-out norms first, then those that are one operator already."""
+        """Raise written-out norms first, then those that are one operator already."""
         constant = constant_nodes(rewriter.graph)
         for anchor in calls(rewriter.graph, _aten.rsqrt.default, _aten.sqrt.default, _POWER):
             _raise_written_out(rewriter, anchor, constant)

@@ -27,9 +27,9 @@ _FIT_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class RaiseRotary(Pass):
-    """What lies between an attention and the roots of its q and k becomes one `rotary` each, or nothing.
+    """Raises rotary position embeddings of q and k to `rotary`, and folds their scale into the attention.
 
-    The anchor is the attention.
+    The pass starts at an attention and looks at everything between it and the roots of its q and k.
 
     1. q or k turned by position · frequency → `rotary` of the root's columns. Where the pairs of elements are not
        halves of a head, q and k are reordered alike, which leaves q · k as it is.
@@ -42,7 +42,7 @@ class RaiseRotary(Pass):
     ensures: ClassVar[Stage] = Stage.CAPTURED
 
     def rewrite(self, rewriter: Rewriter) -> None:
-        """Reads all rotations before the first change, since forms are of an unchanging graph."""
+        """Read all rotations before the first change, because forms hold for an unchanged graph only."""
         reader = _RotationReader(rewriter.graph_module)
         found = [(node, reader.read(node)) for node in calls(rewriter.graph, ATTENTION)]
         emitter = _RotaryEmitter(rewriter)
