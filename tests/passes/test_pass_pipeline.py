@@ -128,7 +128,7 @@ def test_a_pipeline_that_changes_nothing_gives_back_its_input(passes):
         ),
     ],
 )
-def test_a_wrong_order_is_told_before_anything_runs(passes, stage, message):
+def test_a_wrong_order_is_an_error_before_anything_runs(passes, stage, message):
     seen = []
     graph_module = build(LLAMA)
     set_stage(graph_module, stage)
@@ -155,7 +155,7 @@ def test_a_failure_of_the_first_pass_says_so():
 
 
 @pytest.mark.parametrize("error", [UnsupportedGraphError("no silu"), PassOptionError("no such layer")])
-def test_what_the_user_must_know_is_told_as_it_stands(error):
+def test_errors_for_the_user_are_raised_unchanged(error):
     with pytest.raises(type(error)) as raised:
         Pipeline((InsertPredictors(), Fail(error)))(build(LLAMA))
     assert raised.value is error
@@ -190,7 +190,7 @@ def test_dumps_are_numbered_and_end_with_the_faulty_graph(tmp_path):
     assert "up_bias" not in (folder / "003_drop-bias.txt").read_text()
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(PassOptionError, match=r"cannot make the folder for dumps .*file"):
         Dump(tmp_path / "file")

@@ -107,13 +107,13 @@ def test_the_script_fails_as_long_as_the_pass_does(tmp_path, monkeypatch):
     Pipeline((DropBias(layer=3),), hook=verifying)(graph_module)
 
 
-def test_what_is_told_to_the_user_leaves_no_script(tmp_path):
+def test_errors_for_the_user_write_no_reproducer(tmp_path):
     with pytest.raises(PassOptionError):
         Pipeline((InsertPredictors(), Partition({9: (1,)})), hook=verifying, reproducers=tmp_path)(build(OPT))
     assert not list(tmp_path.iterdir())
 
 
-def test_a_fault_of_a_hook_leaves_no_script(tmp_path):
+def test_a_failing_hook_writes_no_reproducer(tmp_path):
     def full(*_):
         raise OSError("disk full")
 

@@ -92,7 +92,7 @@ def test_the_simplest_example_is_the_plainest_style() -> None:
     assert find(captured_styles(), lambda style: True, settings=settings(database=None)) == CapturedStyle()
 
 
-def test_copies_of_every_kind_are_strewn_in() -> None:
+def test_copies_of_every_kind_occur() -> None:
     copies = (aten.alias, aten.clone, aten.contiguous, aten.detach, aten.dropout, aten.to, aten._to_copy)
     graphs = [build_captured(CapturedStyle(copies=seed)).graph for seed in range(8)]
     assert not {node.target.overloadpacket for node in graphs[0].nodes if node.op == "call_function"} & set(copies)

@@ -301,7 +301,7 @@ def test_an_analysis_runs_at_any_stage_and_leaves_it():
         CountUsers()(graph_module)
 
 
-def test_what_a_pass_made_on_the_way_is_no_source():
+def test_provenance_names_only_nodes_of_the_input_graph():
     """The sources of a node are nodes of the graph that went in."""
 
     @dataclass(frozen=True)
