@@ -225,6 +225,6 @@ def _normed_heads(b: GraphBuilder, x: Node) -> Node:
         (_normed_heads, "between layer_norm.* and attention is no rotary embedding"),
     ],
 )
-def test_rotations_that_rotary_cannot_express_are_refused(write: Callable[[GraphBuilder, Node], Node], message: str) -> None:
+def test_other_rotations_are_refused(write: Callable[[GraphBuilder, Node], Node], message: str) -> None:
     with pytest.raises(UnsupportedGraphError, match=message):
         RaiseRotary()(captured(write))
