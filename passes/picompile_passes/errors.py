@@ -1,4 +1,4 @@
-"""The errors of this package. Each says by `exit_code` how a command line program should end because of it."""
+"""The errors of this package. `exit_code` is the exit code of a command that ends because of the error."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,15 +7,20 @@ from torch.fx import Node
 
 
 class PassesError(Exception):
-    """Root of the tree. By itself it stands for a fault of the program, not of its user."""
+    """Root of the tree. An error of this very class is a fault of the program, not of its user."""
 
     exit_code = 1
 
 
 class PassError(PassesError):
-    """A pass failed. Names it and the passes that ran before it, None outside of a pipeline; the cause is chained.
+    """A pass failed. The message names the pass, the passes that ran before it, and the cause, which is chained.
 
-    `context` is the text of the ten nodes around the fault; `reproducer` a script that fails in the same way.
+    Args:
+        pass_name: The `name` of the pass.
+        predecessors: The names of the passes before it; None outside of a pipeline.
+        cause: What went wrong.
+        context: The text of the ten nodes around the fault.
+        reproducer: A script that fails in the same way.
     """
 
     def __init__(
@@ -34,10 +39,14 @@ class PassError(PassesError):
         order = f"after {', '.join(self.predecessors)}" if predecessors else "the first of its pipeline"
         before = "" if predecessors is None else f" ({order})"
         first, *rest = str(cause).splitlines() or [""]
-        # On the first line, which is all that a command shows.
+        # On the first line, because a command shows no other.
         found = f"; to see it fail by itself, run {reproducer}" if reproducer is not None else ""
         head = f"pass {pass_name}{before} failed: {type(cause).__name__}: {first}{found}"
         super().__init__("\n".join([head, *rest, *context.splitlines()]))
+
+
+class RewriteError(PassesError):
+    """A pass used its rewriter wrongly or changed the graph without it. Names the method, the node, and what to do."""
 
 
 class VerifyError(PassesError):
@@ -52,33 +61,33 @@ class VerifyError(PassesError):
 
 
 class PropagateError(PassesError):
-    """The value of a node could not be computed from those of its arguments."""
+    """The value of a node cannot be computed from the values of its arguments."""
 
 
 class StageError(PassesError):
-    """A pass was given a graph of a stage it does not work on."""
+    """A pass got a graph of a stage that it does not accept."""
 
     exit_code = 2
 
 
 class PassOptionError(PassesError):
-    """An option of a pass has a value it cannot take, or a pass or an option is not known."""
+    """An option of a pass has an invalid value, or there is no such pass or option."""
 
     exit_code = 2
 
 
 class RegistryError(PassesError):
-    """A pass cannot be had: two share its name, or what is registered does not import or is not a pass."""
+    """A pass cannot be loaded: two share its name, or what is registered does not import or is not a pass."""
 
     exit_code = 2
 
 
 class UnsupportedGraphError(PassesError):
-    """A graph holds what the dialect, or a pass asked for, cannot express. Names the node and its operator."""
+    """A graph holds what the dialect, or a requested pass, cannot express. Names the node and its operator."""
 
     exit_code = 3
 
 
 def is_for_the_user(error: Exception) -> bool:
-    """Whether `error` tells the user of something that is not a fault of the program."""
+    """Return whether `error` is about the user's input rather than a fault of the program."""
     return isinstance(error, PassesError) and error.exit_code != PassesError.exit_code

@@ -1,4 +1,4 @@
-"""Passes in a row, and the hooks that watch them.
+"""`Pipeline`, which runs passes one after another, and the hooks that watch them.
 
 A hook is called after every pass with the graph before, the pass, the graph after, and the seconds the pass took.
 Checking, dumping and timing are hooks; `each` joins several.
@@ -19,7 +19,7 @@ from picompile_passes.verify import verify
 
 
 class GraphPass(Protocol):
-    """What a pipeline is made of, and is itself: a `Pass` or a `Pipeline`."""
+    """A `Pass` or a `Pipeline`: what a pipeline consists of, and is itself."""
 
     @property
     def name(self) -> str:
@@ -72,10 +72,10 @@ class Pipeline:
         return stages[-1] if stages else None
 
     def __call__(self, graph_module: GraphModule) -> PassResult:
-        """Runs all passes.
+        """Run all passes.
 
         Raises `StageError` before the first pass where a pass could not work on what the ones before it make. What goes
-        wrong in a pass or its hook is raised as `PassError`, but for the errors of the user, who is told as they stand.
+        wrong in a pass or its hook is raised as `PassError`, except errors for the user, which are raised as they are.
         """
         self._check_order(stage_of(graph_module))
         current = graph_module
@@ -89,7 +89,7 @@ class Pipeline:
         return PassResult(current, modified=current is not graph_module)
 
     def _failure(self, position: int, before: GraphModule, error: Exception) -> PassError:
-        """What to raise where the pass at `position` met `error` on the graph `before`."""
+        """Return the error to raise where the pass at `position` met `error` on the graph `before`."""
         pass_, cause = self.passes[position], _cause(error)
         context = error.context if isinstance(error, PassError) else ""
         script = None
@@ -118,12 +118,12 @@ class Pipeline:
 
 
 def _cause(error: Exception) -> Exception:
-    """What went wrong in a pass, without the name of the pass around it."""
+    """Return what went wrong in a pass, without the name of the pass around it."""
     return error.cause if isinstance(error, PassError) else error
 
 
 def each(*hooks: Hook | None) -> Hook:
-    """One hook that calls `hooks` in order; those that are None are left out."""
+    """Return one hook that calls `hooks` in order; those that are None are left out."""
 
     def call_all(before: GraphModule, pass_: GraphPass, after: GraphModule, seconds: float) -> None:
         for hook in hooks:
@@ -141,12 +141,12 @@ def verifying(before: GraphModule, pass_: GraphPass, after: GraphModule, seconds
 
 @dataclass
 class Timings:
-    """A hook that notes how long each pass took."""
+    """A hook that records how long each pass took."""
 
     seconds: list[tuple[str, float]] = field(default_factory=list)
 
     def __call__(self, before: GraphModule, pass_: GraphPass, after: GraphModule, seconds: float) -> None:
-        """Adds one entry."""
+        """Add one entry."""
         self.seconds.append((pass_.name, seconds))
 
 
@@ -157,7 +157,7 @@ class Dump:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Makes `folder` where it is missing, and removes the dumps of another run from it.
+        """Create `folder` where it is missing, and removes the dumps of another run from it.
 
         Raises `PassOptionError` where that cannot be done.
         """
@@ -171,7 +171,7 @@ class Dump:
         self._written = 0
 
     def __call__(self, before: GraphModule, pass_: GraphPass, after: GraphModule, seconds: float) -> None:
-        """Writes one file; at the first call also the graph that went in."""
+        """Write one file; at the first call also the graph that went in."""
         if self._written == 0:
             self._write("input", before)
         self._write(pass_.name, after)

@@ -1,14 +1,14 @@
-"""What a predictor kind is, and the kinds there are without any plug-in.
+"""Predictor kinds: `PredictorKind`, the built-in ones, and those of plug-ins.
 
 | kind | weights | a neuron fires where | loses |
 | --- | --- | --- | --- |
-| `exact` | the deciding matrix and its bias, if any | the activation of its gate is not zero (ReLU family) | nothing |
+| `exact` | the gating matrix and its bias, if any | the activation of its gate is not zero (ReLU family) | nothing |
 | `none` | any matrix with a row for each neuron | always | nothing |
 | `learned` | fc1 [R, D], fc2 [F, R], bias [F] | fc2 · (fc1 · x) + bias > threshold | what training missed |
 | `learned-relu` | the same | fc2 · relu(fc1 · x) + bias > threshold | what training missed |
-| `sign` | the deciding matrix [F, D] | enough of its columns agree with x in sign | what the signs hide |
+| `sign` | the gating matrix [F, D] | enough of its columns agree with x in sign | what the signs hide |
 
-The deciding matrix is the gate, or up where there is no gate. `learned-relu` is the form of PowerInfer (arXiv
+The gating matrix is the gate, or up where there is no gate. `learned-relu` is the form of PowerInfer (arXiv
 2312.12456) and Deja Vu (arXiv 2310.17157). `sign` is that of SparseInfer (arXiv 2411.12692), and needs no training.
 """
 
@@ -29,14 +29,14 @@ from picompile_passes.errors import RegistryError
 class PredictorKind:
     """One kind. `evaluate(x [T, D], weights, threshold)` → bool [T, neurons]; `neurons(weights)` → that dimension.
 
-    A `row_local` kind needs nothing but the rows of the neurons it speaks of, so a partition may split its weights with
-    the rows of the block.
+    A `row_local` kind predicts a neuron from that neuron's rows of the weights alone, so a partition may split its
+    weights with the rows of the block.
 
     `parameters` are weights of its own, by name and in the order of `weights`, each with a letter for each of its
     dimensions: F neurons, D columns of x, R the rank. Such a kind may read another input than its block's x. A kind
-    without any is given the deciding matrix of the block and, with `reads_bias`, its bias where it has one.
+    without any gets the gating matrix of the block and, with `reads_bias`, its bias where it has one.
 
-    `threshold` is what `predict` gets where no other is asked for.
+    `threshold` is the default threshold.
     """
 
     name: str

@@ -58,7 +58,7 @@ def write_reproducer(
         path = folder / f"reproducer_{re.sub('[^a-z0-9]+', '_', pass_.name)}.py"
         path.write_text(script, encoding="utf-8")
     except Exception:
-        # The failure itself is what must be told; what fails while it is being written down is not.
+        # The user must learn of the failure itself, not of an error while the reproducer is written.
         return None
     return path
 
@@ -79,7 +79,7 @@ def _verifies(graph_module: GraphModule) -> bool:
 
 
 def _failure(pass_: "GraphPass", graph_module: GraphModule) -> Exception | None:
-    """What goes wrong when `pass_` runs and its result is verified; what the user is told is no failure."""
+    """Return the error of running `pass_` and verifying its result; None where none is raised, or one for the user."""
     try:
         after = pass_(graph_module).graph_module
         if after is not graph_module:

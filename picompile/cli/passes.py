@@ -66,7 +66,7 @@ def _describe(pass_class: "type[Pass]") -> dict[str, Any]:
         "name": pass_class.name,
         "requires": pass_class.requires.text,
         "ensures": None if pass_class.ensures is None else pass_class.ensures.text,
-        "effect": pass_class.effect.value,
+        "effect": pass_class.default_effect.value,
         "summary": (inspect.getdoc(pass_class) or "").partition("\n")[0],
         "options": {field.name: _type_name(field.type) for field in _options(pass_class)},
     }

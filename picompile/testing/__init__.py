@@ -1,4 +1,4 @@
-"""What passes and placements are tested with: random models of every stage, weights, and what must hold of a pass.
+"""Tools to test passes and placements: random models of every stage, weights, and the properties of a pass.
 
 Needs hypothesis: `pip install 'picompile[testing]'`. The parts, by the question they answer:
 
@@ -8,7 +8,7 @@ Needs hypothesis: `pip install 'picompile[testing]'`. The parts, by the question
 | do these two graphs compute the same? | `assert_equivalent`, within `TOLERANCES` or a bound |
 | which graphs are there? | `graphs`, `shapes` and `build`, `captured_decoders`, `configurations` and `models` |
 | what else varies? | `pipelines`, `skipping_predictors`, `hot_sets`, `partitions`, `masks`, `targets` |
-| what is placed, and where? | `tasks` and `random_task`: a model's bytes, how its neurons fire, and a machine |
+| what is placed, and on what? | `tasks` and `random_task`: a model's bytes, how its neurons fire, and a machine |
 | what does a graph compute? | `random_weights`, `run`, `every_neuron` |
 | was a graph changed? | `structure` |
 """
@@ -18,8 +18,8 @@ import importlib.util
 if importlib.util.find_spec("hypothesis") is None:
     raise ImportError("picompile.testing needs hypothesis: pip install 'picompile[testing]'")
 
-from picompile.testing.captured_decoder import build_captured, captured_decoders, captured_styles
-from picompile.testing.captured_style import Style
+from picompile.testing.captured.decoder import build_captured, captured_decoders, captured_styles
+from picompile.testing.captured.style import CapturedStyle
 from picompile.testing.checking import PropertyError, check_pass, check_run
 from picompile.testing.equivalence import TOLERANCES, assert_equivalent, run, structure
 from picompile.testing.models import TestModel, configurations, make_model, models
@@ -43,10 +43,10 @@ __all__ = [
     "SKIPPING_KINDS",
     "TESTING_KINDS",
     "TOLERANCES",
+    "CapturedStyle",
     "GraphShape",
     "PropertyError",
     "RandomWeights",
-    "Style",
     "TestModel",
     "assert_equivalent",
     "build",

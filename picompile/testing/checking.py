@@ -1,4 +1,4 @@
-"""`check_pass`: the property suite for anybody's pass."""
+"""`check_pass` and `check_run`: the property suite for any pass."""
 
 import contextlib
 import logging
@@ -26,7 +26,7 @@ _SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_bas
 
 
 class PropertyError(AssertionError):
-    """A pass lacks one of the properties of `PROPERTIES`."""
+    """One of `PROPERTIES` does not hold for a pass. Names the property, the pass, and what is wrong."""
 
     def __init__(self, name: str, pass_: GraphPass, fault: str) -> None:
         self.property = name
@@ -43,7 +43,7 @@ def check_pass(
     max_examples: int = 30,
     shrink: bool = False,
 ) -> None:
-    """Runs `pass_` on random graphs and holds it to all of `PROPERTIES`. Raises `PropertyError` for one it lacks.
+    """Run `pass_` on random graphs and check all of `PROPERTIES`. Raises `PropertyError` for one that does not hold.
 
     `pass_` is a pass, a strategy of passes, or a function from a graph to a strategy of passes (for options that depend
     on the graph); the last needs `graphs`. By default the graphs are of the stages that the pass takes. `weights(graph,
@@ -69,7 +69,7 @@ def check_pass(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the trace of every fake tensor, which pytest would show where a test fails."""
+    """Suppress the trace of every fake tensor, which pytest would show where a test fails."""
     logger = logging.getLogger("torch.__trace")
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -88,7 +88,7 @@ def check_run(
     seed: int = 0,
     may_refuse: bool = False,
 ) -> PassResult:
-    """Runs `pass_` once, on `before`, and holds it to `PROPERTIES`. The parameters are those of `check_pass`."""
+    """Run `pass_` once, on `before`, and check `PROPERTIES`. The parameters are those of `check_pass`."""
     was = Snapshot.of(before)
     try:
         result = pass_(before)

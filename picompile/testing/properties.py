@@ -1,4 +1,4 @@
-"""The properties that a pass must have, each a function of one run of it."""
+"""The properties that every pass must have, each a function of one run: `PROPERTIES`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import GraphPass, Pipeline, verifying
 from picompile_passes.verify import verify
 
-# What passes may write on nodes that they keep.
+# The metadata that passes may change on nodes that they keep.
 _MAY_CHANGE = ("val", "layer", "device", "notes")
 
 # Rounding all weights to float16 moves logits by some 2^-11 of their size, and by more where they cancel.
@@ -34,7 +34,7 @@ _F16_BOUND = 0.05
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a graph module was, so that a later change of it shows."""
+    """The state of a graph module at one time, to detect later changes."""
 
     stage: Stage
     nodes: Any
@@ -49,7 +49,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of `pass_`: `was` is the snapshot of `before` from ahead of the run.
+    """One run of `pass_` on `before`, whose snapshot from before the run is `was`.
 
     `weights` are those that the effect is judged by; `bound` is the relative error that a rounding pass may cause, None
     where it may cause none on these weights.
@@ -73,9 +73,9 @@ Property = Callable[[Trial], Iterator[str]]
 
 
 def input_untouched(trial: Trial) -> Iterator[str]:
-    """The graph that went in is as it was: nodes, metadata, stage, tensors."""
+    """The pass leaves its input as it was: nodes, metadata, stage, tensors."""
     if Snapshot.of(trial.before) != trial.was:
-        yield "the graph that went in has changed"
+        yield "it changed the graph that went in: change rewriter.graph, which is a copy"
 
 
 def honest(trial: Trial) -> Iterator[str]:
@@ -84,7 +84,7 @@ def honest(trial: Trial) -> Iterator[str]:
     if not modified and not same:
         yield "modified is false, but the result is another graph module"
     if modified and (same or _looks_like(trial.before, trial.after)):
-        yield "modified is true, but nothing was"
+        yield "modified is true, but the graph and its stage are as before: count only real changes"
 
 
 def leads_to_its_stage(trial: Trial) -> Iterator[str]:
@@ -126,7 +126,7 @@ def keeps_weights(trial: Trial) -> Iterator[str]:
         if name in before or (name.startswith(PREDICTORS) and tensor.is_meta):
             continue
         if name in parameters or tensor.device.type != "cpu":
-            yield f"{name} is new; only real constants on the CPU may be"
+            yield f"{name} is new, but only constants on the CPU and parameters called {PREDICTORS}… may be added"
 
 
 def keeps_neurons(trial: Trial) -> Iterator[str]:
@@ -138,7 +138,7 @@ def keeps_neurons(trial: Trial) -> Iterator[str]:
         if layer not in after:
             yield f"layer {layer} has lost its feed-forward block"
         elif rows.shape != after[layer].shape or not torch.equal(rows, after[layer]):
-            yield f"layer {layer} has other neurons than before: one is missing, twice there, or mixed with another"
+            yield f"layer {layer} has other neurons than before: one is missing, occurs twice, or is mixed with another"
 
 
 def equivalent(trial: Trial) -> Iterator[str]:
@@ -155,23 +155,23 @@ def equivalent(trial: Trial) -> Iterator[str]:
 
 
 def idempotent(trial: Trial) -> Iterator[str]:
-    """Where the pass claims it: run again, it modifies nothing."""
+    """Where the pass claims to be idempotent, a second run modifies nothing."""
     if not getattr(trial.pass_, "idempotent", False):
         return
     again = trial.pass_(trial.after)
     if again.modified or again.graph_module is not trial.after:
-        yield "run on its own result, it modifies it"
+        yield "a second run, on its own result, modifies it: rewrite less, or declare idempotent = False"
 
 
 def deterministic(trial: Trial) -> Iterator[str]:
-    """Run again on the same input, it makes the same graph, names included."""
+    """Two runs on the same input give the same graph, names included."""
     again = trial.pass_(trial.before).graph_module
     if graph_text(again) != graph_text(trial.after) or not _same_constants(again, trial.after):
-        yield "run again on the same graph, it makes another one"
+        yield "two runs on the same graph give different results"
 
 
 def refuses_other_stages(trial: Trial) -> Iterator[str]:
-    """A graph of a stage that the pass does not take is refused, with the stage that it needs."""
+    """A graph of a stage that the pass does not accept raises an error that names the stage it needs."""
     last = max(Stage) if trial.pass_.ensures is None else trial.pass_.ensures
     for stage in Stage:
         if trial.pass_.requires <= stage <= last:
@@ -184,7 +184,7 @@ def refuses_other_stages(trial: Trial) -> Iterator[str]:
             if trial.pass_.requires.text not in str(error):
                 yield f"it refuses a graph of stage {stage.text} without naming the stage it needs"
         else:
-            yield f"it takes a graph of stage {stage.text}"
+            yield f"it accepts a graph of stage {stage.text}"
 
 
 def continues(trial: Trial) -> Iterator[str]:
@@ -201,7 +201,7 @@ def continues(trial: Trial) -> Iterator[str]:
     if _effect(trial.pass_) is not Effect.EXACT:
         return
     try:
-        # What a predictor tells of a neuron near its threshold, rounding turns over.
+        # Rounding may reverse the prediction for a neuron near the threshold.
         before, after = every_neuron(trial.before), every_neuron(quantized)
         assert_equivalent(before, after, weights=trial.weights, bound=_F16_BOUND, seed=trial.seed)
     except AssertionError as error:
@@ -254,22 +254,22 @@ def _meta(node: Node) -> dict[str, Any]:
 def _origin_faults(node: Node, pass_: GraphPass, old: Mapping[str, Node]) -> Iterator[str]:
     origin = node.meta.get("from")
     if not isinstance(origin, Provenance):
-        yield f"{node.name} is new and does not say where it comes from"
+        yield f'{node.name} is new and has no meta["from"]: create it with rewriter.call, constant or parameter'
     elif isinstance(pass_, Pipeline):
         # Its own passes made the node, and from nodes that may have come and gone in between.
         return
     elif origin.pass_name != pass_.name:
-        yield f"{node.name} is new and says that {origin.pass_name} made it"
+        yield f"{node.name} is new, but its provenance names the pass {origin.pass_name}"
     elif missing := [source for source in origin.sources if source not in old]:
-        yield f"{node.name} says that it was made from {', '.join(missing)}, which there is not"
+        yield f"the sources of {node.name} include {', '.join(missing)}, which the input graph does not have"
     elif not origin.sources:
-        yield f"{node.name} is new and names no node that it was made from"
+        yield f"{node.name} is new and names no node that it was made from: pass sources= to the rewriter"
     elif "nn_module_stack" in old[origin.sources[0]].meta and "nn_module_stack" not in node.meta:
-        yield f"{node.name} is new and does not say which module {origin.sources[0]} came from"
+        yield f"{node.name} is new and lacks the nn_module_stack of {origin.sources[0]}, its first source"
 
 
 def _to_the_end(graph_module: GraphModule) -> GraphModule:
-    """What the standard pipeline makes of a graph of any stage: every other neuron hot where it is not partitioned."""
+    """Run the rest of the standard pipeline on a graph of any stage; every other neuron is hot unless partitioned."""
     stage = stage_of(graph_module)
     if stage == Stage.CAPTURED:
         graph_module = Pipeline(CANONICALIZE)(graph_module).graph_module

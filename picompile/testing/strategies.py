@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from picompile.machine import TARGETS, Target
-from picompile.testing.captured_decoder import captured_decoders
+from picompile.testing.captured.decoder import captured_decoders
 from picompile.testing.predictors import skipping_predictors
 from picompile.testing.shapes import build, shapes
 from picompile_passes.base import Pass, Stage, stage_of

@@ -1,4 +1,4 @@
-"""The neurons of feed-forward blocks by their weights."""
+"""Random weights for graphs: `random_weights`; and the neurons of blocks by their weights: `neuron_rows`."""
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ from picompile_passes.predictors import predictor_kind
 
 
 def neuron_rows(graph_module: GraphModule, weights: WeightSource) -> dict[int, Tensor]:
-    """For each layer, all that belongs to a neuron in one row: [neurons, gate + up + down + biases], float32.
+    """Return for each layer one row a neuron, of all its weights: float32 [neurons, gate + up + down + biases].
 
     The rows are sorted, and those of a layer's parts are together, so that the order of neurons makes no difference:
     two graphs have the same neurons where these are equal.
@@ -38,11 +38,8 @@ def _sorted(rows: Tensor) -> Tensor:
     return rows[sorted(range(len(keys)), key=keys.__getitem__)]
 
 
-# Which parameters of a graph are looked up by ids, in whatever way that is written, and which are predictors'.
-
-
 def vocabulary(graph_module: GraphModule) -> int:
-    """How many token ids there are: rows of the matrix that tokens are looked up in. Without one, as many as logits."""
+    """Return the number of token ids: rows of the matrix that tokens are looked up in; without one, the logits."""
     graph = graph_module.graph
     tokens, *_ = graph.find_nodes(op="placeholder")
     of_tokens = _reached_from(tokens)
@@ -51,12 +48,12 @@ def vocabulary(graph_module: GraphModule) -> int:
 
 
 def embedding_names(graph_module: GraphModule) -> frozenset[str]:
-    """The names of the parameters whose rows are looked up: for tokens, and for positions where those are learned."""
+    """Return the names of the parameters whose rows are looked up: for tokens, and for learned positions."""
     return _parameters_of(matrix for _, matrix in _lookups(graph_module.graph))
 
 
 def predictor_names(graph_module: GraphModule) -> frozenset[str]:
-    """The names of the parameters that predictors have of their own."""
+    """Return the names of the parameters of predictors' own."""
     predictors = (arguments(node) for node in calls(graph_module.graph, PREDICT))
     own = [values for values in predictors if predictor_kind(values["kind"]).parameters is not None]
     return _parameters_of(weight for values in own for weight in values["weights"])
@@ -98,9 +95,6 @@ def _is_tensor(node: Node, *, floats: bool) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() == floats
 
 
-# Random weights for a graph.
-
-
 # The second makes values so small that the eps of a norm is no longer lost beside their mean square.
 _EMBEDDING_SCALES = (1.0, 0.02)
 # What else is small then, so that what attention and feed-forward blocks add to such values is small too.
@@ -112,7 +106,7 @@ _LARGE_ROW_SHARE, _LARGE_ROW_FACTOR = 1 / 8, 4.0
 
 @dataclass
 class RandomWeights:
-    """A weight source in memory, which notes what is loaded. `tensors` are by name."""
+    """A weight source in memory, which records in `loaded` what is loaded. `tensors` are by name."""
 
     tensors: dict[str, Tensor]
     loaded: list[str] = field(default_factory=list)
@@ -134,11 +128,11 @@ class RandomWeights:
 def random_weights(
     graph_module: GraphModule, seed: int = 0, dtype: torch.dtype = torch.float32, representable: str | None = None
 ) -> RandomWeights:
-    """Values of `dtype` for every parameter that `graph_module` reads, with which about half of the neurons fire.
+    """Return values of `dtype` for every parameter that `graph_module` reads; about half of the neurons fire.
 
-    Seed and name say what a parameter is, whatever else is in the graph. Seeds differ in scale too: with even ones
-    embeddings are about 1 in size, with odd ones 0.02, and all that follows is smaller, so that the eps of a norm
-    matters.
+    Seed and name determine the values of a parameter, whatever else is in the graph. Seeds differ in scale too: with
+    even ones embeddings are about 1 in size, with odd ones 0.02, and all that follows is smaller, so that the eps of a
+    norm matters.
 
     With `representable`, a weight format, every matrix is one that the format holds exactly: packed by rows or by
     columns, whole or any of them in any order, it comes out as it went in. Vectors are never packed. Raises

@@ -36,7 +36,7 @@ def test_everything_is_said(cli: Cli, name: str) -> None:
     found, pass_class = explained(cli, name), find_pass(name)
     assert found.startswith(f"{name}  from picompile, {BUILTIN[name]}\n")
     assert (pass_class.__doc__ or "").splitlines()[0] in found
-    assert f"effect      {pass_class.effect.value}: the logits" in found
+    assert f"effect      {pass_class.default_effect.value}: the logits" in found
     assert f"idempotent  {'yes' if pass_class.idempotent else 'no'}: " in found
     assert pass_class.ensures is not None
     for rule in RULES[pass_class.ensures]:
@@ -92,7 +92,7 @@ class Odd(Pass):
     name: ClassVar[str] = "odd"
     requires: ClassVar[Stage] = Stage.PREDICTED
     ensures: ClassVar[Stage | None] = None
-    effect: ClassVar[Effect] = Effect.CHANGES
+    default_effect: ClassVar[Effect] = Effect.CHANGES
     idempotent: ClassVar[bool] = False
 
     share: float
@@ -103,8 +103,8 @@ class Odd(Pass):
     deep: bool = False
     internal: int = field(default=1, init=False)
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
-        return False
+    def rewrite(self, rewriter: Rewriter) -> None:
+        pass
 
 
 @pytest.fixture

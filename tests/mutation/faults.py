@@ -143,8 +143,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "forgets that up has an activation too",
         "passes/canonicalize/raise_ffn.py",
-        "return _Block(x, gate[0], up[0], down, gate[1], up[1])",
-        'return _Block(x, gate[0], up[0], down, gate[1], "identity")',
+        "return _RaisedFfn(x, gate[0], up[0], down, gate[1], up[1])",
+        'return _RaisedFfn(x, gate[0], up[0], down, gate[1], "identity")',
     ),
     Fault(
         "gives all blocks the number of the first layer",
@@ -247,8 +247,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "says that nothing changes where neurons are skipped",
         "passes/insert_predictors.py",
-        'object.__setattr__(self, "effect", Effect.SKIPS)',
-        "pass",
+        "return Effect.EXACT if lossless else Effect.SKIPS",
+        "return Effect.EXACT",
     ),
     Fault(
         "puts a predictor in front of the first block only",
@@ -259,8 +259,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "says that it modified what it did not",
         "passes/insert_predictors.py",
-        "return bool(blocks)",
-        "return True",
+        "for block in blocks:\n            self._insert",
+        "rewriter.changes += 1\n        for block in blocks:\n            self._insert",
     ),
     # Partition.
     Fault(

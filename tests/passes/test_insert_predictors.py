@@ -141,7 +141,7 @@ def test_unknown_kind_is_refused():
 
 
 @pytest.mark.parametrize("shape", [LLAMA, OPT, GraphShape(fused=True, layers=2)], ids=["llama", "opt", "fused"])
-def test_sign_reads_the_matrix_that_decides_alone(shape):
+def test_sign_reads_the_gating_matrix_alone(shape):
     after = InsertPredictors("sign", thresholds={1: 0.375})(build(shape)).graph_module
     verify(after, Stage.PREDICTED)
     for block in calls(after.graph, SPARSE_FFN):
@@ -186,7 +186,7 @@ def test_inputs_of_learned_predictors(shape):
     assert read == [arguments(blocks[0])["x"], blocks[1], blocks[1]]
 
 
-def test_masked_neurons_are_those_that_the_predictor_tells():
+def test_computed_neurons_are_those_that_the_predictor_predicts():
     """The logits are those of a model whose down rows are zero where the predictor, computed apart, says no."""
     before = build(GraphShape(layers=1))
     after = InsertPredictors("learned", ranks={0: 2}, inputs={0: "stream"}, thresholds={0: 0.1})(before).graph_module
@@ -205,7 +205,7 @@ def test_masked_neurons_are_those_that_the_predictor_tells():
         torch.testing.assert_close(run(after, weights, ids)[token], run(before, alone, ids)[token], rtol=0, atol=1e-4)
 
 
-def test_a_predictor_that_says_yes_to_all_loses_nothing():
+def test_a_predictor_that_keeps_every_neuron_loses_nothing():
     before = build(LLAMA)
     everything = {0: -1e9, 1: -1.0}
     after = InsertPredictors("learned", {1: "sign"}, {0: 2}, {0: "stream"}, everything)(before).graph_module
@@ -223,7 +223,7 @@ def test_a_predictor_that_says_yes_to_all_loses_nothing():
 )
 def test_the_effect_is_that_of_the_kinds(options, effect):
     assert InsertPredictors(**options).effect is effect
-    assert InsertPredictors.effect is Effect.EXACT
+    assert InsertPredictors.default_effect is Effect.EXACT
 
 
 def test_options_can_be_given_as_text():
@@ -267,7 +267,7 @@ RANKS = {0: 2, 1: 2}
         (
             LLAMA,
             {"ranks": RANKS, "inputs": {0: "previous"}},
-            "inputs .*: layer 0: previous cannot be had, there is no block in the layer before",
+            "inputs .*: layer 0: previous is not available: there is no block in the layer before",
         ),
         (
             LLAMA,
@@ -290,7 +290,7 @@ def test_without_a_norm_there_is_no_stream():
     before = build(OPT)
     for block in calls(before.graph, FFN):
         block.update_arg(0, arguments(block.args[0])["x"])
-    with pytest.raises(PassOptionError, match="layer 1: stream cannot be had, the block's input is not from a norm"):
+    with pytest.raises(PassOptionError, match="layer 1: stream is not available: the block's input is not from a norm"):
         InsertPredictors("learned", ranks=RANKS, inputs={1: "stream"})(before)
 
 

@@ -36,7 +36,7 @@ class Fail(Pass):
 
     error: Exception
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         raise self.error
 
 
@@ -48,10 +48,9 @@ class DropBias(Pass):
     requires: ClassVar[Stage] = Stage.PREDICTED
     ensures: ClassVar[Stage] = Stage.PREDICTED
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         for block in calls(rewriter.graph, SPARSE_FFN):
             rewriter.set_argument(block, "up_bias", None)
-        return True
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ class Nothing(Pass):
     requires: ClassVar[Stage] = Stage.CANONICAL
     ensures: ClassVar[Stage] = Stage.CANONICAL
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
-        return False
+    def rewrite(self, rewriter: Rewriter) -> None:
+        pass
 
 
 def test_passes_run_in_order_and_the_input_stays():
@@ -129,7 +128,7 @@ def test_a_pipeline_that_changes_nothing_gives_back_its_input(passes):
         ),
     ],
 )
-def test_a_wrong_order_is_told_before_anything_runs(passes, stage, message):
+def test_a_wrong_order_is_an_error_before_anything_runs(passes, stage, message):
     seen = []
     graph_module = build(LLAMA)
     set_stage(graph_module, stage)
@@ -156,7 +155,7 @@ def test_a_failure_of_the_first_pass_says_so():
 
 
 @pytest.mark.parametrize("error", [UnsupportedGraphError("no silu"), PassOptionError("no such layer")])
-def test_what_the_user_must_know_is_told_as_it_stands(error):
+def test_errors_for_the_user_are_raised_unchanged(error):
     with pytest.raises(type(error)) as raised:
         Pipeline((InsertPredictors(), Fail(error)))(build(LLAMA))
     assert raised.value is error
@@ -191,7 +190,7 @@ def test_dumps_are_numbered_and_end_with_the_faulty_graph(tmp_path):
     assert "up_bias" not in (folder / "003_drop-bias.txt").read_text()
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(PassOptionError, match=r"cannot make the folder for dumps .*file"):
         Dump(tmp_path / "file")

@@ -24,14 +24,14 @@ class Shrink(Pass):
     layers: tuple[int, ...] = ()
 
     def rewrite(self, rewriter):
-        return False
+        pass
 
 class NotADataclass(Pass):
     name = "not-a-dataclass"
     requires = ensures = Stage.CANONICAL
 
     def rewrite(self, rewriter):
-        return False
+        pass
 
 @dataclass(frozen=True)
 class Abstract(Pass):
@@ -134,7 +134,7 @@ def test_a_name_given_twice_by_packages_is_an_error(monkeypatch):
         ("smaller = shrinking_plugin:Shrink", "is registered as smaller but calls itself shrink"),
     ],
 )
-def test_what_is_no_pass_is_refused(plugin, point, message):
+def test_a_registration_that_is_no_pass_is_refused(plugin, point, message):
     plugin(point)
     with pytest.raises(RegistryError, match=message):
         find_pass(point.split(" ")[0])

@@ -187,7 +187,7 @@ def test_a_kind_of_a_package_goes_through_all_stages(plugin):
         ("smaller = predicting_plugin:KIND", "is registered as smaller but calls itself plugged"),
     ],
 )
-def test_what_is_no_kind_is_refused(plugin, point, message):
+def test_a_registration_that_is_no_predictor_kind_is_refused(plugin, point, message):
     plugin(point)
     with pytest.raises(RegistryError, match=message) as error:
         predictor_kind(point.split(" ")[0])

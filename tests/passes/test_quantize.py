@@ -129,14 +129,14 @@ def test_two_reads_of_one_parameter_are_packed_once():
     verify(after, Stage.QUANTIZED)
 
 
-def test_what_decides_and_what_computes_read_the_same_bytes():
+def test_predictor_and_block_read_the_same_packed_gating_matrix():
     after = Quantize()(partitioned(LLAMA, {0: (1, 2)})).graph_module
     verify(after, Stage.QUANTIZED)
     for node in calls(after.graph, torch.ops.picompile.sparse_ffn.default):
         assert arguments(arguments(node)["mask"])["weights"][0] is arguments(node)["gate"]
 
 
-def test_it_takes_a_graph_that_was_not_partitioned():
+def test_a_graph_that_was_not_partitioned_is_quantized():
     predicted = InsertPredictors()(build(LLAMA)).graph_module
     after = Quantize()(predicted).graph_module
     verify(after, Stage.QUANTIZED)

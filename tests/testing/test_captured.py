@@ -7,8 +7,8 @@ import torch
 from hypothesis import find, given, settings
 from torch.fx import GraphModule
 
-from picompile.testing import Style, assert_equivalent, build_captured, captured_styles
-from picompile.testing.captured_style import ACTIVATIONS, consistent
+from picompile.testing import CapturedStyle, assert_equivalent, build_captured, captured_styles
+from picompile.testing.captured.style import ACTIVATIONS, consistent
 from picompile_passes.base import Stage, stage_of
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ATTENTION, FFN, ROTARY
@@ -38,7 +38,7 @@ def canonical(graph_module: GraphModule) -> GraphModule:
 
 @settings(max_examples=25)
 @given(captured_styles())
-def test_every_style_is_raised(style: Style) -> None:
+def test_every_style_is_raised(style: CapturedStyle) -> None:
     captured = build_captured(style)
     assert stage_of(captured) == Stage.CAPTURED
     verify(captured, Stage.CAPTURED)
@@ -48,7 +48,7 @@ def test_every_style_is_raised(style: Style) -> None:
     check_attention(result, style)
 
 
-def check_blocks(graph_module: GraphModule, style: Style) -> None:
+def check_blocks(graph_module: GraphModule, style: CapturedStyle) -> None:
     """The feed-forward blocks of `style`, with its activations. Where only up has one, it counts as the gate."""
     texts = (style.ffn.activation, style.ffn.up_activation)
     expected = sorted(ACTIVATIONS[text].text.format(style.ffn.threshold) for text in texts)
@@ -57,7 +57,7 @@ def check_blocks(graph_module: GraphModule, style: Style) -> None:
     assert all((block["gate"] is not None) == style.ffn.gated for block in blocks)
 
 
-def check_attention(graph_module: GraphModule, style: Style) -> None:
+def check_attention(graph_module: GraphModule, style: CapturedStyle) -> None:
     """The attention of `style`: its heads, its windows, and queries and keys turned or not."""
     found = [arguments(node) for node in calls(graph_module.graph, ATTENTION)]
     heads = (style.sizes.heads, style.sizes.kv_heads)
@@ -74,27 +74,27 @@ def test_every_choice_is_drawn() -> None:
 
     @settings(max_examples=SAMPLE, derandomize=True, database=None)
     @given(captured_styles())
-    def draw(style: Style) -> None:
+    def draw(style: CapturedStyle) -> None:
         assert consistent(style) == style
         for name, value in choices(style):
             drawn[name].add(value)
 
     draw()
-    for name, possible in possible_choices(Style()):
+    for name, possible in possible_choices(CapturedStyle()):
         assert drawn[name] >= set(possible), f"{name} is never one of {set(possible) - drawn[name]}"
     assert drawn["Sizes.heads"] == {1, 2, 3, 4}
     assert drawn["Sizes.layers"] == {1, 2, 3}
-    assert 0 in drawn["Style.copies"]
-    assert len(drawn["Style.copies"]) > 20
+    assert 0 in drawn["CapturedStyle.copies"]
+    assert len(drawn["CapturedStyle.copies"]) > 20
 
 
 def test_the_simplest_example_is_the_plainest_style() -> None:
-    assert find(captured_styles(), lambda style: True, settings=settings(database=None)) == Style()
+    assert find(captured_styles(), lambda style: True, settings=settings(database=None)) == CapturedStyle()
 
 
-def test_copies_of_every_kind_are_strewn_in() -> None:
+def test_copies_of_every_kind_occur() -> None:
     copies = (aten.alias, aten.clone, aten.contiguous, aten.detach, aten.dropout, aten.to, aten._to_copy)
-    graphs = [build_captured(Style(copies=seed)).graph for seed in range(8)]
+    graphs = [build_captured(CapturedStyle(copies=seed)).graph for seed in range(8)]
     assert not {node.target.overloadpacket for node in graphs[0].nodes if node.op == "call_function"} & set(copies)
     found = {node.target.overloadpacket for graph in graphs for node in graph.nodes if node.op == "call_function"}
     assert found >= set(copies)

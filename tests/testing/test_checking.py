@@ -22,22 +22,21 @@ class SkipMore(Pass):
     name: ClassVar[str] = "skip-more"
     requires: ClassVar[Stage] = Stage.PREDICTED
     ensures: ClassVar[Stage] = Stage.PREDICTED
-    effect: ClassVar[Effect] = Effect.SKIPS
+    default_effect: ClassVar[Effect] = Effect.SKIPS
 
     and_more: bool = False
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         for mask in calls(rewriter.graph, PREDICT):
             if arguments(mask)["threshold"] != 0.75:
                 rewriter.set_argument(mask, "threshold", 0.75)
         for block in calls(rewriter.graph, SPARSE_FFN):
             if self.and_more and arguments(block)["down_bias"] is not None:
                 rewriter.set_argument(block, "down_bias", None)
-        return rewriter.changes > 0
 
 
 class SaysExact(SkipMore):
-    effect: ClassVar[Effect] = Effect.EXACT
+    default_effect: ClassVar[Effect] = Effect.EXACT
 
 
 def predicted():
@@ -70,14 +69,13 @@ class AddWeight(Pass):
     name: ClassVar[str] = "add-weight"
     requires: ClassVar[Stage] = Stage.CANONICAL
     ensures: ClassVar[Stage] = Stage.CANONICAL
-    effect: ClassVar[Effect] = Effect.CHANGES
+    default_effect: ClassVar[Effect] = Effect.CHANGES
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         end = rewriter.graph.output_node().args[0]
         rows, columns = arguments(end)["weight"].meta["val"].shape
         weight = rewriter.parameter("other.head", (rows, columns), sources=(end,))
         rewriter.set_argument(end, "weight", weight)
-        return True
 
 
 def test_another_new_parameter_is_a_fault():

@@ -191,7 +191,7 @@ def at_the_threshold(shape, token, value):
     return weights
 
 
-def test_a_neuron_next_to_its_jump_is_told():
+def test_a_neuron_next_to_its_threshold_is_detected():
     shape = GraphShape(layers=1, vocab=2, activation="fatrelu(0.2)")
     weights = at_the_threshold(shape, token=1, value=0.2 + 3e-6)
     real = materialize(build(shape), weights)

@@ -128,7 +128,7 @@ def test_a_model_may_compute_in_another_dtype():
         assert_equivalent(model.module, model.graph_module, weights=model.weights)
 
 
-def test_another_model_is_told_apart():
+def test_a_different_model_is_not_equivalent():
     model = make_model(LLAMA, seed=0)
     other = capture_config({**LLAMA, "hidden_act": "silu"})
     with pytest.raises(AssertionError, match=r"module .* differ"):

@@ -38,7 +38,7 @@ def rename(graph_module):
 @pytest.mark.parametrize(
     "change", [change_argument, add_metadata, change_notes, write_to_constant, replace_parameter, rename]
 )
-def test_every_change_shows(change):
+def test_every_change_of_a_graph_changes_its_structure(change):
     graph_module = build(LLAMA)
     graph_module.graph.output_node().meta["notes"] = {"seen": 1}
     was = structure(graph_module)

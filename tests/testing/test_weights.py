@@ -70,7 +70,7 @@ def test_the_eps_of_every_norm_matters(shape, number):
         assert_equivalent(build(shape), with_eps(shape, number, 1e-6), seed=1)
 
 
-def test_relu6_is_bent_a_second_time():
+def test_values_reach_beyond_the_upper_bend_of_relu6():
     before, after = build(GraphShape(activation="relu6")), build(GraphShape(activation="relu"))
     with pytest.raises(AssertionError, match="differ"):
         assert_equivalent(before, after, seed=0)

@@ -126,7 +126,7 @@ def neuron_outputs(
     activation: str,
     up_activation: str,
 ) -> Tensor:
-    """What each neuron sends to its down row: [T, F]. Without a gate, `activation` applies to up itself."""
+    """Return the factor of each neuron's down row: [T, F]. Without a gate, `activation` applies to up itself."""
     raised = F.linear(x, up, up_bias)
     act = parse_activation(activation).function
     if gate is None:
@@ -172,10 +172,10 @@ def _(
 
 @torch.library.custom_op("picompile::predict", mutates_args=())
 def predict(x: Tensor, weights: list[Tensor], kind: str, threshold: float) -> Tensor:
-    """Which neurons will fire: bool [T, F]. x [T, D].
+    """Return a mask of the neurons predicted to fire: bool [T, F]. x [T, D].
 
-    `kind` is one of `picompile_passes.predictors`. It says what the weights are, and what the threshold is compared
-    with.
+    `kind` is one of `picompile_passes.predictors`; it defines what the weights are, and what the threshold is compared
+    with. The mask becomes kernel arguments in picompile_codegen's `lowering/ffn.py`.
     """
     return predictor_kind(kind).evaluate(x, weights, threshold)
 

@@ -1,4 +1,4 @@
-"""Graphs made by hand, call by call: for tests of passes, and for the reproducers of failures."""
+"""`GraphBuilder`, which builds a graph call by call: for tests of passes, and for the reproducers of failures."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,15 +39,15 @@ class GraphBuilder:
             self.positions.meta["val"] = torch.empty(self.tokens.meta["val"].shape, dtype=torch.int64)
 
     def parameter(self, name: str, *shape: int) -> Node:
-        """Reads a new float32 parameter of `shape`, without data, called `name` (dotted, as in a checkpoint)."""
+        """Read a new float32 parameter of `shape`, without data, called `name` (dotted, as in a checkpoint)."""
         return self._read(name, nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False))
 
     def constant(self, name: str, tensor: Tensor) -> Node:
-        """Reads a new buffer that holds `tensor`, which must be real and on the CPU."""
+        """Read a new buffer that holds `tensor`, which must be real and on the CPU."""
         return self._read(name, tensor)
 
     def read(self, name: str) -> Node:
-        """Reads once more a parameter or buffer that is there."""
+        """Read an existing parameter or buffer again."""
         tensor: Any = self._module
         for part in name.split("."):
             tensor = getattr(tensor, part)
@@ -62,9 +62,10 @@ class GraphBuilder:
         name: str | None = None,
         **kwargs: Any,
     ) -> Node:
-        """Calls `op`; nodes among the arguments stand for their values. Raises `PropagateError` where it refuses them.
+        """Call `op` and return the node; nodes among the arguments stand for their values.
 
-        `layer` and `device` are written on the node. `name` is what the node is called where that is free.
+        `layer` and `device` are written on the node. `name` is the name of the node where that is free. Raises
+        `PropagateError` where `op` does not accept the arguments.
         """
         value = fake_call(self.graph, op, args, kwargs)
         hint = name or (op._opname if isinstance(op, OpOverload) else getattr(op, "__name__", "call"))
@@ -78,7 +79,7 @@ class GraphBuilder:
         return node
 
     def finish(self, logits: Node, stage: Stage = Stage.CANONICAL) -> GraphModule:
-        """The graph module that gives back `logits`, at `stage`. Nothing that was not used is left out."""
+        """Return the graph module that computes `logits`, at `stage`. Unused nodes and parameters are kept."""
         self._end.args = (logits,)
         if stage <= Stage.CANONICAL:
             # What capture gives comes from no pass; later stages hold nodes that must say where they come from.

@@ -1,4 +1,4 @@
-"""A graph as text: one line a node, with the shape of its value, its named arguments and where it came from."""
+"""A graph as text, for `--dump-ir`: one line a node, with the shape of its value, its arguments and its provenance."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ _CONTEXT_NODES = 10
 
 
 def graph_text(graph_module: GraphModule) -> str:
-    """The whole graph, headed by its stage and number of nodes."""
+    """Return the text of the whole graph, headed by its stage and number of nodes."""
     nodes = list(graph_module.graph.nodes)
     stage = graph_module.meta.get("stage", "unknown")
     return "\n".join([f"# stage {stage}, {len(nodes)} nodes", *_lines(nodes)]) + "\n"
 
 
 def context_text(node: Node) -> str:
-    """The ten nodes around `node`, which is marked with `>`."""
+    """Return the text of the ten nodes around `node`, which is marked with `>`."""
     nodes = list(node.graph.nodes)
     position = nodes.index(node)
     start = max(0, min(position - _CONTEXT_NODES // 2, len(nodes) - _CONTEXT_NODES))

@@ -17,7 +17,7 @@ _FROM = re.compile(r"(?:(?P<before>.*), )?from (?P<pass_name>[\w.-]+)\((?P<sourc
 
 
 class DumpError(ValueError):
-    """A text is not a dump. Not one of the tree in `errors`, which imports torch; but its exit code is a user's too."""
+    """A text is not a dump. It is no `PassesError`, because `errors` imports torch, but has a user's exit code."""
 
     exit_code = 2
 

@@ -1,4 +1,4 @@
-"""Putting real weights into a graph: the whole of it for eager runs, or one constant at a time for the artifact."""
+"""Real weights in a graph: in all of it for eager runs, or in one constant at a time for the artifact."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
@@ -35,10 +35,10 @@ class WeightSource(Protocol):
 
 
 def materialize(graph_module: GraphModule, weights: WeightSource) -> GraphModule:
-    """The same graph with float32 parameters in place of those on the meta device: it runs in eager PyTorch.
+    """Return the graph with float32 parameters in place of those on the meta device, to run in eager PyTorch.
 
-    Raises `PassesError` for a parameter that `weights` lacks or holds in another shape, `PassOptionError` for one of a
-    predictor that they lack.
+    Raises `PassesError` for a parameter that `weights` lacks or holds in another shape, `PassOptionError` for a
+    predictor's parameter that `weights` lacks.
     """
     result = copy_graph_module(graph_module)
     for target in sorted({str(node.target) for node in result.graph.nodes if node.op == "get_attr"}):
@@ -49,9 +49,9 @@ def materialize(graph_module: GraphModule, weights: WeightSource) -> GraphModule
 
 
 def evaluate_constant(graph_module: GraphModule, node: Node, weights: WeightSource) -> Tensor:
-    """The value of one constant subgraph: contiguous, float32 where it is a float.
+    """Return the value of one constant subgraph: contiguous, float32 where it is a float.
 
-    Loads only what `node` depends on and lets go of each value after its last use. The result must not be written to:
+    Loads only what `node` depends on and frees each value after its last use. The result must not be written to:
     it may be the weight source's own memory.
     """
     order = list(_dependencies(node))

@@ -1,4 +1,4 @@
-"""Reading nodes: arguments by the names of the operator's schema, and which nodes are constant."""
+"""Reading nodes: which operator they call, their arguments by name, the tensors they read, which are constant."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,17 +10,20 @@ from torch.fx import Graph, GraphModule, Node
 
 
 def is_call(node: object, *ops: OpOverload) -> bool:
-    """Whether `node` is a node that calls one of `ops`."""
+    """Return whether `node` is a node that calls one of `ops`."""
     return isinstance(node, Node) and node.op == "call_function" and node.target in ops
 
 
 def calls(graph: Graph, *ops: OpOverload) -> Iterator[Node]:
-    """The nodes that call one of `ops`, in order; safe against changes of the graph meanwhile."""
+    """Return the nodes that call one of `ops`, in order. The graph may change during the iteration."""
     return iter([node for node in graph.nodes if is_call(node, *ops)])
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """What a call passes for each argument of its operator's schema, defaults filled in."""
+    """Return the arguments of a call by their names in the operator's schema, in order, defaults filled in.
+
+    Raises `TypeError` for a node that does not call an operator.
+    """
     values = {}
     for position, argument in enumerate(_schema_arguments(node)):
         if position < len(node.args):
@@ -33,7 +36,7 @@ def arguments(node: Node) -> dict[str, Any]:
 
 
 def argument_position(node: Node, name: str) -> int:
-    """Where in the argument list of its operator `name` stands. Raises `KeyError` where there is none."""
+    """Return the position of the argument `name` in the operator's schema. Raises `KeyError` where there is none."""
     for position, argument in enumerate(_schema_arguments(node)):
         if argument.name == name:
             return position
@@ -47,7 +50,7 @@ def _schema_arguments(node: Node) -> Any:
 
 
 def constant_nodes(graph: Graph) -> frozenset[Node]:
-    """The nodes whose values depend on no placeholder."""
+    """Return the nodes whose values depend on no placeholder."""
     constant: set[Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr" or (node.op == "call_function" and all(n in constant for n in node.all_input_nodes)):
@@ -56,7 +59,10 @@ def constant_nodes(graph: Graph) -> frozenset[Node]:
 
 
 def attribute(graph_module: GraphModule, target: str) -> Tensor:
-    """The tensor that a `get_attr` of the dotted name `target` reads. Raises `AttributeError` where there is none."""
+    """Return the tensor that a `get_attr` of the dotted name `target` reads: without data for a parameter.
+
+    Raises `AttributeError` where there is no tensor of that name.
+    """
     value: object = graph_module
     for part in target.split("."):
         value = getattr(value, part)
@@ -66,5 +72,5 @@ def attribute(graph_module: GraphModule, target: str) -> Tensor:
 
 
 def has_real_data(tensor: Tensor) -> bool:
-    """Whether `tensor` is a constant of the graph itself rather than a parameter whose data lies in a checkpoint."""
+    """Return whether `tensor` is a constant of the graph rather than a parameter, whose data is in a checkpoint."""
     return not tensor.is_meta

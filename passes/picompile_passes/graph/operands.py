@@ -1,4 +1,7 @@
-"""Constants that passes compute, made once for equal contents."""
+"""The operators that passes match, by name, and what their arguments are: dimensions, matrices, rows of neurons.
+
+`SharedConstants`, `Projection` and `down_rows` make the operands of new nodes.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,11 +35,6 @@ class SharedConstants:
         return node
 
 
-# What the arguments of the dialect's operators are: their dimensions, and which of them hold matrices.
-#
-# A dimension is one letter that stands for the same size throughout a call; T is the token count of the graph.
-
-
 DIALECT = torch.ops.picompile
 ADD: OpOverload = torch.ops.aten.add.Tensor
 TRANSPOSE: OpOverload = torch.ops.aten.transpose.int
@@ -63,6 +61,7 @@ _FFN_DIMENSIONS = {
     "down_bias": "E",
 }
 
+# The dimensions of arguments. A letter stands for the same size throughout a call; T is the graph's token count.
 DIMENSIONS: dict[OpOverload, dict[str, str]] = {
     EMBEDDING: {"ids": "T", "weight": "VD"},
     LINEAR: {"x": "TK", "weight": "NK", "bias": "N"},
@@ -75,7 +74,7 @@ DIMENSIONS: dict[OpOverload, dict[str, str]] = {
     ADD: {"self": "TD", "other": "TD"},
 }
 
-# The matrices that quantization packs; none of `ffn`, which is gone by then. `predict` takes a list that may hold
+# The arguments that quantization packs; none of `ffn`, which is gone by then. The list that `predict` takes may hold
 # vectors too.
 MATRICES: dict[OpOverload, tuple[str, ...]] = {
     EMBEDDING: ("weight",),
@@ -84,12 +83,12 @@ MATRICES: dict[OpOverload, tuple[str, ...]] = {
     SPARSE_FFN: ("gate", "up", "down"),
 }
 
-# What of a feed-forward block has one row for each neuron.
+# The arguments of a feed-forward block that have one row for each neuron.
 NEURON_ROWS = ("gate", "up", "down", "gate_bias", "up_bias")
 
 
 def matrix_operands(node: Node) -> list[Node]:
-    """The matrices that `node` uses, in the order of its arguments; none for an operator that uses none."""
+    """Return the matrices that `node` multiplies with, in the order of its arguments; maybe none."""
     names = MATRICES.get(node.target, ()) if isinstance(node.target, OpOverload) else ()
     values = arguments(node) if names else {}
     found: list[object] = []
@@ -99,18 +98,15 @@ def matrix_operands(node: Node) -> list[Node]:
     return [operand for operand in found if isinstance(operand, Node) and operand.meta["val"].dim() == 2]
 
 
-# Columns of a `linear` as a linear of their own: the rows of its weight and bias that make them.
-
-
 @dataclass(frozen=True)
 class Projection:
-    """The columns `table` of the result of `linear`, or all of them where it is None."""
+    """The columns `table` of the result of `linear`, all of them where it is None, as a linear of their own."""
 
     linear: Node
     table: Tensor | None
 
     def rows(self, rewriter: Rewriter, constants: SharedConstants, before: Node) -> tuple[Node, Node | None]:
-        """Weight and bias that give these columns alone."""
+        """Return the rows of weight and bias that these columns are computed from."""
         _, weight, bias = self.linear.args
         if self.table is None:
             return weight, bias  # type: ignore[return-value]
@@ -123,39 +119,38 @@ class Projection:
 
 
 def down_rows(rewriter: Rewriter, weight: Node, before: Node) -> Node:
-    """The weight of a down projection [D, F] with a row for each neuron: its transpose [F, D]."""
+    """Return the transpose [F, D] of the weight of a down projection [D, F]: one row for each neuron."""
     if is_call(weight, TRANSPOSE):
         return weight.all_input_nodes[0]
     return rewriter.call(TRANSPOSE, (weight, 0, 1), before=before, sources=(weight,))
 
 
-# What predictors are made from: the weights of a block that decide whether a neuron fires, and the inputs there are.
-#
-# | input | is |
-# | --- | --- |
-# | `block` | the x of the block itself |
-# | `stream` | what the norm reads that makes x: the residual stream, where x comes from a norm |
-# | `previous` | the x of the block of the layer before, which is there while attention still computes |
-
-
 INPUTS = ("block", "stream", "previous")
+"""The inputs that a learned predictor can read.
+
+| input | is |
+| --- | --- |
+| `block` | the x of the block itself |
+| `stream` | the residual stream: the input of the norm whose result is x |
+| `previous` | the x of the block of the layer before, which is ready while attention still computes |
+"""
 
 PREDICTORS = "predictors.layers."
-"""What the names of predictors' own parameters begin with; layer, dot and the parameter follow."""
+"""The prefix of the names of predictors' own parameters; layer, dot and the parameter follow."""
 
 
 def gating_weights(block: Mapping[str, Any], *, with_bias: bool) -> list[Node]:
-    """The matrix that decides, of the arguments of an `ffn` or `sparse_ffn`; and its bias, if asked for and there."""
+    """Return the gating matrix among the arguments `block` of an `ffn` or `sparse_ffn`; and its bias, if asked for."""
     side = gating_side(block)
     weights = [block[side], block[f"{side}_bias"]] if with_bias else [block[side]]
     return [weight for weight in weights if weight is not None]
 
 
 def gating_side(block: Mapping[str, Any]) -> str:
-    """`gate`, or `up` where there is no gate."""
+    """Return the name of the gating matrix among the arguments of a block: `gate`, or `up` where there is no gate."""
     return "up" if block["gate"] is None else "gate"
 
 
 def stream_of(x: Node) -> Node | None:
-    """What the norm reads that makes `x`; None where no norm does."""
+    """Return the input of the norm whose result is `x`; None where `x` is not from a norm."""
     return arguments(x)["x"] if is_call(x, RMS_NORM, LAYER_NORM) else None

@@ -1,4 +1,4 @@
-"""Making a graph smaller while it keeps a property: for reproducers.
+"""`reduce_graph`, which makes a graph smaller while it keeps a property: for reproducers.
 
 A node may be left out where one of its arguments has a value of the same shape and dtype: its users take that instead.
 A residual addition is such a node, so whole blocks go at once. What is left out is searched for as in delta debugging
@@ -19,7 +19,7 @@ Keeps = Callable[[GraphModule], bool]
 
 
 def reduce_graph(graph_module: GraphModule, keeps: Keeps, seconds: float) -> GraphModule:
-    """A part of `graph_module` for which `keeps` holds; it holds for the whole. Gives up after `seconds`."""
+    """Return a smaller graph for which `keeps` holds, as it does for `graph_module`. Stops after `seconds`."""
     end = time.monotonic() + seconds
     size = -1
     while size != len(graph_module.graph.nodes) and time.monotonic() < end:

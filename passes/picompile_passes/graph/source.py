@@ -1,4 +1,4 @@
-"""A graph, and a pass, as Python source that makes them again."""
+"""`graph_source` and `pass_source`, which write a graph and a pass as Python source that builds them again."""
 
 import base64
 import builtins
@@ -44,7 +44,7 @@ def unpacked(text, dtype, *shape):
 
 def graph_source(graph_module: GraphModule, imports: Sequence[str] = ()) -> str:
     """Source of a function `graph()` that builds `graph_module`; `imports` are lines that go to its imports."""
-    writer = _Writer(graph_module)
+    writer = _SourceWriter(graph_module)
     lines = [writer.line(node) for node in graph_module.graph.nodes if node.op not in ("placeholder", "output")]
     result = writer.text(graph_module.graph.output_node().args[0])
     body = ["b = GraphBuilder()", *lines, f"return b.finish({result}, Stage.{stage_of(graph_module).name})"]
@@ -82,7 +82,7 @@ def _construct(pass_: Any, name: str) -> str:
     return f"{name}({', '.join(f'{field.name}={getattr(pass_, field.name)!r}' for field in given)})"
 
 
-class _Writer:
+class _SourceWriter:
     """Writes nodes, each as a variable of its own name where Python allows it."""
 
     def __init__(self, graph_module: GraphModule) -> None:

@@ -22,12 +22,12 @@ from picompile_passes.graph.nodes import attribute
 
 @functools.lru_cache(maxsize=2)
 def _results(mode: FakeTensorMode) -> dict[Hashable, Any]:
-    """What calls in `mode` gave, by all that it depends on. Results hold their mode, so that of few modes is kept."""
+    """Return the cache of results of calls in `mode`. Results keep their mode alive, so few modes are cached."""
     return {}
 
 
 def fake_mode_of(graph: Graph) -> FakeTensorMode:
-    """The fake mode that the values of `graph` belong to. Raises `PropagateError` where no node has one."""
+    """Return the fake mode that the values of `graph` belong to. Raises `PropagateError` where no node has one."""
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, FakeTensor):
@@ -36,24 +36,24 @@ def fake_mode_of(graph: Graph) -> FakeTensorMode:
 
 
 def fake_like(graph: Graph, tensor: Tensor) -> FakeTensor:
-    """A fake tensor with the shape and dtype of `tensor`, in the mode and on the device of the graph's inputs."""
+    """Return a fake tensor of the shape and dtype of `tensor`, in the mode and on the device of the graph's inputs."""
     device = next((n.meta["val"].device for n in graph.nodes if n.op == "placeholder" and "val" in n.meta), "cpu")
     with fake_mode_of(graph):
         value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if not isinstance(value, FakeTensor):
-        raise PropagateError(f"a value of shape {tuple(tensor.shape)} came out real")
+        raise PropagateError(f"a value of shape {tuple(tensor.shape)} is a real tensor, not a fake one")
     return value
 
 
 def fake_call(graph: Graph, op: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
-    """What `op` returns for `args`, in which nodes stand for their values.
+    """Return the fake result of `op` for `args`, in which nodes stand for their values.
 
     Raises `PropagateError`, with the operator and the shapes it was given, where it does not accept them.
     """
     values = map_arg(tuple(args), _value)
     named = map_arg(kwargs or {}, _value)
     mode = fake_mode_of(graph)
-    # The layers of a model ask the same again and again, and so does the verification after each pass.
+    # The layers of a model repeat the same calls, and so does the verification after each pass.
     known = _results(mode)
     key = (op, _key(values), _key(named))
     if key in known:
@@ -69,14 +69,14 @@ def fake_call(graph: Graph, op: Callable[..., Any], args: Any, kwargs: Any = Non
 
 
 def fake_result(node: Node) -> Any:
-    """The value of a call node, computed anew from the values of its arguments; its own is left as it is."""
+    """Return the value of a call node, computed again from the values of its arguments; its own is not changed."""
     if not isinstance(node.target, OpOverload):
         raise PropagateError(f"{node.name} calls {node.target}, which is not an operator")
     return fake_call(node.graph, node.target, node.args, node.kwargs)
 
 
 def recompute(graph_module: GraphModule) -> None:
-    """Computes the value of every parameter and call anew, in order, from the values of the placeholders."""
+    """Compute the value of every parameter and call again, in order, from the values of the placeholders."""
     graph = graph_module.graph
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -86,7 +86,7 @@ def recompute(graph_module: GraphModule) -> None:
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Whether two values agree in dtype and shape. Symbols are compared as they stand; no guard is added."""
+    """Return whether two values agree in dtype and shape. Symbols are compared as they stand; no guard is added."""
     if isinstance(left, (tuple, list)) and isinstance(right, (tuple, list)):
         return len(left) == len(right) and all(map(same_value, left, right))
     if isinstance(left, Tensor) and isinstance(right, Tensor):
@@ -95,12 +95,12 @@ def same_value(left: Any, right: Any) -> bool:
 
 
 def same_shape(left: Any, right: Any) -> bool:
-    """Whether two shapes are known to be equal for every token count."""
+    """Return whether two shapes are known to be equal for every token count."""
     return len(left) == len(right) and all(map(_same_size, left, right))
 
 
 def value_text(value: Any) -> str:
-    """A value in short: `float32[s0, 96]` for a tensor, else its text."""
+    """Return a short text of a value: `float32[s0, 96]` for a tensor."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
     if isinstance(value, (tuple, list)):

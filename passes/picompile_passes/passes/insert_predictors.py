@@ -20,20 +20,24 @@ _LOSSLESS = ("auto", "exact", "none")
 
 @dataclass(frozen=True)
 class InsertPredictors(Pass):
-    """Tells which neurons fire, by a predictor in front of every feed-forward block.
+    """Puts a predictor in front of every feed-forward block, which computes only the neurons predicted to fire.
 
     1. `ffn(x, ...)` becomes `sparse_ffn(x, predict(x, weights, kind, threshold), None, ...)`.
-    2. kind `exact`: weights are the matrix that decides (gate, or up where there is no gate) and its bias, if any;
-       threshold is that of the block's activation, at or below which it gives exactly zero. Lossless.
+    2. kind `exact`: weights are the gating matrix (gate, or up where there is no gate) and its bias, if any; threshold
+       is that of the block's activation, at or below which its value is exactly zero. Lossless.
     3. kind `none`: weights are up alone, and every neuron counts as firing.
     4. kind `auto` is `exact` where the activation can be silent and `none` elsewhere, block by block.
-    5. kind `sign`: weights are the matrix that decides, alone.
+    5. kind `sign`: weights are the gating matrix alone.
     6. kinds `learned` and `learned-relu`: weights are new parameters `predictors.layers.LAYER.fc1`, `fc2` and `bias`,
        whose values come from the weight source; fc1 has as many rows as `ranks` says. `inputs` says what they read: x,
        what the norm that makes x reads (`stream`), or the x of the layer before (`previous`).
 
-    `kinds`, `ranks`, `inputs` and `thresholds` are by layer; a layer that is not in `kinds` is of `kind`. All but the
-    first three kinds skip neurons: the logits stay the same only where none is skipped that fires.
+    `kinds`, `ranks`, `inputs` and `thresholds` are by layer; a layer that is not in `kinds` has `kind`. The kinds other
+    than `auto`, `exact` and `none` may skip neurons that fire, which changes the logits.
+
+    The mask that a `predict` makes becomes kernel arguments in picompile_codegen's `lowering/ffn.py`: `lower_predict`
+    writes it to a buffer, and `lower_sparse_ffn` passes that to the block's kernel. With kind `exact` there is no
+    buffer: the block's own kernel reads the gating matrix and decides.
     """
 
     name: ClassVar[str] = "insert-predictors"
@@ -67,7 +71,7 @@ class InsertPredictors(Pass):
     )
 
     def __post_init__(self) -> None:
-        """Raises `PassOptionError` for what fits no graph, `RegistryError` where two kinds share a name."""
+        """Raise `PassOptionError` for options that fit no graph, `RegistryError` where two kinds share a name."""
         for option, kind in (("kinds", str), ("ranks", int), ("inputs", str), ("thresholds", float)):
             # Sorted, so that equal options make equal passes whatever order they came in.
             given = {layer: kind(value) for layer, value in sorted(getattr(self, option).items())}
@@ -82,14 +86,18 @@ class InsertPredictors(Pass):
         for layer, threshold in self.thresholds.items():
             if not math.isfinite(threshold):
                 raise self._wrong("thresholds", f"{threshold} is not finite", layer)
-        if not {self.kind, *self.kinds.values()} <= set(_LOSSLESS):
-            object.__setattr__(self, "effect", Effect.SKIPS)
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
-        """Applies the rules.
+    @property
+    def effect(self) -> Effect:
+        """Exact where all kinds are lossless; else neurons that fire may be skipped."""
+        lossless = {self.kind, *self.kinds.values()} <= set(_LOSSLESS)
+        return Effect.EXACT if lossless else Effect.SKIPS
 
-        Raises `UnsupportedGraphError` where `exact` is asked for and cannot be had, `PassOptionError` for an option of
-        a layer that there is not, that its predictor does not take, or that it lacks.
+    def rewrite(self, rewriter: Rewriter) -> None:
+        """Apply the rules.
+
+        Raises `UnsupportedGraphError` where `exact` is asked for and the activation is never silent, `PassOptionError`
+        for an option of a missing layer, one that the layer's predictor does not take, or one that it lacks.
         """
         blocks = list(calls(rewriter.graph, FFN))
         inputs = {_layer(block): arguments(block)["x"] for block in blocks}
@@ -98,7 +106,6 @@ class InsertPredictors(Pass):
                 raise self._wrong(option, "the graph has no feed-forward block of that number", layer)
         for block in blocks:
             self._insert(rewriter, block, inputs)
-        return bool(blocks)
 
     def _insert(self, rewriter: Rewriter, block: Node, inputs: Mapping[Any, Node]) -> None:
         values, layer = arguments(block), _layer(block)
@@ -146,7 +153,7 @@ class InsertPredictors(Pass):
             why = (
                 "the block's input is not from a norm" if asked == "stream" else "there is no block in the layer before"
             )
-            raise self._wrong("inputs", f"{asked} cannot be had, {why}", layer)
+            raise self._wrong("inputs", f"{asked} is not available: {why}", layer)
         return found
 
     def _weights(self, rewriter: Rewriter, block: Node, kind: PredictorKind, source: Node) -> list[Node]:

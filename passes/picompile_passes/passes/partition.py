@@ -18,7 +18,7 @@ from picompile_passes.predictors import predictor_kind
 
 @dataclass(frozen=True)
 class Partition(Pass):
-    """Gives every neuron of the layers in `hot` (layer → its hot neurons) a device, "hot" or "cold".
+    """Splits the blocks of the layers in `hot` (layer → its hot neurons) into a hot and a cold part.
 
     1. A `sparse_ffn` becomes two and an add. A part's gate, up, down and their biases are `index_select`s of the whole
        by the part's neuron table; `down_bias` goes to the hot part.
@@ -47,14 +47,13 @@ class Partition(Pass):
         ordered = {layer: tuple(sorted(map(int, self.hot[layer]))) for layer in sorted(self.hot)}
         object.__setattr__(self, "hot", ordered)
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
-        """Applies the rules. Raises `PassOptionError` for a layer or a neuron that there is not."""
+    def rewrite(self, rewriter: Rewriter) -> None:
+        """Apply the rules. Raises `PassOptionError` for a layer or a neuron that does not exist."""
         blocks = {block.meta.get("layer"): block for block in calls(rewriter.graph, SPARSE_FFN)}
         for layer, hot in self.hot.items():
             if layer not in blocks:
                 raise PassOptionError(f"{_option(layer)}: the graph has no feed-forward block of that number")
             _partition(rewriter, blocks[layer], layer, hot)
-        return bool(self.hot)
 
 
 def _partition(rewriter: Rewriter, block: Node, layer: int, hot: Sequence[int]) -> None:

@@ -17,25 +17,25 @@ from picompile_passes.predictors import predictor_kind
 
 @dataclass(frozen=True)
 class Quantize(Pass):
-    """Rounds the weights to what `format` (f16, q8, q4) can hold.
+    """Packs every matrix in the weight format `format` (f16, q8, q4), which rounds it.
 
     1. Every matrix `w` that an embedding, linear, predict or sparse_ffn uses becomes
        `dequantize(quantize(w, format), format, columns)`. Biases, norm weights and tables stay float32.
     2. A matrix that several nodes use (a tied embedding, a gate that also predicts) is packed once.
     3. A matrix that is packed already stays as it is.
-    4. Matrices that predictors have of their own are packed in `predictors`; `auto` is `format`, but q8 for q4: errors
-       of 4 bits move scores across the threshold, which lost 3 to 4 % of the firing neurons where it was measured.
+    4. Matrices of a predictor's own are packed in the format `predictors`. `auto` is `format`, but q8 where that is q4:
+       4-bit errors move scores across the threshold, which lost 3 to 4 % of the firing neurons where it was measured.
     """
 
     name: ClassVar[str] = "quantize"
     requires: ClassVar[Stage] = Stage.PREDICTED
     ensures: ClassVar[Stage] = Stage.QUANTIZED
 
-    effect: ClassVar[Effect] = Effect.ROUNDS
+    default_effect: ClassVar[Effect] = Effect.ROUNDS
 
     format: str = field(default="q4", metadata={"help": "weight format: f16, q8 or q4"})
 
-    predictors: str = field(default="auto", metadata={"help": "of predictors' own weights: auto, f16, q8 or q4"})
+    predictors: str = field(default="auto", metadata={"help": "format of predictors' own weights: auto, f16, q8 or q4"})
 
     def __post_init__(self) -> None:
         for option, known in (("format", (*FORMATS,)), ("predictors", ("auto", *FORMATS))):
@@ -45,8 +45,8 @@ class Quantize(Pass):
                     f"option {option} of pass {self.name}: {value!r} is not one of {', '.join(known)}"
                 )
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
-        """Applies the rules. Raises `UnsupportedGraphError` for a matrix that depends on the tokens."""
+    def rewrite(self, rewriter: Rewriter) -> None:
+        """Apply the rules. Raises `UnsupportedGraphError` for a matrix that depends on the tokens."""
         constants = constant_nodes(rewriter.graph)
         packed: dict[Hashable, Node] = {}
         for user in list(rewriter.graph.nodes):
@@ -59,7 +59,6 @@ class Quantize(Pass):
                 if key not in packed:
                     packed[key] = self._pack(rewriter, weight, self._format_for(user))
                 _substitute(rewriter, user, weight, packed[key])
-        return bool(packed)
 
     def _format_for(self, user: Node) -> str:
         """What the matrices of `user` are packed in."""

@@ -1,4 +1,4 @@
-"""Checks that a graph is what its stage promises. The rules of each stage are a table, in `tables`."""
+"""Checks that a graph keeps the rules of its stage. The rules are data, one table for each stage, in `rules`."""
 
 from torch.fx import GraphModule
 

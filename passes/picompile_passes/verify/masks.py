@@ -1,4 +1,4 @@
-"""Rules of masks and of the predictors that make them."""
+"""Rules of masks, of the predictors that make them, and of the parts of a partition."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -83,8 +83,8 @@ def check_predictors(graph_module: GraphModule) -> Iterator[Fault]:
         elif kind.name == "none":
             if weights != [block["up"]]:
                 yield Fault(node, "its predictor none does not read its up")
-        elif weights != (deciding := gating_weights(block, with_bias=kind.reads_bias)):
-            yield Fault(node, f"its predictor {kind.name} reads {weights}, not its {gating_side(block)} {deciding}")
+        elif weights != (gating := gating_weights(block, with_bias=kind.reads_bias)):
+            yield Fault(node, f"its predictor {kind.name} reads {weights}, not its {gating_side(block)} {gating}")
         if kind.name == "exact":
             yield from _check_exact(node, block, predictor)
 
@@ -115,11 +115,8 @@ def _check_exact(node: Node, block: dict[str, Any], predictor: dict[str, Any]) -
         yield Fault(node, f"its threshold is {predictor['threshold']}, {activation.text}'s {activation.threshold}")
 
 
-# Rules of the parts of a partition: which neurons each has.
-
-
 @dataclass(frozen=True)
-class _Rows:
+class _SelectedRows:
     """Rows of one weight: all of `source` where `table` is None, else those that `table` names."""
 
     source: Node
@@ -160,7 +157,7 @@ def _check_split(graph_module: GraphModule, parts: list[Node]) -> Iterator[Fault
     yield from _check_cover(cold, tables, int(selections[0]["up"].source.meta["val"].shape[0]))
 
 
-def _selection(part: Node) -> dict[str, _Rows]:
+def _selection(part: Node) -> dict[str, _SelectedRows]:
     """Where the rows of each weight of `part` come from, its row-local predictor's included."""
     values = arguments(part)
     found = {name: _rows(values[name]) for name in NEURON_ROWS if values[name] is not None}
@@ -170,7 +167,7 @@ def _selection(part: Node) -> dict[str, _Rows]:
     return found
 
 
-def _check_one_table(part: Node, selection: dict[str, _Rows]) -> Iterator[Fault]:
+def _check_one_table(part: Node, selection: dict[str, _SelectedRows]) -> Iterator[Fault]:
     table = selection["up"].table
     for name, rows in selection.items():
         if rows.table is None or rows.table is not table:
@@ -198,13 +195,13 @@ def _check_cover(part: Node, tables: list[Tensor | None], neurons: int) -> Itera
         yield Fault(part, f"neuron {int((uses == 0).nonzero()[0])} is in no part of the layer")
 
 
-def _rows(weight: Node) -> _Rows:
+def _rows(weight: Node) -> _SelectedRows:
     while is_call(weight, QUANTIZE, DEQUANTIZE):
         weight = weight.all_input_nodes[0]
     if not is_call(weight, INDEX_SELECT):
-        return _Rows(weight, None)
+        return _SelectedRows(weight, None)
     values = arguments(weight)
-    return _Rows(values["self"], values["index"])
+    return _SelectedRows(values["self"], values["index"])
 
 
 def table_of(graph_module: GraphModule, node: Node | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Rules of the graph as such: form, operators, values, arguments, numbering."""
+"""Rules of every graph: form, operators, values, arguments, layer numbers, provenance; and of packed matrices."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +28,7 @@ from picompile_passes.verify.rule import Fault, Rule
 
 _INPUTS = ("tokens", "positions")
 
-# No capture gives these: a pass made them, and must have said so.
+# Capture never creates these: a pass made them, and must have noted it.
 _MADE_BY_PASSES = (PREDICT, SPARSE_FFN, QUANTIZE, DEQUANTIZE)
 
 
@@ -61,7 +61,7 @@ def check_placeholders(graph_module: GraphModule) -> Iterator[Fault]:
 
 
 def check_values(graph_module: GraphModule) -> Iterator[Fault]:
-    """`meta["val"]` of a weight has the weight's shape and dtype; that of a call is what the operator makes anew."""
+    """`meta["val"]` of a weight has the weight's shape and dtype; that of a call is what the operator computes."""
     for node in graph_module.graph.nodes:
         if node.op in ("output", "placeholder"):
             continue
@@ -190,7 +190,7 @@ def check_layers(graph_module: GraphModule) -> Iterator[Fault]:
 
 
 def check_gates(graph_module: GraphModule) -> Iterator[Fault]:
-    """A gated block has its activation on the gate: otherwise nothing could tell which neurons are silent."""
+    """A gated block has its activation on the gate; otherwise no predictor could know which neurons are silent."""
     for node in calls(graph_module.graph, FFN, SPARSE_FFN):
         values = arguments(node)
         if values["gate"] is not None and values["activation"] == "identity" != values["up_activation"]:
@@ -198,14 +198,14 @@ def check_gates(graph_module: GraphModule) -> Iterator[Fault]:
 
 
 def check_head(graph_module: GraphModule) -> Iterator[Fault]:
-    """The graph gives back one value, and a `linear` makes it: the logits."""
+    """The graph returns one value, the logits, and a `linear` computes it."""
     output = graph_module.graph.output_node()
     if not is_call(output.args[0], LINEAR):
-        yield Fault(output, f"gives back {output.args[0]}, which is not one linear")
+        yield Fault(output, f"returns {output.args[0]}, which is not one linear")
 
 
 def check_provenance(graph_module: GraphModule) -> Iterator[Fault]:
-    """A node that only a pass can have made says which one, and from what."""
+    """A node that only a pass can have made names the pass and its sources."""
     for node in calls(graph_module.graph, *_MADE_BY_PASSES):
         if "from" not in node.meta:
             yield Fault(node, 'has no meta["from"]')

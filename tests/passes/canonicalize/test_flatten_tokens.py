@@ -189,7 +189,7 @@ def _block_without_attention(b: GraphBuilder, x: Node) -> Node:
         (_block_without_attention, r"ffn .*: a feed-forward block more than the 0 attentions"),
     ],
 )
-def test_what_the_dialect_cannot_say_is_named(change: Callable[[GraphBuilder, Node], Node], message: str) -> None:
+def test_operators_outside_the_dialect_are_named(change: Callable[[GraphBuilder, Node], Node], message: str) -> None:
     def write(b: GraphBuilder, x: Node) -> Node:
         changed = change(b, x)
         columns = int(changed.meta["val"].shape[-1])

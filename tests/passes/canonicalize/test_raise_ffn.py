@@ -117,13 +117,13 @@ def _gelu_special(b: GraphBuilder, x: Node) -> Node:
         (_of(aten.threshold.default, 0.25, 0.0), "fatrelu(0.25)"),
     ],
 )
-def test_activations_are_told_by_their_values(act: Act, text: str) -> None:
+def test_activations_are_recognized_by_their_values(act: Act, text: str) -> None:
     result = raised(_plain(act), RaiseFFN())
     assert _block(result)["activation"] == text
     assert operators(result) == {"transpose": 1, "ffn": 1}
 
 
-def test_every_activation_of_the_dialect_is_told_from_the_others() -> None:
+def test_every_activation_of_the_dialect_is_distinguished_from_the_others() -> None:
     for text in [*ACTIVATIONS, "fatrelu(0.01)", "fatrelu(1.5)"]:
         constants = [parse_activation(text).threshold, 1.0]
         assert recognize_activation(parse_activation(text).function, constants) == text
@@ -140,11 +140,11 @@ def test_every_activation_of_the_dialect_is_told_from_the_others() -> None:
         lambda x: torch.relu(x) * 1.001,
     ],
 )
-def test_near_misses_are_none(function: Callable[[Tensor], Tensor]) -> None:
+def test_functions_close_to_an_activation_are_not_recognized(function: Callable[[Tensor], Tensor]) -> None:
     assert recognize_activation(function, [0.01, 1e-3]) is None
 
 
-def test_biases() -> None:
+def test_biases_of_the_three_linears_are_kept() -> None:
     block = _block(raised(_plain(_of(aten.relu.default), bias=True), RaiseFFN()))
     assert block["gate"] is block["gate_bias"] is None
     assert (block["up"].target, block["up_bias"].target, block["down_bias"].target) == ("up", "up_bias", "down_bias")
@@ -213,7 +213,7 @@ def test_layers_are_numbered() -> None:
     assert [node.meta["layer"] for node in nodes] == [0, 1, 2]
 
 
-def test_what_is_no_block_stays() -> None:
+def test_linears_that_form_no_block_stay() -> None:
     def straight(b: GraphBuilder, x: Node) -> Node:
         return _down(b, _up(b, x))
 
@@ -228,7 +228,7 @@ def test_what_is_no_block_stays() -> None:
         assert not RaiseFFN()(captured(write)).modified
 
 
-def test_what_ffn_cannot_say_is_refused() -> None:
+def test_blocks_that_ffn_cannot_express_are_refused() -> None:
     def summed(b: GraphBuilder, x: Node) -> Node:
         return _down(b, b.call(aten.add.Tensor, b.call(aten.relu.default, _up(b, x, "gate")), _up(b, x)))
 

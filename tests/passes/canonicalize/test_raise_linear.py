@@ -103,7 +103,7 @@ def test_products_of_two_values_and_scaled_ones_stay() -> None:
     assert not RaiseLinear()(captured(scaled)).modified
 
 
-def test_lookup() -> None:
+def test_a_table_lookup_becomes_embedding() -> None:
     def write(b: GraphBuilder, x: Node) -> Node:
         ids = b.call(aten.add.Tensor, b.positions, 2)
         return b.call(aten.add.Tensor, x, b.call(aten.embedding.default, b.parameter("p", 12, HIDDEN), ids, 1))

@@ -83,7 +83,7 @@ _WRITINGS = (
 
 
 @pytest.mark.parametrize("normed", _WRITINGS)
-def test_root_mean_square_in_other_words(normed: Callable[[GraphBuilder, Node], Node]) -> None:
+def test_root_mean_square_written_in_other_ways(normed: Callable[[GraphBuilder, Node], Node]) -> None:
     def write(b: GraphBuilder, x: Node) -> Node:
         return b.call(aten.mul.Tensor, normed(b, x), b.parameter("norm.weight", HIDDEN))
 

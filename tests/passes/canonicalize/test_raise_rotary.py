@@ -75,7 +75,7 @@ def _frequencies_of(graph_module: GraphModule, rotary: dict) -> Tensor:
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.25])
-def test_halves(factor: float) -> None:
+def test_a_rotation_of_halves_becomes_rotary(factor: float) -> None:
     result = raised(_turned(_halves, True, factor), RaiseRotary())
     assert operators(result) == {"linear": 3, "rotary": 2, "attention": 1, "unflatten": 1, "flatten": 1}
     q, k = _rotaries(result)
@@ -85,7 +85,7 @@ def test_halves(factor: float) -> None:
     assert q["positions"].target == "positions"
 
 
-def test_neighbours_are_reordered() -> None:
+def test_a_rotation_of_neighbouring_pairs_is_reordered() -> None:
     result = raised(_turned(_neighbours, False), RaiseRotary())
     q, _ = _rotaries(result)
     assert torch.equal(_frequencies_of(result, q), FREQUENCIES)
@@ -225,6 +225,6 @@ def _normed_heads(b: GraphBuilder, x: Node) -> Node:
         (_normed_heads, "between layer_norm.* and attention is no rotary embedding"),
     ],
 )
-def test_what_rotary_cannot_say_is_refused(write: Callable[[GraphBuilder, Node], Node], message: str) -> None:
+def test_other_rotations_are_refused(write: Callable[[GraphBuilder, Node], Node], message: str) -> None:
     with pytest.raises(UnsupportedGraphError, match=message):
         RaiseRotary()(captured(write))

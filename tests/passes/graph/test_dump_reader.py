@@ -58,7 +58,7 @@ def assert_read_back(graph_module):
         assert line.partition("  = ")[2].partition("  # ")[0] == found.expression
 
 
-def test_a_line_by_its_parts():
+def test_a_line_is_read_into_its_parts():
     after = Partition({0: (1, 2)})(InsertPredictors()(build(LLAMA)).graph_module).graph_module
     nodes = read_dump(graph_text(after)).nodes
     (hot,) = [
@@ -93,7 +93,7 @@ def test_text_in_quotes_is_no_node_and_no_note():
     assert node.notes == {"layer": "1"}
 
 
-def test_words_that_look_like_nodes():
+def test_words_that_look_like_nodes_are_no_inputs():
     nodes = read(
         "e        i64  = placeholder",
         "torch    i64  = placeholder",
@@ -102,7 +102,7 @@ def test_words_that_look_like_nodes():
     assert nodes["call"].inputs == ("e",)
 
 
-def test_calls_that_are_no_operators():
+def test_calls_of_other_functions_than_operators_are_read():
     b = GraphBuilder()
     logits = b.call(LINEAR, b.call(EMBEDDING, b.tokens, b.parameter("w", 5, 4), 0), b.parameter("head", 5, 4), None)
     graph_module = b.finish(logits)
@@ -130,7 +130,7 @@ def test_calls_that_are_no_operators():
         (HEADER + "\n", "line 2 is not"),
     ],
 )
-def test_what_is_no_dump(text, says):
+def test_text_that_is_no_dump_is_refused(text, says):
     with pytest.raises(DumpError) as caught:
         read_dump(text)
     assert says in str(caught.value)

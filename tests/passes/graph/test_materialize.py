@@ -73,7 +73,7 @@ def test_any_number_of_tokens_runs():
     assert [tuple(run(graph_module, weights, tokens).shape) for tokens in (1, 2, 17)] == [(1, 50), (2, 50), (17, 50)]
 
 
-def test_a_missing_weight_and_one_of_another_shape_are_told_by_name():
+def test_a_missing_weight_and_one_of_another_shape_are_named():
     graph_module = build(LLAMA)
     weights = random_weights(graph_module)
     wrong = RandomWeights(weights.tensors | {"lm_head.weight": torch.zeros(3, 24)})
@@ -154,7 +154,7 @@ def test_a_value_used_twice_is_loaded_once():
     assert weights.loaded == ["model.embed.weight"]
 
 
-def test_a_weight_is_let_go_before_the_next_is_loaded():
+def test_a_weight_is_freed_before_the_next_is_loaded():
     graph_module = build(LLAMA)
     rewriter = Rewriter(graph_module, "test")
     (first, second) = calls(graph_module.graph, FFN)

@@ -583,7 +583,7 @@ CASES = [
     Case(C1, "layers", block_is_of_no_layer, "is of layer None, where 0 to 1 may stand"),
     Case(C1, "layers", block_is_of_a_layer_too_many, "is of layer 2, where 0 to 1 may stand"),
     Case(C1, "layers", blocks_are_out_of_order, "is of layer 0, where 1 to 1 may stand"),
-    Case(C1, "head", ends_in_an_add, "gives back add_"),
+    Case(C1, "head", ends_in_an_add, "returns add_"),
     Case(C1, "head", gives_back_two_values, "which is not one linear"),
     Case(C2, "provenance", origin_is_lost, 'at predict: has no meta["from"]'),
     Case(C4, "provenance", origin_of_packing_is_lost, 'has no meta["from"]'),

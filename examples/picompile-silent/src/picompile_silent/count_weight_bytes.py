@@ -7,10 +7,18 @@ from typing import ClassVar
 from torch import Tensor
 from torch.fx import Node
 
-from picompile_passes.base import Pass, Stage
-from picompile_passes.graph.nodes import arguments, constant_nodes, is_call
-from picompile_passes.graph.operands import ATTENTION, DEQUANTIZE, EMBEDDING, SPARSE_FFN
-from picompile_passes.graph.rewriter import Rewriter
+from picompile.passes import (
+    ATTENTION,
+    DEQUANTIZE,
+    EMBEDDING,
+    SPARSE_FFN,
+    Pass,
+    Rewriter,
+    Stage,
+    arguments,
+    constant_nodes,
+    is_call,
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ class CountWeightBytes(Pass):
     requires: ClassVar[Stage] = Stage.CANONICAL
     ensures: ClassVar[Stage | None] = None
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         """Applies the rules. A graph that says all this already stays as it is."""
         constants = constant_nodes(rewriter.graph)
         for node in rewriter.graph.nodes:
@@ -41,7 +49,6 @@ class CountWeightBytes(Pass):
                     rewriter.annotate(node, flops_per_visible_token=_attention_flops(node))
                 else:
                     rewriter.annotate(node, flops=_flops(node, used))
-        return rewriter.changes > 0
 
 
 def _used(node: Node, constants: Set[Node]) -> list[Node]:

@@ -9,11 +9,20 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from picompile_passes.base import Effect, Pass, Stage
-from picompile_passes.errors import PassOptionError
-from picompile_passes.graph.nodes import arguments, attribute, calls, is_call
-from picompile_passes.graph.operands import FFN, INDEX_SELECT, NEURON_ROWS
-from picompile_passes.graph.rewriter import Rewriter
+from picompile.passes import (
+    FFN,
+    INDEX_SELECT,
+    NEURON_ROWS,
+    Effect,
+    Pass,
+    PassOptionError,
+    Rewriter,
+    Stage,
+    arguments,
+    attribute,
+    calls,
+    is_call,
+)
 from picompile_silent.counts_file import Counts, read_counts
 
 
@@ -34,7 +43,7 @@ class DropSilentNeurons(Pass):
     name: ClassVar[str] = "drop-silent-neurons"
     requires: ClassVar[Stage] = Stage.CANONICAL
     ensures: ClassVar[Stage] = Stage.CANONICAL
-    effect: ClassVar[Effect] = Effect.CHANGES
+    default_effect: ClassVar[Effect] = Effect.CHANGES
 
     counts: str = field(metadata={"help": "JSON file, layer → firings of each neuron; python -m picompile_silent"})
     at_least: int = field(default=1, metadata={"help": "neurons that fired fewer times go"})
@@ -50,7 +59,7 @@ class DropSilentNeurons(Pass):
         """What the file holds. Raises `PassOptionError` where that is not firing counts."""
         return read_counts(Path(self.counts).expanduser())
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         """Applies the rules. Raises `PassOptionError` where the counts are not those of this model."""
         blocks = {block.meta.get("layer"): block for block in calls(rewriter.graph, FFN)}
         for layer in self.firings:
@@ -58,7 +67,6 @@ class DropSilentNeurons(Pass):
                 raise PassOptionError(f"firing counts {self.counts}: no layer {layer} of the model has neurons")
         for layer, counts in self.firings.items():
             self._shrink(rewriter, blocks[layer], counts)
-        return rewriter.changes > 0
 
     def _shrink(self, rewriter: Rewriter, block: Node, counts: Sequence[int]) -> None:
         layer, values = block.meta["layer"], arguments(block)

@@ -1,4 +1,4 @@
-"""Drops everything but the operators of the dialect: views, batch dimensions, positions computed on the way."""
+"""Leaves only operators of the dialect: no views, no batch dimension, no positions that the graph computes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,17 +59,17 @@ class FlattenTokens(Pass):
     requires: ClassVar[Stage] = Stage.CAPTURED
     ensures: ClassVar[Stage] = Stage.CANONICAL
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
-        """Does nothing to a graph that is canonical already."""
+    def rewrite(self, rewriter: Rewriter) -> None:
+        """Rebuild the graph; one that is canonical already stays as it is."""
         output = next(node for node in rewriter.graph.nodes if node.op == "output")
-        builder = _Builder(rewriter)
+        builder = _FlatBuilder(rewriter)
         result = builder.build(output.args[0])
         if rewriter.changes:
             output.args = (result,)
-        return rewriter.changes > 0
+            rewriter.changed(output)
 
 
-class _Builder:
+class _FlatBuilder:
     """Makes the flat counterpart of every value that the output needs."""
 
     def __init__(self, rewriter: Rewriter) -> None:
@@ -82,7 +82,7 @@ class _Builder:
     def build(self, value: Any) -> Node:
         """The flat counterpart of `value`, the logits."""
         if not isinstance(value, Node):
-            raise UnsupportedGraphError(f"the graph cannot be expressed in the dialect: it gives back {value}")
+            raise UnsupportedGraphError(f"the graph cannot be expressed in the dialect: it returns {value}")
         root = self._forms.root(value)
         if root.target is not LINEAR:
             raise _unsupported(root, "it makes the logits, which only a linear does")

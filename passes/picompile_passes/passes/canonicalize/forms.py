@@ -1,4 +1,18 @@
-"""The operators of torch through which a value stays linear in another: moves, sums, products with known factors."""
+"""Forms: a value of a captured graph as a linear function of another value, whatever operators it is written with.
+
+Between a projection and an attention lie views, transposes, slices, head repetitions, a fused split, a scale and a
+rotation, and every model writes them in its own way. All of them are linear in the projection's result, with factors
+that depend on positions alone. So each such value has a *form*: a root value (the result of an operator that is not
+linear in this sense), and for every element a few terms, each an element of the root times a number. Passes match forms
+instead of ways of writing.
+
+Forms are computed by running the graph's own operators on index tensors, for a sample of seven tokens at positions 0 to
+6, so that no code describes a second time what an operator does with elements. Values that depend only on positions,
+sizes and constants are *known*: they are evaluated.
+
+The tables below list the operators of torch through which a value stays linear: those that move elements, sums, and
+products with known factors.
+"""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -16,7 +30,7 @@ from picompile_passes.graph.operands import EMBEDDING
 
 _aten = torch.ops.aten
 
-# Operators that only move elements of their first argument.
+# Operators that only rearrange, repeat or select elements of their first argument.
 MOVES: frozenset[Any] = frozenset(
     {
         _aten.alias.default,
@@ -50,7 +64,7 @@ MOVES: frozenset[Any] = frozenset(
         _aten._unsafe_view.default,
     }
 )
-# Operators that move elements of their first argument into several results.
+# Operators that split the elements of their first argument into several results.
 SPLITS: frozenset[Any] = frozenset(
     {
         _aten.chunk.default,
@@ -67,23 +81,6 @@ DIVIDE: frozenset[Any] = frozenset({_aten.div.Tensor, _aten.div.Scalar})
 NEGATE = _aten.neg.default
 # A view of a tensor of other strides may be refused; element for element it is a reshape.
 AS_RESHAPE: frozenset[Any] = frozenset({_aten.view.default, _aten._unsafe_view.default})
-
-
-# What a value of a captured graph is made of: which elements of which other value, times which factors.
-#
-# Between a projection and an attention lie views, transposes, slices, head repetitions, a fused split, a scale and a
-# rotation, and every model writes them in its own way. All of them are linear in the projection's result, with factors
-# that depend on positions alone. So each such value has a *form*: a root value (the result of an operator that is not
-# of
-# this kind), and for every element a few terms, each an element of the root times a number. Passes match forms
-# instead of
-# ways of writing.
-#
-# Forms are computed by running the graph's own operators on index tensors, at a sample of seven tokens at positions 0
-# to
-# 6: what an operator does with elements is never described twice. Values that depend on positions, sizes and constants
-# only are *known*: they are evaluated as they stand.
-
 
 SAMPLE_TOKENS = 7
 
@@ -110,11 +107,11 @@ class Form:
 
 
 class Forms:
-    """The forms of one graph, which must not change meanwhile.
+    """The forms of one graph, which must not change while they are in use.
 
-    The sample has `tokens` tokens, or as many as the graph was captured for where those are fewer. What an operator
-    does not give for them raises `UnsupportedGraphError`. With `lookups`, rows that positions look up in a constant of
-    the graph are known too; without, every lookup is a root.
+    The sample has `tokens` tokens, or as many as the graph was captured for where those are fewer. An operator that
+    fails on the sample raises `UnsupportedGraphError`. With `lookups`, rows of a constant that are looked up by
+    position count as known; without it every lookup is a root.
     """
 
     def __init__(self, graph_module: GraphModule, tokens: int = SAMPLE_TOKENS, *, lookups: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Raises scaled dot product attention to `attention`, which says of its mask no more than a window."""
+"""Raises scaled dot product attention to `attention`, which has a window instead of a mask."""
 
 import math
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _MASK_TOKENS = 4097
 
 @dataclass(frozen=True)
 class RaiseAttention(Pass):
-    """Every `scaled_dot_product_attention` becomes `attention` over heads laid side by side.
+    """Raises every `scaled_dot_product_attention` to `attention` over heads laid side by side.
 
     1. q, k, v [H, T, d] → views [T, H · d] of them, and the result back to [H, T, d].
     2. `is_causal`, or a mask that depends on positions alone and shows each token itself and all before it → window 0;
@@ -36,11 +36,11 @@ class RaiseAttention(Pass):
     requires: ClassVar[Stage] = Stage.CAPTURED
     ensures: ClassVar[Stage] = Stage.CAPTURED
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
-        """Numbers layers in the order in which their attentions appear."""
+    def rewrite(self, rewriter: Rewriter) -> None:
+        """Raise all attentions; layers are numbered in the order in which their attentions appear."""
         found = list(calls(rewriter.graph, _aten.scaled_dot_product_attention.default))
         if not found:
-            return False
+            return
         forms = Forms(rewriter.graph_module)
         mask_forms = Forms(rewriter.graph_module, _MASK_TOKENS)
         windows: dict[Any, int] = {}
@@ -51,7 +51,6 @@ class RaiseAttention(Pass):
             if key not in windows:
                 windows[key] = _window(mask_forms, node, *key)
             _emit(rewriter, node, layer, windows[key], repeat)
-        return True
 
 
 def _emit(rewriter: Rewriter, node: Node, layer: int, window: int, repeat: int) -> None:

@@ -1,8 +1,10 @@
-"""Telling which activation function a piece of a graph computes: by its values.
+"""Raises feed-forward blocks to `ffn`, and recognizes activation functions by their values.
 
-Models write the same function in many ways (GELU's tanh form alone has four in common use). A piecewise function breaks
-at the constants of its expression, or where they lead, so the probe runs on a grid that is dense everywhere and holds
-every constant and its neighbours; two different functions of the dialect differ there by far more than rounding.
+Models write the same activation in many ways (GELU's tanh form alone has four in common use), so the pass does not
+compare expressions: it evaluates the expression on a grid and compares the values with those of every activation of the
+dialect. A piecewise function breaks at the constants of its expression, or at values computed from them. The grid is
+therefore dense everywhere and holds every constant and its neighbours; two different functions of the dialect differ
+there by far more than rounding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +24,13 @@ from picompile_passes.graph.operands import FFN, LINEAR, Projection, SharedConst
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes.canonicalize.forms import Forms, on_cpu
 
-# The order decides only between functions that are the same; approximations of GELU differ by 5e-4, rounding by 1e-6.
+# Approximations of GELU differ by 5e-4, rounding by 1e-6; the order of the table matters for equal functions only.
 _TOLERANCE = 1e-5
 _GRID = torch.linspace(-12.0, 12.0, 24_001)
 
 
 def recognize_activation(function: Callable[[Tensor], Tensor], constants: Sequence[float]) -> str | None:
-    """The text of the activation that `function` (elementwise, float32) computes; None where the dialect has none such.
+    """Return the text of the activation that `function` (elementwise, float32) computes; None for an unknown one.
 
     `constants` are the numbers that occur in its expression: each may be the threshold of a `fatrelu`.
     """
@@ -48,13 +50,10 @@ def _grid(constants: Sequence[float]) -> Tensor:
     return torch.cat([_GRID, exact, below, above])
 
 
-# Raises feed-forward blocks to `ffn`.
-
-
 _aten = torch.ops.aten
 _CONSTANTS_LIKE = (_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default)
 _CONSTANTS_BESIDE = (_aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default)
-# Those of torch's elementwise operators that it does not tag as such.
+# Elementwise operators that torch does not tag as such.
 _UNTAGGED = (
     *_CONSTANTS_LIKE,
     _aten._to_copy.default,
@@ -72,35 +71,34 @@ _UNTAGGED = (
 
 @dataclass(frozen=True)
 class RaiseFFN(Pass):
-    """A `linear` of what elementwise operators make of one or two other `linear`s of one value becomes `ffn`.
+    """Raises a feed-forward block to one `ffn`.
 
-    The anchor is the down projection; from it the pass goes back through elementwise operators to the linears they
-    start at.
+    The pass starts at a down projection and goes back through elementwise operators to the one or two linears that they
+    start from; these must read the same value.
 
     1. `down(act(up(x)))` → `ffn` without gate.
     2. `down(act(gate(x)) · act'(up(x)))` → `ffn` with gate. The gate is the factor whose activation is not the
        identity; where both are activations (dReLU), the first.
     3. Parts of one fused linear count as linears of their own.
 
-    Activations are recognized by their values (`probe.py`). One that the dialect does not have is an error.
+    Activations are recognized by their values, however they are written. An unknown one is an error.
     """
 
     name: ClassVar[str] = "raise-ffn"
     requires: ClassVar[Stage] = Stage.CAPTURED
     ensures: ClassVar[Stage] = Stage.CAPTURED
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         """Numbers layers in the order in which their blocks appear."""
         forms = Forms(rewriter.graph_module)
         found = [block for node in calls(rewriter.graph, LINEAR) if (block := _block(forms, node)) is not None]
         constants = SharedConstants(rewriter)
         for layer, block in enumerate(found):
             block.emit(rewriter, constants, layer)
-        return rewriter.changes > 0
 
 
 @dataclass(frozen=True)
-class _Block:
+class _RaisedFfn:
     """One feed-forward block. Without a gate, `activation` applies to up."""
 
     x: Node
@@ -123,7 +121,7 @@ class _Block:
         rewriter.replace(self.down, new)
 
 
-def _block(forms: Forms, down: Node) -> _Block | None:
+def _block(forms: Forms, down: Node) -> _RaisedFfn | None:
     """The block that ends in the linear `down`; None where it ends none."""
     hidden = forms.same(down.args[0])  # type: ignore[arg-type]
     leaves = list(_leaves(forms, hidden))
@@ -139,17 +137,17 @@ def _block(forms: Forms, down: Node) -> _Block | None:
     return _plain(forms, down, hidden, x) if len(leaves) == 1 else _gated(forms, down, hidden, x)
 
 
-def _plain(forms: Forms, down: Node, hidden: Node, x: Any) -> _Block:
+def _plain(forms: Forms, down: Node, hidden: Node, x: Any) -> _RaisedFfn:
     projection, activation = _activated(forms, hidden)
-    return _Block(x, None, projection, down, activation, "identity")
+    return _RaisedFfn(x, None, projection, down, activation, "identity")
 
 
-def _gated(forms: Forms, down: Node, hidden: Node, x: Any) -> _Block:
+def _gated(forms: Forms, down: Node, hidden: Node, x: Any) -> _RaisedFfn:
     if not is_call(hidden, _aten.mul.Tensor) or not all(isinstance(factor, Node) for factor in hidden.args):
         raise UnsupportedGraphError(f"{hidden.name} ({hidden.target}): gate and up are joined by no product")
     first, second = (_activated(forms, forms.same(factor)) for factor in hidden.args)  # type: ignore[arg-type]
     gate, up = (second, first) if first[1] == "identity" else (first, second)
-    return _Block(x, gate[0], up[0], down, gate[1], up[1])
+    return _RaisedFfn(x, gate[0], up[0], down, gate[1], up[1])
 
 
 def _activated(forms: Forms, node: Node) -> tuple[Projection, str]:

@@ -22,7 +22,7 @@ _PRODUCTS = (_aten.linear.default, _aten.addmm.default, _aten.mm.default, _aten.
 
 @dataclass(frozen=True)
 class RaiseLinear(Pass):
-    """Every product of a value with a constant matrix becomes `linear`, whose weight has one row for each output.
+    """Raises every product of a value with a constant matrix to `linear`, whose weight has one row for each output.
 
     1. `linear(x, w, b)` → `picompile.linear(x, w, b)`.
     2. `matmul(x, wᵀ)`, `mm(x, wᵀ)` → `picompile.linear(x, w, None)`; where w itself stands in place of wᵀ, its
@@ -39,8 +39,8 @@ class RaiseLinear(Pass):
     requires: ClassVar[Stage] = Stage.CAPTURED
     ensures: ClassVar[Stage] = Stage.CAPTURED
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
-        """Products first, then the biases that are added to them, then lookups."""
+    def rewrite(self, rewriter: Rewriter) -> None:
+        """Raise products first, then the biases that are added to them, then lookups."""
         constant = constant_nodes(rewriter.graph)
         for node in calls(rewriter.graph, *_PRODUCTS):
             _raise_product(rewriter, node, constant)
@@ -52,7 +52,6 @@ class RaiseLinear(Pass):
                 weight = _plain(rewriter, matrix, node)
                 new = rewriter.call(EMBEDDING, (ids, weight, 0), before=node, sources=(node,))
                 rewriter.replace(node, new)
-        return rewriter.changes > 0
 
 
 def _raise_product(rewriter: Rewriter, node: Node, constant: frozenset[Node]) -> None:

@@ -20,7 +20,7 @@ _POWER = _aten.pow.Tensor_Scalar
 
 @dataclass(frozen=True)
 class RaiseNorms(Pass):
-    """Every normalization over the last dimension becomes one operator.
+    """Raises every normalization over the last dimension to one operator.
 
     1. `x · rsqrt(mean(x²) + eps) · w`, with `x / sqrt(…)` and the products in any order → `rms_norm(x, w, eps)`. The
        anchor is the root: `rsqrt`, `sqrt` or a power of ±1/2. The mean may be a sum, divided.
@@ -33,8 +33,8 @@ class RaiseNorms(Pass):
     requires: ClassVar[Stage] = Stage.CAPTURED
     ensures: ClassVar[Stage] = Stage.CAPTURED
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
-        """Written-out norms first, then those that are one operator already."""
+    def rewrite(self, rewriter: Rewriter) -> None:
+        """Raise written-out norms first, then those that are one operator already."""
         constant = constant_nodes(rewriter.graph)
         for anchor in calls(rewriter.graph, _aten.rsqrt.default, _aten.sqrt.default, _POWER):
             _raise_written_out(rewriter, anchor, constant)
@@ -48,7 +48,6 @@ class RaiseNorms(Pass):
             if len(values["normalized_shape"]) == 1:
                 arguments_ = (values["input"], values["weight"], values["bias"], values["eps"])
                 rewriter.replace(node, rewriter.call(LAYER_NORM, arguments_, before=node, sources=(node,)))
-        return rewriter.changes > 0
 
 
 def _raise_written_out(rewriter: Rewriter, anchor: Node, constant: frozenset[Node]) -> None:

@@ -27,9 +27,9 @@ _FIT_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class RaiseRotary(Pass):
-    """What lies between an attention and the roots of its q and k becomes one `rotary` each, or nothing.
+    """Raises rotary position embeddings of q and k to `rotary`, and folds their scale into the attention.
 
-    The anchor is the attention.
+    The pass starts at an attention and looks at everything between it and the roots of its q and k.
 
     1. q or k turned by position · frequency → `rotary` of the root's columns. Where the pairs of elements are not
        halves of a head, q and k are reordered alike, which leaves q · k as it is.
@@ -41,19 +41,18 @@ class RaiseRotary(Pass):
     requires: ClassVar[Stage] = Stage.CAPTURED
     ensures: ClassVar[Stage] = Stage.CAPTURED
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
-        """Reads all rotations before the first change, since forms are of an unchanging graph."""
-        reader = _Reader(rewriter.graph_module)
+    def rewrite(self, rewriter: Rewriter) -> None:
+        """Read all rotations before the first change, because forms hold for an unchanged graph only."""
+        reader = _RotationReader(rewriter.graph_module)
         found = [(node, reader.read(node)) for node in calls(rewriter.graph, ATTENTION)]
-        emitter = _Emitter(rewriter)
+        emitter = _RotaryEmitter(rewriter)
         for node, sides in found:
             if sides is not None:
                 emitter.emit(node, *sides)
-        return rewriter.changes > 0
 
 
 @dataclass(frozen=True)
-class _Side:
+class _RotatedSide:
     """A query or key made of `columns` columns of `root`. `frequencies` are exact, None where nothing turns."""
 
     root: Node
@@ -62,7 +61,7 @@ class _Side:
     frequencies: Tensor | None
 
 
-class _Reader:
+class _RotationReader:
     """Reads rotations. Remembers frequencies: those that occur in the graph, and those that had to be fitted."""
 
     def __init__(self, graph_module: GraphModule) -> None:
@@ -70,7 +69,7 @@ class _Reader:
         self._forms = Forms(graph_module, lookups=True)
         self._frequencies = torch.cat([torch.zeros(1), *self._angles_at_one()])
 
-    def read(self, node: Node) -> tuple[_Side, _Side] | None:
+    def read(self, node: Node) -> tuple[_RotatedSide, _RotatedSide] | None:
         """How q and k of the attention `node` are made; None where they are plain columns of other values already.
 
         Raises `UnsupportedGraphError` where they are made in another way than by turning and scaling.
@@ -83,7 +82,7 @@ class _Reader:
             raise UnsupportedGraphError(f"{node.name} ({node.target}): its query and key turn in different ways")
         return sides
 
-    def _side(self, node: Node, value: Node, heads: int) -> _Side:
+    def _side(self, node: Node, value: Node, heads: int) -> _RotatedSide:
         root = self._forms.root(value)
         columns = self._forms.columns(root)
         rotation = read_rotation(self._forms.form(value), columns, heads)
@@ -91,7 +90,7 @@ class _Reader:
             raise UnsupportedGraphError(
                 f"{value.name} ({value.target}): what lies between {root.name} and {node.name} is no rotary embedding"
             )
-        return _Side(root, columns, rotation, self._exact(rotation, node, value, heads))
+        return _RotatedSide(root, columns, rotation, self._exact(rotation, node, value, heads))
 
     def _exact(self, rotation: Rotation, node: Node, value: Node, heads: int) -> Tensor | None:
         """The frequencies in full precision: those of the graph nearest to what the sample shows, or fitted ones."""
@@ -124,7 +123,7 @@ class _Reader:
                     yield angle.to(torch.float32).reshape(self._forms.tokens, -1)[1]
 
 
-class _Emitter:
+class _RotaryEmitter:
     """Makes the new nodes."""
 
     def __init__(self, rewriter: Rewriter) -> None:
@@ -132,7 +131,7 @@ class _Emitter:
         self._constants = SharedConstants(rewriter)
         self._positions = next(n for n in rewriter.graph.nodes if n.op == "placeholder" and n.target == "positions")
 
-    def emit(self, node: Node, query: _Side, key: _Side) -> None:
+    def emit(self, node: Node, query: _RotatedSide, key: _RotatedSide) -> None:
         """Gives the attention `node` new q and k and folds constant factors into its scale."""
         q, k, _, heads, kv_heads, scale = node.args[:6]
         for name, old, side, count in (("q", q, query, heads), ("k", k, key, kv_heads)):
@@ -146,7 +145,7 @@ class _Emitter:
             self._rewriter.set_argument(node, name, value)
         self._rewriter.set_argument(node, "scale", scale)
 
-    def _columns(self, side: _Side, node: Node) -> Node:
+    def _columns(self, side: _RotatedSide, node: Node) -> Node:
         """The columns of the root that a rotation reads, in its order."""
         value = side.root
         if not torch.equal(side.rotation.columns, torch.arange(side.columns)):

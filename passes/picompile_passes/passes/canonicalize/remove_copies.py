@@ -1,4 +1,4 @@
-"""Drops operators that give back their argument: copies, casts to the dtype it has, dropout outside training."""
+"""Removes operators that return their argument: copies, casts to the dtype it has, dropout outside training."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,7 +19,7 @@ _CASTS = (_aten._to_copy.default, _aten.to.dtype, _aten.to.dtype_layout, _aten.t
 
 @dataclass(frozen=True)
 class RemoveCopies(Pass):
-    """Makes every value the only one of its kind, so that patterns need not look through copies.
+    """Removes copies, so that the patterns of later passes need not look through them.
 
     1. `alias`, `detach` of x → x; `clone` and `contiguous` of x too, where x is contiguous as it is.
     2. `_to_copy` and `to` of x to the dtype that x has → x; `contiguous` of x where they lay out its memory anew.
@@ -30,8 +30,8 @@ class RemoveCopies(Pass):
     requires: ClassVar[Stage] = Stage.CAPTURED
     ensures: ClassVar[Stage] = Stage.CAPTURED
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
-        """Goes through the candidates once; a chain of copies falls from its first on."""
+    def rewrite(self, rewriter: Rewriter) -> None:
+        """Visit each candidate once; a chain of copies is removed from its first node on."""
         for node in calls(rewriter.graph, *_ALIASES, *_COPIES, *_CASTS, _aten.dropout.default):
             if not _gives_back_argument(node):
                 continue
@@ -40,7 +40,6 @@ class RemoveCopies(Pass):
                 value = rewriter.call(_aten.contiguous.default, (value,), before=node, sources=(node,))
             rewriter.replace(node, value)
             rewriter.graph.erase_node(node)
-        return rewriter.changes > 0
 
 
 def _lays_out_anew(node: Node, value: Node) -> bool:

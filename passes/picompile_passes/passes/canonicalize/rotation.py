@@ -17,7 +17,7 @@ from picompile_passes.passes.canonicalize.forms import Form
 _TOLERANCE = 1e-5
 
 
-class _Parts(NamedTuple):
+class _RotationParts(NamedTuple):
     """A value as cosine · x[own] + sine · x[other]. Columns [heads, d]; factors [tokens, heads, d]."""
 
     own: Tensor
@@ -83,10 +83,10 @@ def read_rotation(form: Form, columns: int, heads: int) -> Rotation | None:
     order = torch.cat(halves)
     rotation = Rotation(own[:, order].flatten(), order, factor, cosine[:, 0, first], -sine[:, 0, first])
     expected = _rebuilt(rotation, own, first, second)
-    return rotation if _agrees(expected, _Parts(own, other, cosine, sine)) else None
+    return rotation if _agrees(expected, _RotationParts(own, other, cosine, sine)) else None
 
 
-def _parts(form: Form, columns: int, heads: int) -> _Parts | None:
+def _parts(form: Form, columns: int, heads: int) -> _RotationParts | None:
     """Sums the terms of each element by the columns they read; None where there are more than two."""
     tokens = form.shape.numel() // (form.shape[-1])
     shape = (len(form.terms), tokens, heads, -1)
@@ -103,7 +103,9 @@ def _parts(form: Form, columns: int, heads: int) -> _Parts | None:
         return None
     mine = (column == own).unsqueeze(1)
     zero = torch.zeros((), dtype=factor.dtype)
-    return _Parts(own, other, torch.where(mine, factor, zero).sum(dim=0), torch.where(mine, zero, factor).sum(dim=0))
+    return _RotationParts(
+        own, other, torch.where(mine, factor, zero).sum(dim=0), torch.where(mine, zero, factor).sum(dim=0)
+    )
 
 
 def _halves(own: Tensor, other: Tensor, is_first: Tensor, turning: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -118,7 +120,7 @@ def _halves(own: Tensor, other: Tensor, is_first: Tensor, turning: Tensor) -> tu
     return torch.cat([first, still[: len(still) // 2]]), torch.cat([second, still[len(still) // 2 :]])
 
 
-def _rebuilt(rotation: Rotation, own: Tensor, first: Tensor, second: Tensor) -> _Parts:
+def _rebuilt(rotation: Rotation, own: Tensor, first: Tensor, second: Tensor) -> _RotationParts:
     """The parts that a value turned by `rotation` has, its factor left out."""
     heads, size = own.shape
     cosine, sine = (
@@ -130,10 +132,10 @@ def _rebuilt(rotation: Rotation, own: Tensor, first: Tensor, second: Tensor) -> 
         cosine[:, :, half] = rotation.cosine.unsqueeze(1)  # type: ignore[union-attr]
         sine[:, :, half] = sign * rotation.sine.unsqueeze(1)  # type: ignore[union-attr]
         other[:, half] = own[:, opposite]
-    return _Parts(own, other, cosine, sine)
+    return _RotationParts(own, other, cosine, sine)
 
 
-def _agrees(expected: _Parts, found: _Parts) -> bool:
+def _agrees(expected: _RotationParts, found: _RotationParts) -> bool:
     """Whether the factors are the same everywhere, and the columns wherever a sine reads them."""
     turning = (found.sine != 0).any(dim=0)
     same_columns = bool(((expected.other == found.other) | ~turning).all())

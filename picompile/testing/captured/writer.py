@@ -1,4 +1,4 @@
-"""What all parts of a captured decoder are written with: calls with copies strewn in, and views in a drawn style."""
+"""`CaptureWriter`, which all parts of a captured decoder use: calls with random copies between them, and views."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from picompile_passes.graph.values import fake_mode_of
 _aten = torch.ops.aten
 
 _COPY_SHARE = 0.12
-# Operators that give back their argument, with what comes after it.
+# Operators that return their argument, with their further arguments.
 _COPIES: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = (
     (_aten.clone.default, (), {}),
     (_aten.clone.default, (), {"memory_format": torch.contiguous_format}),
@@ -29,8 +29,8 @@ _CASTS: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = (
 )
 
 
-class Writer:
-    """A graph builder with habits. `batched`: values are [1, T, …], not [T, …].
+class CaptureWriter:
+    """A graph builder that writes calls in a given style. With `batched`, values are [1, T, …], not [T, …].
 
     `views` is how shapes are changed (`view`, `reshape`, or `flatten` and `unflatten` where they can), `count` how the
     token count is given there. With `copies`, the seed of a random generator, some values pass through a copy.

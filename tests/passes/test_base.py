@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -21,21 +22,27 @@ PASSES = (InsertPredictors(), Partition({0: (1, 2, 3)}), Quantize())
 
 @dataclass(frozen=True)
 class DropFinalNorm(Pass):
-    """Leaves out the last norm; `really` false does nothing, `honest` false says so although it did."""
+    """Leaves out the last norm; `really` false does nothing, `by_rewriter` false does it without its rewriter."""
 
     name: ClassVar[str] = "drop-final-norm"
     requires: ClassVar[Stage] = Stage.CANONICAL
     ensures: ClassVar[Stage] = Stage.CANONICAL
 
     really: bool = True
-    honest: bool = True
+    by_rewriter: bool = True
+    says_so: bool = False
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         if not self.really:
-            return False
+            return
         *_, norm = calls(rewriter.graph, RMS_NORM)
-        rewriter.replace(norm, arguments(norm)["x"])
-        return self.honest
+        if self.by_rewriter:
+            rewriter.replace(norm, arguments(norm)["x"])
+            return
+        norm.replace_all_uses_with(arguments(norm)["x"])
+        rewriter.graph.erase_node(norm)
+        if self.says_so:
+            rewriter.changed(arguments(rewriter.graph.output_node().args[0])["x"])
 
 
 def test_a_pass_leaves_its_input_as_it_was_and_shares_its_tensors():
@@ -99,11 +106,76 @@ def test_the_result_runs_as_its_graph_says():
     assert not torch.allclose(run(DropFinalNorm()(before).graph_module, weights), run(before, weights))
 
 
-def test_a_pass_that_changes_and_denies_it_is_found_out():
+def test_a_change_without_the_rewriter_is_an_error():
     with pytest.raises(
-        PassesError, match=r"pass drop-final-norm failed: .* it says that it changed nothing, but made 1 changes"
+        PassesError,
+        match=r"pass drop-final-norm failed: RewriteError: DropFinalNorm\.rewrite removed node rms_norm_\d "
+        r"without its rewriter, so the change would be lost: .* call rewriter\.changed\(node\)",
     ):
-        DropFinalNorm(honest=False)(build(LLAMA))
+        DropFinalNorm(by_rewriter=False)(build(LLAMA))
+
+
+def test_a_change_without_the_rewriter_counts_where_the_pass_says_so():
+    before = build(LLAMA)
+    result = DropFinalNorm(by_rewriter=False, says_so=True)(before)
+    assert result.modified
+    assert graph_text(result.graph_module) == graph_text(DropFinalNorm()(before).graph_module)
+
+
+@dataclass(frozen=True)
+class Misuse(Pass):
+    """Does one thing to the graph that a pass must not do."""
+
+    name: ClassVar[str] = "misuse"
+    requires: ClassVar[Stage] = Stage.CANONICAL
+    ensures: ClassVar[Stage] = Stage.CANONICAL
+
+    action: Callable[[Rewriter], object]
+
+    def rewrite(self, rewriter: Rewriter) -> None:
+        self.action(rewriter)
+
+
+def linears(rewriter):
+    return list(calls(rewriter.graph, LINEAR))
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (
+            lambda r: linears(r)[0].update_arg(1, linears(r)[1].args[1]),
+            "Misuse.rewrite changed node linear without its rewriter",
+        ),
+        (
+            lambda r: r.graph.call_function(ADD, (r.graph.output_node().args[0],) * 2),
+            "Misuse.rewrite added node add_tensor",
+        ),
+        (
+            lambda r: r.replace(linears(r)[0], next(calls(build(OPT).graph, LINEAR))),
+            "Misuse.rewrite gave rewriter.replace the node linear of another graph: take nodes from rewriter.graph",
+        ),
+        (
+            lambda r: r.replace(linears(r)[0], linears(r)[0]),
+            "Misuse.rewrite replaced linear by itself",
+        ),
+        (
+            lambda r: r.set_argument(linears(r)[0], "z", None),
+            "Misuse.rewrite set an argument of linear: picompile.linear.default has no argument 'z'",
+        ),
+        (
+            lambda r: r.constant("table", torch.empty(3, device="meta")),
+            "Misuse.rewrite gave rewriter.constant the tensor table on meta",
+        ),
+        (
+            lambda r: r.replace(linears(r)[0], linears(r)[-2]),
+            "Misuse.rewrite made .* which is computed after it: create .* with before=",
+        ),
+    ],
+)
+def test_errors_tell_the_author_of_a_pass_what_to_do(action, message):
+    with pytest.raises(PassesError, match=f"pass misuse failed: RewriteError: {message}"):
+        Misuse(action)(build(LLAMA))
 
 
 @pytest.mark.parametrize(
@@ -172,12 +244,11 @@ def test_passes_work_on_a_graph_that_torch_export_made():
         requires: ClassVar[Stage] = Stage.CAPTURED
         ensures: ClassVar[Stage] = Stage.CAPTURED
 
-        def rewrite(self, rewriter: Rewriter) -> bool:
+        def rewrite(self, rewriter: Rewriter) -> None:
             found = list(calls(rewriter.graph, torch.ops.aten.linear.default))
             for node in found:
                 new = rewriter.call(LINEAR, list(arguments(node).values()), before=node, sources=(node,))
                 rewriter.replace(node, new)
-            return bool(found)
 
     with torch.device("meta"):
         model, x = Model(), torch.zeros(7, 8)
@@ -205,10 +276,9 @@ class CountUsers(Pass):
     requires: ClassVar[Stage] = Stage.CANONICAL
     ensures: ClassVar[Stage | None] = None
 
-    def rewrite(self, rewriter: Rewriter) -> bool:
+    def rewrite(self, rewriter: Rewriter) -> None:
         for node in calls(rewriter.graph, LINEAR):
             rewriter.annotate(node, users=len(node.users), why="counted, once")
-        return rewriter.changes > 0
 
 
 def test_an_analysis_runs_at_any_stage_and_leaves_it():
@@ -231,7 +301,7 @@ def test_an_analysis_runs_at_any_stage_and_leaves_it():
         CountUsers()(graph_module)
 
 
-def test_what_a_pass_made_on_the_way_is_no_source():
+def test_provenance_names_only_nodes_of_the_input_graph():
     """The sources of a node are nodes of the graph that went in."""
 
     @dataclass(frozen=True)
@@ -240,12 +310,11 @@ def test_what_a_pass_made_on_the_way_is_no_source():
         requires: ClassVar[Stage] = Stage.CANONICAL
         ensures: ClassVar[Stage | None] = None
 
-        def rewrite(self, rewriter: Rewriter) -> bool:
+        def rewrite(self, rewriter: Rewriter) -> None:
             first = next(iter(calls(rewriter.graph, ADD)))
             step = rewriter.call(ADD, first.args, before=first, sources=(first,))
             last = rewriter.call(ADD, first.args, before=first, sources=(step, first))
             rewriter.replace(first, last)
-            return True
 
     before = build(OPT)
     after = TwoSteps()(before).graph_module

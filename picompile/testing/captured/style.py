@@ -1,4 +1,9 @@
-"""Activations as captured graphs have them: the ways in which models write each, by name."""
+"""How a captured decoder is written: a `CapturedStyle` has one field for every choice that models make differently.
+
+The first choice of each field is the plainest, which is what a failing example shrinks to. Where one choice leaves
+another without meaning (a window where the mask is `is_causal`), `consistent` corrects it. `ACTIVATIONS` names the ways
+in which models write each activation.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -7,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from picompile.testing.captured_writer import Writer
+from picompile.testing.captured.writer import CaptureWriter
 
 _aten = torch.ops.aten
 _mul, _add, _div = _aten.mul.Tensor, _aten.add.Tensor, _aten.div.Tensor
@@ -17,64 +22,64 @@ class ActivationStyle(NamedTuple):
     """`write(writer, x, threshold)`; `text` is the dialect's, in which {} stands for the threshold."""
 
     text: str
-    write: Callable[[Writer, Node, float], Node]
+    write: Callable[[CaptureWriter, Node, float], Node]
 
 
-def _maximum(w: Writer, x: Node, _: float) -> Node:
+def _maximum(w: CaptureWriter, x: Node, _: float) -> Node:
     return w.call(_aten.maximum.default, x, w.call(_aten.zeros_like.default, x))
 
 
-def _max(w: Writer, x: Node, _: float) -> Node:
+def _max(w: CaptureWriter, x: Node, _: float) -> Node:
     return w.call(_aten.max.other, w.call(_aten.zeros_like.default, x), x)
 
 
-def _where_positive(w: Writer, x: Node, _: float) -> Node:
+def _where_positive(w: CaptureWriter, x: Node, _: float) -> Node:
     zeros = w.call(_aten.zeros_like.default, x)
     return w.call(_aten.where.self, w.call(_aten.gt.Scalar, x, 0), x, zeros)
 
 
-def _relu(w: Writer, x: Node) -> Node:
+def _relu(w: CaptureWriter, x: Node) -> Node:
     return w.call(_aten.relu.default, x)
 
 
-def _relu_times_itself(w: Writer, x: Node, _: float) -> Node:
+def _relu_times_itself(w: CaptureWriter, x: Node, _: float) -> Node:
     rectified = _relu(w, x)
     return w.call(_mul, rectified, rectified)
 
 
-def _minimum_of_six(w: Writer, x: Node, _: float) -> Node:
+def _minimum_of_six(w: CaptureWriter, x: Node, _: float) -> Node:
     return w.call(_aten.clamp_max.default, _relu(w, x), 6.0)
 
 
-def _times_sigmoid(w: Writer, x: Node, _: float) -> Node:
+def _times_sigmoid(w: CaptureWriter, x: Node, _: float) -> Node:
     return w.call(_mul, x, w.call(_aten.sigmoid.default, x))
 
 
-def _sigmoid_times(w: Writer, x: Node, _: float) -> Node:
+def _sigmoid_times(w: CaptureWriter, x: Node, _: float) -> Node:
     return w.call(_mul, w.call(_aten.sigmoid.default, x), x)
 
 
-def _over_exponential(w: Writer, x: Node, _: float) -> Node:
+def _over_exponential(w: CaptureWriter, x: Node, _: float) -> Node:
     exponential = w.call(_aten.exp.default, w.call(_aten.neg.default, x))
     return w.call(_div, x, w.call(_add, exponential, 1.0))
 
 
-def _gelu_by_erf(w: Writer, x: Node, _: float) -> Node:
+def _gelu_by_erf(w: CaptureWriter, x: Node, _: float) -> Node:
     """transformers' gelu_python."""
     erf = w.call(_aten.erf.default, w.call(_div, x, 2.0**0.5))
     return w.call(_mul, w.call(_mul, x, 0.5), w.call(_add, erf, 1.0))
 
 
-def _gelu_by_erf_late(w: Writer, x: Node, _: float) -> Node:
+def _gelu_by_erf_late(w: CaptureWriter, x: Node, _: float) -> Node:
     erf = w.call(_aten.erf.default, w.call(_mul, x, 0.5**0.5))
     return w.call(_div, w.call(_mul, w.call(_add, erf, 1.0), x), 2.0)
 
 
-def _gelu_tanh(w: Writer, x: Node, _: float) -> Node:
+def _gelu_tanh(w: CaptureWriter, x: Node, _: float) -> Node:
     return w.call(_aten.gelu.default, x, approximate="tanh")
 
 
-def _gelu_new(w: Writer, x: Node, _: float) -> Node:
+def _gelu_new(w: CaptureWriter, x: Node, _: float) -> Node:
     """transformers' gelu_new."""
     cubed = w.call(_mul, w.call(_aten.pow.Tensor_Scalar, x, 3.0), 0.044715)
     inner = w.call(_mul, w.call(_add, x, cubed), 0.7978845608028654)
@@ -82,47 +87,47 @@ def _gelu_new(w: Writer, x: Node, _: float) -> Node:
     return w.call(_mul, w.call(_mul, x, 0.5), outer)
 
 
-def _gelu_fast(w: Writer, x: Node, _: float) -> Node:
+def _gelu_fast(w: CaptureWriter, x: Node, _: float) -> Node:
     """transformers' gelu_fast."""
     factor = w.call(_add, w.call(_mul, w.call(_mul, x, 0.044715), x), 1.0)
     tanh = w.call(_aten.tanh.default, w.call(_mul, w.call(_mul, x, 0.7978845608), factor))
     return w.call(_mul, w.call(_mul, x, 0.5), w.call(_add, tanh, 1.0))
 
 
-def _quick_gelu(w: Writer, x: Node, _: float) -> Node:
+def _quick_gelu(w: CaptureWriter, x: Node, _: float) -> Node:
     return w.call(_mul, x, w.call(_aten.sigmoid.default, w.call(_mul, x, 1.702)))
 
 
-def _fatrelu_by_where(w: Writer, x: Node, threshold: float) -> Node:
+def _fatrelu_by_where(w: CaptureWriter, x: Node, threshold: float) -> Node:
     zeros = w.call(_aten.zeros_like.default, x)
     return w.call(_aten.where.self, w.call(_aten.gt.Scalar, x, threshold), x, zeros)
 
 
-def _fatrelu_by_number(w: Writer, x: Node, threshold: float) -> Node:
+def _fatrelu_by_number(w: CaptureWriter, x: Node, threshold: float) -> Node:
     """`torch.where(x > threshold, x, 0.0)`."""
     return w.call(_aten.where.ScalarOther, w.call(_aten.gt.Scalar, x, threshold), x, 0.0)
 
 
-def _fatrelu_by_float_mask(w: Writer, x: Node, threshold: float) -> Node:
+def _fatrelu_by_float_mask(w: CaptureWriter, x: Node, threshold: float) -> Node:
     mask = w.call(_aten._to_copy.default, w.call(_aten.gt.Scalar, x, threshold), dtype=torch.float32)
     return w.call(_mul, x, mask)
 
 
-def _fatrelu_by_constant(w: Writer, x: Node, threshold: float) -> Node:
+def _fatrelu_by_constant(w: CaptureWriter, x: Node, threshold: float) -> Node:
     zero = w.shared("zero", lambda: w.constant("model.zero", torch.zeros(())))
     return w.call(_aten.where.self, w.call(_aten.gt.Scalar, x, threshold), x, zero)
 
 
-def _fatrelu_by_full(w: Writer, x: Node, threshold: float) -> Node:
+def _fatrelu_by_full(w: CaptureWriter, x: Node, threshold: float) -> Node:
     zero = w.call(_aten.full.default, [], 0.0)
     return w.call(_aten.where.self, w.call(_aten.le.Scalar, x, threshold), zero, x)
 
 
-def _fatrelu_by_mask(w: Writer, x: Node, threshold: float) -> Node:
+def _fatrelu_by_mask(w: CaptureWriter, x: Node, threshold: float) -> Node:
     return w.call(_mul, x, w.call(_aten.gt.Scalar, x, threshold))
 
 
-def _fatrelu_by_fill(w: Writer, x: Node, threshold: float) -> Node:
+def _fatrelu_by_fill(w: CaptureWriter, x: Node, threshold: float) -> Node:
     return w.call(_aten.masked_fill.Scalar, x, w.call(_aten.le.Scalar, x, threshold), 0.0)
 
 
@@ -164,12 +169,6 @@ ACTIVATIONS: dict[str, ActivationStyle] = {
     "threshold": ActivationStyle("fatrelu({})", lambda w, x, t: w.call(_aten.threshold.default, x, t, 0.0)),
     "identity": ActivationStyle("identity", lambda w, x, _: x),
 }
-
-
-# How a captured decoder is written: one field for every choice that models make differently.
-#
-# The first choice of each field is the plainest, which is what a failing example shrinks to. A choice that another one
-# leaves without meaning (a window where the mask is `is_causal`) is put right by `consistent`.
 
 
 # Masks and tables that are buffers have this many rows, and graphs that slice them take no more tokens.
@@ -284,7 +283,7 @@ class FfnStyle:
 
 
 @dataclass(frozen=True)
-class Style:
+class CapturedStyle:
     """One decoder, as its author wrote it. `copies` is the seed of the copies strewn over it, 0 for none."""
 
     sizes: Sizes = Sizes()
@@ -308,7 +307,7 @@ class Style:
     copies: int = 0
 
 
-def consistent(style: Style) -> Style:
+def consistent(style: CapturedStyle) -> CapturedStyle:
     """`style` with sizes that its way of splitting allows, and without what means nothing in it."""
     return replace(
         style,
@@ -320,14 +319,14 @@ def consistent(style: Style) -> Style:
     )
 
 
-def _sizes(style: Style) -> Sizes:
+def _sizes(style: CapturedStyle) -> Sizes:
     sizes, fused = style.sizes, style.attention.fused
     if fused in ("chunk", "unbind", "interleaved", "interleaved by index"):
         sizes = replace(sizes, value_dim=sizes.head_dim)
     return replace(sizes, kv_heads=sizes.heads) if fused in ("chunk", "unbind") else sizes
 
 
-def _attention(style: Style) -> AttentionStyle:
+def _attention(style: CapturedStyle) -> AttentionStyle:
     attention, mask = style.attention, style.attention.mask
     if mask.visible == "is_causal" and attention.operator == "sdpa":
         mask = replace(mask, window=0)
@@ -353,6 +352,6 @@ def _ffn(ffn: FfnStyle) -> FfnStyle:
     return replace(ffn, activation=activation, up_activation="identity", fused="no", up_first=False)
 
 
-def _slices_tables(style: Style) -> bool:
+def _slices_tables(style: CapturedStyle) -> bool:
     sliced_mask = style.attention.operator == "sdpa" and style.attention.mask.visible == "buffer"
     return sliced_mask or (style.positions.rotary != "no" and style.positions.tables == "slice")

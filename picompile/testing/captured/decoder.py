@@ -1,4 +1,8 @@
-"""The body of a captured decoder: embedding, layers in the order of the style, head."""
+"""Whole decoders as capture gives them, each in a style of its own: what the raising passes must understand.
+
+The graphs are built call by call, without `torch.export`, in some tens of milliseconds. A `CapturedStyle` says how
+a decoder is written; `captured_styles` draws one, `build_captured` writes it, `captured_decoders` does both.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -8,21 +12,21 @@ import torch
 from hypothesis import strategies as st
 from torch.fx import GraphModule, Node
 
-from picompile.testing.captured_attention import AttentionWriter
-from picompile.testing.captured_ffn import write_ffn, write_linear, write_norm, write_product
-from picompile.testing.captured_positions import RotaryWriter, write_position_embedding
-from picompile.testing.captured_style import (
+from picompile.testing.captured.attention import AttentionWriter
+from picompile.testing.captured.ffn import write_ffn, write_linear, write_norm, write_product
+from picompile.testing.captured.positions import RotaryWriter, write_position_embedding
+from picompile.testing.captured.style import (
     AttentionStyle,
+    CapturedStyle,
     FfnStyle,
     LinearStyle,
     MaskStyle,
     NormStyle,
     PositionStyle,
     Sizes,
-    Style,
     consistent,
 )
-from picompile.testing.captured_writer import Writer
+from picompile.testing.captured.writer import CaptureWriter
 from picompile_passes.base import Stage
 
 _aten = torch.ops.aten
@@ -32,8 +36,8 @@ _aten = torch.ops.aten
 class DecoderWriter:
     """Writes a whole decoder, from the embedding to the logits."""
 
-    w: Writer
-    style: Style
+    w: CaptureWriter
+    style: CapturedStyle
     attention: AttentionWriter
 
     def write(self) -> GraphModule:
@@ -118,19 +122,13 @@ class DecoderWriter:
         return self.w.rows(logits)
 
 
-# Whole decoders as capture gives them, each in a style of its own: what the raising passes must understand.
-#
-# The graphs are built call by call, without `torch.export`, and cost some tens of milliseconds. What they are written
-# like is a `Style`; `captured_styles` draws one, `build_captured` writes it, `captured_decoders` does both.
-
-
 def captured_decoders() -> st.SearchStrategy[GraphModule]:
-    """Small decoders at stage captured, which `CANONICALIZE` must raise."""
+    """Draw small decoders at stage captured, which `CANONICALIZE` must raise."""
     return captured_styles().map(build_captured)
 
 
-def captured_styles() -> st.SearchStrategy[Style]:
-    """All ways of writing, with odd and small sizes."""
+def captured_styles() -> st.SearchStrategy[CapturedStyle]:
+    """Draw styles from all ways of writing, with odd and small sizes."""
     linears = _styles(LinearStyle)
     attention = _styles(AttentionStyle, linear=linears, mask=_styles(MaskStyle))
     parts = {
@@ -142,7 +140,7 @@ def captured_styles() -> st.SearchStrategy[Style]:
         "head": linears,
     }
     copies = st.one_of(st.just(0), st.integers(1, 99))
-    return _styles(Style, **parts, copies=copies).map(consistent)
+    return _styles(CapturedStyle, **parts, copies=copies).map(consistent)
 
 
 def _styles(style: type[Any], **parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -171,10 +169,10 @@ def _sizes_from(drawn: dict[str, Any]) -> Sizes:
     return Sizes(heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, **drawn)
 
 
-def build_captured(style: Style) -> GraphModule:
+def build_captured(style: CapturedStyle) -> GraphModule:
     """The graph of a decoder written in `style`, at stage captured: parameters on the meta device, tokens a symbol."""
     style = consistent(style)
-    w = Writer(
+    w = CaptureWriter(
         batched=style.batch != "none",
         views=style.views,
         count=style.count,

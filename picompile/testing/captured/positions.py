@@ -1,4 +1,4 @@
-"""Cosines and sines of rotary embeddings as captured graphs have them: computed, or looked up in a buffer."""
+"""Positions as captured graphs have them: position embeddings, tables of cosines and sines, and rotary embeddings."""
 
 from collections.abc import Callable
 
@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from picompile.testing.captured_ffn import write_alternating, write_parts
-from picompile.testing.captured_style import TABLE_ROWS, PositionStyle
-from picompile.testing.captured_writer import Writer
+from picompile.testing.captured.ffn import write_alternating, write_parts
+from picompile.testing.captured.style import TABLE_ROWS, PositionStyle
+from picompile.testing.captured.writer import CaptureWriter
 
 _aten = torch.ops.aten
 
-# What looks up rows at positions, not at a slice, has enough of them for any sample that passes take.
+# Rows of a table that is indexed by positions rather than sliced: enough for any sample that passes take.
 _LOOKUP_ROWS = 320
 
 
-def write_tables(w: Writer, style: PositionStyle, size: int) -> tuple[Node, Node]:
+def write_tables(w: CaptureWriter, style: PositionStyle, size: int) -> tuple[Node, Node]:
     """Cosines and sines for `size` turning elements: [1, T, n] or [T, n], where n is `size`, or half of it where each
     pair is turned by itself.
     """
@@ -30,7 +30,7 @@ def write_tables(w: Writer, style: PositionStyle, size: int) -> tuple[Node, Node
     return cosine, sine
 
 
-def _in_order(w: Writer, style: PositionStyle, half: Node) -> Node:
+def _in_order(w: CaptureWriter, style: PositionStyle, half: Node) -> Node:
     """A number for each pair as one for each element, where the style wants that."""
     if style.rotary == "halves":
         return w.call(_aten.cat.default, [half, half], -1)
@@ -39,7 +39,7 @@ def _in_order(w: Writer, style: PositionStyle, half: Node) -> Node:
     return half
 
 
-def _angles(w: Writer, style: PositionStyle, size: int) -> Node:
+def _angles(w: CaptureWriter, style: PositionStyle, size: int) -> Node:
     """position · frequency, [1, T, n/2] or [T, n/2]."""
     places = w.call(_aten.arange.default, w.size()) if style.from_arange else w.positions
     frequencies = _frequencies(w, style, size)
@@ -58,7 +58,7 @@ def _angles(w: Writer, style: PositionStyle, size: int) -> Node:
     return w.call(_aten.transpose.int, w.call(_aten.matmul.default, column, row), -1, -2)
 
 
-def _frequencies(w: Writer, style: PositionStyle, size: int) -> Node:
+def _frequencies(w: CaptureWriter, style: PositionStyle, size: int) -> Node:
     """base^(−2i / n), [n/2]."""
     if style.frequencies == "buffer":
         return w.constant("model.rotary_emb.inv_freq", _frequency_values(style, size))
@@ -71,7 +71,7 @@ def _frequency_values(style: PositionStyle, size: int) -> Tensor:
     return 1.0 / style.base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
 
 
-def _looked_up(w: Writer, style: PositionStyle, size: int) -> list[Node]:
+def _looked_up(w: CaptureWriter, style: PositionStyle, size: int) -> list[Node]:
     """The rows of buffers of cosines and sines at the positions."""
     rows = TABLE_ROWS if style.tables == "slice" else _LOOKUP_ROWS
     angles = torch.outer(torch.arange(rows, dtype=torch.float32), _frequency_values(style, size))
@@ -81,7 +81,7 @@ def _looked_up(w: Writer, style: PositionStyle, size: int) -> list[Node]:
     return [_rows_at(w, style, w.constant(f"model.rotary_emb.{name}", table)) for name, table in buffers]
 
 
-def _rows_at(w: Writer, style: PositionStyle, table: Node) -> Node:
+def _rows_at(w: CaptureWriter, style: PositionStyle, table: Node) -> Node:
     if style.tables == "slice":
         return w.call(_aten.slice.Tensor, table, 0, 0, w.size())
     places = w.call(_aten.arange.default, w.size()) if style.from_arange else w.positions
@@ -92,7 +92,7 @@ def _rows_at(w: Writer, style: PositionStyle, table: Node) -> Node:
     return w.call(_aten.index.Tensor, table, [places])
 
 
-def _gathered(w: Writer, table: Tensor) -> list[Node]:
+def _gathered(w: CaptureWriter, table: Tensor) -> list[Node]:
     """GPT-J's: both tables side by side, gathered and split."""
     columns = table.shape[1]
     places = w.call(_aten.unsqueeze.default, w.positions, -1)
@@ -101,16 +101,11 @@ def _gathered(w: Writer, table: Tensor) -> list[Node]:
     return [w.call(_aten.slice.Tensor, both, -1, *ends) for ends in ((0, columns // 2), (columns // 2, columns))]
 
 
-# Positions as captured graphs have them: embeddings of positions, and rotary embeddings of queries and keys.
-
-
-_captured_positions_aten = torch.ops.aten
-
 # Turns a value by cosines and sines.
 Turn = Callable[[Node, Node, Node], Node]
 
 
-def write_position_embedding(w: Writer, style: PositionStyle, x: Node) -> Node:
+def write_position_embedding(w: CaptureWriter, style: PositionStyle, x: Node) -> Node:
     """`x` [1, T, n] or [T, n] plus a row of a table for each position; `x` itself where the style has none."""
     if style.learned == "no":
         return x
@@ -122,30 +117,26 @@ def write_position_embedding(w: Writer, style: PositionStyle, x: Node) -> Node:
     else:
         table = w.parameter("model.embed_positions.weight", rows, size)
     places = _places(w, style)
-    return w.call(
-        _captured_positions_aten.add.Tensor, x, w.call(_captured_positions_aten.embedding.default, table, places)
-    )
+    return w.call(_aten.add.Tensor, x, w.call(_aten.embedding.default, table, places))
 
 
-def _places(w: Writer, style: PositionStyle) -> Node:
+def _places(w: CaptureWriter, style: PositionStyle) -> Node:
     """Rows of the table."""
     if style.learned == "cumsum":
         # OPT's: the number of tokens so far that are no padding.
-        ones = w.call(_captured_positions_aten.ones.default, [w.size()], dtype=torch.int64)
-        places = w.call(
-            _captured_positions_aten.sub.Tensor, w.call(_captured_positions_aten.cumsum.default, ones, 0), 1
-        )
+        ones = w.call(_aten.ones.default, [w.size()], dtype=torch.int64)
+        places = w.call(_aten.sub.Tensor, w.call(_aten.cumsum.default, ones, 0), 1)
     else:
-        places = w.call(_captured_positions_aten.arange.default, w.size()) if style.learned == "arange" else w.positions
+        places = w.call(_aten.arange.default, w.size()) if style.learned == "arange" else w.positions
     if style.learned != "arange" and w.batched:
-        places = w.call(_captured_positions_aten.unsqueeze.default, places, 0)
-    return w.call(_captured_positions_aten.add.Tensor, places, style.offset) if style.offset else places
+        places = w.call(_aten.unsqueeze.default, places, 0)
+    return w.call(_aten.add.Tensor, places, style.offset) if style.offset else places
 
 
 class RotaryWriter:
     """Turns heads of `size` elements, or a part of each."""
 
-    def __init__(self, w: Writer, style: PositionStyle, size: int) -> None:
+    def __init__(self, w: CaptureWriter, style: PositionStyle, size: int) -> None:
         self._w, self._style, self._size = w, style, size
         self._turning = size if style.turning == "all" else 2 * max(1, size // 4)
         self._tables: tuple[Node, Node] | None = None
@@ -157,15 +148,15 @@ class RotaryWriter:
         if self._tables is None:
             self._tables = write_tables(self._w, self._style, self._turning)
         dim = -2 if self._style.before_transpose else -3
-        cosine, sine = (self._w.call(_captured_positions_aten.unsqueeze.default, table, dim) for table in self._tables)
+        cosine, sine = (self._w.call(_aten.unsqueeze.default, table, dim) for table in self._tables)
         if self._turning == self._size:
             return self._turned(x, cosine, sine)
         still = self._size - self._turning
         if self._style.turning == "first":
             part, rest = write_parts(self._w, "slice", x, (self._turning, still))
-            return self._w.call(_captured_positions_aten.cat.default, [self._turned(part, cosine, sine), rest], -1)
+            return self._w.call(_aten.cat.default, [self._turned(part, cosine, sine), rest], -1)
         rest, part = write_parts(self._w, "slice", x, (still, self._turning))
-        return self._w.call(_captured_positions_aten.cat.default, [rest, self._turned(part, cosine, sine)], -1)
+        return self._w.call(_aten.cat.default, [rest, self._turned(part, cosine, sine)], -1)
 
     def _turned(self, x: Node, cosine: Node, sine: Node) -> Node:
         turns: dict[str, Turn] = {
@@ -180,8 +171,8 @@ class RotaryWriter:
         """transformers' rotate_half: x · cos + cat(−x₂, x₁) · sin."""
         first, second = self._two_halves(x)
         other = self._w.call(
-            _captured_positions_aten.cat.default,
-            [self._w.call(_captured_positions_aten.neg.default, second), first],
+            _aten.cat.default,
+            [self._w.call(_aten.neg.default, second), first],
             -1,
         )
         return self._sum(self._product(x, cosine), self._product(other, sine))
@@ -189,28 +180,24 @@ class RotaryWriter:
     def _explicit_halves(self, x: Node, cosine: Node, sine: Node) -> Node:
         """cat(x₁ · cos − x₂ · sin, x₂ · cos + x₁ · sin)."""
         first, second = self._two_halves(x)
-        return self._w.call(_captured_positions_aten.cat.default, self._pairs(first, second, cosine, sine), -1)
+        return self._w.call(_aten.cat.default, self._pairs(first, second, cosine, sine), -1)
 
     def _neighbours(self, x: Node, cosine: Node, sine: Node) -> Node:
         """Elements 2i and 2i + 1 turn together."""
         way = "strided" if self._style.table_first else "grouped"
         even, odd = self._alternating(x, way)
-        stacked = self._w.call(_captured_positions_aten.stack.default, self._pairs(even, odd, cosine, sine), -1)
-        return self._w.call(_captured_positions_aten.flatten.using_ints, stacked, -2)
+        stacked = self._w.call(_aten.stack.default, self._pairs(even, odd, cosine, sine), -1)
+        return self._w.call(_aten.flatten.using_ints, stacked, -2)
 
     def _repeated_neighbours(self, x: Node, cosine: Node, sine: Node) -> Node:
         """GPT-J's: x · cos + (−x₁, x₀, −x₃, x₂ …) · sin."""
         even, odd = self._alternating(x, "strided")
-        stacked = self._w.call(
-            _captured_positions_aten.stack.default, [self._w.call(_captured_positions_aten.neg.default, odd), even], -1
-        )
-        other = self._w.call(_captured_positions_aten.flatten.using_ints, stacked, -2)
+        stacked = self._w.call(_aten.stack.default, [self._w.call(_aten.neg.default, odd), even], -1)
+        other = self._w.call(_aten.flatten.using_ints, stacked, -2)
         return self._sum(self._product(x, cosine), self._product(other, sine))
 
     def _pairs(self, first: Node, second: Node, cosine: Node, sine: Node) -> list[Node]:
-        difference = self._w.call(
-            _captured_positions_aten.sub.Tensor, self._product(first, cosine), self._product(second, sine)
-        )
+        difference = self._w.call(_aten.sub.Tensor, self._product(first, cosine), self._product(second, sine))
         return [difference, self._sum(self._product(second, cosine), self._product(first, sine))]
 
     def _two_halves(self, x: Node) -> list[Node]:
@@ -219,13 +206,11 @@ class RotaryWriter:
     def _alternating(self, x: Node, way: str) -> list[Node]:
         if way == "strided":
             return write_alternating(self._w, way, x)
-        pairs = self._w.call(_captured_positions_aten.unflatten.int, x, -1, [self._turning // 2, 2])
-        return [self._w.call(_captured_positions_aten.select.int, pairs, -1, number) for number in range(2)]
+        pairs = self._w.call(_aten.unflatten.int, x, -1, [self._turning // 2, 2])
+        return [self._w.call(_aten.select.int, pairs, -1, number) for number in range(2)]
 
     def _product(self, x: Node, table: Node) -> Node:
-        return self._w.call(
-            _captured_positions_aten.mul.Tensor, *((table, x) if self._style.table_first else (x, table))
-        )
+        return self._w.call(_aten.mul.Tensor, *((table, x) if self._style.table_first else (x, table)))
 
     def _sum(self, left: Node, right: Node) -> Node:
-        return self._w.call(_captured_positions_aten.add.Tensor, left, right)
+        return self._w.call(_aten.add.Tensor, left, right)
