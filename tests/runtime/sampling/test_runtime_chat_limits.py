@@ -148,7 +148,7 @@ def test_messages_that_are_none(messages: Any) -> None:
 def test_limits_that_the_user_has_set_stay() -> None:
     """Whoever may not raise limits may have lower ones."""
     program = (
-        "import resource, sys; from picompile_runtime import template_worker as worker\n"
+        "import resource, sys; from picompile_runtime.sampling import template_worker as worker\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40)); worker._limit(resource.RLIMIT_AS, 2**41)\n"
         "assert resource.getrlimit(resource.RLIMIT_AS) == (2**40, 2**40)\n"
         "worker._limit(resource.RLIMIT_AS, 2**39)\n"
