@@ -73,12 +73,21 @@ SLOW: tuple[SlowTests, ...] = (
     ),
     SlowTests(
         "families on two devices, in all shares, placements and delays: one of each is fast",
-        (f"{_HYBRID}families[", f"{_HYBRID}every_share", f"{_HYBRID}trained_model", f"{_HYBRID}placements["),
+        (
+            f"{_HYBRID}families[",
+            f"{_HYBRID}every_share",
+            f"{_HYBRID}trained_model",
+            f"{_HYBRID}placements[",
+            "codegen/lowering/test_lower_hybrid.py::test_where_things_run_is_of_no_influence",
+        ),
         (
             f"{_HYBRID}families[llama-relu-f16]",
             f"{_HYBRID}families[opt-post-norm-q4]",
             f"{_HYBRID}every_share_and_every_delay[llama-relu-f16-(0.5, 0.9)]",
             f"{_HYBRID}placements[falcon-7b-crosswise]",
+            "codegen/lowering/test_lower_hybrid.py::test_where_things_run_is_of_no_influence[gated-0]",
+            "codegen/lowering/test_lower_hybrid.py::test_where_things_run_is_of_no_influence[plain-2]",
+            "codegen/lowering/test_lower_hybrid.py::test_where_things_run_is_of_no_influence[parallel-1]",
         ),
     ),
     SlowTests(
