@@ -132,6 +132,14 @@ SLOW: tuple[SlowTests, ...] = (
         ("artifact/test_hot_device.py::test_kernels_compile_for_every_architecture[90]",),
     ),
     SlowTests(
+        "kernels for each instruction set: one product for each is fast, and all kernels for this machine's",
+        ("codegen/cpu/test_isa_kernels.py::test_kernels[",),
+        tuple(
+            f"codegen/cpu/test_isa_kernels.py::test_kernels[{isa}-linear-q4]"
+            for isa in ("x86-64-v3", "x86-64-v4", "x86-64-v4-vnni", "aarch64-dotprod")
+        ),
+    ),
+    SlowTests(
         "processes that are started, ended or loaded into again and again: one of each kind is fast",
         (
             "cli/test_cli_processes.py::test_closed_streams",
