@@ -29,6 +29,8 @@ TUTORIAL = ROOT / "docs" / "write_a_pass.md"
 EXEMPT = {
     "make demo": "makes a virtual environment and downloads torch; what it then runs is what the other commands run",
     "make test": "runs this test",
+    "make test-slow": "runs this test",
+    "make test-all": "runs this test",
     "make fuzz": "runs the tests for long",
     "make format": "rewrites the sources",
     "make lint": "a part of `make test`",

@@ -39,8 +39,19 @@ class Held:
         return cls(*folders, len(Path("/proc/self/maps").read_text().splitlines()))
 
 
+# Mapped before the test began: libraries that cannot end their threads stay, those of other modules' tests too.
+OTHERS: set[str] = set()
+
+
 def libraries() -> list[str]:
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/kernels/" in line]
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if "/kernels/" in line and line not in OTHERS]
+
+
+@pytest.fixture(autouse=True)
+def _note_others() -> None:
+    OTHERS.clear()
+    OTHERS.update(libraries())
 
 
 @pytest.fixture(scope="module")
