@@ -69,7 +69,8 @@ def check(fault: Fault | None) -> Outcome:
 
 def _run_suite(folder: str, arguments: list[str]) -> str | None:
     """Runs the suite with the packages in `folder` ahead of those installed. What failed, None where nothing did."""
-    environment = {**os.environ, "PYTHONPATH": folder, "PICOMPILE_HYPOTHESIS": "mutation", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "PICOMPILE_HYPOTHESIS": "mutation", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", str(SUITE), "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
         [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
