@@ -1,4 +1,4 @@
-"""What a pass is written with: `from picompile.passes import Pass`. The package itself is `picompile_passes`."""
+"""The names to write a pass with: `from picompile.passes import Pass`. The package itself is `picompile_passes`."""
 
 from picompile_passes.base import Effect, Pass, PassResult, Stage, stage_of
 from picompile_passes.errors import PassError, PassOptionError, StageError, UnsupportedGraphError, VerifyError
