@@ -1,4 +1,4 @@
-"""What can go wrong in the driver, as one small tree.
+"""The errors of the driver, as one small tree.
 
 Every error carries the exit code that the command line ends with. `picompile_passes`, `picompile_codegen` and
 `picompile_runtime` have trees of their own, since they do not import this package; the command line only looks at
@@ -12,7 +12,7 @@ Every error carries the exit code that the command line ends with. `picompile_pa
 | 4 | artifact not valid | `picompile_runtime.ArtifactError` |
 | 5 | does not fit in memory or on disk | `DoesNotFitError` |
 | 6 | wrong machine | `picompile_runtime.MachineError` |
-| 7 | accuracy gate not met | `AccuracyError` |
+| 7 | accuracy bound not met | `AccuracyError` |
 """
 
 from collections.abc import Sequence
@@ -48,9 +48,9 @@ class DoesNotFitError(PicompileError):
 
 
 class AccuracyError(PicompileError):
-    """The compiled model's perplexity is further from the dense model's than was allowed.
+    """The predictors raise the compiled model's perplexity by more than the accuracy bound.
 
-    `layers` are those to blame, the worst first.
+    `layers` are the layers that lose most, the worst first.
     """
 
     exit_code: ClassVar[int] = 7
@@ -61,4 +61,4 @@ class AccuracyError(PicompileError):
 
 
 class SolverError(PicompileError):
-    """The placement program has no solution, or the solver failed on it."""
+    """The placement problem has no solution, or the solver failed on it."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # Firing is counted in decode steps only; so many are enough to see it where the text itself is read in chunks.
 _FIRING_TOKENS = 128
-_FROM_GATE = ("recall", "weighted_recall", "precision", "rank")
+_FROM_CHECK = ("recall", "weighted_recall", "precision", "rank")
 
 
 def evaluate(
@@ -29,10 +29,21 @@ def evaluate(
     replan: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Reads `text` with an artifact, and with the checkpoint `against`; the result is that of `eval --json`.
+    """Return what `eval --json` prints: perplexity on `text`, its distance from the dense model, and how neurons fired.
 
-    `window` tokens are read together, the context unless given; `by_decode` reads them one by one. Raises `UsageError`
-    for a model with another vocabulary, and what the runtime and capture raise.
+    Args:
+        artifact: the artifact that reads the text.
+        text: the text.
+        against: a checkpoint to compare with; None compares with nothing.
+        max_tokens: how much of the text is read at most; None reads all.
+        window: how many tokens are read together; None takes the artifact's context.
+        by_decode: whether tokens are read one by one, as when the model generates.
+        threads: how many threads compute; None lets the runtime choose.
+        replan: whether weights may be placed anew where the GPU has less memory than the plan needs.
+        progress: is told of each step.
+
+    Raises:
+        UsageError: `against` has another vocabulary. The runtime and capture raise errors of their own.
     """
     from picompile.loading import load_engine
     from picompile_runtime import Tokenizer
@@ -64,9 +75,9 @@ def evaluate(
 
 
 def _layers(engine: "Engine", ids: Sequence[int], *, measure: bool) -> list[dict[str, Any]]:
-    """Predictor kind, and shares of the neurons computed and firing, of each feed-forward part.
+    """Return the predictor kind, and shares of the neurons computed and firing, of each feed-forward part.
 
-    Recall, precision and rank are those that the gate measured when the artifact was made; None where there was none.
+    Recall, precision and rank are those that the accuracy check measured when the artifact was made; None without one.
     A neuron that a lossy predictor leaves out is not known to fire: `firing_share` counts among the computed ones.
     """
     if measure:
@@ -76,7 +87,7 @@ def _layers(engine: "Engine", ids: Sequence[int], *, measure: bool) -> list[dict
             engine.decode(token)
     report = engine.artifact.json("report.json")
     kinds = {row["stats_row"]: row["predictor"] for row in report.get("ffn", ())}
-    gate = {row["layer"]: row for row in report.get("accuracy", {}).get("layers", ())}
+    checked = {row["layer"]: row for row in report.get("accuracy", {}).get("layers", ())}
     return [
         {
             "layer": row.part.layer,
@@ -84,7 +95,7 @@ def _layers(engine: "Engine", ids: Sequence[int], *, measure: bool) -> list[dict
             "kind": kinds.get(row.part.stats_row, "unknown"),
             "computed_share": row.computed_share,
             "firing_share": row.fired_share,
-            **{name: gate.get(row.part.layer, {}).get(name) for name in _FROM_GATE},
+            **{name: checked.get(row.part.layer, {}).get(name) for name in _FROM_CHECK},
         }
         for row in engine.firing()
     ]
@@ -93,7 +104,7 @@ def _layers(engine: "Engine", ids: Sequence[int], *, measure: bool) -> list[dict
 def dense_perplexity(
     model: Path, ids: Sequence[int], window: int, vocabulary: int, progress: Progress | None = None
 ) -> float:
-    """Perplexity of a checkpoint in eager PyTorch: its canonical graph, every neuron, original weights as float32.
+    """Return a checkpoint's perplexity in eager PyTorch: canonical graph, every neuron, original weights as float32.
 
     Windows are those of `picompile_runtime.bench.perplexity`.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def lazy(package: str, home: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package: `home` has the module of each name, relative to the package where it says so."""
+    """Return the `__getattr__` of a package; `home` has the module of each name, relative to it with a leading dot."""
 
     def find(name: str) -> Any:
         if name not in home:

@@ -1,4 +1,4 @@
-"""Loading an artifact for a command, which then says what did not go where the plan has it."""
+"""Loading an artifact for a command, and telling the user which weights are not where the plan has them."""
 
 import os
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def load_engine(artifact: str | os.PathLike[str], threads: int | None, replan: bool, progress: Progress) -> "Engine":
-    """`picompile_runtime.load`, as a step of `progress`. It raises what that raises."""
+    """Return the engine of `picompile_runtime.load`, shown as a step of `progress`. Raises as that does."""
     from picompile_runtime import load
 
     with progress.step("check and load"):

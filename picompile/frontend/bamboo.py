@@ -20,7 +20,7 @@ class FatReLU(nn.Module):
         return torch.where(x > self.threshold, x, torch.zeros_like(x))
 
     def extra_repr(self) -> str:
-        """What `print` shows of it."""
+        """Return what `print` shows."""
         return f"threshold={self.threshold}"
 
 

@@ -1,4 +1,4 @@
-"""What a model is, in numbers: the part of it that the artifact's manifest repeats."""
+"""A captured model, and the facts about it that an artifact's manifest repeats."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class ModelFacts:
     """Facts of one model.
 
     `architecture` is the class that transformers (or the module itself) has for it, `family` ours. `ffn` counts the
-    neurons of a feed-forward block. `activation` is the text form of the dialect, of the gate where there is one.
+    neurons of a feed-forward block. `activation` is the text form of the dialect; with a gate matrix, it is the gate's.
     `parameters` counts every weight once, tied ones included once. `checkpoint_dtype` is `f32`, `f16` or `bf16`.
     """
 
@@ -32,9 +32,6 @@ class ModelFacts:
     checkpoint_dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-
-
-# What capture gives back.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the headers of a folder's safetensors files say: which tensors there are, of which shape and dtype."""
+"""A checkpoint folder: the tensors of its safetensors files, as parameters of a model, and its fingerprint."""
 
 import contextlib
 import hashlib
@@ -23,7 +23,7 @@ INDEX_FILE = "model.safetensors.index.json"
 # The largest that is known, of a model of 90,000 tensors, has 9 MB.
 _MOST_INDEX_BYTES = 64 << 20
 
-# What reading a file can end with.
+# The errors that reading a file can end with.
 READ_ERRORS = (SafetensorError, OSError, ValueError)
 
 
@@ -37,7 +37,7 @@ class TensorHeader:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises `UsageError` where there is no model folder, `UnsupportedModelError` where it is not in safetensors."""
+    """Raise `UsageError` where there is no model folder, `UnsupportedModelError` where it is not in safetensors."""
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder")
     if not (folder / "config.json").is_file():
@@ -53,7 +53,7 @@ def check_folder(folder: Path) -> None:
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
-    """The headers of all tensors of a folder that `check_folder` accepts.
+    """Return the headers of all tensors of a folder that `check_folder` accepts.
 
     Raises `UnsupportedModelError` for damaged files.
     """
@@ -100,13 +100,13 @@ def _headers_of_file(file: Path) -> dict[str, TensorHeader]:
 
 
 def open_file(file: Path) -> contextlib.AbstractContextManager[Any]:
-    """One safetensors file, as a context. Raises what `READ_ERRORS` names where it cannot be read."""
+    """Open one safetensors file, as a context. Raises what `READ_ERRORS` names where it cannot be read."""
     handle: contextlib.AbstractContextManager[Any] = safe_open(str(file), framework="pt", device="cpu")
     return handle
 
 
 def one_line(error: Exception) -> str:
-    """The text of an error without line breaks."""
+    """Return the text of an error without line breaks."""
     return " ".join(str(error).split())
 
 
@@ -134,7 +134,7 @@ class ExpectedTensor:
 def match_names(
     folder: Path, expected: Mapping[str, ExpectedTensor], headers: Mapping[str, TensorHeader], prefix: str
 ) -> dict[str, str]:
-    """For each parameter of the model, the name of its tensor in the checkpoint.
+    """Return for each parameter of the model the name of its tensor in the checkpoint.
 
     A checkpoint saved from the base model lacks `prefix` (`model.`, `transformer.`) in its names; one saved from a
     wrapper may have it once more. Raises `UnsupportedModelError` for a tensor that is missing, of another shape, of a
@@ -158,7 +158,7 @@ def match_names(
 
 
 def ties_hold(expected: Mapping[str, ExpectedTensor], headers: Mapping[str, TensorHeader], prefix: str) -> bool:
-    """Whether tied parameters that a checkpoint holds under several of their names have the same values there.
+    """Return whether tied parameters that a checkpoint holds under several of their names have the same values there.
 
     transformers does not tie where they differ, whatever config.json says. Reads these tensors, in blocks of rows.
     """
@@ -203,7 +203,7 @@ _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 def _check_values(tensor: Tensor, name: str) -> None:
-    """Refuses NaN and infinity, which would reach every logit, and a matrix that float16 cannot hold.
+    """Refuse NaN and infinity, which would reach every logit, and a matrix that float16 cannot hold.
 
     One core checks 8 GB a second; to read and pack them takes many times as long. Raises `UnsupportedModelError`.
     """
@@ -230,15 +230,15 @@ class FolderWeights:
         self._opened = contextlib.ExitStack()
 
     def names(self) -> Iterable[str]:
-        """The names of the model's parameters."""
+        """Return the names of the model's parameters."""
         return self._names.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the parameter `name`, from the header. Raises `KeyError` for a name that there is not."""
+        """Return the shape of the parameter `name`, from the header. Raises `KeyError` for a name that there is not."""
         return self._headers[self._names[name]].shape
 
     def load(self, name: str) -> Tensor:
-        """The parameter `name` in the checkpoint's dtype, mapped from the file: it must not be written to.
+        """Return the parameter `name` in the checkpoint's dtype, mapped from the file: it must not be written to.
 
         Raises `KeyError` for a name that there is not, `UnsupportedModelError` for a file that has changed since and
         for values that no model has.
@@ -261,7 +261,7 @@ class FolderWeights:
         return tensor
 
     def close(self) -> None:
-        """Closes the shard that is open, if one is."""
+        """Close the shard that is open, if one is."""
         self._opened.close()
         self._file = self._handle = None
 
@@ -282,28 +282,28 @@ class ModuleWeights:
         self._parameters = dict(parameters)
 
     def names(self) -> Iterable[str]:
-        """The names of the parameters."""
+        """Return the names of the parameters."""
         return self._parameters.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the parameter `name`. Raises `KeyError` for a name that there is not."""
+        """Return the shape of the parameter `name`. Raises `KeyError` for a name that there is not."""
         return tuple(self._parameters[name].shape)
 
     def load(self, name: str) -> Tensor:
-        """The parameter `name` itself, on the CPU. Raises `KeyError` for a name that there is not."""
+        """Return the parameter `name` itself, on the CPU. Raises `KeyError` for a name that there is not."""
         return self._parameters[name].detach().to("cpu")
 
 
-# What a model is, in one number: for telling that a profile or predictors were made from another one.
+# The fingerprint of a model, by which a profile or predictors of another one are told.
 
 
-# Of the start and of the end of each tensor. Training changes every one of them; reading all would take a minute for
-# each 100 GB.
+# Bytes of the start and of the end of each tensor that are hashed. Training changes every one of them; reading all
+# would take a minute for each 100 GB.
 _SAMPLE_BYTES = 4096
 
 
 def fingerprint(folder: Path) -> str:
-    """Hex digits that are the same for the same config.json and the same tensors, however these are spread over files.
+    """Return hex digits that are the same for the same config.json and tensors, however these are spread over files.
 
     It depends on each tensor's name, dtype and shape and on 4 kB from either end of its data. Raises `UsageError` or
     `UnsupportedModelError`, as `load_model` does, for what is no model folder.
@@ -325,7 +325,7 @@ def _config(file: Path) -> bytes:
 
 
 def _ends(file: Path) -> Iterator[tuple[str, bytes]]:
-    """Each tensor's name and the samples of its data. The header was found whole by `read_headers`."""
+    """Give each tensor's name and the samples of its data. The header was found whole by `read_headers`."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header: dict[str, Any] = json.loads(opened.read(length))

@@ -1,4 +1,7 @@
-"""transformers and torch without their warnings: what a user should know of a checkpoint, picompile says itself."""
+"""From a config.json to the config object of transformers, with its values checked.
+
+Warnings of transformers and torch are kept off stderr: what a user should know of a checkpoint, picompile says itself.
+"""
 
 import copy
 import dataclasses
@@ -35,8 +38,7 @@ def quiet_transformers() -> Iterator[None]:
 # From the fields of a config.json to the config object of transformers: what a field may say, and what is not known.
 #
 # transformers checks the types of most fields and hardly any value. Here are the values that it would take and that
-# give
-# a model without sense (no layers, a window of none, NaN), or a model that takes all memory before anything is
+# give a model without sense (no layers, a window of none, NaN), or a model that takes all memory before anything is
 # compared.
 
 
@@ -72,7 +74,7 @@ _ROPE_NUMBERS = (
 _POSITIVE = ("rope_theta", "factor", "partial_rotary_factor")
 _ROPE_KEYS = (*_ROPE_NUMBERS, "rope_type", "type", "truncate", "original_max_position_embeddings")
 
-# What says nothing of the logits, and costs memory or ends in an error where it is wrong.
+# Fields that say nothing of the logits, and cost memory or ends in an error where it is wrong.
 _UNUSED = frozenset(
     {
         *("architectures", "auto_map", "model_type", "name_or_path", "torch_dtype", "dtype", "output_attentions"),
@@ -177,7 +179,7 @@ def _known_keys(family: Family) -> frozenset[str]:
 
 
 def _is_left_out(config_class: type, key: str) -> bool:
-    """Whether transformers shall not see a key: it has no effect, or would take the place of a method."""
+    """Return whether transformers shall not see a key: it has no effect, or would take the place of a method."""
     if key in _UNUSED:
         return True
     declared = {field.name for field in dataclasses.fields(config_class)}
@@ -206,7 +208,7 @@ def _check_values(raw: Mapping[str, Any]) -> None:
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The objects that describe rotary embeddings; one may hold others, by kinds of layers."""
+    """Return the objects that describe rotary embeddings; one may hold others, by kinds of layers."""
     for name in ("rope_parameters", "rope_scaling"):
         value = raw.get(name)
         if isinstance(value, dict):

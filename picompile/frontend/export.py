@@ -24,7 +24,7 @@ from picompile_passes.graph.operands import ATTENTION
 
 ATTENTION_NAME = "picompile"
 
-# What attention functions of transformers are given and ours can ignore: it says nothing about the result here.
+# Arguments of transformers' attention functions that ours can ignore: they do not change the result here.
 _WITHOUT_EFFECT = frozenset({"dropout", "is_causal", "output_attentions", "position_ids", "use_cache"})
 
 
@@ -54,12 +54,12 @@ def attention_forward(
 
 
 def no_mask(*_: Any, **__: Any) -> None:
-    """A mask function: our attention is causal by itself."""
+    """Return no mask: our attention is causal by itself."""
     return None
 
 
 def register_attention() -> None:
-    """Puts the two functions into transformers' registries; again has no effect."""
+    """Put the two functions into transformers' registries; again has no effect."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attention_forward)
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, no_mask)
 
@@ -90,7 +90,7 @@ class _Unbatched(nn.Module):
 
 
 def export_decoder(module: nn.Module, call: DecoderCall, max_tokens: int) -> GraphModule:
-    """The captured graph of `module`, for 1 to `max_tokens` tokens.
+    """Return the captured graph of `module`, for 1 to `max_tokens` tokens.
 
     The module is not touched. Its parameters come out as float32 on the meta device, its buffers as they are. A tied
     parameter has the first of its names. Raises `UnsupportedModelError` where `torch.export` cannot follow the module.
@@ -125,13 +125,13 @@ def export_decoder(module: nn.Module, call: DecoderCall, max_tokens: int) -> Gra
 
 
 def _writes_in_place(graph: Graph) -> bool:
-    """Whether a call changes one of its arguments, as `add_` does."""
+    """Return whether a call changes one of its arguments, as `add_` does."""
     targets = [node.target for node in graph.nodes if isinstance(node.target, OpOverload)]
     return any(target._schema.is_mutable for target in targets)
 
 
 def first_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """The parameters of `module` by the first of their names, with the other names they have where they are tied."""
+    """Return the parameters of `module` by the first of their names, with the other names that tied ones have."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -139,7 +139,7 @@ def first_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _without_weights(module: nn.Module) -> nn.Module:
-    """A copy with float32 parameters that have no data (in the fake mode that is active), and with the same buffers."""
+    """Return a copy with float32 parameters without data (in the active fake mode), and with the same buffers."""
     memo: dict[int, object] = {}
     for parameter in module.parameters():
         empty = torch.empty(parameter.shape, dtype=torch.float32)
@@ -150,7 +150,7 @@ def _without_weights(module: nn.Module) -> nn.Module:
 
 
 def _plain_graph(exported: GraphModule, module: nn.Module) -> GraphModule:
-    """The graph with plain inputs and output, parameters on the meta device and under the module's own names."""
+    """Return the graph with plain inputs and output, parameters on the meta device and under the module's own names."""
     graph = Graph()
     for node in list(exported.graph.nodes):
         if node.op == "call_function" and getattr(node.target, "_opname", "") in _CHECKS:
@@ -180,7 +180,7 @@ def _plain_graph(exported: GraphModule, module: nn.Module) -> GraphModule:
 
 
 def _constant(name: str, tensor: Tensor) -> Tensor:
-    """A buffer or a constant as the graph holds it: real, on the CPU, float32 where it is a float."""
+    """Return a buffer or a constant as the graph holds it: real, on the CPU, float32 where it is a float."""
     if not has_real_data(tensor):
         raise UnsupportedModelError(f"the buffer {name} has no data, and nothing says how to compute it")
     tensor = tensor.detach().to("cpu")

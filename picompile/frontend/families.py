@@ -142,7 +142,7 @@ def find_family(config: Mapping[str, Any]) -> Family:
 
 
 def _named(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """The class and the model type that a config.json names."""
+    """Return the class and the model type that a config.json names."""
     architectures, model_type = config.get("architectures"), config.get("model_type")
     if architectures is not None and not (
         isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
@@ -200,7 +200,7 @@ def _fatrelu_threshold(config: Mapping[str, Any]) -> float:
 
 
 def check_config(family: Family, config: Any) -> None:
-    """Raises `UnsupportedModelError` for what a config of a supported family can ask for and is not supported."""
+    """Raise `UnsupportedModelError` for what a config of a supported family can ask for and is not supported."""
     reason = family.check(config)
     if reason is not None:
         raise UnsupportedModelError(f"{family.name} models with {reason} are not supported")
@@ -214,7 +214,7 @@ def check_config(family: Family, config: Any) -> None:
 
 
 def _check_layer_types(config: Any) -> None:
-    """Refuses what transformers finds only when the model runs: a kind of layer, or a window, that it has not."""
+    """Refuse what transformers finds only when the model runs: a kind of layer, or a window, that it has not."""
     kinds = set(getattr(config, "layer_types", None) or ())
     if others := sorted(str(kind) for kind in kinds - {"full_attention", "sliding_attention"}):
         raise UnsupportedModelError(f"config.json: layer_types names {', '.join(others)}, which is not supported")

@@ -1,4 +1,4 @@
-"""Capture of a Hugging Face folder."""
+"""Capturing the model of a Hugging Face folder."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ _MAX_TOKENS = 1 << 20
 # The number of a layer in a tensor's name: model.layers.1.mlp.up_proj.weight, transformer.h.1.ln_attn.bias.
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,9})\.")
 
-# What transformers' feed-forward blocks call their activation: Llama and its like, OPT, Falcon.
+# Names that transformers' feed-forward blocks have for their activation: Llama and its like, OPT, Falcon.
 _ACTIVATION_MODULES = ("act_fn", "activation_fn", "act")
 
 
@@ -62,7 +62,7 @@ class Checkpoint:
 
 
 def load_model(folder: Path | str) -> Captured:
-    """Captures the model of `folder`. No weight is read.
+    """Return the model of `folder`, captured. No weight is read.
 
     Raises `UsageError` for what is no model folder, and `UnsupportedModelError`, in one line, for a model or a
     checkpoint that cannot be compiled.
@@ -73,7 +73,7 @@ def load_model(folder: Path | str) -> Captured:
 
 
 def capture_config(raw: Mapping[str, Any]) -> GraphModule:
-    """The captured graph of the model that a config.json of these contents describes; there need be no checkpoint.
+    """Return the captured graph of the model that a config.json of these contents describes, without a checkpoint.
 
     Raises `UnsupportedModelError` as `load_model` does.
     """
@@ -107,7 +107,7 @@ def _exported(exportable: _Exportable) -> GraphModule:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Everything that can be known of `folder` before its model is captured; raises as `load_model` does.
+    """Return everything that can be known of `folder` before its model is captured; raises as `load_model` does.
 
     Names, shapes and dtypes of all weights are held against the model by the files' headers.
     """
@@ -130,7 +130,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _check_layers(folder: Path, headers: Mapping[str, TensorHeader], layers: int) -> None:
-    """Refuses a config of more layers than the checkpoint has: before a million of them are built, not after."""
+    """Refuse a config of more layers than the checkpoint has: before a million of them are built, not after."""
     found = {int(match[1]) for name in headers if (match := _LAYER.search(name))}
     missing = next((layer for layer in range(layers) if layer not in found), layers)
     if missing < layers:
@@ -145,7 +145,7 @@ def _expected(model: nn.Module) -> dict[str, ExpectedTensor]:
 
 
 def build_model(family: Family, config: Any, activation: str) -> nn.Module:
-    """The model that `config` describes, on the meta device, with what buffers it computes in memory.
+    """Return the model that `config` describes, on the meta device, with what buffers it computes in memory.
 
     Raises `UnsupportedModelError` where transformers rejects the config.
     """
@@ -169,7 +169,7 @@ def build_model(family: Family, config: Any, activation: str) -> nn.Module:
 
 
 def _compute_buffers(model: nn.Module) -> None:
-    """Computes again the buffers that are in no checkpoint (rotary frequencies): on the meta device they are empty.
+    """Compute again the buffers that are in no checkpoint (rotary frequencies): on the meta device they are empty.
 
     Raises `UnsupportedModelError` where the config makes them infinite or NaN.
     """
@@ -195,7 +195,7 @@ def _fresh(module: nn.Module) -> nn.Module:
 
 
 def call_model(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Logits [1, T, V] of a transformers model for tokens and positions [1, T]."""
+    """Return logits [1, T, V] of a transformers model for tokens and positions [1, T]."""
     logits: Tensor = model(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True).logits
     return logits
 

@@ -55,7 +55,7 @@ def token_ids(content: Mapping[str, Any], key: str, file: Path | str) -> tuple[i
 
 
 def _reason(error: Exception) -> str:
-    """The text of an error in one line."""
+    """Return the text of an error in one line."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(text.split())[:_LONGEST_REASON]
 

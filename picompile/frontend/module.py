@@ -1,4 +1,4 @@
-"""Capture of any decoder that is a `torch.nn.Module`."""
+"""Capturing any decoder that is a `torch.nn.Module`."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def capture_module(
     bos_token_id: int | None = None,
     eos_token_ids: Sequence[int] = (),
 ) -> Captured:
-    """Captures a decoder: logits [1, T, vocabulary] of tokens int64 [1, T], for T up to `max_positions`.
+    """Return a decoder, captured: logits [1, T, vocabulary] of tokens int64 [1, T], for T up to `max_positions`.
 
     `call(module, tokens, positions)` says how to call it; by default it is given the tokens and, if it has an argument
     for them, the positions. It must attend causally through `F.scaled_dot_product_attention`, and see a token's
@@ -73,7 +73,7 @@ def _facts(
     bos_token_id: int | None,
     eos_token_ids: tuple[int, ...],
 ) -> ModelFacts:
-    """Read off the canonical graph, so that they are what is compiled."""
+    """Return the facts, read off the canonical graph, so that they are what is compiled."""
     for pass_ in CANONICALIZE:
         graph_module = pass_(graph_module).graph_module
     attention, layers = _first_call(graph_module.graph, ATTENTION, module)
@@ -103,7 +103,7 @@ def _facts(
 
 
 def _first_call(graph: Graph, op: Any, module: nn.Module) -> tuple[dict[str, Any], int]:
-    """The arguments of the first call of `op`, and how many calls there are."""
+    """Return the arguments of the first call of `op`, and how many calls there are."""
     found = list(calls(graph, op))
     if not found:
         raise UnsupportedModelError(f"{type(module).__name__} is no decoder: it has no {op._opname}")

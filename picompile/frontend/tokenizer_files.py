@@ -17,13 +17,16 @@ _MOST_TOKENIZER_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """`tokenizer_json` is None for a checkpoint without a tokenizer; such an artifact is prompted with token ids."""
+    """The files of a tokenizer.
+
+    `tokenizer_json` is None for a checkpoint without one; such an artifact is prompted with token ids.
+    """
 
     tokenizer_json: str | None
     folder: Path | None
 
     def write(self, target: Path) -> None:
-        """Writes the files into an artifact."""
+        """Write the files into an artifact."""
         if self.tokenizer_json is not None:
             (target / "tokenizer.json").write_text(self.tokenizer_json, encoding="utf-8")
         for name in _COPIED:
@@ -32,7 +35,7 @@ class TokenizerFiles:
 
 
 def read_tokenizer(folder: Path | None, vocabulary: int) -> TokenizerFiles:
-    """Reads a checkpoint's tokenizer. Raises `UnsupportedModelError` for one that cannot belong to the model."""
+    """Return a checkpoint's tokenizer. Raises `UnsupportedModelError` for one that cannot belong to the model."""
     if folder is None:
         return TokenizerFiles(None, None)
     _check_descriptions(folder)
@@ -48,7 +51,7 @@ def read_tokenizer(folder: Path | None, vocabulary: int) -> TokenizerFiles:
 
 
 def _check_descriptions(folder: Path) -> None:
-    """Refuses files that are copied into the artifact, where they would keep it from loading."""
+    """Refuse files that are copied into the artifact, where they would keep it from loading."""
     for name in ("tokenizer.json", *_COPIED):
         path = folder / name
         if (path.exists() or path.is_symlink()) and not path.is_file():
@@ -89,7 +92,7 @@ def _check(text: str, folder: Path, vocabulary: int) -> None:
 
 
 def generation_eos(folder: Path | None) -> tuple[int, ...]:
-    """End-of-sequence ids of generation_config.json, which some chat models extend beyond config.json's."""
+    """Return the end-of-sequence ids of generation_config.json, which some chat models extend beyond config.json's."""
     path = folder / "generation_config.json" if folder is not None else None
     if path is None or not path.is_file():
         return ()

@@ -16,29 +16,26 @@ from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import SPARSE_FFN
 
-# Blame falls on the layers that make this share of the missed energy.
-_BLAMED_SHARE = 0.8
+# The layers that are named make this share of the missed energy.
+_WORST_SHARE = 0.8
 
 
 def rank_layers_by_error(missed: Mapping[int, float]) -> list[int]:
-    """The layers that miss most of what all miss together, the worst first; none that misses nothing.
+    """Return the layers that miss most of what all miss together, the worst first; none that misses nothing.
 
     `missed` is each layer's missed energy, as `picompile.predictors.accuracy` measures it.
     """
     whole, seen, found = sum(missed.values()), 0.0, []
     for layer, energy in sorted(missed.items(), key=lambda entry: (-entry[1], entry[0])):
-        if energy <= 0 or seen >= _BLAMED_SHARE * whole:
+        if energy <= 0 or seen >= _WORST_SHARE * whole:
             break
         found.append(layer)
         seen += energy
     return found
 
 
-# How much of a held-out text is read.
-
-
 def first_windows(windows: Sequence[Sequence[int]], tokens: int, longest: int | None = None) -> list[Sequence[int]]:
-    """The first `tokens` ids at most, in windows of `longest` ids at most and of 2 at least.
+    """Return the first `tokens` ids at most, in windows of `longest` ids at most and of 2 at least.
 
     The first id of a window is given and the others are predicted: one alone tells nothing.
     """
@@ -69,7 +66,10 @@ _WEIGHTS = ("gate", "up", "down", "gate_bias", "up_bias")
 
 @dataclass(frozen=True)
 class LayerAccuracy:
-    """One layer's predictor. Shares are of the layer's neurons, per token; `rank` is None but for learned kinds."""
+    """How well one layer's predictor knows which neurons fire.
+
+    Shares are of the layer's neurons, per token; `rank` is None but for learned kinds.
+    """
 
     layer: int
     kind: str
@@ -89,7 +89,9 @@ def measure_layers(
     thresholds: Mapping[int, float] | None = None,
     progress: Progress | None = None,
 ) -> list[LayerAccuracy]:
-    """Runs a graph of stage predicted over `windows` of token ids and judges each layer's mask.
+    """Return how well each layer's mask knows its neurons, on `windows` of token ids.
+
+    `graph_module` is of the predicted stage.
 
     `thresholds` gives the magnitude above which a neuron of a layer counts as firing; 0 where it names none. Every
     layer sees what the predictors before it have left, as it does when the artifact generates.
@@ -110,7 +112,7 @@ def _blocks(graph_module: GraphModule) -> list[Node]:
 
 
 class _Block:
-    """Gathers one block's sums over the windows. Its weights are there from its first window to its last."""
+    """Gather one block's sums over the windows. Its weights are there from its first window to its last."""
 
     def __init__(self, node: Node, threshold: float) -> None:
         values = arguments(node)
@@ -121,7 +123,7 @@ class _Block:
         self._sums = torch.zeros(8, dtype=torch.float64)
 
     def receive(self, node: Node, value: Tensor, graph_module: GraphModule, weights: WeightSource) -> None:
-        """Takes the value of a node; counts when block, input and mask of one window are there."""
+        """Take the value of a node; count when block, input and mask of one window are there."""
         if node in (self.x, self.mask):
             self._seen[node] = value
         elif node is self.node:
@@ -244,7 +246,7 @@ class AccuracyReport:
 def check_artifact(
     artifact: Path, windows: Sequence[Sequence[int]], threads: int | None = None, progress: Progress | None = None
 ) -> AccuracyResult:
-    """Reads `windows` of token ids twice with the artifact in `artifact`: dense, in chunks, and token by token.
+    """Return the perplexity of `artifact` on `windows` of token ids, read densely in chunks, and token by token.
 
     No window may be longer than the context and one. Raises what the runtime raises.
     """
@@ -255,7 +257,7 @@ def check_artifact(
     with load(artifact, threads) as engine:
         total = sum(len(window) - 1 for window in windows)
         found = []
-        for title, by_decode in (("gate, every neuron", False), ("gate, predicted neurons", True)):
+        for title, by_decode in (("accuracy check, every neuron", False), ("accuracy check, predicted neurons", True)):
             nll = 0.0
             with progress.step(title, total) as advance:
                 for window in windows:

@@ -46,8 +46,8 @@ class HeldOut:
 class PredictorSet:
     """Predictors and the text that they are judged on.
 
-    Without `predictors` it is `kind` in every layer, which needs no weights. `trained` is the folder that holds
-    candidates of larger ones, `profile` what they were trained on.
+    Without `predictors`, every layer has a predictor of `kind`, which needs no weights. `trained` is the folder that
+    holds candidates for larger ones, `profile` what they were trained on.
     """
 
     kind: str
@@ -58,13 +58,13 @@ class PredictorSet:
     profile: "Profile | None" = None
 
     def insert_pass(self) -> "InsertPredictors":
-        """The pass that puts them into a canonical graph."""
+        """Return the pass that puts the predictors into a canonical graph."""
         from picompile_passes.passes.insert_predictors import InsertPredictors
 
         return InsertPredictors(self.kind) if self.predictors is None else self.predictors.insert_pass()
 
     def weights(self, base: "WeightSource") -> "WeightSource":
-        """The model's weights and theirs."""
+        """Return a source of the model's weights, `base`, and those of the predictors."""
         return base if self.predictors is None else self.predictors.weights(base)
 
     def choose_larger(self, layers: Sequence[int]) -> "PredictorSet | None":
@@ -102,7 +102,7 @@ class PredictorSet:
 
 
 def canonical_graph(captured: "Captured") -> "GraphModule":
-    """The captured graph, canonicalized."""
+    """Return the captured graph after the canonicalizing passes."""
     from picompile_passes.passes.canonicalize import CANONICALIZE
     from picompile_passes.pipeline import Pipeline
 
@@ -139,7 +139,7 @@ def obtain_predictors(
 
 
 def _beside(model: Path, config: PredictorConfig) -> Path | None:
-    """Predictors in the model's own folder, unless the user gave something to train on."""
+    """Return the predictors in the model's own folder, if any, unless the user gave something to train on."""
     beside = model / "predictors.safetensors"
     wanted = config.kind == "learned" and not (config.profile or config.calibration)
     return beside if wanted and beside.is_file() else None
