@@ -45,7 +45,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Takes about twice as long as the tests alone.
+# Not measured: commands that tests start in processes of their own.
 coverage: $(VENV)/.installed-dev
 	$(BIN)/coverage erase
 	$(BIN)/pytest -n $(JOBS) --dist worksteal --cov --cov-report=term --cov-report=html $(TESTS)
