@@ -51,7 +51,7 @@ test-slow: $(VENV)/.installed-dev
 
 test-all: test test-slow
 
-# Takes about twice as long as the tests alone.
+# Not measured: commands that tests start in processes of their own.
 coverage: $(VENV)/.installed-dev
 	$(BIN)/coverage erase
 	$(BIN)/pytest -n $(JOBS) --dist worksteal --cov --cov-report=term --cov-report=html $(TESTS)
