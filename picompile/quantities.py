@@ -54,7 +54,7 @@ def parse_share(text: str, option: str, *, highest: float = 1.0) -> float:
     return value
 
 
-def parse_gate(text: str, option: str = "--gate") -> float | None:
+def parse_accuracy_bound(text: str, option: str = "--gate") -> float | None:
     """The bound on the relative change of perplexity, or None for `off`. Raises `UsageError`."""
     return None if text.strip().lower() == "off" else parse_share(text, option)
 

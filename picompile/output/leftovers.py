@@ -133,11 +133,11 @@ def temporary_name(output: Path, kind: str) -> Path:
 def sweep(output: Path) -> None:
     """Removes leftovers of `output`, on which the lock is held, and of other dead writers in its folder."""
     _restore(output)
-    remove = [*_of(output, PARTIAL), *_of(output, OLD), *_of_earlier_versions(output)]
+    remove = [*_leftovers_of(output, PARTIAL), *_leftovers_of(output, OLD), *_leftovers_of_earlier_versions(output)]
     for name, lock in dead_locks(output.parent):
         other = output.with_name(name)
         _restore(other)
-        for path in [*_of(other, PARTIAL), *_of(other, OLD)]:
+        for path in [*_leftovers_of(other, PARTIAL), *_leftovers_of(other, OLD)]:
             # Under a name of ours it is safe without the other lock, on which nobody shall wait for a large removal.
             mine = temporary_name(output, PARTIAL)
             with suppress(OSError):
@@ -169,7 +169,7 @@ def _restore(output: Path) -> None:
     """Puts back what a writer moved aside before it died, where nothing has taken the place."""
     if os.path.lexists(output):
         return
-    for path in _of(output, OLD):
+    for path in _leftovers_of(output, OLD):
         with suppress(OSError, UnsupportedRenameError):
             if path.is_dir() and not path.is_symlink():
                 path.rename(output)
@@ -178,12 +178,12 @@ def _restore(output: Path) -> None:
             return
 
 
-def _of(output: Path, kind: str) -> Iterator[Path]:
+def _leftovers_of(output: Path, kind: str) -> Iterator[Path]:
     pattern = re.compile(rf"\.{re.escape(stem_of(output.name))}\.[0-9a-f]{{{_DIGITS}}}\.{kind}")
     return (output.with_name(name) for name in names_in(output.parent) if pattern.fullmatch(name))
 
 
-def _of_earlier_versions(output: Path) -> Iterator[Path]:
+def _leftovers_of_earlier_versions(output: Path) -> Iterator[Path]:
     # As `tempfile` names them.
     pattern = re.compile(rf"\.{re.escape(output.name)}\.[a-z0-9_]{{8}}\.(partial|old|work|import)")
     for name in names_in(output.parent):

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from picompile.errors import DoesNotFitError, UsageError
-from picompile.output.files import is_full, parents_of, write_errors_told
+from picompile.output.checks import holds_something
+from picompile.output.files import explaining_write_errors, is_full, parents_of
 from picompile.output.leftovers import (
     OLD,
     PARTIAL,
@@ -61,7 +62,7 @@ class OutputPath:
     def file(self) -> Iterator[BinaryIO]:
         """A new file that takes the path when the block ends well, and is removed when it does not."""
         temporary = temporary_name(self.path, PARTIAL)
-        with write_errors_told(self.path, temporary):
+        with explaining_write_errors(self.path, temporary):
             try:
                 with temporary.open("xb") as file:
                     yield file
@@ -75,7 +76,7 @@ class OutputPath:
     def scratch(self) -> Iterator[Path]:
         """A folder beside the path, for work on what will be there; removed in the end."""
         temporary = temporary_name(self.path, PARTIAL)
-        with write_errors_told(self.path, temporary):
+        with explaining_write_errors(self.path, temporary):
             try:
                 temporary.mkdir(0o700)
                 yield temporary
@@ -85,13 +86,13 @@ class OutputPath:
     def _put_folder(self, source: Path) -> None:
         for _ in range(_MOST_TRIES):
             self.check()
-            if not _holds_something(self.path):
+            if not holds_something(self.path):
                 try:
                     # Replaces nothing but an empty folder.
                     source.rename(self.path)
                     break
                 except OSError:
-                    if not _holds_something(self.path):
+                    if not holds_something(self.path):
                         raise
             elif not self.overwrite:
                 raise _appeared(self.path)
@@ -210,10 +211,3 @@ def _mode_for(path: Path) -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return 0o777 & ~mask
-
-
-def _holds_something(path: Path) -> bool:
-    """Whether anything is at `path` but an empty folder, which a renaming replaces."""
-    if not os.path.lexists(path):
-        return False
-    return path.is_symlink() or not path.is_dir() or any(path.iterdir())

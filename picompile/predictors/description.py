@@ -47,7 +47,7 @@ def check_schema(path: Path, content: dict[str, Any], schema: int, advice: str) 
 
 
 @contextmanager
-def refusing(advice: str) -> Iterator[None]:
+def adding_advice(advice: str) -> Iterator[None]:
     """What `Fields` finds to be wrong, as a `UsageError` that ends in `advice`."""
     try:
         yield

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import READ_ERRORS, TensorHeader, one_line, open_file
-from picompile.predictors.description import check_order, check_schema, figure, read_object, refusing
+from picompile.predictors.description import adding_advice, check_order, check_schema, figure, read_object
 from picompile.predictors.store import PARTS, LayerPredictor, Predictors, tensor_name
 from picompile_runtime.artifact.fields import Fields
 
@@ -35,7 +35,7 @@ def load_predictors(path: Path | str) -> Predictors:
     path = Path(path)
     facts = path / FACTS_FILE
     if facts.is_file():
-        with refusing(_ADVICE):
+        with adding_advice(_ADVICE):
             predictors = _described(path, _read_facts(facts))
     elif path.is_file() or (path / WEIGHTS_FILE).is_file():
         predictors = _bare(path, path if path.is_file() else path / WEIGHTS_FILE)
@@ -50,7 +50,7 @@ def _described(folder: Path, facts: Fields) -> Predictors:
     layers = tuple(LayerPredictor.from_json(entry) for entry in facts.objects("layers"))
     check_order(facts, [layer.layer for layer in layers])
     model = facts.object("model")
-    gate = _gate(facts.object("gate")) if "gate" in facts.data else {}
+    gate = _accuracy_facts(facts.object("gate")) if "gate" in facts.data else {}
     curves = facts.data.get("curves", [])
     if not isinstance(curves, list):
         raise facts.wrong("curves", "a list")
@@ -65,7 +65,7 @@ def _described(folder: Path, facts: Fields) -> Predictors:
     return Predictors(folder, layers, used, *described, gate, curves)
 
 
-def _gate(gate: Fields) -> Mapping[str, Any]:
+def _accuracy_facts(gate: Fields) -> Mapping[str, Any]:
     """What training found, as it stands there; the figures in it are numbers."""
     for key in _FIGURES:
         # What came to no number was measured nevertheless.

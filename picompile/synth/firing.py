@@ -99,7 +99,7 @@ class Neurons:
 
 
 @dataclass(frozen=True)
-class _Deciding:
+class _GatingMatrix:
     """What decides the firing of a layer: `factors` [ffn, r] times `subspace` [r, hidden], offsets along `direction`.
 
     A neuron fires on a token when its offset is above the level [tokens, ffn] that this token sets.
@@ -130,7 +130,7 @@ def make_neurons(recipe: Recipe, layer: int, x: Tensor, calibration: Tensor) -> 
     return _two_sided(recipe, layer, x, deciding, offsets, wide, predicted)
 
 
-def _deciding(recipe: Recipe, layer: int, x: Tensor) -> _Deciding:
+def _deciding(recipe: Recipe, layer: int, x: Tensor) -> _GatingMatrix:
     """The layer's own basis of the firing subspace, and factors whose rows have length 1."""
     subspace = recipe.orthonormal(f"{layer}.subspace", recipe.subspace)
     factors = torch.randn(recipe.shape.ffn, len(subspace), generator=recipe.generator(f"{layer}.factors"))
@@ -141,10 +141,10 @@ def _deciding(recipe: Recipe, layer: int, x: Tensor) -> _Deciding:
     threshold = parse_activation(recipe.shape.activation).threshold
     constant = torch.ones(len(x)) if recipe.offset == "bias" else x @ direction
     levels = (threshold - (x @ subspace.T) @ factors.T) / constant.unsqueeze(1)
-    return _Deciding(subspace, factors, direction, levels)
+    return _GatingMatrix(subspace, factors, direction, levels)
 
 
-def _predict(recipe: Recipe, layer: int, deciding: _Deciding, offsets: Tensor, x: Tensor) -> Tensor:
+def _predict(recipe: Recipe, layer: int, deciding: _GatingMatrix, offsets: Tensor, x: Tensor) -> Tensor:
     """Writes the predictor and applies it: x [tokens, hidden] → bool [tokens, ffn]."""
     bias = torch.full_like(offsets, -parse_activation(recipe.shape.activation).threshold)
     fc1, fc2 = deciding.subspace, deciding.factors
@@ -158,7 +158,7 @@ def _predict(recipe: Recipe, layer: int, deciding: _Deciding, offsets: Tensor, x
     return fired
 
 
-def _rows(recipe: Recipe, deciding: _Deciding, offsets: Tensor) -> Tensor:
+def _rows(recipe: Recipe, deciding: _GatingMatrix, offsets: Tensor) -> Tensor:
     """The deciding rows [ffn, hidden]; an offset that is a bias is not in them."""
     rows = deciding.factors @ deciding.subspace
     return rows if recipe.offset == "bias" else rows.addr_(offsets, deciding.direction)
@@ -171,13 +171,17 @@ def _apply(recipe: Recipe, layer: int, role: str, matrix: Tensor, bias: Tensor, 
     return product + recipe.weights.put(f"{name}.bias", bias.clone()) if recipe.shape.ffn_bias else product
 
 
-def _plain(recipe: Recipe, layer: int, x: Tensor, deciding: _Deciding, offsets: Tensor, predicted: Tensor) -> Neurons:
+def _plain(
+    recipe: Recipe, layer: int, x: Tensor, deciding: _GatingMatrix, offsets: Tensor, predicted: Tensor
+) -> Neurons:
     activation = parse_activation(recipe.shape.activation)
     up = _apply(recipe, layer, "up", _rows(recipe, deciding, offsets), offsets, x)
     return Neurons(activation.function(up), up > activation.threshold, predicted)
 
 
-def _gated(recipe: Recipe, layer: int, x: Tensor, deciding: _Deciding, offsets: Tensor, predicted: Tensor) -> Neurons:
+def _gated(
+    recipe: Recipe, layer: int, x: Tensor, deciding: _GatingMatrix, offsets: Tensor, predicted: Tensor
+) -> Neurons:
     activation = parse_activation(recipe.shape.activation)
     gate = _apply(recipe, layer, "gate", _rows(recipe, deciding, offsets), offsets, x)
     drawn = recipe.uniform(recipe.name("up", layer), recipe.shape.ffn, recipe.shape.hidden, 1.0)
@@ -186,7 +190,7 @@ def _gated(recipe: Recipe, layer: int, x: Tensor, deciding: _Deciding, offsets: 
 
 
 def _two_sided(
-    recipe: Recipe, layer: int, x: Tensor, deciding: _Deciding, narrow: Tensor, wide: Tensor, predicted: Tensor
+    recipe: Recipe, layer: int, x: Tensor, deciding: _GatingMatrix, narrow: Tensor, wide: Tensor, predicted: Tensor
 ) -> Neurons:
     """A neuron of dReLU fires when its gate and its up are both positive.
 

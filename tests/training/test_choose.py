@@ -10,10 +10,10 @@ import torch
 from picompile.errors import UsageError
 from picompile.predictors.train.candidates import Candidate, LayerResult
 from picompile.predictors.train.choose import ChoiceLimits, PredictorChoice, Selection, choose, described, options_of
-from picompile.predictors.train.curve import Curve, measure_curve
+from picompile.predictors.train.curve import RecallCurve, measure_curve
 
 
-def _curve(draw: torch.Generator, sharpness: float) -> Curve:
+def _curve(draw: torch.Generator, sharpness: float) -> RecallCurve:
     scores = torch.randn(400, 20, generator=draw)
     fires = scores * sharpness + torch.randn(400, 20, generator=draw) > 1.0
     return measure_curve(iter([(scores, (fires * torch.rand(400, 20, generator=draw)).half())]))

@@ -121,7 +121,13 @@ def import_predictors(
             fingerprint = _check_model(source.path, shapes, counts, model)
         layers = _layers(shapes, computes_above(source.threshold))
         with progress.step("write"):
-            _write(place, layers, _Handed(file, shapes), counts, {"fingerprint": fingerprint, "name": model.name})
+            _write(
+                place,
+                layers,
+                _HandedBackTensors(file, shapes),
+                counts,
+                {"fingerprint": fingerprint, "name": model.name},
+            )
     return Imported(layers, len(counts))
 
 
@@ -206,7 +212,7 @@ def _layers(shapes: Shapes, threshold: float) -> "tuple[LayerPredictor, ...]":
     return tuple(layers)
 
 
-class _Handed(Mapping[str, "Tensor"]):
+class _HandedBackTensors(Mapping[str, "Tensor"]):
     """The tensors that the guarded process left, read when they are asked for, and biases of zero."""
 
     def __init__(self, file: Path, shapes: Shapes) -> None:

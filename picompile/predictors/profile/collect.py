@@ -142,7 +142,7 @@ Begin = Callable[[Segment, Extra], tuple[Replace, Callable[[], None]]]
 
 
 @dataclass(frozen=True)
-class Model:
+class SegmentedModel:
     """A canonical graph in segments, and its weights."""
 
     graph_module: GraphModule
@@ -151,7 +151,7 @@ class Model:
 
 
 def run_pass(
-    model: Model,
+    model: SegmentedModel,
     name: str,
     windows: Sequence[Sequence[int]],
     begin: Begin,
@@ -196,10 +196,10 @@ _LOWEST, _HIGHEST, _BINS = -40, 24, 1024
 
 
 @dataclass(frozen=True)
-class Search:
+class ThresholdSearch:
     """Looks for the thresholds of `model` on `windows`, and notes in `workplace` what it has found."""
 
-    model: Model
+    model: SegmentedModel
     windows: Sequence[Sequence[int]]
     gate: float
     workplace: ProfileDirectory

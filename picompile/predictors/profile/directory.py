@@ -24,7 +24,7 @@ _SEARCH_FILE = "search.json"
 # The description last: without it, nothing is a profile's.
 _FILES = (_STATE_FILE, _SEARCH_FILE, TOKENS_FILE, PROFILE_FILE)
 _LAYER_FILES = "layers/[0-9]*.safetensors"
-BEGUN = ".begun"
+BEGUN_FOLDER = ".begun"
 _SEARCHED = {"dense_perplexity", "perplexities", "histograms"}
 
 
@@ -110,7 +110,7 @@ class ProfileDirectory:
             (self.folder / name).unlink(missing_ok=True)
 
 
-def is_profiles(path: PurePath) -> bool:
+def belongs_to_profile(path: PurePath) -> bool:
     """Whether `path`, relative to a profile's folder, is of a file that belongs to a profile."""
     return str(path) in _FILES or path.match(_LAYER_FILES)
 

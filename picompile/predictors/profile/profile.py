@@ -10,13 +10,13 @@ from torch import Tensor
 from picompile.errors import UsageError
 from picompile.predictors.description import (
     LARGEST_F32,
+    adding_advice,
     check_order,
     check_schema,
     choice,
     layer_number,
     number,
     read_object,
-    refusing,
 )
 from picompile.predictors.profile.files import read_kinds, read_tensors
 from picompile.predictors.profile.windows import windows_sha256
@@ -206,7 +206,7 @@ def load_profile(folder: Path) -> Profile:
     check_schema(path, content, SCHEMA, ADVICE)
     if content.get("complete") is not True:
         raise UsageError(f"{folder}: is a profile that is not complete; the same command goes on with it")
-    with refusing(ADVICE):
+    with adding_advice(ADVICE):
         profile = _profile(folder, Fields(content, f"{path}: damaged"))
     _check_files(profile)
     return profile

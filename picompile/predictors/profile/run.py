@@ -18,12 +18,13 @@ from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend import load_model
 from picompile.frontend.json_file import read_json_object
 from picompile.output import OutputPath, discard, link_tree, reserve
+from picompile.output.checks import require_folder_or_nothing
 from picompile.predictors.profile.collect import (
     Extra,
     LayerCollector,
-    Model,
     Replace,
-    Search,
+    SegmentedModel,
+    ThresholdSearch,
     can_be_silent,
     draw_positions,
     layer_of,
@@ -31,11 +32,11 @@ from picompile.predictors.profile.collect import (
     run_pass,
     summarize,
 )
-from picompile.predictors.profile.directory import BEGUN, ProfileDirectory, is_profiles
+from picompile.predictors.profile.directory import BEGUN_FOLDER, ProfileDirectory, belongs_to_profile
 from picompile.predictors.profile.files import read_tensors, write_tensors
 from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.profile.own_text import own_windows
-from picompile.predictors.profile.prepare import ProfileTask, check_kind, check_place, prepare
+from picompile.predictors.profile.prepare import ProfileTask, check_profile_output, prepare
 from picompile.predictors.profile.profile import (
     TOKENS_FILE,
     LayerProfile,
@@ -64,18 +65,18 @@ def profile_model(
     `DoesNotFitError`, before anything is written, for texts, places and models that will not do.
     """
     options, progress = options or ProfileOptions(), progress or NoProgress()
-    check_kind(output)
+    require_folder_or_nothing(output)
     if is_complete(output) and not options.overwrite:
         task = prepare(model, options, progress)
-        check_place(output, task)
+        check_profile_output(output, task)
         progress.say(f"{output}: is complete already")
         _tidy(output)
         return load_profile(output)
     # A link goes on pointing at it.
     with reserve(output.resolve(), overwrite=True, parents=True) as place:
         task = prepare(model, options, progress)
-        check_place(output, task)
-        _profile(task, output, replace(place, check=lambda: check_place(output, task)), progress)
+        check_profile_output(output, task)
+        _profile(task, output, replace(place, check=lambda: check_profile_output(output, task)), progress)
     return load_profile(output)
 
 
@@ -83,7 +84,7 @@ def _tidy(output: Path) -> None:
     """Removes what an interrupted run left in a complete profile, unless that run is still at work."""
     with suppress(UsageError), reserve(output.resolve(), overwrite=True, wait_s=0):
         ProfileDirectory(output, "").tidy()
-        discard(output / BEGUN)
+        discard(output / BEGUN_FOLDER)
 
 
 def _profile(task: ProfileTask, output: Path, place: OutputPath, progress: Progress) -> None:
@@ -92,36 +93,36 @@ def _profile(task: ProfileTask, output: Path, place: OutputPath, progress: Progr
         config = read_json_object(task.model / "config.json")
     # A complete profile stays until the new one takes its place.
     complete, anything = is_complete(output), read_description(output) is not None
-    workplace = ProfileDirectory(output / BEGUN if complete else output, task.inputs)
+    workplace = ProfileDirectory(output / BEGUN_FOLDER if complete else output, task.inputs)
     workplace.folder.mkdir(exist_ok=True)
     if workplace.open():
         progress.say(f"{output}: was begun, and goes on")
     elif anything and not complete:
         progress.say(f"{output}: was begun with other inputs, and begins anew")
     try:
-        _Run(task, captured, config, workplace, progress).run()
+        _ProfileRun(task, captured, config, workplace, progress).run()
     except UnsupportedModelError:
         # No later run would end otherwise.
         workplace.discard()
         raise
     if complete:
         with place.folder() as folder:
-            link_tree(output, folder, lambda path: path.parts[:1] == (BEGUN,) or is_profiles(path))
+            link_tree(output, folder, lambda path: path.parts[:1] == (BEGUN_FOLDER,) or belongs_to_profile(path))
             link_tree(workplace.folder, folder)
 
 
-def capture(folder: Path) -> Model:
+def capture(folder: Path) -> SegmentedModel:
     """The canonical graph of a checkpoint, in segments."""
     captured = load_model(folder)
     graph_module = Pipeline(tuple(CANONICALIZE))(captured.graph_module).graph_module
     segments = split_layers(graph_module)
     if not any(segment.blocks for segment in segments):
         raise UnsupportedModelError(f"{folder}: the model has no feed-forward block to profile")
-    return Model(graph_module, segments, captured.weights)
+    return SegmentedModel(graph_module, segments, captured.weights)
 
 
 @dataclass(frozen=True)
-class _Tokens:
+class _TokenWindows:
     """The windows that are run, int32 [windows, window], and in words what they come from."""
 
     calibration: Tensor
@@ -135,9 +136,9 @@ class _Tokens:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _ProfileRun:
     task: ProfileTask
-    model: Model
+    model: SegmentedModel
     config: Mapping[str, Any]
     workplace: ProfileDirectory
     progress: Progress
@@ -148,7 +149,7 @@ class _Run:
         self._layers(tokens, thresholds)
         self._finish(tokens, thresholds, search)
 
-    def _tokens(self) -> _Tokens:
+    def _tokens(self) -> _TokenWindows:
         """The windows; written at once, so that a run that goes on has the same."""
         text, path = self.task.text, self.workplace.folder / TOKENS_FILE
         if not path.is_file():
@@ -158,7 +159,7 @@ class _Run:
             write_tensors(path, windows, {"own": str(own.numel())})
         windows, metadata = read_tensors(path)
         own_source = (f"{metadata['own']} tokens of the model's own",) if metadata["own"] != "0" else ()
-        return _Tokens(windows["calibration"], windows["held_out"], (*text.sources, *own_source))
+        return _TokenWindows(windows["calibration"], windows["held_out"], (*text.sources, *own_source))
 
     def _own_windows(self) -> Tensor:
         text, facts, count = self.task.text, self.task.facts, self.task.own_tokens
@@ -178,14 +179,14 @@ class _Run:
             self.progress.say(f"without text of the model's own: {error}")
             return nothing
 
-    def _thresholds(self, tokens: _Tokens) -> tuple[dict[int, float], dict[str, Any] | None]:
+    def _thresholds(self, tokens: _TokenWindows) -> tuple[dict[int, float], dict[str, Any] | None]:
         blocks = [block for segment in self.model.segments for block in segment.blocks]
         gate = self.task.options.gate
         if gate is None or all(map(can_be_silent, blocks)):
             return {}, None
-        return Search(self.model, tokens.held_out.tolist(), gate, self.workplace, self.progress).run()
+        return ThresholdSearch(self.model, tokens.held_out.tolist(), gate, self.workplace, self.progress).run()
 
-    def _layers(self, tokens: _Tokens, thresholds: Mapping[int, float]) -> None:
+    def _layers(self, tokens: _TokenWindows, thresholds: Mapping[int, float]) -> None:
         options = self.task.options
         positions = draw_positions(options.samples, tokens.calibration.numel(), options.seed)
 
@@ -205,7 +206,7 @@ class _Run:
         for collector in found:
             write_tensors(self.workplace.folder / layer_file(layer_of(collector.block)), collector.tensors())
 
-    def _finish(self, tokens: _Tokens, thresholds: Mapping[int, float], search: Mapping[str, Any] | None) -> None:
+    def _finish(self, tokens: _TokenWindows, thresholds: Mapping[int, float], search: Mapping[str, Any] | None) -> None:
         import picompile
 
         layers = tuple(
@@ -231,7 +232,7 @@ class _Run:
         )
         self.workplace.finish(describe(profile, self.task.inputs, picompile.__version__, tokens.sha256))
 
-    def _summary(self, layer: int, thresholds: Mapping[int, float], place: str, tokens: _Tokens) -> LayerProfile:
+    def _summary(self, layer: int, thresholds: Mapping[int, float], place: str, tokens: _TokenWindows) -> LayerProfile:
         counts = read_tensors(self.workplace.folder / layer_file(layer), only="counts")[0]["counts"]
         return LayerProfile(
             layer, len(counts), thresholds.get(layer, 0.0), place=place, **summarize(counts, tokens.calibration.numel())

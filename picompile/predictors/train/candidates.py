@@ -12,9 +12,9 @@ from torch import Tensor
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import READ_ERRORS, one_line, open_file
 from picompile.predictors.profile.files import write_tensors
-from picompile.predictors.train.curve import ROWS, Curve, FiringLabels, measure_curve, measure_firing
+from picompile.predictors.train.curve import ROWS, FiringLabels, RecallCurve, measure_curve, measure_firing
 from picompile.predictors.train.data import LayerData, load_layer_data
-from picompile.predictors.train.fit import Fit, InitialPredictor, Start, fit
+from picompile.predictors.train.fit import FitSettings, InitialPredictor, ReducedRankStart, fit
 
 # Of the samples, in their order: neighbours in the text stay on one side.
 _TRAIN_SHARE = 0.8
@@ -56,7 +56,7 @@ class Candidate:
     input: str | None
     rank: int | None
     parameters: int
-    curve: Curve
+    curve: RecallCurve
     weights: Mapping[str, Tensor]
 
 
@@ -118,14 +118,14 @@ def _learned(
     data: LayerData, firing: FiringLabels, train: slice, test: slice, settings: JobSettings
 ) -> tuple[tuple[Candidate, ...], dict[str, float]]:
     ranks = _ranks(data, firing, settings)
-    how = Fit(
+    how = FitSettings(
         settings.epochs, settings.weighting, settings.recall, settings.seed * 1000 + data.layer, train, settings.device
     )
-    starts: dict[str, Start] = {}
+    starts: dict[str, ReducedRankStart] = {}
 
-    def candidate(name: str, rank: int, how: Fit) -> Candidate:
+    def candidate(name: str, rank: int, how: FitSettings) -> Candidate:
         if name not in starts:
-            starts[name] = Start(data, firing.contribution, name, train)
+            starts[name] = ReducedRankStart(data, firing.contribution, name, train)
         start = starts[name].of_rank(rank)
         trained = fit(data, firing.contribution, name, start, how)
         # With few samples training can end behind its start.
@@ -135,7 +135,7 @@ def _learned(
     name = settings.input
     inputs: dict[str, float] = {}
     if name == "auto":
-        shorter = Fit(1, how.weighting, how.recall, how.seed, train, how.device)
+        shorter = FitSettings(1, how.weighting, how.recall, how.seed, train, how.device)
         rank = ranks[len(ranks) // 2]
         for choice in data.input_choices:
             inputs[choice] = _cost(data, candidate(choice, rank, shorter), settings.recall)
@@ -199,7 +199,7 @@ def _sign(data: LayerData, firing: FiringLabels, test: slice) -> Candidate:
 
 
 _FACTS = ("layer", "neurons", "hidden", "neuron_parameters", "decided_share", "skewness", "inputs")
-_OF_CANDIDATE = ("kind", "input", "rank", "parameters")
+_CANDIDATE_FACTS = ("kind", "input", "rank", "parameters")
 
 
 def save_result(path: Path, result: LayerResult) -> None:
@@ -209,7 +209,7 @@ def save_result(path: Path, result: LayerResult) -> None:
         tensors |= {f"{number}.curve.{name}": tensor for name, tensor in candidate.curve.tensors().items()}
         tensors |= {f"{number}.{name}": tensor for name, tensor in candidate.weights.items()}
     facts = {name: getattr(result, name) for name in _FACTS}
-    candidates = [{name: getattr(candidate, name) for name in _OF_CANDIDATE} for candidate in result.candidates]
+    candidates = [{name: getattr(candidate, name) for name in _CANDIDATE_FACTS} for candidate in result.candidates]
     write_tensors(path, tensors, {"facts": json.dumps(facts), "candidates": json.dumps(candidates)})
 
 
@@ -237,9 +237,9 @@ def load_weights(path: Path, number: int) -> dict[str, Tensor]:
         raise UsageError(f"{path}: damaged: {one_line(error)}; remove it, and train goes on") from error
 
 
-def _curve(tensors: dict[str, Any], number: int) -> Curve:
+def _curve(tensors: dict[str, Any], number: int) -> RecallCurve:
     names = ("computed", "fired", "found", "total")
-    return Curve.of_tensors({name: tensors[f"{number}.curve.{name}"] for name in names})
+    return RecallCurve.of_tensors({name: tensors[f"{number}.curve.{name}"] for name in names})
 
 
 # The job of one layer, from file to file.

@@ -95,14 +95,14 @@ def options_of(result: LayerResult, target: float, limits: ChoiceLimits) -> list
 
     Nothing that reads more than the whole block, unless all do: many neurons of a SiLU model can hardly be told apart.
     """
-    every = [_of_candidate(result, number, target, limits) for number in range(len(result.candidates))]
+    every = [_trained_option(result, number, target, limits) for number in range(len(result.candidates))]
     if limits.exact or result.decided_share is None:
-        every.append(_lossless(result, limits))
+        every.append(_lossless_option(result, limits))
     whole = result.neurons * result.neuron_parameters
     return [option for option in every if option.cost <= whole] or every
 
 
-def _of_candidate(result: LayerResult, number: int, target: float, limits: ChoiceLimits) -> PredictorChoice:
+def _trained_option(result: LayerResult, number: int, target: float, limits: ChoiceLimits) -> PredictorChoice:
     candidate = result.candidates[number]
     point = candidate.curve.at(target)
     read = candidate.parameters
@@ -120,7 +120,7 @@ def _excess(result: LayerResult, point: CurvePoint, limits: ChoiceLimits) -> flo
     return share_beyond * point.computed_share * result.neurons
 
 
-def _lossless(result: LayerResult, limits: ChoiceLimits) -> PredictorChoice:
+def _lossless_option(result: LayerResult, limits: ChoiceLimits) -> PredictorChoice:
     firing = result.candidates[0].curve.firing_share
     whole = result.neurons * result.neuron_parameters
     if result.decided_share is None:
@@ -160,7 +160,7 @@ def described(result: LayerResult, choice: PredictorChoice) -> LayerPredictor:
 # Which share of the contribution each layer's predictor must find, and what follows from it.
 
 
-_FILE = "choice.json"
+_CHOICE_FILE = "choice.json"
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class Selection:
     @classmethod
     def read(cls, place: TrainingDirectory) -> "Selection | None":
         """What `write` wrote; None where nothing was, or where it is damaged: then it is made again."""
-        content = place.read(_FILE)
+        content = place.read(_CHOICE_FILE)
         try:
             targets = {int(layer): float(target) for layer, target in content["targets"].items()}
             measured = {str(key): float(perplexity) for key, perplexity in content["measured"].items()}
@@ -193,7 +193,7 @@ class Selection:
         """Notes the selection, and what the gate found of it."""
         targets = {str(layer): target for layer, target in self.targets.items()}
         content = {"targets": targets, "limits": asdict(self.limits), "measured": self.measured, "gate": gate}
-        place.write(_FILE, content)
+        place.write(_CHOICE_FILE, content)
 
     def choices(self, results: Sequence[LayerResult]) -> list[PredictorChoice]:
         """The cheapest choice for these targets. Raises `UsageError` where there is none within the budget."""
@@ -216,7 +216,7 @@ class Selection:
 # From a choice to predictors: the files of the result.
 
 
-class _Chosen(Mapping[str, Tensor]):
+class _ChosenTensors(Mapping[str, Tensor]):
     """The tensors of chosen candidates, read from the layers' files when they are asked for."""
 
     def __init__(self, places: Mapping[int, Path], choices: Sequence[PredictorChoice]) -> None:
@@ -249,7 +249,7 @@ def assemble(
     """Writes the chosen predictors to `folder`, `predictors.json` last, and reads them back."""
     layers = [described(result, choice) for result, choice in zip(results, choices, strict=True)]
     (folder / FACTS_FILE).unlink(missing_ok=True)
-    write_predictors(folder, layers, _Chosen(places, choices), model, gate, curves(results))
+    write_predictors(folder, layers, _ChosenTensors(places, choices), model, gate, curves(results))
     return load_predictors(folder)
 
 

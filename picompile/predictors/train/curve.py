@@ -77,7 +77,7 @@ class CurvePoint:
 
 
 @dataclass(frozen=True)
-class Curve:
+class RecallCurve:
     """For each of the bins of scores, all int64 or float64 [bins]: neurons whose score is in it, or in a higher one.
 
     `computed` counts them, `fired` those of them that fire, `contribution` sums what these contribute.
@@ -123,13 +123,13 @@ class Curve:
         return {"computed": self.computed, "fired": self.fired, "found": self.contribution.float(), "total": total}
 
     @classmethod
-    def of_tensors(cls, tensors: dict[str, Tensor]) -> "Curve":
+    def of_tensors(cls, tensors: dict[str, Tensor]) -> "RecallCurve":
         """From what `tensors` gave."""
         found = tensors["found"].double()
         return cls(tensors["computed"], tensors["fired"], found, int(tensors["total"]))
 
 
-def measure_curve(blocks: Iterator[tuple[Tensor, Tensor]]) -> Curve:
+def measure_curve(blocks: Iterator[tuple[Tensor, Tensor]]) -> RecallCurve:
     """`blocks` are scores float32 and contributions float16, both [T, F], of samples that training did not see."""
     counts = torch.zeros(2, _BINS, dtype=torch.int64)
     contribution = torch.zeros(_BINS, dtype=torch.float64)
@@ -142,7 +142,7 @@ def measure_curve(blocks: Iterator[tuple[Tensor, Tensor]]) -> Curve:
     above: Callable[[Tensor], Tensor] = lambda values: values.flip(0).cumsum(0).flip(0)  # noqa: E731
     whole = above(contribution)
     # In units of the whole, so that float32 holds it.
-    return Curve(above(counts[0]), above(counts[1]), whole / whole[0].clamp_min(1e-300), int(counts[0].sum()))
+    return RecallCurve(above(counts[0]), above(counts[1]), whole / whole[0].clamp_min(1e-300), int(counts[0].sum()))
 
 
 def _bin(scores: Tensor) -> Tensor:

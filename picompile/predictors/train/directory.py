@@ -20,7 +20,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from picompile.errors import UsageError
-from picompile.output import OutputPath, link_tree, write_errors_told
+from picompile.output import OutputPath, explaining_write_errors, link_tree
 from picompile.output.leftovers import sync_folder, sync_tree
 from picompile.predictors.files import FACTS_FILE, WEIGHTS_FILE
 from picompile.predictors.profile.files import read_notes, write_json
@@ -122,7 +122,7 @@ class TrainingDirectory:
                 write_json(folder / "work" / _NOTES, notes)
             return
         folder = self.work / _NEXT
-        with write_errors_told(self.folder, folder):
+        with explaining_write_errors(self.folder, folder):
             folder.mkdir(exist_ok=True)
             yield folder
             sync_tree(folder)

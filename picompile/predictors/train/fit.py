@@ -44,7 +44,7 @@ class InitialPredictor:
         )
 
 
-class Start:
+class ReducedRankStart:
     """Starts of any rank for one layer and one input, from the samples `train` (int64, or a slice)."""
 
     def __init__(self, data: LayerData, contribution: Tensor, name: str, train: slice) -> None:
@@ -146,7 +146,7 @@ _WARM_UP = 0.1
 
 
 @dataclass(frozen=True)
-class Fit:
+class FitSettings:
     """How long and how to train. `weighting` and `recall` are those of `TrainOptions`; `train` are the samples."""
 
     epochs: int
@@ -164,7 +164,9 @@ class Fit:
         return min(_MOST_SILENCE, max(_LEAST_SILENCE, _SILENCE_OF_MISS * (1 - self.recall)))
 
 
-def fit(data: LayerData, contribution: Tensor, name: str, start: InitialPredictor, how: Fit) -> InitialPredictor:
+def fit(
+    data: LayerData, contribution: Tensor, name: str, start: InitialPredictor, how: FitSettings
+) -> InitialPredictor:
     """Trains a predictor that reads input `name`, from `start`; contribution float16 [S, F], 0 where silent.
 
     Loss: the logistic loss of each neuron and sample, a firing weighted by its contribution in units of the mean, a

@@ -31,11 +31,11 @@ from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.pipeline import Pipeline
 
 # Of the held-out tokens, for finding out whom to blame.
-_BLAME_TOKENS = 2048
+_RANKING_TOKENS = 2048
 
 
 @dataclass
-class Gate:
+class AccuracyCheck:
     """Perplexity on `windows`, held-out token ids, of the canonical `graph_module` and of what predictors make of it.
 
     `known` are the perplexities measured so far, by a key of the choice.
@@ -65,12 +65,12 @@ class Gate:
     def layers(self, predictors: Predictors) -> list[LayerAccuracy]:
         """How well each layer's predictor does behind those of the layers before it."""
         graph_module = predictors.insert_pass()(self.graph_module).graph_module
-        windows = first_windows(self.windows, _BLAME_TOKENS)
+        windows = first_windows(self.windows, _RANKING_TOKENS)
         weights = predictors.weights(self.weights)
         return measure_layers(graph_module, weights, windows, self.thresholds, self.progress)
 
 
-def entry(layer: LayerAccuracy) -> dict[str, Any]:
+def layer_figures(layer: LayerAccuracy) -> dict[str, Any]:
     """A layer's figures for `predictors.json`."""
     return {name: value for name, value in vars(layer).items() if name not in ("kind", "rank")}
 
@@ -98,7 +98,7 @@ def train_predictors(
     mark = fingerprint(model)
     profile.require_model(mark)
     workplace = TrainingDirectory(output)
-    run = _Run(model, profile, options, progress, workplace, mark)
+    run = _TrainingRun(model, profile, options, progress, workplace, mark)
 
     def check() -> None:
         workplace.check(run.inputs, overwrite=options.overwrite)
@@ -117,7 +117,7 @@ def train_predictors(
 
 
 @dataclass(frozen=True)
-class _Run:
+class _TrainingRun:
     model: Path
     profile: Profile
     options: TrainOptions
@@ -256,7 +256,7 @@ class _Run:
             tighter = selection.tightened(blamed)
             if number == self.options.rounds or not blamed or not selection.changes(tighter, results):
                 self._discard()
-                raise AccuracyError(_refusal(change, self.options.gate or 0.0, blamed), blamed)
+                raise AccuracyError(_inaccurate_message(change, self.options.gate or 0.0, blamed), blamed)
             self.progress.say(f"perplexity {change:+.3%}: layers {', '.join(map(str, blamed))} get larger predictors")
             selection = tighter
         facts = {
@@ -268,17 +268,17 @@ class _Run:
             "text": self.profile.held_out_source,
             "rounds": number,
             "targets": [selection.targets[layer] for layer in self.layers],
-            "layers": [entry(layer) for layer in gate.layers(predictors)],
+            "layers": [layer_figures(layer) for layer in gate.layers(predictors)],
         }
         selection.write(self.place, facts)
         self._discard()
         return selection, facts
 
-    def _gate(self, selection: Selection) -> Gate:
+    def _gate(self, selection: Selection) -> AccuracyCheck:
         windows = first_windows(self.profile.held_out(), self.options.gate_tokens)
         thresholds = {layer.layer: layer.threshold for layer in self.profile.layers}
         weights = self.captured.weights
-        return Gate(self.graph_module, weights, windows, thresholds, self.progress, selection.measured)
+        return AccuracyCheck(self.graph_module, weights, windows, thresholds, self.progress, selection.measured)
 
     def _assemble(
         self, folder: Path, results: list[LayerResult], selection: Selection, facts: dict[str, Any]
@@ -295,7 +295,7 @@ class _Run:
         shutil.rmtree(self.place.work / "tried", ignore_errors=True)
 
 
-def _refusal(change: float, bound: float, layers: list[int]) -> str:
+def _inaccurate_message(change: float, bound: float, layers: list[int]) -> str:
     return (
         f"with predictors the perplexity rises by {change:.3%}, more than {bound:.3%}; most is missed in layers "
         f"{', '.join(map(str, layers))}; allow more with --gate or --budget, or exact predictors"
