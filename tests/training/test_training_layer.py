@@ -156,7 +156,7 @@ def test_signs_need_no_training() -> None:
     (candidate,) = fit_layer(data, dataclasses.replace(SETTINGS, kind="sign")).candidates
     assert (candidate.kind, candidate.parameters, dict(candidate.weights)) == ("sign", 0, {})
     _, test = split(len(data.samples))
-    x, matrix = data.samples.block(test), data.deciding[0]
+    x, matrix = data.samples.block(test), data.gating[0]
     share = ((x < 0)[:, None] == (matrix < 0)[None]).float().mean(-1)
     point = candidate.curve.at(0.95)
     limit = 0.5 + point.threshold / 64
