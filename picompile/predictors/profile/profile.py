@@ -59,10 +59,10 @@ class LayerProfile:
 class Profile:
     """A profile that was read from `folder`.
 
-    `fingerprint` is the model's. Firings were counted on `tokens` tokens in windows of `window`, and the block inputs of
-    `sample_count` of them were kept. `sources` and `held_out_source` name the texts. `thresholds` has the facts of the
-    threshold search; it is None for ReLU models, whose thresholds are zero. `tokens_sha256` is the `windows_sha256` of
-    the token ids. `config` is the content of the model's config.json, None in profiles of earlier versions.
+    `fingerprint` is the model's. Firings were counted on `tokens` tokens in windows of `window`, and the block inputs
+    of `sample_count` of them were kept. `sources` and `held_out_source` name the texts. `thresholds` has the facts of
+    the threshold search; it is None for ReLU models, whose thresholds are zero. `tokens_sha256` is the `windows_sha256`
+    of the token ids. `config` is the content of the model's config.json, None in profiles of earlier versions.
     """
 
     folder: Path
@@ -89,11 +89,11 @@ class Profile:
         return self._layer_tensor(layer, "contribution")
 
     def samples(self, layer: int) -> Tensor:
-        """Return the inputs of the block, or of the norm before it, on the sampled tokens: float16 [samples, hidden]."""
+        """Return the inputs of the block, or of the norm before it, on sampled tokens: float16 [samples, hidden]."""
         return self._layer_tensor(layer, "input")
 
     def positions(self, layer: int) -> Tensor:
-        """Return which tokens were sampled: int64 [samples], positions in the concatenated windows, equal in all layers."""
+        """Return the sampled tokens: int64 [samples], positions in the concatenated windows, equal in all layers."""
         return self._layer_tensor(layer, "positions")
 
     def calibration(self) -> list[list[int]]:

@@ -1,9 +1,9 @@
 """Search for the firing thresholds of models whose neurons are never quite silent (SiLU, GELU).
 
 A neuron whose output is below its layer's threshold counts as silent. Each layer's threshold is the same quantile of
-its magnitudes, as in CATS (arXiv 2404.08763). The search finds the largest quantile with which the perplexity on held-out
-text stays within the accuracy bound. It takes seven runs over the held-out text: one of the dense model, which also
-counts the magnitudes, and six bisections.
+its magnitudes, as in CATS (arXiv 2404.08763). The search finds the largest quantile with which the perplexity on
+held-out text stays within the accuracy bound. It takes seven runs over the held-out text: one of the dense model, which
+also counts the magnitudes, and six bisections.
 """
 
 from collections.abc import Callable, Mapping, Sequence
