@@ -1,4 +1,4 @@
-"""Child processes that do not outlive who started them."""
+"""Child processes that do not outlive the process that started them."""
 
 import ctypes
 import os
@@ -8,10 +8,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(parent: int) -> None:
-    """Has the kernel end this process when `parent`, which started it, ends, however that happens.
+    """Have the kernel end this process when its parent process `parent` ends, however that happens.
 
-    For processes that the parent's main thread starts, since the kernel goes by the thread. To be called before what
-    takes time to import.
+    Only for processes that the parent's main thread starts, because the kernel watches that thread. Call it before
+    imports that take time.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:

@@ -1,4 +1,4 @@
-"""How long-running steps tell their progress to whoever shows it."""
+"""Progress of long-running steps, for whatever shows it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,21 +11,21 @@ class Progress(Protocol):
     """Receives the steps of a compilation."""
 
     def step(self, title: str, total: int | None = None) -> AbstractContextManager[Advance]:
-        """Opens one step; `advance(n)` counts towards `total`, in the unit that the step works in."""
+        """Open a step; the returned `advance(n)` counts towards `total`, in a unit of the step's own."""
         ...
 
     def say(self, text: str) -> None:
-        """Tells the user one line that matters: what was taken for granted, or is done again."""
+        """Show the user one line that matters: what was assumed, or is done again."""
         ...
 
 
 class NoProgress:
-    """Shows nothing."""
+    """A `Progress` that shows nothing."""
 
     @contextmanager
     def step(self, title: str, total: int | None = None) -> Iterator[Advance]:
-        """Opens one step."""
+        """Open a step."""
         yield lambda count: None
 
     def say(self, text: str) -> None:
-        """Tells the user one line."""
+        """Ignore the line."""

@@ -1,4 +1,4 @@
-"""Whole numbers, as options and texts have them."""
+"""Numbers in options: whole numbers, shares, sizes and bandwidths."""
 
 import math
 import operator
@@ -7,12 +7,12 @@ from fractions import Fraction
 
 from picompile.errors import UsageError
 
-# More digits have no count, and Python reads no number of more than 4,300.
+# No count has more digits, and Python reads no number of more than 4,300.
 _MOST_DIGITS = 18
 
 
 def require_whole(**values: object) -> None:
-    """Raises `UsageError` for what is given and no whole number; None is not given."""
+    """Raise `UsageError` for the first value that is neither None nor a whole number."""
     for name, value in values.items():
         if value is None:
             continue
@@ -27,21 +27,18 @@ def require_whole(**values: object) -> None:
 
 
 def parse_count(text: str) -> int | None:
-    """The number from 0 on that the digits of `text` are; None where they are none, or too many."""
+    """Return the number that the digits of `text` write; None if it has other characters, or too many digits."""
     digits = text.isascii() and text.isdigit() and len(text.lstrip("0")) <= _MOST_DIGITS
     return int(text[-_MOST_DIGITS:]) if digits else None
 
 
 def shortened(text: str, most: int = 40) -> str:
-    """The text, or its beginning: a line of error is to be read."""
+    """Return the text, or its beginning and an ellipsis, so that an error message stays readable."""
     return text if len(text) <= most else f"{text[:most]}…"
 
 
-# Shares as people write them: `0.1%` or `0.001`.
-
-
 def parse_share(text: str, option: str, *, highest: float = 1.0) -> float:
-    """The number that `text` means, from 0 to `highest`. Raises `UsageError` that names `option`."""
+    """Return the share from 0 to `highest` that `text` writes, as `0.1%` or `0.001`. Raise `UsageError`."""
     number = text.strip()
     try:
         value = float(number[:-1]) / 100 if number.endswith("%") else float(number)
@@ -54,12 +51,9 @@ def parse_share(text: str, option: str, *, highest: float = 1.0) -> float:
     return value
 
 
-def parse_gate(text: str, option: str = "--gate") -> float | None:
-    """The bound on the relative change of perplexity, or None for `off`. Raises `UsageError`."""
+def parse_accuracy_bound(text: str, option: str = "--gate") -> float | None:
+    """Return the bound on the relative rise of perplexity, or None for `off`. Raise `UsageError`."""
     return None if text.strip().lower() == "off" else parse_share(text, option)
-
-
-# Sizes and bandwidths as people write them: `8GiB`, `80%`, `67.2GB/s`.
 
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
@@ -69,18 +63,19 @@ _SHARE = re.compile(_NUMBER + r"\s*%", re.ASCII)
 # A capital B: 100 Gb/s are bits.
 _BANDWIDTH = re.compile(_NUMBER + r"\s*(?:(?P<prefix>[kKmMgGtT]?)(?P<binary>i?)B/s)?", re.ASCII)
 
-# Longer texts are no sizes, and whole numbers beyond this no memory.
+# Longer texts are not sizes, and no machine has more bytes of memory.
 _LONGEST = 40
 _MOST_BYTES = 2**60
 
 
 def parse_bytes(text: str, option: str) -> int:
-    """The bytes that `text` means, rounded down: `8GB` is 8·10⁹, `8GiB` and `8G` are 8·2³⁰, as GNU's tools have it.
+    """Return the bytes that `text` means, rounded down: `8GB` is 8·10⁹, `8GiB` and `8G` are 8·2³⁰, as in GNU's tools.
 
-    Raises `UsageError` that names `option`.
+    Raises:
+        UsageError: `text` is not a size; the message names `option`.
     """
     match = _match(_SIZE, text)
-    # `8i` and `8iB` are no units.
+    # `i` without a prefix, as in `8i` and `8iB`, is not a unit.
     if match is None or (match["binary"] and not match["prefix"]):
         raise UsageError(f"{option}: {_quoted(text)} is no size; write it as 8GiB, 8GB, 512MiB or in bytes")
     value = _scaled(match, binary=not match["bytes"] or bool(match["binary"]))
@@ -89,10 +84,13 @@ def parse_bytes(text: str, option: str) -> int:
 
 
 def parse_budget(text: str, available_bytes: int | None, option: str) -> int:
-    """The bytes that `text` means: a size, a share of `available_bytes` like `80%`, or `auto` for all of them.
+    """Return the bytes that `text` means: a size, a share of `available_bytes` like `80%`, or `auto` for all of them.
 
-    `available_bytes` is None where nobody knows; only a size will do then. A size may be more than what is available:
-    whether that is allowed is for the caller to say. Raises `UsageError` that names `option`.
+    `available_bytes` is None if it is unknown; then only a size is accepted. A size may exceed what is available:
+    the caller decides whether that is allowed.
+
+    Raises:
+        UsageError: `text` is not a budget; the message names `option`.
     """
     share = Fraction(1) if text.strip().lower() == "auto" else _share(text, option)
     if share is None:
@@ -103,7 +101,7 @@ def parse_budget(text: str, available_bytes: int | None, option: str) -> int:
 
 
 def _share(text: str, option: str) -> Fraction | None:
-    """The share that `text` is, from 0 to 1; None for what is written as a size."""
+    """Return the share from 0 to 1 that `text` writes; None if it is written as a size."""
     if not text.strip().endswith("%"):
         return None
     match = _match(_SHARE, text)
@@ -113,7 +111,7 @@ def _share(text: str, option: str) -> Fraction | None:
 
 
 def parse_bandwidth(text: str, option: str) -> float:
-    """Bytes per second: `67.2GB/s`, `62.6GiB/s`, or a plain number of GB/s. Raises `UsageError` that names `option`."""
+    """Return bytes per second from `67.2GB/s`, `62.6GiB/s`, or a plain number of GB/s. Raise `UsageError`."""
     match = _match(_BANDWIDTH, text)
     if match is None or (match["binary"] and not match["prefix"]):
         raise UsageError(f"{option}: {_quoted(text)} is no bandwidth; write it as 67.2GB/s or 67.2")

@@ -1,4 +1,7 @@
-"""Cutting a graph after each layer, where the fewest bytes are alive."""
+"""Layer streaming: a graph is cut after each layer, and windows of tokens run through one segment at a time.
+
+Cuts lie where the fewest bytes are live. Memory holds the weights of one segment and the live values of each window.
+"""
 
 import itertools
 import math
@@ -19,18 +22,18 @@ from picompile_passes.graph.nodes import constant_nodes, is_call
 from picompile_passes.graph.operands import ATTENTION, FFN, SPARSE_FFN
 from picompile_runtime.bench.perplexity import Perplexity
 
-# What a token count that is not known stands for where sizes are compared.
+# Stands for an unknown token count when sizes are compared.
 _TOKENS = 512
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of a graph's calls.
+    """A run of consecutive calls of a graph.
 
     `nodes` are the calls that depend on the tokens, in order; `inputs` the values of earlier segments that they read,
-    placeholders left out; `outputs` what later segments, or the graph's result, read of all that is alive behind this
-    one; `constants` the values that depend on weights alone. `last_uses` says which values nothing reads after a node.
-    `blocks` are its feed-forward blocks.
+    without placeholders; `outputs` the live values after this segment, which later segments or the graph's result read;
+    `constants` the values that depend on weights alone. `last_uses` lists, for each node, the values that nothing reads
+    after it. `blocks` are the segment's feed-forward blocks.
     """
 
     graph_module: GraphModule
@@ -47,7 +50,7 @@ class Segment:
 
     @property
     def title(self) -> str:
-        """What it computes, in short: `layer 3`, `embedding`, `head`."""
+        """A short name of the segment: `layer 3`, `embedding` or `head`."""
         layers = sorted({node.meta["layer"] for node in self.blocks if "layer" in node.meta})
         if layers:
             return f"layer {', '.join(map(str, layers))}"
@@ -55,10 +58,10 @@ class Segment:
 
 
 def split_layers(graph_module: GraphModule) -> tuple[Segment, ...]:
-    """The segments of a canonical or later graph: what comes before the layers, each layer, and what comes after.
+    """Return the segments of a canonical or later graph: the part before the layers, each layer, and the part after.
 
-    A cut lies behind the last feed-forward block of a layer and before the first of the next. A segment may hold no
-    block, and holds several where a cut is impossible, since a value that is no tensor is alive.
+    A cut lies after the last feed-forward block of a layer and before the first of the next. A segment may hold no
+    block; it holds several where a cut is impossible because a live value is not a tensor.
     """
     constant = constant_nodes(graph_module.graph)
     order = [n for n in graph_module.graph.nodes if n.op == "call_function" and n not in constant]
@@ -72,7 +75,7 @@ def split_layers(graph_module: GraphModule) -> tuple[Segment, ...]:
 
 
 def _live_values(order: Sequence[Node], output: Node) -> list[list[Node]]:
-    """For each place between two calls, what was computed before it and is read after it: `len(order) + 1` lists."""
+    """Return, for each position between two calls, the values live there: `len(order) + 1` lists."""
     position = {node: index for index, node in enumerate(order)}
     end = len(order) + 1
     last = {node: max((end if u is output else position.get(u, 0) for u in node.users), default=0) for node in order}
@@ -85,7 +88,7 @@ def _live_values(order: Sequence[Node], output: Node) -> list[list[Node]]:
 
 
 def _cuts(order: Sequence[Node], live: Sequence[Sequence[Node]]) -> Iterator[int]:
-    """Where to cut, in order. Of places of the same cost the first."""
+    """Yield the positions of the cuts, in order; of positions with the same cost, the first."""
     first = next((i for i, node in enumerate(order) if is_call(node, ATTENTION, FFN, SPARSE_FFN)), 0)
     groups = _block_positions(order)
     ranges = [(1, first)] if first > 1 else []
@@ -100,7 +103,7 @@ def _cuts(order: Sequence[Node], live: Sequence[Sequence[Node]]) -> Iterator[int
 
 
 def _block_positions(order: Sequence[Node]) -> list[list[int]]:
-    """Positions of the feed-forward blocks; the parts of a partitioned one are together."""
+    """Return the positions of the feed-forward blocks, the parts of a partitioned one in one list."""
     groups: dict[Any, list[int]] = {}
     for index, node in enumerate(order):
         if is_call(node, FFN, SPARSE_FFN):
@@ -109,7 +112,7 @@ def _block_positions(order: Sequence[Node]) -> list[list[int]]:
 
 
 def _live_bytes(nodes: Sequence[Node]) -> float:
-    """What a window takes to keep; infinite where something cannot be kept."""
+    """Return the bytes of a window's live values; infinite if one of them cannot be kept."""
     return sum(_bytes(node.meta.get("val")) for node in nodes)
 
 
@@ -144,11 +147,8 @@ def _segment(
     )
 
 
-# Running windows of tokens through segments.
-
-
 State = dict[Node, Tensor]
-"""What is alive of one window: the graph's inputs, and what earlier segments computed and later ones read."""
+"""The live values of one window: the graph's inputs, and values of earlier segments that later ones read."""
 
 Observe = Callable[[Node, Tensor], None]
 """Receives a node and its value, window after window in order."""
@@ -162,11 +162,10 @@ def stream_windows(
     progress: Progress | None = None,
     nodes: Collection[Node] | None = None,
 ) -> None:
-    """Runs a canonical or predicted graph over `windows` of token ids, each by itself from position 0, in float32.
+    """Run a canonical or predicted graph over `windows` of token ids, each by itself from position 0, in float32.
 
-    `observe` receives the values of `nodes`, any calls that depend on the tokens; without `nodes` those of the logits
-    [tokens, vocabulary]. The segments behind the last of them are not run.
-    Memory holds the weights of one segment and what is alive of each window.
+    `observe` receives the values of `nodes`, which may be any calls that depend on the tokens; the default is the
+    logits [tokens, vocabulary]. Segments after the last of these nodes are not run.
     """
     if nodes is None:
         nodes = graph_module.graph.output_node().all_input_nodes
@@ -179,7 +178,7 @@ def stream_windows(
 
 
 def new_states(graph_module: GraphModule, windows: Sequence[Sequence[int]]) -> list[State]:
-    """The states before the first segment: each window's tokens and positions."""
+    """Return the states before the first segment: each window's tokens and positions."""
     tokens, positions = (node for node in graph_module.graph.nodes if node.op == "placeholder")
     return [{tokens: torch.tensor(list(ids)), positions: torch.arange(len(ids))} for ids in windows]
 
@@ -193,16 +192,16 @@ def run_segment(
     advance: Advance = lambda count: None,
     replace: Mapping[Node, Callable[..., Tensor]] | None = None,
 ) -> None:
-    """Runs one segment and leaves in `states` what is alive behind it. `advance` receives tokens.
+    """Run one segment, and leave in `states` the live values after it. `advance` receives token counts.
 
-    Each window's state is replaced as soon as the window is through, so that no two of them are held whole.
-    `replace` computes a call in another way: it receives the arguments and gives the value.
+    Each window's state is replaced as soon as the window has run, so that old and new are never both held for all
+    windows. `replace` maps calls to functions that compute them in another way, from the same arguments.
     """
     constants = {node: evaluate_constant(segment.graph_module, node, weights) for node in segment.constants}
     wanted, other = frozenset(nodes), replace or {}
     with torch.no_grad():
         for index, state in enumerate(states):
-            # Emptied rather than copied: a value that was read for the last time is gone at once.
+            # The state is emptied, not copied, so that a value is freed right after its last use.
             values: dict[Node, Any] = constants | state
             state.clear()
             states[index] = _run_window(segment, values, observe, wanted, other)
@@ -228,7 +227,7 @@ def _run_window(
 
 
 def _own(value: Tensor) -> Tensor:
-    """`value` without the rest of a larger one that it is a view of."""
+    """Return `value`, copied if it is a view of a larger tensor, so that the rest can be freed."""
     return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
 
@@ -237,16 +236,13 @@ def _tokens(state: State) -> int:
 
 
 def _needed(segments: Sequence[Segment], nodes: Collection[Node]) -> Sequence[Segment]:
-    """The segments up to the last that computes one of `nodes`."""
+    """Return the segments up to the last one that computes one of `nodes`."""
     wanted = frozenset(nodes)
     known = [i for i, segment in enumerate(segments) if not wanted.isdisjoint(segment.nodes)]
     return segments[: max(known, default=-1) + 1]
 
 
-# Perplexity of a graph, layer by layer.
-
-
-# Rows of logits that are worked on at a time: in float64 a large vocabulary takes 1 MB each.
+# Rows of logits processed at a time: in float64 a row takes 1 MB with a large vocabulary.
 _ROWS = 64
 
 
@@ -256,9 +252,9 @@ def streamed_perplexity(
     windows: Sequence[Sequence[int]],
     progress: Progress | None = None,
 ) -> float:
-    """exp of the mean negative log-likelihood, in nats, of every token of every window but each window's first.
+    """Return the perplexity: exp of the mean negative log-likelihood, in nats, of every token but each window's first.
 
-    Each window is read with nothing before it. Raises `UsageError` where no window has two tokens.
+    Each window is read without context before it. Raise `UsageError` if no window has two tokens.
     """
     windows = [window for window in windows if len(window) > 1]
     if not windows:
@@ -269,25 +265,25 @@ def streamed_perplexity(
 
 
 class WindowLoss:
-    """Sums up the loss of logits that come window after window, as `Observe` has it."""
+    """Sums the loss of logits that arrive window after window; an `Observe` function."""
 
     def __init__(self, windows: Sequence[Sequence[int]]) -> None:
         self._windows: Iterator[Sequence[int]] = iter(windows)
         self._nll, self._tokens = 0.0, 0
 
     def __call__(self, node: Node, logits: Tensor) -> None:
-        """logits [tokens, vocabulary] of the next window."""
+        """Add the loss of the next window; logits [tokens, vocabulary]."""
         targets = torch.tensor(list(next(self._windows))[1:])
         self._nll += negative_log_likelihood(logits[:-1], targets)
         self._tokens += len(targets)
 
     @property
     def perplexity(self) -> float:
-        """Of all windows so far."""
+        """The perplexity of all windows so far."""
         return Perplexity(self._nll, self._tokens).perplexity
 
 
 def negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:
-    """Sum over the rows of -log softmax(logits)[target], in float64; logits [n, vocabulary], targets [n]."""
+    """Return the sum over rows of -log softmax(logits)[target], in float64; logits [n, vocabulary], targets [n]."""
     parts = zip(torch.split(logits, _ROWS), torch.split(targets, _ROWS), strict=True)
     return sum(float(F.cross_entropy(rows.double(), ids, reduction="sum")) for rows, ids in parts)

@@ -1,7 +1,7 @@
 import pytest
 
 from picompile.errors import UsageError
-from picompile.quantities import parse_gate, parse_share
+from picompile.quantities import parse_accuracy_bound, parse_share
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,6 @@ def test_what_is_no_share(text: str) -> None:
 
 
 def test_a_gate_can_be_off() -> None:
-    assert parse_gate("off") is None
-    assert parse_gate("Off ") is None
-    assert parse_gate("0.5%") == pytest.approx(0.005)
+    assert parse_accuracy_bound("off") is None
+    assert parse_accuracy_bound("Off ") is None
+    assert parse_accuracy_bound("0.5%") == pytest.approx(0.005)

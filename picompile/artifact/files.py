@@ -7,10 +7,8 @@ the processor looks up 512 times fewer addresses.
 """
 
 import hashlib
-import json
 import os
 import shutil
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,10 +17,12 @@ from typing import Any
 import torch
 
 from picompile.artifact.reuse import FileRange
-from picompile.errors import DoesNotFitError, UsageError
+from picompile.errors import UsageError
+from picompile.output.checks import holds_something, require_disk_space, require_parent_folder
+from picompile.output.files import json_bytes
+from picompile.output.safetensors_file import safetensors_header
 from picompile_codegen.lowering.packing import Evaluate, PackedTensor
 from picompile_codegen.lowering.program import tensor_bytes
-from picompile_runtime.devices.memory import in_units
 
 BLOCK_BYTES = 2 << 20
 ALIGNMENT_BYTES = 64
@@ -74,19 +74,14 @@ class BlockFile:
 def check_output(output: Path, overwrite: bool) -> None:
     """Raise `UsageError` for a path that cannot be written; asked before any work is done."""
     parent = output.absolute().parent
-    if os.path.lexists(output) and not _is_empty_folder(output):
+    if holds_something(output):
         if not overwrite:
             raise UsageError(f"{output} exists; choose another place or overwrite it with --force")
         if not (output / "manifest.json").is_file():
             raise UsageError(f"{output} exists and is no artifact; it will not be overwritten")
-    if not parent.is_dir():
-        raise UsageError(f"{parent} is no folder; create it first")
+    require_parent_folder(output)
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UsageError(f"{parent} is not writable")
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
 
 
 def has_room(output: Path, weight_bytes: int) -> bool:
@@ -96,29 +91,17 @@ def has_room(output: Path, weight_bytes: int) -> bool:
 
 def check_disk(output: Path, weight_bytes: int) -> None:
     """Raise `DoesNotFitError` if the disk of `output` cannot hold an artifact with `weight_bytes` of weights."""
-    if not has_room(output, weight_bytes):
-        needed, free = weight_bytes + _OTHER_BYTES, shutil.disk_usage(output.absolute().parent).free
-        wanted, there = in_units(needed, free)
-        raise DoesNotFitError(
-            f"the artifact needs {wanted}, and the disk of {output.absolute().parent} has {there} free"
-        )
+    message = "the artifact needs {needed}, and the disk of {folder} has {free} free"
+    require_disk_space(output, weight_bytes + _OTHER_BYTES, message)
 
 
 def _safetensors_header(tensors: Sequence[PackedTensor]) -> bytes:
     """Return a safetensors header, padded with spaces so that the data begins at a multiple of the alignment."""
-    header: dict[str, Any] = {}
-    offset = 0
-    for tensor in tensors:
-        size = tensor_bytes(tensor.dtype, tensor.shape)
-        header[tensor.name] = {
-            "dtype": _SAFETENSORS_DTYPE[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    padded = -(-(8 + len(text)) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES - 8
-    return struct.pack("<Q", padded) + text.ljust(padded)
+    records = [
+        (each.name, _SAFETENSORS_DTYPE[each.dtype], each.shape, tensor_bytes(each.dtype, each.shape))
+        for each in tensors
+    ]
+    return safetensors_header(records, alignment_bytes=ALIGNMENT_BYTES)
 
 
 def write_weights(
@@ -180,7 +163,7 @@ def weights_bytes(tensors: Sequence[PackedTensor]) -> int:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write `content` as JSON that people and `diff` can read."""
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_bytes(json_bytes(content))
 
 
 def file_record(path: Path, sha256: str | None = None) -> dict[str, Any]:

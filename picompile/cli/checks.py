@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from picompile.errors import DoesNotFitError, UsageError
 from picompile.output import DISK_FULL, parents_of, writing_file
+from picompile.output.checks import existing_ancestor, require_folder_or_nothing
 
 if TYPE_CHECKING:
     from picompile_runtime.bench.trace import TracedStep
@@ -56,16 +57,13 @@ def require_output(output: Path, *, overwrite: bool, marker: str) -> None:
 
     Only a folder that contains `marker` is ever overwritten: `-o ~ --force` must not end a home folder.
     """
-    if output.is_symlink() and not output.exists():
-        raise UsageError(f"{output}: a link to nowhere; remove it or choose another output")
+    require_folder_or_nothing(output)
     if output.exists():
         _require_replaceable(output, overwrite=overwrite, marker=marker)
     _require_writable(output)
 
 
 def _require_replaceable(output: Path, *, overwrite: bool, marker: str) -> None:
-    if not output.is_dir():
-        raise UsageError(f"{output}: exists and is not a folder; choose another output")
     if not any(output.iterdir()):
         return
     if not (output / marker).is_file():
@@ -102,14 +100,6 @@ def _require_writable(path: Path) -> None:
         if error.errno in DISK_FULL:
             raise DoesNotFitError(f"{parent}: {error.strerror}; {path} cannot be written") from error
         raise UsageError(f"{path}: cannot write in {parent}: {error.strerror}") from error
-
-
-def existing_ancestor(path: Path) -> Path:
-    """The nearest folder above `path` that is there: where its file system can be asked."""
-    for parent in path.absolute().parents:
-        if parent.exists():
-            return parent
-    return Path("/")
 
 
 def require_free_disk(output: Path, needed_bytes: int) -> None:

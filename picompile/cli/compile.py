@@ -31,7 +31,7 @@ from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.machine import gpu_of
 from picompile.output import parents_of
-from picompile.quantities import parse_count, parse_gate, shortened
+from picompile.quantities import parse_accuracy_bound, parse_count, shortened
 
 # Bits a weight with its scale; rows are padded, so an artifact is never smaller than this.
 _WEIGHT_BITS = {Quant.F16: 16.0, Quant.Q8: 8.5, Quant.Q4: 4.5}
@@ -156,7 +156,7 @@ def compile_command(
     if plan is not None and hot is not None:
         raise UsageError("--plan and --hot both say which neurons are hot; give one of them")
     hot_neurons = None if hot is None else read_hot(hot)
-    bound = parse_gate(gate)
+    bound = parse_accuracy_bound(gate)
 
     from picompile.compile import compile_model
     from picompile.config import CompileOptions

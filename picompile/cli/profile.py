@@ -11,7 +11,7 @@ from picompile.cli.options import CalibrationOption, DebugOption, JsonOption
 from picompile.cli.progress import progress
 from picompile.output import parents_of
 from picompile.predictors.profile.text import read_calibration
-from picompile.quantities import parse_gate
+from picompile.quantities import parse_accuracy_bound
 
 if TYPE_CHECKING:
     from picompile.predictors.profile import Profile
@@ -69,7 +69,7 @@ def profile_command(
     """
     require_model_folder(model)
     texts = read_calibration([*(calibration or ()), *([] if held_out is None else [held_out])])
-    allowed = parse_gate(gate)
+    allowed = parse_accuracy_bound(gate)
 
     from picompile.predictors.profile import ProfileOptions, profile_model
 

@@ -11,7 +11,7 @@ from picompile.cli.options import DebugOption, GateOption, JsonOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.output import parents_of
-from picompile.quantities import parse_gate, parse_share
+from picompile.quantities import parse_accuracy_bound, parse_share
 
 if TYPE_CHECKING:
     from picompile.predictors import Predictors
@@ -100,7 +100,7 @@ def train_command(
       picompile train models/tiny-reglu --profile build/profile -o build/small --budget 4% --gate off
     """
     require_model_folder(model)
-    bound, share, least = parse_gate(gate), parse_share(budget, "--budget"), parse_share(recall, "--recall")
+    bound, share, least = parse_accuracy_bound(gate), parse_share(budget, "--budget"), parse_share(recall, "--recall")
     if not share or not least:
         raise UsageError("--budget and --recall must be above 0")
     if not profile.is_dir():

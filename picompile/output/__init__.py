@@ -1,34 +1,33 @@
-"""Outputs: what appears at a path whole or not at all, written by one process at a time.
+"""Outputs that appear at their path whole or not at all, written by one process at a time.
 
 | module | is about |
 | --- | --- |
-| `place` | a path that this process alone writes to, and the folder or file that takes it |
+| `checks` | what must hold before anything is written: a free path, a folder for it, disk space |
+| `place` | an output path that this process alone writes to, and the folder or file that replaces it |
 | `lock` | the lock on an output path, and the hidden file that carries it |
-| `leftovers` | what dead writers left beside their outputs, and how it is removed |
-| `rename` | renaming without overwriting, and exchanging two names |
-| `links` | one folder's files in another, for what replaces a folder that others fill too |
-| `parents` | the folders above an output |
-| `files` | single files inside a folder that is written to already |
-| `full` | a full disk, told in one line that names the folder |
+| `leftovers` | removal of what writers that died left beside their outputs |
+| `rename` | renaming without overwriting, swapping two names, and syncing to disk |
+| `files` | single files inside a folder that is already reserved; full-disk errors; hard links; parent folders |
+| `safetensors_file` | the header of a safetensors file that is written tensor by tensor |
 
-A writer of `NAME` holds the lock on it from its first check to its end. All that it makes before it is done is called
-`.NAME.<16 hex digits>.partial`, and only the holder of the lock may have such a thing: so whoever gets the lock knows
-that what is there was left by a writer that died, and removes it. No process ever judges by age or by process number.
+A writer of `NAME` holds the lock on it from its first check to its end. Until it is done, everything it makes is called
+`.NAME.<16 hex digits>.partial`, and only the holder of the lock may have such files. So whoever gets the lock knows
+that such files were left by a writer that died, and removes them. No process ever judges by age or by process number.
 """
 
-from picompile.output.files import DISK_FULL, appearing_file, link_tree, parents_of, write_errors_told
+from picompile.output.files import DISK_FULL, atomic_file, explaining_write_errors, link_tree, parents_of
 from picompile.output.leftovers import discard
 from picompile.output.place import OutputPath, replacing, reserve, writing_file
 
 __all__ = [
     "DISK_FULL",
     "OutputPath",
-    "appearing_file",
+    "atomic_file",
     "discard",
+    "explaining_write_errors",
     "link_tree",
     "parents_of",
     "replacing",
     "reserve",
-    "write_errors_told",
     "writing_file",
 ]

@@ -1,25 +1,26 @@
-"""Single files inside a folder that this process alone writes to: each appears whole or not at all."""
+"""Files inside an output folder that is reserved, errors of writing them, hard links, and the folders above."""
 
 import errno
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from picompile.errors import DoesNotFitError, UsageError
 from picompile.output.leftovers import sync_folder
 
 
 @contextmanager
-def appearing_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its place when the block ends well: synced, then renamed. Until then the old one stays.
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file that replaces `path` when the block succeeds: it is synced, then renamed. Until then `path` stays.
 
     Only for a folder whose output path is reserved: a second writer would use the same temporary name.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    with write_errors_told(path, temporary):
+    with explaining_write_errors(path, temporary):
         try:
             with temporary.open("wb") as file:
                 yield file
@@ -32,28 +33,30 @@ def appearing_file(path: Path) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
-# A full disk, and others that take nothing: the one line that names the folder.
+def json_bytes(content: Mapping[str, Any], errors: str = "strict") -> bytes:
+    """Return `content` as indented JSON that people and `diff` can read; `errors` as in `str.encode`."""
+    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode("utf-8", errors)
 
 
-# The disk, the user's quota, and a limit on the size of files.
+# A full disk, the user's quota, and the limit on the size of files.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Libraries written in Rust raise errors of their own, with the number in the text.
+# Libraries written in Rust raise their own errors, with the number in the text.
 _IN_TEXT = ("os error 28)", "os error 122)", "os error 27)")
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether `error` means that a file system took no more."""
+    """Return whether `error` means that the file system is full."""
     if isinstance(error, OSError):
         return error.errno in DISK_FULL
     return isinstance(error, Exception) and any(text in str(error) for text in _IN_TEXT)
 
 
 @contextmanager
-def write_errors_told(output: Path, temporary: Path) -> Iterator[None]:
-    """Turns a full disk inside the block into a `DoesNotFitError`, and another failure to write into a `UsageError`.
+def explaining_write_errors(output: Path, temporary: Path) -> Iterator[None]:
+    """Turn a full disk inside the block into a `DoesNotFitError`, and other failures to write into a `UsageError`.
 
-    Both name the folder of `output`. Only where the error names no file, or one under `temporary`: what another disk
-    refused is told as it is.
+    Both name the folder of `output`. Errors that name a file outside of `temporary` pass unchanged: they are about
+    another disk.
     """
     try:
         yield
@@ -63,13 +66,13 @@ def write_errors_told(output: Path, temporary: Path) -> Iterator[None]:
             raise
         if is_full(error):
             raise DoesNotFitError(f"{output.parent}: {_reason(error)}; {output} was not written") from error
-        if not _is_of_a_file(error):
+        if not _is_file_error(error):
             raise
         raise UsageError(f"{output} cannot be written: {_reason(error)}") from error
 
 
-def _is_of_a_file(error: Exception) -> bool:
-    """Whether it can have come from writing: an error of the system, and none of pipes, sockets or processes."""
+def _is_file_error(error: Exception) -> bool:
+    """Return whether writing a file can raise `error`: a system error, but not one of pipes, sockets or processes."""
     others = (ConnectionError, TimeoutError, ChildProcessError, BlockingIOError)
     return isinstance(error, OSError) and error.errno is not None and not isinstance(error, others)
 
@@ -78,13 +81,11 @@ def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or os.strerror(errno.ENOSPC)
 
 
-# A folder's content in another folder, without copying it where the file system has hard links.
-
-
 def link_tree(source: Path, target: Path, skip: Callable[[Path], bool] = lambda path: False) -> None:
-    """Has `target` hold all that `source` does, but for paths, relative to `source`, of which `skip` is true.
+    """Put the content of `source` into `target`, as hard links where the file system has them, else as copies.
 
-    Files must be replaced and not changed from then on: both folders have the same ones.
+    Paths, relative to `source`, for which `skip` returns true are left out. From then on files must be replaced, never
+    changed in place: both folders share them.
     """
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
@@ -100,12 +101,9 @@ def link_tree(source: Path, target: Path, skip: Callable[[Path], bool] = lambda 
             shutil.copy2(path, new, follow_symlinks=False)
 
 
-# The folders above an output.
-
-
 @contextmanager
 def parents_of(output: Path) -> Iterator[None]:
-    """Makes the folders above `output`, and takes those that it made away again if the block fails."""
+    """Make the folders above `output`, and remove those that were made if the block fails."""
     made: list[Path] = []
     try:
         for parent in reversed(output.absolute().parents):

@@ -1,4 +1,4 @@
-"""Renaming that overwrites nothing, and the exchange of two names, where the file system can.
+"""Renaming without overwriting, swapping two names, and removal of what dead writers left beside their outputs.
 
 Linux has both as renameat2 (man 2 renameat2). ext4, XFS, Btrfs, tmpfs and most others know its flags; NFS, and what
 lies behind FUSE, may not. Each function says what is done there.
@@ -27,18 +27,18 @@ _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP)
 
 
 class UnsupportedRenameError(Exception):
-    """This file system, or this C library, has no such rename."""
+    """The file system or the C library does not have this rename."""
 
 
 def exchange(first: Path, second: Path) -> None:
-    """Gives each of two existing paths the other's name, in one step. Raises `UnsupportedRenameError`, `OSError`."""
+    """Swap the names of two existing paths in one step. Raise `UnsupportedRenameError` or `OSError`."""
     _renameat2(first, second, _EXCHANGE)
 
 
 def rename_to_new(source: Path, target: Path) -> None:
-    """Renames the file `source` to `target`. Raises `FileExistsError` where something is there.
+    """Rename the file `source` to `target`. Raise `FileExistsError` if `target` exists.
 
-    Without renameat2 a hard link does it: making one fails where the name is taken. A file system that has neither
+    Without renameat2 a hard link is made, which fails if the name is taken. A file system that has neither
     (some FUSE ones) leaves a moment between the look and the rename.
     """
     try:
@@ -59,16 +59,16 @@ def rename_to_new(source: Path, target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Has the names in `folder` survive a loss of power, where this user may open it and the file system can.
+    """Sync the names in `folder` to disk, if this user may open it and the file system can.
 
-    What was renamed there is in its place by now, and a failure would say otherwise.
+    Errors are ignored: the rename before has succeeded, and an error would suggest that it had not.
     """
     with suppress(OSError):
         _sync(folder)
 
 
 def sync_tree(folder: Path) -> None:
-    """Has all that is in `folder` survive a loss of power."""
+    """Sync everything in `folder` to disk, so that it survives a loss of power."""
     for path in [*folder.rglob("*"), folder]:
         # Links and pipes have no content of their own.
         if stat.S_ISREG(mode := path.lstat().st_mode) or stat.S_ISDIR(mode):
@@ -106,7 +106,7 @@ def _function() -> Any:
     return found
 
 
-# What writers leave beside their outputs when they die, and its removal.
+# Writers that die leave hidden files beside their outputs:
 #
 # | name | is |
 # | --- | --- |
@@ -121,23 +121,23 @@ def _function() -> Any:
 
 PARTIAL, OLD = "partial", "old"
 _DIGITS = 16
-# No compilation goes for so long without writing.
+# No compilation runs so long without writing.
 _SURELY_DEAD_S = 7 * 86400.0
 
 
 def temporary_name(output: Path, kind: str) -> Path:
-    """A new name beside `output`, for who holds the lock on it."""
+    """Return a new name beside `output`, for the holder of its lock."""
     return output.with_name(f".{stem_of(output.name)}.{secrets.token_hex(_DIGITS // 2)}.{kind}")
 
 
 def sweep(output: Path) -> None:
-    """Removes leftovers of `output`, on which the lock is held, and of other dead writers in its folder."""
+    """Remove leftovers of `output`, whose lock is held, and of other dead writers in its folder."""
     _restore(output)
-    remove = [*_of(output, PARTIAL), *_of(output, OLD), *_of_earlier_versions(output)]
+    remove = [*_leftovers_of(output, PARTIAL), *_leftovers_of(output, OLD), *_leftovers_of_earlier_versions(output)]
     for name, lock in dead_locks(output.parent):
         other = output.with_name(name)
         _restore(other)
-        for path in [*_of(other, PARTIAL), *_of(other, OLD)]:
+        for path in [*_leftovers_of(other, PARTIAL), *_leftovers_of(other, OLD)]:
             # Under a name of ours it is safe without the other lock, on which nobody shall wait for a large removal.
             mine = temporary_name(output, PARTIAL)
             with suppress(OSError):
@@ -149,7 +149,7 @@ def sweep(output: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Removes a folder or file of ours as far as that is possible; a signal to stop waits until that is done."""
+    """Remove a folder or file of ours as far as possible; a keyboard interrupt is raised again afterwards."""
     stopped: KeyboardInterrupt | None = None
     for _ in range(3):
         try:
@@ -166,10 +166,10 @@ def discard(path: Path) -> None:
 
 
 def _restore(output: Path) -> None:
-    """Puts back what a writer moved aside before it died, where nothing has taken the place."""
+    """Put back what a writer moved aside before it died, unless something new is at `output`."""
     if os.path.lexists(output):
         return
-    for path in _of(output, OLD):
+    for path in _leftovers_of(output, OLD):
         with suppress(OSError, UnsupportedRenameError):
             if path.is_dir() and not path.is_symlink():
                 path.rename(output)
@@ -178,12 +178,12 @@ def _restore(output: Path) -> None:
             return
 
 
-def _of(output: Path, kind: str) -> Iterator[Path]:
+def _leftovers_of(output: Path, kind: str) -> Iterator[Path]:
     pattern = re.compile(rf"\.{re.escape(stem_of(output.name))}\.[0-9a-f]{{{_DIGITS}}}\.{kind}")
     return (output.with_name(name) for name in names_in(output.parent) if pattern.fullmatch(name))
 
 
-def _of_earlier_versions(output: Path) -> Iterator[Path]:
+def _leftovers_of_earlier_versions(output: Path) -> Iterator[Path]:
     # As `tempfile` names them.
     pattern = re.compile(rf"\.{re.escape(output.name)}\.[a-z0-9_]{{8}}\.(partial|old|work|import)")
     for name in names_in(output.parent):

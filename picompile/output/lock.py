@@ -36,11 +36,11 @@ class Lock:
 
     @property
     def real(self) -> bool:
-        """Whether it keeps others out."""
+        """Whether the lock keeps others out."""
         return self._handle is not None
 
     def release(self) -> None:
-        """Ends it, and removes its file: first the name, so that nobody can lock what is about to vanish."""
+        """Release the lock and remove its file: the name first, so that nobody can lock a vanishing file."""
         if self._handle is None:
             return
         with suppress(OSError):
@@ -52,13 +52,13 @@ class Lock:
         self.keep_file()
 
     def keep_file(self) -> None:
-        """Ends it without removing its file."""
+        """Release the lock without removing its file."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
 
     def note(self, name: str) -> None:
-        """Writes down who holds it, and on which output."""
+        """Write into the lock's file which process holds it, and for which output."""
         if self._handle is None:
             return
         text = json.dumps({"process": os.getpid(), "output": name}).encode()
@@ -67,15 +67,17 @@ class Lock:
 
 
 def stem_of(name: str) -> str:
-    """What the hidden names beside the output `name` begin with, after the dot."""
+    """Return the beginning, after the dot, of all hidden names beside the output `name`."""
     encoded = os.fsencode(name)
     return name if len(encoded) <= _LONGEST_NAME_BYTES else hashlib.sha256(encoded).hexdigest()
 
 
 def acquire(output: Path, wait_s: float) -> Lock:
-    """The lock on the absolute path `output`, for which it waits at most `wait_s`.
+    """Return the lock on the absolute path `output`, after waiting for it at most `wait_s`.
 
-    Raises `UsageError` where another process holds it longer, and `OSError` where no file can be made beside it.
+    Raises:
+        UsageError: Another process holds it longer.
+        OSError: No file can be made beside `output`.
     """
     path = _lock_path(output.parent, output.name)
     end = time.monotonic() + wait_s
@@ -92,9 +94,9 @@ def acquire(output: Path, wait_s: float) -> Lock:
 
 
 def acquire_folder(output: Path) -> Lock:
-    """The lock on a folder itself, where nothing can be made beside it: a volume, say, on a read-only system.
+    """Return a lock on a folder itself, for one that nothing can be made beside: a volume on a read-only system, say.
 
-    Raises `UsageError` where another process holds it.
+    Raise `UsageError` if another process holds it.
     """
     handle = os.open(output, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -111,7 +113,7 @@ def acquire_folder(output: Path) -> Lock:
 
 
 def dead_locks(folder: Path) -> Iterator[tuple[str, Lock]]:
-    """The locks in `folder` whose holders died, each held by this process now, with the name of its output."""
+    """Yield the locks in `folder` whose holders died, now held by this process, with the names of their outputs."""
     for entry in names_in(folder):
         if not (entry.startswith(".") and entry.endswith(_SUFFIX)):
             continue

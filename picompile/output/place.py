@@ -1,4 +1,4 @@
-"""A path that this process alone writes to, until it is done with it."""
+"""A reserved output path: only this process writes to it until it is released."""
 
 import errno
 import os
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from picompile.errors import DoesNotFitError, UsageError
-from picompile.output.files import is_full, parents_of, write_errors_told
+from picompile.output.checks import holds_something
+from picompile.output.files import explaining_write_errors, is_full, parents_of
 from picompile.output.leftovers import (
     OLD,
     PARTIAL,
@@ -25,9 +26,9 @@ from picompile.output.leftovers import (
 )
 from picompile.output.lock import Lock, acquire, acquire_folder
 
-# Whoever only sweeps a folder holds locks in it for so short a time that it is no writer.
+# A process that only removes leftovers holds the locks in a folder for less than this time.
 _SWEEPING_S = 2.0
-# For what takes no longer than to be written.
+# For outputs that are written at once, without a long computation.
 _SHORT_WAIT_S = 30.0
 _MOST_TRIES = 100
 _NOT_BESIDE = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -47,7 +48,7 @@ class OutputPath:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """A new folder that takes the path when the block ends well, and is removed when it does not."""
+        """Yield a new folder that replaces the path when the block succeeds, and is removed if it fails."""
         with self.scratch() as temporary:
             yield temporary
             self.publish(temporary)
@@ -55,7 +56,7 @@ class OutputPath:
     def publish(self, folder: Path) -> None:
         """Have `folder`, which is in a scratch folder or is one, take the path. It is synced to the disk first.
 
-        A reader finds what was there before or the new one, where the file system can exchange names: see `rename`.
+        A reader finds the old folder or the new one, never none, if the file system can swap names: see `leftovers`.
         """
         folder.chmod(_mode_for(self.path))
         sync_tree(folder)
@@ -63,9 +64,9 @@ class OutputPath:
 
     @contextmanager
     def file(self) -> Iterator[BinaryIO]:
-        """A new file that takes the path when the block ends well, and is removed when it does not."""
+        """Yield a new file that replaces the path when the block succeeds, and is removed if it fails."""
         temporary = temporary_name(self.path, PARTIAL)
-        with write_errors_told(self.path, temporary):
+        with explaining_write_errors(self.path, temporary):
             try:
                 with temporary.open("xb") as file:
                     yield file
@@ -77,9 +78,9 @@ class OutputPath:
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A folder beside the path, for work on what will be there; removed in the end."""
+        """Yield a temporary folder beside the path, which is removed afterwards."""
         temporary = temporary_name(self.path, PARTIAL)
-        with write_errors_told(self.path, temporary):
+        with explaining_write_errors(self.path, temporary):
             try:
                 temporary.mkdir(0o700)
                 yield temporary
@@ -89,13 +90,13 @@ class OutputPath:
     def _put_folder(self, source: Path) -> None:
         for _ in range(_MOST_TRIES):
             self.check()
-            if not _holds_something(self.path):
+            if not holds_something(self.path):
                 try:
                     # Replaces nothing but an empty folder.
                     source.rename(self.path)
                     break
                 except OSError:
-                    if not _holds_something(self.path):
+                    if not holds_something(self.path):
                         raise
             elif not self.overwrite:
                 raise _appeared(self.path)
@@ -150,12 +151,17 @@ def reserve(
     wait_s: float = _SWEEPING_S,
     parents: bool = False,
 ) -> Iterator[OutputPath]:
-    """Has this process alone write to `path` inside the block; leftovers of writers that died are removed first.
+    """Reserve `path` for this process inside the block, after removing leftovers of writers that died.
 
-    `parents` has the folders above it made, and removed again if the block fails.
+    Args:
+        path: The output path.
+        overwrite: Replace what is there.
+        check: Raises `UsageError` if what is at the path must not be replaced.
+        wait_s: How long to wait for another writer.
+        parents: Make the folders above `path`, and remove them again if the block fails.
 
-    Raises `UsageError` where another process writes there for longer than `wait_s`, or where `check` does, and where
-    nothing can be made beside `path`.
+    Raises:
+        UsageError: Another process writes there for longer than `wait_s`, or nothing can be made beside `path`.
     """
     path = path.absolute()
     with parents_of(path) if parents else nullcontext():
@@ -171,27 +177,27 @@ def reserve(
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A folder that takes `path`, whatever is there; it waits for another writer. For what is made in no time."""
+    """Yield a folder that replaces `path`, whatever is there, after waiting for other writers. For short work."""
     with reserve(path, overwrite=True, wait_s=_SHORT_WAIT_S) as place, place.folder() as folder:
         yield folder
 
 
 @contextmanager
 def writing_file(path: Path, *, overwrite: bool, check: Callable[[], None] = lambda: None) -> Iterator[BinaryIO]:
-    """A file at `path`, where a link goes on pointing at it: whole or not at all. It waits for another writer."""
+    """Yield a file that appears at `path` whole or not at all, after waiting for other writers. Links stay links."""
     resolved = path.resolve()
     with reserve(resolved, overwrite=overwrite, check=check, wait_s=_SHORT_WAIT_S) as place, place.file() as file:
         yield file
 
 
 def _lock(path: Path, wait_s: float) -> tuple[Lock, bool]:
-    """The lock, and whether other things can be made beside `path` too."""
+    """Return the lock, and whether other files can be made beside `path` too."""
     try:
         return acquire(path, wait_s), True
     except OSError as error:
         if error.errno not in _NOT_BESIDE or not path.is_dir() or path.is_symlink():
             raise _cannot_write(path, error) from error
-    # Whoever fills a folder that is there needs no more.
+    # To fill an existing folder, a lock on the folder itself is enough.
     return acquire_folder(path), False
 
 
@@ -214,10 +220,3 @@ def _mode_for(path: Path) -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return 0o777 & ~mask
-
-
-def _holds_something(path: Path) -> bool:
-    """Whether anything is at `path` but an empty folder, which a renaming replaces."""
-    if not os.path.lexists(path):
-        return False
-    return path.is_symlink() or not path.is_dir() or any(path.iterdir())

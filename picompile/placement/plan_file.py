@@ -11,7 +11,7 @@ from picompile.output import writing_file
 from picompile.placement.machine import Machine
 from picompile.placement.plan import FORMAT, SCHEMA, MemoryRow, Plan, PlanLayer
 from picompile.placement.planning import OBJECTIVES
-from picompile.predictors.description import check_schema, choice, layer_number, number, read_object, refusing
+from picompile.predictors.description import adding_advice, check_schema, choice, layer_number, number, read_object
 from picompile_runtime.artifact.fields import Fields
 
 DEVICES = ("gpu", "host")
@@ -42,7 +42,7 @@ def read_plan(path: Path) -> Plan:
         raise UsageError(f"{path}: {'is no file' if path.exists() else 'no such file'}; picompile plan -o makes one")
     content = read_object(path, FORMAT, _WHAT)
     check_schema(path, content, SCHEMA, _ADVICE)
-    with refusing(_ADVICE):
+    with adding_advice(_ADVICE):
         return plan_of(Fields(content, f"{path}: damaged"))
 
 

@@ -1,7 +1,7 @@
-"""JSON that describes the tensors beside it, as profiles and predictors have: read, and refused where it is damaged.
+"""Reading the JSON descriptions of profiles and predictors, with an error for each kind of damage.
 
-`picompile_runtime.artifact.fields.Fields` reads single fields, as for artifacts; this module adds what artifacts do
-not need.
+`picompile_runtime.artifact.fields.Fields` reads single fields, as for artifacts; this module adds what artifacts do not
+need.
 """
 
 import json
@@ -18,17 +18,21 @@ from picompile.frontend.checkpoint import one_line
 from picompile_runtime import ArtifactError
 from picompile_runtime.artifact.fields import Fields
 
-# What float32 holds, in which thresholds are compared.
+# The largest float32: thresholds are compared in float32.
 LARGEST_F32 = 3.4028234663852886e38
 
 
 def read_object(path: Path, format_name: str, what: str) -> dict[str, Any]:
-    """The JSON object in `path`, which names its format. Raises `UsageError`; `what` is what it must be."""
+    """Return the JSON object in `path`, whose `format` must be `format_name`.
+
+    Raises:
+        UsageError: The file cannot be read or has another format; `what` names in words what it must be.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text, object_pairs_hook=_without_repeats)
         if "\\u" in text:
-            # Names of files need not be text: halves of surrogate pairs pass as JSON, but nothing could print them.
+            # File names need not be valid text: halves of surrogate pairs are valid JSON, but cannot be printed.
             content = json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, OSError, RecursionError) as error:
         raise UsageError(f"{path}: not readable as JSON: {one_line(error)}") from error
@@ -38,15 +42,15 @@ def read_object(path: Path, format_name: str, what: str) -> dict[str, Any]:
 
 
 def check_schema(path: Path, content: dict[str, Any], schema: int, advice: str) -> None:
-    """Raises `UsageError` for a description of another version."""
+    """Raise `UsageError` if the description has another schema version."""
     if content.get("schema") != schema:
         found = repr(content.get("schema"))[:40]
         raise UsageError(f"{path}: has schema {found}, not {schema}; {advice}")
 
 
 @contextmanager
-def refusing(advice: str) -> Iterator[None]:
-    """What `Fields` finds to be wrong, as a `UsageError` that ends in `advice`."""
+def adding_advice(advice: str) -> Iterator[None]:
+    """Turn an error of `Fields` inside the block into a `UsageError` that ends in `advice`."""
     try:
         yield
     except ArtifactError as error:
@@ -54,7 +58,7 @@ def refusing(advice: str) -> Iterator[None]:
 
 
 def layer_number(fields: Fields) -> int:
-    """The field `layer`."""
+    """Return the field `layer`."""
     value = fields.data.get("layer")
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MOST_LAYERS:
         raise fields.wrong("layer", f"an integer from 0 to {MOST_LAYERS - 1}, beyond which no model has layers")
@@ -62,13 +66,13 @@ def layer_number(fields: Fields) -> int:
 
 
 def check_order(fields: Fields, layers: Sequence[int]) -> None:
-    """Refuses a description without layers, and one of which the numbers do not rise."""
+    """Raise if the description has no layers, or their numbers do not rise."""
     if not layers or list(layers) != sorted(set(layers)):
         raise fields.wrong("layers", "a list of layers in order, each once")
 
 
 def number(fields: Fields, key: str, least: float = -sys.float_info.max, most: float = sys.float_info.max) -> float:
-    """A number from `least` to `most`; neither bound can be infinite."""
+    """Return a number from `least` to `most`; neither bound can be infinite."""
     value = fields.data.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         bounded = least > -sys.float_info.max
@@ -77,7 +81,7 @@ def number(fields: Fields, key: str, least: float = -sys.float_info.max, most: f
 
 
 def figure(fields: Fields, key: str) -> float | None:
-    """A figure that was measured; None where there is none, or where it came to no number."""
+    """Return a measured figure; None if it is missing or not finite."""
     value = fields.data.get(key)
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
@@ -85,7 +89,7 @@ def figure(fields: Fields, key: str) -> float | None:
 
 
 def choice(fields: Fields, key: str, known: Sequence[str]) -> str:
-    """One of the texts `known`."""
+    """Return a field that must be one of the texts `known`."""
     value = fields.data.get(key)
     if not isinstance(value, str) or value not in known:
         raise fields.wrong(key, f"one of {', '.join(known)}")

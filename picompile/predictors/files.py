@@ -1,4 +1,4 @@
-"""Reading predictors: a folder with `predictors.json`, or a bare `predictors.safetensors`."""
+"""Reading and writing predictor sets: a folder with `predictors.json`, or a bare `predictors.safetensors`."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import READ_ERRORS, TensorHeader, one_line, open_file
-from picompile.predictors.description import check_order, check_schema, figure, read_object, refusing
+from picompile.predictors.description import adding_advice, check_order, check_schema, figure, read_object
 from picompile.predictors.store import PARTS, LayerPredictor, Predictors, tensor_name
 from picompile.version import __version__
 from picompile_runtime.artifact.fields import Fields
@@ -27,16 +27,18 @@ _ADVICE = "train again"
 
 
 def load_predictors(path: Path | str) -> Predictors:
-    """Reads the predictors of a folder, or of a bare safetensors file.
+    """Read the predictors of a folder, or of a bare safetensors file.
 
-    A bare file (which `picompile synth` writes beside its checkpoint) is taken as kind `learned`, input `block`,
-    threshold 0. Raises `UsageError`, in one line, for what is no such thing, is damaged, or holds values that are no
-    numbers.
+    A bare file, which `picompile synth` writes beside its checkpoint, is read as kind `learned`, input `block`,
+    threshold 0.
+
+    Raises:
+        UsageError: There are no predictors, they are damaged, or hold values that are not finite.
     """
     path = Path(path)
     facts = path / FACTS_FILE
     if facts.is_file():
-        with refusing(_ADVICE):
+        with adding_advice(_ADVICE):
             predictors = _described(path, _read_facts(facts))
     elif path.is_file() or (path / WEIGHTS_FILE).is_file():
         predictors = _bare(path, path if path.is_file() else path / WEIGHTS_FILE)
@@ -51,7 +53,7 @@ def _described(folder: Path, facts: Fields) -> Predictors:
     layers = tuple(LayerPredictor.from_json(entry) for entry in facts.objects("layers"))
     check_order(facts, [layer.layer for layer in layers])
     model = facts.object("model")
-    gate = _gate(facts.object("gate")) if "gate" in facts.data else {}
+    gate = _accuracy_facts(facts.object("gate")) if "gate" in facts.data else {}
     curves = facts.data.get("curves", [])
     if not isinstance(curves, list):
         raise facts.wrong("curves", "a list")
@@ -66,17 +68,17 @@ def _described(folder: Path, facts: Fields) -> Predictors:
     return Predictors(folder, layers, used, *described, gate, curves)
 
 
-def _gate(gate: Fields) -> Mapping[str, Any]:
-    """What training found, as it stands there; the figures in it are numbers."""
+def _accuracy_facts(gate: Fields) -> Mapping[str, Any]:
+    """Return the facts of training's accuracy check unchanged, after a check that its figures are numbers."""
     for key in _FIGURES:
-        # What came to no number was measured nevertheless.
+        # NaN and infinity are results of a measurement, too.
         if key in gate.data and figure(gate, key) is None and not isinstance(gate.data[key], float):
             raise gate.wrong(key, "a number")
     return gate.data
 
 
 def _word(fields: Fields, key: str) -> str | None:
-    """A text, or None where nobody wrote it down."""
+    """Return a text, or None if it is missing."""
     value = fields.data.get(key)
     if value is not None and not isinstance(value, str):
         raise fields.wrong(key, "a text")
@@ -113,7 +115,7 @@ def _read_headers(file: Path) -> dict[str, TensorHeader]:
 
 
 def _require_parts(file: Path, headers: Mapping[str, TensorHeader], layer: int, rank: int | None) -> None:
-    """Holds the three tensors of a layer against each other, and against the rank that the facts give."""
+    """Check the shapes of a layer's three tensors against each other, and against the rank in `predictors.json`."""
     names = [tensor_name(layer, part) for part in PARTS]
     for name in names:
         if name not in headers:
@@ -138,9 +140,6 @@ def _require_finite(name: str, header: TensorHeader) -> None:
         raise UsageError(f"{header.file}: {name} holds values that are no numbers; train again")
 
 
-# Writing predictors: the folder appears whole, or not at all.
-
-
 def save_predictors(
     folder: Path,
     layers: Sequence[LayerPredictor],
@@ -149,14 +148,22 @@ def save_predictors(
     gate: Mapping[str, Any] | None = None,
     curves: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Writes the predictors of a model to `folder`, in place of what may be there.
+    """Write the predictors of a model to `folder`, which appears whole and replaces what is there.
 
-    `tensors` holds `layers.N.fc1`, `layers.N.fc2` and `layers.N.bias` of every learned layer; they are written as f16,
-    one at a time, so a mapping that makes them when asked needs no more memory. `model` is `{"fingerprint", "name"}`
-    and, where that is known, `"parameters"`, how many the model has.
+    The caller checks that `folder` may be replaced.
 
-    Whether the place may be written is the caller's to check. Raises `KeyError` for a tensor that is missing and
-    `ValueError` for one of the wrong shape; then nothing is changed.
+    Args:
+        folder: The output.
+        layers: The predictor of each layer.
+        tensors: `layers.N.fc1`, `layers.N.fc2` and `layers.N.bias` of every learned layer. They are written as f16, one
+            at a time, so that a mapping may make each one on access.
+        model: `{"fingerprint", "name"}` and, if known, `"parameters"`, the number of the model's parameters.
+        gate: Facts of the accuracy check.
+        curves: Trade-off curves of the layers.
+
+    Raises:
+        KeyError: A tensor is missing; nothing is changed.
+        ValueError: A tensor has the wrong shape; nothing is changed.
     """
     from picompile.output import replacing
 
@@ -172,8 +179,8 @@ def write_predictors(
     gate: Mapping[str, Any] | None = None,
     curves: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """As `save_predictors`, into a folder that is there; no more than that."""
-    from picompile.artifact.files import write_json
+    """Write the files of `save_predictors` into an existing folder, without replacing it as a whole."""
+    from picompile.output.files import json_bytes
     from picompile.synth.writer import CheckpointWriter
 
     layers = sorted(layers, key=lambda layer: layer.layer)
@@ -186,23 +193,21 @@ def write_predictors(
     for layer in learned:
         _check_shapes(layer, dict(table))
     stem = WEIGHTS_FILE.removesuffix(".safetensors")
-    # One file, whatever its size: a header says more than an index of shards would.
+    # One file, whatever its size: its header is enough to find a tensor, without an index of shards.
     with CheckpointWriter(folder, stem, table, "f16", shard_bytes=1 << 62) as writer:
         for name, _ in table:
             # The writer rounds in place.
             writer.put(name, tensors[name].float().clone())
-    write_json(
-        folder / FACTS_FILE,
-        {
-            "format": FORMAT,
-            "schema": SCHEMA,
-            "picompile": __version__,
-            "model": dict(model),
-            "gate": dict(gate or {}),
-            "layers": [layer.to_json() for layer in layers],
-            "curves": list(curves),
-        },
-    )
+    facts = {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "picompile": __version__,
+        "model": dict(model),
+        "gate": dict(gate or {}),
+        "layers": [layer.to_json() for layer in layers],
+        "curves": list(curves),
+    }
+    (folder / FACTS_FILE).write_bytes(json_bytes(facts))
 
 
 def _check_shapes(layer: LayerPredictor, shapes: Mapping[str, tuple[int, ...]]) -> None:

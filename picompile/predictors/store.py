@@ -1,4 +1,4 @@
-"""What is known of one layer's predictor."""
+"""A predictor set: the predictor of each layer, and their tensors as a weight source."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,7 +24,7 @@ LEARNED_KINDS = ("learned", "learned-relu")
 LOSSLESS_KINDS = ("exact", "none")
 INPUTS = ("block", "stream", "previous")
 
-# The parts of a learned predictor, as their tensors are called.
+# The tensors of a learned predictor.
 PARTS = ("fc1", "fc2", "bias")
 
 
@@ -32,15 +32,15 @@ PARTS = ("fc1", "fc2", "bias")
 class LayerPredictor:
     """One layer's predictor.
 
-    `kind` names a predictor kind of `picompile_passes.predictors`. `input` and `rank` are those of a learned kind: what
-    it reads (`block`, `stream` or `previous`, see `InsertPredictors`) and the rows of fc1. `threshold` is the logit, or
-    the share of signs, above which a neuron is computed. `parameters` counts the predictor's own; `bytes_f16` is what
-    they take in f16.
+    `kind` names a predictor kind of `picompile_passes.predictors`. `input` and `rank` are those of a learned kind: its
+    input (`block`, `stream` or `previous`, see `InsertPredictors`) and the rows of fc1. `threshold` is the logit, or
+    the share of signs, above which a neuron is computed. `parameters` counts the predictor's own weights; `bytes_f16`
+    is their size in f16.
 
-    The rest was measured on samples that training did not see, and is None where nothing was: `recall` is fired and
-    computed / fired, `weighted_recall` the same weighted by contribution, `precision` fired and computed / computed,
-    `firing_share` and `computed_share` are shares of all neurons, `skewness` is the share of firings that the most
-    active fifth of the neurons has.
+    The other fields were measured on held-out samples, and are None if they were not: `recall` is (fired and computed)
+    / fired, `weighted_recall` is the recall weighted by contribution, `precision` is (fired and computed) / computed,
+    `firing_share` and `computed_share` are shares of all neurons, `skewness` is the share of firings that come from the
+    most active fifth of the neurons.
     """
 
     layer: int
@@ -59,18 +59,19 @@ class LayerPredictor:
 
     @property
     def learned(self) -> bool:
-        """Whether it has weights of its own."""
+        """Whether the predictor has weights of its own."""
         return self.kind in LEARNED_KINDS
 
     def to_json(self) -> dict[str, Any]:
-        """The entry of `predictors.json`."""
+        """Return the entry of `predictors.json`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, entry: Fields) -> "LayerPredictor":
-        """Reads an entry; fields of later versions are passed over.
+        """Read an entry; unknown fields of later versions are ignored.
 
-        Raises `ArtifactError` with the field that is wrong.
+        Raises:
+            ArtifactError: A field is missing or wrong; the error names it.
         """
         layer, kind = layer_number(entry), entry.text("kind")
         given = {key: read(entry, key) for key, read in _READ.items() if entry.data.get(key) is not None}
@@ -80,7 +81,7 @@ class LayerPredictor:
         return cls(layer, kind, **given)
 
 
-# How the fields are read that an entry need not have.
+# How each optional field of an entry is read.
 _READ: Mapping[str, Callable[[Fields, str], Any]] = {
     "input": lambda entry, key: choice(entry, key, INPUTS),
     "rank": lambda entry, key: entry.integer(key, 1),
@@ -95,26 +96,23 @@ _READ: Mapping[str, Callable[[Fields, str], Any]] = {
 
 
 def _needed(kind: str) -> tuple[str, ...]:
-    """What a layer of `kind` cannot be without."""
+    """Return the fields that a layer of `kind` must have."""
     if kind in LEARNED_KINDS:
         return ("input", "rank", "threshold", "parameters", "bytes_f16")
-    # Of a kind that skips neurons, no threshold is as good as another.
+    # A kind that skips neurons needs a threshold; no default is safe.
     return () if kind in LOSSLESS_KINDS else ("threshold",)
 
 
 def tensor_name(layer: int, part: str) -> str:
-    """The name of a part's tensor in `predictors.safetensors`. In a graph `predictors.` stands before it."""
+    """Return the name of a part's tensor in `predictors.safetensors`; in a graph it has the prefix `predictors.`."""
     return f"layers.{layer}.{part}"
 
 
-# A weight source that serves predictors beside a model's own weights.
-
-
 class OverlayWeights:
-    """`base`, and further tensors that are loaded when they are asked for.
+    """A weight source of `base` and further tensors, which are loaded on access.
 
-    `shapes` are the further tensors by name, `load` reads one of them. They come before tensors of `base` that have the
-    same names.
+    `shapes` are the shapes of the further tensors by name, and `load` reads one of them. They hide tensors of `base`
+    with the same names.
     """
 
     def __init__(
@@ -125,23 +123,20 @@ class OverlayWeights:
         self._load = load
 
     def names(self) -> Iterable[str]:
-        """The names of all tensors there are."""
+        """Return the names of all tensors."""
         return [*(name for name in self._base.names() if name not in self._shapes), *self._shapes]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the tensor `name`, without reading it. Raises `KeyError` for a name that there is not."""
+        """Return the shape of the tensor `name` without reading it. Raise `KeyError` for an unknown name."""
         return self._shapes[name] if name in self._shapes else self._base.shape(name)
 
     def load(self, name: str) -> Tensor:
-        """The tensor `name`; it must not be written to. Raises `KeyError` for a name that there is not."""
+        """Return the tensor `name`, which must not be written to. Raise `KeyError` for an unknown name."""
         return self._load(name) if name in self._shapes else self._base.load(name)
 
 
-# Predictors that were read and found whole.
-
-
 class BlockShape(NamedTuple):
-    """Sizes of a feed-forward block: its neurons, and what it reads."""
+    """Sizes of a feed-forward block: its neurons, and its inputs."""
 
     neurons: int
     hidden: int
@@ -149,11 +144,10 @@ class BlockShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Predictors:
-    """A predictor for every layer.
+    """A predictor set: one predictor for every layer, read from `path` and checked.
 
-    `path` is what was loaded. `fingerprint` and `name` say of which model they are, `model_parameters` how many that
-    has, None where nobody wrote it down.
-    `gate` is what training recorded of the accuracy gate, `curves` the trade-offs of each layer.
+    `fingerprint`, `name` and `model_parameters` are those of the model, None if they were not recorded. `gate` has the
+    facts of training's accuracy check, `curves` the trade-off curves of each layer.
     """
 
     path: Path
@@ -167,13 +161,15 @@ class Predictors:
 
     @property
     def parameters(self) -> int:
-        """How many parameters all predictors have together."""
+        """The number of parameters of all predictors together."""
         return sum(layer.parameters for layer in self.layers)
 
     def tensor(self, layer: int, part: str) -> Tensor:
-        """`fc1` [rank, hidden], `fc2` [neurons, rank] or `bias` [neurons] of a learned predictor, mapped from its file.
+        """Return `fc1` [rank, hidden], `fc2` [neurons, rank] or `bias` [neurons], mapped from the file.
 
-        Raises `KeyError` where there is none, `UsageError` where the file has changed since.
+        Raises:
+            KeyError: The layer has no learned predictor.
+            UsageError: The file has changed since it was read.
         """
         name = tensor_name(layer, part)
         header = self.headers[name]
@@ -185,7 +181,7 @@ class Predictors:
         return tensor
 
     def weights(self, base: "WeightSource") -> OverlayWeights:
-        """`base` and the learned predictors' tensors, under the names that `insert_pass` gives their parameters."""
+        """Return `base` and the learned predictors' tensors, under the names that `insert_pass` gives them."""
         shapes = {f"predictors.{name}": header.shape for name, header in self.headers.items()}
 
         def load(name: str) -> Tensor:
@@ -195,7 +191,7 @@ class Predictors:
         return OverlayWeights(base, shapes, load)
 
     def insert_pass(self) -> "InsertPredictors":
-        """The pass that puts these predictors into a canonical graph."""
+        """Return the pass that inserts these predictors into a canonical graph."""
         from picompile_passes.passes.insert_predictors import InsertPredictors
 
         learned = [layer for layer in self.layers if layer.learned]
@@ -208,10 +204,9 @@ class Predictors:
         )
 
     def require_model(self, fingerprint: str | None, blocks: Mapping[int, BlockShape]) -> None:
-        """Raises `UsageError` where these are predictors of another model.
+        """Raise `UsageError` if these are predictors of another model.
 
-        `blocks` are the feed-forward blocks of the model by layer, as `block_shapes` finds them. A fingerprint of None,
-        here or there, is not compared.
+        `blocks` are the `block_shapes` of the model. Fingerprints are compared only if neither is None.
         """
         if None not in (fingerprint, self.fingerprint) and fingerprint != self.fingerprint:
             of = f" of {self.name}" if self.name else ""
@@ -236,7 +231,7 @@ class Predictors:
 
 
 def block_shapes(graph_module: "GraphModule") -> dict[int, BlockShape]:
-    """The feed-forward blocks of a canonical graph by layer."""
+    """Return the sizes of the feed-forward blocks of a canonical graph by layer."""
     from picompile_passes.graph.nodes import arguments, calls
     from picompile_passes.graph.operands import FFN
 

@@ -132,6 +132,6 @@ FAMILIES["falcon-new"] = replace(
 
 
 def find_family(config: Config) -> SynthFamily | None:
-    """The family of a `config.json`, or None when synth does not make it."""
+    """Return the family of a `config.json`, or None when synth does not make it."""
     variant = "-new" if config.get("new_decoder_architecture") else ""
     return FAMILIES.get(f"{config.get('model_type')}{variant}")

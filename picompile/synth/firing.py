@@ -1,4 +1,4 @@
-"""How often each neuron fires, and the offset that makes it do so.
+"""Firing of a layer's neurons: their rates, the offsets that give these rates, the matrices, and the predictor.
 
 Rates follow a Beta distribution, as hot and cold neurons of trained models do: a few neurons make most of the firings.
 """
@@ -20,7 +20,7 @@ _POOL = 1 << 20
 
 
 def beta_rates(active: float, neurons: int, skew: float = SKEW) -> Tensor:
-    """Firing rates of `neurons` neurons, ascending: quantiles of a Beta distribution, their mean exactly `active`.
+    """Return ascending firing rates of `neurons` neurons: quantiles of a Beta distribution, with mean exactly `active`.
 
     float64 [neurons]. The less `skew`, Beta's first parameter (the second above a half), the more of the firings a few
     neurons make. Nothing is drawn: the i-th rate is the mean of the i-th slice of the distribution.
@@ -42,7 +42,7 @@ def beta_rates(active: float, neurons: int, skew: float = SKEW) -> Tensor:
 
 
 def firing_offsets(levels: Tensor, rates: Tensor) -> Tensor:
-    """The offset t of each neuron with which it fires at its rate, given that it fires on a token where t > level.
+    """Return the offset t at which each neuron fires at its rate, given that it fires on a token where t > level.
 
     levels float32 [tokens, neurons], all neurons with one distribution; rates [neurons] → float64 [neurons]. One
     quantile function is read from all levels together: thousands of neurons tell about tails that the tokens of one
@@ -62,14 +62,14 @@ def firing_offsets(levels: Tensor, rates: Tensor) -> Tensor:
 
 
 def share_of_firings(rates: Tensor, share: float = 0.8) -> float:
-    """The smallest share of the neurons that makes `share` of all firings. rates [neurons], of any scale."""
+    """Return the smallest share of the neurons that makes `share` of all firings. rates [neurons], of any scale."""
     ordered = rates.to(torch.float64).sort(descending=True).values
     reached = ordered.cumsum(0) < share * ordered.sum()
     return (int(reached.sum()) + 1) / len(ordered)
 
 
 def interpolate(at: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Piecewise linear interpolation of the points (x ascending, y), constant beyond them."""
+    """Interpolate linearly between the points (x ascending, y), constant beyond them; return the values at `at`."""
     at = at.clamp(x[0], x[-1])
     right = torch.searchsorted(x, at).clamp(1, len(x) - 1)
     left = right - 1
@@ -77,12 +77,10 @@ def interpolate(at: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return y[left] + weight * (y[right] - y[left])
 
 
-# The matrices that decide which neurons fire, and the predictor that knows.
-#
-# A neuron's deciding row is w = a·P + t·u: P [r, hidden] has few rows, u is the constant direction and t the neuron's
-# offset. So the firing of all neurons is a function of the r numbers P·x, and the predictor with fc1 = (P, u) and
-# fc2 = (a, t) tells it exactly, up to the rounding of w. The factors are rounded to the checkpoint's dtype before they
-# are multiplied: only the product is rounded once more.
+# A neuron's row of the gating matrix is w = a·P + t·u: P [r, hidden] has few rows, u is the constant direction and t
+# the neuron's offset. So the firing of all neurons is a function of the r numbers P·x, and the predictor with fc1 = (P,
+# u) and fc2 = (a, t) predicts it exactly, up to the rounding of w. The factors are rounded to the checkpoint's dtype
+# before they are multiplied: only the product is rounded once more.
 
 
 @dataclass(frozen=True)
@@ -99,8 +97,8 @@ class Neurons:
 
 
 @dataclass(frozen=True)
-class _Deciding:
-    """What decides the firing of a layer: `factors` [ffn, r] times `subspace` [r, hidden], offsets along `direction`.
+class _GatingMatrix:
+    """The gating matrix of a layer: `factors` [ffn, r] times `subspace` [r, hidden], plus offsets along `direction`.
 
     A neuron fires on a token when its offset is above the level [tokens, ffn] that this token sets.
     """
@@ -112,26 +110,26 @@ class _Deciding:
 
 
 def make_neurons(recipe: Recipe, layer: int, x: Tensor, calibration: Tensor) -> Neurons:
-    """Makes and writes a layer's gate and up matrices and its predictor.
+    """Make and write a layer's gate and up matrices and its predictor.
 
     x [tokens, hidden] are the FFN's inputs, of which those that `calibration` (bool [tokens]) names are used to set the
     offsets. The firing is computed from the matrices as written.
     """
-    deciding = _deciding(recipe, layer, x)
+    gating = _gating_matrix(recipe, layer, x)
     order = torch.randperm(recipe.shape.ffn, generator=recipe.generator(f"{layer}.order"))
-    rates, levels = recipe.rates[order], deciding.levels[calibration]
+    rates, levels = recipe.rates[order], gating.levels[calibration]
     offsets = recipe.predictors.round(firing_offsets(levels, rates).float())
-    predicted = _predict(recipe, layer, deciding, offsets, x)
+    predicted = _predict(recipe, layer, gating, offsets, x)
     if not recipe.shape.family.gated:
-        return _plain(recipe, layer, x, deciding, offsets, predicted)
+        return _plain(recipe, layer, x, gating, offsets, predicted)
     if not recipe.shape.family.two_sided:
-        return _gated(recipe, layer, x, deciding, offsets, predicted)
+        return _gated(recipe, layer, x, gating, offsets, predicted)
     wide = recipe.predictors.round(firing_offsets(levels, rates.sqrt()).float())
-    return _two_sided(recipe, layer, x, deciding, offsets, wide, predicted)
+    return _two_sided(recipe, layer, x, gating, offsets, wide, predicted)
 
 
-def _deciding(recipe: Recipe, layer: int, x: Tensor) -> _Deciding:
-    """The layer's own basis of the firing subspace, and factors whose rows have length 1."""
+def _gating_matrix(recipe: Recipe, layer: int, x: Tensor) -> _GatingMatrix:
+    """Draw the layer's own basis of the firing subspace, and factors whose rows have length 1."""
     subspace = recipe.orthonormal(f"{layer}.subspace", recipe.subspace)
     factors = torch.randn(recipe.shape.ffn, len(subspace), generator=recipe.generator(f"{layer}.factors"))
     factors /= factors.norm(dim=1, keepdim=True)
@@ -141,52 +139,52 @@ def _deciding(recipe: Recipe, layer: int, x: Tensor) -> _Deciding:
     threshold = parse_activation(recipe.shape.activation).threshold
     constant = torch.ones(len(x)) if recipe.offset == "bias" else x @ direction
     levels = (threshold - (x @ subspace.T) @ factors.T) / constant.unsqueeze(1)
-    return _Deciding(subspace, factors, direction, levels)
+    return _GatingMatrix(subspace, factors, direction, levels)
 
 
-def _predict(recipe: Recipe, layer: int, deciding: _Deciding, offsets: Tensor, x: Tensor) -> Tensor:
-    """Writes the predictor and applies it: x [tokens, hidden] → bool [tokens, ffn]."""
+def _predict(recipe: Recipe, layer: int, gating: _GatingMatrix, offsets: Tensor, x: Tensor) -> Tensor:
+    """Write the predictor and apply it: x [tokens, hidden] → bool [tokens, ffn]."""
     bias = torch.full_like(offsets, -parse_activation(recipe.shape.activation).threshold)
-    fc1, fc2 = deciding.subspace, deciding.factors
+    fc1, fc2 = gating.subspace, gating.factors
     if recipe.offset == "bias":
         bias += offsets
     else:
-        fc1, fc2 = torch.cat([fc1, deciding.direction.unsqueeze(0)]), torch.cat([fc2, offsets.unsqueeze(1)], dim=1)
+        fc1, fc2 = torch.cat([fc1, gating.direction.unsqueeze(0)]), torch.cat([fc2, offsets.unsqueeze(1)], dim=1)
     put = recipe.predictors.put
     reduced = x @ put(f"layers.{layer}.fc1", fc1).T
     fired: Tensor = torch.addmm(put(f"layers.{layer}.bias", bias), reduced, put(f"layers.{layer}.fc2", fc2).T) > 0
     return fired
 
 
-def _rows(recipe: Recipe, deciding: _Deciding, offsets: Tensor) -> Tensor:
-    """The deciding rows [ffn, hidden]; an offset that is a bias is not in them."""
-    rows = deciding.factors @ deciding.subspace
-    return rows if recipe.offset == "bias" else rows.addr_(offsets, deciding.direction)
+def _rows(recipe: Recipe, gating: _GatingMatrix, offsets: Tensor) -> Tensor:
+    """Return the gating matrix [ffn, hidden]; an offset that is a bias is not in it."""
+    rows = gating.factors @ gating.subspace
+    return rows if recipe.offset == "bias" else rows.addr_(offsets, gating.direction)
 
 
 def _apply(recipe: Recipe, layer: int, role: str, matrix: Tensor, bias: Tensor, x: Tensor) -> Tensor:
-    """Writes a matrix [ffn, hidden] and its bias, if it has one; returns its product with x, [tokens, ffn]."""
+    """Write a matrix [ffn, hidden] and its bias, if it has one; return its product with x, [tokens, ffn]."""
     name = recipe.name(role, layer)
     product = x @ recipe.weights.put(f"{name}.weight", matrix).T
     return product + recipe.weights.put(f"{name}.bias", bias.clone()) if recipe.shape.ffn_bias else product
 
 
-def _plain(recipe: Recipe, layer: int, x: Tensor, deciding: _Deciding, offsets: Tensor, predicted: Tensor) -> Neurons:
+def _plain(recipe: Recipe, layer: int, x: Tensor, gating: _GatingMatrix, offsets: Tensor, predicted: Tensor) -> Neurons:
     activation = parse_activation(recipe.shape.activation)
-    up = _apply(recipe, layer, "up", _rows(recipe, deciding, offsets), offsets, x)
+    up = _apply(recipe, layer, "up", _rows(recipe, gating, offsets), offsets, x)
     return Neurons(activation.function(up), up > activation.threshold, predicted)
 
 
-def _gated(recipe: Recipe, layer: int, x: Tensor, deciding: _Deciding, offsets: Tensor, predicted: Tensor) -> Neurons:
+def _gated(recipe: Recipe, layer: int, x: Tensor, gating: _GatingMatrix, offsets: Tensor, predicted: Tensor) -> Neurons:
     activation = parse_activation(recipe.shape.activation)
-    gate = _apply(recipe, layer, "gate", _rows(recipe, deciding, offsets), offsets, x)
+    gate = _apply(recipe, layer, "gate", _rows(recipe, gating, offsets), offsets, x)
     drawn = recipe.uniform(recipe.name("up", layer), recipe.shape.ffn, recipe.shape.hidden, 1.0)
     up = _apply(recipe, layer, "up", recipe.ignore_direction(drawn), torch.zeros_like(offsets), x)
     return Neurons(activation.function(gate) * up, gate > activation.threshold, predicted)
 
 
 def _two_sided(
-    recipe: Recipe, layer: int, x: Tensor, deciding: _Deciding, narrow: Tensor, wide: Tensor, predicted: Tensor
+    recipe: Recipe, layer: int, x: Tensor, gating: _GatingMatrix, narrow: Tensor, wide: Tensor, predicted: Tensor
 ) -> Neurons:
     """A neuron of dReLU fires when its gate and its up are both positive.
 
@@ -197,7 +195,7 @@ def _two_sided(
     activation = parse_activation(recipe.shape.activation)
     gate_decides = torch.rand(len(narrow), generator=recipe.generator(f"{layer}.sides")) < 0.5
     gate_offsets, up_offsets = torch.where(gate_decides, narrow, wide), torch.where(gate_decides, wide, narrow)
-    gate = _apply(recipe, layer, "gate", _rows(recipe, deciding, gate_offsets), gate_offsets, x)
-    up = _apply(recipe, layer, "up", _rows(recipe, deciding, up_offsets), up_offsets, x)
+    gate = _apply(recipe, layer, "gate", _rows(recipe, gating, gate_offsets), gate_offsets, x)
+    up = _apply(recipe, layer, "up", _rows(recipe, gating, up_offsets), up_offsets, x)
     fired = (gate > activation.threshold) & (up > activation.threshold)
     return Neurons(activation.function(gate) * activation.function(up), fired, predicted)

@@ -114,7 +114,7 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
 
 
 def find_shape(text: str) -> ModelShape:
-    """The shape that `text` names: an entry of `SHAPES`, or a JSON file with the fields of a `config.json`.
+    """Return the shape that `text` names: an entry of `SHAPES`, or a JSON file with the fields of a `config.json`.
 
     Raises `UsageError` when there is neither, or the file cannot be read.
     """
@@ -122,7 +122,7 @@ def find_shape(text: str) -> ModelShape:
 
 
 def find_config(text: str) -> tuple[str, Mapping[str, Any]]:
-    """The name and the fields of the `config.json` that `text` names, as `find_shape` does.
+    """Return the name and the fields of the `config.json` that `text` names, as `find_shape` does.
 
     What synth cannot make is found as well. Raises as `find_shape` does.
     """

@@ -1,4 +1,4 @@
-"""The attention of a synthesized layer."""
+"""The layers of a synthesized network: attention, embedding, norms and head, and the stream through them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _LOGITS = 3.0
 
 
 def attend(recipe: Recipe, layer: int, x: Tensor, tokens: Tokens) -> Tensor:
-    """Makes the attention of a layer and applies it to its input: x [tokens, hidden] → [tokens, hidden]."""
+    """Make the attention of a layer and applies it to its input: x [tokens, hidden] → [tokens, hidden]."""
     shape = recipe.shape
     q, k, v = _queries_keys_values(recipe, layer, x)
     if "positions" not in shape.family.names:
@@ -35,7 +35,7 @@ def attend(recipe: Recipe, layer: int, x: Tensor, tokens: Tokens) -> Tensor:
 
 
 def _energy(recipe: Recipe, layer: int) -> float:
-    """What one attention adds to the stream.
+    """Return what one attention adds to the stream.
 
     Between an embedding and the same table as a head, likeness is symmetric: where a leads to b, b mostly leads to a.
     Attention is not symmetric. As a large part of the last stream it keeps generation from going in circles.
@@ -72,7 +72,7 @@ _ROWS = 4096
 
 
 def embed(recipe: Recipe, tokens: Tokens) -> Tensor:
-    """Writes the embedding (and OPT's position table); returns the stream [tokens, hidden]."""
+    """Write the embedding (and OPT's position table); returns the stream [tokens, hidden]."""
     shape, name = recipe.shape, f"{recipe.shape.family.names['embedding']}.weight"
     numbers = recipe.generator(name)
     stream = torch.empty(len(tokens.ids), shape.hidden)
@@ -102,7 +102,7 @@ def _position_rows(recipe: Recipe, tokens: Tokens) -> Tensor:
 
 
 def _even_out(recipe: Recipe, rows: Tensor) -> Tensor:
-    """Scales rows [any, hidden] in place: entries of mean square 1, in the firing subspace as well as outside of it."""
+    """Scale rows [any, hidden] in place: entries of mean square 1, in the firing subspace as well as outside of it."""
     inside = rows @ recipe.subspace.T
     rows -= inside @ recipe.subspace
     inside *= (len(recipe.subspace) ** 0.5 / inside.norm(dim=1)).unsqueeze(1)
@@ -111,7 +111,7 @@ def _even_out(recipe: Recipe, rows: Tensor) -> Tensor:
 
 
 def finish(recipe: Recipe) -> None:
-    """Writes the final norm and the head.
+    """Write the final norm and the head.
 
     A tied head would find the token that was read in the stream and say it again. Signs in the final norm keep it from
     seeing itself: what comes next is as random as with a head of its own.
@@ -143,14 +143,14 @@ _LEAST = 1e-3
 
 
 def read_stream(recipe: Recipe, name: str, rows: int, x: Tensor, scale: float) -> Tensor:
-    """Makes a projection of the attention's input and applies it: x [tokens, hidden] → [tokens, rows]."""
+    """Make a projection of the attention's input and applies it: x [tokens, hidden] → [tokens, rows]."""
     weight = recipe.ignore_direction(recipe.uniform(f"{name}.weight", rows, recipe.shape.hidden, scale))
     product = x @ recipe.weights.put(f"{name}.weight", weight).T
     return product + small_bias(recipe, name, rows) if recipe.shape.query_bias else product
 
 
 def write_back(recipe: Recipe, name: str, values: Tensor, energy: float, bias: bool) -> Tensor:
-    """Makes a projection into the stream and applies it: values [tokens, columns] → [tokens, hidden].
+    """Make a projection into the stream and applies it: values [tokens, columns] → [tokens, hidden].
 
     What all tokens have in common is projected away, since it would add up over the layers, and the rest is scaled to a
     mean square of `energy`.
@@ -168,7 +168,7 @@ def write_back(recipe: Recipe, name: str, values: Tensor, energy: float, bias: b
 
 
 def small_bias(recipe: Recipe, name: str, count: int) -> Tensor:
-    """Makes and writes a bias [count]."""
+    """Make and write a bias [count]."""
     drawn = torch.randn(count, generator=recipe.generator(f"{name}.bias"))
     return recipe.weights.put(f"{name}.bias", drawn.mul_(_BIAS))
 
@@ -188,7 +188,7 @@ _MANY = 32
 
 @dataclass(frozen=True)
 class SynthesizedFiring:
-    """What was measured in one layer, on tokens that its offsets were not set by.
+    """Measurements of one layer, on tokens that were not used to set its offsets.
 
     `rate` is the share of neurons that fired, `recall` and `precision` the predictor's. `hot_share` is the share of the
     neurons that makes 80 % of the firings, by the rates they were made for.
@@ -201,7 +201,7 @@ class SynthesizedFiring:
 
 
 def make_network(recipe: Recipe, advance: Callable[[int], None]) -> list[SynthesizedFiring]:
-    """Makes and writes every tensor. `advance` counts layers, and embedding and head as one each."""
+    """Make and write every tensor. `advance` counts layers, and embedding and head as one each."""
     tokens = calibration_tokens(recipe.shape, recipe.generator("tokens"))
     stream = embed(recipe, tokens)
     advance(1)
@@ -216,7 +216,7 @@ def make_network(recipe: Recipe, advance: Callable[[int], None]) -> list[Synthes
 
 
 def _layer(recipe: Recipe, layer: int, stream: Tensor, tokens: Tokens) -> tuple[Tensor, SynthesizedFiring]:
-    """Makes one layer; returns the stream behind it and how its neurons fired."""
+    """Make one layer; returns the stream behind it and how its neurons fired."""
     shape = recipe.shape
     own_norm = "ffn_norm" in shape.family.names
     x = _norm(recipe, layer, "attention_norm", stream, feeds_ffn=not own_norm)
@@ -241,13 +241,13 @@ def _measure(recipe: Recipe, neurons: Neurons, checked: Tensor) -> SynthesizedFi
 
 
 def _ffn_energy(recipe: Recipe) -> float:
-    """What one FFN adds to the stream: less where few neurons fire, since their sum differs much between tokens."""
+    """Return what one FFN adds to the stream: less if few neurons fire, since their sum then varies much."""
     firing = float(recipe.rates.sum())
     return _NETWORK_SHARE / recipe.shape.layers * firing / (firing + _MANY)
 
 
 def _norm(recipe: Recipe, layer: int, role: str, stream: Tensor, feeds_ffn: bool) -> Tensor:
-    """Writes a norm and applies it. Where offsets come from the norm, its bias is the constant direction."""
+    """Write a norm and applies it. Where offsets come from the norm, its bias is the constant direction."""
     shape, name = recipe.shape, recipe.name(role, layer)
     weight = recipe.weights.put(f"{name}.weight", torch.ones(shape.hidden))
     if shape.family.norm == "rms":

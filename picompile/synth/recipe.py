@@ -1,4 +1,4 @@
-"""What every part of a synthesized checkpoint is made from: the request, its random numbers, and where tensors go."""
+"""The recipe of a synthesized checkpoint: the request, its random numbers, and the writers of its tensors."""
 
 import hashlib
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class Recipe:
         return self.shape.family.names[role].format(layer)
 
     def generator(self, name: str) -> torch.Generator:
-        """The random numbers of `name`: the same for the same seed, whatever was made before."""
+        """Return the generator of `name`; it depends on the seed, but not on what was made before."""
         return generator(self.seed, name)
 
     def uniform(self, name: str, rows: int, columns: int, scale: float) -> Tensor:
@@ -69,22 +69,22 @@ class Recipe:
         return rotation @ rows
 
     def ignore_direction(self, matrix: Tensor) -> Tensor:
-        """Makes the rows of a matrix [rows, hidden] orthogonal to the constant direction, in place."""
+        """Make the rows of a matrix [rows, hidden] orthogonal to the constant direction, in place."""
         return matrix.addr_(matrix @ self.direction, self.direction, alpha=-1 / self.shape.hidden)
 
     def leave_direction(self, matrix: Tensor) -> Tensor:
-        """Makes the columns of a matrix [hidden, columns] orthogonal to the constant direction, in place."""
+        """Make the columns of a matrix [hidden, columns] orthogonal to the constant direction, in place."""
         return matrix.addr_(self.direction, self.direction @ matrix, alpha=-1 / self.shape.hidden)
 
 
 def generator(seed: int, name: str) -> torch.Generator:
-    """A generator for one tensor."""
+    """Return a generator for one tensor."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def balanced_signs(seed: int, name: str, count: int) -> Tensor:
-    """float32 [count] of ±1, half of them negative."""
+    """Return float32 [count] of ±1, half of them negative."""
     signs = torch.ones(count)
     signs[torch.randperm(count, generator=generator(seed, name))[: count // 2]] = -1
     return signs

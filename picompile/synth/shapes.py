@@ -45,7 +45,7 @@ class ModelShape:
 
 
 def shape_from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
-    """Reads a `config.json`.
+    """Read a `config.json`.
 
     Raises `UsageError` for a value that makes no sense and `UnsupportedModelError` for what synth does not make.
     """
@@ -153,7 +153,7 @@ def _specials(name: str, config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def tensor_shapes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of the checkpoint, in the order in which they are made."""
+    """Yield name and shape of every tensor of the checkpoint, in the order in which they are made."""
     names = shape.family.names
     yield f"{names['embedding']}.weight", (shape.vocab, shape.hidden)
     if "positions" in names:

@@ -24,7 +24,7 @@ _CONFIG_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 
 @dataclass(frozen=True)
 class Synthesis:
-    """What was asked for and what was measured, on tokens that nothing was calibrated by."""
+    """The request, and what was measured on tokens that were not used for calibration."""
 
     shape: str
     active: float
@@ -46,12 +46,23 @@ def synthesize(
     progress: Progress | None = None,
     rank: int | None = None,
 ) -> Synthesis:
-    """Writes a checkpoint of `shape` whose FFN neurons fire on a share `active` (0 < active ≤ 1) of the tokens.
+    """Write a checkpoint whose FFN neurons fire at a given rate, and return what was measured.
 
-    `dtype` is f16, bf16 or f32. `rank` is that of the predictors; None chooses it by the shape. The same arguments give
-    the same bytes on the same machine with the same number of threads. Raises `UsageError` (2) for arguments that make
-    no checkpoint or a place that is taken, and `DoesNotFitError` (5) for a disk that is too small; nothing is left
-    behind.
+    The same arguments give the same bytes on the same machine with the same number of threads. After an error nothing
+    is left behind.
+
+    Args:
+        shape: The model's shape.
+        active: The mean share of tokens on which a neuron fires, 0 < active ≤ 1.
+        seed: Seed of all random numbers.
+        output: The folder to write; it must not exist, or be empty.
+        dtype: f16, bf16 or f32.
+        progress: Receives the steps.
+        rank: The rank of the predictors; None chooses it by the shape.
+
+    Raises:
+        UsageError: The arguments make no checkpoint, or `output` exists (exit code 2).
+        DoesNotFitError: The disk is too small (exit code 5).
     """
     _check_arguments(shape, active, dtype, rank)
     rank = rank or predictor_rank(shape)
@@ -83,7 +94,7 @@ def synthesize(
 
 
 def predictor_rank(shape: ModelShape) -> int:
-    """The rank of a shape's predictors: an eighth of the hidden size, at least 32, at most half of the hidden size.
+    """Return the rank of a shape's predictors: an eighth of the hidden size, at least 32, at most half of it.
 
     From a hidden size of 1024 on this keeps the predictors below 6 % of the parameters.
     """
@@ -94,8 +105,8 @@ def _recipe(
     shape: ModelShape, active: float, seed: int, rank: int, weights: CheckpointWriter, predictors: CheckpointWriter
 ) -> Recipe:
     direction, signs = (balanced_signs(seed, name, shape.hidden) for name in ("direction", "signs"))
-    # Where offsets are no biases, the constant direction is one of the predictors' rows.
-    deciding = rank if shape.ffn_bias else rank - 1
+    # If offsets are not biases, the constant direction is one of the predictors' rows.
+    directions = rank if shape.ffn_bias else rank - 1
     return Recipe(
         shape=shape,
         seed=seed,
@@ -103,7 +114,7 @@ def _recipe(
         rates=beta_rates(active, shape.ffn),
         direction=direction,
         signs=signs,
-        subspace=random_subspace(seed, deciding, torch.stack([direction, direction * signs])),
+        subspace=random_subspace(seed, directions, torch.stack([direction, direction * signs])),
         weights=weights,
         predictors=predictors,
     )

@@ -69,7 +69,7 @@ def calibration_tokens(shape: ModelShape, generator: torch.Generator) -> Tokens:
 
 
 def write_tokenizer(shape: ModelShape, folder: Path) -> None:
-    """Writes `tokenizer.json`, `tokenizer_config.json` and `generation_config.json`."""
+    """Write `tokenizer.json`, `tokenizer_config.json` and `generation_config.json`."""
     specials = _special_texts(shape)
     vocabulary = {text: token for token, text in specials.items()}
     vocabulary |= dict(zip(_byte_letters(), byte_ids(shape), strict=True))

@@ -1,44 +1,34 @@
-"""The folder of a checkpoint: what must hold before anything is written."""
+"""Writing a checkpoint: checks of its folder, and safetensors files that are filled one tensor at a time."""
 
 import json
-import shutil
-import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from picompile.errors import DoesNotFitError, UsageError
-from picompile_runtime.devices.memory import in_units
+from picompile.errors import UsageError
+from picompile.output.checks import holds_something, require_disk_space, require_parent_folder
+from picompile.output.safetensors_file import safetensors_header
 
 # Configuration and tokenizer.
 _OTHER_BYTES = 16 << 20
 
 
 def check_free(output: Path) -> None:
-    """Refuses a place that is taken. Raises `UsageError`."""
-    parent = output.absolute().parent
-    empty = output.is_dir() and not output.is_symlink() and not any(output.iterdir())
-    if not empty and (output.exists() or output.is_symlink()):
+    """Raise `UsageError` if something exists at `output`, or the folder above it does not."""
+    if holds_something(output):
         raise UsageError(f"{output} exists; choose another place or remove it first")
-    if not parent.is_dir():
-        raise UsageError(f"{parent} is no folder; create it first")
+    require_parent_folder(output)
 
 
 def check_disk(output: Path, needed_bytes: int) -> None:
-    """Refuses a place that cannot hold the checkpoint. Raises `DoesNotFitError`."""
-    parent = output.absolute().parent
-    free = shutil.disk_usage(parent).free
-    if free < needed_bytes + _OTHER_BYTES:
-        wanted, there = in_units(needed_bytes + _OTHER_BYTES, free)
-        raise DoesNotFitError(f"the checkpoint needs {wanted}, and the disk of {parent} has {there} free")
-
-
-# Safetensors files that are filled one tensor at a time.
+    """Raise `DoesNotFitError` if the disk cannot hold `needed_bytes` of tensors and the checkpoint's other files."""
+    message = "the checkpoint needs {needed}, and the disk of {folder} has {free} free"
+    require_disk_space(output, needed_bytes + _OTHER_BYTES, message)
 
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
@@ -56,7 +46,7 @@ class _Place:
 
 
 class CheckpointWriter:
-    """Safetensors files whose tensors are put in any order, each exactly once.
+    """Writer of safetensors files whose tensors are put in any order, each exactly once.
 
     The headers are written first, since names, shapes and dtype are known; a tensor goes to its place as soon as it
     exists, so that no more than one of them is ever held.
@@ -78,25 +68,22 @@ class CheckpointWriter:
             _write_index(folder / f"{stem}.safetensors.index.json", names, shards, self._dtype.itemsize)
 
     def _open(self, path: Path, shard: Table, dtype: str) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name, shape in shard:
-            size = prod(shape) * self._dtype.itemsize
-            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        sizes = [prod(shape) * self._dtype.itemsize for _, shape in shard]
+        records = [(name, dtype, shape, size) for (name, shape), size in zip(shard, sizes, strict=True)]
+        header = safetensors_header(records, {"format": "pt"})
+        offset = len(header)
+        for (name, shape), size in zip(shard, sizes, strict=True):
+            self._places[name] = _Place(len(self._files), offset, shape)
             offset += size
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        for name, shape in shard:
-            self._places[name] = _Place(len(self._files), 8 + len(text) + header[name]["data_offsets"][0], shape)
         file = path.open("wb")
         self._files.append(file)
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + offset)
+        file.write(header)
+        file.truncate(offset)
 
     def put(self, name: str, tensor: Tensor) -> Tensor:
-        """Writes the next rows of tensor `name`, usually all of them; returns them as written, still in float32.
+        """Write the next rows of tensor `name`, usually all of them, and return them as written, still in float32.
 
-        The rounding is done in place.
+        `tensor` itself is rounded, in place.
         """
         place, first = self._places[name], self._rows.get(name, 0)
         if tensor.shape[1:] != place.shape[1:] or first + tensor.shape[0] > place.shape[0]:
@@ -109,14 +96,14 @@ class CheckpointWriter:
         return tensor.copy_(rounded)
 
     def round(self, tensor: Tensor) -> Tensor:
-        """float32 values as the files can hold them."""
+        """Return `tensor` in float32, rounded to values that the files can hold."""
         return tensor.to(self._dtype).to(torch.float32)
 
     def __enter__(self) -> "CheckpointWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Closes the files. Raises `ValueError` when a tensor is missing: a checkpoint with holes must not be kept."""
+        """Close the files. Raise `ValueError` if a tensor is missing: a checkpoint with holes must not be kept."""
         for file in self._files:
             file.close()
         if error is not None:
@@ -127,7 +114,7 @@ class CheckpointWriter:
 
 
 def split_shards(table: Table, item_bytes: int, shard_bytes: int) -> list[Table]:
-    """The tensors in order, cut into files of at most `shard_bytes` each.
+    """Return the tensors in order, cut into files of at most `shard_bytes` each.
 
     A file is larger only where a single tensor is.
     """
@@ -144,7 +131,7 @@ def split_shards(table: Table, item_bytes: int, shard_bytes: int) -> list[Table]
 
 
 def table_bytes(table: Iterable[tuple[str, tuple[int, ...]]], dtype: str) -> int:
-    """Size of all tensors of a table."""
+    """Return the size of all tensors of a table, in bytes."""
     return sum(prod(shape) for _, shape in table) * DTYPES[dtype].itemsize
 
 

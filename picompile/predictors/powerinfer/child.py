@@ -1,7 +1,8 @@
 """The guarded process: `python -m picompile.predictors.powerinfer.child` with a request on standard input.
 
-It reads files of strangers with libraries that were not made for that. It may hang or eat memory: its limits end it.
-What it found goes into a safetensors file, and why it refused into a text file. Nothing else of it is ever read.
+It reads untrusted files with libraries that were not made for that. If it hangs or takes too much memory, its limits
+end it. It writes tensors to a safetensors file, or the reason of a rejection to a text file; the parent reads nothing
+else.
 """
 
 import errno
@@ -18,16 +19,16 @@ from picompile.predictors.powerinfer.handover import DISK_FULL, REFUSAL_FILE, RE
 from picompile.processes import end_with_parent
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-# Between the signal that says which limit it was and the one that always ends a process.
+# Time between SIGXCPU, which tells the parent which limit it was, and SIGKILL.
 _GRACE_S = 2
 
 
 def main() -> int:
-    """Does what is requested. Returns the exit code: 0, `DISK_FULL`, or `REFUSED` where a refusal was written."""
+    """Read the requested files. Return the exit code: 0, `DISK_FULL`, or `REFUSED` if a reason was written."""
     request = json.load(sys.stdin)
     end_with_parent(request["parent"])
     output = Path(request["output"])
-    # The libraries are trusted, and some are large; what is limited is what they do with the files.
+    # The libraries are imported before the limits apply: they are trusted, and some are large.
     read = _readers(request)
     _limit(**request["limits"])
     try:
@@ -58,7 +59,7 @@ def _readers(request: Mapping[str, Any]) -> list[Callable[[], Any]]:
 
 
 def _limit(memory_bytes: int, cpu_s: float, file_bytes: int) -> None:
-    """Limits for the rest of the process: memory and time on top of what it has used, and the size of a file."""
+    """Limit the rest of the process: memory and time beyond what it has used, and the size of a file."""
     with open("/proc/self/statm", encoding="ascii") as statm:
         mapped_bytes = int(statm.read().split()[0]) * resource.getpagesize()
     cpu_limit_s = math.ceil(time.process_time() + cpu_s)

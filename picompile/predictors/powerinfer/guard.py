@@ -1,4 +1,4 @@
-"""Starts the guarded process, waits for it no longer than it may take, and says what became of it."""
+"""The parent's side of the guarded process: start it, wait for it for a limited time, and report its failure."""
 
 import contextlib
 import json
@@ -20,14 +20,14 @@ _CPU_S = 10.0
 # Slow machines and slow disks included.
 _BYTES_PER_S = 10e6
 _ELEMENTS_PER_S = 20e3
-# The widest copies of one tensor at a time: float64, float32, float16, and what the library makes between.
+# Bytes per element of the copies of one tensor at a time: float64, float32, float16, and those of the library.
 _COPIES_BYTES = 32
 _LONGEST_REFUSAL = 400
 
 
 @dataclass(frozen=True)
 class GuardLimits:
-    """What the process may use for the files, beyond what it takes to start: by default what their size explains."""
+    """Limits of the guarded process beyond what it needs to start; `of` derives them from the size of the files."""
 
     memory_bytes: int
     cpu_s: float
@@ -36,7 +36,7 @@ class GuardLimits:
 
     @classmethod
     def of(cls, source: PredictorSource) -> "GuardLimits":
-        """The limits for `source`."""
+        """Return the limits for `source`."""
         files = [*source.files.values(), *source.activations.values()]
         sizes = [file.stat().st_size for file in files]
         header_s = 0.0
@@ -51,7 +51,7 @@ class GuardLimits:
 
 
 def read_guarded(source: PredictorSource, folder: Path, limits: GuardLimits | None = None) -> Path:
-    """Reads `source` in another process and returns the safetensors file that it left in `folder`.
+    """Read `source` in another process, and return the safetensors file that it left in `folder`.
 
     The file has `layers.N.fc1` [r, D] and `layers.N.fc2` [F, r] as f16, and `layers.N.counts` int64 [F] for layers with
     activation statistics. Raises `UsageError`, in one line, for files that the process refuses or breaks on, and
@@ -103,7 +103,7 @@ def _gguf_request(source: PredictorSource, header: GgufHeader) -> dict[str, Any]
 
 
 def _environment() -> dict[str, str]:
-    """Where to find libraries, one thread, and nothing else of ours."""
+    """Return an environment with the paths of libraries and one thread, and nothing else of this process."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

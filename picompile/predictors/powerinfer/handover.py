@@ -1,7 +1,5 @@
-"""What the guarded process hands back: a safetensors file, written one tensor at a time."""
+"""The handover from the guarded process: its file names and exit codes, and the safetensors file that it writes."""
 
-import json
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -11,14 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from picompile.output.safetensors_file import safetensors_header
+
 TENSORS_FILE, REFUSAL_FILE = "tensors.safetensors", "refusal.txt"
 
-# Exit codes of the process. A full disk has one of its own, since there no refusal can be written either.
+# Exit codes of the process. A full disk has a code of its own, because then the reason cannot be written to a file.
 REFUSED, DISK_FULL = 1, 5
 
 
 class RefusedError(Exception):
-    """A file that is not taken, and why; raised in the guarded process only."""
+    """A file is rejected, and why. Raised only in the guarded process."""
 
 
 _DTYPES = {"F16": "<f2", "I64": "<i8"}
@@ -26,7 +26,7 @@ _DTYPES = {"F16": "<f2", "I64": "<i8"}
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor to be written as `dtype`, F16 or I64. `load()` gives it, in any dtype; `origin` goes into errors."""
+    """A tensor to be written as `dtype`, F16 or I64. `load()` returns it in any dtype; `origin` names it in errors."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,16 +36,12 @@ class Part:
 
 
 def write_parts(file: Path, parts: Sequence[Part]) -> None:
-    """Writes `parts` to `file`. Raises `RefusedError` for values that f16 cannot hold, or that are no numbers."""
-    header: dict[str, Any] = {}
-    end = 0
-    for part in parts:
-        start, end = end, end + prod(part.shape) * np.dtype(_DTYPES[part.dtype]).itemsize
-        header[part.name] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    """Write `parts` to `file`. Raise `RefusedError` for values that are not finite or too large for f16."""
+    records = [
+        (part.name, part.dtype, part.shape, prod(part.shape) * np.dtype(_DTYPES[part.dtype]).itemsize) for part in parts
+    ]
     with file.open("wb") as opened:
-        opened.write(struct.pack("<Q", len(text)) + text)
+        opened.write(safetensors_header(records))
         for part in parts:
             opened.write(_converted(part).tobytes())
 

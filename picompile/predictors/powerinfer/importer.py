@@ -1,4 +1,4 @@
-"""What a model asks of its predictors: one for each layer, of the right sizes."""
+"""Import of PowerInfer's predictors: from a source to a predictor set that fits the model."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from picompile.predictors import LayerPredictor
 
 
-# What config.json calls the layers, the hidden size and the neurons of a block, in the families that there are.
+# The names that the model families have in config.json for the layers, the hidden size and the neurons of a block.
 _LAYERS = ("num_hidden_layers", "n_layer")
 _HIDDEN = ("hidden_size",)
 _NEURONS = ("intermediate_size", "ffn_dim", "ffn_hidden_size")
@@ -29,10 +29,9 @@ Shapes = Mapping[int, Mapping[str, tuple[int, ...]]]
 
 
 def check_by_config(path: Path, shapes: Shapes, model: Path) -> None:
-    """Holds predictors against the numbers of `model`'s config.json, so far as it has them.
+    """Raise `UsageError` if the predictors do not fit the sizes in `model`'s config.json, as far as it has them.
 
-    The graph has the last word, `check_shapes`; but to capture it takes seconds, and this a moment.
-    Raises `UsageError`, in one line.
+    The final check is `check_shapes` against the graph; but capturing that takes seconds, and this check takes none.
     """
     try:
         config = read_json_object(model / "config.json")
@@ -44,7 +43,7 @@ def check_by_config(path: Path, shapes: Shapes, model: Path) -> None:
 
 
 def check_shapes(path: Path, shapes: Shapes, blocks: Mapping[int, tuple[int | None, int | None]]) -> None:
-    """Raises `UsageError` unless `shapes` has fc1 [r, hidden] and fc2 [neurons, r] for each of `blocks`.
+    """Raise `UsageError` unless `shapes` has fc1 [r, hidden] and fc2 [neurons, r] for each of `blocks`.
 
     `blocks`: layer → its neurons and hidden size; None stands for a number that is not known.
     """
@@ -77,9 +76,6 @@ def _number(config: object, names: tuple[str, ...]) -> int | None:
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < 1 << 20), None)
 
 
-# From a source of predictors to a folder of ours.
-
-
 # The smallest step of f16 at zero.
 _SMALLEST_STEP = 2.0**-24
 
@@ -100,9 +96,9 @@ class Imported:
 def import_predictors(
     source: PredictorSource, model: Path, output: Path, progress: Progress | None = None, *, overwrite: bool = True
 ) -> Imported:
-    """Writes the predictors of `source`, which are for `model`, to the folder `output`.
+    """Write the predictors of `source`, which are for `model`, to the folder `output`, and return what was written.
 
-    What may be there is replaced, without `overwrite` only an empty folder.
+    An existing folder is replaced; without `overwrite`, only an empty one.
 
     They become kind `learned-relu` with input `stream`. Activation statistics become `layers/NNN.safetensors` with
     `counts` int64 [F], as a profile has them. Raises `UsageError` for files that are refused or are predictors of
@@ -121,7 +117,13 @@ def import_predictors(
             fingerprint = _check_model(source.path, shapes, counts, model)
         layers = _layers(shapes, computes_above(source.threshold))
         with progress.step("write"):
-            _write(place, layers, _Handed(file, shapes), counts, {"fingerprint": fingerprint, "name": model.name})
+            _write(
+                place,
+                layers,
+                _HandedBackTensors(file, shapes),
+                counts,
+                {"fingerprint": fingerprint, "name": model.name},
+            )
     return Imported(layers, len(counts))
 
 
@@ -133,10 +135,11 @@ def _require_utf8(output: Path) -> None:
 
 
 def computes_above(threshold: float) -> float:
-    """The number t for which logit > t where logit ≥ `threshold`.
+    """Return the number t for which logit > t holds exactly when logit ≥ `threshold`.
 
-    PowerInfer leaves a neuron out if its logit is *below* the threshold. At 0 that is no hair's breadth: where
-    relu(fc1·x) is zero, all logits are, and every neuron is computed. Below 0 a step is taken that f16 has too.
+    PowerInfer leaves a neuron out if its logit is *below* the threshold. At 0 the
+    difference matters: if relu(fc1·x) is zero, all logits are zero, and every neuron is computed. For a threshold of 0
+    the result is a step that f16 has too.
     """
     import numpy as np
 
@@ -145,7 +148,7 @@ def computes_above(threshold: float) -> float:
 
 
 def _handed_back(file: Path) -> "tuple[Shapes, dict[int, Tensor]]":
-    """Shapes of the predictors by layer and part, and the counts by layer."""
+    """Return the shapes of the predictors by layer and part, and the counts by layer."""
     from safetensors import safe_open
 
     shapes: dict[int, dict[str, tuple[int, ...]]] = {}
@@ -161,7 +164,7 @@ def _handed_back(file: Path) -> "tuple[Shapes, dict[int, Tensor]]":
 
 
 def _check_model(path: Path, shapes: Shapes, counts: "Mapping[int, Tensor]", model: Path) -> str:
-    """Holds everything against the model's graph; returns the model's fingerprint."""
+    """Check everything against the model's graph; return the model's fingerprint."""
     from picompile.frontend import load_model
     from picompile.frontend.checkpoint import fingerprint
     from picompile.predictors import block_shapes
@@ -184,7 +187,7 @@ def _check_model(path: Path, shapes: Shapes, counts: "Mapping[int, Tensor]", mod
 
 
 def _check_norms(path: Path, graph_module: "GraphModule") -> None:
-    """Raises where a block has no norm before it, and so nothing that PowerInfer's predictors could read."""
+    """Raise if a block has no norm before it, and so no input for PowerInfer's predictors."""
     from picompile_passes.graph.nodes import arguments, calls
     from picompile_passes.graph.operands import FFN, stream_of
 
@@ -206,8 +209,8 @@ def _layers(shapes: Shapes, threshold: float) -> "tuple[LayerPredictor, ...]":
     return tuple(layers)
 
 
-class _Handed(Mapping[str, "Tensor"]):
-    """The tensors that the guarded process left, read when they are asked for, and biases of zero."""
+class _HandedBackTensors(Mapping[str, "Tensor"]):
+    """The tensors that the guarded process wrote, read on access, and biases of zero."""
 
     def __init__(self, file: Path, shapes: Shapes) -> None:
         self._file = file

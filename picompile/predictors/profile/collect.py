@@ -1,4 +1,4 @@
-"""What is gathered of one layer while windows of tokens run through it."""
+"""Collection of firing counts and input samples, layer by layer, while windows of tokens run through the model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,26 +25,26 @@ _LARGEST_F16 = 65504.0
 
 
 def layer_of(block: Node) -> int:
-    """The layer's number."""
+    """Return the layer's number."""
     return int(block.meta["layer"])
 
 
 def norm_of(segment: Segment, block: Node) -> Node | None:
-    """The norm that makes what the block reads, where there is one."""
+    """Return the norm whose output the block reads; None if there is none in this segment."""
     norm = arguments(block)["x"]
-    # One in another segment would have to be remembered from there when a killed run goes on.
+    # The output of a norm in another segment would have to be saved for a run that is resumed.
     return norm if is_call(norm, RMS_NORM, LAYER_NORM) and norm in segment.nodes else None
 
 
 def can_be_silent(block: Node) -> bool:
-    """Whether what a neuron of the block sends to its down row is exactly zero where it does not fire."""
+    """Return whether the output of a neuron of the block is exactly zero when it does not fire."""
     values = arguments(block)
     texts = [values["activation"], *([values["up_activation"]] if values["gate"] is not None else [])]
     return any(parse_activation(text).sparse for text in texts)
 
 
 def thresholded_ffn(threshold: float, see: Callable[[Tensor, Tensor, Tensor], None]) -> Callable[..., Tensor]:
-    """`ffn` without the neurons whose outputs are at most `threshold` in magnitude.
+    """Return a function like `ffn` that skips neurons whose outputs are at most `threshold` in magnitude.
 
     `see` receives the magnitudes [tokens, neurons], which of them fire, and the down rows [neurons, hidden].
     """
@@ -62,7 +62,7 @@ def thresholded_ffn(threshold: float, see: Callable[[Tensor, Tensor, Tensor], No
 
 
 class LayerCollector:
-    """Counts firings of one layer's neurons, and keeps what the block read at `positions`."""
+    """Counts the firings of one layer's neurons, and keeps the block's inputs at `positions`."""
 
     def __init__(self, segment: Segment, block: Node, threshold: float, positions: Tensor) -> None:
         self.block, self.norm, self.threshold = block, norm_of(segment, block), threshold
@@ -75,7 +75,7 @@ class LayerCollector:
         self._tokens, self._taken = 0, 0
 
     def replace(self) -> Replace:
-        """The calls to be made instead of the graph's."""
+        """Return the functions to call instead of the graph's."""
         ffn = thresholded_ffn(self.threshold, self._count)
         if self.norm is None:
             return {self.block: lambda x, *operands: ffn(self._sample(x), *operands)}
@@ -83,7 +83,7 @@ class LayerCollector:
         return {self.block: ffn, self.norm: lambda x, *operands: normalize(self._sample(x), *operands)}
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What is kept of the layer. Raises `UnsupportedModelError` where its values are not numbers."""
+        """Return the tensors of the layer's file. Raise `UnsupportedModelError` if its values are not finite."""
         contribution = (self._magnitude * self._lengths).float()
         if not bool(contribution.isfinite().all()):
             raise UnsupportedModelError(
@@ -97,11 +97,11 @@ class LayerCollector:
         }
 
     def _sample(self, x: Tensor) -> Tensor:
-        """Keeps the rows that are among the sampled positions; gives x on."""
+        """Keep the rows at sampled positions; return x."""
         end = self._tokens + len(x)
         stop = int(torch.searchsorted(self._positions, end))
         rows = x[self._positions[self._taken : stop] - self._tokens]
-        # A few directions of a residual stream can be beyond float16.
+        # A few directions of a residual stream can exceed the range of float16.
         self._samples[self._taken : stop] = rows.clamp(-_LARGEST_F16, _LARGEST_F16)
         self._tokens, self._taken = end, stop
         return x
@@ -114,7 +114,7 @@ class LayerCollector:
 
 
 def summarize(counts: Tensor, tokens: int) -> dict[str, Any]:
-    """`firing_share`, `neurons_for_80_percent` and `never_fired` of a layer; counts int64 [neurons]."""
+    """Return `firing_share`, `neurons_for_80_percent` and `never_fired` of a layer; counts int64 [neurons]."""
     reached = counts.sort(descending=True).values.double().cumsum(0)
     total = float(reached[-1])
     needed = int((reached < 0.8 * total).sum()) + 1 if total else 0
@@ -126,24 +126,21 @@ def summarize(counts: Tensor, tokens: int) -> dict[str, Any]:
 
 
 def draw_positions(samples: int, tokens: int, seed: int) -> Tensor:
-    """Which tokens are sampled: int64 [min(samples, tokens)], in order."""
+    """Draw the tokens to sample: int64 [min(samples, tokens)], in order."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(tokens, generator=generator)[:samples].sort().values
 
 
-# One run of all windows through a model's segments, which goes on where the last process left it.
-
-
 Extra = dict[str, Tensor]
-"""What a pass gathers over several segments; saved with the states."""
+"""Tensors that a pass collects over several segments; saved with the states."""
 
 Begin = Callable[[Segment, Extra], tuple[Replace, Callable[[], None]]]
-"""Called before a segment: the calls to be made instead of the graph's, and what is to be done after the segment."""
+"""Called before a segment; returns the functions to call instead of the graph's, and one to call after the segment."""
 
 
 @dataclass(frozen=True)
-class Model:
-    """A canonical graph in segments, and its weights."""
+class SegmentedModel:
+    """A canonical graph, cut into segments, and its weights."""
 
     graph_module: GraphModule
     segments: tuple[Segment, ...]
@@ -151,23 +148,24 @@ class Model:
 
 
 def run_pass(
-    model: Model,
+    model: SegmentedModel,
     name: str,
     windows: Sequence[Sequence[int]],
     begin: Begin,
-    workplace: ProfileDirectory,
+    directory: ProfileDirectory,
     progress: Progress,
     *,
     segments: int | None = None,
     loss: WindowLoss | None = None,
 ) -> Extra:
-    """Runs `windows` through the first `segments` segments, by default all; `loss` receives the logits.
+    """Run `windows` through the first `segments` segments, by default all; `loss` receives the logits.
 
-    `name` tells passes apart: what was saved of another is not gone on with.
+    A pass that was interrupted is resumed at the segment where the last process stopped. `name` tells passes apart: the
+    saved state of another pass is not used.
     """
     chosen = model.segments[:segments]
     logits = model.graph_module.graph.output_node().all_input_nodes if loss is not None else ()
-    first, states, extra = workplace.load_state(name, model.graph_module, chosen, windows)
+    first, states, extra = directory.load_state(name, model.graph_module, chosen, windows)
     total = sum(map(len, windows)) * (len(chosen) - first)
     with progress.step(name, total) as advance:
         for number, segment in enumerate(chosen[first:], start=first):
@@ -175,106 +173,5 @@ def run_pass(
             run_segment(segment, model.weights, states, loss, logits, advance, replace)
             finish()
             if number + 1 < len(chosen):
-                workplace.save_state(name, number + 1, states, extra)
+                directory.save_state(name, number + 1, states, extra)
     return extra
-
-
-# Thresholds for models whose neurons are never quite silent (SiLU, GELU).
-#
-# A neuron that sends less than a threshold to its down row is taken to be silent. Each layer's threshold is the same
-# quantile of its magnitudes, as in CATS (arXiv 2404.08763); the largest quantile is searched for with which the
-# perplexity on held-out text stays inside the gate. The search takes seven runs over the held-out text: one of the
-# dense
-# model, which also counts the magnitudes, and six bisections.
-
-
-# Shares are tried in steps of one of these.
-_STEPS = 64
-
-# Magnitudes are counted by their binary logarithms, in bins of a sixteenth: thresholds differ by 4 %.
-_LOWEST, _HIGHEST, _BINS = -40, 24, 1024
-
-
-@dataclass(frozen=True)
-class Search:
-    """Looks for the thresholds of `model` on `windows`, and notes in `workplace` what it has found."""
-
-    model: Model
-    windows: Sequence[Sequence[int]]
-    gate: float
-    workplace: ProfileDirectory
-    progress: Progress
-
-    def run(self) -> tuple[dict[int, float], dict[str, Any]]:
-        """Thresholds by layer, and how they were found."""
-        found = self.workplace.read_search() or self._dense()
-        low, high = 0, _STEPS
-        while high - low > 1:
-            middle = (low + high) // 2
-            if str(middle) not in found["perplexities"]:
-                found["perplexities"][str(middle)] = self._perplexity(self._thresholds(found, middle), middle)
-                self.workplace.write_search(found)
-            kept = found["perplexities"][str(middle)] <= found["dense_perplexity"] * (1 + self.gate)
-            low, high = (middle, high) if kept else (low, middle)
-        return self._thresholds(found, low), {
-            "gate": self.gate,
-            "silenced_share": low / _STEPS,
-            "dense_perplexity": found["dense_perplexity"],
-            "perplexity": found["perplexities"].get(str(low), found["dense_perplexity"]),
-            "tried": {str(int(step) / _STEPS): value for step, value in sorted(found["perplexities"].items())},
-        }
-
-    def _dense(self) -> dict[str, Any]:
-        loss = WindowLoss(self.windows)
-        histograms = run_pass(
-            self.model, "dense", self.windows, self._counting, self.workplace, self.progress, loss=loss
-        )
-        counts = {layer: histogram.tolist() for layer, histogram in sorted(histograms.items())}
-        found = {"dense_perplexity": _finite(loss.perplexity), "perplexities": {}, "histograms": counts}
-        self.workplace.write_search(found)
-        return found
-
-    def _counting(self, segment: Segment, extra: Extra) -> tuple[Replace, Callable[[], None]]:
-        replace: Replace = {}
-        for block in _searched(segment):
-            histogram = extra.setdefault(str(layer_of(block)), torch.zeros(_BINS, dtype=torch.int64))
-            replace[block] = thresholded_ffn(0.0, _counter(histogram))
-        return replace, lambda: None
-
-    def _perplexity(self, thresholds: Mapping[int, float], step: int) -> float:
-        def begin(segment: Segment, extra: Extra) -> tuple[Replace, Callable[[], None]]:
-            blocks = _searched(segment)
-            return {b: thresholded_ffn(thresholds[layer_of(b)], lambda *_: None) for b in blocks}, lambda: None
-
-        loss = WindowLoss(self.windows)
-        name = f"threshold at {step / _STEPS:.1%}"
-        run_pass(self.model, name, self.windows, begin, self.workplace, self.progress, loss=loss)
-        return loss.perplexity
-
-    def _thresholds(self, found: Mapping[str, Any], step: int) -> dict[int, float]:
-        return {int(layer): quantile(counts, step / _STEPS) for layer, counts in found["histograms"].items()}
-
-
-def quantile(counts: Sequence[int], share: float) -> float:
-    """The largest edge of the bins of magnitudes with at most `share` of all below it; 0 where there is none."""
-    below = torch.tensor(counts, dtype=torch.int64).cumsum(0)
-    edges = int((below <= share * float(below[-1])).sum())
-    return float(2.0 ** (_LOWEST + edges * (_HIGHEST - _LOWEST) / _BINS)) if edges else 0.0
-
-
-def _searched(segment: Segment) -> list[Node]:
-    return [block for block in segment.blocks if not can_be_silent(block)]
-
-
-def _counter(histogram: Tensor) -> Callable[[Tensor, Tensor, Tensor], None]:
-    def count(magnitude: Tensor, fires: Tensor, down: Tensor) -> None:
-        logarithms = magnitude.log2().clamp_(_LOWEST, _HIGHEST)
-        histogram.add_(torch.histc(logarithms, _BINS, _LOWEST, _HIGHEST).to(torch.int64))
-
-    return count
-
-
-def _finite(perplexity: float) -> float:
-    if not perplexity < float("inf"):
-        raise UnsupportedModelError("the model's logits are not finite numbers: its weights are damaged")
-    return perplexity

@@ -1,9 +1,9 @@
-"""The folder that a profile is made in, and how far the making has come.
+"""The folder that a profile is made in, and the state of an unfinished profile.
 
-Where a complete profile is to be replaced, that is the folder `.begun` inside it, whose content takes the place of what
-was there in one step at the end. Everything in it appears whole. `state.safetensors` says which segment of which pass
-is next and holds what is alive of every window there; a layer's own file is in place before it. So whenever the process
-ends, the next one has what it needs, and does again at most one segment.
+To replace a complete profile, the new one is made in the folder `.begun` inside it, whose content replaces the old
+profile in one step at the end. Every file in it appears whole. `state.safetensors` records which segment of which pass
+comes next, and holds the live values of every window there; a layer's own file is written before it. So whenever the
+process ends, the next one can resume, and repeats at most one segment.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,22 +21,22 @@ from picompile.streaming import Segment, State, new_states
 
 _STATE_FILE = "state.safetensors"
 _SEARCH_FILE = "search.json"
-# The description last: without it, nothing is a profile's.
+# The description comes last: without it, no file is taken for a profile's.
 _FILES = (_STATE_FILE, _SEARCH_FILE, TOKENS_FILE, PROFILE_FILE)
 _LAYER_FILES = "layers/[0-9]*.safetensors"
-BEGUN = ".begun"
+BEGUN_FOLDER = ".begun"
 _SEARCHED = {"dense_perplexity", "perplexities", "histograms"}
 
 
 @dataclass(frozen=True)
 class ProfileDirectory:
-    """A folder of a profile that is being made, of `inputs`: a hash of all that it depends on."""
+    """The folder of a profile that is being made. `inputs` is a hash of everything that the profile depends on."""
 
     folder: Path
     inputs: str
 
     def open(self) -> bool:
-        """Makes the folder ready; says whether it holds something of the same inputs to go on with."""
+        """Prepare the folder; return whether it holds an unfinished profile of the same inputs to resume."""
         for temporary in self.folder.rglob(".*.tmp"):
             temporary.unlink()
         known = description_inputs(self.folder) == self.inputs
@@ -48,33 +48,33 @@ class ProfileDirectory:
         return known
 
     def discard(self) -> None:
-        """Removes all that was made, and the folder if nothing else is in it."""
+        """Remove everything that was made, and the folder if nothing else is in it."""
         self._clear()
         for folder in (self.folder / "layers", self.folder):
             if folder.exists() and not any(folder.iterdir()):
                 folder.rmdir()
 
     def _clear(self) -> None:
-        """Removes what another run left, its description last; nothing that is not a profile's."""
+        """Remove the files of another run, its description last; other files stay."""
         for path in self.folder.glob(_LAYER_FILES):
             path.unlink()
         for name in _FILES:
             (self.folder / name).unlink(missing_ok=True)
 
     def read_search(self) -> dict[str, Any]:
-        """What the search for thresholds has found so far; nothing where that cannot be read."""
+        """Return the state of the threshold search; empty if it cannot be read."""
         found = read_notes(self.folder / _SEARCH_FILE)
         return found if found.keys() >= _SEARCHED else {}
 
     def write_search(self, found: Mapping[str, Any]) -> None:
-        """Notes what the search has found."""
+        """Save the state of the threshold search."""
         write_json(self.folder / _SEARCH_FILE, found)
 
     def save_state(self, pass_name: str, segment: int, states: Sequence[State], extra: Mapping[str, Tensor]) -> None:
-        """Notes what is alive of each window before segment number `segment` of a pass."""
+        """Save the live values of each window before segment number `segment` of a pass."""
         tensors = dict(extra)
         for index, state in enumerate(states):
-            # The tokens and positions are known anyway.
+            # Tokens and positions are placeholders, and known anyway.
             alive = [value for node, value in state.items() if node.op != "placeholder"]
             tensors |= {f"windows.{index}.{number}": value for number, value in enumerate(alive)}
         write_tensors(self.folder / _STATE_FILE, tensors, {"pass": pass_name, "segment": str(segment)})
@@ -82,40 +82,40 @@ class ProfileDirectory:
     def load_state(
         self, pass_name: str, graph_module: GraphModule, segments: Sequence[Segment], windows: Sequence[Sequence[int]]
     ) -> tuple[int, list[State], dict[str, Tensor]]:
-        """The number of the next segment of a pass, the states before it, and what else was saved."""
+        """Return the number of the next segment of a pass, the states before it, and the extra tensors."""
         states = new_states(graph_module, windows)
         try:
             tensors, metadata = read_tensors(self.folder / _STATE_FILE)
             if metadata.get("pass") != pass_name:
                 return 0, states, {}
-            number = int(metadata["segment"])
-            outputs = segments[number - 1].outputs
+            following = int(metadata["segment"])
+            outputs = segments[following - 1].outputs
             alive = [
-                {node: tensors.pop(f"windows.{index}.{place}") for place, node in enumerate(outputs)}
+                {node: tensors.pop(f"windows.{index}.{number}") for number, node in enumerate(outputs)}
                 for index in range(len(states))
             ]
         except (UsageError, KeyError, ValueError, IndexError):
-            # There is none, or a disk lost a part of it.
+            # There is no state, or the disk lost a part of it.
             return 0, states, {}
-        return number, [state | values for state, values in zip(states, alive, strict=True)], tensors
+        return following, [state | values for state, values in zip(states, alive, strict=True)], tensors
 
     def finish(self, description: Mapping[str, Any]) -> None:
-        """Writes the description of the complete profile and removes what was only there to go on."""
+        """Write the description of the complete profile, and remove the files that were only needed to resume."""
         write_json(self.folder / PROFILE_FILE, description)
         self.tidy()
 
     def tidy(self) -> None:
-        """Removes what was only there to go on."""
+        """Remove the files that were only needed to resume."""
         for name in (_STATE_FILE, _SEARCH_FILE):
             (self.folder / name).unlink(missing_ok=True)
 
 
-def is_profiles(path: PurePath) -> bool:
-    """Whether `path`, relative to a profile's folder, is of a file that belongs to a profile."""
+def belongs_to_profile(path: PurePath) -> bool:
+    """Return whether `path`, relative to a profile's folder, is a file of a profile."""
     return str(path) in _FILES or path.match(_LAYER_FILES)
 
 
 def description_inputs(folder: Path) -> str | None:
-    """The inputs of the profile, complete or not, in a folder; None where there is none."""
+    """Return the inputs of the profile, complete or not, in a folder; None if there is no profile."""
     content = read_description(folder)
     return None if content is None else str(content.get("inputs"))

@@ -1,4 +1,4 @@
-"""What to profile on, and how much of it."""
+"""Options of profiling."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,18 @@ WINDOW = 512
 class ProfileOptions:
     """How a model is profiled.
 
-    `calibration` are files (`-` is standard input) or texts; without any, Python's standard library and text sampled
-    from the model. `held_out` is text that only measures; without it, the end of the calibration text. Firings are
-    counted over at most `tokens` tokens, in windows of `window` (None: 512, or the model's positions), and the inputs
-    of `samples` of them are kept. `gate` bounds the relative rise of perplexity that thresholds of SiLU and GELU may
-    cause; None leaves these at zero. `seed` draws the samples, the order of the library's files, and the model's text.
+    Attributes:
+        calibration: Files (`-` is standard input) or texts to count firings on. Without any, Python's standard library
+            and text sampled from the model.
+        held_out: Text that is only measured on. Without any, the end of the calibration text.
+        tokens: The most tokens to count firings on.
+        samples: The number of tokens whose block inputs are kept.
+        window: Tokens of a window; None: 512, or the model's positions if these are fewer.
+        held_out_tokens: The most held-out tokens.
+        gate: Accuracy bound: the largest relative rise of perplexity that thresholds of SiLU and GELU models may cause.
+            None leaves the thresholds at zero.
+        seed: Seed of the samples, of the order of the library's files, and of the model's text.
+        overwrite: Replace a complete profile of other inputs.
     """
 
     calibration: tuple[Path | CalibrationText, ...] = ()
@@ -32,7 +39,7 @@ class ProfileOptions:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for counts that make no sense."""
+        """Raise `UsageError` for counts that make no sense."""
         require_whole(
             tokens=self.tokens,
             samples=self.samples,

@@ -1,4 +1,4 @@
-"""Text that a model writes itself: what it meets when it generates."""
+"""Text that the model itself generates: what it will read when it generates."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,17 +8,17 @@ from torch import Tensor
 from picompile.predictors.profile.windows import cut_windows
 from picompile.progress import Progress
 
-# Of the calibration tokens.
+# The share of the calibration tokens that the model generates itself.
 OWN_SHARE = 0.05
 
-# A bound on the time that does not depend on the clock, so that the same model and seed give the same text: parameters
-# times tokens. It takes about 40 s on 2 cores, since a token reads each weight once, at 1.5 GB/s or more.
+# A limit on parameters times tokens, and so on time. It does not depend on the clock, so that the same model and seed
+# give the same text. It takes about 40 s on 2 cores, because a token reads each weight once, at 1.5 GB/s or more.
 _WORK = 60e9
 _LEAST_TOKENS = 256
 
 
 def own_tokens(parameters: int, tokens: int) -> int:
-    """How many tokens a model of so many parameters shall write for a text of `tokens`; 0 for one that is too large."""
+    """Return how many tokens a model of `parameters` generates for a text of `tokens`; 0 if it is too large."""
     count = int(min(tokens * OWN_SHARE, _WORK / parameters))
     return count if count >= _LEAST_TOKENS else 0
 
@@ -26,9 +26,9 @@ def own_tokens(parameters: int, tokens: int) -> int:
 def own_windows(
     model: Path, count: int, window: int, starts: Sequence[Sequence[int]], seed: int, progress: Progress
 ) -> Tensor:
-    """Windows of text drawn from the model at temperature 1, int32 [windows, window], about `count` tokens.
+    """Return windows of text sampled from the model at temperature 1: int32 [windows, window], about `count` tokens.
 
-    Each text begins with one of `starts`, in turn. The model is compiled for it, into a temporary folder. Raises what
+    Each text begins with one of `starts`, in turn. The model is compiled for this, into a temporary folder. Raises what
     compiling and generating raise.
     """
     from picompile.lossless import compile_lossless

@@ -1,15 +1,15 @@
-"""What can be known, and refused, before a model is captured: its texts, and the folder that the profile goes to."""
+"""Checks before a model is captured: the texts to profile it on, and the folder that the profile goes to."""
 
 import hashlib
 import json
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from picompile.errors import DoesNotFitError, UsageError
+from picompile.errors import UsageError
 from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.hf import open_checkpoint
+from picompile.output.checks import require_disk_space, require_folder_or_nothing
 from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.profile.own_text import own_tokens
 from picompile.predictors.profile.profile import PROFILE_FILE, read_description
@@ -17,7 +17,6 @@ from picompile.predictors.profile.text import read_calibration
 from picompile.predictors.profile.windows import TextWindows, checkpoint_tokenizer, text_windows, window_size
 from picompile.progress import Progress
 from picompile.version import __version__
-from picompile_runtime.devices.memory import in_units
 
 if TYPE_CHECKING:
     from picompile.frontend.captured import ModelFacts
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProfileTask:
-    """A profile that is to be made. `own_tokens` is the length of the text that the model itself shall write."""
+    """A profile to be made. `own_tokens` is the length of the text that the model itself shall write."""
 
     model: Path
     options: ProfileOptions
@@ -36,15 +35,15 @@ class ProfileTask:
 
     @property
     def inputs(self) -> str:
-        """A hash of all that the profile depends on."""
+        """Return a hash of everything that the profile depends on."""
         options = replace(self.options, calibration=(), held_out=(), overwrite=False)
         parts = [__version__, self.fingerprint, self.text.sha256, self.own_tokens, repr(options)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def prepare(model: Path, options: ProfileOptions, progress: Progress) -> ProfileTask:
-    """Reads texts and the checkpoint's headers. Raises `UsageError` and `UnsupportedModelError`."""
-    # Only once, for standard input cannot be read again.
+    """Read the texts and the checkpoint's headers. Raise `UsageError` or `UnsupportedModelError`."""
+    # Read only once: standard input cannot be read again.
     texts, held_out = read_calibration(options.calibration), read_calibration(options.held_out)
     options = replace(options, calibration=texts, held_out=held_out)
     with progress.step("text"):
@@ -62,20 +61,14 @@ def prepare(model: Path, options: ProfileOptions, progress: Progress) -> Profile
     return ProfileTask(model, options, facts, fingerprint(model), text, own)
 
 
-def check_kind(output: Path) -> None:
-    """Refuses what no profile can be made in. Raises `UsageError`."""
-    if output.is_symlink() and not output.exists():
-        raise UsageError(f"{output}: a link to nowhere; remove it or choose another output")
-    if output.exists() and not output.is_dir():
-        raise UsageError(f"{output}: exists and is not a folder; choose another output")
+def check_profile_output(output: Path, task: ProfileTask) -> None:
+    """Check that the profile of `task` may and can be written to `output`.
 
-
-def check_place(output: Path, task: ProfileTask) -> None:
-    """Refuses a folder that may not be overwritten, and a disk that is too small.
-
-    Raises `UsageError` or `DoesNotFitError`.
+    Raises:
+        UsageError: The folder must not be overwritten.
+        DoesNotFitError: The disk is too small.
     """
-    check_kind(output)
+    require_folder_or_nothing(output)
     description = None
     if output.exists():
         description = read_description(output)
@@ -91,10 +84,6 @@ def check_place(output: Path, task: ProfileTask) -> None:
 
 def _check_disk(output: Path, task: ProfileTask) -> None:
     tokens, hidden = task.text.calibration.numel(), task.facts.hidden
-    # Samples of all layers in float16; what is alive of all tokens in float32, old and new.
+    # The samples of all layers in float16, and the live values of all tokens in float32, old and new.
     needed = min(task.options.samples, tokens) * hidden * 2 * task.facts.layers + 2 * tokens * hidden * 4
-    parent = next(parent for parent in output.absolute().parents if parent.exists())
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        wanted, there = in_units(needed, free)
-        raise DoesNotFitError(f"{output}: needs about {wanted} on disk, {there} are free; take fewer --samples")
+    require_disk_space(output, needed, "{output}: needs about {needed} on disk, {free} are free; take fewer --samples")

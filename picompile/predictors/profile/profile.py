@@ -1,4 +1,4 @@
-"""A profile: how a model's neurons fire, and samples of what its feed-forward blocks read. A folder on disk."""
+"""A profile: how a model's neurons fire, and samples of the inputs of its feed-forward blocks. A folder on disk."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,13 +10,13 @@ from torch import Tensor
 from picompile.errors import UsageError
 from picompile.predictors.description import (
     LARGEST_F32,
+    adding_advice,
     check_order,
     check_schema,
     choice,
     layer_number,
     number,
     read_object,
-    refusing,
 )
 from picompile.predictors.profile.files import read_kinds, read_tensors
 from picompile.predictors.profile.windows import windows_sha256
@@ -32,7 +32,7 @@ ADVICE = "profile the model again"
 
 
 def layer_file(layer: int) -> str:
-    """Where a layer's tensors lie in the folder."""
+    """Return the file of a layer's tensors, relative to the folder."""
     return f"layers/{layer:03d}.safetensors"
 
 
@@ -40,10 +40,10 @@ def layer_file(layer: int) -> str:
 class LayerProfile:
     """How the neurons of one layer fire.
 
-    A neuron fires on a token where the magnitude of what it sends to its down row is above `threshold`.
-    `firing_share` of the neurons fire on a token; the `neurons_for_80_percent` share of them makes 80 % of the firings;
-    `never_fired` counts those that fired on no token. `place` says what the samples are: `stream`, what the norm before
-    the block reads, or `block`, what the block itself reads.
+    A neuron fires on a token if the magnitude of its output, before the down projection, is above `threshold`.
+    `firing_share` is the mean share of neurons that fire on a token; the share `neurons_for_80_percent` of the neurons
+    makes 80 % of the firings; `never_fired` counts neurons that fired on no token. `place` says what the samples are
+    inputs of: `stream` (the norm before the block) or `block` (the block itself).
     """
 
     layer: int
@@ -59,10 +59,10 @@ class LayerProfile:
 class Profile:
     """A profile that was read from `folder`.
 
-    `fingerprint` is that of the model, `tokens` are counted in windows of `window`, `sample_count` of them were kept.
-    `sources` and `held_out_source` name the texts. `thresholds` says how those of the layers were found: None in ReLU
-    models, where they are zero. `tokens_sha256` is that of the token ids, as `windows_sha256` has it. `config` is what
-    the model's config.json says, None in profiles of earlier versions.
+    `fingerprint` is the model's. Firings were counted on `tokens` tokens in windows of `window`, and the block inputs
+    of `sample_count` of them were kept. `sources` and `held_out_source` name the texts. `thresholds` has the facts of
+    the threshold search; it is None for ReLU models, whose thresholds are zero. `tokens_sha256` is the `windows_sha256`
+    of the token ids. `config` is the content of the model's config.json, None in profiles of earlier versions.
     """
 
     folder: Path
@@ -81,37 +81,37 @@ class Profile:
     config: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def counts(self, layer: int) -> Tensor:
-        """On how many of the tokens each neuron fired: int64 [neurons]."""
+        """Return on how many of the tokens each neuron fired: int64 [neurons]."""
         return self._layer_tensor(layer, "counts")
 
     def contribution(self, layer: int) -> Tensor:
-        """The sum, over the tokens, of magnitude times length of the down row of each firing: float32 [neurons]."""
+        """Return the sum over all firings of magnitude times length of the down row: float32 [neurons]."""
         return self._layer_tensor(layer, "contribution")
 
     def samples(self, layer: int) -> Tensor:
-        """What the block, or the norm before it, read on the sampled tokens: float16 [samples, hidden]."""
+        """Return the inputs of the block, or of the norm before it, on sampled tokens: float16 [samples, hidden]."""
         return self._layer_tensor(layer, "input")
 
     def positions(self, layer: int) -> Tensor:
-        """Which tokens were sampled: int64 [samples], places in the windows laid end to end. The same in all layers."""
+        """Return the sampled tokens: int64 [samples], positions in the concatenated windows, equal in all layers."""
         return self._layer_tensor(layer, "positions")
 
     def calibration(self) -> list[list[int]]:
-        """The windows of token ids that were counted over."""
+        """Return the windows of token ids that firings were counted on."""
         return self._windows("calibration")
 
     def held_out(self) -> list[list[int]]:
-        """The windows of token ids that only measure."""
+        """Return the held-out windows of token ids, which are only measured on."""
         return self._windows("held_out")
 
     def require_model(self, fingerprint: str) -> None:
-        """Raises `UsageError` for a profile of a model of another fingerprint, or with other tokens than it is of."""
+        """Raise `UsageError` if the profile is of a model with another fingerprint, or its token file was changed."""
         if fingerprint != self.fingerprint:
             raise UsageError(f"{self.folder}: is a profile of another model ({self.model_name!r}); profile this one")
         self._token_ids()
 
     def _layer_tensor(self, layer: int, name: str) -> Tensor:
-        """Raises `UsageError` for values that no profile has."""
+        """Read a tensor of a layer. Raise `UsageError` if it holds values that no profile has."""
         path = self.folder / layer_file(layer)
         found = _named(path, read_tensors(path, only=name)[0], name)
         must, holds = _VALUES[name]
@@ -124,7 +124,7 @@ class Profile:
         return windows
 
     def _token_ids(self) -> dict[str, Tensor]:
-        """Raises `UsageError` for other token ids than those that were profiled on."""
+        """Read the token ids. Raise `UsageError` if they are not those that were profiled on."""
         path = self.folder / TOKENS_FILE
         tensors = read_tensors(path)[0]
         windows = {name: _named(path, tensors, name) for name in ("calibration", "held_out")}
@@ -133,7 +133,7 @@ class Profile:
         return windows
 
 
-# What the tensors of a layer must hold, of so many tokens.
+# For each tensor of a layer: what it must hold, in words, and a check of that, given the number of tokens.
 _VALUES: Mapping[str, tuple[str, Callable[[Tensor, int], bool]]] = {
     "counts": ("from 0 to the number of tokens", lambda x, tokens: bool(((x >= 0) & (x <= tokens)).all())),
     "contribution": ("finite and not negative", lambda x, tokens: bool((x.isfinite() & (x >= 0)).all())),
@@ -146,18 +146,18 @@ _VALUES: Mapping[str, tuple[str, Callable[[Tensor, int], bool]]] = {
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a complete profile is there. Raises `UsageError` as `read_description` does."""
+    """Return whether the folder holds a complete profile. Raise `UsageError` as `read_description` does."""
     return (read_description(folder) or {}).get("complete") is True
 
 
 def read_description(folder: Path) -> dict[str, Any] | None:
-    """What `profile.json` says; None where there is none. Raises `UsageError` for one that is not a profile's."""
+    """Return the content of `profile.json`; None if there is none. Raise `UsageError` if it is not a profile's."""
     path = folder / PROFILE_FILE
     return read_object(path, FORMAT, "a profile's description") if path.is_file() else None
 
 
 def describe(profile: Profile, inputs: str, version: str, sha256: str) -> dict[str, Any]:
-    """The contents of `profile.json` of a complete profile. `inputs` tells runs with other inputs apart."""
+    """Return the content of `profile.json` for a complete profile. `inputs` tells runs with other inputs apart."""
     return {
         "format": FORMAT,
         "schema": SCHEMA,
@@ -190,15 +190,13 @@ def _named(path: Path, tensors: Mapping[str, Tensor], name: str) -> Tensor:
     return tensors[name]
 
 
-# Reading a profile: every field and every file is held against what a profile can be.
-
-
-# That of who knows every token, but for rounding.
+# Reading checks every field and every file against what a profile can be. A model that knows every token has a
+# perplexity of 1, except for rounding.
 _LEAST_PERPLEXITY = 0.999
 
 
 def load_profile(folder: Path) -> Profile:
-    """Reads the profile in `folder`. Raises `UsageError` for what is none, is not complete, or is damaged."""
+    """Read the profile in `folder`. Raise `UsageError` if it is no profile, not complete, or damaged."""
     path = folder / PROFILE_FILE
     content = read_description(folder)
     if content is None:
@@ -206,7 +204,7 @@ def load_profile(folder: Path) -> Profile:
     check_schema(path, content, SCHEMA, ADVICE)
     if content.get("complete") is not True:
         raise UsageError(f"{folder}: is a profile that is not complete; the same command goes on with it")
-    with refusing(ADVICE):
+    with adding_advice(ADVICE):
         profile = _profile(folder, Fields(content, f"{path}: damaged"))
     _check_files(profile)
     return profile
@@ -249,7 +247,7 @@ def _layer(entry: Fields) -> LayerProfile:
 
 
 def _windowed(text: Fields, key: str, window: int) -> int:
-    """A number of tokens, all in whole windows."""
+    """Return a number of tokens, which must be a multiple of the window."""
     tokens = text.integer(key, window)
     if tokens % window:
         raise text.wrong(key, f"a multiple of the window of {window}")
@@ -257,7 +255,7 @@ def _windowed(text: Fields, key: str, window: int) -> int:
 
 
 def _search(search: Fields) -> Mapping[str, Any]:
-    """How thresholds were found, as it stands there."""
+    """Return the facts of the threshold search unchanged, after a check of their numbers."""
     number(search, "silenced_share", 0, 1)
     for key in ("dense_perplexity", "perplexity"):
         number(search, key, _LEAST_PERPLEXITY)
@@ -265,9 +263,9 @@ def _search(search: Fields) -> Mapping[str, Any]:
 
 
 def _check_files(profile: Profile) -> None:
-    """Raises `UsageError` for a file that is missing, cut, of other shapes, or with values that no profile has.
+    """Raise `UsageError` for a file that is missing, truncated, of other shapes, or holds values that no profile has.
 
-    Does not read the samples, which are large, nor what only a training or a compilation reads.
+    The samples, which are large, are not read, nor are files that only training or compilation reads.
     """
     count, positions = profile.sample_count, None
     listed = {profile.folder / layer_file(layer.layer) for layer in profile.layers}

@@ -18,12 +18,12 @@ from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend import load_model
 from picompile.frontend.json_file import read_json_object
 from picompile.output import OutputPath, discard, link_tree, reserve
+from picompile.output.checks import require_folder_or_nothing
 from picompile.predictors.profile.collect import (
     Extra,
     LayerCollector,
-    Model,
     Replace,
-    Search,
+    SegmentedModel,
     can_be_silent,
     draw_positions,
     layer_of,
@@ -31,11 +31,11 @@ from picompile.predictors.profile.collect import (
     run_pass,
     summarize,
 )
-from picompile.predictors.profile.directory import BEGUN, ProfileDirectory, is_profiles
+from picompile.predictors.profile.directory import BEGUN_FOLDER, ProfileDirectory, belongs_to_profile
 from picompile.predictors.profile.files import read_tensors, write_tensors
 from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.profile.own_text import own_windows
-from picompile.predictors.profile.prepare import ProfileTask, check_kind, check_place, prepare
+from picompile.predictors.profile.prepare import ProfileTask, check_profile_output, prepare
 from picompile.predictors.profile.profile import (
     TOKENS_FILE,
     LayerProfile,
@@ -46,6 +46,7 @@ from picompile.predictors.profile.profile import (
     load_profile,
     read_description,
 )
+from picompile.predictors.profile.thresholds import ThresholdSearch
 from picompile.predictors.profile.windows import windows_sha256
 from picompile.progress import NoProgress, Progress
 from picompile.streaming import Segment, split_layers
@@ -57,73 +58,79 @@ from picompile_passes.pipeline import Pipeline
 def profile_model(
     model: Path, output: Path, options: ProfileOptions | None = None, progress: Progress | None = None
 ) -> Profile:
-    """Profiles the checkpoint `model` into the folder `output`.
+    """Profile the checkpoint `model` into the folder `output`, and return the profile.
 
-    A profile of the same inputs that is complete is read; one that is not is gone on with, and ends with the same bytes
-    as if it had been made in one go (on the same machine, with as many threads). What is there of other inputs is
-    replaced, a complete profile only with `options.overwrite`. Raises `UsageError`, `UnsupportedModelError` or
-    `DoesNotFitError`, before anything is written, for texts, places and models that will not do.
+    If `output` holds a complete profile of the same inputs, that one is read. An unfinished one is resumed, and ends
+    with the same bytes as if it had been made in one go (on the same machine, with as many threads). A profile of other
+    inputs is replaced; a complete one only with `options.overwrite`.
+
+    Raises:
+        UsageError: A text cannot be used, or `output` must not be overwritten.
+        UnsupportedModelError: The model cannot be profiled.
+        DoesNotFitError: The disk is too small.
+
+    They are raised before anything is written.
     """
     options, progress = options or ProfileOptions(), progress or NoProgress()
-    check_kind(output)
+    require_folder_or_nothing(output)
     if is_complete(output) and not options.overwrite:
         task = prepare(model, options, progress)
-        check_place(output, task)
+        check_profile_output(output, task)
         progress.say(f"{output}: is complete already")
         _tidy(output)
         return load_profile(output)
-    # A link goes on pointing at it.
-    with reserve(output.resolve(), overwrite=True, parents=True) as place:
+    # Resolved, so that a link stays a link to the new folder.
+    with reserve(output.resolve(), overwrite=True, parents=True) as reserved:
         task = prepare(model, options, progress)
-        check_place(output, task)
-        _profile(task, output, replace(place, check=lambda: check_place(output, task)), progress)
+        check_profile_output(output, task)
+        _profile(task, output, replace(reserved, check=lambda: check_profile_output(output, task)), progress)
     return load_profile(output)
 
 
 def _tidy(output: Path) -> None:
-    """Removes what an interrupted run left in a complete profile, unless that run is still at work."""
+    """Remove what an interrupted run left in a complete profile, unless that run is still at work."""
     with suppress(UsageError), reserve(output.resolve(), overwrite=True, wait_s=0):
         ProfileDirectory(output, "").tidy()
-        discard(output / BEGUN)
+        discard(output / BEGUN_FOLDER)
 
 
-def _profile(task: ProfileTask, output: Path, place: OutputPath, progress: Progress) -> None:
+def _profile(task: ProfileTask, output: Path, reserved: OutputPath, progress: Progress) -> None:
     with progress.step("capture"):
         captured = capture(task.model)
         config = read_json_object(task.model / "config.json")
-    # A complete profile stays until the new one takes its place.
+    # A complete profile stays until the new one replaces it.
     complete, anything = is_complete(output), read_description(output) is not None
-    workplace = ProfileDirectory(output / BEGUN if complete else output, task.inputs)
-    workplace.folder.mkdir(exist_ok=True)
-    if workplace.open():
+    directory = ProfileDirectory(output / BEGUN_FOLDER if complete else output, task.inputs)
+    directory.folder.mkdir(exist_ok=True)
+    if directory.open():
         progress.say(f"{output}: was begun, and goes on")
     elif anything and not complete:
         progress.say(f"{output}: was begun with other inputs, and begins anew")
     try:
-        _Run(task, captured, config, workplace, progress).run()
+        _ProfileRun(task, captured, config, directory, progress).run()
     except UnsupportedModelError:
-        # No later run would end otherwise.
-        workplace.discard()
+        # A later run would fail in the same way.
+        directory.discard()
         raise
     if complete:
-        with place.folder() as folder:
-            link_tree(output, folder, lambda path: path.parts[:1] == (BEGUN,) or is_profiles(path))
-            link_tree(workplace.folder, folder)
+        with reserved.folder() as folder:
+            link_tree(output, folder, lambda path: path.parts[:1] == (BEGUN_FOLDER,) or belongs_to_profile(path))
+            link_tree(directory.folder, folder)
 
 
-def capture(folder: Path) -> Model:
-    """The canonical graph of a checkpoint, in segments."""
+def capture(folder: Path) -> SegmentedModel:
+    """Return the canonical graph of a checkpoint, cut into segments, and its weights."""
     captured = load_model(folder)
     graph_module = Pipeline(tuple(CANONICALIZE))(captured.graph_module).graph_module
     segments = split_layers(graph_module)
     if not any(segment.blocks for segment in segments):
         raise UnsupportedModelError(f"{folder}: the model has no feed-forward block to profile")
-    return Model(graph_module, segments, captured.weights)
+    return SegmentedModel(graph_module, segments, captured.weights)
 
 
 @dataclass(frozen=True)
-class _Tokens:
-    """The windows that are run, int32 [windows, window], and in words what they come from."""
+class _TokenWindows:
+    """The windows that are run, int32 [windows, window], and descriptions of their sources."""
 
     calibration: Tensor
     held_out: Tensor
@@ -131,16 +138,16 @@ class _Tokens:
 
     @property
     def sha256(self) -> str:
-        """Of the token ids."""
+        """The hash of the token ids."""
         return windows_sha256(self.calibration, self.held_out)
 
 
 @dataclass(frozen=True)
-class _Run:
+class _ProfileRun:
     task: ProfileTask
-    model: Model
+    model: SegmentedModel
     config: Mapping[str, Any]
-    workplace: ProfileDirectory
+    directory: ProfileDirectory
     progress: Progress
 
     def run(self) -> None:
@@ -149,9 +156,9 @@ class _Run:
         self._layers(tokens, thresholds)
         self._finish(tokens, thresholds, search)
 
-    def _tokens(self) -> _Tokens:
-        """The windows; written at once, so that a run that goes on has the same."""
-        text, path = self.task.text, self.workplace.folder / TOKENS_FILE
+    def _tokens(self) -> _TokenWindows:
+        """Return the windows. They are written to disk first, so that a resumed run has the same ones."""
+        text, path = self.task.text, self.directory.folder / TOKENS_FILE
         if not path.is_file():
             own = self._own_windows()
             kept = text.calibration[: len(text.calibration) - len(own)]
@@ -159,7 +166,7 @@ class _Run:
             write_tensors(path, windows, {"own": str(own.numel())})
         windows, metadata = read_tensors(path)
         own_source = (f"{metadata['own']} tokens of the model's own",) if metadata["own"] != "0" else ()
-        return _Tokens(windows["calibration"], windows["held_out"], (*text.sources, *own_source))
+        return _TokenWindows(windows["calibration"], windows["held_out"], (*text.sources, *own_source))
 
     def _own_windows(self) -> Tensor:
         text, facts, count = self.task.text, self.task.facts, self.task.own_tokens
@@ -173,20 +180,20 @@ class _Run:
         try:
             return own_windows(self.task.model, count, window, starts, self.task.options.seed, self.progress)
         except Exception as error:
-            # What this machine, or this model, cannot do; anything else is a fault of ours.
+            # An error with an exit code says what this machine or model cannot do; any other is a bug of picompile.
             if not hasattr(error, "exit_code"):
                 raise
             self.progress.say(f"without text of the model's own: {error}")
             return nothing
 
-    def _thresholds(self, tokens: _Tokens) -> tuple[dict[int, float], dict[str, Any] | None]:
+    def _thresholds(self, tokens: _TokenWindows) -> tuple[dict[int, float], dict[str, Any] | None]:
         blocks = [block for segment in self.model.segments for block in segment.blocks]
-        gate = self.task.options.gate
-        if gate is None or all(map(can_be_silent, blocks)):
+        bound = self.task.options.gate
+        if bound is None or all(map(can_be_silent, blocks)):
             return {}, None
-        return Search(self.model, tokens.held_out.tolist(), gate, self.workplace, self.progress).run()
+        return ThresholdSearch(self.model, tokens.held_out.tolist(), bound, self.directory, self.progress).run()
 
-    def _layers(self, tokens: _Tokens, thresholds: Mapping[int, float]) -> None:
+    def _layers(self, tokens: _TokenWindows, thresholds: Mapping[int, float]) -> None:
         options = self.task.options
         positions = draw_positions(options.samples, tokens.calibration.numel(), options.seed)
 
@@ -200,13 +207,13 @@ class _Run:
 
         last = max(number for number, segment in enumerate(self.model.segments) if segment.blocks)
         windows = tokens.calibration.tolist()
-        run_pass(self.model, "layers", windows, begin, self.workplace, self.progress, segments=last + 1)
+        run_pass(self.model, "layers", windows, begin, self.directory, self.progress, segments=last + 1)
 
     def _write(self, found: Sequence[LayerCollector]) -> None:
         for collector in found:
-            write_tensors(self.workplace.folder / layer_file(layer_of(collector.block)), collector.tensors())
+            write_tensors(self.directory.folder / layer_file(layer_of(collector.block)), collector.tensors())
 
-    def _finish(self, tokens: _Tokens, thresholds: Mapping[int, float], search: Mapping[str, Any] | None) -> None:
+    def _finish(self, tokens: _TokenWindows, thresholds: Mapping[int, float], search: Mapping[str, Any] | None) -> None:
         layers = tuple(
             self._summary(layer_of(block), thresholds, "block" if norm_of(segment, block) is None else "stream", tokens)
             for segment in self.model.segments
@@ -214,7 +221,7 @@ class _Run:
         )
         text = self.task.text
         profile = Profile(
-            folder=self.workplace.folder,
+            folder=self.directory.folder,
             fingerprint=self.task.fingerprint,
             model_name=self.task.facts.name,
             hidden=self.task.facts.hidden,
@@ -228,10 +235,10 @@ class _Run:
             thresholds=search,
             config=self.config,
         )
-        self.workplace.finish(describe(profile, self.task.inputs, __version__, tokens.sha256))
+        self.directory.finish(describe(profile, self.task.inputs, __version__, tokens.sha256))
 
-    def _summary(self, layer: int, thresholds: Mapping[int, float], place: str, tokens: _Tokens) -> LayerProfile:
-        counts = read_tensors(self.workplace.folder / layer_file(layer), only="counts")[0]["counts"]
+    def _summary(self, layer: int, thresholds: Mapping[int, float], place: str, tokens: _TokenWindows) -> LayerProfile:
+        counts = read_tensors(self.directory.folder / layer_file(layer), only="counts")[0]["counts"]
         return LayerProfile(
             layer, len(counts), thresholds.get(layer, 0.0), place=place, **summarize(counts, tokens.calibration.numel())
         )

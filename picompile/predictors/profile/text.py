@@ -1,4 +1,8 @@
-"""Text that a model is profiled on: files and standard input, read and checked before anything expensive begins."""
+"""Text that a model is profiled on: files, standard input, or the standard library of the running Python.
+
+Without a text from the user, the sources and documents of the standard library are used. About 3 % of its files, chosen
+by a hash of their names, are held out for measuring; examples/train_relu_lm.py keeps the same files from training.
+"""
 
 import codecs
 import hashlib
@@ -14,22 +18,23 @@ from typing import BinaryIO
 
 from picompile.errors import UsageError
 
-# Far more than is ever profiled on; what comes after it is not read.
+# Far more than is ever profiled on; bytes after this are not read.
 _MOST_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """A text and what it is called where it is spoken of."""
+    """A text, and its name in messages and in the profile."""
 
     source: str
     text: str = field(repr=False)
 
 
 def read_calibration(paths: Sequence[Path | CalibrationText]) -> tuple[CalibrationText, ...]:
-    """The texts of files; `-` is standard input, and what is a text already stays as it is.
+    """Return the texts of files; `-` is standard input, and an item that is a text already is returned as it is.
 
-    Raises `UsageError`, with the file and the byte, for what is empty or is no UTF-8 text.
+    Raises:
+        UsageError: A text is empty or not UTF-8; the message names the file and the byte.
     """
     if [path for path in paths if path == Path("-")][1:]:
         raise UsageError("standard input (-) is given twice")
@@ -66,12 +71,6 @@ def _decoded(source: str, file: BinaryIO) -> str:
     return text
 
 
-# The text there is without being given any: sources and documents of the running Python's standard library.
-#
-# About 3 % of the files, chosen by a hash of their names, are kept for measuring: those that examples/train_relu_lm.py
-# keeps from training as well.
-
-
 _HELD_OUT_PERCENT = 3
 _SKIPPED_FOLDERS = {
     "site-packages",
@@ -83,18 +82,18 @@ _SKIPPED_FOLDERS = {
     "pydoc_data",
     "__pycache__",
 }
-# Tables, not text.
+# These files are tables, not text.
 _SKIPPED_FILES = {"html/entities.py", "locale.py"}
 
 
-# Of one file, so that a long one is not all there is.
+# The most characters of one file, so that a long file does not fill the whole text.
 _EXCERPT_CHARACTERS = 4096
 
 
 def library_texts(held_out: bool, seed: int) -> Iterator[CalibrationText]:
-    """An excerpt of each file that is held out, or of each of the others, read one by one.
+    """Yield an excerpt of each held-out file, or of each other file, one by one.
 
-    The seed draws the order and the places.
+    `seed` draws the order of the files and the positions of the excerpts.
     """
     root, topics = Path(sysconfig.get_path("stdlib")), _topics()
     names = [name for name in (*_source_names(root), *topics) if is_held_out(name) == held_out]
@@ -107,24 +106,24 @@ def library_texts(held_out: bool, seed: int) -> Iterator[CalibrationText]:
 
 
 def _excerpt(text: str, draw: random.Random) -> str:
-    """Whole lines from a random place on."""
+    """Return whole lines from a random position on."""
     start = draw.randint(0, max(0, len(text) - _EXCERPT_CHARACTERS))
     start = text.find("\n", start) + 1 if start else 0
     return text[start : start + _EXCERPT_CHARACTERS]
 
 
 def library_name() -> str:
-    """What the library is called where it is spoken of."""
+    """Return the name of the library in messages and in the profile."""
     return f"Python {platform.python_version()}'s standard library"
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a file only measures, by its name alone: the same for every machine and Python version."""
+    """Return whether a file is held out. This depends on its name alone, not on the machine or Python version."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % 100 < _HELD_OUT_PERCENT
 
 
 def _source_names(root: Path) -> list[str]:
-    """The library's modules, relative to its folder, less tests and generated tables; sorted."""
+    """Return the library's modules, relative to its folder, without tests and generated tables; sorted."""
     paths = (path.relative_to(root) for path in root.rglob("*.py"))
     return sorted(
         path.as_posix()
@@ -136,7 +135,7 @@ def _source_names(root: Path) -> list[str]:
 
 
 def _topics() -> dict[str, str]:
-    """The topics of the language reference, which some distributions leave out."""
+    """Return the topics of the language reference; empty if the distribution leaves them out."""
     try:
         from pydoc_data.topics import topics
     except ImportError:

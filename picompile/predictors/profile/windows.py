@@ -1,4 +1,4 @@
-"""From texts to windows of tokens."""
+"""Windows of tokens, cut from texts."""
 
 import hashlib
 import math
@@ -15,13 +15,13 @@ from picompile.predictors.profile.options import WINDOW, ProfileOptions
 from picompile.predictors.profile.text import CalibrationText, library_name, library_texts, read_calibration
 from picompile_runtime import Tokenizer
 
-# Fewer say nothing of neurons that fire for one token in a hundred.
+# Fewer tokens say nothing about neurons that fire on one token in a hundred.
 _LEAST_TOKENS = 1024
 _LEAST_WINDOWS = 2
 
-# No text has more characters for a token in the mean; where one does, it is read a second time.
+# Upper bound of a text's mean characters per token; a text that exceeds it is encoded again with twice as many.
 _TOKEN_CHARACTERS = 8
-# The end of a text that was cut may be other tokens than it would have been.
+# The last tokens of a truncated text may differ from those of the whole text.
 _UNCERTAIN_TOKENS = 16
 
 _HELD_OUT_SHARE = 0.05
@@ -29,9 +29,9 @@ _HELD_OUT_SHARE = 0.05
 
 @dataclass(frozen=True)
 class TextWindows:
-    """Windows of token ids, int32 [windows, window], and in words what they come from.
+    """Windows of token ids, int32 [windows, window], and descriptions of their sources.
 
-    `library` says that nobody gave a text: some of the model's own belongs to it.
+    `library` is true if the user gave no text: then some text of the model's own is added.
     """
 
     calibration: Tensor
@@ -42,12 +42,12 @@ class TextWindows:
 
     @property
     def sha256(self) -> str:
-        """Of the token ids."""
+        """The hash of the token ids."""
         return windows_sha256(self.calibration, self.held_out)
 
 
 def windows_sha256(*windows: Tensor) -> str:
-    """Hex digits that stand for tensors of windows of token ids."""
+    """Return the SHA-256 of windows of token ids and their shapes, in hex digits."""
     digest = hashlib.sha256()
     for tensor in windows:
         digest.update(repr(tuple(tensor.shape)).encode() + tensor.contiguous().numpy().tobytes())
@@ -55,22 +55,22 @@ def windows_sha256(*windows: Tensor) -> str:
 
 
 def checkpoint_tokenizer(model: Path, vocabulary: int) -> Tokenizer:
-    """The tokenizer of a model folder. Raises `UsageError` where it has none."""
+    """Return the tokenizer of a model folder. Raise `UsageError` if it has none."""
     text = read_tokenizer(model, vocabulary).tokenizer_json
     if text is None:
-        raise UsageError(f"{model}: has no tokenizer.json, so that no text can be read with it; add the model's own")
+        raise UsageError(f"{model}: has no tokenizer.json, which profiling needs to read text; add the model's own")
     return Tokenizer(text)
 
 
 def window_size(options: ProfileOptions, positions: int) -> int:
-    """Tokens of a window. Raises `UsageError` for more than the model has positions."""
+    """Return the tokens of a window. Raise `UsageError` for more than the model has positions."""
     if options.window is not None and options.window > positions:
         raise UsageError(f"a window of {options.window} tokens is more than the model's {positions} positions")
     return options.window or min(WINDOW, positions)
 
 
 def text_windows(tokenizer: Tokenizer, window: int, options: ProfileOptions) -> TextWindows:
-    """The windows of the texts that `options` name. Raises `UsageError` where these are too short."""
+    """Return the windows of the texts that `options` name. Raise `UsageError` if these are too short."""
     separate = _separate_held_out(tokenizer, window, options)
     if not options.calibration:
         calibration, source = library_tokens(tokenizer, options.tokens, options.seed, held_out=False)
@@ -86,7 +86,7 @@ def text_windows(tokenizer: Tokenizer, window: int, options: ProfileOptions) -> 
 
 
 def library_tokens(tokenizer: Tokenizer, count: int, seed: int, *, held_out: bool) -> tuple[list[int], str]:
-    """At most `count` tokens of the standard library, and in words what they are of."""
+    """Return at most `count` tokens of the standard library, and a description of their source."""
     tokens: list[int] = []
     names = []
     for text in library_texts(held_out, seed):
@@ -104,10 +104,13 @@ def library_tokens(tokenizer: Tokenizer, count: int, seed: int, *, held_out: boo
 def held_out_windows(
     model: Path, calibration: tuple[Path | CalibrationText, ...] = (), tokens: int = 16_384
 ) -> tuple[list[list[int]], str]:
-    """Windows that only measure, at most `tokens` tokens of them, and in words what they are of.
+    """Return held-out windows of at most `tokens` tokens together, and a description of their source.
 
     They come from the texts `calibration`, by default from the files of the standard library that profiles hold out.
-    Raises `UsageError` for texts that are too short and `UnsupportedModelError` for the model.
+
+    Raises:
+        UsageError: The texts are too short, or the model has no tokenizer.
+        UnsupportedModelError: The model is not supported.
     """
     from picompile.frontend.hf import open_checkpoint
 
@@ -124,13 +127,13 @@ def held_out_windows(
 
 
 def cut_windows(tokens: Sequence[int], window: int) -> Tensor:
-    """int32 [windows, window]; what is left at the end is dropped."""
+    """Return the tokens as int32 [windows, window]; an incomplete window at the end is dropped."""
     count = len(tokens) // window
     return torch.tensor(tokens[: count * window], dtype=torch.int32).reshape(count, window)
 
 
 def _encode(tokenizer: Tokenizer, text: str, most: int) -> list[int]:
-    """The first `most` tokens of a text; of a long text only so much is read as these take."""
+    """Return the first `most` tokens of a text; of a long text only as much is encoded as these need."""
     characters = (most + _UNCERTAIN_TOKENS) * _TOKEN_CHARACTERS
     while True:
         tokens = tokenizer.encode(text[:characters])
@@ -140,7 +143,7 @@ def _encode(tokenizer: Tokenizer, text: str, most: int) -> list[int]:
 
 
 def _shared_out(parts: Sequence[list[int]], total: int) -> list[list[int]]:
-    """The beginnings of all parts, together at most `total` tokens: as many of each as there are, short ones whole."""
+    """Return the beginnings of all parts, together at most `total` tokens: equally long, but short parts whole."""
     lengths = [0] * len(parts)
     for waiting, index in zip(
         range(len(parts), 0, -1), sorted(range(len(parts)), key=lambda i: len(parts[i])), strict=True
@@ -150,7 +153,7 @@ def _shared_out(parts: Sequence[list[int]], total: int) -> list[list[int]]:
 
 
 def _separate_held_out(tokenizer: Tokenizer, window: int, options: ProfileOptions) -> tuple[list[int], str] | None:
-    """The tokens of the text that only measures, and what it is called; None without one."""
+    """Return the tokens and the name of the separate held-out text; None if there is none."""
     if not options.held_out:
         return None
     texts = read_calibration(options.held_out)
@@ -162,7 +165,7 @@ def _separate_held_out(tokenizer: Tokenizer, window: int, options: ProfileOption
 def _with_ends_held_out(
     parts: Sequence[list[int]], names: tuple[str, ...], window: int, options: ProfileOptions
 ) -> TextWindows:
-    """Keeps the end of each text for measuring: together 5 % of all, and at least two windows."""
+    """Hold out the end of each text: together 5 % of all tokens, and at least two windows."""
     total = sum(map(len, parts))
     kept = _kept(total, window, options)
     ends = [min(len(part), math.ceil(kept * len(part) / max(total, 1))) for part in parts]
@@ -177,7 +180,7 @@ def _with_ends_held_out(
 
 
 def _kept(total: float, window: int, options: ProfileOptions) -> int:
-    """How many of `total` tokens are held out."""
+    """Return how many of `total` tokens are held out."""
     return max(_LEAST_WINDOWS * window, min(options.held_out_tokens, math.ceil(total * _HELD_OUT_SHARE)))
 
 

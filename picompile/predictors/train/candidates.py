@@ -1,4 +1,4 @@
-"""The job of one layer: a pure function of its data and the settings; its result are candidates to choose from."""
+"""The training job of one layer: a pure function of its data and settings, which returns candidate predictors."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,23 +12,24 @@ from torch import Tensor
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import READ_ERRORS, one_line, open_file
 from picompile.predictors.profile.files import write_tensors
-from picompile.predictors.train.curve import ROWS, Curve, FiringLabels, measure_curve, measure_firing
+from picompile.predictors.train.curve import ROWS, FiringLabels, RecallCurve, measure_curve, measure_firing
 from picompile.predictors.train.data import LayerData, load_layer_data
-from picompile.predictors.train.fit import Fit, InitialPredictor, Start, fit
+from picompile.predictors.train.fit import FitSettings, InitialPredictor, ReducedRankStart, fit
 
-# Of the samples, in their order: neighbours in the text stay on one side.
+# The share of the samples to train on. They are split in order, so that neighbours in the text stay on one side.
 _TRAIN_SHARE = 0.8
 
-# Ranks around the start rank that are trained: more of the small ones, where a budget that is short decides.
+# The ranks to train, relative to the start rank; more small ones, because those decide when the budget is tight.
 _RANK_FACTORS = (0.35, 0.45, 0.6, 0.75, 1.0, 1.25)
 
-# Another input must be so much cheaper than the block's own: it is measured on the samples that choose it.
+# Another input is chosen only if its cost is below this share of the block's: costs are measured on the samples that
+# also make the choice.
 _WORTH_CHANGING = 0.98
 
 
 @dataclass(frozen=True)
 class JobSettings:
-    """What of `TrainOptions` the candidates depend on, and the layer's skewness."""
+    """The `TrainOptions` that the candidates depend on, and the layer's skewness."""
 
     kind: str
     input: str
@@ -41,31 +42,31 @@ class JobSettings:
     skewness: float
 
     def to_json(self) -> dict[str, Any]:
-        """As it goes to a worker."""
+        """Return the settings as they are sent to a worker."""
         return dict(vars(self))
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A predictor to choose: its kind, and its input and rank where it is learned.
+    """A predictor to choose from: its kind, and its input and rank if it is learned.
 
-    `parameters` counts weights of its own. `weights` are fc1, fc2 and bias in float16, empty where they were not read.
+    `parameters` counts its own weights. `weights` are fc1, fc2 and bias in float16, empty if they were not read.
     """
 
     kind: str
     input: str | None
     rank: int | None
     parameters: int
-    curve: Curve
+    curve: RecallCurve
     weights: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class LayerResult:
-    """The candidates of a layer, those of small rank first, and what else the choice must know of it.
+    """The candidates of a layer, those of small rank first, and the facts about the layer that the choice needs.
 
-    `decided_share` is what an exact predictor computes, None where there cannot be one. `inputs` are the costs that
-    decided about the input, empty where none was compared.
+    `decided_share` is the share of neurons that an exact predictor computes, None if there cannot be one. `inputs` are
+    the costs by which the input was chosen, empty if no inputs were compared.
     """
 
     layer: int
@@ -79,72 +80,72 @@ class LayerResult:
 
 
 def start_rank(hidden: int, neurons: int, firing_share: float, skewness: float) -> int:
-    """The rank to start from, of a layer of which `firing_share` fires.
+    """Return the rank to start from in a layer in which `firing_share` of the neurons fire.
 
-    On the layers of the bundled model 1.5 computed neurons for one that fires find 99.5 % of the contribution at ranks
-    of 0.33 (3 % fire) to 0.42 (31 % fire) of the hidden size. Where few neurons do most of the firing (a large
-    `skewness`), less has to be told.
+    In the layers of the bundled model, 1.5 computed neurons for each one that fires find 99.5 % of the contribution at
+    ranks of 0.33 (3 % fire) to 0.42 (31 % fire) of the hidden size. Where few neurons do most of the firing (a large
+    `skewness`), a smaller rank is enough.
     """
     share = (0.33 + 0.3 * firing_share) * (1.1 - 0.2 * skewness)
     return round_rank(share * hidden, min(hidden, neurons))
 
 
 def round_rank(rank: float, most: int) -> int:
-    """A rank that rows of packed weights are cut for: a multiple of 8, of 32 from 256 on; `most` where that is less."""
+    """Return a rank that packed weights suit: a multiple of 8, from 256 on of 32; at most `most`."""
     unit = 32 if rank >= 256 else 8
     return max(1, min(most, max(1, round(rank / unit)) * unit))
 
 
 def fit_layer(data: LayerData, settings: JobSettings) -> LayerResult:
-    """Trains the candidates of one layer. The same arguments give the same bytes on one kind of machine."""
+    """Train the candidates of one layer. The same arguments give the same bytes on one kind of machine."""
     train, test = split(len(data.samples))
     firing = measure_firing(data, test)
-    candidates: tuple[Candidate, ...] = (_sign(data, firing, test),) if settings.kind == "sign" else ()
+    candidates: tuple[Candidate, ...] = (_sign_candidate(data, firing, test),) if settings.kind == "sign" else ()
     inputs: dict[str, float] = {}
     if not candidates:
-        candidates, inputs = _learned(data, firing, train, test, settings)
+        candidates, inputs = _learned_candidates(data, firing, train, test, settings)
     decided = firing.decided_share if data.silent_at is not None else None
     sizes = (data.neurons, data.hidden, data.neuron_parameters)
     return LayerResult(data.layer, *sizes, decided, settings.skewness, inputs, candidates)
 
 
 def split(samples: int) -> tuple[slice, slice]:
-    """Samples to train on, and samples to measure on; with a single one, that for both."""
+    """Return the samples to train on and the samples to measure on; a single sample serves as both."""
     cut = min(max(1, round(samples * _TRAIN_SHARE)), max(1, samples - 1))
     return slice(0, cut), slice(cut if samples > 1 else 0, samples)
 
 
-def _learned(
+def _learned_candidates(
     data: LayerData, firing: FiringLabels, train: slice, test: slice, settings: JobSettings
 ) -> tuple[tuple[Candidate, ...], dict[str, float]]:
     ranks = _ranks(data, firing, settings)
-    how = Fit(
+    how = FitSettings(
         settings.epochs, settings.weighting, settings.recall, settings.seed * 1000 + data.layer, train, settings.device
     )
-    starts: dict[str, Start] = {}
+    starts: dict[str, ReducedRankStart] = {}
 
-    def candidate(name: str, rank: int, how: Fit) -> Candidate:
+    def candidate(name: str, rank: int, how: FitSettings) -> Candidate:
         if name not in starts:
-            starts[name] = Start(data, firing.contribution, name, train)
+            starts[name] = ReducedRankStart(data, firing.contribution, name, train)
         start = starts[name].of_rank(rank)
         trained = fit(data, firing.contribution, name, start, how)
-        # With few samples training can end behind its start.
-        found = [_candidate(data, firing, name, rank, each.rounded(), test) for each in (trained, start)]
+        # With few samples, training can end worse than it started.
+        found = [_measured_candidate(data, firing, name, rank, each.rounded(), test) for each in (trained, start)]
         return min(found, key=lambda each: each.curve.at(settings.recall).computed_share)
 
     name = settings.input
     inputs: dict[str, float] = {}
     if name == "auto":
-        shorter = Fit(1, how.weighting, how.recall, how.seed, train, how.device)
+        shorter = FitSettings(1, how.weighting, how.recall, how.seed, train, how.device)
         rank = ranks[len(ranks) // 2]
         for choice in data.input_choices:
-            inputs[choice] = _cost(data, candidate(choice, rank, shorter), settings.recall)
+            inputs[choice] = _read_weights(data, candidate(choice, rank, shorter), settings.recall)
             if choice != "block" and inputs[choice] > inputs["block"]:
                 del starts[choice]
         best = min(inputs, key=lambda choice: inputs[choice])
         name = best if inputs[best] < _WORTH_CHANGING * inputs["block"] else "block"
     elif name not in data.input_choices:
-        # The first layer has none before it, and some blocks no norm: they read what they have.
+        # The first layer has no previous one, and some blocks have no norm: they read the block's input.
         name = "block"
     return tuple(candidate(name, rank, how) for rank in ranks), inputs
 
@@ -158,13 +159,13 @@ def _ranks(data: LayerData, firing: FiringLabels, settings: JobSettings) -> list
     return sorted({round_rank(start * factor, most) for factor in _RANK_FACTORS})
 
 
-def _cost(data: LayerData, candidate: Candidate, recall: float) -> float:
-    """Weights that are read for a token."""
+def _read_weights(data: LayerData, candidate: Candidate, recall: float) -> float:
+    """Return how many weights are read per token."""
     computed = candidate.curve.at(recall).computed_share
     return candidate.parameters + computed * data.neurons * data.neuron_parameters
 
 
-def _candidate(
+def _measured_candidate(
     data: LayerData, firing: FiringLabels, name: str, rank: int, weights: InitialPredictor, test: slice
 ) -> Candidate:
     def blocks() -> Iterator[tuple[Tensor, Tensor]]:
@@ -178,12 +179,12 @@ def _candidate(
     return Candidate("learned", name, rank, count, measure_curve(blocks()), stored)
 
 
-# How far the bins of a curve spread the shares of agreeing signs, which all lie around a half.
+# Spreads the shares of agreeing signs, which all lie around a half, over the bins of a curve.
 SIGN_SCALE = 64.0
 
 
-def _sign(data: LayerData, firing: FiringLabels, test: slice) -> Candidate:
-    signs = torch.where(data.deciding[0] < 0, -1.0, 1.0)
+def _sign_candidate(data: LayerData, firing: FiringLabels, test: slice) -> Candidate:
+    signs = torch.where(data.gating[0] < 0, -1.0, 1.0)
 
     def blocks() -> Iterator[tuple[Tensor, Tensor]]:
         for start in range(test.start, test.stop, ROWS):
@@ -195,26 +196,25 @@ def _sign(data: LayerData, firing: FiringLabels, test: slice) -> Candidate:
     return Candidate("sign", None, None, 0, measure_curve(blocks()), {})
 
 
-# Results of layers on disk: one file a layer, which appears whole or not at all.
-
+# A layer's result is one file, which appears whole or not at all.
 
 _FACTS = ("layer", "neurons", "hidden", "neuron_parameters", "decided_share", "skewness", "inputs")
-_OF_CANDIDATE = ("kind", "input", "rank", "parameters")
+_CANDIDATE_FACTS = ("kind", "input", "rank", "parameters")
 
 
 def save_result(path: Path, result: LayerResult) -> None:
-    """Writes a result to `path`."""
+    """Write a result to `path`."""
     tensors: dict[str, Tensor] = {}
     for number, candidate in enumerate(result.candidates):
         tensors |= {f"{number}.curve.{name}": tensor for name, tensor in candidate.curve.tensors().items()}
         tensors |= {f"{number}.{name}": tensor for name, tensor in candidate.weights.items()}
     facts = {name: getattr(result, name) for name in _FACTS}
-    candidates = [{name: getattr(candidate, name) for name in _OF_CANDIDATE} for candidate in result.candidates]
+    candidates = [{name: getattr(candidate, name) for name in _CANDIDATE_FACTS} for candidate in result.candidates]
     write_tensors(path, tensors, {"facts": json.dumps(facts), "candidates": json.dumps(candidates)})
 
 
 def load_result(path: Path) -> LayerResult:
-    """Reads what `save_result` wrote, without the candidates' weights. Raises `UsageError` for what is damaged."""
+    """Read a result without the candidates' weights. Raise `UsageError` if the file is damaged."""
     try:
         with open_file(path) as file:
             metadata, names = file.metadata(), [name for name in file.keys() if ".curve." in name]  # noqa: SIM118
@@ -229,7 +229,7 @@ def load_result(path: Path) -> LayerResult:
 
 
 def load_weights(path: Path, number: int) -> dict[str, Tensor]:
-    """fc1, fc2 and bias of candidate `number`, mapped from the file. Raises `UsageError` for what is damaged."""
+    """Return fc1, fc2 and bias of candidate `number`, mapped from the file. Raise `UsageError` if it is damaged."""
     try:
         with open_file(path) as file:
             return {name: file.get_tensor(f"{number}.{name}") for name in ("fc1", "fc2", "bias")}
@@ -237,18 +237,15 @@ def load_weights(path: Path, number: int) -> dict[str, Tensor]:
         raise UsageError(f"{path}: damaged: {one_line(error)}; remove it, and train goes on") from error
 
 
-def _curve(tensors: dict[str, Any], number: int) -> Curve:
+def _curve(tensors: dict[str, Any], number: int) -> RecallCurve:
     names = ("computed", "fired", "found", "total")
-    return Curve.of_tensors({name: tensors[f"{number}.curve.{name}"] for name in names})
-
-
-# The job of one layer, from file to file.
+    return RecallCurve.of_tensors({name: tensors[f"{number}.curve.{name}"] for name in names})
 
 
 def run_job(data: Path, result: Path, settings: JobSettings) -> None:
-    """Trains the layer whose data lies in `data`, and writes `result`.
+    """Train the layer whose data are in the file `data`, and write the file `result`.
 
-    On one thread: sums depend on how many share them.
+    It runs on one thread, because sums depend on the number of threads.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

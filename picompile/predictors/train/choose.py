@@ -1,4 +1,4 @@
-"""The choice of one predictor a layer, over all layers at once."""
+"""The choice of one predictor a layer, over all layers at once, and its result as a predictor set."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,9 +19,9 @@ from picompile.predictors.train.directory import TrainingDirectory
 
 @dataclass(frozen=True)
 class PredictorChoice:
-    """What a layer may get. `candidate` is None for `exact` and `none`.
+    """A predictor that a layer may get. `candidate` is None for the kinds `exact` and `none`.
 
-    `cost` counts weights that are read for a token, `excess` neurons that are computed beyond the limit on them.
+    `cost` is the number of weights read per token, `excess` the number of neurons computed per token beyond the limit.
     """
 
     layer: int
@@ -33,13 +33,13 @@ class PredictorChoice:
     excess: float
 
 
-# Parameters; excess and cost; the choices of the layers so far.
+# Parameters; excess and cost; the choices for the layers so far.
 _Entry = tuple[int, tuple[float, float], tuple[PredictorChoice, ...]]
 
 
 @dataclass(frozen=True)
 class ChoiceLimits:
-    """What a choice must keep to: `parameters` of all predictors; `computed_ratio` as far as these allow it."""
+    """Limits of a choice: `parameters` of all predictors together, and `computed_ratio` as far as these allow it."""
 
     parameters: int
     computed_ratio: float
@@ -47,11 +47,18 @@ class ChoiceLimits:
 
 
 def choose(results: Sequence[LayerResult], targets: Mapping[int, float], limits: ChoiceLimits) -> list[PredictorChoice]:
-    """The best choice of which every layer reaches its target, a share of the contribution of firing neurons.
+    """Return the best choice in which every layer reaches its target.
 
-    That is the one with the fewest neurons beyond the computed ratio, none wherever the budget has room for it, and of
-    those the one that reads the fewest weights. Raises `UsageError` where even the smallest predictors are too large
-    together.
+    The best choice has the fewest neurons beyond the computed ratio (none, if the budget has room for that), and among
+    such choices it reads the fewest weights.
+
+    Args:
+        results: The candidates of each layer.
+        targets: By layer, the share of the contribution of firing neurons that its predictor must find.
+        limits: Limits on parameters and computed neurons.
+
+    Raises:
+        UsageError: Even the smallest predictors together exceed the budget.
     """
     every = [options_of(result, targets[result.layer], limits) for result in results]
     fitting = [entry for entry in _front(every) if entry[0] <= limits.parameters]
@@ -65,9 +72,9 @@ def choose(results: Sequence[LayerResult], targets: Mapping[int, float], limits:
 
 
 def _front(options: Sequence[Sequence[PredictorChoice]]) -> list[_Entry]:
-    """Of all combinations, those for which none is better that has as few parameters.
+    """Return the Pareto front of all combinations: no other one is better with as few parameters.
 
-    A combination that is beaten in its first layers is beaten in all, so that layer after layer few are kept.
+    A combination that is dominated in its first layers stays dominated, so few are kept from layer to layer.
     """
     front: list[_Entry] = [(0, (0.0, 0.0), ())]
     for of_layer in options:
@@ -82,7 +89,7 @@ def _front(options: Sequence[Sequence[PredictorChoice]]) -> list[_Entry]:
 
 
 def _undominated(entries: list[_Entry]) -> list[_Entry]:
-    """By rising parameters, each better than those before it."""
+    """Return the entries by rising parameters, each better than those before it."""
     kept: list[_Entry] = []
     for entry in sorted(entries, key=lambda entry: entry[:2]):
         if not kept or entry[1] < kept[-1][1]:
@@ -91,23 +98,24 @@ def _undominated(entries: list[_Entry]) -> list[_Entry]:
 
 
 def options_of(result: LayerResult, target: float, limits: ChoiceLimits) -> list[PredictorChoice]:
-    """What the layer may get for its target: its candidates, and a lossless kind.
+    """Return the predictors that the layer may get for its target: its candidates, and a lossless kind.
 
-    Nothing that reads more than the whole block, unless all do: many neurons of a SiLU model can hardly be told apart.
+    Options that read more weights than the whole block are left out, unless all of them do: in SiLU models many neurons
+    can hardly be told apart.
     """
-    every = [_of_candidate(result, number, target, limits) for number in range(len(result.candidates))]
+    every = [_trained_option(result, number, target, limits) for number in range(len(result.candidates))]
     if limits.exact or result.decided_share is None:
-        every.append(_lossless(result, limits))
+        every.append(_lossless_option(result, limits))
     whole = result.neurons * result.neuron_parameters
     return [option for option in every if option.cost <= whole] or every
 
 
-def _of_candidate(result: LayerResult, number: int, target: float, limits: ChoiceLimits) -> PredictorChoice:
+def _trained_option(result: LayerResult, number: int, target: float, limits: ChoiceLimits) -> PredictorChoice:
     candidate = result.candidates[number]
     point = candidate.curve.at(target)
     read = candidate.parameters
     if candidate.kind == "sign":
-        # One bit of each weight that decides.
+        # One bit of each weight of the gating matrix.
         read = result.neurons * result.hidden // 16
     cost = read + point.computed_share * result.neurons * result.neuron_parameters
     excess = _excess(result, point, limits)
@@ -115,12 +123,12 @@ def _of_candidate(result: LayerResult, number: int, target: float, limits: Choic
 
 
 def _excess(result: LayerResult, point: CurvePoint, limits: ChoiceLimits) -> float:
-    """Neurons a token that are computed beyond the limit."""
+    """Return how many neurons are computed per token beyond the limit."""
     share_beyond = 1 - limits.computed_ratio / max(point.computed_ratio, limits.computed_ratio)
     return share_beyond * point.computed_share * result.neurons
 
 
-def _lossless(result: LayerResult, limits: ChoiceLimits) -> PredictorChoice:
+def _lossless_option(result: LayerResult, limits: ChoiceLimits) -> PredictorChoice:
     firing = result.candidates[0].curve.firing_share
     whole = result.neurons * result.neuron_parameters
     if result.decided_share is None:
@@ -129,13 +137,13 @@ def _lossless(result: LayerResult, limits: ChoiceLimits) -> PredictorChoice:
     share = result.decided_share
     ratio = share / firing if firing else 1.0
     point = CurvePoint(0.0, 1.0, 1.0, firing / share if share else 1.0, share, ratio)
-    deciding = result.neurons * result.hidden
-    cost = deciding + share * (whole - deciding)
+    gating = result.neurons * result.hidden
+    cost = gating + share * (whole - gating)
     return PredictorChoice(result.layer, "exact", None, point, 0, cost, _excess(result, point, limits))
 
 
-def described(result: LayerResult, choice: PredictorChoice) -> LayerPredictor:
-    """The entry of a choice in `predictors.json`."""
+def layer_entry(result: LayerResult, choice: PredictorChoice) -> LayerPredictor:
+    """Return the entry of a choice in `predictors.json`."""
     candidate = None if choice.candidate is None else result.candidates[choice.candidate]
     threshold = choice.point.threshold
     if choice.kind == "sign":
@@ -157,15 +165,15 @@ def described(result: LayerResult, choice: PredictorChoice) -> LayerPredictor:
     )
 
 
-# Which share of the contribution each layer's predictor must find, and what follows from it.
-
-
-_FILE = "choice.json"
+_CHOICE_FILE = "choice.json"
 
 
 @dataclass(frozen=True)
 class Selection:
-    """`targets` by layer, what a choice must keep to, and the perplexities that were measured of choices."""
+    """By layer, the share of the contribution that its predictor must find, and what follows from that.
+
+    `limits` are those of the choice; `measured` holds the perplexities of choices measured so far, by `choice_key`.
+    """
 
     targets: Mapping[int, float]
     limits: ChoiceLimits
@@ -175,13 +183,13 @@ class Selection:
     def first(
         cls, layers: Sequence[int], recall: float, limits: ChoiceLimits, measured: dict[str, float]
     ) -> "Selection":
-        """The same target for all layers."""
+        """Return a selection with one target for all layers."""
         return cls(dict.fromkeys(layers, recall), limits, measured)
 
     @classmethod
-    def read(cls, place: TrainingDirectory) -> "Selection | None":
-        """What `write` wrote; None where nothing was, or where it is damaged: then it is made again."""
-        content = place.read(_FILE)
+    def read(cls, directory: TrainingDirectory) -> "Selection | None":
+        """Return the selection that `write` wrote; None if there is none or it is damaged, so that it is made again."""
+        content = directory.read(_CHOICE_FILE)
         try:
             targets = {int(layer): float(target) for layer, target in content["targets"].items()}
             measured = {str(key): float(perplexity) for key, perplexity in content["measured"].items()}
@@ -189,23 +197,23 @@ class Selection:
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             return None
 
-    def write(self, place: TrainingDirectory, gate: Mapping[str, Any] | None = None) -> None:
-        """Notes the selection, and what the gate found of it."""
+    def write(self, directory: TrainingDirectory, accuracy: Mapping[str, Any] | None = None) -> None:
+        """Write the selection, and the facts that the accuracy check found about it."""
         targets = {str(layer): target for layer, target in self.targets.items()}
-        content = {"targets": targets, "limits": asdict(self.limits), "measured": self.measured, "gate": gate}
-        place.write(_FILE, content)
+        content = {"targets": targets, "limits": asdict(self.limits), "measured": self.measured, "gate": accuracy}
+        directory.write(_CHOICE_FILE, content)
 
     def choices(self, results: Sequence[LayerResult]) -> list[PredictorChoice]:
-        """The cheapest choice for these targets. Raises `UsageError` where there is none within the budget."""
+        """Return the cheapest choice for these targets. Raise `UsageError` if none is within the budget."""
         return choose(results, self.targets, self.limits)
 
     def tightened(self, layers: Sequence[int]) -> "Selection":
-        """The same, but `layers` may miss half of what they might."""
+        """Return a selection in which `layers` may miss half as much."""
         halved = {layer: 1 - (1 - self.targets[layer]) / 2 for layer in layers}
         return replace(self, targets={**self.targets, **halved})
 
     def changes(self, other: "Selection", results: Sequence[LayerResult]) -> bool:
-        """Whether `other` leads to another choice."""
+        """Return whether `other` leads to another choice."""
         pairs = zip(self.choices(results), other.choices(results), strict=True)
         return any(
             (mine.kind, mine.candidate, mine.point) != (theirs.kind, theirs.candidate, theirs.point)
@@ -213,14 +221,11 @@ class Selection:
         )
 
 
-# From a choice to predictors: the files of the result.
+class _ChosenTensors(Mapping[str, Tensor]):
+    """The tensors of the chosen candidates, read from the layers' files on access."""
 
-
-class _Chosen(Mapping[str, Tensor]):
-    """The tensors of chosen candidates, read from the layers' files when they are asked for."""
-
-    def __init__(self, places: Mapping[int, Path], choices: Sequence[PredictorChoice]) -> None:
-        self._places = places
+    def __init__(self, files: Mapping[int, Path], choices: Sequence[PredictorChoice]) -> None:
+        self._files = files
         self._numbers = {choice.layer: choice.candidate for choice in choices if choice.candidate is not None}
         self._held: tuple[int, Mapping[str, Tensor]] = (-1, {})
 
@@ -228,7 +233,7 @@ class _Chosen(Mapping[str, Tensor]):
         _, layer, part = name.split(".")
         number = int(layer)
         if self._held[0] != number:
-            self._held = number, load_weights(self._places[number], self._numbers[number])
+            self._held = number, load_weights(self._files[number], self._numbers[number])
         return self._held[1][part]
 
     def __iter__(self) -> Iterator[str]:
@@ -242,19 +247,22 @@ def assemble(
     folder: Path,
     results: Sequence[LayerResult],
     choices: Sequence[PredictorChoice],
-    places: Mapping[int, Path],
+    files: Mapping[int, Path],
     model: Mapping[str, Any],
-    gate: Mapping[str, Any],
+    accuracy: Mapping[str, Any],
 ) -> Predictors:
-    """Writes the chosen predictors to `folder`, `predictors.json` last, and reads them back."""
-    layers = [described(result, choice) for result, choice in zip(results, choices, strict=True)]
+    """Write the chosen predictors to `folder`, `predictors.json` last, and return them as read back.
+
+    `files` are the layers' candidate files, `accuracy` the facts of the accuracy check.
+    """
+    layers = [layer_entry(result, choice) for result, choice in zip(results, choices, strict=True)]
     (folder / FACTS_FILE).unlink(missing_ok=True)
-    write_predictors(folder, layers, _Chosen(places, choices), model, gate, curves(results))
+    write_predictors(folder, layers, _ChosenTensors(files, choices), model, accuracy, curves(results))
     return load_predictors(folder)
 
 
 def curves(results: Sequence[LayerResult]) -> list[dict[str, Any]]:
-    """The trade-offs of all candidates, for reports."""
+    """Return the trade-off curves of all candidates, for reports."""
     return [
         {
             "layer": result.layer,
@@ -270,40 +278,43 @@ def curves(results: Sequence[LayerResult]) -> list[dict[str, Any]]:
     ]
 
 
-def key_of(layers: Sequence[LayerPredictor]) -> str:
-    """A text that is the same for the same choice."""
+def choice_key(layers: Sequence[LayerPredictor]) -> str:
+    """Return a text that is equal for equal choices."""
     return "|".join(f"{layer.layer}:{layer.kind}:{layer.rank}:{layer.threshold:.9g}" for layer in layers)
 
 
-# Larger predictors for some layers, from the candidates that training kept.
-
-
 def tighten(folder: Path, layers: Sequence[int]) -> Predictors | None:
-    """Chooses predictors that miss half as much in `layers`, in the folder that `train_predictors` made.
+    """Choose predictors that miss half as much in `layers`, in the folder that `train_predictors` made.
 
-    Nothing is trained. Within the budget that training was given, the predictors of other layers may become smaller;
-    their targets stay. None where that changes nothing: the layers are exact already, or the folder's candidates are
-    gone. Raises `UsageError` for a folder that holds no predictors.
+    Nothing is trained. Within the budget of that training, the predictors of other layers may become smaller; their
+    targets stay.
+
+    Returns:
+        The new predictors; None if nothing changes, because the layers are exact already, or because the folder's
+        candidates are gone.
+
+    Raises:
+        UsageError: The folder holds no predictors, or a layer is unknown.
     """
-    place, current = TrainingDirectory(folder), load_predictors(folder)
-    selection = Selection.read(place)
-    if selection is None or not all(place.layer_file(layer.layer).is_file() for layer in current.layers):
+    directory, current = TrainingDirectory(folder), load_predictors(folder)
+    selection = Selection.read(directory)
+    if selection is None or not all(directory.layer_file(layer.layer).is_file() for layer in current.layers):
         return None
     if unknown := sorted(set(layers) - selection.targets.keys()):
         raise UsageError(f"{folder}: has no layer {unknown[0]}")
     with reserve(folder.resolve(), overwrite=True) as reserved:
-        results = [load_result(place.layer_file(layer.layer)) for layer in current.layers]
+        results = [load_result(directory.layer_file(layer.layer)) for layer in current.layers]
         tighter = selection.tightened(layers)
         try:
             if not selection.changes(tighter, results):
                 return None
         except UsageError:
             return None
-        tighter.write(place, current.gate)
-        places = {result.layer: place.layer_file(result.layer) for result in results}
+        tighter.write(directory, current.gate)
+        files = {result.layer: directory.layer_file(result.layer) for result in results}
         model = {"fingerprint": current.fingerprint, "name": current.name, "parameters": current.model_parameters}
-        # What the gate found was of the choice before.
+        # The facts of the accuracy check are about the earlier choice, so they are left out.
         targets = {"targets": [tighter.targets[result.layer] for result in results]}
-        with place.publishing(reserved) as new:
-            assemble(new, results, tighter.choices(results), places, model, targets)
+        with directory.publishing(reserved) as new:
+            assemble(new, results, tighter.choices(results), files, model, targets)
     return load_predictors(folder)

@@ -1,4 +1,4 @@
-"""Labels: which neurons fire on which samples, and what each firing contributes."""
+"""Firing labels of samples, and the trade-off curve of a predictor measured with them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from picompile.predictors.train.data import LayerData
 
-# Samples that are worked on at a time: what is in float32 takes 45 MB with 11,008 neurons.
+# Samples processed at a time: a float32 tensor of them takes 45 MB with 11,008 neurons.
 ROWS = 1024
 
 _SMALLEST, _LARGEST = 2.0**-14, 65504.0
@@ -18,10 +18,11 @@ _SMALLEST, _LARGEST = 2.0**-14, 65504.0
 
 @dataclass(frozen=True)
 class FiringLabels:
-    """`contribution` float16 [S, F]: 0 where a neuron is silent, else |h| · ‖down row‖ in units of the layer's mean.
+    """Which neurons fire on which samples, and how much each firing contributes.
 
-    `decided_share` is the share of neurons that their deciding matrix alone does not silence, of the samples `test`:
-    what an exact predictor computes.
+    `contribution` float16 [samples, neurons] is 0 where a neuron is silent, else |h| · ‖down row‖ in units of the
+    layer's mean. `decided_share` is the share of neurons that the gating matrix alone does not silence on the samples
+    `test`: the share that an exact predictor computes.
     """
 
     contribution: Tensor
@@ -29,7 +30,7 @@ class FiringLabels:
 
 
 def measure_firing(data: LayerData, test: slice) -> FiringLabels:
-    """Computes all neurons on all samples, a block of samples at a time."""
+    """Compute all neurons on all samples, `ROWS` samples at a time, and return their labels."""
     lengths = data.down.norm(dim=1)
     contribution = torch.empty(len(data.samples), data.neurons, dtype=torch.float16)
     decided, unit = 0, 0.0
@@ -38,35 +39,32 @@ def measure_firing(data: LayerData, test: slice) -> FiringLabels:
         magnitude = data.outputs(x).abs_()
         fires = magnitude > data.threshold
         magnitude *= lengths
-        # The first block sets the unit, so that float16 holds what is far from 1 in the model's own.
-        unit = unit or _mean(magnitude, fires)
+        # The first block sets the unit, so that float16 can hold contributions far from 1 in the model's own scale.
+        unit = unit or _mean_magnitude(magnitude, fires)
         scaled = (magnitude / (unit or 1.0)).clamp_(_SMALLEST, _LARGEST)
         contribution[start : start + ROWS] = torch.where(fires, scaled, torch.zeros_like(scaled))
         if data.silent_at is not None:
             tested = x[max(0, test.start - start) :]
-            decided += int((F.linear(tested, *data.deciding) > data.silent_at).sum())
+            decided += int((F.linear(tested, *data.gating) > data.silent_at).sum())
     return FiringLabels(contribution, decided / max(1, (test.stop - test.start) * data.neurons))
 
 
-def _mean(magnitude: Tensor, fires: Tensor) -> float:
+def _mean_magnitude(magnitude: Tensor, fires: Tensor) -> float:
     count = int(fires.sum())
     return float(magnitude[fires].double().mean()) if count else 0.0
 
 
-# The trade-off of a predictor: for each threshold, what it computes and what it finds.
-
-
 _BINS = 4096
-# Scores are sorted into bins of equal width in score / (|score| + _BEND): narrow where thresholds lie, with no ends.
+# Bins have equal width in score / (|score| + _BEND): narrow where thresholds lie, and unbounded at both ends.
 _BEND = 8.0
 
-# The recalls, weighted by contribution, at which a curve is written down for people.
-_SHOWN = (0.9, 0.95, 0.97, 0.98, 0.985, 0.99, 0.9925, 0.995, 0.9965, 0.998, 0.999, 0.9995)
+# The recalls, weighted by contribution, at which reports show a curve.
+_SHOWN_RECALLS = (0.9, 0.95, 0.97, 0.98, 0.985, 0.99, 0.9925, 0.995, 0.9965, 0.998, 0.999, 0.9995)
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A predictor at one threshold. Shares are of all neurons and tokens."""
+    """How a predictor does at one threshold. Shares are of all neurons and tokens."""
 
     threshold: float
     recall: float
@@ -77,10 +75,11 @@ class CurvePoint:
 
 
 @dataclass(frozen=True)
-class Curve:
-    """For each of the bins of scores, all int64 or float64 [bins]: neurons whose score is in it, or in a higher one.
+class RecallCurve:
+    """The trade-off of a predictor: for each threshold, how many neurons it computes and how much it finds.
 
-    `computed` counts them, `fired` those of them that fire, `contribution` sums what these contribute.
+    Entry i of each tensor [bins] is about the neurons whose score is in bin i or higher: `computed` (int64) counts
+    them, `fired` (int64) counts those that fire, `contribution` (float64) sums the contributions of these.
     """
 
     computed: Tensor
@@ -94,7 +93,10 @@ class Curve:
         return int(self.fired[0]) / max(1, self.total)
 
     def at(self, weighted_recall: float) -> CurvePoint:
-        """The highest threshold that finds that share of the contribution; all of it where that is never reached."""
+        """Return the point at the highest threshold that finds this share of the contribution.
+
+        If none does, the point is at the lowest threshold, which finds everything.
+        """
         found = self.contribution / self.contribution[0].clamp_min(1e-300)
         if float(self.contribution[0]) == 0:
             return self._point(_BINS - 1)
@@ -114,23 +116,26 @@ class Curve:
         )
 
     def shown(self) -> list[dict[str, Any]]:
-        """Points along the curve, for reports."""
-        return [{name: _rounded(value) for name, value in vars(self.at(recall)).items()} for recall in _SHOWN]
+        """Return points along the curve, for reports."""
+        return [{name: _rounded(value) for name, value in vars(self.at(recall)).items()} for recall in _SHOWN_RECALLS]
 
     def tensors(self) -> dict[str, Tensor]:
-        """As it is stored."""
+        """Return the curve as the tensors that are stored."""
         total = torch.tensor([self.total])
         return {"computed": self.computed, "fired": self.fired, "found": self.contribution.float(), "total": total}
 
     @classmethod
-    def of_tensors(cls, tensors: dict[str, Tensor]) -> "Curve":
-        """From what `tensors` gave."""
+    def of_tensors(cls, tensors: dict[str, Tensor]) -> "RecallCurve":
+        """Return the curve from the tensors that `tensors` returned."""
         found = tensors["found"].double()
         return cls(tensors["computed"], tensors["fired"], found, int(tensors["total"]))
 
 
-def measure_curve(blocks: Iterator[tuple[Tensor, Tensor]]) -> Curve:
-    """`blocks` are scores float32 and contributions float16, both [T, F], of samples that training did not see."""
+def measure_curve(blocks: Iterator[tuple[Tensor, Tensor]]) -> RecallCurve:
+    """Return the curve of a predictor.
+
+    `blocks` are its scores (float32) and the contributions (float16), both [tokens, neurons], of held-out samples.
+    """
     counts = torch.zeros(2, _BINS, dtype=torch.int64)
     contribution = torch.zeros(_BINS, dtype=torch.float64)
     for scores, block in blocks:
@@ -141,8 +146,8 @@ def measure_curve(blocks: Iterator[tuple[Tensor, Tensor]]) -> Curve:
         contribution += torch.bincount(fired, weights=block[block > 0].double(), minlength=_BINS)
     above: Callable[[Tensor], Tensor] = lambda values: values.flip(0).cumsum(0).flip(0)  # noqa: E731
     whole = above(contribution)
-    # In units of the whole, so that float32 holds it.
-    return Curve(above(counts[0]), above(counts[1]), whole / whole[0].clamp_min(1e-300), int(counts[0].sum()))
+    # In units of the whole, so that float32 can hold it.
+    return RecallCurve(above(counts[0]), above(counts[1]), whole / whole[0].clamp_min(1e-300), int(counts[0].sum()))
 
 
 def _bin(scores: Tensor) -> Tensor:
@@ -151,7 +156,7 @@ def _bin(scores: Tensor) -> Tensor:
 
 
 def _lower_edge(index: int) -> float:
-    """The score at which bin `index` begins; below every score for the first."""
+    """Return the score at which bin `index` begins; for the first bin, a number below every score."""
     if index == 0:
         return -1e4
     bent = index * 2 / _BINS - 1

@@ -1,4 +1,4 @@
-"""All that the training of one layer depends on: the block's weights, its norm, and the samples."""
+"""The data that the training of one layer depends on: the block's weights, its norm, and the samples."""
 
 import json
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class Norm:
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x float32 [T, D] → [T, D], by the model's own operator."""
+        """Return x float32 [tokens, hidden] normalized by the model's own operator."""
         if self.op == "rms_norm":
             normed: Tensor = torch.ops.picompile.rms_norm(x, self.weight, self.eps)
         else:
@@ -40,7 +40,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Samples:
-    """What a block, or the norm before it, read on sampled tokens: float16 [S, D], and that norm."""
+    """The inputs of a block, or of the norm before it, on sampled tokens: float16 [samples, hidden], and that norm."""
 
     values: Tensor
     norm: Norm | None
@@ -49,21 +49,22 @@ class Samples:
         return len(self.values)
 
     def stream(self, rows: slice | Tensor) -> Tensor:
-        """What the norm read, float32."""
+        """Return the inputs of the norm, in float32."""
         return self.values[rows].float()
 
     def block(self, rows: slice | Tensor) -> Tensor:
-        """What the block read, float32."""
+        """Return the inputs of the block, in float32."""
         x = self.stream(rows)
         return x if self.norm is None else self.norm(x)
 
 
 @dataclass(frozen=True)
 class LayerData:
-    """One layer. `previous` are the samples of the layer before, on the same tokens, where they are wanted.
+    """The weights and samples of one layer.
 
-    gate, up, down float32 [F, D], biases [F]. A neuron fires where the magnitude of what it sends to its down row is
-    above `threshold`.
+    `previous` are the samples of the layer before on the same tokens, or None if they are not wanted. gate, up and down
+    are float32 [neurons, hidden], biases [neurons]. A neuron fires where the magnitude of its output, before the down
+    projection, is above `threshold`.
     """
 
     layer: int
@@ -80,38 +81,38 @@ class LayerData:
 
     @property
     def neurons(self) -> int:
-        """F."""
+        """The number of neurons of the block."""
         return int(self.up.shape[0])
 
     @property
     def hidden(self) -> int:
-        """D."""
+        """The hidden size of the model."""
         return int(self.up.shape[1])
 
     @property
     def neuron_parameters(self) -> int:
-        """How many weights one computed neuron reads."""
+        """The number of weights that one computed neuron reads."""
         return self.hidden * (1 if self.gate is None else 2) + int(self.down.shape[1])
 
     @property
-    def deciding(self) -> tuple[Tensor, Tensor | None]:
+    def gating(self) -> tuple[Tensor, Tensor | None]:
         """The matrix whose sign decides [F, D], and its bias: the gate's, or up's where there is no gate."""
         return (self.up, self.up_bias) if self.gate is None else (self.gate, self.gate_bias)
 
     @property
     def silent_at(self) -> float | None:
-        """At or below which output of the deciding matrix a neuron is silent; None where it never is."""
+        """The output of the gating matrix at or below which a neuron is silent; None if no neuron ever is."""
         activation = parse_activation(self.activation)
         return activation.threshold if activation.sparse else None
 
     @property
     def one_sided(self) -> bool:
-        """Whether the deciding matrix alone says which neurons fire."""
+        """Whether the gating matrix alone determines which neurons fire."""
         other = self.gate is not None and parse_activation(self.up_activation).sparse
         return self.silent_at is not None and not other and self.threshold == 0
 
     def inputs(self, name: str, rows: slice | Tensor) -> Tensor:
-        """What a predictor with the input `name` reads: float32 [rows, D]."""
+        """Return the inputs of a predictor that reads `name`: float32 [rows, hidden]."""
         if name == "previous":
             if self.previous is None:
                 raise ValueError(f"layer {self.layer} has no samples of the layer before")
@@ -120,18 +121,18 @@ class LayerData:
 
     @property
     def input_choices(self) -> tuple[str, ...]:
-        """The inputs that there are for this layer."""
+        """The inputs that predictors of this layer can read."""
         stream = () if self.samples.norm is None else ("stream",)
         return ("block", *stream, *(() if self.previous is None else ("previous",)))
 
     def outputs(self, x: Tensor) -> Tensor:
-        """What each neuron sends to its down row: x [T, D] → [T, F]."""
+        """Return the output of each neuron before the down projection: x [tokens, hidden] → [tokens, neurons]."""
         weights = (self.gate, self.up, self.gate_bias, self.up_bias)
         return neuron_outputs(x, *weights, self.activation, self.up_activation)
 
 
 def find_blocks(graph_module: GraphModule) -> dict[int, Node]:
-    """The feed-forward blocks of a canonical graph by layer."""
+    """Return the feed-forward blocks of a canonical graph by layer."""
     return {int(block.meta["layer"]): block for block in calls(graph_module.graph, FFN)}
 
 
@@ -142,7 +143,11 @@ def layer_data(
     samples: Mapping[int, tuple[Tensor, str]],
     threshold: float,
 ) -> LayerData:
-    """Gathers the data of a layer. `samples` are values and place of this layer, and of the one before if wanted."""
+    """Gather the data of a layer.
+
+    `samples` has, for this layer and for the one before if wanted, the sampled inputs and what they are inputs of:
+    `stream` (of the norm) or `block`.
+    """
     blocks = find_blocks(graph_module)
     values = arguments(blocks[layer])
 
@@ -171,7 +176,7 @@ def layer_data(
 
 
 def reads_norm(block: Node) -> bool:
-    """Whether a block reads what comes from a norm."""
+    """Return whether the input of a block comes from a norm."""
     return is_call(arguments(block)["x"], RMS_NORM, LAYER_NORM)
 
 
@@ -185,7 +190,7 @@ def _norm(block: Node, constant: Any) -> Norm:
 
 
 def save_layer_data(path: Path, data: LayerData) -> None:
-    """Writes the data for a worker process."""
+    """Write the data for a worker process."""
     tensors = {name: getattr(data, name) for name in _WEIGHTS if getattr(data, name) is not None}
     facts: dict[str, Any] = {
         name: getattr(data, name) for name in ("layer", "activation", "up_activation", "threshold")
@@ -202,7 +207,7 @@ def save_layer_data(path: Path, data: LayerData) -> None:
 
 
 def load_layer_data(path: Path) -> LayerData:
-    """Reads what `save_layer_data` wrote."""
+    """Read the data that `save_layer_data` wrote."""
     tensors, metadata = read_tensors(path)
     facts = json.loads(metadata["facts"])
 

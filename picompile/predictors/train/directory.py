@@ -1,4 +1,4 @@
-"""The folder that training works in: what it is of, what is done, and what it depends on.
+"""The folder that training works in: what it depends on, and how far it has come.
 
 | file | is |
 | --- | --- |
@@ -7,7 +7,7 @@
 | `work/choice.json` | each layer's target, the limits, and the perplexities that were measured |
 | `predictors.json`, `predictors.safetensors` | the result, written last |
 
-A result that is there stays until another takes its place, in one step with the notes on it.
+An existing result stays until a new one replaces it, in one step with the notes on it.
 """
 
 import hashlib
@@ -20,14 +20,15 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from picompile.errors import UsageError
-from picompile.output import OutputPath, link_tree, write_errors_told
+from picompile.output import OutputPath, explaining_write_errors, link_tree
+from picompile.output.checks import require_folder_or_nothing
 from picompile.output.leftovers import sync_folder, sync_tree
 from picompile.predictors.files import FACTS_FILE, WEIGHTS_FILE
 from picompile.predictors.profile.files import read_notes, write_json
 
 _FORMAT, _SCHEMA = "picompile-training", 1
 _NOTES = "training.json"
-# What takes the place of the result, file by file, where there is none.
+# Holds the files of the first result until they are moved into place one by one.
 _NEXT = "next"
 
 
@@ -39,43 +40,42 @@ class TrainingDirectory:
 
     @property
     def work(self) -> Path:
-        """What is kept beside the result."""
+        """The folder of what is kept beside the result."""
         return self.folder / "work"
 
     def layer_file(self, layer: int) -> Path:
-        """Where the candidates of a layer lie."""
+        """Return the file of a layer's candidates."""
         return self.work / "layers" / f"{layer:03d}.safetensors"
 
     def read(self, name: str) -> dict[str, Any]:
-        """A description in the work folder; empty where there is none that can be read."""
+        """Return a JSON object from the work folder; empty if it cannot be read."""
         return read_notes(self.work / name)
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
-        """Writes a description."""
+        """Write a JSON object to the work folder."""
         write_json(self.work / name, content)
 
     @property
     def complete(self) -> bool:
-        """Whether predictors are there."""
+        """Whether the folder holds predictors."""
         return (self.folder / FACTS_FILE).is_file()
 
     def holds(self, inputs: str) -> bool:
-        """Whether the predictors that are there are complete and of these inputs."""
+        """Return whether the folder holds complete predictors of these inputs."""
         return self.complete and self._made() == inputs
 
     def _made(self) -> str | None:
-        """The inputs of the predictors that are there, if any are."""
+        """Return the inputs of the predictors in the folder; None if there are none."""
         notes = self.read(_NOTES)
-        # Versions before removed predictors first.
+        # Earlier versions removed predictors first, and had no `made`.
         made = notes.get("made", notes.get("inputs"))
         return made if self.complete and isinstance(made, str) else None
 
     def check(self, inputs: str, *, overwrite: bool) -> None:
-        """Refuses a folder that may not be used. Raises `UsageError`."""
+        """Raise `UsageError` if the folder must not be used."""
+        require_folder_or_nothing(self.folder)
         if not self.folder.exists():
             return
-        if not self.folder.is_dir():
-            raise UsageError(f"{self.folder}: exists and is not a folder; choose another output")
         ours = (self.work / _NOTES).is_file() or (self.folder / FACTS_FILE).is_file()
         if not ours and any(path.name != "work" for path in self.folder.iterdir()):
             raise UsageError(f"{self.folder}: exists and has no {FACTS_FILE}, so it is not overwritten")
@@ -83,13 +83,14 @@ class TrainingDirectory:
             raise UsageError(f"{self.folder}: holds predictors of other inputs; give --force to overwrite them")
 
     def open(self, inputs: str, candidates: str) -> str:
-        """Makes the folder ready. Candidates that `candidates` tells to be of the same inputs are kept.
+        """Prepare the folder. Its candidates are kept if their inputs have the hash `candidates`.
 
-        Returns a word on what was found, empty where nothing was.
+        Returns:
+            A message about what was found; empty if nothing was.
         """
         known = self.read(_NOTES)
         if known and known.get("candidates") != candidates:
-            # Before the notes say that what is there is of these inputs.
+            # Removed before the notes are changed: these would say that the candidates are of these inputs.
             shutil.rmtree(self.work / "layers", ignore_errors=True)
         (self.work / "layers").mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.work / _NEXT, ignore_errors=True)
@@ -107,22 +108,22 @@ class TrainingDirectory:
         return "was begun, and goes on" if begun else ""
 
     @contextmanager
-    def publishing(self, place: OutputPath) -> Iterator[Path]:
-        """A folder for the two files of the result, which take their place when the block ends well.
+    def publishing(self, output: OutputPath) -> Iterator[Path]:
+        """Yield a folder for the two files of the result, which are published when the block succeeds.
 
-        `place` is the folder that they are for. Where it has a result, a new folder with all else that is in this one
-        takes the place; else the two are moved, and what reads them finds none before it finds both.
+        If the folder holds a result, a new folder with everything else from this one replaces it at `output`.
+        Otherwise the two files are moved, `predictors.json` last: a reader finds no result until both are there.
         """
         notes = self.read(_NOTES)
         notes["made"] = notes.get("inputs")
         if self.complete:
-            with place.folder() as folder:
+            with output.folder() as folder:
                 link_tree(self.folder, folder, _is_replaced)
                 yield folder
                 write_json(folder / "work" / _NOTES, notes)
             return
         folder = self.work / _NEXT
-        with write_errors_told(self.folder, folder):
+        with explaining_write_errors(self.folder, folder):
             folder.mkdir(exist_ok=True)
             yield folder
             sync_tree(folder)
@@ -138,5 +139,5 @@ def _is_replaced(path: PurePath) -> bool:
 
 
 def digest(*parts: object) -> str:
-    """Hex digits of what `json` makes of `parts`."""
+    """Return the SHA-256 of `parts` as JSON, in hex digits."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,10 +1,11 @@
-"""The predictor that training starts from: reduced-rank regression of what decides, and what it leaves open.
+"""Training of one predictor: its start by reduced-rank regression, and gradient descent from there.
 
-Let t = W x + b be what decides for each neuron (the output of the gate, say), C the covariance of x. Among all matrices
-of rank r the one that tells t best in the mean square is W C^½ cut to its r largest singular values, times C^-½
-(reduced-rank regression, Izenman 1975). For neuron j that leaves a deviation σ_j between t_j and its estimate; were it
-normal, the neuron would fire with the probability Φ((estimate_j - threshold) / σ_j), which is about a logistic function
-of 1.7 times that. On the bundled model this start alone finds what plain training finds in 8 epochs.
+Let t = W x + b be the value that decides whether each neuron fires (the output of the gate, say), and C the covariance
+of x. Among all matrices of rank r, the one that predicts t with the least mean square error is W C^½ cut to its r
+largest singular values, times C^-½ (reduced-rank regression, Izenman 1975). For neuron j that leaves a deviation σ_j
+between t_j and its estimate. If it is normally distributed, the neuron fires with the probability
+Φ((estimate_j - threshold) / σ_j), which is about a logistic function of 1.7 times that. On the bundled model this start
+alone is as good as 8 epochs of plain training.
 """
 
 import math
@@ -20,37 +21,37 @@ from picompile.predictors.train.data import LayerData
 # and 1.52 computed neurons for one that fires, at a recall of 99.5 % and rank 64 of the bundled model's third layer.
 _STEEPNESS = 2.5
 
-# Directions of x with less than this share of the largest variance are not told from rounding.
+# Directions of x with less than this share of the largest variance cannot be told from rounding.
 _LEAST_VARIANCE = 1e-7
 _LEAST_DEVIATION = 1e-3
 
 
 @dataclass(frozen=True)
 class InitialPredictor:
-    """A learned predictor in float32: fc1 [r, D], fc2 [F, r], bias [F]."""
+    """A learned predictor in float32: fc1 [rank, hidden], fc2 [neurons, rank], bias [neurons]."""
 
     fc1: Tensor
     fc2: Tensor
     bias: Tensor
 
     def scores(self, x: Tensor) -> Tensor:
-        """x [T, D] → logits [T, F]."""
+        """Return the logits of x: [tokens, hidden] → [tokens, neurons]."""
         return torch.addmm(self.bias, x @ self.fc1.T, self.fc2.T)
 
     def rounded(self) -> "InitialPredictor":
-        """With values that float16 holds, as they are stored."""
+        """Return the predictor with its values rounded to float16, as they are stored."""
         return InitialPredictor(
             *(part.clamp(-65504.0, 65504.0).half().float() for part in (self.fc1, self.fc2, self.bias))
         )
 
 
-class Start:
-    """Starts of any rank for one layer and one input, from the samples `train` (int64, or a slice)."""
+class ReducedRankStart:
+    """The start of training, at any rank, for one layer and one input; computed from the samples `train`."""
 
     def __init__(self, data: LayerData, contribution: Tensor, name: str, train: slice) -> None:
         self._mean, covariance = _moments(data, name, train)
         if data.one_sided and name == "block":
-            matrix, bias = data.deciding
+            matrix, bias = data.gating
             centre = matrix @ self._mean + (0.0 if bias is None else bias) - (data.silent_at or 0.0)
             variance = None
         else:
@@ -58,7 +59,7 @@ class Start:
         values, vectors = torch.linalg.eigh(covariance)
         root = values.clamp_min(_LEAST_VARIANCE * float(values[-1].clamp_min(1e-30))).sqrt()
         self._whitened = (matrix @ vectors) * root
-        # Right singular vectors by the smaller product: [D, D] instead of [F, D].
+        # Right singular vectors from the smaller product: [hidden, hidden] instead of [neurons, hidden].
         self._directions = torch.linalg.eigh(self._whitened.T @ self._whitened).eigenvectors.flip(1)
         self._to_input = vectors / root
         explained = self._whitened.square().sum(1)
@@ -66,7 +67,7 @@ class Start:
         self._centre = centre
 
     def of_rank(self, rank: int) -> InitialPredictor:
-        """The start of rank `rank`, at most D."""
+        """Return the start of rank `rank`, which is at most the hidden size."""
         directions = self._directions[:, :rank]
         fc1 = (self._to_input @ directions).T.contiguous()
         fc2 = self._whitened @ directions
@@ -77,7 +78,7 @@ class Start:
 
 
 def _moments(data: LayerData, name: str, train: slice) -> tuple[Tensor, Tensor]:
-    """Mean [D] and covariance [D, D] of the input, in float32."""
+    """Return mean [hidden] and covariance [hidden, hidden] of the input, in float32."""
     total = torch.zeros(data.hidden, dtype=torch.float64)
     rows = range(train.start, train.stop, ROWS)
     for start in rows:
@@ -94,15 +95,16 @@ def _moments(data: LayerData, name: str, train: slice) -> tuple[Tensor, Tensor]:
 def _regression(
     data: LayerData, contribution: Tensor, name: str, train: slice, mean: Tensor, covariance: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Least squares of what decides from the input: matrix [F, D], centre [F] and variance [F] of what decides.
+    """Regress the deciding value on the input by least squares.
 
-    Where no single matrix decides, it is whether the neuron fires, in units of its deviation.
+    Returns the matrix [neurons, hidden], and the centre and the variance of the deciding value, both [neurons]. If no
+    single matrix decides, the deciding value is whether the neuron fires, in units of its deviation.
     """
     cross = torch.zeros(data.neurons, data.hidden)
     first, second = torch.zeros(2, data.neurons, dtype=torch.float64)
     for start in range(train.start, train.stop, ROWS):
         rows = slice(start, min(start + ROWS, train.stop))
-        target = _target(data, contribution, rows)
+        target = _gating_target(data, contribution, rows)
         cross.addmm_(target.T, data.inputs(name, rows) - mean)
         first += target.sum(0)
         second += target.square().sum(0)
@@ -114,24 +116,21 @@ def _regression(
     if data.one_sided:
         return solved, centre, variance
     deviation = variance.sqrt().clamp_min(count**-0.5)
-    # Half of the way from never to always is where a neuron fires as likely as not.
+    # Halfway between never and always, a neuron is as likely to fire as not.
     return solved / deviation[:, None], (centre - 0.5) / deviation, variance / deviation.square()
 
 
-def _target(data: LayerData, contribution: Tensor, rows: slice) -> Tensor:
+def _gating_target(data: LayerData, contribution: Tensor, rows: slice) -> Tensor:
     if not data.one_sided:
         return (contribution[rows] > 0).float()
-    matrix, bias = data.deciding
+    matrix, bias = data.gating
     decided = torch.nn.functional.linear(data.samples.block(rows), matrix, bias)
     return decided - (data.silent_at or 0.0)
 
 
-# Gradient descent on a weighted logistic loss.
-
-
-# What a silent neuron weighs beside a firing of mean contribution, for each share of the contribution that may be
-# missed: where more may be missed, more of it is better. Small, so that the loss is about the thresholds that find
-# nearly all, but not so small that a low rank forgets to be precise: at a recall of 99.7 %, 0.012, 0.05 and 0.15 gave
+# The logistic loss weighs a silent neuron by this factor times the share of the contribution that may be missed; a
+# firing of mean contribution weighs 1. The weight is small, so that the loss is about the thresholds that find nearly
+# everything, but not so small that a low rank loses its precision: at a recall of 99.7 %, 0.012, 0.05 and 0.15 gave
 # 2.37, 2.29 and 2.30 computed neurons for one that fires in the first layer of the ReGLU model of 21 million parameters
 # (rank 96), and 1.25, 1.24 and 1.25 in its second. In the layers of three models 0.05 was the best, or near it.
 _SILENCE_OF_MISS = 4.0
@@ -146,8 +145,8 @@ _WARM_UP = 0.1
 
 
 @dataclass(frozen=True)
-class Fit:
-    """How long and how to train. `weighting` and `recall` are those of `TrainOptions`; `train` are the samples."""
+class FitSettings:
+    """Settings of `fit`. `weighting` and `recall` are those of `TrainOptions`; `train` are the samples to train on."""
 
     epochs: int
     weighting: str
@@ -158,24 +157,33 @@ class Fit:
 
     @property
     def silence(self) -> float | None:
-        """What a silent neuron weighs; None where all weigh alike."""
+        """The weight of a silent neuron in the loss; None if all weigh the same."""
         if self.weighting == "none":
             return None
         return min(_MOST_SILENCE, max(_LEAST_SILENCE, _SILENCE_OF_MISS * (1 - self.recall)))
 
 
-def fit(data: LayerData, contribution: Tensor, name: str, start: InitialPredictor, how: Fit) -> InitialPredictor:
-    """Trains a predictor that reads input `name`, from `start`; contribution float16 [S, F], 0 where silent.
+def fit(
+    data: LayerData, contribution: Tensor, name: str, start: InitialPredictor, how: FitSettings
+) -> InitialPredictor:
+    """Train a predictor that reads the input `name`, from `start`, and return it.
 
-    Loss: the logistic loss of each neuron and sample, a firing weighted by its contribution in units of the mean, a
-    silence by `how.silence`; with weighting `none` all alike. The gradient is written out, since the loss of 11,008
-    neurons on a batch would be held several times over otherwise.
+    The loss is the logistic loss of each neuron and sample. A firing is weighted by its contribution in units of the
+    mean, a silent neuron by `how.silence`; with weighting `none` all weigh the same. The gradient is written out,
+    because autograd would hold the loss of 11,008 neurons on a minibatch several times.
+
+    Args:
+        data: The layer's data.
+        contribution: float16 [samples, neurons], 0 where a neuron is silent.
+        name: What the predictor reads: one of `data.input_choices`.
+        start: The predictor to start from.
+        how: The settings.
     """
     parts = [part.to(how.device).clone() for part in (start.fc1, start.fc2, start.bias)]
-    optimizer = _Adam(parts, _steps_of(start))
+    optimizer = _Adam(parts, _step_sizes(start))
     count = how.train.stop - how.train.start
     batch = max(1, min(_BATCH, count // _LEAST_STEPS))
-    unit = 1.0 if how.silence is None else _mean_of_firings(contribution[how.train])
+    unit = 1.0 if how.silence is None else _mean_firing_contribution(contribution[how.train])
     steps = how.epochs * (count // batch)
     generator = torch.Generator().manual_seed(how.seed)
     order = torch.empty(0, dtype=torch.int64)
@@ -205,7 +213,7 @@ def _gradients(
     return [(slope @ fc2).T @ x, slope.T @ inner, slope.sum(0)]
 
 
-def _mean_of_firings(contribution: Tensor) -> float:
+def _mean_firing_contribution(contribution: Tensor) -> float:
     total, count = 0.0, 0
     for block in torch.split(contribution, 1024):
         total += float(block.double().sum())
@@ -213,7 +221,7 @@ def _mean_of_firings(contribution: Tensor) -> float:
     return total / count if count else 1.0
 
 
-def _steps_of(start: InitialPredictor) -> list[float]:
+def _step_sizes(start: InitialPredictor) -> list[float]:
     width = start.fc1.shape[1], start.fc2.shape[1]
     of_matrices = [
         _STEP * float(matrix.square().mean().sqrt()) * math.sqrt(_WIDTH / inner)
@@ -223,7 +231,7 @@ def _steps_of(start: InitialPredictor) -> list[float]:
 
 
 def _schedule(done: float) -> float:
-    """Rises for a tenth of the steps, then falls along a cosine to zero."""
+    """Return the factor of the step size: it rises for a tenth of the steps, then falls to zero along a cosine."""
     if done < _WARM_UP:
         return done / _WARM_UP
     return 0.5 * (1 + math.cos(math.pi * (done - _WARM_UP) / (1 - _WARM_UP)))

@@ -1,4 +1,4 @@
-"""What to train."""
+"""Options of training."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ INPUT_CHOICES = ("auto", "block", "stream", "previous")
 WEIGHTINGS = ("contribution", "none")
 DEVICES = ("auto", "cpu", "cuda")
 
-# Aimed at on samples that training has not seen. Other text is less like them: aimed at 99.5 %, an OPT of 22 million
-# parameters found 99.43 % on held-out text in its worst layer.
+# The target on samples that training has not seen. Other text is less like them: with a target of 99.5 %, an OPT of
+# 22 million parameters found 99.43 % on held-out text in its worst layer.
 DEFAULT_RECALL = 0.997
 
 
@@ -20,18 +20,26 @@ DEFAULT_RECALL = 0.997
 class TrainOptions:
     """How predictors are trained and chosen.
 
-    `gate` bounds the relative rise of the model's perplexity on held-out text, None accepts any. `budget` bounds the
-    predictors' parameters, as a share of the model's. `recall` is the share of the contribution of firing neurons that
-    a layer's predictor must find, `computed_ratio` how many neurons it may compute for one that fires, where that can
-    be had. `exact` allows the exact predictor where it is the better choice.
-
-    `kind` is `learned`, or `sign`, of which only the threshold is searched. `input` is what learned predictors read;
-    `auto` compares. `ranks` fixes the rank of all layers (an int) or of single ones, and `weighting` `none` counts all
-    missed firings alike: with both, predictors are those of PowerInfer and Deja Vu but for their form. `epochs` are
-    passes over the samples.
-
-    `jobs` is how many layers are trained at a time (None: one a core, as far as 5 GiB go), `ray` the address of a
-    Ray cluster that does it instead. Neither changes the result.
+    Attributes:
+        kind: `learned`, or `sign`, for which only the threshold is searched.
+        gate: Accuracy bound: the largest relative rise of the model's perplexity on held-out text. None accepts any.
+        budget: Limit on the parameters of all predictors, as a share of the model's.
+        recall: The share of the contribution of firing neurons that a layer's predictor must find.
+        computed_ratio: How many neurons it may compute for each one that fires, as far as the budget allows.
+        exact: Allow the exact predictor where it is the better choice.
+        input: The input of learned predictors; `auto` compares all inputs.
+        ranks: Fixes the rank of all layers (an int) or of single ones.
+        weighting: `none` counts all missed firings alike. With this and `ranks`, predictors are those of PowerInfer and
+            Deja Vu except for their form.
+        epochs: Passes over the samples.
+        rounds: How often the choice may be tightened to meet the accuracy bound.
+        gate_tokens: Held-out tokens of the accuracy check.
+        seed: Seed of the order of the samples.
+        device: Where PyTorch trains: `auto`, `cpu` or `cuda`.
+        jobs: How many layers are trained at a time (None: one per core, as far as 5 GiB of memory allow). It does not
+            change the result.
+        ray: The address of a Ray cluster that trains instead. It does not change the result.
+        overwrite: Replace predictors of other inputs.
     """
 
     kind: str = "learned"
@@ -53,7 +61,7 @@ class TrainOptions:
     overwrite: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for values that make no sense."""
+        """Raise `UsageError` for values that make no sense."""
         for name, value, known in (
             ("predictor", self.kind, KINDS),
             ("input", self.input, INPUT_CHOICES),
@@ -77,5 +85,5 @@ class TrainOptions:
             raise UsageError(f"the computed ratio must be at least 1, not {self.computed_ratio}")
 
     def rank_of(self, layer: int) -> int | None:
-        """The rank that is asked for, None where it is to be searched."""
+        """Return the rank that is asked for; None if it is to be searched."""
         return self.ranks.get(layer) if isinstance(self.ranks, Mapping) else self.ranks

@@ -1,9 +1,9 @@
-"""The gate: what predictors do to the model's perplexity, and to each layer."""
+"""Training: from a profile to predictors that keep the perplexity within the accuracy bound."""
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,114 +16,69 @@ from picompile.frontend import Captured, load_model
 from picompile.frontend.checkpoint import fingerprint
 from picompile.output import OutputPath, reserve
 from picompile.predictors import BlockShape, Predictors, block_shapes, load_predictors
-from picompile.predictors.accuracy import LayerAccuracy, first_windows, measure_layers, rank_layers_by_error
+from picompile.predictors.accuracy import first_windows, rank_layers_by_error
 from picompile.predictors.profile import Profile
+from picompile.predictors.train.accuracy_check import AccuracyCheck, layer_figures
 from picompile.predictors.train.candidates import JobSettings, LayerResult, load_result
-from picompile.predictors.train.choose import ChoiceLimits, Selection, assemble, key_of
+from picompile.predictors.train.choose import ChoiceLimits, Selection, assemble, choice_key
 from picompile.predictors.train.data import LayerData, find_blocks, layer_data, reads_norm
 from picompile.predictors.train.directory import TrainingDirectory, digest
 from picompile.predictors.train.options import TrainOptions
-from picompile.predictors.train.workers import count_jobs, require_ray, train_locally, train_on_cluster
+from picompile.predictors.train.ray_cluster import require_ray, train_on_cluster
+from picompile.predictors.train.workers import count_jobs, train_locally
 from picompile.progress import NoProgress, Progress
-from picompile.streaming import streamed_perplexity
 from picompile.version import __version__
-from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.pipeline import Pipeline
 
-# Of the held-out tokens, for finding out whom to blame.
-_BLAME_TOKENS = 2048
-
-
-@dataclass
-class Gate:
-    """Perplexity on `windows`, held-out token ids, of the canonical `graph_module` and of what predictors make of it.
-
-    `known` are the perplexities measured so far, by a key of the choice.
-    """
-
-    graph_module: GraphModule
-    weights: WeightSource
-    windows: Sequence[Sequence[int]]
-    thresholds: Mapping[int, float]
-    progress: Progress
-    known: dict[str, float] = field(default_factory=dict)
-
-    def dense(self) -> float:
-        """The perplexity of the model itself."""
-        return self._measured("dense", self.graph_module, self.weights)
-
-    def predicted(self, key: str, predictors: Predictors) -> float:
-        """The perplexity with `predictors`."""
-        graph_module = predictors.insert_pass()(self.graph_module).graph_module
-        return self._measured(key, graph_module, predictors.weights(self.weights))
-
-    def _measured(self, key: str, graph_module: GraphModule, weights: WeightSource) -> float:
-        if key not in self.known:
-            self.known[key] = streamed_perplexity(graph_module, weights, self.windows, self.progress)
-        return self.known[key]
-
-    def layers(self, predictors: Predictors) -> list[LayerAccuracy]:
-        """How well each layer's predictor does behind those of the layers before it."""
-        graph_module = predictors.insert_pass()(self.graph_module).graph_module
-        windows = first_windows(self.windows, _BLAME_TOKENS)
-        weights = predictors.weights(self.weights)
-        return measure_layers(graph_module, weights, windows, self.thresholds, self.progress)
-
-
-def entry(layer: LayerAccuracy) -> dict[str, Any]:
-    """A layer's figures for `predictors.json`."""
-    return {name: value for name, value in vars(layer).items() if name not in ("kind", "rank")}
-
-
-# Training: from a profile to predictors that keep within the gate.
-
-
-# Of the neurons, whose share of the firings is a layer's skewness.
+# A layer's skewness is the share of its firings that this share of its neurons makes.
 _MOST_ACTIVE = 0.2
 
 
 def train_predictors(
     model: Path, profile: Profile, output: Path, options: TrainOptions | None = None, progress: Progress | None = None
 ) -> Predictors:
-    """Trains predictors of the checkpoint `model` on `profile` into the folder `output`.
+    """Train predictors of the checkpoint `model` on `profile`, write them to the folder `output`, and return them.
 
-    Predictors of the same inputs that are complete are read; training that was interrupted goes on and ends with the
-    same bytes. Candidates are kept in `output/work`, so that another budget, gate or recall needs no new training.
-    Raises `UsageError` for a profile of another model or a place that may not be overwritten, and `AccuracyError`,
-    which names the layers, where the gate cannot be met; then no predictors are written.
+    If `output` holds complete predictors of the same inputs, these are read. Interrupted training is resumed and ends
+    with the same bytes. Candidates are kept in `output/work`, so that another budget, accuracy bound or recall needs no
+    new training.
+
+    Raises:
+        UsageError: The profile is of another model, or `output` must not be overwritten.
+        AccuracyError: The accuracy bound cannot be met; the error names the layers, and no predictors are written.
     """
     options, progress = options or TrainOptions(), progress or NoProgress()
     if options.ray is not None:
         require_ray()
     mark = fingerprint(model)
     profile.require_model(mark)
-    workplace = TrainingDirectory(output)
-    run = _Run(model, profile, options, progress, workplace, mark)
+    directory = TrainingDirectory(output)
+    run = _TrainingRun(model, profile, options, progress, directory, mark)
 
     def check() -> None:
-        workplace.check(run.inputs, overwrite=options.overwrite)
+        directory.check(run.inputs, overwrite=options.overwrite)
 
     check()
-    if workplace.holds(run.inputs) and not options.overwrite:
+    if directory.holds(run.inputs) and not options.overwrite:
         progress.say(f"{output}: is complete already")
         return load_predictors(output)
-    # A link goes on pointing at it.
+    # Resolved, so that a link stays a link to the new folder.
     with reserve(output.resolve(), overwrite=True, check=check, parents=True) as reserved:
         run.check_blocks()
         output.mkdir(exist_ok=True)
-        if found := workplace.open(run.inputs, run.candidate_inputs):
+        if found := directory.open(run.inputs, run.candidate_inputs):
             progress.say(f"{output}: {found}")
         return run.run(reserved)
 
 
 @dataclass(frozen=True)
-class _Run:
+class _TrainingRun:
     model: Path
     profile: Profile
     options: TrainOptions
     progress: Progress
-    place: TrainingDirectory
+    directory: TrainingDirectory
     mark: str
 
     @cached_property
@@ -135,7 +90,7 @@ class _Run:
 
     @cached_property
     def candidate_inputs(self) -> str:
-        """A hash of all that the candidates depend on."""
+        """Return a hash of everything that the candidates depend on."""
         o = self.options
         ranks = o.ranks if not isinstance(o.ranks, dict) else sorted(o.ranks.items())
         facts = json.loads((self.profile.folder / "profile.json").read_text(encoding="utf-8"))
@@ -144,7 +99,7 @@ class _Run:
 
     @cached_property
     def inputs(self) -> str:
-        """A hash of all that the result depends on."""
+        """Return a hash of everything that the result depends on."""
         o = self.options
         chosen = (o.gate, o.budget, o.recall, o.computed_ratio, o.exact, o.rounds, o.gate_tokens)
         return digest(self.candidate_inputs, chosen)
@@ -166,7 +121,7 @@ class _Run:
         return sorted(find_blocks(self.graph_module))
 
     def check_blocks(self) -> None:
-        """Raises `UsageError` where the profile's layers or tokens are none of the model's."""
+        """Raise `UsageError` if the model does not have the profile's layers or tokens."""
         folder, profiled = self.profile.folder, self.profile.layers
         if [layer.layer for layer in profiled] != self.layers:
             raise UsageError(f"{folder}: has {len(profiled)} layers, the model {len(self.layers)}; profile it again")
@@ -185,40 +140,40 @@ class _Run:
         budget = int(self.options.budget * self.captured.facts.parameters)
         limits = ChoiceLimits(budget, self.options.computed_ratio, self.options.exact)
         selection = Selection.first(self.layers, self.options.recall, limits, self._measured())
-        selection, facts = self.within_gate(results, selection)
-        with self.place.publishing(reserved) as folder:
+        selection, facts = self.meet_bound(results, selection)
+        with self.directory.publishing(reserved) as folder:
             self._assemble(folder, results, selection, facts)
-        return load_predictors(self.place.folder)
+        return load_predictors(self.directory.folder)
 
     def _measured(self) -> dict[str, float]:
-        """The perplexities that a run before this one has measured."""
-        begun = Selection.read(self.place)
+        """Return the perplexities that an earlier run measured."""
+        begun = Selection.read(self.directory)
         return {} if begun is None else begun.measured
 
     def train(self) -> list[LayerResult]:
-        """Trains what is not there yet; the results of all layers, in order."""
-        missing = [layer for layer in self.layers if not self.place.layer_file(layer).is_file()]
+        """Train the layers that have no result yet; return the results of all layers, in order."""
+        missing = [layer for layer in self.layers if not self.directory.layer_file(layer).is_file()]
         with self.progress.step("train layers", len(self.layers)) as advance:
             advance(len(self.layers) - len(missing))
             for _ in self._trained(missing):
                 advance(1)
-        return [load_result(self.place.layer_file(layer)) for layer in self.layers]
+        return [load_result(self.directory.layer_file(layer)) for layer in self.layers]
 
     def _trained(self, missing: list[int]) -> Iterator[LayerResult]:
         if self.options.ray is not None:
-            return train_on_cluster(missing, self.prepare, self.place.layer_file, self.options.ray, self.device)
+            return train_on_cluster(missing, self.prepare, self.directory.layer_file, self.options.ray, self.device)
         jobs = count_jobs(self.options.jobs, max(1, len(missing)), self._job_bytes())
-        return train_locally(missing, self.prepare, self.place.layer_file, jobs)
+        return train_locally(missing, self.prepare, self.directory.layer_file, jobs)
 
     def _job_bytes(self) -> int:
-        """An upper bound of what a job holds: labels, samples, the block's weights, the largest candidate."""
+        """Return an upper bound of a job's memory: labels, samples, the block's weights, the largest candidate."""
         neurons, hidden = max(layer.neurons for layer in self.profile.layers), self.profile.hidden
         samples = self.profile.sample_count
         squares = 6 * hidden * hidden
         return 2 * samples * (neurons + 2 * hidden) + 4 * (squares + hidden * neurons * 8) + (256 << 20)
 
     def prepare(self, layer: int) -> tuple[LayerData, JobSettings]:
-        """What the job of a layer needs."""
+        """Return the data and the settings of a layer's job."""
         wanted = [layer]
         if self.options.input in ("auto", "previous") and layer - 1 in self.layers and self.options.kind == "learned":
             wanted.append(layer - 1)
@@ -235,54 +190,57 @@ class _Run:
         total = float(counts.sum())
         return float(counts[: max(1, round(_MOST_ACTIVE * len(counts)))].sum()) / total if total else 1.0
 
-    def within_gate(self, results: list[LayerResult], selection: Selection) -> tuple[Selection, dict[str, Any]]:
-        """Tries the choice, and as long as it is beyond the gate another that misses less where most is missed.
+    def meet_bound(self, results: list[LayerResult], selection: Selection) -> tuple[Selection, dict[str, Any]]:
+        """Measure the choice, and tighten it in the layers with the largest error until it is within the bound.
 
-        Returns the one that is within it, and what the gate found of it.
+        Returns:
+            The selection that is within the bound, and the facts about the check for `predictors.json`.
+
+        Raises:
+            AccuracyError: No choice within the budget and the number of rounds keeps the bound.
         """
-        gate, tried = self._gate(selection), self.place.work / "tried"
+        check, tried = self._accuracy_check(selection), self.directory.work / "tried"
         tried.mkdir(exist_ok=True)
         for number in range(self.options.rounds + 1):
-            selection.write(self.place)
+            selection.write(self.directory)
             predictors = self._assemble(tried, results, selection, {})
-            perplexity, dense = gate.predicted(key_of(predictors.layers), predictors), gate.dense()
-            selection.write(self.place)
+            perplexity, dense = check.predicted(choice_key(predictors.layers), predictors), check.dense()
+            selection.write(self.directory)
             change = perplexity / dense - 1
-            met = self.options.gate is None or change <= self.options.gate
-            if met:
+            if self.options.gate is None or change <= self.options.gate:
                 break
-            blamed = rank_layers_by_error({layer.layer: layer.missed_energy for layer in gate.layers(predictors)})
-            tighter = selection.tightened(blamed)
-            if number == self.options.rounds or not blamed or not selection.changes(tighter, results):
+            worst = rank_layers_by_error({layer.layer: layer.missed_energy for layer in check.layers(predictors)})
+            tighter = selection.tightened(worst)
+            if number == self.options.rounds or not worst or not selection.changes(tighter, results):
                 self._discard()
-                raise AccuracyError(_refusal(change, self.options.gate or 0.0, blamed), blamed)
-            self.progress.say(f"perplexity {change:+.3%}: layers {', '.join(map(str, blamed))} get larger predictors")
+                raise AccuracyError(_inaccurate_message(change, self.options.gate, worst), worst)
+            self.progress.say(f"perplexity {change:+.3%}: layers {', '.join(map(str, worst))} get larger predictors")
             selection = tighter
         facts = {
             "bound": self.options.gate,
             "dense_perplexity": dense,
             "perplexity": perplexity,
             "relative_change": change,
-            "tokens": sum(len(window) - 1 for window in gate.windows),
+            "tokens": sum(len(window) - 1 for window in check.windows),
             "text": self.profile.held_out_source,
             "rounds": number,
             "targets": [selection.targets[layer] for layer in self.layers],
-            "layers": [entry(layer) for layer in gate.layers(predictors)],
+            "layers": [layer_figures(layer) for layer in check.layers(predictors)],
         }
-        selection.write(self.place, facts)
+        selection.write(self.directory, facts)
         self._discard()
         return selection, facts
 
-    def _gate(self, selection: Selection) -> Gate:
+    def _accuracy_check(self, selection: Selection) -> AccuracyCheck:
         windows = first_windows(self.profile.held_out(), self.options.gate_tokens)
         thresholds = {layer.layer: layer.threshold for layer in self.profile.layers}
         weights = self.captured.weights
-        return Gate(self.graph_module, weights, windows, thresholds, self.progress, selection.measured)
+        return AccuracyCheck(self.graph_module, weights, windows, thresholds, self.progress, selection.measured)
 
     def _assemble(
         self, folder: Path, results: list[LayerResult], selection: Selection, facts: dict[str, Any]
     ) -> Predictors:
-        places = {layer: self.place.layer_file(layer) for layer in self.layers}
+        places = {layer: self.directory.layer_file(layer) for layer in self.layers}
         model = {
             "fingerprint": self.mark,
             "name": self.profile.model_name,
@@ -291,10 +249,10 @@ class _Run:
         return assemble(folder, results, selection.choices(results), places, model, facts)
 
     def _discard(self) -> None:
-        shutil.rmtree(self.place.work / "tried", ignore_errors=True)
+        shutil.rmtree(self.directory.work / "tried", ignore_errors=True)
 
 
-def _refusal(change: float, bound: float, layers: list[int]) -> str:
+def _inaccurate_message(change: float, bound: float, layers: list[int]) -> str:
     return (
         f"with predictors the perplexity rises by {change:.3%}, more than {bound:.3%}; most is missed in layers "
         f"{', '.join(map(str, layers))}; allow more with --gate or --budget, or exact predictors"

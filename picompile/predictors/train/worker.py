@@ -1,8 +1,8 @@
-"""A worker process: trains layers, one after another, on one thread.
+"""A worker process that trains layers one after another, on one thread.
 
-It reads a JSON object a line, `{"data": path, "result": path, "settings": {...}}`, and answers each with one. It ends
-with its input, or when the process that started it has ended. Imports neither transformers nor a compiler, so it starts
-quickly and stays small.
+It reads one JSON object per line, `{"data": path, "result": path, "settings": {...}}`, and answers each with one. It
+ends when its input ends, or when the process that started it has ended. It imports neither transformers nor a compiler,
+so that it starts quickly and stays small.
 """
 
 import json
@@ -15,8 +15,8 @@ from picompile.predictors.train.candidates import JobSettings, run_job
 
 
 def main() -> None:
-    """Answers jobs until there are no more."""
-    # These reach the whole group, or all processes of a service; whoever started this one ends it then.
+    """Answer jobs until there are no more."""
+    # These signals reach the whole process group or service; the process that started this one then ends it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     for line in sys.stdin:

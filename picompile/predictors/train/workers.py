@@ -9,21 +9,18 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
-import torch
-
-from picompile.errors import PicompileError, UsageError
-from picompile.predictors.train.candidates import JobSettings, LayerResult, fit_layer, load_result, run_job, save_result
+from picompile.errors import PicompileError
+from picompile.predictors.train.candidates import JobSettings, LayerResult, load_result, run_job
 from picompile.predictors.train.data import LayerData, save_layer_data
 
-# All jobs together, where --jobs does not say how many: with the process that starts them they stay below 6 GB.
+# Memory of all jobs together unless --jobs sets their number: with the parent process they stay below 6 GB.
 _MOST_BYTES = 5 << 30
 
-# What a process holds before it has any data: Python, torch.
+# Memory of a process before it has any data: Python and torch.
 _PROCESS_BYTES = 400 << 20
 
-# The worker imports torch, which takes seconds.
+# `end_with_parent` comes first, because the worker imports torch, which takes seconds.
 _WORKER = (
     "from picompile.processes import end_with_parent; end_with_parent({parent}); "
     "from picompile.predictors.train.worker import main; main()"
@@ -33,19 +30,19 @@ Prepare = Callable[[int], tuple[LayerData, JobSettings]]
 
 
 def train_locally(
-    layers: list[int], prepare: Prepare, place: Callable[[int], Path], jobs: int
+    layers: list[int], prepare: Prepare, layer_file: Callable[[int], Path], jobs: int
 ) -> Iterator[LayerResult]:
-    """Trains `layers`, at most `jobs` at a time; yields results as they come, already written to `place(layer)`.
+    """Train `layers`, at most `jobs` at a time; yield results as they come, already written to `layer_file(layer)`.
 
-    `prepare` gathers a layer's data when a worker is free for it, in this process. One job at a time runs in this
-    process; the bytes are the same.
+    `prepare` gathers a layer's data in this process, when a worker is free for it. If `jobs` is 1, training runs in
+    this process too; the bytes are the same.
     """
     if jobs == 1:
         for layer in layers:
-            data = _hand_over(layer, prepare, place)
-            run_job(data[0], place(layer), data[1])
+            data = _hand_over(layer, prepare, layer_file)
+            run_job(data[0], layer_file(layer), data[1])
             data[0].unlink()
-            yield load_result(place(layer))
+            yield load_result(layer_file(layer))
         return
     with _workers(min(jobs, len(layers))) as submit:
         running: dict[Future[None], tuple[int, Path]] = {}
@@ -53,26 +50,26 @@ def train_locally(
         while waiting or running:
             while waiting and len(running) < jobs:
                 layer = waiting.pop(0)
-                data = _hand_over(layer, prepare, place)
-                running[submit(data[0], place(layer), data[1])] = layer, data[0]
+                data = _hand_over(layer, prepare, layer_file)
+                running[submit(data[0], layer_file(layer), data[1])] = layer, data[0]
             for done in wait(running, return_when=FIRST_COMPLETED).done:
                 layer, handed = running.pop(done)
                 done.result()
                 handed.unlink()
-                yield load_result(place(layer))
+                yield load_result(layer_file(layer))
 
 
-def _hand_over(layer: int, prepare: Prepare, place: Callable[[int], Path]) -> tuple[Path, JobSettings]:
-    """Writes a layer's data where a worker reads them."""
+def _hand_over(layer: int, prepare: Prepare, layer_file: Callable[[int], Path]) -> tuple[Path, JobSettings]:
+    """Write a layer's data to a file that a worker reads; return it and the job's settings."""
     data, settings = prepare(layer)
-    path = place(layer).with_suffix(".data")
+    path = layer_file(layer).with_suffix(".data")
     save_layer_data(path, data)
     return path, settings
 
 
 @contextmanager
 def _workers(count: int) -> Iterator[Callable[[Path, Path, JobSettings], "Future[None]"]]:
-    """`count` worker processes, each with a thread here that waits for it; they end with the block."""
+    """Start `count` worker processes, each with a thread here that waits for it; they end with the block."""
     with ExitStack() as stack:
         free: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
         processes = [_start() for _ in range(count)]
@@ -88,7 +85,7 @@ def _workers(count: int) -> Iterator[Callable[[Path, Path, JobSettings], "Future
                 free.put(process)
 
         pool = stack.enter_context(ThreadPoolExecutor(count))
-        # Before the pool waits for its threads, since those wait for processes.
+        # Called before the pool waits for its threads, because those wait for the processes.
         stack.callback(_kill, processes)
         yield lambda data, result, settings: pool.submit(run, data, result, settings)
 
@@ -135,9 +132,9 @@ def _ask(process: "subprocess.Popen[str]", data: Path, result: Path, settings: J
 
 
 def count_jobs(asked: int | None, layers: int, job_bytes: int) -> int:
-    """How many layers to train at a time: as asked, or one a core, as far as they fit into memory.
+    """Return how many layers to train at a time: `asked`, or one per core as far as memory allows.
 
-    That is what is free, and no more than what is promised of any model unless more is asked for.
+    The memory is what is available, but at most 5 GiB: more is used only if `asked` says so.
     """
     if asked is not None:
         return max(1, min(asked, layers))
@@ -154,71 +151,3 @@ def _available_bytes() -> float:
     except OSError:
         pass
     return float("inf")
-
-
-# Training layers on a Ray cluster: the same job, as a remote task.
-
-
-# Tasks that are handed over beyond those that the cluster can run at once, so that none of its cores waits.
-_AHEAD = 1
-
-
-def require_ray() -> Any:
-    """The ray module. Raises `UsageError` where it is not installed."""
-    try:
-        import ray
-    except ImportError as error:
-        raise UsageError("--ray needs ray: pip install 'picompile[ray]'") from error
-    return ray
-
-
-def train_on_cluster(
-    layers: list[int], prepare: Prepare, place: Callable[[int], Path], address: str, device: str
-) -> Iterator[LayerResult]:
-    """Trains `layers` on the cluster at `address`; `local` starts one on this machine and ends it after.
-
-    Data and results travel; the machines need picompile of this version, and no folder in common.
-    """
-    ray = require_ray()
-    with _connected(ray, address):
-        remote = ray.remote(num_cpus=1, num_gpus=1 if device == "cuda" else 0)(_job)
-        most = int(ray.cluster_resources().get("CPU", 1)) + _AHEAD
-        waiting = list(layers)
-        running: dict[Any, int] = {}
-        while waiting or running:
-            while waiting and len(running) < most:
-                layer = waiting.pop(0)
-                running[remote.remote(*prepare(layer))] = layer
-            (done,), _ = ray.wait(list(running), num_returns=1)
-            layer = running.pop(done)
-            save_result(place(layer), ray.get(done))
-            yield load_result(place(layer))
-
-
-def _job(data: LayerData, settings: JobSettings) -> LayerResult:
-    torch.set_num_threads(1)
-    return fit_layer(data, settings)
-
-
-@contextmanager
-def _connected(ray: Any, address: str) -> Iterator[None]:
-    try:
-        if address == "local":
-            # On the loopback: workers of one machine need no other address, and not every network lets it be reached.
-            ray.init(
-                address="local",
-                _node_ip_address="127.0.0.1",
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                # Ray's workers are nice; beside anything else they would wait for minutes only to import torch.
-                _system_config={"worker_niceness": 0},
-            )
-        else:
-            ray.init(address=address, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        raise UsageError(f"--ray {address}: no cluster: {' '.join(str(error).split())}") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()

@@ -37,7 +37,7 @@ def options(prose: Path, **more: object) -> ProfileOptions:
 
 def test_ended_between_any_two_files(model: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Two bisections instead of six.
-    monkeypatch.setattr("picompile.predictors.profile.collect._STEPS", 4)
+    monkeypatch.setattr("picompile.predictors.profile.thresholds._STEPS", 4)
     profile_model(model, tmp_path / "undisturbed", options(prose))
     expected = digests(tmp_path / "undisturbed")
     assert set(expected) == {"profile.json", "tokens.safetensors", *(f"layers/00{i}.safetensors" for i in (0, 1))}
@@ -106,7 +106,7 @@ def test_notes_that_cannot_be_read_are_made_again(
     damage: str | None, build_once: BuildOnce, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is alive of the windows, and what the search has found."""
-    monkeypatch.setattr("picompile.predictors.profile.collect._STEPS", 4)
+    monkeypatch.setattr("picompile.predictors.profile.thresholds._STEPS", 4)
     model = build_once("tiny-silu", lambda folder: save_tiny_llama(folder, hidden_act="silu"))
     # Every worker has a text of its own.
     name = f"tiny-silu-profile-{hashlib.sha256(prose.read_bytes()).hexdigest()}"

@@ -9,11 +9,11 @@ import torch
 
 from picompile.errors import UsageError
 from picompile.predictors.train.candidates import Candidate, LayerResult
-from picompile.predictors.train.choose import ChoiceLimits, PredictorChoice, Selection, choose, described, options_of
-from picompile.predictors.train.curve import Curve, measure_curve
+from picompile.predictors.train.choose import ChoiceLimits, PredictorChoice, Selection, choose, layer_entry, options_of
+from picompile.predictors.train.curve import RecallCurve, measure_curve
 
 
-def _curve(draw: torch.Generator, sharpness: float) -> Curve:
+def _curve(draw: torch.Generator, sharpness: float) -> RecallCurve:
     scores = torch.randn(400, 20, generator=draw)
     fires = scores * sharpness + torch.randn(400, 20, generator=draw) > 1.0
     return measure_curve(iter([(scores, (fires * torch.rand(400, 20, generator=draw)).half())]))
@@ -88,7 +88,7 @@ def test_where_nothing_can_be_exact_everything_can_be_computed() -> None:
     results = _results(3, decided=None)
     (choice, *_) = choose(results, dict.fromkeys(range(4), 0.9), ChoiceLimits(0, 1.5, exact=True))
     assert (choice.kind, choice.point.computed_share, choice.cost) == ("none", 1.0, 20 * 72)
-    entry = described(results[0], choice)
+    entry = layer_entry(results[0], choice)
     assert (entry.kind, entry.rank, entry.parameters, entry.weighted_recall) == ("none", None, 0, 1.0)
 
 

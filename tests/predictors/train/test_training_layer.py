@@ -19,9 +19,9 @@ from picompile.predictors.train.candidates import (
     split,
     start_rank,
 )
-from picompile.predictors.train.curve import Curve, measure_curve, measure_firing
+from picompile.predictors.train.curve import RecallCurve, measure_curve, measure_firing
 from picompile.predictors.train.data import LayerData, load_layer_data, save_layer_data
-from picompile.predictors.train.fit import Fit, InitialPredictor, Start, fit
+from picompile.predictors.train.fit import FitSettings, InitialPredictor, ReducedRankStart, fit
 
 SETTINGS = JobSettings("learned", "block", None, "contribution", 2, 0.99, 0, "cpu", 0.4)
 SHAPES = {
@@ -37,7 +37,7 @@ SHAPES = {
 }
 
 
-def _curve(data: LayerData, weights: InitialPredictor, name: str = "block") -> Curve:
+def _curve(data: LayerData, weights: InitialPredictor, name: str = "block") -> RecallCurve:
     _, test = split(len(data.samples))
     contribution = measure_firing(data, test).contribution
     return measure_curve(iter([(weights.scores(data.inputs(name, test)), contribution[test])]))
@@ -64,7 +64,7 @@ def test_a_start_of_full_rank_knows_everything(shape: str) -> None:
     data = random_layer(random.randrange(1 << 30), samples=900, **SHAPES[shape])
     train, test = split(len(data.samples))
     contribution = measure_firing(data, test).contribution
-    full = Start(data, contribution, "block", train).of_rank(data.hidden)
+    full = ReducedRankStart(data, contribution, "block", train).of_rank(data.hidden)
     point = _curve(data, full).at(0.999)
     assert point.computed_ratio < 1.02
 
@@ -74,9 +74,9 @@ def test_training_mends_a_bad_start(shape: str) -> None:
     data = random_layer(random.randrange(1 << 30), samples=2500, **SHAPES[shape])
     train, test = split(len(data.samples))
     contribution = measure_firing(data, test).contribution
-    start = Start(data, contribution, "block", train).of_rank(12)
+    start = ReducedRankStart(data, contribution, "block", train).of_rank(12)
     spoilt = dataclasses.replace(start, fc2=start.fc2 + torch.randn(start.fc2.shape) * start.fc2.std())
-    trained = fit(data, contribution, "block", spoilt, Fit(8, "contribution", 0.97, 0, train))
+    trained = fit(data, contribution, "block", spoilt, FitSettings(8, "contribution", 0.97, 0, train))
     before, after, good = (_curve(data, weights).at(0.97).computed_ratio for weights in (spoilt, trained, start))
     assert after < before - 0.5 * (before - good)
 
@@ -89,9 +89,9 @@ def test_contribution_counts_where_it_is_asked_to() -> None:
         data.down[::3] *= 30
         train, test = split(len(data.samples))
         contribution = measure_firing(data, test).contribution
-        start = Start(data, contribution, "block", train).of_rank(6)
+        start = ReducedRankStart(data, contribution, "block", train).of_rank(6)
         for weighting in ratios:
-            weights = fit(data, contribution, "block", start, Fit(12, weighting, 0.95, 0, train))
+            weights = fit(data, contribution, "block", start, FitSettings(12, weighting, 0.95, 0, train))
             ratios[weighting] += _curve(data, weights).at(0.95).computed_ratio
     assert ratios["contribution"] < 0.95 * ratios["none"]
 
@@ -99,7 +99,7 @@ def test_contribution_counts_where_it_is_asked_to() -> None:
 def test_a_candidate_is_never_behind_its_start() -> None:
     data = random_layer(random.randrange(1 << 30), samples=150)
     train, test = split(len(data.samples))
-    start = Start(data, measure_firing(data, test).contribution, "block", train)
+    start = ReducedRankStart(data, measure_firing(data, test).contribution, "block", train)
     for candidate in fit_layer(data, dataclasses.replace(SETTINGS, epochs=30)).candidates:
         untrained = _curve(data, start.of_rank(candidate.rank or 0).rounded())
         assert candidate.curve.at(0.99).computed_share <= untrained.at(0.99).computed_share
@@ -143,9 +143,9 @@ def test_the_seed_orders_the_samples() -> None:
     data = random_layer(5)
     train, test = split(len(data.samples))
     contribution = measure_firing(data, test).contribution
-    start = Start(data, contribution, "block", train).of_rank(8)
+    start = ReducedRankStart(data, contribution, "block", train).of_rank(8)
     same, again, other = (
-        fit(data, contribution, "block", start, Fit(1, "contribution", 0.99, seed, train)) for seed in (0, 0, 1)
+        fit(data, contribution, "block", start, FitSettings(1, "contribution", 0.99, seed, train)) for seed in (0, 0, 1)
     )
     assert torch.equal(same.fc2, again.fc2)
     assert not torch.equal(same.fc2, other.fc2)
@@ -156,7 +156,7 @@ def test_signs_need_no_training() -> None:
     (candidate,) = fit_layer(data, dataclasses.replace(SETTINGS, kind="sign")).candidates
     assert (candidate.kind, candidate.parameters, dict(candidate.weights)) == ("sign", 0, {})
     _, test = split(len(data.samples))
-    x, matrix = data.samples.block(test), data.deciding[0]
+    x, matrix = data.samples.block(test), data.gating[0]
     share = ((x < 0)[:, None] == (matrix < 0)[None]).float().mean(-1)
     point = candidate.curve.at(0.95)
     limit = 0.5 + point.threshold / 64
