@@ -47,8 +47,8 @@ def estimate_rank(hidden: int, neurons: int, layer_parameters: float, firing: Fi
     no more than what fits training's budget: a share of the parameters of the model, here of `layer_parameters`, which
     are a layer's with its part of the rest. Without `firing`, the budget decides.
     """
-    from picompile.predictors.train.candidates import round_rank, start_rank
     from picompile.predictors.train.options import TrainOptions
+    from picompile.predictors.train.ranks import round_rank, start_rank
 
     most = max(1, int((TrainOptions().budget * layer_parameters - neurons) // (hidden + neurons)))
     if firing is not None:
@@ -174,20 +174,18 @@ def _parse(text: str) -> _Curve:
 
 def _rates(active: float, neurons: int, skew: float | None) -> NDArray[np.float64]:
     """Firing rates of a layer, ascending: float64 [neurons]."""
-    from picompile.synth.firing import SKEW, beta_rates
+    from picompile.synth.rates import SKEW, beta_rates
 
-    return np.asarray(beta_rates(active, neurons, SKEW if skew is None else skew), dtype=np.float64)
+    return beta_rates(active, neurons, SKEW if skew is None else skew)
 
 
 @cache
 def _skew(text: str, active: float, hot: float) -> float:
     """The skew with which the share `hot` of the neurons makes 80 % of the firings. Raises `UsageError`."""
-    import torch
-
-    from picompile.synth.firing import share_of_firings
+    from picompile.synth.rates import share_of_firings
 
     def reached(skew: float) -> float:
-        return share_of_firings(torch.from_numpy(_rates(active, _SAMPLE, skew)))
+        return share_of_firings(_rates(active, _SAMPLE, skew))
 
     least, most = reached(_LEAST_SKEW), reached(_MOST_SKEW)
     if not least <= hot <= most:

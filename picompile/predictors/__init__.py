@@ -9,16 +9,21 @@ A folder holds `predictors.json` (one entry a layer: kind, input, rank, threshol
 `predictors.safetensors` (`layers.N.fc1` [rank, hidden], `layers.N.fc2` [neurons, rank], `layers.N.bias` [neurons]).
 """
 
-from picompile.predictors.files import load_predictors, save_predictors
-from picompile.predictors.store import (
-    INPUTS,
-    LEARNED_KINDS,
-    BlockShape,
-    LayerPredictor,
-    OverlayWeights,
-    Predictors,
-    block_shapes,
-)
+from typing import TYPE_CHECKING
+
+from picompile.lazy import lazy
+
+if TYPE_CHECKING:
+    from picompile.predictors.files import load_predictors, save_predictors
+    from picompile.predictors.store import (
+        INPUTS,
+        LEARNED_KINDS,
+        BlockShape,
+        LayerPredictor,
+        OverlayWeights,
+        Predictors,
+        block_shapes,
+    )
 
 __all__ = [
     "INPUTS",
@@ -31,3 +36,18 @@ __all__ = [
     "load_predictors",
     "save_predictors",
 ]
+
+# Imported on first use: most of it needs torch.
+_HOME = {
+    "BlockShape": "picompile.predictors.store",
+    "INPUTS": "picompile.predictors.store",
+    "LEARNED_KINDS": "picompile.predictors.store",
+    "LayerPredictor": "picompile.predictors.store",
+    "OverlayWeights": "picompile.predictors.store",
+    "Predictors": "picompile.predictors.store",
+    "block_shapes": "picompile.predictors.store",
+    "load_predictors": "picompile.predictors.files",
+    "save_predictors": "picompile.predictors.files",
+}
+
+__getattr__ = lazy(__name__, _HOME)

@@ -15,6 +15,7 @@ from picompile.predictors.profile.files import write_tensors
 from picompile.predictors.train.curve import ROWS, Curve, FiringLabels, measure_curve, measure_firing
 from picompile.predictors.train.data import LayerData, load_layer_data
 from picompile.predictors.train.fit import Fit, InitialPredictor, Start, fit
+from picompile.predictors.train.ranks import round_rank, start_rank
 
 # Of the samples, in their order: neighbours in the text stay on one side.
 _TRAIN_SHARE = 0.8
@@ -76,23 +77,6 @@ class LayerResult:
     skewness: float
     inputs: Mapping[str, float]
     candidates: tuple[Candidate, ...]
-
-
-def start_rank(hidden: int, neurons: int, firing_share: float, skewness: float) -> int:
-    """The rank to start from, of a layer of which `firing_share` fires.
-
-    On the layers of the bundled model 1.5 computed neurons for one that fires find 99.5 % of the contribution at ranks
-    of 0.33 (3 % fire) to 0.42 (31 % fire) of the hidden size. Where few neurons do most of the firing (a large
-    `skewness`), less has to be told.
-    """
-    share = (0.33 + 0.3 * firing_share) * (1.1 - 0.2 * skewness)
-    return round_rank(share * hidden, min(hidden, neurons))
-
-
-def round_rank(rank: float, most: int) -> int:
-    """A rank that rows of packed weights are cut for: a multiple of 8, of 32 from 256 on; `most` where that is less."""
-    unit = 32 if rank >= 256 else 8
-    return max(1, min(most, max(1, round(rank / unit)) * unit))
 
 
 def fit_layer(data: LayerData, settings: JobSettings) -> LayerResult:
