@@ -1,18 +1,10 @@
 """Bytes of a model as packed, by what reads them, and the launches that read them on a GPU."""
 
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from picompile.compile_options import MOST_SEQUENCES
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from picompile.placement.counting import Packing
     from picompile.placement.times import Where
-    from picompile_codegen.lowering.lower import Lowered
-    from picompile_codegen.lowering.program import LoweredProgram, ProgramCall
 
 
 @dataclass(frozen=True)
@@ -88,63 +80,13 @@ class ModelBytes:
     head_launches: int
 
 
-# Counts a token's launches on the GPU, on the CUDA kernels that lowering would make.
-#
-# `count_launches` takes the lowered graph that bytes are counted on, where every part is on one device, and has the
-# CUDA
-# twin of each kernel in `decode` written: that says how many launches it is. Nothing is compiled. What a layer needs
-# more
-# where it has parts on both devices depends on the placement: `exchange_launches`. `tests/placement/test_launches.py`
-# holds both to graphs that are lowered for a GPU.
-#
-# A package's predictor whose kernel has no CUDA twin, which cannot be compiled for a GPU, counts as one launch. Three
-# things are not counted: that OPT-350M's projection of embeddings crosses twice more; the further inputs of a step of
-# several sequences; that a hot part of such a step, where no mask is made, may add up fewer slices than the whole
-# block.
-
-
-# The part of a layer that a call belongs to, as `Placement` of `picompile_codegen` places it.
-_PARTS = {
-    "norm": "attention",
-    "linear": "attention",
-    "add": "attention",
-    "rotary": "kv_cache",
-    "attention": "kv_cache",
-    "predict": "predictor",
-    "ffn": "hot",
-}
+# What a layer launches more where it has parts on both sides. It depends on the placement; `tests/placement/
+# test_launches.py` holds these figures to graphs that are lowered for a GPU.
 
 # A kernel that sends and one that receives: both are in the time of an exchange (`Machine.crossing_s`).
 CROSSING_LAUNCHES = 2
 # Queries, keys and values go to a cache on the host, and what attention makes of them comes back.
 _CACHE_LAUNCHES = 4
-
-
-def count_launches(lowered: "Lowered", batch: int) -> tuple[tuple[LayerLaunches, ...], int]:
-    """Count the launches of a token's calls, or of those of `batch` sequences together.
-
-    Args:
-        lowered: a graph lowered for the host alone.
-        batch: sequences that are decoded together.
-
-    Returns:
-        Launches of each layer, and those of the head, with what makes the highest logits known to the host.
-    """
-    calls = lowered.program.functions["decode"]
-    launches = _by_kernel(lowered, calls, batch)
-    ends = _layer_ends(calls)
-    first = next(place for place, call in enumerate(calls) if call.op == "attention")
-    counts = [Counter[str]() for _ in range(len(ends) + 1)]
-    for place, call in enumerate(calls):
-        # Embeddings, and what is added to them before the first layer, are on the host.
-        if call.op == "embedding" or (call.op == "add" and place < first):
-            continue
-        layer = sum(place > end for end in ends)
-        counts[layer]["head" if layer == len(ends) else _PARTS[call.op]] += launches[call.kernel]
-    layers = tuple(
-        LayerLaunches(count["attention"], count["kv_cache"], count["predictor"], count["hot"]) for count in counts[:-1]
-    )
-    return layers, counts[-1]["head"] + _leading(lowered.program.vocab, batch)
 
 
 def exchange_launches(layer: LayerBytes, where: "Where") -> tuple[int, int, int]:
@@ -165,184 +107,3 @@ def exchange_launches(layer: LayerBytes, where: "Where") -> tuple[int, int, int]
         # The input goes for the predictor even if no neuron is cold, and a mask comes for the hot ones.
         some, every = some + 1, 2
     return none + cache, some + cache, every + cache
-
-
-def _by_kernel(lowered: "Lowered", calls: "Sequence[ProgramCall]", batch: int) -> dict[str, int]:
-    """The launches of each kernel that `calls` name, by its name."""
-    recipes = {kernel.name: recipe for recipe, kernel in lowered.built.items()}
-    return {call.kernel: _twin_launches(*recipes[call.kernel], batch) for call in calls}
-
-
-def _twin_launches(builder: Any, parameters: tuple[tuple[str, Hashable], ...], batch: int) -> int:
-    from picompile_codegen.cuda.builders import CUDA_BUILDERS
-    from picompile_codegen.lowering.program import kernel_of
-
-    twin = CUDA_BUILDERS.get(builder)
-    if twin is None:
-        return 1
-    # A plan may be of more sequences than an artifact can hold.
-    batch = min(batch, MOST_SEQUENCES)
-    if batch > 1:
-        # What the function `batch` asks for instead.
-        batched: Mapping[str, Hashable] = {"rows": batch, "sequences": batch, "mode": "batch"}
-        parameters = tuple((name, batched.get(name, value)) for name, value in parameters)
-    return len(kernel_of((twin, parameters)).grids)
-
-
-def _leading(vocab: int, batch: int) -> int:
-    from picompile_codegen import cpu as kernels
-
-    return _twin_launches(kernels.leading_logits, (("rows", 1), ("vocab", vocab)), batch)
-
-
-def _layer_ends(calls: "Sequence[ProgramCall]") -> list[int]:
-    """The place of the last call of each layer: that of its block or its attention, and of the additions after it."""
-    ends = [place for place, call in enumerate(calls) if call.op == "ffn"]
-    ends[-1] = max(ends[-1], max(place for place, call in enumerate(calls) if call.op == "attention"))
-    for number, end in enumerate(ends):
-        while end + 1 < len(calls) and calls[end + 1].op == "add":
-            end += 1
-        ends[number] = end
-    return ends
-
-
-# The tensors of a lowered graph, each in the place it counts for.
-#
-# Every packed tensor belongs to the first call of the decode function that reads it, and calls belong to layers by
-# their
-# place: what is behind the feed-forward block of one layer, up to and with that of the next, is the next one's.
-
-
-_ELEMENT_BYTES = 4
-_MATRICES = ("decide_w", "neuron_w", "signs")
-_BIASES = ("gate_bias", "up_bias")
-
-
-class Reader(NamedTuple):
-    """The first call that reads a tensor: its place, what it does, and what the tensor is to it."""
-
-    place: int
-    op: str
-    parameter: str
-
-
-class Tally:
-    """Counts a lowered graph."""
-
-    def __init__(self, lowered: "Lowered", packing: "Packing") -> None:
-        from picompile_codegen.lowering.program import tensor_bytes
-
-        self._program, self._packing = lowered.program, packing
-        self._launches, self._head_launches = count_launches(lowered, packing.batch)
-        self._decode = lowered.program.functions["decode"]
-        parameters = {kernel.name: kernel.params for kernel in lowered.kernels}
-        self._readers: dict[str, Reader] = {}
-        for place, call in enumerate(self._decode):
-            for parameter, argument in zip(parameters[call.kernel], call.args, strict=True):
-                if argument.space != "buffer":
-                    reader = Reader(place, call.op, parameter.partition(".")[0])
-                    self._readers.setdefault(argument.name, reader)
-        self._sizes = {name: tensor_bytes(each.dtype, each.shape) for name, each in lowered.weights.tensors.items()}
-        self._ends = [place for place, call in enumerate(self._decode) if call.op == "ffn"]
-        attentions = [place for place, call in enumerate(self._decode) if call.op == "attention"]
-        self._ends[-1] = max(self._ends[-1], attentions[-1])
-        heads = [call for call in self._decode if call.op == "head"]
-        self._head = {argument.name for call in heads for argument in call.args if argument.space == "weight"}
-
-    def model(self, name: str, hidden: int, parameters: int) -> ModelBytes:
-        """All bytes, with what the program does not say of the model."""
-        apart: Counter[str] = Counter()
-        layers: list[dict[str, int]] = [{} for _ in self._ends]
-        for tensor, size in self._sizes.items():
-            where = self._apart(tensor)
-            if where is not None:
-                apart[where] += size
-            else:
-                layers[self._layer(tensor)][tensor] = size
-        read = {tensor for tensor, reader in self._readers.items() if reader.op == "embedding"}
-        return ModelBytes(
-            name=name,
-            quant=self._packing.quant,
-            predictor="+".join(sorted({part.predictor for part in self._program.ffn})),
-            context=self._packing.context,
-            batch=self._packing.batch,
-            hidden=hidden,
-            parameters=parameters,
-            layers=tuple(self._one(number, sizes) for number, sizes in enumerate(layers)),
-            embedding_bytes=apart["embedding"],
-            head_bytes=apart["head"],
-            tied=bool(read & self._head),
-            table_bytes=apart["table"],
-            workspace_bytes=_workspace_bytes(self._program, self._packing.batch),
-            head_launches=self._head_launches,
-        )
-
-    def _layer(self, name: str) -> int:
-        return bisect_left(self._ends, self._readers[name].place)
-
-    def _apart(self, tensor: str) -> str | None:
-        """What a tensor belongs to that is of no layer: `embedding`, `head` or `table`."""
-        if tensor in self._head:
-            return "head"
-        reader = self._readers.get(tensor)
-        # Tables of angles and thresholds of predictors are numbers that layers share.
-        if reader is None or reader.parameter in ("cos", "sin", "threshold", "most"):
-            return "table"
-        if reader.op == "embedding":
-            return "embedding"
-        if reader.place > self._ends[-1]:
-            return "head" if reader.op == "linear" else "table"
-        return None
-
-    def _one(self, number: int, sizes: Mapping[str, int]) -> LayerBytes:
-        from picompile_codegen.lowering.program import tensor_bytes
-        from picompile_passes.predictors import predictor_kind
-
-        part = self._program.ffn[number]
-        block = {tensor for tensor in sizes if self._readers[tensor].op == "ffn"}
-        predict = {tensor for tensor in sizes if self._readers[tensor].op == "predict"}
-        rows = {
-            self._readers[tensor].parameter: sizes[tensor] // part.neurons for tensor in self._rows(block | predict)
-        }
-        biases = sum(_ELEMENT_BYTES for tensor in block if self._readers[tensor].parameter in _BIASES)
-        neuron_bytes = sum(rows.values()) + biases
-        deciding = {
-            "exact": rows.get("decide_w", 0) + min(biases, _ELEMENT_BYTES),
-            "sign": rows.get("signs", 0),
-            "none": neuron_bytes,
-        }
-        of_neurons = block | self._rows(predict)
-        caches = {name: tensor for name, tensor in self._program.state.items() if self._layer(name) == number}
-        return LayerBytes(
-            attention_bytes=sum(size for tensor, size in sizes.items() if tensor not in block | predict),
-            predictor_bytes=sum(sizes[tensor] for tensor in predict - of_neurons),
-            neurons=part.neurons,
-            neuron_bytes=neuron_bytes,
-            deciding_bytes=deciding.get(part.predictor, 0),
-            shared_bytes=sum(sizes[tensor] for tensor in of_neurons) - part.neurons * neuron_bytes,
-            kv_cache_bytes=self._packing.batch * sum(tensor_bytes(each.dtype, each.shape) for each in caches.values()),
-            launches=self._launches[number],
-            number_bytes=0 if predictor_kind(part.predictor).row_local else _ELEMENT_BYTES,
-        )
-
-    def _rows(self, tensors: set[str]) -> set[str]:
-        """Those that have rows for each neuron."""
-        return {tensor for tensor in tensors if self._readers[tensor].parameter in _MATRICES}
-
-
-def _workspace_bytes(program: "LoweredProgram", batch: int) -> int:
-    from picompile_codegen.lowering.function import align
-
-    spans = list(_spans(program))
-    of_token = align(max(end for _, end in spans)) - min(start for start, _ in spans)
-    return program.arena_bytes + (batch - 1) * (of_token + align(_ELEMENT_BYTES * program.vocab))
-
-
-def _spans(program: "LoweredProgram") -> Iterator[tuple[int, int]]:
-    """Where in the arena the activations of one token lie."""
-    from picompile_codegen.lowering.program import tensor_bytes
-
-    for name, buffer in program.buffers.items():
-        if name.startswith("decode."):
-            start = buffer.offset or 0
-            yield start, start + tensor_bytes(buffer.dtype, buffer.shape)
