@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +27,18 @@ class LayerFiring:
 
     shares: NDArray[np.float64]
     order: NDArray[np.int64] | None = None
+
+    @cached_property
+    def computed_sums(self) -> NDArray[np.float64]:
+        """How many of the first n neurons a token computes, in the mean: float64 [neurons + 1]."""
+        return np.concatenate(([0.0], np.cumsum(self.shares)))
+
+    @cached_property
+    def silent_logs(self) -> NDArray[np.float64]:
+        """The logarithm of the share of tokens on which no neuron from the n-th on fires: float64 [neurons + 1]."""
+        with np.errstate(divide="ignore"):
+            silent = np.log1p(-np.minimum(self.shares, 1.0))
+        return np.concatenate((np.cumsum(silent[::-1])[::-1], [0.0]))
 
 
 @dataclass(frozen=True)
@@ -201,11 +213,16 @@ def _skew(text: str, active: float, hot: float) -> float:
 
 
 def _weighted(shares: NDArray[np.float64], weights: NDArray[np.float64]) -> list[NDArray[np.float64]]:
-    """`shares` for each layer in proportion to `weights`, at most 1 each, with the mean of `shares` over all layers."""
+    """Return `shares` for each layer in proportion to `weights`, at most 1 each, with the mean of `shares` in all.
+
+    `shares` [neurons] are descending, so the first so many of a layer are those that reach 1.
+    """
     if weights.min() == weights.max():
         return [shares] * len(weights)
     scales, mean = weights / weights.mean(), float(shares.mean())
+    sums = np.concatenate(([0.0], np.cumsum(shares)))
     for _ in range(30):
-        found = [np.minimum(shares * scale, 1.0) for scale in scales]
-        scales = scales * (mean / float(np.mean([of_layer.mean() for of_layer in found])))
-    return found
+        full = np.searchsorted(-shares, -1 / scales)
+        found = (full + scales * (sums[-1] - sums[full])) / len(shares)
+        scales = scales * (mean / float(found.mean()))
+    return [np.minimum(shares * scale, 1.0) for scale in scales]

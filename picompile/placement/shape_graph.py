@@ -15,7 +15,8 @@ _SIGN_BLOCK_COLUMNS = 256
 _FLOAT_BYTES = 4
 # TVM's indices have 32 bits: no kernel takes a larger tensor.
 _MOST_ELEMENTS = 2**31 - 1
-_ITEM_BYTES = {"float16": 2, "float32": 4, "int8": 1}
+# Elements of caches by their dtype; in q8 their scales, float16, come besides.
+ITEM_BYTES = {"float16": 2, "float32": 4, "q8": 1}
 
 
 @dataclass(frozen=True)
@@ -199,9 +200,9 @@ def _caches(graph: ShapeGraph, layer: int) -> dict[str, str]:
     """Enter the caches of a layer, for one sequence; returns them by the parameters of attention."""
     outline, found = graph.outline, {}
     rows, dtype = outline.kv_heads * graph.packing.context, graph.packing.kv_dtype
-    parts = {"": (_ITEM_BYTES.get(dtype, 1), outline.head_dim)}
+    parts = {"": (ITEM_BYTES[dtype], outline.head_dim)}
     if dtype == "q8":
-        parts["_scales"] = (_ITEM_BYTES["float16"], -(-outline.head_dim // GROUP))
+        parts["_scales"] = (ITEM_BYTES["float16"], -(-outline.head_dim // GROUP))
     for side in ("k", "v"):
         for part, (item_bytes, width) in parts.items():
             parameter = f"{side}_cache{part}"
