@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from picompile.cli.options import DebugOption, JsonOption
-from picompile.cli.pass_source import describe_builtin_passes
 
 if TYPE_CHECKING:
     from picompile_passes.base import Pass
@@ -66,6 +65,8 @@ def passes_command(
 def list_passes() -> list[dict[str, Any]]:
     """Return what is listed of each pass. Only where a package offers passes are they imported, and torch with them."""
     if not entry_points(group="picompile.passes"):
+        from picompile.cli.pass_source import describe_builtin_passes
+
         return describe_builtin_passes()
     return describe_imported_passes()
 

@@ -185,6 +185,7 @@ def _is_left_out(config_class: type, key: str) -> bool:
 
 
 def check_values(raw: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedModelError` for values of a config.json that make no model, whatever its family."""
     for key, (least, most) in _COUNTS.items():
         _check_count("", key, raw.get(key), least, most)
     for key in _NUMBERS:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from picompile.compile_options import CHUNK, DEFAULT_CONTEXT, KV_DTYPES, MOST_SEQUENCES, QUANTIZATIONS
 from picompile.errors import UnsupportedModelError, UsageError
+from picompile.placement.derived_bytes import DERIVED_PREDICTORS, derive_bytes
 from picompile.placement.firing import Firing
 from picompile.placement.model_bytes import ModelBytes
-from picompile.placement.shape_bytes import DERIVED_PREDICTORS, derive_bytes
 from picompile.placement.shape_outline import outline_of_config
 from picompile.placement.tally import TalliedBlock, TalliedCall, TalliedProgram, tally
 from picompile.predictors.description import MOST_LAYERS
