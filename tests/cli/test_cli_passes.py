@@ -121,6 +121,8 @@ def odd(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = registry.Registration("odd", "elsewhere:Odd", "another-package", lambda: Odd)
     known = {**registry.registrations(), "odd": entry}
     monkeypatch.setattr(registry, "registrations", lambda: known)
+    # That some package offers passes is looked for first.
+    monkeypatch.setattr("picompile.cli.passes.entry_points", lambda group: ["odd"])
 
 
 @pytest.mark.usefixtures("odd")
