@@ -6,6 +6,7 @@ import json
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -43,13 +44,13 @@ def passes_command(
       picompile passes --explain quantize
       picompile passes --json
     """
-    from picompile_passes.registry import find_pass, registrations
-
     if explain is not None:
+        from picompile_passes.registry import find_pass, registrations
+
         facts = _explain(find_pass(explain), registrations()[explain])
         print(json.dumps(facts, indent=2, ensure_ascii=False)) if json_output else _show(facts)
         return
-    rows = [{**_describe(find_pass(name)), "origin": entry.origin} for name, entry in registrations().items()]
+    rows = list_passes()
     if json_output:
         print(json.dumps(rows, indent=2))
         return
@@ -59,6 +60,22 @@ def passes_command(
         print(f"    {row['summary']}")
         if options:
             print(f"    options: {options}")
+
+
+def list_passes() -> list[dict[str, Any]]:
+    """Return what is listed of each pass. Only where a package offers passes are they imported, and torch with them."""
+    if not entry_points(group="picompile.passes"):
+        from picompile.cli.pass_source import describe_builtin_passes
+
+        return describe_builtin_passes()
+    return describe_imported_passes()
+
+
+def describe_imported_passes() -> list[dict[str, Any]]:
+    """Return what is listed of each pass from the classes themselves, those of packages too."""
+    from picompile_passes.registry import find_pass, registrations
+
+    return [{**_describe(find_pass(name)), "origin": entry.origin} for name, entry in registrations().items()]
 
 
 def _describe(pass_class: "type[Pass]") -> dict[str, Any]:

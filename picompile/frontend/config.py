@@ -107,7 +107,7 @@ def make_config(family: Family, raw: Mapping[str, Any]) -> Any:
     `fatrelu`, which transformers does not know, is put in when the model is built. Raises `UnsupportedModelError` for
     values that make no model, or one that is not supported.
     """
-    _check_values(raw)
+    check_values(raw)
     config_class = resolve(family.config_class)
     values = copy.deepcopy({key: value for key, value in raw.items() if not _is_left_out(config_class, key)})
     if family.fixed_activation is not None or values.get(family.activation) == "fatrelu":
@@ -186,7 +186,8 @@ def _is_left_out(config_class: type, key: str) -> bool:
     return key not in declared and (key.startswith("_") or callable(getattr(config_class, key, None)))
 
 
-def _check_values(raw: Mapping[str, Any]) -> None:
+def check_values(raw: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedModelError` for values of a config.json that make no model, whatever its family."""
     for key, (least, most) in _COUNTS.items():
         _check_count("", key, raw.get(key), least, most)
     for key in _NUMBERS:

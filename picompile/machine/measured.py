@@ -18,6 +18,7 @@ from picompile.errors import PicompileError
 from picompile.machine.gpu import GpuName, GpuSpeed, find_gpu, measure_gpu
 from picompile.machine.host import Host, cpu_name, host_memory, measure_host
 from picompile.machine.table import LAUNCH_S, LOCAL, TARGETS, Target
+from picompile.machine.targets import find_row
 from picompile.output import writing_file
 from picompile_runtime import ArtifactError
 from picompile_runtime.artifact.fields import Fields, parse_object
@@ -137,6 +138,14 @@ class LocalMachine:
             launch_s=LAUNCH_S,
             source="measured",
         )
+
+
+def find_target(name: str) -> Target:
+    """Return the target `name`: `local` is this machine, measured unless it was before; others are rows of the table.
+
+    Raises `TargetError` for a name that is not known.
+    """
+    return local_target() if name == LOCAL else find_row(name)
 
 
 def local_target() -> Target:

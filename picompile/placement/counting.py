@@ -4,20 +4,26 @@ The graph is lowered as for an artifact, with no weight read and no kernel compi
 every tensor.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from picompile.choices import KV_DTYPES, MOST_LAYERS, default_kv_dtype
+from picompile.choices import KV_DTYPES, MOST_LAYERS, MOST_SEQUENCES, default_kv_dtype
 from picompile.errors import UnsupportedModelError, UsageError
+from picompile.placement.derived_bytes import derive_bytes
 from picompile.placement.firing import Firing
-from picompile.placement.model_bytes import ModelBytes, Tally
+from picompile.placement.model_bytes import ModelBytes
 from picompile.placement.packing import Packing
+from picompile.placement.shape_outline import outline_of_config
+from picompile.placement.tally import TalliedBlock, TalliedCall, TalliedProgram, tally
+from picompile_codegen.lowering.arena import align
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from picompile.predictors import Predictors
+    from picompile_codegen.lowering.lower import Lowered
+    from picompile_codegen.lowering.program import LoweredProgram, ProgramCall
     from picompile_passes.base import Pass
 
 # A part of a split layer has at most three vectors of its own, one element a neuron: its neuron numbers and the biases
@@ -45,14 +51,15 @@ def count_bytes(
 
 
 def shape_bytes(name: str, config: Mapping[str, Any], packing: Packing, firing: Firing | None = None) -> ModelBytes:
-    """Counts the model that a config.json of these contents describes, from its first two layers.
+    """Return the bytes and launches of the model that a config.json of these contents describes.
 
-    All layers but the first, behind the embedding, are alike. Raises as `count_bytes` does, `UnsupportedModelError` for
-    a config that cannot be captured, and `UsageError` for a context that is longer than it allows.
+    They come from the numbers of the config alone where `shape_outline` knows its family and all of its fields, without
+    torch, transformers or TVM. Other models are captured and lowered, as far as their first two layers: all layers but
+    the first, behind the embedding, are alike.
+
+    Raises as `count_bytes` does, `UnsupportedModelError` for a config that cannot be captured, and `UsageError` for a
+    context that is longer than it allows.
     """
-    from picompile.frontend.hf import capture_config
-    from picompile_codegen.lowering.function import align
-
     layers = config.get("num_hidden_layers")
     if type(layers) is not int or not 0 < layers < MOST_LAYERS:
         raise UnsupportedModelError(
@@ -61,6 +68,18 @@ def shape_bytes(name: str, config: Mapping[str, Any], packing: Packing, firing: 
     limit = config.get("max_position_embeddings")
     if isinstance(limit, int) and packing.context > limit:
         raise UsageError(f"a context of {packing.context} tokens is more than the model's {limit} positions")
+    outline = outline_of_config(config)
+    derived = None if outline is None else derive_bytes(name, outline, packing, firing)
+    return derived or lowered_shape_bytes(name, config, packing, firing)
+
+
+def lowered_shape_bytes(
+    name: str, config: Mapping[str, Any], packing: Packing, firing: Firing | None = None
+) -> ModelBytes:
+    """Return what `shape_bytes` returns, from the captured and lowered graph of the first two layers."""
+    from picompile.frontend.hf import capture_config
+
+    layers = config["num_hidden_layers"]
     captured = capture_config(_shortened(config, layers, min(layers, 2)))
     more = max(0, layers - 2)
     counted = _count(name, captured, packing, None, firing, more)
@@ -118,7 +137,80 @@ def _count(
             f"{name}: no kernels can be made for a context of {packing.context} tokens: {error}"
         ) from error
     first = next(iter(blocks.values()))
-    return Tally(lowered, packing).model(name, first.hidden, parameters)
+    return tally(tallied_program(lowered, packing.batch), packing, name, first.hidden, parameters)
+
+
+def tallied_program(lowered: "Lowered", batch: int) -> TalliedProgram:
+    """Return what counts of a graph that is lowered for the host alone, decoding `batch` sequences together."""
+    from picompile_codegen.lowering.program import tensor_bytes
+    from picompile_passes.predictors import predictor_kind
+
+    program, calls = lowered.program, lowered.program.functions["decode"]
+    parameters = {kernel.name: kernel.params for kernel in lowered.kernels}
+    launches = _launches_by_kernel(lowered, calls, batch)
+    return TalliedProgram(
+        calls=tuple(
+            TalliedCall(call.op, _tensors_read(call, parameters[call.kernel]), launches[call.kernel]) for call in calls
+        ),
+        weight_bytes={name: tensor_bytes(each.dtype, each.shape) for name, each in lowered.weights.tensors.items()},
+        cache_bytes={name: tensor_bytes(each.dtype, each.shape) for name, each in program.state.items()},
+        blocks=tuple(
+            TalliedBlock(part.neurons, part.predictor, predictor_kind(part.predictor).row_local) for part in program.ffn
+        ),
+        workspace_bytes=_workspace_bytes(program, batch),
+        top_logits_launches=_top_logits_launches(program.vocab, batch),
+    )
+
+
+def _tensors_read(call: "ProgramCall", parameters: Sequence[str]) -> dict[str, str]:
+    """The weights and caches that a call reads, by the kernel's parameter."""
+    read: dict[str, str] = {}
+    for parameter, argument in zip(parameters, call.args, strict=True):
+        if argument.space != "buffer":
+            read.setdefault(parameter.partition(".")[0], argument.name)
+    return read
+
+
+def _launches_by_kernel(lowered: "Lowered", calls: "Sequence[ProgramCall]", batch: int) -> dict[str, int]:
+    """The launches of each kernel that `calls` name, by its name, counted on its CUDA twin. Nothing is compiled."""
+    recipes = {kernel.name: recipe for recipe, kernel in lowered.built.items()}
+    return {call.kernel: _twin_launches(*recipes[call.kernel], batch) for call in calls}
+
+
+def _twin_launches(builder: Any, parameters: tuple[tuple[str, Hashable], ...], batch: int) -> int:
+    """The launches of the CUDA twin of a kernel; 1 where a package's predictor has none, and cannot be compiled."""
+    from picompile_codegen.cuda.builders import CUDA_BUILDERS
+    from picompile_codegen.lowering.program import kernel_of
+
+    twin = CUDA_BUILDERS.get(builder)
+    if twin is None:
+        return 1
+    # A plan may be of more sequences than an artifact can hold.
+    batch = min(batch, MOST_SEQUENCES)
+    if batch > 1:
+        # What the function `batch` asks for instead.
+        batched: Mapping[str, Hashable] = {"rows": batch, "sequences": batch, "mode": "batch"}
+        parameters = tuple((name, batched.get(name, value)) for name, value in parameters)
+    return len(kernel_of((twin, parameters)).grids)
+
+
+def _top_logits_launches(vocab: int, batch: int) -> int:
+    from picompile_codegen import cpu as kernels
+
+    return _twin_launches(kernels.leading_logits, (("rows", 1), ("vocab", vocab)), batch)
+
+
+def _workspace_bytes(program: "LoweredProgram", batch: int) -> int:
+    """The arena, and for each sequence more the activations and logits of a token."""
+    from picompile_codegen.lowering.program import tensor_bytes
+
+    spans = [
+        (buffer.offset or 0, (buffer.offset or 0) + tensor_bytes(buffer.dtype, buffer.shape))
+        for name, buffer in program.buffers.items()
+        if name.startswith("decode.")
+    ]
+    of_token = align(max(end for _, end in spans)) - min(start for start, _ in spans)
+    return program.arena_bytes + (batch - 1) * (of_token + align(4 * program.vocab))
 
 
 def _parameters(graph_module: "GraphModule", more: int) -> int:

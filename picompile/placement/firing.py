@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +28,18 @@ class LayerFiring:
     shares: NDArray[np.float64]
     order: NDArray[np.int64] | None = None
 
+    @cached_property
+    def computed_sums(self) -> NDArray[np.float64]:
+        """How many of the first n neurons a token computes, in the mean: float64 [neurons + 1]."""
+        return np.concatenate(([0.0], np.cumsum(self.shares)))
+
+    @cached_property
+    def silent_logs(self) -> NDArray[np.float64]:
+        """The logarithm of the share of tokens on which no neuron from the n-th on fires: float64 [neurons + 1]."""
+        with np.errstate(divide="ignore"):
+            silent = np.log1p(-np.minimum(self.shares, 1.0))
+        return np.concatenate((np.cumsum(silent[::-1])[::-1], [0.0]))
+
 
 @dataclass(frozen=True)
 class Firing:
@@ -47,8 +59,8 @@ def estimate_rank(hidden: int, neurons: int, layer_parameters: float, firing: Fi
     no more than what fits training's budget: a share of the parameters of the model, here of `layer_parameters`, which
     are a layer's with its part of the rest. Without `firing`, the budget decides.
     """
-    from picompile.predictors.train.candidates import round_rank, start_rank
     from picompile.predictors.train.options import TrainOptions
+    from picompile.predictors.train.ranks import round_rank, start_rank
 
     most = max(1, int((TrainOptions().budget * layer_parameters - neurons) // (hidden + neurons)))
     if firing is not None:
@@ -174,20 +186,18 @@ def _parse(text: str) -> _Curve:
 
 def _rates(active: float, neurons: int, skew: float | None) -> NDArray[np.float64]:
     """Firing rates of a layer, ascending: float64 [neurons]."""
-    from picompile.synth.firing import SKEW, beta_rates
+    from picompile.synth.rates import SKEW, beta_rates
 
-    return np.asarray(beta_rates(active, neurons, SKEW if skew is None else skew), dtype=np.float64)
+    return beta_rates(active, neurons, SKEW if skew is None else skew)
 
 
 @cache
 def _skew(text: str, active: float, hot: float) -> float:
     """The skew with which the share `hot` of the neurons makes 80 % of the firings. Raises `UsageError`."""
-    import torch
-
-    from picompile.synth.firing import share_of_firings
+    from picompile.synth.rates import share_of_firings
 
     def reached(skew: float) -> float:
-        return share_of_firings(torch.from_numpy(_rates(active, _SAMPLE, skew)))
+        return share_of_firings(_rates(active, _SAMPLE, skew))
 
     least, most = reached(_LEAST_SKEW), reached(_MOST_SKEW)
     if not least <= hot <= most:
@@ -203,11 +213,16 @@ def _skew(text: str, active: float, hot: float) -> float:
 
 
 def _weighted(shares: NDArray[np.float64], weights: NDArray[np.float64]) -> list[NDArray[np.float64]]:
-    """`shares` for each layer in proportion to `weights`, at most 1 each, with the mean of `shares` over all layers."""
+    """Return `shares` for each layer in proportion to `weights`, at most 1 each, with the mean of `shares` in all.
+
+    `shares` [neurons] are descending, so the first so many of a layer are those that reach 1.
+    """
     if weights.min() == weights.max():
         return [shares] * len(weights)
     scales, mean = weights / weights.mean(), float(shares.mean())
+    sums = np.concatenate(([0.0], np.cumsum(shares)))
     for _ in range(30):
-        found = [np.minimum(shares * scale, 1.0) for scale in scales]
-        scales = scales * (mean / float(np.mean([of_layer.mean() for of_layer in found])))
-    return found
+        full = np.searchsorted(-shares, -1 / scales)
+        found = (full + scales * (sums[-1] - sums[full])) / len(shares)
+        scales = scales * (mean / float(found.mean()))
+    return [np.minimum(shares * scale, 1.0) for scale in scales]

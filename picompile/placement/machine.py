@@ -1,15 +1,10 @@
 """A machine as the planner sees it: what each device holds, and how fast it reads."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from picompile.errors import UsageError
-from picompile.machine import LOCAL, TARGETS, Target, find_target
+from picompile.machine import LOCAL, TARGETS, Target, find_row
 from picompile.quantities import parse_bandwidth, parse_budget, parse_bytes
-
-if TYPE_CHECKING:
-    from picompile.machine import Target
-
 
 # What kernels draw of a device's bandwidth, where nothing better is known. On the host f16 weights were read at 68 % of
 # the streaming bandwidth measured in the same run (docs/benchmarks.md). On the GPU it is an assumption: copies reach
@@ -54,7 +49,7 @@ class Machine:
         return self.sync_s + (crossing_bytes / self.pcie_bytes_per_s if self.pcie_bytes_per_s else 0.0)
 
 
-def machine_of(target: "Target", gpu_bytes: int, host_bytes: int, host_bytes_per_s: float) -> Machine:
+def machine_of(target: Target, gpu_bytes: int, host_bytes: int, host_bytes_per_s: float) -> Machine:
     """A row of the targets, with what may be filled of its GPU's memory, and the host that its name does not say."""
     return Machine(
         gpu_bytes=gpu_bytes,
@@ -103,7 +98,7 @@ class PlanMachine:
 def check_machine_options(options: MachineOptions) -> None:
     """Raises `UsageError` or `TargetError` for what can be known to be wrong without measuring anything."""
     if options.target != LOCAL:
-        find_target(options.target)
+        find_row(options.target)
     row = TARGETS.get(options.target)
     if options.vram_budget is not None:
         if row is not None and not row.vram_bytes:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from picompile.choices import CHUNK, DEFAULT_CONTEXT, KV_DTYPES, QUANTIZATIONS
+from picompile.choices import CHUNK, DEFAULT_CONTEXT, KV_DTYPES, PREDICTORS, QUANTIZATIONS
 from picompile.errors import UsageError
 
 
@@ -23,11 +23,9 @@ class Packing:
     chunk: int = CHUNK
 
     def __post_init__(self) -> None:
-        from picompile_passes.predictors import predictor_kinds
-
         for value, known, name in (
             (self.quant, QUANTIZATIONS, "quantization"),
-            (self.predictor, ("auto", *predictor_kinds()), "predictor"),
+            (self.predictor, _known_predictors(self.predictor), "predictor"),
             (self.kv_dtype or "f16", tuple(KV_DTYPES), "KV cache type"),
         ):
             if value not in known:
@@ -35,3 +33,12 @@ class Packing:
         for count, name, least in ((self.context, "context", 1), (self.batch, "batch", 1), (self.chunk, "chunk", 2)):
             if count < least:
                 raise UsageError(f"the {name} must be at least {least}, not {count}")
+
+
+def _known_predictors(wanted: str) -> tuple[str, ...]:
+    """Return the kinds that can be asked for. Plug-ins are only looked for if `wanted` is none of our kinds."""
+    if wanted in ("auto", *PREDICTORS):
+        return ("auto", *PREDICTORS)
+    from picompile_passes.predictors import predictor_kinds
+
+    return ("auto", *predictor_kinds())

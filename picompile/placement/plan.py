@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from picompile.errors import SolverError
 from picompile.placement.latency import Task, fixed_bytes, group_bytes
 from picompile.placement.machine import Machine
 from picompile.placement.program import Place
@@ -124,6 +125,20 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The contents of a plan's file."""
         return {"format": FORMAT, "schema": SCHEMA, "tokens_per_s": self.tokens_per_s, **asdict(self)}
+
+
+def check_budgets(plan: Plan) -> None:
+    """Raise `SolverError` where a plan takes more of the accelerator's or the host's memory than it may.
+
+    Here every plan is held to its budgets. A budget is what the user gave, or what the machine has
+    (`machine.find_machine`); `PlanOptions.capacity` takes off the margin, and `latency.capacities` what each side needs
+    besides layers: the rest is what the solver may fill, as constraints of the placement problem. Where nothing fits,
+    `policies.infeasible_placement_error` says so before there is a plan.
+    """
+    for device in ("gpu", "host"):
+        taken_bytes, limit_bytes = plan.taken_bytes(device), plan.capacity_bytes(device)
+        if taken_bytes > limit_bytes:
+            raise SolverError(f"the placement takes {taken_bytes} bytes of the {device}'s memory, of {limit_bytes}")
 
 
 # The memory account of a placement: every byte, by device and kind.

@@ -6,15 +6,15 @@ from functools import partial
 
 import numpy as np
 
-from picompile.errors import DoesNotFitError, UsageError
+from picompile.errors import UsageError
 from picompile.placement import policies
 from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.impact import impact_program
 from picompile.placement.latency import Task, head_s, latency_program
 from picompile.placement.machine import Machine
 from picompile.placement.model_bytes import ModelBytes
-from picompile.placement.plan import Plan, PlanLayer, device_name, memory_account
-from picompile.placement.policies import gpu_only, least_host_bytes, refusal
+from picompile.placement.plan import Plan, PlanLayer, check_budgets, device_name, memory_account
+from picompile.placement.policies import gpu_only, infeasible_placement_error, least_host_bytes
 from picompile.placement.program import Place, Program, evaluate
 from picompile.placement.schedule import plan_graph, token_s
 from picompile.placement.solver import GAP, solve
@@ -50,7 +50,7 @@ class PlanOptions:
 
     @property
     def capacity(self) -> Machine:
-        """The machine with what may be filled."""
+        """The machine with what may be filled: the budgets less their margin (see `plan.check_budgets`)."""
         kept = 1 - self.margin
         machine = self.machine
         return replace(machine, gpu_bytes=int(machine.gpu_bytes * kept), host_bytes=int(machine.host_bytes * kept))
@@ -80,7 +80,7 @@ def plan_of_places(task: Task, program: Program, places: Sequence[Place], gap: f
     )
     head, seconds = device_name(head_where.attention_on_gpu), head_s(model, task.machine, head_where.attention_on_gpu)
     graph = plan_graph(layers, (head, seconds), program.switch_cost)
-    return Plan(
+    plan = Plan(
         model=model.name,
         fingerprint=options.fingerprint,
         parameters=model.parameters,
@@ -105,6 +105,8 @@ def plan_of_places(task: Task, program: Program, places: Sequence[Place], gap: f
         gap=gap,
         baselines=_baselines(task),
     )
+    check_budgets(plan)
+    return plan
 
 
 def _solve(task: Task, program: Program, options: PlanOptions) -> tuple[list[Place], float]:
@@ -117,7 +119,7 @@ def _solve(task: Task, program: Program, options: PlanOptions) -> tuple[list[Pla
         if solution is not None:
             return list(solution.places), solution.gap
     programs = latency_program if options.objective == "latency" else partial(impact_program, kv_cache_on_gpu=True)
-    raise DoesNotFitError(refusal(task, programs, options.margin))
+    raise infeasible_placement_error(task, programs, options.margin)
 
 
 def _wheres(program: Program, places: Sequence[Place]) -> list[Where]:
@@ -190,7 +192,7 @@ def whole_plan(model: ModelBytes, options: PlanOptions) -> Plan | None:
     task = task_of(model, Firing(layers, _SOURCE), options)
     program = latency_program(task)
     if least_host_bytes(program) > program.host_capacity_bytes:
-        raise DoesNotFitError(refusal(task, latency_program, options.margin))
+        raise infeasible_placement_error(task, latency_program, options.margin)
     if program.gpu_capacity_bytes == 0:
         return None
     places = gpu_only(task, program)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from picompile.errors import SolverError
+from picompile.errors import DoesNotFitError, SolverError
 from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.impact import dense_first, impact_program
 from picompile.placement.latency import Task, capacities, fixed_bytes, group_bytes
@@ -121,15 +121,15 @@ def _place(program: Program, number: int, label: object, groups: int) -> Place:
     return Place(labels.index(label), groups)
 
 
-# What is said where no placement fits: what is lacking, and the smallest budgets that would do.
-
-
 _ANY_BYTES = 1 << 62
 _MIB, _GIB = 2**20, 2**30
 
 
-def refusal(task: Task, programs: Callable[[Task], Program], margin: float) -> str:
-    """One line. `programs` makes the program of a task; the share `margin` of budgets that are named is left free."""
+def infeasible_placement_error(task: Task, programs: Callable[[Task], Program], margin: float) -> DoesNotFitError:
+    """Build the error for an infeasible placement: what is lacking, and the smallest budgets that would do.
+
+    `programs` makes the placement problem of a task; the share `margin` of the budgets that are named is left free.
+    """
     model, machine, kept = task.model, task.machine, 1 - margin
     everywhere = model.workspace_bytes + model.table_bytes
     text = (
@@ -140,7 +140,7 @@ def refusal(task: Task, programs: Callable[[Task], Program], margin: float) -> s
     ways = [f"--host-memory {_budget(host / kept)}"]
     if machine.gpu_bytes_per_s and (gpu := _least_gpu_bytes(task, programs, everywhere, kept * _MIB)) is not None:
         ways.append(f"--vram-budget {_budget((gpu + everywhere) / kept)}")
-    return f"{text}; it would with {' or with '.join(ways)}"
+    return DoesNotFitError(f"{text}; it would with {' or with '.join(ways)}")
 
 
 def _budget(size: float) -> str:

@@ -1,11 +1,20 @@
-"""The layer graph of a decoded token: which step waits for which, on which device, and from when to when it runs."""
+"""The step graph of a decoded token: which part of a layer waits for which, where it runs, and when.
+
+One networkx graph serves all: its longest path is the time of a token (`token_s`) and what a token waits for
+(`critical_path`); its earliest starts are the timeline that reports draw (`schedule`).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from picompile.placement.plan import PlanLayer
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+# A step: its layer, None for the output head and the transfers around it, and its part.
+StepName = tuple[int | None, str]
 
 DEVICES = ("gpu", "host", "link")
 
@@ -34,12 +43,17 @@ class LayerParts:
     predictor: str
 
 
-def layer_graph(layers: Sequence[LayerParts], head: tuple[str, float], switch_s: float) -> nx.DiGraph:
-    """The steps of a token in a graph: nodes (layer or None, part) with `device` and `seconds`, edges to what waits.
+def layer_graph(layers: Sequence[LayerParts], head: tuple[str, float], switch_s: float) -> "nx.DiGraph":
+    """Return the steps of a token: nodes `StepName` with `device` and `seconds`, edges to what waits for them.
 
-    Hot and cold neurons of a layer run side by side; what exchanges the devices make follows both. Where the stream
-    changes sides, and from the host at the beginning and back to it at the end, there is a transfer of `switch_s`.
+    An edge has the `seconds` of the step that it leads to, so that the longest path takes the token's time.
+
+    Hot and cold neurons of a layer run side by side; the layer's transfers follow both. Where the stream changes sides,
+    and from the host at the beginning and back to it at the end, there is a transfer of `switch_s`.
     """
+    # Imported where it is used: reading a plan needs no graph.
+    import networkx as nx
+
     graph: nx.DiGraph = nx.DiGraph()
     last, side = _add(graph, [], None, "begin", "host", 0.0), "host"
     for number, layer in enumerate(layers):
@@ -65,15 +79,17 @@ def layer_graph(layers: Sequence[LayerParts], head: tuple[str, float], switch_s:
     return graph
 
 
-def plan_graph(layers: Sequence[PlanLayer], head: tuple[str, float], switch_s: float) -> nx.DiGraph:
-    """The same of layers as planned."""
+def plan_graph(layers: Sequence[PlanLayer], head: tuple[str, float], switch_s: float) -> "nx.DiGraph":
+    """Return the `layer_graph` of layers as planned."""
     parts = [LayerParts(vars(layer), layer.attention, layer.kv_cache, layer.predictor) for layer in layers]
     return layer_graph(parts, head, switch_s)
 
 
-def schedule(graph: nx.DiGraph) -> list[Step]:
-    """When each step runs at the earliest, in order of their starts; steps that take no time are left out."""
-    ends: dict[tuple[int | None, str], float] = {}
+def schedule(graph: "nx.DiGraph") -> list[Step]:
+    """Return when each step runs at the earliest, in order of the starts; steps that take no time are left out."""
+    import networkx as nx
+
+    ends: dict[StepName, float] = {}
     steps = []
     for node in nx.topological_sort(graph):
         start = max((ends[before] for before in graph.predecessors(node)), default=0.0)
@@ -83,20 +99,30 @@ def schedule(graph: nx.DiGraph) -> list[Step]:
     return sorted(steps, key=lambda step: step.start_s)
 
 
-def token_s(graph: nx.DiGraph) -> float:
-    """The length of the critical path."""
-    return max((step.end_s for step in schedule(graph)), default=0.0)
+def critical_path(graph: "nx.DiGraph") -> list[StepName]:
+    """Return the steps that a token waits for, one after the other; those that take no time are left out."""
+    import networkx as nx
+
+    return [node for node in nx.dag_longest_path(graph, weight="seconds") if graph.nodes[node]["seconds"]]
+
+
+def token_s(graph: "nx.DiGraph") -> float:
+    """Return the length of the critical path in seconds."""
+    import networkx as nx
+
+    # A token begins with a step of no time, so that every other has an edge that leads to it.
+    return float(nx.dag_longest_path_length(graph, weight="seconds"))
 
 
 def _add(
-    graph: nx.DiGraph,
-    after: Sequence[tuple[int | None, str]],
+    graph: "nx.DiGraph",
+    after: Sequence[StepName],
     layer: int | None,
     part: str,
     device: str,
     seconds: float,
-) -> tuple[int | None, str]:
+) -> StepName:
     node = (layer, part)
     graph.add_node(node, device=device, seconds=seconds)
-    graph.add_edges_from((before, node) for before in after)
+    graph.add_edges_from(((before, node) for before in after), seconds=seconds)
     return node

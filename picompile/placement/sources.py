@@ -168,15 +168,16 @@ def _of_config(
     progress: Progress,
 ) -> PlannedModel:
     """Two layers stand for all, unless there are predictors, which differ."""
-    from picompile.frontend.hf import capture_config
     from picompile.placement.counting import count_bytes, shape_bytes
-    from picompile.predictors import load_predictors
 
     packing = _packing(options, config.get("max_position_embeddings"), _activation(config))
     ranks = source.firing((_layers(config), _SAMPLE))
     with progress.step("count"):
         if options.predictors is None:
             return planned_model(shape_bytes(name, config, packing, ranks), source, None, fingerprint)
+        from picompile.frontend.hf import capture_config
+        from picompile.predictors import load_predictors
+
         predictors = load_predictors(options.predictors)
         # Before all layers of a shape are captured, which takes seconds for a few.
         if len(predictors.layers) != _layers(config):
@@ -238,22 +239,26 @@ def _packing(options: ModelOptions, limit: object, activation: str) -> "Packing"
     """How the model is packed; `limit` is how many positions it has, where it has a limit."""
     from picompile.choices import resolve_context
     from picompile.placement.packing import Packing
-    from picompile_passes.dialect.activations import parse_activation
+    from picompile_passes.silence import silences_neurons
 
     longest = limit if isinstance(limit, int) and limit > 0 else None
     context = resolve_context(options.context, longest)
     predictor = options.predictor
     if predictor is None:
-        predictor = "learned" if options.predictors or parse_activation(activation).sparse else "none"
+        predictor = "learned" if options.predictors or silences_neurons(activation) else "none"
     return Packing(options.quant, predictor, context, options.batch, options.kv_dtype)
 
 
 def _activation(config: Mapping[str, Any]) -> str:
-    """The dialect's text for the activation of a config."""
-    from picompile.frontend.families import find_family
+    """Return the dialect's text for the activation of a config; transformers is asked where it names none."""
+    from picompile.frontend.families import activation_text, find_family
+
+    family = find_family(config)
+    if family.fixed_activation is not None or family.activation in config:
+        return activation_text(config, family, "")
     from picompile.frontend.hf import raw_activation
 
-    return raw_activation(find_family(config), config)
+    return raw_activation(family, config)
 
 
 def _layers(config: Mapping[str, Any]) -> int:

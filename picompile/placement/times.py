@@ -98,7 +98,8 @@ def computed_by_groups(firing: LayerFiring) -> NDArray[np.float64]:
     """How many neurons of the first n groups a token computes, n from 0 on: float64 [groups + 1]."""
     neurons = len(firing.shares)
     ends = np.minimum(np.arange(group_count(neurons) + 1) * GROUP, neurons)
-    return np.concatenate(([0.0], np.cumsum(firing.shares)))[ends]
+    computed: NDArray[np.float64] = firing.computed_sums[ends]
+    return computed
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,13 +174,10 @@ class LayerTimes:
     @cached_property
     def _cold_fires(self) -> NDArray[np.float64]:
         """On which share of the tokens a cold neuron is computed: float64 [groups + 1]."""
-        groups, shares = group_count(self.layer.neurons), self.firing.shares
+        groups, neurons = group_count(self.layer.neurons), len(self.firing.shares)
         if self.layer.deciding_bytes:
             # Every cold neuron is looked at, whether or not it fires.
             return np.concatenate((np.ones(groups), [0.0]))
-        with np.errstate(divide="ignore"):
-            silent = np.log1p(-np.minimum(shares, 1.0))
-        tails = np.concatenate((np.cumsum(silent[::-1])[::-1], [0.0]))
-        ends = np.minimum(np.arange(groups + 1) * GROUP, len(shares))
-        fires: NDArray[np.float64] = -np.expm1(tails[ends])
+        ends = np.minimum(np.arange(groups + 1) * GROUP, neurons)
+        fires: NDArray[np.float64] = -np.expm1(self.firing.silent_logs[ends])
         return fires

@@ -17,10 +17,15 @@ bias, the bias is the offset. Tokens flow through each layer as it is made, and 
 then see (`network`). Memory holds one matrix at a time.
 """
 
-from picompile.synth.named import SHAPES, find_config, find_shape
-from picompile.synth.network import SynthesizedFiring
-from picompile.synth.shapes import ModelShape, shape_from_config
-from picompile.synth.synthesis import Synthesis, predictor_rank, synthesize
+from typing import TYPE_CHECKING
+
+from picompile.lazy import lazy
+
+if TYPE_CHECKING:
+    from picompile.synth.named import SHAPES, find_config, find_shape
+    from picompile.synth.network import SynthesizedFiring
+    from picompile.synth.shapes import ModelShape, shape_from_config
+    from picompile.synth.synthesis import Synthesis, predictor_rank, synthesize
 
 __all__ = [
     "SHAPES",
@@ -33,3 +38,18 @@ __all__ = [
     "shape_from_config",
     "synthesize",
 ]
+
+# Imported on first use: making a checkpoint needs torch, knowing its shape does not.
+_HOME = {
+    "SHAPES": "picompile.synth.named",
+    "ModelShape": "picompile.synth.shapes",
+    "Synthesis": "picompile.synth.synthesis",
+    "SynthesizedFiring": "picompile.synth.network",
+    "find_config": "picompile.synth.named",
+    "find_shape": "picompile.synth.named",
+    "predictor_rank": "picompile.synth.synthesis",
+    "shape_from_config": "picompile.synth.shapes",
+    "synthesize": "picompile.synth.synthesis",
+}
+
+__getattr__ = lazy(__name__, _HOME)

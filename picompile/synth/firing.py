@@ -1,44 +1,22 @@
-"""Firing of a layer's neurons: their rates, the offsets that give these rates, the matrices, and the predictor.
-
-Rates follow a Beta distribution, as hot and cold neurons of trained models do: a few neurons make most of the firings.
-"""
+"""The offset that makes each neuron fire at its rate, and the matrices that decide about firing (rates: `rates.py`)."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from picompile.synth import rates as firing_rates
+from picompile.synth.rates import SKEW
 from picompile.synth.recipe import Recipe
 from picompile_passes.dialect.activations import parse_activation
 
-# Beta's first parameter. A third of the neurons then makes 80 % of the firings: between what the PowerInfer paper
-# reports per layer for OPT-30B (26 %) and for ReGLU-70B (43 %).
-SKEW = 0.5
-_GRID = 1 << 16
 # Pooled samples that make a layer's quantile function; enough for tails of one in 100,000.
 _POOL = 1 << 20
 
 
 def beta_rates(active: float, neurons: int, skew: float = SKEW) -> Tensor:
-    """Return ascending firing rates of `neurons` neurons: quantiles of a Beta distribution, with mean exactly `active`.
-
-    float64 [neurons]. The less `skew`, Beta's first parameter (the second above a half), the more of the firings a few
-    neurons make. Nothing is drawn: the i-th rate is the mean of the i-th slice of the distribution.
-    """
-    if active == 1:
-        return torch.ones(neurons, dtype=torch.float64)
-    if active > 0.5:
-        return (1 - beta_rates(1 - active, neurons, skew)).flip(0)
-    # With x = sin²θ the density of Beta(a, b) is 2·sin(θ)^(2a-1)·cos(θ)^(2b-1), without a pole where a = 1/2.
-    a, b = skew, skew * (1 - active) / active
-    angle = (torch.arange(_GRID, dtype=torch.float64) + 0.5) * (torch.pi / 2 / _GRID)
-    # For rare firing the mass lies near θ = 0; a quadratic grid puts the points there.
-    angle = angle**2 / (torch.pi / 2)
-    density = angle.sqrt() * torch.exp((2 * a - 1) * angle.sin().log() + (2 * b - 1) * angle.cos().log())
-    cumulative = density.cumsum(0) / density.sum()
-    middles = (torch.arange(neurons, dtype=torch.float64) + 0.5) / neurons
-    rates = interpolate(middles, cumulative, angle.sin() ** 2)
-    return (rates * (active / rates.mean())).clamp(max=1.0)
+    """Return `rates.beta_rates` as a tensor, float64 [neurons]."""
+    return torch.from_numpy(firing_rates.beta_rates(active, neurons, skew))
 
 
 def firing_offsets(levels: Tensor, rates: Tensor) -> Tensor:
@@ -62,10 +40,8 @@ def firing_offsets(levels: Tensor, rates: Tensor) -> Tensor:
 
 
 def share_of_firings(rates: Tensor, share: float = 0.8) -> float:
-    """Return the smallest share of the neurons that makes `share` of all firings. rates [neurons], of any scale."""
-    ordered = rates.to(torch.float64).sort(descending=True).values
-    reached = ordered.cumsum(0) < share * ordered.sum()
-    return (int(reached.sum()) + 1) / len(ordered)
+    """Return `rates.share_of_firings` of a tensor [neurons]."""
+    return firing_rates.share_of_firings(rates.to(torch.float64).numpy(), share)
 
 
 def interpolate(at: Tensor, x: Tensor, y: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.synth.families import FAMILIES, SynthFamily, find_family
-from picompile_passes.dialect.activations import ACTIVATIONS
+from picompile_passes.silence import SPARSE_ACTIVATIONS
 
 # No layer of a real model comes near it, and the disk is asked for the size before anything is written.
 _LARGEST = 1 << 20
@@ -132,8 +132,8 @@ def _activation(name: str, config: Mapping[str, Any], family: SynthFamily) -> st
     if text == "fatrelu":
         # ProSparse writes the threshold beside the name (arXiv 2402.13516).
         return f"fatrelu({_Reader(name, config).number('hidden_act_param', 0.01)!r})"
-    if text not in ACTIVATIONS or not ACTIVATIONS[text].sparse:
-        sparse = ", ".join(activation.name for activation in ACTIVATIONS.values() if activation.sparse)
+    if text not in SPARSE_ACTIVATIONS:
+        sparse = ", ".join(SPARSE_ACTIVATIONS)
         raise UnsupportedModelError(f"{name}: {text!r} leaves no neuron silent; synth needs one of {sparse}, fatrelu")
     return str(text)
 

@@ -9,6 +9,8 @@ from typing import ClassVar
 import pytest
 
 from helpers.support import Cli
+from picompile.cli.pass_source import describe_builtin_passes
+from picompile.cli.passes import describe_imported_passes
 from picompile_passes.base import Effect, Pass, Stage
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes import BUILTIN
@@ -29,6 +31,11 @@ def test_the_list_says_effects(cli: Cli) -> None:
     effects = {row["name"]: row["effect"] for row in json.loads(cli("passes", "--json").out)}
     assert effects["quantize"] == "rounds"
     assert set(effects) >= set(BUILTIN)
+
+
+def test_the_source_says_what_the_classes_say() -> None:
+    ours = [row for row in describe_imported_passes() if row["origin"] == "picompile"]
+    assert describe_builtin_passes() == ours
 
 
 @pytest.mark.parametrize("name", BUILTIN)
@@ -114,6 +121,8 @@ def odd(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = registry.Registration("odd", "elsewhere:Odd", "another-package", lambda: Odd)
     known = {**registry.registrations(), "odd": entry}
     monkeypatch.setattr(registry, "registrations", lambda: known)
+    # That some package offers passes is looked for first.
+    monkeypatch.setattr("picompile.cli.passes.entry_points", lambda group: ["odd"])
 
 
 @pytest.mark.usefixtures("odd")

@@ -1,17 +1,18 @@
-"""Plans of random models on random machines: memory, refusals, and never worse than any policy."""
+"""Plans of random models on random machines: memory, infeasible placements, and never worse than any policy."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from picompile.errors import DoesNotFitError, UsageError
+from picompile.errors import DoesNotFitError, SolverError, UsageError
 from picompile.placement import policies
 from picompile.placement.latency import Task, latency_program
 from picompile.placement.machine import Machine
-from picompile.placement.plan import Plan
+from picompile.placement.plan import Plan, check_budgets
 from picompile.placement.planning import OBJECTIVES, PlanOptions, make_plan
 from picompile.placement.program import evaluate
 from picompile.testing.tasks import random_task, tasks
@@ -141,3 +142,14 @@ def test_without_a_gpu_everything_is_on_the_host() -> None:
 def test_options_that_make_no_sense(wrong: dict[str, object], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         PlanOptions("cpu", Machine(0, 0.0, 1, 1.0, 0.0, 0.0), **wrong)  # type: ignore[arg-type]
+
+
+def test_no_plan_takes_more_than_its_budgets() -> None:
+    task = random_task(7)
+    plan = make_plan(task.model, task.firing, options_of(task, 0.0))
+    check_budgets(plan)
+    for device, field in (("gpu", "gpu_bytes"), ("host", "host_bytes")):
+        if plan.taken_bytes(device):
+            short = replace(plan.machine, **{field: plan.taken_bytes(device) - 1})
+            with pytest.raises(SolverError, match=f"bytes of the {device}'s memory"):
+                check_budgets(replace(plan, machine=short))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from picompile.placement.latency import Task, latency_program, places_of
 from picompile.placement.program import Place, evaluate
-from picompile.placement.schedule import LayerParts, layer_graph, schedule, token_s
+from picompile.placement.schedule import LayerParts, critical_path, layer_graph, schedule, token_s
 from picompile.placement.times import GROUP, LayerTimes, Times, Where, exchange_launches
 from picompile.testing.tasks import random_task
 
@@ -105,6 +105,8 @@ def test_the_schedule_takes_what_the_program_costs(seed: int) -> None:
     head = program.stages[-1].choices[places[-1].choice]
     graph = layer_graph(parts, ("gpu" if head.on_gpu else "host", head.cost(0)), program.switch_cost)
     np.testing.assert_allclose(token_s(graph), evaluate(program, places).cost, rtol=1e-9)
+    waited = sum(graph.nodes[step]["seconds"] for step in critical_path(graph))
+    np.testing.assert_allclose(waited, token_s(graph), rtol=1e-9)
     steps = schedule(graph)
     for device in ("gpu", "host", "link"):
         own = [step for step in steps if step.device == device]

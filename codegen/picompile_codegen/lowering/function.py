@@ -1,6 +1,6 @@
-"""Where in the arena each activation lives: buffers whose lifetimes do not overlap share memory."""
+"""One function of a program while it is being built, and the places of its buffers in the arena."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ from picompile_codegen import cpu as kernels
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.cpu.kernel import STEP_SHAPE
 from picompile_codegen.cpu.token_ops import Mode
+from picompile_codegen.lowering.arena import Lifetime, place_buffers
 from picompile_codegen.lowering.packing import PackedMatrix, WeightTable
 from picompile_codegen.lowering.placement import ON_HOST, Placement
 from picompile_codegen.lowering.program import (
@@ -26,27 +27,8 @@ from picompile_codegen.lowering.program import (
 )
 from picompile_passes.errors import UnsupportedGraphError
 
-ALIGNMENT_BYTES = 64
 
-
-def align(offset: int) -> int:
-    """The next multiple of the alignment that kernels assume."""
-    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-@dataclass(frozen=True)
-class _Lifetime:
-    name: str
-    size: int
-    first: int
-    last: int
-
-    def overlaps(self, other: "_Lifetime") -> bool:
-        # A buffer that dies in the call where another is born must not share with it: inputs and outputs never alias.
-        return self.first <= other.last and other.first <= self.last
-
-
-def _lifetimes(calls: Sequence[ProgramCall], sizes: Mapping[str, int]) -> list[_Lifetime]:
+def _lifetimes(calls: Sequence[ProgramCall], sizes: Mapping[str, int]) -> list[Lifetime]:
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for index, call in enumerate(calls):
@@ -54,17 +36,7 @@ def _lifetimes(calls: Sequence[ProgramCall], sizes: Mapping[str, int]) -> list[_
             if arg.space == "buffer" and arg.name in sizes:
                 first.setdefault(arg.name, index)
                 last[arg.name] = index
-    return [_Lifetime(name, sizes[name], first[name], last[name]) for name in first]
-
-
-def _lowest_gap(size: int, taken: Iterable[tuple[int, int]], base: int) -> int:
-    """The lowest offset ≥ base where `size` bytes fit between the taken (start, end) ranges."""
-    offset = base
-    for start, end in sorted(taken):
-        if offset + size <= start:
-            break
-        offset = max(offset, align(end))
-    return offset
+    return [Lifetime(name, sizes[name], first[name], last[name]) for name in first]
 
 
 def plan_buffers(
@@ -72,19 +44,13 @@ def plan_buffers(
 ) -> tuple[dict[str, ProgramTensor], int]:
     """Gives every buffer of one function an offset from `base` on; returns them and the end of the arena in bytes.
 
-    Largest first into the lowest gap that is free during the buffer's whole life (greedy by size, arXiv 2001.03288).
-    Without `reuse` it is theirs for good.
+    Without `reuse` no two share memory (see `arena.place_buffers`).
     """
     sizes = {name: tensor_bytes(tensor.dtype, tensor.shape) for name, tensor in buffers.items()}
-    lifetimes = sorted(_lifetimes(calls, sizes), key=lambda life: (-life.size, life.first, life.name))
-    placed: list[tuple[_Lifetime, int]] = []
-    for life in lifetimes:
-        taken = [(offset, offset + other.size) for other, offset in placed if not reuse or other.overlaps(life)]
-        placed.append((life, _lowest_gap(life.size, taken, base)))
-    offsets = {life.name: offset for life, offset in placed}
-    end = max((offset + life.size for life, offset in placed), default=base)
+    placed, end = place_buffers(_lifetimes(calls, sizes), base, reuse=reuse)
+    offsets = {life.name: offset for life, offset in placed.items()}
     planned = {name: replace(tensor, offset=offsets[name]) for name, tensor in buffers.items() if name in offsets}
-    return planned, align(end)
+    return planned, end
 
 
 # One function of a program while it is being built: its calls, its buffers, and where the value of each node is.

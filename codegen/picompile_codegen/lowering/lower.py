@@ -24,6 +24,7 @@ from picompile_codegen import cpu as kernels
 from picompile_codegen.build.isa import Isa
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.cpu.kernel import STEP_SHAPE
+from picompile_codegen.lowering.arena import align
 from picompile_codegen.lowering.attention import extend_cache
 from picompile_codegen.lowering.function import (
     DECODING,
@@ -32,7 +33,6 @@ from picompile_codegen.lowering.function import (
     Function,
     LowerOptions,
     Shared,
-    align,
     dimension,
     plan_buffers,
 )

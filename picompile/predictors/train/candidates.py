@@ -15,6 +15,7 @@ from picompile.predictors.profile.files import write_tensors
 from picompile.predictors.train.curve import ROWS, FiringLabels, RecallCurve, measure_curve, measure_firing
 from picompile.predictors.train.data import LayerData, load_layer_data
 from picompile.predictors.train.fit import FitSettings, InitialPredictor, ReducedRankStart, fit
+from picompile.predictors.train.ranks import round_rank, start_rank
 
 # The share of the samples to train on. They are split in order, so that neighbours in the text stay on one side.
 _TRAIN_SHARE = 0.8
@@ -77,23 +78,6 @@ class LayerResult:
     skewness: float
     inputs: Mapping[str, float]
     candidates: tuple[Candidate, ...]
-
-
-def start_rank(hidden: int, neurons: int, firing_share: float, skewness: float) -> int:
-    """Return the rank to start from in a layer in which `firing_share` of the neurons fire.
-
-    In the layers of the bundled model, 1.5 computed neurons for each one that fires find 99.5 % of the contribution at
-    ranks of 0.33 (3 % fire) to 0.42 (31 % fire) of the hidden size. Where few neurons do most of the firing (a large
-    `skewness`), a smaller rank is enough.
-    """
-    share = (0.33 + 0.3 * firing_share) * (1.1 - 0.2 * skewness)
-    return round_rank(share * hidden, min(hidden, neurons))
-
-
-def round_rank(rank: float, most: int) -> int:
-    """Return a rank that packed weights suit: a multiple of 8, from 256 on of 32; at most `most`."""
-    unit = 32 if rank >= 256 else 8
-    return max(1, min(most, max(1, round(rank / unit)) * unit))
 
 
 def fit_layer(data: LayerData, settings: JobSettings) -> LayerResult:

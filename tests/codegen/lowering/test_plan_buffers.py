@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picompile_codegen.lowering.function import ALIGNMENT_BYTES, plan_buffers
+from picompile_codegen.lowering.arena import ALIGNMENT_BYTES
+from picompile_codegen.lowering.function import plan_buffers
 from picompile_codegen.lowering.program import Arg, ProgramCall, ProgramTensor, tensor_bytes
 
 

@@ -14,14 +14,13 @@ from picompile.predictors.train.candidates import (
     fit_layer,
     load_result,
     load_weights,
-    round_rank,
     save_result,
     split,
-    start_rank,
 )
 from picompile.predictors.train.curve import RecallCurve, measure_curve, measure_firing
 from picompile.predictors.train.data import LayerData, load_layer_data, save_layer_data
 from picompile.predictors.train.fit import FitSettings, InitialPredictor, ReducedRankStart, fit
+from picompile.predictors.train.ranks import round_rank, start_rank
 
 SETTINGS = JobSettings("learned", "block", None, "contribution", 2, 0.99, 0, "cpu", 0.4)
 SHAPES = {

@@ -1,0 +1,213 @@
+"""Tallies a program: which bytes and launches belong to which layer, to the embedding, to the output head.
+
+Every packed tensor belongs to the first call of a decoded token that reads it, and calls belong to layers by their
+place: what is behind the feed-forward block of one layer, up to and with that of the next, is the next one's.
+
+A program to tally (`TalliedProgram`) comes from a graph that is lowered as for an artifact (`counting.py`), or from the
+numbers of a config.json alone (`shape_program.py`).
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
+
+if TYPE_CHECKING:
+    from picompile.placement.packing import Packing
+
+_ELEMENT_BYTES = 4
+_MATRICES = ("decide_w", "neuron_w", "signs")
+_BIASES = ("gate_bias", "up_bias")
+# Tables of angles and thresholds of predictors are numbers that layers share.
+_TABLES = ("cos", "sin", "threshold", "most")
+
+# The part of a layer that a call belongs to, as `Placement` of `picompile_codegen` places it.
+_PARTS = {
+    "norm": "attention",
+    "linear": "attention",
+    "add": "attention",
+    "rotary": "kv_cache",
+    "attention": "kv_cache",
+    "predict": "predictor",
+    "ffn": "hot",
+}
+
+
+@dataclass(frozen=True)
+class TalliedCall:
+    """One call of a decoded token: what it does (`op`), the tensor that each parameter reads, and its launches.
+
+    `tensors` names packed weights and caches, not activations. `launches` are those of the call's kernel for an
+    accelerator.
+    """
+
+    op: str
+    tensors: Mapping[str, str]
+    launches: int
+
+
+@dataclass(frozen=True)
+class TalliedBlock:
+    """One feed-forward block. `row_local` says that its predictor needs nothing but the rows of the block's neurons."""
+
+    neurons: int
+    predictor: str
+    row_local: bool
+
+
+@dataclass(frozen=True)
+class TalliedProgram:
+    """What counts of a program: the calls of a decoded token, and the bytes of all that the program has.
+
+    `weight_bytes` and `cache_bytes` are by tensor, the caches of one sequence. `workspace_bytes` hold activations and
+    logits of all sequences. `top_logits_launches` make the highest logits known to the host.
+    """
+
+    calls: tuple[TalliedCall, ...]
+    weight_bytes: Mapping[str, int]
+    cache_bytes: Mapping[str, int]
+    blocks: tuple[TalliedBlock, ...]
+    workspace_bytes: int
+    top_logits_launches: int
+
+
+def tally(program: TalliedProgram, packing: "Packing", name: str, hidden: int, parameters: int) -> ModelBytes:
+    """Return all bytes and launches of `program` by what they belong to.
+
+    `name`, `hidden` (elements of the residual stream) and `parameters` are what a program does not say of its model.
+    """
+    return _Tally(program, packing).model(name, hidden, parameters)
+
+
+class _Reader(NamedTuple):
+    """The first call that reads a tensor: its place, what it does, and what the tensor is to it."""
+
+    place: int
+    op: str
+    parameter: str
+
+
+class _Tally:
+    def __init__(self, program: TalliedProgram, packing: "Packing") -> None:
+        self._program, self._packing, self._calls = program, packing, program.calls
+        self._readers: dict[str, _Reader] = {}
+        for place, call in enumerate(self._calls):
+            for parameter, tensor in call.tensors.items():
+                self._readers.setdefault(tensor, _Reader(place, call.op, parameter))
+        self._ends = [place for place, call in enumerate(self._calls) if call.op == "ffn"]
+        attentions = [place for place, call in enumerate(self._calls) if call.op == "attention"]
+        self._ends[-1] = max(self._ends[-1], attentions[-1])
+        self._head = {tensor for call in self._calls if call.op == "head" for tensor in call.tensors.values()}
+
+    def model(self, name: str, hidden: int, parameters: int) -> ModelBytes:
+        apart: Counter[str] = Counter()
+        layers: list[dict[str, int]] = [{} for _ in self._ends]
+        for tensor, size in self._program.weight_bytes.items():
+            where = self._apart(tensor)
+            if where is not None:
+                apart[where] += size
+            else:
+                layers[self._layer(tensor)][tensor] = size
+        embeddings = {tensor for tensor, reader in self._readers.items() if reader.op == "embedding"}
+        launches, head_launches = count_launches(self._calls)
+        return ModelBytes(
+            name=name,
+            quant=self._packing.quant,
+            predictor="+".join(sorted({block.predictor for block in self._program.blocks})),
+            context=self._packing.context,
+            batch=self._packing.batch,
+            hidden=hidden,
+            parameters=parameters,
+            layers=tuple(self._one(number, sizes, launches[number]) for number, sizes in enumerate(layers)),
+            embedding_bytes=apart["embedding"],
+            head_bytes=apart["head"],
+            tied=bool(embeddings & self._head),
+            table_bytes=apart["table"],
+            workspace_bytes=self._program.workspace_bytes,
+            head_launches=head_launches + self._program.top_logits_launches,
+        )
+
+    def _layer(self, tensor: str) -> int:
+        return bisect_left(self._ends, self._readers[tensor].place)
+
+    def _apart(self, tensor: str) -> str | None:
+        """What a tensor belongs to that is of no layer: `embedding`, `head` or `table`."""
+        if tensor in self._head:
+            return "head"
+        reader = self._readers.get(tensor)
+        if reader is None or reader.parameter in _TABLES:
+            return "table"
+        if reader.op == "embedding":
+            return "embedding"
+        if reader.place > self._ends[-1]:
+            return "head" if reader.op == "linear" else "table"
+        return None
+
+    def _one(self, number: int, sizes: Mapping[str, int], launches: LayerLaunches) -> LayerBytes:
+        block = self._program.blocks[number]
+        of_ffn = {tensor for tensor in sizes if self._readers[tensor].op == "ffn"}
+        of_predictor = {tensor for tensor in sizes if self._readers[tensor].op == "predict"}
+        rows = {
+            self._readers[tensor].parameter: sizes[tensor] // block.neurons
+            for tensor in self._rows(of_ffn | of_predictor)
+        }
+        biases = sum(_ELEMENT_BYTES for tensor in of_ffn if self._readers[tensor].parameter in _BIASES)
+        neuron_bytes = sum(rows.values()) + biases
+        gating_bytes = {
+            "exact": rows.get("decide_w", 0) + min(biases, _ELEMENT_BYTES),
+            "sign": rows.get("signs", 0),
+            "none": neuron_bytes,
+        }
+        of_neurons = of_ffn | self._rows(of_predictor)
+        caches = [size for tensor, size in self._program.cache_bytes.items() if self._layer(tensor) == number]
+        return LayerBytes(
+            attention_bytes=sum(size for tensor, size in sizes.items() if tensor not in of_ffn | of_predictor),
+            predictor_bytes=sum(sizes[tensor] for tensor in of_predictor - of_neurons),
+            neurons=block.neurons,
+            neuron_bytes=neuron_bytes,
+            deciding_bytes=gating_bytes.get(block.predictor, 0),
+            shared_bytes=sum(sizes[tensor] for tensor in of_neurons) - block.neurons * neuron_bytes,
+            kv_cache_bytes=self._packing.batch * sum(caches),
+            launches=launches,
+            number_bytes=0 if block.row_local else _ELEMENT_BYTES,
+        )
+
+    def _rows(self, tensors: set[str]) -> set[str]:
+        """Those that have rows for each neuron."""
+        return {tensor for tensor in tensors if self._readers[tensor].parameter in _MATRICES}
+
+
+def count_launches(calls: Sequence[TalliedCall]) -> tuple[tuple[LayerLaunches, ...], int]:
+    """Return the launches of each layer, and those of the output head without the search for the highest logits.
+
+    Three things are not counted: that OPT-350M's projection of embeddings crosses twice more; the further inputs of a
+    step of several sequences; that a hot part of such a step, where no mask is made, may add up fewer slices than the
+    whole block.
+    """
+    ends = _layer_ends(calls)
+    first = next(place for place, call in enumerate(calls) if call.op == "attention")
+    counts = [Counter[str]() for _ in range(len(ends) + 1)]
+    for place, call in enumerate(calls):
+        # Embeddings, and what is added to them before the first layer, are on the host.
+        if call.op == "embedding" or (call.op == "add" and place < first):
+            continue
+        layer = sum(place > end for end in ends)
+        counts[layer]["head" if layer == len(ends) else _PARTS[call.op]] += call.launches
+    layers = tuple(
+        LayerLaunches(count["attention"], count["kv_cache"], count["predictor"], count["hot"]) for count in counts[:-1]
+    )
+    return layers, counts[-1]["head"]
+
+
+def _layer_ends(calls: Sequence[TalliedCall]) -> list[int]:
+    """The place of the last call of each layer: that of its block or its attention, and of the additions after it."""
+    ends = [place for place, call in enumerate(calls) if call.op == "ffn"]
+    ends[-1] = max(ends[-1], max(place for place, call in enumerate(calls) if call.op == "attention"))
+    for number, end in enumerate(ends):
+        while end + 1 < len(calls) and calls[end + 1].op == "add":
+            end += 1
+        ends[number] = end
+    return ends
