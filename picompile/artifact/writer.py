@@ -96,7 +96,7 @@ def _write_weights(compiled: Compiled, folder: Path, progress: Progress) -> str:
 def write_program(compiled: Compiled, lowered: "Lowered", folder: Path, facts: Facts) -> None:
     """Writes the program of `lowered`, report and manifest: with what else is in `folder`, an artifact that loads."""
     from picompile.artifact import files as writer
-    from picompile_runtime.artifact.reader import sealed
+    from picompile_runtime.artifact.manifest import sealed
 
     writer.write_json(folder / "program.json", lowered.program.to_json())
     writer.write_json(folder / "report.json", _report(lowered, compiled.plan, facts.accuracy))

@@ -11,7 +11,7 @@ An artifact that was compiled for several sequences reads a token of each in one
 with load("artifact") as engine:
     engine.prefill(first_prompt, slot=0)
     engine.prefill(second_prompt, slot=1)
-    logits = engine.decode_batch([token, other_token], slots=[0, 1])  # float32 [2, vocab]
+    logits = engine.decode_sequences([token, other_token], slots=[0, 1])  # float32 [2, vocab]
 """
 
 import importlib
@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 from picompile_runtime.version import __version__
 
 if TYPE_CHECKING:
-    from picompile_runtime.artifact.reader import Artifact, Manifest, open_artifact, verify
-    from picompile_runtime.bench.floor import memory_bandwidth
+    from picompile_runtime.artifact.manifest import Manifest
+    from picompile_runtime.artifact.reader import Artifact, open_artifact, verify
+    from picompile_runtime.bench.bandwidth import memory_bandwidth
     from picompile_runtime.bench.measure import measure
     from picompile_runtime.bench.perplexity import Perplexity, perplexity
     from picompile_runtime.engine.engine import Engine, load
@@ -80,7 +81,7 @@ _HOME = {
     "GenerationStats": "picompile_runtime.sampling.generate",
     "KernelError": "picompile_runtime.errors",
     "MachineError": "picompile_runtime.errors",
-    "Manifest": "picompile_runtime.artifact.reader",
+    "Manifest": "picompile_runtime.artifact.manifest",
     "Perplexity": "picompile_runtime.bench.perplexity",
     "PicompileRuntimeError": "picompile_runtime.errors",
     "RequestError": "picompile_runtime.errors",
@@ -93,7 +94,7 @@ _HOME = {
     "generate": "picompile_runtime.sampling.generate",
     "load": "picompile_runtime.engine.engine",
     "measure": "picompile_runtime.bench.measure",
-    "memory_bandwidth": "picompile_runtime.bench.floor",
+    "memory_bandwidth": "picompile_runtime.bench.bandwidth",
     "open_artifact": "picompile_runtime.artifact.reader",
     "perplexity": "picompile_runtime.bench.perplexity",
     "verify": "picompile_runtime.artifact.reader",

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from picompile_runtime.engine.checks import shown
 from picompile_runtime.errors import ArtifactError, DoesNotFitError, PicompileRuntimeError, RequestError
+from picompile_runtime.request_checks import shown
 
 _NO_MEMORY = "there is too little memory, or this process may not have more (ulimit -v, a container's limit)"
 _AGAIN = "copy or compile the model again"
@@ -43,7 +43,7 @@ def _errno_of_text(text: str) -> int:
 
 
 @contextmanager
-def told_by_cause(where: object) -> Iterator[None]:
+def translate_system_errors(where: object) -> Iterator[None]:
     """Turn errors of the system into those of the runtime."""
     try:
         yield
@@ -57,7 +57,7 @@ def told_by_cause(where: object) -> Iterator[None]:
         raise DoesNotFitError(f"{where}: cannot be loaded: {_LIMITS[errno.EAGAIN]}") from error
 
 
-def folder_of(path: str | os.PathLike[str]) -> Path:
+def artifact_folder(path: str | os.PathLike[str]) -> Path:
     """Return the path that a caller gave for an artifact. Raises RequestError for what can be no path."""
     try:
         text = os.fsdecode(path)

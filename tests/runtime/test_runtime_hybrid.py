@@ -71,8 +71,8 @@ def every_step(engine: Engine) -> list[np.ndarray]:
         engine.reset(slot)
     found = [engine.prefill(IDS[:19]), engine.prefill(IDS[:3], 1), engine.prefill(IDS[5:13], 2)]
     found += [engine.decode(token) for token in IDS[19:24]]
-    found += [engine.decode_batch(IDS[start : start + 3], [1, 2, 0]) for start in range(4)]
-    found += [engine.decode_batch(IDS[3:5], [2, 0])]
+    found += [engine.decode_sequences(IDS[start : start + 3], [1, 2, 0]) for start in range(4)]
+    found += [engine.decode_sequences(IDS[3:5], [2, 0])]
     engine.rewind(6, 0)
     engine.copy(0, 1)
     engine.copy(2, 2)
@@ -140,7 +140,7 @@ def test_calls_of_both_sides_are_timed(engine: Engine) -> None:
 def test_calls_that_wait_for_the_other_side_are_marked(function: str, engine: Engine) -> None:
     """So that threads of the pool do not sleep until the last of them is over."""
     executor = engine._executor
-    host, device = executor._host_calls[function], executor._device_calls[function]
+    host, device = executor._host_calls[function], executor._accelerator_calls[function]
     marked = [
         {name for name, call in zip(side.names, side.calls, strict=True) if call.flags} for side in (host, device)
     ]
@@ -192,16 +192,16 @@ def replace_calls(engine: Engine, side: str, function: str, calls: Sequence[tupl
     if side == "host":
         executor._host_calls[function] = executor.library.bind(calls)
     else:
-        executor._device_calls[function] = executor._device._library.bind(calls)  # type: ignore[union-attr]
+        executor._accelerator_calls[function] = executor._device._library.bind(calls)  # type: ignore[union-attr]
 
 
 def restore(engine: Engine) -> Callable[[], None]:
     """A function that undoes all `replace_calls` from now on."""
     executor = engine._executor
-    host, device = dict(executor._host_calls), dict(executor._device_calls)
+    host, device = dict(executor._host_calls), dict(executor._accelerator_calls)
 
     def undo() -> None:
-        executor._host_calls, executor._device_calls = dict(host), dict(device)
+        executor._host_calls, executor._accelerator_calls = dict(host), dict(device)
 
     return undo
 
@@ -226,7 +226,7 @@ def test_a_side_that_fails_ends_the_step_and_no_more(
     use: dict[str, Callable[[Engine], np.ndarray]] = {
         "decode": lambda engine: engine.decode(IDS[5]),
         "prefill_last": lambda engine: engine.prefill(IDS[5:8]),
-        "batch": lambda engine: engine.decode_batch(IDS[5:7], [0, 2]),
+        "batch": lambda engine: engine.decode_sequences(IDS[5:7], [0, 2]),
     }
     for each in (impatient, alone):
         each.prefill(IDS[:5])
@@ -260,7 +260,7 @@ def test_a_host_need_not_wait_for_a_device_that_failed(function: str, engine: En
         "decode": lambda engine: engine.decode(IDS[5]),
         "prefill_last": lambda engine: engine.prefill(IDS[5:8]),
         "score": lambda engine: next(engine.score(IDS[5:8])),
-        "batch": lambda engine: engine.decode_batch(IDS[5:7], [0, 2]),
+        "batch": lambda engine: engine.decode_sequences(IDS[5:7], [0, 2]),
     }
     for _ in range(5):
         replace_calls(engine, "device", function, [("fail", [])])

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from picompile_runtime.artifact.interfaces import Interface, Parameter
-from picompile_runtime.artifact.program import BATCH, WAITS, Argument, Call, Program
+from picompile_runtime.artifact.interfaces import KernelInterface, KernelParameter
+from picompile_runtime.artifact.program import BATCH, WAITING_OPS, Argument, Call, Program
 from picompile_runtime.devices.memory import ALIGNMENT
 from picompile_runtime.errors import ArtifactError
 
@@ -25,7 +25,9 @@ _FLAG_BYTES = 64
 _COUNTER_BYTES = 16  # int64 [2]
 
 
-def check_calls(program: Program, device: str, kernels: Mapping[str, Interface], numbers: Range, where: str) -> None:
+def check_calls(
+    program: Program, device: str, kernels: Mapping[str, KernelInterface], numbers: Range, where: str
+) -> None:
     """Check all calls of a program on `device`, whose code has `kernels`. Raises ArtifactError."""
     checked: set[tuple[Argument, int]] = set()
     for function in program.functions:
@@ -38,7 +40,7 @@ def check_calls(program: Program, device: str, kernels: Mapping[str, Interface],
                 raise ArtifactError(f"{where}: {function}, call {number} on the {device}: {call.kernel} {fault}")
 
 
-def _fault(program: Program, function: str, call: Call, interface: Interface) -> str:
+def _fault(program: Program, function: str, call: Call, interface: KernelInterface) -> str:
     """Return what is wrong with a call, or nothing."""
     if len(call.args) != len(interface.parameters):
         return f"takes {len(interface.parameters)} arguments, and is given {len(call.args)}"
@@ -51,12 +53,12 @@ def _fault(program: Program, function: str, call: Call, interface: Interface) ->
             return f"is given {argument.name} at byte {view.offset}, which is no multiple of {ALIGNMENT}"
         if fault := _place_fault(argument, parameter):
             return fault
-    if any(parameter.access == "awaits" for parameter in interface.parameters) and call.op not in WAITS:
+    if any(parameter.access == "awaits" for parameter in interface.parameters) and call.op not in WAITING_OPS:
         return f"waits for a flag, which a call of {call.op!r} may not"
     return _step_fault(program, function, interface) or _overlap_fault(program, call, interface)
 
 
-def _place_fault(argument: Argument, parameter: Parameter) -> str:
+def _place_fault(argument: Argument, parameter: KernelParameter) -> str:
     name, access = argument.name.removesuffix(".device"), parameter.access
     if parameter.name == "step":
         expected = argument.kind == "buffer"
@@ -76,7 +78,7 @@ def _place_fault(argument: Argument, parameter: Parameter) -> str:
     return "" if expected else f"may not be given {argument.kind} {argument.name} for {parameter.name} ({access})"
 
 
-def _step_fault(program: Program, function: str, interface: Interface) -> str:
+def _step_fault(program: Program, function: str, interface: KernelInterface) -> str:
     rows = program.rows(function)
     if interface.tokens not in (0, 1, rows):
         return f"is made for steps of {interface.tokens} tokens, and here they have {rows}"
@@ -90,7 +92,7 @@ def _step_fault(program: Program, function: str, interface: Interface) -> str:
     return ""
 
 
-def _overlap_fault(program: Program, call: Call, interface: Interface) -> str:
+def _overlap_fault(program: Program, call: Call, interface: KernelInterface) -> str:
     """Kernels are compiled for tensors that do not overlap what they write."""
     given = sorted(
         (arena_of(program, argument), *span_of(program, argument), parameter.writes, parameter.name)
@@ -122,7 +124,7 @@ def span_of(program: Program, argument: Argument) -> tuple[int, int]:
     return start, start + argument.view.size_bytes
 
 
-def _number_fault(call: Call, interface: Interface, numbers: Range, checked: set[tuple[Argument, int]]) -> str:
+def _number_fault(call: Call, interface: KernelInterface, numbers: Range, checked: set[tuple[Argument, int]]) -> str:
     """Return which weight has integers that the kernel would take for indices out of range, or nothing."""
     for argument, parameter in zip(call.args, interface.parameters, strict=True):
         if parameter.below is None or argument.kind != "weight" or (argument, parameter.below) in checked:

@@ -14,24 +14,25 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from picompile_runtime.artifact.call_checks import INPUTS, arena_of, check_calls, span_of
-from picompile_runtime.artifact.interfaces import Interface, Parameter
+from picompile_runtime.artifact.interfaces import KernelInterface, KernelParameter
+from picompile_runtime.artifact.manifest import PROGRAM
 from picompile_runtime.artifact.program import BATCH, DEVICES, Argument, Call, Program
-from picompile_runtime.artifact.reader import PROGRAM, Artifact
+from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.errors import ArtifactError
 
-Interfaces = Mapping[str, Mapping[str, Interface]]
+Interfaces = Mapping[str, Mapping[str, KernelInterface]]
 """The kernels of each device."""
 
 
 def check_order(program: Program, kernels: Interfaces, where: str) -> None:
     """Check all functions of a program whose calls `check_calls` has found right. Raises ArtifactError."""
     for function in program.functions:
-        _Order(program, function, kernels).check(where)
+        _OrderCheck(program, function, kernels).check(where)
 
 
 @dataclass(frozen=True)
-class _Value:
+class _BufferValue:
     """What call `number` of `device` left in the buffer `name`, from `start` to `end`; -1 is the runtime itself.
 
     `source` is the input that it is or is a copy of; integers in it are below `below`.
@@ -53,9 +54,9 @@ class _Arena:
 
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    values: list[_Value | None] = field(default_factory=list)
+    values: list[_BufferValue | None] = field(default_factory=list)
 
-    def value(self, start: int, end: int) -> _Value | None:
+    def value(self, start: int, end: int) -> _BufferValue | None:
         """Return the value that all of this is part of, None where there is none."""
         at = bisect_right(self.starts, start) - 1
         return self.values[at] if at >= 0 and self.ends[at] >= end else None
@@ -65,7 +66,7 @@ class _Arena:
         at = bisect_right(self.starts, start) - 1
         return not (at >= 0 and self.ends[at] > start) and not (at + 1 < len(self.starts) and self.starts[at + 1] < end)
 
-    def write(self, start: int, end: int, value: _Value | None) -> None:
+    def write(self, start: int, end: int, value: _BufferValue | None) -> None:
         """Put a value in the place of all that was there."""
         first = bisect_right(self.ends, start)
         last = first
@@ -81,7 +82,7 @@ class _Arena:
         self.values[first:last] = [part[2] for part in parts]
 
 
-class _Order:
+class _OrderCheck:
     """One function, gone through in an order that is possible for its two devices."""
 
     def __init__(self, program: Program, function: str, kernels: Interfaces) -> None:
@@ -99,7 +100,7 @@ class _Order:
         tensor = self._program.buffers[name]
         bounds = {"tokens": self._program.vocab, "positions": self._program.context, "slots": self._program.sequences}
         start, end = tensor.offset, tensor.offset + tensor.size_bytes
-        value = _Value(name, start, end, "host", -1, tensor.dtype, name, bounds.get(name))
+        value = _BufferValue(name, start, end, "host", -1, tensor.dtype, name, bounds.get(name))
         self._arenas[self._program.memories["buffer", name]].write(start, end, value)
 
     def check(self, where: str) -> None:
@@ -124,7 +125,7 @@ class _Order:
         if missing := self._missing_result():
             raise ArtifactError(f"{where}: {self._function}: nothing whole is left in {missing}")
 
-    def _given(self, device: str, call: Call) -> Sequence[tuple[Argument, Parameter]]:
+    def _given(self, device: str, call: Call) -> Sequence[tuple[Argument, KernelParameter]]:
         return list(zip(call.args, self._kernels[device][call.kernel].parameters, strict=True))
 
     def _may_run(self, device: str, call: Call) -> bool:
@@ -140,7 +141,7 @@ class _Order:
                 _, over = self._set[argument.view.offset]
                 self._known[device] = {each: max(over[each], self._known[device][each]) for each in DEVICES}
         self._known[device][device] = number
-        read: dict[str, _Value] = {}
+        read: dict[str, _BufferValue] = {}
         for argument, parameter in given:
             if parameter.access == "in" and argument.kind == "buffer":
                 value = self._value(device, argument)
@@ -160,7 +161,7 @@ class _Order:
                 self._set[argument.view.offset] = device, {**self._known[device], device: number + 1}
         return ""
 
-    def _value(self, device: str, argument: Argument) -> _Value | None:
+    def _value(self, device: str, argument: Argument) -> _BufferValue | None:
         """Return what a call on `device` is sure to find."""
         start, end = span_of(self._program, argument)
         value = self._arenas[arena_of(self._program, argument)].value(start, end)
@@ -169,7 +170,9 @@ class _Order:
         is_over = value.device == device or value.number < self._known[device][value.device]
         return value if is_over else None
 
-    def _content_fault(self, call: Call, device: str, argument: Argument, parameter: Parameter, value: _Value) -> str:
+    def _content_fault(
+        self, call: Call, device: str, argument: Argument, parameter: KernelParameter, value: _BufferValue
+    ) -> str:
         start, end = span_of(self._program, argument)
         if parameter.name == "step" and value.source != "step":
             return f"is given {argument.name} for its step"
@@ -186,7 +189,7 @@ class _Order:
         return ""
 
     def _write(
-        self, device: str, number: int, argument: Argument, parameter: Parameter, read: Mapping[str, _Value]
+        self, device: str, number: int, argument: Argument, parameter: KernelParameter, read: Mapping[str, _BufferValue]
     ) -> str:
         start, end = span_of(self._program, argument)
         memory = arena_of(self._program, argument)
@@ -196,7 +199,7 @@ class _Order:
         if parameter.access == "out":
             copied = read.get(parameter.copies or "")
             source, below = (None, parameter.below) if copied is None else (copied.source, copied.below)
-            value = _Value(argument.name, start, end, device, number, parameter.dtype, source, below)
+            value = _BufferValue(argument.name, start, end, device, number, parameter.dtype, source, below)
         self._arenas[memory].write(start, end, value)
         return ""
 
@@ -231,7 +234,7 @@ def check_code(artifact: Artifact, library: HostLibrary) -> None:
     of_host = library.interfaces()
     if of_host is None:
         return
-    kernels = {"host": of_host, "device": _device_interfaces(artifact) if artifact.program.has_device else {}}
+    kernels = {"host": of_host, "device": _accelerator_interfaces(artifact) if artifact.program.has_accelerator else {}}
     where = str(artifact.folder / PROGRAM)
 
     def numbers(argument: Argument) -> tuple[int, int]:
@@ -246,14 +249,14 @@ def check_code(artifact: Artifact, library: HostLibrary) -> None:
     check_order(artifact.program, kernels, where)
 
 
-def _device_interfaces(artifact: Artifact) -> Mapping[str, Interface]:
-    code = artifact.manifest.hot_device
+def _accelerator_interfaces(artifact: Artifact) -> Mapping[str, KernelInterface]:
+    code = artifact.manifest.accelerator
     if code is not None and code.kind == "cuda":
-        from picompile_runtime.devices.cuda.open import read_device_images
+        from picompile_runtime.devices.cuda.open import read_cuda_images
 
-        found: Mapping[str, Interface] | None = read_device_images(artifact).interfaces
+        found: Mapping[str, KernelInterface] | None = read_cuda_images(artifact).interfaces
     else:
-        found = artifact.load_device_code().interfaces()
+        found = artifact.load_accelerator_code().interfaces()
     if found is None:
         raise ArtifactError(
             f"{artifact.folder}: the hot device's code does not say what its kernels are; compile it again"

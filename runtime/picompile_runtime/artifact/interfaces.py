@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from picompile_runtime.artifact.fields import Fields, parse_object
 from picompile_runtime.devices.machine import is_machine, missing_features
-from picompile_runtime.engine.checks import shown
 from picompile_runtime.errors import MachineError, RequestError
+from picompile_runtime.request_checks import shown
 
 ACCESSES = ("in", "out", "scratch", "adds", "cache", "sets", "awaits", "abandons")
 """Ways in which a kernel uses an argument: reads it, fills it, uses it as scratch memory, adds to its counters, reads
@@ -24,7 +24,7 @@ _MOST = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Parameter:
+class KernelParameter:
     """One argument as a kernel declares it.
 
     Integers that are read must be from 0 to `below` - 1 where that is not None, and those that are written are.
@@ -45,32 +45,32 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Interface:
+class KernelInterface:
     """One kernel. `tokens`, `positions` and `slots` are how many there may be in a step, 0 where it does not ask."""
 
     tokens: int
     positions: int
     slots: int
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[KernelParameter, ...]
 
 
-def read_interfaces(text: bytes, where: str) -> Mapping[str, Interface]:
+def read_interfaces(text: bytes, where: str) -> Mapping[str, KernelInterface]:
     """Parse a library's table. Raises ArtifactError, which says that it is in `where`."""
     return parse_interfaces(parse_object(text, where))
 
 
-def parse_interfaces(root: Fields) -> Mapping[str, Interface]:
+def parse_interfaces(root: Fields) -> Mapping[str, KernelInterface]:
     """Return the interfaces in `root` by the names of their kernels. Raises ArtifactError."""
     return {name: _interface(entry) for name, entry in root.members().items()}
 
 
-def _interface(entry: Fields) -> Interface:
+def _interface(entry: Fields) -> KernelInterface:
     tokens, positions, slots = (entry.optional_integer(key, 0, _MOST) for key in ("tokens", "positions", "slots"))
-    return Interface(tokens or 0, positions or 0, slots or 0, tuple(map(_parameter, entry.objects("args"))))
+    return KernelInterface(tokens or 0, positions or 0, slots or 0, tuple(map(_parameter, entry.objects("args"))))
 
 
-def _parameter(entry: Fields) -> Parameter:
-    return Parameter(
+def _parameter(entry: Fields) -> KernelParameter:
+    return KernelParameter(
         name=entry.text("name"),
         dtype=entry.text("dtype"),
         shape=entry.shape("shape"),
@@ -87,7 +87,7 @@ ISA_VARIABLE = "PICOMPILE_ISA"
 
 
 @dataclass(frozen=True)
-class Variant:
+class CodeVariant:
     """The code in `file`, for a `machine` (as `uname -m` says it) whose processor has all of `features`."""
 
     isa: str
@@ -101,7 +101,7 @@ class Variant:
         return is_machine(self.machine) and not missing_features(self.features)
 
 
-def choose(variants: Sequence[Variant]) -> Variant:
+def choose_variant(variants: Sequence[CodeVariant]) -> CodeVariant:
     """The first of `variants`, which are listed best first, that runs here; or the one that PICOMPILE_ISA names.
 
     Raises MachineError where none does, the one asked for included, and RequestError for one that is not there.
@@ -117,7 +117,7 @@ def choose(variants: Sequence[Variant]) -> Variant:
     return found
 
 
-def _none_runs(variants: Sequence[Variant]) -> MachineError:
+def _none_runs(variants: Sequence[CodeVariant]) -> MachineError:
     """Says what the variant that comes nearest to this machine asks for."""
     lacking = [missing_features(variant.features) for variant in variants if is_machine(variant.machine)]
     if not lacking:

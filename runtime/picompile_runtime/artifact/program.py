@@ -21,7 +21,7 @@ ONE_TOKEN_EACH = ("decode", BATCH)  # functions that read one token of each sequ
 MOST_SEQUENCES = 256
 STATS_ROW_BYTES = 16  # int64 [computed, fired]
 DEVICES = ("host", "device")
-WAITS = ("wait", "receive")  # operators that wait for the other device
+WAITING_OPS = ("wait", "receive")  # operators that wait for the other device
 MEMORIES = ("host", "device", "shared")
 _DTYPES = ("int8", "uint8", "int32", "int64", "float16", "float32")
 
@@ -91,7 +91,7 @@ class Program:
     layers: int
     sequences: int
     arena_bytes: int
-    device_arena_bytes: int
+    accelerator_arena_bytes: int
     shared_arena_bytes: int
     buffers: Mapping[str, Tensor]
     state: Mapping[str, Tensor]
@@ -103,14 +103,14 @@ class Program:
     streamed: frozenset[str]
 
     @property
-    def has_device(self) -> bool:
+    def has_accelerator(self) -> bool:
         """Whether some of it runs on a hot device."""
         return any(call.device == "device" for calls in self.functions.values() for call in calls)
 
     @property
     def waiting_kernels(self) -> frozenset[str]:
         """The kernels that wait for the other device."""
-        return frozenset(call.kernel for calls in self.functions.values() for call in calls if call.op in WAITS)
+        return frozenset(call.kernel for calls in self.functions.values() for call in calls if call.op in WAITING_OPS)
 
     def rows(self, function: str) -> int:
         """How many tokens a step of a function reads at most."""
@@ -143,7 +143,7 @@ def read_program(text: bytes, weights: Mapping[str, Tensor], where: str) -> Prog
         layers=root.integer("layers"),
         sequences=sequences,
         arena_bytes=arenas["host"],
-        device_arena_bytes=arenas["device"],
+        accelerator_arena_bytes=arenas["device"],
         shared_arena_bytes=arenas["shared"],
         buffers=buffers,
         state=state,

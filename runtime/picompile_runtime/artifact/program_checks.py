@@ -49,7 +49,7 @@ def _interface(program: Program) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         count = 1 if found is None else min(found.shape[-1], program.vocab)
         for name, dtype in ((leading.scores, "float32"), (leading.ids, "int32")):
             yield name, dtype, (rows.get(function, 1), count)
-    if program.has_device:
+    if program.has_accelerator:
         flags = program.buffers.get("flags")
         yield "flags", "int32", (1 if flags is None else flags.shape[0], _FLAG_WORDS)
         yield "abandoned", "int32", (_FLAG_WORDS,)
@@ -112,17 +112,17 @@ def _check_sides(program: Program, where: str) -> None:
             if memory not in (call.device, "shared"):
                 given = f"{call.kernel} on the {call.device} is given {argument.name}"
                 raise ArtifactError(f"{where}: {given}, which is in {memory} memory")
-    has_device = program.has_device
+    has_accelerator = program.has_accelerator
     for (kind, name), memory in program.memories.items():
-        if memory != "host" and (not has_device or (kind, memory) == ("state", "shared")):
+        if memory != "host" and (not has_accelerator or (kind, memory) == ("state", "shared")):
             raise ArtifactError(f"{where}: {kind} {name} may not be in {memory} memory")
     for name in ("step", "tokens", "positions", "slots", "stats"):
         if program.memories.get(("buffer", name)) == "device":
             raise ArtifactError(f"{where}: buffers: {name} must not be in the device's memory")
     for name in ("flags", "abandoned"):
-        if program.has_device and program.memories["buffer", name] != "shared":
+        if program.has_accelerator and program.memories["buffer", name] != "shared":
             raise ArtifactError(f"{where}: buffers: {name} must be in shared memory")
-    counts = [name for name in ("stats", "stats.batch") if program.has_device and name in program.buffers]
+    counts = [name for name in ("stats", "stats.batch") if program.has_accelerator and name in program.buffers]
     for name in counts:
         own, twin = program.buffers[name], program.buffers.get(f"{name}.device")
         if twin is None or (twin.dtype, twin.shape) != (own.dtype, own.shape):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from picompile_runtime.artifact.program import DEVICES
 from picompile_runtime.artifact.reader import Artifact
-from picompile_runtime.bench.floor import KINDS, KernelTime, MemoryReader, kind, step_bytes
+from picompile_runtime.bench.bandwidth import KINDS, KernelTime, MemoryReader, kind, step_bytes
 from picompile_runtime.bench.trace import TracedStep, hybrid_figures, recorded
 from picompile_runtime.engine.engine import Engine
 from picompile_runtime.engine.timing import FiringCounts, mean_shares
@@ -24,7 +24,7 @@ _TRACED_STEPS = 8
 
 
 @dataclass(frozen=True)
-class Lengths:
+class BenchmarkLengths:
     """What is measured: a prompt of `prompt` tokens, then `decode` steps, each of a token in `batch` sequences.
 
     With `depth` either begins behind so many tokens; without it the prompt is the first in the cache, and decoding
@@ -34,7 +34,7 @@ class Lengths:
     prompt: int = 512
     decode: int = 128
     depth: int | None = None
-    batch: int = 1
+    sequences: int = 1
 
     @property
     def decode_depth(self) -> int:
@@ -49,7 +49,7 @@ class Lengths:
     @property
     def function(self) -> str:
         """The function of the program that makes the steps."""
-        return "decode" if self.batch == 1 else "batch"
+        return "decode" if self.sequences == 1 else "batch"
 
     def check(self, engine: Engine) -> None:
         """Raises RequestError for what cannot be measured."""
@@ -57,9 +57,9 @@ class Lengths:
             raise RequestError("a benchmark needs at least one prompt token, one decoded token and one repetition")
         if self.depth is not None and self.depth < 0:
             raise RequestError(f"the depth must be 0 or more, not {self.depth}")
-        if not 1 <= self.batch <= engine.sequences:
+        if not 1 <= self.sequences <= engine.sequences:
             has = f"the model was compiled for {engine.sequences} (--sequences)"
-            raise RequestError(f"a batch of {self.batch} sequences cannot be decoded: {has}")
+            raise RequestError(f"a batch of {self.sequences} sequences cannot be decoded: {has}")
         if self.total > engine.context:
             behind = "" if not self.depth else f" behind {self.depth} others"
             what = f"{self.prompt} prompt tokens and {self.decode} decoded ones{behind}"
@@ -67,7 +67,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Round:
+class BenchmarkRound:
     """One round: seconds of the prompt, of all decode steps, and of each call in them; what memory gave meanwhile."""
 
     prefill_s: float
@@ -76,28 +76,30 @@ class Round:
     bytes_per_s: NDArray[np.float64]
 
 
-class Rounds:
+class BenchmarkRunner:
     """Runs rounds that all do the same."""
 
-    def __init__(self, engine: Engine, lengths: Lengths, ids: Sequence[int] | None) -> None:
+    def __init__(self, engine: Engine, lengths: BenchmarkLengths, ids: Sequence[int] | None) -> None:
         """`ids` as for `bench.measure`. Raises RequestError for lengths that do not fit."""
         lengths.check(engine)
         self._engine, self._lengths = engine, lengths
         self._reader = MemoryReader(engine.artifact.load_code(), engine.threads)
         random = np.random.Generator(np.random.PCG64(0))
-        count = lengths.total + lengths.batch * lengths.decode
+        count = lengths.total + lengths.sequences * lengths.decode
         text = random.integers(0, engine.vocab, count) if ids is None else np.resize(np.asarray(ids), count)
         start = lengths.depth or 0
         self._prompt = text[start : start + lengths.prompt].tolist()
         # Sequences of a batch begin alike and go on differently.
-        steps = text[lengths.decode_depth :][: lengths.batch * lengths.decode].reshape(lengths.batch, lengths.decode)
+        steps = text[lengths.decode_depth :][: lengths.sequences * lengths.decode].reshape(
+            lengths.sequences, lengths.decode
+        )
         self._steps: list[list[int]] = steps.T.tolist()
         engine.reset()
         if start:
             engine.read(text[:start].tolist())
             self._copy()
 
-    def run(self) -> Round:
+    def run(self) -> BenchmarkRound:
         """One round."""
         engine, lengths = self._engine, self._lengths
         engine.rewind(lengths.depth or 0)
@@ -106,14 +108,14 @@ class Rounds:
         prefill_s = time.perf_counter() - start
         if lengths.depth is None:
             self._copy()
-        for slot in range(lengths.batch):
+        for slot in range(lengths.sequences):
             engine.rewind(lengths.decode_depth, slot)
         before = self._reader.read()
         engine.start_timing()
         decode_s = self._decode()
         call_s = np.array([seconds for _, seconds in engine.timing(lengths.function)])
         engine.stop_timing()
-        return Round(prefill_s, decode_s, call_s, np.concatenate([before, self._reader.read()]))
+        return BenchmarkRound(prefill_s, decode_s, call_s, np.concatenate([before, self._reader.read()]))
 
     def trace(self) -> list[TracedStep]:
         """One step of the prompt, if it has more than one token, and a few of decoding, each call of them timed."""
@@ -127,7 +129,7 @@ class Rounds:
             if left := rest if steps else self._prompt:
                 engine.read(left)
             self._copy()
-        for slot in range(lengths.batch):
+        for slot in range(lengths.sequences):
             engine.rewind(lengths.decode_depth, slot)
         engine.start_timing(slowly=True)
         for tokens in self._steps[:_TRACED_STEPS]:
@@ -136,7 +138,7 @@ class Rounds:
         return steps
 
     def _copy(self) -> None:
-        for slot in range(1, self._lengths.batch):
+        for slot in range(1, self._lengths.sequences):
             self._engine.copy(0, slot)
 
     def _decode(self) -> float:
@@ -149,7 +151,7 @@ class Rounds:
         if len(tokens) == 1:
             self._engine.read(tokens)
         else:
-            self._engine.read_batch(tokens, list(range(len(tokens))))
+            self._engine.read_sequences(tokens, list(range(len(tokens))))
 
 
 # Speed of an engine, in tokens and as a share of what the machine's memory can deliver.
@@ -162,14 +164,14 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class Speed:
+class SpeedStatistics:
     """Median speed of several rounds, and the standard deviation between them (0.0 for a single one)."""
 
     tokens_per_s: float
     stdev: float
 
     @classmethod
-    def of(cls, tokens: int, seconds: Sequence[float]) -> Speed:
+    def of(cls, tokens: int, seconds: Sequence[float]) -> SpeedStatistics:
         """The speed of rounds of `tokens` tokens each."""
         speeds = [tokens / second for second in seconds]
         return cls(float(np.median(speeds)), float(np.std(speeds, ddof=1)) if len(speeds) > 1 else 0.0)
@@ -183,20 +185,20 @@ def measure(
     ids: Sequence[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
     depth: int | None = None,
-    batch: int = 1,
+    sequences: int = 1,
     trace: Callable[[Sequence[TracedStep]], object] | None = None,
 ) -> dict[str, Any]:
     """Prefill and decode `repeats` times after one round that does not count; the result is that of `bench --json`.
 
     `ids` is the text to read (repeated or cut to length); random tokens of the vocabulary, always the same, without it.
     Which neurons fire depends on the text, and so does the speed of decoding. Every round decodes the same tokens.
-    `depth` and `batch`: see `Lengths`. `trace` is called with a few steps that come after the last round, call by call:
+    `depth` and `batch`: see `BenchmarkLengths`. `trace` is called with a few steps that come after the last round, call by call:
     see `Rounds.trace`. Raises RequestError for what does not fit.
     """
-    lengths = Lengths(prompt_tokens, decode_tokens, depth, batch)
+    lengths = BenchmarkLengths(prompt_tokens, decode_tokens, depth, sequences)
     if repeats < 1:
         raise RequestError("a benchmark needs at least one prompt token, one decoded token and one repetition")
-    runner, rounds = Rounds(engine, lengths, ids), []
+    runner, rounds = BenchmarkRunner(engine, lengths, ids), []
     for number in range(repeats + 1):
         if number == 1:
             engine.reset_firing()
@@ -204,35 +206,35 @@ def measure(
         if progress:
             progress(number + 1, repeats + 1)
     firing = engine.firing(lengths.function)
-    steps = runner.trace() if trace or engine.artifact.program.has_device else []
+    steps = runner.trace() if trace or engine.artifact.program.has_accelerator else []
     if trace:
         trace(steps)
     of_decoding = [step for step in steps if step.function == lengths.function]
-    return _result(_Measured(engine.artifact, lengths, rounds[1:], firing, of_decoding), engine.threads)
+    return _result(_Measurement(engine.artifact, lengths, rounds[1:], firing, of_decoding), engine.threads)
 
 
 @dataclass(frozen=True)
-class _Measured:
+class _Measurement:
     """What the figures are made of. `steps` are those of decoding that were traced."""
 
     artifact: Artifact
-    lengths: Lengths
-    rounds: Sequence[Round]
+    lengths: BenchmarkLengths
+    rounds: Sequence[BenchmarkRound]
     firing: Sequence[FiringCounts]
     steps: Sequence[TracedStep]
 
     @property
     def tokens(self) -> int:
         """How many tokens a round decodes."""
-        return self.lengths.batch * self.lengths.decode
+        return self.lengths.sequences * self.lengths.decode
 
     @property
     def on_gpu(self) -> bool:
         """Whether the hot device is a GPU: then rounds do not tell the times of its calls, and its memory is not the
         one whose bandwidth is measured.
         """
-        code = self.artifact.manifest.hot_device
-        return self.artifact.program.has_device and code is not None and code.kind == "cuda"
+        code = self.artifact.manifest.accelerator
+        return self.artifact.program.has_accelerator and code is not None and code.kind == "cuda"
 
     @property
     def bandwidths(self) -> list[float]:
@@ -243,40 +245,42 @@ class _Measured:
         """What the `chosen` calls of a step, all of them on `device`, take for a token."""
         if device == "device" and self.on_gpu:
             spans = [np.array([span.end_ns - span.begin_ns for span in step.spans]) for step in self.steps]
-            return float(np.median([1e-9 * each[chosen].sum() / self.lengths.batch for each in spans]))
+            return float(np.median([1e-9 * each[chosen].sum() / self.lengths.sequences for each in spans]))
         return float(np.median([each.call_s[chosen].sum() / self.tokens for each in self.rounds]))
 
 
-def _result(measured: _Measured, threads: int) -> dict[str, Any]:
+def _result(measured: _Measurement, threads: int) -> dict[str, Any]:
     """The medians of the rounds."""
     lengths, rounds = measured.lengths, measured.rounds
     program = measured.artifact.program
     return {
-        "prefill": asdict(Speed.of(lengths.prompt, [each.prefill_s for each in rounds])),
+        "prefill": asdict(SpeedStatistics.of(lengths.prompt, [each.prefill_s for each in rounds])),
         "decode": _decode(measured),
-        "hybrid": hybrid_figures(program, measured.steps, lengths.batch) if program.has_device else None,
+        "hybrid": hybrid_figures(program, measured.steps, lengths.sequences) if program.has_accelerator else None,
         "bandwidth_bytes_per_s": float(np.median(measured.bandwidths)),
         "bandwidth_best_bytes_per_s": float(max(each.bytes_per_s.max() for each in rounds)),
         "threads": threads,
     }
 
 
-def _decode(measured: _Measured) -> dict[str, Any]:
+def _decode(measured: _Measurement) -> dict[str, Any]:
     lengths, rounds, bandwidths = measured.lengths, measured.rounds, measured.bandwidths
     # Kernels that compute every neuron of a batch do not count them.
-    is_counted = lengths.batch == 1 or any(row.computed_share for row in measured.firing)
+    is_counted = lengths.sequences == 1 or any(row.computed_share for row in measured.firing)
     firing = measured.firing if is_counted else [replace(row, computed_share=1.0) for row in measured.firing]
     computed_share, firing_share = mean_shares(firing)
     # What several sequences read of a block is at most what each of them reads, and no more than all of it.
-    read = [replace(row, computed_share=min(1.0, row.computed_share * lengths.batch)) for row in firing]
+    read = [replace(row, computed_share=min(1.0, row.computed_share * lengths.sequences)) for row in firing]
     cached = lengths.decode_depth + (lengths.decode + 1) / 2
-    of_calls = np.array(step_bytes(measured.artifact, lengths.function, read, cached, lengths.batch)) / lengths.batch
+    of_calls = (
+        np.array(step_bytes(measured.artifact, lengths.function, read, cached, lengths.sequences)) / lengths.sequences
+    )
     token_bytes, pairs = float(of_calls.sum()), zip(rounds, bandwidths, strict=True)
     shares = [token_bytes / speed * measured.tokens / each.decode_s for each, speed in pairs]
     return {
-        **asdict(Speed.of(measured.tokens, [each.decode_s for each in rounds])),
+        **asdict(SpeedStatistics.of(measured.tokens, [each.decode_s for each in rounds])),
         "depth": lengths.decode_depth,
-        "batch": lengths.batch,
+        "batch": lengths.sequences,
         "bytes_per_token": round(token_bytes),
         "floor_tokens_per_s": None if measured.on_gpu else float(np.median(bandwidths)) / token_bytes,
         "bandwidth_share": None if measured.on_gpu else float(np.median(shares)),
@@ -286,7 +290,7 @@ def _decode(measured: _Measured) -> dict[str, Any]:
     }
 
 
-def _kernels(measured: _Measured, of_calls: NDArray[np.float64]) -> Iterator[KernelTime]:
+def _kernels(measured: _Measurement, of_calls: NDArray[np.float64]) -> Iterator[KernelTime]:
     """A row for each kind of kernel on each device; `of_calls` are the bytes of each call for a token."""
     calls = measured.artifact.program.functions[measured.lengths.function]
     kinds, devices = np.array([kind(call) for call in calls]), np.array([call.device for call in calls])

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.engine.checks import shown, token_ids
 from picompile_runtime.engine.engine import Engine
 from picompile_runtime.errors import KernelError, RequestError
+from picompile_runtime.request_checks import shown, token_ids
 from picompile_runtime.sampling.scores import Logits
 
 

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from picompile_runtime.artifact.program import WAITS, Call, Program
-from picompile_runtime.bench.floor import kind, statistics_rows
+from picompile_runtime.artifact.program import WAITING_OPS, Call, Program
+from picompile_runtime.bench.bandwidth import kind, statistics_rows
 from picompile_runtime.engine.engine import Engine
-from picompile_runtime.engine.timing import Span
+from picompile_runtime.engine.timing import CallSpan
 
 # Kinds of calls that bring values from one side to the other, or wait for them.
 _EXCHANGES = ("exchange", "waits")
@@ -80,7 +80,7 @@ class StepTime:
         return cls(*(1e-9 * ns for ns in (whole_ns, compute_ns, hot_ns, cold_ns, exchange_ns, idle_ns)))
 
 
-def _total_ns(spans: Iterable[Span]) -> int:
+def _total_ns(spans: Iterable[CallSpan]) -> int:
     return sum(span.end_ns - span.begin_ns for span in spans)
 
 
@@ -135,7 +135,7 @@ def _computing(steps: Sequence[TracedStep], device: str) -> Iterator[tuple[int, 
     """When a side computed, in order."""
     for step in steps:
         for span in step.spans:
-            if span.call.device == device and span.call.op not in WAITS:
+            if span.call.device == device and span.call.op not in WAITING_OPS:
                 yield span.begin_ns, span.end_ns
 
 
@@ -157,7 +157,7 @@ class TracedStep:
     function: str
     begin_ns: int
     end_ns: int
-    spans: tuple[Span, ...]
+    spans: tuple[CallSpan, ...]
     idle_rows: frozenset[int] = frozenset()
 
 
@@ -195,7 +195,7 @@ def _events(step: TracedStep, number: int, origin_ns: int) -> Iterator[dict[str,
     yield _event(step.function, "step", "host", (step.begin_ns, step.end_ns), origin_ns, {"step": number})
     for span in step.spans:
         call = span.call
-        category = "wait" if call.op in WAITS else "compute"
+        category = "wait" if call.op in WAITING_OPS else "compute"
         arguments = {"kernel": call.kernel, "layer": call.layer, "step": number}
         yield _event(call.op, category, call.device, (span.begin_ns, span.end_ns), origin_ns, arguments)
 

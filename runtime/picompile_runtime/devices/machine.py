@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from picompile_runtime.engine.checks import shown, whole_number
 from picompile_runtime.errors import RequestError
+from picompile_runtime.request_checks import shown, whole_number
 
 _GROUPS = Path("/proc/self/cgroup")
 _MOUNTS = Path("/sys/fs/cgroup")

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from picompile_runtime.artifact.program import BATCH, ONE_TOKEN_EACH, Call
 from picompile_runtime.artifact.reader import Artifact, open_artifact
 from picompile_runtime.devices.machine import check_threads, default_threads
-from picompile_runtime.engine.checks import check_batch, check_room, check_slot, shown, token_id, token_ids
 from picompile_runtime.engine.executor import Executor
-from picompile_runtime.engine.timing import FiringCounts, Span, firing_of
+from picompile_runtime.engine.timing import CallSpan, FiringCounts, firing_counts
 from picompile_runtime.errors import RequestError
+from picompile_runtime.request_checks import check_room, check_sequences, check_slot, shown, token_id, token_ids
 from picompile_runtime.sampling.scores import Logits, Scores
-from picompile_runtime.system_errors import told_by_cause
+from picompile_runtime.system_errors import translate_system_errors
 
 
 def load(path: str | os.PathLike[str], threads: int | None = None, replan: bool = False) -> Engine:
@@ -41,7 +41,7 @@ class Engine:
     """Runs sequences of tokens, each in a slot of the KV cache: slot 0 unless a method is told another.
 
     An artifact has as many slots as it was compiled for with `--sequences`. Sequences know nothing of each other, but
-    `decode_batch` reads a token of each in one step, which takes little longer than one token does. Methods return
+    `decode_sequences` reads a token of each in one step, which takes little longer than one token does. Methods return
     arrays of their own, or with `copy` False the engine's memory, which the next step overwrites.
 
     An engine is not made for several threads: each call takes a lock and waits for its turn, but which token lands at
@@ -56,7 +56,7 @@ class Engine:
         self.artifact = artifact
         self.threads = check_threads(threads) if threads is not None else default_threads()
         self._program = artifact.program
-        with told_by_cause(artifact.folder):
+        with translate_system_errors(artifact.folder):
             self._executor = Executor(artifact, self.threads, replan)
         self._lock = threading.RLock()
         self._positions = [0] * self._program.sequences
@@ -148,7 +148,7 @@ class Engine:
             function = self._decode_checked(ids[0], slot) if is_one else self._prefill(ids, slot)
             return self._scores(function, 0)
 
-    def decode_batch(self, tokens: Sequence[int], slots: Sequence[int], copy: bool = True) -> Logits:
+    def decode_sequences(self, tokens: Sequence[int], slots: Sequence[int], copy: bool = True) -> Logits:
         """Read the next token of several sequences, `tokens[i]` of that in `slots[i]`; row i are the logits behind it.
 
         Logits [len(tokens), vocab] are those that `decode` would give one by one, but for rounding, and but for neurons
@@ -158,8 +158,8 @@ class Engine:
             function, rows = self._decode_batch(tokens, slots)
             return self._executor.logits(function, rows, copy)
 
-    def read_batch(self, tokens: Sequence[int], slots: Sequence[int]) -> list[Scores]:
-        """As `decode_batch`; the scores of what follows each of the tokens, as `read` gives them."""
+    def read_sequences(self, tokens: Sequence[int], slots: Sequence[int]) -> list[Scores]:
+        """As `decode_sequences`; the scores of what follows each of the tokens, as `read` gives them."""
         with self._lock:
             function, rows = self._decode_batch(tokens, slots)
             return [self._scores(function, row) for row in range(rows)]
@@ -195,7 +195,7 @@ class Engine:
             ):
                 raise RequestError(f"neurons of {shown(function)} are not counted")
             name = "stats" if function == "decode" else f"stats.{function}"
-            return firing_of(self._program.ffn, self._executor.counts(name), self._counted[function])
+            return firing_counts(self._program.ffn, self._executor.counts(name), self._counted[function])
 
     def reset_firing(self) -> None:
         """Start counting anew."""
@@ -230,7 +230,7 @@ class Engine:
             self._open()
             return self._executor.timing(self._function(function))
 
-    def spans(self, function: str) -> list[Span]:
+    def spans(self, function: str) -> list[CallSpan]:
         """When each call of the last step of a function ran, since `start_timing`; those that are not measured are left
         out.
         """
@@ -300,13 +300,13 @@ class Engine:
         """The function that ran, and how many tokens it read."""
         self._open()
         ids = token_ids(tokens, self.vocab)
-        slots = check_batch(slots, len(ids), self.sequences)
+        slots = check_sequences(slots, len(ids), self.sequences)
         positions = [self._positions[slot] for slot in slots]
         for slot, position in zip(slots, positions, strict=True):
             check_room(1, position, self.context, slot)
         if len(ids) == 1:
             return self._decode(int(ids[0]), slots[0]), 1
-        self._executor.run_batch(ids, positions, slots)
+        self._executor.run_sequences(ids, positions, slots)
         self._counted[BATCH] += len(ids)
         for slot in slots:
             self._positions[slot] += 1

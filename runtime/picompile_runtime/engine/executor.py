@@ -13,15 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.artifact.call_order import check_code
+from picompile_runtime.artifact.manifest import WEIGHTS
 from picompile_runtime.artifact.program import BATCH, ONE_TOKEN_EACH, Call, Program
-from picompile_runtime.artifact.reader import WEIGHTS, Artifact
+from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.artifact.weights import ResidentWeights, load_tensors, load_weights
-from picompile_runtime.devices.base import Accelerator
+from picompile_runtime.devices.accelerator import Accelerator
 from picompile_runtime.devices.cpu.native import CallList, TensorTable
 from picompile_runtime.devices.memory import Tensor, array_at, check_total
-from picompile_runtime.devices.open_device import open_device, split_threads
-from picompile_runtime.engine.places import DevicePlaces, HostPlaces, device_places, fit_device, host_places, weights_of
-from picompile_runtime.engine.timing import CallTimes, Span, waited_in_vain
+from picompile_runtime.devices.open_accelerator import open_accelerator, split_threads
+from picompile_runtime.engine.accelerator_memory import fit_accelerator
+from picompile_runtime.engine.layout import (
+    AcceleratorLayout,
+    HostLayout,
+    accelerator_layout,
+    host_layout,
+    weights_of,
+)
+from picompile_runtime.engine.timing import CallSpan, CallTimes, step_timeout
 from picompile_runtime.errors import KernelError, RequestError
 from picompile_runtime.sampling.scores import Logits, TopScores
 
@@ -38,7 +46,7 @@ class Executor:
 
     def __init__(self, artifact: Artifact, threads: int, replan: bool = False) -> None:
         """Raises DoesNotFitError where there is too little memory, ArtifactError for lacking kernels, MachineError
-        where there is no such device as the artifact is for. `replan`: as for `fit_device`.
+        where there is no such device as the artifact is for. `replan`: as for `fit_accelerator`.
         """
         self._program = artifact.program
         self._threads, device_threads = split_threads(artifact, threads)
@@ -48,8 +56,8 @@ class Executor:
         try:
             check_code(artifact, self.library)
             _check_memory(self._program)
-            if self._program.has_device:
-                self._device = open_device(artifact, device_threads)
+            if self._program.has_accelerator:
+                self._device = open_accelerator(artifact, device_threads)
             self._fit(artifact, replan)
             self._load(artifact, threads)
         except BaseException:
@@ -64,20 +72,20 @@ class Executor:
         if device is not None and (free_bytes := device.free_bytes()) is not None:
             kernels = [call.kernel for name in program.functions for call in program.calls(name, "device")]
             graph_bytes = device.graph_bytes(kernels)
-            self._program = fit_device(program, artifact.tensors, free_bytes, replan, graph_bytes)
+            self._program = fit_accelerator(program, artifact.tensors, free_bytes, replan, graph_bytes)
         moved = self._program.streamed - artifact.program.streamed
         self.moved_bytes = sum(artifact.tensors[name].size_bytes for name in moved)
 
     def _load(self, artifact: Artifact, threads: int) -> None:
         program = self._program
         weights = self._load_weights(artifact, threads)
-        host, self._device_places = host_places(program, weights), DevicePlaces({})
+        host, self._accelerator_layout = host_layout(program, weights), AcceleratorLayout({})
         if self._device is not None:
-            self._device_places, shared = device_places(
+            self._accelerator_layout, shared = accelerator_layout(
                 program, self._device, artifact.weights, artifact.tensors, weights
             )
             of_host = {key: (shared, tensor.offset) for key, tensor in _shared_buffers(program).items()}
-            host = HostPlaces({**host.places, **of_host})
+            host = HostLayout({**host.places, **of_host})
         self.buffers = _arrays(host, "buffer", program.buffers)
         self._state = _arrays(host, "state", program.state)
         tensors, waits = TensorTable(), program.waiting_kernels
@@ -89,7 +97,7 @@ class Executor:
             )
             for name in program.functions
         }
-        self._device_calls = {name: self._bind_device(name) for name in program.functions}
+        self._accelerator_calls = {name: self._bind_accelerator(name) for name in program.functions}
         if self._device is not None:
             self._device.tell_failures(self._abandoned)
         self.check_weights = artifact.check_weights if self._is_mapped(artifact) else _nothing
@@ -104,7 +112,7 @@ class Executor:
         """The weights that the host has: all, or where there is a hot device those that are not its own."""
         other_bytes = self._program.arena_bytes + _cache_bytes(self._program)
         tensors = artifact.tensors
-        if not self._program.has_device:
+        if not self._program.has_accelerator:
             sha256 = artifact.manifest.files[WEIGHTS].sha256
             self._weights: Any = load_weights(artifact.weights, sha256, threads, other_bytes)
             return {name: (self._weights.memory, self._weights.start + each.offset) for name, each in tensors.items()}
@@ -113,10 +121,10 @@ class Executor:
         self._weights, places = load_tensors(artifact.weights, wanted, threads, other_bytes, must_copy)
         return {name: (self._weights, place) for name, place in places.items()}
 
-    def _bind_device(self, function: str) -> Any:
+    def _bind_accelerator(self, function: str) -> Any:
         if self._device is None:
             return None
-        view, calls = self._device_places.view, self._program.calls(function, "device")
+        view, calls = self._accelerator_layout.view, self._program.calls(function, "device")
         bound = [(call.kernel, [view(arg) for arg in call.args]) for call in calls]
         return self._device.bind(bound, () if function in ONE_TOKEN_EACH else _breaks(calls))
 
@@ -135,7 +143,7 @@ class Executor:
         self._tokens[0], self._positions[0] = token, position
         self._call("decode")
 
-    def run_batch(self, tokens: Ids, positions: Sequence[int], slots: Sequence[int]) -> None:
+    def run_sequences(self, tokens: Ids, positions: Sequence[int], slots: Sequence[int]) -> None:
         """A step of `batch`: the next token of several sequences, each in a slot and at a position of its own."""
         count = len(tokens)
         self._step[:3] = count, 0, 0
@@ -148,7 +156,7 @@ class Executor:
         """
         name, vocab = self._program.logits[function], self._program.vocab
         if self._device is not None and self._program.memories["buffer", name] == "device":
-            memory, offset = self._device_places.places["buffer", name]
+            memory, offset = self._accelerator_layout.places["buffer", name]
             of_device = np.empty((rows, vocab), np.float32)
             self._device.read(memory, offset + first * vocab * 4, of_device.reshape(-1).view(np.uint8))
             return of_device
@@ -169,7 +177,7 @@ class Executor:
             return None
         counts: NDArray[np.int64] = self.buffers[name].copy()
         if self._device is not None:
-            memory, offset = self._device_places.places["buffer", f"{name}.device"]
+            memory, offset = self._accelerator_layout.places["buffer", f"{name}.device"]
             of_device = np.zeros(counts.nbytes, np.uint8)
             self._device.read(memory, offset, of_device)
             counts += of_device.view(np.int64).reshape(counts.shape)
@@ -181,7 +189,7 @@ class Executor:
             return
         self.buffers[name][:] = 0
         if self._device is not None:
-            memory, offset = self._device_places.places["buffer", f"{name}.device"]
+            memory, offset = self._accelerator_layout.places["buffer", f"{name}.device"]
             self._device.write(memory, offset, np.zeros(self.buffers[name].nbytes, np.uint8))
 
     def copy_cache(self, source: int, target: int, count: int) -> None:
@@ -190,7 +198,7 @@ class Executor:
             state[target, :, :count] = state[source, :, :count]
         for name, tensor in self._program.state.items():
             if self._device is not None and name not in self._state:
-                memory, _ = self._device_places.places["state", name]
+                memory, _ = self._accelerator_layout.places["state", name]
                 self._device.copy(memory, _slot_moves(tensor, source, target, count))
 
     def start_timing(self, slowly: bool = False) -> None:
@@ -206,7 +214,7 @@ class Executor:
         """The calls of a function, each with its seconds since `start_timing`: 0 where its device is not timed."""
         return self._timed(function).seconds(function)
 
-    def spans(self, function: str) -> list[Span]:
+    def spans(self, function: str) -> list[CallSpan]:
         """When the calls of the last step of a function ran."""
         return self._timed(function).spans(function)
 
@@ -231,7 +239,7 @@ class Executor:
             # Before anything is let go that it sees.
             self._device.close()
             self._device = None
-        self._host_calls, self._device_calls, self.buffers, self._state, self._weights = {}, {}, {}, {}, None
+        self._host_calls, self._accelerator_calls, self.buffers, self._state, self._weights = {}, {}, {}, {}, None
         self._step = self._tokens = self._positions = self._slots = np.empty(0, np.int32)
         self.library.close()
 
@@ -252,17 +260,17 @@ class Executor:
         # Of two engines with the same code, one would run on the host and one on the device, and each wait for ever.
         with self.library.turn():
             try:
-                self._device.start(self._device_calls[function], of_device)
+                self._device.start(self._accelerator_calls[function], of_device)
                 self.library.run(self._host_calls[function], self._threads, stamps)
             except BaseException:
                 failed_first, self._abandoned[0] = not self._abandoned[0], 1
-                _await_device(self._device, only_wait=failed_first)
+                _await_accelerator(self._device, only_wait=failed_first)
                 raise
             self._device.wait()
         if self._abandoned[0]:
             calls, step = self._program.functions[function], int(self._step[3])
             distance_bytes = self._program.buffers["flags"].offset - self._program.buffers["abandoned"].offset
-            reason = waited_in_vain(calls, step, self.buffers["flags"], self._abandoned, distance_bytes)
+            reason = step_timeout(calls, step, self.buffers["flags"], self._abandoned, distance_bytes)
             raise KernelError(f"{function}: {reason}")
 
     @property
@@ -276,7 +284,7 @@ def _nothing() -> None:
     """Stands for a check that is not needed."""
 
 
-def _await_device(device: Accelerator, only_wait: bool) -> None:
+def _await_accelerator(device: Accelerator, only_wait: bool) -> None:
     """Wait for the device after the host has failed. What it raises is raised, unless it shall `only_wait`: whoever
     failed second may have done so over what the first left.
     """
@@ -287,7 +295,7 @@ def _await_device(device: Accelerator, only_wait: bool) -> None:
             raise
 
 
-def _arrays(host: HostPlaces, kind: str, tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
+def _arrays(host: HostLayout, kind: str, tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
     """The tensors of a kind that the host has, by name."""
     found = {}
     for name, tensor in tensors.items():

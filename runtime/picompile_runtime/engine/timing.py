@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.artifact.program import WAITS, Call, FeedForward, Program
+from picompile_runtime.artifact.program import WAITING_OPS, Call, FeedForward, Program
 from picompile_runtime.devices.cpu.native import Stamps
 from picompile_runtime.errors import RequestError
 
 
 @dataclass(frozen=True)
-class Span:
+class CallSpan:
     """A call, and when it ran: ns of the clock of `time.monotonic_ns`."""
 
     call: Call
@@ -56,11 +56,11 @@ class CallTimes:
         sums = {device: iter(sums.tolist()) for (name, device), sums in self._sums.items() if name == function}
         return [(call, 1e-9 * next(sums[call.device]) if call.device in sums else 0.0) for call in calls]
 
-    def spans(self, function: str) -> list[Span]:
+    def spans(self, function: str) -> list[CallSpan]:
         """The calls of the last step of `function`, in the order of the program. Raises RequestError."""
         calls = self._calls(function)
         stamps = {device: iter(stamps.tolist()) for (name, device), stamps in self._stamps.items() if name == function}
-        return [Span(call, *next(stamps[call.device])) for call in calls if call.device in stamps]
+        return [CallSpan(call, *next(stamps[call.device])) for call in calls if call.device in stamps]
 
     def _calls(self, function: str) -> Sequence[Call]:
         if function not in self._program.functions:
@@ -80,7 +80,7 @@ class FiringCounts:
     fired_share: float
 
 
-def firing_of(parts: Sequence[FeedForward], counts: NDArray[Any] | None, steps: int) -> list[FiringCounts]:
+def firing_counts(parts: Sequence[FeedForward], counts: NDArray[Any] | None, steps: int) -> list[FiringCounts]:
     """Shares of each part from what kernels counted in `steps` steps: int64 [parts, 2], computed and fired."""
     if counts is None:
         return []
@@ -108,7 +108,7 @@ _SETS = ("send", "signal")
 _NAMES = {"host": "host", "device": "hot device"}
 
 
-def waited_in_vain(
+def step_timeout(
     calls: Sequence[Call],
     step: int,
     flags: NDArray[np.int32],
@@ -130,7 +130,7 @@ def waited_in_vain(
 
 
 def _wait(calls: Sequence[Call], flag: int, held: int) -> str:
-    waiting = next((call for call in calls if call.op in WAITS and _flag(call) == flag), None)
+    waiting = next((call for call in calls if call.op in WAITING_OPS and _flag(call) == flag), None)
     setting = next((call for call in calls if call.op in _SETS and _flag(call) == flag), None)
     if waiting is None or setting is None:
         return f"one device waited in vain for flag {flag}, which held {held}"

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from picompile_runtime.engine.checks import shown
 from picompile_runtime.errors import RequestError
-from picompile_runtime.system_errors import told_by_cause
+from picompile_runtime.request_checks import shown
+from picompile_runtime.system_errors import translate_system_errors
 
 # A rendering takes less than a hundredth of each.
 LIMITS = {"cpu_s": 5, "memory_bytes": 2**29, "letters": 2**22}
@@ -56,7 +56,7 @@ class ChatTemplate:
         if worker is None or worker.process_id != os.getpid() or worker.has_ended:
             path = [str(entry) for entry in sys.path]
             start = {"path": path, "template": self._template, "tokens": self._tokens, "limits": LIMITS}
-            with told_by_cause("the chat template"):
+            with translate_system_errors("the chat template"):
                 worker = self._worker = _Worker(_line(start))
         return worker
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from picompile_runtime.engine.checks import check_room, shown, token_ids, whole_number
 from picompile_runtime.engine.engine import Engine
 from picompile_runtime.errors import RequestError
+from picompile_runtime.request_checks import check_room, shown, token_ids, whole_number
 from picompile_runtime.sampling.sampler import Sampler, SamplingParams
 from picompile_runtime.sampling.tokenizer import StreamDecoder, Tokenizer
 

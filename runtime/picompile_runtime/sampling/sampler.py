@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.engine.checks import real_number, shown, token_ids, whole_number
 from picompile_runtime.errors import KernelError, RequestError
+from picompile_runtime.request_checks import real_number, shown, token_ids, whole_number
 from picompile_runtime.sampling.scores import Scores, TopScores, top_logits
 
 Tokens = NDArray[np.int64]

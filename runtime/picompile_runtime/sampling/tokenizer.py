@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from picompile_runtime.artifact.reader import Artifact
-from picompile_runtime.engine.checks import shown, whole_number
 from picompile_runtime.errors import ArtifactError, PicompileRuntimeError, RequestError
+from picompile_runtime.request_checks import shown, whole_number
 from picompile_runtime.sampling.chat_template import ChatTemplate
 
 _REPLACEMENT = "\ufffd"  # what bytes decode to that are no UTF-8, or not all of a character yet

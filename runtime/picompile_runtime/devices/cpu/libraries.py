@@ -17,7 +17,7 @@ from pathlib import Path
 from picompile_runtime.errors import ArtifactError
 
 
-class Library:
+class SharedLibrary:
     """A loaded library. `turn` is held by whoever runs its code; `users` counts those that have yet to give it back."""
 
     def __init__(self, descriptor: int, key: tuple[int, int], sha256: str) -> None:
@@ -27,7 +27,7 @@ class Library:
         self.users = 0
 
 
-class _Table:
+class _LoadedLibraries:
     """All loaded libraries, by device and inode.
 
     Engines are collected anywhere, also by a thread that is amid a load: what they give back is `returned` until
@@ -36,15 +36,15 @@ class _Table:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.loaded: dict[tuple[int, int], Library] = {}
-        self.returned: list[Library] = []
+        self.loaded: dict[tuple[int, int], SharedLibrary] = {}
+        self.returned: list[SharedLibrary] = []
         self.is_loading = False
 
 
-_table = _Table()
+_table = _LoadedLibraries()
 
 
-def acquire(path: Path, sha256: str = "") -> Library:
+def acquire(path: Path, sha256: str = "") -> SharedLibrary:
     """Load the library at `path`, or take it from those that are loaded; `give_back` must follow.
 
     Args:
@@ -65,19 +65,19 @@ def acquire(path: Path, sha256: str = "") -> Library:
         _unload_returned()
 
 
-def give_back(library: Library) -> None:
+def give_back(library: SharedLibrary) -> None:
     """Unload the library unless somebody else uses it."""
     _table.returned.append(library)
     _unload_returned()
 
 
-def _load(path: Path, sha256: str) -> Library:
+def _load(path: Path, sha256: str) -> SharedLibrary:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
         key = (status.st_dev, status.st_ino)
         if (known := _table.loaded.get(key)) is None:
-            library = _table.loaded[key] = Library(descriptor, key, sha256)
+            library = _table.loaded[key] = SharedLibrary(descriptor, key, sha256)
             return library
     except BaseException:
         os.close(descriptor)
@@ -99,7 +99,7 @@ def _unload_returned() -> None:
                 _unload(library)
 
 
-def _unload(library: Library) -> None:
+def _unload(library: SharedLibrary) -> None:
     """End the library's threads, which wait inside its code, and unmap it. Older libraries cannot, and stay."""
     stop = getattr(library.code, "pi_stop", None)
     if stop is None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.artifact.interfaces import Interface, read_interfaces
+from picompile_runtime.artifact.interfaces import KernelInterface, read_interfaces
 from picompile_runtime.devices.cpu import libraries
 from picompile_runtime.errors import ArtifactError, KernelError
 from picompile_runtime.system_errors import system_error
@@ -158,7 +158,7 @@ class HostLibrary:
         self._last_error.restype = ctypes.c_char_p
         self._ping_pong = getattr(self._library, "pi_ping_pong", None)  # older libraries have none
 
-    def interfaces(self) -> Mapping[str, Interface] | None:
+    def interfaces(self) -> Mapping[str, KernelInterface] | None:
         """What its kernels declare; None for a library without a table, which no compiler of ours has made."""
         try:
             table = ctypes.c_char.in_dll(self._library, "pi_kernels")

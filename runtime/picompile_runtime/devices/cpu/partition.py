@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.devices.base import View
+from picompile_runtime.devices.accelerator import ArgumentView
 from picompile_runtime.devices.cpu.native import CallList, HostLibrary, Stamps, TensorTable
 from picompile_runtime.devices.memory import anonymous_map, array_at, protect
 
@@ -71,12 +71,12 @@ class CpuPartition:
         for source, target, size in moves:
             flat[target : target + size] = flat[source : source + size]
 
-    def bind(self, calls: Sequence[tuple[str, Sequence[View]]], breaks: Sequence[int] = ()) -> CallList:
+    def bind(self, calls: Sequence[tuple[str, Sequence[ArgumentView]]], breaks: Sequence[int] = ()) -> CallList:
         """Make a list of calls of the library's kernels; other processes get the CPU without `breaks`."""
         arrays = [(name, [self._array(view) for view in views]) for name, views in calls]
         return self._library.bind(arrays, self._tensors, self._waits)
 
-    def _array(self, view: View) -> NDArray[Any]:
+    def _array(self, view: ArgumentView) -> NDArray[Any]:
         array = array_at(view.memory, view.tensor)
         if any(view.memory is memory for memory in self._protected):
             array.flags.writeable = False

@@ -9,7 +9,7 @@ from ctypes import byref, c_uint64, c_void_p
 from dataclasses import dataclass
 
 from picompile_runtime.devices.cuda.driver import CudaError, Driver, GpuCallError
-from picompile_runtime.devices.cuda.module import Launch
+from picompile_runtime.devices.cuda.module import GpuLaunch
 
 # CU_STREAM_CAPTURE_MODE_RELAXED: what else happens meanwhile, in this thread too, does not end the capture. Python may
 # collect other objects of CUDA at any time.
@@ -23,20 +23,20 @@ class BoundLaunch:
     """A launch of `function`, with the addresses of its parameters; errors name the `kernel` that it is part of."""
 
     kernel: str
-    launch: Launch
+    launch: GpuLaunch
     function: c_void_p
     addresses: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Record:
+class EventRecord:
     """A node that records `event`, which is timed."""
 
     event: c_void_p
 
 
 # A graph consists of these.
-Node = BoundLaunch | Record
+Node = BoundLaunch | EventRecord
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def _captured(driver: Driver, nodes: Sequence[Node], stream: c_void_p) -> Iterat
 
 def _enqueue(driver: Driver, node: Node, stream: c_void_p) -> None:
     """Adds one node. The driver copies parameters during the call, so they need not outlive it."""
-    if isinstance(node, Record):
+    if isinstance(node, EventRecord):
         driver.call("cuEventRecordWithFlags", node.event, stream, _RECORD_EXTERNAL)
         return
     grid, block, count = node.launch.grid, node.launch.block, len(node.addresses)

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.devices.base import View
+from picompile_runtime.devices.accelerator import ArgumentView
 from picompile_runtime.devices.cuda.driver import Driver
 from picompile_runtime.errors import ArtifactError
 
 
 @dataclass(frozen=True)
-class Memory:
+class GpuMemory:
     """Memory at `address` of the device: its own, or the host's that it sees."""
 
     address: int
@@ -31,14 +31,14 @@ class Memory:
         return self.address + offset
 
 
-def data_address(memory: Memory, offset: int, data: NDArray[Any]) -> int:
+def data_address(memory: GpuMemory, offset: int, data: NDArray[Any]) -> int:
     """Where in `memory` the array uint8 [n] goes to or comes from. Raises ValueError."""
     if data.dtype != np.uint8 or data.ndim != 1:
         raise ValueError(f"bytes to copy must be uint8 [n], not {data.dtype} {list(data.shape)}")
     return memory.at(offset, len(data))
 
 
-def view_address(kernel: str, view: View) -> int:
+def view_address(kernel: str, view: ArgumentView) -> int:
     """The address of an argument of `kernel`. Raises ArtifactError where it is not inside of its memory."""
     try:
         return int(view.memory.at(view.tensor.offset, view.tensor.size_bytes))
@@ -55,7 +55,7 @@ BUFFER_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class _Buffer:
+class _PinnedBuffer:
     """Pinned memory, and the event after which the GPU no longer reads from it."""
 
     address: c_void_p
@@ -71,10 +71,10 @@ class Staging:
         self._driver, self._bytes, self._stream = driver, buffer_bytes, stream
         self._buffers = [self._buffer(stack) for _ in range(2)]
 
-    def _buffer(self, stack: ExitStack) -> _Buffer:
+    def _buffer(self, stack: ExitStack) -> _PinnedBuffer:
         address = stack.enter_context(self._driver.pinned_memory(self._bytes))
         array = host_array(address.value or 0, self._bytes)
-        return _Buffer(address, array, stack.enter_context(self._driver.event()))
+        return _PinnedBuffer(address, array, stack.enter_context(self._driver.event()))
 
     def write(self, address: int, data: NDArray[Any], later: c_void_p) -> None:
         """Copies `data` to the device. It may change when this returns; what is put into `later` then waits for it."""
@@ -101,7 +101,7 @@ class Staging:
             part[:] = buffer.array[:size_bytes]
             address += size_bytes
 
-    def _parts(self, data: NDArray[Any]) -> Iterator[tuple[NDArray[Any], _Buffer]]:
+    def _parts(self, data: NDArray[Any]) -> Iterator[tuple[NDArray[Any], _PinnedBuffer]]:
         """The data in parts that fit a buffer, each with the buffer whose turn it is."""
         for index, first in enumerate(range(0, len(data), self._bytes)):
             yield data[first : first + self._bytes], self._buffers[index % 2]

@@ -15,7 +15,7 @@ from ctypes import byref, c_int, c_void_p
 from dataclasses import dataclass
 
 from picompile_runtime.artifact.fields import Fields, parse_object
-from picompile_runtime.artifact.interfaces import Interface, parse_interfaces
+from picompile_runtime.artifact.interfaces import KernelInterface, parse_interfaces
 from picompile_runtime.devices.cuda.driver import CudaError, Driver, NoGpuError
 from picompile_runtime.errors import ArtifactError
 
@@ -28,7 +28,7 @@ _LEAST_SM, _MOST_SM = 50, 999
 
 
 @dataclass(frozen=True)
-class Launch:
+class GpuLaunch:
     """A launch of `symbol`. `args` says which of the call's arguments are its parameters, in their order."""
 
     symbol: str
@@ -38,7 +38,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class DeviceImages:
+class CudaImages:
     """`cubin` for the compute capability `sm` / 10, `ptx` for `ptx_sm` / 10, the launches of each kernel, and what the
     kernels declare; None where the file does not say.
     """
@@ -47,15 +47,15 @@ class DeviceImages:
     ptx_sm: int
     cubin: bytes
     ptx: bytes
-    kernels: Mapping[str, tuple[Launch, ...]]
-    interfaces: Mapping[str, Interface] | None = None
+    kernels: Mapping[str, tuple[GpuLaunch, ...]]
+    interfaces: Mapping[str, KernelInterface] | None = None
 
 
-def read_images(text: bytes, cubin: bytes, ptx: bytes, where: str) -> DeviceImages:
+def read_images(text: bytes, cubin: bytes, ptx: bytes, where: str) -> CudaImages:
     """The images with what `text`, a device.json, says of them; errors call it `where`. Raises ArtifactError."""
     root = parse_object(text, where)
     kernels = root.object("kernels")
-    return DeviceImages(
+    return CudaImages(
         sm=root.integer("sm", _LEAST_SM, _MOST_SM),
         ptx_sm=root.integer("ptx_sm", _LEAST_SM, _MOST_SM),
         cubin=cubin,
@@ -65,21 +65,21 @@ def read_images(text: bytes, cubin: bytes, ptx: bytes, where: str) -> DeviceImag
     )
 
 
-def _launches(kernels: Fields, name: str) -> tuple[Launch, ...]:
+def _launches(kernels: Fields, name: str) -> tuple[GpuLaunch, ...]:
     launches = tuple(_launch(fields) for fields in kernels.objects(name))
     if not launches:
         raise kernels.wrong(name, "a list of one launch or more")
     return launches
 
 
-def _launch(fields: Fields) -> Launch:
+def _launch(fields: Fields) -> GpuLaunch:
     symbol = fields.text("symbol")
     if not symbol.isascii() or not symbol.isidentifier():
         raise fields.wrong("symbol", "the name of a function")
     block = _extents(fields, "block", _MOST_THREADS)
     if math.prod(block) > _MOST_THREADS_OF_BLOCK:
         raise fields.wrong("block", f"of {_MOST_THREADS_OF_BLOCK} threads or fewer")
-    return Launch(symbol, _extents(fields, "grid", _MOST_BLOCKS), block, _args(fields))
+    return GpuLaunch(symbol, _extents(fields, "grid", _MOST_BLOCKS), block, _args(fields))
 
 
 def _extents(fields: Fields, key: str, most: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -98,7 +98,7 @@ def _args(fields: Fields) -> tuple[int, ...]:
     return tuple(value)
 
 
-def check_arguments(launch: Launch, count: int, kernel: str) -> None:
+def check_arguments(launch: GpuLaunch, count: int, kernel: str) -> None:
     """ArtifactError if a launch wants more than the `count` arguments that `kernel` is called with."""
     if launch.args and max(launch.args) >= count:
         raise ArtifactError(
@@ -124,7 +124,7 @@ _REFUSALS = frozenset({200, 209, 218, 222, _JIT_COMPILER_NOT_FOUND, _JIT_COMPILA
 
 
 @dataclass(frozen=True)
-class Image:
+class CudaImage:
     """Code for the compute capability `sm` / 10, as the driver takes it."""
 
     data: bytes
@@ -144,12 +144,12 @@ def capability(sm: int) -> str:
     return f"{sm // 10}.{sm % 10}"
 
 
-def choose_image(images: DeviceImages, sm: int, name: str) -> Image:
+def choose_image(images: CudaImages, sm: int, name: str) -> CudaImage:
     """What a GPU called `name` of the compute capability `sm` / 10 can run. Raises NoGpuError if it is nothing."""
     if images.sm // 10 == sm // 10 and images.sm <= sm:
-        return Image(images.cubin, images.sm, is_ptx=False)
+        return CudaImage(images.cubin, images.sm, is_ptx=False)
     if images.ptx_sm <= sm:
-        return Image(images.ptx, images.ptx_sm, is_ptx=True)
+        return CudaImage(images.ptx, images.ptx_sm, is_ptx=True)
     oldest = capability(min(images.sm, images.ptx_sm))
     raise NoGpuError(
         f"the artifact's code is for GPUs of compute capability {oldest} and newer, and {name} has {capability(sm)}; "
@@ -157,7 +157,7 @@ def choose_image(images: DeviceImages, sm: int, name: str) -> Image:
     )
 
 
-class Module:
+class CudaModule:
     """An image that the driver has loaded."""
 
     def __init__(self, driver: Driver, handle: c_void_p) -> None:
@@ -180,7 +180,7 @@ class Module:
 
 
 @contextmanager
-def load_module(driver: Driver, image: Image) -> Iterator[Module]:
+def load_module(driver: Driver, image: CudaImage) -> Iterator[CudaModule]:
     """The image, loaded into the current context. Raises NoGpuError if the driver cannot take it."""
     log = ctypes.create_string_buffer(_LOG_BYTES)
     options = (c_int * 2)(_ERROR_LOG_BUFFER, _ERROR_LOG_BUFFER_SIZE_BYTES)
@@ -193,12 +193,12 @@ def load_module(driver: Driver, image: Image) -> Iterator[Module]:
             raise
         raise _refused(driver, image, error, log.value) from error
     try:
-        yield Module(driver, handle)
+        yield CudaModule(driver, handle)
     finally:
         driver.call("cuModuleUnload", handle)
 
 
-def _refused(driver: Driver, image: Image, error: CudaError, log: bytes) -> NoGpuError:
+def _refused(driver: Driver, image: CudaImage, error: CudaError, log: bytes) -> NoGpuError:
     """The driver is too old for the image, or cannot compile it."""
     first = next(iter(log.decode("utf-8", "replace").splitlines()), "").strip()
     says = f" ({first})" if first else ""

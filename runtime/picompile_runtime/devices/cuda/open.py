@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.artifact.reader import Artifact
-from picompile_runtime.devices.base import View
+from picompile_runtime.devices.accelerator import ArgumentView
 from picompile_runtime.devices.cpu.native import HostLibrary
-from picompile_runtime.devices.cuda.device import Calls, CudaAccelerator
-from picompile_runtime.devices.cuda.module import DeviceImages, check_arguments, read_images
+from picompile_runtime.devices.cuda.accelerator import BoundGraphs, CudaAccelerator
+from picompile_runtime.devices.cuda.module import CudaImages, check_arguments, read_images
 from picompile_runtime.devices.memory import Tensor
 from picompile_runtime.errors import ArtifactError, MachineError
-from picompile_runtime.stamps import is_remembered, remember
+from picompile_runtime.verified_files import is_remembered, remember
 
 KERNEL = "ping_pong"
 # More than the GPU has, so that it has ended by then.
@@ -38,7 +38,7 @@ _ARGUMENTS = {"step": 16, "ping": 16, "pong": 16, "abandoned": 16, "sent": _WORD
 
 
 @dataclass(frozen=True)
-class PingPong:
+class RoundTrips:
     """The round trips that were made: how many, and the seconds that half and 99 % of them did not exceed.
 
     `start_s`: the seconds until the host was back from starting the GPU, which waited for it by then.
@@ -51,8 +51,11 @@ class PingPong:
 
 
 def ping_pong(
-    device: CudaAccelerator, library: HostLibrary, rounds: int, behind: Sequence[tuple[str, Sequence[View]]] = ()
-) -> PingPong:
+    device: CudaAccelerator,
+    library: HostLibrary,
+    rounds: int,
+    behind: Sequence[tuple[str, Sequence[ArgumentView]]] = (),
+) -> RoundTrips:
     """Let host and GPU exchange 32 words and two flags `rounds` times, through memory as the engine uses it.
 
     Args:
@@ -70,7 +73,7 @@ def ping_pong(
     memory, array = device.share(4 * sum(_ARGUMENTS.values()), "the exchange of flags")
     spans = dict(zip(_ARGUMENTS, pairwise([0, *accumulate(_ARGUMENTS.values())]), strict=True))
     parts = {name: array.view(np.int32)[start:stop] for name, (start, stop) in spans.items()}
-    views = [View(memory, Tensor("int32", (stop - start,), 4 * start)) for start, stop in spans.values()]
+    views = [ArgumentView(memory, Tensor("int32", (stop - start,), 4 * start)) for start, stop in spans.values()]
     bound = device.bind([(KERNEL, views), *behind])
     for _ in range(_ATTEMPTS):
         array[:] = 0
@@ -78,12 +81,16 @@ def ping_pong(
         start_s, (failed, seconds) = _exchange(device, bound, library, parts, rounds)
         if not failed:
             p50_s, p99_s = (float(value) for value in np.percentile(seconds, (50, 99)))
-            return PingPong(rounds, p50_s, p99_s, start_s)
+            return RoundTrips(rounds, p50_s, p99_s, start_s)
     raise MachineError(_reason(device.name, failed, rounds, parts))
 
 
 def _exchange(
-    device: CudaAccelerator, bound: Calls, library: HostLibrary, parts: Mapping[str, NDArray[np.int32]], rounds: int
+    device: CudaAccelerator,
+    bound: BoundGraphs,
+    library: HostLibrary,
+    parts: Mapping[str, NDArray[np.int32]],
+    rounds: int,
 ) -> tuple[float, tuple[int, NDArray[np.float64]]]:
     """Return how long the start took, and what `HostLibrary.ping_pong` returns, once the GPU has ended."""
     begin = time.perf_counter()
@@ -130,13 +137,13 @@ def _reason(name: str, failed: int, rounds: int, parts: Mapping[str, NDArray[np.
 # From an artifact to the GPU that runs its hot part.
 
 
-def open_cuda_device(artifact: Artifact) -> CudaAccelerator:
+def open_cuda_accelerator(artifact: Artifact) -> CudaAccelerator:
     """Open the GPU for an artifact.
 
     Raises MachineError where no GPU here can run the artifact's code, or cannot meet the host within a step where the
     program asks for that; ArtifactError where there is no code for a GPU.
     """
-    device = CudaAccelerator(read_device_images(artifact))
+    device = CudaAccelerator(read_cuda_images(artifact))
     try:
         if artifact.program.waiting_kernels:
             check_once(device, artifact.load_code())
@@ -148,7 +155,7 @@ def open_cuda_device(artifact: Artifact) -> CudaAccelerator:
 
 def check_images(artifact: Artifact) -> None:
     """Raises ArtifactError where the code for a GPU lacks a kernel that the program calls; needs no GPU."""
-    images, program = read_device_images(artifact), artifact.program
+    images, program = read_cuda_images(artifact), artifact.program
     for call in (call for name in program.functions for call in program.calls(name, "device")):
         if call.kernel not in images.kernels:
             raise ArtifactError(f"{artifact.folder}: the GPU code has no kernel {call.kernel}; compile the model again")
@@ -156,9 +163,9 @@ def check_images(artifact: Artifact) -> None:
             check_arguments(launch, len(call.args), call.kernel)
 
 
-def read_device_images(artifact: Artifact) -> DeviceImages:
+def read_cuda_images(artifact: Artifact) -> CudaImages:
     """Read the code for a GPU that an artifact has. Raises ArtifactError."""
-    code = artifact.manifest.hot_device
+    code = artifact.manifest.accelerator
     if code is None or code.kind != "cuda":
         raise ArtifactError(f"{artifact.folder}: has no code for a GPU; compile it again")
     text, cubin, ptx = (artifact.texts[code.files[role]] for role in ("launches", "cubin", "ptx"))

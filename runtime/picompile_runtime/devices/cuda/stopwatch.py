@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from picompile_runtime.devices.cpu.native import Stamps
 from picompile_runtime.devices.cuda.driver import Driver
-from picompile_runtime.devices.cuda.graph import BoundLaunch, Node, Record
+from picompile_runtime.devices.cuda.graph import BoundLaunch, EventRecord, Node
 
 # The shortest of so many tries to align the clocks counts.
 _TRIES = 5
 
 
-class Stopwatch:
+class GpuStopwatch:
     """Timed events for the calls of one step at a time. A step of any list of calls uses the same events.
 
     The events are nodes of the graph, in front of each call and behind it, so that the GPU never waits for the host to
@@ -48,9 +48,9 @@ class Stopwatch:
         """The launches of `calls` between events; the first of them is call number `first` of the step."""
         self._make(self._events, 2 * (first + len(calls)))
         for number, launches in enumerate(calls, first):
-            yield Record(self._events[2 * number])
+            yield EventRecord(self._events[2 * number])
             yield from launches
-            yield Record(self._events[2 * number + 1])
+            yield EventRecord(self._events[2 * number + 1])
 
     def align(self) -> None:
         """Aligns the clocks, once the stream has done all that it was given."""
@@ -85,7 +85,7 @@ class Stopwatch:
 _LOOK_S = 0.25  # steps that answer take less, but for prompts
 
 
-class Watch:
+class FailureWatch:
     """Sets abandoned[0] if the GPU `has_failed` while a step runs. Its thread sleeps while there are no steps.
 
     A step costs two additions here. It holds no device, so that one that is not closed can be collected.

@@ -31,12 +31,12 @@ def remember(*facts: object) -> None:
         _stamp(facts).touch()
 
 
-def is_stamped(path: Path, descriptor: int, manifest_sha256: str) -> bool:
+def is_verified(path: Path, descriptor: int, manifest_sha256: str) -> bool:
     """Whether the open file was found whole before, and has not changed since."""
     return is_remembered(*_facts(path, descriptor, manifest_sha256))
 
 
-def stamp(path: Path, descriptor: int, manifest_sha256: str) -> None:
+def mark_verified(path: Path, descriptor: int, manifest_sha256: str) -> None:
     """Remember that the open file is whole."""
     remember(*_facts(path, descriptor, manifest_sha256))
 

@@ -79,7 +79,7 @@ def check_slot(slot: int, sequences: int) -> None:
         raise RequestError(f"there is no slot {shown(slot)}: the model was compiled with {has} (--sequences)")
 
 
-def check_batch(slots: Sequence[int], tokens: int, sequences: int) -> list[int]:
+def check_sequences(slots: Sequence[int], tokens: int, sequences: int) -> list[int]:
     """Return `slots` as a list. Raises RequestError unless they are different ones, one for each of `tokens` tokens."""
     try:
         found = list(slots) if not isinstance(slots, Set | Mapping) else None

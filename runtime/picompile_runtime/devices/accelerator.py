@@ -20,7 +20,7 @@ from picompile_runtime.devices.memory import Tensor
 
 
 @dataclass(frozen=True)
-class View:
+class ArgumentView:
     """An argument of a call: `tensor`, whose offset counts from the start of `memory`, as the device made it."""
 
     memory: Any
@@ -47,10 +47,10 @@ class Accelerator(Protocol):
         """Zeroed memory of the device, aligned to 256 bytes. Raises DoesNotFitError, which names `purpose`."""
 
     def share(self, size_bytes: int, purpose: str) -> tuple[Any, NDArray[Any]]:
-        """Zeroed memory that device and host both see: for `View`, and as an array uint8 [size_bytes] of the host."""
+        """Zeroed memory that device and host both see: for `ArgumentView`, and as an array uint8 [size_bytes] of the host."""
 
     def adopt(self, memory: mmap.mmap) -> Any:
-        """Memory of the host that the device shall see as well, as `View` takes it. Raises DoesNotFitError."""
+        """Memory of the host that the device shall see as well, as `ArgumentView` takes it. Raises DoesNotFitError."""
 
     def write(self, memory: Any, offset: int, data: NDArray[Any]) -> None:
         """Copies an array uint8 [n] to the device's memory, and returns when `data` may change again."""
@@ -64,7 +64,7 @@ class Accelerator(Protocol):
     def copy(self, memory: Any, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copies inside of one memory: (from offset, to offset, bytes) each, no two of which overlap."""
 
-    def bind(self, calls: Sequence[tuple[str, Sequence[View]]], breaks: Sequence[int] = ()) -> Any:
+    def bind(self, calls: Sequence[tuple[str, Sequence[ArgumentView]]], breaks: Sequence[int] = ()) -> Any:
         """Make a list of calls, each a kernel's name and its arguments, ready to run. Raises ArtifactError.
 
         `breaks` are the numbers of calls, ascending, before which the device may do something else for a moment.

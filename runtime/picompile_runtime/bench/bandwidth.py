@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.artifact.program import STATS_ROW_BYTES, WAITS, Call
+from picompile_runtime.artifact.program import STATS_ROW_BYTES, WAITING_OPS, Call
 from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.devices.cpu.native import HostLibrary, seconds_of
 from picompile_runtime.devices.memory import aligned_zeros, anonymous_map
@@ -78,7 +78,7 @@ _KINDS = {
     # Where there is a hot device: what brings values from one side to the other, and what waits for them. What is
     # received is copied as well, by the same kernel.
     **dict.fromkeys(("inputs", "send", "signal"), "exchange"),
-    **dict.fromkeys(WAITS, "waits"),
+    **dict.fromkeys(WAITING_OPS, "waits"),
 }
 _STATISTICS = tuple(f"stats{function}{device}" for function in ("", ".batch") for device in ("", ".device"))
 REST = "norms and rest"

@@ -1,4 +1,4 @@
-"""An NVIDIA GPU as the hot device; see `picompile_runtime.devices.base`.
+"""An NVIDIA GPU as the hot device; see `picompile_runtime.devices.accelerator`.
 
 Nothing is compiled when it is opened, unless the GPU is newer than the artifact's cubin: then the driver compiles the
 PTX. What runs is one graph or several in one stream; writes are copied in another, so that they do not wait for it.
@@ -21,14 +21,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.devices.base import View
+from picompile_runtime.devices.accelerator import ArgumentView
 from picompile_runtime.devices.cpu.native import Stamps
 from picompile_runtime.devices.cuda import driver
 from picompile_runtime.devices.cuda.driver import OUT_OF_MEMORY, CudaError, Driver, GpuCallError, GpuMemoryError
 from picompile_runtime.devices.cuda.graph import BoundLaunch, Node, runnable_graph
-from picompile_runtime.devices.cuda.memory import BUFFER_BYTES, Memory, Staging, data_address, host_array, view_address
-from picompile_runtime.devices.cuda.module import DeviceImages, check_arguments, choose_image, load_module
-from picompile_runtime.devices.cuda.stopwatch import Stopwatch, Watch
+from picompile_runtime.devices.cuda.memory import (
+    BUFFER_BYTES,
+    GpuMemory,
+    Staging,
+    data_address,
+    host_array,
+    view_address,
+)
+from picompile_runtime.devices.cuda.module import CudaImages, check_arguments, choose_image, load_module
+from picompile_runtime.devices.cuda.stopwatch import FailureWatch, GpuStopwatch
 from picompile_runtime.devices.memory import in_units
 from picompile_runtime.errors import ArtifactError, DoesNotFitError
 
@@ -40,7 +47,7 @@ _DRIVER_BYTES, _OLD_LAUNCH_BYTES, _LAUNCH_BYTES = 2**25, 2**16, 2**12
 
 
 @dataclass(frozen=True)
-class Calls:
+class BoundGraphs:
     """The result of `bind`: for each graph, in order, the launches of its calls, and the graph itself.
 
     `stamped` has the same graphs with events in them, once stamps were asked for.
@@ -64,7 +71,7 @@ class CudaAccelerator:
     total_bytes: int
     driver_version: str
 
-    def __init__(self, images: DeviceImages, library: str | None = None, staging_bytes: int = BUFFER_BYTES) -> None:
+    def __init__(self, images: CudaImages, library: str | None = None, staging_bytes: int = BUFFER_BYTES) -> None:
         """`library` is the driver's, if not `driver.LIBRARY`; copies take twice `staging_bytes` of pinned memory."""
         self._images, self._driver = images, Driver(library or driver.LIBRARY)
         device = self._driver.first_device()
@@ -77,7 +84,7 @@ class CudaAccelerator:
         self._is_launching = False
         self._failed: BaseException | None = None
         self._abandoned: NDArray[np.int32] | None = None
-        self._watch: Watch | None = None
+        self._watch: FailureWatch | None = None
         # Launches that return only when all has run: the host would wait in them for a GPU that waits for the host.
         self._launches_wait = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
         self._adopted = list[mmap.mmap]()
@@ -90,7 +97,7 @@ class CudaAccelerator:
                 self._module = self._owned.enter_context(load_module(self._driver, image))
                 self._compute, self._uploads = self._stream(), self._stream()
                 self._staging = self._pinned(staging_bytes)
-                self._stopwatch = Stopwatch(self._driver, self._compute, self._owned)
+                self._stopwatch = GpuStopwatch(self._driver, self._compute, self._owned)
         except BaseException:
             self.close()
             raise
@@ -114,7 +121,7 @@ class CudaAccelerator:
         with self._current():
             return self._driver.free_bytes()
 
-    def allocate(self, size_bytes: int, purpose: str) -> Memory:
+    def allocate(self, size_bytes: int, purpose: str) -> GpuMemory:
         """Zeroed memory of the GPU, aligned to 256 bytes. Raises DoesNotFitError, which names `purpose`."""
         size_bytes = max(size_bytes, 1)  # the driver gives no memory of no bytes
         with self._current(), ExitStack() as stack:
@@ -126,9 +133,9 @@ class CudaAccelerator:
             self._driver.call("cuMemsetD8Async", address, 0, size_bytes, self._uploads)
             self._driver.call("cuStreamSynchronize", self._uploads)
             self._keep(stack)
-        return Memory(address, size_bytes)
+        return GpuMemory(address, size_bytes)
 
-    def share(self, size_bytes: int, purpose: str) -> tuple[Memory, NDArray[Any]]:
+    def share(self, size_bytes: int, purpose: str) -> tuple[GpuMemory, NDArray[Any]]:
         """Zeroed memory of the host that kernels see. The array must not be used after `close`, which frees it."""
         with self._current(), ExitStack() as stack:
             try:
@@ -137,9 +144,9 @@ class CudaAccelerator:
                 raise _not_pinned(purpose, size_bytes, error) from error
             ctypes.memset(host_address, 0, size_bytes)
             self._keep(stack)
-        return Memory(address, size_bytes), host_array(host_address, size_bytes)
+        return GpuMemory(address, size_bytes), host_array(host_address, size_bytes)
 
-    def adopt(self, memory: mmap.mmap) -> Memory:
+    def adopt(self, memory: mmap.mmap) -> GpuMemory:
         """Pins memory of the host, which must not be unmapped before `close`, so that kernels read it over the bus."""
         address, size_bytes = np.frombuffer(memory, np.uint8).ctypes.data, len(memory)
         with self._current(), ExitStack() as stack:
@@ -150,9 +157,9 @@ class CudaAccelerator:
                 raise _not_pinned(purpose, size_bytes, error) from error
             self._keep(stack)
             self._adopted.append(memory)
-        return Memory(device_address, size_bytes)
+        return GpuMemory(device_address, size_bytes)
 
-    def write(self, memory: Memory, offset: int, data: NDArray[Any]) -> None:
+    def write(self, memory: GpuMemory, offset: int, data: NDArray[Any]) -> None:
         """Copies an array uint8 [n] to the GPU's memory, and returns when `data` may change again.
 
         It does not wait for what runs, which must not use these bytes meanwhile; what is started later sees them.
@@ -161,16 +168,16 @@ class CudaAccelerator:
         with self._current():
             self._staging.write(address, data, self._compute)
 
-    def protect(self, memory: Memory) -> None:
+    def protect(self, memory: GpuMemory) -> None:
         """The driver has no memory that kernels cannot write to."""
 
-    def read(self, memory: Memory, offset: int, data: NDArray[Any]) -> None:
+    def read(self, memory: GpuMemory, offset: int, data: NDArray[Any]) -> None:
         """Copies from the GPU's memory into an array uint8 [n], once the GPU has done all that it was given."""
         address = data_address(memory, offset, data)
         with self._current():
             self._staging.read(address, data, self._compute)
 
-    def copy(self, memory: Memory, moves: Sequence[tuple[int, int, int]]) -> None:
+    def copy(self, memory: GpuMemory, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copies inside of one memory: (from offset, to offset, bytes) each, no two of which overlap."""
         places = [(memory.at(target, size), memory.at(source, size), size) for source, target, size in moves if size]
         with self._current():
@@ -178,7 +185,7 @@ class CudaAccelerator:
                 self._driver.call("cuMemcpyDtoDAsync_v2", target, source, size_bytes, self._compute)
             self._driver.call("cuStreamSynchronize", self._compute)
 
-    def bind(self, calls: Sequence[tuple[str, Sequence[View]]], breaks: Sequence[int] = ()) -> Calls:
+    def bind(self, calls: Sequence[tuple[str, Sequence[ArgumentView]]], breaks: Sequence[int] = ()) -> BoundGraphs:
         """Make a list of calls, each a kernel's name and its arguments, ready to run as one graph or several.
 
         `breaks` are the numbers of calls with which a new graph begins, ascending. Raises ArtifactError.
@@ -189,7 +196,7 @@ class CudaAccelerator:
             parts = tuple(tuple(launches[start:stop]) for start, stop in bounds)
             graphs = tuple(self._graph(list(chain(*part)), stack) for part in parts)
             self._keep(stack)
-        return Calls(parts, graphs)
+        return BoundGraphs(parts, graphs)
 
     def tell_failures(self, abandoned: NDArray[np.int32]) -> None:
         """Set abandoned[0] as soon as a graph cannot be launched, and soon after a kernel has failed."""
@@ -201,12 +208,12 @@ class CudaAccelerator:
                 return not driver.is_well(stream)
             return True
 
-        self._watch = Watch(has_failed, abandoned)
+        self._watch = FailureWatch(has_failed, abandoned)
 
-    def start(self, calls: Calls, stamps: Stamps | None = None) -> None:
+    def start(self, calls: BoundGraphs, stamps: Stamps | None = None) -> None:
         """Begin to run what `bind` returned, and return without waiting for it.
 
-        `stamps` are as exact as `Stopwatch` says; calls that get them must be waited for before others are started.
+        `stamps` are as exact as `GpuStopwatch` says; calls that get them must be waited for before others are started.
         """
         graphs: Sequence[c_void_p] = calls.graphs
         if not graphs:
@@ -314,7 +321,7 @@ class CudaAccelerator:
     def _graph(self, nodes: Sequence[Node], stack: ExitStack) -> c_void_p:
         return stack.enter_context(runnable_graph(self._driver, nodes, self._compute))
 
-    def _stamped(self, calls: Calls) -> Sequence[c_void_p]:
+    def _stamped(self, calls: BoundGraphs) -> Sequence[c_void_p]:
         """The graphs of `calls` with events in them, made at the first time."""
         if not calls.stamped:
             firsts = [0, *accumulate(len(part) for part in calls.parts)]
@@ -333,7 +340,7 @@ class CudaAccelerator:
         """Leaves to `close` what is in `stack`."""
         self._owned.push(stack.pop_all())
 
-    def _launches(self, name: str, views: Sequence[View]) -> Iterator[BoundLaunch]:
+    def _launches(self, name: str, views: Sequence[ArgumentView]) -> Iterator[BoundLaunch]:
         if name not in self._images.kernels:
             raise ArtifactError(f"the artifact's GPU code has no kernel {name}; compile the model again")
         addresses = [view_address(name, view) for view in views]
