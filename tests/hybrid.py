@@ -129,7 +129,7 @@ def poison(engine: Engine) -> None:
     """From now on each step finds nothing but NaN, -1 and masks of all neurons in memory, and what it was given."""
     executor = engine._executor
     arrays = [array for name, array in executor.buffers.items() if name not in _KEPT]
-    if executor._device is not None:
+    if executor._accelerator is not None:
         of_device = {name for kind, name in executor._accelerator_layout.places if kind == "buffer"}
         names = of_device - set(executor.buffers) - set(_KEPT_ON_DEVICE)
         arrays += [device_array(engine, "buffer", name) for name in sorted(names)]

@@ -1,4 +1,4 @@
-"""The runtime of picompile: loads a compiled model and runs it. Needs numpy and tokenizers, and no compiler.
+"""The runtime of picompile: it loads a compiled model and runs it. It needs numpy, tokenizers and jinja2, no compiler.
 
 from picompile_runtime import Tokenizer, generate, load
 
@@ -6,7 +6,7 @@ with load("artifact") as engine:
     for piece in generate(engine, Tokenizer.of(engine.artifact), "Once upon a time"):
         print(piece, end="", flush=True)
 
-An artifact that was compiled for several sequences reads a token of each in one step, each in a slot of its own:
+An artifact that was compiled for several sequences reads one token of each in a single step; each has its own slot:
 
 with load("artifact") as engine:
     engine.prefill(first_prompt, slot=0)

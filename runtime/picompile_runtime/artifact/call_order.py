@@ -1,8 +1,8 @@
-"""What the arguments of a program's calls hold when each call runs: every function is gone through once, without data.
+"""Checks what the arguments of a program's calls contain when each call runs, by walking each function without data.
 
-Buffers share memory, and two devices run at the same time. Here it is shown of every argument that is read that it was
-written before, by one call and wholly, and that nothing has overwritten it; where host and device exchange something,
-that a flag makes the order sure; and that every wait comes to an end. So no kernel takes for indices what is none.
+Buffers share memory, and host and accelerator run at the same time. The walk shows for every argument that is read
+that one call wrote all of it before and that nothing has overwritten it since; that a flag ensures the order of each
+transfer between host and accelerator; and that every wait ends. So no kernel uses as indices what are none.
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ from picompile_runtime.artifact.call_checks import INPUTS, arena_of, check_calls
 from picompile_runtime.artifact.interfaces import KernelInterface, KernelParameter
 from picompile_runtime.artifact.manifest import PROGRAM
 from picompile_runtime.artifact.program import BATCH, DEVICES, Argument, Call, Program
+from picompile_runtime.artifact.program_checks import DEVICE_NAMES
 from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.errors import ArtifactError
 
 Interfaces = Mapping[str, Mapping[str, KernelInterface]]
-"""The kernels of each device."""
+"""The kernels of the host and of the accelerator, by device."""
 
 
 def check_order(program: Program, kernels: Interfaces, where: str) -> None:
-    """Check all functions of a program whose calls `check_calls` has found right. Raises ArtifactError."""
+    """Check the order of all functions of a program that `check_calls` has accepted. Raises ArtifactError."""
     for function in program.functions:
         _OrderCheck(program, function, kernels).check(where)
 
 
 @dataclass(frozen=True)
 class _BufferValue:
-    """What call `number` of `device` left in the buffer `name`, from `start` to `end`; -1 is the runtime itself.
+    """The bytes that call `number` of `device` wrote to the buffer `name`, from `start` to `end`.
 
-    `source` is the input that it is or is a copy of; integers in it are below `below`.
+    Call -1 is the runtime itself. `source` is the input that the value is, or is a copy of; integers in it are below
+    `below`.
     """
 
     name: str
@@ -50,24 +52,24 @@ class _BufferValue:
 
 @dataclass
 class _Arena:
-    """Disjoint parts of a memory, in order, each with the value that it is a part of; None for scratch."""
+    """Disjoint parts of a memory, in order, each with the value that it is a part of; None for scratch memory."""
 
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     values: list[_BufferValue | None] = field(default_factory=list)
 
     def value(self, start: int, end: int) -> _BufferValue | None:
-        """Return the value that all of this is part of, None where there is none."""
+        """Return the value that contains the bytes from `start` to `end`, None if there is none."""
         at = bisect_right(self.starts, start) - 1
         return self.values[at] if at >= 0 and self.ends[at] >= end else None
 
     def is_free(self, start: int, end: int) -> bool:
-        """Whether nothing has been written here."""
+        """Return whether nothing has been written from `start` to `end`."""
         at = bisect_right(self.starts, start) - 1
         return not (at >= 0 and self.ends[at] > start) and not (at + 1 < len(self.starts) and self.starts[at + 1] < end)
 
     def write(self, start: int, end: int, value: _BufferValue | None) -> None:
-        """Put a value in the place of all that was there."""
+        """Replace everything from `start` to `end` by a value."""
         first = bisect_right(self.ends, start)
         last = first
         while last < len(self.starts) and self.starts[last] < end:
@@ -83,14 +85,14 @@ class _Arena:
 
 
 class _OrderCheck:
-    """One function, gone through in an order that is possible for its two devices."""
+    """Walks one function in an order that is possible for host and accelerator."""
 
     def __init__(self, program: Program, function: str, kernels: Interfaces) -> None:
         self._program, self._function, self._kernels = program, function, kernels
         self._arenas = {memory: _Arena() for memory in ("host", "device", "shared")}
-        # Of each flag that was set: the device, and how many of its calls and of the other's are over by then.
+        # For each flag that was set: by which device, and how many calls of each device are over by then.
         self._set: dict[int, tuple[str, dict[str, int]]] = {}
-        # Of each device: how many calls of each device it knows to be over.
+        # For each device: how many calls of each device it knows to be over.
         self._known = {device: dict.fromkeys(DEVICES, 0) for device in DEVICES}
         for name in INPUTS if function == BATCH else INPUTS[:3]:
             if name in program.buffers:
@@ -104,7 +106,7 @@ class _OrderCheck:
         self._arenas[self._program.memories["buffer", name]].write(start, end, value)
 
     def check(self, where: str) -> None:
-        """Raises ArtifactError, which says that it is in `where`."""
+        """Walk the function. Raises ArtifactError, naming `where`."""
         calls = {device: self._program.calls(self._function, device) for device in DEVICES}
         done = dict.fromkeys(DEVICES, 0)
         before = -1
@@ -114,13 +116,13 @@ class _OrderCheck:
                 while done[device] < len(calls[device]) and self._may_run(device, calls[device][done[device]]):
                     call = calls[device][done[device]]
                     if fault := self._run(device, done[device], call):
-                        place = f"{self._function}, call {done[device]} on the {device}"
+                        place = f"{self._function}, call {done[device]} on the {DEVICE_NAMES[device]}"
                         raise ArtifactError(f"{where}: {place}: {call.kernel} {fault}")
                     done[device] += 1
         for device in DEVICES:
             if done[device] < len(calls[device]):
                 waiting = calls[device][done[device]].kernel
-                place = f"{self._function}, call {done[device]} on the {device}"
+                place = f"{self._function}, call {done[device]} on the {DEVICE_NAMES[device]}"
                 raise ArtifactError(f"{where}: {place}: {waiting} waits for a flag that nobody sets")
         if missing := self._missing_result():
             raise ArtifactError(f"{where}: {self._function}: nothing whole is left in {missing}")
@@ -129,12 +131,12 @@ class _OrderCheck:
         return list(zip(call.args, self._kernels[device][call.kernel].parameters, strict=True))
 
     def _may_run(self, device: str, call: Call) -> bool:
-        """Whether the flags are set that a call waits for, by the other device."""
+        """Return whether the other side has set the flags that a call waits for."""
         awaited = (argument for argument, parameter in self._given(device, call) if parameter.access == "awaits")
         return all(self._set.get(argument.view.offset, (device,))[0] != device for argument in awaited)
 
     def _run(self, device: str, number: int, call: Call) -> str:
-        """Go through a call; return what is wrong with it, or nothing."""
+        """Walk one call. Return what is wrong with it, an empty text if nothing is."""
         given = self._given(device, call)
         for argument, parameter in given:
             if parameter.access == "awaits":
@@ -162,7 +164,7 @@ class _OrderCheck:
         return ""
 
     def _value(self, device: str, argument: Argument) -> _BufferValue | None:
-        """Return what a call on `device` is sure to find."""
+        """Return the value that a call on `device` is sure to find in an argument, None if there is none."""
         start, end = span_of(self._program, argument)
         value = self._arenas[arena_of(self._program, argument)].value(start, end)
         if value is None or value.name != argument.name:
@@ -178,8 +180,8 @@ class _OrderCheck:
             return f"is given {argument.name} for its step"
         if parameter.below is not None and (value.below is None or value.below > parameter.below):
             return f"takes numbers below {parameter.below} for {parameter.name}, and {argument.name} may have others"
-        # Of the inputs a call takes as many as it has rows. Of what calls have made, rows beyond the step's tokens are
-        # not written: whoever is made for as many rows leaves them out.
+        # A call reads as many elements of an input as it has rows. In values that calls have written, rows beyond the
+        # step's tokens are undefined: a kernel for as many rows leaves them out.
         if value.start != start or (value.source is None and value.end != end):
             return f"reads a part of {argument.name}"
         interface, rows = self._kernels[device][call.kernel], self._program.rows(self._function)
@@ -204,14 +206,14 @@ class _OrderCheck:
         return ""
 
     def _missing_result(self) -> str:
-        """Return the buffer in which the runtime will not find what it reads after the step, or nothing."""
+        """Return the first buffer that the runtime reads after the step and that has no whole value, or nothing."""
         program, function = self._program, self._function
         wanted: list[tuple[str, int | None]] = []
         if function in program.logits:
             wanted.append((program.logits[function], None))
         if function in program.top_logits:
-            leading = program.top_logits[function]
-            wanted += [(leading.scores, None), (leading.ids, program.vocab)]
+            top = program.top_logits[function]
+            wanted += [(top.scores, None), (top.ids, program.vocab)]
         for name, below in wanted:
             tensor = program.buffers[name]
             arena = self._arenas[program.memories["buffer", name]]
@@ -222,14 +224,11 @@ class _OrderCheck:
         return ""
 
 
-# A program against the code that it calls, before any of it runs.
-
-
 def check_code(artifact: Artifact, library: HostLibrary) -> None:
-    """Check every call of an artifact's program against the kernels of `library` and of the hot device's code.
+    """Check every call of an artifact's program against its kernels, before any code runs.
 
-    A library without a table of its kernels was not made by `picompile compile`, and is taken as it is. Raises
-    ArtifactError for a call that a kernel was not made for.
+    The kernels are those of `library` and of the accelerator's code. A library without a table of its kernels was not
+    made by `picompile compile`, and is not checked. Raises ArtifactError for a call that its kernel was not made for.
     """
     of_host = library.interfaces()
     if of_host is None:
@@ -259,6 +258,6 @@ def _accelerator_interfaces(artifact: Artifact) -> Mapping[str, KernelInterface]
         found = artifact.load_accelerator_code().interfaces()
     if found is None:
         raise ArtifactError(
-            f"{artifact.folder}: the hot device's code does not say what its kernels are; compile it again"
+            f"{artifact.folder}: the accelerator's code does not say what its kernels are; compile it again"
         )
     return found

@@ -1,6 +1,7 @@
-"""The interfaces of kernels: the table that the code of an artifact has of its own kernels.
+"""The interfaces of kernels, and the variants of an artifact's code.
 
-A program says what is called with what, the code what that must be; `call_checks` compares the two. The table is JSON:
+An artifact's code has a table that says which arguments its kernels take; `call_checks` compares the program's calls
+with it. The table is JSON:
 {"linear_q4_8x16_r1": {"tokens": 1, "args": [{"name": "step", "dtype": "int32", "shape": [8]}, …]}}
 """
 
@@ -17,8 +18,8 @@ from picompile_runtime.errors import MachineError, RequestError
 from picompile_runtime.request_checks import shown
 
 ACCESSES = ("in", "out", "scratch", "adds", "cache", "sets", "awaits", "abandons")
-"""Ways in which a kernel uses an argument: reads it, fills it, uses it as scratch memory, adds to its counters, reads
-and writes it as a KV cache, sets it as a flag, waits for it as a flag, or says in it that it gave up waiting."""
+"""Ways in which a kernel uses an argument: it reads it, fills it, uses it as scratch memory, adds to its counters,
+reads and writes it as a KV cache, sets it as a flag, waits for it as a flag, or notes in it that it gave up waiting."""
 
 _MOST = 2**31 - 1
 
@@ -27,8 +28,8 @@ _MOST = 2**31 - 1
 class KernelParameter:
     """One argument as a kernel declares it.
 
-    Integers that are read must be from 0 to `below` - 1 where that is not None, and those that are written are.
-    `copies` names the parameter whose content is copied to this one.
+    If `below` is not None, integers that the kernel reads must be from 0 to `below` - 1, and those that it writes are.
+    `copies` names the parameter whose content the kernel copies to this one.
     """
 
     name: str
@@ -40,13 +41,13 @@ class KernelParameter:
 
     @property
     def writes(self) -> bool:
-        """Whether the kernel changes it."""
+        """Whether the kernel writes to the argument."""
         return self.access not in ("in", "awaits")
 
 
 @dataclass(frozen=True)
 class KernelInterface:
-    """One kernel. `tokens`, `positions` and `slots` are how many there may be in a step, 0 where it does not ask."""
+    """A kernel's parameters, and how many `tokens`, `positions` and `slots` a step may have; 0 is any number."""
 
     tokens: int
     positions: int
@@ -55,7 +56,7 @@ class KernelInterface:
 
 
 def read_interfaces(text: bytes, where: str) -> Mapping[str, KernelInterface]:
-    """Parse a library's table. Raises ArtifactError, which says that it is in `where`."""
+    """Return the interfaces in a library's table by kernel. Raises ArtifactError, naming `where`."""
     return parse_interfaces(parse_object(text, where))
 
 
@@ -80,15 +81,12 @@ def _parameter(entry: Fields) -> KernelParameter:
     )
 
 
-# The code of an artifact: the same kernels for one or several instruction sets, and which of them runs here.
-
-
 ISA_VARIABLE = "PICOMPILE_ISA"
 
 
 @dataclass(frozen=True)
 class CodeVariant:
-    """The code in `file`, for a `machine` (as `uname -m` says it) whose processor has all of `features`."""
+    """The code in `file`, for the instruction set `isa`: a `machine` (as in `uname -m`) that has all of `features`."""
 
     isa: str
     machine: str
@@ -97,14 +95,14 @@ class CodeVariant:
 
     @property
     def runs_here(self) -> bool:
-        """Whether this machine has all that it needs."""
+        """Whether this machine has everything that the code needs."""
         return is_machine(self.machine) and not missing_features(self.features)
 
 
 def choose_variant(variants: Sequence[CodeVariant]) -> CodeVariant:
-    """The first of `variants`, which are listed best first, that runs here; or the one that PICOMPILE_ISA names.
+    """Return the variant to use here: the one that PICOMPILE_ISA names, else the first of `variants` that runs here.
 
-    Raises MachineError where none does, the one asked for included, and RequestError for one that is not there.
+    Raises MachineError if none runs here, or not the one asked for, and RequestError if that one does not exist.
     """
     if asked := os.environ.get(ISA_VARIABLE):
         known = ", ".join(variant.isa for variant in variants)
@@ -118,7 +116,7 @@ def choose_variant(variants: Sequence[CodeVariant]) -> CodeVariant:
 
 
 def _none_runs(variants: Sequence[CodeVariant]) -> MachineError:
-    """Says what the variant that comes nearest to this machine asks for."""
+    """Return the error for a machine that runs none: it says what the variant nearest to the machine needs."""
     lacking = [missing_features(variant.features) for variant in variants if is_machine(variant.machine)]
     if not lacking:
         machines = " or ".join(sorted({variant.machine for variant in variants}))

@@ -44,9 +44,10 @@ _MOST_READS = 100
 
 @dataclass(frozen=True)
 class Artifact:
-    """An opened artifact. `texts` has its small files; `weights` is mapped, code only by `load_code`.
+    """An opened artifact.
 
-    `descriptors` are those of weights and code, `weights_facts` size and time of the weights' file when it was checked.
+    `texts` has its small files by name. `weights` is mapped; code is mapped only by `load_code`. `descriptors` are
+    those of weights and code by file name, `weights_facts` the weights file's size and time when it was checked.
     """
 
     folder: Path
@@ -60,21 +61,24 @@ class Artifact:
     _close_files: Callable[[], object] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Once, whoever closes it and how often: by then the numbers are those of others' files.
+        # Closed once, however often `close` is called: after that, other files have the same numbers.
         descriptors = [*self.descriptors.values()]
         object.__setattr__(self, "_close_files", weakref.finalize(self, close_descriptors, descriptors))
 
     @property
     def variant(self) -> CodeVariant:
-        """The code that is used here. Raises MachineError if none can be, RequestError for a wrong PICOMPILE_ISA."""
+        """The code to use here. Raises MachineError if none runs here, RequestError for a wrong PICOMPILE_ISA."""
         return choose_variant(self.manifest.code)
 
     def load_code(self, variant: CodeVariant | None = None) -> HostLibrary:
-        """Map the code of `variant`, or else of what `choose_variant` takes; ArtifactError if it lacks a kernel."""
+        """Map and return the code of `variant`, by default the one to use here.
+
+        Raises ArtifactError if it lacks a kernel that the program calls.
+        """
         return self._load((variant or self.variant).file, "host")
 
     def load_accelerator_code(self, variant: CodeVariant | None = None) -> HostLibrary:
-        """The same for a hot device that is a partition of the CPU."""
+        """Map and return the code for an accelerator that is a partition of the CPU, as `load_code` does."""
         device = self.manifest.accelerator
         return self._load((variant or choose_variant(() if device is None else device.variants)).file, "device")
 
@@ -86,14 +90,14 @@ class Artifact:
         return library
 
     def json(self, name: str) -> Mapping[str, Any]:
-        """One of the small JSON files as a mapping; empty if the artifact has none of that name."""
+        """Return one of the small JSON files as a mapping; empty if the artifact has none of that name."""
         if name not in self.texts:
             return {}
         return parse_object(self.texts[name], str(self.folder / name), unique=False).data
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a text, by the model's facts and by its generation defaults."""
+        """Tokens that end a text, from the model's facts and from its generation defaults."""
         found: set[int] = set()
         defaults = self.json("generation_config.json")
         for value in (self.manifest.model.get("eos_token_ids"), defaults.get("eos_token_id")):
@@ -101,7 +105,7 @@ class Artifact:
         return frozenset(found)
 
     def check_weights(self) -> None:
-        """Raises ArtifactError if the file of the weights was written to since it was found whole."""
+        """Raise ArtifactError if the weights file was written to since it was checked."""
         if size_and_time(self.descriptors[WEIGHTS]) != self.weights_facts:
             raise ArtifactError(f"{self.folder / WEIGHTS}: was changed while it is in use; load the artifact again")
 
@@ -113,15 +117,21 @@ class Artifact:
 
 
 def open_artifact(path: str | os.PathLike[str]) -> Artifact:
-    """Open the artifact in the folder `path`; its weights are not hashed again if they were found whole before.
+    """Open and check the artifact in the folder `path`, and return it.
 
-    Raises ArtifactError if it is not whole, MachineError if it was made for another machine.
+    Weights that were hashed before, and have not changed since, are not hashed again.
+
+    Raises:
+        ArtifactError: the artifact is not whole or not valid.
+        MachineError: it was made for another kind of machine.
+        DoesNotFitError: this process has too little memory, or may not open more files.
+        RequestError: `path` cannot be a path.
     """
     folder = artifact_folder(path)
 
     def read() -> Artifact:
         manifest = read_manifest(folder)
-        choose_variant(manifest.code)  # before weights are hashed for nothing
+        choose_variant(manifest.code)  # before any weights are hashed
         return _open(folder, manifest, None, trust_stamps=True)
 
     with translate_system_errors(folder):
@@ -129,7 +139,19 @@ def open_artifact(path: str | os.PathLike[str]) -> Artifact:
 
 
 def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Manifest:
-    """Check an artifact wholly, hashing every byte of it; of the code that runs here, its kernels too."""
+    """Check every byte of the artifact in the folder `path`, and return its manifest.
+
+    All files are hashed. Code that runs on this machine is loaded, and its kernels are checked against the program.
+
+    Args:
+        path: the artifact's folder.
+        progress: called with a file's name, how many of its bytes are checked, and its size in bytes.
+
+    Raises:
+        ArtifactError: the artifact is not whole or not valid.
+        DoesNotFitError: this process has too little memory, or may not open more files.
+        RequestError: `path` cannot be a path.
+    """
     from picompile_runtime.artifact.call_order import check_code
 
     folder = artifact_folder(path)
@@ -150,9 +172,9 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Ma
 
 
 def _of_one_folder(folder: Path, read: Callable[[], Artifact]) -> Artifact:
-    """What `read` returns; it is asked again where another artifact took the folder's name meanwhile.
+    """Return what `read` returns, and call it again if another artifact took the folder's name meanwhile.
 
-    Files of both would not fit together, and those of the one before may be gone.
+    Files of the two would not fit together, and the older ones may be gone.
     """
     for _ in range(_MOST_READS - 1):
         before = _identity(folder)
@@ -172,7 +194,7 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 
 
 def _verify_accelerator(artifact: Artifact) -> None:
-    """ArtifactError if the code of the hot device lacks a kernel."""
+    """Raise ArtifactError if the accelerator's code lacks a kernel."""
     device = artifact.manifest.accelerator
     if device is None:
         return

@@ -10,18 +10,18 @@ from picompile_runtime.devices.memory import ALIGNMENT, Tensor, in_units
 from picompile_runtime.engine.layout import weights_of
 from picompile_runtime.errors import DoesNotFitError
 
-# What is left free for the driver at least: it keeps something for each graph and for the code. An estimate.
+# Bytes left free for the driver at least: it keeps some for each graph and for the code. This is an estimate.
 _SPARED_BYTES = 2**26
 # Large pieces of a GPU's memory are multiples of this.
 _PIECE_BYTES = 2**21
-# Of the neurons of a sparse block, so many are read in a step, as against all of a dense matrix. Which weights leave
-# the device depends on the order alone, so that this need not be exact.
+# Share of a sparse block's neurons that a step reads, as against all of a dense matrix. It only affects the order in
+# which weights leave the accelerator, so it need not be exact.
 _SPARSE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class AcceleratorNeed:
-    """Bytes of the hot device's memory; `driver` is what is left free for the driver."""
+    """Bytes of the accelerator's memory that a program needs; `driver` is what is left free for the driver."""
 
     weights: int
     kv_cache: int
@@ -30,17 +30,17 @@ class AcceleratorNeed:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.weights + self.kv_cache + self.workspace + self.driver
 
     def __str__(self) -> str:
-        """In words, for errors."""
+        """Return the parts in words, for errors."""
         parts = {"weights": self.weights, "KV cache": self.kv_cache, "workspace": self.workspace, "driver": self.driver}
         return ", ".join(f"{name} {in_units(size)[0]}" for name, size in parts.items())
 
 
 def accelerator_need(program: Program, tensors: Mapping[str, Tensor], graph_bytes: int = 0) -> AcceleratorNeed:
-    """Return what `program` takes, whose weights are `tensors`; the driver keeps `graph_bytes` for its graphs."""
+    """Return the memory that `program` needs with its weights `tensors`; the driver keeps `graph_bytes` for graphs."""
     caches = (tensor for name, tensor in program.state.items() if program.memories["state", name] == "device")
     return AcceleratorNeed(
         weights=_pieces(_packed(tensors[name] for name in _own_weights(program))),
@@ -53,11 +53,21 @@ def accelerator_need(program: Program, tensors: Mapping[str, Tensor], graph_byte
 def fit_accelerator(
     program: Program, tensors: Mapping[str, Tensor], free_bytes: int, may_move: bool, graph_bytes: int = 0
 ) -> Program:
-    """`program`, if so much memory of the device is enough for it.
+    """Return `program`, or a version of it that fits the accelerator's memory.
 
-    If not, and weights `may_move`: a program that computes the same, and leaves as many weights as it must with the
-    host, from where the device reads them over the bus. Those go first of which a step reads least. Raises
-    DoesNotFitError, before anything is loaded.
+    If `free_bytes` are too few and weights `may_move`, the result computes the same but leaves as many weights as it
+    must with the host, from where the accelerator reads them over the bus. The first to move are those of which a step
+    reads the smallest share.
+
+    Args:
+        program: the program as it was planned.
+        tensors: its weights.
+        free_bytes: free memory of the accelerator.
+        may_move: whether weights may move to the host.
+        graph_bytes: memory that the driver keeps for graphs.
+
+    Raises:
+        DoesNotFitError: the program does not fit. Nothing has been loaded by then.
     """
     need = accelerator_need(program, tensors, graph_bytes)
     if need.total <= free_bytes:
@@ -80,9 +90,9 @@ def fit_accelerator(
 
 
 def _moved(program: Program, tensors: Mapping[str, Tensor], wanted_bytes: int) -> frozenset[str]:
-    """Weights of the device that have so many bytes together, or all."""
+    """Return names of the accelerator's weights with `wanted_bytes` together, or all of them if they have fewer."""
     read = _read_bytes(program, tensors)
-    # Of equal ones the last: the first layers begin a step.
+    # Among equals the last goes first, since the first layers begin a step.
     names = _own_weights(program)[::-1]
     order = sorted(names, key=lambda name: read.get(name, 0.0) / max(1, tensors[name].size_bytes))
     moved: set[str] = set()
@@ -94,7 +104,7 @@ def _moved(program: Program, tensors: Mapping[str, Tensor], wanted_bytes: int) -
 
 
 def _read_bytes(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """About how much a step of decoding reads of each weight on the device."""
+    """Return about how many bytes of each of the accelerator's weights a decoding step reads."""
     read: dict[str, float] = {}
     for call in program.calls("decode", "device"):
         names = {arg.name for arg in call.args if arg.kind == "weight"}

@@ -1,4 +1,4 @@
-"""Where everything of a program lies: in the host's memory, in the hot device's, and in what they share."""
+"""Where the tensors of a program are: in the host's memory, the accelerator's, or memory that both share."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from picompile_runtime.artifact.program import Argument, Program
 from picompile_runtime.devices.accelerator import Accelerator, ArgumentView
 from picompile_runtime.devices.memory import ALIGNMENT, Tensor, anonymous_map, array_at
 
-# What an upload takes at a time: so much of a mapped file is in memory, and given back after.
+# Bytes of an upload's parts. Only one part of the mapped file needs to be in memory at a time.
 _PART_BYTES = 2**25
 
 
 @dataclass(frozen=True)
 class HostLayout:
-    """The host's memory: tensors by kind and name, each with the memory that holds it and the offset there."""
+    """The host's tensors: for each kind and name, the memory that holds it and its offset there in bytes."""
 
     places: Mapping[tuple[str, str], tuple[Any, int]]
 
     def array(self, argument: Argument) -> NDArray[Any]:
-        """What a call on the host is given."""
+        """Return an argument of a call on the host; weights are read-only."""
         memory, offset = self.places[argument.kind, argument.name]
         array = array_at(memory, replace(argument.view, offset=offset + argument.view.offset))
         array.flags.writeable = array.flags.writeable and argument.kind != "weight"
@@ -34,18 +34,21 @@ class HostLayout:
 
 @dataclass(frozen=True)
 class AcceleratorLayout:
-    """The hot device's memory, in the same way."""
+    """The accelerator's tensors: for each kind and name, the memory that holds it and its offset there in bytes."""
 
     places: Mapping[tuple[str, str], tuple[Any, int]]
 
     def view(self, argument: Argument) -> ArgumentView:
-        """What a call on the device is given."""
+        """Return an argument of a call on the accelerator."""
         memory, offset = self.places[argument.kind, argument.name]
         return ArgumentView(memory, replace(argument.view, offset=offset + argument.view.offset))
 
 
 def host_layout(program: Program, weights: Mapping[str, tuple[Any, int]]) -> HostLayout:
-    """Zeroed arena and caches, and the `weights` by name. Raises DoesNotFitError."""
+    """Allocate the host's arena and caches, zeroed, and return them with the `weights` by name.
+
+    Raises DoesNotFitError.
+    """
     arena = anonymous_map(program.arena_bytes, "the model's workspace")
     places = {("weight", name): place for name, place in weights.items()}
     for name, tensor in program.buffers.items():
@@ -64,10 +67,22 @@ def accelerator_layout(
     tensors: Mapping[str, Tensor],
     of_host: Mapping[str, tuple[Any, int]],
 ) -> tuple[AcceleratorLayout, NDArray[np.uint8]]:
-    """Memory of the device for all that its calls use, its weights copied from the `mapped` file but for those that it
-    reads where the host has them; and the memory that it shares with the host. Raises DoesNotFitError.
+    """Allocate the accelerator's memory for everything that its calls use, and copy its weights there.
+
+    Args:
+        program: the program.
+        device: the accelerator.
+        mapped: the mapped weights file.
+        tensors: the weights' places in the file.
+        of_host: the host's weights by name; the accelerator reads streamed weights where the host has them.
+
+    Returns:
+        The layout, and the memory that the accelerator shares with the host, uint8 [bytes].
+
+    Raises:
+        DoesNotFitError: there is too little memory.
     """
-    shared, array = device.share(program.shared_arena_bytes, "what host and device exchange")
+    shared, array = device.share(program.shared_arena_bytes, "memory for transfers between host and accelerator")
     arenas = {"shared": shared, "device": device.allocate(program.accelerator_arena_bytes, "the model's workspace")}
     places: dict[tuple[str, str], tuple[Any, int]] = {}
     for name, tensor in program.buffers.items():
@@ -85,7 +100,7 @@ def accelerator_layout(
 
 
 def weights_of(program: Program, device: str) -> list[str]:
-    """The names of the weights that calls on a device use, in order of use; on the host also of those it keeps."""
+    """Return the names of the weights that calls on `device` use, in order of use; for the host, streamed ones too."""
     calls = (call for function in program.functions for call in program.calls(function, device))
     used = [arg.name for call in calls for arg in call.args if arg.kind == "weight"]
     return list(dict.fromkeys([*used, *(sorted(program.streamed) if device == "host" else ())]))
@@ -98,7 +113,7 @@ def _upload(
     for name, tensor in tensors.items():
         offsets[name] = end
         end += -(-tensor.size_bytes // ALIGNMENT) * ALIGNMENT
-    memory = device.allocate(end, "the weights of the hot device")
+    memory = device.allocate(end, "the accelerator's weights")
     source = np.frombuffer(mapped, np.uint8)
     for name, tensor in tensors.items():
         for start, size in _parts(tensor.size_bytes):
