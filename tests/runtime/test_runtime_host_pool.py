@@ -153,8 +153,8 @@ def test_a_forked_process_starts_its_own_workers(library: Path) -> None:
     script = f"""
 import os, sys, warnings
 import numpy as np
-from picompile_runtime.memory import aligned_zeros
-from picompile_runtime.native import HostLibrary
+from picompile_runtime.devices.memory import aligned_zeros
+from picompile_runtime.devices.cpu.native import HostLibrary
 warnings.simplefilter("ignore")
 host = HostLibrary({str(library)!r})
 out = aligned_zeros((100,), np.int32)
@@ -270,8 +270,8 @@ def test_workers_of_a_forked_process_sleep(watched_library: Path) -> None:
     script = f"""
 import os, sys, threading, time, warnings
 import numpy as np
-from picompile_runtime.memory import aligned_zeros
-from picompile_runtime.native import HostLibrary
+from picompile_runtime.devices.memory import aligned_zeros
+from picompile_runtime.devices.cpu.native import HostLibrary
 warnings.simplefilter("ignore")
 host = HostLibrary({str(watched_library)!r})
 out, state, one = (aligned_zeros((1,), np.int32) for _ in range(3))

@@ -208,10 +208,10 @@ def restore(engine: Engine) -> Callable[[], None]:
 
 # The error if a side never answers: which side waited in which call for what, and which flags were set.
 STEP_TIMEOUTS = {
-    "host": r"step timeout: the accelerator waited too long in its call \d, toy_receive, for flag 0, which held \d and is "
-    r"set by toy_signal on the host; flags set in step \d: 1, of 2",
-    "device": r"step timeout: the host waited too long in its call 2, toy_wait, for flag 1, which held \d and is set by "
-    r"toy_send on the accelerator; flags set in step \d: 0, of 2",
+    "host": r"step timeout: the accelerator waited too long in its call \d, toy_receive, for flag 0, which held \d "
+    r"and is set by toy_signal on the host; flags set in step \d: 1, of 2",
+    "device": r"step timeout: the host waited too long in its call 2, toy_wait, for flag 1, which held \d and is "
+    r"set by toy_send on the accelerator; flags set in step \d: 0, of 2",
 }
 
 

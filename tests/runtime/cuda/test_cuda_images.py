@@ -124,10 +124,10 @@ def test_the_driver_gets_that_image(
 
 
 def artifact_with(code: AcceleratorCode | None, images: CudaImages) -> Any:
-    """What opening a device asks of an artifact."""
+    """Return what opening an accelerator needs of an artifact."""
     texts = {"kernels/d.json": json.dumps(described()).encode(), "kernels/d.cubin": images.cubin}
     texts["kernels/d.ptx"] = images.ptx
-    manifest, program = SimpleNamespace(hot_device=code), SimpleNamespace(waiting_kernels=frozenset())
+    manifest, program = SimpleNamespace(accelerator=code), SimpleNamespace(waiting_kernels=frozenset())
     return SimpleNamespace(folder=Path("model"), manifest=manifest, program=program, texts=texts)
 
 
