@@ -561,7 +561,7 @@ def test_tables_that_the_device_looks_up_have_enough_rows(make_hybrid: Callable[
 @pytest.mark.parametrize(
     ("hot_device", "match"),
     [
-        (None, "has calls for a hot device, and no code for one; compile it again"),
+        (None, "has calls for an accelerator, and no code for one; compile it again"),
         ({"kind": "tpu"}, "kind must be cpu or cuda"),
         ({"kind": "cpu"}, "code must be a list"),
         ({"kind": "cpu", "code": []}, "code must be a list of one variant or more"),

@@ -1,4 +1,4 @@
-"""The hot device that an artifact is for."""
+"""Opens the accelerator that an artifact is for."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from picompile_runtime.errors import ArtifactError
 
 
 def open_accelerator(artifact: Artifact, threads: int) -> Accelerator:
-    """Raises MachineError where this machine has none of its kind, ArtifactError where there is no code for it."""
+    """Open and return the accelerator that `artifact` is for; a CPU partition runs `threads` threads.
+
+    Raises MachineError if this machine has none of its kind, ArtifactError if the artifact has no code for it.
+    """
     code = artifact.manifest.accelerator
     if code is None:
-        raise ArtifactError(f"{artifact.folder}: has calls for a hot device, and no code for one; compile it again")
+        raise ArtifactError(f"{artifact.folder}: has calls for an accelerator, and no code for one; compile it again")
     if code.kind == "cpu":
         return CpuPartition(artifact.load_accelerator_code(), threads, artifact.program.waiting_kernels)
     from picompile_runtime.devices.cuda import open_cuda_accelerator
@@ -21,7 +24,7 @@ def open_accelerator(artifact: Artifact, threads: int) -> Accelerator:
 
 
 def split_threads(artifact: Artifact, threads: int) -> tuple[int, int]:
-    """How many threads host and device take. A device that is a GPU takes none of the CPU's."""
+    """Return how many of the CPU's threads host and accelerator get. A GPU gets none."""
     code = artifact.manifest.accelerator
     if code is None or code.kind != "cpu" or not artifact.program.has_accelerator:
         return threads, 0

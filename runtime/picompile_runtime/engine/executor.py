@@ -37,8 +37,8 @@ Ids = NDArray[np.int32]
 # The numbers of steps are int32, and 0 is in every flag at the start.
 _MOST_STEPS = 2**31 - 1
 # Number of layers that the accelerator computes for a chunk of a prompt before it may do something else. A GPU that
-# drives a display ends kernels that hold it for two seconds, and weights of 80 layers that come over the bus for a chunk
-# take longer.
+# drives a display ends kernels that hold it for two seconds, and the weights of 80 layers take longer to come over the
+# bus for a chunk.
 _LAYERS_TOGETHER = 8
 
 

@@ -1,6 +1,6 @@
-"""The GPU as hot device, through the CUDA driver alone. Imported where an artifact has code for a GPU.
+"""A GPU as the accelerator, through the CUDA driver alone. It is imported only for artifacts with code for a GPU.
 
-Nothing here has run on a GPU yet: tests use a stand-in for the driver (tests/fake_cuda), which holds callers to the
+Nothing here has run on a GPU yet: tests use a stand-in for the driver (tests/fake_cuda), which makes callers keep the
 rules of the driver API and runs kernels on the CPU.
 """
 
