@@ -130,8 +130,8 @@ def test_two_devices_overlap_where_they_meet(hybrid: Path) -> None:
     assert found.both_ns >= 3 * NAP_NS
     assert found.both_ns <= min(found.host_ns, found.device_ns)
     events = tracks(chrome_trace(steps))
-    assert list(events) == ["host", "hot device"]
-    meetings = [[event for event in events[side] if event["name"] == "linear"] for side in ("host", "hot device")]
+    assert list(events) == ["host", "accelerator"]
+    meetings = [[event for event in events[side] if event["name"] == "linear"] for side in ("host", "accelerator")]
     for host, device in zip(*meetings, strict=True):
         both_us = min(event["ts"] + event["dur"] for event in (host, device)) - max(host["ts"], device["ts"])
         assert both_us >= NAP_NS / 1e3 - 1e-6
@@ -147,7 +147,7 @@ def test_waits_are_told_apart_and_end_after_what_they_wait_for(hybrid: Path) -> 
     with load(hybrid, threads=2) as engine:
         steps, _ = traced(engine, 5, 4)
     events = tracks(chrome_trace(steps))
-    for side, waits in (("host", {"wait"}), ("hot device", {"receive"})):
+    for side, waits in (("host", {"wait"}), ("accelerator", {"receive"})):
         assert {event["name"] for event in events[side] if event["cat"] == "wait"} == waits
         assert {event["cat"] for event in events[side]} == {"wait", "compute"}
     for step in (step for step in steps if step.function == "decode"):
@@ -309,7 +309,7 @@ def test_bench_writes_a_trace(cli: Cli, request: pytest.FixtureRequest, tmp_path
         ended = cli("bench", folder, *options)
         assert (ended.code, ended.err) == (0, "")
     is_hybrid = artifact == "tiny_hybrid"
-    assert list(tracks(json.loads(trace.read_text()))) == ["host", "hot device"][: 1 + is_hybrid]
+    assert list(tracks(json.loads(trace.read_text()))) == ["host", "accelerator"][: 1 + is_hybrid]
     assert [path.name for path in trace.parent.iterdir()] == ["trace.json"]
     summary, *tables = ended.out.split("\n\n")
     names = ["prompt", "decode", "floor", "memory", "neurons", "devices", "exchanges", "step"]

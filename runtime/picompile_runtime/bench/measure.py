@@ -1,4 +1,10 @@
-"""Rounds of a benchmark: a prompt, then tokens one by one, and the speed of memory before and after."""
+"""Measures the speed of an engine, in tokens per second and as a share of the memory's bandwidth.
+
+A round reads a prompt, then decodes tokens one by one. Decoding reads each weight that it uses once a token, so the
+memory's bandwidth sets a floor to its time: the bytes that a token must move / bandwidth. The bandwidth is measured
+before and after each round, since it varies: other work on the machine, or on the host of a virtual one, takes a part
+of it.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +25,16 @@ from picompile_runtime.engine.engine import Engine
 from picompile_runtime.engine.timing import FiringCounts, mean_shares
 from picompile_runtime.errors import RequestError
 
-# A few: they show what all others are like.
+# A few steps are traced, since all steps are alike.
 _TRACED_STEPS = 8
 
 
 @dataclass(frozen=True)
 class BenchmarkLengths:
-    """What is measured: a prompt of `prompt` tokens, then `decode` steps, each of a token in `batch` sequences.
+    """The lengths of a round: a prompt of `prompt` tokens, then `decode` steps for a token of `sequences` sequences each.
 
-    With `depth` either begins behind so many tokens; without it the prompt is the first in the cache, and decoding
-    goes on behind it.
+    With `depth`, prompt and decoding each begin behind that many tokens. Without it, the prompt is at the beginning of
+    the cache, and decoding continues behind it.
     """
 
     prompt: int = 512
@@ -48,11 +54,11 @@ class BenchmarkLengths:
 
     @property
     def function(self) -> str:
-        """The function of the program that makes the steps."""
+        """The function of the program that decodes."""
         return "decode" if self.sequences == 1 else "batch"
 
     def check(self, engine: Engine) -> None:
-        """Raises RequestError for what cannot be measured."""
+        """Raise RequestError if `engine` cannot be measured with these lengths."""
         if self.prompt < 1 or self.decode < 1:
             raise RequestError("a benchmark needs at least one prompt token, one decoded token and one repetition")
         if self.depth is not None and self.depth < 0:
@@ -68,7 +74,7 @@ class BenchmarkLengths:
 
 @dataclass(frozen=True)
 class BenchmarkRound:
-    """One round: seconds of the prompt, of all decode steps, and of each call in them; what memory gave meanwhile."""
+    """The times of one round: of the prompt, of all decode steps, and of each call in them; and the memory's speed."""
 
     prefill_s: float
     decode_s: float
@@ -80,7 +86,7 @@ class BenchmarkRunner:
     """Runs rounds that all do the same."""
 
     def __init__(self, engine: Engine, lengths: BenchmarkLengths, ids: Sequence[int] | None) -> None:
-        """`ids` as for `bench.measure`. Raises RequestError for lengths that do not fit."""
+        """Prepare rounds; for `ids` see `measure`. Raises RequestError for lengths that do not fit."""
         lengths.check(engine)
         self._engine, self._lengths = engine, lengths
         self._reader = MemoryReader(engine.artifact.load_code(), engine.threads)
@@ -89,7 +95,7 @@ class BenchmarkRunner:
         text = random.integers(0, engine.vocab, count) if ids is None else np.resize(np.asarray(ids), count)
         start = lengths.depth or 0
         self._prompt = text[start : start + lengths.prompt].tolist()
-        # Sequences of a batch begin alike and go on differently.
+        # All sequences begin with the same tokens and continue with different ones.
         steps = text[lengths.decode_depth :][: lengths.sequences * lengths.decode].reshape(
             lengths.sequences, lengths.decode
         )
@@ -100,7 +106,7 @@ class BenchmarkRunner:
             self._copy()
 
     def run(self) -> BenchmarkRound:
-        """One round."""
+        """Run one round and return its times."""
         engine, lengths = self._engine, self._lengths
         engine.rewind(lengths.depth or 0)
         start = time.perf_counter()
@@ -118,7 +124,7 @@ class BenchmarkRunner:
         return BenchmarkRound(prefill_s, decode_s, call_s, np.concatenate([before, self._reader.read()]))
 
     def trace(self) -> list[TracedStep]:
-        """One step of the prompt, if it has more than one token, and a few of decoding, each call of them timed."""
+        """Run a few steps with times of each call, one of the prompt if it has several tokens, and return them."""
         engine, lengths = self._engine, self._lengths
         engine.rewind(lengths.depth or 0)
         first, rest = self._prompt[: engine.chunk], self._prompt[engine.chunk :]
@@ -154,15 +160,6 @@ class BenchmarkRunner:
             self._engine.read_sequences(tokens, list(range(len(tokens))))
 
 
-# Speed of an engine, in tokens and as a share of what the machine's memory can deliver.
-#
-# Decoding reads each weight that it uses once a token, so the memory's bandwidth sets a floor to its time: the bytes
-# that
-# a token must move / bandwidth. The bandwidth is measured before and after each round, since it moves: other work on
-# the
-# machine, or on the host of a virtual one, takes its part of it.
-
-
 @dataclass(frozen=True)
 class SpeedStatistics:
     """Median speed of several rounds, and the standard deviation between them (0.0 for a single one)."""
@@ -172,7 +169,7 @@ class SpeedStatistics:
 
     @classmethod
     def of(cls, tokens: int, seconds: Sequence[float]) -> SpeedStatistics:
-        """The speed of rounds of `tokens` tokens each."""
+        """Return the speed of rounds of `tokens` tokens that took so many `seconds`."""
         speeds = [tokens / second for second in seconds]
         return cls(float(np.median(speeds)), float(np.std(speeds, ddof=1)) if len(speeds) > 1 else 0.0)
 
@@ -188,12 +185,23 @@ def measure(
     sequences: int = 1,
     trace: Callable[[Sequence[TracedStep]], object] | None = None,
 ) -> dict[str, Any]:
-    """Prefill and decode `repeats` times after one round that does not count; the result is that of `bench --json`.
+    """Prefill and decode `repeats` times after one round that does not count, and return the figures of `bench --json`.
 
-    `ids` is the text to read (repeated or cut to length); random tokens of the vocabulary, always the same, without it.
-    Which neurons fire depends on the text, and so does the speed of decoding. Every round decodes the same tokens.
-    `depth` and `batch`: see `BenchmarkLengths`. `trace` is called with a few steps that come after the last round, call by call:
-    see `Rounds.trace`. Raises RequestError for what does not fit.
+    Every round decodes the same tokens. Which neurons fire depends on the text, and so does the speed of decoding.
+
+    Args:
+        engine: the engine.
+        prompt_tokens: tokens in the prompt.
+        decode_tokens: tokens to decode in each sequence.
+        repeats: rounds that count.
+        ids: the text to read, repeated or cut to length; by default random tokens, always the same ones.
+        progress: called with the number of rounds done and of all rounds.
+        depth: see `BenchmarkLengths`.
+        sequences: how many sequences decode together.
+        trace: called with a few steps after the last round, call by call: see `BenchmarkRunner.trace`.
+
+    Raises:
+        RequestError: an argument makes no sense, or the tokens do not fit the context.
     """
     lengths = BenchmarkLengths(prompt_tokens, decode_tokens, depth, sequences)
     if repeats < 1:
@@ -215,7 +223,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Measurement:
-    """What the figures are made of. `steps` are those of decoding that were traced."""
+    """Everything that was measured. `steps` are the traced steps of decoding."""
 
     artifact: Artifact
     lengths: BenchmarkLengths
@@ -225,24 +233,25 @@ class _Measurement:
 
     @property
     def tokens(self) -> int:
-        """How many tokens a round decodes."""
+        """Number of tokens that a round decodes."""
         return self.lengths.sequences * self.lengths.decode
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the hot device is a GPU: then rounds do not tell the times of its calls, and its memory is not the
-        one whose bandwidth is measured.
+        """Whether the accelerator is a GPU.
+
+        Then rounds have no times of its calls, and its memory is not the one whose bandwidth is measured.
         """
         code = self.artifact.manifest.accelerator
         return self.artifact.program.has_accelerator and code is not None and code.kind == "cuda"
 
     @property
     def bandwidths(self) -> list[float]:
-        """What the host's memory gave in each round, in bytes per second."""
+        """The speed of the host's memory in each round, in bytes per second."""
         return [float(np.median(each.bytes_per_s)) for each in self.rounds]
 
     def seconds(self, device: str, chosen: NDArray[np.bool_]) -> float:
-        """What the `chosen` calls of a step, all of them on `device`, take for a token."""
+        """Return the seconds per token of the `chosen` calls of a step, all of which are on `device`."""
         if device == "device" and self.on_gpu:
             spans = [np.array([span.end_ns - span.begin_ns for span in step.spans]) for step in self.steps]
             return float(np.median([1e-9 * each[chosen].sum() / self.lengths.sequences for each in spans]))
@@ -250,7 +259,7 @@ class _Measurement:
 
 
 def _result(measured: _Measurement, threads: int) -> dict[str, Any]:
-    """The medians of the rounds."""
+    """Return the medians of the rounds."""
     lengths, rounds = measured.lengths, measured.rounds
     program = measured.artifact.program
     return {
@@ -265,11 +274,11 @@ def _result(measured: _Measurement, threads: int) -> dict[str, Any]:
 
 def _decode(measured: _Measurement) -> dict[str, Any]:
     lengths, rounds, bandwidths = measured.lengths, measured.rounds, measured.bandwidths
-    # Kernels that compute every neuron of a batch do not count them.
+    # In steps for several sequences, kernels that compute every neuron do not count them.
     is_counted = lengths.sequences == 1 or any(row.computed_share for row in measured.firing)
     firing = measured.firing if is_counted else [replace(row, computed_share=1.0) for row in measured.firing]
     computed_share, firing_share = mean_shares(firing)
-    # What several sequences read of a block is at most what each of them reads, and no more than all of it.
+    # Several sequences read at most the sum of what each of them reads of a block, and no more than all of it.
     read = [replace(row, computed_share=min(1.0, row.computed_share * lengths.sequences)) for row in firing]
     cached = lengths.decode_depth + (lengths.decode + 1) / 2
     of_calls = (
@@ -291,7 +300,7 @@ def _decode(measured: _Measurement) -> dict[str, Any]:
 
 
 def _kernels(measured: _Measurement, of_calls: NDArray[np.float64]) -> Iterator[KernelTime]:
-    """A row for each kind of kernel on each device; `of_calls` are the bytes of each call for a token."""
+    """Yield a row for each kind of kernel on each device; `of_calls` are the bytes per token of each call."""
     calls = measured.artifact.program.functions[measured.lengths.function]
     kinds, devices = np.array([kind(call) for call in calls]), np.array([call.device for call in calls])
     for device in DEVICES:
