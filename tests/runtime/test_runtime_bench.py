@@ -196,5 +196,5 @@ def test_requests_that_make_no_sense(folder: Path) -> None:
         with pytest.raises(RequestError, match="depth must be 0 or more, not -1"):
             measure(engine, 10, 3, 1, depth=-1)
         for batch in (0, 2):
-            with pytest.raises(RequestError, match=rf"a batch of {batch} sequences .* compiled for 1 \(--sequences\)"):
+            with pytest.raises(RequestError, match=rf"{batch} sequences cannot be decoded together: .* compiled for 1 \(--sequences\)"):
                 measure(engine, 10, 3, 1, sequences=batch)

@@ -31,7 +31,7 @@ _TRACED_STEPS = 8
 
 @dataclass(frozen=True)
 class BenchmarkLengths:
-    """The lengths of a round: a prompt of `prompt` tokens, then `decode` steps for a token of `sequences` sequences each.
+    """The lengths of a round: a prompt of `prompt` tokens, then `decode` steps for `sequences` sequences at once.
 
     With `depth`, prompt and decoding each begin behind that many tokens. Without it, the prompt is at the beginning of
     the cache, and decoding continues behind it.
@@ -65,7 +65,7 @@ class BenchmarkLengths:
             raise RequestError(f"the depth must be 0 or more, not {self.depth}")
         if not 1 <= self.sequences <= engine.sequences:
             has = f"the model was compiled for {engine.sequences} (--sequences)"
-            raise RequestError(f"a batch of {self.sequences} sequences cannot be decoded: {has}")
+            raise RequestError(f"{self.sequences} sequences cannot be decoded together: {has}")
         if self.total > engine.context:
             behind = "" if not self.depth else f" behind {self.depth} others"
             what = f"{self.prompt} prompt tokens and {self.decode} decoded ones{behind}"
