@@ -15,7 +15,7 @@ from _gpu_eager import EagerModel
 from _gpu_weights import Array, write_artifact
 
 from picompile_runtime import DoesNotFitError, Engine, load, measure
-from picompile_runtime.artifact.reader import WEIGHTS
+from picompile_runtime.artifact.manifest import WEIGHTS
 from picompile_runtime.engine.timing import mean_shares
 
 # Of the largest logit. On the CPU, activations are rounded to bytes where weights are: see docs/adr, ADR 13.

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from picompile_runtime import DoesNotFitError, MachineError
-from picompile_runtime.bench.floor import MemoryReader
-from picompile_runtime.devices.base import View
+from picompile_runtime.bench.bandwidth import MemoryReader
+from picompile_runtime.devices.accelerator import ArgumentView
 from picompile_runtime.devices.cpu.native import HostLibrary
-from picompile_runtime.devices.cuda import CudaAccelerator, DeviceImages
+from picompile_runtime.devices.cuda import CudaAccelerator, CudaImages
 from picompile_runtime.devices.cuda import ping_pong as exchange
 from picompile_runtime.devices.memory import Tensor
 
@@ -26,7 +26,7 @@ _WAIT_S, _SPARED_BYTES = 0.2, 2**29
 _PASSES = 5
 
 
-def ping_pong(images: DeviceImages, library: Path, rounds: int) -> dict[str, Any]:
+def ping_pong(images: CudaImages, library: Path, rounds: int) -> dict[str, Any]:
     """Return the seconds of exchanges between host and GPU, where each waits for what the other writes.
 
     Raises MachineError where one of them does not see the other's writes.
@@ -35,7 +35,7 @@ def ping_pong(images: DeviceImages, library: Path, rounds: int) -> dict[str, Any
         return asdict(exchange(device, HostLibrary(library), rounds))
 
 
-def start_seconds(images: DeviceImages, library: Path, counts: Sequence[int]) -> dict[str, float | None]:
+def start_seconds(images: CudaImages, library: Path, counts: Sequence[int]) -> dict[str, float | None]:
     """Return how long it takes to start graphs whose first kernel waits for the host, by the launches behind that.
 
     A GPU takes only so much work at a time. None where it took no more, so that host and GPU waited for each other.
@@ -44,7 +44,7 @@ def start_seconds(images: DeviceImages, library: Path, counts: Sequence[int]) ->
     found: dict[str, float | None] = {}
     with closing(CudaAccelerator(images)) as device:
         memory = device.allocate(2**12, "what is copied")
-        views = [View(memory, Tensor("int32", (8,), offset)) for offset in (0, 1024, 2048)]
+        views = [ArgumentView(memory, Tensor("int32", (8,), offset)) for offset in (0, 1024, 2048)]
         for count in counts:
             try:
                 found[str(count)] = exchange(device, HostLibrary(library), 1, [(kernel, views)] * count).start_s

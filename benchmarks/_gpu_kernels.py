@@ -16,7 +16,7 @@ from _gpu_examples import example
 from _gpu_memory import Arguments
 from _gpu_weights import Array
 
-from picompile_runtime.devices.cuda import CudaAccelerator, DeviceImages, read_images
+from picompile_runtime.devices.cuda import CudaAccelerator, CudaImages, read_images
 
 LIMIT = 1e-3
 _MOST_COPIED_BYTES = 2**33
@@ -47,7 +47,7 @@ class Timing:
 TIMING = Timing(2**28, 2**30, 0.3, 0.01, 7, 2000)
 
 
-def images_of(pack: Path, name: str) -> DeviceImages:
+def images_of(pack: Path, name: str) -> CudaImages:
     """The code of one of a pack's lists of kernels."""
     with zipfile.ZipFile(pack / f"{name}.zip") as archive:
         text, cubin, ptx = (archive.read(f"device.{kind}") for kind in ("json", "cubin", "ptx"))
@@ -55,7 +55,7 @@ def images_of(pack: Path, name: str) -> DeviceImages:
 
 
 def run_case(
-    images: DeviceImages, case: Mapping[str, Any], torch_device: str, timing: Timing | None = None
+    images: CudaImages, case: Mapping[str, Any], torch_device: str, timing: Timing | None = None
 ) -> Iterator[Result]:
     """Compares with eager PyTorch, once for each of the case's shares, and with its weights on the host as well where
     they may be there; what is right is timed, if it shall be.
@@ -68,7 +68,7 @@ def run_case(
             yield {**_row(images, case, streamed, share, timing), "weights": "host"}
 
 
-def _row(images: DeviceImages, case: Mapping[str, Any], made: Example, share: float, timing: Timing | None) -> Result:
+def _row(images: CudaImages, case: Mapping[str, Any], made: Example, share: float, timing: Timing | None) -> Result:
     result: Result = {"share": share if case["shares"] else None}
     with closing(CudaAccelerator(images)) as device:
         result |= _check(device, case, made)
@@ -78,7 +78,7 @@ def _row(images: DeviceImages, case: Mapping[str, Any], made: Example, share: fl
     return result
 
 
-def copy_bandwidth(images: DeviceImages, timing: Timing = TIMING) -> float:
+def copy_bandwidth(images: CudaImages, timing: Timing = TIMING) -> float:
     """Bytes per second of copies within the GPU's memory, read and written bytes both counted: the best of several."""
     with closing(CudaAccelerator(images)) as device:
         size = timing.copy_bytes

@@ -9,7 +9,7 @@ import numpy as np
 from _gpu_example import STEP_NUMBER, Example
 from _gpu_weights import Array
 
-from picompile_runtime.devices.base import Accelerator, View
+from picompile_runtime.devices.accelerator import Accelerator, ArgumentView
 from picompile_runtime.devices.memory import Tensor
 
 _GUARD_BYTES = 256
@@ -91,14 +91,14 @@ class Arguments:
         else:
             self._device.write(place.memory, start, data)
 
-    def views(self, copy: int = 0) -> list[View]:
+    def views(self, copy: int = 0) -> list[ArgumentView]:
         """What a call is given: this copy of what has any, modulo their number."""
         return [self._view(argument, copy) for argument in self._arguments]
 
-    def _view(self, argument: dict[str, Any], copy: int) -> View:
+    def _view(self, argument: dict[str, Any], copy: int) -> ArgumentView:
         place = self._places[argument["name"].partition(".")[0]]
         offset = place.start + copy % place.copies * place.stride
-        return View(place.memory, Tensor(argument["dtype"], tuple(argument["shape"]), offset))
+        return ArgumentView(place.memory, Tensor(argument["dtype"], tuple(argument["shape"]), offset))
 
     def read(self, name: str) -> Array:
         """An argument as it is now."""

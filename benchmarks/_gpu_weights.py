@@ -31,8 +31,8 @@ import torch
 from numpy.typing import NDArray
 
 from picompile_passes.dialect import quantize_rows
-from picompile_runtime.artifact.reader import WEIGHTS, sealed
-from picompile_runtime.stamps import stamp
+from picompile_runtime.artifact.manifest import WEIGHTS, sealed
+from picompile_runtime.verified_files import mark_verified
 
 Array = NDArray[Any]
 
@@ -68,7 +68,7 @@ def write_artifact(archive: Path, folder: Path, active: float, skew: bool, added
     text = sealed(manifest)
     (folder / "manifest.json").write_bytes(text)
     with path.open("rb") as file:
-        stamp(path, file.fileno(), hashlib.sha256(text).hexdigest())
+        mark_verified(path, file.fileno(), hashlib.sha256(text).hexdigest())
 
 
 def _write(path: Path, tensors: Sequence[Mapping[str, Any]], constants: bytes, blocks: "Blocks") -> int:

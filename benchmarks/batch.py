@@ -22,7 +22,7 @@ from picompile_codegen import cpu as kernels
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
 from picompile_codegen.cpu import ffn as ffn_batch
-from picompile_runtime.bench.floor import MemoryReader
+from picompile_runtime.bench.bandwidth import MemoryReader
 from picompile_runtime.devices.cpu.native import CallList, HostLibrary
 
 _NEURONS, _DIM = 5632, 2048

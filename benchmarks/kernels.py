@@ -24,7 +24,7 @@ from picompile_codegen import cpu as kernels
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
 from picompile_codegen.cpu import Kernel
-from picompile_runtime.bench.floor import MemoryReader
+from picompile_runtime.bench.bandwidth import MemoryReader
 from picompile_runtime.devices.cpu.native import HostLibrary, seconds_of
 from picompile_runtime.devices.memory import aligned_zeros
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from peers_worker import STEPS, Request, next_tokens, serve, text
 
-from picompile_runtime.artifact.interfaces import choose
-from picompile_runtime.artifact.reader import read_manifest
-from picompile_runtime.bench.floor import MemoryReader, bytes_per_token
+from picompile_runtime.artifact.interfaces import choose_variant
+from picompile_runtime.artifact.manifest import read_manifest
+from picompile_runtime.bench.bandwidth import MemoryReader, bytes_per_token
 from picompile_runtime.engine.engine import Engine, load
 from picompile_runtime.engine.timing import mean_shares
 
@@ -37,7 +37,7 @@ class PicompileSession:
             if len(tokens) == 1:
                 self._engine.decode(tokens[0], copy=False)
             else:
-                self._engine.decode_batch(tokens, self._slots, copy=False)
+                self._engine.decode_sequences(tokens, self._slots, copy=False)
 
     def rewind(self) -> None:
         for slot in self._slots:
@@ -66,7 +66,7 @@ def main() -> None:
     artifact = Path(sys.argv[1])
     about = {
         "version": f"picompile {version('picompile')}",
-        "system": choose(read_manifest(artifact).code).isa,
+        "system": choose_variant(read_manifest(artifact).code).isa,
         "weight_bytes": (artifact / "weights.safetensors").stat().st_size,
     }
     serve(about, lambda request: PicompileSession(artifact, request))

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from picompile_codegen import cpu as kernels
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
-from picompile_runtime.bench.floor import MemoryReader
+from picompile_runtime.bench.bandwidth import MemoryReader
 from picompile_runtime.devices.cpu.native import CallList, HostLibrary, seconds_of
 
 SPARSITIES = (0.0, 0.3, 0.5, 0.7, 0.87, 0.9, 0.95, 0.99)

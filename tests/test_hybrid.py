@@ -222,7 +222,7 @@ def test_nothing_on_the_device(captured: Capture, tmp_path: Path, monkeypatch: p
     pair = compile_pair(captured("llama-relu"), tmp_path, quant="f16", hot={0: (), 1: ()})
     manifest = json.loads((pair.hybrid / "manifest.json").read_text())
     assert "hot_device" not in manifest
-    assert picompile_runtime.verify(pair.hybrid).hot_device is None
+    assert picompile_runtime.verify(pair.hybrid).accelerator is None
     assert tokens_of(pair.hybrid, [3, 1, 4]) == tokens_of(pair.apart, [3, 1, 4])
 
 

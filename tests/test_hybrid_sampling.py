@@ -106,7 +106,7 @@ def test_scores_of_every_kind_of_step(hybrid: Engine) -> None:
             found.append(made)
 
         def batch(tokens: Sequence[int], slots: Sequence[int]) -> None:
-            rows = hybrid.read_batch(tokens, slots) if reads else hybrid.decode_batch(tokens, slots)
+            rows = hybrid.read_sequences(tokens, slots) if reads else hybrid.decode_sequences(tokens, slots)
             for row in rows:
                 keep(row)
 

@@ -157,7 +157,7 @@ def write_program(
         accuracy: the result of the accuracy check, None where there was none.
     """
     from picompile.artifact import files
-    from picompile_runtime.artifact.reader import sealed
+    from picompile_runtime.artifact.manifest import sealed
 
     files.write_json(folder / "program.json", lowered.program.to_json())
     files.write_json(folder / "report.json", _report(lowered, contents.plan, accuracy))

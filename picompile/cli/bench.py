@@ -115,7 +115,7 @@ def bench_command(
                 ids,
                 lambda done, total: advance(1),
                 depth=depth,
-                batch=batch,
+                sequences=batch,
                 trace=keep if trace is not None else None,
             )
     print(json.dumps(result, indent=2)) if json_output else _show(result)

@@ -13,8 +13,8 @@ from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption
 from picompile.cli.plan_show import size, tokens
 
 if TYPE_CHECKING:
+    from picompile_runtime.artifact.manifest import AcceleratorCode, Manifest
     from picompile_runtime.artifact.program import Program
-    from picompile_runtime.artifact.reader import DeviceCode, Manifest
     from picompile_runtime.devices.memory import Tensor
 
 
@@ -26,7 +26,7 @@ def collect_device(
     folder: Path, manifest: "Manifest", program: "Program", tensors: Mapping[str, "Tensor"]
 ) -> dict[str, Any] | None:
     """What `--json` has of the hot device, None where there is none. Raises `ArtifactError`."""
-    code = manifest.hot_device
+    code = manifest.accelerator
     if code is None:
         return None
     return {
@@ -40,11 +40,11 @@ def collect_device(
 
 def _memory(program: "Program", tensors: Mapping[str, "Tensor"]) -> dict[str, dict[str, int]]:
     """What lies in each memory. Streamed weights are the host's, and read by the device where they lie."""
-    from picompile_runtime.engine.places import weights_of
+    from picompile_runtime.engine.layout import weights_of
 
     used, kept = weights_of(program, "device"), weights_of(program, "host")
     arenas = {
-        "device": program.device_arena_bytes,
+        "device": program.accelerator_arena_bytes,
         "host": program.arena_bytes,
         "shared": program.shared_arena_bytes,
     }
@@ -62,7 +62,7 @@ def _memory(program: "Program", tensors: Mapping[str, "Tensor"]) -> dict[str, di
     }
 
 
-def _kernels(folder: Path, code: "DeviceCode") -> Iterator[dict[str, Any]]:
+def _kernels(folder: Path, code: "AcceleratorCode") -> Iterator[dict[str, Any]]:
     """One entry a launch: how it is launched, and what the compiler says that it takes."""
     from picompile_runtime import ArtifactError
     from picompile_runtime.artifact.fields import parse_object
@@ -132,7 +132,7 @@ def inspect_command(artifact: ArtifactArgument, json_output: JsonOption = False,
 
 def collect(folder: Path) -> dict[str, Any]:
     """Everything that `inspect --json` prints. Raises `ArtifactError`."""
-    from picompile_runtime.artifact.reader import read_manifest
+    from picompile_runtime.artifact.manifest import read_manifest
 
     manifest = read_manifest(folder)
     program, tensors = _program(folder)
@@ -152,7 +152,7 @@ def collect(folder: Path) -> dict[str, Any]:
         "memory_bytes": {
             "weights": manifest.files["weights.safetensors"].size_bytes,
             "kv_cache": state_bytes,
-            "workspace": program.arena_bytes + program.device_arena_bytes + program.shared_arena_bytes,
+            "workspace": program.arena_bytes + program.accelerator_arena_bytes + program.shared_arena_bytes,
         },
         "token_bytes": _bytes_by_operator(program),
         "kernels": len({call.kernel for calls in program.functions.values() for call in calls}),
@@ -170,11 +170,11 @@ def collect(folder: Path) -> dict[str, Any]:
 def _code(manifest: "Manifest") -> list[dict[str, Any]]:
     """The code for each instruction set, the best first; `used_here` where it is what this machine runs."""
     from picompile_runtime import MachineError, RequestError
-    from picompile_runtime.artifact.interfaces import choose
+    from picompile_runtime.artifact.interfaces import choose_variant
 
     chosen = None
     with suppress(MachineError, RequestError):
-        chosen = choose(manifest.code)
+        chosen = choose_variant(manifest.code)
     return [
         {**asdict(variant), "bytes": manifest.files[variant.file].size_bytes, "used_here": variant == chosen}
         for variant in manifest.code

@@ -15,7 +15,7 @@ def verify_command(artifact: ArtifactArgument, debug: DebugOption = False) -> No
       picompile verify build/tiny
     """
     from picompile_runtime import verify
-    from picompile_runtime.artifact.reader import read_manifest
+    from picompile_runtime.artifact.manifest import read_manifest
 
     total = sum(entry.size_bytes for entry in read_manifest(artifact).files.values())
     with progress() as shown, shown.step("hash", total) as advance:

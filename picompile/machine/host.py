@@ -7,7 +7,8 @@ from pathlib import Path
 
 # What a container may use of the machine's memory: control groups, version 2 and version 1.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-# The buffer that is read for the bandwidth: as in `picompile_runtime.bench.floor`, unless that were much of the memory.
+# The buffer that is read for the bandwidth: as in `picompile_runtime.bench.bandwidth`, unless that were much of the
+# memory.
 _BUFFER_BYTES = 2**29
 _BUFFER_SHARE = 8
 
@@ -49,7 +50,7 @@ def _limits() -> list[int]:
 
 def measure_host(threads: int) -> Host:
     """Reads memory with `threads` threads; takes about a second."""
-    from picompile_runtime.bench.floor import memory_bandwidth
+    from picompile_runtime.bench.bandwidth import memory_bandwidth
 
     total_bytes, available_bytes = host_memory()
     size_bytes = min(_BUFFER_BYTES, available_bytes // _BUFFER_SHARE)

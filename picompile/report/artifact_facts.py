@@ -15,7 +15,7 @@ from picompile.report.plan import plan_of_report
 
 if TYPE_CHECKING:
     from picompile_runtime.artifact.fields import Fields
-    from picompile_runtime.artifact.reader import Manifest
+    from picompile_runtime.artifact.manifest import Manifest
 
 
 # The row of the statistics that a feed-forward call counts into is its place in the buffer.
@@ -71,7 +71,7 @@ def read_artifact(folder: Path) -> ArtifactFacts:
     """Reads the small files of an artifact, not its weights. Raises `ArtifactError` for one that is not whole."""
     from picompile_runtime import ArtifactError
     from picompile_runtime.artifact.fields import parse_object
-    from picompile_runtime.artifact.reader import read_manifest
+    from picompile_runtime.artifact.manifest import read_manifest
 
     manifest = read_manifest(folder)
     try:

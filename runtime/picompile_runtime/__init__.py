@@ -1,4 +1,4 @@
-"""The runtime of picompile: loads a compiled model and runs it. Needs numpy and tokenizers, and no compiler.
+"""The runtime of picompile: it loads a compiled model and runs it. It needs numpy, tokenizers and jinja2, no compiler.
 
 from picompile_runtime import Tokenizer, generate, load
 
@@ -6,12 +6,12 @@ with load("artifact") as engine:
     for piece in generate(engine, Tokenizer.of(engine.artifact), "Once upon a time"):
         print(piece, end="", flush=True)
 
-An artifact that was compiled for several sequences reads a token of each in one step, each in a slot of its own:
+An artifact that was compiled for several sequences reads one token of each in a single step; each has its own slot:
 
 with load("artifact") as engine:
     engine.prefill(first_prompt, slot=0)
     engine.prefill(second_prompt, slot=1)
-    logits = engine.decode_batch([token, other_token], slots=[0, 1])  # float32 [2, vocab]
+    logits = engine.decode_sequences([token, other_token], slots=[0, 1])  # float32 [2, vocab]
 """
 
 import importlib
@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 from picompile_runtime.version import __version__
 
 if TYPE_CHECKING:
-    from picompile_runtime.artifact.reader import Artifact, Manifest, open_artifact, verify
-    from picompile_runtime.bench.floor import memory_bandwidth
+    from picompile_runtime.artifact.manifest import Manifest
+    from picompile_runtime.artifact.reader import Artifact, open_artifact, verify
+    from picompile_runtime.bench.bandwidth import memory_bandwidth
     from picompile_runtime.bench.measure import measure
     from picompile_runtime.bench.perplexity import Perplexity, perplexity
     from picompile_runtime.engine.engine import Engine, load
@@ -80,7 +81,7 @@ _HOME = {
     "GenerationStats": "picompile_runtime.sampling.generate",
     "KernelError": "picompile_runtime.errors",
     "MachineError": "picompile_runtime.errors",
-    "Manifest": "picompile_runtime.artifact.reader",
+    "Manifest": "picompile_runtime.artifact.manifest",
     "Perplexity": "picompile_runtime.bench.perplexity",
     "PicompileRuntimeError": "picompile_runtime.errors",
     "RequestError": "picompile_runtime.errors",
@@ -93,7 +94,7 @@ _HOME = {
     "generate": "picompile_runtime.sampling.generate",
     "load": "picompile_runtime.engine.engine",
     "measure": "picompile_runtime.bench.measure",
-    "memory_bandwidth": "picompile_runtime.bench.floor",
+    "memory_bandwidth": "picompile_runtime.bench.bandwidth",
     "open_artifact": "picompile_runtime.artifact.reader",
     "perplexity": "picompile_runtime.bench.perplexity",
     "verify": "picompile_runtime.artifact.reader",

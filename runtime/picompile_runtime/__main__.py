@@ -1,4 +1,4 @@
-"""`picompile-run ARTIFACT -p PROMPT`: generate text with nothing but the runtime installed."""
+"""`picompile-run ARTIFACT -p PROMPT`: generate text with only the runtime installed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _result(generation: Generation) -> dict[str, object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code is that of the error, see errors.py."""
+    """Run the command and return its exit code, which is that of the error, if any: see errors.py."""
     options = _parser().parse_args(arguments)
     if hasattr(sys.stdout, "reconfigure"):  # a terminal that lacks a character must not end the text
         sys.stdout.reconfigure(errors="replace")
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader has had enough; keep Python from failing again when it flushes at exit
+    except BrokenPipeError:  # the reader has gone; keep Python from failing again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except PicompileRuntimeError as error:

@@ -1,4 +1,4 @@
-"""Every error that the runtime raises on purpose; `exit_code` is what a command ends with."""
+"""The errors that the runtime raises on purpose. `exit_code` is the exit code of a command that ends with the error."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ _MOST_LETTERS = 2000
 
 
 class PicompileRuntimeError(Exception):
-    """Root of the tree. Its text is one line: what was wrong, where, and what to do."""
+    """Base class of all errors here. Its text is one line: what was wrong, where, and what to do."""
 
     exit_code = 1
 
     def __init__(self, text: str) -> None:
-        """Names that came from a file may have line breaks and terminal codes in them; they are shown as `?`. Of a text
-        that has a very long name in it, the middle is left out.
+        """Make the error with `text`, cleaned up for one line.
+
+        Names that came from a file may contain line breaks and terminal codes; they are shown as `?`. If the text is
+        very long, because a name in it is, its middle is left out.
         """
         if len(text) > _MOST_LETTERS:
             text = f"{text[: _MOST_LETTERS // 2]}…{text[-_MOST_LETTERS // 2 :]}"
@@ -20,11 +22,11 @@ class PicompileRuntimeError(Exception):
 
 
 class KernelError(PicompileRuntimeError):
-    """A kernel refused its arguments or failed: a bug in the artifact's code or in the runtime."""
+    """A kernel rejected its arguments or failed: a bug in the artifact's code or in the runtime."""
 
 
 class RequestError(PicompileRuntimeError):
-    """What the caller asked for makes no sense or does not fit the model, such as a prompt longer than the context."""
+    """The caller's request makes no sense or does not fit the model, such as a prompt longer than the context."""
 
     exit_code = 2
 
@@ -42,6 +44,6 @@ class DoesNotFitError(PicompileRuntimeError):
 
 
 class MachineError(PicompileRuntimeError):
-    """The artifact is valid, but made for another kind of machine."""
+    """The artifact is valid, but was made for another kind of machine."""
 
     exit_code = 6

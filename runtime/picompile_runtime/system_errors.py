@@ -1,4 +1,4 @@
-"""What the system refuses while an artifact is opened or loaded, told by its cause."""
+"""Turns the system's errors while an artifact is opened or loaded into the runtime's, which name the cause."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from picompile_runtime.engine.checks import shown
 from picompile_runtime.errors import ArtifactError, DoesNotFitError, PicompileRuntimeError, RequestError
+from picompile_runtime.request_checks import shown
 
 _NO_MEMORY = "there is too little memory, or this process may not have more (ulimit -v, a container's limit)"
 _AGAIN = "copy or compile the model again"
 _PERMISSIONS = "change its permissions, and those of the folders above it"
-# What this process may not have, whatever the artifact is like.
+# Errors because of this process's limits, whatever the artifact is like.
 _LIMITS = {
     errno.EMFILE: "this process may not open more (ulimit -n): close some, or raise the limit",
     errno.ENFILE: "this system cannot open more: close programs, or raise fs.file-max",
@@ -31,20 +31,20 @@ _FILES = {
 
 
 def system_error(where: object, error: OSError, failed: str = "cannot be opened") -> PicompileRuntimeError:
-    """Return the error to raise for `error`, which came up with the file or folder `where`; `failed` says with what."""
+    """Return the error to raise for `error`, which occurred with the file or folder `where`; `failed` says at what."""
     code = error.errno or _errno_of_text(str(error))
     kind = DoesNotFitError if code in _LIMITS else ArtifactError
     return kind(f"{where}: {failed} ({error.strerror or error}); {_LIMITS.get(code) or _FILES.get(code, _AGAIN)}")
 
 
 def _errno_of_text(text: str) -> int:
-    """Return the error's number where a loader tells it in words only; 0 where it is none of ours."""
+    """Return the number of an error that a loader reports only in words; 0 if it is not in `_LIMITS`."""
     return next((code for code in _LIMITS if os.strerror(code) in text), 0)
 
 
 @contextmanager
-def told_by_cause(where: object) -> Iterator[None]:
-    """Turn errors of the system into those of the runtime."""
+def translate_system_errors(where: object) -> Iterator[None]:
+    """Raise the system's errors inside the context as ArtifactError or DoesNotFitError, naming `where`."""
     try:
         yield
     except MemoryError as error:
@@ -57,8 +57,8 @@ def told_by_cause(where: object) -> Iterator[None]:
         raise DoesNotFitError(f"{where}: cannot be loaded: {_LIMITS[errno.EAGAIN]}") from error
 
 
-def folder_of(path: str | os.PathLike[str]) -> Path:
-    """Return the path that a caller gave for an artifact. Raises RequestError for what can be no path."""
+def artifact_folder(path: str | os.PathLike[str]) -> Path:
+    """Return a caller's path of an artifact as a Path. Raises RequestError if it cannot be a path."""
     try:
         text = os.fsdecode(path)
     except TypeError as error:

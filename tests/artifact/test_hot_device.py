@@ -226,8 +226,8 @@ def test_the_gate_reads_without_the_gpu(gpu_model: Path, held_out: Path, tmp_pat
     assert {path.name for path in (tmp_path / "gpu" / "kernels").iterdir()} == {
         "host.so", "device.cubin", "device.ptx", "device.json"
     }  # fmt: skip
-    manifest = picompile_runtime.artifact.reader.read_manifest(tmp_path / "gpu")
-    assert manifest.hot_device is not None and manifest.hot_device.sm == 89
+    manifest = picompile_runtime.artifact.manifest.read_manifest(tmp_path / "gpu")
+    assert manifest.accelerator is not None and manifest.accelerator.sm == 89
     program = json.loads((tmp_path / "gpu" / "program.json").read_text())
     assert any(call.get("device") == "device" for call in program["functions"]["decode"])
     read = json.loads((tmp_path / "gpu" / "manifest.json").read_text())

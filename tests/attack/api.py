@@ -126,8 +126,8 @@ class Case:
         if not slots:
             return
         ids = self.random.integers(0, VOCAB, len(slots)).tolist()
-        found = self.engine.decode_batch(self._form(ids), self._form(slots))
-        self._same("decode_batch", found, self.twin.decode_batch(ids, slots))
+        found = self.engine.decode_sequences(self._form(ids), self._form(slots))
+        self._same("decode_sequences", found, self.twin.decode_sequences(ids, slots))
         for slot, token in zip(slots, ids, strict=True):
             self.tokens[slot].append(token)
 
@@ -190,9 +190,11 @@ class Case:
             "check": lambda: engine.check(ids),
             "decode": lambda: engine.decode(token),
             "decode slot": lambda: engine.decode(1, slot),
-            "batch": lambda: engine.decode_batch(ids, [0]),
-            "batch slots": lambda: engine.decode_batch([1, 2], self._pick([*LISTS, [0, slot], [0, 0], [0], [0, 1, 2]])),
-            "read_batch": lambda: engine.read_batch(ids, ids),
+            "batch": lambda: engine.decode_sequences(ids, [0]),
+            "batch slots": lambda: engine.decode_sequences(
+                [1, 2], self._pick([*LISTS, [0, slot], [0, 0], [0], [0, 1, 2]])
+            ),
+            "read_sequences": lambda: engine.read_sequences(ids, ids),
             "rewind": lambda: engine.rewind(position),
             "rewind slot": lambda: engine.rewind(0, slot),
             "reset": lambda: engine.reset(slot),
@@ -232,7 +234,8 @@ class Case:
         engine.close()
         uses: list[Callable[[], Any]] = [
             lambda: engine.prefill([1]), lambda: engine.decode(1), lambda: engine.read([1]), lambda: engine.check([1]),
-            lambda: engine.decode_batch([1], [0]), lambda: engine.read_batch([1], [0]), lambda: engine.score([1]),
+            lambda: engine.decode_sequences([1], [0]), lambda: engine.read_sequences([1], [0]),
+            lambda: engine.score([1]),
             lambda: engine.rewind(0), lambda: engine.reset(), lambda: engine.copy(0, 1), lambda: engine.firing(),
             lambda: engine.reset_firing(), lambda: engine.start_timing(), lambda: engine.stop_timing(),
             lambda: engine.timing("decode"), lambda: engine.spans("decode"), lambda: perplexity(engine, [1, 2]),

@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers.damage import STRANGE, places, replaced, without
-from picompile_runtime.artifact.reader import sealed
+from picompile_runtime.artifact.manifest import sealed
 
 Json = dict[str, Any]
 

@@ -108,7 +108,7 @@ class Soak:
         if engine.sequences > 1:
             engine.copy(0, 1)
             for _ in range(5):
-                engine.decode_batch(self._ids(engine, 2), [0, 1])
+                engine.decode_sequences(self._ids(engine, 2), [0, 1])
         engine.start_timing()
         engine.decode(1)
         engine.stop_timing()

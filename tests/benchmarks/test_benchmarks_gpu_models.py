@@ -28,7 +28,7 @@ from picompile.synth.shapes import shape_from_config
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
 from picompile_runtime import open_artifact
-from picompile_runtime.engine.places import weights_of
+from picompile_runtime.engine.layout import weights_of
 
 __all__ = ["fake_cuda", "fake_library", "gpu_pack", "kernels"]
 

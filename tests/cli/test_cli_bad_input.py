@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.support import Cli, Ended, save_byte_tokenizer
-from picompile_runtime.artifact.reader import sealed
+from picompile_runtime.artifact.manifest import sealed
 
 Usage = namedtuple("Usage", "total used free")
 

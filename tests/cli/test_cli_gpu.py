@@ -14,9 +14,9 @@ from helpers.gpu_artifacts import fake_cuda, fake_library, gpu, gpu_artifact, gp
 from helpers.support import Cli
 from picompile.placement.plan_file import read_plan
 from picompile_runtime.artifact import weights as resident
-from picompile_runtime.artifact.reader import sealed
+from picompile_runtime.artifact.manifest import sealed
 from picompile_runtime.devices.cuda import CudaAccelerator, driver
-from picompile_runtime.engine import places as device_memory
+from picompile_runtime.engine import accelerator_memory as device_memory
 
 __all__ = ["fake_cuda", "fake_library", "gpu", "gpu_artifact", "gpu_kernels", "gpu_model", "host_artifact"]
 
@@ -361,7 +361,7 @@ def test_what_the_gpu_reads_from_the_host_is_in_memory_that_can_be_pinned(
     monkeypatch.setattr(resident, "_free_bytes", lambda: 1000)
     ended = cli("run", gpu_artifact, "--ids", IDS)
     assert (ended.code, ended.out, ended.err.count("\n")) == (5, "", 1)
-    assert "the weights of the host, from where the GPU reads them, take 0.1 MiB" in ended.err
+    assert "the weights that the GPU reads from the host's memory take 0.1 MiB" in ended.err
 
 
 def test_without_a_driver(cli: Cli, gpu_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from picompile.machine import find_native_target
 from picompile_codegen.build.host_library import c_compiler
 from picompile_codegen.build.isa import ISAS
 from picompile_codegen.errors import ToolchainError
-from picompile_runtime.artifact.reader import sealed
+from picompile_runtime.artifact.manifest import sealed
 
 IDS = "1,15,7,200,31"
 

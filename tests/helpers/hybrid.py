@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from picompile_runtime import Engine
-from picompile_runtime.devices.base import View
+from picompile_runtime.devices.accelerator import ArgumentView
 from picompile_runtime.devices.cpu.native import CallList, HostLibrary, TensorTable
 from picompile_runtime.devices.memory import aligned_zeros, array_at
 
@@ -58,8 +58,8 @@ def every_step(engine: Engine, ids: Sequence[int]) -> dict[str, NDArray[np.float
 def _several(engine: Engine, ids: Sequence[int]) -> dict[str, list[NDArray[np.float32]]]:
     """Steps of three sequences, the first of which has begun."""
     found = {"prompts": [engine.prefill(ids[:2], 1), engine.prefill(ids[:9], 2)]}
-    found["batch"] = [engine.decode_batch(ids[start : start + 3], [2, 0, 1]) for start in (3, 9, 14)]
-    found["batch of two"] = [engine.decode_batch(ids[4:6], [1, 0])]
+    found["batch"] = [engine.decode_sequences(ids[start : start + 3], [2, 0, 1]) for start in (3, 9, 14)]
+    found["batch of two"] = [engine.decode_sequences(ids[4:6], [1, 0])]
     engine.copy(0, 2)
     found["copied"] = [engine.decode(ids[14], 2), engine.decode(ids[15])]
     return found
@@ -129,8 +129,8 @@ def poison(engine: Engine) -> None:
     """From now on each step finds nothing but NaN, -1 and masks of all neurons in memory, and what it was given."""
     executor = engine._executor
     arrays = [array for name, array in executor.buffers.items() if name not in _KEPT]
-    if executor._device is not None:
-        of_device = {name for kind, name in executor._device_places.places if kind == "buffer"}
+    if executor._accelerator is not None:
+        of_device = {name for kind, name in executor._accelerator_layout.places if kind == "buffer"}
         names = of_device - set(executor.buffers) - set(_KEPT_ON_DEVICE)
         arrays += [device_array(engine, "buffer", name) for name in sorted(names)]
     run = executor._call
@@ -147,8 +147,8 @@ def poison(engine: Engine) -> None:
 def device_array(engine: Engine, kind: str, name: str) -> NDArray[np.uint8]:
     """What a device that is a partition of the CPU has in its memory."""
     tensors = engine._program.buffers if kind == "buffer" else engine._program.state
-    memory, offset = engine._executor._device_places.places[kind, name]
-    view = View(memory, replace(tensors[name], offset=offset))
+    memory, offset = engine._executor._accelerator_layout.places[kind, name]
+    view = ArgumentView(memory, replace(tensors[name], offset=offset))
     return array_at(view.memory, view.tensor)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from picompile_runtime.artifact.reader import sealed
+from picompile_runtime.artifact.manifest import sealed
 
 FINGERPRINT = "5a" * 32
 

@@ -42,7 +42,7 @@ def test_the_processor_has_a_name() -> None:
 def test_the_buffer_is_a_small_part_of_memory(
     limits: Path, monkeypatch: pytest.MonkeyPatch, limit_bytes: int, expected: int
 ) -> None:
-    from picompile_runtime.bench import floor as bandwidth
+    from picompile_runtime.bench import bandwidth
 
     if limit_bytes > psutil.virtual_memory().available and psutil.virtual_memory().available < 8 * 2**29:
         pytest.skip("needs 4 GiB of memory")

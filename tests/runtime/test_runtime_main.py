@@ -12,7 +12,7 @@ import pytest
 from helpers.toys.toy_artifact import make_toy
 from helpers.toys.toy_tokenizers import EOS, byte_level
 from picompile_runtime.__main__ import main
-from picompile_runtime.artifact.reader import sealed
+from picompile_runtime.artifact.manifest import sealed
 
 ANSWER = "hello 🙂 world"
 

@@ -1,23 +1,24 @@
-"""Each call of a program against what its kernel declares: dtypes, shapes, and what is written where.
+"""Checks each call of a program against its kernel's interface: dtypes, shapes, and what is written where.
 
-Kernels trust their arguments. So nothing is called that was not declared: a weight is only read, a KV cache is given
-where a cache is asked for, counters are counted in where counters are, and a kernel is made for as many rows, positions
-and slots as the steps of the function have. `call_order` then checks what the arguments hold.
+Kernels trust their arguments, so calls must match what kernels declare: a weight is only read, a parameter for a KV
+cache is given a cache and one for counters is given counters, and a kernel is made for as many rows, positions and
+slots as the steps of the function have. `call_order` then checks what the arguments contain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from picompile_runtime.artifact.interfaces import Interface, Parameter
-from picompile_runtime.artifact.program import BATCH, WAITS, Argument, Call, Program
+from picompile_runtime.artifact.interfaces import KernelInterface, KernelParameter
+from picompile_runtime.artifact.program import BATCH, WAITING_OPS, Argument, Call, Program
+from picompile_runtime.artifact.program_checks import DEVICE_NAMES
 from picompile_runtime.devices.memory import ALIGNMENT
 from picompile_runtime.errors import ArtifactError
 
 Range = Callable[[Argument], tuple[int, int]]
 """Returns the lowest and the highest integer of a weight."""
 
-# What the runtime itself writes, or lets kernels count and signal in; a kernel's results have no place there.
+# Buffers that the runtime itself writes, or that kernels count and signal in; no kernel may write results there.
 INPUTS = ("step", "tokens", "positions", "slots")
 _COUNTERS = ("stats", "stats.batch", "stats.unused")
 _FLAGS = {"sets": "flags", "awaits": "flags", "abandons": "abandoned"}
@@ -25,8 +26,10 @@ _FLAG_BYTES = 64
 _COUNTER_BYTES = 16  # int64 [2]
 
 
-def check_calls(program: Program, device: str, kernels: Mapping[str, Interface], numbers: Range, where: str) -> None:
-    """Check all calls of a program on `device`, whose code has `kernels`. Raises ArtifactError."""
+def check_calls(
+    program: Program, device: str, kernels: Mapping[str, KernelInterface], numbers: Range, where: str
+) -> None:
+    """Check all calls of a program that run on `device`, whose code has `kernels`. Raises ArtifactError."""
     checked: set[tuple[Argument, int]] = set()
     for function in program.functions:
         for number, call in enumerate(program.calls(function, device)):
@@ -35,11 +38,12 @@ def check_calls(program: Program, device: str, kernels: Mapping[str, Interface],
             if interface is not None and not fault:
                 fault = _number_fault(call, interface, numbers, checked)
             if fault:
-                raise ArtifactError(f"{where}: {function}, call {number} on the {device}: {call.kernel} {fault}")
+                place = f"{function}, call {number} on the {DEVICE_NAMES[device]}"
+                raise ArtifactError(f"{where}: {place}: {call.kernel} {fault}")
 
 
-def _fault(program: Program, function: str, call: Call, interface: Interface) -> str:
-    """Return what is wrong with a call, or nothing."""
+def _fault(program: Program, function: str, call: Call, interface: KernelInterface) -> str:
+    """Return what is wrong with a call, an empty text if nothing is."""
     if len(call.args) != len(interface.parameters):
         return f"takes {len(interface.parameters)} arguments, and is given {len(call.args)}"
     for argument, parameter in zip(call.args, interface.parameters, strict=True):
@@ -51,12 +55,12 @@ def _fault(program: Program, function: str, call: Call, interface: Interface) ->
             return f"is given {argument.name} at byte {view.offset}, which is no multiple of {ALIGNMENT}"
         if fault := _place_fault(argument, parameter):
             return fault
-    if any(parameter.access == "awaits" for parameter in interface.parameters) and call.op not in WAITS:
+    if any(parameter.access == "awaits" for parameter in interface.parameters) and call.op not in WAITING_OPS:
         return f"waits for a flag, which a call of {call.op!r} may not"
     return _step_fault(program, function, interface) or _overlap_fault(program, call, interface)
 
 
-def _place_fault(argument: Argument, parameter: Parameter) -> str:
+def _place_fault(argument: Argument, parameter: KernelParameter) -> str:
     name, access = argument.name.removesuffix(".device"), parameter.access
     if parameter.name == "step":
         expected = argument.kind == "buffer"
@@ -69,14 +73,14 @@ def _place_fault(argument: Argument, parameter: Parameter) -> str:
     elif access in _FLAGS:
         expected = argument.name == _FLAGS[access] and argument.view.offset % _FLAG_BYTES == 0
     elif parameter.writes and (name in INPUTS or name in (*_COUNTERS, *_FLAGS.values())):
-        # The device has copies of the inputs, which are made anew in every step.
+        # The accelerator has copies of the inputs, which each step makes anew.
         expected = parameter.copies is not None and name in INPUTS and argument.name != name
     else:
         expected = True
     return "" if expected else f"may not be given {argument.kind} {argument.name} for {parameter.name} ({access})"
 
 
-def _step_fault(program: Program, function: str, interface: Interface) -> str:
+def _step_fault(program: Program, function: str, interface: KernelInterface) -> str:
     rows = program.rows(function)
     if interface.tokens not in (0, 1, rows):
         return f"is made for steps of {interface.tokens} tokens, and here they have {rows}"
@@ -90,14 +94,14 @@ def _step_fault(program: Program, function: str, interface: Interface) -> str:
     return ""
 
 
-def _overlap_fault(program: Program, call: Call, interface: Interface) -> str:
-    """Kernels are compiled for tensors that do not overlap what they write."""
+def _overlap_fault(program: Program, call: Call, interface: KernelInterface) -> str:
+    """Return which argument overlaps one that the kernel writes: kernels are compiled for tensors that do not."""
     given = sorted(
         (arena_of(program, argument), *span_of(program, argument), parameter.writes, parameter.name)
         for argument, parameter in zip(call.args, interface.parameters, strict=True)
         if argument.kind != "weight"
     )
-    # Of what has begun so far, the end of all, and the end of what is written.
+    # The end of all arguments that have begun so far, and of those that are written.
     arena, end, end_written = "", 0, 0
     for memory, start, stop, writes, name in given:
         if memory != arena:
@@ -109,21 +113,21 @@ def _overlap_fault(program: Program, call: Call, interface: Interface) -> str:
 
 
 def arena_of(program: Program, argument: Argument) -> str:
-    """Return the memory that an argument lies in: host, device or shared, or a state tensor's own."""
+    """Return the memory that an argument is in: host, device or shared, or a state tensor's own."""
     if argument.kind == "state":
         return f"state {argument.name}"
     return program.memories[argument.kind, argument.name]
 
 
 def span_of(program: Program, argument: Argument) -> tuple[int, int]:
-    """Return where an argument begins and ends in its memory."""
+    """Return where an argument begins and ends in its memory, in bytes."""
     base = program.buffers[argument.name].offset if argument.kind == "buffer" else 0
     start = base + argument.view.offset
     return start, start + argument.view.size_bytes
 
 
-def _number_fault(call: Call, interface: Interface, numbers: Range, checked: set[tuple[Argument, int]]) -> str:
-    """Return which weight has integers that the kernel would take for indices out of range, or nothing."""
+def _number_fault(call: Call, interface: KernelInterface, numbers: Range, checked: set[tuple[Argument, int]]) -> str:
+    """Return which weight has integers that the kernel would use as indices out of range, an empty text if none."""
     for argument, parameter in zip(call.args, interface.parameters, strict=True):
         if parameter.below is None or argument.kind != "weight" or (argument, parameter.below) in checked:
             continue

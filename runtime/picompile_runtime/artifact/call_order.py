@@ -1,8 +1,8 @@
-"""What the arguments of a program's calls hold when each call runs: every function is gone through once, without data.
+"""Checks what the arguments of a program's calls contain when each call runs, by walking each function without data.
 
-Buffers share memory, and two devices run at the same time. Here it is shown of every argument that is read that it was
-written before, by one call and wholly, and that nothing has overwritten it; where host and device exchange something,
-that a flag makes the order sure; and that every wait comes to an end. So no kernel takes for indices what is none.
+Buffers share memory, and host and accelerator run at the same time. The walk shows for every argument that is read
+that one call wrote all of it before and that nothing has overwritten it since; that a flag ensures the order of each
+transfer between host and accelerator; and that every wait ends. So no kernel uses as indices what are none.
 """
 
 from __future__ import annotations
@@ -14,27 +14,30 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from picompile_runtime.artifact.call_checks import INPUTS, arena_of, check_calls, span_of
-from picompile_runtime.artifact.interfaces import Interface, Parameter
+from picompile_runtime.artifact.interfaces import KernelInterface, KernelParameter
+from picompile_runtime.artifact.manifest import PROGRAM
 from picompile_runtime.artifact.program import BATCH, DEVICES, Argument, Call, Program
-from picompile_runtime.artifact.reader import PROGRAM, Artifact
+from picompile_runtime.artifact.program_checks import DEVICE_NAMES
+from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.errors import ArtifactError
 
-Interfaces = Mapping[str, Mapping[str, Interface]]
-"""The kernels of each device."""
+Interfaces = Mapping[str, Mapping[str, KernelInterface]]
+"""The kernels of the host and of the accelerator, by device."""
 
 
 def check_order(program: Program, kernels: Interfaces, where: str) -> None:
-    """Check all functions of a program whose calls `check_calls` has found right. Raises ArtifactError."""
+    """Check the order of all functions of a program that `check_calls` has accepted. Raises ArtifactError."""
     for function in program.functions:
-        _Order(program, function, kernels).check(where)
+        _OrderCheck(program, function, kernels).check(where)
 
 
 @dataclass(frozen=True)
-class _Value:
-    """What call `number` of `device` left in the buffer `name`, from `start` to `end`; -1 is the runtime itself.
+class _BufferValue:
+    """The bytes that call `number` of `device` wrote to the buffer `name`, from `start` to `end`.
 
-    `source` is the input that it is or is a copy of; integers in it are below `below`.
+    Call -1 is the runtime itself. `source` is the input that the value is, or is a copy of; integers in it are below
+    `below`.
     """
 
     name: str
@@ -49,24 +52,24 @@ class _Value:
 
 @dataclass
 class _Arena:
-    """Disjoint parts of a memory, in order, each with the value that it is a part of; None for scratch."""
+    """Disjoint parts of a memory, in order, each with the value that it is a part of; None for scratch memory."""
 
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    values: list[_Value | None] = field(default_factory=list)
+    values: list[_BufferValue | None] = field(default_factory=list)
 
-    def value(self, start: int, end: int) -> _Value | None:
-        """Return the value that all of this is part of, None where there is none."""
+    def value(self, start: int, end: int) -> _BufferValue | None:
+        """Return the value that contains the bytes from `start` to `end`, None if there is none."""
         at = bisect_right(self.starts, start) - 1
         return self.values[at] if at >= 0 and self.ends[at] >= end else None
 
     def is_free(self, start: int, end: int) -> bool:
-        """Whether nothing has been written here."""
+        """Return whether nothing has been written from `start` to `end`."""
         at = bisect_right(self.starts, start) - 1
         return not (at >= 0 and self.ends[at] > start) and not (at + 1 < len(self.starts) and self.starts[at + 1] < end)
 
-    def write(self, start: int, end: int, value: _Value | None) -> None:
-        """Put a value in the place of all that was there."""
+    def write(self, start: int, end: int, value: _BufferValue | None) -> None:
+        """Replace everything from `start` to `end` by a value."""
         first = bisect_right(self.ends, start)
         last = first
         while last < len(self.starts) and self.starts[last] < end:
@@ -81,15 +84,15 @@ class _Arena:
         self.values[first:last] = [part[2] for part in parts]
 
 
-class _Order:
-    """One function, gone through in an order that is possible for its two devices."""
+class _OrderCheck:
+    """Walks one function in an order that is possible for host and accelerator."""
 
     def __init__(self, program: Program, function: str, kernels: Interfaces) -> None:
         self._program, self._function, self._kernels = program, function, kernels
         self._arenas = {memory: _Arena() for memory in ("host", "device", "shared")}
-        # Of each flag that was set: the device, and how many of its calls and of the other's are over by then.
+        # For each flag that was set: by which device, and how many calls of each device are over by then.
         self._set: dict[int, tuple[str, dict[str, int]]] = {}
-        # Of each device: how many calls of each device it knows to be over.
+        # For each device: how many calls of each device it knows to be over.
         self._known = {device: dict.fromkeys(DEVICES, 0) for device in DEVICES}
         for name in INPUTS if function == BATCH else INPUTS[:3]:
             if name in program.buffers:
@@ -99,11 +102,11 @@ class _Order:
         tensor = self._program.buffers[name]
         bounds = {"tokens": self._program.vocab, "positions": self._program.context, "slots": self._program.sequences}
         start, end = tensor.offset, tensor.offset + tensor.size_bytes
-        value = _Value(name, start, end, "host", -1, tensor.dtype, name, bounds.get(name))
+        value = _BufferValue(name, start, end, "host", -1, tensor.dtype, name, bounds.get(name))
         self._arenas[self._program.memories["buffer", name]].write(start, end, value)
 
     def check(self, where: str) -> None:
-        """Raises ArtifactError, which says that it is in `where`."""
+        """Walk the function. Raises ArtifactError, naming `where`."""
         calls = {device: self._program.calls(self._function, device) for device in DEVICES}
         done = dict.fromkeys(DEVICES, 0)
         before = -1
@@ -113,34 +116,34 @@ class _Order:
                 while done[device] < len(calls[device]) and self._may_run(device, calls[device][done[device]]):
                     call = calls[device][done[device]]
                     if fault := self._run(device, done[device], call):
-                        place = f"{self._function}, call {done[device]} on the {device}"
+                        place = f"{self._function}, call {done[device]} on the {DEVICE_NAMES[device]}"
                         raise ArtifactError(f"{where}: {place}: {call.kernel} {fault}")
                     done[device] += 1
         for device in DEVICES:
             if done[device] < len(calls[device]):
                 waiting = calls[device][done[device]].kernel
-                place = f"{self._function}, call {done[device]} on the {device}"
+                place = f"{self._function}, call {done[device]} on the {DEVICE_NAMES[device]}"
                 raise ArtifactError(f"{where}: {place}: {waiting} waits for a flag that nobody sets")
         if missing := self._missing_result():
             raise ArtifactError(f"{where}: {self._function}: nothing whole is left in {missing}")
 
-    def _given(self, device: str, call: Call) -> Sequence[tuple[Argument, Parameter]]:
+    def _given(self, device: str, call: Call) -> Sequence[tuple[Argument, KernelParameter]]:
         return list(zip(call.args, self._kernels[device][call.kernel].parameters, strict=True))
 
     def _may_run(self, device: str, call: Call) -> bool:
-        """Whether the flags are set that a call waits for, by the other device."""
+        """Return whether the other side has set the flags that a call waits for."""
         awaited = (argument for argument, parameter in self._given(device, call) if parameter.access == "awaits")
         return all(self._set.get(argument.view.offset, (device,))[0] != device for argument in awaited)
 
     def _run(self, device: str, number: int, call: Call) -> str:
-        """Go through a call; return what is wrong with it, or nothing."""
+        """Walk one call. Return what is wrong with it, an empty text if nothing is."""
         given = self._given(device, call)
         for argument, parameter in given:
             if parameter.access == "awaits":
                 _, over = self._set[argument.view.offset]
                 self._known[device] = {each: max(over[each], self._known[device][each]) for each in DEVICES}
         self._known[device][device] = number
-        read: dict[str, _Value] = {}
+        read: dict[str, _BufferValue] = {}
         for argument, parameter in given:
             if parameter.access == "in" and argument.kind == "buffer":
                 value = self._value(device, argument)
@@ -160,8 +163,8 @@ class _Order:
                 self._set[argument.view.offset] = device, {**self._known[device], device: number + 1}
         return ""
 
-    def _value(self, device: str, argument: Argument) -> _Value | None:
-        """Return what a call on `device` is sure to find."""
+    def _value(self, device: str, argument: Argument) -> _BufferValue | None:
+        """Return the value that a call on `device` is sure to find in an argument, None if there is none."""
         start, end = span_of(self._program, argument)
         value = self._arenas[arena_of(self._program, argument)].value(start, end)
         if value is None or value.name != argument.name:
@@ -169,14 +172,16 @@ class _Order:
         is_over = value.device == device or value.number < self._known[device][value.device]
         return value if is_over else None
 
-    def _content_fault(self, call: Call, device: str, argument: Argument, parameter: Parameter, value: _Value) -> str:
+    def _content_fault(
+        self, call: Call, device: str, argument: Argument, parameter: KernelParameter, value: _BufferValue
+    ) -> str:
         start, end = span_of(self._program, argument)
         if parameter.name == "step" and value.source != "step":
             return f"is given {argument.name} for its step"
         if parameter.below is not None and (value.below is None or value.below > parameter.below):
             return f"takes numbers below {parameter.below} for {parameter.name}, and {argument.name} may have others"
-        # Of the inputs a call takes as many as it has rows. Of what calls have made, rows beyond the step's tokens are
-        # not written: whoever is made for as many rows leaves them out.
+        # A call reads as many elements of an input as it has rows. In values that calls have written, rows beyond the
+        # step's tokens are undefined: a kernel for as many rows leaves them out.
         if value.start != start or (value.source is None and value.end != end):
             return f"reads a part of {argument.name}"
         interface, rows = self._kernels[device][call.kernel], self._program.rows(self._function)
@@ -186,7 +191,7 @@ class _Order:
         return ""
 
     def _write(
-        self, device: str, number: int, argument: Argument, parameter: Parameter, read: Mapping[str, _Value]
+        self, device: str, number: int, argument: Argument, parameter: KernelParameter, read: Mapping[str, _BufferValue]
     ) -> str:
         start, end = span_of(self._program, argument)
         memory = arena_of(self._program, argument)
@@ -196,19 +201,19 @@ class _Order:
         if parameter.access == "out":
             copied = read.get(parameter.copies or "")
             source, below = (None, parameter.below) if copied is None else (copied.source, copied.below)
-            value = _Value(argument.name, start, end, device, number, parameter.dtype, source, below)
+            value = _BufferValue(argument.name, start, end, device, number, parameter.dtype, source, below)
         self._arenas[memory].write(start, end, value)
         return ""
 
     def _missing_result(self) -> str:
-        """Return the buffer in which the runtime will not find what it reads after the step, or nothing."""
+        """Return the first buffer that the runtime reads after the step and that has no whole value, or nothing."""
         program, function = self._program, self._function
         wanted: list[tuple[str, int | None]] = []
         if function in program.logits:
             wanted.append((program.logits[function], None))
         if function in program.top_logits:
-            leading = program.top_logits[function]
-            wanted += [(leading.scores, None), (leading.ids, program.vocab)]
+            top = program.top_logits[function]
+            wanted += [(top.scores, None), (top.ids, program.vocab)]
         for name, below in wanted:
             tensor = program.buffers[name]
             arena = self._arenas[program.memories["buffer", name]]
@@ -219,19 +224,16 @@ class _Order:
         return ""
 
 
-# A program against the code that it calls, before any of it runs.
-
-
 def check_code(artifact: Artifact, library: HostLibrary) -> None:
-    """Check every call of an artifact's program against the kernels of `library` and of the hot device's code.
+    """Check every call of an artifact's program against its kernels, before any code runs.
 
-    A library without a table of its kernels was not made by `picompile compile`, and is taken as it is. Raises
-    ArtifactError for a call that a kernel was not made for.
+    The kernels are those of `library` and of the accelerator's code. A library without a table of its kernels was not
+    made by `picompile compile`, and is not checked. Raises ArtifactError for a call that its kernel was not made for.
     """
     of_host = library.interfaces()
     if of_host is None:
         return
-    kernels = {"host": of_host, "device": _device_interfaces(artifact) if artifact.program.has_device else {}}
+    kernels = {"host": of_host, "device": _accelerator_interfaces(artifact) if artifact.program.has_accelerator else {}}
     where = str(artifact.folder / PROGRAM)
 
     def numbers(argument: Argument) -> tuple[int, int]:
@@ -246,16 +248,16 @@ def check_code(artifact: Artifact, library: HostLibrary) -> None:
     check_order(artifact.program, kernels, where)
 
 
-def _device_interfaces(artifact: Artifact) -> Mapping[str, Interface]:
-    code = artifact.manifest.hot_device
+def _accelerator_interfaces(artifact: Artifact) -> Mapping[str, KernelInterface]:
+    code = artifact.manifest.accelerator
     if code is not None and code.kind == "cuda":
-        from picompile_runtime.devices.cuda.open import read_device_images
+        from picompile_runtime.devices.cuda.open import read_cuda_images
 
-        found: Mapping[str, Interface] | None = read_device_images(artifact).interfaces
+        found: Mapping[str, KernelInterface] | None = read_cuda_images(artifact).interfaces
     else:
-        found = artifact.load_device_code().interfaces()
+        found = artifact.load_accelerator_code().interfaces()
     if found is None:
         raise ArtifactError(
-            f"{artifact.folder}: the hot device's code does not say what its kernels are; compile it again"
+            f"{artifact.folder}: the accelerator's code does not say what its kernels are; compile it again"
         )
     return found

@@ -1,4 +1,4 @@
-"""JSON that came with an artifact, read one field at a time, each checked before it is used."""
+"""Reads JSON that came with an artifact one field at a time, and checks each field."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from picompile_runtime.errors import ArtifactError
 
 
 def parse_object(text: bytes, where: str, *, unique: bool = True) -> Fields:
-    """Return the JSON object in `text`; ArtifactError if it is none, or if an object in it has a key twice.
+    """Return the JSON object in `text`.
 
-    Readers of JSON disagree on which of two equal keys counts. Without `unique` it is the last one, as in Python.
+    Raises ArtifactError if it is none, or if an object in it has a key twice: readers of JSON disagree on which of two
+    equal keys counts. Without `unique`, keys may be there twice and the last one counts, as in Python.
     """
     try:
         return Fields(json.loads(text, object_pairs_hook=_unique if unique else None), where)
@@ -29,7 +30,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class Fields:
-    """One JSON object and where it is; every getter raises ArtifactError on a missing or wrong field."""
+    """One JSON object, and where it is. Every getter raises ArtifactError if its field is missing or wrong."""
 
     def __init__(self, data: Any, where: str) -> None:
         if not isinstance(data, dict):
@@ -38,23 +39,23 @@ class Fields:
         self.where = where
 
     def wrong(self, key: str, must: str) -> ArtifactError:
-        """The error that says what field `key` must be."""
+        """Return the error that says what the field `key` must be."""
         found = repr(self.data[key])[:40] if key in self.data else "missing"
         return ArtifactError(f"{self.where}: {key} must be {must}, but is {found}")
 
     def integer(self, key: str, least: int = 0, most: int = 2**47) -> int:
-        """An integer from `least` to `most`."""
+        """Return an integer from `least` to `most`."""
         value = self.data.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise self.wrong(key, f"an integer from {least} to {most}")
         return value
 
     def optional_integer(self, key: str, least: int = 0, most: int = 2**47) -> int | None:
-        """The same, or None where the field is missing."""
+        """Return an integer from `least` to `most`, or None if the field is missing."""
         return self.integer(key, least, most) if key in self.data else None
 
     def one_of(self, key: str, known: Sequence[str]) -> str:
-        """A word of `known`, the first one where the field is missing."""
+        """Return a word that is in `known`, the first of them if the field is missing."""
         if key not in self.data:
             return known[0]
         if (word := self.text(key)) not in known:
@@ -62,14 +63,14 @@ class Fields:
         return word
 
     def text(self, key: str) -> str:
-        """A non-empty string."""
+        """Return a non-empty string."""
         value = self.data.get(key)
         if not isinstance(value, str) or not value:
             raise self.wrong(key, "a text")
         return value
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """A tensor's shape: one to eight positive integers whose product fits the address space."""
+        """Return a tensor's shape: one to eight positive integers whose product fits the address space."""
         value, size = self.data.get(key), 1
         if not isinstance(value, list) or not 1 <= len(value) <= 8:
             raise self.wrong(key, "a list of one to eight sizes")
@@ -82,25 +83,25 @@ class Fields:
         return tuple(value)
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of strings."""
+        """Return a list of strings."""
         value = self.data.get(key)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.wrong(key, "a list of texts")
         return tuple(value)
 
     def object(self, key: str) -> Fields:
-        """A JSON object."""
+        """Return a JSON object."""
         if not isinstance(self.data.get(key), dict):
             raise self.wrong(key, "an object")
         return Fields(self.data[key], f"{self.where}: {key}")
 
     def objects(self, key: str) -> list[Fields]:
-        """A list of JSON objects."""
+        """Return a list of JSON objects."""
         value = self.data.get(key)
         if not isinstance(value, list):
             raise self.wrong(key, "a list")
         return [Fields(item, f"{self.where}: {key}[{index}]") for index, item in enumerate(value)]
 
     def members(self) -> dict[str, Fields]:
-        """This object's own members, which must all be objects."""
+        """Return this object's own members by name; they must all be objects."""
         return {key: Fields(item, f"{self.where}: {key}") for key, item in self.data.items()}

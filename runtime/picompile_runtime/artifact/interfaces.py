@@ -1,6 +1,7 @@
-"""The interfaces of kernels: the table that the code of an artifact has of its own kernels.
+"""The interfaces of kernels, and the variants of an artifact's code.
 
-A program says what is called with what, the code what that must be; `call_checks` compares the two. The table is JSON:
+An artifact's code has a table that says which arguments its kernels take; `call_checks` compares the program's calls
+with it. The table is JSON:
 {"linear_q4_8x16_r1": {"tokens": 1, "args": [{"name": "step", "dtype": "int32", "shape": [8]}, …]}}
 """
 
@@ -13,22 +14,22 @@ from dataclasses import dataclass
 
 from picompile_runtime.artifact.fields import Fields, parse_object
 from picompile_runtime.devices.machine import is_machine, missing_features
-from picompile_runtime.engine.checks import shown
 from picompile_runtime.errors import MachineError, RequestError
+from picompile_runtime.request_checks import shown
 
 ACCESSES = ("in", "out", "scratch", "adds", "cache", "sets", "awaits", "abandons")
-"""Ways in which a kernel uses an argument: reads it, fills it, uses it as scratch memory, adds to its counters, reads
-and writes it as a KV cache, sets it as a flag, waits for it as a flag, or says in it that it gave up waiting."""
+"""Ways in which a kernel uses an argument: it reads it, fills it, uses it as scratch memory, adds to its counters,
+reads and writes it as a KV cache, sets it as a flag, waits for it as a flag, or notes in it that it gave up waiting."""
 
 _MOST = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Parameter:
+class KernelParameter:
     """One argument as a kernel declares it.
 
-    Integers that are read must be from 0 to `below` - 1 where that is not None, and those that are written are.
-    `copies` names the parameter whose content is copied to this one.
+    If `below` is not None, integers that the kernel reads must be from 0 to `below` - 1, and those that it writes are.
+    `copies` names the parameter whose content the kernel copies to this one.
     """
 
     name: str
@@ -40,37 +41,37 @@ class Parameter:
 
     @property
     def writes(self) -> bool:
-        """Whether the kernel changes it."""
+        """Whether the kernel writes to the argument."""
         return self.access not in ("in", "awaits")
 
 
 @dataclass(frozen=True)
-class Interface:
-    """One kernel. `tokens`, `positions` and `slots` are how many there may be in a step, 0 where it does not ask."""
+class KernelInterface:
+    """A kernel's parameters, and how many `tokens`, `positions` and `slots` a step may have; 0 is any number."""
 
     tokens: int
     positions: int
     slots: int
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[KernelParameter, ...]
 
 
-def read_interfaces(text: bytes, where: str) -> Mapping[str, Interface]:
-    """Parse a library's table. Raises ArtifactError, which says that it is in `where`."""
+def read_interfaces(text: bytes, where: str) -> Mapping[str, KernelInterface]:
+    """Return the interfaces in a library's table by kernel. Raises ArtifactError, naming `where`."""
     return parse_interfaces(parse_object(text, where))
 
 
-def parse_interfaces(root: Fields) -> Mapping[str, Interface]:
+def parse_interfaces(root: Fields) -> Mapping[str, KernelInterface]:
     """Return the interfaces in `root` by the names of their kernels. Raises ArtifactError."""
     return {name: _interface(entry) for name, entry in root.members().items()}
 
 
-def _interface(entry: Fields) -> Interface:
+def _interface(entry: Fields) -> KernelInterface:
     tokens, positions, slots = (entry.optional_integer(key, 0, _MOST) for key in ("tokens", "positions", "slots"))
-    return Interface(tokens or 0, positions or 0, slots or 0, tuple(map(_parameter, entry.objects("args"))))
+    return KernelInterface(tokens or 0, positions or 0, slots or 0, tuple(map(_parameter, entry.objects("args"))))
 
 
-def _parameter(entry: Fields) -> Parameter:
-    return Parameter(
+def _parameter(entry: Fields) -> KernelParameter:
+    return KernelParameter(
         name=entry.text("name"),
         dtype=entry.text("dtype"),
         shape=entry.shape("shape"),
@@ -80,15 +81,12 @@ def _parameter(entry: Fields) -> Parameter:
     )
 
 
-# The code of an artifact: the same kernels for one or several instruction sets, and which of them runs here.
-
-
 ISA_VARIABLE = "PICOMPILE_ISA"
 
 
 @dataclass(frozen=True)
-class Variant:
-    """The code in `file`, for a `machine` (as `uname -m` says it) whose processor has all of `features`."""
+class CodeVariant:
+    """The code in `file`, for the instruction set `isa`: a `machine` (as in `uname -m`) that has all of `features`."""
 
     isa: str
     machine: str
@@ -97,14 +95,14 @@ class Variant:
 
     @property
     def runs_here(self) -> bool:
-        """Whether this machine has all that it needs."""
+        """Whether this machine has everything that the code needs."""
         return is_machine(self.machine) and not missing_features(self.features)
 
 
-def choose(variants: Sequence[Variant]) -> Variant:
-    """The first of `variants`, which are listed best first, that runs here; or the one that PICOMPILE_ISA names.
+def choose_variant(variants: Sequence[CodeVariant]) -> CodeVariant:
+    """Return the variant to use here: the one that PICOMPILE_ISA names, else the first of `variants` that runs here.
 
-    Raises MachineError where none does, the one asked for included, and RequestError for one that is not there.
+    Raises MachineError if none runs here, or not the one asked for, and RequestError if that one does not exist.
     """
     if asked := os.environ.get(ISA_VARIABLE):
         known = ", ".join(variant.isa for variant in variants)
@@ -117,8 +115,8 @@ def choose(variants: Sequence[Variant]) -> Variant:
     return found
 
 
-def _none_runs(variants: Sequence[Variant]) -> MachineError:
-    """Says what the variant that comes nearest to this machine asks for."""
+def _none_runs(variants: Sequence[CodeVariant]) -> MachineError:
+    """Return the error for a machine that runs none: it says what the variant nearest to the machine needs."""
     lacking = [missing_features(variant.features) for variant in variants if is_machine(variant.machine)]
     if not lacking:
         machines = " or ".join(sorted({variant.machine for variant in variants}))

@@ -1,5 +1,7 @@
-"""The flat program of an artifact: kernel calls over planned buffers. Read from program.json, with every name resolved
-and every tensor proven to lie inside its memory, so that running it cannot touch anything else.
+"""The flat program of an artifact: kernel calls over planned buffers, read from program.json.
+
+Reading resolves every name and checks that every tensor lies inside its memory, so running the program cannot touch
+anything else.
 """
 
 from __future__ import annotations
@@ -16,19 +18,19 @@ from picompile_runtime.errors import ArtifactError
 
 SCHEMA = 3
 FUNCTIONS = ("decode", "prefill", "prefill_last", "score")
-BATCH = "batch"  # a program for several sequences has this function, too
+BATCH = "batch"  # the function that reads a token each of several sequences; only programs for several have it
 ONE_TOKEN_EACH = ("decode", BATCH)  # functions that read one token of each sequence
 MOST_SEQUENCES = 256
 STATS_ROW_BYTES = 16  # int64 [computed, fired]
-DEVICES = ("host", "device")
-WAITS = ("wait", "receive")  # operators that wait for the other device
+DEVICES = ("host", "device")  # where calls run, as program.json says it; "device" is the accelerator
+WAITING_OPS = ("wait", "receive")  # operators that wait for the other side
 MEMORIES = ("host", "device", "shared")
 _DTYPES = ("int8", "uint8", "int32", "int64", "float16", "float32")
 
 
 @dataclass(frozen=True)
 class Argument:
-    """What a kernel is given: `view`, whose offset counts from the start of the tensor called `name`."""
+    """An argument of a call: `view`, whose offset counts from the start of the tensor called `name`."""
 
     kind: str  # "buffer", "state" or "weight"
     name: str
@@ -37,8 +39,10 @@ class Argument:
 
 @dataclass(frozen=True)
 class Call:
-    """One kernel call. `weight_bytes`: what it reads of weights when every neuron is computed. `window` of an
-    attention: how many positions a token sees at most, 0 for all that there are. `device` is host or device.
+    """One kernel call.
+
+    `weight_bytes` are the weights that it reads if every neuron is computed. `window`, for attention, is how many
+    positions a token sees at most; 0 means all. `device` is where it runs, one of DEVICES.
     """
 
     kernel: str
@@ -52,8 +56,10 @@ class Call:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """One feed-forward part of `decode`: which neurons it computes is decided by `predictor`, how many it did compute
-    and how many fired it counts in row `stats_row` of the buffer `stats`, or `stats.batch` where it runs in a batch.
+    """One feed-forward part of `decode`, or of `batch`.
+
+    `predictor` decides which of its `neurons` it computes. It counts how many it computed and how many fired in row
+    `stats_row` of the buffer `stats`, or of `stats.batch` for a step that reads several sequences.
     """
 
     layer: int
@@ -65,8 +71,9 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class TopLogits:
-    """The buffers in which a function leaves the highest of its logits and their tokens: `scores` float32 [rows, n],
-    descending, and `ids` int32 [rows, n], the lower one first among equals.
+    """Names of the buffers in which a function leaves its top logits.
+
+    `scores`, float32 [rows, n], descends; `ids`, int32 [rows, n], has their tokens, the lower one first among equals.
     """
 
     scores: str
@@ -77,12 +84,15 @@ class TopLogits:
 class Program:
     """A whole program.
 
-    `buffers` lie at their offsets in the arena of their memory; `state` has the caches, with a slot for each of
-    `sequences`; `memories` says of each buffer and cache where it lies, host, device or shared (by kind and name);
-    `streamed` weights stay with the host where the device uses them;
-    `functions` has the calls of each of FUNCTIONS, and of BATCH where there are several sequences; `logits` names the
-    buffer of each function that gives logits; `top_logits` has those whose logits are in the device's memory, and where
-    the host finds the highest of them.
+    Attributes:
+        buffers: tensors at their offsets in the arena of their memory.
+        state: the KV caches, with a slot for each of `sequences`.
+        memories: the memory of each buffer and cache (by kind and name): host, device (the accelerator's) or shared.
+        streamed: names of the weights that the accelerator uses and that stay with the host.
+        functions: the calls of each of FUNCTIONS, and of BATCH if there are several sequences.
+        logits: the buffer with the logits of each function that computes them.
+        top_logits: the buffers with the top logits of each function whose logits are in the accelerator's memory.
+        ffn: the feed-forward parts.
     """
 
     context: int
@@ -91,7 +101,7 @@ class Program:
     layers: int
     sequences: int
     arena_bytes: int
-    device_arena_bytes: int
+    accelerator_arena_bytes: int
     shared_arena_bytes: int
     buffers: Mapping[str, Tensor]
     state: Mapping[str, Tensor]
@@ -103,26 +113,29 @@ class Program:
     streamed: frozenset[str]
 
     @property
-    def has_device(self) -> bool:
-        """Whether some of it runs on a hot device."""
+    def has_accelerator(self) -> bool:
+        """Whether some calls run on an accelerator."""
         return any(call.device == "device" for calls in self.functions.values() for call in calls)
 
     @property
     def waiting_kernels(self) -> frozenset[str]:
-        """The kernels that wait for the other device."""
-        return frozenset(call.kernel for calls in self.functions.values() for call in calls if call.op in WAITS)
+        """Names of the kernels that wait for the other side."""
+        return frozenset(call.kernel for calls in self.functions.values() for call in calls if call.op in WAITING_OPS)
 
     def rows(self, function: str) -> int:
-        """How many tokens a step of a function reads at most."""
+        """Return how many tokens a step of a function reads at most."""
         return {"decode": 1, BATCH: self.sequences}.get(function, self.chunk)
 
     def calls(self, function: str, device: str) -> tuple[Call, ...]:
-        """The calls of a function that run on `device`, in order."""
+        """Return the calls of a function that run on `device`, in order."""
         return tuple(call for call in self.functions[function] if call.device == device)
 
 
 def read_program(text: bytes, weights: Mapping[str, Tensor], where: str) -> Program:
-    """Parse and check a program.json whose weights are `weights`; ArtifactError on anything out of order."""
+    """Return the program in `text`, a program.json whose weights are `weights`.
+
+    Raises ArtifactError, naming `where`, if anything in it is wrong.
+    """
     root = parse_object(text, where)
     if root.integer("schema") != SCHEMA:
         raise root.wrong("schema", f"{SCHEMA}, the only one this runtime knows")
@@ -143,7 +156,7 @@ def read_program(text: bytes, weights: Mapping[str, Tensor], where: str) -> Prog
         layers=root.integer("layers"),
         sequences=sequences,
         arena_bytes=arenas["host"],
-        device_arena_bytes=arenas["device"],
+        accelerator_arena_bytes=arenas["device"],
         shared_arena_bytes=arenas["shared"],
         buffers=buffers,
         state=state,
@@ -208,7 +221,7 @@ def _argument(entry: Fields, sources: Mapping[str, Mapping[str, Tensor]]) -> Arg
 
 
 def _top_logits(root: Fields) -> dict[str, TopLogits]:
-    """Left out where all logits are the host's."""
+    """Return the top logits of each function; the field is missing if all logits are in the host's memory."""
     if "leading" not in root.data:
         return {}
     entries = root.object("leading").members()

@@ -1,4 +1,4 @@
-"""What a program must hold to, so that the runtime can talk to it and its kernels touch nothing else."""
+"""Checks of a program's buffers and memories: the runtime can talk to it, and its kernels touch nothing else."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 # step[0] = tokens in this step, step[1] = position of the first, step[2] = their sequence's slot; the rest is reserved.
 _STEP_FIELDS = 8
 _FLAG_WORDS = 16
-# A kernel that wrote over these would lead others astray.
+DEVICE_NAMES = {"host": "host", "device": "accelerator"}
+"""What messages call the devices of program.json."""
+
+# A kernel that overwrote these would make others go wrong.
 _OWN_PLACE = ("step", "tokens", "positions", "slots", "stats", "stats.batch", "flags", "abandoned")
 
 
 def check_program(program: Program, where: str) -> None:
-    """Raises ArtifactError, which says that it is in `where`, on anything out of order."""
+    """Raise ArtifactError, naming `where`, if anything in the program is wrong."""
     _check_buffers(program, where)
     _check_statistics(program, where)
     _check_state(program, where)
@@ -37,19 +40,19 @@ def _check_buffers(program: Program, where: str) -> None:
 
 
 def _interface(program: Program) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Name, dtype and shape of the buffers through which the runtime talks to the program."""
+    """Yield name, dtype and shape of the buffers through which the runtime talks to the program."""
     yield "step", "int32", (_STEP_FIELDS,)
     for name in ("tokens", "positions", "slots"):
         yield name, "int32", (max(program.chunk, program.sequences),)
     rows = {"score": program.chunk, "batch": program.sequences}
     for function, name in program.logits.items():
         yield name, "float32", (rows.get(function, 1), program.vocab)
-    for function, leading in program.top_logits.items():
-        found = program.buffers.get(leading.scores)
+    for function, top in program.top_logits.items():
+        found = program.buffers.get(top.scores)
         count = 1 if found is None else min(found.shape[-1], program.vocab)
-        for name, dtype in ((leading.scores, "float32"), (leading.ids, "int32")):
+        for name, dtype in ((top.scores, "float32"), (top.ids, "int32")):
             yield name, dtype, (rows.get(function, 1), count)
-    if program.has_device:
+    if program.has_accelerator:
         flags = program.buffers.get("flags")
         yield "flags", "int32", (1 if flags is None else flags.shape[0], _FLAG_WORDS)
         yield "abandoned", "int32", (_FLAG_WORDS,)
@@ -69,7 +72,7 @@ def _check_statistics(program: Program, where: str) -> None:
 
 
 def _check_state(program: Program, where: str) -> None:
-    """Kernels write at the slot and the position that they are told."""
+    """Check the shape of caches: kernels write at the slot and the position that they are given."""
     for name, tensor in program.state.items():
         if len(tensor.shape) != 4 or (tensor.shape[0], tensor.shape[2]) != (program.sequences, program.context):
             shape = f"[{program.sequences}, kv_heads, {program.context}, head_dim]"
@@ -77,7 +80,7 @@ def _check_state(program: Program, where: str) -> None:
 
 
 def _check_own_places(program: Program, where: str) -> None:
-    """No buffer may overlap those that steer the kernels."""
+    """Check that no buffer overlaps those that control the kernels."""
     for own in (own for name in _OWN_PLACE for own in (name, f"{name}.device") if own in program.buffers):
         kept = program.buffers[own]
         for name, other in program.buffers.items():
@@ -89,7 +92,7 @@ def _check_own_places(program: Program, where: str) -> None:
 
 
 def _check_lookups(program: Program, where: str) -> None:
-    """Tables indexed by token or position have a row for each; kernels do not check their indices."""
+    """Check that tables indexed by token or position have a row for each: kernels do not check their indices."""
     needed = {"tokens": program.vocab, "positions": program.context}
     for call in (call for calls in program.functions.values() for call in calls if call.op == "embedding"):
         rows = max(
@@ -105,24 +108,24 @@ def _check_lookups(program: Program, where: str) -> None:
 
 
 def _check_sides(program: Program, where: str) -> None:
-    """Calls of a device reach its own memory and what both share; the runtime reaches the host's and that."""
+    """Check that calls use memory that their side can reach: its own, or shared memory."""
     for call in (call for calls in program.functions.values() for call in calls):
         for argument in call.args:
             memory = program.memories.get((argument.kind, argument.name), call.device)
             if memory not in (call.device, "shared"):
-                given = f"{call.kernel} on the {call.device} is given {argument.name}"
-                raise ArtifactError(f"{where}: {given}, which is in {memory} memory")
-    has_device = program.has_device
+                given = f"{call.kernel} on the {DEVICE_NAMES[call.device]} is given {argument.name}"
+                raise ArtifactError(f"{where}: {given}, which is in {_memory_name(memory)} memory")
+    has_accelerator = program.has_accelerator
     for (kind, name), memory in program.memories.items():
-        if memory != "host" and (not has_device or (kind, memory) == ("state", "shared")):
-            raise ArtifactError(f"{where}: {kind} {name} may not be in {memory} memory")
+        if memory != "host" and (not has_accelerator or (kind, memory) == ("state", "shared")):
+            raise ArtifactError(f"{where}: {kind} {name} may not be in {_memory_name(memory)} memory")
     for name in ("step", "tokens", "positions", "slots", "stats"):
         if program.memories.get(("buffer", name)) == "device":
-            raise ArtifactError(f"{where}: buffers: {name} must not be in the device's memory")
+            raise ArtifactError(f"{where}: buffers: {name} must not be in the accelerator's memory")
     for name in ("flags", "abandoned"):
-        if program.has_device and program.memories["buffer", name] != "shared":
+        if program.has_accelerator and program.memories["buffer", name] != "shared":
             raise ArtifactError(f"{where}: buffers: {name} must be in shared memory")
-    counts = [name for name in ("stats", "stats.batch") if program.has_device and name in program.buffers]
+    counts = [name for name in ("stats", "stats.batch") if program.has_accelerator and name in program.buffers]
     for name in counts:
         own, twin = program.buffers[name], program.buffers.get(f"{name}.device")
         if twin is None or (twin.dtype, twin.shape) != (own.dtype, own.shape):
@@ -130,11 +133,18 @@ def _check_sides(program: Program, where: str) -> None:
 
 
 def _check_logits(program: Program, where: str) -> None:
-    """The runtime copies logits from the device's memory only where it need not, or for `score`, of a whole chunk."""
+    """Check that the host can read what it needs of each step: logits or top logits, except for `score`.
+
+    The runtime copies logits from the accelerator's memory only for `score`, a whole chunk of them, and on request.
+    """
     if unknown := sorted(set(program.top_logits) - set(program.logits)):
         raise ArtifactError(f"{where}: leading: {unknown[0]} is no function that gives logits")
-    known = [name for leading in program.top_logits.values() for name in (leading.scores, leading.ids)]
+    known = [name for top in program.top_logits.values() for name in (top.scores, top.ids)]
     known += [name for function, name in program.logits.items() if function not in (*program.top_logits, "score")]
     for name in known:
         if program.memories["buffer", name] == "device":
-            raise ArtifactError(f"{where}: buffers: {name} must not be in the device's memory")
+            raise ArtifactError(f"{where}: buffers: {name} must not be in the accelerator's memory")
+
+
+def _memory_name(memory: str) -> str:
+    return "the accelerator's" if memory == "device" else memory

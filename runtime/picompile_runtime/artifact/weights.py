@@ -1,6 +1,6 @@
-"""The tensors of a weights.safetensors file: where each lies. The file itself is mapped and never copied.
+"""Reads the header of a weights.safetensors file, and loads its tensors into memory.
 
-Only the header is read here (https://github.com/huggingface/safetensors#format): eight bytes of length, then JSON.
+The format (https://github.com/huggingface/safetensors#format): eight bytes of length, a JSON header, then the tensors.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _DTYPES = {"U8": "uint8", "I8": "int8", "I32": "int32", "I64": "int64", "F16": "
 
 
 def read_header(memory: mmap.mmap, where: str) -> Mapping[str, Tensor]:
-    """Every tensor of a mapped safetensors file, by name; its offset is that in the file.
+    """Return every tensor of a mapped safetensors file by name, with its offset in the file.
 
-    Raises ArtifactError if a tensor does not lie inside the file, at a multiple of 64 bytes.
+    Raises ArtifactError if the header is wrong, or a tensor is not inside the file at a multiple of 64 bytes.
     """
     size = int.from_bytes(memory[:8], "little")
     start = 8 + size
@@ -52,41 +52,39 @@ def _tensor(entry: Fields, start: int, end: int) -> Tensor:
     return tensor
 
 
-# Weights in pages of 2 MiB.
-#
-# A mapped file comes in pages of 4 KiB. Rows here and there then cost a walk through the page tables each, and no
-# processor reads ahead across the end of a page: of the neurons that fire, two cores of a Zen 4 in a virtual machine
-# read
-# 20 GB/s from such pages and 30 to 40 GB/s from large ones. So weights are copied once, when they are loaded, where
-# there
-# is memory for that; else they stay mapped, and the system brings in what is used: in large pages, where kernel and
-# file
-# system keep the blocks of 2 MiB together in which the file was written.
-
-
+# Weights are copied to pages of 2 MiB when they are loaded, if there is memory for that. A mapped file has pages of
+# 4 KiB: each of the scattered rows of firing neurons then costs a walk through the page tables, and no processor
+# prefetches across the end of a page. For such rows, two cores of a Zen 4 in a virtual machine read 20 GB/s from small
+# pages and 30 to 40 GB/s from large ones. Weights that stay mapped are read from the file when they are used, in large
+# pages if the kernel and the file system keep the file's blocks of 2 MiB together.
 _PAGE_BYTES = 2**21
 _PART_BYTES = 2**25
-# What is left to the rest of the system.
+# Bytes left to the rest of the system.
 _MARGIN_BYTES = 2**29
 
 
 @dataclass(frozen=True, eq=False)
 class ResidentWeights:
-    """Memory with the content of a weights file from `start` on."""
+    """Memory that has the content of a weights file from byte `start` on."""
 
     memory: mmap.mmap
     start: int
 
 
-# Engines of one process share what they have in common: by the hash of the content.
+# Engines of one process share equal weights, which are found by the hash of the content.
 _loaded: WeakValueDictionary[str, ResidentWeights] = WeakValueDictionary()
 
 
 def load_weights(mapped: mmap.mmap, sha256: str, threads: int, other_bytes: int) -> ResidentWeights:
-    """The content of the mapped file in large pages, or as it is mapped where too little memory is free.
+    """Return the content of the mapped file in large pages, or the mapped file itself if too little memory is free.
 
-    `other_bytes` will be needed besides. PICOMPILE_MMAP=1 leaves weights mapped: processes then share them, and loading
-    takes no time.
+    Args:
+        mapped: the mapped file.
+        sha256: its hash.
+        threads: how many threads copy.
+        other_bytes: memory that will be needed for other things.
+
+    PICOMPILE_MMAP=1 leaves weights mapped: processes then share them, and loading takes no time.
     """
     if sha256 in _loaded:
         return _loaded[sha256]
@@ -110,10 +108,10 @@ def load_weights(mapped: mmap.mmap, sha256: str, threads: int, other_bytes: int)
 def load_tensors(
     mapped: mmap.mmap, tensors: Mapping[str, Tensor], threads: int, other_bytes: int, must_copy: bool = False
 ) -> tuple[mmap.mmap, Mapping[str, int]]:
-    """The same of some tensors alone, side by side; and where in the memory each of them is.
+    """Return memory that holds only some tensors of the mapped file, and the offset of each tensor there by name.
 
-    They are not left mapped if they `must` be copied: a GPU cannot see a file that is mapped for reading only. Raises
-    DoesNotFitError where there is too little memory for that.
+    As with `load_weights`, tensors stay mapped if too little memory is free, unless they `must_copy`: a GPU cannot see
+    a file that is mapped for reading only. Raises DoesNotFitError if there is too little memory for that copy.
     """
     places, end = {}, 0
     for name, tensor in tensors.items():
@@ -131,13 +129,13 @@ def load_tensors(
         for first in range(0, tensor.size_bytes, _PART_BYTES)
     ]
     _copy(mapped, memory, parts, threads)
-    if not must_copy:  # what a GPU pins must be writeable
+    if not must_copy:  # memory that a GPU pins must be writable
         protect(memory)
     return memory, {name: start + place for name, place in places.items()}
 
 
 def _large_pages(size_bytes: int, other_bytes: int) -> mmap.mmap | None:
-    """Memory for so much, wherever its first large page begins; None where it shall not or cannot be had."""
+    """Return memory that contains large pages for `size_bytes`; None if weights stay mapped or memory is short."""
     if os.environ.get("PICOMPILE_MMAP") == "1" or _free_bytes() < size_bytes + other_bytes + _MARGIN_BYTES:
         return None
     try:
@@ -149,8 +147,8 @@ def _large_pages(size_bytes: int, other_bytes: int) -> mmap.mmap | None:
 
 
 def _needed_pages(size_bytes: int) -> mmap.mmap:
-    """The same where it must be had. Raises DoesNotFitError."""
-    purpose = "the weights of the host, from where the GPU reads them,"
+    """Return memory that contains large pages for `size_bytes`. Raises DoesNotFitError."""
+    purpose = "the weights that the GPU reads from the host's memory"
     if size_bytes > (free_bytes := _free_bytes()):
         needed, free = in_units(size_bytes, free_bytes)
         raise DoesNotFitError(f"{purpose} take {needed} of memory and {free} are free")
@@ -165,18 +163,19 @@ def _ask_for_large(memory: mmap.mmap) -> None:
 
 
 def _start(memory: mmap.mmap) -> int:
-    """Where its first large page begins."""
+    """Return where the first large page of the memory begins."""
     return -np.frombuffer(memory, np.uint8).ctypes.data % _PAGE_BYTES
 
 
 def _copy(mapped: mmap.mmap, memory: mmap.mmap, parts: Sequence[tuple[int, int, int]], threads: int) -> None:
-    """Copies (from, to, bytes) each from the mapped file."""
+    """Copy parts, each (from, to, bytes), of the mapped file to memory."""
     source, target = np.frombuffer(mapped, np.uint8), np.frombuffer(memory, np.uint8)
 
     def copy(part: tuple[int, int, int]) -> None:
         first, place, size = part
         target[place : place + size] = source[first : first + size]
-        # Otherwise both would count as this process's memory. What begins before a page is given back with another.
+        # Otherwise both would count as this process's memory. A page that begins before this part is
+        # freed with another.
         page = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
         with suppress(OSError, AttributeError):
             if page < first + size:
@@ -187,7 +186,7 @@ def _copy(mapped: mmap.mmap, memory: mmap.mmap, parts: Sequence[tuple[int, int, 
 
 
 def _free_bytes() -> int:
-    """Memory that can be had without swapping, as the system estimates it; 0 where it does not say."""
+    """Return the memory in bytes that is free without swapping, as the system estimates it; 0 if it does not say."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             name, _, value = line.partition(":")

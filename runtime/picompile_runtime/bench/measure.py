@@ -1,4 +1,10 @@
-"""Rounds of a benchmark: a prompt, then tokens one by one, and the speed of memory before and after."""
+"""Measures the speed of an engine, in tokens per second and as a share of the memory's bandwidth.
+
+A round reads a prompt, then decodes tokens one by one. Decoding reads each weight that it uses once a token, so the
+memory's bandwidth sets a floor to its time: the bytes that a token must move / bandwidth. The bandwidth is measured
+before and after each round, since it varies: other work on the machine, or on the host of a virtual one, takes a part
+of it.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +19,28 @@ from numpy.typing import NDArray
 
 from picompile_runtime.artifact.program import DEVICES
 from picompile_runtime.artifact.reader import Artifact
-from picompile_runtime.bench.floor import KINDS, KernelTime, MemoryReader, kind, step_bytes
+from picompile_runtime.bench.bandwidth import KINDS, KernelTime, MemoryReader, kind, step_bytes
 from picompile_runtime.bench.trace import TracedStep, hybrid_figures, recorded
 from picompile_runtime.engine.engine import Engine
 from picompile_runtime.engine.timing import FiringCounts, mean_shares
 from picompile_runtime.errors import RequestError
 
-# A few: they show what all others are like.
+# A few steps are traced, since all steps are alike.
 _TRACED_STEPS = 8
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """What is measured: a prompt of `prompt` tokens, then `decode` steps, each of a token in `batch` sequences.
+class BenchmarkLengths:
+    """The lengths of a round: a prompt of `prompt` tokens, then `decode` steps for `sequences` sequences at once.
 
-    With `depth` either begins behind so many tokens; without it the prompt is the first in the cache, and decoding
-    goes on behind it.
+    With `depth`, prompt and decoding each begin behind that many tokens. Without it, the prompt is at the beginning of
+    the cache, and decoding continues behind it.
     """
 
     prompt: int = 512
     decode: int = 128
     depth: int | None = None
-    batch: int = 1
+    sequences: int = 1
 
     @property
     def decode_depth(self) -> int:
@@ -48,18 +54,18 @@ class Lengths:
 
     @property
     def function(self) -> str:
-        """The function of the program that makes the steps."""
-        return "decode" if self.batch == 1 else "batch"
+        """The function of the program that decodes."""
+        return "decode" if self.sequences == 1 else "batch"
 
     def check(self, engine: Engine) -> None:
-        """Raises RequestError for what cannot be measured."""
+        """Raise RequestError if `engine` cannot be measured with these lengths."""
         if self.prompt < 1 or self.decode < 1:
             raise RequestError("a benchmark needs at least one prompt token, one decoded token and one repetition")
         if self.depth is not None and self.depth < 0:
             raise RequestError(f"the depth must be 0 or more, not {self.depth}")
-        if not 1 <= self.batch <= engine.sequences:
+        if not 1 <= self.sequences <= engine.sequences:
             has = f"the model was compiled for {engine.sequences} (--sequences)"
-            raise RequestError(f"a batch of {self.batch} sequences cannot be decoded: {has}")
+            raise RequestError(f"{self.sequences} sequences cannot be decoded together: {has}")
         if self.total > engine.context:
             behind = "" if not self.depth else f" behind {self.depth} others"
             what = f"{self.prompt} prompt tokens and {self.decode} decoded ones{behind}"
@@ -67,8 +73,8 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Round:
-    """One round: seconds of the prompt, of all decode steps, and of each call in them; what memory gave meanwhile."""
+class BenchmarkRound:
+    """The times of one round: of the prompt, of all decode steps, and of each call in them; and the memory's speed."""
 
     prefill_s: float
     decode_s: float
@@ -76,29 +82,31 @@ class Round:
     bytes_per_s: NDArray[np.float64]
 
 
-class Rounds:
+class BenchmarkRunner:
     """Runs rounds that all do the same."""
 
-    def __init__(self, engine: Engine, lengths: Lengths, ids: Sequence[int] | None) -> None:
-        """`ids` as for `bench.measure`. Raises RequestError for lengths that do not fit."""
+    def __init__(self, engine: Engine, lengths: BenchmarkLengths, ids: Sequence[int] | None) -> None:
+        """Prepare rounds; for `ids` see `measure`. Raises RequestError for lengths that do not fit."""
         lengths.check(engine)
         self._engine, self._lengths = engine, lengths
         self._reader = MemoryReader(engine.artifact.load_code(), engine.threads)
         random = np.random.Generator(np.random.PCG64(0))
-        count = lengths.total + lengths.batch * lengths.decode
+        count = lengths.total + lengths.sequences * lengths.decode
         text = random.integers(0, engine.vocab, count) if ids is None else np.resize(np.asarray(ids), count)
         start = lengths.depth or 0
         self._prompt = text[start : start + lengths.prompt].tolist()
-        # Sequences of a batch begin alike and go on differently.
-        steps = text[lengths.decode_depth :][: lengths.batch * lengths.decode].reshape(lengths.batch, lengths.decode)
+        # All sequences begin with the same tokens and continue with different ones.
+        steps = text[lengths.decode_depth :][: lengths.sequences * lengths.decode].reshape(
+            lengths.sequences, lengths.decode
+        )
         self._steps: list[list[int]] = steps.T.tolist()
         engine.reset()
         if start:
             engine.read(text[:start].tolist())
             self._copy()
 
-    def run(self) -> Round:
-        """One round."""
+    def run(self) -> BenchmarkRound:
+        """Run one round and return its times."""
         engine, lengths = self._engine, self._lengths
         engine.rewind(lengths.depth or 0)
         start = time.perf_counter()
@@ -106,17 +114,17 @@ class Rounds:
         prefill_s = time.perf_counter() - start
         if lengths.depth is None:
             self._copy()
-        for slot in range(lengths.batch):
+        for slot in range(lengths.sequences):
             engine.rewind(lengths.decode_depth, slot)
         before = self._reader.read()
         engine.start_timing()
         decode_s = self._decode()
         call_s = np.array([seconds for _, seconds in engine.timing(lengths.function)])
         engine.stop_timing()
-        return Round(prefill_s, decode_s, call_s, np.concatenate([before, self._reader.read()]))
+        return BenchmarkRound(prefill_s, decode_s, call_s, np.concatenate([before, self._reader.read()]))
 
     def trace(self) -> list[TracedStep]:
-        """One step of the prompt, if it has more than one token, and a few of decoding, each call of them timed."""
+        """Run a few steps with times of each call, one of the prompt if it has several tokens, and return them."""
         engine, lengths = self._engine, self._lengths
         engine.rewind(lengths.depth or 0)
         first, rest = self._prompt[: engine.chunk], self._prompt[engine.chunk :]
@@ -127,7 +135,7 @@ class Rounds:
             if left := rest if steps else self._prompt:
                 engine.read(left)
             self._copy()
-        for slot in range(lengths.batch):
+        for slot in range(lengths.sequences):
             engine.rewind(lengths.decode_depth, slot)
         engine.start_timing(slowly=True)
         for tokens in self._steps[:_TRACED_STEPS]:
@@ -136,7 +144,7 @@ class Rounds:
         return steps
 
     def _copy(self) -> None:
-        for slot in range(1, self._lengths.batch):
+        for slot in range(1, self._lengths.sequences):
             self._engine.copy(0, slot)
 
     def _decode(self) -> float:
@@ -149,28 +157,19 @@ class Rounds:
         if len(tokens) == 1:
             self._engine.read(tokens)
         else:
-            self._engine.read_batch(tokens, list(range(len(tokens))))
-
-
-# Speed of an engine, in tokens and as a share of what the machine's memory can deliver.
-#
-# Decoding reads each weight that it uses once a token, so the memory's bandwidth sets a floor to its time: the bytes
-# that
-# a token must move / bandwidth. The bandwidth is measured before and after each round, since it moves: other work on
-# the
-# machine, or on the host of a virtual one, takes its part of it.
+            self._engine.read_sequences(tokens, list(range(len(tokens))))
 
 
 @dataclass(frozen=True)
-class Speed:
+class SpeedStatistics:
     """Median speed of several rounds, and the standard deviation between them (0.0 for a single one)."""
 
     tokens_per_s: float
     stdev: float
 
     @classmethod
-    def of(cls, tokens: int, seconds: Sequence[float]) -> Speed:
-        """The speed of rounds of `tokens` tokens each."""
+    def of(cls, tokens: int, seconds: Sequence[float]) -> SpeedStatistics:
+        """Return the speed of rounds of `tokens` tokens that took so many `seconds`."""
         speeds = [tokens / second for second in seconds]
         return cls(float(np.median(speeds)), float(np.std(speeds, ddof=1)) if len(speeds) > 1 else 0.0)
 
@@ -183,20 +182,31 @@ def measure(
     ids: Sequence[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
     depth: int | None = None,
-    batch: int = 1,
+    sequences: int = 1,
     trace: Callable[[Sequence[TracedStep]], object] | None = None,
 ) -> dict[str, Any]:
-    """Prefill and decode `repeats` times after one round that does not count; the result is that of `bench --json`.
+    """Prefill and decode `repeats` times after one round that does not count, and return the figures of `bench --json`.
 
-    `ids` is the text to read (repeated or cut to length); random tokens of the vocabulary, always the same, without it.
-    Which neurons fire depends on the text, and so does the speed of decoding. Every round decodes the same tokens.
-    `depth` and `batch`: see `Lengths`. `trace` is called with a few steps that come after the last round, call by call:
-    see `Rounds.trace`. Raises RequestError for what does not fit.
+    Every round decodes the same tokens. Which neurons fire depends on the text, and so does the speed of decoding.
+
+    Args:
+        engine: the engine.
+        prompt_tokens: tokens in the prompt.
+        decode_tokens: tokens to decode in each sequence.
+        repeats: rounds that count.
+        ids: the text to read, repeated or cut to length; by default random tokens, always the same ones.
+        progress: called with the number of rounds done and of all rounds.
+        depth: see `BenchmarkLengths`.
+        sequences: how many sequences decode together.
+        trace: called with a few steps after the last round, call by call: see `BenchmarkRunner.trace`.
+
+    Raises:
+        RequestError: an argument makes no sense, or the tokens do not fit the context.
     """
-    lengths = Lengths(prompt_tokens, decode_tokens, depth, batch)
+    lengths = BenchmarkLengths(prompt_tokens, decode_tokens, depth, sequences)
     if repeats < 1:
         raise RequestError("a benchmark needs at least one prompt token, one decoded token and one repetition")
-    runner, rounds = Rounds(engine, lengths, ids), []
+    runner, rounds = BenchmarkRunner(engine, lengths, ids), []
     for number in range(repeats + 1):
         if number == 1:
             engine.reset_firing()
@@ -204,79 +214,82 @@ def measure(
         if progress:
             progress(number + 1, repeats + 1)
     firing = engine.firing(lengths.function)
-    steps = runner.trace() if trace or engine.artifact.program.has_device else []
+    steps = runner.trace() if trace or engine.artifact.program.has_accelerator else []
     if trace:
         trace(steps)
     of_decoding = [step for step in steps if step.function == lengths.function]
-    return _result(_Measured(engine.artifact, lengths, rounds[1:], firing, of_decoding), engine.threads)
+    return _result(_Measurement(engine.artifact, lengths, rounds[1:], firing, of_decoding), engine.threads)
 
 
 @dataclass(frozen=True)
-class _Measured:
-    """What the figures are made of. `steps` are those of decoding that were traced."""
+class _Measurement:
+    """Everything that was measured. `steps` are the traced steps of decoding."""
 
     artifact: Artifact
-    lengths: Lengths
-    rounds: Sequence[Round]
+    lengths: BenchmarkLengths
+    rounds: Sequence[BenchmarkRound]
     firing: Sequence[FiringCounts]
     steps: Sequence[TracedStep]
 
     @property
     def tokens(self) -> int:
-        """How many tokens a round decodes."""
-        return self.lengths.batch * self.lengths.decode
+        """Number of tokens that a round decodes."""
+        return self.lengths.sequences * self.lengths.decode
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the hot device is a GPU: then rounds do not tell the times of its calls, and its memory is not the
-        one whose bandwidth is measured.
+        """Whether the accelerator is a GPU.
+
+        Then rounds have no times of its calls, and its memory is not the one whose bandwidth is measured.
         """
-        code = self.artifact.manifest.hot_device
-        return self.artifact.program.has_device and code is not None and code.kind == "cuda"
+        code = self.artifact.manifest.accelerator
+        return self.artifact.program.has_accelerator and code is not None and code.kind == "cuda"
 
     @property
     def bandwidths(self) -> list[float]:
-        """What the host's memory gave in each round, in bytes per second."""
+        """The speed of the host's memory in each round, in bytes per second."""
         return [float(np.median(each.bytes_per_s)) for each in self.rounds]
 
     def seconds(self, device: str, chosen: NDArray[np.bool_]) -> float:
-        """What the `chosen` calls of a step, all of them on `device`, take for a token."""
+        """Return the seconds per token of the `chosen` calls of a step, all of which are on `device`."""
         if device == "device" and self.on_gpu:
             spans = [np.array([span.end_ns - span.begin_ns for span in step.spans]) for step in self.steps]
-            return float(np.median([1e-9 * each[chosen].sum() / self.lengths.batch for each in spans]))
+            return float(np.median([1e-9 * each[chosen].sum() / self.lengths.sequences for each in spans]))
         return float(np.median([each.call_s[chosen].sum() / self.tokens for each in self.rounds]))
 
 
-def _result(measured: _Measured, threads: int) -> dict[str, Any]:
-    """The medians of the rounds."""
+def _result(measured: _Measurement, threads: int) -> dict[str, Any]:
+    """Return the medians of the rounds."""
     lengths, rounds = measured.lengths, measured.rounds
     program = measured.artifact.program
     return {
-        "prefill": asdict(Speed.of(lengths.prompt, [each.prefill_s for each in rounds])),
+        "prefill": asdict(SpeedStatistics.of(lengths.prompt, [each.prefill_s for each in rounds])),
         "decode": _decode(measured),
-        "hybrid": hybrid_figures(program, measured.steps, lengths.batch) if program.has_device else None,
+        "hybrid": hybrid_figures(program, measured.steps, lengths.sequences) if program.has_accelerator else None,
         "bandwidth_bytes_per_s": float(np.median(measured.bandwidths)),
         "bandwidth_best_bytes_per_s": float(max(each.bytes_per_s.max() for each in rounds)),
         "threads": threads,
     }
 
 
-def _decode(measured: _Measured) -> dict[str, Any]:
+def _decode(measured: _Measurement) -> dict[str, Any]:
     lengths, rounds, bandwidths = measured.lengths, measured.rounds, measured.bandwidths
-    # Kernels that compute every neuron of a batch do not count them.
-    is_counted = lengths.batch == 1 or any(row.computed_share for row in measured.firing)
+    # In steps for several sequences, kernels that compute every neuron do not count them.
+    is_counted = lengths.sequences == 1 or any(row.computed_share for row in measured.firing)
     firing = measured.firing if is_counted else [replace(row, computed_share=1.0) for row in measured.firing]
     computed_share, firing_share = mean_shares(firing)
-    # What several sequences read of a block is at most what each of them reads, and no more than all of it.
-    read = [replace(row, computed_share=min(1.0, row.computed_share * lengths.batch)) for row in firing]
+    # Several sequences read at most the sum of what each of them reads of a block, and no more than all of it.
+    read = [replace(row, computed_share=min(1.0, row.computed_share * lengths.sequences)) for row in firing]
     cached = lengths.decode_depth + (lengths.decode + 1) / 2
-    of_calls = np.array(step_bytes(measured.artifact, lengths.function, read, cached, lengths.batch)) / lengths.batch
+    of_calls = (
+        np.array(step_bytes(measured.artifact, lengths.function, read, cached, lengths.sequences)) / lengths.sequences
+    )
     token_bytes, pairs = float(of_calls.sum()), zip(rounds, bandwidths, strict=True)
     shares = [token_bytes / speed * measured.tokens / each.decode_s for each, speed in pairs]
     return {
-        **asdict(Speed.of(measured.tokens, [each.decode_s for each in rounds])),
+        **asdict(SpeedStatistics.of(measured.tokens, [each.decode_s for each in rounds])),
         "depth": lengths.decode_depth,
-        "batch": lengths.batch,
+        "batch": lengths.sequences,
         "bytes_per_token": round(token_bytes),
         "floor_tokens_per_s": None if measured.on_gpu else float(np.median(bandwidths)) / token_bytes,
         "bandwidth_share": None if measured.on_gpu else float(np.median(shares)),
@@ -286,8 +299,8 @@ def _decode(measured: _Measured) -> dict[str, Any]:
     }
 
 
-def _kernels(measured: _Measured, of_calls: NDArray[np.float64]) -> Iterator[KernelTime]:
-    """A row for each kind of kernel on each device; `of_calls` are the bytes of each call for a token."""
+def _kernels(measured: _Measurement, of_calls: NDArray[np.float64]) -> Iterator[KernelTime]:
+    """Yield a row for each kind of kernel on each device; `of_calls` are the bytes per token of each call."""
     calls = measured.artifact.program.functions[measured.lengths.function]
     kinds, devices = np.array([kind(call) for call in calls]), np.array([call.device for call in calls])
     for device in DEVICES:

@@ -1,4 +1,4 @@
-"""Perplexity: how surprised the compiled model is by a text."""
+"""The perplexity of a text: how surprised the compiled model is by it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.engine.checks import shown, token_ids
 from picompile_runtime.engine.engine import Engine
 from picompile_runtime.errors import KernelError, RequestError
+from picompile_runtime.request_checks import shown, token_ids
 from picompile_runtime.sampling.scores import Logits
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """`nll`: summed negative log-likelihood, in nats, of the `tokens` that were predicted."""
+    """`nll` is the summed negative log-likelihood, in nats, of the `tokens` that were predicted."""
 
     nll: float
     tokens: int
 
     @property
     def perplexity(self) -> float:
-        """exp(nll / tokens); infinite where that is beyond a float."""
+        """exp(nll / tokens); infinite if that is too large for a float."""
         return float(np.exp(np.float64(self.nll / self.tokens))) if self.nll / self.tokens < 709 else math.inf
 
 
@@ -35,11 +35,21 @@ def perplexity(
     by_decode: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    """Predict every token of `ids` but the first, in windows of `window` tokens (the context, unless given) that do not
-    overlap; each window is read with nothing before it.
+    """Return the perplexity of a text: every token of `ids` but the first is predicted.
 
-    Prompt processing computes every neuron. `by_decode` reads token by token instead, slower, as text is generated:
-    what a predictor leaves out then shows. `progress` is called with the tokens done and their number.
+    The text is cut into windows that do not overlap, and each window is read with nothing before it.
+
+    Args:
+        engine: the engine, whose slot 0 is used.
+        ids: token ids of the text, at least 2.
+        window: tokens in a window, by default the engine's context.
+        by_decode: whether to read token by token, as text is generated. That is slower, but shows the effect of
+            predictors: reading a prompt computes every neuron.
+        progress: called with the number of tokens done and the number of all tokens.
+
+    Raises:
+        RequestError: an argument makes no sense.
+        KernelError: a kernel failed, or logits contain NaN.
     """
     window = engine.context if window is None else window
     if not isinstance(window, int | np.integer) or isinstance(window, bool) or not 1 <= window <= engine.context:
@@ -69,7 +79,7 @@ def _window_nll(chunks: Iterator[Logits], targets: NDArray[np.int64]) -> Iterato
 
 
 def negative_log_likelihood(logits: Logits, targets: NDArray[np.int64]) -> NDArray[np.float64]:
-    """-log softmax(logits)[target] of each row, in float64; logits [n, vocab], targets [n]."""
+    """Return -log softmax(logits)[target] of each row, float64 [n], for logits [n, vocab] and targets [n]."""
     scores = logits.astype(np.float64)
     highest = scores.max(axis=1)
     total = np.log(np.exp(scores - highest[:, None]).sum(axis=1)) + highest

@@ -1,4 +1,4 @@
-"""Splits the time of a hybrid step: on either side, on both at the same time, and between the two."""
+"""Traces of steps: how host and accelerator share a step's time, and a trace file that browsers show."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from picompile_runtime.artifact.program import WAITS, Call, Program
-from picompile_runtime.bench.floor import kind, statistics_rows
+from picompile_runtime.artifact.program import WAITING_OPS, Call, Program
+from picompile_runtime.bench.bandwidth import kind, statistics_rows
 from picompile_runtime.engine.engine import Engine
-from picompile_runtime.engine.timing import Span
+from picompile_runtime.engine.timing import CallSpan
 
-# Kinds of calls that bring values from one side to the other, or wait for them.
-_EXCHANGES = ("exchange", "waits")
+# Kinds of calls that transfer values between host and accelerator, or wait for them.
+_TRANSFERS = ("exchange", "waits")
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """How long each side computed, which is all but waiting for the other, and for how long of that both did."""
+    """How long host and accelerator computed, without waiting for each other, and how long both did at once."""
 
     host_ns: int
     device_ns: int
@@ -27,19 +27,19 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """Of the time of the side that computes less; 1 where that is hidden wholly behind the other side."""
+        """Share of `both_ns` in the time of the side that computes less; 1 if the other side hides all of it."""
         shorter_ns = min(self.host_ns, self.device_ns)
         return self.both_ns / shorter_ns if shorter_ns else 0.0
 
 
 def overlap(steps: Sequence[TracedStep]) -> Overlap:
-    """The overlap over all `steps`."""
+    """Return the overlap of host and accelerator over all `steps`."""
     host, device = (list(_computing(steps, side)) for side in ("host", "device"))
     both_ns, of_host, of_device = 0, 0, 0
     while of_host < len(host) and of_device < len(device):
         (begin_ns, end_ns), (other_begin_ns, other_end_ns) = host[of_host], device[of_device]
         both_ns += max(0, min(end_ns, other_end_ns) - max(begin_ns, other_begin_ns))
-        # What ends first ends before all that follows on the other side begins.
+        # The span that ends first cannot overlap the later ones of the other side.
         if end_ns < other_end_ns:
             of_host += 1
         else:
@@ -49,13 +49,17 @@ def overlap(steps: Sequence[TracedStep]) -> Overlap:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step on the hot device, from its first call to its last, and what they consist of.
+    """Seconds of one step on the accelerator, from its first call to its last, and the parts that they consist of.
 
-    `gpu_s` = `compute_s` + `exchange_s` + `idle_s`. `compute_s` are the calls that compute, of which `hot_s` are the
-    hot neurons. `exchange_s` are the calls that send to the host and receive from it, with all waiting. `idle_s` are
-    the gaps between calls. `cold_s` are the host's feed-forward calls of the same step.
+    Attributes:
+        gpu_s: the whole step: `compute_s` + `exchange_s` + `idle_s`.
+        compute_s: calls that compute.
+        hot_s: calls for hot neurons, a part of `compute_s`.
+        cold_s: the host's feed-forward calls in the same step.
+        exchange_s: calls that send to the host and receive from it, with all waiting.
+        idle_s: gaps between calls.
 
-    Every call on a GPU stands between two events, which take time themselves: the step would take less without them.
+    On a GPU every call is between two events, which take time themselves: without them the step would be shorter.
     """
 
     gpu_s: float
@@ -67,33 +71,33 @@ class StepTime:
 
     @classmethod
     def of(cls, step: TracedStep) -> StepTime | None:
-        """Return the times of a step, or None where the hot device has no part in it."""
+        """Return the times of a step, or None if the accelerator has no part in it."""
         spans = [span for span in step.spans if span.call.device == "device"]
         if not spans:
             return None
         whole_ns = max(span.end_ns for span in spans) - min(span.begin_ns for span in spans)
-        exchange_ns = _total_ns(span for span in spans if kind(span.call) in _EXCHANGES)
-        compute_ns = _total_ns(span for span in spans if kind(span.call) not in _EXCHANGES)
+        transfer_ns = _total_ns(span for span in spans if kind(span.call) in _TRANSFERS)
+        compute_ns = _total_ns(span for span in spans if kind(span.call) not in _TRANSFERS)
         hot_ns = _total_ns(span for span in spans if span.call.op == "ffn")
         cold_ns = _total_ns(span for span in step.spans if (span.call.op, span.call.device) == ("ffn", "host"))
-        idle_ns = max(0, whole_ns - exchange_ns - compute_ns)
-        return cls(*(1e-9 * ns for ns in (whole_ns, compute_ns, hot_ns, cold_ns, exchange_ns, idle_ns)))
+        idle_ns = max(0, whole_ns - transfer_ns - compute_ns)
+        return cls(*(1e-9 * ns for ns in (whole_ns, compute_ns, hot_ns, cold_ns, transfer_ns, idle_ns)))
 
 
-def _total_ns(spans: Iterable[Span]) -> int:
+def _total_ns(spans: Iterable[CallSpan]) -> int:
     return sum(span.end_ns - span.begin_ns for span in spans)
 
 
-def _step_times(steps: Sequence[TracedStep], batch: int) -> dict[str, float] | None:
-    """Return the medians of `steps`, each by itself, per token; None where the hot device has no part in them."""
+def _step_times(steps: Sequence[TracedStep], sequences: int) -> dict[str, float] | None:
+    """Return the median of each time of `steps`, per token; None if the accelerator has no part in them."""
     times = [asdict(found) for found in map(StepTime.of, steps) if found is not None]
-    return {name: median(each[name] for each in times) / batch for name in times[0]} if times else None
+    return {name: median(each[name] for each in times) / sequences for name in times[0]} if times else None
 
 
-def hybrid_figures(program: Program, steps: Sequence[TracedStep], batch: int) -> dict[str, Any]:
-    """What `bench --json` says of `steps`, which are of one function and of `batch` tokens each."""
+def hybrid_figures(program: Program, steps: Sequence[TracedStep], sequences: int) -> dict[str, Any]:
+    """Return the figures of `bench --json` for `steps` of one function, each for a token of `sequences` sequences."""
     found = overlap(steps)
-    tokens = len(steps) * batch
+    tokens = len(steps) * sequences
     function = steps[0].function
     skippable = _skippable_rows(program, function)
     return {
@@ -101,16 +105,18 @@ def hybrid_figures(program: Program, steps: Sequence[TracedStep], batch: int) ->
         "device_s_per_token": 1e-9 * found.device_ns / tokens,
         "overlap_s_per_token": 1e-9 * found.both_ns / tokens,
         "overlap_share": found.share,
-        "exchanges_per_token": sum(call.op in ("send", "signal") for call in program.functions[function]) / batch,
-        "step": _step_times(steps, batch),
-        # Kernels of a batch that compute every neuron do not count them.
-        "skipped_per_token": None if batch > 1 else sum(len(skippable & step.idle_rows) for step in steps) / tokens,
+        "exchanges_per_token": sum(call.op in ("send", "signal") for call in program.functions[function]) / sequences,
+        "step": _step_times(steps, sequences),
+        # In steps for several sequences, kernels that compute every neuron do not count them.
+        "skipped_per_token": None if sequences > 1 else sum(len(skippable & step.idle_rows) for step in steps) / tokens,
     }
 
 
 def _skippable_rows(program: Program, function: str) -> set[int]:
-    """The blocks of the host whose result the device does not ask for where none of their neurons is computed, each by
-    its row of the statistics. The device has sent their masks, and counted what is in them.
+    """Return the rows of the statistics of the host's blocks whose result the accelerator can do without.
+
+    It does not wait for the result if none of a block's neurons is computed: it has sent the block's mask, and counted
+    the neurons in it.
     """
     calls = program.functions[function]
     counts = {name for call in calls if call.op == "receive" for name in _counts(call)}
@@ -121,7 +127,7 @@ def _skippable_rows(program: Program, function: str) -> set[int]:
 
 
 def _counts(call: Call) -> set[str]:
-    """Single integers; flags and the like have more."""
+    """Return the buffers of a call that hold a count: a single integer, while flags and others have more."""
     return {
         arg.name for arg in call.args if arg.kind == "buffer" and (arg.view.dtype, arg.view.shape) == ("int32", (1,))
     }
@@ -132,37 +138,38 @@ def _masks(call: Call) -> set[str]:
 
 
 def _computing(steps: Sequence[TracedStep], device: str) -> Iterator[tuple[int, int]]:
-    """When a side computed, in order."""
+    """Yield when `device` computed, in order."""
     for step in steps:
         for span in step.spans:
-            if span.call.device == device and span.call.op not in WAITS:
+            if span.call.device == device and span.call.op not in WAITING_OPS:
                 yield span.begin_ns, span.end_ns
 
 
-# Steps, call by call, as a trace that a browser shows: host and hot device above each other, on one axis of time.
-
-
-_TRACKS = {"host": "host", "device": "hot device"}
+# Names of the processes in a trace file. A browser shows them above each other, on one axis of time.
+_TRACKS = {"host": "host", "device": "accelerator"}
 _PIDS = {device: pid for pid, device in enumerate(_TRACKS)}
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step of a function, when it began and ended (ns of `time.monotonic_ns`), and when its calls did.
+    """A step of a function: when it and its calls began and ended, in ns of `time.monotonic_ns`.
 
-    `idle_rows`: the feed-forward parts of which no neuron was computed, by their rows of the statistics; only `decode`
-    has them.
+    `idle_rows` are the rows of the statistics of feed-forward parts of which no neuron was computed; only steps of
+    `decode` have them.
     """
 
     function: str
     begin_ns: int
     end_ns: int
-    spans: tuple[Span, ...]
+    spans: tuple[CallSpan, ...]
     idle_rows: frozenset[int] = frozenset()
 
 
 def recorded(engine: Engine, function: str, run: Callable[[], object]) -> TracedStep:
-    """What `run` does, which is a step of `function` with times being measured. Counts neurons anew."""
+    """Call `run`, which runs a step of `function` while times are measured, and return the step.
+
+    The engine's counts of neurons start anew.
+    """
     engine.reset_firing()
     begin_ns = time.monotonic_ns()
     run()
@@ -173,10 +180,10 @@ def recorded(engine: Engine, function: str, run: Callable[[], object]) -> Traced
 
 
 def chrome_trace(steps: Sequence[TracedStep]) -> dict[str, Any]:
-    """Steps in the Trace Event Format, which Perfetto and chrome://tracing show.
+    """Return steps in the Trace Event Format, which Perfetto and chrome://tracing show.
 
-    Every call is a complete event of the process `host` or `hot device`, of the category `wait` where it waits for the
-    other side and `compute` elsewhere. Steps, of the category `step`, enclose the host's calls. Times are in us from
+    Every call is a complete event of the process `host` or `accelerator`, of the category `wait` if it waits for the
+    other side and `compute` otherwise. Steps, of the category `step`, enclose the host's calls. Times are in us from
     the beginning of the first step. The format: "Trace Event Format", docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5O
     OQtYMH4h6I0nSsKchNAySU.
     """
@@ -195,7 +202,7 @@ def _events(step: TracedStep, number: int, origin_ns: int) -> Iterator[dict[str,
     yield _event(step.function, "step", "host", (step.begin_ns, step.end_ns), origin_ns, {"step": number})
     for span in step.spans:
         call = span.call
-        category = "wait" if call.op in WAITS else "compute"
+        category = "wait" if call.op in WAITING_OPS else "compute"
         arguments = {"kernel": call.kernel, "layer": call.layer, "step": number}
         yield _event(call.op, category, call.device, (span.begin_ns, span.end_ns), origin_ns, arguments)
 

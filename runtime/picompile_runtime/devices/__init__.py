@@ -1,1 +1,1 @@
-"""Where a program runs: the host's CPU, and a GPU or a CPU partition as its accelerator."""
+"""Where a program runs: on the host's CPU, and on an accelerator, which is a GPU or a second partition of the CPU."""

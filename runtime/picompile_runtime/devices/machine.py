@@ -1,4 +1,4 @@
-"""How many cores the control groups of this process give it: a container's limit, a service's, a job's."""
+"""What this machine offers: instruction sets, and the cores that this process may use."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from picompile_runtime.engine.checks import shown, whole_number
 from picompile_runtime.errors import RequestError
+from picompile_runtime.request_checks import shown, whole_number
 
 _GROUPS = Path("/proc/self/cgroup")
 _MOUNTS = Path("/sys/fs/cgroup")
 
 
 def quota_cores(groups: Path = _GROUPS, mounts: Path = _MOUNTS) -> int | None:
-    """Whole cores, at least one, that the tightest quota allows; None without any.
+    """Return how many whole cores, at least one, the process's control groups allow it; None without a quota.
 
-    `groups` lists the process's groups, `mounts` is where they are found (cgroups(7)).
+    Control groups are how a container, a service or a job is limited (cgroups(7)). The tightest quota counts. `groups`
+    lists the process's groups, `mounts` is the folder where they are.
     """
     quotas = [quota for folder in _folders(groups, mounts) for quota in _quota(folder)]
     return max(1, int(min(quotas))) if quotas else None
 
 
 def _folders(groups: Path, mounts: Path) -> Iterator[Path]:
-    """Each group of this process that may limit its processor time, and those that it lies in.
+    """Yield the folder of each group that may limit this process's processor time, and those of the groups around it.
 
-    A container sees its own group at the mount point, sometimes under a path that exists outside only.
+    A container sees its own group at the mount point, sometimes with a path that exists only outside of it.
     """
     lines = []
     with suppress(OSError):
@@ -49,7 +50,7 @@ def _folders(groups: Path, mounts: Path) -> Iterator[Path]:
 
 
 def _quota(folder: Path) -> Iterator[float]:
-    """The quota of one group in cores, in version 2 or 1 of control groups."""
+    """Yield the quota of one group in cores, if it has one, for version 2 or 1 of control groups."""
     with suppress(OSError, ValueError):
         quota, period = (folder / "cpu.max").read_text().split()
         if quota != "max":
@@ -60,17 +61,14 @@ def _quota(folder: Path) -> Iterator[float]:
             yield int(quota) / int(period)
 
 
-# What this machine offers: instruction sets, and cores that this process may use.
-
-
 MOST_THREADS = 256  # host.c: PI_MAX_THREADS
 _MOST_DEFAULT_THREADS = 64  # decoding is bound by memory long before this
 
 
 def cpu_features() -> frozenset[str]:
-    """Instruction set names as Linux spells them (`avx2`, `asimd`, …); empty where it does not say.
+    """Return the processor's features as Linux spells them (`avx2`, `asimd`, …); empty if it does not say.
 
-    x86 lists them as `flags`, AArch64 as `Features`. What the system cannot save for a process is not among them.
+    x86 lists them as `flags`, AArch64 as `Features`. Features whose state the system cannot save are not among them.
     """
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -81,19 +79,20 @@ def cpu_features() -> frozenset[str]:
 
 
 def is_machine(machine: str) -> bool:
-    """Whether this is Linux on a `machine`, as `uname -m` says it."""
+    """Return whether this is Linux on a `machine`, as `uname -m` spells it."""
     return (platform.system(), platform.machine()) == ("Linux", machine)
 
 
 def missing_features(features: Sequence[str]) -> list[str]:
-    """Those of `features` that this machine's processor lacks."""
+    """Return those of `features` that this machine's processor lacks, sorted."""
     return sorted(set(features) - cpu_features())
 
 
 def default_threads() -> int:
-    """PICOMPILE_THREADS where it is set, else the physical cores that this process may use.
+    """Return PICOMPILE_THREADS if it is set, else the number of physical cores that this process may use.
 
-    Waiting threads spin: more than a container's quota of cores would only be in the way.
+    Waiting threads spin, so more threads than a container's quota of cores would slow each other down. Raises
+    RequestError for a wrong PICOMPILE_THREADS.
     """
     if asked := os.environ.get("PICOMPILE_THREADS"):
         if not re.fullmatch("0*[0-9]{1,9}", asked):
@@ -104,12 +103,12 @@ def default_threads() -> int:
 
 
 def check_threads(threads: int) -> int:
-    """`threads` itself; RequestError if no run can have so many."""
+    """Return `threads`. Raises RequestError unless it is a whole number from 1 to 256."""
     return whole_number("the number of threads", threads, 1, MOST_THREADS)
 
 
 def _physical_core(cpu: int) -> str:
-    """The hardware threads of one core share this text; two threads on one core share its one way to memory."""
+    """Return a text that is the same for all hardware threads of a core, since they share its way to memory."""
     try:
         return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
     except OSError:

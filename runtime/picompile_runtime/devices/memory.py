@@ -1,4 +1,4 @@
-"""Memory for tensors: aligned arrays, anonymous maps that cost nothing until touched, and mapped files."""
+"""Memory for tensors: aligned arrays, anonymous maps that take no memory until they are touched, and mapped files."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Tensor:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensor."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * item_bytes(self.dtype)
 
 
 @cache
 def item_bytes(dtype: str) -> int:
-    """Bytes of an element, by numpy's name of its type."""
+    """Return the size in bytes of an element, by numpy's name of its type."""
     return int(np.dtype(dtype).itemsize)
 
 
 def aligned_zeros(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
-    """A zeroed array of `shape` that starts at a multiple of 64 bytes."""
+    """Return a zeroed array of `shape` that starts at a multiple of 64 bytes."""
     size_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.zeros(size_bytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
@@ -51,9 +51,10 @@ def aligned_zeros(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
 
 
 def anonymous_map(size_bytes: int, purpose: str) -> mmap.mmap:
-    """Zeroed memory that the system commits page by page, when it is first touched; DoesNotFitError if there is none.
+    """Return zeroed memory that the system commits page by page, when it is first touched.
 
-    A cache for a long context thus costs only what the tokens so far have filled, but it must be possible to fill it.
+    So a cache for a long context takes only the memory that its tokens so far fill. Raises DoesNotFitError, naming
+    `purpose`, if the machine could not hold all of it.
     """
     check_total(size_bytes, purpose)
     try:
@@ -65,7 +66,7 @@ def anonymous_map(size_bytes: int, purpose: str) -> mmap.mmap:
 
 
 def check_total(size_bytes: int, purpose: str) -> None:
-    """DoesNotFitError if this machine could not hold so much, whatever else is in its memory."""
+    """Raise DoesNotFitError, naming `purpose`, if `size_bytes` are more than the whole memory of this machine."""
     if size_bytes > _machine_bytes():
         hint = "compile the model for a smaller context (--context) or fewer sequences (--sequences)"
         raise DoesNotFitError(f"{_needs(size_bytes, purpose)}; {hint}")
@@ -92,23 +93,23 @@ def _machine_bytes() -> int:
 
 
 def protect(memory: mmap.mmap) -> None:
-    """Make an anonymous map read-only: whoever writes to it from now on ends by a signal.
+    """Make an anonymous map read-only: a write to it from now on ends the process by a signal.
 
-    A system that refuses leaves it as it is: nothing here relies on it.
+    If the system does not allow that, the map stays writable; nothing here relies on it.
     """
     address = np.frombuffer(memory, np.uint8).ctypes.data
     _mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), mmap.PROT_READ)
 
 
 def map_file(descriptor: int) -> mmap.mmap:
-    """The whole of an open, non-empty file, read-only; pages are read when first touched and shared by processes."""
+    """Map the whole of an open, non-empty file read-only; pages are read when first touched and shared by processes."""
     memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    with suppress(OSError, AttributeError):  # what is not in memory yet comes in pages of 2 MiB, where the system can
+    with suppress(OSError, AttributeError):  # pages not in memory yet are read as pages of 2 MiB, if the system can
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def array_at(memory: mmap.mmap, tensor: Tensor) -> NDArray[Any]:
-    """The tensor as an array over the map, which stays alive as long as the array does."""
+    """Return the tensor as an array over the map, which stays alive as long as the array does."""
     flat = np.frombuffer(memory, dtype=tensor.dtype, count=math.prod(tensor.shape), offset=tensor.offset)
     return flat.reshape(tensor.shape)

@@ -1,4 +1,4 @@
-"""The engine: an artifact in memory, its KV cache, and the position of each sequence in it."""
+"""The engine: a loaded artifact, its KV cache, and each sequence's position in the cache."""
 
 from __future__ import annotations
 
@@ -14,21 +14,31 @@ from numpy.typing import NDArray
 from picompile_runtime.artifact.program import BATCH, ONE_TOKEN_EACH, Call
 from picompile_runtime.artifact.reader import Artifact, open_artifact
 from picompile_runtime.devices.machine import check_threads, default_threads
-from picompile_runtime.engine.checks import check_batch, check_room, check_slot, shown, token_id, token_ids
 from picompile_runtime.engine.executor import Executor
-from picompile_runtime.engine.timing import FiringCounts, Span, firing_of
+from picompile_runtime.engine.timing import CallSpan, FiringCounts, firing_counts
 from picompile_runtime.errors import RequestError
+from picompile_runtime.request_checks import check_room, check_sequences, check_slot, shown, token_id, token_ids
 from picompile_runtime.sampling.scores import Logits, Scores
-from picompile_runtime.system_errors import told_by_cause
+from picompile_runtime.system_errors import translate_system_errors
 
 
 def load(path: str | os.PathLike[str], threads: int | None = None, replan: bool = False) -> Engine:
-    """Open, check and load the artifact in the folder `path`. Raises ArtifactError, MachineError or DoesNotFitError.
+    """Open, check and load the artifact in the folder `path`, and return an engine for it.
 
-    `replan`: where the GPU has less memory free than the artifact's plan needs, some of its weights stay with the host.
+    Args:
+        path: the folder that `picompile compile -o` wrote.
+        threads: CPU threads to run with; by default PICOMPILE_THREADS, else the physical cores that the process may
+            use.
+        replan: leave some of the GPU's weights with the host if less GPU memory is free than the artifact's plan needs.
+
+    Raises:
+        ArtifactError: the artifact is not whole or not valid.
+        MachineError: it was made for another kind of machine.
+        DoesNotFitError: this machine has too little memory for it.
+        RequestError: an argument, or an environment variable, makes no sense.
     """
     if threads is not None:
-        check_threads(threads)  # before weights are hashed for nothing
+        check_threads(threads)  # before any weights are hashed
     artifact = open_artifact(path)
     try:
         return Engine(artifact, threads, replan)
@@ -38,25 +48,25 @@ def load(path: str | os.PathLike[str], threads: int | None = None, replan: bool 
 
 
 class Engine:
-    """Runs sequences of tokens, each in a slot of the KV cache: slot 0 unless a method is told another.
+    """Runs sequences of tokens. Each sequence has a slot of the KV cache: slot 0 unless a method is given another.
 
-    An artifact has as many slots as it was compiled for with `--sequences`. Sequences know nothing of each other, but
-    `decode_batch` reads a token of each in one step, which takes little longer than one token does. Methods return
-    arrays of their own, or with `copy` False the engine's memory, which the next step overwrites.
+    An artifact has as many slots as `--sequences` said when it was compiled. Sequences do not affect each other, but
+    `decode_sequences` reads one token of each in a single step, which takes little longer than a step for one token.
+    Methods return new arrays or, with `copy` False, the engine's memory, which the next step overwrites.
 
-    An engine is not made for several threads: each call takes a lock and waits for its turn, but which token lands at
-    which position is then a matter of luck. Engines on one artifact share its weights.
+    Use an engine from one thread: each call takes a lock and waits for its turn, but with several threads it is a
+    matter of luck which token gets which position. Engines on one artifact share its weights.
 
-    A forked process may load engines, and use those of its parent as the last whole step left them. With a GPU it can
-    do neither: methods of an engine from the parent raise RequestError, and loading raises MachineError.
+    A forked process may load engines, and may use its parent's as the last whole step left them. With a GPU it can do
+    neither: methods of an engine from the parent raise RequestError, and loading raises MachineError.
     """
 
     def __init__(self, artifact: Artifact, threads: int | None = None, replan: bool = False) -> None:
-        """Take over an opened artifact; it is closed with the engine. `threads`: see `machine.default_threads`."""
+        """Load an opened artifact, which is closed with the engine. For `threads` and `replan` see `load`."""
         self.artifact = artifact
         self.threads = check_threads(threads) if threads is not None else default_threads()
         self._program = artifact.program
-        with told_by_cause(artifact.folder):
+        with translate_system_errors(artifact.folder):
             self._executor = Executor(artifact, self.threads, replan)
         self._lock = threading.RLock()
         self._positions = [0] * self._program.sequences
@@ -66,12 +76,12 @@ class Engine:
 
     @property
     def context(self) -> int:
-        """Tokens that fit a sequence at most."""
+        """Number of tokens that a sequence may have."""
         return self._program.context
 
     @property
     def chunk(self) -> int:
-        """Tokens that prefill and score take in one step."""
+        """Number of tokens that `prefill` and `score` read in one step at most."""
         return self._program.chunk
 
     @property
@@ -81,30 +91,33 @@ class Engine:
 
     @property
     def sequences(self) -> int:
-        """Slots of the KV cache."""
+        """Number of slots of the KV cache."""
         return self._program.sequences
 
     @property
     def moved_bytes(self) -> int:
-        """Of the weights that were planned for the GPU, those that `replan` left with the host."""
+        """Bytes of the weights that were planned for the GPU and that `replan` left with the host."""
         return self._executor.moved_bytes
 
     @property
     def position(self) -> int:
-        """Tokens seen so far in slot 0: the place of the next one."""
+        """Number of tokens read so far in slot 0, which is the position of the next one."""
         return self._positions[0]
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """The same of each slot."""
+        """Number of tokens read so far in each slot."""
         return tuple(self._positions)
 
     def reset(self, slot: int = 0) -> None:
-        """Forget all tokens of a sequence."""
+        """Forget all tokens of the sequence in `slot`."""
         self.rewind(0, slot)
 
     def rewind(self, position: int, slot: int = 0) -> None:
-        """Forget the tokens of a sequence from `position` on."""
+        """Forget the tokens of the sequence in `slot` from `position` on.
+
+        Raises RequestError unless `position` is from 0 to the number of tokens read so far.
+        """
         with self._lock:
             self._open()
             check_slot(slot, self.sequences)
@@ -114,7 +127,7 @@ class Engine:
             self._positions[slot] = int(position)
 
     def copy(self, source: int, target: int) -> None:
-        """Let slot `target` hold the sequence of slot `source`, too: a prompt that several begin with is read once."""
+        """Copy the sequence in slot `source` to slot `target`, so that a common prompt is read only once."""
         with self._lock:
             self._open()
             check_slot(source, self.sequences)
@@ -123,51 +136,79 @@ class Engine:
             self._positions[target] = self._positions[source]
 
     def check(self, ids: Sequence[int], slot: int = 0) -> None:
-        """Raise RequestError unless `ids` are tokens of this model that fit behind those seen so far."""
+        """Raise RequestError unless `ids` are tokens of this model that fit the context behind those read so far."""
         with self._lock:
             self._checked(ids, slot)
 
     def prefill(self, ids: Sequence[int], slot: int = 0, copy: bool = True) -> Logits:
-        """Read `ids`; the logits [vocab] of what follows them."""
+        """Read the tokens `ids` and return the logits of the next token, float32 [vocab].
+
+        Args:
+            ids: token ids, one or more. They follow the tokens already read in the slot.
+            slot: the sequence's slot.
+            copy: False returns the engine's memory, which the next step overwrites.
+
+        Raises:
+            RequestError: `ids` are no tokens of the model, they do not fit the context, or there is no such slot.
+            KernelError: a kernel failed.
+        """
         with self._lock:
             return self._executor.logits(self._prefill(ids, slot), 1, copy).ravel()
 
     def decode(self, token: int, slot: int = 0, copy: bool = True) -> Logits:
-        """Read one token; the logits [vocab] of the next."""
+        """Read one token and return the logits of the next token, float32 [vocab]. See `prefill` for the rest."""
         with self._lock:
             return self._executor.logits(self._decode_checked(token, slot), 1, copy).ravel()
 
     def read(self, ids: Sequence[int], slot: int = 0) -> Scores:
-        """Read `ids`, one or many; the scores of what follows them, for `Sampler`.
+        """Read the tokens `ids`, one or many, and return the scores of the next token, which a `Sampler` takes.
 
-        As `prefill` and `decode`, but where the logits are in the memory of a GPU they stay there unless they are asked
-        for, which they can be until the next step.
+        Unlike `prefill` and `decode`, it leaves logits that are in a GPU's memory there until they are asked for, which
+        is possible until the next step. Raises RequestError or KernelError as they do.
         """
         with self._lock:
             is_one = type(ids) is list and len(ids) == 1
             function = self._decode_checked(ids[0], slot) if is_one else self._prefill(ids, slot)
             return self._scores(function, 0)
 
-    def decode_batch(self, tokens: Sequence[int], slots: Sequence[int], copy: bool = True) -> Logits:
-        """Read the next token of several sequences, `tokens[i]` of that in `slots[i]`; row i are the logits behind it.
+    def decode_sequences(self, tokens: Sequence[int], slots: Sequence[int], copy: bool = True) -> Logits:
+        """Read the next token of several sequences in one step, and return the logits that follow each.
 
-        Logits [len(tokens), vocab] are those that `decode` would give one by one, but for rounding, and but for neurons
-        that predictors leave out: of those a batch may compute more.
+        The logits are those that `decode` would return for each sequence, but for two differences: rounding, and
+        neurons that predictors leave out, of which a step for several sequences may compute more.
+
+        Args:
+            tokens: token ids; `tokens[i]` is the next token of the sequence in `slots[i]`.
+            slots: slots, all different, one for each token.
+            copy: False returns the engine's memory, which the next step overwrites.
+
+        Returns:
+            Logits float32 [len(tokens), vocab]; row i follows `tokens[i]`.
+
+        Raises:
+            RequestError: tokens or slots make no sense, or a sequence is full; then no sequence has changed.
+            KernelError: a kernel failed.
         """
         with self._lock:
-            function, rows = self._decode_batch(tokens, slots)
+            function, rows = self._run_sequences(tokens, slots)
             return self._executor.logits(function, rows, copy)
 
-    def read_batch(self, tokens: Sequence[int], slots: Sequence[int]) -> list[Scores]:
-        """As `decode_batch`; the scores of what follows each of the tokens, as `read` gives them."""
+    def read_sequences(self, tokens: Sequence[int], slots: Sequence[int]) -> list[Scores]:
+        """Read tokens as `decode_sequences` does, and return the scores that follow each, as `read` returns them."""
         with self._lock:
-            function, rows = self._decode_batch(tokens, slots)
+            function, rows = self._run_sequences(tokens, slots)
             return [self._scores(function, row) for row in range(rows)]
 
     def score(self, ids: Sequence[int], slot: int = 0) -> Iterator[Logits]:
-        """Read `ids` in chunks and give the logits of each, [tokens of the chunk, vocab]: row i is what follows ids[i].
+        """Read the tokens `ids` in chunks, and yield the logits after every token of each chunk.
 
-        The chunks are read as the iterator is asked for them; nothing else may be read in between.
+        A chunk is read when the iterator is asked for it; read nothing else in between.
+
+        Yields:
+            Logits float32 [tokens of the chunk, vocab]; a row has the logits of the token that follows its token.
+
+        Raises:
+            RequestError: as for `prefill`, at once.
         """
         with self._lock:
             tokens = self._checked(ids, slot)
@@ -183,8 +224,16 @@ class Engine:
             yield logits
 
     def firing(self, function: str = "decode") -> list[FiringCounts]:
-        """How sparsely each feed-forward part fired, over the steps of `decode`, or of `batch`, since loading or
-        `reset_firing`: the mean of the steps, and of the sequences of a batch.
+        """Return which share of its neurons each feed-forward part computed, and which share of them fired.
+
+        Args:
+            function: "decode", or "batch" for steps that read several sequences.
+
+        Returns:
+            The mean over all tokens that steps of `function` have read since loading or `reset_firing`.
+
+        Raises:
+            RequestError: neurons of `function` are not counted.
         """
         with self._lock:
             self._open()
@@ -195,10 +244,10 @@ class Engine:
             ):
                 raise RequestError(f"neurons of {shown(function)} are not counted")
             name = "stats" if function == "decode" else f"stats.{function}"
-            return firing_of(self._program.ffn, self._executor.counts(name), self._counted[function])
+            return firing_counts(self._program.ffn, self._executor.counts(name), self._counted[function])
 
     def reset_firing(self) -> None:
-        """Start counting anew."""
+        """Forget the neurons that were counted so far."""
         with self._lock:
             self._open()
             for name in ("stats", "stats.batch"):
@@ -206,40 +255,41 @@ class Engine:
             self._counted = dict.fromkeys(self._counted, 0)
 
     def start_timing(self, slowly: bool = False) -> None:
-        """Measure every kernel call from now on; this costs about 50 ns a call.
+        """Measure the time of every kernel call from now on, which costs about 50 ns a call.
 
-        Calls on a GPU are measured only if it may run `slowly`, with events between them.
+        Calls on a GPU are measured only with `slowly`: events between them make the GPU slower.
         """
         with self._lock:
             self._open()
             self._executor.start_timing(slowly)
 
     def stop_timing(self) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         with self._lock:
             self._open()
             self._executor.stop_timing()
 
     def timing(self, function: str) -> list[tuple[Call, float]]:
-        """The calls of a function of the program, each with its seconds since `start_timing`.
+        """Return the calls of a function of the program, each with the seconds it took in all since `start_timing`.
 
-        Functions are `decode`, `prefill`, `prefill_last`, `score` and, where there are several slots, `batch`. Where
-        a device is not measured, calls take 0.
+        The functions are `decode`, `prefill`, `prefill_last`, `score` and, where there are several slots, `batch`.
+        Calls on an accelerator that is not measured have 0 seconds. Raises RequestError for another function.
         """
         with self._lock:
             self._open()
             return self._executor.timing(self._function(function))
 
-    def spans(self, function: str) -> list[Span]:
-        """When each call of the last step of a function ran, since `start_timing`; those that are not measured are left
-        out.
+    def spans(self, function: str) -> list[CallSpan]:
+        """Return when each call of the last step of a function ran, since `start_timing`.
+
+        Calls that are not measured are left out. Raises RequestError as `timing` does.
         """
         with self._lock:
             self._open()
             return self._executor.spans(self._function(function))
 
     def close(self) -> None:
-        """Give the memory back. Nothing can be run afterwards; arrays that were returned stay valid."""
+        """Free the memory. The engine can run nothing afterwards; arrays that it returned stay valid."""
         with self._lock:
             self._refusal = self._refusal or "the engine is closed"
             self._executor.close()
@@ -263,7 +313,7 @@ class Engine:
         return name
 
     def _checked(self, ids: Sequence[int] | NDArray[np.int32], slot: int) -> NDArray[np.int32]:
-        """`ids` as int32 [tokens], if they are tokens of this model and fit behind those seen so far."""
+        """Return `ids` as int32 [tokens], or raise RequestError as `check` does."""
         self._open()
         tokens = token_ids(ids, self.vocab)
         self._check_room(len(tokens), slot)
@@ -274,7 +324,7 @@ class Engine:
         check_room(tokens, self._positions[slot], self.context, slot if self.sequences > 1 else None)
 
     def _prefill(self, ids: Sequence[int], slot: int) -> str:
-        """The function that ran last."""
+        """Read tokens, and return the name of the function that ran last."""
         tokens = self._checked(ids, slot)
         if len(tokens) == 1:
             return self._decode(int(tokens[0]), slot)
@@ -296,24 +346,24 @@ class Engine:
         self._counted["decode"] += 1
         return "decode"
 
-    def _decode_batch(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[str, int]:
-        """The function that ran, and how many tokens it read."""
+    def _run_sequences(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[str, int]:
+        """Read one token each, and return the name of the function that ran and how many tokens it read."""
         self._open()
         ids = token_ids(tokens, self.vocab)
-        slots = check_batch(slots, len(ids), self.sequences)
+        slots = check_sequences(slots, len(ids), self.sequences)
         positions = [self._positions[slot] for slot in slots]
         for slot, position in zip(slots, positions, strict=True):
             check_room(1, position, self.context, slot)
         if len(ids) == 1:
             return self._decode(int(ids[0]), slots[0]), 1
-        self._executor.run_batch(ids, positions, slots)
+        self._executor.run_sequences(ids, positions, slots)
         self._counted[BATCH] += len(ids)
         for slot in slots:
             self._positions[slot] += 1
         return BATCH, len(ids)
 
     def _scores(self, function: str, row: int) -> Scores:
-        """Of a row of the last step, which was one of `function`."""
+        """Return the scores for one row of the latest step, which was a step of `function`."""
 
         def logits() -> Logits:
             with self._lock:
@@ -328,7 +378,7 @@ class Engine:
         return function
 
     def _after_fork(self) -> None:
-        """Let a forked process use the engine as its parent's last whole step left it, where its device can be used."""
+        """Let a forked process use the engine as its parent's last whole step left it, if its accelerator allows it."""
         self._lock = threading.RLock()
         self._refusal = self._executor.after_fork() or self._refusal
 
@@ -337,7 +387,7 @@ _engines: WeakSet[Engine] = WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    """Threads that used an engine are not here, and would hold its lock for ever."""
+    """Give engines new locks: a thread that held one does not exist in the child, and would hold it for ever."""
     for engine in list(_engines):
         engine._after_fork()
 

@@ -1,7 +1,7 @@
-"""A program in memory: its buffers, its caches, its weights, and each of its functions as lists of calls.
+"""A program in memory: its buffers, caches and weights, and each of its functions as a list of calls.
 
-Where there is a hot device, a function is two lists, one for each side. Both begin at once, and meet at flags in shared
-memory; a step is over when both are at their ends.
+With an accelerator, a function is two lists of calls, one for the host and one for the accelerator. Both begin at once
+and meet at flags in shared memory; a step is over when both lists have run.
 """
 
 from __future__ import annotations
@@ -13,43 +13,54 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.artifact.call_order import check_code
+from picompile_runtime.artifact.manifest import WEIGHTS
 from picompile_runtime.artifact.program import BATCH, ONE_TOKEN_EACH, Call, Program
-from picompile_runtime.artifact.reader import WEIGHTS, Artifact
+from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.artifact.weights import ResidentWeights, load_tensors, load_weights
-from picompile_runtime.devices.base import Accelerator
+from picompile_runtime.devices.accelerator import Accelerator
 from picompile_runtime.devices.cpu.native import CallList, TensorTable
 from picompile_runtime.devices.memory import Tensor, array_at, check_total
-from picompile_runtime.devices.open_device import open_device, split_threads
-from picompile_runtime.engine.places import DevicePlaces, HostPlaces, device_places, fit_device, host_places, weights_of
-from picompile_runtime.engine.timing import CallTimes, Span, waited_in_vain
+from picompile_runtime.devices.open_accelerator import open_accelerator, split_threads
+from picompile_runtime.engine.accelerator_memory import fit_accelerator
+from picompile_runtime.engine.layout import (
+    AcceleratorLayout,
+    HostLayout,
+    accelerator_layout,
+    host_layout,
+    weights_of,
+)
+from picompile_runtime.engine.timing import CallSpan, CallTimes, step_timeout
 from picompile_runtime.errors import KernelError, RequestError
 from picompile_runtime.sampling.scores import Logits, TopScores
 
 Ids = NDArray[np.int32]
 # The numbers of steps are int32, and 0 is in every flag at the start.
 _MOST_STEPS = 2**31 - 1
-# Layers through which the device takes a chunk of a prompt before it may do something else. A GPU that drives a display
-# ends what holds it for two seconds, and weights of 80 layers that come over the bus for a chunk take longer.
+# Number of layers that the accelerator computes for a chunk of a prompt before it may do something else. A GPU that
+# drives a display ends kernels that hold it for two seconds, and the weights of 80 layers take longer to come over the
+# bus for a chunk.
 _LAYERS_TOGETHER = 8
 
 
 class Executor:
-    """Runs steps of a program. It knows neither which tokens make sense nor where sequences are: see `Engine`."""
+    """Runs steps of a program. It neither checks tokens nor keeps the positions of sequences: see `Engine`."""
 
     def __init__(self, artifact: Artifact, threads: int, replan: bool = False) -> None:
-        """Raises DoesNotFitError where there is too little memory, ArtifactError for lacking kernels, MachineError
-        where there is no such device as the artifact is for. `replan`: as for `fit_device`.
+        """Load the program of `artifact`. `replan` lets `fit_accelerator` move weights.
+
+        Raises DoesNotFitError if there is too little memory, ArtifactError if kernels are missing, and MachineError if
+        this machine has no accelerator of the artifact's kind.
         """
         self._program = artifact.program
         self._threads, device_threads = split_threads(artifact, threads)
         self.library = artifact.load_code()
-        self._device: Accelerator | None = None
+        self._accelerator: Accelerator | None = None
         self.buffers: dict[str, NDArray[Any]] = {}
         try:
             check_code(artifact, self.library)
             _check_memory(self._program)
-            if self._program.has_device:
-                self._device = open_device(artifact, device_threads)
+            if self._program.has_accelerator:
+                self._accelerator = open_accelerator(artifact, device_threads)
             self._fit(artifact, replan)
             self._load(artifact, threads)
         except BaseException:
@@ -60,24 +71,24 @@ class Executor:
         self._positions, self._slots = self.buffers["positions"], self.buffers["slots"]
 
     def _fit(self, artifact: Artifact, replan: bool) -> None:
-        device, program = self._device, self._program
+        device, program = self._accelerator, self._program
         if device is not None and (free_bytes := device.free_bytes()) is not None:
             kernels = [call.kernel for name in program.functions for call in program.calls(name, "device")]
             graph_bytes = device.graph_bytes(kernels)
-            self._program = fit_device(program, artifact.tensors, free_bytes, replan, graph_bytes)
+            self._program = fit_accelerator(program, artifact.tensors, free_bytes, replan, graph_bytes)
         moved = self._program.streamed - artifact.program.streamed
         self.moved_bytes = sum(artifact.tensors[name].size_bytes for name in moved)
 
     def _load(self, artifact: Artifact, threads: int) -> None:
         program = self._program
         weights = self._load_weights(artifact, threads)
-        host, self._device_places = host_places(program, weights), DevicePlaces({})
-        if self._device is not None:
-            self._device_places, shared = device_places(
-                program, self._device, artifact.weights, artifact.tensors, weights
+        host, self._accelerator_layout = host_layout(program, weights), AcceleratorLayout({})
+        if self._accelerator is not None:
+            self._accelerator_layout, shared = accelerator_layout(
+                program, self._accelerator, artifact.weights, artifact.tensors, weights
             )
             of_host = {key: (shared, tensor.offset) for key, tensor in _shared_buffers(program).items()}
-            host = HostPlaces({**host.places, **of_host})
+            host = HostLayout({**host.places, **of_host})
         self.buffers = _arrays(host, "buffer", program.buffers)
         self._state = _arrays(host, "state", program.state)
         tensors, waits = TensorTable(), program.waiting_kernels
@@ -89,39 +100,39 @@ class Executor:
             )
             for name in program.functions
         }
-        self._device_calls = {name: self._bind_device(name) for name in program.functions}
-        if self._device is not None:
-            self._device.tell_failures(self._abandoned)
+        self._accelerator_calls = {name: self._bind_accelerator(name) for name in program.functions}
+        if self._accelerator is not None:
+            self._accelerator.tell_failures(self._abandoned)
         self.check_weights = artifact.check_weights if self._is_mapped(artifact) else _nothing
-        artifact.check_weights()  # all of it has been read now, and none of it since it was changed
+        artifact.check_weights()  # so all that was loaded is from the file that was checked
 
     def _is_mapped(self, artifact: Artifact) -> bool:
-        """Whether steps read the weights from the file."""
+        """Return whether steps read the weights from the mapped file."""
         memory = self._weights.memory if isinstance(self._weights, ResidentWeights) else self._weights
         return memory is artifact.weights
 
     def _load_weights(self, artifact: Artifact, threads: int) -> dict[str, tuple[Any, int]]:
-        """The weights that the host has: all, or where there is a hot device those that are not its own."""
+        """Load and return the host's weights by name: all, or those that are not in the accelerator's memory."""
         other_bytes = self._program.arena_bytes + _cache_bytes(self._program)
         tensors = artifact.tensors
-        if not self._program.has_device:
+        if not self._program.has_accelerator:
             sha256 = artifact.manifest.files[WEIGHTS].sha256
             self._weights: Any = load_weights(artifact.weights, sha256, threads, other_bytes)
             return {name: (self._weights.memory, self._weights.start + each.offset) for name, each in tensors.items()}
         wanted = {name: tensors[name] for name in weights_of(self._program, "host")}
-        must_copy = bool(self._program.streamed) and self._device is not None and self._device.pins_memory
+        must_copy = bool(self._program.streamed) and self._accelerator is not None and self._accelerator.pins_memory
         self._weights, places = load_tensors(artifact.weights, wanted, threads, other_bytes, must_copy)
         return {name: (self._weights, place) for name, place in places.items()}
 
-    def _bind_device(self, function: str) -> Any:
-        if self._device is None:
+    def _bind_accelerator(self, function: str) -> Any:
+        if self._accelerator is None:
             return None
-        view, calls = self._device_places.view, self._program.calls(function, "device")
+        view, calls = self._accelerator_layout.view, self._program.calls(function, "device")
         bound = [(call.kernel, [view(arg) for arg in call.args]) for call in calls]
-        return self._device.bind(bound, () if function in ONE_TOKEN_EACH else _breaks(calls))
+        return self._accelerator.bind(bound, () if function in ONE_TOKEN_EACH else _breaks(calls))
 
     def run(self, function: str, tokens: Ids, position: int, slot: int) -> None:
-        """One step with consecutive tokens of the sequence in `slot`, the first of them at `position`."""
+        """Run a step for consecutive tokens of the sequence in `slot`, the first of them at `position`."""
         count = len(tokens)
         self._step[:3] = count, position, slot
         self._tokens[:count] = tokens
@@ -129,34 +140,39 @@ class Executor:
         self._call(function)
 
     def run_one(self, token: int, position: int, slot: int) -> None:
-        """A step of `decode`, which is the same with less to do before it."""
+        """Run a step of `decode` for one token, with less to prepare than `run` has."""
         step = self._step
         step[0], step[1], step[2] = 1, position, slot
         self._tokens[0], self._positions[0] = token, position
         self._call("decode")
 
-    def run_batch(self, tokens: Ids, positions: Sequence[int], slots: Sequence[int]) -> None:
-        """A step of `batch`: the next token of several sequences, each in a slot and at a position of its own."""
+    def run_sequences(self, tokens: Ids, positions: Sequence[int], slots: Sequence[int]) -> None:
+        """Run a step of `batch`: the next token of several sequences, each with its own slot and position."""
         count = len(tokens)
         self._step[:3] = count, 0, 0
         self._tokens[:count], self._positions[:count], self._slots[:count] = tokens, positions, slots
         self._call(BATCH)
 
     def logits(self, function: str, rows: int, copy: bool = True, first: int = 0) -> Logits:
-        """What the last step of `function` left from row `first` on, [rows, vocab]: a copy, or the memory that the next
-        step writes to. A copy at any rate of what lies in the hot device's memory.
+        """Return the logits of the latest step of `function` from row `first` on, float32 [rows, vocab].
+
+        Without `copy` this is the memory that the next step writes to, unless it is the accelerator's: logits there are
+        always copied.
         """
         name, vocab = self._program.logits[function], self._program.vocab
-        if self._device is not None and self._program.memories["buffer", name] == "device":
-            memory, offset = self._device_places.places["buffer", name]
-            of_device = np.empty((rows, vocab), np.float32)
-            self._device.read(memory, offset + first * vocab * 4, of_device.reshape(-1).view(np.uint8))
-            return of_device
+        if self._accelerator is not None and self._program.memories["buffer", name] == "device":
+            memory, offset = self._accelerator_layout.places["buffer", name]
+            of_accelerator = np.empty((rows, vocab), np.float32)
+            self._accelerator.read(memory, offset + first * vocab * 4, of_accelerator.reshape(-1).view(np.uint8))
+            return of_accelerator
         logits: Logits = self.buffers[name][first : first + rows]
         return logits.copy() if copy else logits
 
     def top_logits(self, function: str, row: int) -> TopScores | None:
-        """A copy of the highest of what the last step of `function` left in a row, where the hot device picks them."""
+        """Return a copy of the top logits in a row of the latest step of `function`; None if it picks none.
+
+        The accelerator picks them where the logits stay in its memory.
+        """
         if function not in self._program.top_logits:
             return None
         names = self._program.top_logits[function]
@@ -164,50 +180,50 @@ class Executor:
         return TopScores(scores, ids, len(ids) == self._program.vocab)
 
     def counts(self, name: str) -> NDArray[np.int64] | None:
-        """What kernels have counted in the buffer `name`, int64 [parts, 2]; None where there is none."""
+        """Return what kernels have counted in the buffer `name`, int64 [parts, 2]; None if there is no such buffer."""
         if name not in self.buffers:
             return None
         counts: NDArray[np.int64] = self.buffers[name].copy()
-        if self._device is not None:
-            memory, offset = self._device_places.places["buffer", f"{name}.device"]
-            of_device = np.zeros(counts.nbytes, np.uint8)
-            self._device.read(memory, offset, of_device)
-            counts += of_device.view(np.int64).reshape(counts.shape)
+        if self._accelerator is not None:
+            memory, offset = self._accelerator_layout.places["buffer", f"{name}.device"]
+            of_accelerator = np.zeros(counts.nbytes, np.uint8)
+            self._accelerator.read(memory, offset, of_accelerator)
+            counts += of_accelerator.view(np.int64).reshape(counts.shape)
         return counts
 
     def forget_counts(self, name: str) -> None:
-        """Lets kernels count anew."""
+        """Set the counters in the buffer `name` to 0."""
         if name not in self.buffers:
             return
         self.buffers[name][:] = 0
-        if self._device is not None:
-            memory, offset = self._device_places.places["buffer", f"{name}.device"]
-            self._device.write(memory, offset, np.zeros(self.buffers[name].nbytes, np.uint8))
+        if self._accelerator is not None:
+            memory, offset = self._accelerator_layout.places["buffer", f"{name}.device"]
+            self._accelerator.write(memory, offset, np.zeros(self.buffers[name].nbytes, np.uint8))
 
     def copy_cache(self, source: int, target: int, count: int) -> None:
-        """The first `count` positions of the cache in slot `target` become those in slot `source`."""
+        """Copy the first `count` positions of the KV cache from slot `source` to slot `target`."""
         for state in self._state.values():
             state[target, :, :count] = state[source, :, :count]
         for name, tensor in self._program.state.items():
-            if self._device is not None and name not in self._state:
-                memory, _ = self._device_places.places["state", name]
-                self._device.copy(memory, _slot_moves(tensor, source, target, count))
+            if self._accelerator is not None and name not in self._state:
+                memory, _ = self._accelerator_layout.places["state", name]
+                self._accelerator.copy(memory, _slot_moves(tensor, source, target, count))
 
     def start_timing(self, slowly: bool = False) -> None:
-        """Measure every call from now on; on a device that is slower with stamps only if it may run `slowly`."""
-        timed = self._device is not None and (slowly or not self._device.slow_stamps)
+        """Measure every call from now on. An accelerator that this makes slower is measured only with `slowly`."""
+        timed = self._accelerator is not None and (slowly or not self._accelerator.slow_stamps)
         self._times = CallTimes(self._program, ("host", "device") if timed else ("host",))
 
     def stop_timing(self) -> None:
-        """Forget the times, and measure no more."""
+        """Stop measuring, and forget the times."""
         self._times = None
 
     def timing(self, function: str) -> list[tuple[Call, float]]:
-        """The calls of a function, each with its seconds since `start_timing`: 0 where its device is not timed."""
+        """Return the calls of a function, each with its seconds since `start_timing`; 0 for calls not measured."""
         return self._timed(function).seconds(function)
 
-    def spans(self, function: str) -> list[Span]:
-        """When the calls of the last step of a function ran."""
+    def spans(self, function: str) -> list[CallSpan]:
+        """Return when the calls of the latest step of a function ran."""
         return self._timed(function).spans(function)
 
     def _timed(self, function: str) -> CallTimes:
@@ -216,22 +232,22 @@ class Executor:
         return self._times
 
     def after_fork(self) -> str | None:
-        """Take note that this is a forked process. Returns why no step can be run in it, None where they can."""
-        reason = None if self._device is None else self._device.after_fork()
+        """Adapt to being in a forked process. Return why it can run no step, None if it can."""
+        reason = None if self._accelerator is None else self._accelerator.after_fork()
         if reason is not None:
-            self._device = None  # what it shared with the host is not in this process's memory
+            self._accelerator = None  # the memory that it shared with the host is not in this process
             self.close()
         return reason
 
     def close(self) -> None:
-        """Give the memory and the code back."""
-        if self._device is not None:
+        """Free the memory and unload the code."""
+        if self._accelerator is not None:
             if "abandoned" in self.buffers:  # a step that was interrupted may still be waiting
                 self._abandoned[0] = 1
-            # Before anything is let go that it sees.
-            self._device.close()
-            self._device = None
-        self._host_calls, self._device_calls, self.buffers, self._state, self._weights = {}, {}, {}, {}, None
+            # Before any memory is freed that it sees.
+            self._accelerator.close()
+            self._accelerator = None
+        self._host_calls, self._accelerator_calls, self.buffers, self._state, self._weights = {}, {}, {}, {}, None
         self._step = self._tokens = self._positions = self._slots = np.empty(0, np.int32)
         self.library.close()
 
@@ -243,42 +259,44 @@ class Executor:
     def _step_of(self, function: str) -> None:
         times = self._times
         stamps = None if times is None else times.stamps(function, "host")
-        if self._device is None:
+        if self._accelerator is None:
             self.library.run(self._host_calls[function], self._threads, stamps)
             return
         self._step[3] = self._step[3] % _MOST_STEPS + 1
         self._abandoned[:] = 0
-        of_device = None if times is None else times.stamps(function, "device")
-        # Of two engines with the same code, one would run on the host and one on the device, and each wait for ever.
+        of_accelerator = None if times is None else times.stamps(function, "device")
+        # Without taking turns, of two engines with the same code one could run on the host and the other on the
+        # accelerator, and each would wait for ever.
         with self.library.turn():
             try:
-                self._device.start(self._device_calls[function], of_device)
+                self._accelerator.start(self._accelerator_calls[function], of_accelerator)
                 self.library.run(self._host_calls[function], self._threads, stamps)
             except BaseException:
                 failed_first, self._abandoned[0] = not self._abandoned[0], 1
-                _await_device(self._device, only_wait=failed_first)
+                _await_accelerator(self._accelerator, only_wait=failed_first)
                 raise
-            self._device.wait()
+            self._accelerator.wait()
         if self._abandoned[0]:
             calls, step = self._program.functions[function], int(self._step[3])
             distance_bytes = self._program.buffers["flags"].offset - self._program.buffers["abandoned"].offset
-            reason = waited_in_vain(calls, step, self.buffers["flags"], self._abandoned, distance_bytes)
-            raise KernelError(f"{function}: {reason}")
+            reason = step_timeout(calls, step, self.buffers["flags"], self._abandoned, distance_bytes)
+            raise KernelError(f"{function}: step timeout: {reason}")
 
     @property
     def _abandoned(self) -> NDArray[np.int32]:
-        """Not 0 once a side has given up."""
+        """int32 [16]; its first word is not 0 once a side has given up waiting."""
         abandoned: NDArray[np.int32] = self.buffers["abandoned"]
         return abandoned
 
 
 def _nothing() -> None:
-    """Stands for a check that is not needed."""
+    """Stand in for a check that is not needed."""
 
 
-def _await_device(device: Accelerator, only_wait: bool) -> None:
-    """Wait for the device after the host has failed. What it raises is raised, unless it shall `only_wait`: whoever
-    failed second may have done so over what the first left.
+def _await_accelerator(device: Accelerator, only_wait: bool) -> None:
+    """Wait for the accelerator after the host has failed.
+
+    Its error is raised, unless the host failed first (`only_wait`): then the accelerator may have failed because of it.
     """
     try:
         device.wait()
@@ -287,8 +305,8 @@ def _await_device(device: Accelerator, only_wait: bool) -> None:
             raise
 
 
-def _arrays(host: HostPlaces, kind: str, tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
-    """The tensors of a kind that the host has, by name."""
+def _arrays(host: HostLayout, kind: str, tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
+    """Return the tensors of a kind that are in the host's memory, as arrays by name."""
     found = {}
     for name, tensor in tensors.items():
         if (kind, name) in host.places:
@@ -306,7 +324,7 @@ def _shared_buffers(program: Program) -> dict[tuple[str, str], Tensor]:
 
 
 def _breaks(calls: Sequence[Call]) -> list[int]:
-    """The numbers of the calls with which every `_LAYERS_TOGETHER` layers begin, but for the first."""
+    """Return the numbers of the calls where another `_LAYERS_TOGETHER` layers begin, without call 0."""
     found, last = list[int](), 0
     for number, call in enumerate(calls):
         if call.layer is not None and call.layer // _LAYERS_TOGETHER > last:
@@ -316,7 +334,7 @@ def _breaks(calls: Sequence[Call]) -> list[int]:
 
 
 def _slot_moves(tensor: Tensor, source: int, target: int, count: int) -> list[tuple[int, int, int]]:
-    """What to copy of a cache [sequences, heads, context, width]: (from, to, bytes) for each head."""
+    """Return what to copy in a cache [sequences, heads, context, width]: (from, to, bytes) for each head."""
     _, heads, context, width = tensor.shape
     row_bytes = width * np.dtype(tensor.dtype).itemsize
     head_bytes = context * row_bytes
@@ -325,12 +343,12 @@ def _slot_moves(tensor: Tensor, source: int, target: int, count: int) -> list[tu
 
 
 def _cache_bytes(program: Program) -> int:
-    """Of the caches on the host."""
+    """Return the size of the caches on the host."""
     return sum(tensor.size_bytes for name, tensor in program.state.items() if program.memories["state", name] == "host")
 
 
 def _check_memory(program: Program) -> None:
-    """It must be possible to fill all caches of the host at the same time."""
+    """Raise DoesNotFitError unless all caches of the host can be full at the same time."""
     sequences = "" if program.sequences == 1 else f"{program.sequences} sequences of "
     total_bytes = _cache_bytes(program) + program.arena_bytes
     check_total(total_bytes, f"a cache for {sequences}{program.context} tokens")

@@ -1,4 +1,7 @@
-"""When the calls of steps began and ended, on the host and on the hot device, by one clock."""
+"""When the calls of steps ran, how many neurons they computed, and why a step timed out.
+
+Times of host and accelerator are by one clock.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.artifact.program import WAITS, Call, FeedForward, Program
+from picompile_runtime.artifact.program import WAITING_OPS, Call, FeedForward, Program
+from picompile_runtime.artifact.program_checks import DEVICE_NAMES
 from picompile_runtime.devices.cpu.native import Stamps
 from picompile_runtime.errors import RequestError
 
 
 @dataclass(frozen=True)
-class Span:
-    """A call, and when it ran: ns of the clock of `time.monotonic_ns`."""
+class CallSpan:
+    """A call and when it ran, in ns of the clock of `time.monotonic_ns`."""
 
     call: Call
     begin_ns: int
@@ -24,9 +28,9 @@ class Span:
 
 
 class CallTimes:
-    """Stamps of the last step of each function, and how long its calls took in all steps.
+    """Time stamps of each function's latest step, and the time that its calls took in all steps.
 
-    Of `devices` alone; a call of another has no span, and takes 0 seconds.
+    Only calls on `devices` are measured; others have no span and 0 seconds.
     """
 
     def __init__(self, program: Program, devices: Sequence[str]) -> None:
@@ -40,27 +44,27 @@ class CallTimes:
         self._sums: dict[tuple[str, str], NDArray[np.int64]] = {key: np.zeros(n, np.int64) for key, n in counts.items()}
 
     def stamps(self, function: str, device: str) -> Stamps | None:
-        """Where a step of `function` writes them, int64 [calls, 2]; None where `device` is not timed."""
+        """Return the array that a step of `function` writes its stamps to, int64 [calls, 2]; None if not measured."""
         return self._stamps.get((function, device))
 
     def add(self, function: str) -> None:
-        """Counts the step that has just been made."""
+        """Add the times of the step of `function` that has just run."""
         for device in ("host", "device"):
             stamps = self._stamps.get((function, device))
             if stamps is not None:
                 self._sums[function, device] += stamps[:, 1] - stamps[:, 0]
 
     def seconds(self, function: str) -> list[tuple[Call, float]]:
-        """The calls of `function`, each with its seconds in all steps. Raises RequestError for an unknown function."""
+        """Return the calls of `function`, each with its seconds in all steps. Raises RequestError for another name."""
         calls = self._calls(function)
         sums = {device: iter(sums.tolist()) for (name, device), sums in self._sums.items() if name == function}
         return [(call, 1e-9 * next(sums[call.device]) if call.device in sums else 0.0) for call in calls]
 
-    def spans(self, function: str) -> list[Span]:
-        """The calls of the last step of `function`, in the order of the program. Raises RequestError."""
+    def spans(self, function: str) -> list[CallSpan]:
+        """Return the calls of the latest step of `function`, in the program's order. Raises RequestError."""
         calls = self._calls(function)
         stamps = {device: iter(stamps.tolist()) for (name, device), stamps in self._stamps.items() if name == function}
-        return [Span(call, *next(stamps[call.device])) for call in calls if call.device in stamps]
+        return [CallSpan(call, *next(stamps[call.device])) for call in calls if call.device in stamps]
 
     def _calls(self, function: str) -> Sequence[Call]:
         if function not in self._program.functions:
@@ -68,20 +72,17 @@ class CallTimes:
         return self._program.functions[function]
 
 
-# How many neurons were computed, and how many of them fired.
-
-
 @dataclass(frozen=True)
 class FiringCounts:
-    """Of the neurons of one feed-forward part, the share that steps computed and the share that fired."""
+    """The share of one feed-forward part's neurons that steps computed, and the share that fired, each from 0 to 1."""
 
     part: FeedForward
     computed_share: float
     fired_share: float
 
 
-def firing_of(parts: Sequence[FeedForward], counts: NDArray[Any] | None, steps: int) -> list[FiringCounts]:
-    """Shares of each part from what kernels counted in `steps` steps: int64 [parts, 2], computed and fired."""
+def firing_counts(parts: Sequence[FeedForward], counts: NDArray[Any] | None, steps: int) -> list[FiringCounts]:
+    """Return each part's shares. `counts`, int64 [parts, 2], are the neurons computed and fired in `steps` steps."""
     if counts is None:
         return []
     shares = [(part, counts[part.stats_row] / part.neurons / max(steps, 1)) for part in parts]
@@ -89,7 +90,7 @@ def firing_of(parts: Sequence[FeedForward], counts: NDArray[Any] | None, steps: 
 
 
 def mean_shares(rows: Sequence[FiringCounts]) -> tuple[float, float]:
-    """Computed and fired share over all neurons of the model; 1.0 each for a model with no feed-forward parts."""
+    """Return the computed and the fired share over all neurons; 1.0 each for a model without feed-forward parts."""
     neurons = sum(row.part.neurons for row in rows)
     if not neurons:
         return 1.0, 1.0
@@ -97,58 +98,58 @@ def mean_shares(rows: Sequence[FiringCounts]) -> tuple[float, float]:
     return computed / neurons, sum(row.fired_share * row.part.neurons for row in rows) / neurons
 
 
-# Explains a step in which host and hot device have waited for each other in vain.
-
-
-# Words of `abandoned` in which a side that gives up says how far behind `abandoned` the flag is that it waited for, and
-# what that held: codegen's native/host.c and cuda/prelude.cuh.
+# The words of `abandoned` where a side that gives up writes the distance in bytes from `abandoned` to the flag that it
+# waited for, and the flag's value: see codegen's native/host.c and cuda/prelude.cuh.
 _RECORDS = (1, 3)
 _FLAG_BYTES = 64
-_SETS = ("send", "signal")
-_NAMES = {"host": "host", "device": "hot device"}
+_SETTING_OPS = ("send", "signal")
 
 
-def waited_in_vain(
+def step_timeout(
     calls: Sequence[Call],
     step: int,
     flags: NDArray[np.int32],
     abandoned: NDArray[np.int32],
     distance_bytes: int,
 ) -> str:
-    """Return why step number `step` of a function failed: who waited in which call, and which flags were set.
+    """Return why a step timed out: which side waited in which call for which flag, and which flags were set.
 
-    `calls` are the function's, `flags` int32 [flags, 16] and `abandoned` int32 [16] as the step has left them.
-    `distance_bytes` is how far `flags` are behind `abandoned`.
+    Args:
+        calls: the calls of the step's function.
+        step: the step's number.
+        flags: int32 [flags, 16], as the step has left them.
+        abandoned: int32 [16], as the step has left it.
+        distance_bytes: distance from `abandoned` to `flags`.
     """
-    of_step = sorted(flag for call in calls if call.op in _SETS and (flag := _flag(call)) is not None)
+    of_step = sorted(flag for call in calls if call.op in _SETTING_OPS and (flag := _flag(call)) is not None)
     records = [(int(abandoned[word]), int(abandoned[word + 1])) for word in _RECORDS if abandoned[word]]
     waits = [_wait(calls, (place - distance_bytes) // _FLAG_BYTES, held) for place, held in records]
-    first = "; ".join(waits) or "one device waited in vain for the other"
+    first = "; ".join(waits) or "host or accelerator waited too long for the other"
     is_set = [str(flag) for flag in of_step if flags[flag, 0] == step]
-    seen = f"flags set in step {step}: {', '.join(is_set) or 'none'}, of {len(of_step)}"
-    return f"{first}, and gave up; {seen}"
+    return f"{first}; flags set in step {step}: {', '.join(is_set) or 'none'}, of {len(of_step)}"
 
 
 def _wait(calls: Sequence[Call], flag: int, held: int) -> str:
-    waiting = next((call for call in calls if call.op in WAITS and _flag(call) == flag), None)
-    setting = next((call for call in calls if call.op in _SETS and _flag(call) == flag), None)
+    waiting = next((call for call in calls if call.op in WAITING_OPS and _flag(call) == flag), None)
+    setting = next((call for call in calls if call.op in _SETTING_OPS and _flag(call) == flag), None)
     if waiting is None or setting is None:
-        return f"one device waited in vain for flag {flag}, which held {held}"
+        return f"host or accelerator waited too long for flag {flag}, which held {held}"
     number = [call for call in calls if call.device == waiting.device].index(waiting)
     return (
-        f"the {_NAMES[waiting.device]} waited in vain in its call {number}, {waiting.kernel}{_layer(calls, waiting)}, "
-        f"for flag {flag}, which held {held} and is set by {setting.kernel} on the {_NAMES[setting.device]}"
+        f"the {DEVICE_NAMES[waiting.device]} waited too long in its call {number}, "
+        f"{waiting.kernel}{_layer(calls, waiting)}, for flag {flag}, which held {held} and is set by {setting.kernel} "
+        f"on the {DEVICE_NAMES[setting.device]}"
     )
 
 
 def _layer(calls: Sequence[Call], waiting: Call) -> str:
-    """Return which layer a call is in: that of the last call before it, on the same device, that says so."""
+    """Return in words which layer a call is in: that of the last call up to it on the same side that has a layer."""
     before: Iterator[Call] = (call for call in calls[: calls.index(waiting) + 1] if call.device == waiting.device)
     layers = [call.layer for call in before if call.layer is not None]
     return f" behind layer {layers[-1]}" if layers else ""
 
 
 def _flag(call: Call) -> int | None:
-    """Return the number of the flag that a call sets or waits for."""
+    """Return the number of the flag that a call sets or waits for, None if it has none."""
     offsets = [arg.view.offset for arg in call.args if (arg.kind, arg.name) == ("buffer", "flags")]
     return offsets[0] // _FLAG_BYTES if offsets else None

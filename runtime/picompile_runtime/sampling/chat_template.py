@@ -1,7 +1,7 @@
 """Chat templates: Jinja programs that came with a model, rendered in a sandbox as transformers renders them.
 
-Jinja's sandbox keeps a template from files and from other objects, but not from computing for ever. So a process of its
-own renders it, with little memory and little time: it is started for the first chat and ends with the tokenizer.
+Jinja's sandbox keeps a template from reading files and other objects, but not from computing for ever. So a separate
+process renders it, with limited memory and time. It is started for the first chat and ends with the tokenizer.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from picompile_runtime.engine.checks import shown
 from picompile_runtime.errors import RequestError
-from picompile_runtime.system_errors import told_by_cause
+from picompile_runtime.request_checks import shown
+from picompile_runtime.system_errors import translate_system_errors
 
-# A rendering takes less than a hundredth of each.
+# A usual rendering takes less than a hundredth of each.
 LIMITS = {"cpu_s": 5, "memory_bytes": 2**29, "letters": 2**22}
-_PATIENCE_S = 60.0  # on a machine where others have the processor
+_PATIENCE_S = 60.0  # more than `cpu_s`, since other processes may use the processor
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class ChatTemplate:
-    """The template of a model; `config` is tokenizer_config.json, whose special tokens a template may name."""
+    """A model's template. `config` is tokenizer_config.json, whose special tokens a template may use."""
 
     def __init__(self, template: str, config: Mapping[str, Any]) -> None:
         self._template = template
@@ -38,17 +38,20 @@ class ChatTemplate:
         self._worker: _Worker | None = None
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        """Return the text of a chat. Raises RequestError where the template refuses it, or takes too long."""
+        """Return the text of a chat.
+
+        Raises RequestError if `messages` are not JSON objects, or the template rejects them or exceeds a limit.
+        """
         try:
             content = [dict(message) for message in messages]
             request = _line({"messages": content, "add_generation_prompt": bool(add_generation_prompt)})
-        except Exception as error:  # what json or a caller's object says
-            must = "messages must be a list of objects with what JSON can say"
+        except Exception as error:  # whatever json or a caller's object raises
+            must = "messages must be a list of JSON objects"
             raise RequestError(f"{must}, not {shown(messages)}") from error
-        while (answer := self._ready().ask(request)) is None:  # another thread's chat has ended it
+        while (answer := self._ready().ask(request)) is None:  # another thread's chat has ended the worker
             pass
         if "error" in answer:
-            raise RequestError(f"the model's chat template refuses these messages: {answer['error']}")
+            raise RequestError(f"the model's chat template rejects these messages: {answer['error']}")
         return str(answer["text"])
 
     def _ready(self) -> _Worker:
@@ -56,17 +59,17 @@ class ChatTemplate:
         if worker is None or worker.process_id != os.getpid() or worker.has_ended:
             path = [str(entry) for entry in sys.path]
             start = {"path": path, "template": self._template, "tokens": self._tokens, "limits": LIMITS}
-            with told_by_cause("the chat template"):
+            with translate_system_errors("the chat template"):
                 worker = self._worker = _Worker(_line(start))
         return worker
 
 
 class _Worker:
-    """A process that renders, started by this one; a process that is forked from this one starts its own."""
+    """A process that renders, started by this one. A process that is forked from this one starts its own."""
 
     def __init__(self, start: bytes) -> None:
         if not sys.executable:
-            raise RequestError("a chat template is rendered by a Python of its own, and this program knows of none")
+            raise RequestError("a chat template needs a Python process of its own, and sys.executable names none")
         self.process_id = os.getpid()
         self._lock = threading.Lock()
         command = [sys.executable, "-I", "-S", str(_WORKER)]
@@ -78,11 +81,11 @@ class _Worker:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it can be asked nothing more."""
+        """Whether the process can answer no more requests."""
         return not self._end.alive or self._process.poll() is not None
 
     def ask(self, request: bytes) -> Mapping[str, Any] | None:
-        """Return what it answers, None where it has ended before. An error or an interrupt meanwhile ends it."""
+        """Return the answer to a request, None if the process had ended. An error or an interrupt ends the process."""
         with self._lock:
             if self.has_ended:
                 return None
@@ -98,7 +101,7 @@ class _Worker:
             return answer
 
     def _ask(self, request: bytes) -> Mapping[str, Any]:
-        """Its answer, an empty error where it has none."""
+        """Return the process's answer, with an empty error if it gives none."""
         unsent, self._unsent = self._unsent + request, b""
         try:
             _write(self._process.stdin, unsent)
@@ -141,12 +144,12 @@ def _line(content: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """JSON's form of a mapping that is no dict."""
+    """Return a mapping that is no dict as a dict, for JSON."""
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError
 
 
 def _content(token: Any) -> Any:
-    """A special token is written as a text or as an object that has one."""
+    """Return the text of a special token, which a configuration gives as text or as an object that has it."""
     return token.get("content") if isinstance(token, Mapping) else token

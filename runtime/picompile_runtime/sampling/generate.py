@@ -1,4 +1,4 @@
-"""Generating text: prompt in, pieces of text out while they are made."""
+"""Generates text: it takes a prompt and yields pieces of text while they are made."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from picompile_runtime.engine.checks import check_room, shown, token_ids, whole_number
 from picompile_runtime.engine.engine import Engine
 from picompile_runtime.errors import RequestError
+from picompile_runtime.request_checks import check_room, shown, token_ids, whole_number
 from picompile_runtime.sampling.sampler import Sampler, SamplingParams
 from picompile_runtime.sampling.tokenizer import StreamDecoder, Tokenizer
 
 
 @dataclass(frozen=True)
 class GenerationStats:
-    """What a generation took. `stop_reason`: "eos", "stop", "max_tokens", "context", or "" while it goes on.
+    """Counts and speeds of a generation.
 
-    `decode_tokens_per_s` is over the tokens after the first, 0.0 if there are none; what the reader of the text does in
-    between does not count.
+    Attributes:
+        prompt_tokens: number of tokens in the prompt.
+        generated_tokens: number of tokens generated so far.
+        prefill_tokens_per_s: speed of reading the prompt.
+        decode_tokens_per_s: speed over the tokens after the first, 0.0 if there are none. Time that the caller spends
+            between two pieces does not count.
+        time_to_first_token_s: time from the start to the first token.
+        stop_reason: "eos", "stop", "max_tokens", "context", or "" while it goes on.
     """
 
     prompt_tokens: int
@@ -38,10 +44,19 @@ def generate(
     stop: str | Sequence[str] = (),
     keep_position: bool = False,
 ) -> Generation:
-    """Continue `prompt`, a text or token ids, by at most `max_tokens` tokens (None: to the end of the context).
+    """Return a generation that continues `prompt`; iterate over it for the pieces of text.
 
-    The text ends before the first of the texts `stop`, no part of which is ever shown, or at an end token of the model.
-    The engine starts anew unless `keep_position`. Raises RequestError, at once, for what cannot be done.
+    Args:
+        engine: the engine, whose slot 0 is used.
+        tokenizer: the model's tokenizer.
+        prompt: a text or token ids.
+        params: how to choose tokens.
+        max_tokens: how many tokens to generate at most; None goes on to the end of the context.
+        stop: texts at which the text ends. No part of them is ever shown. It also ends at an end token of the model.
+        keep_position: whether to continue behind the tokens that the engine has read, instead of forgetting them.
+
+    Raises:
+        RequestError: the request cannot be met. It is raised at once, and the engine has not changed.
     """
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     tokens = token_ids(ids, engine.vocab, least=0).tolist()
@@ -55,16 +70,18 @@ def generate(
     made = Generation(
         engine, StreamDecoder(tokenizer), tokens, params or SamplingParams(), max_tokens, StopFinder(stop)
     )
-    if not keep_position:  # last: what is refused changes nothing
+    if not keep_position:  # last, so that a rejected request changes nothing
         engine.reset()
     return made
 
 
 class Generation(Iterator[str]):
-    """A generation under way, made by `generate`: iterate over it for its pieces of text.
+    """A generation in progress, made by `generate`. Iterate over it for the pieces of text.
 
-    `prompt_tokens` and `tokens` are ids; an end token of the model is among the latter, though not in the text. The
-    last token was not read by the engine.
+    Attributes:
+        prompt_tokens: token ids of the prompt.
+        tokens: token ids generated so far, including the model's end token, which is not in the text. The engine has
+            not read the last one.
     """
 
     def __init__(
@@ -117,7 +134,7 @@ class Generation(Iterator[str]):
             yield rest
 
     def _sampled(self) -> Iterator[int]:
-        """The tokens, as many as may be made."""
+        """Yield tokens until there are `max_tokens` of them, or the context is full."""
         start = time.perf_counter()
         scores = self._engine.read(self.prompt_tokens)
         self._prefill_s = time.perf_counter() - start
@@ -136,8 +153,8 @@ class Generation(Iterator[str]):
 class StopFinder:
     """Finds the first stop text in a stream, however the stream is cut into pieces.
 
-    The first is the one that is complete first, and of those complete at the same character the longest. Text that may
-    be the beginning of a stop text is held back until it is known not to be.
+    The first is the one that is complete first, and the longest of those that are complete at the same character. Text
+    that may be the beginning of a stop text is held back until it is known not to be.
     """
 
     def __init__(self, stops: str | Sequence[str]) -> None:
@@ -153,7 +170,7 @@ class StopFinder:
         self.found = False
 
     def feed(self, text: str) -> str:
-        """What of the text so far can be shown now; nothing after a stop text was found."""
+        """Add text, and return what can be shown now; nothing after a stop text was found."""
         if self.found:
             return ""
         text = self._held + text
@@ -166,12 +183,12 @@ class StopFinder:
         return text[:shown]
 
     def rest(self) -> str:
-        """What was held back, when no more text will come."""
+        """Return the text that was held back, after the last piece."""
         held, self._held = self._held, ""
         return held
 
     def _beginning(self, text: str) -> int:
-        """Length of the longest end of `text` with which a stop text begins."""
+        """Return the length of the longest end of `text` that is the beginning of a stop text."""
         longest = min(len(text), max((len(stop) - 1 for stop in self._stops), default=0))
         for length in range(longest, 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):

@@ -14,24 +14,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.engine.checks import real_number, shown, token_ids, whole_number
 from picompile_runtime.errors import KernelError, RequestError
+from picompile_runtime.request_checks import real_number, shown, token_ids, whole_number
 from picompile_runtime.sampling.scores import Scores, TopScores, top_logits
 
 Tokens = NDArray[np.int64]
 Probabilities = NDArray[np.float64]
 
-_MOST = 2**128 - 1  # what seeds the generator in full
-_PENALTIES = (1e-6, 1e6)  # far beyond what is of use; with any float32 as score the results are numbers
-_MANY = 1024  # tokens; sorting fewer takes no time to speak of
+_MOST = 2**128 - 1  # the largest seed of the generator
+_PENALTIES = (1e-6, 1e6)  # far beyond useful values; with any float32 as score the results are numbers
+_MANY = 1024  # tokens; sorting fewer takes hardly any time
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose. Temperature 0 takes the most probable token, the lowest id among equals; top_k 0 and top_p 1 and
-    min_p 0 leave all tokens in, repetition_penalty 1 changes none; with a seed the choices can be repeated.
+    """How to choose the next token.
 
-    Raises RequestError on values that mean nothing.
+    Attributes:
+        temperature: 0 takes the most probable token, the one with the lowest id among equals.
+        top_k: keeps the k most probable tokens; 0 keeps all.
+        top_p: keeps the most probable tokens that have this probability together; 1 keeps all.
+        min_p: keeps tokens at least this share as probable as the most probable one; 0 keeps all.
+        repetition_penalty: makes tokens that occurred less probable above 1; 1 changes nothing.
+        seed: makes the choices repeatable.
+
+    Raises:
+        RequestError: a value makes no sense.
     """
 
     temperature: float = 0.8
@@ -54,9 +62,10 @@ class SamplingParams:
 
 
 class Sampler:
-    """Chooses tokens of one sequence; remembers which tokens occurred in it."""
+    """Chooses the tokens of one sequence, and remembers which tokens occurred in it."""
 
     def __init__(self, params: SamplingParams, vocab: int) -> None:
+        """Make a sampler for a vocabulary of `vocab` tokens. Raises RequestError if an argument makes no sense."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"a sampler takes SamplingParams, not {shown(params)}")
         self.params = params
@@ -64,15 +73,20 @@ class Sampler:
         self._seen = np.zeros(whole_number("the vocabulary", vocab, 1, 2**31 - 1), bool)
 
     def observe(self, ids: Sequence[int] | NDArray[Any]) -> None:
-        """Note the tokens of a prompt, for the repetition penalty."""
+        """Note the tokens of a prompt for the repetition penalty. Raises RequestError unless they are token ids."""
         if len(tokens := token_ids(ids, len(self._seen), least=0)):
             self._seen[tokens] = True
 
     def sample(self, logits: NDArray[Any] | Scores) -> int:
-        """The next token for logits [vocab]; it is noted as seen. Raises KernelError if they are not numbers.
+        """Choose the next token, note that it occurred, and return it.
 
-        Of `Scores` it takes the highest alone where these decide: with temperature 0 or top-k, and without penalty. The
-        token is the one that it would be for all logits.
+        Args:
+            logits: [vocab], or an engine's `Scores`. Of these it uses only the top logits if they suffice: with
+                temperature 0 or top-k, and without a penalty. The token is the same as for all logits.
+
+        Raises:
+            RequestError: `logits` are not one number for each token.
+            KernelError: they contain NaN, or rule out every token.
         """
         if self.params.temperature == 0:
             token = self._greedy(logits)
@@ -82,18 +96,21 @@ class Sampler:
         return token
 
     def distribution(self, logits: NDArray[Any] | Scores) -> tuple[Tokens, Probabilities]:
-        """The tokens that may be chosen, ascending by probability, and their probabilities (float64, summing to 1)."""
+        """Return the tokens that may be chosen, int64 [n], ascending by probability, and their probabilities.
+
+        These are float64 [n] and add up to 1. Raises RequestError and KernelError as `sample` does.
+        """
         ids, probabilities = self._possible(logits)
         order = _ascending(ids, probabilities)
         return ids[order], probabilities[order]
 
     def _possible(self, logits: NDArray[Any] | Scores) -> tuple[Tokens, Probabilities]:
-        """The tokens that may be chosen and their probabilities, in any order."""
+        """Return the tokens that may be chosen and their probabilities, in any order."""
         params = self.params
         if params.temperature == 0:
             return np.array([self._greedy(logits)]), np.ones(1)
         ids, scores, highest = self._top_k(logits)
-        if highest == np.inf:  # only those are possible, all alike: the limit
+        if highest == np.inf:  # in the limit, only these tokens are possible, with equal probabilities
             weights = np.ones(len(ids))
         else:
             with np.errstate(over="ignore"):
@@ -103,14 +120,14 @@ class Sampler:
         return ids[probable], probabilities[probable] / probabilities[probable].sum()
 
     def _greedy(self, logits: NDArray[Any] | Scores) -> int:
-        """The first of the tokens with the highest score."""
+        """Return the first token with the highest score."""
         known = self._known(logits)
         token, highest = _likeliest(self._scores(logits)) if known is None else known.highest
         _check_highest(highest)
         return token
 
     def _top_k(self, logits: NDArray[Any] | Scores) -> tuple[Tokens, NDArray[Any], float]:
-        """The tokens that top-k leaves, ascending, or infinitely probable ones; their scores, and the highest."""
+        """Return the tokens that top-k keeps, ascending, or those with infinite scores; their scores; the highest."""
         top_k = int(self.params.top_k)
         if (known := self._known(logits)) is not None:
             _, highest = known.highest
@@ -125,11 +142,11 @@ class Sampler:
         return ids, scores[ids], highest
 
     def _known(self, logits: NDArray[Any] | Scores) -> TopScores | None:
-        """The highest scores, where they are known and no penalty changes them."""
+        """Return the top logits if they are known and no penalty changes them, else None."""
         return logits.top_logits if isinstance(logits, Scores) and self.params.repetition_penalty == 1.0 else None
 
     def _scores(self, logits: NDArray[Any] | Scores) -> NDArray[Any]:
-        """The logits, which are not changed, or those that the penalty makes of them."""
+        """Return the logits after the penalty, which does not change the array that was passed."""
         if isinstance(logits, Scores):
             logits = logits.logits()
         logits = self._checked(logits)
@@ -142,10 +159,10 @@ class Sampler:
         return scores
 
     def _checked(self, logits: Any) -> NDArray[Any]:
-        """The logits as an array [vocab] of numbers."""
+        """Return the logits as an array [vocab] of numbers. Raises RequestError."""
         try:
             scores = np.asarray(logits)
-        except Exception as error:  # whatever an object says that is no list
+        except Exception as error:  # whatever an object that is no list raises
             raise self._no_logits(logits) from error
         if scores.shape != self._seen.shape or scores.dtype.kind not in "fiu":
             raise self._no_logits(scores)
@@ -157,25 +174,25 @@ class Sampler:
 
 
 def _likeliest(scores: NDArray[Any]) -> tuple[int, float]:
-    """The first of the highest scores: its token, and the score."""
-    token = int(scores.argmax())  # where there is a NaN, the first of them
+    """Return the first token with the highest score, and the score."""
+    token = int(scores.argmax())  # the first NaN, if there is one
     return token, float(scores[token])
 
 
 def _check_highest(highest: float) -> None:
-    """Raises KernelError for scores of which none is a number, or all rule their tokens out."""
+    """Raise KernelError if scores contain NaN or are all minus infinity, given the highest of them."""
     if math.isnan(highest) or highest == -math.inf:
         kind = "contain NaN" if math.isnan(highest) else "rule out every token"
         raise KernelError(f"the model's logits {kind}: its weights or the artifact's code are broken; try `verify`")
 
 
 def _top_p(ids: Tokens, probabilities: Probabilities, top_p: float) -> tuple[Tokens, Probabilities]:
-    """What is left when the least probable tokens are cut off: as many as have at most 1 - top_p together."""
+    """Cut off the least probable tokens, which have at most 1 - top_p together, and return the others."""
     if top_p == 1:
         return ids, probabilities
     improbable = 0.0
     if len(ids) > _MANY:
-        # Each of these is so improbable that all tokens like it together would be cut off; they need no order.
+        # Each of these is so improbable that even all tokens like it together are cut off; they need no order.
         cut = probabilities < 0.99 * (1 - top_p) / len(ids)
         improbable = float(probabilities[cut].sum())
         ids, probabilities = ids[~cut], probabilities[~cut]
@@ -186,8 +203,8 @@ def _top_p(ids: Tokens, probabilities: Probabilities, top_p: float) -> tuple[Tok
 
 
 def _draw(ids: Tokens, probabilities: Probabilities, share: float) -> int:
-    """The token at which the sum of the probabilities, ascending, exceeds `share`."""
-    while len(ids) > _MANY:  # sorting them all would take longest
+    """Return the token at which the sum of the probabilities, ascending, exceeds `share`."""
+    while len(ids) > _MANY:  # sorting them all would take longer
         below = probabilities < probabilities.mean()
         if below.all() or not below.any():  # all alike, but for rounding
             break
@@ -201,7 +218,7 @@ def _draw(ids: Tokens, probabilities: Probabilities, share: float) -> int:
 
 
 def _ascending(ids: Tokens, probabilities: Probabilities) -> NDArray[np.int64]:
-    """Places in order of the probabilities, of equal ones the higher id first: top-p cuts off what is in front."""
+    """Return the order by ascending probability, the higher id first among equals: top-p cuts off from the front."""
     order = np.argsort(probabilities)
     ordered = probabilities[order]
     equal = ordered[1:] == ordered[:-1]

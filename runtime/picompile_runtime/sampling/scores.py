@@ -1,4 +1,4 @@
-"""The k highest of a vocabulary's scores, without sorting or converting the others."""
+"""Scores of the next token, and the top k of them, without sorting or converting the others."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Many more groups than tokens are wanted, so that few of these share one; and groups so large that their highest scores
-# are far fewer than all scores.
+# There are many more groups than tokens that are wanted, so that few of these are in the same group, and groups are so
+# large that their highest scores are far fewer than all scores.
 _GROUPS_PER_TOKEN, _LEAST_GROUP = 16, 4
 
 
 def top_logits(scores: NDArray[Any], top_k: int) -> NDArray[np.int64]:
-    """Tokens whose scores [vocab] are no less than the k-th, in order: more than k where several equal it.
+    """Return the tokens whose scores are no less than the k-th highest, int64 [n], ascending.
 
-    All tokens for `top_k` 0 or one that is larger than the vocabulary.
+    They are more than k if several scores equal the k-th.
+
+    Args:
+        scores: [vocab].
+        top_k: k; 0, or more than the vocabulary has, returns all tokens.
     """
     if not 0 < top_k < len(scores):
         return np.arange(len(scores))
@@ -29,9 +33,9 @@ def top_logits(scores: NDArray[Any], top_k: int) -> NDArray[np.int64]:
 
 
 def _lower_bound(scores: NDArray[Any], top_k: int) -> Any | None:
-    """A score that at least `top_k` scores reach; None where finding one would not save anything.
+    """Return a score that at least `top_k` scores reach; None if finding one would not save time.
 
-    It is the k-th of the highest scores of groups, each of which is a score.
+    It is the k-th highest among the highest scores of groups.
     """
     groups = _GROUPS_PER_TOKEN * top_k
     size = len(scores) // groups
@@ -41,11 +45,8 @@ def _lower_bound(scores: NDArray[Any], top_k: int) -> Any | None:
 
 
 def _highest(scores: NDArray[Any], place: int) -> Any:
-    """The score at `place`, from the highest on, which is at place 1."""
+    """Return the score at `place`, counted from the highest, which is at place 1."""
     return np.partition(scores, len(scores) - place)[len(scores) - place]
-
-
-# What a step says of the next token: all logits, and where a hot device has made them the highest before that.
 
 
 Logits = NDArray[np.float32]
@@ -53,10 +54,12 @@ Logits = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class TopScores:
-    """The highest of a vocabulary's scores, and their tokens.
+    """The top logits of a vocabulary, and their tokens.
 
-    `scores` float32 [n] descend, and `ids` int32 [n] rise where they are equal; NaN comes before all numbers. With
-    `is_all` the vocabulary has no others; else these are no higher than the last one here.
+    Attributes:
+        scores: float32 [n], descending; NaN comes before all numbers.
+        ids: their tokens, int32 [n], ascending among equal scores.
+        is_all: whether the vocabulary has no other tokens. Else the others' scores are no higher than the last one.
     """
 
     scores: Logits
@@ -65,20 +68,20 @@ class TopScores:
 
     @property
     def highest(self) -> tuple[int, float]:
-        """The first of the highest scores: its token, and the score."""
+        """The first token with the highest score, and the score."""
         return int(self.ids[0]), float(self.scores[0])
 
     def top(self, count: int) -> tuple[NDArray[np.int64], Logits] | None:
-        """The tokens whose scores are no less than the `count`-th, ascending, and their scores; 0 asks for all tokens.
+        """Return the tokens whose scores are no less than the `count`-th, ascending, and their scores.
 
-        None where others, which are not here, may be among them.
+        A `count` of 0 asks for all tokens. Returns None if tokens that are not known here may be among them.
         """
         if 0 < count < len(self.ids):
             return self.at_least(self.scores[count - 1])
         return self.at_least(self.scores[-1]) if self.is_all else None
 
     def at_least(self, bound: np.float32 | float) -> tuple[NDArray[np.int64], Logits] | None:
-        """The same of tokens whose scores are no less than `bound`."""
+        """Return the tokens whose scores are no less than `bound`, ascending, and their scores; None as for `top`."""
         kept = self.scores >= bound
         if kept[-1] and not self.is_all:
             return None
@@ -89,9 +92,12 @@ class TopScores:
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of the token behind those that were read: `logits()` are those of the whole vocabulary, float32
-    [vocab], in the engine's memory, which its next step overwrites; where the hot device has them they are copied from
-    there. `top_logits` then is the highest of them, which are here already; else it is None.
+    """The scores of the next token.
+
+    Attributes:
+        logits: returns the scores of the whole vocabulary, float32 [vocab], in the engine's memory, which its next step
+            overwrites. If the accelerator has them, it copies them from there.
+        top_logits: the highest of them, which the host has already, if the accelerator has the others; else None.
     """
 
     logits: Callable[[], Logits]

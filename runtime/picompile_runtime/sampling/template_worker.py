@@ -1,7 +1,7 @@
-"""A process that renders one chat template, under limits; see chat_template.py. It imports nothing of this package.
+"""The process that renders one chat template, under limits; see chat_template.py. It imports nothing of this package.
 
-The first line of its input is a JSON object with `path` (Python's), `template`, `tokens` and `limits`; each line after
-it has the arguments of one rendering, and is answered by a line with `text` or `error`.
+The first line of its input is a JSON object with `path` (Python's), `template`, `tokens` and `limits`. Each later line
+has the arguments of one rendering; the process answers with a line that has `text` or `error`.
 """
 
 import json
@@ -21,7 +21,7 @@ def _renderer(template: str, tokens: dict[str, Any], most_letters: int) -> Calla
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    # The environment is that of transformers, utils/chat_template_utils.py, since templates are written for it.
+    # The environment is that of transformers (utils/chat_template_utils.py), since templates are written for it.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -43,19 +43,19 @@ def _renderer(template: str, tokens: dict[str, Any], most_letters: int) -> Calla
 
 
 def _allow(cpu_s: int) -> None:
-    """Let the process have so many seconds more of the processor; behind them the system ends it by SIGXCPU."""
+    """Allow the process `cpu_s` more seconds of processor time; after that the system ends it by SIGXCPU."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + cpu_s)
 
 
 def _limit(kind: int, most: int) -> None:
-    """Lower a limit for this process. One that its user has set, and that is lower, stays."""
+    """Lower a limit of this process. A lower limit that the user has set stays."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer requests until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all its processes
     start = json.loads(sys.stdin.buffer.readline())
     sys.path[:] = start["path"]

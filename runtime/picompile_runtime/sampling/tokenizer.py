@@ -1,4 +1,4 @@
-"""Text to tokens and back, with the tokenizer that came with the model; `tokenizers` is imported when one is made."""
+"""Text to tokens and back, with the model's own tokenizer. `tokenizers` is imported when the first one is made."""
 
 from __future__ import annotations
 
@@ -7,17 +7,27 @@ from contextlib import contextmanager
 from typing import Any
 
 from picompile_runtime.artifact.reader import Artifact
-from picompile_runtime.engine.checks import shown, whole_number
 from picompile_runtime.errors import ArtifactError, PicompileRuntimeError, RequestError
+from picompile_runtime.request_checks import shown, whole_number
 from picompile_runtime.sampling.chat_template import ChatTemplate
 
-_REPLACEMENT = "\ufffd"  # what bytes decode to that are no UTF-8, or not all of a character yet
+_REPLACEMENT = "\ufffd"  # the character that invalid or incomplete UTF-8 decodes to
 
 
 class Tokenizer:
-    """A tokenizer.json, and what tokenizer_config.json and chat_template.jinja say about chats."""
+    """A model's tokenizer, and its chat template if it has one."""
 
     def __init__(self, text: bytes | str, config: Mapping[str, Any] | None = None, chat_template: str = "") -> None:
+        """Make a tokenizer.
+
+        Args:
+            text: the content of tokenizer.json.
+            config: the content of tokenizer_config.json.
+            chat_template: a Jinja template, by default the one in `config`.
+
+        Raises:
+            ArtifactError: `text` or `config` are not valid.
+        """
         from tokenizers import Tokenizer as Implementation
 
         if not isinstance(text, bytes | str) or not isinstance(config, Mapping | None):
@@ -33,14 +43,22 @@ class Tokenizer:
 
     @classmethod
     def of(cls, artifact: Artifact) -> Tokenizer:
-        """The artifact's tokenizer; RequestError if it has none."""
+        """Return the artifact's tokenizer. Raises RequestError if the artifact has none."""
         if "tokenizer.json" not in artifact.texts:
             raise RequestError(f"{artifact.folder}: has no tokenizer.json; give token ids instead of text")
         template = artifact.texts.get("chat_template.jinja", b"").decode(errors="replace")
         return cls(artifact.texts["tokenizer.json"], artifact.json("tokenizer_config.json"), template)
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """The ids of `text`; `special_tokens` adds what the tokenizer itself puts around a text, such as its bos."""
+        """Return the token ids of `text`.
+
+        Args:
+            text: any text.
+            special_tokens: whether to add the tokens that the tokenizer puts around a text, such as its bos.
+
+        Raises:
+            RequestError: `text` is no str, or no valid Unicode.
+        """
         if not isinstance(text, str):
             raise RequestError(f"a text is a str, not {shown(text)}")
         try:
@@ -51,22 +69,27 @@ class Tokenizer:
             return list(self._tokenizer.encode(text, add_special_tokens=bool(special_tokens)).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, without special tokens; those that the vocabulary lacks have no text."""
+        """Return the text of `ids`. Special tokens, and ids that the vocabulary lacks, have no text."""
         with _named("these are no tokens of the tokenizer", RequestError):
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def is_open(self, token: int) -> bool:
-        """Whether the text of `token` depends on tokens after it.
+        """Return whether the text of `token` depends on tokens after it.
 
-        So it is with a byte token: a row of them is decoded together, and if one byte is wrong, all are replaced.
-        Tokens without a text of their own do not end the row.
+        The text of a byte token does: consecutive ones are decoded together, and if one byte is wrong, all are
+        replaced. Tokens without a text of their own do not end such a row.
         """
         return bool(self._byte_tokens) and (token in self._byte_tokens or not self.decode([token]))
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
-        """The ids of a chat as the model's own template writes it, ready for the assistant's answer.
+        """Return the token ids of a chat, as the model's own template writes it.
 
-        Messages have `role` and `content`. Raises RequestError if the model has no template, or refuses these.
+        Args:
+            messages: each has `role` and `content`.
+            add_generation_prompt: whether to end with the beginning of the assistant's answer.
+
+        Raises:
+            RequestError: the model has no chat template, or the template rejects these messages.
         """
         if self._chat is None:
             raise RequestError("the model has no chat template; give a plain prompt")
@@ -75,7 +98,7 @@ class Tokenizer:
 
 @contextmanager
 def _named(what: str, kind: type[PicompileRuntimeError], hint: str = "") -> Iterator[None]:
-    """Turn errors of the library, which are plain Exceptions or Rust's panics, into one of ours."""
+    """Raise errors of the library, plain Exceptions and Rust's panics, as an error of the runtime."""
     try:
         yield
     except BaseException as error:
@@ -85,7 +108,10 @@ def _named(what: str, kind: type[PicompileRuntimeError], hint: str = "") -> Iter
 
 
 def _byte_tokens(tokenizer: Any) -> frozenset[int]:
-    """Ids of the tokens `<0x00>` to `<0xFF>` of a tokenizer that writes unknown characters as bytes (ByteFallback)."""
+    """Return the ids of the tokens `<0x00>` to `<0xFF>` if the tokenizer writes unknown characters as bytes.
+
+    Such tokenizers have the decoder ByteFallback.
+    """
     if tokenizer.decoder is None or b'"ByteFallback"' not in tokenizer.decoder.__getstate__():
         return frozenset()
     ids = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
@@ -93,19 +119,19 @@ def _byte_tokens(tokenizer: Any) -> frozenset[int]:
 
 
 class StreamDecoder:
-    """Turns tokens into text as they come, such that the pieces joined are the text of all tokens decoded at once.
+    """Turns tokens into text as they come. The pieces joined are the text of all tokens decoded at once.
 
-    A piece ends only where later tokens cannot change what is before it: text that ends in a replacement character may
-    be the beginning of a character (vLLM and TGI do the same).
+    A piece ends only where later tokens cannot change the text before: text that ends in a replacement character may
+    be the beginning of a character (vLLM and TGI hold it back, too).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []  # the tokens of the last piece, for their effect on the next one, then newer ones
-        self._known = 0  # how many of them were given out
+        self._ids: list[int] = []  # the tokens of the last piece, which affect the next one, then newer tokens
+        self._known = 0  # how many of them are in returned pieces
 
     def push(self, token: int) -> str:
-        """The text that is certain with this token, often empty."""
+        """Add a token, and return the text that is now certain, which is often empty."""
         self._ids.append(whole_number("a token", token, 0, 2**32 - 1))
         if self._tokenizer.is_open(token):
             return ""
@@ -117,7 +143,7 @@ class StreamDecoder:
         return piece
 
     def flush(self) -> str:
-        """The rest, when no more tokens will come."""
+        """Return the rest of the text, after the last token."""
         piece = self._pending()
         self._ids, self._known = [], 0
         return piece

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from helpers.compiled import compile_once
-from picompile_runtime.artifact.reader import sealed
+from picompile_runtime.artifact.manifest import sealed
 from picompile_runtime.devices.machine import cpu_features
 
 HERE = Path(__file__).parent

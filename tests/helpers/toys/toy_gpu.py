@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from picompile_runtime.devices.base import View
-from picompile_runtime.devices.cuda import CudaAccelerator, DeviceImages, Launch
+from picompile_runtime.devices.accelerator import ArgumentView
+from picompile_runtime.devices.cuda import CudaAccelerator, CudaImages, GpuLaunch
 from picompile_runtime.devices.memory import Tensor
 
 POISON = 0xAB
@@ -19,15 +19,15 @@ STAGING_BYTES = 4096
 
 # 37 and 3 · 7 elements, no multiples of a warp.
 KERNELS = {
-    "axpy": (Launch("axpy", (37, 1, 1), (1, 1, 1), (0, 1, 2)),),
-    "add_two": (Launch("add_one", (3, 1, 1), (7, 1, 1), (1,)), Launch("add_one", (1, 3, 1), (7, 1, 1), (1,))),
-    "await": (Launch("await", (1, 1, 1), (1, 1, 1), (0, 1)),),
-    "signal": (Launch("signal", (1, 1, 1), (1, 1, 1), (0,)),),
-    "fail": (Launch("fail", (1, 1, 1), (32, 1, 1), ()),),
-    "overrun": (Launch("overrun", (1, 1, 1), (5, 1, 1), (0,)),),
-    "lost": (Launch("lost", (1, 1, 1), (32, 1, 1), ()),),
+    "axpy": (GpuLaunch("axpy", (37, 1, 1), (1, 1, 1), (0, 1, 2)),),
+    "add_two": (GpuLaunch("add_one", (3, 1, 1), (7, 1, 1), (1,)), GpuLaunch("add_one", (1, 3, 1), (7, 1, 1), (1,))),
+    "await": (GpuLaunch("await", (1, 1, 1), (1, 1, 1), (0, 1)),),
+    "signal": (GpuLaunch("signal", (1, 1, 1), (1, 1, 1), (0,)),),
+    "fail": (GpuLaunch("fail", (1, 1, 1), (32, 1, 1), ()),),
+    "overrun": (GpuLaunch("overrun", (1, 1, 1), (5, 1, 1), (0,)),),
+    "lost": (GpuLaunch("lost", (1, 1, 1), (32, 1, 1), ()),),
 }
-IMAGES = DeviceImages(sm=89, ptx_sm=89, cubin=CUBIN, ptx=PTX, kernels=KERNELS)
+IMAGES = CudaImages(sm=89, ptx_sm=89, cubin=CUBIN, ptx=PTX, kernels=KERNELS)
 
 
 def raw(array: Any) -> Any:
@@ -41,10 +41,10 @@ def read(device: CudaAccelerator, memory: Any, offset: int, dtype: str, count: i
     return found.view(dtype)
 
 
-def view(memory: Any, dtype: str = "int32", count: int = 1, offset: int = 0) -> View:
-    return View(memory, Tensor(dtype, (count,), offset))
+def view(memory: Any, dtype: str = "int32", count: int = 1, offset: int = 0) -> ArgumentView:
+    return ArgumentView(memory, Tensor(dtype, (count,), offset))
 
 
-def axpy(memory: Any) -> tuple[str, Sequence[View]]:
+def axpy(memory: Any) -> tuple[str, Sequence[ArgumentView]]:
     """A call on one memory: a at 0, x at 256, y at 1024."""
     return "axpy", [view(memory, "float32", count, offset) for count, offset in ((1, 0), (37, 256), (37, 1024))]

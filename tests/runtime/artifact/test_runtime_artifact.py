@@ -16,7 +16,7 @@ import pytest
 from helpers.toys.toy_artifact import code_entry, make_toy, safetensors, toy_program, write_manifest
 from picompile_runtime import ArtifactError, DoesNotFitError, MachineError, RequestError, load, verify
 from picompile_runtime.artifact import reader as artifact
-from picompile_runtime.artifact.reader import sealed
+from picompile_runtime.artifact.manifest import sealed
 from picompile_runtime.devices import machine
 
 FILES = ("manifest.json", "program.json", "weights.safetensors", "kernels/host.so", "tokenizer.json")
@@ -403,7 +403,7 @@ def test_weights_that_are_none(make_artifact: Callable[..., Path], data: bytes) 
 
 def test_weights_are_hashed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[str] = []
-    original = artifact._hash
+    original = artifact.hash_file
 
     def record(descriptor: int, entry: Any, name: str, progress: Any) -> str:
         hashed.append(name)
@@ -414,7 +414,7 @@ def test_weights_are_hashed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         load(folder).close()
         return sorted(hashed)
 
-    monkeypatch.setattr(artifact, "_hash", record)
+    monkeypatch.setattr(artifact, "hash_file", record)
     both = ["kernels/host.so", "weights.safetensors"]
     assert opened() == both
     assert opened() == ["kernels/host.so"]

@@ -76,7 +76,7 @@ import numpy as np
 from picompile_runtime import load
 engine = load(sys.argv[1], threads=2)
 executor = engine._executor
-calls = executor._host_calls if sys.argv[2] == "host" else executor._device_calls
+calls = executor._host_calls if sys.argv[2] == "host" else executor._accelerator_calls
 arrays = [kept for kept in calls["decode"]._keep[0]._keep if isinstance(kept, np.ndarray)]
 weights = [array for array in arrays if not array.flags.writeable]
 assert 0 < len(weights) < len(arrays)

@@ -13,14 +13,14 @@ import pytest
 from helpers.toys.toy_artifact import code_entry, write_manifest
 from picompile_runtime import ArtifactError, MachineError, RequestError, load, open_artifact, verify
 from picompile_runtime.__main__ import main
-from picompile_runtime.artifact.interfaces import Variant, choose
+from picompile_runtime.artifact.interfaces import CodeVariant, choose_variant
 from picompile_runtime.devices import machine
 
 AVX2, AVX512 = ("avx2", "fma"), ("avx2", "fma", "avx512f")
 BEST_FIRST = [
-    Variant("x86-64-v4", "x86_64", AVX512, "kernels/host.x86-64-v4.so"),
-    Variant("x86-64-v3", "x86_64", AVX2, "kernels/host.x86-64-v3.so"),
-    Variant("aarch64-dotprod", "aarch64", ("asimddp",), "kernels/host.aarch64-dotprod.so"),
+    CodeVariant("x86-64-v4", "x86_64", AVX512, "kernels/host.x86-64-v4.so"),
+    CodeVariant("x86-64-v3", "x86_64", AVX2, "kernels/host.x86-64-v3.so"),
+    CodeVariant("aarch64-dotprod", "aarch64", ("asimddp",), "kernels/host.aarch64-dotprod.so"),
 ]
 CPUINFO = {
     "x86_64": "processor\t: 0\nmodel name\t: Some\nflags\t\t: fpu avx2 fma\nbugs\t\t:\n",
@@ -53,7 +53,7 @@ def test_the_best_that_this_machine_has(
     pretend: Callable[..., None], name: str, features: Sequence[str], isa: str
 ) -> None:
     pretend(name, *features)
-    assert choose(BEST_FIRST).isa == isa
+    assert choose_variant(BEST_FIRST).isa == isa
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_best_that_this_machine_has(
 def test_none_runs_here(pretend: Callable[..., None], name: str, features: Sequence[str], message: str) -> None:
     pretend(name, *features)
     with pytest.raises(MachineError, match=f"^{message}") as caught:
-        choose(BEST_FIRST)
+        choose_variant(BEST_FIRST)
     assert caught.value.exit_code == 6
 
 
@@ -77,25 +77,25 @@ def test_another_system(pretend: Callable[..., None], monkeypatch: pytest.Monkey
     pretend("x86_64", *AVX512)
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     with pytest.raises(MachineError, match="for Linux on aarch64 or x86_64, this is Darwin on x86_64"):
-        choose(BEST_FIRST)
+        choose_variant(BEST_FIRST)
 
 
 def test_one_can_be_asked_for(pretend: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     pretend("x86_64", *AVX512)
     monkeypatch.setenv("PICOMPILE_ISA", "x86-64-v3")
-    assert choose(BEST_FIRST).isa == "x86-64-v3"
+    assert choose_variant(BEST_FIRST).isa == "x86-64-v3"
     monkeypatch.setenv("PICOMPILE_ISA", "aarch64-dotprod")
     with pytest.raises(MachineError, match="for Linux on aarch64, this is Linux on x86_64"):
-        choose(BEST_FIRST)
+        choose_variant(BEST_FIRST)
     pretend("x86_64", *AVX2)
     monkeypatch.setenv("PICOMPILE_ISA", "x86-64-v4")
     with pytest.raises(MachineError, match="needs a processor with avx512f"):
-        choose(BEST_FIRST)
+        choose_variant(BEST_FIRST)
     monkeypatch.setenv("PICOMPILE_ISA", "avx2")
     with pytest.raises(RequestError, match="'avx2', but the artifact has code for: x86-64-v4, x86-64-v3, aarch64-dot"):
-        choose(BEST_FIRST)
+        choose_variant(BEST_FIRST)
     monkeypatch.setenv("PICOMPILE_ISA", "")
-    assert choose(BEST_FIRST).isa == "x86-64-v3"
+    assert choose_variant(BEST_FIRST).isa == "x86-64-v3"
 
 
 @pytest.mark.parametrize(("name", "features"), [("x86_64", {"fpu", *AVX2}), ("aarch64", {"fp", "asimd", "asimddp"})])

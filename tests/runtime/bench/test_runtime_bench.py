@@ -11,8 +11,8 @@ import pytest
 from helpers.toys.toy_artifact import make_toy, toy_program
 from picompile_runtime import RequestError, Scores, load, measure, memory_bandwidth
 from picompile_runtime.bench import measure as rounds
-from picompile_runtime.bench.floor import KINDS, MemoryReader, bytes_per_token, step_bytes
-from picompile_runtime.bench.measure import Speed
+from picompile_runtime.bench.bandwidth import KINDS, MemoryReader, bytes_per_token, step_bytes
+from picompile_runtime.bench.measure import SpeedStatistics
 from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.devices.memory import aligned_zeros
 from picompile_runtime.engine.timing import FiringCounts
@@ -118,14 +118,14 @@ def test_batch_decodes_all_sequences_from_the_same_depth(make_artifact: Callable
     folder = make_artifact(toy=make_toy(), sequences=4)
     with load(folder, threads=1) as engine:
         batches: list[tuple[list[int], tuple[int, ...]]] = []
-        read_batch = engine.read_batch
+        read_sequences = engine.read_sequences
 
         def noted(tokens: list[int], slots: list[int]) -> list[Scores]:
             batches.append((tokens, engine.positions))
-            return read_batch(tokens, slots)
+            return read_sequences(tokens, slots)
 
-        engine.read_batch = noted  # type: ignore[method-assign,assignment]
-        result = measure(engine, 6, 5, 1, batch=3)
+        engine.read_sequences = noted  # type: ignore[method-assign,assignment]
+        result = measure(engine, 6, 5, 1, sequences=3)
     assert [positions for _, positions in batches] == 2 * [(place, place, place, 0) for place in range(6, 11)]
     assert all(len(set(tokens)) > 1 for tokens, _ in batches)
     assert batches[:5] == batches[5:]
@@ -142,7 +142,7 @@ def test_a_batch_that_counts_no_neurons_computes_all(make_artifact: Callable[...
     program["buffers"]["stats.unused"] = {"dtype": "int64", "shape": [2], "offset": program["arena_bytes"]}
     program["arena_bytes"] += 64
     with load(make_artifact(toy=make_toy(), sequences=2, program=program), threads=1) as engine:
-        decode = measure(engine, 6, 5, 1, batch=2)["decode"]
+        decode = measure(engine, 6, 5, 1, sequences=2)["decode"]
     assert (decode["computed_share"], decode["firing_share"]) == (1.0, None)
 
 
@@ -155,8 +155,10 @@ def test_given_text_is_repeated_to_length(folder: Path) -> None:
 
 
 def test_speed_is_the_median_of_rounds() -> None:
-    assert Speed.of(10, [1.0, 2.0, 5.0]) == Speed(tokens_per_s=5.0, stdev=pytest.approx(4.0415, abs=1e-3))
-    assert Speed.of(10, [1.0]) == Speed(10.0, 0.0)
+    assert SpeedStatistics.of(10, [1.0, 2.0, 5.0]) == SpeedStatistics(
+        tokens_per_s=5.0, stdev=pytest.approx(4.0415, abs=1e-3)
+    )
+    assert SpeedStatistics.of(10, [1.0]) == SpeedStatistics(10.0, 0.0)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -194,5 +196,7 @@ def test_requests_that_make_no_sense(folder: Path) -> None:
         with pytest.raises(RequestError, match="depth must be 0 or more, not -1"):
             measure(engine, 10, 3, 1, depth=-1)
         for batch in (0, 2):
-            with pytest.raises(RequestError, match=rf"a batch of {batch} sequences .* compiled for 1 \(--sequences\)"):
-                measure(engine, 10, 3, 1, batch=batch)
+            with pytest.raises(
+                RequestError, match=rf"{batch} sequences cannot be decoded together: .* compiled for 1 \(--sequences\)"
+            ):
+                measure(engine, 10, 3, 1, sequences=batch)

@@ -18,12 +18,12 @@ from helpers.toys.toy_hybrid import NAP_NS, write_hybrid
 from picompile_runtime import Engine, load, measure
 from picompile_runtime.artifact.program import Call
 from picompile_runtime.bench import measure as rounds
-from picompile_runtime.bench.floor import MemoryReader
+from picompile_runtime.bench.bandwidth import MemoryReader
 from picompile_runtime.bench.trace import Overlap, StepTime, TracedStep, chrome_trace, overlap
 from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.devices.cpu.partition import CpuPartition
 from picompile_runtime.engine import executor
-from picompile_runtime.engine.timing import Span
+from picompile_runtime.engine.timing import CallSpan
 
 Event = dict[str, Any]
 
@@ -130,8 +130,8 @@ def test_two_devices_overlap_where_they_meet(hybrid: Path) -> None:
     assert found.both_ns >= 3 * NAP_NS
     assert found.both_ns <= min(found.host_ns, found.device_ns)
     events = tracks(chrome_trace(steps))
-    assert list(events) == ["host", "hot device"]
-    meetings = [[event for event in events[side] if event["name"] == "linear"] for side in ("host", "hot device")]
+    assert list(events) == ["host", "accelerator"]
+    meetings = [[event for event in events[side] if event["name"] == "linear"] for side in ("host", "accelerator")]
     for host, device in zip(*meetings, strict=True):
         both_us = min(event["ts"] + event["dur"] for event in (host, device)) - max(host["ts"], device["ts"])
         assert both_us >= NAP_NS / 1e3 - 1e-6
@@ -147,7 +147,7 @@ def test_waits_are_told_apart_and_end_after_what_they_wait_for(hybrid: Path) -> 
     with load(hybrid, threads=2) as engine:
         steps, _ = traced(engine, 5, 4)
     events = tracks(chrome_trace(steps))
-    for side, waits in (("host", {"wait"}), ("hot device", {"receive"})):
+    for side, waits in (("host", {"wait"}), ("accelerator", {"receive"})):
         assert {event["name"] for event in events[side] if event["cat"] == "wait"} == waits
         assert {event["cat"] for event in events[side]} == {"wait", "compute"}
     for step in (step for step in steps if step.function == "decode"):
@@ -192,7 +192,7 @@ def test_bench_of_two_devices(tmp_path: Path, library: Path, ffn: str, skipped: 
 def test_bench_of_a_batch(tmp_path: Path, library: Path) -> None:
     """Figures are of a token, of which each step has two. The device has nothing to do but to answer."""
     with load(write_hybrid(tmp_path / "hybrid", library, make_toy(), sequences=2), threads=2) as engine:
-        steps, result = traced(engine, 6, 4, batch=2)
+        steps, result = traced(engine, 6, 4, sequences=2)
     assert [step.function for step in steps] == ["prefill_last"] + 4 * ["batch"]
     found, hybrid = overlap(steps[1:]), result["hybrid"]
     assert (hybrid["exchanges_per_token"], hybrid["skipped_per_token"]) == (1, None)
@@ -202,8 +202,8 @@ def test_bench_of_a_batch(tmp_path: Path, library: Path) -> None:
 def test_where_the_time_of_a_step_goes() -> None:
     """From the first call of the device to its last; the host's calls count for cold neurons alone."""
 
-    def span(op: str, device: str, begin_ns: int, end_ns: int) -> Span:
-        return Span(Call("kernel", (), op, 0, 0, device=device), begin_ns, end_ns)
+    def span(op: str, device: str, begin_ns: int, end_ns: int) -> CallSpan:
+        return CallSpan(Call("kernel", (), op, 0, 0, device=device), begin_ns, end_ns)
 
     spans = [
         span("inputs", "device", 1000, 1001), span("linear", "device", 1003, 1010), span("send", "device", 1010, 1012),
@@ -239,7 +239,7 @@ def test_bench_of_a_gpu(
     path = folder / "kernels" / "hot.so"
     device = SlowDevice(HostLibrary(path), 1)
     device.stamped = []
-    monkeypatch.setattr(executor, "open_device", lambda artifact, threads: device)
+    monkeypatch.setattr(executor, "open_accelerator", lambda artifact, threads: device)
     with load(folder, threads=1) as engine:
         engine.start_timing()
         engine.decode(1)
@@ -255,7 +255,7 @@ def test_bench_of_a_gpu(
         assert row["s_per_token"] > 0
         assert (row["floor_s_per_token"] is None) == (row["floor_share"] is None) == (row["device"] == "device")
     assert result["hybrid"]["overlap_s_per_token"] >= 1e-9 * NAP_NS
-    monkeypatch.setattr(executor, "open_device", lambda artifact, threads: SlowDevice(HostLibrary(path), 1))
+    monkeypatch.setattr(executor, "open_accelerator", lambda artifact, threads: SlowDevice(HostLibrary(path), 1))
     monkeypatch.setattr(SlowDevice, "stamped", [], raising=False)
     ended = cli("bench", folder, "-p", "5", "-n", "3", "-r", "1", "-t", "1")
     assert (ended.code, ended.err) == (0, "")
@@ -309,7 +309,7 @@ def test_bench_writes_a_trace(cli: Cli, request: pytest.FixtureRequest, tmp_path
         ended = cli("bench", folder, *options)
         assert (ended.code, ended.err) == (0, "")
     is_hybrid = artifact == "tiny_hybrid"
-    assert list(tracks(json.loads(trace.read_text()))) == ["host", "hot device"][: 1 + is_hybrid]
+    assert list(tracks(json.loads(trace.read_text()))) == ["host", "accelerator"][: 1 + is_hybrid]
     assert [path.name for path in trace.parent.iterdir()] == ["trace.json"]
     summary, *tables = ended.out.split("\n\n")
     names = ["prompt", "decode", "floor", "memory", "neurons", "devices", "exchanges", "step"]
@@ -335,7 +335,7 @@ def test_bench_overwrites_nothing_but_traces(cli: Cli, tiny_artifact: Path, tmp_
 def step_of(intervals: dict[str, Sequence[tuple[str, int, int]]]) -> TracedStep:
     """A step of calls (operator, begin, end) on each device."""
     spans = [
-        Span(Call(op, (), op, None, 0, device=device), begin, end)
+        CallSpan(Call(op, (), op, None, 0, device=device), begin, end)
         for device, calls in intervals.items()
         for op, begin, end in calls
     ]

@@ -6,8 +6,8 @@ import pytest
 
 from picompile_runtime.artifact.program import Argument, Call, FeedForward, Program
 from picompile_runtime.devices.memory import Tensor
-from picompile_runtime.engine import places as device_memory
-from picompile_runtime.engine.places import device_need, fit_device
+from picompile_runtime.engine import accelerator_memory as device_memory
+from picompile_runtime.engine.accelerator_memory import accelerator_need, fit_accelerator
 from picompile_runtime.errors import DoesNotFitError
 
 TENSORS = {
@@ -53,7 +53,7 @@ def program() -> Program:
         layers=2,
         sequences=1,
         arena_bytes=77,
-        device_arena_bytes=640,
+        accelerator_arena_bytes=640,
         shared_arena_bytes=99,
         buffers={},
         state={"k": Tensor("float16", (1, 2, 8, 4), 0), "v": Tensor("float16", (1, 2, 8, 4), 0)},
@@ -75,10 +75,10 @@ REST = 128 + 640  # one of two caches, and the arena
 
 
 def test_what_is_needed() -> None:
-    need = device_need(program(), TENSORS)
+    need = accelerator_need(program(), TENSORS)
     assert (need.weights, need.kv_cache, need.workspace) == (ALL, 128, 640)
     # What the device reads from the host anyway takes nothing.
-    need = device_need(replace(program(), streamed=frozenset({"table"})), TENSORS)
+    need = accelerator_need(replace(program(), streamed=frozenset({"table"})), TENSORS)
     assert need.weights == ALL - own_bytes("table")
 
 
@@ -86,7 +86,7 @@ def test_memory_comes_in_large_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """All weights are in one, and each cache is in one of its own."""
     monkeypatch.setattr(device_memory, "_PIECE_BYTES", 1000)
     whole = replace(program(), memories={("state", "k"): "device", ("state", "v"): "device"})
-    need = device_need(whole, TENSORS)
+    need = accelerator_need(whole, TENSORS)
     assert (need.weights, need.kv_cache, need.workspace) == (-(-ALL // 1000) * 1000, 2000, 1000)
 
 
@@ -94,16 +94,16 @@ def test_where_all_fits_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
     whole = program()
     for may_move in (False, True):
-        assert fit_device(whole, TENSORS, ALL + REST, may_move) is whole
+        assert fit_accelerator(whole, TENSORS, ALL + REST, may_move) is whole
 
 
 def test_too_little_is_refused() -> None:
     with pytest.raises(
         DoesNotFitError, match=r"needs 64\.1 MiB of GPU memory \(weights 0\.1 MiB, KV cache 0\.0 MiB, .*--replan"
     ):
-        fit_device(program(), TENSORS, ALL + REST - 1, may_move=False)
+        fit_accelerator(program(), TENSORS, ALL + REST - 1, may_move=False)
     with pytest.raises(DoesNotFitError, match="even if its weights stay with the host"):
-        fit_device(program(), TENSORS, REST - 1, may_move=True)
+        fit_accelerator(program(), TENSORS, REST - 1, may_move=True)
 
 
 @pytest.mark.parametrize(
@@ -121,16 +121,16 @@ def test_too_little_is_refused() -> None:
 def test_what_a_step_reads_least_of_goes_first(monkeypatch: pytest.MonkeyPatch, lacking: int, leave: str) -> None:
     """Of the embedding one row, of sparse blocks a part; then what is read whole; of equal ones the last."""
     monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
-    smaller = fit_device(program(), TENSORS, ALL + REST - lacking, may_move=True)
+    smaller = fit_accelerator(program(), TENSORS, ALL + REST - lacking, may_move=True)
     assert smaller.streamed == set(leave.split())
-    assert device_need(smaller, TENSORS).total <= ALL + REST - lacking
+    assert accelerator_need(smaller, TENSORS).total <= ALL + REST - lacking
 
 
 def test_a_dense_block_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
     whole = program()
     dense = replace(whole, ffn=tuple(replace(part, predictor="none") for part in whole.ffn))
-    smaller = fit_device(dense, TENSORS, ALL + REST - own_bytes("table") - 1, may_move=True)
+    smaller = fit_accelerator(dense, TENSORS, ALL + REST - own_bytes("table") - 1, may_move=True)
     assert smaller.streamed == {"table", "head"}
 
 
@@ -138,12 +138,12 @@ def test_something_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether or not weights may move: graphs and the module come on top of what the program takes."""
     spared = own_bytes("table")
     monkeypatch.setattr(device_memory, "_SPARED_BYTES", spared)
-    fit_device(program(), TENSORS, ALL + REST + spared, may_move=False)
-    fit_device(program(), TENSORS, ALL + REST + 2 * spared, may_move=False, graph_bytes=2 * spared)
+    fit_accelerator(program(), TENSORS, ALL + REST + spared, may_move=False)
+    fit_accelerator(program(), TENSORS, ALL + REST + 2 * spared, may_move=False, graph_bytes=2 * spared)
     with pytest.raises(DoesNotFitError, match="even if its weights stay"):
-        fit_device(program(), TENSORS, REST + spared, may_move=True, graph_bytes=2 * spared)
+        fit_accelerator(program(), TENSORS, REST + spared, may_move=True, graph_bytes=2 * spared)
     with pytest.raises(DoesNotFitError, match=r"needs 0\.154602 MiB .*driver 0\.1 MiB\) and 0\.154601 MiB are"):
-        fit_device(program(), TENSORS, ALL + REST + spared - 1, may_move=False)
-    assert fit_device(program(), TENSORS, ALL + REST + spared, may_move=True).streamed == frozenset()
-    assert fit_device(program(), TENSORS, ALL + REST + spared - 1, may_move=True).streamed == {"table"}
-    assert fit_device(program(), TENSORS, ALL + REST - 1, may_move=True).streamed == {"table", "hot1"}
+        fit_accelerator(program(), TENSORS, ALL + REST + spared - 1, may_move=False)
+    assert fit_accelerator(program(), TENSORS, ALL + REST + spared, may_move=True).streamed == frozenset()
+    assert fit_accelerator(program(), TENSORS, ALL + REST + spared - 1, may_move=True).streamed == {"table"}
+    assert fit_accelerator(program(), TENSORS, ALL + REST - 1, may_move=True).streamed == {"table", "hot1"}

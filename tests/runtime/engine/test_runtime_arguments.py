@@ -44,7 +44,7 @@ def test_what_is_no_list_of_tokens(engine: Engine, ids: Any) -> None:
         with pytest.raises(RequestError, match="tokens must be integers from 0 to 49"):
             use(ids)
     with pytest.raises(RequestError):
-        engine.decode_batch(ids, [0])
+        engine.decode_sequences(ids, [0])
     assert engine.positions == (3, 0)
 
 
@@ -62,7 +62,7 @@ def test_what_is_no_whole_number(engine: Engine, value: Any) -> None:
         lambda: engine.decode(value),
         lambda: engine.decode(1, value),
         lambda: engine.copy(0, value),
-        lambda: engine.decode_batch([1, 2], [0, value]),
+        lambda: engine.decode_sequences([1, 2], [0, value]),
         lambda: engine.firing(value),
         lambda: engine.timing(value),
         lambda: SamplingParams(top_k=value),
@@ -89,7 +89,7 @@ def test_numbers_of_numpy_are_numbers(engine: Engine, make_artifact: Callable[..
     assert engine.position == 1 and type(engine.position) is int
     engine.decode(np.uint8(2), np.int32(0))
     engine.copy(np.int8(0), one)
-    engine.decode_batch(np.array([1, 2]), np.array([1, 0]))
+    engine.decode_sequences(np.array([1, 2]), np.array([1, 0]))
     assert engine.positions == (3, 3)
     assert load(make_artifact("other", toy=TOY), threads=np.int64(2)).threads == 2  # type: ignore[arg-type]
     SamplingParams(np.float32(0.5), np.int64(3), np.float64(0.9), 0, np.float32(1.1), np.int64(7))  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def test_numbers_of_numpy_are_numbers(engine: Engine, make_artifact: Callable[..
 @pytest.mark.parametrize("slots", [None, 5, {0, 1}, {0: 1, 1: 2}, "01", [0, None], [[0], [1]], object()])
 def test_what_is_no_list_of_slots(engine: Engine, slots: Any) -> None:
     with pytest.raises(RequestError, match="slot"):
-        engine.decode_batch([1, 2], slots)
+        engine.decode_sequences([1, 2], slots)
     assert engine.positions == (3, 0)
 
 

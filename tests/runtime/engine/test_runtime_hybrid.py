@@ -71,8 +71,8 @@ def every_step(engine: Engine) -> list[np.ndarray]:
         engine.reset(slot)
     found = [engine.prefill(IDS[:19]), engine.prefill(IDS[:3], 1), engine.prefill(IDS[5:13], 2)]
     found += [engine.decode(token) for token in IDS[19:24]]
-    found += [engine.decode_batch(IDS[start : start + 3], [1, 2, 0]) for start in range(4)]
-    found += [engine.decode_batch(IDS[3:5], [2, 0])]
+    found += [engine.decode_sequences(IDS[start : start + 3], [1, 2, 0]) for start in range(4)]
+    found += [engine.decode_sequences(IDS[3:5], [2, 0])]
     engine.rewind(6, 0)
     engine.copy(0, 1)
     engine.copy(2, 2)
@@ -140,7 +140,7 @@ def test_calls_of_both_sides_are_timed(engine: Engine) -> None:
 def test_calls_that_wait_for_the_other_side_are_marked(function: str, engine: Engine) -> None:
     """So that threads of the pool do not sleep until the last of them is over."""
     executor = engine._executor
-    host, device = executor._host_calls[function], executor._device_calls[function]
+    host, device = executor._host_calls[function], executor._accelerator_calls[function]
     marked = [
         {name for name, call in zip(side.names, side.calls, strict=True) if call.flags} for side in (host, device)
     ]
@@ -192,26 +192,26 @@ def replace_calls(engine: Engine, side: str, function: str, calls: Sequence[tupl
     if side == "host":
         executor._host_calls[function] = executor.library.bind(calls)
     else:
-        executor._device_calls[function] = executor._device._library.bind(calls)  # type: ignore[union-attr]
+        executor._accelerator_calls[function] = executor._accelerator._library.bind(calls)  # type: ignore[union-attr]
 
 
 def restore(engine: Engine) -> Callable[[], None]:
     """A function that undoes all `replace_calls` from now on."""
     executor = engine._executor
-    host, device = dict(executor._host_calls), dict(executor._device_calls)
+    host, device = dict(executor._host_calls), dict(executor._accelerator_calls)
 
     def undo() -> None:
-        executor._host_calls, executor._device_calls = dict(host), dict(device)
+        executor._host_calls, executor._accelerator_calls = dict(host), dict(device)
 
     return undo
 
 
-# What is said where a side is never heard of: who waited in which call for what, and which flags were set.
-IN_VAIN = {
-    "host": r"the hot device waited in vain in its call \d, toy_receive, for flag 0, which held \d and is set by "
-    r"toy_signal on the host, and gave up; flags set in step \d: 1, of 2",
-    "device": r"the host waited in vain in its call 2, toy_wait, for flag 1, which held \d and is set by toy_send on "
-    r"the hot device, and gave up; flags set in step \d: 0, of 2",
+# The error if a side never answers: which side waited in which call for what, and which flags were set.
+STEP_TIMEOUTS = {
+    "host": r"step timeout: the accelerator waited too long in its call \d, toy_receive, for flag 0, which held \d "
+    r"and is set by toy_signal on the host; flags set in step \d: 1, of 2",
+    "device": r"step timeout: the host waited too long in its call 2, toy_wait, for flag 1, which held \d and is "
+    r"set by toy_send on the accelerator; flags set in step \d: 0, of 2",
 }
 
 
@@ -226,14 +226,14 @@ def test_a_side_that_fails_ends_the_step_and_no_more(
     use: dict[str, Callable[[Engine], np.ndarray]] = {
         "decode": lambda engine: engine.decode(IDS[5]),
         "prefill_last": lambda engine: engine.prefill(IDS[5:8]),
-        "batch": lambda engine: engine.decode_batch(IDS[5:7], [0, 2]),
+        "batch": lambda engine: engine.decode_sequences(IDS[5:7], [0, 2]),
     }
     for each in (impatient, alone):
         each.prefill(IDS[:5])
     expected = use[function](alone)
     for _ in range(2):
         replace_calls(impatient, side, function, calls)
-        with pytest.raises(KernelError, match="call 0, kernel fail: ValueError" if calls else IN_VAIN[side]):
+        with pytest.raises(KernelError, match="call 0, kernel fail: ValueError" if calls else STEP_TIMEOUTS[side]):
             use[function](impatient)
         assert impatient.positions == (5, 0, 0)
         undo()
@@ -260,7 +260,7 @@ def test_a_host_need_not_wait_for_a_device_that_failed(function: str, engine: En
         "decode": lambda engine: engine.decode(IDS[5]),
         "prefill_last": lambda engine: engine.prefill(IDS[5:8]),
         "score": lambda engine: next(engine.score(IDS[5:8])),
-        "batch": lambda engine: engine.decode_batch(IDS[5:7], [0, 2]),
+        "batch": lambda engine: engine.decode_sequences(IDS[5:7], [0, 2]),
     }
     for _ in range(5):
         replace_calls(engine, "device", function, [("fail", [])])
@@ -276,7 +276,7 @@ def test_a_host_need_not_wait_for_a_device_that_failed(function: str, engine: En
 def test_the_error_is_that_of_the_side_that_failed_first(first: str, engine: Engine) -> None:
     """The other may fail over what that left; here it does so because it was told to leave a wait."""
     executor = engine._executor
-    library, device_library = executor.library, executor._device._library  # type: ignore[union-attr]
+    library, device_library = executor.library, executor._accelerator._library  # type: ignore[union-attr]
     second = "device" if first == "host" else "host"
     replace_calls(engine, first, "decode", [("fail", [])])
     side = {"host": library, "device": device_library}[second]
@@ -346,7 +346,7 @@ def test_interrupts_at_any_time(make_hybrid: Callable[..., Path]) -> None:
 
 def test_an_interrupted_step_has_ended_on_the_device_too(engine: Engine, alone: Engine) -> None:
     """What the next step writes, the last one must not read any more."""
-    library, count = engine._executor._device._library, aligned_zeros((1,), np.int32)  # type: ignore[union-attr]
+    library, count = engine._executor._accelerator._library, aligned_zeros((1,), np.int32)  # type: ignore[union-attr]
     run, dozing = library.run, library.bind([("toy_doze", [count])])
 
     def run_and_doze(calls: Any, threads: int, stamps: Any) -> None:
@@ -373,7 +373,7 @@ def test_an_interrupted_step_has_ended_on_the_device_too(engine: Engine, alone: 
 
 def test_an_interrupt_after_the_device_began_ends_its_step(engine: Engine, alone: Engine) -> None:
     """The host has not begun: the device is told not to wait for it, with the patience that artifacts have."""
-    device = engine._executor._device
+    device = engine._executor._accelerator
     assert device is not None
     start = device.start
 
@@ -432,15 +432,21 @@ def over(name: str, other: str) -> Callable[[Any], None]:
     [
         (
             call_with("toy_head", 1, {"buffer": "last.device"}),
-            "toy_head on the host is given last.device, .* in device",
+            "toy_head on the host is given last.device, .* in the accelerator",
         ),
-        (call_with("toy_head", 1, {"state": "k.0"}), "toy_head on the host is given k.0, which is in device memory"),
-        (call_with("toy_ffn", 3, {"buffer": "stats"}), "toy_ffn on the device is given stats, which is in host memory"),
-        (call_with("toy_send", 2, {"buffer": "logits"}), "toy_send on the device is given logits, .* in host memory"),
-        (set_at("state", "k.0", "memory", "host"), "toy_cache on the device is given k.0, which is in host memory"),
+        (
+            call_with("toy_head", 1, {"state": "k.0"}),
+            "toy_head on the host is given k.0, which is in the accelerator's memory",
+        ),
+        (call_with("toy_ffn", 3, {"buffer": "stats"}), "toy_ffn on the accelerator is given stats, .* in host memory"),
+        (
+            call_with("toy_send", 2, {"buffer": "logits"}),
+            "toy_send on the accelerator is given logits, .* in host memory",
+        ),
+        (set_at("state", "k.0", "memory", "host"), "toy_cache on the accelerator is given k.0, .* in host memory"),
         (set_at("state", "k.0", "memory", "gpu"), "memory must be one of host, device, shared"),
         (set_at("functions", "decode", 0, "device", "gpu"), "device must be one of host, device"),
-        (set_at("functions", "score", -1, "device", "device"), "toy_head on the device is given logits.score"),
+        (set_at("functions", "score", -1, "device", "device"), "toy_head on the accelerator is given logits.score"),
         (lambda program: program["buffers"].pop("flags"), "flags"),
         (lambda program: program["buffers"].pop("abandoned"), "abandoned"),
         (lambda program: program["buffers"].pop("stats.device"), "stats.device"),
@@ -505,7 +511,7 @@ def picks_leading(function: str, count: int, memory: str = "shared", ids: str = 
         (picks_leading("batch", 5), r"leading.scores must be float32 \[3, 5\]"),
         (picks_leading("decode", 51), r"leading.scores must be float32 \[1, 50\]"),
         (picks_leading("decode", 5, ids="float32"), r"leading.ids must be int32 \[1, 5\]"),
-        (picks_leading("decode", 5, memory="device"), "leading.scores must not be in the device's memory"),
+        (picks_leading("decode", 5, memory="device"), "leading.scores must not be in the accelerator's memory"),
         (set_at("leading", {"decode": {"scores": "x"}}), "decode: ids must be a text, but is missing"),
         (set_at("leading", {"decode": {"scores": "no", "ids": "no"}}), r"no must be float32 \[1, 1\]"),
         (set_at("leading", ["decode"]), "leading must be an object"),
@@ -527,7 +533,7 @@ def test_leading_logits_leave_the_others_to_the_device(make_hybrid: Callable[...
         program["buffers"]["logits"].update(memory="device", offset=program["device_arena_bytes"])
         program["device_arena_bytes"] += 4 * 64
 
-    refused(make_hybrid(change=change), "buffers: logits must not be in the device's memory")
+    refused(make_hybrid(change=change), "buffers: logits must not be in the accelerator's memory")
 
     def change_both(program: Any) -> None:
         change(program)
@@ -555,7 +561,7 @@ def test_tables_that_the_device_looks_up_have_enough_rows(make_hybrid: Callable[
 @pytest.mark.parametrize(
     ("hot_device", "match"),
     [
-        (None, "has calls for a hot device, and no code for one; compile it again"),
+        (None, "has calls for an accelerator, and no code for one; compile it again"),
         ({"kind": "tpu"}, "kind must be cpu or cuda"),
         ({"kind": "cpu"}, "code must be a list"),
         ({"kind": "cpu", "code": []}, "code must be a list of one variant or more"),
@@ -585,4 +591,4 @@ def test_code_of_the_device_that_lacks_a_kernel(make_hybrid: Callable[..., Path]
 
 
 def test_a_whole_artifact_verifies(make_hybrid: Callable[..., Path]) -> None:
-    assert verify(make_hybrid()).hot_device is not None
+    assert verify(make_hybrid()).accelerator is not None

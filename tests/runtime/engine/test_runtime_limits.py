@@ -13,7 +13,7 @@ import pytest
 from helpers.toys.toy_artifact import make_toy
 from picompile_runtime import ArtifactError, DoesNotFitError, PicompileRuntimeError, RequestError, load
 from picompile_runtime.devices.memory import in_units
-from picompile_runtime.system_errors import system_error, told_by_cause
+from picompile_runtime.system_errors import system_error, translate_system_errors
 
 LIMITED = """
 import os, resource, sys
@@ -75,7 +75,7 @@ def test_each_cause_has_its_words(code: str, kind: type[PicompileRuntimeError], 
     import errno
 
     number = getattr(errno, code)
-    with pytest.raises(kind, match=says) as caught, told_by_cause("some/file"):
+    with pytest.raises(kind, match=says) as caught, translate_system_errors("some/file"):
         raise OSError(number, os.strerror(number))
     assert str(caught.value).startswith(f"some/file: cannot be opened ({os.strerror(number)}); ")
     assert type(system_error("f", OSError(f"libx.so: {os.strerror(number)}"))) in (kind, ArtifactError)
@@ -83,9 +83,9 @@ def test_each_cause_has_its_words(code: str, kind: type[PicompileRuntimeError], 
 
 def test_other_causes() -> None:
     for error in (MemoryError(), RuntimeError("can't start new thread")):
-        with pytest.raises(DoesNotFitError, match="cannot be loaded"), told_by_cause("x"):
+        with pytest.raises(DoesNotFitError, match="cannot be loaded"), translate_system_errors("x"):
             raise error
-    with pytest.raises(RuntimeError, match="other"), told_by_cause("x"):
+    with pytest.raises(RuntimeError, match="other"), translate_system_errors("x"):
         raise RuntimeError("other")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from picompile_runtime import load, perplexity
-from picompile_runtime.bench.floor import bytes_per_token
+from picompile_runtime.bench.bandwidth import bytes_per_token
 
 if TYPE_CHECKING:
     from picompile.config import CompileOptions

@@ -35,7 +35,7 @@ def step(engine: Engine, slots: list[int]) -> None:
     """Reads the next token of each sequence, and compares."""
     places = [engine.positions[slot] for slot in slots]
     tokens = [TEXTS[slot][place] for slot, place in zip(slots, places, strict=True)]
-    logits = engine.decode_batch(tokens, slots)
+    logits = engine.decode_sequences(tokens, slots)
     assert logits.shape == (len(slots), TOY.vocab)
     close(logits, np.stack([EXPECTED[slot][place] for slot, place in zip(slots, places, strict=True)]))
     assert [engine.positions[slot] for slot in slots] == [place + 1 for place in places]
@@ -116,7 +116,7 @@ def test_a_copied_sequence_goes_its_own_way(engine: Engine) -> None:
     engine.copy(0, 0)
     assert engine.positions == (13, 0, 0, 13, 0)
     other = TEXTS[0][:13] + TEXTS[1]
-    logits = engine.decode_batch([other[13], TEXTS[0][13]], [3, 0])
+    logits = engine.decode_sequences([other[13], TEXTS[0][13]], [3, 0])
     close(logits, np.stack([reference_logits(TOY, other[:14])[13], EXPECTED[0][13]]))
 
 
@@ -126,9 +126,9 @@ def test_scores_are_those_of_the_logits(engine: Engine) -> None:
         scores = engine.read(TEXTS[slot][:length], slot)
         assert scores.top_logits is None
         close(scores.logits(), EXPECTED[slot][length - 1])
-    rows = engine.read_batch([TEXTS[3][8], TEXTS[0][11]], [3, 0])
+    rows = engine.read_sequences([TEXTS[3][8], TEXTS[0][11]], [3, 0])
     close(np.stack([row.logits() for row in rows]), np.stack([EXPECTED[3][8], EXPECTED[0][11]]))
-    (row,) = engine.read_batch([TEXTS[2][1]], [2])
+    (row,) = engine.read_sequences([TEXTS[2][1]], [2])
     close(row.logits(), EXPECTED[2][1])
     assert engine.positions == (12, 0, 2, 9, 0)
     engine.close()
@@ -137,12 +137,12 @@ def test_scores_are_those_of_the_logits(engine: Engine) -> None:
 
 
 def test_logits_are_a_copy_unless_asked_otherwise(engine: Engine) -> None:
-    kept = engine.decode_batch([1, 2], [0, 1])
+    kept = engine.decode_sequences([1, 2], [0, 1])
     first = kept.copy()
-    shown = engine.decode_batch([3, 4], [0, 1], copy=False)
+    shown = engine.decode_sequences([3, 4], [0, 1], copy=False)
     np.testing.assert_array_equal(kept, first)
     held = shown.copy()
-    assert not np.array_equal(engine.decode_batch([5, 6], [0, 1], copy=False), held)
+    assert not np.array_equal(engine.decode_sequences([5, 6], [0, 1], copy=False), held)
     assert not np.array_equal(shown, held)
     shown = engine.decode(7, copy=False)
     held = shown.copy()
@@ -153,7 +153,7 @@ def test_logits_are_a_copy_unless_asked_otherwise(engine: Engine) -> None:
 def test_firing_of_batches_is_counted_apart(engine: Engine) -> None:
     engine.decode(1)
     for _ in range(3):
-        engine.decode_batch([1, 2], [0, 1])
+        engine.decode_sequences([1, 2], [0, 1])
     # The toy's kernel counts once a step, whatever the number of sequences.
     for function, sequences in (("decode", 1), ("batch", 2)):
         (row,) = engine.firing(function)
@@ -166,7 +166,7 @@ def test_firing_of_batches_is_counted_apart(engine: Engine) -> None:
 
 def test_timing_of_a_batch(engine: Engine) -> None:
     engine.start_timing()
-    engine.decode_batch([1, 2, 3], [0, 1, 4])
+    engine.decode_sequences([1, 2, 3], [0, 1, 4])
     calls = engine.timing("batch")
     assert [call.kernel for call, _ in calls][1:3] == ["toy_cache_batch", "toy_mix_batch"]
     assert all(0 < seconds < 1 for _, seconds in calls)
@@ -194,14 +194,14 @@ def test_timing_of_a_batch(engine: Engine) -> None:
 )
 def test_batches_that_make_no_sense(engine: Engine, tokens: Any, slots: Any, match: str) -> None:
     with pytest.raises(RequestError, match=match):
-        engine.decode_batch(tokens, slots)
+        engine.decode_sequences(tokens, slots)
     assert engine.positions == (0,) * SLOTS
 
 
 def test_a_full_sequence_is_named_and_none_moves(engine: Engine) -> None:
     engine.prefill(TEXTS[1], 1)
     with pytest.raises(RequestError, match="a token does not fit the context of 40 behind the 40 before it in slot 1"):
-        engine.decode_batch([1, 2], [0, 1])
+        engine.decode_sequences([1, 2], [0, 1])
     with pytest.raises(RequestError, match="a prompt of 41 tokens does not fit the context of 40 in slot 2"):
         engine.check([1] * 41, 2)
     assert engine.positions == (0, 40, 0, 0, 0)
@@ -218,9 +218,9 @@ def test_slots_that_are_not_there(engine: Engine, use: str) -> None:
 
 def test_one_sequence_has_slot_0_only(make_artifact: Callable[..., Path]) -> None:
     engine = load(make_artifact(toy=TOY))
-    close(engine.decode_batch([TEXTS[0][0]], [0]), EXPECTED[0][:1])
+    close(engine.decode_sequences([TEXTS[0][0]], [0]), EXPECTED[0][:1])
     with pytest.raises(RequestError, match="no slot 1: the model was compiled with only slot 0"):
-        engine.decode_batch([1, 2], [0, 1])
+        engine.decode_sequences([1, 2], [0, 1])
     with pytest.raises(RequestError, match="'batch' are not counted"):
         engine.firing("batch")
 
@@ -232,7 +232,7 @@ def test_a_failing_batch_moves_nothing(make_artifact: Callable[..., Path]) -> No
     failing = engine._executor.library.bind([("fail", [])] * len(program.functions["batch"]))
     engine._executor._host_calls["batch"] = failing
     with pytest.raises(KernelError, match="call 0, kernel fail"):
-        engine.decode_batch([1, 2], [0, 2])
+        engine.decode_sequences([1, 2], [0, 2])
     assert engine.positions == (0, 0, 0)
 
 
@@ -249,6 +249,6 @@ def test_closing_gives_the_memory_of_all_slots_back(make_artifact: Callable[...,
     load(folder).close()
     before = mapped_bytes()
     with load(folder) as engine:
-        engine.decode_batch([1, 2], [3, 1])
+        engine.decode_sequences([1, 2], [3, 1])
         assert mapped_bytes() - before >= 4 * 4 * 16 * context
     assert mapped_bytes() - before < 2**26

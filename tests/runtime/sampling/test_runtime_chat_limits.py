@@ -51,7 +51,7 @@ def test_templates_that_do_not_end(template: str, says: str, monkeypatch: pytest
     before = children()
     tokenizer = Tokenizer(TEXT, {}, template)
     for _ in range(2):
-        with pytest.raises(RequestError, match=f"^the model's chat template refuses these messages: .*{says}"):
+        with pytest.raises(RequestError, match=f"^the model's chat template rejects these messages: .*{says}"):
             tokenizer.encode_chat(HELLO)
     assert Tokenizer(TEXT, {}, PLAIN).encode_chat(HELLO) == byte_level().encode("hello")
     del tokenizer
@@ -137,7 +137,7 @@ def test_forked_processes_have_renderers_of_their_own() -> None:
 )
 def test_messages_that_are_none(messages: Any) -> None:
     tokenizer = Tokenizer(TEXT, {}, PLAIN)
-    with pytest.raises(RequestError, match="messages must be a list of objects with what JSON can say, not"):
+    with pytest.raises(RequestError, match="messages must be a list of JSON objects, not"):
         tokenizer.encode_chat(messages)
     itself: dict[str, Any] = {}
     itself["itself"] = itself

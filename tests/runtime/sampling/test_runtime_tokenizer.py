@@ -151,7 +151,7 @@ def test_chats_that_cannot_be_rendered() -> None:
     messages = [{"role": "system", "content": "x"}]
     with pytest.raises(RequestError, match="has no chat template"):
         Tokenizer(text).encode_chat(messages)
-    with pytest.raises(RequestError, match=r"refuses these messages: no system$"):
+    with pytest.raises(RequestError, match=r"rejects these messages: no system$"):
         Tokenizer(text, {}, CHAT).encode_chat(messages)
     for template in (
         "{% for",
@@ -159,5 +159,5 @@ def test_chats_that_cannot_be_rendered() -> None:
         "{{ 1 / 0 }}",
         "{{ nothing.x.y }}",
     ):
-        with pytest.raises(RequestError, match="refuses these messages"):
+        with pytest.raises(RequestError, match="rejects these messages"):
             Tokenizer(text, {}, template).encode_chat(messages)

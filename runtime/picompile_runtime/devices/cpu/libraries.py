@@ -1,8 +1,8 @@
-"""Shared libraries of artifacts in this process: each is loaded once, and unloaded behind the last who uses it.
+"""The shared libraries of artifacts in this process: each is loaded once, and unloaded after its last user.
 
-dlopen takes a name that it has seen before for the library it loaded then, even when another file has taken that path
-since. So each is opened through a descriptor that stays open with it: `/proc/self/fd/N` then never names two libraries,
-and no other file can get its inode number.
+If dlopen has seen a name before, it returns the library that it loaded then, even when another file has that path now.
+So each library is opened through a descriptor that stays open with it: `/proc/self/fd/N` then never names two
+libraries, and no other file can get its inode number.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from picompile_runtime.errors import ArtifactError
 
 
-class Library:
-    """A loaded library. `turn` is held by whoever runs its code; `users` counts those that have yet to give it back."""
+class SharedLibrary:
+    """A loaded library. Whoever runs its code holds `turn`; `users` counts those that have not given it back yet."""
 
     def __init__(self, descriptor: int, key: tuple[int, int], sha256: str) -> None:
         self.code = ctypes.CDLL(_name(descriptor))
@@ -27,30 +27,34 @@ class Library:
         self.users = 0
 
 
-class _Table:
-    """All loaded libraries, by device and inode.
+class _LoadedLibraries:
+    """All loaded libraries, by device number and inode.
 
-    Engines are collected anywhere, also by a thread that is amid a load: what they give back is `returned` until
-    whoever holds the lock is done.
+    Engines are garbage-collected anywhere, even by a thread that is just loading a library. So libraries that they give
+    back are kept in `returned` until the holder of the lock is done.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.loaded: dict[tuple[int, int], Library] = {}
-        self.returned: list[Library] = []
+        self.loaded: dict[tuple[int, int], SharedLibrary] = {}
+        self.returned: list[SharedLibrary] = []
         self.is_loading = False
 
 
-_table = _Table()
+_table = _LoadedLibraries()
 
 
-def acquire(path: Path, sha256: str = "") -> Library:
-    """Load the library at `path`, or take it from those that are loaded; `give_back` must follow.
+def acquire(path: Path, sha256: str = "") -> SharedLibrary:
+    """Return the library at `path`, and load it if it is not loaded yet. Call `give_back` afterwards.
 
     Args:
         path: the file.
-        sha256: its hash, if known. Raises ArtifactError where the file was loaded before with another content: it was
-            overwritten in place, and what is mapped is neither the old code nor the new.
+        sha256: its hash, if known.
+
+    Raises:
+        ArtifactError: the file was loaded before with other content. It was overwritten in place, and the mapped code
+            is neither the old one nor the new one.
+        OSError: the file cannot be opened or loaded.
     """
     try:
         with _table.lock:
@@ -65,19 +69,19 @@ def acquire(path: Path, sha256: str = "") -> Library:
         _unload_returned()
 
 
-def give_back(library: Library) -> None:
-    """Unload the library unless somebody else uses it."""
+def give_back(library: SharedLibrary) -> None:
+    """Unload the library unless it has other users."""
     _table.returned.append(library)
     _unload_returned()
 
 
-def _load(path: Path, sha256: str) -> Library:
+def _load(path: Path, sha256: str) -> SharedLibrary:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
         key = (status.st_dev, status.st_ino)
         if (known := _table.loaded.get(key)) is None:
-            library = _table.loaded[key] = Library(descriptor, key, sha256)
+            library = _table.loaded[key] = SharedLibrary(descriptor, key, sha256)
             return library
     except BaseException:
         os.close(descriptor)
@@ -99,15 +103,15 @@ def _unload_returned() -> None:
                 _unload(library)
 
 
-def _unload(library: Library) -> None:
-    """End the library's threads, which wait inside its code, and unmap it. Older libraries cannot, and stay."""
+def _unload(library: SharedLibrary) -> None:
+    """End the library's threads, which wait in its code, and unmap it. Older libraries cannot do that, and stay."""
     stop = getattr(library.code, "pi_stop", None)
     if stop is None:
         return
     stop()
     del _table.loaded[library.key]
     _ctypes.dlclose(library.code._handle)
-    with suppress(OSError):  # what another library of this process keeps loaded keeps its name
+    with suppress(OSError):  # a library that something else keeps loaded keeps its name
         ctypes.CDLL(_name(library.descriptor), mode=os.RTLD_NOLOAD)
         return
     os.close(library.descriptor)
@@ -118,13 +122,13 @@ def _name(descriptor: int) -> str:
 
 
 def _after_fork_in_child() -> None:
-    """Threads that ran a library's code are not here, and would hold its turn for ever."""
+    """Give libraries new locks: a thread that held one does not exist in the child, and would hold it for ever."""
     _table.lock.release()
     for library in _table.loaded.values():
         library.turn = threading.RLock()
 
 
-# No library is half loaded in a child.
+# The lock is held during a fork, so that no library is half loaded in the child.
 os.register_at_fork(
     before=_table.lock.acquire, after_in_parent=_table.lock.release, after_in_child=_after_fork_in_child
 )

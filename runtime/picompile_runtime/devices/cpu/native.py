@@ -1,4 +1,4 @@
-"""The C side of an artifact: its `host.so`, and the structures through which kernels receive their arguments.
+"""The native code of an artifact: its `host.so`, and the C structures that kernels take as arguments.
 
 A program is a C array of calls, built once; running it is one call of `pi_run`. The structures below are those of
 native/host.c, which are those of TVM's and DLPack's ABI.
@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.artifact.interfaces import Interface, read_interfaces
+from picompile_runtime.artifact.interfaces import KernelInterface, read_interfaces
 from picompile_runtime.devices.cpu import libraries
 from picompile_runtime.errors import ArtifactError, KernelError
 from picompile_runtime.system_errors import system_error
 
 Array = NDArray[Any]
-# When each of some calls began and ended, int64 [calls, 2], in ns of CLOCK_MONOTONIC.
+# The times when calls began and ended, int64 [calls, 2], in ns of CLOCK_MONOTONIC.
 Stamps = NDArray[np.int64]
 
 _ANY_DLTENSOR = 7  # kTVMFFIDLTensorPtr
@@ -60,7 +60,7 @@ class PiAny(ctypes.Structure):
 
 
 class PiCall(ctypes.Structure):
-    """One kernel call of a program (host.c). `flags` has `_WAITS` if the call waits for the other device."""
+    """One kernel call of a program (host.c). `flags` has `_WAITS` if the call waits for the accelerator or the host."""
 
     _fields_ = (
         ("kernel", ctypes.c_void_p),
@@ -71,14 +71,17 @@ class PiCall(ctypes.Structure):
 
 
 class TensorTable:
-    """DLTensor descriptors of numpy arrays; one for each distinct array view, kept alive together with the arrays."""
+    """DLTensor descriptors of numpy arrays, one for each distinct view; it keeps them and the arrays alive."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, str, tuple[int, ...]], int] = {}
         self._keep: list[Any] = []
 
     def descriptor(self, array: Array) -> int:
-        """Address of the DLTensor of `array`, which must be C-contiguous, aligned and of an integer or float dtype."""
+        """Return the address of the DLTensor of `array`.
+
+        Raises ValueError unless the array is C-contiguous, aligned and of an integer or float dtype.
+        """
         if not array.flags.c_contiguous or not array.flags.aligned or array.dtype.kind not in _DL_CODES:
             raise ValueError(f"a kernel cannot take this array: {array.dtype} {array.shape}, strides {array.strides}")
         key = (array.ctypes.data, array.dtype.str, array.shape)
@@ -94,12 +97,12 @@ class TensorTable:
 
 
 def seconds_of(stamps: Stamps) -> NDArray[np.float64]:
-    """How long each call took, float64 [calls]."""
+    """Return how long each call took in seconds, float64 [calls]."""
     return (stamps[:, 1] - stamps[:, 0]) * np.float64(1e-9)
 
 
 def compact_strides(shape: Sequence[int]) -> list[int]:
-    """Strides in elements of a row-major tensor of this shape."""
+    """Return the strides in elements of a row-major tensor of this shape."""
     strides = [1] * len(shape)
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * shape[axis + 1]
@@ -107,7 +110,7 @@ def compact_strides(shape: Sequence[int]) -> list[int]:
 
 
 class CallList:
-    """A C array of calls, with everything that it points to. Made by `HostLibrary.bind`."""
+    """A C array of calls and everything that it points to. `HostLibrary.bind` makes it."""
 
     def __init__(
         self,
@@ -130,10 +133,10 @@ class CallList:
 
 
 class HostLibrary:
-    """An artifact's `host.so`: kernels by name, and the thread pool that runs lists of calls of them.
+    """An artifact's `host.so`: its kernels by name, and the thread pool that runs lists of calls of them.
 
-    Check the file's hash first: the loader kills the process on a truncated library. One list runs at a time; a second
-    caller waits. The library is unloaded when the last who uses it is closed or collected.
+    Check the file's hash first: the loader kills the process if a library is truncated. One list runs at a time; a
+    second caller waits. The library is unloaded when its last user is closed or garbage-collected.
     """
 
     def __init__(self, path: str | os.PathLike[str], name: str | None = None, sha256: str = "") -> None:
@@ -158,8 +161,8 @@ class HostLibrary:
         self._last_error.restype = ctypes.c_char_p
         self._ping_pong = getattr(self._library, "pi_ping_pong", None)  # older libraries have none
 
-    def interfaces(self) -> Mapping[str, Interface] | None:
-        """What its kernels declare; None for a library without a table, which no compiler of ours has made."""
+    def interfaces(self) -> Mapping[str, KernelInterface] | None:
+        """Return the interfaces of its kernels by name; None if the library, of another compiler, has no table."""
         try:
             table = ctypes.c_char.in_dll(self._library, "pi_kernels")
         except ValueError:
@@ -172,19 +175,22 @@ class HostLibrary:
         return self._ping_pong is not None
 
     def ping_pong(self, words: Sequence[Array], rounds: int, patience_s: float) -> tuple[int, NDArray[np.float64]]:
-        """Exchange words with a GPU that runs the kernel `ping_pong`; see native/host.c.
+        """Transfer words to and from a GPU that runs the kernel `ping_pong`; see native/host.c.
 
         Args:
             words: ping, pong, abandoned (int32 [16] each), sent and echoed (int32 [1024] each), which the GPU sees.
-            rounds: how many times.
+            rounds: number of round trips.
             patience_s: seconds to wait for an answer.
 
         Returns:
             0, the round that was not answered, or the negative of the round whose answer was wrong; and the seconds of
             each round, float64 [rounds], 0 from that round on.
+
+        Raises:
+            ArtifactError: the library is too old to have the function.
         """
         if self._ping_pong is None:
-            raise ArtifactError(f"{self.name}: has no code for the exchange of flags; compile the model again")
+            raise ArtifactError(f"{self.name}: has no code for round trips of flags; compile the model again")
         round_ns = np.zeros(rounds, np.int64)
         addresses = [ctypes.c_void_p(array.ctypes.data) for array in words]
         patience_ns = ctypes.c_int64(round(1e9 * patience_s))
@@ -192,7 +198,7 @@ class HostLibrary:
         return int(failed), round_ns * np.float64(1e-9)
 
     def kernel(self, name: str) -> int:
-        """Address of the kernel called `name`; ArtifactError if the library has none."""
+        """Return the address of the kernel `name`. Raises ArtifactError if the library has none."""
         try:  # escaped, since a zero byte would end the name for the loader
             function = getattr(self._library, f"__tvm_ffi_{name.encode('unicode_escape').decode()}")
         except AttributeError as error:
@@ -205,28 +211,37 @@ class HostLibrary:
         tensors: TensorTable | None = None,
         waits: Collection[str] = (),
     ) -> CallList:
-        """A list of calls, each a kernel's name and its arguments; `tensors` may be shared between lists.
+        """Prepare a list of calls and return it.
 
-        `waits` names the kernels that wait for the other device: until the last of them has run, threads do not sleep.
-        Kernels expect the 64-byte alignment of `memory.aligned_zeros`; a read-only array must not be written by one.
+        Args:
+            calls: each a kernel's name and its arguments. Kernels expect the 64-byte alignment of
+                `memory.aligned_zeros`; none may write to a read-only array.
+            tensors: descriptors, which lists may share.
+            waits: names of the kernels that wait for the other side. Until the last of them has run, threads do not
+                sleep.
+
+        Raises:
+            ArtifactError: the library lacks a kernel.
+            ValueError: an array cannot be an argument.
         """
         bound = [(name, self.kernel(name), arrays) for name, arrays in calls]
         return CallList(bound, tensors or TensorTable(), waits, self)
 
     def turn(self) -> AbstractContextManager[bool]:
-        """A context in which nobody else runs a list or has such a context: a step has a second list on a device."""
+        """Return a context in which nobody else runs a list: a step runs another list on the accelerator meanwhile."""
         return self._shared.turn
 
     def close(self) -> None:
-        """Give the library back: with the last user it is unloaded. Nothing but `close` may be called afterwards."""
+        """Give the library back; it is unloaded after its last user. Only `close` may be called afterwards."""
         if self._give_back.alive:
             del self._library, self._run, self._last_error, self._ping_pong
             self._give_back()
 
     def run(self, calls: CallList, threads: int, stamps: Stamps | None = None) -> None:
-        """Run all calls in order on `threads` threads.
+        """Run all calls in order on `threads` threads. Raises KernelError if one fails.
 
-        `stamps`, int64 [calls, 2], gets when each begins and ends, in ns of the clock of `time.monotonic_ns`.
+        `stamps`, int64 [calls, 2], gets the times when each call began and ended, in ns of the clock of
+        `time.monotonic_ns`.
         """
         if stamps is not None and (stamps.dtype != np.int64 or stamps.shape != (len(calls), 2)):
             raise ValueError(f"stamps must be int64 [{len(calls)}, 2], not {stamps.dtype} {list(stamps.shape)}")

@@ -1,7 +1,7 @@
-"""A second partition of the CPU in the place of a GPU: the same schedule, so that all of it runs without one.
+"""A second partition of the CPU as the accelerator: it has a GPU's schedule, so all of that runs without a GPU.
 
-Its kernels are a library of their own, with threads of their own, and its memory is apart from the host's but for what
-both share. What a GPU would have to wait for, it waits for.
+It has its own library of kernels and its own threads, and its memory is separate from the host's except for what both
+share. It waits for everything that a GPU would have to wait for.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.devices.base import View
+from picompile_runtime.devices.accelerator import ArgumentView
 from picompile_runtime.devices.cpu.native import CallList, HostLibrary, Stamps, TensorTable
 from picompile_runtime.devices.memory import anonymous_map, array_at, protect
 
 
 class CpuPartition:
-    """A `HotDevice` that runs kernels of `library` on `threads` threads; those named in `waits` wait for the host."""
+    """An `Accelerator` that runs kernels of `library` on `threads` threads; kernels in `waits` wait for the host."""
 
     slow_stamps = False
     pins_memory = False
@@ -30,53 +30,53 @@ class CpuPartition:
         self._tensors = TensorTable()
         self._protected = list[mmap.mmap]()
         self._queue = _one_thread()
-        self._is_started = False  # set before `_running`: an interrupt may come between
+        self._is_started = False  # set before `_running`, since an interrupt may come between
         self._running: Future[None] | None = None
         self._abandoned: NDArray[np.int32] | None = None
 
     def graph_bytes(self, kernels: Sequence[str]) -> int:
-        """Nothing is kept."""
+        """Return 0: lists of calls need no more memory."""
         return 0
 
     def free_bytes(self) -> None:
-        """It takes of the host's memory."""
+        """Return None: it uses the host's memory."""
         return None
 
     def allocate(self, size_bytes: int, purpose: str) -> mmap.mmap:
-        """Zeroed memory that the host has no name for."""
+        """Return zeroed memory that the host does not use."""
         return anonymous_map(size_bytes, purpose)
 
     def share(self, size_bytes: int, purpose: str) -> tuple[mmap.mmap, NDArray[np.uint8]]:
-        """Zeroed memory, and the same as an array."""
+        """Return zeroed memory, also as an array uint8 [size_bytes]."""
         memory = anonymous_map(size_bytes, purpose)
         return memory, np.frombuffer(memory, np.uint8)
 
     def adopt(self, memory: mmap.mmap) -> mmap.mmap:
-        """Memory of the host: this device sees all of it."""
+        """Return `memory`: this accelerator sees all of the host's."""
         return memory
 
     def write(self, memory: mmap.mmap, offset: int, data: NDArray[np.uint8]) -> None:
-        """Copies `data` to `memory`."""
+        """Copy `data` to `memory`."""
         np.frombuffer(memory, np.uint8)[offset : offset + len(data)] = data
 
     def read(self, memory: mmap.mmap, offset: int, data: NDArray[np.uint8]) -> None:
-        """Copies from `memory` to `data`."""
+        """Copy from `memory` to `data`."""
         self.wait()
         data[:] = np.frombuffer(memory, np.uint8)[offset : offset + len(data)]
 
     def copy(self, memory: mmap.mmap, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copies inside of `memory`."""
+        """Copy inside `memory`."""
         self.wait()
         flat = np.frombuffer(memory, np.uint8)
         for source, target, size in moves:
             flat[target : target + size] = flat[source : source + size]
 
-    def bind(self, calls: Sequence[tuple[str, Sequence[View]]], breaks: Sequence[int] = ()) -> CallList:
-        """Make a list of calls of the library's kernels; other processes get the CPU without `breaks`."""
+    def bind(self, calls: Sequence[tuple[str, Sequence[ArgumentView]]], breaks: Sequence[int] = ()) -> CallList:
+        """Prepare a list of calls of the library's kernels; `breaks` are not needed to let others use the CPU."""
         arrays = [(name, [self._array(view) for view in views]) for name, views in calls]
         return self._library.bind(arrays, self._tensors, self._waits)
 
-    def _array(self, view: View) -> NDArray[Any]:
+    def _array(self, view: ArgumentView) -> NDArray[Any]:
         array = array_at(view.memory, view.tensor)
         if any(view.memory is memory for memory in self._protected):
             array.flags.writeable = False
@@ -92,8 +92,8 @@ class CpuPartition:
         self._abandoned = abandoned
 
     def start(self, calls: CallList, stamps: Stamps | None = None) -> None:
-        """Runs `calls` on the device's own thread."""
-        if self._is_started:  # two interrupts came, the second while the first was dealt with
+        """Begin to run `calls` on the accelerator's own thread."""
+        if self._is_started:  # two interrupts came, the second while the first was being handled
             self._drain()
         self._is_started = True
         self._running = self._queue.submit(self._run, calls, stamps)
@@ -107,7 +107,7 @@ class CpuPartition:
             raise
 
     def wait(self) -> None:
-        """Returns when they have run. Raises what they raised."""
+        """Return when all calls have run. Raises the error that they raised."""
         if not self._is_started:
             return
         running, self._running = self._running, None
@@ -121,17 +121,17 @@ class CpuPartition:
             raise failed
 
     def _drain(self) -> None:
-        """Return when the device's thread has done all that it was given: the next step must find nobody at work."""
+        """Return when the accelerator's thread is idle, as the next step must find it."""
         wait([self._queue.submit(lambda: None)])
         self._is_started = False
 
     def after_fork(self) -> str | None:
-        """The child has all memory of this device, and none of its threads."""
+        """Start a new thread: a forked process has the accelerator's memory and none of its threads."""
         self._queue, self._is_started, self._running = _one_thread(), False, None
         return None
 
     def close(self) -> None:
-        """Ends the device's threads."""
+        """End the accelerator's threads and unload its library."""
         self._queue.shutdown()
         self._running, self._abandoned, self._tensors = None, None, TensorTable()
         self._protected.clear()

@@ -1,4 +1,6 @@
-"""What can go wrong with the CUDA driver. Each error is also one of the runtime's tree, which says its exit code.
+"""The CUDA driver, `libcuda.so.1`, through ctypes, with every result checked.
+
+Every error is also one of the runtime's errors, which sets its exit code:
 
 | exit code | meaning | raised as |
 | --- | --- | --- |
@@ -25,7 +27,7 @@ _LACKS_GPU = frozenset({34, 46, 100, 101, 802, 803, 804})
 
 
 class CudaError(PicompileRuntimeError):
-    """There is no driver, no device, or a call of the driver failed; the text says which.
+    """There is no driver or no GPU, or a call of the driver failed; the text says which.
 
     `result` is the CUresult of the call, or 0 if no call failed.
     """
@@ -36,24 +38,24 @@ class CudaError(PicompileRuntimeError):
 
     @property
     def call(self) -> str:
-        """The call of the driver and its result, without what to do about it."""
+        """The call of the driver and its result: the text without the advice."""
         return str(self).partition(";")[0]
 
 
 class NoGpuError(CudaError, MachineError):
-    """This machine has no GPU that can be used, or none that can run the artifact's code."""
+    """This machine has no usable GPU, or none that can run the artifact's code."""
 
 
 class GpuCallError(CudaError, KernelError):
-    """A call of the driver failed, or something that the GPU did before it."""
+    """A call of the driver failed, or something that ran on the GPU before it did."""
 
 
 class GpuMemoryError(CudaError, DoesNotFitError):
-    """The GPU has not as much free memory as is needed."""
+    """The GPU has too little free memory."""
 
 
 def call_error(text: str, result: int) -> CudaError:
-    """The error for a call that returned `result`; `text` begins with its name."""
+    """Return the error for a call that returned `result`; `text` begins with the call's name."""
     if result == OUT_OF_MEMORY and "Host" in text.partition(":")[0]:
         return GpuMemoryError(f"{text}; close other programs: memory of this machine cannot be pinned", result)
     if result == OUT_OF_MEMORY:
@@ -61,13 +63,10 @@ def call_error(text: str, result: int) -> CudaError:
     return (NoGpuError if result in _LACKS_GPU else GpuCallError)(text, result)
 
 
-# The functions of the CUDA driver API that are used, and the types of their parameters.
-#
-# Signatures are those of https://docs.nvidia.com/cuda/cuda-driver-api/ under the names that the library exports (`_v2`
-# where cuda.h maps a name to it). All of them exist since CUDA 11.4. A handle is a pointer, an address on the device is
-# 64 bits wide, a device is an int; without these types, ctypes would pass any of them as an int.
-
-
+# The functions of the CUDA driver API that are used here, and the types of their parameters. Signatures are those of
+# https://docs.nvidia.com/cuda/cuda-driver-api/ under the names that the library exports (`_v2` where cuda.h maps a name
+# to it). All of them exist since CUDA 11.4. A handle is a pointer, an address on the GPU has 64 bits, a device is an
+# int; without these types, ctypes would pass any of them as an int.
 _handle = c_void_p
 _new_handle = POINTER(c_void_p)
 _address = c_uint64
@@ -131,11 +130,6 @@ PARAMETERS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 
 
-# The CUDA driver, `libcuda.so.1`, through ctypes, with every result checked.
-#
-# What a method makes and a caller must give back is a context manager: `with` for a while, an ExitStack for longer.
-
-
 LIBRARY = "libcuda.so.1"
 
 _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
@@ -148,7 +142,10 @@ _MODULE_LOADING = "CUDA_MODULE_LOADING"
 
 
 class Driver:
-    """The loaded and initialized library. Raises `NoGpuError` where it cannot be had."""
+    """The loaded and initialized library. Raises `NoGpuError` if it cannot be loaded or initialized.
+
+    Methods whose result must be given back are context managers: use `with`, or an ExitStack to keep it longer.
+    """
 
     def __init__(self, library: str) -> None:
         try:
@@ -165,33 +162,33 @@ class Driver:
             result = self._library.cuInit(0)
         if result:
             text = f"cuInit: {self.error_name(result)}"
-            if result == _NOT_INITIALIZED:  # what it says in a forked process
+            if result == _NOT_INITIALIZED:  # the result in a forked process
                 text += "; a process that was forked from one that uses the GPU cannot use it: start one anew (spawn)"
             raise NoGpuError(text, result)
 
     def call(self, name: str, *arguments: object) -> None:
-        """Calls the function `name` and raises `CudaError` unless it returns CUDA_SUCCESS."""
+        """Call the function `name`, and raise `CudaError` unless it returns CUDA_SUCCESS."""
         if result := getattr(self._library, name)(*arguments):
             raise call_error(f"{name}: {self.error_name(result)}", result)
 
     def disown(self) -> None:
-        """Call the driver no more, in a forked process: what is freed from now on is the parent's."""
+        """Never call the driver again, in a forked process: everything that would be freed belongs to the parent."""
         self._library = _Disowned()
 
     def error_name(self, result: int) -> str:
-        """What cuda.h calls this result."""
+        """Return cuda.h's name of a result."""
         name = c_char_p()
         self._library.cuGetErrorName(result, byref(name))
         return name.value.decode("ascii", "replace") if name.value else f"CUDA error {result}"
 
     def version(self) -> str:
-        """The newest CUDA version that the driver supports, as `12.4`."""
+        """Return the newest CUDA version that the driver supports, as `12.4`."""
         version = c_int()
         self.call("cuDriverGetVersion", byref(version))
         return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
     def first_device(self) -> int:
-        """The device that CUDA programs use by default; CUDA_VISIBLE_DEVICES chooses it."""
+        """Return the GPU that CUDA programs use by default, which CUDA_VISIBLE_DEVICES can choose."""
         count, device = c_int(), c_int()
         self.call("cuDeviceGetCount", byref(count))
         if count.value < 1:
@@ -200,33 +197,33 @@ class Driver:
         return device.value
 
     def name(self, device: int) -> str:
-        """The name that the device is sold under."""
+        """Return the name under which the GPU is sold."""
         name = ctypes.create_string_buffer(_NAME_BYTES)
         self.call("cuDeviceGetName", name, _NAME_BYTES, device)
         return name.value.decode("utf-8", "replace")
 
     def sm(self, device: int) -> int:
-        """Its compute capability times ten."""
+        """Return the GPU's compute capability times ten."""
         major, minor = c_int(), c_int()
         self.call("cuDeviceGetAttribute", byref(major), _COMPUTE_CAPABILITY_MAJOR, device)
         self.call("cuDeviceGetAttribute", byref(minor), _COMPUTE_CAPABILITY_MINOR, device)
         return 10 * major.value + minor.value
 
     def total_bytes(self, device: int) -> int:
-        """Its memory, without what the driver keeps."""
+        """Return the size of the GPU's memory in bytes, without what the driver keeps."""
         size = c_size_t()
         self.call("cuDeviceTotalMem_v2", byref(size), device)
         return size.value
 
     def free_bytes(self) -> int:
-        """What of the memory is free. Needs a context."""
+        """Return how many bytes of the GPU's memory are free. Needs a current context."""
         free, total = c_size_t(), c_size_t()
         self.call("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value
 
     @contextmanager
     def primary_context(self, device: int) -> Iterator[c_void_p]:
-        """The device's context that other libraries in this process use too; current in no thread yet."""
+        """Yield the GPU's primary context, which other libraries in this process use too; it is not current yet."""
         context = c_void_p()
         self.call("cuDevicePrimaryCtxRetain", byref(context), device)
         try:
@@ -236,7 +233,7 @@ class Driver:
 
     @contextmanager
     def current(self, context: c_void_p) -> Iterator[None]:
-        """Makes a context the one of the calling thread."""
+        """Make a context current in the calling thread."""
         self.call("cuCtxPushCurrent_v2", context)
         try:
             yield
@@ -245,13 +242,13 @@ class Driver:
 
     @contextmanager
     def context(self, device: int) -> Iterator[None]:
-        """Makes the device's primary context the one of the calling thread."""
+        """Make the GPU's primary context current in the calling thread."""
         with self.primary_context(device) as context, self.current(context):
             yield
 
     @contextmanager
     def device_memory(self, size_bytes: int) -> Iterator[int]:
-        """Memory of the device; the value is its address there, a multiple of 256."""
+        """Allocate memory of the GPU, and yield its address there, a multiple of 256."""
         address = c_uint64()
         self.call("cuMemAlloc_v2", byref(address), size_bytes)
         try:
@@ -261,7 +258,7 @@ class Driver:
 
     @contextmanager
     def pinned_memory(self, size_bytes: int) -> Iterator[c_void_p]:
-        """Memory of the host that the device reaches by itself, as it does not reach pageable memory."""
+        """Allocate pinned memory of the host, which the GPU can access by itself, and yield its address."""
         address = c_void_p()
         self.call("cuMemAllocHost_v2", byref(address), size_bytes)
         try:
@@ -271,7 +268,7 @@ class Driver:
 
     @contextmanager
     def shared_memory(self, size_bytes: int) -> Iterator[tuple[int, int]]:
-        """Pinned memory that kernels see too; the values are its addresses on the host and on the device."""
+        """Allocate pinned memory that kernels see too, and yield its addresses on the host and on the GPU."""
         address, device_address = c_void_p(), c_uint64()
         self.call("cuMemHostAlloc", byref(address), size_bytes, _HOST_PORTABLE | _HOST_DEVICEMAP)
         try:
@@ -282,7 +279,7 @@ class Driver:
 
     @contextmanager
     def registered_memory(self, address: int, size_bytes: int) -> Iterator[int]:
-        """Pins memory of the host that there is already, so that kernels see it; the value is its address there."""
+        """Pin existing memory of the host so that kernels see it, and yield its address on the GPU."""
         device_address = c_uint64()
         self.call("cuMemHostRegister_v2", address, size_bytes, _HOST_PORTABLE | _HOST_DEVICEMAP)
         try:
@@ -292,19 +289,19 @@ class Driver:
             self.call("cuMemHostUnregister", address)
 
     def submit(self, stream: c_void_p) -> None:
-        """Has what is in the stream begun: Windows, and Linux inside of it, keep launches together until asked.
+        """Make the driver begin what is in the stream: Windows and WSL2 hold launches back until they are asked.
 
-        The answer is not needed: it is an error while work is left, and of what has failed a wait will tell.
+        The result is not needed: it is an error while work is left, and a wait will report failures.
         """
         self._library.cuStreamQuery(stream)
 
     def is_well(self, stream: c_void_p) -> bool:
-        """Whether nothing in the stream has failed so far. Needs its context, and waits for nothing."""
+        """Return whether nothing in the stream has failed so far, without waiting. Needs the stream's context."""
         return self._library.cuStreamQuery(stream) in (0, _NOT_READY)
 
     @contextmanager
     def stream(self) -> Iterator[c_void_p]:
-        """A queue of work that waits for no other."""
+        """Make a stream, a queue of work that waits for no other, and yield it."""
         stream = c_void_p()
         self.call("cuStreamCreate", byref(stream), _STREAM_NON_BLOCKING)
         try:
@@ -314,7 +311,10 @@ class Driver:
 
     @contextmanager
     def event(self, timed: bool = False) -> Iterator[c_void_p]:
-        """A point in a stream that others can wait for. With `timed` it tells when it was reached."""
+        """Make an event, a point in a stream that others can wait for, and yield it.
+
+        With `timed` it has the time when it was reached.
+        """
         event = c_void_p()
         self.call("cuEventCreate", byref(event), 0 if timed else _EVENT_DISABLE_TIMING)
         try:
@@ -332,9 +332,9 @@ class _Disowned:
 
 @contextmanager
 def _eager_modules() -> Iterator[None]:
-    """Have kernels loaded with their module, unless the environment says otherwise; the driver asks it in `cuInit`.
+    """Make the driver load kernels with their module, unless the environment says otherwise; `cuInit` reads that.
 
-    To load a kernel later the driver may wait until the GPU has nothing to do: never, if the kernel that runs waits for
+    To load a kernel later, the driver may wait until the GPU is idle, which it never is if the running kernel waits for
     the host. Processes that are started later do not inherit the variable.
     """
     if _MODULE_LOADING in os.environ:

@@ -1,4 +1,4 @@
-"""A list of launches as one CUDA graph: it is started by one call of the driver, however many kernels it has."""
+"""Makes one CUDA graph of a list of launches; one call of the driver starts it, however many kernels it has."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ctypes import byref, c_uint64, c_void_p
 from dataclasses import dataclass
 
 from picompile_runtime.devices.cuda.driver import CudaError, Driver, GpuCallError
-from picompile_runtime.devices.cuda.module import Launch
+from picompile_runtime.devices.cuda.module import GpuLaunch
 
-# CU_STREAM_CAPTURE_MODE_RELAXED: what else happens meanwhile, in this thread too, does not end the capture. Python may
-# collect other objects of CUDA at any time.
+# CU_STREAM_CAPTURE_MODE_RELAXED: other calls meanwhile, even in this thread, do not end the capture. Python may collect
+# other CUDA objects at any time.
 _CAPTURE_RELAXED = 2
 # CU_EVENT_RECORD_EXTERNAL: in a capture, a node that records the event whenever the graph runs.
 _RECORD_EXTERNAL = 1
@@ -20,28 +20,28 @@ _RECORD_EXTERNAL = 1
 
 @dataclass(frozen=True)
 class BoundLaunch:
-    """A launch of `function`, with the addresses of its parameters; errors name the `kernel` that it is part of."""
+    """A launch of `function` with the addresses of its parameters. Errors name the `kernel` that it is part of."""
 
     kernel: str
-    launch: Launch
+    launch: GpuLaunch
     function: c_void_p
     addresses: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Record:
+class EventRecord:
     """A node that records `event`, which is timed."""
 
     event: c_void_p
 
 
-# A graph consists of these.
-Node = BoundLaunch | Record
+# The nodes of a graph.
+Node = BoundLaunch | EventRecord
 
 
 @contextmanager
 def runnable_graph(driver: Driver, nodes: Sequence[Node], stream: c_void_p) -> Iterator[c_void_p]:
-    """The nodes, in order, as a graph that is ready to run. It needs `stream` for itself meanwhile."""
+    """Make a graph of the nodes, in order, and yield it, ready to run. Nothing else may use `stream` meanwhile."""
     runnable = c_void_p()
     try:
         with _captured(driver, nodes, stream) as graph:
@@ -75,8 +75,8 @@ def _captured(driver: Driver, nodes: Sequence[Node], stream: c_void_p) -> Iterat
 
 
 def _enqueue(driver: Driver, node: Node, stream: c_void_p) -> None:
-    """Adds one node. The driver copies parameters during the call, so they need not outlive it."""
-    if isinstance(node, Record):
+    """Add one node to the capture. The driver copies parameters during the call, so they need not outlive it."""
+    if isinstance(node, EventRecord):
         driver.call("cuEventRecordWithFlags", node.event, stream, _RECORD_EXTERNAL)
         return
     grid, block, count = node.launch.grid, node.launch.block, len(node.addresses)

@@ -1,4 +1,4 @@
-"""The GPU code of an artifact: `kernels/device.json`, which says how kernels are launched, and two forms of the code.
+"""The GPU code of an artifact: a cubin, PTX, and `kernels/device.json`, which says how to launch the kernels.
 
 {"sm": 89, "ptx_sm": 89, "kernels": {"add": [{"symbol": "add_kernel", "grid": [8, 1, 1], "block": [256, 1, 1],
                                               "args": [0, 2], "registers": 40, …}]}}
@@ -15,11 +15,11 @@ from ctypes import byref, c_int, c_void_p
 from dataclasses import dataclass
 
 from picompile_runtime.artifact.fields import Fields, parse_object
-from picompile_runtime.artifact.interfaces import Interface, parse_interfaces
+from picompile_runtime.artifact.interfaces import KernelInterface, parse_interfaces
 from picompile_runtime.devices.cuda.driver import CudaError, Driver, NoGpuError
 from picompile_runtime.errors import ArtifactError
 
-# Limits of every compute capability since 3.0; CUDA C++ Programming Guide, "Technical Specifications".
+# Limits of every compute capability since 3.0: CUDA C++ Programming Guide, "Technical Specifications".
 _MOST_BLOCKS = (2**31 - 1, 65535, 65535)
 _MOST_THREADS = (1024, 1024, 64)
 _MOST_THREADS_OF_BLOCK = 1024
@@ -28,8 +28,8 @@ _LEAST_SM, _MOST_SM = 50, 999
 
 
 @dataclass(frozen=True)
-class Launch:
-    """A launch of `symbol`. `args` says which of the call's arguments are its parameters, in their order."""
+class GpuLaunch:
+    """A launch of `symbol`. `args` are the numbers of the call's arguments that are its parameters, in order."""
 
     symbol: str
     grid: tuple[int, int, int]
@@ -38,24 +38,26 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class DeviceImages:
-    """`cubin` for the compute capability `sm` / 10, `ptx` for `ptx_sm` / 10, the launches of each kernel, and what the
-    kernels declare; None where the file does not say.
+class CudaImages:
+    """An artifact's GPU code.
+
+    `cubin` is for compute capability `sm` / 10, `ptx` for `ptx_sm` / 10. `kernels` has the launches of each kernel,
+    `interfaces` what the kernels declare, None if the file does not say.
     """
 
     sm: int
     ptx_sm: int
     cubin: bytes
     ptx: bytes
-    kernels: Mapping[str, tuple[Launch, ...]]
-    interfaces: Mapping[str, Interface] | None = None
+    kernels: Mapping[str, tuple[GpuLaunch, ...]]
+    interfaces: Mapping[str, KernelInterface] | None = None
 
 
-def read_images(text: bytes, cubin: bytes, ptx: bytes, where: str) -> DeviceImages:
-    """The images with what `text`, a device.json, says of them; errors call it `where`. Raises ArtifactError."""
+def read_images(text: bytes, cubin: bytes, ptx: bytes, where: str) -> CudaImages:
+    """Return the images, described by `text`, a device.json. Raises ArtifactError, naming `where`."""
     root = parse_object(text, where)
     kernels = root.object("kernels")
-    return DeviceImages(
+    return CudaImages(
         sm=root.integer("sm", _LEAST_SM, _MOST_SM),
         ptx_sm=root.integer("ptx_sm", _LEAST_SM, _MOST_SM),
         cubin=cubin,
@@ -65,21 +67,21 @@ def read_images(text: bytes, cubin: bytes, ptx: bytes, where: str) -> DeviceImag
     )
 
 
-def _launches(kernels: Fields, name: str) -> tuple[Launch, ...]:
+def _launches(kernels: Fields, name: str) -> tuple[GpuLaunch, ...]:
     launches = tuple(_launch(fields) for fields in kernels.objects(name))
     if not launches:
         raise kernels.wrong(name, "a list of one launch or more")
     return launches
 
 
-def _launch(fields: Fields) -> Launch:
+def _launch(fields: Fields) -> GpuLaunch:
     symbol = fields.text("symbol")
     if not symbol.isascii() or not symbol.isidentifier():
         raise fields.wrong("symbol", "the name of a function")
     block = _extents(fields, "block", _MOST_THREADS)
     if math.prod(block) > _MOST_THREADS_OF_BLOCK:
         raise fields.wrong("block", f"of {_MOST_THREADS_OF_BLOCK} threads or fewer")
-    return Launch(symbol, _extents(fields, "grid", _MOST_BLOCKS), block, _args(fields))
+    return GpuLaunch(symbol, _extents(fields, "grid", _MOST_BLOCKS), block, _args(fields))
 
 
 def _extents(fields: Fields, key: str, most: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -98,21 +100,13 @@ def _args(fields: Fields) -> tuple[int, ...]:
     return tuple(value)
 
 
-def check_arguments(launch: Launch, count: int, kernel: str) -> None:
-    """ArtifactError if a launch wants more than the `count` arguments that `kernel` is called with."""
+def check_arguments(launch: GpuLaunch, count: int, kernel: str) -> None:
+    """Raise ArtifactError if a launch needs more than the `count` arguments that `kernel` is called with."""
     if launch.args and max(launch.args) >= count:
         raise ArtifactError(
             f"kernel {kernel}: {launch.symbol} wants argument {max(launch.args)} and the call has {count}; "
             "compile the model again"
         )
-
-
-# Which of an artifact's images a GPU gets, and the kernels in it.
-#
-# A cubin runs on GPUs of its major compute capability and a minor one that is no lower; PTX on all that are no older,
-# but
-# the driver must compile it first, which takes it seconds the first time (it keeps the result). CUDA C++ Programming
-# Guide, "Binary Compatibility" and "PTX Compatibility".
 
 
 _LOG_BYTES = 8192
@@ -124,8 +118,8 @@ _REFUSALS = frozenset({200, 209, 218, 222, _JIT_COMPILER_NOT_FOUND, _JIT_COMPILA
 
 
 @dataclass(frozen=True)
-class Image:
-    """Code for the compute capability `sm` / 10, as the driver takes it."""
+class CudaImage:
+    """Code for compute capability `sm` / 10, as the driver takes it."""
 
     data: bytes
     sm: int
@@ -133,23 +127,28 @@ class Image:
 
     @property
     def needs(self) -> str:
-        """What a driver must know to load it, in words."""
+        """The PTX version and compute capability that a driver must know to load it, in words."""
         version = re.search(rb"^\s*\.version\s+(\d+\.\d+)", self.data, re.MULTILINE) if self.is_ptx else None
         ptx = f"PTX {version[1].decode()} and " if version else ""
         return f"{ptx}compute capability {capability(self.sm)}"
 
 
 def capability(sm: int) -> str:
-    """A compute capability as NVIDIA writes it: 8.9 for 89."""
+    """Return a compute capability as NVIDIA writes it: 8.9 for 89."""
     return f"{sm // 10}.{sm % 10}"
 
 
-def choose_image(images: DeviceImages, sm: int, name: str) -> Image:
-    """What a GPU called `name` of the compute capability `sm` / 10 can run. Raises NoGpuError if it is nothing."""
+def choose_image(images: CudaImages, sm: int, name: str) -> CudaImage:
+    """Return the image for a GPU called `name` of compute capability `sm` / 10. Raises NoGpuError if it can run none.
+
+    A cubin runs on GPUs with its major compute capability and the same minor one or a higher one. PTX runs on all that
+    are not older, but the driver must compile it first, which takes seconds the first time (the driver keeps the
+    result): CUDA C++ Programming Guide, "Binary Compatibility" and "PTX Compatibility".
+    """
     if images.sm // 10 == sm // 10 and images.sm <= sm:
-        return Image(images.cubin, images.sm, is_ptx=False)
+        return CudaImage(images.cubin, images.sm, is_ptx=False)
     if images.ptx_sm <= sm:
-        return Image(images.ptx, images.ptx_sm, is_ptx=True)
+        return CudaImage(images.ptx, images.ptx_sm, is_ptx=True)
     oldest = capability(min(images.sm, images.ptx_sm))
     raise NoGpuError(
         f"the artifact's code is for GPUs of compute capability {oldest} and newer, and {name} has {capability(sm)}; "
@@ -157,7 +156,7 @@ def choose_image(images: DeviceImages, sm: int, name: str) -> Image:
     )
 
 
-class Module:
+class CudaModule:
     """An image that the driver has loaded."""
 
     def __init__(self, driver: Driver, handle: c_void_p) -> None:
@@ -165,7 +164,7 @@ class Module:
         self._functions: dict[str, c_void_p] = {}
 
     def function(self, symbol: str) -> c_void_p:
-        """The kernel of this name; ArtifactError if there is none."""
+        """Return the kernel called `symbol`. Raises ArtifactError if there is none."""
         if symbol not in self._functions:
             function = c_void_p()
             try:
@@ -180,8 +179,8 @@ class Module:
 
 
 @contextmanager
-def load_module(driver: Driver, image: Image) -> Iterator[Module]:
-    """The image, loaded into the current context. Raises NoGpuError if the driver cannot take it."""
+def load_module(driver: Driver, image: CudaImage) -> Iterator[CudaModule]:
+    """Load the image into the current context, and yield it. Raises NoGpuError if the driver cannot load it."""
     log = ctypes.create_string_buffer(_LOG_BYTES)
     options = (c_int * 2)(_ERROR_LOG_BUFFER, _ERROR_LOG_BUFFER_SIZE_BYTES)
     values = (c_void_p * 2)(ctypes.addressof(log), _LOG_BYTES)
@@ -193,13 +192,13 @@ def load_module(driver: Driver, image: Image) -> Iterator[Module]:
             raise
         raise _refused(driver, image, error, log.value) from error
     try:
-        yield Module(driver, handle)
+        yield CudaModule(driver, handle)
     finally:
         driver.call("cuModuleUnload", handle)
 
 
-def _refused(driver: Driver, image: Image, error: CudaError, log: bytes) -> NoGpuError:
-    """The driver is too old for the image, or cannot compile it."""
+def _refused(driver: Driver, image: CudaImage, error: CudaError, log: bytes) -> NoGpuError:
+    """Return the error for an image that the driver is too old for, or that it cannot compile."""
     first = next(iter(log.decode("utf-8", "replace").splitlines()), "").strip()
     says = f" ({first})" if first else ""
     hint = "install a newer driver, or compile the model for this GPU (--target)"

@@ -1,7 +1,7 @@
-"""Whether host and GPU see each other's writes while a kernel runs, and how long a round trip takes.
+"""Opens the GPU for an artifact, and checks that host and GPU see each other's writes while a kernel runs.
 
-A hybrid step rests on that: both sides meet at flags in pinned memory in the middle of one CUDA graph. It holds on
-Linux and not on every system: under WSL2 a kernel may see what the host writes only when it has ended.
+A hybrid step relies on that: host and GPU meet at flags in pinned memory in the middle of one CUDA graph. Linux allows
+it, but not every system does: under WSL2 a kernel may see what the host writes only after the kernel has ended.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.artifact.reader import Artifact
-from picompile_runtime.devices.base import View
+from picompile_runtime.devices.accelerator import ArgumentView
 from picompile_runtime.devices.cpu.native import HostLibrary
-from picompile_runtime.devices.cuda.device import Calls, CudaAccelerator
-from picompile_runtime.devices.cuda.module import DeviceImages, check_arguments, read_images
+from picompile_runtime.devices.cuda.accelerator import BoundGraphs, CudaAccelerator
+from picompile_runtime.devices.cuda.module import CudaImages, check_arguments, read_images
 from picompile_runtime.devices.memory import Tensor
 from picompile_runtime.errors import ArtifactError, MachineError
-from picompile_runtime.stamps import is_remembered, remember
+from picompile_runtime.verified_files import is_remembered, remember
 
 KERNEL = "ping_pong"
-# More than the GPU has, so that it has ended by then.
+# More than the GPU's own timeout, so that the GPU has ended by then.
 _PATIENCE_S = 2.0
 _ROUNDS_AT_LOAD = 100
-# A machine that stands still for a moment is no machine that cannot do it.
+# Tried twice: a machine may stand still for a moment and pass the second time.
 _ATTEMPTS = 2
 _MOST_ROUNDS = 2**20
 _WORDS = 1024
-# Arguments of the kernel after `step`, with their words; each begins at a cache line.
+# The kernel's arguments and their sizes in words; each begins at a cache line.
 _ARGUMENTS = {"step": 16, "ping": 16, "pong": 16, "abandoned": 16, "sent": _WORDS, "echoed": _WORDS}
 
 
 @dataclass(frozen=True)
-class PingPong:
-    """The round trips that were made: how many, and the seconds that half and 99 % of them did not exceed.
+class RoundTrips:
+    """Times of round trips between host and GPU: how many there were, and their median and 99th percentile in seconds.
 
-    `start_s`: the seconds until the host was back from starting the GPU, which waited for it by then.
+    `start_s` is how long the call took that started the GPU.
     """
 
     rounds: int
@@ -51,15 +51,21 @@ class PingPong:
 
 
 def ping_pong(
-    device: CudaAccelerator, library: HostLibrary, rounds: int, behind: Sequence[tuple[str, Sequence[View]]] = ()
-) -> PingPong:
-    """Let host and GPU exchange 32 words and two flags `rounds` times, through memory as the engine uses it.
+    device: CudaAccelerator,
+    library: HostLibrary,
+    rounds: int,
+    behind: Sequence[tuple[str, Sequence[ArgumentView]]] = (),
+) -> RoundTrips:
+    """Transfer 32 words and two flags between host and GPU `rounds` times, through memory as the engine uses it.
 
     Args:
         device: the GPU, with an image that has the kernel `ping_pong`.
         library: a `host.so` of the same version.
         rounds: 1 to 2**20.
-        behind: calls that the GPU makes after it, in the same graph, as for `CudaDevice.bind`.
+        behind: calls that the GPU makes after it, in the same graph, as for `CudaAccelerator.bind`.
+
+    Returns:
+        The times of the round trips.
 
     Raises:
         MachineError: one side does not see what the other writes, or sees the flag before what it announces.
@@ -67,10 +73,10 @@ def ping_pong(
     """
     if not 1 <= rounds <= _MOST_ROUNDS:
         raise ValueError(f"rounds must be from 1 to {_MOST_ROUNDS}, not {rounds}")
-    memory, array = device.share(4 * sum(_ARGUMENTS.values()), "the exchange of flags")
+    memory, array = device.share(4 * sum(_ARGUMENTS.values()), "memory for round trips of flags")
     spans = dict(zip(_ARGUMENTS, pairwise([0, *accumulate(_ARGUMENTS.values())]), strict=True))
     parts = {name: array.view(np.int32)[start:stop] for name, (start, stop) in spans.items()}
-    views = [View(memory, Tensor("int32", (stop - start,), 4 * start)) for start, stop in spans.values()]
+    views = [ArgumentView(memory, Tensor("int32", (stop - start,), 4 * start)) for start, stop in spans.values()]
     bound = device.bind([(KERNEL, views), *behind])
     for _ in range(_ATTEMPTS):
         array[:] = 0
@@ -78,14 +84,18 @@ def ping_pong(
         start_s, (failed, seconds) = _exchange(device, bound, library, parts, rounds)
         if not failed:
             p50_s, p99_s = (float(value) for value in np.percentile(seconds, (50, 99)))
-            return PingPong(rounds, p50_s, p99_s, start_s)
+            return RoundTrips(rounds, p50_s, p99_s, start_s)
     raise MachineError(_reason(device.name, failed, rounds, parts))
 
 
 def _exchange(
-    device: CudaAccelerator, bound: Calls, library: HostLibrary, parts: Mapping[str, NDArray[np.int32]], rounds: int
+    device: CudaAccelerator,
+    bound: BoundGraphs,
+    library: HostLibrary,
+    parts: Mapping[str, NDArray[np.int32]],
+    rounds: int,
 ) -> tuple[float, tuple[int, NDArray[np.float64]]]:
-    """Return how long the start took, and what `HostLibrary.ping_pong` returns, once the GPU has ended."""
+    """Run round trips. Return how long the start took in s, and the result of `HostLibrary.ping_pong`."""
     begin = time.perf_counter()
     device.start(bound)
     start_s = time.perf_counter() - begin
@@ -99,11 +109,11 @@ def _exchange(
 
 
 def check_once(device: CudaAccelerator, library: HostLibrary) -> None:
-    """Raise MachineError where host and GPU cannot meet at flags. A machine where they can is asked once.
+    """Raise MachineError if host and GPU cannot meet at flags. A machine that passes is not checked again.
 
-    Artifacts that were compiled before there was the kernel are not asked.
+    Artifacts that were compiled before the kernel existed are not checked.
     """
-    # Not of `platform`, which starts a process to ask for the processor.
+    # Not from `platform`, which starts a process to find out the processor.
     facts = (KERNEL, device.name, device.driver_version, *os.uname()[:4])
     if not device.has_kernel(KERNEL) or not library.has_ping_pong or is_remembered(*facts):
         return
@@ -127,16 +137,15 @@ def _reason(name: str, failed: int, rounds: int, parts: Mapping[str, NDArray[np.
     )
 
 
-# From an artifact to the GPU that runs its hot part.
+def open_cuda_accelerator(artifact: Artifact) -> CudaAccelerator:
+    """Open and return the GPU for an artifact.
 
-
-def open_cuda_device(artifact: Artifact) -> CudaAccelerator:
-    """Open the GPU for an artifact.
-
-    Raises MachineError where no GPU here can run the artifact's code, or cannot meet the host within a step where the
-    program asks for that; ArtifactError where there is no code for a GPU.
+    Raises:
+        MachineError: no GPU here can run the artifact's code, or host and GPU cannot meet within a step, as the program
+            needs.
+        ArtifactError: the artifact has no code for a GPU.
     """
-    device = CudaAccelerator(read_device_images(artifact))
+    device = CudaAccelerator(read_cuda_images(artifact))
     try:
         if artifact.program.waiting_kernels:
             check_once(device, artifact.load_code())
@@ -147,8 +156,8 @@ def open_cuda_device(artifact: Artifact) -> CudaAccelerator:
 
 
 def check_images(artifact: Artifact) -> None:
-    """Raises ArtifactError where the code for a GPU lacks a kernel that the program calls; needs no GPU."""
-    images, program = read_device_images(artifact), artifact.program
+    """Raise ArtifactError if the GPU code lacks a kernel that the program calls. This needs no GPU."""
+    images, program = read_cuda_images(artifact), artifact.program
     for call in (call for name in program.functions for call in program.calls(name, "device")):
         if call.kernel not in images.kernels:
             raise ArtifactError(f"{artifact.folder}: the GPU code has no kernel {call.kernel}; compile the model again")
@@ -156,9 +165,9 @@ def check_images(artifact: Artifact) -> None:
             check_arguments(launch, len(call.args), call.kernel)
 
 
-def read_device_images(artifact: Artifact) -> DeviceImages:
-    """Read the code for a GPU that an artifact has. Raises ArtifactError."""
-    code = artifact.manifest.hot_device
+def read_cuda_images(artifact: Artifact) -> CudaImages:
+    """Return an artifact's GPU code. Raises ArtifactError if it has none, or a wrong one."""
+    code = artifact.manifest.accelerator
     if code is None or code.kind != "cuda":
         raise ArtifactError(f"{artifact.folder}: has no code for a GPU; compile it again")
     text, cubin, ptx = (artifact.texts[code.files[role]] for role in ("launches", "cubin", "ptx"))

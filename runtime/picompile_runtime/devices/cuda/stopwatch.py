@@ -1,4 +1,4 @@
-"""When calls on a GPU began and ended: nodes of a graph that record events, and the host's time of the GPU's clock."""
+"""Measures when calls on a GPU ran, and watches for failures of the GPU while a step runs."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from numpy.typing import NDArray
 
 from picompile_runtime.devices.cpu.native import Stamps
 from picompile_runtime.devices.cuda.driver import Driver
-from picompile_runtime.devices.cuda.graph import BoundLaunch, Node, Record
+from picompile_runtime.devices.cuda.graph import BoundLaunch, EventRecord, Node
 
-# The shortest of so many tries to align the clocks counts.
+# The clocks are aligned this many times, and the shortest try counts.
 _TRIES = 5
 
 
-class Stopwatch:
-    """Timed events for the calls of one step at a time. A step of any list of calls uses the same events.
+class GpuStopwatch:
+    """Timed events for the calls of one step at a time. Steps of all lists of calls use the same events.
 
-    The events are nodes of the graph, in front of each call and behind it, so that the GPU never waits for the host to
-    launch the next kernel. What remains inexact:
+    The events are nodes of the graph, before and after each call, so the GPU never waits for the host to launch the
+    next kernel. The times are not exact:
 
-    - A node that records an event takes about as long as the gap between two kernels. A stamped step is longer than one
-      that is not, by that for each of its events; the gaps between calls contain it, and the calls a part of it.
+    - A node that records an event takes about as long as the gap between two kernels. A stamped step is longer by that
+      much for each of its events; the gaps between calls contain it, and calls contain a part of it.
     - Events have a resolution of about 0.5 us (cuEventElapsedTime in the driver API's reference).
-    - The clocks are aligned by an event in the idle stream: it happens at some time between the host's recording it and
-      the host's knowing of it, and is taken to happen in the middle. So all times of a step are wrong against the
-      host's by one and the same amount, half of what that took at most: `error_ns`. Times of the GPU's calls are not
-      wrong against each other.
+    - The clocks are aligned by an event in the idle stream. The event happens at some time between the host recording
+      it and the host knowing of it, and is assumed to happen in the middle. So all times of a step differ from the
+      host's clock by one and the same amount, at most half of that interval: `error_ns`. Times of the GPU's calls
+      relative to each other do not have this error.
 
     Methods need the context in which the stream was made, and may be called by one thread after another.
     """
 
     def __init__(self, driver: Driver, stream: c_void_p, stack: ExitStack) -> None:
-        """`stack` gets what is to be given back."""
+        """Prepare to time work in `stream`; `stack` frees the events."""
         self._driver, self._stream, self._stack = driver, stream, stack
         self._tries: list[c_void_p] = []
         self._events: list[c_void_p] = []
@@ -45,22 +45,22 @@ class Stopwatch:
         self.error_ns = 0
 
     def nodes(self, calls: Sequence[Sequence[BoundLaunch]], first: int) -> Iterator[Node]:
-        """The launches of `calls` between events; the first of them is call number `first` of the step."""
+        """Yield the launches of `calls` between events; the first of them is call number `first` of the step."""
         self._make(self._events, 2 * (first + len(calls)))
         for number, launches in enumerate(calls, first):
-            yield Record(self._events[2 * number])
+            yield EventRecord(self._events[2 * number])
             yield from launches
-            yield Record(self._events[2 * number + 1])
+            yield EventRecord(self._events[2 * number + 1])
 
     def align(self) -> None:
-        """Aligns the clocks, once the stream has done all that it was given."""
+        """Align the clocks, after everything in the stream has run."""
         self._make(self._tries, _TRIES)
         self._driver.call("cuStreamSynchronize", self._stream)
         tries = [(*self._try(event), event) for event in self._tries]
         self.error_ns, self._origin_ns, self._origin = min(tries, key=lambda each: each[0])
 
     def read(self, stamps: Stamps) -> None:
-        """Writes to `stamps`, int64 [calls, 2], when the calls ran, which they must have done: ns of monotonic time."""
+        """Write to `stamps`, int64 [calls, 2], when the calls ran, in ns of monotonic time. They must have ended."""
         elapsed_ms = c_float()
         for index, event in enumerate(self._events[: stamps.size]):
             self._driver.call("cuEventElapsedTime", byref(elapsed_ms), self._origin, event)
@@ -71,7 +71,7 @@ class Stopwatch:
             events.append(self._stack.enter_context(self._driver.event(timed=True)))
 
     def _try(self, event: c_void_p) -> tuple[int, int]:
-        """How wrong the time of the event is at most, and that time; both in ns."""
+        """Return the largest possible error of an event's time, and that time, both in ns."""
         before = time.monotonic_ns()
         self._driver.call("cuEventRecord", event, self._stream)
         self._driver.call("cuEventSynchronize", event)
@@ -79,16 +79,15 @@ class Stopwatch:
         return (after - before + 1) // 2, (before + after) // 2
 
 
-# A look at the GPU now and then while a step takes long: the host waits for flags in it, and asks no driver.
+# Time between two looks at the GPU. Steps are shorter, except those that read prompts.
+_LOOK_S = 0.25
 
 
-_LOOK_S = 0.25  # steps that answer take less, but for prompts
+class FailureWatch:
+    """Sets abandoned[0] if the GPU `has_failed` while a step runs: the host waits for flags then, not for the driver.
 
-
-class Watch:
-    """Sets abandoned[0] if the GPU `has_failed` while a step runs. Its thread sleeps while there are no steps.
-
-    A step costs two additions here. It holds no device, so that one that is not closed can be collected.
+    Its thread sleeps while there are no steps; a step costs two additions. It does not refer to the accelerator, so
+    one that was not closed can be garbage-collected.
     """
 
     def __init__(self, has_failed: Callable[[], bool], abandoned: NDArray[np.int32]) -> None:
@@ -100,13 +99,13 @@ class Watch:
         self._thread.start()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         self._changes += 1
         if self._is_asleep:
             self._wake.set()
 
     def end(self) -> None:
-        """The step is over, or none has begun."""
+        """Note that the step is over, if one has begun."""
         self._changes += self._changes % 2
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from helpers.fake_cuda.fixtures import fake_cuda, fake_library
 from helpers.support import BuildOnce
 from helpers.toys.toy_gpu import IMAGES, STAGING_BYTES
-from picompile_runtime.devices.cuda import CudaAccelerator, DeviceImages
+from picompile_runtime.devices.cuda import CudaAccelerator, CudaImages
 
 __all__ = ["fake_cuda", "fake_library"]
 
@@ -39,7 +39,7 @@ def make_device(gpu: ctypes.CDLL) -> Iterator[Callable[..., CudaAccelerator]]:
     """Makes devices, and closes them after the test."""
     devices = []
 
-    def make(images: DeviceImages = IMAGES, **options: Any) -> CudaAccelerator:
+    def make(images: CudaImages = IMAGES, **options: Any) -> CudaAccelerator:
         devices.append(CudaAccelerator(images, **{"staging_bytes": STAGING_BYTES, **options}))
         return devices[-1]
 
@@ -54,5 +54,5 @@ def device(make_device: Callable[..., CudaAccelerator]) -> CudaAccelerator:
 
 
 @pytest.fixture
-def images() -> DeviceImages:
+def images() -> CudaImages:
     return IMAGES

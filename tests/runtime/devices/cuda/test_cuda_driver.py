@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from picompile_runtime import DoesNotFitError, KernelError, MachineError
-from picompile_runtime.devices.cuda import CudaAccelerator, CudaError, DeviceImages, driver
+from picompile_runtime.devices.cuda import CudaAccelerator, CudaError, CudaImages, driver
 from picompile_runtime.devices.cuda.driver import Driver, call_error
 from picompile_runtime.devices.cuda.graph import runnable_graph
 from picompile_runtime.devices.cuda.module import choose_image, load_module
 
 
-def refusal(images: DeviceImages) -> str:
+def refusal(images: CudaImages) -> str:
     """The error's text; it is one line and ends a command with exit code 6."""
     with pytest.raises(MachineError) as caught:
         CudaAccelerator(images)
@@ -27,9 +27,7 @@ def refusal(images: DeviceImages) -> str:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not ELF"])
-def test_no_driver(
-    images: DeviceImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
-) -> None:
+def test_no_driver(images: CudaImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None) -> None:
     path = tmp_path / "libcuda.so.1"
     if content is not None:
         path.write_bytes(content)
@@ -37,7 +35,7 @@ def test_no_driver(
     assert refusal(images) == f"no NVIDIA driver ({path} cannot be loaded)"
 
 
-def test_an_old_driver(images: DeviceImages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_driver(images: CudaImages, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "LIBRARY", "libc.so.6")
     assert refusal(images) == "the NVIDIA driver is too old: it has no cuInit; install a newer one"
 
@@ -52,7 +50,7 @@ def test_an_old_driver(images: DeviceImages, monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_no_gpu(
-    gpu: ctypes.CDLL, images: DeviceImages, monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str
+    gpu: ctypes.CDLL, images: CudaImages, monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str
 ) -> None:
     monkeypatch.setenv(f"FAKE_CUDA_{name}", value)
     assert says in refusal(images)
@@ -72,7 +70,7 @@ def test_no_gpu(
 )
 def test_code_that_the_driver_refuses(
     gpu: ctypes.CDLL,
-    images: DeviceImages,
+    images: CudaImages,
     monkeypatch: pytest.MonkeyPatch,
     sm: int,
     result: int,
@@ -91,7 +89,7 @@ def test_code_that_the_driver_refuses(
 
 
 def test_another_failure_to_load_is_no_refusal(
-    gpu: ctypes.CDLL, images: DeviceImages, monkeypatch: pytest.MonkeyPatch
+    gpu: ctypes.CDLL, images: CudaImages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_REFUSE", "2")
     with pytest.raises(DoesNotFitError, match="cuModuleLoadDataEx: CUDA_ERROR_OUT_OF_MEMORY"):
@@ -168,7 +166,7 @@ def test_a_captured_stream_gets_nothing_but_launches(opened: Driver, call: Calla
         assert not graph
 
 
-def test_handles_that_are_gone_are_refused(opened: Driver, images: DeviceImages) -> None:
+def test_handles_that_are_gone_are_refused(opened: Driver, images: CudaImages) -> None:
     with opened.context(opened.first_device()), opened.stream() as stream:
         with load_module(opened, choose_image(images, 89, "")) as module:
             function = module.function("fail")

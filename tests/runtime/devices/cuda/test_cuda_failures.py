@@ -12,7 +12,7 @@ import pytest
 
 from helpers.toys.toy_gpu import STAGING_BYTES, axpy, read, view
 from picompile_runtime import DoesNotFitError, KernelError, PicompileRuntimeError
-from picompile_runtime.devices.cuda import CudaAccelerator, CudaError, DeviceImages
+from picompile_runtime.devices.cuda import CudaAccelerator, CudaError, CudaImages
 
 Make = Callable[..., CudaAccelerator]
 
@@ -125,7 +125,7 @@ def test_kernels_are_loaded_before_they_run(
     assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"
 
 
-def life(images: DeviceImages) -> None:
+def life(images: CudaImages) -> None:
     """All that a device can do."""
     device = CudaAccelerator(images, staging_bytes=STAGING_BYTES)
     try:
@@ -146,7 +146,7 @@ def life(images: DeviceImages) -> None:
 
 
 def test_every_call_is_checked_and_nothing_leaks(
-    gpu: ctypes.CDLL, images: DeviceImages, monkeypatch: pytest.MonkeyPatch
+    gpu: ctypes.CDLL, images: CudaImages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each call of a device's life fails once. Only `close` keeps that to itself, and what only asks whether work is
     left.

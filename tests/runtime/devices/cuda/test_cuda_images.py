@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from picompile_runtime import ArtifactError, MachineError
-from picompile_runtime.artifact.reader import DeviceCode
-from picompile_runtime.devices.cuda import open_cuda_device
-from picompile_runtime.devices.cuda.module import DeviceImages, Launch, check_arguments, choose_image, read_images
+from picompile_runtime.artifact.manifest import AcceleratorCode
+from picompile_runtime.devices.cuda import open_cuda_accelerator
+from picompile_runtime.devices.cuda.module import CudaImages, GpuLaunch, check_arguments, choose_image, read_images
 
 Launches = list[dict[str, Any]]
 
@@ -24,16 +24,16 @@ def described() -> dict[str, Any]:
     return {"sm": 86, "ptx_sm": 89, "kernels": {"add": [first, second]}}
 
 
-def read(root: Any) -> DeviceImages:
+def read(root: Any) -> CudaImages:
     return read_images(json.dumps(root).encode(), b"cubin", b"ptx", "device.json")
 
 
 def test_a_description_is_read() -> None:
     launches = (
-        Launch("add_kernel", (2**31 - 1, 65535, 1), (1024, 1, 1), (0, 2, 2)),
-        Launch("add_kernel_1", (1, 1, 65535), (4, 4, 64), ()),
+        GpuLaunch("add_kernel", (2**31 - 1, 65535, 1), (1024, 1, 1), (0, 2, 2)),
+        GpuLaunch("add_kernel_1", (1, 1, 65535), (4, 4, 64), ()),
     )
-    assert read(described()) == DeviceImages(86, 89, b"cubin", b"ptx", {"add": launches})
+    assert read(described()) == CudaImages(86, 89, b"cubin", b"ptx", {"add": launches})
 
 
 WRONG_ROOTS = {
@@ -72,7 +72,7 @@ def test_what_is_no_object_is_refused(text: bytes) -> None:
 
 
 def test_arguments_are_those_of_the_call() -> None:
-    launch = Launch("add_kernel", (1, 1, 1), (32, 1, 1), (0, 3, 1))
+    launch = GpuLaunch("add_kernel", (1, 1, 1), (32, 1, 1), (0, 3, 1))
     check_arguments(launch, 4, "add")
     with pytest.raises(ArtifactError, match="kernel add: add_kernel wants argument 3 and the call has 3"):
         check_arguments(launch, 3, "add")
@@ -100,9 +100,7 @@ def test_arguments_are_those_of_the_call() -> None:
         (89, 89, 75, None),
     ],
 )
-def test_the_image_that_a_gpu_gets(
-    cubin_sm: int, ptx_sm: int, sm: int, chosen: str | None, images: DeviceImages
-) -> None:
+def test_the_image_that_a_gpu_gets(cubin_sm: int, ptx_sm: int, sm: int, chosen: str | None, images: CudaImages) -> None:
     images = replace(images, sm=cubin_sm, ptx_sm=ptx_sm)
     if chosen is None:
         with pytest.raises(MachineError) as caught:
@@ -125,21 +123,21 @@ def test_the_driver_gets_that_image(
     assert gpu.fake_image() == loaded
 
 
-def artifact_with(code: DeviceCode | None, images: DeviceImages) -> Any:
-    """What opening a device asks of an artifact."""
+def artifact_with(code: AcceleratorCode | None, images: CudaImages) -> Any:
+    """Return what opening an accelerator needs of an artifact."""
     texts = {"kernels/d.json": json.dumps(described()).encode(), "kernels/d.cubin": images.cubin}
     texts["kernels/d.ptx"] = images.ptx
-    manifest, program = SimpleNamespace(hot_device=code), SimpleNamespace(waiting_kernels=frozenset())
+    manifest, program = SimpleNamespace(accelerator=code), SimpleNamespace(waiting_kernels=frozenset())
     return SimpleNamespace(folder=Path("model"), manifest=manifest, program=program, texts=texts)
 
 
-def test_a_device_is_opened_with_the_artifact_s_files(gpu: Any, images: DeviceImages) -> None:
+def test_a_device_is_opened_with_the_artifact_s_files(gpu: Any, images: CudaImages) -> None:
     files = {"launches": "kernels/d.json", "cubin": "kernels/d.cubin", "ptx": "kernels/d.ptx"}
-    device = open_cuda_device(artifact_with(DeviceCode("cuda", sm=86, files=files), images))
+    device = open_cuda_accelerator(artifact_with(AcceleratorCode("cuda", sm=86, files=files), images))
     device.close()
     assert gpu.fake_image() == 1
     with pytest.raises(ArtifactError, match=r"model: manifest\.json and kernels/d\.json disagree on sm"):
-        open_cuda_device(artifact_with(DeviceCode("cuda", sm=89, files=files), images))
-    for code in (None, DeviceCode("cpu")):
+        open_cuda_accelerator(artifact_with(AcceleratorCode("cuda", sm=89, files=files), images))
+    for code in (None, AcceleratorCode("cpu")):
         with pytest.raises(ArtifactError, match="model: has no code for a GPU"):
-            open_cuda_device(artifact_with(code, images))
+            open_cuda_accelerator(artifact_with(code, images))

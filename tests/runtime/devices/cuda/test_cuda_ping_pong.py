@@ -19,15 +19,15 @@ from picompile_codegen import cuda
 from picompile_codegen.build.host_library import build_host_library
 from picompile_runtime import MachineError
 from picompile_runtime.devices.cpu.native import HostLibrary
-from picompile_runtime.devices.cuda import CudaAccelerator, DeviceImages, Launch, ping_pong
+from picompile_runtime.devices.cuda import CudaAccelerator, CudaImages, GpuLaunch, ping_pong
 from picompile_runtime.devices.cuda.open import check_once
 
 __all__ = ["fake_cuda", "fake_library"]
 
 SOURCE = cuda.cuda_source([cuda.ping_pong()])
 (LAUNCH,) = SOURCE.launches["ping_pong"]
-PING_PONG = DeviceImages(
-    89, 89, CUBIN, PTX, {"ping_pong": (Launch(LAUNCH.symbol, (1, 1, 1), (LAUNCH.grid.threads, 1, 1), LAUNCH.args),)}
+PING_PONG = CudaImages(
+    89, 89, CUBIN, PTX, {"ping_pong": (GpuLaunch(LAUNCH.symbol, (1, 1, 1), (LAUNCH.grid.threads, 1, 1), LAUNCH.args),)}
 )
 # A kernel may have begun before the host wrote the first flag, or after.
 UNSEEN = "(the GPU did not see the host's flag, in which it saw 0|the GPU answered, and the host did not see it)"
@@ -143,7 +143,7 @@ def test_a_machine_is_asked_once(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     gpu, asked = kernel(), []
 
-    def ask(images: DeviceImages = PING_PONG) -> None:
+    def ask(images: CudaImages = PING_PONG) -> None:
         before = gpu.fake_count(b"cuGraphLaunch")
         device = CudaAccelerator(images)
         try:

@@ -1,4 +1,4 @@
-"""An NVIDIA GPU as the hot device; see `picompile_runtime.devices.base`.
+"""An NVIDIA GPU as the hot device; see `picompile_runtime.devices.accelerator`.
 
 Nothing is compiled when it is opened, unless the GPU is newer than the artifact's cubin: then the driver compiles the
 PTX. What runs is one graph or several in one stream; writes are copied in another, so that they do not wait for it.
@@ -21,29 +21,36 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.devices.base import View
+from picompile_runtime.devices.accelerator import ArgumentView
 from picompile_runtime.devices.cpu.native import Stamps
 from picompile_runtime.devices.cuda import driver
 from picompile_runtime.devices.cuda.driver import OUT_OF_MEMORY, CudaError, Driver, GpuCallError, GpuMemoryError
 from picompile_runtime.devices.cuda.graph import BoundLaunch, Node, runnable_graph
-from picompile_runtime.devices.cuda.memory import BUFFER_BYTES, Memory, Staging, data_address, host_array, view_address
-from picompile_runtime.devices.cuda.module import DeviceImages, check_arguments, choose_image, load_module
-from picompile_runtime.devices.cuda.stopwatch import Stopwatch, Watch
+from picompile_runtime.devices.cuda.memory import (
+    BUFFER_BYTES,
+    GpuMemory,
+    Staging,
+    data_address,
+    host_array,
+    view_address,
+)
+from picompile_runtime.devices.cuda.module import CudaImages, check_arguments, choose_image, load_module
+from picompile_runtime.devices.cuda.stopwatch import FailureWatch, GpuStopwatch
 from picompile_runtime.devices.memory import in_units
 from picompile_runtime.errors import ArtifactError, DoesNotFitError
 
-# Results of pinning memory: not to be had in this way, too little of it, or not on this system.
+# Results of pinning memory: this memory cannot be pinned, there is too little of it, or this system cannot pin any.
 _CANNOT_PIN = frozenset({1, OUT_OF_MEMORY, 801})
 _LAUNCH_TIMEOUT = 702
-# What the driver keeps of the GPU's memory: for itself, and for each launch of a graph, before CUDA 12.4 and since.
+# GPU memory that the driver keeps: for itself, and for each launch in a graph, before CUDA 12.4 and since.
 _DRIVER_BYTES, _OLD_LAUNCH_BYTES, _LAUNCH_BYTES = 2**25, 2**16, 2**12
 
 
 @dataclass(frozen=True)
-class Calls:
+class BoundGraphs:
     """The result of `bind`: for each graph, in order, the launches of its calls, and the graph itself.
 
-    `stamped` has the same graphs with events in them, once stamps were asked for.
+    `stamped` has the same graphs with events in them, after a step with stamps has started.
     """
 
     parts: tuple[tuple[tuple[BoundLaunch, ...], ...], ...]
@@ -64,8 +71,11 @@ class CudaAccelerator:
     total_bytes: int
     driver_version: str
 
-    def __init__(self, images: DeviceImages, library: str | None = None, staging_bytes: int = BUFFER_BYTES) -> None:
-        """`library` is the driver's, if not `driver.LIBRARY`; copies take twice `staging_bytes` of pinned memory."""
+    def __init__(self, images: CudaImages, library: str | None = None, staging_bytes: int = BUFFER_BYTES) -> None:
+        """Open the GPU. `library` is the driver's path, by default `driver.LIBRARY`.
+
+        Copies use two buffers of `staging_bytes` of pinned memory.
+        """
         self._images, self._driver = images, Driver(library or driver.LIBRARY)
         device = self._driver.first_device()
         self.name, self.sm = self._driver.name(device), self._driver.sm(device)
@@ -77,8 +87,9 @@ class CudaAccelerator:
         self._is_launching = False
         self._failed: BaseException | None = None
         self._abandoned: NDArray[np.int32] | None = None
-        self._watch: Watch | None = None
-        # Launches that return only when all has run: the host would wait in them for a GPU that waits for the host.
+        self._watch: FailureWatch | None = None
+        # With this variable a launch returns only after the kernels have run, and a GPU that waits for the host would
+        # wait for ever. Another thread launches then.
         self._launches_wait = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
         self._adopted = list[mmap.mmap]()
         self._owned = ExitStack()
@@ -90,46 +101,46 @@ class CudaAccelerator:
                 self._module = self._owned.enter_context(load_module(self._driver, image))
                 self._compute, self._uploads = self._stream(), self._stream()
                 self._staging = self._pinned(staging_bytes)
-                self._stopwatch = Stopwatch(self._driver, self._compute, self._owned)
+                self._stopwatch = GpuStopwatch(self._driver, self._compute, self._owned)
         except BaseException:
             self.close()
             raise
 
     def has_kernel(self, name: str) -> bool:
-        """Whether the images have a kernel of this name."""
+        """Return whether the images have a kernel of this name."""
         return name in self._images.kernels
 
     def graph_bytes(self, kernels: Sequence[str]) -> int:
-        """Return an estimate of what the driver keeps of the GPU's memory for graphs of calls of these kernels.
+        """Return an estimate of the GPU memory in bytes that the driver keeps for graphs of calls of these kernels.
 
-        Drivers before CUDA 12.4 keep 64 KiB for each launch, says PyTorch's documentation of its CUDA graphs; for newer
-        ones 2.7 KB were reported.
+        Drivers before CUDA 12.4 keep 64 KiB for each launch, according to PyTorch's documentation of its CUDA graphs;
+        for newer ones 2.7 KB were reported.
         """
         launches = sum(len(self._images.kernels.get(name, ())) for name in kernels)
         version = tuple(map(int, self.driver_version.split(".")))
         return _DRIVER_BYTES + launches * (_OLD_LAUNCH_BYTES if version < (12, 4) else _LAUNCH_BYTES)
 
     def free_bytes(self) -> int:
-        """What of the GPU's memory is free now."""
+        """Return how many bytes of the GPU's memory are free now."""
         with self._current():
             return self._driver.free_bytes()
 
-    def allocate(self, size_bytes: int, purpose: str) -> Memory:
-        """Zeroed memory of the GPU, aligned to 256 bytes. Raises DoesNotFitError, which names `purpose`."""
-        size_bytes = max(size_bytes, 1)  # the driver gives no memory of no bytes
+    def allocate(self, size_bytes: int, purpose: str) -> GpuMemory:
+        """Return zeroed memory of the GPU, aligned to 256 bytes. Raises DoesNotFitError, naming `purpose`."""
+        size_bytes = max(size_bytes, 1)  # the driver does not allocate 0 bytes
         with self._current(), ExitStack() as stack:
             try:
                 address = stack.enter_context(self._driver.device_memory(size_bytes))
             except GpuMemoryError as error:
                 raise self._does_not_fit(size_bytes, purpose) from error
-            # Not in the stream of kernels: some may wait there for the host.
+            # Not in the stream of kernels, where some may wait for the host.
             self._driver.call("cuMemsetD8Async", address, 0, size_bytes, self._uploads)
             self._driver.call("cuStreamSynchronize", self._uploads)
             self._keep(stack)
-        return Memory(address, size_bytes)
+        return GpuMemory(address, size_bytes)
 
-    def share(self, size_bytes: int, purpose: str) -> tuple[Memory, NDArray[Any]]:
-        """Zeroed memory of the host that kernels see. The array must not be used after `close`, which frees it."""
+    def share(self, size_bytes: int, purpose: str) -> tuple[GpuMemory, NDArray[Any]]:
+        """Return zeroed memory of the host that kernels see. Do not use the array after `close`, which frees it."""
         with self._current(), ExitStack() as stack:
             try:
                 host_address, address = stack.enter_context(self._driver.shared_memory(max(size_bytes, 1)))
@@ -137,10 +148,10 @@ class CudaAccelerator:
                 raise _not_pinned(purpose, size_bytes, error) from error
             ctypes.memset(host_address, 0, size_bytes)
             self._keep(stack)
-        return Memory(address, size_bytes), host_array(host_address, size_bytes)
+        return GpuMemory(address, size_bytes), host_array(host_address, size_bytes)
 
-    def adopt(self, memory: mmap.mmap) -> Memory:
-        """Pins memory of the host, which must not be unmapped before `close`, so that kernels read it over the bus."""
+    def adopt(self, memory: mmap.mmap) -> GpuMemory:
+        """Pin memory of the host so that kernels read it over the bus. It must not be unmapped before `close`."""
         address, size_bytes = np.frombuffer(memory, np.uint8).ctypes.data, len(memory)
         with self._current(), ExitStack() as stack:
             try:
@@ -150,38 +161,38 @@ class CudaAccelerator:
                 raise _not_pinned(purpose, size_bytes, error) from error
             self._keep(stack)
             self._adopted.append(memory)
-        return Memory(device_address, size_bytes)
+        return GpuMemory(device_address, size_bytes)
 
-    def write(self, memory: Memory, offset: int, data: NDArray[Any]) -> None:
-        """Copies an array uint8 [n] to the GPU's memory, and returns when `data` may change again.
+    def write(self, memory: GpuMemory, offset: int, data: NDArray[Any]) -> None:
+        """Copy an array uint8 [n] to the GPU's memory, and return when `data` may change again.
 
-        It does not wait for what runs, which must not use these bytes meanwhile; what is started later sees them.
+        It does not wait for kernels that run, which must not use these bytes; kernels that are started later see them.
         """
         address = data_address(memory, offset, data)
         with self._current():
             self._staging.write(address, data, self._compute)
 
-    def protect(self, memory: Memory) -> None:
-        """The driver has no memory that kernels cannot write to."""
+    def protect(self, memory: GpuMemory) -> None:
+        """Do nothing: the driver has no memory that kernels cannot write to."""
 
-    def read(self, memory: Memory, offset: int, data: NDArray[Any]) -> None:
-        """Copies from the GPU's memory into an array uint8 [n], once the GPU has done all that it was given."""
+    def read(self, memory: GpuMemory, offset: int, data: NDArray[Any]) -> None:
+        """Copy from the GPU's memory to an array uint8 [n], after everything that was started has run."""
         address = data_address(memory, offset, data)
         with self._current():
             self._staging.read(address, data, self._compute)
 
-    def copy(self, memory: Memory, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copies inside of one memory: (from offset, to offset, bytes) each, no two of which overlap."""
+    def copy(self, memory: GpuMemory, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copy inside one memory; each move is (from offset, to offset, bytes), and no two overlap."""
         places = [(memory.at(target, size), memory.at(source, size), size) for source, target, size in moves if size]
         with self._current():
             for target, source, size_bytes in places:
                 self._driver.call("cuMemcpyDtoDAsync_v2", target, source, size_bytes, self._compute)
             self._driver.call("cuStreamSynchronize", self._compute)
 
-    def bind(self, calls: Sequence[tuple[str, Sequence[View]]], breaks: Sequence[int] = ()) -> Calls:
-        """Make a list of calls, each a kernel's name and its arguments, ready to run as one graph or several.
+    def bind(self, calls: Sequence[tuple[str, Sequence[ArgumentView]]], breaks: Sequence[int] = ()) -> BoundGraphs:
+        """Make one graph or several of a list of calls, each a kernel's name and its arguments.
 
-        `breaks` are the numbers of calls with which a new graph begins, ascending. Raises ArtifactError.
+        `breaks` are the numbers of the calls with which a new graph begins, ascending. Raises ArtifactError.
         """
         bounds = [(start, stop) for start, stop in pairwise([0, *breaks, len(calls)]) if start < stop]
         with self._current(), ExitStack() as stack:
@@ -189,10 +200,10 @@ class CudaAccelerator:
             parts = tuple(tuple(launches[start:stop]) for start, stop in bounds)
             graphs = tuple(self._graph(list(chain(*part)), stack) for part in parts)
             self._keep(stack)
-        return Calls(parts, graphs)
+        return BoundGraphs(parts, graphs)
 
     def tell_failures(self, abandoned: NDArray[np.int32]) -> None:
-        """Set abandoned[0] as soon as a graph cannot be launched, and soon after a kernel has failed."""
+        """Set abandoned[0] from now on when a graph cannot be launched, and soon after a kernel has failed."""
         self._abandoned = abandoned
         driver, context, stream = self._driver, self._context, self._compute
 
@@ -201,12 +212,12 @@ class CudaAccelerator:
                 return not driver.is_well(stream)
             return True
 
-        self._watch = Watch(has_failed, abandoned)
+        self._watch = FailureWatch(has_failed, abandoned)
 
-    def start(self, calls: Calls, stamps: Stamps | None = None) -> None:
+    def start(self, calls: BoundGraphs, stamps: Stamps | None = None) -> None:
         """Begin to run what `bind` returned, and return without waiting for it.
 
-        `stamps` are as exact as `Stopwatch` says; calls that get them must be waited for before others are started.
+        `stamps` are as exact as `GpuStopwatch` says; calls that get them must be waited for before others are started.
         """
         graphs: Sequence[c_void_p] = calls.graphs
         if not graphs:
@@ -220,13 +231,13 @@ class CudaAccelerator:
         if not self._launches_wait and stamps is None and len(graphs) == 1:
             self._launch(graphs, stamps)
             return
-        # Another thread launches: where the GPU's queue is full, or launches wait, the host would wait in that call for
-        # a GPU that waits for the host. The flag is set before, since an interrupt can come after.
+        # Another thread launches. If the GPU's queue is full, or if launches wait, the host would wait in the launch
+        # for a GPU that waits for the host. The flag is set first, since an interrupt can come after.
         self._is_launching = True
         self._launcher.submit(self._try_to_launch, graphs, stamps)
 
     def wait(self) -> None:
-        """Returns when the GPU has done all that it was given. Raises KernelError if any of it failed."""
+        """Return when everything that was started has run. Raises KernelError if any of it failed."""
         if self._is_launching:
             self._await_launcher()
         failed, self._failed, stamps, self._stamps = self._failed, None, self._stamps, None
@@ -244,36 +255,39 @@ class CudaAccelerator:
                 self._stopwatch.read(stamps)
 
     def after_fork(self) -> str:
-        """The child has neither the GPU's memory nor what the host shares with it, and may not call the driver."""
+        """Give up the GPU: a forked process has neither its memory nor the shared memory, and may not call the driver.
+
+        Returns why the GPU cannot be used.
+        """
         self._closed = True
         self._driver.disown()
         return "the GPU belongs to the process that loaded the engine; load the model in a process that was not forked"
 
     def close(self) -> None:
-        """Gives all memory back, once what runs has ended; may be called again. Errors of the GPU are ignored."""
+        """Free all memory after everything that runs has ended. Errors of the GPU are ignored."""
         if self._closed:
             return
         self._closed, self._abandoned = True, None
         self._launcher.shutdown()
-        if self._watch is not None:  # before the memory goes that it writes to
+        if self._watch is not None:  # before the memory that it writes to is freed
             self._watch.close()
         with suppress(CudaError), self._owned_context, ExitStack() as stack:
             with suppress(CudaError):
                 stack.enter_context(self._current())
             stack.enter_context(self._owned)
-            for stream in self._streams:  # nothing is freed under a copy or a kernel
+            for stream in self._streams:  # no memory is freed that a copy or a kernel uses
                 with suppress(CudaError):
                     self._driver.call("cuStreamSynchronize", stream)
         self._adopted.clear()
 
     def __del__(self) -> None:
-        """As `close`: what the driver is asked to free needs a context, which generators that are collected lack."""
+        """Close it: freeing needs a current context, which context managers that are garbage-collected do not have."""
         if not getattr(self, "_closed", True):
             self.close()
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """Contexts are per thread, so each method makes it current by itself."""
+        """Make the GPU's context current, as each method must: contexts are per thread."""
         with self._driver.current(self._context):
             yield
 
@@ -293,11 +307,11 @@ class CudaAccelerator:
                 self._abandoned[0] = 1
 
     def _await_launcher(self) -> None:
-        """Returns when the launcher has done all that it was given."""
+        """Return when the launching thread is idle."""
         last = self._launcher.submit(lambda: None)
         try:
             wait([last])
-        except KeyboardInterrupt:  # what comes next must find nobody at work
+        except KeyboardInterrupt:  # the next step must find launcher and GPU idle
             wait([last])
             with suppress(CudaError), self._current():
                 self._driver.call("cuStreamSynchronize", self._compute)
@@ -314,8 +328,8 @@ class CudaAccelerator:
     def _graph(self, nodes: Sequence[Node], stack: ExitStack) -> c_void_p:
         return stack.enter_context(runnable_graph(self._driver, nodes, self._compute))
 
-    def _stamped(self, calls: Calls) -> Sequence[c_void_p]:
-        """The graphs of `calls` with events in them, made at the first time."""
+    def _stamped(self, calls: BoundGraphs) -> Sequence[c_void_p]:
+        """Return the graphs of `calls` with events in them; the first time, make them."""
         if not calls.stamped:
             firsts = [0, *accumulate(len(part) for part in calls.parts)]
             with ExitStack() as stack:
@@ -330,10 +344,10 @@ class CudaAccelerator:
         return self._streams[-1]
 
     def _keep(self, stack: ExitStack) -> None:
-        """Leaves to `close` what is in `stack`."""
+        """Leave it to `close` to free what is in `stack`."""
         self._owned.push(stack.pop_all())
 
-    def _launches(self, name: str, views: Sequence[View]) -> Iterator[BoundLaunch]:
+    def _launches(self, name: str, views: Sequence[ArgumentView]) -> Iterator[BoundLaunch]:
         if name not in self._images.kernels:
             raise ArtifactError(f"the artifact's GPU code has no kernel {name}; compile the model again")
         addresses = [view_address(name, view) for view in views]
@@ -351,16 +365,16 @@ class CudaAccelerator:
 
 
 def _not_pinned(purpose: str, size_bytes: int, error: CudaError) -> CudaError | DoesNotFitError:
-    """Return what to raise for `error`: a lack of memory that can be pinned is said in one line."""
+    """Return the error to raise for `error`: DoesNotFitError if the system cannot pin memory, else `error` itself."""
     if error.result not in _CANNOT_PIN:
         return error
     return DoesNotFitError(
-        f"{purpose}: the system cannot pin {size_bytes / 2**20:.0f} MiB of memory ({error.call}), so that the GPU "
+        f"{purpose}: the system cannot pin {size_bytes / 2**20:.0f} MiB of memory ({error.call}), so the GPU "
         "cannot use it; close other programs; WSL2 can pin about half of its memory: give it more (.wslconfig)"
     )
 
 
 def _cause(result: int) -> str:
     if result == _LAUNCH_TIMEOUT:
-        return "a kernel waited too long for the host: of a GPU that drives a display, kernels must end within seconds"
+        return "a kernel waited too long for the host: on a GPU that drives a display, kernels must end within seconds"
     return "a kernel failed, and the model must be loaded again"

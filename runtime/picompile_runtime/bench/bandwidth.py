@@ -1,4 +1,7 @@
-"""How fast this machine's memory is read: what decoding is held to."""
+"""The memory's bandwidth, and the least time that decoding can take with it.
+
+The bytes that decoding must move, divided by the bandwidth, are the floor of its time, kernel by kernel.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.artifact.program import STATS_ROW_BYTES, WAITS, Call
+from picompile_runtime.artifact.program import STATS_ROW_BYTES, WAITING_OPS, Call
 from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.devices.cpu.native import HostLibrary, seconds_of
 from picompile_runtime.devices.memory import aligned_zeros, anonymous_map
@@ -26,23 +29,26 @@ _MOST_TASKS = 256
 
 
 class MemoryReader:
-    """Reads memory with the threads that run kernels, slice by slice, so that a disturbance spoils one slice only."""
+    """Reads memory with the threads that run kernels, slice by slice, so that a disturbance affects only one slice."""
 
     def __init__(self, library: HostLibrary, threads: int, size_bytes: int = _BUFFER_BYTES) -> None:
-        """`library` is the code of an artifact. ArtifactError if it cannot read, DoesNotFitError without memory."""
+        """Allocate the memory; `library` is the code of an artifact.
+
+        Raises ArtifactError if the library lacks the kernel that reads, DoesNotFitError if there is too little memory.
+        """
         self._library, self._threads = library, threads
         memory = anonymous_map(size_bytes, "measuring the memory")
         with suppress(OSError, AttributeError):
             memory.madvise(mmap.MADV_HUGEPAGE)  # weights may lie in large pages, too
         numbers = np.frombuffer(memory, np.int64, size_bytes // 8)
-        numbers[:] = 1  # until they are written to, all pages are one and the same
+        numbers[:] = 1  # until pages are written to, all of them are the same page of zeros
         slices = np.array_split(numbers, max(1, size_bytes // _SLICE_BYTES))
         sums = aligned_zeros((_MOST_TASKS,), np.int64)
         self._bytes = np.array([each.nbytes for each in slices])
         self._calls = library.bind([(_READ_KERNEL, [each, sums]) for each in slices])
 
     def read(self) -> NDArray[np.float64]:
-        """Bytes per second of each slice, in one pass over them all."""
+        """Read all slices once, and return the speed of each in bytes per second, float64 [slices]."""
         stamps = np.zeros((len(self._calls), 2), np.int64)
         self._library.run(self._calls, self._threads, stamps)
         speeds: NDArray[np.float64] = self._bytes / seconds_of(stamps)
@@ -50,10 +56,15 @@ class MemoryReader:
 
 
 def memory_bandwidth(threads: int, size_bytes: int = _BUFFER_BYTES, repeats: int = 5) -> float:
-    """Bytes per second that `threads` threads read where there is no artifact: the best of `repeats` passes of numpy's
-    sum over int64.
+    """Return how many bytes per second `threads` threads read, without the code of an artifact.
 
-    The sum runs without Python's lock and is vectorized; one core reaches what its memory gives with it.
+    It is the best of `repeats` passes of numpy's sum over int64. The sum is vectorized and runs without Python's lock,
+    and with it one core reaches the bandwidth of its memory.
+
+    Args:
+        threads: number of threads.
+        size_bytes: size of the memory that is read.
+        repeats: number of passes.
     """
     parts = np.array_split(np.ones(size_bytes // 8, np.int64), threads)
     seconds = []
@@ -65,20 +76,17 @@ def memory_bandwidth(threads: int, size_bytes: int = _BUFFER_BYTES, repeats: int
     return size_bytes / min(seconds)
 
 
-# The least time that decoding can take: the bytes that it must move over the memory's bandwidth, kernel by kernel.
-
-
-# What operators are to who reads a table of times; all others are small.
+# How a table of times groups operators. All other operators are small.
 _KINDS = {
     "linear": "projections",
     "attention": "attention",
     "predict": "predictor",
     "ffn": "feed-forward",
     **dict.fromkeys(("head", "leading"), "head"),
-    # Where there is a hot device: what brings values from one side to the other, and what waits for them. What is
-    # received is copied as well, by the same kernel.
+    # With an accelerator: transfers between host and accelerator, and waits for them. The kernel that waits for values
+    # also copies them.
     **dict.fromkeys(("inputs", "send", "signal"), "exchange"),
-    **dict.fromkeys(WAITS, "waits"),
+    **dict.fromkeys(WAITING_OPS, "waits"),
 }
 _STATISTICS = tuple(f"stats{function}{device}" for function in ("", ".batch") for device in ("", ".device"))
 REST = "norms and rest"
@@ -87,8 +95,9 @@ KINDS = (*dict.fromkeys(_KINDS.values()), REST)
 
 @dataclass(frozen=True)
 class KernelTime:
-    """What the kernels of one kind on one device do for a token. `floor_s` is what `bytes` take at the bandwidth of
-    its memory, None where that is not known.
+    """Bytes and seconds per token of all kernels of one kind on one device.
+
+    `floor_s` is how long `bytes` take at the bandwidth of the device's memory, None if that is not known.
     """
 
     kind: str
@@ -100,18 +109,18 @@ class KernelTime:
 
     @property
     def bytes_per_s(self) -> float:
-        """What they read; 0 where they take no time."""
+        """Bytes that they move per second; 0 if they take no time."""
         return self.bytes / self.seconds if self.seconds else 0.0
 
     @property
     def floor_share(self) -> float | None:
-        """How near they are to the floor: 1 is there."""
+        """Share of the floor in their time; 1 is the best."""
         if self.floor_s is None:
             return None
         return self.floor_s / self.seconds if self.seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The form in `bench --json`."""
+        """Return the entry for `bench --json`."""
         return {
             "kind": self.kind,
             "device": self.device,
@@ -125,12 +134,12 @@ class KernelTime:
 
 
 def kind(call: Call) -> str:
-    """Which of KINDS a call is."""
+    """Return which of KINDS a call is."""
     return _KINDS.get(call.op, REST)
 
 
 def statistics_rows(call: Call) -> list[int]:
-    """Where a feed-forward call counts its neurons: the row of the statistics, of the host's or of the hot device's."""
+    """Return the rows of the statistics, the host's or the accelerator's, where a call counts its neurons."""
     statistics = (arg for arg in call.args if arg.kind == "buffer" and arg.name in _STATISTICS)
     return [arg.view.offset // STATS_ROW_BYTES for arg in statistics]
 
@@ -138,8 +147,14 @@ def statistics_rows(call: Call) -> list[int]:
 def step_bytes(
     artifact: Artifact, function: str, firing: Sequence[FiringCounts], cached: float, rows: int = 1
 ) -> list[float]:  # fmt: skip
-    """Bytes that each call of a step of `function` must move: of weights those that `firing` asks for, of the KV cache
-    the `cached` positions of each of `rows` sequences.
+    """Return the bytes that each call of a step of `function` must move.
+
+    Args:
+        artifact: the artifact.
+        function: a function of its program.
+        firing: the share of neurons that each feed-forward part computes.
+        cached: number of positions in the KV cache of each sequence.
+        rows: number of sequences.
     """
     shares = {row.part.stats_row: row.computed_share for row in firing}
     return [
@@ -149,12 +164,12 @@ def step_bytes(
 
 
 def bytes_per_token(artifact: Artifact, firing: Sequence[FiringCounts], cached: float) -> float:
-    """Bytes of weights and of KV cache that `decode` must move when `cached` tokens are in the cache."""
+    """Return the bytes of weights and KV cache that `decode` must move if `cached` tokens are in the cache."""
     return sum(step_bytes(artifact, "decode", firing, cached))
 
 
 def _idle_bytes(artifact: Artifact, call: Call, shares: dict[int, float]) -> float:
-    """What a feed-forward call leaves unread: of its last matrix argument, the rows that it does not need."""
+    """Return the bytes that a feed-forward call does not read: the rows of its last matrix that it does not need."""
     rows = statistics_rows(call)
     matrices = [arg.name for arg in call.args if arg.kind == "weight" and len(arg.view.shape) == 2]
     if not rows or not matrices:
@@ -163,7 +178,7 @@ def _idle_bytes(artifact: Artifact, call: Call, shares: dict[int, float]) -> flo
 
 
 def _cache_bytes(artifact: Artifact, call: Call, cached: float) -> float:
-    """What an attention reads of one sequence's cache."""
+    """Return the bytes that an attention call reads of one sequence's cache."""
     if call.op != "attention":
         return 0.0
     program = artifact.program

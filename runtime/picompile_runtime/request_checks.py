@@ -1,4 +1,4 @@
-"""What a caller may ask of an engine: tokens of the model, slots that there are. All else is a RequestError."""
+"""Checks of what a caller passes in: token ids, slots and numbers. A wrong value raises RequestError."""
 
 from __future__ import annotations
 
@@ -15,10 +15,19 @@ _SHOWN = 80  # characters
 
 
 def token_ids(ids: Sequence[int] | NDArray[Any], vocab: int, least: int = 1) -> NDArray[np.int32]:
-    """`ids` as int32 [tokens], at `least` so many, if they are tokens of a vocabulary of `vocab`."""
+    """Return `ids` as int32 [tokens].
+
+    Args:
+        ids: token ids.
+        vocab: size of the vocabulary; ids are below it.
+        least: how many ids there must be at least.
+
+    Raises:
+        RequestError: `ids` are no list of token ids, or too few.
+    """
     try:
         tokens = np.asarray(ids)
-    except Exception as error:  # such as lists of different lengths, or whatever an object says that is no list
+    except Exception as error:  # such as lists of different lengths, or whatever an object that is no list raises
         raise _no_tokens(vocab) from error
     if tokens.shape == (0,):
         if least > 0:
@@ -27,7 +36,7 @@ def token_ids(ids: Sequence[int] | NDArray[Any], vocab: int, least: int = 1) -> 
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= vocab:
         raise _no_tokens(vocab)
     if not isinstance(ids, np.ndarray) and any(isinstance(token, bool) for token in ids):
-        raise _no_tokens(vocab)  # numpy takes them for numbers where there are others
+        raise _no_tokens(vocab)  # numpy turns bools into numbers if the list has numbers, too
     return tokens.astype(np.int32)
 
 
@@ -36,15 +45,17 @@ def _no_tokens(vocab: int) -> RequestError:
 
 
 def token_id(token: int, vocab: int) -> int:
-    """`token`, if it is one; a shorter way for the one that is read most often."""
+    """Return `token` if it is a token id below `vocab`, else raise RequestError. It is fast for ints."""
     if type(token) is int and 0 <= token < vocab:
         return token
     return int(token_ids([token], vocab)[0])
 
 
 def whole_number(what: str, value: object, least: int, most: int, must: str = "") -> int:
-    """Return `value` as an int. Raises RequestError unless it is a whole number from `least` to `most`, or as it `must`
-    be in words.
+    """Return `value` as an int.
+
+    Raises RequestError unless it is a whole number from `least` to `most`. The error calls the value `what` and says
+    what it `must` be, by default the range.
     """
     if isinstance(value, int | np.integer) and not isinstance(value, bool) and least <= value <= most:
         return int(value)
@@ -52,7 +63,10 @@ def whole_number(what: str, value: object, least: int, most: int, must: str = ""
 
 
 def real_number(what: str, value: object, holds: Callable[[float], bool], must: str) -> float:
-    """Return `value` as a float. Raises RequestError, which says what it `must` be, unless it is finite and `holds`."""
+    """Return `value` as a float.
+
+    Raises RequestError, which says what the value `must` be, unless it is finite and `holds` returns True for it.
+    """
     try:
         if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
             number = float(value)
@@ -64,28 +78,31 @@ def real_number(what: str, value: object, holds: Callable[[float], bool], must: 
 
 
 def shown(value: object) -> str:
-    """Return a value of a caller as an error shows it: short, whatever it is."""
+    """Return a caller's value as errors show it: its repr, at most 80 characters long."""
     try:
         text = repr(value)
-    except Exception:  # of an int of very many digits, or of an object that cannot be shown
+    except Exception:  # an int with very many digits has none, nor have some objects
         text = f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def check_slot(slot: int, sequences: int) -> None:
-    """Raises RequestError unless one of `sequences` has this slot."""
+    """Raise RequestError unless `slot` is a slot of an engine for so many `sequences`."""
     if not isinstance(slot, int | np.integer) or isinstance(slot, bool) or not 0 <= slot < sequences:
         has = "only slot 0" if sequences == 1 else f"slots 0 to {sequences - 1}"
         raise RequestError(f"there is no slot {shown(slot)}: the model was compiled with {has} (--sequences)")
 
 
-def check_batch(slots: Sequence[int], tokens: int, sequences: int) -> list[int]:
-    """Return `slots` as a list. Raises RequestError unless they are different ones, one for each of `tokens` tokens."""
+def check_sequences(slots: Sequence[int], tokens: int, sequences: int) -> list[int]:
+    """Return `slots` as a list of ints.
+
+    Raises RequestError unless they are different slots of an engine for `sequences`, one for each of `tokens` tokens.
+    """
     try:
         found = list(slots) if not isinstance(slots, Set | Mapping) else None
-    except Exception as error:  # whatever an object says that is no list
+    except Exception as error:  # whatever an object that is no list raises
         raise RequestError(f"slots must be a list of slots, not {shown(slots)}") from error
-    if found is None:  # has no order
+    if found is None:  # sets and mappings have no order
         raise RequestError(f"slots must be a list of slots, not {shown(slots)}")
     if len(found) != tokens:
         raise RequestError(f"each token needs its slot: there are {tokens} tokens and {len(found)} slots")
@@ -97,7 +114,10 @@ def check_batch(slots: Sequence[int], tokens: int, sequences: int) -> list[int]:
 
 
 def check_room(tokens: int, position: int, context: int, slot: int | None = None) -> None:
-    """Raises RequestError unless so many tokens fit behind `position` others. `slot`: where there are several."""
+    """Raise RequestError unless `tokens` more tokens fit the `context` behind the `position` tokens before them.
+
+    The error names the `slot`, which is given where there are several.
+    """
     if position + tokens <= context:
         return
     behind = f" behind the {position} before it" if position else ""

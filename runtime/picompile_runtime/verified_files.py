@@ -1,7 +1,7 @@
-"""Stamps: empty files in the user's cache folder, each for something that was found once.
+"""Remembers facts, such as that a large file was found whole, in the user's cache folder.
 
-A stamp's name is a hash of facts. Those of a large file that was found whole are its path, identity, size and times and
-the manifest that vouches for it; whoever changes the file changes one of these.
+Each is an empty file whose name is a hash of the facts. For a file that was found whole, the facts are its path,
+identity, size and times and the hash of the manifest that lists it; changing the file changes one of these.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ def _folder() -> Path:
 
 
 def is_remembered(*facts: object) -> bool:
-    """Whether `remember` was called with these facts, whose texts count."""
+    """Return whether `remember` was called with these facts, which are compared as texts."""
     with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home folder
         return _stamp(facts).is_file()
     return False
 
 
 def remember(*facts: object) -> None:
-    """Remember the facts. A cache that cannot be written only costs time."""
+    """Remember the facts. If the cache cannot be written, nothing happens: a check is then repeated."""
     with suppress(OSError, RuntimeError):
         _folder().mkdir(parents=True, exist_ok=True)
         _stamp(facts).touch()
 
 
-def is_stamped(path: Path, descriptor: int, manifest_sha256: str) -> bool:
-    """Whether the open file was found whole before, and has not changed since."""
+def is_verified(path: Path, descriptor: int, manifest_sha256: str) -> bool:
+    """Return whether the open file was found whole before, and has not changed since."""
     return is_remembered(*_facts(path, descriptor, manifest_sha256))
 
 
-def stamp(path: Path, descriptor: int, manifest_sha256: str) -> None:
+def mark_verified(path: Path, descriptor: int, manifest_sha256: str) -> None:
     """Remember that the open file is whole."""
     remember(*_facts(path, descriptor, manifest_sha256))
 
