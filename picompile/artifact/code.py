@@ -141,8 +141,9 @@ def _build_cpu(code: "Sequence[Code]", lowered: "Lowered", folder: Path, progres
 def _build_cuda(sm: int, lowered: "Lowered", folder: Path, progress: Progress) -> dict[str, Any]:
     from picompile_codegen import cuda
     from picompile_codegen.cuda.build import build_cuda
+    from picompile_codegen.specs import PingPongSpec
 
     with progress.step("hot device"):
         # The runtime asks with the last one whether the GPU sees what the host writes.
-        files = build_cuda([*lowered.device_built.values(), cuda.ping_pong()], folder / "kernels", sm)
+        files = build_cuda([*lowered.device_built.values(), cuda.write_kernel(PingPongSpec())], folder / "kernels", sm)
     return {"kind": "cuda", "sm": sm, **{role: f"kernels/{name}" for role, name in files.items()}}

@@ -2,8 +2,8 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from picompile.compile_options import MOST_SEQUENCES
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from picompile.placement.times import Where
     from picompile_codegen.lowering.lower import Lowered
     from picompile_codegen.lowering.program import LoweredProgram, ProgramCall
+    from picompile_codegen.specs import KernelSpec
 
 
 @dataclass(frozen=True)
@@ -169,30 +170,31 @@ def exchange_launches(layer: LayerBytes, where: "Where") -> tuple[int, int, int]
 
 def _by_kernel(lowered: "Lowered", calls: "Sequence[ProgramCall]", batch: int) -> dict[str, int]:
     """The launches of each kernel that `calls` name, by its name."""
-    recipes = {kernel.name: recipe for recipe, kernel in lowered.built.items()}
-    return {call.kernel: _twin_launches(*recipes[call.kernel], batch) for call in calls}
+    specs = {kernel.name: spec for spec, kernel in lowered.built.items()}
+    return {call.kernel: _launches_of(specs[call.kernel], batch) for call in calls}
 
 
-def _twin_launches(builder: Any, parameters: tuple[tuple[str, Hashable], ...], batch: int) -> int:
-    from picompile_codegen.cuda.builders import CUDA_BUILDERS
-    from picompile_codegen.lowering.program import kernel_of
+def _launches_of(spec: "KernelSpec", batch: int) -> int:
+    """The launches of the CUDA kernel of `spec`, one where there is none, in a step of `batch` sequences."""
+    from picompile_codegen import cuda
+    from picompile_codegen.lowering.program import cuda_kernel_of
 
-    twin = CUDA_BUILDERS.get(builder)
-    if twin is None:
+    if type(spec) not in cuda.BODIES:
         return 1
     # A plan may be of more sequences than an artifact can hold.
     batch = min(batch, MOST_SEQUENCES)
     if batch > 1:
         # What the function `batch` asks for instead.
-        batched: Mapping[str, Hashable] = {"rows": batch, "sequences": batch, "mode": "batch"}
-        parameters = tuple((name, batched.get(name, value)) for name, value in parameters)
-    return len(kernel_of((twin, parameters)).grids)
+        batched: dict[str, Any] = {"rows": batch, "sequences": batch, "mode": "batch"}
+        names = {field.name for field in fields(spec)}
+        spec = replace(spec, **{name: value for name, value in batched.items() if name in names})
+    return len(cuda_kernel_of(spec).grids)
 
 
 def _leading(vocab: int, batch: int) -> int:
-    from picompile_codegen import cpu as kernels
+    from picompile_codegen.specs import TopLogitsSpec
 
-    return _twin_launches(kernels.leading_logits, (("rows", 1), ("vocab", vocab)), batch)
+    return _launches_of(TopLogitsSpec(vocab, rows=1), batch)
 
 
 def _layer_ends(calls: "Sequence[ProgramCall]") -> list[int]:

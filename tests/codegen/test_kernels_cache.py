@@ -7,9 +7,9 @@ import pytest
 from caches import SCALE, Heads, expected_attention, in_q8, random_cache
 from workbench import Array, Workbench, assert_close, uniform
 
-from picompile_codegen import cpu as kernels
+from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
-from picompile_codegen.cpu.token_ops import Mode
+from picompile_codegen.specs import CacheWriteSpec, Mode, RotarySpec
 
 CHUNK = 13
 CONTEXT = 50
@@ -33,12 +33,14 @@ EXTENDING: list[tuple[str, Mode, int, int, bool]] = [
 
 
 def rotary(head_dim: int, mode: Mode, rows: int, heads: int = 3, context: int = CONTEXT) -> Kernel:
-    return kernels.rotary(heads=heads, head_dim=head_dim, rows=rows, context=context, mode=mode)
+    return cpu.write_kernel(RotarySpec(heads=heads, head_dim=head_dim, rows=rows, context=context, mode=mode))
 
 
 def cache_write(kv_dtype: str, mode: Mode, rows: int, head_dim: int = 72) -> Kernel:
-    return kernels.cache_write(
-        kv_heads=3, head_dim=head_dim, context=CONTEXT, rows=rows, kv_dtype=kv_dtype, mode=mode, sequences=4
+    return cpu.write_kernel(
+        CacheWriteSpec(
+            kv_heads=3, head_dim=head_dim, context=CONTEXT, rows=rows, kv_dtype=kv_dtype, mode=mode, sequences=4
+        )
     )
 
 

@@ -12,12 +12,12 @@ from tvm import tirx
 
 from picompile_codegen.cpu.dot import Vector, prepare_vector
 from picompile_codegen.cpu.ffn_chunk import ChunkMemory, compute_chunk, ffn_chunk
-from picompile_codegen.cpu.ffn_neurons import FfnArguments, FfnShape, NeuronList, declare_list, list_neurons, make_list
+from picompile_codegen.cpu.ffn_neurons import FfnArguments, NeuronList, declare_list, list_neurons, make_list
 from picompile_codegen.cpu.ffn_slices import Slices, compute_slice
-from picompile_codegen.cpu.kernel import Kernel, KernelFunction
-from picompile_codegen.cpu.matrix import matrix_argument
+from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.quantized import QuantizedVector, quantize_to, vector_sizes
 from picompile_codegen.cpu.tensor import KernelTensor, bind, local, loop, parallel, when, worth_a_region
+from picompile_codegen.specs import FfnSpec
 
 # Each has a y of its own, which costs time to add up; too few leave threads without work.
 SLICES = 16
@@ -25,18 +25,17 @@ SLICES = 16
 
 def ffn_one(function: KernelFunction, arguments: FfnArguments) -> None:
     """Declares the rest of the arguments and writes the body."""
-    shape = arguments.shape
+    spec = arguments.spec
     memory = declare_list(function, arguments)
     slices = Slices.declare(function, arguments, SLICES)
-    y = function.floats("y", 1, shape.dim)
 
     vector = prepare_vector(arguments.x, arguments.bundle)
     is_worth = worth_a_region(arguments.bundle.bytes)
     listed = None if memory is None else make_list(arguments, vector, memory)
     with parallel(SLICES, when_worth=is_worth) as index:
         compute_slice(arguments, vector, listed, slices, index, index)
-    slices.add_up(y, arguments.down_bias, shape.dim, 1)
-    slices.count(arguments.stats, shape.neurons if listed is None else listed.count, 1)
+    slices.add_up(arguments.y, arguments.down_bias, spec.dim, 1)
+    slices.count(arguments.stats, spec.neurons if listed is None else listed.count, 1)
 
 
 # The feed-forward block of a few sequences' next tokens, each with a mask of its own.
@@ -55,16 +54,15 @@ DENSE_BLOCKS, DENSE_PERCENT = 2, 30
 
 def ffn_batch(function: KernelFunction, arguments: FfnArguments) -> None:
     """Declares the rest of the arguments and writes the body."""
-    shape = arguments.shape
+    spec = arguments.spec
     listed = declare_list(function, arguments)
     if listed is None:
         raise ValueError("a batch of tokens is computed by masks")
-    counts = function.scratch("counts", "int32", shape.rows)
+    counts = function.scratch("counts", "int32", spec.rows)
     vectors = _declare_vectors(function, arguments)
     slices = Slices.declare(function, arguments, _SLICES)
-    memory = ChunkMemory.declare(function, shape, arguments.bundle.scale is not None)
-    y = function.floats("y", shape.rows, shape.dim)
-    tokens = function.tokens(shape.rows)
+    memory = ChunkMemory.declare(function, spec, arguments.bundle.scale is not None)
+    tokens = function.tokens(spec.rows)
 
     with parallel(tokens) as token:
         counts[token] = list_neurons(arguments, listed, token).count
@@ -76,12 +74,12 @@ def ffn_batch(function: KernelFunction, arguments: FfnArguments) -> None:
     with loop(0, tokens) as token:
         computed[0] = computed[0] + counts[token]
     total = bind(computed[0])
-    limit = bind(shape.neurons * DENSE_BLOCKS + tokens * (shape.neurons * DENSE_PERCENT // 100))
+    limit = bind(spec.neurons * DENSE_BLOCKS + tokens * (spec.neurons * DENSE_PERCENT // 100))
     with when(total > limit):
-        compute_chunk(arguments, memory, y, tokens)
+        compute_chunk(arguments, memory, tokens)
         # Nobody counted those that fired: they are counted as fired.
         for i in range(2):
-            arguments.stats[i] = arguments.stats[i] + tirx.Cast("int64", tokens * shape.neurons)
+            arguments.stats[i] = arguments.stats[i] + tirx.Cast("int64", tokens * spec.neurons)
     with when(total <= limit):
         with parallel(tokens * _SLICES) as index:
             token = bind(index // _SLICES)
@@ -89,7 +87,7 @@ def ffn_batch(function: KernelFunction, arguments: FfnArguments) -> None:
             neurons = NeuronList(listed.neurons, token, bind(counts[token]), None)
             vector = Vector(arguments.x, token, quantized)
             compute_slice(arguments, vector, neurons, slices, index, index - token * _SLICES)
-        slices.add_up(y, arguments.down_bias, shape.dim, tokens)
+        slices.add_up(arguments.y, arguments.down_bias, spec.dim, tokens)
         slices.count(arguments.stats, total, tokens)
 
 
@@ -97,7 +95,7 @@ def _declare_vectors(
     function: KernelFunction, arguments: FfnArguments
 ) -> tuple[KernelTensor, KernelTensor, KernelTensor | None] | None:
     """Memory for the tokens' bytes, where the matrix has bytes."""
-    bundle, rows = arguments.bundle, arguments.shape.rows
+    bundle, rows = arguments.bundle, arguments.spec.rows
     if bundle.scale is None:
         return None
     count, padded = vector_sizes(bundle)
@@ -109,50 +107,12 @@ def _declare_vectors(
 # Feed-forward blocks: which kernel there is for which kind, and the arguments they have in common.
 
 
-def ffn(
-    *, kind: str, format: str, neurons: int, dim: int, rows: int, gated: bool, activation: str, up_activation: str,
-    gate_bias: bool, up_bias: bool, down_bias: bool, mask_columns: int | None = None,
-) -> Kernel:  # fmt: skip
-    """y = h · down + down_bias, h = activation(x · gateᵀ + gate_bias) ∘ up_activation(x · upᵀ + up_bias).
-
-    Without a gate (`gated` False), h = activation(x · upᵀ + up_bias). x float32 [rows, dim], y like x, biases float32
-    [neurons] and [dim]. `neuron_w` is a bundle: the rows of one neuron follow one another.
-
-    | kind | `decide_w` | bundle | rows = 1 computes |
-    | --- | --- | --- | --- |
-    | `dense` | | gate, up, down or up, down | every neuron |
-    | `exact`, gated | gate | up, down | up and down of neurons whose gate is above the activation's threshold |
-    | `exact`, not gated | up | down | down of neurons whose up is above it |
-    | `masked` | | gate, up, down or up, down | the neurons of `mask` |
-
-    `mask` uint8 [rows, neurons] holds 0 or 1. With `mask_columns` it has that many columns instead, and neuron r is
-    column `table`[r], int32 [neurons]. With several rows `masked` computes the neurons of each row's mask, or all where
-    the masks name many; the other kinds compute all.
-
-    `stats` int64 [2] counts, for rows = 1 and in `masked`, neurons computed and neurons whose h is not zero, of all
-    rows together. It is added to, not set.
-    """
-    shape = FfnShape(kind, neurons, dim, rows, gated, activation, up_activation)
-    name = ("gated" if gated else "plain", activation, "" if up_activation == "identity" else f"up_{up_activation}")
-    biases = "g" * gate_bias + "u" * up_bias + "d" * down_bias
-    suffixes = (biases and f"b{biases}", "" if mask_columns is None else f"of{mask_columns}")
-    function = KernelFunction("ffn", kind, format, f"{neurons}x{dim}", f"r{rows}", *name, *suffixes)
-    with function:
-        x = function.floats("x", rows, dim)
-        columns = mask_columns or neurons
-        mask = function.argument("mask", "uint8", rows, columns, below=2) if shape.is_masked else None
-        table = None if mask_columns is None else function.argument("table", "int32", neurons, below=columns)
-        decide = matrix_argument(function, "decide_w", format, neurons, dim) if shape.is_exact else None
-        bundle = matrix_argument(function, "neuron_w", format, neurons * shape.bundle_parts, dim)
-        gate = function.optional_floats("gate_bias", neurons, gate_bias)
-        up = function.optional_floats("up_bias", neurons, up_bias)
-        down = function.optional_floats("down_bias", dim, down_bias)
-        stats = function.argument("stats", "int64", 2, access="adds")
-        arguments = FfnArguments(shape, x, mask, table, decide, bundle, gate, up, down, stats)
-        if rows == 1:
-            ffn_one(function, arguments)
-        elif shape.is_masked:
-            ffn_batch(function, arguments)
-        else:
-            ffn_chunk(function, arguments)
-    return function.kernel()
+def ffn(spec: FfnSpec, function: KernelFunction) -> None:
+    """Write the body of an `FfnSpec`."""
+    arguments = FfnArguments.of(spec, function)
+    if spec.rows == 1:
+        ffn_one(function, arguments)
+    elif spec.is_masked:
+        ffn_batch(function, arguments)
+    else:
+        ffn_chunk(function, arguments)

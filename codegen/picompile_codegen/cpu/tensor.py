@@ -37,6 +37,11 @@ class KernelTensor:
         return int(self._buffer.shape[0])
 
     @property
+    def columns(self) -> int:
+        """The last dimension."""
+        return int(self._buffer.shape[-1])
+
+    @property
     def first(self) -> Expr:
         """The first element."""
         return tirx.BufferLoad(self._buffer, [0] * len(self._buffer.shape))

@@ -2,38 +2,26 @@
 
 from tvm import tirx
 
-from picompile_codegen.cpu.kernel import Kernel, KernelFunction
+from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, select, when
+from picompile_codegen.specs import TopLogitsSpec
 
-# More than top-k of most programs (40 or 50), and few enough to go to the host in no time.
-MOST_LEADING = 64
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = 0x7F800000
 
 
-def leading_logits(*, vocab: int, rows: int) -> Kernel:
-    """The n = min(64, vocab) highest logits of each row, highest first, and their tokens.
-
-    logits float32 [rows, vocab] → scores float32 [rows, n], ids int32 [rows, n]. Of equal logits the lower token comes
-    first; NaN comes before all numbers.
-    """
-    function, count = KernelFunction("leading_logits", vocab, f"r{rows}"), min(MOST_LEADING, vocab)
-    with function:
-        logits = function.floats("logits", rows, vocab)
-        scores, ids = (
-            function.floats("scores", rows, count),
-            function.argument("ids", "int32", rows, count, below=vocab),
-        )
-        with parallel(function.tokens(rows), when_worth=rows > 1) as row:
-            kept = _Kept(scores, ids, row)
-            with loop(0, count) as token:
-                kept.insert(bind(logits[row, token]), token, token)
-            with loop(count, vocab) as token:
-                value = bind(logits[row, token])
-                # Of many thousands a few hundred are among the highest so far.
-                with when(order_of(value) > order_of(bind(scores[row, count - 1]))):
-                    kept.insert(value, token, count - 1)
-    return function.kernel()
+def top_logits(spec: TopLogitsSpec, function: KernelFunction) -> None:
+    """Write the body of a `TopLogitsSpec`."""
+    logits, scores, ids = function["logits"], function["scores"], function["ids"]
+    with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as row:
+        kept = _Kept(scores, ids, row)
+        with loop(0, spec.count) as token:
+            kept.insert(bind(logits[row, token]), token, token)
+        with loop(spec.count, spec.vocab) as token:
+            value = bind(logits[row, token])
+            # Of many thousands a few hundred are among the highest so far.
+            with when(order_of(value) > order_of(bind(scores[row, spec.count - 1]))):
+                kept.insert(value, token, spec.count - 1)
 
 
 def order_of(value: Expr) -> Expr:

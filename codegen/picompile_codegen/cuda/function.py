@@ -98,7 +98,7 @@ class CudaFunction(KernelFunction):
 
     def cuda_kernel(self) -> CudaKernel:
         """The finished kernel, once its body has ended."""
-        return CudaKernel(self.name, self._builder.get(), self.arguments(), **self._bounds, grids=tuple(self._grids))
+        return CudaKernel(self.name, self.prim_func(), self.arguments(), **self._bounds, grids=tuple(self._grids))
 
 
 def blocks_for(count: int, each: int) -> int:

@@ -7,9 +7,10 @@ from tvm import tirx
 
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, when
 from picompile_codegen.cuda.dot import BlockVector, add_part
-from picompile_codegen.cuda.function import WARP, CudaFunction, CudaKernel, ThreadIndex, blocks_for
+from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import CudaMatrix, matrix_argument
 from picompile_codegen.cuda.memory import barrier, registers, shared, warp_sum
+from picompile_codegen.specs import LinearSpec
 
 SIDE = 64
 THREADS = 256
@@ -165,24 +166,18 @@ _ROWS_A_BLOCK = _THREADS // WARP * _ROWS_A_WARP
 _COLUMNS = 4096
 
 
-def linear(*, format: str, n: int, k: int, rows: int, bias: bool) -> CudaKernel:
-    """y = x · wᵀ + bias. x float32 [rows, k], w packed [n, k], bias float32 [n] → y float32 [rows, n]."""
-    function = CudaFunction("linear", format, f"{n}x{k}", f"r{rows}", "b" if bias else "")
-    with function:
-        x = function.floats("x", rows, k)
-        w = matrix_argument(function, "w", format, n, k)
-        biases = function.optional_floats("bias", n, bias)
-        y = function.floats("y", rows, n)
-        if rows == 1:
-            # Where x is in several parts ptxas takes up to 74 registers for q4, where 64 do and a fourth block fits.
-            resident = 4 if format == "q4" and k > _COLUMNS else 0
-            with function.launch(grid=blocks_for(n, _ROWS_A_BLOCK), block=_THREADS, resident=resident) as place:
-                _one(x, w, biases, y, place)
-        else:
-            grid = (blocks_for(n, TILE_ROWS), blocks_for(rows, TILE_TOKENS))
-            with function.launch(grid=grid, block=TILE_THREADS) as place:
-                multiply_tile(x, w, biases, y, function.tokens(rows), place)
-    return function.cuda_kernel()
+def linear(spec: LinearSpec, function: CudaFunction) -> None:
+    """Write the launch of a `LinearSpec`."""
+    x, w, bias, y = function["x"], matrix_argument(function, "w"), function.get("bias"), function["y"]
+    if spec.rows == 1:
+        # Where x is in several parts ptxas takes up to 74 registers for q4, where 64 do and a fourth block fits.
+        resident = 4 if spec.format == "q4" and spec.k > _COLUMNS else 0
+        with function.launch(grid=blocks_for(spec.n, _ROWS_A_BLOCK), block=_THREADS, resident=resident) as place:
+            _one(x, w, bias, y, place)
+        return
+    grid = (blocks_for(spec.n, TILE_ROWS), blocks_for(spec.rows, TILE_TOKENS))
+    with function.launch(grid=grid, block=TILE_THREADS) as place:
+        multiply_tile(x, w, bias, y, function.tokens(spec.rows), place)
 
 
 def _one(x: KernelTensor, w: CudaMatrix, bias: KernelTensor | None, y: KernelTensor, place: ThreadIndex) -> None:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.matrix import matrix_argument as declare_matrix
+from picompile_codegen.cpu.matrix import KernelMatrix
+from picompile_codegen.cpu.matrix import matrix_argument as host_matrix_argument
+from picompile_codegen.cpu.matrix import optional_matrix as host_optional_matrix
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, when
 from picompile_codegen.cpu.vector import at, splat
 from picompile_codegen.cuda.function import WARP, blocks_for
@@ -133,10 +135,19 @@ class CudaMatrix:
         return Unit(first, _bytes(words), scale)
 
 
-def matrix_argument(function: KernelFunction, name: str, format_name: str, rows: int, columns: int) -> CudaMatrix:
-    """Declares a packed matrix, with the arguments that it has on the CPU."""
-    matrix = declare_matrix(function, name, format_name, rows, columns)
-    return CudaMatrix(format_name, rows, columns, matrix.data, matrix.scale)
+def matrix_argument(function: KernelFunction, name: str) -> CudaMatrix:
+    """Return the packed matrix that the kernel's spec declares under that name."""
+    return _of(host_matrix_argument(function, name))
+
+
+def optional_matrix(function: KernelFunction, name: str) -> CudaMatrix | None:
+    """Return the packed matrix of that name, or None in a variant of the kernel that has none."""
+    matrix = host_optional_matrix(function, name)
+    return None if matrix is None else _of(matrix)
+
+
+def _of(matrix: KernelMatrix) -> CudaMatrix:
+    return CudaMatrix(matrix.format, matrix.rows, matrix.columns, matrix.data, matrix.scale)
 
 
 def _halves(data: KernelTensor, row: Expr, number: Expr) -> tuple[Expr, ...]:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, when
-from picompile_codegen.cpu.top_logits import MOST_LEADING, order_of
-from picompile_codegen.cuda.function import CudaFunction, CudaKernel, ThreadIndex, blocks_for
+from picompile_codegen.cpu.top_logits import order_of
+from picompile_codegen.cuda.function import CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.memory import address, barrier, loads_first, run_extern, shared
+from picompile_codegen.specs import MOST_TOP_LOGITS, TopLogitsSpec
 
-RUN = MOST_LEADING
+RUN = MOST_TOP_LOGITS
 _RUN_BITS = RUN.bit_length() - 1
 THREADS = 512
 # 16 KiB of the block's memory.
@@ -126,30 +127,19 @@ _SLICE = 2048
 _LAST_ID = 2**31 - 1
 
 
-def leading_logits(*, vocab: int, rows: int) -> CudaKernel:
-    """The n = min(64, vocab) highest logits of each row, highest first, and their tokens.
-
-    logits float32 [rows, vocab] → scores float32 [rows, n], ids int32 [rows, n]. Of equal logits the lower token comes
-    first; NaN comes before all numbers.
-    """
-    function, count = CudaFunction("leading_logits", vocab, f"r{rows}"), min(MOST_LEADING, vocab)
-    slices = blocks_for(vocab, _SLICE)
-    with function:
-        logits = function.floats("logits", rows, vocab)
-        scores, ids = (
-            function.floats("scores", rows, count),
-            function.argument("ids", "int32", rows, count, below=vocab),
-        )
-        found = function.scratch("found", "int64", rows, slices * RUN)
-        with function.launch(grid=(slices, rows), block=THREADS) as place, when(place.block_y < function.tokens(rows)):
-            _search_slice(logits, found, vocab, place)
-        with function.launch(grid=rows, block=THREADS) as place, when(place.block < function.tokens(rows)):
-            best = _merge_slices(found, slices, place)
-            with when(place.thread < count):
-                token = bind(_LAST_ID - tirx.Cast("int32", best & _LAST_ID))
-                scores[place.block, place.thread] = logits[place.block, token]
-                ids[place.block, place.thread] = token
-    return function.cuda_kernel()
+def top_logits(spec: TopLogitsSpec, function: CudaFunction) -> None:
+    """Write the launches of a `TopLogitsSpec`: search each slice, then merge what they found."""
+    logits, scores, ids, rows = function["logits"], function["scores"], function["ids"], spec.rows
+    slices = blocks_for(spec.vocab, _SLICE)
+    found = function.scratch("found", "int64", rows, slices * RUN)
+    with function.launch(grid=(slices, rows), block=THREADS) as place, when(place.block_y < function.tokens(rows)):
+        _search_slice(logits, found, spec.vocab, place)
+    with function.launch(grid=rows, block=THREADS) as place, when(place.block < function.tokens(rows)):
+        best = _merge_slices(found, slices, place)
+        with when(place.thread < spec.count):
+            token = bind(_LAST_ID - tirx.Cast("int32", best & _LAST_ID))
+            scores[place.block, place.thread] = logits[place.block, token]
+            ids[place.block, place.thread] = token
 
 
 def _search_slice(logits: KernelTensor, found: KernelTensor, vocab: int, place: ThreadIndex) -> None:

@@ -1,15 +1,12 @@
 """Where in the arena each activation lives: buffers whose lifetimes do not overlap share memory."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch.fx import Node
 
-from picompile_codegen import cpu as kernels
 from picompile_codegen.cpu import Kernel
-from picompile_codegen.cpu.kernel import STEP_SHAPE
-from picompile_codegen.cpu.token_ops import Mode
 from picompile_codegen.lowering.packing import PackedMatrix, WeightTable
 from picompile_codegen.lowering.placement import ON_HOST, Placement
 from picompile_codegen.lowering.program import (
@@ -19,12 +16,12 @@ from picompile_codegen.lowering.program import (
     Memory,
     ProgramCall,
     ProgramTensor,
-    Recipe,
     TopLogitsBuffers,
+    cuda_kernel_of,
     kernel_of,
     tensor_bytes,
 )
-from picompile_passes.errors import UnsupportedGraphError
+from picompile_codegen.specs import FLAG_SHAPE, STEP_SHAPE, CopyWordsSpec, KernelSpec, Mode
 
 ALIGNMENT_BYTES = 64
 
@@ -117,35 +114,28 @@ class LowerOptions:
 
 @dataclass
 class Shared:
-    """What the functions of a program have in common: kernels by their recipes, the host's and the device's."""
+    """What the functions of a program have in common, its kernels among it: by spec, for each of the two sides."""
 
     options: LowerOptions
     weights: WeightTable = field(default_factory=WeightTable)
     state: dict[str, ProgramTensor] = field(default_factory=dict)
     ffn: list[FfnPart] = field(default_factory=list)
-    kernels: dict[Recipe, Kernel] = field(default_factory=dict)
-    device_kernels: dict[Recipe, AnyKernel] = field(default_factory=dict)
+    kernels: dict[KernelSpec, Kernel] = field(default_factory=dict)
+    device_kernels: dict[KernelSpec, AnyKernel] = field(default_factory=dict)
     exchanges: int = 0
     streamed: dict[str, None] = field(default_factory=dict)
 
-    def kernel(self, device: Device, builder: Callable[..., Kernel], parameters: Mapping[str, Hashable]) -> AnyKernel:
-        """Builds a kernel, once for the same parameters: most layers ask for the same few."""
-        sorted_parameters = tuple(sorted(parameters.items()))
-        key = (builder, sorted_parameters)
-        built = self.kernels if device == "host" else self.device_kernels
-        if key not in built:
-            built[key] = kernel_of((self._builder(device, builder), sorted_parameters))
-        return built[key]
+    def kernel(self, device: Device, spec: KernelSpec) -> AnyKernel:
+        """Return the kernel of `spec`, which is built once: most layers ask for the same few.
 
-    def _builder(self, device: Device, builder: Callable[..., Kernel]) -> Callable[..., AnyKernel]:
-        if device == "host" or self.options.hot_device != "cuda":
-            return builder
-        from picompile_codegen.cuda.builders import CUDA_BUILDERS
-
-        if builder not in CUDA_BUILDERS:
-            raise UnsupportedGraphError(f"there is no GPU kernel for {builder.__name__}")
-        found: Callable[..., AnyKernel] = CUDA_BUILDERS[builder]
-        return found
+        Raises:
+            UnsupportedGraphError: For a spec that has no body for the GPU that `device` is.
+        """
+        built: dict[KernelSpec, AnyKernel] = self.kernels if device == "host" else self.device_kernels
+        if spec not in built:
+            is_gpu = device == "device" and self.options.hot_device == "cuda"
+            built[spec] = cuda_kernel_of(spec) if is_gpu else kernel_of(spec)
+        return built[spec]
 
 
 @dataclass
@@ -179,9 +169,9 @@ class Function:
             return "batch"
         return "one" if self.rows == 1 else "chunk"
 
-    def kernel(self, builder: Callable[..., Kernel], **parameters: Hashable) -> AnyKernel:
-        """The kernel of `builder` for the current device."""
-        return self.shared.kernel(self.device, builder, parameters)
+    def kernel(self, spec: KernelSpec) -> AnyKernel:
+        """Return the kernel of `spec` for the current device."""
+        return self.shared.kernel(self.device, spec)
 
     def buffer(self, hint: str, dtype: str, shape: tuple[int, ...], memory: Memory | None = None) -> Arg:
         """A new buffer, in the memory of the current device or in `memory`, to be placed when all is complete."""
@@ -225,8 +215,8 @@ class Function:
         """A flag of this step. Functions never run at the same time, so they have the same flags."""
         number = sum(1 for call in self.calls if call.op in ("send", "signal"))
         self.shared.exchanges = max(self.shared.exchanges, number + 1)
-        (words,) = kernels.FLAG_SHAPE
-        return Arg("buffer", "flags", shape=kernels.FLAG_SHAPE, offset=number * words * 4)
+        (words,) = FLAG_SHAPE
+        return Arg("buffer", "flags", shape=FLAG_SHAPE, offset=number * words * 4)
 
     def vectors(self, values: dict[str, Any], *names: str) -> Bindings:
         """The vectors among the operands `names` of a node, those that are there."""
@@ -267,7 +257,7 @@ class Function:
         calls, self.calls = self.calls, []
         for name, arg in self.inputs.items():
             words = STEP_SHAPE[0] if name == "step" else rows
-            kernel = self.shared.kernel("device", kernels.copy_words, {"words": words})
+            kernel = self.shared.kernel("device", CopyWordsSpec(words))
             bindings = {"step": Arg("buffer", "step"), "source": Arg("buffer", name), "y": arg}
             args = tuple(bindings[parameter] for parameter in kernel.params)
             self.calls.append(ProgramCall(kernel.name, args, "inputs", None, 0, device="device"))

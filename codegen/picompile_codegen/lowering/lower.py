@@ -20,10 +20,8 @@ from heapq import heapify, heappop, heappush
 
 from torch.fx import GraphModule, Node
 
-from picompile_codegen import cpu as kernels
 from picompile_codegen.build.isa import Isa
 from picompile_codegen.cpu import Kernel
-from picompile_codegen.cpu.kernel import STEP_SHAPE
 from picompile_codegen.lowering.attention import extend_cache
 from picompile_codegen.lowering.function import (
     DECODING,
@@ -44,11 +42,11 @@ from picompile_codegen.lowering.program import (
     LoweredProgram,
     Memory,
     ProgramTensor,
-    Recipe,
     kernels_for,
     tensor_bytes,
 )
 from picompile_codegen.lowering.transfer import publish
+from picompile_codegen.specs import FLAG_SHAPE, STEP_SHAPE, KernelSpec, TakeLastSpec
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments, constant_nodes, is_call
 from picompile_passes.graph.operands import ATTENTION, PREDICT
@@ -58,11 +56,11 @@ __all__ = ["LowerOptions", "Lowered", "lower"]
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program, the tensors it reads, and the kernels it calls by their recipes, the host's and the hot device's."""
+    """A program, the tensors it reads, and the kernels it calls by their specs, the host's and the hot device's."""
 
     program: LoweredProgram
-    built: Mapping[Recipe, Kernel]
-    device_built: Mapping[Recipe, AnyKernel]
+    built: Mapping[KernelSpec, Kernel]
+    device_built: Mapping[KernelSpec, AnyKernel]
     weights: WeightTable
 
     @property
@@ -176,7 +174,7 @@ def _prefill_last(nodes: Sequence[Node], last: int, shared: Shared) -> Function:
         # What the other device has is all rows.
         function.values = {key: value for key, value in function.values.items() if key[0] is not node}
         bindings["y"] = function.result(node)
-        function.call(function.kernel(kernels.take_last, dim=dimension(node), rows=rows), bindings, op="take_last")
+        function.call(function.kernel(TakeLastSpec(dimension(node), rows)), bindings, op="take_last")
         publish(node, function)
     _lower_all(tail, function)
     return function
@@ -239,8 +237,8 @@ def _reserved(program: LoweredProgram, shared: Shared) -> tuple[dict[str, Progra
             place_of.add(f"{name}.device", "int32", shape, "device")
         for name, shape in counts.items():
             place_of.add(f"{name}.device", "int64", shape, "device")
-        place_of.add("flags", "int32", (max(1, shared.exchanges), *kernels.FLAG_SHAPE), "shared")
-        place_of.add("abandoned", "int32", kernels.FLAG_SHAPE, "shared")
+        place_of.add("flags", "int32", (max(1, shared.exchanges), *FLAG_SHAPE), "shared")
+        place_of.add("abandoned", "int32", FLAG_SHAPE, "shared")
     return place_of.buffers, place_of.ends
 
 

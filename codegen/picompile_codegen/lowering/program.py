@@ -1,13 +1,18 @@
 """The flat program: kernel calls over planned buffers. What `program.json` holds, as dataclasses."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from picompile_codegen.build.isa import Isa, current, targeting
-from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu import Kernel, write_kernel
 from picompile_codegen.errors import CodegenError
+from picompile_codegen.specs import KernelSpec
+from picompile_passes.errors import UnsupportedGraphError
+
+if TYPE_CHECKING:
+    from picompile_codegen.cuda import CudaKernel
 
 PROGRAM_SCHEMA = 3
 
@@ -171,38 +176,52 @@ class LoweredProgram:
         return sum(tensor_bytes(tensor.dtype, tensor.shape) for tensor in self.state.values())
 
 
-# Kernels from their recipes, once for each instruction set.
+# Kernels, written once for each instruction set.
 
 
-# A kernel's builder and the parameters that it was called with.
-Recipe = tuple[Callable[..., Any], tuple[tuple[str, Hashable], ...]]
+# As many as a model or two have. To write one takes up to 0.1 s, and to tell it from others three times as long.
+_KEPT_KERNELS = 256
 
 
-def kernel_of(recipe: Recipe) -> Any:
-    """The kernel, a `Kernel` or a `CudaKernel`, for the current instruction set; the same object for equal recipes."""
-    return _kernel_of(recipe, current().name)
+def kernel_of(spec: KernelSpec) -> Kernel:
+    """Return the CPU kernel of `spec` for the current instruction set; the same object for equal specs."""
+    return _kernel_of(spec, current().name)
 
 
-# Those of a model or two. To write one takes up to 0.1 s, and to tell it from others three times as long.
-@lru_cache(maxsize=256)
-def _kernel_of(recipe: Recipe, isa: str) -> Any:
-    builder, parameters = recipe
-    return builder(**dict(parameters))
+@lru_cache(maxsize=_KEPT_KERNELS)
+def _kernel_of(spec: KernelSpec, isa: str) -> Kernel:
+    return write_kernel(spec)
+
+
+@lru_cache(maxsize=_KEPT_KERNELS)
+def cuda_kernel_of(spec: KernelSpec) -> "CudaKernel":
+    """Return the CUDA kernel of `spec`; the same object for equal specs.
+
+    Raises:
+        UnsupportedGraphError: For a spec that has no body for GPUs.
+    """
+    from picompile_codegen import cuda
+
+    if type(spec) not in cuda.BODIES:
+        raise UnsupportedGraphError(f"there is no GPU kernel for {type(spec).__name__}")
+    return cuda.write_kernel(spec)
 
 
 def forget_kernels() -> None:
-    """Has all kernels written anew: for whoever changes how that is done."""
+    """Have all kernels written anew: for whoever changes how that is done."""
     _kernel_of.cache_clear()
+    cuda_kernel_of.cache_clear()
 
 
-def kernels_for(isa: Isa, built: Mapping[Recipe, Kernel]) -> tuple[Kernel, ...]:
-    """Each of `built` from its recipe, for `isa`.
+def kernels_for(isa: Isa, built: Mapping[KernelSpec, Kernel]) -> tuple[Kernel, ...]:
+    """Return each of `built`, by its spec, for `isa`.
 
-    Raises `CodegenError` for a kernel with another name or other arguments there: one program serves the code of all
-    instruction sets.
+    Raises:
+        CodegenError: For a kernel with another name or other arguments there: one program serves the code of all
+            instruction sets.
     """
     with targeting(isa):
-        again = tuple(kernel_of(recipe) for recipe in built)
+        again = tuple(kernel_of(spec) for spec in built)
     for kernel, other in zip(built.values(), again, strict=True):
         if (kernel.name, kernel.arguments) != (other.name, other.arguments):
             raise CodegenError(f"kernel {kernel.name} has another name or other arguments for {isa.name}")

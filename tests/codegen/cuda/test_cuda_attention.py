@@ -9,9 +9,9 @@ from cuda_workbench import CudaWorkbench
 from workbench import Array, assert_close, uniform
 
 from picompile_codegen import cuda
-from picompile_codegen.cpu.token_ops import Mode
 from picompile_codegen.cuda import CudaKernel
 from picompile_codegen.errors import CodegenError
+from picompile_codegen.specs import AttentionSpec, Mode
 
 CHUNK = 45
 ROWS = 3
@@ -42,7 +42,7 @@ POSITIONS = (0, 63, 255, 256, 299, 999, 16499)
 
 
 def attention(shape: Heads, mode: Mode, rows: int) -> CudaKernel:
-    return cuda.attention(**asdict(shape), rows=rows, scale=SCALE, mode=mode)
+    return cuda.write_kernel(AttentionSpec(**asdict(shape), rows=rows, scale=SCALE, mode=mode))
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,9 @@ def test_batch(workbench: CudaWorkbench, name: str, tokens: int) -> None:
 
 def test_chunks_do_not_extend_caches() -> None:
     with pytest.raises(CodegenError, match="chunks do not extend caches"):
-        cuda.attention(**asdict(ONE["single elements"]), rows=8, scale=SCALE, mode="chunk", extend=True)
+        cuda.write_kernel(
+            AttentionSpec(**asdict(ONE["single elements"]), rows=8, scale=SCALE, mode="chunk", extend=True)
+        )
 
 
 def test_values_wider_than_a_block_are_refused() -> None:

@@ -9,8 +9,8 @@ from cuda_workbench import CudaWorkbench
 from workbench import Array, assert_close, uniform
 
 from picompile_codegen import cuda
-from picompile_codegen.cpu.token_ops import Mode
 from picompile_codegen.cuda import CudaKernel
+from picompile_codegen.specs import AttentionSpec, Mode
 
 ROWS = 3
 SHAPES = {
@@ -30,7 +30,9 @@ CASES: list[tuple[str, Mode, int, bool]] = [
 
 def attention(name: str, mode: Mode, turn: bool) -> CudaKernel:
     rows = 1 if mode == "one" else ROWS
-    return cuda.attention(**asdict(SHAPES[name]), rows=rows, scale=SCALE, mode=mode, extend=True, turn=turn)
+    return cuda.write_kernel(
+        AttentionSpec(**asdict(SHAPES[name]), rows=rows, scale=SCALE, mode=mode, extend=True, turn=turn)
+    )
 
 
 @pytest.fixture(scope="module")

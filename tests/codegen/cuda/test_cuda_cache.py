@@ -7,8 +7,8 @@ from cuda_workbench import CudaWorkbench
 from workbench import Array, assert_close, uniform
 
 from picompile_codegen import cuda
-from picompile_codegen.cpu.token_ops import Mode
 from picompile_codegen.cuda import CudaKernel
+from picompile_codegen.specs import CacheWriteSpec, Mode, RotarySpec
 
 CHUNK = 7
 CONTEXT = 50
@@ -29,12 +29,20 @@ HEAD_DIMS = (72, 20, 64)
 
 
 def rotary(head_dim: int, mode: Mode, rows: int) -> CudaKernel:
-    return cuda.rotary(heads=HEADS, head_dim=head_dim, rows=rows, context=CONTEXT, mode=mode)
+    return cuda.write_kernel(RotarySpec(heads=HEADS, head_dim=head_dim, rows=rows, context=CONTEXT, mode=mode))
 
 
 def cache_write(kv_dtype: str, mode: Mode, rows: int, head_dim: int = 72, sequences: int = SEQUENCES) -> CudaKernel:
-    return cuda.cache_write(
-        kv_heads=HEADS, head_dim=head_dim, context=CONTEXT, rows=rows, kv_dtype=kv_dtype, mode=mode, sequences=sequences
+    return cuda.write_kernel(
+        CacheWriteSpec(
+            kv_heads=HEADS,
+            head_dim=head_dim,
+            context=CONTEXT,
+            rows=rows,
+            kv_dtype=kv_dtype,
+            mode=mode,
+            sequences=sequences,
+        )
     )
 
 
