@@ -67,7 +67,7 @@ def kernels(model: Path, quant: str, predictor: str) -> tuple[CudaKernel, ...]:
     ]
     graph_module = run_passes(captured, options, NoProgress(), passes)
     lowered = lower(graph_module, LowerOptions(32, 16, "float16", 1, "cuda", Placement.all_of(1)))
-    return tuple(lowered.device_built.values())
+    return tuple(lowered.accelerator_built.values())
 
 
 def named(pattern: str, kernels: Iterable[CudaKernel]) -> list[CudaKernel]:

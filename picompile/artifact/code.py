@@ -133,7 +133,7 @@ def _build_cpu(code: "Sequence[Code]", lowered: "Lowered", folder: Path, progres
     variants = [replace(each, file=f"kernels/hot.{each.isa.name}.so") for each in code]
     with progress.step("hot device", len(variants)) as advance:
         for each in variants:
-            build_host_library(lowered.device_kernels_for(each.isa), folder / each.file, each.isa)
+            build_host_library(lowered.accelerator_kernels_for(each.isa), folder / each.file, each.isa)
             advance(1)
     return {"kind": "cpu", "code": [each.to_json() for each in variants]}
 
@@ -145,5 +145,7 @@ def _build_cuda(sm: int, lowered: "Lowered", folder: Path, progress: Progress) -
 
     with progress.step("hot device"):
         # The runtime asks with the last one whether the GPU sees what the host writes.
-        files = build_cuda([*lowered.device_built.values(), cuda.write_kernel(PingPongSpec())], folder / "kernels", sm)
+        files = build_cuda(
+            [*lowered.accelerator_built.values(), cuda.write_kernel(PingPongSpec())], folder / "kernels", sm
+        )
     return {"kind": "cuda", "sm": sm, **{role: f"kernels/{name}" for role, name in files.items()}}

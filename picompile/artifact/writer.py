@@ -67,7 +67,7 @@ def write_artifact(compiled: Compiled, place: OutputPath, progress: Progress) ->
     with place.folder() as folder:
         build_code(source.code, lowered, folder, progress)
         hot_device = None
-        if source.device is not None and lowered.device_built:
+        if source.device is not None and lowered.accelerator_built:
             hot_device = source.device.build(source.code, lowered, folder, progress)
         sha256 = _write_weights(compiled, folder, progress)
         tokenizer.write(folder)

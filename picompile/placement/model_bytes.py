@@ -185,7 +185,7 @@ def _launches_of(spec: "KernelSpec", batch: int) -> int:
     batch = min(batch, MOST_SEQUENCES)
     if batch > 1:
         # What the function `batch` asks for instead.
-        batched: dict[str, Any] = {"rows": batch, "sequences": batch, "mode": "batch"}
+        batched: dict[str, Any] = {"rows": batch, "sequences": batch, "mode": "sequences"}
         names = {field.name for field in fields(spec)}
         spec = replace(spec, **{name: value for name, value in batched.items() if name in names})
     return len(cuda_kernel_of(spec).grids)

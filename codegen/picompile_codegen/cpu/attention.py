@@ -2,7 +2,7 @@
 
 Keys and values are read once, front to back, a block at a time, with a running maximum, sum and output for each query
 (arXiv 1805.02867). Queries are taken 1, 2 or 4 at a time, and the softmax treats these at once. The arithmetic on rows
-of the cache is in `attention_floats.py` and `attention_bytes.py`.
+of the cache is in `attention_blocks.py`.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu import attention_bytes, attention_floats
+from picompile_codegen.cpu.attention_blocks import (
+    BlockScales,
+    ByteQueries,
+    byte_mix,
+    byte_products,
+    float_mix,
+    float_products,
+)
 from picompile_codegen.cpu.attention_chunk import ChunkQueries, attend_queries, queries_of_task
 from picompile_codegen.cpu.attention_work import (
     LOWEST,
@@ -47,13 +54,13 @@ class _Arithmetic:
 
 def _arithmetic(span: PositionSpan, queries: Queries) -> _Arithmetic:
     if not span.keys.groups:
-        return _Arithmetic(lambda _: None, attention_floats.products, attention_floats.mix)
-    rounded = attention_bytes.ByteQueries.of(queries, span.keys.cache.dim)
-    scales = attention_bytes.BlockScales.of(span)
+        return _Arithmetic(lambda _: None, float_products, float_mix)
+    rounded = ByteQueries.of(queries, span.keys.cache.dim)
+    scales = BlockScales.of(span)
     return _Arithmetic(
         scales.read,
-        lambda work, indices: attention_bytes.products(work, indices, rounded, scales),
-        lambda work, rescale: attention_bytes.mix(work, rescale, scales),
+        lambda work, indices: byte_products(work, indices, rounded, scales),
+        lambda work, rescale: byte_mix(work, rescale, scales),
     )
 
 
@@ -69,7 +76,7 @@ def attend(span: PositionSpan, queries: Queries) -> None:
         def one_tile(tile: Expr) -> None:
             work = Work(block, queries, tile, scores)
             _score(work, arithmetic)
-            rescale = _soften(work)
+            rescale = _update_softmax(work)
             arithmetic.mix(work, [bind(splat(tirx.Shuffle([rescale], [i]))) for i in range(queries.tile)])
 
         queries.each_tile(one_tile)
@@ -90,7 +97,7 @@ def _score(work: Work, arithmetic: _Arithmetic) -> None:
         work.scores[at(full * LANES)] = select(exists, products, splat(LOWEST))
 
 
-def _soften(work: Work) -> Expr:
+def _update_softmax(work: Work) -> Expr:
     """Turns a block's scores into weights relative to the new maxima; what it returns is for all before."""
     queries, tile = work.queries, work.tile
     vectors = bind((work.block.count + (queries.keys_a_vector - 1)) // queries.keys_a_vector)

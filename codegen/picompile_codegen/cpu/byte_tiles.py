@@ -12,10 +12,18 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.build import isa
-from picompile_codegen.cpu.integers import BYTES, dot_signed, dot_unsigned, split_nibbles
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix
-from picompile_codegen.cpu.quantized import SCALES_TOGETHER, QuantizedRows, padded_groups, quantize_row
+from picompile_codegen.cpu.quantized import (
+    BYTES,
+    SCALES_TOGETHER,
+    QuantizedRows,
+    dot_signed,
+    dot_unsigned,
+    padded_groups,
+    quantize_row,
+    split_nibbles,
+)
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, token_tiles
 from picompile_codegen.cpu.vector import LANES, at, fma, splat, to_floats, transpose
 from picompile_passes.dialect.formats import GROUP

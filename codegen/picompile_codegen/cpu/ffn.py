@@ -1,23 +1,31 @@
-"""The feed-forward block of one token, over the neurons that are predicted to fire.
+"""Feed-forward blocks: of one token, of several sequences' next tokens, and of a chunk of a prompt."""
 
-1. The numbers of the neurons to compute are listed, in order (`ffn_list.py`): in `exact` by the deciding product of
-   every neuron, in `masked` by the mask.
-2. They are cut into SLICES equal runs (`ffn_slice.py`).
-3. The slices' y are added up, in order.
-
-The number of slices is fixed. So are then the order of all additions and every bit of y, for any number of threads.
-"""
+from dataclasses import dataclass
 
 from tvm import tirx
 
+from picompile_codegen.build import isa
+from picompile_codegen.cpu.accumulate import Reduction, accumulate_columns, column_blocks
+from picompile_codegen.cpu.byte_tiles import declare_rows, quantize_rows, raw_offset, signed_offset
 from picompile_codegen.cpu.dot import Vector, prepare_vector
-from picompile_codegen.cpu.ffn_chunk import ChunkMemory, compute_chunk, ffn_chunk
 from picompile_codegen.cpu.ffn_neurons import FfnArguments, NeuronList, declare_list, list_neurons, make_list
 from picompile_codegen.cpu.ffn_slices import Slices, compute_slice
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.quantized import QuantizedVector, quantize_to, vector_sizes
-from picompile_codegen.cpu.tensor import KernelTensor, bind, local, loop, parallel, when, worth_a_region
+from picompile_codegen.cpu.linear import TileProjection, project_rows, row_block
+from picompile_codegen.cpu.quantized import QuantizedRows, QuantizedVector, quantize_to, vector_sizes
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, select, when, worth_a_region
+from picompile_codegen.cpu.vector import blocks, load, splat, store
 from picompile_codegen.specs import FfnSpec
+
+# The feed-forward block of one token, over the neurons that are predicted to fire.
+#
+# 1. The numbers of the neurons to compute are listed, in order (`ffn_list.py`): in `exact` by the deciding product of
+#    every neuron, in `masked` by the mask.
+# 2. They are cut into SLICES equal runs (`ffn_slice.py`).
+# 3. The slices' y are added up, in order.
+#
+# The number of slices is fixed. So are then the order of all additions and every bit of y, for any number of threads.
+
 
 # Each has a y of its own, which costs time to add up; too few leave threads without work.
 SLICES = 16
@@ -52,7 +60,7 @@ _SLICES = 4
 DENSE_BLOCKS, DENSE_PERCENT = 2, 30
 
 
-def ffn_batch(function: KernelFunction, arguments: FfnArguments) -> None:
+def ffn_sequences(function: KernelFunction, arguments: FfnArguments) -> None:
     """Declares the rest of the arguments and writes the body."""
     spec = arguments.spec
     listed = declare_list(function, arguments)
@@ -113,6 +121,99 @@ def ffn(spec: FfnSpec, function: KernelFunction) -> None:
     if spec.rows == 1:
         ffn_one(function, arguments)
     elif spec.is_masked:
-        ffn_batch(function, arguments)
+        ffn_sequences(function, arguments)
     else:
         ffn_chunk(function, arguments)
+
+
+# The feed-forward block of a chunk of tokens: dense, since some token needs almost every neuron.
+
+
+@dataclass(frozen=True)
+class ChunkMemory:
+    """What a chunk is computed in: products with gate, what goes down, and the bytes of x and of that."""
+
+    gate: KernelTensor | None
+    hidden: KernelTensor
+    x_bytes: QuantizedRows | None
+    down_bytes: QuantizedRows | None
+
+    @classmethod
+    def declare(cls, function: KernelFunction, spec: FfnSpec, has_bytes: bool) -> "ChunkMemory":
+        """Declares it. Must come before any statement of a kernel."""
+        gate = function.scratch("gate", "float32", spec.rows, spec.neurons) if spec.gated else None
+        hidden = function.scratch("hidden", "float32", spec.rows, spec.neurons)
+        if not has_bytes:
+            return cls(gate, hidden, None, None)
+        x_bytes = declare_rows(function, "x", spec.rows, spec.dim)
+        down_bytes = declare_rows(function, "hidden", spec.rows, spec.neurons)
+        # Without an instruction that adds up fours of bytes, float32 is faster than turning columns into bytes.
+        return cls(gate, hidden, x_bytes, None if isa.current().bytes_dot == "maddubs" else down_bytes)
+
+
+def ffn_chunk(function: KernelFunction, arguments: FfnArguments) -> None:
+    """Write the body of a block that computes every neuron of several tokens."""
+    spec = arguments.spec
+    memory = ChunkMemory.declare(function, spec, arguments.bundle.scale is not None)
+    compute_chunk(arguments, memory, function.tokens(spec.rows))
+
+
+def compute_chunk(arguments: FfnArguments, memory: ChunkMemory, tokens: Expr) -> None:
+    """y of the first `tokens` tokens, every neuron computed."""
+    spec, gate, hidden = arguments.spec, memory.gate, memory.hidden
+    quantized, down_bytes = memory.x_bytes, memory.down_bytes
+    is_worth = worth_a_region(arguments.bundle.bytes)
+
+    if quantized is not None:
+        quantize_rows(arguments.x, tokens, spec.dim, raw_offset(arguments.bundle), quantized)
+    size = row_block(arguments.bundle)
+    with parallel(-(-spec.neurons // size), when_worth=is_worth) as block:
+        _project(arguments, block, tokens, quantized, gate, hidden)
+        with loop(0, tokens) as t:
+            _activate(arguments, block, size, t, gate, hidden)
+    down = Reduction(arguments.bundle, spec.neurons, arguments.down_row, hidden, arguments.down_bias, arguments.y)
+    if down_bytes is not None:
+        quantize_rows(hidden, tokens, spec.neurons, signed_offset(), down_bytes)
+    with parallel(column_blocks(down), when_worth=is_worth) as block:
+        accumulate_columns(down, block, down_bytes, tokens)
+
+
+def _project(
+    arguments: FfnArguments,
+    block: Expr,
+    tokens: Expr,
+    quantized: QuantizedRows | None,
+    gate: KernelTensor | None,
+    hidden: KernelTensor,
+) -> None:
+    """The products of a block of neurons with gate and up, before their activations."""
+    neurons = arguments.spec.neurons
+    first, _ = arguments.first_row(0)
+    projection = TileProjection(first, neurons, lambda neuron: arguments.first_row(neuron)[1], arguments.first_bias)
+    project_rows(projection, block, arguments.x, quantized, tokens, hidden if gate is None else gate)
+    if gate is not None:
+        projection = TileProjection(arguments.bundle, neurons, arguments.up_row, arguments.up_bias)
+        project_rows(projection, block, arguments.x, quantized, tokens, hidden)
+
+
+def _activate(
+    arguments: FfnArguments, block: Expr, size: int, t: Expr, gate: KernelTensor | None, hidden: KernelTensor
+) -> None:
+    """hidden = activation(gate) ∘ up_activation(hidden), or activation(hidden), for a block of neurons of one token."""
+    neurons = arguments.spec.neurons
+
+    def output(c: Expr, valid: int) -> None:
+        raised = bind(load(hidden, t, c, valid=valid))
+        first = raised if gate is None else bind(load(gate, t, c, valid=valid))
+        value = arguments.output(first, None if gate is None else raised)
+        if arguments.spec.is_exact:
+            # Not a product: a silent neuron whose up is infinite must not turn into NaN.
+            value = select(first > splat(arguments.spec.threshold), value, splat(0.0))
+        store(hidden, t, c, value=value, valid=valid)
+
+    full, rest = divmod(neurons, size)
+    with when(block < full):
+        blocks(size, lambda c, valid: output(block * size + c, valid))
+    if rest:
+        with when(block == full):
+            blocks(rest, lambda c, valid: output(full * size + c, valid))

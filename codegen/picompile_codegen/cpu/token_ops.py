@@ -1,7 +1,4 @@
-"""Kernels that treat each token by itself, and the rows of a step: at which position of which sequence each is.
-
-A kernel that depends on positions is made for one mode of a step, see `specs.arguments.Mode`.
-"""
+"""Kernels that treat each token by itself, and the rows of a step: at which position of which sequence each is."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +8,7 @@ from tvm import tirx
 
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import each_group, matrix_argument
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, select, when
 from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, store, total
 from picompile_codegen.specs import (
     AddSpec,
@@ -21,8 +18,13 @@ from picompile_codegen.specs import (
     RmsNormSpec,
     RotarySpec,
     TakeLastSpec,
+    TopLogitsSpec,
 )
 from picompile_passes.dialect.formats import GROUP
+
+# Kernels that treat each token by itself, and the rows of a step: at which position of which sequence each is.
+#
+# A kernel that depends on positions is made for one mode of a step, see `specs.arguments.Mode`.
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def step_rows(function: KernelFunction, mode: Mode, rows: int, context: int, seq
     A kernel of several launches calls this in each of them.
     """
     count = function.tokens(rows)
-    if mode == "batch":
+    if mode == "sequences":
         positions, slots = function["positions"], function.get("slots")
         return StepRows(count, lambda row: positions[row], lambda row: 0 if slots is None else slots[row])
     first, slot = function.position(context), 0 if sequences == 1 else function.slot(sequences)
@@ -194,3 +196,53 @@ def rotary(spec: RotarySpec, function: KernelFunction) -> None:
                 store(y, t, start + column, value=value, valid=valid)
 
             angles.turn(x, t, start, spec.head_dim // 2, position, emit)
+
+
+# The highest of a vocabulary's scores: what greedy and top-k sampling need of them.
+
+
+_MAGNITUDE = 0x7FFFFFFF
+_INFINITY = 0x7F800000
+
+
+def top_logits(spec: TopLogitsSpec, function: KernelFunction) -> None:
+    """Write the body of a `TopLogitsSpec`."""
+    logits, scores, ids = function["logits"], function["scores"], function["ids"]
+    with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as row:
+        kept = _Kept(scores, ids, row)
+        with loop(0, spec.count) as token:
+            kept.insert(bind(logits[row, token]), token, token)
+        with loop(spec.count, spec.vocab) as token:
+            value = bind(logits[row, token])
+            # Of many thousands a few hundred are among the highest so far.
+            with when(order_of(value) > order_of(bind(scores[row, spec.count - 1]))):
+                kept.insert(value, token, spec.count - 1)
+
+
+def order_of(value: Expr) -> Expr:
+    """An int32 that is larger for a larger float32, the same for both zeros, and largest for NaN."""
+    bits = bind(tirx.reinterpret("int32", value))
+    magnitude = bind(bits & _MAGNITUDE)
+    is_nan = magnitude > _INFINITY
+    return bind(select(is_nan, tirx.IntImm("int32", _MAGNITUDE), select(bits < 0, -magnitude, magnitude)))
+
+
+class _Kept:
+    """The highest scores of a row so far, in order."""
+
+    def __init__(self, scores: KernelTensor, ids: KernelTensor, row: Expr) -> None:
+        self._scores, self._ids, self._row = scores, ids, row
+        self._place = local(1, dtype="int32")
+
+    def insert(self, value: Expr, token: Expr, last: Expr) -> None:
+        """Puts a score behind all that are no lower; those behind it move on by one, into place `last` at most."""
+        scores, ids, row, place = self._scores, self._ids, self._row, self._place
+        order = order_of(value)
+        place[0] = last
+        with loop(0, last) as passed:
+            other = bind(last - 1 - passed)
+            moved = bind(scores[row, other])
+            with when(order > order_of(moved)):
+                scores[row, other + 1], ids[row, other + 1] = moved, ids[row, other]
+                place[0] = other
+        scores[row, place[0]], ids[row, place[0]] = value, token

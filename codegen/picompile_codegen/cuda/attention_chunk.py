@@ -57,7 +57,7 @@ class ChunkTile:
 
 
 # Threads that turn the scores of a query into weights.
-_SOFTENERS = THREADS // SIDE
+_THREADS_A_QUERY = THREADS // SIDE
 
 
 @dataclass(frozen=True)
@@ -80,19 +80,19 @@ class ChunkSoftmax:
     @classmethod
     def of(cls, tile: ChunkTile, stop: Expr, place: ThreadIndex) -> "ChunkSoftmax":
         """Of nothing yet; seen behind the next barrier. No position from `stop` on counts."""
-        query = bind(place.thread // _SOFTENERS)
+        query = bind(place.thread // _THREADS_A_QUERY)
         first, position = tile.seen(query)
         memory = (shared(SIDE), shared(SIDE), shared(SIDE))
         last = bind(minimum(position, stop - 1))
-        softener = cls(query, bind(place.thread % _SOFTENERS), first, last, *memory)
-        with when(softener.part == 0):
-            softener.maxima[query], softener.totals[query] = number(LOWEST), number(0.0)
-        return softener
+        softmax = cls(query, bind(place.thread % _THREADS_A_QUERY), first, last, *memory)
+        with when(softmax.part == 0):
+            softmax.maxima[query], softmax.totals[query] = number(LOWEST), number(0.0)
+        return softmax
 
-    def soften(self, weights: Padded, begin: Expr) -> None:
+    def update(self, weights: Padded, begin: Expr) -> None:
         """Scores of the positions from `begin` on become weights, relative to the new maximum."""
         # With steps of two, threads of a warp meet different banks of memory.
-        keys = [bind(i // 2 * (2 * _SOFTENERS) + i % 2 + self.part * 2) for i in range(SIDE // _SOFTENERS)]
+        keys = [bind(i // 2 * (2 * _THREADS_A_QUERY) + i % 2 + self.part * 2) for i in range(SIDE // _THREADS_A_QUERY)]
         seen = [bind(self._sees(bind(begin + key))) for key in keys]
         scores = [
             bind(tirx.Select(flag, weights.memory[weights.at(key, self.query)], number(LOWEST)))
@@ -285,7 +285,7 @@ def _attend(
     """Positions from `span`[0] up to `span`[1], columns of values from `first_column` on."""
     spec = tile.spec
     factors, weights = Padded.of(SIDE), Padded.of(SIDE)
-    softener = ChunkSoftmax.of(tile, span[1], place)
+    softmax = ChunkSoftmax.of(tile, span[1], place)
     outputs = [registers(16) for _ in range(blocks_for(min(spec.value_dim, _SLICE), SIDE))]
     for output in outputs:
         _clear(output)
@@ -302,9 +302,9 @@ def _attend(
             multiply_slices(factors, scores, place)
         _store_scores(scores, weights, place)
         barrier()
-        softener.soften(weights, begin)
+        softmax.update(weights, begin)
         barrier()
-        rescale = softener.rescale_of(own_place(place)[0])
+        rescale = softmax.rescale_of(own_place(place)[0])
         for n, output in enumerate(outputs):
             for i in range(16):
                 output[i] = output[i] * rescale[i // 4]
@@ -312,7 +312,7 @@ def _attend(
             load_values(tensors.values, key_rows, first_column + n * SIDE, factors, place)
             barrier()
             multiply_weights(weights, factors, output, place)
-    _give(tensors, tile, outputs, softener, first_column, place)
+    _give(tensors, tile, outputs, softmax, first_column, place)
 
 
 def _rows(tile: ChunkTile, begin: Expr, stop: Expr) -> Callable[[Expr], tuple[Expr, Expr, Expr]]:
@@ -336,7 +336,7 @@ def _give(
     tensors: CudaAttentionTensors,
     tile: ChunkTile,
     outputs: list[KernelTensor],
-    softener: ChunkSoftmax,
+    softmax: ChunkSoftmax,
     first_column: Expr,
     place: ThreadIndex,
 ) -> None:
@@ -344,11 +344,11 @@ def _give(
     for i in range(4):
         with when(tile.begin + query + i < tile.total):
             row, head = tile.query(query + i)
-            total = bind(softener.totals[query + i])
+            total = bind(softmax.totals[query + i])
             for n, output in enumerate(outputs):
                 for j in range(4):
                     c = bind(first_column + n * SIDE + column + j)
                     with when(c < tile.spec.value_dim):
                         tensors.give(tile.spec, row, head, place.block_y, c, output[i * 4 + j], total)
             with when(tirx.And(column == 0, first_column == 0)):
-                tensors.give_extremes(row, head, place.block_y, softener.maxima[query + i], total)
+                tensors.give_extremes(row, head, place.block_y, softmax.maxima[query + i], total)

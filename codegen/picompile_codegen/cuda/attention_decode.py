@@ -154,7 +154,7 @@ class OnlineSoftmax:
             weights.highest[place.thread], weights.totals[place.thread] = number(LOWEST), number(0.0)
         return weights
 
-    def soften(self, scores: KernelTensor, tile: Tile) -> None:
+    def update(self, scores: KernelTensor, tile: Tile) -> None:
         """Turns the scores of a tile into weights relative to the new maximum; zeros where there is no position."""
         query, lane = bind(minimum(self.place.warp, self.count - 1)), self.place.lane
         places = [bind(lane + j * WARP) for j in range(TILE // WARP)]
@@ -293,7 +293,7 @@ def _attend(
         tile = Tile((slot, kv_head), begin, bind(minimum(TILE, stop - begin)))
         write_scores(tensors.keys, queries, tile, scores, place)
         barrier()
-        weights.soften(scores, tile)
+        weights.update(scores, tile)
         barrier()
         mixture.add(tensors.values, tile, scores, weights.rescale)
         barrier()

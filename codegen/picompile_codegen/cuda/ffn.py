@@ -73,7 +73,7 @@ def _resident(block: CudaFfn) -> int:
 # tokens and columns with down (`ffn_down_tiles.py`), in slices of the neurons where there are few tiles.
 
 
-_SUM_THREADS = 256
+_CHUNK_SUM_THREADS = 256
 
 
 def ffn_chunk(function: CudaFunction, block: CudaFfn) -> None:
@@ -93,10 +93,12 @@ def ffn_chunk(function: CudaFunction, block: CudaFfn) -> None:
         multiply_down_tile(block, tiles, hidden, block.y if slices is None else slices, function.tokens(rows), place)
     if slices is not None:
         with (
-            function.launch(grid=(blocks_for(dim, _SUM_THREADS), rows), block=_SUM_THREADS) as place,
+            function.launch(grid=(blocks_for(dim, _CHUNK_SUM_THREADS), rows), block=_CHUNK_SUM_THREADS) as place,
             when(place.block_y < function.tokens(rows)),
         ):
-            add_tile_slices(block, tiles, slices, block.y, place.block * _SUM_THREADS + place.thread, place.block_y)
+            add_tile_slices(
+                block, tiles, slices, block.y, place.block * _CHUNK_SUM_THREADS + place.thread, place.block_y
+            )
 
 
 def _compute_gate(block: CudaFfn, gate: KernelTensor, tokens: Expr, place: ThreadIndex) -> None:

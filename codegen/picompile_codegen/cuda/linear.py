@@ -158,10 +158,10 @@ def _load_rows(
 # Linear layers on a GPU: a packed matrix times the activations of one token, or of a chunk.
 
 
-_THREADS = 256
+_ONE_THREADS = 256
 # A warp reads two rows at a time: what it has read of x serves both, and more reads are under way.
 _ROWS_A_WARP = 2
-_ROWS_A_BLOCK = _THREADS // WARP * _ROWS_A_WARP
+_ROWS_A_BLOCK = _ONE_THREADS // WARP * _ROWS_A_WARP
 # Of x at a time, in shared memory: 18 KiB, so that several blocks fit a multiprocessor.
 _COLUMNS = 4096
 
@@ -172,7 +172,7 @@ def linear(spec: LinearSpec, function: CudaFunction) -> None:
     if spec.rows == 1:
         # Where x is in several parts ptxas takes up to 74 registers for q4, where 64 do and a fourth block fits.
         resident = 4 if spec.format == "q4" and spec.k > _COLUMNS else 0
-        with function.launch(grid=blocks_for(spec.n, _ROWS_A_BLOCK), block=_THREADS, resident=resident) as place:
+        with function.launch(grid=blocks_for(spec.n, _ROWS_A_BLOCK), block=_ONE_THREADS, resident=resident) as place:
             _one(x, w, bias, y, place)
         return
     grid = (blocks_for(spec.n, TILE_ROWS), blocks_for(spec.rows, TILE_TOKENS))
@@ -191,7 +191,7 @@ def _one(x: KernelTensor, w: CudaMatrix, bias: KernelTensor | None, y: KernelTen
         sums[i] = tirx.FloatImm("float32", 0.0)
     for start in range(0, w.columns, _COLUMNS):
         columns = min(_COLUMNS, w.columns - start)
-        vector.fill(x, 0, start, w.columns, place, _THREADS)
+        vector.fill(x, 0, start, w.columns, place, _ONE_THREADS)
         add_part(vector, w, rows, (start, columns), sums, place.lane)
     for i in range(_ROWS_A_WARP):
         product = warp_sum(sums[i])

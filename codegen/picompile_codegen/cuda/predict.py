@@ -152,11 +152,11 @@ def _compute_mask(
 # Each block packs the signs of x by itself: to read x takes less time than a launch of its own.
 
 
-_THREADS = 256
-_WARPS = _THREADS // WARP
+_SIGN_THREADS = 256
+_SIGN_WARPS = _SIGN_THREADS // WARP
 # Rows that a warp reads at a time, and how often it does.
-_PREDICT_SIGNS_TOGETHER, _TURNS = 4, 2
-_ROWS_A_BLOCK = _WARPS * _PREDICT_SIGNS_TOGETHER * _TURNS
+_SIGN_ROWS_TOGETHER, _SIGN_TURNS = 4, 2
+_ROWS_A_BLOCK = _SIGN_WARPS * _SIGN_ROWS_TOGETHER * _SIGN_TURNS
 _WORDS_A_BLOCK = BLOCK_COLUMNS // WARP
 # Words of signs that a lane reads at once: 16 bytes.
 _UNIT = 4
@@ -167,22 +167,22 @@ def predict_signs(spec: PredictSignsSpec, function: CudaFunction) -> None:
     x, signs, most, mask = (function[name] for name in ("x", "signs", "most", "mask"))
     words = blocks_for(spec.dim, BLOCK_COLUMNS) * _WORDS_A_BLOCK
     with (
-        function.launch(grid=(spec.rows, blocks_for(spec.neurons, _ROWS_A_BLOCK)), block=_THREADS) as place,
+        function.launch(grid=(spec.rows, blocks_for(spec.neurons, _ROWS_A_BLOCK)), block=_SIGN_THREADS) as place,
         when(place.block < function.tokens(spec.rows)),
     ):
         packed = shared(words, dtype="int32")
         _pack(x, packed, words, spec.dim, place)
         barrier()
-        with loop(0, _TURNS) as turn:
-            first = bind(place.block_y * _ROWS_A_BLOCK + turn * (_WARPS * _PREDICT_SIGNS_TOGETHER) + place.warp)
-            neurons = [bind(first + i * _WARPS) for i in range(_PREDICT_SIGNS_TOGETHER)]
+        with loop(0, _SIGN_TURNS) as turn:
+            first = bind(place.block_y * _ROWS_A_BLOCK + turn * (_SIGN_WARPS * _SIGN_ROWS_TOGETHER) + place.warp)
+            neurons = [bind(first + i * _SIGN_WARPS) for i in range(_SIGN_ROWS_TOGETHER)]
             _compare(signs, packed, words, neurons, most, mask, place)
 
 
 def _pack(x: KernelTensor, packed: KernelTensor, words: int, dim: int, place: ThreadIndex) -> None:
     """The signs of x. Bit i of word l of a block of 256 columns is column 8 · i + l: a warp makes a word at once."""
-    with loop(0, blocks_for(words, _WARPS)) as turn:
-        word = bind(turn * _WARPS + place.warp)
+    with loop(0, blocks_for(words, _SIGN_WARPS)) as turn:
+        word = bind(turn * _SIGN_WARPS + place.warp)
         column = bind(word // _WORDS_A_BLOCK * BLOCK_COLUMNS + place.lane * _WORDS_A_BLOCK + word % _WORDS_A_BLOCK)
         value = bind(tirx.if_then_else(column < dim, x[place.block, column], tirx.FloatImm("float32", 0.0)))
         below_zero = tirx.Cast("int32", value < tirx.FloatImm("float32", 0.0))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, when
-from picompile_codegen.cpu.top_logits import order_of
+from picompile_codegen.cpu.token_ops import order_of
 from picompile_codegen.cuda.function import CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.memory import address, barrier, loads_first, run_extern, shared
 from picompile_codegen.specs import MOST_TOP_LOGITS, TopLogitsSpec

@@ -13,14 +13,7 @@ from picompile_codegen.cpu.vector import at
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import lanes_for, load_lanes, store_lanes
 from picompile_codegen.cuda.memory import address, barrier, registers, run_extern, shared, warp_sum
-from picompile_codegen.specs import (
-    CopyWordsSpec,
-    PingPongSpec,
-    ReceiveMaskSpec,
-    ReceiveSpec,
-    SendMaskSpec,
-    SendSpec,
-)
+from picompile_codegen.specs import CopyWordsSpec, PingPongSpec, ReceiveMaskSpec, ReceiveSpec, SendMaskSpec, SendSpec
 
 THREADS = 1024
 # Reads of a thread that are under way together.

@@ -100,7 +100,7 @@ class LowerOptions:
     """What the graph does not say.
 
     `context` and `chunk` in tokens; `kv_dtype` float16, float32 or q8; `sequences` have a place in the KV cache.
-    `placement` says what runs on the hot device, whose kernels are those of `hot_device`: a second partition of the CPU
+    `placement` says what runs on the hot device, whose kernels are those of `accelerator`: a second partition of the CPU
     or a GPU; None for a program that has no such device.
     """
 
@@ -108,7 +108,7 @@ class LowerOptions:
     chunk: int
     kv_dtype: str
     sequences: int = 1
-    hot_device: Literal["cpu", "cuda"] | None = None
+    accelerator: Literal["cpu", "cuda"] | None = None
     placement: Placement = ON_HOST
 
 
@@ -121,8 +121,8 @@ class Shared:
     state: dict[str, ProgramTensor] = field(default_factory=dict)
     ffn: list[FfnPart] = field(default_factory=list)
     kernels: dict[KernelSpec, Kernel] = field(default_factory=dict)
-    device_kernels: dict[KernelSpec, AnyKernel] = field(default_factory=dict)
-    exchanges: int = 0
+    accelerator_kernels: dict[KernelSpec, AnyKernel] = field(default_factory=dict)
+    transfers: int = 0
     streamed: dict[str, None] = field(default_factory=dict)
 
     def kernel(self, device: Device, spec: KernelSpec) -> AnyKernel:
@@ -131,9 +131,9 @@ class Shared:
         Raises:
             UnsupportedGraphError: For a spec that has no body for the GPU that `device` is.
         """
-        built: dict[KernelSpec, AnyKernel] = self.kernels if device == "host" else self.device_kernels
+        built: dict[KernelSpec, AnyKernel] = self.kernels if device == "host" else self.accelerator_kernels
         if spec not in built:
-            is_gpu = device == "device" and self.options.hot_device == "cuda"
+            is_gpu = device == "device" and self.options.accelerator == "cuda"
             built[spec] = cuda_kernel_of(spec) if is_gpu else kernel_of(spec)
         return built[spec]
 
@@ -141,11 +141,11 @@ class Shared:
 @dataclass
 class Function:
     """`rows` is how many tokens a call can take: 1, or a chunk. `logits` names the buffer that the head writes,
-    `leading` those with the highest of them, where the head is on the hot device.
+    `top_logits` those with the highest of them, where the head is on the hot device.
 
     Calls are appended for `device`, the one of the node that is being lowered; `devices` has that of every node.
     A value that the other device needs is sent there as soon as it is made; `arrivals` has what then waits for it and
-    gives its place (see `exchange.py`). `counts` has, by mask, how many neurons of it the host computes.
+    gives its place (see `transfer.py`). `counts` has, by mask, how many neurons of it the host computes.
     """
 
     name: str
@@ -160,13 +160,13 @@ class Function:
     arrivals: dict[Node, Callable[["Function"], Arg]] = field(default_factory=dict)
     inputs: dict[str, Arg] = field(default_factory=dict)
     counts: dict[Node, Arg] = field(default_factory=dict)
-    leading: TopLogitsBuffers | None = None
+    top_logits: TopLogitsBuffers | None = None
 
     @property
     def mode(self) -> Mode:
         """Where the rows of a step are (see `kernels/step_rows.py`)."""
         if self.name == "batch":
-            return "batch"
+            return "sequences"
         return "one" if self.rows == 1 else "chunk"
 
     def kernel(self, spec: KernelSpec) -> AnyKernel:
@@ -214,7 +214,7 @@ class Function:
     def flag(self) -> Arg:
         """A flag of this step. Functions never run at the same time, so they have the same flags."""
         number = sum(1 for call in self.calls if call.op in ("send", "signal"))
-        self.shared.exchanges = max(self.shared.exchanges, number + 1)
+        self.shared.transfers = max(self.shared.transfers, number + 1)
         (words,) = FLAG_SHAPE
         return Arg("buffer", "flags", shape=FLAG_SHAPE, offset=number * words * 4)
 

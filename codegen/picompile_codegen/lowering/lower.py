@@ -11,7 +11,7 @@
    alone need.
 3. The activations of each function get places in an arena, one for each memory.
 
-Where there is a hot device, calls are made for both devices, each in its order (see `placement.py`, `exchange.py`).
+Where there is a hot device, calls are made for both devices, each in its order (see `placement.py`, `transfer.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,17 +34,10 @@ from picompile_codegen.lowering.function import (
     dimension,
     plan_buffers,
 )
-from picompile_codegen.lowering.ops import leading_shapes, lower_node
+from picompile_codegen.lowering.ops import lower_node, top_logits_shapes
 from picompile_codegen.lowering.packing import WeightTable
 from picompile_codegen.lowering.placement import place
-from picompile_codegen.lowering.program import (
-    Device,
-    LoweredProgram,
-    Memory,
-    ProgramTensor,
-    kernels_for,
-    tensor_bytes,
-)
+from picompile_codegen.lowering.program import Device, LoweredProgram, Memory, ProgramTensor, kernels_for, tensor_bytes
 from picompile_codegen.lowering.transfer import publish
 from picompile_codegen.specs import FLAG_SHAPE, STEP_SHAPE, KernelSpec, TakeLastSpec
 from picompile_passes.errors import UnsupportedGraphError
@@ -60,7 +53,7 @@ class Lowered:
 
     program: LoweredProgram
     built: Mapping[KernelSpec, Kernel]
-    device_built: Mapping[KernelSpec, AnyKernel]
+    accelerator_built: Mapping[KernelSpec, AnyKernel]
     weights: WeightTable
 
     @property
@@ -72,9 +65,9 @@ class Lowered:
         """The same kernels for `isa`."""
         return kernels_for(isa, self.built)
 
-    def device_kernels_for(self, isa: Isa) -> tuple[Kernel, ...]:
+    def accelerator_kernels_for(self, isa: Isa) -> tuple[Kernel, ...]:
         """The kernels of a hot device that is a partition of the CPU, for `isa`."""
-        return kernels_for(isa, self.device_built)
+        return kernels_for(isa, self.accelerator_built)
 
 
 def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
@@ -100,9 +93,9 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
     program = LoweredProgram(options.context, options.chunk, dimension(nodes[-1]), len(attentions), options.sequences)
     program.state, program.ffn, program.streamed = shared.state, shared.ffn, list(shared.streamed)
     program.logits = {function.name: function.logits for function in functions if function.name != "prefill"}
-    program.leading = {function.name: function.leading for function in functions if function.leading}
+    program.top_logits = {function.name: function.top_logits for function in functions if function.top_logits}
     _place(program, functions, shared)
-    return Lowered(program, shared.kernels, shared.device_kernels, shared.weights)
+    return Lowered(program, shared.kernels, shared.accelerator_kernels, shared.weights)
 
 
 def _whole(name: str, rows: int, nodes: Sequence[Node], shared: Shared, logits: str) -> Function:
@@ -112,7 +105,7 @@ def _whole(name: str, rows: int, nodes: Sequence[Node], shared: Shared, logits: 
 
 
 def _devices(name: str, nodes: Sequence[Node], shared: Shared) -> dict[Node, Device]:
-    if shared.options.hot_device is None:
+    if shared.options.accelerator is None:
         return dict.fromkeys(nodes, "host")
     return place(nodes, shared.options.placement, streams=name not in DECODING)
 
@@ -225,7 +218,7 @@ def _reserved(program: LoweredProgram, shared: Shared) -> tuple[dict[str, Progra
     counts: dict[str, tuple[int, ...]] = {"stats": (parts, 2), "stats.unused": (2,)}
     if program.sequences > 1:
         counts["stats.batch"] = (parts, 2)
-    hybrid = bool(shared.device_kernels)  # nothing may be left for the device
+    hybrid = bool(shared.accelerator_kernels)  # nothing may be left for the device
     place_of = _Offsets()
     for name, shape in inputs.items():
         place_of.add(name, "int32", shape, "shared" if hybrid else "host")
@@ -237,7 +230,7 @@ def _reserved(program: LoweredProgram, shared: Shared) -> tuple[dict[str, Progra
             place_of.add(f"{name}.device", "int32", shape, "device")
         for name, shape in counts.items():
             place_of.add(f"{name}.device", "int64", shape, "device")
-        place_of.add("flags", "int32", (max(1, shared.exchanges), *FLAG_SHAPE), "shared")
+        place_of.add("flags", "int32", (max(1, shared.transfers), *FLAG_SHAPE), "shared")
         place_of.add("abandoned", "int32", FLAG_SHAPE, "shared")
     return place_of.buffers, place_of.ends
 
@@ -247,11 +240,11 @@ def _reserve_logits(program: LoweredProgram, memory: Memory, place_of: "_Offsets
     rows = {"logits": 1, "logits.score": program.chunk}
     if program.sequences > 1:
         rows["logits.batch"] = program.sequences
-    kept = {program.logits[function] for function in program.leading}
+    kept = {program.logits[function] for function in program.top_logits}
     for name, count in rows.items():
         place_of.add(name, "float32", (count, program.vocab), memory)
-        for leading, dtype, shape in leading_shapes(name, count, program.vocab) if name in kept else ():
-            place_of.add(leading, dtype, shape, "shared")
+        for highest, dtype, shape in top_logits_shapes(name, count, program.vocab) if name in kept else ():
+            place_of.add(highest, dtype, shape, "shared")
 
 
 class _Offsets:

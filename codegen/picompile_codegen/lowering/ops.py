@@ -36,22 +36,22 @@ def hand_over(node: Node, logits: Arg, function: Function) -> None:
     """Append what lets the host choose from `logits`, which the head `node` has made on the hot device."""
     if function.name not in CHOOSING:
         return
-    function.leading = leading_buffers(function.logits)
+    function.top_logits = top_logits_buffers(function.logits)
     # The end of the step, which the host waits for, is all the order that these need.
-    scores, ids = (Arg("buffer", name) for name in (function.leading.scores, function.leading.ids))
+    scores, ids = (Arg("buffer", name) for name in (function.top_logits.scores, function.top_logits.ids))
     kernel = function.kernel(TopLogitsSpec(vocab=dimension(node), rows=function.rows))
     function.call(kernel, {"logits": logits, "scores": scores, "ids": ids}, op="leading")
 
 
-def leading_buffers(logits: str) -> TopLogitsBuffers:
+def top_logits_buffers(logits: str) -> TopLogitsBuffers:
     """The names for the highest of the logits in the buffer `logits`."""
     name = logits.replace("logits", "leading", 1)
     return TopLogitsBuffers(f"{name}.scores", f"{name}.ids")
 
 
-def leading_shapes(logits: str, rows: int, vocab: int) -> list[tuple[str, str, tuple[int, int]]]:
+def top_logits_shapes(logits: str, rows: int, vocab: int) -> list[tuple[str, str, tuple[int, int]]]:
     """Name, dtype and shape of each of these, for `rows` rows of logits."""
-    names, shape = leading_buffers(logits), (rows, min(MOST_TOP_LOGITS, vocab))
+    names, shape = top_logits_buffers(logits), (rows, min(MOST_TOP_LOGITS, vocab))
     return [(names.scores, "float32", shape), (names.ids, "int32", shape)]
 
 

@@ -128,7 +128,7 @@ class LoweredProgram:
     """Everything the runtime executes. All functions share the arenas, one KV cache and the weights.
 
     The cache has a place, a slot, for each of `sequences`. An arena in each memory holds its buffers.
-    `leading` has the functions whose logits are in the hot device's memory, and where the highest of them are.
+    `top_logits` has the functions whose logits are in the hot device's memory, and where the highest of them are.
     `streamed` weights stay with the host: where the device uses them, for prompts, it reads them from there.
     The calls of a function are in order for each device; between devices, order is made by flags in shared memory.
     """
@@ -145,7 +145,7 @@ class LoweredProgram:
     state: dict[str, ProgramTensor] = field(default_factory=dict)
     functions: dict[str, list[ProgramCall]] = field(default_factory=dict)
     logits: dict[str, str] = field(default_factory=dict)
-    leading: dict[str, TopLogitsBuffers] = field(default_factory=dict)
+    top_logits: dict[str, TopLogitsBuffers] = field(default_factory=dict)
     ffn: list[FfnPart] = field(default_factory=list)
     streamed: list[str] = field(default_factory=list)
 
@@ -165,7 +165,7 @@ class LoweredProgram:
             "state": {name: tensor.to_json() for name, tensor in self.state.items()},
             "functions": {name: [call.to_json() for call in calls] for name, calls in self.functions.items()},
             "logits": self.logits,
-            **({"leading": {name: vars(each) for name, each in self.leading.items()}} if self.leading else {}),
+            **({"leading": {name: vars(each) for name, each in self.top_logits.items()}} if self.top_logits else {}),
             "ffn": [vars(part) for part in self.ffn],
             "streamed": self.streamed,
         }

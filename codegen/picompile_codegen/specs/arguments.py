@@ -18,12 +18,12 @@ Q8 = "q8"
 # reads and writes the KV `cache`, `sets` a flag, `awaits` one, and says in `abandons` that it gave up.
 Access = Literal["in", "out", "scratch", "adds", "cache", "sets", "awaits", "abandons"]
 
-# Where the rows of a step are; `cpu.step` reads them.
+# Where the rows of a step are; `cpu.token_ops.step_rows` reads them.
 # `one`        the next token of one sequence: position step[1], slot step[2]
 # `chunk`      consecutive tokens of one sequence: row t has position step[1] + t, slot step[2]
-# `batch`      each row is the next token of a sequence of its own: positions int32 [rows] and slots int32 [rows]
+# `sequences`  each row is the next token of a sequence of its own: positions int32 [rows] and slots int32 [rows]
 # A slot is a sequence's place in the caches. No kernel asks for it where they have one place only.
-Mode = Literal["one", "chunk", "batch"]
+Mode = Literal["one", "chunk", "sequences"]
 
 _DATA_DTYPES = {"f16": "float16", "q8": "int8", "q4": "uint8"}
 
@@ -190,7 +190,7 @@ def optional_floats(arguments: Iterable[tuple[str, int, bool]]) -> Iterator[Kern
 
 def rows_of_step(mode: Mode, rows: int, context: int, sequences: int) -> Iterator[KernelArgument]:
     """Yield what tells the rows of `mode` apart: positions below `context`, slots below `sequences` if several."""
-    if mode == "batch":
+    if mode == "sequences":
         yield indices("positions", rows, context)
         if sequences > 1:
             yield indices("slots", rows, sequences)
@@ -198,4 +198,4 @@ def rows_of_step(mode: Mode, rows: int, context: int, sequences: int) -> Iterato
 
 def mode_name(mode: Mode, rows: int) -> str:
     """Return the part of a kernel's name that tells its mode from others."""
-    return f"b{rows}" if mode == "batch" else f"r{rows}"
+    return f"b{rows}" if mode == "sequences" else f"r{rows}"

@@ -49,7 +49,7 @@ def attention(shape: Heads, mode: Mode, rows: int) -> CudaKernel:
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
     built = [attention(shape, "one", 1) for shape in ONE.values()]
     built += [attention(shape, "chunk", CHUNK) for shape in CHUNKS.values()]
-    built += [attention(ONE[name], "batch", ROWS) for name in BATCHES]
+    built += [attention(ONE[name], "sequences", ROWS) for name in BATCHES]
     return CudaWorkbench(tmp_path_factory.mktemp("attention") / "device.so", built)
 
 
@@ -142,7 +142,7 @@ def test_batch(workbench: CudaWorkbench, name: str, tokens: int) -> None:
         filled[slot] = position + 1
     keys, values = (random_cache(rng, shape, side, filled) for side in "kv")
     inputs = {"q": q, "positions": positions, "slots": slots, **keys.arguments, **values.arguments}
-    result = workbench.run(attention(shape, "batch", ROWS), inputs, tokens=tokens, position=-1)
+    result = workbench.run(attention(shape, "sequences", ROWS), inputs, tokens=tokens, position=-1)
     assert np.isnan(result["y"][tokens:]).all()
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         expected = expected_attention(shape, q[row : row + 1], keys.values[slot], values.values[slot], position)

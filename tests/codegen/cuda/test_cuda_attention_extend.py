@@ -24,7 +24,7 @@ SHAPES = {
 CASES: list[tuple[str, Mode, int, bool]] = [
     *((name, "one", 1, True) for name in ("multi-head", "window of one", "parts")),
     ("q8", "one", 1, False),
-    *((name, "batch", tokens, True) for name in ("q8", "more heads than a block has") for tokens in (2, 3)),
+    *((name, "sequences", tokens, True) for name in ("q8", "more heads than a block has") for tokens in (2, 3)),
 ]
 
 
@@ -64,7 +64,7 @@ def test_extends_and_attends(
     inputs = {name: uniform(rng, tokens, shape.kv_heads * dim) for name, dim in widths(shape).items()}
     inputs |= {"q": 3 * uniform(rng, tokens, shape.heads * shape.head_dim), "cos": cos, "sin": sin}
     caches = {side: random_cache(rng, shape, side, filled) for side in "kv"}
-    where = {"positions": np.int32(positions), "slots": np.int32(slots)} if mode == "batch" else {}
+    where = {"positions": np.int32(positions), "slots": np.int32(slots)} if mode == "sequences" else {}
     given = {**inputs, **where, **caches["k"].arguments, **caches["v"].arguments}
     result = workbench.run(attention(name, mode, turn), given, tokens=tokens, position=positions[0], slot=slots[0])
 

@@ -20,10 +20,10 @@ ROWS: list[tuple[Mode, int, int]] = [
     ("one", 1, 1),
     ("chunk", CHUNK, CHUNK),
     ("chunk", CHUNK, 4),
-    ("batch", 3, 3),
-    ("batch", 3, 2),
+    ("sequences", 3, 3),
+    ("sequences", 3, 2),
 ]
-KERNELS: list[tuple[Mode, int]] = [("one", 1), ("chunk", CHUNK), ("batch", 3)]
+KERNELS: list[tuple[Mode, int]] = [("one", 1), ("chunk", CHUNK), ("sequences", 3)]
 # A group with a rest, less than one, and whole ones.
 HEAD_DIMS = (72, 20, 64)
 
@@ -57,7 +57,7 @@ def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
 
 def places(mode: Mode, tokens: int) -> tuple[list[int], list[int], dict[str, Array]]:
     """Positions and slots of rows, and what says so to a kernel."""
-    if mode == "batch":
+    if mode == "sequences":
         positions, slots = [41, 5, 30][:tokens], [2, 3, 0][:tokens]
         return positions, slots, {"positions": np.int32(positions), "slots": np.int32(slots)}
     return list(range(30, 30 + tokens)), [2] * tokens, {}

@@ -57,7 +57,7 @@ def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
         cuda.write_kernel(ReceiveMaskSpec(neurons=neurons, rows=rows)) for neurons in RECEIVED for rows in (1, CHUNK)
     ]
     built += [cuda.write_kernel(CopyWordsSpec(words=words)) for words in (8, 300)]
-    return CudaWorkbench(tmp_path_factory.mktemp("exchange") / "device.so", built)
+    return CudaWorkbench(tmp_path_factory.mktemp("transfer") / "device.so", built)
 
 
 @pytest.mark.parametrize("dim", DIMS)

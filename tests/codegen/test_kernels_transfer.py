@@ -52,7 +52,7 @@ Bound = tuple[str, Sequence[Array]]
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
-    return Workbench(tmp_path_factory.mktemp("exchange") / "host.so", EVERY)
+    return Workbench(tmp_path_factory.mktemp("transfer") / "host.so", EVERY)
 
 
 @pytest.fixture(scope="module")

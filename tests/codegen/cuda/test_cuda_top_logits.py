@@ -2,7 +2,7 @@
 
 import pytest
 from cuda_workbench import CudaWorkbench
-from leading_cases import KINDS, check, logits_of
+from top_logits_cases import KINDS, check, logits_of
 
 from picompile_codegen import cuda
 from picompile_codegen.specs import TopLogitsSpec
@@ -18,12 +18,12 @@ LARGE = (50257, 70001)
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
     built = [cuda.write_kernel(TopLogitsSpec(vocab=vocab, rows=rows)) for vocab in VOCABS for rows in (1, ROWS)]
     built += [cuda.write_kernel(TopLogitsSpec(vocab=vocab, rows=1)) for vocab in LARGE]
-    return CudaWorkbench(tmp_path_factory.mktemp("leading") / "device.so", built)
+    return CudaWorkbench(tmp_path_factory.mktemp("top-logits") / "device.so", built)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_leading_logits(workbench: CudaWorkbench, kind: str, vocab: int) -> None:
+def test_highest_come_first(workbench: CudaWorkbench, kind: str, vocab: int) -> None:
     logits = logits_of(kind, 1, vocab)
     check(workbench.run(cuda.write_kernel(TopLogitsSpec(vocab=vocab, rows=1)), {"logits": logits}), logits)
 

@@ -36,7 +36,7 @@ from picompile_codegen.specs import (
 
 FORMATS = ("f16", "q8", "q4")
 KV_DTYPES = ("float16", "float32", "q8")
-MODES = (("one", 1), ("chunk", 13), ("batch", 3))
+MODES = (("one", 1), ("chunk", 13), ("sequences", 3))
 ROWS = (1, 13)
 # Only the host calls these, and only a GPU that one.
 HOST_ONLY: set[type[KernelSpec]] = {SignalSpec, WaitSpec}

@@ -1,7 +1,7 @@
 """The highest logits of a row, by the CPU's kernel."""
 
 import pytest
-from leading_cases import KINDS, check, logits_of
+from top_logits_cases import KINDS, check, logits_of
 from workbench import Workbench
 
 from picompile_codegen import cpu
@@ -15,12 +15,12 @@ VOCABS = (1, 37, 64, 65, 300, 50257)
 @pytest.fixture(scope="module")
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     built = [cpu.write_kernel(TopLogitsSpec(vocab=vocab, rows=rows)) for vocab in VOCABS for rows in (1, ROWS)]
-    return Workbench(tmp_path_factory.mktemp("leading") / "host.so", built)
+    return Workbench(tmp_path_factory.mktemp("top-logits") / "host.so", built)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_leading_logits(workbench: Workbench, kind: str, vocab: int) -> None:
+def test_highest_come_first(workbench: Workbench, kind: str, vocab: int) -> None:
     logits = logits_of(kind, 1, vocab)
     check(workbench.run(cpu.write_kernel(TopLogitsSpec(vocab=vocab, rows=1)), {"logits": logits}), logits)
 

@@ -1,4 +1,4 @@
-"""Logits for `leading_logits`, of the CPU and of GPUs, and what a sort makes of them."""
+"""Logits for `TopLogitsSpec`, of the CPU and of GPUs, and what a sort makes of them."""
 
 import numpy as np
 from workbench import Array
