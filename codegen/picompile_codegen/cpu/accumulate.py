@@ -90,7 +90,7 @@ def accumulate_columns(reduction: Reduction, block: Expr, quantized: QuantizedRo
 
 
 def _accumulate_bytes(reduction: Reduction, block: Expr, quantized: QuantizedRows, tokens: Expr) -> None:
-    """In slices of a few groups of rows: unpacked, turned into bytes again by columns, multiplied and added to y."""
+    """Unpack a few groups of rows at a time, turn them into bytes by columns, multiply, and add to y."""
     weights = local(_BLOCK_ROWS, _BLOCK_GROUPS * GROUP)
     first_group, total = bind(block * _BLOCK_GROUPS), groups_of(reduction.count)
     parts, together = _BLOCK_GROUPS * GROUP // LANES, block_rows() // LANES
@@ -158,7 +158,7 @@ def _add_columns(reduction: Reduction, column: Expr, sums: list[tuple[Expr, int,
 
 
 def _beginning(reduction: Reduction, column: Expr, valid: int) -> Expr:
-    """What eight columns of y begin with."""
+    """Return what eight columns of y begin with."""
     return splat(0.0) if reduction.bias is None else load(reduction.bias, column, valid=valid)
 
 

@@ -213,7 +213,7 @@ def _add_block(rows: SomeRows, group: Expr, number: int, factors: _Factors) -> N
 
 
 def _interleave(rows: list[Expr]) -> list[Expr]:
-    """Of four vectors of 32 bytes: four uint32x8, whose elements are a byte of each row.
+    """Interleave four vectors of 32 bytes to four uint32x8, whose elements are a byte of each row.
 
     Vector i has bytes 4 · i … 4 · i + 3 of both halves.
     """

@@ -1,8 +1,8 @@
-"""Attention of the query heads that share a head of keys, at one position: what decoding is made of.
+"""Attention over the cached keys and values: of single tokens, by one task or several, and of chunks of a prompt.
 
 Keys and values are read once, front to back, a block at a time, with a running maximum, sum and output for each query
 (arXiv 1805.02867). Queries are taken 1, 2 or 4 at a time, and the softmax treats these at once. The arithmetic on rows
-of the cache is in `attention_blocks.py`.
+of the cache is in `attention_blocks.py`, that of chunks in `attention_chunk.py`.
 """
 
 from collections.abc import Callable
@@ -131,9 +131,8 @@ def finish(queries: Queries, emit: Callable[[Expr, Expr, Expr], None]) -> None:
     queries.each_tile(one_tile)
 
 
-# Attention of single tokens whose positions several tasks share, where there are few heads of keys.
-#
-# Parts are of fixed size and put together in order, so that results do not depend on the number of threads.
+# Where there are few heads of keys, several tasks share the positions of a token. Parts are of fixed size and put
+# together in order, so that results do not depend on the number of threads.
 
 
 def attend_parts(spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRows) -> None:
@@ -201,9 +200,7 @@ def _merge_parts(spec: AttentionSpec, tensors: AttentionTensors, row: Expr, head
     give(spec, tensors, row, head, lambda c: load(mixed, c) * factor)
 
 
-# Causal attention over the cached keys and values: its arguments, and which task takes which queries.
-#
-# What a task does is in `attention_task.py` for single tokens and in `attention_chunk.py` for chunks of a prompt.
+# The body of an `AttentionSpec`: which task takes which queries.
 
 
 def attention(spec: AttentionSpec, function: KernelFunction) -> None:

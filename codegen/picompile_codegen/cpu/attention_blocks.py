@@ -1,4 +1,9 @@
-"""Scores and mixtures over a block of cached positions: in float32, and in integers where the cache is q8."""
+"""Scores and mixtures over a block of cached positions: in float32, and in integers where the cache is q8.
+
+For q8, queries become 16-bit integers with one scale each; so do the weights of the softmax times the scales of values,
+with one scale for each query and block. Against float32 arithmetic on the same cache the result is off by 2^-16 of the
+largest query element and weight. Integers take half as long; conversion to float32 would not keep up with memory.
+"""
 
 from dataclasses import dataclass
 
@@ -12,7 +17,7 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, in_slices, lo
 from picompile_codegen.cpu.vector import LANES, at, blocks, eight_totals, fma, highest, load, splat, store, to_floats
 from picompile_passes.dialect.formats import GROUP
 
-# Scores and mixtures over a block of a cache in float16 or float32.
+# Caches in float16 or float32.
 
 
 def float_products(work: Work, indices: list[Expr]) -> Expr:
@@ -66,11 +71,7 @@ def float_mix(work: Work, rescale: list[Expr]) -> None:
     in_slices(values.cache.dim, together, mix_columns)
 
 
-# Scores and mixtures over a block of a q8 cache, in integers.
-#
-# Queries, and the weights of the softmax times the scales of values, become 16-bit integers: of a query with one scale,
-# of the weights of a block with one for each query. Against float32 arithmetic on the same cache that is off by 2^-16 of
-# the largest query element and weight; it takes half as long, and conversion to float32 would not keep up with memory.
+# Caches in q8.
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _largest(q: KernelTensor, i: Expr, head_dim: int) -> Expr:
 
 
 def _inverse(largest: Expr) -> Expr:
-    """What makes `largest` the largest word; 0 if all are 0."""
+    """Return the factor that makes `largest` the largest word; 0 if all are 0."""
     word, zero = tirx.FloatImm("float32", LARGEST_WORD), tirx.FloatImm("float32", 0.0)
     # A number so small that its inverse is none counts for nothing.
     return bind(select(largest > tirx.FloatImm("float32", 1e-30), word / largest, zero))

@@ -1,4 +1,4 @@
-"""What the parts of attention at one position share: queries, positions to go through, and a block of these."""
+"""Arguments and working memory of attention at one position: queries, spans of positions, and blocks of these."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -147,7 +147,7 @@ class Work:
     scores: KernelTensor
 
     def row(self, i: Expr) -> Expr:
-        """Where query i of the tile is among all."""
+        """Return the number of query i of the tile among all queries."""
         return self.tile * self.queries.tile + i
 
 
@@ -173,7 +173,7 @@ def query_lanes(values: list[Expr]) -> Expr:
     return bind(tirx.Shuffle([values[lane % len(values)] for lane in range(LANES)], list(range(LANES))))
 
 
-# What an attention kernel is made for and given, and how a row's queries, key and value come from that.
+# Arguments of the kernel, and how a row's queries, key and value come from them.
 
 
 # Enough heads of keys for the cores of a desktop machine. Where there are fewer, tasks share the positions as well.

@@ -39,12 +39,13 @@ def block_rows() -> int:
 
 
 def raw_offset(matrix: KernelMatrix) -> int:
-    """What is to be added to each byte of a block to make it the weight over its scale."""
+    """Return the offset that makes a byte of a block the weight over its scale."""
     return signed_offset() if matrix.format == "q8" else int(matrix.offset)
 
 
 def signed_offset() -> int:
-    """The same for bytes that have a sign: VNNI multiplies unsigned ones, and 128 more are no more instructions."""
+    """Return the offset of signed bytes: VNNI needs one unsigned operand, so they are biased by 128 at no extra
+    cost."""
     return -128 if isa.current().bytes_dot == "vnni" else 0
 
 
@@ -142,7 +143,7 @@ def _quads(matrix: KernelMatrix, numbers: list[Expr], group: Expr) -> list[Expr]
 
 
 def _words(rows: list[Expr]) -> list[Expr]:
-    """Of eight vectors of 16 bytes: four of eight words, word i of each row in vector i."""
+    """Transpose eight vectors of 16 bytes to four of eight words: vector i has word i of each row."""
     rows = [bind(row) for row in rows]
     pairs = [bind(tirx.Shuffle([rows[i], rows[i + 4]], list(range(32)))) for i in range(4)]
     a, b, c, d = (bind(tirx.reinterpret(f"uint32x{LANES}", pair)) for pair in pairs)

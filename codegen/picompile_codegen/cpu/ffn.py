@@ -1,4 +1,15 @@
-"""Feed-forward blocks: of one token, of several sequences' next tokens, and of a chunk of a prompt."""
+"""Feed-forward blocks: of one token, of several sequences' next tokens, and of a chunk of a prompt.
+
+For one token, over the neurons that are predicted to fire: 1. The numbers of the neurons to compute are listed in order
+(`ffn_neurons.py`): in `exact` by each neuron's product with the gating matrix, in `masked` by the mask.
+2. They are cut into SLICES equal runs (`ffn_slices.py`).
+3. The slices' y are added up in order.
+The number of slices is fixed, and so are the order of all additions and every bit of y for any number of threads.
+
+For several sequences, each token has a mask of its own. Where the masks together name a small part of all neurons, each
+token computes its own ones as above: what one token has read, the next finds in the cache. Where they name more, every
+neuron is computed for all tokens, as in a chunk: products of tiles take so much less time for each neuron.
+"""
 
 from dataclasses import dataclass
 
@@ -17,16 +28,6 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, 
 from picompile_codegen.cpu.vector import blocks, load, splat, store
 from picompile_codegen.specs import FfnSpec
 
-# The feed-forward block of one token, over the neurons that are predicted to fire.
-#
-# 1. The numbers of the neurons to compute are listed, in order (`ffn_list.py`): in `exact` by the deciding product of
-#    every neuron, in `masked` by the mask.
-# 2. They are cut into SLICES equal runs (`ffn_slice.py`).
-# 3. The slices' y are added up, in order.
-#
-# The number of slices is fixed. So are then the order of all additions and every bit of y, for any number of threads.
-
-
 # Each has a y of its own, which costs time to add up; too few leave threads without work.
 SLICES = 16
 
@@ -44,13 +45,6 @@ def ffn_one(function: KernelFunction, arguments: FfnArguments) -> None:
         compute_slice(arguments, vector, listed, slices, index, index)
     slices.add_up(arguments.y, arguments.down_bias, spec.dim, 1)
     slices.count(arguments.stats, spec.neurons if listed is None else listed.count, 1)
-
-
-# The feed-forward block of a few sequences' next tokens, each with a mask of its own.
-#
-# Where the masks together name a small part of all neurons, each token computes its own ones as in `ffn_one`: what one
-# token has read, the next finds in the cache. Where they name more, every neuron is computed for all, as in a chunk:
-# products of tiles take so much less time for each neuron.
 
 
 # Tasks of a token: a few tokens are to keep more threads than there are tokens busy.
@@ -112,9 +106,6 @@ def _declare_vectors(
     return numbers, scales, function.scratch("vector_offsets", "float32", rows, padded) if bundle.offset else None
 
 
-# Feed-forward blocks: which kernel there is for which kind, and the arguments they have in common.
-
-
 def ffn(spec: FfnSpec, function: KernelFunction) -> None:
     """Write the body of an `FfnSpec`."""
     arguments = FfnArguments.of(spec, function)
@@ -126,12 +117,12 @@ def ffn(spec: FfnSpec, function: KernelFunction) -> None:
         ffn_chunk(function, arguments)
 
 
-# The feed-forward block of a chunk of tokens: dense, since some token needs almost every neuron.
+# A chunk is dense, since some token needs almost every neuron.
 
 
 @dataclass(frozen=True)
 class ChunkMemory:
-    """What a chunk is computed in: products with gate, what goes down, and the bytes of x and of that."""
+    """Memory for a chunk: products with gate, hidden values, and the bytes of x and of the hidden values."""
 
     gate: KernelTensor | None
     hidden: KernelTensor

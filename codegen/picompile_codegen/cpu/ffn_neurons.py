@@ -1,4 +1,5 @@
-"""What the kernels of feed-forward blocks share: shapes, arguments, and where each matrix of a neuron is."""
+"""Arguments of a feed-forward block, where each matrix of a neuron is, and the list of neurons that a token
+computes."""
 
 from dataclasses import dataclass
 
@@ -52,7 +53,7 @@ class FfnArguments:
         return self.gate_bias if self.spec.gated else self.up_bias
 
     def first_row(self, neuron: Expr) -> tuple[KernelMatrix, Expr]:
-        """Where gate is (up, where there is no gate): a matrix and a row of it."""
+        """Return where a neuron's gate is (up, where there is no gate): a matrix and a row of it."""
         if self.decide is not None:
             return self.decide, neuron
         return self.bundle, neuron * self.spec.bundle_parts
@@ -75,7 +76,7 @@ class FfnArguments:
         return value if up is None else bind(value * activate(self.spec.up_activation, up))
 
 
-# Which neurons of a feed-forward block one token computes: their numbers, in order, side by side.
+# The list of neurons to compute: their numbers in order, side by side.
 
 
 # Elements of a mask that are looked at together: a word.
@@ -88,7 +89,7 @@ _TWO = 2
 class NeuronList:
     """Row `row` of `neurons` int32 [tokens, F], the first `count` of which are numbers of neurons.
 
-    `products` float32 [F] holds the deciding product of every neuron where the list was made from those.
+    `products` float32 [F] holds the product with the gating matrix of every neuron where the list was made from those.
     """
 
     neurons: KernelTensor
@@ -103,7 +104,7 @@ class NeuronList:
 
 @dataclass(frozen=True)
 class ListMemory:
-    """What a list is made in. Declared before any statement of a kernel."""
+    """Memory for a list of neurons."""
 
     neurons: KernelTensor
     products: KernelTensor | None
@@ -119,14 +120,14 @@ def declare_list(function: KernelFunction, arguments: FfnArguments) -> ListMemor
 
 
 def make_list(arguments: FfnArguments, vector: Vector, memory: ListMemory) -> NeuronList:
-    """The neurons that the mask names or, in `exact`, whose deciding product is above the threshold."""
+    """The neurons that the mask names or, in `exact`, whose product with the gating matrix is above the threshold."""
     if memory.products is not None:
         _decide(arguments, vector, memory.products)
     return list_neurons(arguments, memory, 0)
 
 
 def list_neurons(arguments: FfnArguments, memory: ListMemory, token: Expr) -> NeuronList:
-    """The same, once the products are known, for any of several tokens with a mask each."""
+    """List the neurons of any of several tokens with a mask each, once the products are known."""
     count = local(1, dtype="int32")
     count[0] = 0
     neurons, start = arguments.spec.neurons, 0

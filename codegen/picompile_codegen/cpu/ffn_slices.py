@@ -1,4 +1,9 @@
-"""What the slices of a feed-forward block make, for one token or several, and how it becomes y."""
+"""Slices of a feed-forward block's neurons, for one token or several, and how they are added up to y.
+
+A slice goes through its neurons a few at a time: products with gate and up, and the activation; then the rows of down
+of those whose output is not zero, four at a time, times their outputs, are added to the slice's own y (`add_rows.py`).
+While rows are read, as many of neurons further on are fetched.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -90,13 +95,6 @@ def _store(
     for i, number in enumerate(lanes):
         value = tirx.Shuffle([sums], [number])
         y[token, column + i] = value if bias is None else value + bias[column + i]
-
-
-# A slice of the neurons of a feed-forward block, for one token: what `ffn_one` and `ffn_batch` are made of.
-#
-# The neurons are gone through a few at a time: products with gate and up, and the activation; then the rows of down of
-# those whose output is not zero, four at a time, times their outputs, added to the slice's own y (`add_rows.py`). While
-# rows are read, as many of neurons further on are fetched.
 
 
 # Neurons whose products are computed before their rows of down are added: these rows wait in the cache meanwhile.

@@ -1,4 +1,4 @@
-"""What a kernel is, and how one is written.
+"""Kernels, and how one is written.
 
 A kernel is a TIR function of nothing but tensors, all of static shape. What changes from step to step comes in `step`
 (int32 [8]: tokens in this step, position of the first, slot of their sequence, number of the step). So the arguments of

@@ -183,7 +183,7 @@ def _emit(
             emit(output + i, 1, [tirx.Shuffle([value], [i]) for value in sums])
 
 
-# Linear layers: a packed matrix times the activations of one token, or of a chunk.
+# The body of a `LinearSpec`, for one token or for a chunk.
 
 
 def linear(spec: LinearSpec, function: KernelFunction) -> None:

@@ -86,7 +86,7 @@ class KernelMatrix:
 
     @property
     def offset(self) -> float:
-        """What is to be added to the raw value of each weight, before scaling."""
+        """Added to the raw value of each weight, before scaling."""
         return _OFFSETS[self.format]
 
     @property

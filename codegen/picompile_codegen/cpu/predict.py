@@ -1,4 +1,10 @@
-"""Predictors that were trained: two matrices of low rank tell which neurons a token will fire."""
+"""Predictors: matrices of low rank that were trained, and signs, which need no training.
+
+By signs (arXiv 2411.12692), a neuron fires if the signs of its weights and of the input mostly agree. A bit says that a
+number is below zero. Bits lie in blocks of 256 columns, 32 bytes: bit i of int32 word l of a block is column 8 · i + l.
+So eight columns of the input fall into the same bit of eight words, and a vector of eight words is packed without
+moving anything between its lanes. Bits past the last column are 0 in both.
+"""
 
 from tvm import tirx
 
@@ -53,12 +59,7 @@ def _predict_rows(
         mask[token, neuron] = tirx.Cast("uint8", scores[token, neuron] > threshold[0])
 
 
-# The predictor that needs no training: a neuron fires if the signs of its weights and of the input mostly agree.
-#
-# arXiv 2411.12692. A bit says that a number is below zero. Bits lie in blocks of 256 columns, 32 bytes: bit i of int32
-# word l of a block is column 8 · i + l. So eight columns of the input fall into the same bit of eight words, and a
-# vector
-# of eight words is packed without moving anything between its lanes. Bits past the last column are 0 in both.
+# Prediction by signs.
 
 
 _WORDS = f"int32x{LANES}"
@@ -101,7 +102,7 @@ def _pack_block(x: KernelTensor, token: Expr, first: Expr, columns: int, packed:
 
 
 def _differing(signs: KernelTensor, neuron: Expr, packed: KernelTensor, dim: int) -> Expr:
-    """In how many columns the signs differ, as a float32, which is exact."""
+    """Return in how many columns the signs differ, as a float32, which is exact."""
     counts = local(LANES // 2, dtype="int64")
     counts[at(0, LANES // 2)] = tirx.Broadcast(tirx.IntImm("int64", 0), LANES // 2)
     with loop(0, -(-dim // BLOCK_COLUMNS)) as block:

@@ -1,4 +1,11 @@
-"""Activations as bytes: how they are rounded, and products of integers."""
+"""Activations as bytes, and exact products of integers.
+
+Each 32 consecutive activations share a scale, the largest magnitude over 127; each becomes the nearest multiple of it,
+the even one of two. llama.cpp does so as well (Q8_0), with a float16 scale where this has a float32 one.
+
+Σ (raw + offset) · scale_w · bytes · scale_x is an integer sum times both scales, plus offset · scale_w · scale_x ·
+Σ bytes. In the second term all but scale_w is the same for every row: `offsets` holds it.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +18,8 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, intrinsic, lo
 from picompile_codegen.cpu.vector import LANES, at, highest, load, splat, splat_int, store, total
 from picompile_passes.dialect.formats import GROUP
 
-# Sums of products of bytes: what q8 and q4 weights meet quantized activations with.
-#
-# Thirty-two pairs are multiplied and added up in fours, to eight sums of 32 bits, which are exact. The instruction for
-# that is what most tells instruction sets apart: see `isa.Isa.bytes_dot`.
+# Products of bytes, for q8 and q4 weights. Thirty-two pairs are multiplied and added up in fours, to eight exact sums
+# of 32 bits. The instruction for that is what most tells instruction sets apart: see `isa.Isa.bytes_dot`.
 
 
 BYTES = 4 * LANES
@@ -91,19 +96,17 @@ def pack_bytes(values: list[Expr]) -> Expr:
 
 
 def byte_inverse(largest: Expr) -> Expr:
-    """What numbers of at most these magnitudes are multiplied with to become bytes: 127 over each, eight of them."""
+    """Return the factors that make numbers of at most these magnitudes bytes: 127 over each, eight of them."""
     return select(largest > splat(0.0), splat(127.0) / largest, splat(0.0))
 
 
 def byte_scale(largest: Expr, witness: Expr) -> Expr:
-    """What such bytes are multiples of: `largest` over 127, or NaN where `witness` is not a finite number."""
+    """Return the scale of such bytes: `largest` over 127, or NaN where `witness` is not a finite number."""
     return largest / 127.0 + witness * 0.0
 
 
-# Sums of products of 16-bit integers: what a q8 cache meets queries and weights of the softmax with.
-#
-# Two products are added up to one sum of 32 bits. Against conversion of bytes to float32 this halves the instructions,
-# and the other factor keeps 15 bits, where `bytes.py` leaves it seven.
+# Products of 16-bit integers, for a q8 cache. Two products are added up to one sum of 32 bits. Against conversion of
+# bytes to float32 this halves the instructions, and the other factor keeps 15 bits, where bytes leave it seven.
 
 
 WORDS = 2 * LANES
@@ -155,13 +158,7 @@ def in_order(low: Expr, high: Expr) -> tuple[Expr, Expr]:
     )
 
 
-# Activations in 8 bits: what products with q8 and q4 weights are made of.
-#
-# Each 32 consecutive activations share a scale, the largest magnitude over 127; each becomes the nearest multiple of it,
-# the even one of two. That is what llama.cpp does as well (Q8_0), with a float32 scale in place of a float16 one.
-#
-# Σ (raw + offset) · scale_w · bytes · scale_x falls apart into an integer sum, times both scales, and offset · scale_w ·
-# scale_x · Σ bytes. Of the second, all but scale_w is the same for every row: `offsets` holds it.
+# Quantization of activations.
 
 
 # Scales are read eight at a time, so there are some for groups that do not exist: zeros.
@@ -214,7 +211,7 @@ def quantize_vector(x: KernelTensor, row: Expr, matrix: KernelMatrix) -> Quantiz
 
 
 def quantize_to(x: KernelTensor, row: Expr, matrix: KernelMatrix, vector: QuantizedVector) -> None:
-    """The same, into memory of `vector_sizes`."""
+    """Quantize row `row` of x as `quantize_vector` does, into memory of `vector_sizes`."""
     in_pairs, padded = matrix.format == "q4", padded_groups(matrix.groups)
     for start in range(matrix.groups // LANES * LANES, padded, LANES):
         for tensor in (vector.scales, vector.offsets):

@@ -144,9 +144,6 @@ def select(condition: Expr, if_true: Expr, if_false: Expr) -> Expr:
     return tirx.Select(condition, if_true, if_false)
 
 
-# The tokens of a chunk, a few at a time.
-
-
 @contextmanager
 def token_tiles(tokens: Expr, together: int) -> Iterator[list[Expr]]:
     """`with token_tiles(n, 4) as tile:` for every four of n tokens.

@@ -1,4 +1,7 @@
-"""Kernels that treat each token by itself, and the rows of a step: at which position of which sequence each is."""
+"""Kernels that treat each token by itself, and the rows of a step: at which position of which sequence each is.
+
+A kernel that depends on positions is made for one mode of a step, see `specs.arguments.Mode`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,10 +24,6 @@ from picompile_codegen.specs import (
     TopLogitsSpec,
 )
 from picompile_passes.dialect.formats import GROUP
-
-# Kernels that treat each token by itself, and the rows of a step: at which position of which sequence each is.
-#
-# A kernel that depends on positions is made for one mode of a step, see `specs.arguments.Mode`.
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ def rotary(spec: RotarySpec, function: KernelFunction) -> None:
             angles.turn(x, t, start, spec.head_dim // 2, position, emit)
 
 
-# The highest of a vocabulary's scores: what greedy and top-k sampling need of them.
+# Top logits: the scores of a vocabulary that greedy and top-k sampling need.
 
 
 _MAGNITUDE = 0x7FFFFFFF

@@ -1,4 +1,8 @@
-"""What parts of the positions come to, put together in their order."""
+"""Attention on a GPU: which launches it is made of, and how parts of the positions are put together in order.
+
+Single tokens are in `attention_decode.py`, chunks of a prompt in `attention_chunk.py`. Where one block would have too
+many positions to go through, blocks share them, and the launch of `merge_parts` follows.
+"""
 
 from tvm import tirx
 
@@ -98,10 +102,7 @@ def _mix(
             tensors.y[row, head * spec.value_dim + c] = sums[0] / total
 
 
-# Causal attention over the cached keys and values on a GPU: its arguments, and which launches it is made of.
-#
-# The kernel of single tokens is in `attention_decode.py`, that of chunks of a prompt in `attention_chunk.py`. Where one
-# block would have too many positions to go through, blocks share them, and a launch of `attention_merge.py` follows.
+# The body of an `AttentionSpec`.
 
 
 def attention(spec: AttentionSpec, function: CudaFunction) -> None:

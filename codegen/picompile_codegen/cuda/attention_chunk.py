@@ -1,4 +1,9 @@
-"""The queries that a block has of a chunk."""
+"""Attention of a chunk of a prompt on a GPU: products of matrices, a tile of queries by a tile of keys at a time.
+
+A block takes queries of one head of keys: those of consecutive tokens, and of all the heads that share it. It goes
+through the keys with a running maximum, sum and output for each query (arXiv 1805.02867). Outputs stay in registers;
+what is multiplied comes through the memory of the block.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +28,6 @@ from picompile_codegen.cuda.function import CudaFunction, ThreadIndex, blocks_fo
 from picompile_codegen.cuda.linear import OWN, SIDE, THREADS, Padded, add_products, own_place
 from picompile_codegen.cuda.memory import barrier, from_lane, registers, shared
 from picompile_codegen.specs import AttentionSpec
-
-# Queries of a block; keys, and columns of values, that it takes at once.
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class ChunkTile:
         return first_position(self.spec, position), position
 
 
-# Weights that the scores of a tile become, where a block has queries of a chunk.
+# Online softmax: weights from the scores of a tile.
 
 
 # Threads that turn the scores of a query into weights.
@@ -62,7 +65,7 @@ _THREADS_A_QUERY = THREADS // SIDE
 
 @dataclass(frozen=True)
 class ChunkSoftmax:
-    """Turns scores into weights. Four threads side by side have a query, which sees positions `first` … `last`.
+    """Online-softmax state. Four adjacent threads share one query, which sees positions `first` … `last`.
 
     In the memory of the block, for each query: the running maximum of scores in `maxima` and sum of weights in
     `totals`, and `rescale`, by which all before the last tile is to be multiplied. They take no registers, of which
@@ -79,7 +82,7 @@ class ChunkSoftmax:
 
     @classmethod
     def of(cls, tile: ChunkTile, stop: Expr, place: ThreadIndex) -> "ChunkSoftmax":
-        """Of nothing yet; seen behind the next barrier. No position from `stop` on counts."""
+        """Start with nothing seen, which is visible behind the next barrier. No position from `stop` on counts."""
         query = bind(place.thread // _THREADS_A_QUERY)
         first, position = tile.seen(query)
         memory = (shared(SIDE), shared(SIDE), shared(SIDE))
@@ -225,11 +228,7 @@ def _scaled(cache: Cache, row: tuple[Expr, ...], start: Expr, size: int) -> tupl
     return values if scale is None else tuple(bind(value * scale) for value in values)
 
 
-# Attention of a chunk of a prompt: products of matrices, a tile of queries by a tile of keys at a time.
-#
-# A block takes queries of one head of keys: those of consecutive tokens, and of all the heads that share it. It goes
-# through the keys with a running maximum, sum and output for each query (arXiv 1805.02867). Outputs stay in registers;
-# what is multiplied comes through the memory of the block.
+# The launch.
 
 
 # Columns of values of a block: its outputs take a register for each 16 of them. There may be several such slices.
@@ -242,7 +241,7 @@ _PART_POSITIONS = 512
 
 
 def chunk_parts(spec: AttentionSpec) -> Parts:
-    """As many as make enough blocks, if the context is long enough for that."""
+    """Return parts that make enough blocks, if the context is long enough for that."""
     wanted = blocks_for(_ENOUGH_BLOCKS, _blocks(spec))
     return Parts.of(spec.context, max(_PART_POSITIONS, blocks_for(spec.context, wanted * SIDE) * SIDE))
 
@@ -316,7 +315,7 @@ def _attend(
 
 
 def _rows(tile: ChunkTile, begin: Expr, stop: Expr) -> Callable[[Expr], tuple[Expr, Expr, Expr]]:
-    """Where the rows of keys and values from `begin` on are; past the last that is repeated."""
+    """Return where the rows of keys and values from `begin` on are; past the last, the last is repeated."""
     return lambda index: (tile.slot, tile.kv_head, bind(minimum(begin + index, stop - 1)))
 
 

@@ -1,4 +1,4 @@
-"""What attention kernels are given, how their blocks share positions, and how a row's new key and value come to be."""
+"""Arguments of attention kernels on a GPU, parts of the positions, and rows of caches and queries as they are read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -132,9 +132,8 @@ def extend_caches(
             write_row(cache, place_in_caches, head_element(source, row, head * dim, dim, angles, position), place.lane)
 
 
-# Rows of caches and of queries as attention reads them: up to 16 bytes at a time, a unit, as float32.
-#
-# Rows follow one another without padding, so a unit is as wide as the alignment of all rows allows.
+# Rows are read up to 16 bytes at a time, a unit, as float32. They follow one another without padding, so a unit is as
+# wide as the alignment of all rows allows.
 
 
 _UNIT_BYTES = 16
@@ -161,7 +160,7 @@ def load_unit(x: KernelTensor, row: tuple[Expr, ...], start: Expr, size: int) ->
 
 
 def unit_scale(cache: Cache, row: tuple[Expr, ...], start: Expr) -> Expr | None:
-    """What the unit that begins at `start` is to be multiplied by; None for 1. A unit is inside one group."""
+    """Return the scale of the unit that begins at `start`; None for 1. A unit is inside one group."""
     if cache.scales is None:
         return None
     return bind(tirx.Cast("float32", cache.scales[(*row, start // GROUP)]))

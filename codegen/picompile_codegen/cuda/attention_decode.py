@@ -1,4 +1,8 @@
-"""Mixtures of values by weights, where a block has a few queries of one token."""
+"""Attention of single tokens on a GPU: a block has query heads that share a head of keys, and a part of the positions.
+
+So keys and values are read once for up to eight query heads. A block goes through its positions a tile at a time, with
+a running maximum, sum and output for each query (arXiv 1805.02867): scores of a tile, their weights, values.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -129,12 +133,12 @@ class Mixture:
                 give(begin + i, column, total[0])
 
 
-# Weights that the scores of a tile become, where a block has a few queries of one token.
+# Online softmax: weights from the scores of a tile, where a block has a few queries of one token.
 
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    """What warp i knows of query i, in the memory of the block.
+    """Online-softmax state in the memory of the block: warp i keeps that of query i.
 
     `highest` is the running maximum of scores, `totals` the running sum of weights, and `rescale` what all
     before the last tile is to be multiplied by. They take no registers, of which sums of values need all.
@@ -148,7 +152,7 @@ class OnlineSoftmax:
 
     @classmethod
     def of(cls, count: int, place: ThreadIndex) -> "OnlineSoftmax":
-        """Of nothing yet; seen behind the next barrier."""
+        """Start with nothing seen, which is visible behind the next barrier."""
         weights = cls(count, shared(count), shared(count), shared(count), place)
         with when(place.thread < count):
             weights.highest[place.thread], weights.totals[place.thread] = number(LOWEST), number(0.0)
@@ -186,11 +190,7 @@ class OnlineSoftmax:
             body(thread, self.highest[thread], self.totals[thread])
 
 
-# Attention of single tokens: a block has query heads that share a head of keys, and a part of the positions.
-#
-# So keys and values are read once for up to eight query heads. A block goes through its positions a tile at a time,
-# with
-# a running maximum, sum and output for each query (arXiv 1805.02867): scores of a tile, their weights, values.
+# The launches.
 
 
 # What parts come to is read again, and a long list of them takes long to put together.

@@ -1,14 +1,17 @@
-"""The feed-forward block of one token, or of a few sequences' next tokens with a mask each.
+"""Feed-forward blocks on a GPU: of one token, of several sequences' next tokens with a mask each, and of a chunk.
 
+Of one token or several sequences:
 1. Groups of neurons are computed, a block for each, as far as they are asked for (`ffn_hidden.py`).
 2. The rows of down of those that fired are added up, a block for each tile of columns and slice of neurons
    (`ffn_down.py`).
 3. The slices are added up.
-
-All sums have an order that the sizes fix. So has then every bit of y, whichever thread comes first. There is no list of
-all neurons that fired: a launch that made one would take longer than it takes each block to make the list of its own.
-
+The sizes fix the order of all sums, and so every bit of y, whichever thread comes first. There is no list of all
+neurons that fired: a launch that made one would take longer than it takes each block to make the list of its own.
 Blocks of all tokens for the same neurons run at about the same time: what one has read, the next finds in the cache.
+
+Of a chunk, which is dense, since some token needs almost every neuron: tiles of tokens and neurons are multiplied with
+gate, then with up, which is followed by the activation; then tiles of tokens and columns with down (`ffn_down.py`), in
+slices of the neurons where there are few tiles.
 """
 
 from tvm import tirx
@@ -67,12 +70,6 @@ def _resident(block: CudaFfn) -> int:
     return 2 if in_parts(block.spec.dim) else 4
 
 
-# The feed-forward block of a chunk of tokens: dense, since some token needs almost every neuron.
-#
-# Tiles of tokens and neurons are multiplied with gate, then with up, which is followed by the activation; then tiles of
-# tokens and columns with down (`ffn_down_tiles.py`), in slices of the neurons where there are few tiles.
-
-
 _CHUNK_SUM_THREADS = 256
 
 
@@ -125,9 +122,6 @@ def _compute_hidden(
 
     matrix, row = (block.first_matrix, block.first_row) if gate is None else (block.bundle, block.up_row)
     tile_products(block.x, matrix, row, spec.neurons, tokens, place, store)
-
-
-# Feed-forward blocks on a GPU: which kernel there is for which kind.
 
 
 def ffn(spec: FfnSpec, function: CudaFunction) -> None:

@@ -1,7 +1,8 @@
-"""Rows of down times what their neurons send, added up for one token: a block for a tile of columns and a slice.
+"""Rows of down times what their neurons send, added up: for one token by slices, for many tokens by tiles.
 
-A lane has 16 bytes of each row, and its warp a few rows at a time, so that neighbouring lanes read neighbouring
-addresses and many reads are under way. Warps take rows in turns and are added up in shared memory, in a fixed order.
+For one token, a block has a tile of columns and a slice of the neurons. A lane has 16 bytes of each row, and its warp a
+few rows at a time, so that neighbouring lanes read neighbouring addresses and many reads are under way. Warps take rows
+in turns and are added up in shared memory, in a fixed order.
 """
 
 from dataclasses import dataclass
@@ -199,7 +200,7 @@ def add_slices(block: CudaFfn, plan: DownPlan, slices: KernelTensor, y: KernelTe
         y[token, column] = total if block.down_bias is None else total + block.down_bias[column]
 
 
-# What many tokens' neurons send, times down: a block takes a tile of tokens and columns, through shared memory.
+# For many tokens, a block takes a tile of tokens and columns, through shared memory.
 
 
 # Blocks that keep a GPU busy; neurons worth a slice; slices that cost little beside the product.

@@ -1,4 +1,9 @@
-"""The tensors of a feed-forward block on a GPU, and where each matrix of a neuron is."""
+"""Hidden values of a feed-forward block for one token, on a GPU: gate, up and the activation.
+
+A block of threads has a group of neurons. In `exact`, and where a mask names neurons of a gate that can be silent, gate
+comes first, and up is read only for those that it does not silence. Elsewhere a warp reads both rows of a neuron at
+once.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,7 +59,7 @@ class CudaFfn:
 
     @property
     def first_bias(self) -> KernelTensor | None:
-        """Its bias."""
+        """The bias of `first_matrix`."""
         return self.gate_bias if self.spec.gated else self.up_bias
 
     def first_row(self, neuron: Expr) -> Expr:
@@ -117,7 +122,7 @@ class NeuronGroups:
 
     @property
     def places(self) -> int:
-        """Of all groups together; a few have no neuron."""
+        """Places of all groups together; a few have no neuron."""
         return self.size * self.count
 
     def members(self, group: Expr) -> Expr:
@@ -133,11 +138,7 @@ class NeuronGroups:
         return self.neuron(place // self.size, place % self.size)
 
 
-# What a group of neurons sends down, for one token: gate, up and the activation, a block of threads for a group.
-#
-# In `exact`, and where a mask names neurons of a gate that can be silent, gate comes first, and up is read only for
-# those
-# that it does not silence. Elsewhere a warp reads both rows of a neuron at once.
+# The launch.
 
 
 HIDDEN_THREADS = 256
@@ -193,7 +194,7 @@ def compute_hidden(block: CudaFfn, groups: NeuronGroups, hidden: KernelTensor, p
 
 
 def _compute(group: _Group, listed: _Listed) -> Expr:
-    """What those that are listed send down: of how many all products were computed."""
+    """Compute the hidden values of listed neurons; return for how many of them all products were computed."""
     spec = group.block.spec
     if spec.is_exact or (spec.is_masked and spec.gated and spec.is_sparse):
         return _one_after_the_other(group, listed)
@@ -206,7 +207,7 @@ def _all(group: _Group) -> _Listed:
 
 
 def _named(group: _Group) -> _Listed:
-    """Those that the mask names."""
+    """List the members that the mask names."""
     thread, members = group.place.thread, group.groups.members(group.place.block_y)
     neuron = bind(group.neuron(minimum(thread, members - 1)))
     flag = bind(tirx.if_then_else(thread < members, group.block.is_named(group.token, neuron), False))
@@ -249,7 +250,8 @@ def _at_once(group: _Group, listed: _Listed) -> None:
 
 
 def _one_after_the_other(group: _Group, listed: _Listed) -> Expr:
-    """The deciding products of all that are listed, and the rest of those that fire: how many these are."""
+    """The product with the gating matrixs of all that are listed, and the rest of those that fire: how many these
+    are."""
     block, thread = group.block, group.place.thread
     row_products(
         group.inputs,

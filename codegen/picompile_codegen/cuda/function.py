@@ -1,4 +1,4 @@
-"""What a CUDA kernel is, and how one is written.
+"""CUDA kernels, and how one is written.
 
 A kernel takes the arguments of the CPU's kernel of the same name, but for scratch memory, and is one or several
 launches that run one after the other. All sizes are known when it is written, grids too: what changes from step to step
@@ -46,7 +46,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class ThreadIndex:
-    """Where a thread is: its block's numbers and its own."""
+    """The place of a thread: its block's numbers and its own."""
 
     block: Expr
     block_y: Expr
@@ -54,12 +54,12 @@ class ThreadIndex:
 
     @property
     def lane(self) -> Expr:
-        """Its number in its warp."""
+        """The thread's number in its warp."""
         return self.thread % WARP
 
     @property
     def warp(self) -> Expr:
-        """The number of its warp in its block."""
+        """The number of the thread's warp in its block."""
         return self.thread // WARP
 
 

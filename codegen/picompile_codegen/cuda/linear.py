@@ -1,4 +1,7 @@
-"""Products of two tiles in the memory of a block: 64 by 64 results, of which each of 256 threads has 4 by 4."""
+"""Products of packed matrices with activations on a GPU: for one token by warps, for several by tiles.
+
+A tile has 64 by 64 results, of which each of 256 threads has 4 by 4; both factors come through the memory of the block.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -77,7 +80,7 @@ def add_products(
                 sums[i * OWN + j] = sums[i * OWN + j] + a[i] * b[j]
 
 
-# Products of a packed matrix with several tokens: a block takes a tile of tokens and rows, through shared memory.
+# Tiles of tokens and rows of a packed matrix.
 
 
 TILE_TOKENS = TILE_ROWS = SIDE
@@ -155,7 +158,7 @@ def _load_rows(
             ws.store(part * w.unit_weights + i, r, [unit.weight(i)])
 
 
-# Linear layers on a GPU: a packed matrix times the activations of one token, or of a chunk.
+# The body of a `LinearSpec`.
 
 
 _ONE_THREADS = 256

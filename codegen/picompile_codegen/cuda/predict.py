@@ -1,4 +1,11 @@
-"""Numbering those threads of a block for which something holds: how lists are made that keep their order."""
+"""Predictors on a GPU: matrices of low rank that were trained, and signs, which need no training.
+
+Of low rank: the first matrix has few rows, long ones, and a block of threads for each. The second has many rows, short
+ones: a warp takes several at once, if they are shorter than a warp can read.
+
+By signs, with the layout of bits of `cpu/predict.py`: each block packs the signs of x by itself, since to read x takes
+less time than a launch of its own.
+"""
 
 from tvm import tirx
 
@@ -43,11 +50,7 @@ def _ones(word: Expr) -> Expr:
     return tirx.Cast("int32", tirx.popcount(word))
 
 
-# Predictors that were trained, on a GPU: two matrices of low rank tell which neurons a token will fire.
-#
-# The first matrix has few rows, long ones: a block of threads for each. The second has many rows, short ones: a warp
-# for
-# several at once, if they are shorter than a warp can read.
+# Prediction by matrices of low rank.
 
 
 _HIDDEN_THREADS = 128
@@ -147,9 +150,7 @@ def _compute_mask(
             mask[token, neuron] = tirx.Cast("uint8", product + bias[neuron] > threshold[0])
 
 
-# The predictor that needs no training, on a GPU: see `kernels/predict_signs.py`, whose layout of bits this reads.
-#
-# Each block packs the signs of x by itself: to read x takes less time than a launch of its own.
+# Prediction by signs.
 
 
 _SIGN_THREADS = 256

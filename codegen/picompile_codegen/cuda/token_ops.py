@@ -61,7 +61,7 @@ def _start(place: ThreadIndex, lanes: int) -> Expr:
     return (place.block * _ADD_THREADS + place.thread) * lanes
 
 
-# Embedding on a GPU: a thread unpacks 16 bytes of a row of the table.
+# Embedding: a thread unpacks 16 bytes of a row of the table.
 
 
 _EMBEDDING_THREADS = 64
@@ -82,7 +82,7 @@ def embedding(spec: EmbeddingSpec, function: CudaFunction) -> None:
                 store_lanes(y, (token, column), weights[i : i + lanes], column < spec.dim)
 
 
-# Normalization of each token's activations on a GPU: a block takes a token, and reads it once.
+# Normalization: a block takes a token, and reads it once.
 
 
 def rms_norm(spec: RmsNormSpec, function: CudaFunction) -> None:
@@ -128,7 +128,7 @@ def _inverse_root(value: Expr, eps: float) -> Expr:
     return bind(tirx.FloatImm("float32", 1.0) / tirx.sqrt(value + tirx.FloatImm("float32", eps)))
 
 
-# Rotary position embedding on a GPU: a thread turns a pair of elements.
+# Rotary embedding: a thread turns a pair of elements.
 
 
 # Few, so that even one token is shared by several multiprocessors.
@@ -152,7 +152,7 @@ def rotary(spec: RotarySpec, function: CudaFunction) -> None:
             y[row, first + half] = b * cosine + a * sine
 
 
-# Writing the KV cache on a GPU. What it looks like: see `picompile_codegen.cpu.cache`.
+# Writing the KV cache, whose layout `picompile_codegen.cpu.cache` describes.
 
 
 _CACHE_THREADS = 128

@@ -1,8 +1,12 @@
-"""The highest 64 of many numbers by one block: sorted runs of 64, of pairs of which the higher halves are kept.
+"""Top logits on a GPU: the highest 64 scores of each slice of a vocabulary, then the highest 64 of what these found.
 
-A network of compare-and-swap steps (K. E. Batcher, Sorting networks and their applications, 1968) takes the same steps
-whatever the numbers are: it has no branches that threads could take differently, and no atomics. A warp sorts a run, so
-that steps inside of one need no barrier.
+Runs of 64 keys are sorted, and of pairs of runs the higher halves are kept. A network of compare-and-swap steps (K. E.
+Batcher, Sorting networks and their applications, 1968) takes the same steps whatever the numbers are: it has no
+branches that threads could take differently, and no atomics. A warp sorts a run, so that steps inside of one need no
+barrier.
+
+A score and its token are one key, of which no two are equal: so the result has one order only, and does not depend on
+the threads'. The scores themselves, with all their bits, are read once more at the end.
 """
 
 from collections.abc import Sequence
@@ -41,7 +45,7 @@ class SortedRuns:
 
     @classmethod
     def for_runs(cls, wanted: int, place: ThreadIndex) -> "SortedRuns":
-        """As many as are wanted, if there is room for them. What is more goes into `merge_with`."""
+        """Return as many runs as are wanted, if there is room for them. What is more goes into `merge_with`."""
         count = min(_MOST_RUNS, 1 << (wanted - 1).bit_length())
         turns = range(blocks_for(count * RUN, THREADS))
         indices = tuple(bind(turn * THREADS + place.thread) for turn in turns)
@@ -82,7 +86,7 @@ class SortedRuns:
         return bind(self._keys[index])
 
     def _keep_higher(self, level: Expr) -> None:
-        """Of two runs that are left the first gets what is higher, place by place: a sequence of two directions."""
+        """Bitonic merge step: keep the element-wise maximum of two runs in the first; the result is bitonic."""
         kept = bind(self.count * RUN >> level)
         with loop(0, (kept + (THREADS - 1)) // THREADS) as turn:
             number = bind(turn * THREADS + self._thread)
@@ -112,14 +116,11 @@ class SortedRuns:
 
 
 def _place(index: Expr, level: Expr) -> Expr:
-    """Where a key is when every 2^level-th run is left."""
+    """Return the place of a key when every 2^level-th run is left."""
     return (index >> _RUN_BITS << (level + _RUN_BITS)) | (index & (RUN - 1))
 
 
-# The highest of a vocabulary's scores, on a GPU: a block for each slice of it, then one for what these have found.
-#
-# A score and its token are one number, of which no two are equal: so the result has one order only, and does not depend
-# on the threads'. The scores themselves, with all their bits, are read once more at the end.
+# The body of a `TopLogitsSpec`.
 
 
 # What a block takes of a row: 64 to 128 of them for vocabularies of 128 to 256 thousand tokens.

@@ -1,7 +1,12 @@
-"""Copies between the memory of a GPU and memory that it shares with the host.
+"""Transfers between host and GPU, through memory of the host that is mapped for the GPU.
 
 What the host writes while a kernel runs is read by `pi_load_shared`. The compiler would read it with instructions for
 memory that nobody changes, whose cache may hold what was there before the flag was set.
+
+What is sent is written by one block. A flag may be set only when all of it is there, and threads of one block can wait
+for each other; blocks could only count each other, in memory that begins at zero, which scratch memory does not. Nobody
+waits for writes, so one block should do (not measured). Reads wait for the bus, so what is received is read by as many
+blocks as it takes to have all of it under way at once. Each of them waits for the flag itself.
 """
 
 from collections.abc import Callable
@@ -122,15 +127,7 @@ def receive_rows(
             y[index] = value
 
 
-# Where a GPU meets the host: see `picompile_codegen.cpu.transfer`. Shared memory is the host's, mapped.
-#
-# What is sent is written by one block. A flag may be set only when all of it is there, and threads of one block can
-# wait
-# for each other; blocks could only count each other, in memory that begins at zero, which scratch memory does not.
-# Nobody
-# waits for writes, so one block should do (not measured). Reads wait for the bus, so what is received is read by as
-# many
-# blocks as it takes to have all of it under way at once. Each of them waits for the flag itself.
+# The bodies of the specs.
 
 
 _COPY_THREADS = 256

@@ -1,4 +1,4 @@
-"""How rotary embedding, the KV cache and attention become kernel calls."""
+"""Rotary embedding, the KV cache and attention as kernel calls."""
 
 from collections.abc import Callable
 

@@ -1,11 +1,12 @@
-"""How each kind of predictor becomes a kernel call: one function a kind, and the table of them.
+"""Predictors and feed-forward blocks as kernel calls.
 
 Masks are for decoding, of one sequence or of several. The functions that read prompts compute every neuron, since some
 token needs almost every one; `lower` gives them no predictors.
 
 A package that offers a predictor kind offers its kernel, too: an entry point of the group `picompile.predictor_kernels`
 has the kind's name and leads to a `Lowering`. That appends calls to the function, the last of which writes the buffer
-that `mask_buffer` gave it; `_low_rank` below is one. The block behind it then follows the mask.
+that `mask_buffer` gave it; `_low_rank` below is one. The kernels of a package are `specs.PackageSpec`, which bring
+their bodies. The block behind it then follows the mask.
 """
 
 from collections.abc import Callable
@@ -126,11 +127,11 @@ _LOWERINGS: dict[str, Lowering] = {
 }
 
 
-# How a feed-forward block becomes a kernel call.
+# The feed-forward block.
 
 
 def lower_sparse_ffn(node: Node, function: Function) -> None:
-    """`exact` stores the deciding matrix apart, since it is read in full; what is skipped lies together in a bundle.
+    """`exact` stores the gating matrix apart, since it is read in full; what is skipped lies together in a bundle.
 
     Where the kernel of a predictor has made a mask, the block computes the neurons of that mask; elsewhere all.
     """
@@ -184,7 +185,8 @@ def _mask(mask: Node, neurons: Node | None, function: Function) -> Bindings:
 
 
 def _statistics(function: Function, layer: int, part: str, neurons: int, kind: str) -> Arg:
-    """Where a kernel counts its neurons. Prompts are not counted: their kernels share a row that nobody reads."""
+    """Return where a kernel counts its neurons. Prompts are not counted: their kernels share a row that nobody
+    reads."""
     if function.name not in DECODING:
         return Arg("buffer", function.own("stats.unused"))
     if function.name == "batch":

@@ -1,4 +1,7 @@
-"""Where in the arena each activation lives: buffers whose lifetimes do not overlap share memory."""
+"""One function of a program while it is built: its calls, the values of nodes, and where its buffers lie in the arena.
+
+Buffers whose lifetimes do not overlap share memory.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,7 +87,7 @@ def plan_buffers(
     return planned, align(end)
 
 
-# One function of a program while it is being built: its calls, its buffers, and where the value of each node is.
+# The function, and what all functions of a program share.
 
 
 STATS_ROW_BYTES = 16
@@ -97,11 +100,11 @@ AnyKernel = Any  # a Kernel of the CPU, or a CudaKernel, which is not imported w
 
 @dataclass(frozen=True)
 class LowerOptions:
-    """What the graph does not say.
+    """Options of lowering that the graph does not contain.
 
     `context` and `chunk` in tokens; `kv_dtype` float16, float32 or q8; `sequences` have a place in the KV cache.
-    `placement` says what runs on the hot device, whose kernels are those of `accelerator`: a second partition of the CPU
-    or a GPU; None for a program that has no such device.
+    `placement` says what runs on the accelerator, which is `accelerator`: a second partition of the
+    CPU or a GPU; None for a program that has no such device.
     """
 
     context: int
@@ -114,7 +117,7 @@ class LowerOptions:
 
 @dataclass
 class Shared:
-    """What the functions of a program have in common, its kernels among it: by spec, for each of the two sides."""
+    """State that the functions of a program share: among it kernels by spec, the host's and the accelerator's."""
 
     options: LowerOptions
     weights: WeightTable = field(default_factory=WeightTable)
@@ -141,7 +144,7 @@ class Shared:
 @dataclass
 class Function:
     """`rows` is how many tokens a call can take: 1, or a chunk. `logits` names the buffer that the head writes,
-    `top_logits` those with the highest of them, where the head is on the hot device.
+    `top_logits` those with the highest of them, where the head is on the accelerator.
 
     Calls are appended for `device`, the one of the node that is being lowered; `devices` has that of every node.
     A value that the other device needs is sent there as soon as it is made; `arrivals` has what then waits for it and
@@ -164,7 +167,7 @@ class Function:
 
     @property
     def mode(self) -> Mode:
-        """Where the rows of a step are (see `kernels/step_rows.py`)."""
+        """The mode of a step's rows (see `specs.arguments.Mode`)."""
         if self.name == "batch":
             return "sequences"
         return "one" if self.rows == 1 else "chunk"
@@ -201,7 +204,7 @@ class Function:
         return self.values[node, self.device]
 
     def input(self, name: str) -> Arg:
-        """What the runtime writes before each step: step, tokens, positions or slots."""
+        """Return a buffer that the runtime writes before each step: step, tokens, positions or slots."""
         if self.device == "host":
             return Arg("buffer", name)
         self.inputs[name] = Arg("buffer", self.own(name))
@@ -249,7 +252,7 @@ class Function:
         self.calls.append(ProgramCall(kernel.name, tuple(args), op, layer, weight_bytes, window, self.device))
 
     def _place(self, name: str) -> Arg:
-        """Where rows are: one for all of them, or one for each."""
+        """Return the buffer that says where rows are: one for all of them, or one for each."""
         return self.input(name) if name == "step" else replace(self.input(name), shape=(self.rows,))
 
     def read_inputs(self, rows: int) -> None:

@@ -11,7 +11,7 @@
    alone need.
 3. The activations of each function get places in an arena, one for each memory.
 
-Where there is a hot device, calls are made for both devices, each in its order (see `placement.py`, `transfer.py`).
+Where there is an accelerator, calls are made for both devices, each in its order (see `placement.py`, `transfer.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ __all__ = ["LowerOptions", "Lowered", "lower"]
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program, the tensors it reads, and the kernels it calls by their specs, the host's and the hot device's."""
+    """A program, the tensors it reads, and the kernels it calls by their specs, the host's and the accelerator's."""
 
     program: LoweredProgram
     built: Mapping[KernelSpec, Kernel]
@@ -62,16 +62,16 @@ class Lowered:
         return tuple(self.built.values())
 
     def kernels_for(self, isa: Isa) -> tuple[Kernel, ...]:
-        """The same kernels for `isa`."""
+        """Return the host's kernels for `isa`."""
         return kernels_for(isa, self.built)
 
     def accelerator_kernels_for(self, isa: Isa) -> tuple[Kernel, ...]:
-        """The kernels of a hot device that is a partition of the CPU, for `isa`."""
+        """Return the kernels of an accelerator that is a partition of the CPU, for `isa`."""
         return kernels_for(isa, self.accelerator_built)
 
 
 def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
-    """Lowers a graph of the quantized stage. Raises `UnsupportedGraphError` for a node without a kernel."""
+    """Lower a graph of the quantized stage. Raises `UnsupportedGraphError` for a node without a kernel."""
     constant = constant_nodes(graph_module.graph)
     nodes = [node for node in graph_module.graph.nodes if node.op == "call_function" and node not in constant]
     needed = _ancestors(graph_module.graph.output_node().all_input_nodes)

@@ -1,8 +1,8 @@
-"""What is behind the output head where it runs on the hot device: how the host gets to know of the logits.
+"""Each operator of the dialect as kernel calls: one function an operator, and the table of them.
 
-They stay on the device, and the runtime copies them when the step is over: a chunk's logits are megabytes, which the
-copy engine of a GPU moves at the speed of the bus. Where the next token may be asked for, the highest of them go to the
-host within the step, which reads the others only if it needs them.
+Where the output head runs on the accelerator, logits stay there, and the runtime copies them when the step is over: a
+chunk's logits are megabytes, which the copy engine of a GPU moves at the speed of the bus. Where the next token may be
+asked for, the highest of them go to the host within the step, which reads the others only if it needs them.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ CHOOSING = ("decode", "prefill_last", "batch")
 
 
 def hand_over(node: Node, logits: Arg, function: Function) -> None:
-    """Append what lets the host choose from `logits`, which the head `node` has made on the hot device."""
+    """Append what lets the host choose from `logits`, which the head `node` has made on the accelerator."""
     if function.name not in CHOOSING:
         return
     function.top_logits = top_logits_buffers(function.logits)
@@ -53,9 +53,6 @@ def top_logits_shapes(logits: str, rows: int, vocab: int) -> list[tuple[str, str
     """Name, dtype and shape of each of these, for `rows` rows of logits."""
     names, shape = top_logits_buffers(logits), (rows, min(MOST_TOP_LOGITS, vocab))
     return [(names.scores, "float32", shape), (names.ids, "int32", shape)]
-
-
-# How each operator of the dialect becomes kernel calls: one function an operator, and the table of them.
 
 
 def _embedding(node: Node, function: Function) -> None:

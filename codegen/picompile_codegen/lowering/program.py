@@ -1,4 +1,4 @@
-"""The flat program: kernel calls over planned buffers. What `program.json` holds, as dataclasses."""
+"""The flat program that `program.json` holds, as dataclasses: kernel calls over planned buffers; and its kernels."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "int32": 4, "int64": 8, "int8": 1, "ui
 
 Space = Literal["buffer", "state", "weight"]
 
-# Where a call runs: on the host, or on the hot device, which is a GPU or a second partition of the CPU.
+# Where a call runs: on the host, or on the accelerator, which is a GPU or a second partition of the CPU.
 Device = Literal["host", "device"]
 # Where a tensor lies: in a device's own memory, or in memory of the host that both see.
 Memory = Literal["host", "device", "shared"]
@@ -128,7 +128,7 @@ class LoweredProgram:
     """Everything the runtime executes. All functions share the arenas, one KV cache and the weights.
 
     The cache has a place, a slot, for each of `sequences`. An arena in each memory holds its buffers.
-    `top_logits` has the functions whose logits are in the hot device's memory, and where the highest of them are.
+    `top_logits` has the functions whose logits are in the accelerator's memory, and where the highest of them are.
     `streamed` weights stay with the host: where the device uses them, for prompts, it reads them from there.
     The calls of a function are in order for each device; between devices, order is made by flags in shared memory.
     """

@@ -1,7 +1,8 @@
-"""How values get from one device to the other: calls on both sides that meet at a flag.
+"""Transfers of values between host and accelerator: calls on both sides that meet at a flag.
 
-What the host makes for the device lies in shared memory from the start: it signals, and the device copies it to its own
-memory. What the device makes for the host it copies to shared memory, where the host reads it. Senders never wait.
+What the host makes for the accelerator lies in shared memory from the start: it signals, and the accelerator copies it
+to its own memory. What the accelerator makes for the host it copies to shared memory, where the host reads it. Senders
+never wait.
 """
 
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ def _send_value(node: Node, function: Function) -> None:
 
 
 def _count(node: Node, function: Function) -> Arg | None:
-    """Where the device finds how many neurons `node` computes, if none make it 0; with a bias they do not."""
+    """Return the buffer with how many neurons `node` computes, if its value is 0 without any; with a bias it is not."""
     if not is_call(node, SPARSE_FFN) or arguments(node)["down_bias"] is not None:
         return None
     return function.counts.get(arguments(node)["mask"])

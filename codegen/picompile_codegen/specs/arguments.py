@@ -1,4 +1,4 @@
-"""What a kernel's declaration is made of: arguments, packed matrices, caches, and the base class of all specs."""
+"""Parts of a kernel's declaration: arguments, packed matrices, caches; and the base class of all specs."""
 
 import re
 from abc import ABC, abstractmethod
