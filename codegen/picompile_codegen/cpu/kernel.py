@@ -5,13 +5,14 @@ A kernel is a TIR function of nothing but tensors, all of static shape. What cha
 a call never change, and equal kernels are shared by all the layers that need them: a kernel's name encodes every
 parameter that it was built with.
 
-    function = KernelFunction("negate", dim)
-    with function:
-        function.step()
-        x, y = function.floats("x", 1, dim), function.floats("y", 1, dim)
-        with loop(0, dim) as i:
+A kernel's name and arguments are declared by its spec (`picompile_codegen.specs`); its body takes them by name:
+
+    def negate(spec: NegateSpec, function: KernelFunction) -> None:
+        x, y = function["x"], function["y"]
+        with loop(0, spec.dim) as i:
             y[0, i] = -x[0, i]
-    return function.kernel()
+
+`cpu.write_kernel(spec)` runs the body that `cpu.BODIES` has for the type of `spec`.
 """
 
 from dataclasses import dataclass, replace

@@ -1,18 +1,16 @@
 """CUDA kernels, and how one is written.
 
-A kernel takes the arguments of the CPU's kernel of the same name, but for scratch memory, and is one or several
+A kernel takes the arguments of its spec, as the CPU's does, and scratch memory of its own; it is one or several
 launches that run one after the other. All sizes are known when it is written, grids too: what changes from step to step
 comes in `step`, and blocks without work end at once. So a list of launches never changes, and is captured into a graph
 once.
 
-    function = CudaFunction("negate", dim)
-    with function:
-        x, y = function.floats("x", 1, dim), function.floats("y", 1, dim)
-        with function.launch(grid=blocks_for(dim, 256), block=256) as place:
+    def negate(spec: NegateSpec, function: CudaFunction) -> None:
+        x, y = function["x"], function["y"]
+        with function.launch(grid=blocks_for(spec.dim, 256), block=256) as place:
             i = bind(place.block * 256 + place.thread)
-            with when(i < dim):
+            with when(i < spec.dim):
                 y[0, i] = -x[0, i]
-    return function.cuda_kernel()
 """
 
 from collections.abc import Iterator

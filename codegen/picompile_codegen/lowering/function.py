@@ -103,8 +103,8 @@ class LowerOptions:
     """Options of lowering that the graph does not contain.
 
     `context` and `chunk` in tokens; `kv_dtype` float16, float32 or q8; `sequences` have a place in the KV cache.
-    `placement` says what runs on the accelerator, which is `accelerator`: a second partition of the
-    CPU or a GPU; None for a program that has no such device.
+    `accelerator` is a GPU (`cuda`) or a second partition of the CPU (`cpu`), None for a program that has none, and
+    `placement` says what runs there.
     """
 
     context: int

@@ -25,7 +25,8 @@ Access = Literal["in", "out", "scratch", "adds", "cache", "sets", "awaits", "aba
 # A slot is a sequence's place in the caches. No kernel asks for it where they have one place only.
 Mode = Literal["one", "chunk", "sequences"]
 
-_DATA_DTYPES = {"f16": "float16", "q8": "int8", "q4": "uint8"}
+# How the data of a packed matrix is typed, by weight format.
+DATA_DTYPES = {"f16": "float16", "q8": "int8", "q4": "uint8"}
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class MatrixArgument:
         """The arguments that the matrix is passed as."""
         form = FORMATS[self.format]
         row_bytes = form.row_bytes(self.columns)
-        dtype = _DATA_DTYPES[self.format]
+        dtype = DATA_DTYPES[self.format]
         columns = row_bytes // 2 if dtype == "float16" else row_bytes
         data = KernelArgument(f"{self.name}.data", dtype, (self.rows, columns))
         if not form.scale_bytes:
