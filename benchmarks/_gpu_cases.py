@@ -14,15 +14,58 @@ from typing import Any
 from picompile_codegen import cuda
 from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.signs import sign_row_bytes
+from picompile_codegen.specs import (
+    AddSpec,
+    AttentionSpec,
+    CacheWriteSpec,
+    CopyWordsSpec,
+    EmbeddingSpec,
+    FfnSpec,
+    KernelSpec,
+    LayerNormSpec,
+    LinearSpec,
+    PingPongSpec,
+    PredictLowRankSpec,
+    PredictSignsSpec,
+    ReceiveMaskSpec,
+    ReceiveSpec,
+    RmsNormSpec,
+    RotarySpec,
+    SendMaskSpec,
+    SendSpec,
+    TakeLastSpec,
+    TopLogitsSpec,
+)
 
 FORMATS = ("f16", "q8", "q4")
+# The kernels that cases name. The names are in packs, which other machines read.
+_SPECS: Mapping[str, type[KernelSpec]] = {
+    "add": AddSpec,
+    "attention": AttentionSpec,
+    "cache_write": CacheWriteSpec,
+    "copy_words": CopyWordsSpec,
+    "embedding": EmbeddingSpec,
+    "ffn": FfnSpec,
+    "layer_norm": LayerNormSpec,
+    "leading_logits": TopLogitsSpec,
+    "linear": LinearSpec,
+    "predict_low_rank": PredictLowRankSpec,
+    "predict_signs": PredictSignsSpec,
+    "receive": ReceiveSpec,
+    "receive_mask": ReceiveMaskSpec,
+    "rms_norm": RmsNormSpec,
+    "rotary": RotarySpec,
+    "send": SendSpec,
+    "send_mask": SendMaskSpec,
+    "take_last": TakeLastSpec,
+}
 # Tokens of a chunk of a prompt.
 CHUNK = 64
 
 
 @dataclass(frozen=True)
 class Case:
-    """`op` names the builder. A case of `speed` is measured, for each of `shares` of its neurons where it has any.
+    """`op` is a key of `_SPECS`. A case of `speed` is measured, for each of `shares` of its neurons where it has any.
 
     With `streamed` its weights are in memory of the host as well, which the GPU reads over the bus.
     """
@@ -149,9 +192,10 @@ def pack_kernels(cases: list[Case], output: Path, sm: int) -> list[dict[str, Any
     """Compiles the kernels of `cases`, and that of the ping-pong, into the zip file `output`; the entries of the pack's
     list.
     """
-    built = [getattr(cuda, case.op)(**case.parameters) for case in cases]
+    built = [cuda.write_kernel(_SPECS[case.op](**case.parameters)) for case in cases]
+    always = [cuda.write_kernel(spec) for spec in (PingPongSpec(), CopyWordsSpec(words=8))]
     with TemporaryDirectory() as work:
-        build_cuda([*built, cuda.ping_pong(), cuda.copy_words(words=8)], Path(work), sm)
+        build_cuda([*built, *always], Path(work), sm)
         with zipfile.ZipFile(output, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
             for path in sorted(Path(work).iterdir()):
                 archive.write(path, path.name)

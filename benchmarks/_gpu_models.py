@@ -121,7 +121,7 @@ def _write(
     code = [Code(ISAS[name], f"kernels/host.{name}.so") for name in options.isas]
     build_code(code, lowered, folder, NoProgress())
     hot_device = None
-    if lowered.device_built:
+    if lowered.accelerator_built:
         hot_device = AcceleratorTarget("cuda", options.sm).build(code, lowered, folder, NoProgress())
     weights = ModuleWeights({})
     captured = Captured(graph, weights, _facts(shape))
@@ -164,7 +164,7 @@ def _uses(lowered: Lowered) -> dict[str, dict[str, Any]]:
     """Of each weight how a kernel uses it: the operator, the parameter, the format, the columns and the layer."""
     # Kernels of the two devices have the same names where they do the same, and not the same arguments.
     kernels = {("host", each.name): each for each in lowered.built.values()}
-    kernels |= {("device", each.name): each for each in lowered.device_built.values()}
+    kernels |= {("device", each.name): each for each in lowered.accelerator_built.values()}
     found: dict[str, dict[str, Any]] = {}
     for calls in lowered.program.functions.values():
         for call in calls:

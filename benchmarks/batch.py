@@ -18,10 +18,11 @@ from pathlib import Path
 import numpy as np
 from kernels import Case, arguments_of, best_isa
 
-from picompile_codegen import cpu as kernels
+from picompile_codegen import cpu
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
 from picompile_codegen.cpu import ffn as ffn_batch
+from picompile_codegen.specs import FfnSpec
 from picompile_runtime.bench.bandwidth import MemoryReader
 from picompile_runtime.devices.cpu.native import CallList, HostLibrary
 
@@ -34,10 +35,10 @@ def _kernel(format: str, rows: int, percent: int) -> Case:
     blocks, share = ffn_batch.DENSE_BLOCKS, ffn_batch.DENSE_PERCENT
     ffn_batch.DENSE_BLOCKS, ffn_batch.DENSE_PERCENT = 0, percent
     try:
-        kernel = kernels.ffn(
+        kernel = cpu.write_kernel(FfnSpec(
             kind="masked", format=format, neurons=_NEURONS, dim=_DIM, rows=rows, gated=True, activation="relu",
             up_activation="identity", gate_bias=True, up_bias=True, down_bias=False,
-        )  # fmt: skip
+        ))  # fmt: skip
     finally:
         ffn_batch.DENSE_BLOCKS, ffn_batch.DENSE_PERCENT = blocks, share
     return Case(f"{percent}", kernel)

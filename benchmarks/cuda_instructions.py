@@ -19,6 +19,7 @@ from _sass import Count, disassemble, weight_loops
 from picompile_codegen import cuda
 from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.cuda.function import CudaKernel
+from picompile_codegen.specs import FfnSpec, LinearSpec
 from picompile_passes.dialect.formats import FORMATS
 
 WEIGHTS = 128
@@ -27,12 +28,12 @@ COLUMNS = ("kernel", "registers", "all", "integer")
 
 def kernels(format_name: str) -> dict[str, tuple[CudaKernel, int]]:
     """The kernels of one token that read the most weights: which of its launches is meant, too."""
-    linear = cuda.linear(format=format_name, n=8192, k=8192, rows=1, bias=False)
+    linear = cuda.write_kernel(LinearSpec(format=format_name, n=8192, k=8192, rows=1, bias=False))
     ffn = {
-        kind: cuda.ffn(
+        kind: cuda.write_kernel(FfnSpec(
             kind=kind, format=format_name, neurons=11008, dim=4096, rows=1, gated=True, activation="relu",
             up_activation="identity", gate_bias=False, up_bias=False, down_bias=False,
-        )
+        ))
         for kind in ("masked", "exact")
     }  # fmt: skip
     return {

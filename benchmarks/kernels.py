@@ -20,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile.machine import find_native_target
-from picompile_codegen import cpu as kernels
+from picompile_codegen import cpu
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
 from picompile_codegen.cpu import Kernel
+from picompile_codegen.specs import FfnSpec, LinearSpec
 from picompile_runtime.bench.bandwidth import MemoryReader
 from picompile_runtime.devices.cpu.native import HostLibrary, seconds_of
 from picompile_runtime.devices.memory import aligned_zeros
@@ -52,13 +53,13 @@ class Case:
 def decoding(format_name: str) -> Iterator[Case]:
     """What a model of hidden size 2048 with 5632 neurons a layer runs for each token."""
     for n, k in ((2048, 2048), (5632, 2048), (32000, 2048)):
-        kernel = kernels.linear(format=format_name, n=n, k=k, rows=1, bias=False)
+        kernel = cpu.write_kernel(LinearSpec(format=format_name, n=n, k=k, rows=1, bias=False))
         yield Case(f"linear {n}x{k}", kernel)
     for kind in ("exact", "masked", "dense"):
-        kernel = kernels.ffn(
+        kernel = cpu.write_kernel(FfnSpec(
             kind=kind, format=format_name, neurons=5632, dim=2048, rows=1, gated=True, activation="relu",
             up_activation="identity", gate_bias=True, up_bias=True, down_bias=False,
-        )  # fmt: skip
+        ))  # fmt: skip
         share = {"exact": (1 + 2 * _FIRING) / 3, "masked": _FIRING, "dense": 1.0}[kind]
         yield Case(f"ffn {kind}" + (f" {_FIRING:.0%}" if share < 1 else ""), kernel, share)
 

@@ -26,9 +26,10 @@ import numpy as np
 from kernels import Arguments, Case, arguments_of, best_isa
 from numpy.typing import NDArray
 
-from picompile_codegen import cpu as kernels
+from picompile_codegen import cpu
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
+from picompile_codegen.specs import FfnSpec
 from picompile_runtime.bench.bandwidth import MemoryReader
 from picompile_runtime.devices.cpu.native import CallList, HostLibrary, seconds_of
 
@@ -48,10 +49,10 @@ class Bound:
 
 def feed_forward(kind: str, format: str, dim: int, neurons: int) -> Case:
     """One block; biases of 1 and an input of 0, so that every neuron that is computed fires."""
-    kernel = kernels.ffn(
+    kernel = cpu.write_kernel(FfnSpec(
         kind=kind, format=format, neurons=neurons, dim=dim, rows=1, gated=True, activation="relu",
         up_activation="identity", gate_bias=True, up_bias=True, down_bias=False,
-    )  # fmt: skip
+    ))  # fmt: skip
     return Case(f"ffn {kind} {dim}x{neurons}", kernel)
 
 

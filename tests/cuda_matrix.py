@@ -70,7 +70,7 @@ def kernels_of(model: Model) -> dict[str, Any]:
     graph_module = run_passes(captured, passes, NoProgress())
     placement = Placement.all_of(len(layers))
     lowered = lower(graph_module, LowerOptions(CONTEXT, CHUNK, model.kv_dtype, model.sequences, "cuda", placement))
-    return {kernel.name: kernel for kernel in lowered.device_built.values()}
+    return {kernel.name: kernel for kernel in lowered.accelerator_built.values()}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The signs of a packed matrix, a bit each, as `kernels/predict_signs.py` reads them."""
+"""The signs of a packed matrix, a bit each, as `cpu/predict.py` reads them."""
 
 import torch
 from torch import Tensor

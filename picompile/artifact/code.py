@@ -120,7 +120,7 @@ def _build_cpu(code: "Sequence[Code]", lowered: "Lowered", folder: Path, progres
     variants = [replace(each, file=f"kernels/hot.{each.isa.name}.so") for each in code]
     with progress.step("accelerator", len(variants)) as advance:
         for each in variants:
-            build_host_library(lowered.device_kernels_for(each.isa), folder / each.file, each.isa)
+            build_host_library(lowered.accelerator_kernels_for(each.isa), folder / each.file, each.isa)
             advance(1)
     return {"kind": "cpu", "code": [each.to_json() for each in variants]}
 
@@ -128,8 +128,11 @@ def _build_cpu(code: "Sequence[Code]", lowered: "Lowered", folder: Path, progres
 def _build_cuda(sm: int, lowered: "Lowered", folder: Path, progress: Progress) -> dict[str, Any]:
     from picompile_codegen import cuda
     from picompile_codegen.cuda.build import build_cuda
+    from picompile_codegen.specs import PingPongSpec
 
     with progress.step("accelerator"):
         # The runtime asks with the last one whether the GPU sees what the host writes.
-        files = build_cuda([*lowered.device_built.values(), cuda.ping_pong()], folder / "kernels", sm)
+        files = build_cuda(
+            [*lowered.accelerator_built.values(), cuda.write_kernel(PingPongSpec())], folder / "kernels", sm
+        )
     return {"kind": "cuda", "sm": sm, **{role: f"kernels/{name}" for role, name in files.items()}}

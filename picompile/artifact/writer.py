@@ -96,7 +96,7 @@ def write_artifact(
     folder.mkdir()
     build_code(contents.code, lowered, folder, progress)
     accelerator = None
-    if contents.accelerator is not None and lowered.device_built:
+    if contents.accelerator is not None and lowered.accelerator_built:
         accelerator = contents.accelerator.build(contents.code, lowered, folder, progress)
     sha256 = _write_weights(contents, folder, previous, progress)
     tokenizer.write(folder)

@@ -4,8 +4,8 @@ The graph is lowered as for an artifact, with no weight read and no kernel compi
 every tensor.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from picompile.choices import KV_DTYPES, MOST_LAYERS, MOST_SEQUENCES, default_kv_dtype
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from picompile.predictors import Predictors
     from picompile_codegen.lowering.lower import Lowered
     from picompile_codegen.lowering.program import LoweredProgram, ProgramCall
+    from picompile_codegen.specs import KernelSpec
     from picompile_passes.base import Pass
 
 # A part of a split layer has at most three vectors of its own, one element a neuron: its neuron numbers and the biases
@@ -172,32 +173,35 @@ def _tensors_read(call: "ProgramCall", parameters: Sequence[str]) -> dict[str, s
 
 
 def _launches_by_kernel(lowered: "Lowered", calls: "Sequence[ProgramCall]", batch: int) -> dict[str, int]:
-    """The launches of each kernel that `calls` name, by its name, counted on its CUDA twin. Nothing is compiled."""
-    recipes = {kernel.name: recipe for recipe, kernel in lowered.built.items()}
-    return {call.kernel: _twin_launches(*recipes[call.kernel], batch) for call in calls}
+    """The launches of each kernel that `calls` name, by its name, counted on its CUDA kernel. Nothing is compiled."""
+    specs = {kernel.name: spec for spec, kernel in lowered.built.items()}
+    return {call.kernel: _launches_of(specs[call.kernel], batch) for call in calls}
 
 
-def _twin_launches(builder: Any, parameters: tuple[tuple[str, Hashable], ...], batch: int) -> int:
-    """The launches of the CUDA twin of a kernel; 1 where a package's predictor has none, and cannot be compiled."""
-    from picompile_codegen.cuda.builders import CUDA_BUILDERS
-    from picompile_codegen.lowering.program import kernel_of
+def _launches_of(spec: "KernelSpec", batch: int) -> int:
+    """Return the launches of the CUDA kernel of `spec` in a step of `batch` sequences.
 
-    twin = CUDA_BUILDERS.get(builder)
-    if twin is None:
+    It is 1 for a plug-in's predictor without CUDA kernel, which cannot be compiled for a GPU.
+    """
+    from picompile_codegen import cuda
+    from picompile_codegen.lowering.program import cuda_kernel_of
+
+    if type(spec) not in cuda.BODIES:
         return 1
     # A plan may be of more sequences than an artifact can hold.
     batch = min(batch, MOST_SEQUENCES)
     if batch > 1:
-        # What the function `batch` asks for instead.
-        batched: Mapping[str, Hashable] = {"rows": batch, "sequences": batch, "mode": "batch"}
-        parameters = tuple((name, batched.get(name, value)) for name, value in parameters)
-    return len(kernel_of((twin, parameters)).grids)
+        # What the function for several sequences asks for instead.
+        changed: dict[str, Any] = {"rows": batch, "sequences": batch, "mode": "sequences"}
+        names = {field.name for field in fields(spec)}
+        spec = replace(spec, **{name: value for name, value in changed.items() if name in names})
+    return len(cuda_kernel_of(spec).grids)
 
 
 def _top_logits_launches(vocab: int, batch: int) -> int:
-    from picompile_codegen import cpu as kernels
+    from picompile_codegen.specs import TopLogitsSpec
 
-    return _twin_launches(kernels.leading_logits, (("rows", 1), ("vocab", vocab)), batch)
+    return _launches_of(TopLogitsSpec(vocab, rows=1), batch)
 
 
 def _workspace_bytes(program: "LoweredProgram", batch: int) -> int:

@@ -29,6 +29,7 @@ from picompile_codegen.cuda.function import CudaKernel
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
 from picompile_codegen.lowering.placement import Placement
+from picompile_codegen.specs import AttentionSpec, FfnSpec, LinearSpec
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from test_prediction import held_out, write_predictors
@@ -67,7 +68,7 @@ def kernels(model: Path, quant: str, predictor: str) -> tuple[CudaKernel, ...]:
     ]
     graph_module = run_passes(captured, passes, NoProgress())
     lowered = lower(graph_module, LowerOptions(32, 16, "float16", 1, "cuda", Placement.all_of(1)))
-    return tuple(lowered.device_built.values())
+    return tuple(lowered.accelerator_built.values())
 
 
 def named(pattern: str, kernels: Iterable[CudaKernel]) -> list[CudaKernel]:
@@ -135,11 +136,12 @@ def check_loads_come_first(symbol: str, text: str) -> None:
 def test_loads_of_long_rows_come_first(tmp_path: Path, sm: int) -> None:
     """Those of a model have several turns of a warp, and are where registers are few: q4 has 32 weights a lane."""
     ffn = functools.partial(
-        cuda.ffn, format="q4", neurons=704, dim=4096, rows=1, gated=True, activation="relu", up_activation="identity",
+        FfnSpec, format="q4", neurons=704, dim=4096, rows=1, gated=True, activation="relu", up_activation="identity",
         gate_bias=False, up_bias=False, down_bias=False,
     )  # fmt: skip
-    linears = [cuda.linear(format="q4", n=64, k=k, rows=1, bias=False) for k in (420, 4096)]
-    build_cuda([ffn(kind="exact"), ffn(kind="masked"), *linears], tmp_path, sm)
+    linears = [cuda.write_kernel(LinearSpec(format="q4", n=64, k=k, rows=1, bias=False)) for k in (420, 4096)]
+    ffns = [cuda.write_kernel(ffn(kind=kind)) for kind in ("exact", "masked")]
+    build_cuda([*ffns, *linears], tmp_path, sm)
     check_instructions(tmp_path)
     check_resources(json.loads((tmp_path / "device.json").read_text())["kernels"])
 
@@ -161,10 +163,10 @@ def test_kernels_of_other_formats_and_predictors(gpu_model: Path, tmp_path: Path
 def test_weights_of_attention_are_computed_once(tmp_path: Path) -> None:
     """A thread has 8 of a tile where a token is decoded, 16 in a chunk; and what all before is multiplied by."""
     build = functools.partial(
-        cuda.attention, heads=8, kv_heads=2, head_dim=64, value_dim=64, context=256, kv_dtype="float16", scale=0.125,
+        AttentionSpec, heads=8, kv_heads=2, head_dim=64, value_dim=64, context=256, kv_dtype="float16", scale=0.125,
         window=0, sequences=1,
     )  # fmt: skip
-    one, chunk = build(rows=1, mode="one"), build(rows=16, mode="chunk")
+    one, chunk = (cuda.write_kernel(build(rows=rows, mode=mode)) for rows, mode in ((1, "one"), (16, "chunk")))
     build_cuda([one, chunk], tmp_path, 89)
     found = disassemble(tmp_path / "device.cubin")
     exps = {kernel.name: found[f"{kernel.name}_kernel"].count("MUFU.EX2") for kernel in (one, chunk)}

@@ -57,11 +57,12 @@ class Caches:
         self._text = self._file.read_bytes()
 
     def _build(self) -> bytes:
-        from picompile_codegen import cpu as kernels
         from picompile_codegen.build.host_library import build_host_library
+        from picompile_codegen.cpu import write_kernel
+        from picompile_codegen.specs import AddSpec
 
         path = self._work / "host.so"
-        build_host_library([kernels.add(dim=64, rows=1), kernels.add(dim=32, rows=1)], path)
+        build_host_library([write_kernel(AddSpec(dim=64, rows=1)), write_kernel(AddSpec(dim=32, rows=1))], path)
         return path.read_bytes()
 
     def case(self, seed: int) -> str | None:

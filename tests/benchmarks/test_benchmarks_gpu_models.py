@@ -90,7 +90,7 @@ def test_kernels_of_both_devices_may_have_one_name() -> None:
     assert sorted(split.hot.values()) == [0, 384]
     graph = _gpu_models._graph(shape, options, split, dense=False)
     lowered = lower(graph, LowerOptions(40, 64, "float16", 1, "cuda", split.placement))
-    assert {each.name for each in lowered.built.values()} & {each.name for each in lowered.device_built.values()}
+    assert {each.name for each in lowered.built.values()} & {each.name for each in lowered.accelerator_built.values()}
     uses = _gpu_models._uses(lowered)
     assert uses.keys() == lowered.weights.tensors.keys()
     assert {use["columns"] for use in uses.values() if use["parameter"] == "neuron_w"} == {64}

@@ -118,7 +118,7 @@ def found(model: Model, layers: Sequence[Layer], head: bool) -> Counter[str]:
     kv_dtype = KV_DTYPES[model.kv_dtype]
     options = LowerOptions(model.context, CHUNK, kv_dtype, model.batch, "cuda", placement)
     lowered = lower(graph_module.graph_module, options)
-    launches = {kernel.name: len(kernel.grids) for kernel in lowered.device_built.values()}
+    launches = {kernel.name: len(kernel.grids) for kernel in lowered.accelerator_built.values()}
     calls = lowered.program.functions["decode" if model.batch == 1 else "batch"]
     # The first transfer pays for it.
     assert sum(call.op == "inputs" for call in calls) <= 1 or model.batch > 1

@@ -1,4 +1,4 @@
-"""The C compilers that link an artifact's code: this machine's own, and those for other machines."""
+"""The host library of an artifact: TVM compiles each kernel to an object, and a C compiler links them with native/."""
 
 import errno
 import os
@@ -91,7 +91,7 @@ def run_compiler(compiler: str, *arguments: str | Path, folder: Path | None = No
     raise BuildError(f"{compiler} cannot build the kernels' library: {message.strip()}")
 
 
-# From kernels to `host.so`: TVM compiles each to an object, and gcc links them with what is in native/.
+# The library.
 
 
 _NATIVE = Path(__file__).parent / "native"
@@ -182,7 +182,7 @@ def _write(path: Path, content: bytes) -> None:
 
 @cache
 def _compiler() -> tuple[str, ...]:
-    """What compiles kernels: versions, and our own part of it."""
+    """Return what compiles kernels: versions, and our own part of it."""
     pipeline = Path(picompile_codegen.build.pipeline.__file__).read_text(encoding="utf-8")
     return version("apache-tvm"), str(llvm_version_major()), pipeline
 

@@ -8,7 +8,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from picompile_codegen.cpu.kernel import KernelArgument, WrittenKernel
+from picompile_codegen.cpu.kernel import WrittenKernel
+from picompile_codegen.specs import KernelArgument
 
 # The string that every library of kernels exports: the JSON of `interfaces`.
 SYMBOL = "pi_kernels"

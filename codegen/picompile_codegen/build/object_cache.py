@@ -1,7 +1,16 @@
-"""Folders for temporary files that do not outlive their process by long.
+"""Folders for temporary files, and the cache of compiled kernels in the user's cache folder.
 
-A folder is locked as long as its process lives: the kernel frees the lock of one that was killed, and the next folder
-that is made removes what it left. Whoever makes one checks, once it has the lock, that nobody removed it before.
+A temporary folder is locked as long as its process lives: the kernel frees the lock of one that was killed, and the
+next folder that is made removes what it left. Whoever makes one checks, once it has the lock, that nobody removed it
+before.
+
+A kernel takes up to seconds to compile, and models have most of theirs in common: those of the same sizes, whatever the
+weights, the predictor or the plan. The key of an object is the hash of all that makes it: the kernel as TVM gets it,
+the instruction set, the pipeline, and the versions of TVM and LLVM. PICOMPILE_CACHE names another folder, or is `off`.
+
+An entry is a file: a mark, the sha256 of its key and its content, the content. One that is empty, torn, changed, of
+another key or of a version before is as good as none: it is made again and replaced. Linked into an artifact, it would
+be wrong code that nothing notices.
 """
 
 import fcntl
@@ -85,17 +94,7 @@ def _is(folder: Path, handle: int) -> bool:
         return False
 
 
-# Objects of kernels that were compiled before, and their CUDA source and images, in the user's cache folder.
-#
-# A kernel takes up to seconds to compile, and models have most of theirs in common: those of the same sizes, whatever
-# the
-# weights, the predictor or the plan. The key is the hash of all that makes the object: the kernel as TVM gets it, the
-# instruction set, the pipeline, and the versions of TVM and LLVM. PICOMPILE_CACHE names another folder, or is `off`.
-#
-# An entry is a file: a mark, the sha256 of its key and its content, the content. One that is empty, torn, changed, of
-# another key or of a version before is as good as none: it is made again and replaced. Linked into an artifact, it
-# would
-# be wrong code that nothing notices.
+# The cache: compiled kernels, and their CUDA source and images.
 
 
 VARIABLE = "PICOMPILE_CACHE"
@@ -112,7 +111,7 @@ _UNFINISHED = re.compile(r"([0-9a-f]{64}\.[0-9a-f]{16}|tmp[a-z0-9_]{8})\.unfinis
 
 
 def cache_folder() -> Path | None:
-    """Where objects are kept; None if they are not to be."""
+    """Return the folder that objects are kept in; None if they are not to be."""
     if (named := os.environ.get(VARIABLE)) == "off":
         return None
     if named:
@@ -153,7 +152,7 @@ def cached_object(key: str, make: Callable[[], bytes]) -> bytes:
 
 
 def _content(key: str, entry: bytes) -> bytes | None:
-    """What the bytes of a file hold; None where they are not whole, or of another key."""
+    """Return the content in a file's bytes; None where they are not whole, or of another key."""
     start = len(_MARK) + _DIGEST_BYTES
     content = entry[start:]
     return content if entry[:start] == _MARK + _digest(key, content) else None

@@ -1,6 +1,6 @@
 """TVM's passes from kernels to what LLVM compiles: those of its pipeline `tirx`, without what kernels do not need.
 
-Of TVM's pipelines `tirx` is the one that leaves local tensors on the stack, as kernels/tensor.py asks. The default one
+Of TVM's pipelines `tirx` is the one that leaves local tensors on the stack, as cpu/tensor.py asks. The default one
 makes larger ones allocations from TVM's runtime, which an artifact does not have. Left out are
 
 - the first of two simplifications: the code is the same byte by byte;

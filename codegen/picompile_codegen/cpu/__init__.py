@@ -1,37 +1,53 @@
-"""The kernels of compiled models, as TVM TIR for a CPU with AVX2."""
+"""The bodies of kernels as TVM TIR for a CPU, and the registry that finds them by the type of a spec."""
 
-from picompile_codegen.cpu.attention import attention
-from picompile_codegen.cpu.cache import cache_write
-from picompile_codegen.cpu.ffn import ffn
-from picompile_codegen.cpu.kernel import Kernel, KernelArgument
-from picompile_codegen.cpu.linear import linear
-from picompile_codegen.cpu.predict import predict_low_rank, predict_signs
-from picompile_codegen.cpu.token_ops import add, embedding, layer_norm, rms_norm, rotary, take_last
-from picompile_codegen.cpu.top_logits import leading_logits
-from picompile_codegen.cpu.transfer import FLAG_SHAPE, copy_words, receive, receive_mask, send, send_mask, signal, wait
+from collections.abc import Callable, Mapping
+from typing import Any
 
-__all__ = [
-    "FLAG_SHAPE",
-    "Kernel",
-    "KernelArgument",
-    "add",
-    "attention",
-    "cache_write",
-    "copy_words",
-    "embedding",
-    "ffn",
-    "layer_norm",
-    "leading_logits",
-    "linear",
-    "predict_low_rank",
-    "predict_signs",
-    "receive",
-    "receive_mask",
-    "rms_norm",
-    "rotary",
-    "send",
-    "send_mask",
-    "signal",
-    "take_last",
-    "wait",
-]
+from picompile_codegen import specs
+from picompile_codegen.cpu import attention, cache, ffn, linear, predict, token_ops, transfer
+from picompile_codegen.cpu.kernel import Kernel, KernelFunction
+from picompile_codegen.errors import CodegenError
+from picompile_codegen.specs import KernelSpec, PackageSpec
+
+__all__ = ["BODIES", "Kernel", "write_kernel"]
+
+# body(spec, function): writes the statements of the kernel of `spec`.
+BODIES: Mapping[type[KernelSpec], Callable[[Any, KernelFunction], None]] = {
+    specs.AddSpec: token_ops.add,
+    specs.AttentionSpec: attention.attention,
+    specs.CacheWriteSpec: cache.cache_write,
+    specs.CopyWordsSpec: transfer.copy_words,
+    specs.EmbeddingSpec: token_ops.embedding,
+    specs.FfnSpec: ffn.ffn,
+    specs.LayerNormSpec: token_ops.layer_norm,
+    specs.LinearSpec: linear.linear,
+    specs.PredictLowRankSpec: predict.predict_low_rank,
+    specs.PredictSignsSpec: predict.predict_signs,
+    specs.ReceiveMaskSpec: transfer.receive_mask,
+    specs.ReceiveSpec: transfer.receive,
+    specs.RmsNormSpec: token_ops.rms_norm,
+    specs.RotarySpec: token_ops.rotary,
+    specs.SendMaskSpec: transfer.send_mask,
+    specs.SendSpec: transfer.send,
+    specs.SignalSpec: transfer.signal,
+    specs.TakeLastSpec: token_ops.take_last,
+    specs.TopLogitsSpec: token_ops.top_logits,
+    specs.WaitSpec: transfer.wait,
+}
+
+
+def write_kernel(spec: KernelSpec) -> Kernel:
+    """Return the kernel of `spec` for the current instruction set.
+
+    Raises:
+        CodegenError: For a spec that has no body for the CPU.
+    """
+    function = KernelFunction(spec)
+    with function:
+        if isinstance(spec, PackageSpec):
+            spec.write(function)
+        elif type(spec) in BODIES:
+            BODIES[type(spec)](spec, function)
+        else:
+            raise CodegenError(f"there is no CPU kernel for {type(spec).__name__}")
+    return function.kernel()

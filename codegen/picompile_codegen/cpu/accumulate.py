@@ -17,10 +17,9 @@ from picompile_codegen.cpu.byte_tiles import (
     multiply_tile,
     signed_offset,
 )
-from picompile_codegen.cpu.integers import BYTES, byte_inverse, byte_scale, pack_bytes
 from picompile_codegen.cpu.linear import TILE_TOKENS
 from picompile_codegen.cpu.matrix import KernelMatrix, groups_of, lane_counts
-from picompile_codegen.cpu.quantized import QuantizedRows
+from picompile_codegen.cpu.quantized import BYTES, QuantizedRows, byte_inverse, byte_scale, pack_bytes
 from picompile_codegen.cpu.tensor import (
     Expr,
     KernelTensor,
@@ -57,7 +56,7 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _ColumnBlock:
     """Some rows and groups of columns, unpacked: `weights` float32 [_BLOCK_ROWS, _BLOCK_GROUPS · GROUP]."""
 
     reduction: Reduction
@@ -91,7 +90,7 @@ def accumulate_columns(reduction: Reduction, block: Expr, quantized: QuantizedRo
 
 
 def _accumulate_bytes(reduction: Reduction, block: Expr, quantized: QuantizedRows, tokens: Expr) -> None:
-    """In slices of a few groups of rows: unpacked, turned into bytes again by columns, multiplied and added to y."""
+    """Unpack a few groups of rows at a time, turn them into bytes by columns, multiply, and add to y."""
     weights = local(_BLOCK_ROWS, _BLOCK_GROUPS * GROUP)
     first_group, total = bind(block * _BLOCK_GROUPS), groups_of(reduction.count)
     parts, together = _BLOCK_GROUPS * GROUP // LANES, block_rows() // LANES
@@ -100,7 +99,7 @@ def _accumulate_bytes(reduction: Reduction, block: Expr, quantized: QuantizedRow
         start = bind(index * _SLICE_GROUPS)
         groups = bind(minimum(_SLICE_GROUPS, total - start))
         with loop(0, groups) as group:
-            _unpack(_Block(reduction, weights, bind((start + group) * GROUP), GROUP, first_group, False))
+            _unpack(_ColumnBlock(reduction, weights, bind((start + group) * GROUP), GROUP, first_group, False))
             with loop(0, parts) as part:
                 _requantize(weights, target, group, part)
         with token_tiles(tokens, BYTE_TILE_TOKENS) as chosen, loop(0, parts // together) as number:
@@ -159,7 +158,7 @@ def _add_columns(reduction: Reduction, column: Expr, sums: list[tuple[Expr, int,
 
 
 def _beginning(reduction: Reduction, column: Expr, valid: int) -> Expr:
-    """What eight columns of y begin with."""
+    """Return what eight columns of y begin with."""
     return splat(0.0) if reduction.bias is None else load(reduction.bias, column, valid=valid)
 
 
@@ -168,7 +167,7 @@ def _accumulate_floats(reduction: Reduction, block: Expr, tokens: Expr) -> None:
     first_group = bind(block * _BLOCK_GROUPS)
 
     def one_slice(first_row: Expr, rows: int, is_first: bool) -> None:
-        unpacked = _Block(reduction, weights, first_row, rows, first_group, is_first)
+        unpacked = _ColumnBlock(reduction, weights, first_row, rows, first_group, is_first)
         _unpack(unpacked)
         with token_tiles(tokens, TILE_TOKENS) as chosen:
             unpacked.each_group(lambda group, counts: _add_tile(unpacked, chosen, group, counts))
@@ -176,7 +175,7 @@ def _accumulate_floats(reduction: Reduction, block: Expr, tokens: Expr) -> None:
     in_slices(reduction.count, _BLOCK_ROWS, one_slice)
 
 
-def _unpack(block: _Block) -> None:
+def _unpack(block: _ColumnBlock) -> None:
     with loop(0, block.rows) as i:
         number = bind(block.reduction.row_of(minimum(block.first_row + i, block.reduction.count - 1)))
         row = block.reduction.matrix.part_of_row(number, block.first_group, _BLOCK_GROUPS)
@@ -188,7 +187,7 @@ def _unpack(block: _Block) -> None:
         block.each_group(unpack)
 
 
-def _add_tile(block: _Block, tokens: list[Expr], group: Expr, counts: tuple[int, ...]) -> None:
+def _add_tile(block: _ColumnBlock, tokens: list[Expr], group: Expr, counts: tuple[int, ...]) -> None:
     """Adds a block's products to TILE_TOKENS tokens of one group of y's columns."""
     y, count = block.reduction.y, len(counts)
     column = bind((block.first_group + group) * GROUP)

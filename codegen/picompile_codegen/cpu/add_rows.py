@@ -16,8 +16,10 @@ from itertools import cycle
 
 from tvm import tirx
 
-from picompile_codegen.cpu.integers import (
+from picompile_codegen.cpu.matrix import KernelMatrix, each_group
+from picompile_codegen.cpu.quantized import (
     BYTES,
+    SCALES_TOGETHER,
     byte_inverse,
     byte_scale,
     dot_signed,
@@ -25,8 +27,6 @@ from picompile_codegen.cpu.integers import (
     pack_bytes,
     split_nibbles,
 )
-from picompile_codegen.cpu.matrix import KernelMatrix, each_group
-from picompile_codegen.cpu.quantized import SCALES_TOGETHER
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum
 from picompile_codegen.cpu.vector import LANES, at, fma, load, splat, splat_int, store, to_floats
 from picompile_passes.dialect.formats import GROUP
@@ -213,7 +213,7 @@ def _add_block(rows: SomeRows, group: Expr, number: int, factors: _Factors) -> N
 
 
 def _interleave(rows: list[Expr]) -> list[Expr]:
-    """Of four vectors of 32 bytes: four uint32x8, whose elements are a byte of each row.
+    """Interleave four vectors of 32 bytes to four uint32x8, whose elements are a byte of each row.
 
     Vector i has bytes 4 · i … 4 · i + 3 of both halves.
     """

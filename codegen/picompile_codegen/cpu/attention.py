@@ -1,8 +1,8 @@
-"""Attention of the query heads that share a head of keys, at one position: what decoding is made of.
+"""Attention over the cached keys and values: of single tokens, by one task or several, and of chunks of a prompt.
 
 Keys and values are read once, front to back, a block at a time, with a running maximum, sum and output for each query
 (arXiv 1805.02867). Queries are taken 1, 2 or 4 at a time, and the softmax treats these at once. The arithmetic on rows
-of the cache is in `attention_floats.py` and `attention_bytes.py`.
+of the cache is in `attention_blocks.py`, that of chunks in `attention_chunk.py`.
 """
 
 from collections.abc import Callable
@@ -10,11 +10,17 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu import attention_bytes, attention_floats
+from picompile_codegen.cpu.attention_blocks import (
+    BlockScales,
+    ByteQueries,
+    byte_mix,
+    byte_products,
+    float_mix,
+    float_products,
+)
 from picompile_codegen.cpu.attention_chunk import ChunkQueries, attend_queries, queries_of_task
 from picompile_codegen.cpu.attention_work import (
     LOWEST,
-    AttentionShape,
     AttentionTensors,
     Block,
     PositionSpan,
@@ -25,14 +31,16 @@ from picompile_codegen.cpu.attention_work import (
     first_position,
     give,
     lanes_below,
+    part_positions,
     ready_queries,
 )
 from picompile_codegen.cpu.cache import cache_argument
-from picompile_codegen.cpu.kernel import Kernel, KernelFunction
+from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.math import exp_of_negative
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, parallel, select, when
-from picompile_codegen.cpu.token_ops import Mode, StepRows, angles_argument, mode_name, step_rows
+from picompile_codegen.cpu.token_ops import StepRows, angles_argument, step_rows
 from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, store, total
+from picompile_codegen.specs import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -46,13 +54,13 @@ class _Arithmetic:
 
 def _arithmetic(span: PositionSpan, queries: Queries) -> _Arithmetic:
     if not span.keys.groups:
-        return _Arithmetic(lambda _: None, attention_floats.products, attention_floats.mix)
-    rounded = attention_bytes.ByteQueries.of(queries, span.keys.cache.dim)
-    scales = attention_bytes.BlockScales.of(span)
+        return _Arithmetic(lambda _: None, float_products, float_mix)
+    rounded = ByteQueries.of(queries, span.keys.cache.dim)
+    scales = BlockScales.of(span)
     return _Arithmetic(
         scales.read,
-        lambda work, indices: attention_bytes.products(work, indices, rounded, scales),
-        lambda work, rescale: attention_bytes.mix(work, rescale, scales),
+        lambda work, indices: byte_products(work, indices, rounded, scales),
+        lambda work, rescale: byte_mix(work, rescale, scales),
     )
 
 
@@ -68,7 +76,7 @@ def attend(span: PositionSpan, queries: Queries) -> None:
         def one_tile(tile: Expr) -> None:
             work = Work(block, queries, tile, scores)
             _score(work, arithmetic)
-            rescale = _soften(work)
+            rescale = _update_softmax(work)
             arithmetic.mix(work, [bind(splat(tirx.Shuffle([rescale], [i]))) for i in range(queries.tile)])
 
         queries.each_tile(one_tile)
@@ -89,7 +97,7 @@ def _score(work: Work, arithmetic: _Arithmetic) -> None:
         work.scores[at(full * LANES)] = select(exists, products, splat(LOWEST))
 
 
-def _soften(work: Work) -> Expr:
+def _update_softmax(work: Work) -> Expr:
     """Turns a block's scores into weights relative to the new maxima; what it returns is for all before."""
     queries, tile = work.queries, work.tile
     vectors = bind((work.block.count + (queries.keys_a_vector - 1)) // queries.keys_a_vector)
@@ -123,44 +131,43 @@ def finish(queries: Queries, emit: Callable[[Expr, Expr, Expr], None]) -> None:
     queries.each_tile(one_tile)
 
 
-# Attention of single tokens whose positions several tasks share, where there are few heads of keys.
-#
-# Parts are of fixed size and put together in order, so that results do not depend on the number of threads.
+# Where there are few heads of keys, several tasks share the positions of a token. Parts are of fixed size and put
+# together in order, so that results do not depend on the number of threads.
 
 
-def attend_parts(shape: AttentionShape, tensors: AttentionTensors, tokens: StepRows) -> None:
+def attend_parts(spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRows) -> None:
     """A task takes a part of the positions of a head of keys; what the parts come to is put together in their order."""
     last = local(1, dtype="int32")
     last[0] = 0
     with loop(0, tokens.count) as row:
         last[0] = maximum(last[0], tokens.position(row))
-    parts = bind(last[0] // shape.part_positions + 1)
-    with parallel(tokens.count * shape.kv_heads * parts) as task:
+    parts = bind(last[0] // part_positions(spec) + 1)
+    with parallel(tokens.count * spec.kv_heads * parts) as task:
         unit = bind(task // parts)
-        row = bind(unit // shape.kv_heads) if shape.rows > 1 else 0
-        _attend_part(shape, tensors, tokens, row, bind(unit - row * shape.kv_heads), bind(task - unit * parts))
-    with parallel(tokens.count * shape.heads) as task:
-        row = bind(task // shape.heads) if shape.rows > 1 else 0
-        _merge_parts(shape, tensors, row, bind(task - row * shape.heads), bind(tokens.position(row)))
+        row = bind(unit // spec.kv_heads) if spec.rows > 1 else 0
+        _attend_part(spec, tensors, tokens, row, bind(unit - row * spec.kv_heads), bind(task - unit * parts))
+    with parallel(tokens.count * spec.heads) as task:
+        row = bind(task // spec.heads) if spec.rows > 1 else 0
+        _merge_parts(spec, tensors, row, bind(task - row * spec.heads), bind(tokens.position(row)))
 
 
 def _attend_part(
-    shape: AttentionShape, tensors: AttentionTensors, tokens: StepRows, row: Expr, kv_head: Expr, part: Expr
+    spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRows, row: Expr, kv_head: Expr, part: Expr
 ) -> None:
     position, slot = bind(tokens.position(row)), bind(tokens.slot(row))
-    begin, end = bind(part * shape.part_positions), bind((part + 1) * shape.part_positions)
-    first = bind(maximum(begin, first_position(shape, position)))
+    begin, end = bind(part * part_positions(spec)), bind((part + 1) * part_positions(spec))
+    first = bind(maximum(begin, first_position(spec, position)))
     stop = bind(minimum(end, position + 1))
     # Other rows may be further than this one, and a window leaves out the first parts.
     with when(first < stop):
         keys, values = tensors.keys.head(slot, kv_head), tensors.values.head(slot, kv_head)
         with when(stop == position + 1):
-            extend_cache(shape, tensors, row, position, keys, values)
-        queries = ready_queries(shape, tensors, row, position, kv_head)
+            extend_cache(spec, tensors, row, position, keys, values)
+        queries = ready_queries(spec, tensors, row, position, kv_head)
         attend(PositionSpan(keys, values, first, stop, kv_head, stop), queries)
 
         def emit(number: Expr, highest: Expr, weights: Expr) -> None:
-            head = bind(kv_head * shape.group + number)
+            head = bind(kv_head * spec.group + number)
             assert tensors.outputs is not None and tensors.extremes is not None
             outputs = tensors.outputs
             blocks(
@@ -172,13 +179,13 @@ def _attend_part(
         finish(queries, emit)
 
 
-def _merge_parts(shape: AttentionShape, tensors: AttentionTensors, row: Expr, head: Expr, position: Expr) -> None:
+def _merge_parts(spec: AttentionSpec, tensors: AttentionTensors, row: Expr, head: Expr, position: Expr) -> None:
     """y = Σ exp(m_p - m) · outputs_p / Σ exp(m_p - m) · sum_p over parts p, with the largest m of their maxima m_p."""
     assert tensors.outputs is not None and tensors.extremes is not None
     outputs, extremes = tensors.outputs, tensors.extremes
-    width = -(-shape.value_dim // LANES) * LANES
-    begin = bind(first_position(shape, position) // shape.part_positions)
-    end = bind(position // shape.part_positions + 1)
+    width = -(-spec.value_dim // LANES) * LANES
+    begin = bind(first_position(spec, position) // part_positions(spec))
+    end = bind(position // part_positions(spec) + 1)
     highest, sums, mixed = local(1), local(LANES), local(width)
     highest[0] = extremes[row, head, begin, 0]
     with loop(begin + 1, end) as part:
@@ -190,104 +197,80 @@ def _merge_parts(shape: AttentionShape, tensors: AttentionTensors, row: Expr, he
         sums[at(0)] = sums[at(0)] + weight * splat(extremes[row, head, part, 1])
         blocks(width, lambda c, _: store(mixed, c, value=load(mixed, c) + load(outputs, row, head, part, c) * weight))
     factor = bind(splat(1.0) / sums[at(0)])
-    give(shape, tensors, row, head, lambda c: load(mixed, c) * factor)
+    give(spec, tensors, row, head, lambda c: load(mixed, c) * factor)
 
 
-# Causal attention over the cached keys and values: its arguments, and which task takes which queries.
-#
-# What a task does is in `attention_task.py` for single tokens and in `attention_chunk.py` for chunks of a prompt.
+# The body of an `AttentionSpec`: which task takes which queries.
 
 
-def attention(
-    *, heads: int, kv_heads: int, head_dim: int, value_dim: int, context: int, rows: int, kv_dtype: str, scale: float,
-    window: int, mode: Mode, sequences: int, extend: bool = False, turn: bool = False,
-) -> Kernel:  # fmt: skip
-    """softmax(q · kᵀ · scale) · v for each query head, over the cached positions that a token may see.
-
-    A row at position p (see `step_rows`) sees positions max(0, p - window + 1) … p of its sequence, or all up to p when
-    `window` is 0. q float32 [rows, heads · head_dim], k_cache and v_cache as in `cache.Cache`, of head_dim and
-    value_dim → y float32 [rows, heads · value_dim].
-
-    Not in chunks: with `extend`, k float32 [rows, kv_heads · head_dim] and v float32 [rows, kv_heads · value_dim] are
-    first written to the caches; with `turn` as well, q and k are turned by cos and sin (see `rotary.rotary`) before.
-    """
-    shape = AttentionShape(heads, kv_heads, head_dim, value_dim, context, rows, scale, window)
-    dims = f"{head_dim}" if head_dim == value_dim else f"{head_dim}v{value_dim}"
-    function = KernelFunction(
-        "attention", kv_dtype, f"{heads}h{kv_heads}x{dims}", mode_name(mode, rows), f"c{context}", f"s{sequences}",
-        scale, f"w{window}" if window else "", "extend" if extend else "", "turn" if turn else "",
-    )  # fmt: skip
-    with function:
-        q = function.floats("q", rows, heads * head_dim)
-        new_keys = function.floats("k", rows, kv_heads * head_dim) if extend else None
-        new_values = function.floats("v", rows, kv_heads * value_dim) if extend else None
-        angles = angles_argument(function, context, head_dim // 2) if turn else None
-        keys = cache_argument(function, "k_cache", kv_dtype, sequences, kv_heads, context, head_dim)
-        values = cache_argument(function, "v_cache", kv_dtype, sequences, kv_heads, context, value_dim)
-        y = function.floats("y", rows, heads * value_dim)
-        outputs = extremes = None
-        if mode != "chunk" and shape.parts > 1:
-            width = -(-value_dim // LANES) * LANES
-            outputs = function.scratch("outputs", "float32", rows, heads, shape.parts, width)
-            extremes = function.scratch("extremes", "float32", rows, heads, shape.parts, 2)
-        tensors = AttentionTensors(q, keys, values, y, new_keys, new_values, angles, outputs, extremes)
-        tokens = step_rows(function, mode, rows, context, sequences)
-        if mode == "chunk":
-            _attend_chunk(shape, tensors, tokens)
-        elif shape.parts > 1:
-            attend_parts(shape, tensors, tokens)
-        else:
-            _attend_rows(shape, tensors, tokens)
-    return function.kernel()
+def attention(spec: AttentionSpec, function: KernelFunction) -> None:
+    """Write the body of an `AttentionSpec`."""
+    parts = -(-spec.context // part_positions(spec))
+    outputs = extremes = None
+    if spec.mode != "chunk" and parts > 1:
+        width = -(-spec.value_dim // LANES) * LANES
+        outputs = function.scratch("outputs", "float32", spec.rows, spec.heads, parts, width)
+        extremes = function.scratch("extremes", "float32", spec.rows, spec.heads, parts, 2)
+    keys, values = cache_argument(function, "k_cache"), cache_argument(function, "v_cache")
+    new = (function.get("k"), function.get("v")) if spec.extend else (None, None)
+    angles = angles_argument(function)
+    tensors = AttentionTensors(function["q"], keys, values, function["y"], *new, angles, outputs, extremes)
+    tokens = step_rows(function, spec.mode, spec.rows, spec.context, spec.sequences)
+    if spec.mode == "chunk":
+        _attend_chunk(spec, tensors, tokens)
+    elif parts > 1:
+        attend_parts(spec, tensors, tokens)
+    else:
+        _attend_rows(spec, tensors, tokens)
 
 
-def _attend_rows(shape: AttentionShape, tensors: AttentionTensors, tokens: StepRows) -> None:
+def _attend_rows(spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRows) -> None:
     """A task takes a head of keys and all that is asked of it at one row."""
-    with parallel(tokens.count * shape.kv_heads) as task:
-        row = bind(task // shape.kv_heads) if shape.rows > 1 else 0
-        kv_head = bind(task - row * shape.kv_heads)
+    with parallel(tokens.count * spec.kv_heads) as task:
+        row = bind(task // spec.kv_heads) if spec.rows > 1 else 0
+        kv_head = bind(task - row * spec.kv_heads)
         position, slot = bind(tokens.position(row)), bind(tokens.slot(row))
         keys, values = tensors.keys.head(slot, kv_head), tensors.values.head(slot, kv_head)
-        extend_cache(shape, tensors, row, position, keys, values)
-        queries = ready_queries(shape, tensors, row, position, kv_head)
-        first = first_position(shape, position)
+        extend_cache(spec, tensors, row, position, keys, values)
+        queries = ready_queries(spec, tensors, row, position, kv_head)
+        first = first_position(spec, position)
         # The thread that is given this task is mostly given the next one, too.
         attend(PositionSpan(keys, values, first, bind(position + 1), kv_head + 1, first), queries)
 
         def emit(number: Expr, _: Expr, weights: Expr) -> None:
             factor = bind(splat(1.0) / splat(weights))
-            head = bind(kv_head * shape.group + number)
-            give(shape, tensors, row, head, lambda c: load(queries.outputs, number, c) * factor)
+            head = bind(kv_head * spec.group + number)
+            give(spec, tensors, row, head, lambda c: load(queries.outputs, number, c) * factor)
 
         finish(queries, emit)
 
 
-def _attend_chunk(shape: AttentionShape, tensors: AttentionTensors, tokens: StepRows) -> None:
+def _attend_chunk(spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRows) -> None:
     """A task takes queries of consecutive tokens, of all heads that share a head of keys."""
-    most = queries_of_task(shape.rows, shape.group)
-    tiles = bind((tokens.count * shape.group + (most - 1)) // most)
-    with parallel(shape.kv_heads * tiles) as task:
+    most = queries_of_task(spec.rows, spec.group)
+    tiles = bind((tokens.count * spec.group + (most - 1)) // most)
+    with parallel(spec.kv_heads * tiles) as task:
         kv_head = bind(task // tiles)
         begin = bind((task - kv_head * tiles) * most)
-        count = bind(minimum(most, tokens.count * shape.group - begin))
-        queries = ChunkQueries.of(count, most, shape.head_dim, shape.value_dim)
+        count = bind(minimum(most, tokens.count * spec.group - begin))
+        queries = ChunkQueries.of(count, most, spec.head_dim, spec.value_dim)
         with loop(0, count) as i:
-            row, head = _place(shape, kv_head, begin + i)
-            position, start = bind(tokens.position(row)), bind(head * shape.head_dim)
-            queries.firsts[i], queries.lasts[i] = first_position(shape, position), position
-            _copy(shape.head_dim, tensors.q, row, start, queries.q, i, splat(shape.scale))
+            row, head = _place(spec, kv_head, begin + i)
+            position, start = bind(tokens.position(row)), bind(head * spec.head_dim)
+            queries.firsts[i], queries.lasts[i] = first_position(spec, position), position
+            _copy(spec.head_dim, tensors.q, row, start, queries.q, i, splat(spec.scale))
         slot = tokens.slot(0)
-        attend_queries(queries, tensors.keys.head(slot, kv_head), tensors.values.head(slot, kv_head), shape.group)
+        attend_queries(queries, tensors.keys.head(slot, kv_head), tensors.values.head(slot, kv_head), spec.group)
         with loop(0, count) as i:
-            row, head = _place(shape, kv_head, begin + i)
+            row, head = _place(spec, kv_head, begin + i)
             factor = bind(splat(1.0) / splat(total(queries.sums[i, at(0)])))
-            give(shape, tensors, row, head, lambda c: load(queries.outputs, i, c) * factor)
+            give(spec, tensors, row, head, lambda c: load(queries.outputs, i, c) * factor)
 
 
-def _place(shape: AttentionShape, kv_head: Expr, query: Expr) -> tuple[Expr, Expr]:
+def _place(spec: AttentionSpec, kv_head: Expr, query: Expr) -> tuple[Expr, Expr]:
     """Row and head of query `query` of those that a chunk asks of a head of keys."""
-    row = bind(query // shape.group)
-    return row, bind(kv_head * shape.group + query - row * shape.group)
+    row = bind(query // spec.group)
+    return row, bind(kv_head * spec.group + query - row * spec.group)
 
 
 def _copy(width: int, x: KernelTensor, row: Expr, start: Expr, to: KernelTensor, to_row: Expr, factor: Expr) -> None:

@@ -89,7 +89,7 @@ def attend_queries(queries: ChunkQueries, keys: CachedHead, values: CachedHead, 
         tiles = (blind, queries.tiles)
         _multiply(_Product(queries.q, key_columns, scores, None), tiles, head_dim, _KEYS)
         with loop(blind * _TILE_QUERIES, queries.count) as i:
-            _soften(queries, scores, i, begin)
+            _update_softmax(queries, scores, i, begin)
         _multiply(_Product(scores, value_rows, queries.outputs, queries.rescale), tiles, count, width)
 
 
@@ -156,7 +156,7 @@ def _multiply(product: _Product, tiles: tuple[Expr, Expr], depth: Expr, width: i
         columns(full * vectors * LANES, rest)
 
 
-def _soften(queries: ChunkQueries, scores: KernelTensor, i: Expr, begin: Expr) -> None:
+def _update_softmax(queries: ChunkQueries, scores: KernelTensor, i: Expr, begin: Expr) -> None:
     """Turns a query's scores into weights relative to the new maximum; `rescale` is for all before."""
     largest = local(LANES)
     largest[at(0)] = splat(LOWEST)

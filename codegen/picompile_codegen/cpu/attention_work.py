@@ -1,4 +1,4 @@
-"""What the parts of attention at one position share: queries, positions to go through, and a block of these."""
+"""Arguments and working memory of attention at one position: queries, spans of positions, and blocks of these."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from picompile_codegen.cpu.cache import Cache, CachedHead
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, select, when
 from picompile_codegen.cpu.token_ops import Angles
 from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, store
+from picompile_codegen.specs import AttentionSpec
 
 # A block of keys is about this long, so that a block of values, on its way meanwhile, is in a near cache as well.
 _BLOCK_BYTES = 8 * 1024
@@ -146,7 +147,7 @@ class Work:
     scores: KernelTensor
 
     def row(self, i: Expr) -> Expr:
-        """Where query i of the tile is among all."""
+        """Return the number of query i of the tile among all queries."""
         return self.tile * self.queries.tile + i
 
 
@@ -172,7 +173,7 @@ def query_lanes(values: list[Expr]) -> Expr:
     return bind(tirx.Shuffle([values[lane % len(values)] for lane in range(LANES)], list(range(LANES))))
 
 
-# What an attention kernel is made for and given, and how a row's queries, key and value come from that.
+# Arguments of the kernel, and how a row's queries, key and value come from them.
 
 
 # Enough heads of keys for the cores of a desktop machine. Where there are fewer, tasks share the positions as well.
@@ -182,35 +183,11 @@ _PART_POSITIONS = 512
 _MOST_PARTS = 32
 
 
-@dataclass(frozen=True)
-class AttentionShape:
-    """What an attention kernel is made for (see `attention`)."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    context: int
-    rows: int
-    scale: float
-    window: int
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a head of keys."""
-        return self.heads // self.kv_heads
-
-    @property
-    def part_positions(self) -> int:
-        """Positions that a task goes through at most. Not a matter of threads: results must not depend on these."""
-        if self.kv_heads >= _ENOUGH_HEADS:
-            return self.context
-        return -(-self.context // (_MOST_PARTS * _PART_POSITIONS)) * _PART_POSITIONS
-
-    @property
-    def parts(self) -> int:
-        """Parts of the context."""
-        return -(-self.context // self.part_positions)
+def part_positions(spec: AttentionSpec) -> int:
+    """Return how many positions a task goes through at most. Results must not depend on threads, so this does not."""
+    if spec.kv_heads >= _ENOUGH_HEADS:
+        return spec.context
+    return -(-spec.context // (_MOST_PARTS * _PART_POSITIONS)) * _PART_POSITIONS
 
 
 @dataclass(frozen=True)
@@ -229,31 +206,29 @@ class AttentionTensors:
     extremes: KernelTensor | None
 
 
-def first_position(shape: AttentionShape, position: Expr) -> Expr:
+def first_position(spec: AttentionSpec, position: Expr) -> Expr:
     """The first position that a token at `position` sees."""
-    return bind(maximum(position - (shape.window - 1), 0)) if shape.window else 0
+    return bind(maximum(position - (spec.window - 1), 0)) if spec.window else 0
 
 
-def give(
-    shape: AttentionShape, tensors: AttentionTensors, row: Expr, head: Expr, value: Callable[[Expr], Expr]
-) -> None:
+def give(spec: AttentionSpec, tensors: AttentionTensors, row: Expr, head: Expr, value: Callable[[Expr], Expr]) -> None:
     """y of a head at `row`: `value(column)` gives its vectors."""
-    start = bind(head * shape.value_dim)
-    blocks(shape.value_dim, lambda c, n: store(tensors.y, row, start + c, value=value(c), valid=n))
+    start = bind(head * spec.value_dim)
+    blocks(spec.value_dim, lambda c, n: store(tensors.y, row, start + c, value=value(c), valid=n))
 
 
 def extend_cache(
-    shape: AttentionShape, tensors: AttentionTensors, row: Expr, position: Expr, keys: CachedHead, values: CachedHead
+    spec: AttentionSpec, tensors: AttentionTensors, row: Expr, position: Expr, keys: CachedHead, values: CachedHead
 ) -> None:
     """Writes this row's key and value."""
     if tensors.new_keys is None or tensors.new_values is None:
         return
-    key_start, value_start = bind(keys.number * shape.head_dim), bind(values.number * shape.value_dim)
+    key_start, value_start = bind(keys.number * spec.head_dim), bind(values.number * spec.value_dim)
     source, start = tensors.new_keys, key_start
     if tensors.angles is not None:
-        turned = local(1, shape.head_dim)
+        turned = local(1, spec.head_dim)
         tensors.angles.turn(
-            source, row, start, shape.head_dim // 2, position,
+            source, row, start, spec.head_dim // 2, position,
             lambda c, value, valid: store(turned, 0, c, value=value, valid=valid),
         )  # fmt: skip
         keys.write(position, lambda c, valid: load(turned, 0, c, valid=valid))
@@ -263,23 +238,21 @@ def extend_cache(
     values.write(position, lambda c, valid: load(new_values, row, value_start + c, valid=valid))
 
 
-def ready_queries(
-    shape: AttentionShape, tensors: AttentionTensors, row: Expr, position: Expr, kv_head: Expr
-) -> Queries:
+def ready_queries(spec: AttentionSpec, tensors: AttentionTensors, row: Expr, position: Expr, kv_head: Expr) -> Queries:
     """The query heads that share `kv_head`, scaled and, where that is asked for, turned."""
-    queries = Queries.of(shape.group, shape.head_dim, shape.value_dim)
-    scale = splat(shape.scale)
+    queries = Queries.of(spec.group, spec.head_dim, spec.value_dim)
+    scale = splat(spec.scale)
     with loop(0, queries.padded) as i:
         # Queries past the last fill up a tile, and nobody looks at what becomes of them.
-        for c in range(shape.head_dim // LANES * LANES, shape.head_dim, LANES):
+        for c in range(spec.head_dim // LANES * LANES, spec.head_dim, LANES):
             store(queries.q, i, c, value=splat(0.0))
-        start = bind((kv_head * shape.group + minimum(i, shape.group - 1)) * shape.head_dim)
+        start = bind((kv_head * spec.group + minimum(i, spec.group - 1)) * spec.head_dim)
 
         def keep(c: Expr, value: Expr, valid: int) -> None:
             store(queries.q, i, c, value=value * scale, valid=valid)
 
         if tensors.angles is not None:
-            tensors.angles.turn(tensors.q, row, start, shape.head_dim // 2, position, keep)
+            tensors.angles.turn(tensors.q, row, start, spec.head_dim // 2, position, keep)
         else:
-            blocks(shape.head_dim, lambda c, valid: keep(c, load(tensors.q, row, start + c, valid=valid), valid))
+            blocks(spec.head_dim, lambda c, valid: keep(c, load(tensors.q, row, start + c, valid=valid), valid))
     return queries

@@ -12,10 +12,18 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.build import isa
-from picompile_codegen.cpu.integers import BYTES, dot_signed, dot_unsigned, split_nibbles
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix
-from picompile_codegen.cpu.quantized import SCALES_TOGETHER, QuantizedRows, padded_groups, quantize_row
+from picompile_codegen.cpu.quantized import (
+    BYTES,
+    SCALES_TOGETHER,
+    QuantizedRows,
+    dot_signed,
+    dot_unsigned,
+    padded_groups,
+    quantize_row,
+    split_nibbles,
+)
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, token_tiles
 from picompile_codegen.cpu.vector import LANES, at, fma, splat, to_floats, transpose
 from picompile_passes.dialect.formats import GROUP
@@ -31,12 +39,13 @@ def block_rows() -> int:
 
 
 def raw_offset(matrix: KernelMatrix) -> int:
-    """What is to be added to each byte of a block to make it the weight over its scale."""
+    """Return the offset that makes a byte of a block the weight over its scale."""
     return signed_offset() if matrix.format == "q8" else int(matrix.offset)
 
 
 def signed_offset() -> int:
-    """The same for bytes that have a sign: VNNI multiplies unsigned ones, and 128 more are no more instructions."""
+    """Return the offset of signed bytes: VNNI needs one unsigned operand, so they are biased by 128 at no extra
+    cost."""
     return -128 if isa.current().bytes_dot == "vnni" else 0
 
 
@@ -134,7 +143,7 @@ def _quads(matrix: KernelMatrix, numbers: list[Expr], group: Expr) -> list[Expr]
 
 
 def _words(rows: list[Expr]) -> list[Expr]:
-    """Of eight vectors of 16 bytes: four of eight words, word i of each row in vector i."""
+    """Transpose eight vectors of 16 bytes to four of eight words: vector i has word i of each row."""
     rows = [bind(row) for row in rows]
     pairs = [bind(tirx.Shuffle([rows[i], rows[i + 4]], list(range(32)))) for i in range(4)]
     a, b, c, d = (bind(tirx.reinterpret(f"uint32x{LANES}", pair)) for pair in pairs)

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.kernel import Kernel, KernelFunction
+from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, parallel, prefetch, select
-from picompile_codegen.cpu.token_ops import Mode, mode_name, step_rows
+from picompile_codegen.cpu.token_ops import step_rows
 from picompile_codegen.cpu.vector import LANES, at, blocks, highest, load, splat, store
+from picompile_codegen.specs import CacheWriteSpec
+from picompile_codegen.specs.arguments import scale_groups
 from picompile_passes.dialect.formats import GROUP
 
-Q8 = "q8"
 # Bytes of a row that are taken at once.
 BYTES = 16
 _LARGEST_BYTE = 127.0
@@ -26,11 +27,6 @@ _ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1}
 
 # A vector of a row: `source(start, valid)` gives lanes from `start` on, of which the first `valid` count.
 Source = Callable[[Expr, int], Expr]
-
-
-def scale_groups(dim: int) -> int:
-    """Scales of a row of `dim` elements in q8."""
-    return -(-dim // GROUP)
 
 
 @dataclass(frozen=True)
@@ -151,37 +147,21 @@ def _float(value: float) -> Expr:
     return tirx.FloatImm("float32", value)
 
 
-def cache_argument(
-    function: KernelFunction, name: str, kv_dtype: str, sequences: int, kv_heads: int, context: int, dim: int
-) -> Cache:
-    """Declares a cache: argument `name`, and with q8 `name`_scales."""
-    rows = (sequences, kv_heads, context)
-    if kv_dtype != Q8:
-        return Cache(function.argument(name, kv_dtype, *rows, dim, access="cache"), None, dim)
-    data = function.argument(name, "int8", *rows, dim, access="cache")
-    scales = function.argument(f"{name}_scales", "float16", *rows, scale_groups(dim), access="cache")
-    return Cache(data, scales, dim)
+def cache_argument(function: KernelFunction, name: str) -> Cache:
+    """Return the cache of that name: argument `name` and, in q8, `name`_scales."""
+    data = function[name]
+    return Cache(data, function.get(f"{name}_scales"), data.columns)
 
 
-def cache_write(
-    *, kv_heads: int, head_dim: int, context: int, rows: int, kv_dtype: str, mode: Mode, sequences: int
-) -> Kernel:
-    """cache[slot, h, position] = x[t, h] for each row t; positions and slots: see `step_rows`.
+def cache_write(spec: CacheWriteSpec, function: KernelFunction) -> None:
+    """Write the body of a `CacheWriteSpec`."""
+    x, cache = function["x"], cache_argument(function, "cache")
+    tokens = step_rows(function, spec.mode, spec.rows, spec.context, spec.sequences)
+    with parallel(tokens.count, when_worth=spec.rows > 1) as t:
+        position, slot = bind(tokens.position(t)), tokens.slot(t)
+        with loop(0, spec.kv_heads) as head:
 
-    x float32 [rows, kv_heads · d], cache as in `Cache`.
-    """
-    shape = (f"{kv_heads}x{head_dim}", mode_name(mode, rows), f"c{context}", f"s{sequences}")
-    function = KernelFunction("cache_write", kv_dtype, *shape)
-    with function:
-        x = function.floats("x", rows, kv_heads * head_dim)
-        cache = cache_argument(function, "cache", kv_dtype, sequences, kv_heads, context, head_dim)
-        tokens = step_rows(function, mode, rows, context, sequences)
-        with parallel(tokens.count, when_worth=rows > 1) as t:
-            position, slot = bind(tokens.position(t)), tokens.slot(t)
-            with loop(0, kv_heads) as head:
+            def source(c: Expr, valid: int) -> Expr:
+                return load(x, t, head * spec.head_dim + c, valid=valid)
 
-                def source(c: Expr, valid: int) -> Expr:
-                    return load(x, t, head * head_dim + c, valid=valid)
-
-                cache.head(slot, head).write(position, source)
-    return function.kernel()
+            cache.head(slot, head).write(position, source)

@@ -11,9 +11,16 @@ from itertools import cycle
 
 from tvm import tirx
 
-from picompile_codegen.cpu.integers import BYTES, dot_pair, dot_signed, split_nibbles
 from picompile_codegen.cpu.matrix import KernelMatrix, each_group
-from picompile_codegen.cpu.quantized import SCALES_TOGETHER, QuantizedVector, quantize_vector
+from picompile_codegen.cpu.quantized import (
+    BYTES,
+    SCALES_TOGETHER,
+    QuantizedVector,
+    dot_pair,
+    dot_signed,
+    quantize_vector,
+    split_nibbles,
+)
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop
 from picompile_codegen.cpu.vector import LANES, at, fma, lane, load, splat, to_floats, total
 from picompile_passes.dialect.formats import GROUP

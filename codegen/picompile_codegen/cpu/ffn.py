@@ -1,23 +1,32 @@
-"""The feed-forward block of one token, over the neurons that are predicted to fire.
+"""Feed-forward blocks: of one token, of several sequences' next tokens, and of a chunk of a prompt.
 
-1. The numbers of the neurons to compute are listed, in order (`ffn_list.py`): in `exact` by the deciding product of
-   every neuron, in `masked` by the mask.
-2. They are cut into SLICES equal runs (`ffn_slice.py`).
-3. The slices' y are added up, in order.
+For one token, over the neurons that are predicted to fire: 1. The numbers of the neurons to compute are listed in order
+(`ffn_neurons.py`): in `exact` by each neuron's product with the gating matrix, in `masked` by the mask.
+2. They are cut into SLICES equal runs (`ffn_slices.py`).
+3. The slices' y are added up in order.
+The number of slices is fixed, and so are the order of all additions and every bit of y for any number of threads.
 
-The number of slices is fixed. So are then the order of all additions and every bit of y, for any number of threads.
+For several sequences, each token has a mask of its own. Where the masks together name a small part of all neurons, each
+token computes its own ones as above: what one token has read, the next finds in the cache. Where they name more, every
+neuron is computed for all tokens, as in a chunk: products of tiles take so much less time for each neuron.
 """
+
+from dataclasses import dataclass
 
 from tvm import tirx
 
+from picompile_codegen.build import isa
+from picompile_codegen.cpu.accumulate import Reduction, accumulate_columns, column_blocks
+from picompile_codegen.cpu.byte_tiles import declare_rows, quantize_rows, raw_offset, signed_offset
 from picompile_codegen.cpu.dot import Vector, prepare_vector
-from picompile_codegen.cpu.ffn_chunk import ChunkMemory, compute_chunk, ffn_chunk
-from picompile_codegen.cpu.ffn_neurons import FfnArguments, FfnShape, NeuronList, declare_list, list_neurons, make_list
+from picompile_codegen.cpu.ffn_neurons import FfnArguments, NeuronList, declare_list, list_neurons, make_list
 from picompile_codegen.cpu.ffn_slices import Slices, compute_slice
-from picompile_codegen.cpu.kernel import Kernel, KernelFunction
-from picompile_codegen.cpu.matrix import matrix_argument
-from picompile_codegen.cpu.quantized import QuantizedVector, quantize_to, vector_sizes
-from picompile_codegen.cpu.tensor import KernelTensor, bind, local, loop, parallel, when, worth_a_region
+from picompile_codegen.cpu.kernel import KernelFunction
+from picompile_codegen.cpu.linear import TileProjection, project_rows, row_block
+from picompile_codegen.cpu.quantized import QuantizedRows, QuantizedVector, quantize_to, vector_sizes
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, select, when, worth_a_region
+from picompile_codegen.cpu.vector import blocks, load, splat, store
+from picompile_codegen.specs import FfnSpec
 
 # Each has a y of its own, which costs time to add up; too few leave threads without work.
 SLICES = 16
@@ -25,25 +34,17 @@ SLICES = 16
 
 def ffn_one(function: KernelFunction, arguments: FfnArguments) -> None:
     """Declares the rest of the arguments and writes the body."""
-    shape = arguments.shape
+    spec = arguments.spec
     memory = declare_list(function, arguments)
     slices = Slices.declare(function, arguments, SLICES)
-    y = function.floats("y", 1, shape.dim)
 
     vector = prepare_vector(arguments.x, arguments.bundle)
     is_worth = worth_a_region(arguments.bundle.bytes)
     listed = None if memory is None else make_list(arguments, vector, memory)
     with parallel(SLICES, when_worth=is_worth) as index:
         compute_slice(arguments, vector, listed, slices, index, index)
-    slices.add_up(y, arguments.down_bias, shape.dim, 1)
-    slices.count(arguments.stats, shape.neurons if listed is None else listed.count, 1)
-
-
-# The feed-forward block of a few sequences' next tokens, each with a mask of its own.
-#
-# Where the masks together name a small part of all neurons, each token computes its own ones as in `ffn_one`: what one
-# token has read, the next finds in the cache. Where they name more, every neuron is computed for all, as in a chunk:
-# products of tiles take so much less time for each neuron.
+    slices.add_up(arguments.y, arguments.down_bias, spec.dim, 1)
+    slices.count(arguments.stats, spec.neurons if listed is None else listed.count, 1)
 
 
 # Tasks of a token: a few tokens are to keep more threads than there are tokens busy.
@@ -53,18 +54,17 @@ _SLICES = 4
 DENSE_BLOCKS, DENSE_PERCENT = 2, 30
 
 
-def ffn_batch(function: KernelFunction, arguments: FfnArguments) -> None:
+def ffn_sequences(function: KernelFunction, arguments: FfnArguments) -> None:
     """Declares the rest of the arguments and writes the body."""
-    shape = arguments.shape
+    spec = arguments.spec
     listed = declare_list(function, arguments)
     if listed is None:
         raise ValueError("a batch of tokens is computed by masks")
-    counts = function.scratch("counts", "int32", shape.rows)
+    counts = function.scratch("counts", "int32", spec.rows)
     vectors = _declare_vectors(function, arguments)
     slices = Slices.declare(function, arguments, _SLICES)
-    memory = ChunkMemory.declare(function, shape, arguments.bundle.scale is not None)
-    y = function.floats("y", shape.rows, shape.dim)
-    tokens = function.tokens(shape.rows)
+    memory = ChunkMemory.declare(function, spec, arguments.bundle.scale is not None)
+    tokens = function.tokens(spec.rows)
 
     with parallel(tokens) as token:
         counts[token] = list_neurons(arguments, listed, token).count
@@ -76,12 +76,12 @@ def ffn_batch(function: KernelFunction, arguments: FfnArguments) -> None:
     with loop(0, tokens) as token:
         computed[0] = computed[0] + counts[token]
     total = bind(computed[0])
-    limit = bind(shape.neurons * DENSE_BLOCKS + tokens * (shape.neurons * DENSE_PERCENT // 100))
+    limit = bind(spec.neurons * DENSE_BLOCKS + tokens * (spec.neurons * DENSE_PERCENT // 100))
     with when(total > limit):
-        compute_chunk(arguments, memory, y, tokens)
+        compute_chunk(arguments, memory, tokens)
         # Nobody counted those that fired: they are counted as fired.
         for i in range(2):
-            arguments.stats[i] = arguments.stats[i] + tirx.Cast("int64", tokens * shape.neurons)
+            arguments.stats[i] = arguments.stats[i] + tirx.Cast("int64", tokens * spec.neurons)
     with when(total <= limit):
         with parallel(tokens * _SLICES) as index:
             token = bind(index // _SLICES)
@@ -89,7 +89,7 @@ def ffn_batch(function: KernelFunction, arguments: FfnArguments) -> None:
             neurons = NeuronList(listed.neurons, token, bind(counts[token]), None)
             vector = Vector(arguments.x, token, quantized)
             compute_slice(arguments, vector, neurons, slices, index, index - token * _SLICES)
-        slices.add_up(y, arguments.down_bias, shape.dim, tokens)
+        slices.add_up(arguments.y, arguments.down_bias, spec.dim, tokens)
         slices.count(arguments.stats, total, tokens)
 
 
@@ -97,7 +97,7 @@ def _declare_vectors(
     function: KernelFunction, arguments: FfnArguments
 ) -> tuple[KernelTensor, KernelTensor, KernelTensor | None] | None:
     """Memory for the tokens' bytes, where the matrix has bytes."""
-    bundle, rows = arguments.bundle, arguments.shape.rows
+    bundle, rows = arguments.bundle, arguments.spec.rows
     if bundle.scale is None:
         return None
     count, padded = vector_sizes(bundle)
@@ -106,53 +106,105 @@ def _declare_vectors(
     return numbers, scales, function.scratch("vector_offsets", "float32", rows, padded) if bundle.offset else None
 
 
-# Feed-forward blocks: which kernel there is for which kind, and the arguments they have in common.
+def ffn(spec: FfnSpec, function: KernelFunction) -> None:
+    """Write the body of an `FfnSpec`."""
+    arguments = FfnArguments.of(spec, function)
+    if spec.rows == 1:
+        ffn_one(function, arguments)
+    elif spec.is_masked:
+        ffn_sequences(function, arguments)
+    else:
+        ffn_chunk(function, arguments)
 
 
-def ffn(
-    *, kind: str, format: str, neurons: int, dim: int, rows: int, gated: bool, activation: str, up_activation: str,
-    gate_bias: bool, up_bias: bool, down_bias: bool, mask_columns: int | None = None,
-) -> Kernel:  # fmt: skip
-    """y = h · down + down_bias, h = activation(x · gateᵀ + gate_bias) ∘ up_activation(x · upᵀ + up_bias).
+# A chunk is dense, since some token needs almost every neuron.
 
-    Without a gate (`gated` False), h = activation(x · upᵀ + up_bias). x float32 [rows, dim], y like x, biases float32
-    [neurons] and [dim]. `neuron_w` is a bundle: the rows of one neuron follow one another.
 
-    | kind | `decide_w` | bundle | rows = 1 computes |
-    | --- | --- | --- | --- |
-    | `dense` | | gate, up, down or up, down | every neuron |
-    | `exact`, gated | gate | up, down | up and down of neurons whose gate is above the activation's threshold |
-    | `exact`, not gated | up | down | down of neurons whose up is above it |
-    | `masked` | | gate, up, down or up, down | the neurons of `mask` |
+@dataclass(frozen=True)
+class ChunkMemory:
+    """Memory for a chunk: products with gate, hidden values, and the bytes of x and of the hidden values."""
 
-    `mask` uint8 [rows, neurons] holds 0 or 1. With `mask_columns` it has that many columns instead, and neuron r is
-    column `table`[r], int32 [neurons]. With several rows `masked` computes the neurons of each row's mask, or all where
-    the masks name many; the other kinds compute all.
+    gate: KernelTensor | None
+    hidden: KernelTensor
+    x_bytes: QuantizedRows | None
+    down_bytes: QuantizedRows | None
 
-    `stats` int64 [2] counts, for rows = 1 and in `masked`, neurons computed and neurons whose h is not zero, of all
-    rows together. It is added to, not set.
-    """
-    shape = FfnShape(kind, neurons, dim, rows, gated, activation, up_activation)
-    name = ("gated" if gated else "plain", activation, "" if up_activation == "identity" else f"up_{up_activation}")
-    biases = "g" * gate_bias + "u" * up_bias + "d" * down_bias
-    suffixes = (biases and f"b{biases}", "" if mask_columns is None else f"of{mask_columns}")
-    function = KernelFunction("ffn", kind, format, f"{neurons}x{dim}", f"r{rows}", *name, *suffixes)
-    with function:
-        x = function.floats("x", rows, dim)
-        columns = mask_columns or neurons
-        mask = function.argument("mask", "uint8", rows, columns, below=2) if shape.is_masked else None
-        table = None if mask_columns is None else function.argument("table", "int32", neurons, below=columns)
-        decide = matrix_argument(function, "decide_w", format, neurons, dim) if shape.is_exact else None
-        bundle = matrix_argument(function, "neuron_w", format, neurons * shape.bundle_parts, dim)
-        gate = function.optional_floats("gate_bias", neurons, gate_bias)
-        up = function.optional_floats("up_bias", neurons, up_bias)
-        down = function.optional_floats("down_bias", dim, down_bias)
-        stats = function.argument("stats", "int64", 2, access="adds")
-        arguments = FfnArguments(shape, x, mask, table, decide, bundle, gate, up, down, stats)
-        if rows == 1:
-            ffn_one(function, arguments)
-        elif shape.is_masked:
-            ffn_batch(function, arguments)
-        else:
-            ffn_chunk(function, arguments)
-    return function.kernel()
+    @classmethod
+    def declare(cls, function: KernelFunction, spec: FfnSpec, has_bytes: bool) -> "ChunkMemory":
+        """Declares it. Must come before any statement of a kernel."""
+        gate = function.scratch("gate", "float32", spec.rows, spec.neurons) if spec.gated else None
+        hidden = function.scratch("hidden", "float32", spec.rows, spec.neurons)
+        if not has_bytes:
+            return cls(gate, hidden, None, None)
+        x_bytes = declare_rows(function, "x", spec.rows, spec.dim)
+        down_bytes = declare_rows(function, "hidden", spec.rows, spec.neurons)
+        # Without an instruction that adds up fours of bytes, float32 is faster than turning columns into bytes.
+        return cls(gate, hidden, x_bytes, None if isa.current().bytes_dot == "maddubs" else down_bytes)
+
+
+def ffn_chunk(function: KernelFunction, arguments: FfnArguments) -> None:
+    """Write the body of a block that computes every neuron of several tokens."""
+    spec = arguments.spec
+    memory = ChunkMemory.declare(function, spec, arguments.bundle.scale is not None)
+    compute_chunk(arguments, memory, function.tokens(spec.rows))
+
+
+def compute_chunk(arguments: FfnArguments, memory: ChunkMemory, tokens: Expr) -> None:
+    """y of the first `tokens` tokens, every neuron computed."""
+    spec, gate, hidden = arguments.spec, memory.gate, memory.hidden
+    quantized, down_bytes = memory.x_bytes, memory.down_bytes
+    is_worth = worth_a_region(arguments.bundle.bytes)
+
+    if quantized is not None:
+        quantize_rows(arguments.x, tokens, spec.dim, raw_offset(arguments.bundle), quantized)
+    size = row_block(arguments.bundle)
+    with parallel(-(-spec.neurons // size), when_worth=is_worth) as block:
+        _project(arguments, block, tokens, quantized, gate, hidden)
+        with loop(0, tokens) as t:
+            _activate(arguments, block, size, t, gate, hidden)
+    down = Reduction(arguments.bundle, spec.neurons, arguments.down_row, hidden, arguments.down_bias, arguments.y)
+    if down_bytes is not None:
+        quantize_rows(hidden, tokens, spec.neurons, signed_offset(), down_bytes)
+    with parallel(column_blocks(down), when_worth=is_worth) as block:
+        accumulate_columns(down, block, down_bytes, tokens)
+
+
+def _project(
+    arguments: FfnArguments,
+    block: Expr,
+    tokens: Expr,
+    quantized: QuantizedRows | None,
+    gate: KernelTensor | None,
+    hidden: KernelTensor,
+) -> None:
+    """The products of a block of neurons with gate and up, before their activations."""
+    neurons = arguments.spec.neurons
+    first, _ = arguments.first_row(0)
+    projection = TileProjection(first, neurons, lambda neuron: arguments.first_row(neuron)[1], arguments.first_bias)
+    project_rows(projection, block, arguments.x, quantized, tokens, hidden if gate is None else gate)
+    if gate is not None:
+        projection = TileProjection(arguments.bundle, neurons, arguments.up_row, arguments.up_bias)
+        project_rows(projection, block, arguments.x, quantized, tokens, hidden)
+
+
+def _activate(
+    arguments: FfnArguments, block: Expr, size: int, t: Expr, gate: KernelTensor | None, hidden: KernelTensor
+) -> None:
+    """hidden = activation(gate) ∘ up_activation(hidden), or activation(hidden), for a block of neurons of one token."""
+    neurons = arguments.spec.neurons
+
+    def output(c: Expr, valid: int) -> None:
+        raised = bind(load(hidden, t, c, valid=valid))
+        first = raised if gate is None else bind(load(gate, t, c, valid=valid))
+        value = arguments.output(first, None if gate is None else raised)
+        if arguments.spec.is_exact:
+            # Not a product: a silent neuron whose up is infinite must not turn into NaN.
+            value = select(first > splat(arguments.spec.threshold), value, splat(0.0))
+        store(hidden, t, c, value=value, valid=valid)
+
+    full, rest = divmod(neurons, size)
+    with when(block < full):
+        blocks(size, lambda c, valid: output(block * size + c, valid))
+    if rest:
+        with when(block == full):
+            blocks(rest, lambda c, valid: output(full * size + c, valid))

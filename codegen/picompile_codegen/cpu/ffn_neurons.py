@@ -1,4 +1,5 @@
-"""What the kernels of feed-forward blocks share: shapes, arguments, and where each matrix of a neuron is."""
+"""Arguments of a feed-forward block, where each matrix of a neuron is, and the list of neurons that a token
+computes."""
 
 from dataclasses import dataclass
 
@@ -7,60 +8,17 @@ from tvm import tirx
 from picompile_codegen.cpu.dot import Vector, biased, dot
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.math import activate
-from picompile_codegen.cpu.matrix import KernelMatrix
+from picompile_codegen.cpu.matrix import KernelMatrix, matrix_argument, optional_matrix
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, parallel, worth_a_region
 from picompile_codegen.cpu.vector import at
-from picompile_passes.dialect.activations import parse_activation
-
-
-@dataclass(frozen=True)
-class FfnShape:
-    """The parameters of a block. See `ffn.ffn`."""
-
-    kind: str
-    neurons: int
-    dim: int
-    rows: int
-    gated: bool
-    activation: str
-    up_activation: str
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether one matrix, kept apart from the bundle, decides which neurons are computed."""
-        return self.kind == "exact"
-
-    @property
-    def is_masked(self) -> bool:
-        """Whether a mask, made by another kernel, says which neurons are computed."""
-        return self.kind == "masked"
-
-    @property
-    def threshold(self) -> float:
-        """A neuron is silent unless its deciding product is above this."""
-        return parse_activation(self.activation).threshold
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether the activation silences neurons, whatever predicted them."""
-        return parse_activation(self.activation).sparse
-
-    @property
-    def up_is_sparse(self) -> bool:
-        """Whether up, too, silences neurons: dReLU."""
-        return self.gated and parse_activation(self.up_activation).sparse
-
-    @property
-    def bundle_parts(self) -> int:
-        """Rows of a neuron in the bundle."""
-        return 2 + self.gated - self.is_exact
+from picompile_codegen.specs import FfnSpec
 
 
 @dataclass(frozen=True)
 class FfnArguments:
-    """The tensors of a block, in the order in which they are passed; scratch and y follow."""
+    """The tensors of a block, in the order in which they are passed."""
 
-    shape: FfnShape
+    spec: FfnSpec
     x: KernelTensor
     mask: KernelTensor | None
     table: KernelTensor | None
@@ -70,37 +28,55 @@ class FfnArguments:
     up_bias: KernelTensor | None
     down_bias: KernelTensor | None
     stats: KernelTensor
+    y: KernelTensor
+
+    @classmethod
+    def of(cls, spec: FfnSpec, function: KernelFunction) -> "FfnArguments":
+        """Return the arguments of the kernel that is being written."""
+        return cls(
+            spec=spec,
+            x=function["x"],
+            mask=function.get("mask"),
+            table=function.get("table"),
+            decide=optional_matrix(function, "decide_w"),
+            bundle=matrix_argument(function, "neuron_w"),
+            gate_bias=function.get("gate_bias"),
+            up_bias=function.get("up_bias"),
+            down_bias=function.get("down_bias"),
+            stats=function["stats"],
+            y=function["y"],
+        )
 
     @property
     def first_bias(self) -> KernelTensor | None:
         """The bias of the matrix that decides: gate, or up where there is no gate."""
-        return self.gate_bias if self.shape.gated else self.up_bias
+        return self.gate_bias if self.spec.gated else self.up_bias
 
     def first_row(self, neuron: Expr) -> tuple[KernelMatrix, Expr]:
-        """Where gate is (up, where there is no gate): a matrix and a row of it."""
+        """Return where a neuron's gate is (up, where there is no gate): a matrix and a row of it."""
         if self.decide is not None:
             return self.decide, neuron
-        return self.bundle, neuron * self.shape.bundle_parts
+        return self.bundle, neuron * self.spec.bundle_parts
 
     def up_row(self, neuron: Expr) -> Expr:
         """The row of up in the bundle of a gated block."""
-        return neuron * self.shape.bundle_parts + (self.shape.bundle_parts - 2)
+        return neuron * self.spec.bundle_parts + (self.spec.bundle_parts - 2)
 
     def down_row(self, neuron: Expr) -> Expr:
         """The row of down in the bundle."""
-        return neuron * self.shape.bundle_parts + (self.shape.bundle_parts - 1)
+        return neuron * self.spec.bundle_parts + (self.spec.bundle_parts - 1)
 
     def bundle_rows(self, neuron: Expr) -> list[Expr]:
         """All rows of a neuron in the bundle."""
-        return [bind(neuron * self.shape.bundle_parts + part) for part in range(self.shape.bundle_parts)]
+        return [bind(neuron * self.spec.bundle_parts + part) for part in range(self.spec.bundle_parts)]
 
     def output(self, first: Expr, up: Expr | None) -> Expr:
         """h of eight lanes, from the products with gate and up, biases included (`up` None where there is no gate)."""
-        value = activate(self.shape.activation, first)
-        return value if up is None else bind(value * activate(self.shape.up_activation, up))
+        value = activate(self.spec.activation, first)
+        return value if up is None else bind(value * activate(self.spec.up_activation, up))
 
 
-# Which neurons of a feed-forward block one token computes: their numbers, in order, side by side.
+# The list of neurons to compute: their numbers in order, side by side.
 
 
 # Elements of a mask that are looked at together: a word.
@@ -113,7 +89,7 @@ _TWO = 2
 class NeuronList:
     """Row `row` of `neurons` int32 [tokens, F], the first `count` of which are numbers of neurons.
 
-    `products` float32 [F] holds the deciding product of every neuron where the list was made from those.
+    `products` float32 [F] holds the product with the gating matrix of every neuron where the list was made from those.
     """
 
     neurons: KernelTensor
@@ -128,7 +104,7 @@ class NeuronList:
 
 @dataclass(frozen=True)
 class ListMemory:
-    """What a list is made in. Declared before any statement of a kernel."""
+    """Memory for a list of neurons."""
 
     neurons: KernelTensor
     products: KernelTensor | None
@@ -136,25 +112,25 @@ class ListMemory:
 
 def declare_list(function: KernelFunction, arguments: FfnArguments) -> ListMemory | None:
     """The memory that a block's kind needs for its list; None where every neuron is computed."""
-    shape = arguments.shape
-    if not (shape.is_exact or shape.is_masked):
+    spec = arguments.spec
+    if not (spec.is_exact or spec.is_masked):
         return None
-    products = function.scratch("products", "float32", shape.neurons) if shape.is_exact else None
-    return ListMemory(function.scratch("fired", "int32", shape.rows, shape.neurons), products)
+    products = function.scratch("products", "float32", spec.neurons) if spec.is_exact else None
+    return ListMemory(function.scratch("fired", "int32", spec.rows, spec.neurons), products)
 
 
 def make_list(arguments: FfnArguments, vector: Vector, memory: ListMemory) -> NeuronList:
-    """The neurons that the mask names or, in `exact`, whose deciding product is above the threshold."""
+    """The neurons that the mask names or, in `exact`, whose product with the gating matrix is above the threshold."""
     if memory.products is not None:
         _decide(arguments, vector, memory.products)
     return list_neurons(arguments, memory, 0)
 
 
 def list_neurons(arguments: FfnArguments, memory: ListMemory, token: Expr) -> NeuronList:
-    """The same, once the products are known, for any of several tokens with a mask each."""
+    """List the neurons of any of several tokens with a mask each, once the products are known."""
     count = local(1, dtype="int32")
     count[0] = 0
-    neurons, start = arguments.shape.neurons, 0
+    neurons, start = arguments.spec.neurons, 0
     if memory.products is None and arguments.table is None and arguments.mask is not None:
         start = neurons // _EIGHT * _EIGHT
         _list_by_eights(arguments.mask, memory.neurons, token, start // _EIGHT, count)
@@ -195,13 +171,13 @@ def _take_lowest(rest: KernelTensor) -> Expr:
 def _decide(arguments: FfnArguments, vector: Vector, products: KernelTensor) -> None:
     """products[j] = x · decide[j] + bias[j] for all neurons."""
     is_worth = worth_a_region(arguments.bundle.bytes)
-    with parallel(arguments.shape.neurons, when_worth=is_worth) as neuron:
+    with parallel(arguments.spec.neurons, when_worth=is_worth) as neuron:
         matrix, row = arguments.first_row(neuron)
         products[neuron] = biased(dot(matrix, row, vector, [row + matrix.rows_ahead]), arguments.first_bias, neuron)
 
 
 def _is_computed(arguments: FfnArguments, products: KernelTensor | None, token: Expr, neuron: Expr) -> Expr:
     if products is not None:
-        return products[neuron] > tirx.FloatImm("float32", arguments.shape.threshold)
+        return products[neuron] > tirx.FloatImm("float32", arguments.spec.threshold)
     column = neuron if arguments.table is None else arguments.table[neuron]
     return arguments.mask[token, column]  # type: ignore[index]

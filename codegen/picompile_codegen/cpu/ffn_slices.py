@@ -1,4 +1,9 @@
-"""What the slices of a feed-forward block make, for one token or several, and how it becomes y."""
+"""Slices of a feed-forward block's neurons, for one token or several, and how they are added up to y.
+
+A slice goes through its neurons a few at a time: products with gate and up, and the activation; then the rows of down
+of those whose output is not zero, four at a time, times their outputs, are added to the slice's own y (`add_rows.py`).
+While rows are read, as many of neurons further on are fetched.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -33,9 +38,9 @@ class Slices:
     @classmethod
     def declare(cls, function: KernelFunction, arguments: FfnArguments, per_token: int) -> "Slices":
         """Memory for `per_token` slices of every token."""
-        order, count = SumOrder.of(arguments.bundle), arguments.shape.rows * per_token
+        order, count = SumOrder.of(arguments.bundle), arguments.spec.rows * per_token
         # A cache line more: the same columns of all slices would else compete for the same few places of a cache.
-        width = order.width(arguments.shape.dim) + CACHE_LINE_BYTES // 4
+        width = order.width(arguments.spec.dim) + CACHE_LINE_BYTES // 4
         y = function.scratch("slices", "float32", count, width)
         return cls(y, function.scratch("nonzero", "int32", count), order, per_token)
 
@@ -92,13 +97,6 @@ def _store(
         y[token, column + i] = value if bias is None else value + bias[column + i]
 
 
-# A slice of the neurons of a feed-forward block, for one token: what `ffn_one` and `ffn_batch` are made of.
-#
-# The neurons are gone through a few at a time: products with gate and up, and the activation; then the rows of down of
-# those whose output is not zero, four at a time, times their outputs, added to the slice's own y (`add_rows.py`). While
-# rows are read, as many of neurons further on are fetched.
-
-
 # Neurons whose products are computed before their rows of down are added: these rows wait in the cache meanwhile.
 _NEURONS_TOGETHER = 16
 
@@ -121,15 +119,15 @@ def compute_slice(
     number: Expr,
 ) -> None:
     """Slice `number` of one token's, of all neurons or of those that are listed: row `index` of `slices`."""
-    width, of = slices.order.width(arguments.shape.dim), slices.per_token
+    width, of = slices.order.width(arguments.spec.dim), slices.per_token
     blocks(width, lambda c, valid: store(slices.y, index, c, value=splat(0.0), valid=valid))
     slices.nonzero[index] = 0
     places = _NEURONS_TOGETHER + rows_together(arguments.bundle)[-1]
     waiting = _Waiting(local(places, dtype="int32"), local(places), local(1, dtype="int32"))
     waiting.count[0] = 0
-    count = arguments.shape.neurons if listed is None else listed.count
+    count = arguments.spec.neurons if listed is None else listed.count
     start, stop = bind(count * number // of), bind(count * (number + 1) // of)
-    distance = -(-arguments.bundle.rows_ahead // arguments.shape.bundle_parts)
+    distance = -(-arguments.bundle.rows_ahead // arguments.spec.bundle_parts)
     with loop(start, minimum(start + distance, stop)) as position:
         for row in arguments.bundle_rows(_neuron(listed, position)):
             arguments.bundle.fetch_row(row)
@@ -158,7 +156,7 @@ def _compute(
     index: Expr,
 ) -> None:
     """Computes one neuron's output and puts it among those that wait, in a list unless it is zero."""
-    shape, down = arguments.shape, bind(arguments.down_row(neuron))
+    spec, down = arguments.spec, bind(arguments.down_row(neuron))
     if listed is not None and listed.products is not None:
         first = bind(listed.products[neuron])
     else:
@@ -166,7 +164,7 @@ def _compute(
         first = biased(dot(matrix, row, vector, [fetched]), arguments.first_bias, neuron)
     with _unless_silent(arguments, listed, first):
         up = None
-        if shape.gated:
+        if spec.gated:
             product = dot(arguments.bundle, arguments.up_row(neuron), vector, [arguments.up_row(ahead)])
             up = biased(product, arguments.up_bias, neuron)
         h = _output(arguments, first, up)
@@ -184,9 +182,9 @@ def _neuron(listed: NeuronList | None, position: Expr) -> Expr:
 
 def _unless_silent(arguments: FfnArguments, listed: NeuronList | None, first: Expr) -> AbstractContextManager[None]:
     """Leaves out the rest of a neuron that a mask named and that is silent all the same."""
-    if listed is None or listed.products is not None or not arguments.shape.is_sparse:
+    if listed is None or listed.products is not None or not arguments.spec.is_sparse:
         return nullcontext()
-    return when(first > tirx.FloatImm("float32", arguments.shape.threshold))
+    return when(first > tirx.FloatImm("float32", arguments.spec.threshold))
 
 
 def _output(arguments: FfnArguments, first: Expr, up: Expr | None) -> Expr:

@@ -1,64 +1,50 @@
-"""What a kernel is, and how one is written.
+"""Kernels, and how one is written.
 
 A kernel is a TIR function of nothing but tensors, all of static shape. What changes from step to step comes in `step`
 (int32 [8]: tokens in this step, position of the first, slot of their sequence, number of the step). So the arguments of
 a call never change, and equal kernels are shared by all the layers that need them: a kernel's name encodes every
 parameter that it was built with.
 
-    function = KernelFunction("negate", dim)
-    with function:
-        function.step()
-        x, y = function.floats("x", 1, dim), function.floats("y", 1, dim)
-        with loop(0, dim) as i:
+A kernel's name and arguments are declared by its spec (`picompile_codegen.specs`); its body takes them by name:
+
+    def negate(spec: NegateSpec, function: KernelFunction) -> None:
+        x, y = function["x"], function["y"]
+        with loop(0, spec.dim) as i:
             y[0, i] = -x[0, i]
-    return function.kernel()
+
+`cpu.write_kernel(spec)` runs the body that `cpu.BODIES` has for the type of `spec`.
 """
 
-import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from math import prod
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
+from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import ir as T
 
 from picompile_codegen.build.isa import DEFAULT_ISA, current
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind
 from picompile_codegen.errors import CodegenError
+from picompile_codegen.specs.arguments import (
+    SCRATCH,
+    STEP,
+    Access,
+    Declaration,
+    KernelArgument,
+    KernelSpec,
+    MatrixArgument,
+    symbol,
+)
 
-STEP_SHAPE = (8,)
-# What a kernel does with an argument: it reads `in`, fills `out` and uses `scratch`, adds to the counters of `adds`,
-# reads and writes the KV `cache`, `sets` a flag, `awaits` one, and says in `abandons` that it gave up.
-Access = Literal["in", "out", "scratch", "adds", "cache", "sets", "awaits", "abandons"]
 _STEP_TOKENS = 0
 _STEP_POSITION = 1
 _STEP_SLOT = 2
 _STEP_NUMBER = 3
 _MAX_ELEMENTS = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class KernelArgument:
-    """One argument: `name`, `dtype` and static `shape`, what the kernel does with it, and what may be in it.
-
-    Integers that the kernel takes for indices must be less than `below`, and not negative; those that it writes are.
-    `copies` names the argument of which this one becomes a copy.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    access: Access = "in"
-    below: int | None = None
-    copies: str | None = None
-
-    @property
-    def scratch(self) -> bool:
-        """Whether it is memory for the kernel's own use during a call."""
-        return self.access == "scratch"
 
 
 @dataclass(frozen=True)
@@ -103,22 +89,32 @@ class Kernel(WrittenKernel):
     isa: str = DEFAULT_ISA
 
 
-def symbol(*parts: object) -> str:
-    """A C identifier that tells `parts` apart: `symbol("norm", 64, 1e-05)` is `norm_64_1em05`."""
-    text = "_".join(str(part) for part in parts if part != "")
-    return re.sub(r"[^0-9A-Za-z_]", "", text.replace(".", "p").replace("-", "m"))
+@dataclass(frozen=True)
+class _Parameter:
+    """An argument of the kernel that is being written. `number` is its place among TVM's parameters."""
+
+    argument: KernelArgument
+    tensor: KernelTensor
+    number: int
 
 
 class KernelFunction:
-    """A kernel being written: a context whose body declares arguments, in order, and makes statements."""
+    """A kernel being written: a context whose body makes statements.
+
+    It is made of a spec, whose arguments the body gets by name and adds scratch memory to; or of the parts of a name,
+    and then the body declares all arguments.
+    """
 
     def __init__(self, *parts: object) -> None:
-        self.name = symbol(*parts)
-        self._arguments: list[tuple[KernelArgument, KernelTensor]] = []
+        self._spec = parts[0] if parts and isinstance(parts[0], KernelSpec) else None
+        self.name = symbol(*parts) if self._spec is None else self._spec.name
+        self._parameters: list[_Parameter] = []
+        self._scratch_at: int | None = None
+        self._declared: dict[str, Declaration] = {}
+        self._tensors: dict[str, KernelTensor] = {}
         self._bounds = {"tokens": 0, "positions": 0, "slots": 0}
         self._builder = IRBuilder()
         self._frame = T.prim_func()
-        self._step: KernelTensor | None = None
 
     def __enter__(self) -> None:
         self._builder.__enter__()
@@ -126,13 +122,32 @@ class KernelFunction:
         T.func_name(self.name)
         # "noalias" promises LLVM that no written tensor overlaps another argument.
         T.func_attr({"tirx.noalias": True, "global_symbol": self.name})
-        self._step = self.argument("step", "int32", *STEP_SHAPE)
+        self._add(STEP)
+        for declaration in () if self._spec is None else self._spec.declare():
+            self._declared[declaration.name] = declaration
+            for part in declaration.parts:
+                self._add(part)
+            if declaration is SCRATCH:
+                self._scratch_at = len(self._parameters)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._frame.__exit__(kind, error, trace)
         self._builder.__exit__(kind, error, trace)
+
+    def __getitem__(self, name: str) -> KernelTensor:
+        """The argument of that name."""
+        return self._tensors[name]
+
+    def get(self, name: str) -> KernelTensor | None:
+        """Return the argument of that name, or None in a variant of the kernel that has none."""
+        return self._tensors.get(name)
+
+    def declared_matrix(self, name: str) -> MatrixArgument | None:
+        """Return the packed matrix that the spec declares under that name, or None."""
+        found = self._declared.get(name)
+        return found if isinstance(found, MatrixArgument) else None
 
     def argument(
         self,
@@ -143,66 +158,94 @@ class KernelFunction:
         below: int | None = None,
         copies: str | None = None,
     ) -> KernelTensor:
-        """Declare the next argument.
+        """Declare the next argument of a kernel without a spec.
 
         An argument that is read first and then written becomes `out`; if its elements are bytes, it becomes a mask of
         zeros and ones.
 
-        Raises `CodegenError` for more elements than TVM's 32-bit indices can count.
+        Raises:
+            CodegenError: For more elements than TVM's 32-bit indices can count, or in the kernel of a spec.
         """
-        if prod(shape) > _MAX_ELEMENTS:
-            raise CodegenError(f"kernel {self.name}: {name} {list(shape)} has more than {_MAX_ELEMENTS} elements")
-        tensor = KernelTensor(T.arg(name.replace(".", "_"), T.buffer(shape, dtype)))
-        self._arguments.append((KernelArgument(name, dtype, shape, access, below, copies), tensor))
-        return tensor
+        if self._spec is not None:
+            raise CodegenError(f"kernel {self.name}: {name} belongs into its spec")
+        return self._add(KernelArgument(name, dtype, shape, access, below, copies))
 
     def floats(self, name: str, *shape: int) -> KernelTensor:
-        """Declares a float32 argument."""
+        """Declare the next argument of a kernel without a spec, of float32."""
         return self.argument(name, "float32", *shape)
 
-    def optional_floats(self, name: str, size: int, present: bool) -> KernelTensor | None:
-        """Declares a float32 vector that only some variants of a kernel have, a bias for instance."""
-        return self.floats(name, size) if present else None
-
     def scratch(self, name: str, dtype: str, *shape: int) -> KernelTensor:
-        """Declares memory for the kernel's own use, of unknown contents."""
-        return self.argument(name, dtype, *shape, access="scratch")
+        """Declare memory for the kernel's own use, of unknown contents.
+
+        Raises:
+            CodegenError: If the kernel's spec has no place for it.
+        """
+        if self._spec is None:
+            return self._add(KernelArgument(name, dtype, shape, "scratch"))
+        if self._scratch_at is None:
+            raise CodegenError(f"kernel {self.name}: its spec has no place for scratch memory")
+        self._scratch_at += 1
+        return self._add(KernelArgument(name, dtype, shape, "scratch"), self._scratch_at - 1)
+
+    def _add(self, argument: KernelArgument, place: int | None = None) -> KernelTensor:
+        """Declare an argument, the last one or the one at `place`."""
+        name, shape = argument.name, argument.shape
+        if prod(shape) > _MAX_ELEMENTS:
+            raise CodegenError(f"kernel {self.name}: {name} {list(shape)} has more than {_MAX_ELEMENTS} elements")
+        tensor = KernelTensor(T.arg(name.replace(".", "_"), T.buffer(shape, argument.dtype)))
+        parameter = _Parameter(argument, tensor, len(self._parameters))
+        self._parameters.insert(len(self._parameters) if place is None else place, parameter)
+        self._tensors[name] = tensor
+        return tensor
 
     def tokens(self, rows: int) -> Expr:
         """How many of `rows` rows count in this step. With one row there is no choice, and nothing is read."""
         self._bounds["tokens"] = rows
-        return 1 if rows == 1 else bind(self._read_step(_STEP_TOKENS))
+        return 1 if rows == 1 else bind(self["step"][_STEP_TOKENS])
 
     def position(self, context: int) -> Expr:
         """The position of this step's first token. The kernel is made for positions below `context`."""
         self._bounds["positions"] = context
-        return bind(self._read_step(_STEP_POSITION))
+        return bind(self["step"][_STEP_POSITION])
 
     def slot(self, sequences: int) -> Expr:
         """The place in the caches of the sequence that this step is of, one of `sequences`."""
         self._bounds["slots"] = sequences
-        return bind(self._read_step(_STEP_SLOT))
+        return bind(self["step"][_STEP_SLOT])
 
     def step_number(self) -> Expr:
         """Which step this is: no two in a row have the same number."""
-        return bind(self._read_step(_STEP_NUMBER))
-
-    def _read_step(self, index: int) -> Expr:
-        if self._step is None:
-            raise CodegenError(f"kernel {self.name} is not being written")
-        return self._step[index]
+        return bind(self["step"][_STEP_NUMBER])
 
     def kernel(self) -> Kernel:
-        """The finished kernel, once its body has ended."""
-        return Kernel(self.name, self._builder.get(), self.arguments(), **self._bounds, isa=current().name)
+        """Return the finished kernel, once its body has ended."""
+        return Kernel(self.name, self.prim_func(), self.arguments(), **self._bounds, isa=current().name)
+
+    def prim_func(self) -> Any:
+        """Return the finished TIR function: its parameters are in the order of the arguments."""
+        written = self._builder.get()
+        numbers = [parameter.number for parameter in self._parameters]
+        if numbers == sorted(numbers):
+            return written
+        params = [written.params[number] for number in numbers]
+        return tirx.PrimFunc(params, written.body, written.ret_type, written.attrs)
 
     def arguments(self) -> tuple[KernelArgument, ...]:
-        """The arguments of the finished kernel."""
-        return tuple(_settled(argument, tensor) for argument, tensor in self._arguments)
+        """Return the arguments of the finished kernel.
+
+        Raises:
+            CodegenError: If the body writes what the spec says it reads.
+        """
+        if self._spec is None:
+            return tuple(_settled(parameter.argument, parameter.tensor) for parameter in self._parameters)
+        for parameter in self._parameters:
+            if parameter.tensor.is_written and parameter.argument.access == "in":
+                raise CodegenError(f"kernel {self.name} writes {parameter.argument.name}, which its spec has it read")
+        return tuple(parameter.argument for parameter in self._parameters)
 
 
 def _settled(argument: KernelArgument, tensor: KernelTensor) -> KernelArgument:
-    """`argument`, now that the body has shown whether it is written."""
+    """Return `argument`, now that the body has shown whether it is written."""
     if not tensor.is_written or argument.access != "in":
         return argument
     return replace(argument, access="out", below=2 if argument.dtype == "uint8" else argument.below)

@@ -11,7 +11,7 @@ from tvm import tirx
 
 from picompile_codegen.cpu.byte_tiles import block_rows, declare_rows, multiply_block, quantize_rows, raw_offset
 from picompile_codegen.cpu.dot import dot, prepare_vector
-from picompile_codegen.cpu.kernel import Kernel, KernelFunction
+from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix, each_group, groups_of, matrix_argument
 from picompile_codegen.cpu.quantized import QuantizedRows
 from picompile_codegen.cpu.tensor import (
@@ -28,6 +28,7 @@ from picompile_codegen.cpu.tensor import (
     worth_a_region,
 )
 from picompile_codegen.cpu.vector import LANES, at, blocks, fma, four_totals, load, splat, store
+from picompile_codegen.specs import LinearSpec
 from picompile_passes.dialect.formats import GROUP
 
 TILE_TOKENS = 3
@@ -182,24 +183,17 @@ def _emit(
             emit(output + i, 1, [tirx.Shuffle([value], [i]) for value in sums])
 
 
-# Linear layers: a packed matrix times the activations of one token, or of a chunk.
+# The body of a `LinearSpec`, for one token or for a chunk.
 
 
-def linear(*, format: str, n: int, k: int, rows: int, bias: bool) -> Kernel:
-    """y = x · wᵀ + bias. x float32 [rows, k], w packed [n, k], bias float32 [n] → y float32 [rows, n]."""
-    function = KernelFunction("linear", format, f"{n}x{k}", f"r{rows}", "b" if bias else "")
-    with function:
-        x = function.floats("x", rows, k)
-        w = matrix_argument(function, "w", format, n, k)
-        biases = function.optional_floats("bias", n, bias)
-        quantized = declare_rows(function, "x", rows, k) if rows > 1 and w.scale is not None else None
-        y = function.floats("y", rows, n)
-        if rows == 1:
-            _linear_one(x, w, biases, y)
-        else:
-            projection = TileProjection(w, n, lambda row: row, biases)
-            project(projection, x, quantized, function.tokens(rows), y)
-    return function.kernel()
+def linear(spec: LinearSpec, function: KernelFunction) -> None:
+    """Write the body of a `LinearSpec`."""
+    x, w, bias, y = function["x"], matrix_argument(function, "w"), function.get("bias"), function["y"]
+    if spec.rows == 1:
+        _linear_one(x, w, bias, y)
+        return
+    quantized = None if w.scale is None else declare_rows(function, "x", spec.rows, spec.k)
+    project(TileProjection(w, spec.n, lambda row: row, bias), x, quantized, function.tokens(spec.rows), y)
 
 
 def _linear_one(x: KernelTensor, w: KernelMatrix, bias: KernelTensor | None, y: KernelTensor) -> None:

@@ -90,7 +90,7 @@ def erf(x: Expr) -> Expr:
     return bind(x * _polynomial(square, _ERF_P) / _polynomial(square, _ERF_Q))
 
 
-# Activation functions on vectors: those of `picompile_passes.dialect.activations`, by the same names.
+# Activation functions of vectors, by the names of `picompile_passes.dialect.activations`.
 
 
 def _relu(x: Expr) -> Expr:

@@ -4,7 +4,7 @@ The formats are those of `picompile_passes.dialect.formats`. A weight is (raw + 
 say, `offset` is -8 in q4 and 0 elsewhere, `scale` belongs to the group and is 1 in f16. The three come apart here: a
 kernel that adds up a row need not spend an instruction on each of them for each weight.
 
-A new format is a function in `_RAW`, a data type in `_DATA_DTYPES` and an offset in `_OFFSETS`.
+A new format is a function in `_RAW` and an offset in `_OFFSETS`; its data type is in `specs.arguments`.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from tvm import tirx
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, prefetch
 from picompile_codegen.cpu.vector import FLOATS, LANES, at, splat, to_floats
+from picompile_codegen.errors import CodegenError
 from picompile_passes.dialect.formats import FORMATS, GROUP
 
 CACHE_LINE_BYTES = 64
@@ -85,7 +86,7 @@ class KernelMatrix:
 
     @property
     def offset(self) -> float:
-        """What is to be added to the raw value of each weight, before scaling."""
+        """Added to the raw value of each weight, before scaling."""
         return _OFFSETS[self.format]
 
     @property
@@ -172,18 +173,24 @@ def _raw_nibbles(data: KernelTensor, row: Expr, column: Expr) -> list[Expr]:
 
 
 _RAW = {"f16": _raw_bytes_or_halves, "q8": _raw_bytes_or_halves, "q4": _raw_nibbles}
-_DATA_DTYPES = {"f16": "float16", "q8": "int8", "q4": "uint8"}
 _OFFSETS = {"f16": 0.0, "q8": 0.0, "q4": -8.0}
 
 
-def matrix_argument(function: KernelFunction, name: str, format_name: str, rows: int, columns: int) -> KernelMatrix:
-    """Declares a packed matrix: `name`.data and, where the format has scales, `name`.scale."""
-    form = FORMATS[format_name]
-    row_bytes = form.row_bytes(columns)
-    dtype = _DATA_DTYPES[format_name]
-    data = function.argument(f"{name}.data", dtype, rows, row_bytes // 2 if dtype == "float16" else row_bytes)
-    scale = function.argument(f"{name}.scale", "float16", rows, row_bytes // 2) if form.scale_bytes else None
-    return KernelMatrix(format_name, rows, columns, data, scale)
+def matrix_argument(function: KernelFunction, name: str) -> KernelMatrix:
+    """Return the packed matrix that the kernel's spec declares under that name."""
+    matrix = optional_matrix(function, name)
+    if matrix is None:
+        raise CodegenError(f"kernel {function.name} has no packed matrix {name}")
+    return matrix
+
+
+def optional_matrix(function: KernelFunction, name: str) -> KernelMatrix | None:
+    """Return the packed matrix of that name, or None in a variant of the kernel that has none."""
+    declared = function.declared_matrix(name)
+    if declared is None:
+        return None
+    data, scale = function[f"{name}.data"], function.get(f"{name}.scale")
+    return KernelMatrix(declared.format, declared.rows, declared.columns, data, scale)
 
 
 def groups_of(columns: int) -> int:

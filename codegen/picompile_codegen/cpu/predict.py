@@ -1,53 +1,37 @@
-"""Predictors that were trained: two matrices of low rank tell which neurons a token will fire."""
+"""Predictors: matrices of low rank that were trained, and signs, which need no training.
+
+By signs (arXiv 2411.12692), a neuron fires if the signs of its weights and of the input mostly agree. A bit says that a
+number is below zero. Bits lie in blocks of 256 columns, 32 bytes: bit i of int32 word l of a block is column 8 · i + l.
+So eight columns of the input fall into the same bit of eight words, and a vector of eight words is packed without
+moving anything between its lanes. Bits past the last column are 0 in both.
+"""
 
 from tvm import tirx
 
 from picompile_codegen.cpu.byte_tiles import declare_rows
 from picompile_codegen.cpu.dot import dot, prepare_vector
-from picompile_codegen.cpu.kernel import Kernel, KernelFunction
+from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.linear import TileProjection, project
 from picompile_codegen.cpu.matrix import KernelMatrix, matrix_argument
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, parallel, worth_a_region
 from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, splat_int
 from picompile_codegen.signs import BLOCK_COLUMNS
+from picompile_codegen.specs import PredictLowRankSpec, PredictSignsSpec
 
 
-def predict_low_rank(
-    *, formats: tuple[str, str], neurons: int, rank: int, dim: int, relu: bool, rows: int = 1
-) -> Kernel:
-    """mask[t, j] = 1 where fc2[j] · h[t] + bias[j] > threshold, else 0; h = fc1 · x, or relu(fc1 · x) with `relu`.
-
-    x float32 [rows, dim], fc1 packed [rank, dim], fc2 packed [neurons, rank], in `formats`, bias float32 [neurons],
-    threshold float32 [1] → mask uint8 [rows, neurons].
-    """
-    shape = f"{neurons}x{rank}x{dim}"
-    function = KernelFunction(
-        "predict", "relu" if relu else "linear", *formats, shape, f"r{rows}" if rows > 1 else ""
-    )  # fmt: skip
-    with function:
-        x = function.floats("x", rows, dim)
-        fc1 = matrix_argument(function, "fc1", formats[0], rank, dim)
-        fc2 = matrix_argument(function, "fc2", formats[1], neurons, rank)
-        bias, threshold = function.floats("bias", neurons), function.floats("threshold", 1)
-        hidden = function.scratch("hidden", "float32", rows, rank)
-        if rows == 1:
-            _predict_one(x, fc1, fc2, bias, threshold, hidden, function.argument("mask", "uint8", 1, neurons), relu)
-        else:
-            _predict_batch(function, x, fc1, fc2, bias, threshold, hidden, relu)
-    return function.kernel()
+def predict_low_rank(spec: PredictLowRankSpec, function: KernelFunction) -> None:
+    """Write the body of a `PredictLowRankSpec`."""
+    matrices = matrix_argument(function, "fc1"), matrix_argument(function, "fc2")
+    hidden = function.scratch("hidden", "float32", spec.rows, spec.rank)
+    predict = _predict_one if spec.rows == 1 else _predict_rows
+    predict(function, *matrices, hidden, spec.relu)
 
 
 def _predict_one(
-    x: KernelTensor,
-    fc1: KernelMatrix,
-    fc2: KernelMatrix,
-    bias: KernelTensor,
-    threshold: KernelTensor,
-    hidden: KernelTensor,
-    mask: KernelTensor,
-    relu: bool,
+    function: KernelFunction, fc1: KernelMatrix, fc2: KernelMatrix, hidden: KernelTensor, relu: bool
 ) -> None:
-    inputs = prepare_vector(x, fc1)
+    bias, threshold, mask = function["bias"], function["threshold"], function["mask"]
+    inputs = prepare_vector(function["x"], fc1)
     with parallel(fc1.rows, when_worth=worth_a_region(fc1.bytes)) as row:
         product = dot(fc1, row, inputs, [row + fc1.rows_ahead])
         hidden[0, row] = maximum(product, tirx.FloatImm("float32", 0.0)) if relu else product
@@ -57,38 +41,25 @@ def _predict_one(
         mask[0, neuron] = tirx.Cast("uint8", product + bias[neuron] > threshold[0])
 
 
-def _predict_batch(
-    function: KernelFunction,
-    x: KernelTensor,
-    fc1: KernelMatrix,
-    fc2: KernelMatrix,
-    bias: KernelTensor,
-    threshold: KernelTensor,
-    hidden: KernelTensor,
-    relu: bool,
+def _predict_rows(
+    function: KernelFunction, fc1: KernelMatrix, fc2: KernelMatrix, hidden: KernelTensor, relu: bool
 ) -> None:
     """Two products of tiles, and a comparison for each token and neuron."""
-    rows = int(hidden.rows)
+    rows, threshold, mask = hidden.rows, function["threshold"], function["mask"]
     x_bytes = None if fc1.scale is None else declare_rows(function, "x", rows, fc1.columns)
     hidden_bytes = None if fc2.scale is None else declare_rows(function, "hidden", rows, fc2.columns)
     scores = function.scratch("scores", "float32", rows, fc2.rows)
-    mask = function.argument("mask", "uint8", rows, fc2.rows)
     tokens = function.tokens(rows)
-    project(TileProjection(fc1, fc1.rows, lambda row: row, None), x, x_bytes, tokens, hidden)
+    project(TileProjection(fc1, fc1.rows, lambda row: row, None), function["x"], x_bytes, tokens, hidden)
     if relu:
         with parallel(tokens) as token, loop(0, fc1.rows) as row:
             hidden[token, row] = maximum(hidden[token, row], tirx.FloatImm("float32", 0.0))
-    project(TileProjection(fc2, fc2.rows, lambda row: row, bias), hidden, hidden_bytes, tokens, scores)
+    project(TileProjection(fc2, fc2.rows, lambda row: row, function["bias"]), hidden, hidden_bytes, tokens, scores)
     with parallel(tokens) as token, loop(0, fc2.rows) as neuron:
         mask[token, neuron] = tirx.Cast("uint8", scores[token, neuron] > threshold[0])
 
 
-# The predictor that needs no training: a neuron fires if the signs of its weights and of the input mostly agree.
-#
-# arXiv 2411.12692. A bit says that a number is below zero. Bits lie in blocks of 256 columns, 32 bytes: bit i of int32
-# word l of a block is column 8 · i + l. So eight columns of the input fall into the same bit of eight words, and a
-# vector
-# of eight words is packed without moving anything between its lanes. Bits past the last column are 0 in both.
+# Prediction by signs.
 
 
 _WORDS = f"int32x{LANES}"
@@ -96,23 +67,15 @@ _WORDS = f"int32x{LANES}"
 _COUNTS = f"int64x{LANES // 2}"
 
 
-def predict_signs(*, neurons: int, dim: int, row_bytes: int, rows: int = 1) -> Kernel:
-    """mask[t, j] = 1 where x[t] and row j of the matrix differ in sign in `most` columns or fewer, else 0.
-
-    x float32 [rows, dim], signs int32 [neurons, row_bytes / 4], most float32 [1] → mask uint8 [rows, neurons].
-    """
-    words = row_bytes // 4
-    function = KernelFunction("predict", "signs", f"{neurons}x{dim}", f"r{rows}" if rows > 1 else "")
-    with function:
-        x = function.floats("x", rows, dim)
-        signs, most = function.argument("signs", "int32", neurons, words), function.floats("most", 1)
-        packed = function.scratch("packed", "int32", words)
-        mask = function.argument("mask", "uint8", rows, neurons)
-        with loop(0, function.tokens(rows)) as token:
-            _pack(x, token, dim, packed)
-            with parallel(neurons, when_worth=worth_a_region(neurons * row_bytes)) as neuron:
-                mask[token, neuron] = tirx.Cast("uint8", _differing(signs, neuron, packed, dim) <= most[0])
-    return function.kernel()
+def predict_signs(spec: PredictSignsSpec, function: KernelFunction) -> None:
+    """Write the body of a `PredictSignsSpec`."""
+    x, signs, most, mask = (function[name] for name in ("x", "signs", "most", "mask"))
+    packed = function.scratch("packed", "int32", spec.row_bytes // 4)
+    with loop(0, function.tokens(spec.rows)) as token:
+        _pack(x, token, spec.dim, packed)
+        is_worth = worth_a_region(spec.neurons * spec.row_bytes)
+        with parallel(spec.neurons, when_worth=is_worth) as neuron:
+            mask[token, neuron] = tirx.Cast("uint8", _differing(signs, neuron, packed, spec.dim) <= most[0])
 
 
 def _pack(x: KernelTensor, token: Expr, dim: int, packed: KernelTensor) -> None:
@@ -139,7 +102,7 @@ def _pack_block(x: KernelTensor, token: Expr, first: Expr, columns: int, packed:
 
 
 def _differing(signs: KernelTensor, neuron: Expr, packed: KernelTensor, dim: int) -> Expr:
-    """In how many columns the signs differ, as a float32, which is exact."""
+    """Return in how many columns the signs differ, as a float32, which is exact."""
     counts = local(LANES // 2, dtype="int64")
     counts[at(0, LANES // 2)] = tirx.Broadcast(tirx.IntImm("int64", 0), LANES // 2)
     with loop(0, -(-dim // BLOCK_COLUMNS)) as block:

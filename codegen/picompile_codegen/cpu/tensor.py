@@ -37,6 +37,11 @@ class KernelTensor:
         return int(self._buffer.shape[0])
 
     @property
+    def columns(self) -> int:
+        """The last dimension."""
+        return int(self._buffer.shape[-1])
+
+    @property
     def first(self) -> Expr:
         """The first element."""
         return tirx.BufferLoad(self._buffer, [0] * len(self._buffer.shape))
@@ -137,9 +142,6 @@ def maximum(a: Expr, b: Expr) -> Expr:
 def select(condition: Expr, if_true: Expr, if_false: Expr) -> Expr:
     """One of two values, lane by lane. Both are computed: there is no branch."""
     return tirx.Select(condition, if_true, if_false)
-
-
-# The tokens of a chunk, a few at a time.
 
 
 @contextmanager

@@ -1,26 +1,29 @@
-"""The rows of a step: how many count, and at which position of which sequence each of them is.
+"""Kernels that treat each token by itself, and the rows of a step: at which position of which sequence each is.
 
-A kernel that depends on positions is made for one mode:
-`one`    the next token of one sequence: position step[1], slot step[2];
-`chunk`  consecutive tokens of one sequence: row t has position step[1] + t, slot step[2];
-`batch`  each row is the next token of a sequence of its own: positions int32 [rows] and slots int32 [rows].
-A slot is a sequence's place in the caches. Where they have one place only, nobody asks for it.
+A kernel that depends on positions is made for one mode of a step, see `specs.arguments.Mode`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Literal
 
 from tvm import tirx
 
-from picompile_codegen.cpu.kernel import Kernel, KernelFunction
+from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import each_group, matrix_argument
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, select, when
 from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, store, total
+from picompile_codegen.specs import (
+    AddSpec,
+    EmbeddingSpec,
+    LayerNormSpec,
+    Mode,
+    RmsNormSpec,
+    RotarySpec,
+    TakeLastSpec,
+    TopLogitsSpec,
+)
 from picompile_passes.dialect.formats import GROUP
-
-Mode = Literal["one", "chunk", "batch"]
 
 
 @dataclass(frozen=True)
@@ -32,77 +35,50 @@ class StepRows:
     slot: Callable[[Expr], Expr]
 
 
-def mode_name(mode: Mode, rows: int) -> str:
-    """What tells a kernel of one mode from one of another."""
-    return f"b{rows}" if mode == "batch" else f"r{rows}"
-
-
 def step_rows(function: KernelFunction, mode: Mode, rows: int, context: int, sequences: int) -> StepRows:
-    """Declares what `mode` needs and reads what it says of all rows: positions below `context`, slots below
-    `sequences`. With 1 of these only positions are asked for.
+    """Read the rows of a step in `mode`: positions below `context`, slots below `sequences`.
+
+    A kernel of several launches calls this in each of them.
     """
     count = function.tokens(rows)
-    if mode == "batch":
-        positions = function.argument("positions", "int32", rows, below=context)
-        if sequences == 1:
-            return StepRows(count, lambda row: positions[row], lambda _: 0)
-        slots = function.argument("slots", "int32", rows, below=sequences)
-        return StepRows(count, lambda row: positions[row], lambda row: slots[row])
+    if mode == "sequences":
+        positions, slots = function["positions"], function.get("slots")
+        return StepRows(count, lambda row: positions[row], lambda row: 0 if slots is None else slots[row])
     first, slot = function.position(context), 0 if sequences == 1 else function.slot(sequences)
     return StepRows(count, lambda row: bind(first + row) if mode == "chunk" else first, lambda _: slot)
 
 
-# Adding two values, and keeping the last row of one.
+def add(spec: AddSpec, function: KernelFunction) -> None:
+    """Write the body of an `AddSpec`."""
+    tokens = function.tokens(spec.rows)
+    a, b, y = function["a"], function["b"], function["y"]
+    with parallel(tokens, when_worth=spec.rows > 1) as t:
+
+        def add_up(c: Expr, valid: int) -> None:
+            store(y, t, c, value=load(a, t, c, valid=valid) + load(b, t, c, valid=valid), valid=valid)
+
+        blocks(spec.dim, add_up)
 
 
-def add(*, dim: int, rows: int) -> Kernel:
-    """y = a + b. a, b float32 [rows, dim] → [rows, dim]."""
-    function = KernelFunction("add", dim, f"r{rows}")
-    with function:
-        tokens = function.tokens(rows)
-        a, b, y = (function.floats(name, rows, dim) for name in ("a", "b", "y"))
-        with parallel(tokens, when_worth=rows > 1) as t:
-
-            def add_up(c: Expr, valid: int) -> None:
-                store(y, t, c, value=load(a, t, c, valid=valid) + load(b, t, c, valid=valid), valid=valid)
-
-            blocks(dim, add_up)
-    return function.kernel()
+def take_last(spec: TakeLastSpec, function: KernelFunction) -> None:
+    """Write the body of a `TakeLastSpec`."""
+    tokens = function.tokens(spec.rows)
+    x, y = function["x"], function["y"]
+    blocks(spec.dim, lambda c, valid: store(y, 0, c, value=load(x, tokens - 1, c, valid=valid), valid=valid))
 
 
-def take_last(*, dim: int, rows: int) -> Kernel:
-    """The last of the rows that count: y[0] = x[n - 1]. x float32 [rows, dim] → [1, dim]."""
-    function = KernelFunction("take_last", dim, f"r{rows}")
-    with function:
-        tokens = function.tokens(rows)
-        x, y = function.floats("x", rows, dim), function.floats("y", 1, dim)
-        blocks(dim, lambda c, valid: store(y, 0, c, value=load(x, tokens - 1, c, valid=valid), valid=valid))
-    return function.kernel()
+def embedding(spec: EmbeddingSpec, function: KernelFunction) -> None:
+    """Write the body of an `EmbeddingSpec`."""
+    ids, w, y = function["ids"], matrix_argument(function, "w"), function["y"]
+    with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as t:
+        row = w.row(bind(ids[t] + spec.offset))
 
+        def copy_group(group: Expr, lane_counts: tuple[int, ...]) -> None:
+            weights = row.group(group).weights()
+            for i, valid in enumerate(lane_counts):
+                store(y, t, group * GROUP + i * LANES, value=weights[i], valid=valid)
 
-# Embedding: rows of a table.
-
-
-def embedding(*, format: str, vocab: int, dim: int, rows: int, offset: int) -> Kernel:
-    """y[t] = w[ids[t] + offset]. ids int32 [rows], w packed [vocab, dim] → y float32 [rows, dim].
-
-    An id outside the table reads whatever lies there: ids are checked before they get here.
-    """
-    function = KernelFunction("embedding", format, f"{vocab}x{dim}", f"r{rows}", f"o{offset}")
-    with function:
-        ids = function.argument("ids", "int32", rows, below=vocab - offset)
-        w = matrix_argument(function, "w", format, vocab, dim)
-        y = function.floats("y", rows, dim)
-        with parallel(function.tokens(rows), when_worth=rows > 1) as t:
-            row = w.row(bind(ids[t] + offset))
-
-            def copy_group(group: Expr, lane_counts: tuple[int, ...]) -> None:
-                weights = row.group(group).weights()
-                for i, valid in enumerate(lane_counts):
-                    store(y, t, group * GROUP + i * LANES, value=weights[i], valid=valid)
-
-            each_group(dim, copy_group)
-    return function.kernel()
+        each_group(spec.dim, copy_group)
 
 
 # Normalization of each token's activations.
@@ -112,47 +88,39 @@ def embedding(*, format: str, vocab: int, dim: int, rows: int, offset: int) -> K
 _CHAINS = 4
 
 
-def rms_norm(*, dim: int, rows: int, eps: float) -> Kernel:
-    """y = x / sqrt(mean(x²) + eps) · weight. x float32 [rows, dim], weight float32 [dim] → y like x."""
-    function = KernelFunction("rms_norm", dim, f"r{rows}", eps)
-    with function:
-        x, weight, y = function.floats("x", rows, dim), function.floats("weight", dim), function.floats("y", rows, dim)
-        with parallel(function.tokens(rows), when_worth=rows > 1) as t:
-            mean_square = _sum(x, t, dim, lambda value: value * value) / float(dim)
-            factor = bind(splat(_inverse_root(mean_square, eps)))
+def rms_norm(spec: RmsNormSpec, function: KernelFunction) -> None:
+    """Write the body of an `RmsNormSpec`."""
+    x, weight, y, dim = function["x"], function["weight"], function["y"], spec.dim
+    with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as t:
+        mean_square = _sum(x, t, dim, lambda value: value * value) / float(dim)
+        factor = bind(splat(_inverse_root(mean_square, spec.eps)))
 
-            def scale(c: Expr, valid: int) -> None:
-                value = load(x, t, c, valid=valid) * factor * load(weight, c, valid=valid)
-                store(y, t, c, value=value, valid=valid)
+        def scale(c: Expr, valid: int) -> None:
+            value = load(x, t, c, valid=valid) * factor * load(weight, c, valid=valid)
+            store(y, t, c, value=value, valid=valid)
 
-            blocks(dim, scale)
-    return function.kernel()
+        blocks(dim, scale)
 
 
-def layer_norm(*, dim: int, rows: int, eps: float, weight: bool, bias: bool) -> Kernel:
-    """y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias. x float32 [rows, dim], weight, bias [dim] → y like x."""
-    function = KernelFunction("layer_norm", dim, f"r{rows}", eps, "w" * weight + "b" * bias)
-    with function:
-        x = function.floats("x", rows, dim)
-        weights = function.optional_floats("weight", dim, weight)
-        biases = function.optional_floats("bias", dim, bias)
-        y = function.floats("y", rows, dim)
-        with parallel(function.tokens(rows), when_worth=rows > 1) as t:
-            center = bind(_sum(x, t, dim, lambda value: value) / float(dim))
-            mean = bind(splat(center))
-            variance = _sum(x, t, dim, lambda value: (value - mean) * (value - mean), fill=center) / float(dim)
-            factor = bind(splat(_inverse_root(variance, eps)))
+def layer_norm(spec: LayerNormSpec, function: KernelFunction) -> None:
+    """Write the body of a `LayerNormSpec`."""
+    x, y, dim = function["x"], function["y"], spec.dim
+    weights, biases = function.get("weight"), function.get("bias")
+    with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as t:
+        center = bind(_sum(x, t, dim, lambda value: value) / float(dim))
+        mean = bind(splat(center))
+        variance = _sum(x, t, dim, lambda value: (value - mean) * (value - mean), fill=center) / float(dim)
+        factor = bind(splat(_inverse_root(variance, spec.eps)))
 
-            def scale(c: Expr, valid: int) -> None:
-                value = (load(x, t, c, valid=valid) - mean) * factor
-                if weights is not None:
-                    value = value * load(weights, c, valid=valid)
-                if biases is not None:
-                    value = value + load(biases, c, valid=valid)
-                store(y, t, c, value=value, valid=valid)
+        def scale(c: Expr, valid: int) -> None:
+            value = (load(x, t, c, valid=valid) - mean) * factor
+            if weights is not None:
+                value = value * load(weights, c, valid=valid)
+            if biases is not None:
+                value = value + load(biases, c, valid=valid)
+            store(y, t, c, value=value, valid=valid)
 
-            blocks(dim, scale)
-    return function.kernel()
+        blocks(dim, scale)
 
 
 def _inverse_root(value: Expr, eps: float) -> Expr:
@@ -208,30 +176,72 @@ class Angles:
         blocks(half, turn)
 
 
-def angles_argument(function: KernelFunction, context: int, half: int) -> Angles:
-    """Declares the tables."""
-    return Angles(function.floats("cos", context, half), function.floats("sin", context, half))
+def angles_argument(function: KernelFunction) -> Angles | None:
+    """Return the tables of a rotary embedding, or None in a variant of the kernel that has none."""
+    cos, sin = function.get("cos"), function.get("sin")
+    return None if cos is None or sin is None else Angles(cos, sin)
 
 
-def rotary(*, heads: int, head_dim: int, rows: int, context: int, mode: Mode) -> Kernel:
-    """Turns each head's (x[i], x[i + d/2]) by the angle of its position, whose cosine and sine are in tables.
+def rotary(spec: RotarySpec, function: KernelFunction) -> None:
+    """Write the body of a `RotarySpec`."""
+    x, y, angles = function["x"], function["y"], Angles(function["cos"], function["sin"])
+    tokens = step_rows(function, spec.mode, spec.rows, spec.context, sequences=1)
+    with parallel(tokens.count, when_worth=spec.rows > 1) as t:
+        position = bind(tokens.position(t))
+        with loop(0, spec.heads) as head:
+            start = head * spec.head_dim
 
-    x float32 [rows, heads · d], cos and sin float32 [context, d/2] → y like x. Positions: see `step_rows`.
-    """
-    half = head_dim // 2
-    function = KernelFunction("rotary", f"{heads}x{head_dim}", mode_name(mode, rows), f"c{context}")
-    with function:
-        x = function.floats("x", rows, heads * head_dim)
-        angles = angles_argument(function, context, half)
-        y = function.floats("y", rows, heads * head_dim)
-        tokens = step_rows(function, mode, rows, context, sequences=1)
-        with parallel(tokens.count, when_worth=rows > 1) as t:
-            position = bind(tokens.position(t))
-            with loop(0, heads) as head:
-                start = head * head_dim
+            def emit(column: Expr, value: Expr, valid: int) -> None:
+                store(y, t, start + column, value=value, valid=valid)
 
-                def emit(column: Expr, value: Expr, valid: int) -> None:
-                    store(y, t, start + column, value=value, valid=valid)
+            angles.turn(x, t, start, spec.head_dim // 2, position, emit)
 
-                angles.turn(x, t, start, half, position, emit)
-    return function.kernel()
+
+# Top logits: the scores of a vocabulary that greedy and top-k sampling need.
+
+
+_MAGNITUDE = 0x7FFFFFFF
+_INFINITY = 0x7F800000
+
+
+def top_logits(spec: TopLogitsSpec, function: KernelFunction) -> None:
+    """Write the body of a `TopLogitsSpec`."""
+    logits, scores, ids = function["logits"], function["scores"], function["ids"]
+    with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as row:
+        kept = _Kept(scores, ids, row)
+        with loop(0, spec.count) as token:
+            kept.insert(bind(logits[row, token]), token, token)
+        with loop(spec.count, spec.vocab) as token:
+            value = bind(logits[row, token])
+            # Of many thousands a few hundred are among the highest so far.
+            with when(order_of(value) > order_of(bind(scores[row, spec.count - 1]))):
+                kept.insert(value, token, spec.count - 1)
+
+
+def order_of(value: Expr) -> Expr:
+    """An int32 that is larger for a larger float32, the same for both zeros, and largest for NaN."""
+    bits = bind(tirx.reinterpret("int32", value))
+    magnitude = bind(bits & _MAGNITUDE)
+    is_nan = magnitude > _INFINITY
+    return bind(select(is_nan, tirx.IntImm("int32", _MAGNITUDE), select(bits < 0, -magnitude, magnitude)))
+
+
+class _Kept:
+    """The highest scores of a row so far, in order."""
+
+    def __init__(self, scores: KernelTensor, ids: KernelTensor, row: Expr) -> None:
+        self._scores, self._ids, self._row = scores, ids, row
+        self._place = local(1, dtype="int32")
+
+    def insert(self, value: Expr, token: Expr, last: Expr) -> None:
+        """Puts a score behind all that are no lower; those behind it move on by one, into place `last` at most."""
+        scores, ids, row, place = self._scores, self._ids, self._row, self._place
+        order = order_of(value)
+        place[0] = last
+        with loop(0, last) as passed:
+            other = bind(last - 1 - passed)
+            moved = bind(scores[row, other])
+            with when(order > order_of(moved)):
+                scores[row, other + 1], ids[row, other + 1] = moved, ids[row, other]
+                place[0] = other
+        scores[row, place[0]], ids[row, place[0]] = value, token

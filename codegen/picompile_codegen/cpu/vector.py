@@ -74,7 +74,7 @@ def eight_totals(values: list[Expr]) -> Expr:
 
 
 def _add_neighbours(a: Expr, b: Expr) -> Expr:
-    """In each half: two sums of neighbours from a, two from b."""
+    """Add neighbouring lanes: each half of the result has two sums from a and two from b."""
     a, b = bind(a), bind(b)
     return bind(tirx.Shuffle([a, b], [0, 2, 8, 10, 4, 6, 12, 14]) + tirx.Shuffle([a, b], [1, 3, 9, 11, 5, 7, 13, 15]))
 
@@ -119,7 +119,7 @@ def store(tensor: KernelTensor, *index: Expr, value: Expr, valid: int = LANES) -
         tensor[(*outer, start + i)] = tirx.Shuffle([value], [i])
 
 
-# Rows to columns.
+# Transposition.
 
 
 _PAIRS = ([0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15])

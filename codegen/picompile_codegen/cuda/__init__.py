@@ -1,36 +1,51 @@
-"""The kernels of compiled models for NVIDIA GPUs: TVM TIR to CUDA C, and from there to machine code."""
+"""The bodies of kernels for NVIDIA GPUs, TVM TIR to CUDA C, and the registry that finds them by the type of a spec."""
 
-from picompile_codegen.cuda.attention import attention
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from picompile_codegen import specs
+from picompile_codegen.cuda import attention, ffn, linear, predict, token_ops, top_logits, transfer
 from picompile_codegen.cuda.build import CudaSource, cuda_source
-from picompile_codegen.cuda.ffn import ffn
-from picompile_codegen.cuda.function import CudaKernel
-from picompile_codegen.cuda.linear import linear
-from picompile_codegen.cuda.predict import predict_low_rank, predict_signs
-from picompile_codegen.cuda.token_ops import add, cache_write, embedding, layer_norm, rms_norm, rotary, take_last
-from picompile_codegen.cuda.top_logits import leading_logits
-from picompile_codegen.cuda.transfer import copy_words, ping_pong, receive, receive_mask, send, send_mask
+from picompile_codegen.cuda.function import CudaFunction, CudaKernel
+from picompile_codegen.errors import CodegenError
+from picompile_codegen.specs import KernelSpec
 
-__all__ = [
-    "CudaKernel",
-    "CudaSource",
-    "add",
-    "attention",
-    "cache_write",
-    "copy_words",
-    "cuda_source",
-    "embedding",
-    "ffn",
-    "layer_norm",
-    "leading_logits",
-    "linear",
-    "ping_pong",
-    "predict_low_rank",
-    "predict_signs",
-    "receive",
-    "receive_mask",
-    "rms_norm",
-    "rotary",
-    "send",
-    "send_mask",
-    "take_last",
-]
+__all__ = ["BODIES", "CudaKernel", "CudaSource", "cuda_source", "write_kernel"]
+
+# body(spec, function): writes the launches of the kernel of `spec`.
+BODIES: Mapping[type[KernelSpec], Callable[[Any, CudaFunction], None]] = {
+    specs.AddSpec: token_ops.add,
+    specs.AttentionSpec: attention.attention,
+    specs.CacheWriteSpec: token_ops.cache_write,
+    specs.CopyWordsSpec: transfer.copy_words,
+    specs.EmbeddingSpec: token_ops.embedding,
+    specs.FfnSpec: ffn.ffn,
+    specs.LayerNormSpec: token_ops.layer_norm,
+    specs.LinearSpec: linear.linear,
+    specs.PingPongSpec: transfer.ping_pong,
+    specs.PredictLowRankSpec: predict.predict_low_rank,
+    specs.PredictSignsSpec: predict.predict_signs,
+    specs.ReceiveMaskSpec: transfer.receive_mask,
+    specs.ReceiveSpec: transfer.receive,
+    specs.RmsNormSpec: token_ops.rms_norm,
+    specs.RotarySpec: token_ops.rotary,
+    specs.SendMaskSpec: transfer.send_mask,
+    specs.SendSpec: transfer.send,
+    specs.TakeLastSpec: token_ops.take_last,
+    specs.TopLogitsSpec: top_logits.top_logits,
+}
+
+
+def write_kernel(spec: KernelSpec) -> CudaKernel:
+    """Return the CUDA kernel of `spec`.
+
+    Raises:
+        CodegenError: For a spec that has no body for GPUs.
+    """
+    body = BODIES.get(type(spec))
+    if body is None:
+        raise CodegenError(f"there is no GPU kernel for {type(spec).__name__}")
+    function = CudaFunction(spec)
+    with function:
+        body(spec, function)
+    return function.cuda_kernel()

@@ -1,20 +1,21 @@
-"""What parts of the positions come to, put together in their order."""
+"""Attention on a GPU: which launches it is made of, and how parts of the positions are put together in order.
 
-from collections.abc import Callable
+Single tokens are in `attention_decode.py`, chunks of a prompt in `attention_chunk.py`. Where one block would have too
+many positions to go through, blocks share them, and the launch of `merge_parts` follows.
+"""
 
 from tvm import tirx
 
-from picompile_codegen.cpu.attention_work import AttentionShape, first_position
+from picompile_codegen.cpu.attention_work import first_position
 from picompile_codegen.cpu.cache import cache_argument
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, when
-from picompile_codegen.cpu.token_ops import Mode, StepRows, angles_argument, mode_name
+from picompile_codegen.cpu.token_ops import angles_argument, step_rows
 from picompile_codegen.cuda.attention_chunk import attend_chunk, chunk_parts
 from picompile_codegen.cuda.attention_common import LOWEST, CudaAttentionTensors, Parts, number, padded_width
 from picompile_codegen.cuda.attention_decode import attend_rows, decode_parts
-from picompile_codegen.cuda.function import CudaFunction, CudaKernel, ThreadIndex
+from picompile_codegen.cuda.function import CudaFunction, ThreadIndex
 from picompile_codegen.cuda.memory import barrier, block_max, block_sum, registers, shared
-from picompile_codegen.cuda.token_ops import step_rows
-from picompile_codegen.errors import CodegenError
+from picompile_codegen.specs import AttentionSpec
 
 _THREADS = 256
 _LANES = 4
@@ -22,24 +23,27 @@ _LANES = 4
 
 def merge_parts(
     function: CudaFunction,
-    shape: AttentionShape,
+    spec: AttentionSpec,
     parts: Parts,
     tensors: CudaAttentionTensors,
-    read_step: Callable[[], StepRows],
 ) -> None:
     """y = Σ exp(m_p - m) · outputs_p / Σ exp(m_p - m) · sum_p over parts p, with the largest m of their maxima m_p.
 
     A block has a head of a row.
     """
-    with function.launch(grid=(shape.heads, shape.rows), block=_THREADS) as place:
-        tokens, row, head = read_step(), place.block_y, place.block
+    with function.launch(grid=(spec.heads, spec.rows), block=_THREADS) as place:
+        tokens, row, head = (
+            step_rows(function, spec.mode, spec.rows, spec.context, spec.sequences),
+            place.block_y,
+            place.block,
+        )
         with when(row < tokens.count):
             position = bind(tokens.position(row))
-            begin = bind(first_position(shape, position) // parts.positions)
+            begin = bind(first_position(spec, position) // parts.positions)
             end = bind(position // parts.positions + 1)
             weights = shared(parts.count)
             total = _weigh(tensors, (row, head), (begin, end), weights, place)
-            _mix(shape, tensors, (row, head), (begin, end), weights, total, place)
+            _mix(spec, tensors, (row, head), (begin, end), weights, total, place)
 
 
 def _weigh(
@@ -66,13 +70,13 @@ def _weigh(
 
 
 def _mix(
-    shape: AttentionShape, tensors: CudaAttentionTensors, of: tuple[Expr, Expr],
+    spec: AttentionSpec, tensors: CudaAttentionTensors, of: tuple[Expr, Expr],
     span: tuple[Expr, Expr], weights: KernelTensor, total: Expr,
     place: ThreadIndex,
 ) -> None:  # fmt: skip
     """Threads side by side have four columns each; sets of them take different parts."""
     assert tensors.outputs is not None
-    width = padded_width(shape.value_dim)
+    width = padded_width(spec.value_dim)
     units, (begin, end) = width // _LANES, span
     sets = _THREADS // units
     mine, column = bind(place.thread // units), bind(place.thread % units * _LANES)
@@ -89,60 +93,31 @@ def _mix(
             mixed[mine, column + i] = sums[i]
     barrier()
     row, head = of
-    for start in range(0, shape.value_dim, _THREADS):
+    for start in range(0, spec.value_dim, _THREADS):
         c = bind(start + place.thread)
-        with when(c < shape.value_dim):
+        with when(c < spec.value_dim):
             sums[0] = number(0.0)
             with loop(0, sets) as each:
                 sums[0] = sums[0] + mixed[each, c]
-            tensors.y[row, head * shape.value_dim + c] = sums[0] / total
+            tensors.y[row, head * spec.value_dim + c] = sums[0] / total
 
 
-# Causal attention over the cached keys and values on a GPU: its arguments, and which launches it is made of.
-#
-# The kernel of single tokens is in `attention_decode.py`, that of chunks of a prompt in `attention_chunk.py`. Where one
-# block would have too many positions to go through, blocks share them, and a launch of `attention_merge.py` follows.
+# The body of an `AttentionSpec`.
 
 
-def attention(
-    *, heads: int, kv_heads: int, head_dim: int, value_dim: int, context: int, rows: int, kv_dtype: str, scale: float,
-    window: int, mode: Mode, sequences: int, extend: bool = False, turn: bool = False,
-) -> CudaKernel:  # fmt: skip
-    """softmax(q · kᵀ · scale) · v for each query head, over the cached positions that a token may see.
-
-    A row at position p (see `step_rows`) sees positions max(0, p - window + 1) … p of its sequence, or all up to p when
-    `window` is 0. q float32 [rows, heads · head_dim], k_cache and v_cache as in `kernels.cache.Cache`, of head_dim and
-    value_dim → y float32 [rows, heads · value_dim].
-
-    With `extend`, k float32 [rows, kv_heads · head_dim] and v float32 [rows, kv_heads · value_dim] are first written to
-    the caches; with `turn` as well, q and k are turned by cos and sin (see `rotary.rotary`) before. Raises
-    `CodegenError` if a chunk is to do that.
-    """
-    shape = AttentionShape(heads, kv_heads, head_dim, value_dim, context, rows, scale, window)
-    dims = f"{head_dim}" if head_dim == value_dim else f"{head_dim}v{value_dim}"
-    function = CudaFunction(
-        "attention", kv_dtype, f"{heads}h{kv_heads}x{dims}", mode_name(mode, rows), f"c{context}", f"s{sequences}",
-        scale, f"w{window}" if window else "", "extend" if extend else "", "turn" if turn else "",
-    )  # fmt: skip
-    if mode == "chunk" and extend:
-        raise CodegenError(f"kernel {function.name}: chunks do not extend caches; use cache_write before")
-    parts = chunk_parts(shape) if mode == "chunk" else decode_parts(shape)
-    with function:
-        q = function.floats("q", rows, heads * head_dim)
-        new_keys = function.floats("k", rows, kv_heads * head_dim) if extend else None
-        new_values = function.floats("v", rows, kv_heads * value_dim) if extend else None
-        angles = angles_argument(function, context, head_dim // 2) if turn else None
-        keys = cache_argument(function, "k_cache", kv_dtype, sequences, kv_heads, context, head_dim)
-        values = cache_argument(function, "v_cache", kv_dtype, sequences, kv_heads, context, value_dim)
-        y = function.floats("y", rows, heads * value_dim)
-        outputs = extremes = None
-        if parts.count > 1:
-            outputs = function.scratch("outputs", "float32", rows, heads, parts.count, padded_width(value_dim))
-            extremes = function.scratch("extremes", "float32", rows, heads, parts.count, 2)
-        tensors = CudaAttentionTensors(q, keys, values, y, new_keys, new_values, angles, outputs, extremes)
-        read_step = step_rows(function, mode, rows, context, sequences)
-        attend = attend_chunk if mode == "chunk" else attend_rows
-        attend(function, shape, parts, tensors, read_step)
-        if parts.count > 1:
-            merge_parts(function, shape, parts, tensors, read_step)
-    return function.cuda_kernel()
+def attention(spec: AttentionSpec, function: CudaFunction) -> None:
+    """Write the launches of an `AttentionSpec`."""
+    parts = chunk_parts(spec) if spec.mode == "chunk" else decode_parts(spec)
+    outputs = extremes = None
+    if parts.count > 1:
+        width = padded_width(spec.value_dim)
+        outputs = function.scratch("outputs", "float32", spec.rows, spec.heads, parts.count, width)
+        extremes = function.scratch("extremes", "float32", spec.rows, spec.heads, parts.count, 2)
+    keys, values = cache_argument(function, "k_cache"), cache_argument(function, "v_cache")
+    new = (function.get("k"), function.get("v")) if spec.extend else (None, None)
+    angles = angles_argument(function)
+    tensors = CudaAttentionTensors(function["q"], keys, values, function["y"], *new, angles, outputs, extremes)
+    attend = attend_chunk if spec.mode == "chunk" else attend_rows
+    attend(function, spec, parts, tensors)
+    if parts.count > 1:
+        merge_parts(function, spec, parts, tensors)

@@ -1,14 +1,19 @@
-"""The queries that a block has of a chunk."""
+"""Attention of a chunk of a prompt on a GPU: products of matrices, a tile of queries by a tile of keys at a time.
+
+A block takes queries of one head of keys: those of consecutive tokens, and of all the heads that share it. It goes
+through the keys with a running maximum, sum and output for each query (arXiv 1805.02867). Outputs stay in registers;
+what is multiplied comes through the memory of the block.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.attention_work import AttentionShape, first_position
+from picompile_codegen.cpu.attention_work import first_position
 from picompile_codegen.cpu.cache import Cache
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, when
-from picompile_codegen.cpu.token_ops import StepRows
+from picompile_codegen.cpu.token_ops import StepRows, step_rows
 from picompile_codegen.cuda.attention_common import (
     LOWEST,
     CudaAttentionTensors,
@@ -22,8 +27,7 @@ from picompile_codegen.cuda.attention_common import (
 from picompile_codegen.cuda.function import CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.linear import OWN, SIDE, THREADS, Padded, add_products, own_place
 from picompile_codegen.cuda.memory import barrier, from_lane, registers, shared
-
-# Queries of a block; keys, and columns of values, that it takes at once.
+from picompile_codegen.specs import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class ChunkTile:
     They are of head `kv_head` of the keys of the sequence in `slot`.
     """
 
-    shape: AttentionShape
+    spec: AttentionSpec
     slot: Expr
     kv_head: Expr
     begin: Expr
@@ -43,25 +47,25 @@ class ChunkTile:
     def query(self, index: Expr) -> tuple[Expr, Expr]:
         """Row and head of a query of the tile. Past the last that is repeated."""
         query = bind(minimum(self.begin + index, self.total - 1))
-        row = bind(query // self.shape.group)
-        return row, bind(self.kv_head * self.shape.group + query % self.shape.group)
+        row = bind(query // self.spec.group)
+        return row, bind(self.kv_head * self.spec.group + query % self.spec.group)
 
     def seen(self, index: Expr) -> tuple[Expr, Expr]:
         """The first and the last position that a query sees."""
         position = bind(self.tokens.position(self.query(index)[0]))
-        return first_position(self.shape, position), position
+        return first_position(self.spec, position), position
 
 
-# Weights that the scores of a tile become, where a block has queries of a chunk.
+# Online softmax: weights from the scores of a tile.
 
 
 # Threads that turn the scores of a query into weights.
-_SOFTENERS = THREADS // SIDE
+_THREADS_A_QUERY = THREADS // SIDE
 
 
 @dataclass(frozen=True)
 class ChunkSoftmax:
-    """Turns scores into weights. Four threads side by side have a query, which sees positions `first` … `last`.
+    """Online-softmax state. Four adjacent threads share one query, which sees positions `first` … `last`.
 
     In the memory of the block, for each query: the running maximum of scores in `maxima` and sum of weights in
     `totals`, and `rescale`, by which all before the last tile is to be multiplied. They take no registers, of which
@@ -78,20 +82,20 @@ class ChunkSoftmax:
 
     @classmethod
     def of(cls, tile: ChunkTile, stop: Expr, place: ThreadIndex) -> "ChunkSoftmax":
-        """Of nothing yet; seen behind the next barrier. No position from `stop` on counts."""
-        query = bind(place.thread // _SOFTENERS)
+        """Start with nothing seen, which is visible behind the next barrier. No position from `stop` on counts."""
+        query = bind(place.thread // _THREADS_A_QUERY)
         first, position = tile.seen(query)
         memory = (shared(SIDE), shared(SIDE), shared(SIDE))
         last = bind(minimum(position, stop - 1))
-        softener = cls(query, bind(place.thread % _SOFTENERS), first, last, *memory)
-        with when(softener.part == 0):
-            softener.maxima[query], softener.totals[query] = number(LOWEST), number(0.0)
-        return softener
+        softmax = cls(query, bind(place.thread % _THREADS_A_QUERY), first, last, *memory)
+        with when(softmax.part == 0):
+            softmax.maxima[query], softmax.totals[query] = number(LOWEST), number(0.0)
+        return softmax
 
-    def soften(self, weights: Padded, begin: Expr) -> None:
+    def update(self, weights: Padded, begin: Expr) -> None:
         """Scores of the positions from `begin` on become weights, relative to the new maximum."""
         # With steps of two, threads of a warp meet different banks of memory.
-        keys = [bind(i // 2 * (2 * _SOFTENERS) + i % 2 + self.part * 2) for i in range(SIDE // _SOFTENERS)]
+        keys = [bind(i // 2 * (2 * _THREADS_A_QUERY) + i % 2 + self.part * 2) for i in range(SIDE // _THREADS_A_QUERY)]
         seen = [bind(self._sees(bind(begin + key))) for key in keys]
         scores = [
             bind(tirx.Select(flag, weights.memory[weights.at(key, self.query)], number(LOWEST)))
@@ -152,13 +156,13 @@ def multiply_weights(weights: Padded, values: Padded, sums: KernelTensor, place:
 
 def load_queries(q: KernelTensor, queries: ChunkTile, depth: Expr, memory: Padded, place: ThreadIndex) -> None:
     """Columns of slice `depth`, scaled; zeros past the last."""
-    shape = queries.shape
-    size = unit_size("float32", shape.head_dim)
+    spec = queries.spec
+    size = unit_size("float32", spec.head_dim)
 
     def load(index: Expr, unit: Expr) -> tuple[Expr, ...]:
         row, head = queries.query(index)
-        values = load_unit(q, (row,), head * shape.head_dim + _inside(unit, shape.head_dim, size) * size, size)
-        return tuple(tirx.Select(unit * size < shape.head_dim, value * shape.scale, number(0.0)) for value in values)
+        values = load_unit(q, (row,), head * spec.head_dim + _inside(unit, spec.head_dim, size) * size, size)
+        return tuple(tirx.Select(unit * size < spec.head_dim, value * spec.scale, number(0.0)) for value in values)
 
     _load_slice(load, size, depth, memory, 0, place)
 
@@ -224,11 +228,7 @@ def _scaled(cache: Cache, row: tuple[Expr, ...], start: Expr, size: int) -> tupl
     return values if scale is None else tuple(bind(value * scale) for value in values)
 
 
-# Attention of a chunk of a prompt: products of matrices, a tile of queries by a tile of keys at a time.
-#
-# A block takes queries of one head of keys: those of consecutive tokens, and of all the heads that share it. It goes
-# through the keys with a running maximum, sum and output for each query (arXiv 1805.02867). Outputs stay in registers;
-# what is multiplied comes through the memory of the block.
+# The launch.
 
 
 # Columns of values of a block: its outputs take a register for each 16 of them. There may be several such slices.
@@ -240,53 +240,52 @@ _RESIDENT = 2
 _PART_POSITIONS = 512
 
 
-def chunk_parts(shape: AttentionShape) -> Parts:
-    """As many as make enough blocks, if the context is long enough for that."""
-    wanted = blocks_for(_ENOUGH_BLOCKS, _blocks(shape))
-    return Parts.of(shape.context, max(_PART_POSITIONS, blocks_for(shape.context, wanted * SIDE) * SIDE))
+def chunk_parts(spec: AttentionSpec) -> Parts:
+    """Return parts that make enough blocks, if the context is long enough for that."""
+    wanted = blocks_for(_ENOUGH_BLOCKS, _blocks(spec))
+    return Parts.of(spec.context, max(_PART_POSITIONS, blocks_for(spec.context, wanted * SIDE) * SIDE))
 
 
-def _tiles(shape: AttentionShape) -> int:
-    return blocks_for(shape.rows * shape.group, SIDE)
+def _tiles(spec: AttentionSpec) -> int:
+    return blocks_for(spec.rows * spec.group, SIDE)
 
 
-def _slices(shape: AttentionShape) -> int:
-    return blocks_for(shape.value_dim, _SLICE)
+def _slices(spec: AttentionSpec) -> int:
+    return blocks_for(spec.value_dim, _SLICE)
 
 
-def _blocks(shape: AttentionShape) -> int:
-    return shape.kv_heads * _tiles(shape) * _slices(shape)
+def _blocks(spec: AttentionSpec) -> int:
+    return spec.kv_heads * _tiles(spec) * _slices(spec)
 
 
 def attend_chunk(
     function: CudaFunction,
-    shape: AttentionShape,
+    spec: AttentionSpec,
     parts: Parts,
     tensors: CudaAttentionTensors,
-    read_step: Callable[[], StepRows],
 ) -> None:
     """One launch."""
-    with function.launch(grid=(_blocks(shape), parts.count), block=THREADS, resident=_RESIDENT) as place:
-        tokens = read_step()
-        work = bind(place.block // _slices(shape))
-        total = bind(tokens.count * shape.group)
-        begin = bind(work // shape.kv_heads * SIDE)
+    with function.launch(grid=(_blocks(spec), parts.count), block=THREADS, resident=_RESIDENT) as place:
+        tokens = step_rows(function, spec.mode, spec.rows, spec.context, spec.sequences)
+        work = bind(place.block // _slices(spec))
+        total = bind(tokens.count * spec.group)
+        begin = bind(work // spec.kv_heads * SIDE)
         with when(begin < total):
-            tile = ChunkTile(shape, tokens.slot(0), bind(work % shape.kv_heads), begin, total, tokens)
+            tile = ChunkTile(spec, tokens.slot(0), bind(work % spec.kv_heads), begin, total, tokens)
             first, last = tile.seen(0)[0], tile.seen(SIDE - 1)[1]
             span = parts.span(place.block_y, first, bind(last + 1))
             with when(span[0] < span[1]):
-                _attend(tensors, tile, span, bind(place.block % _slices(shape) * _SLICE), place)
+                _attend(tensors, tile, span, bind(place.block % _slices(spec) * _SLICE), place)
 
 
 def _attend(
     tensors: CudaAttentionTensors, tile: ChunkTile, span: tuple[Expr, Expr], first_column: Expr, place: ThreadIndex
 ) -> None:
     """Positions from `span`[0] up to `span`[1], columns of values from `first_column` on."""
-    shape = tile.shape
+    spec = tile.spec
     factors, weights = Padded.of(SIDE), Padded.of(SIDE)
-    softener = ChunkSoftmax.of(tile, span[1], place)
-    outputs = [registers(16) for _ in range(blocks_for(min(shape.value_dim, _SLICE), SIDE))]
+    softmax = ChunkSoftmax.of(tile, span[1], place)
+    outputs = [registers(16) for _ in range(blocks_for(min(spec.value_dim, _SLICE), SIDE))]
     for output in outputs:
         _clear(output)
     scores = registers(16)
@@ -294,7 +293,7 @@ def _attend(
         begin = bind(span[0] + turn * SIDE)
         key_rows = _rows(tile, begin, span[1])
         _clear(scores)
-        with loop(0, blocks_for(shape.head_dim, DEPTH)) as depth:
+        with loop(0, blocks_for(spec.head_dim, DEPTH)) as depth:
             barrier()
             load_queries(tensors.q, tile, depth, factors, place)
             load_keys(tensors.keys, key_rows, depth, factors, place)
@@ -302,9 +301,9 @@ def _attend(
             multiply_slices(factors, scores, place)
         _store_scores(scores, weights, place)
         barrier()
-        softener.soften(weights, begin)
+        softmax.update(weights, begin)
         barrier()
-        rescale = softener.rescale_of(own_place(place)[0])
+        rescale = softmax.rescale_of(own_place(place)[0])
         for n, output in enumerate(outputs):
             for i in range(16):
                 output[i] = output[i] * rescale[i // 4]
@@ -312,11 +311,11 @@ def _attend(
             load_values(tensors.values, key_rows, first_column + n * SIDE, factors, place)
             barrier()
             multiply_weights(weights, factors, output, place)
-    _give(tensors, tile, outputs, softener, first_column, place)
+    _give(tensors, tile, outputs, softmax, first_column, place)
 
 
 def _rows(tile: ChunkTile, begin: Expr, stop: Expr) -> Callable[[Expr], tuple[Expr, Expr, Expr]]:
-    """Where the rows of keys and values from `begin` on are; past the last that is repeated."""
+    """Return where the rows of keys and values from `begin` on are; past the last, the last is repeated."""
     return lambda index: (tile.slot, tile.kv_head, bind(minimum(begin + index, stop - 1)))
 
 
@@ -336,7 +335,7 @@ def _give(
     tensors: CudaAttentionTensors,
     tile: ChunkTile,
     outputs: list[KernelTensor],
-    softener: ChunkSoftmax,
+    softmax: ChunkSoftmax,
     first_column: Expr,
     place: ThreadIndex,
 ) -> None:
@@ -344,11 +343,11 @@ def _give(
     for i in range(4):
         with when(tile.begin + query + i < tile.total):
             row, head = tile.query(query + i)
-            total = bind(softener.totals[query + i])
+            total = bind(softmax.totals[query + i])
             for n, output in enumerate(outputs):
                 for j in range(4):
                     c = bind(first_column + n * SIDE + column + j)
-                    with when(c < tile.shape.value_dim):
-                        tensors.give(tile.shape, row, head, place.block_y, c, output[i * 4 + j], total)
+                    with when(c < tile.spec.value_dim):
+                        tensors.give(tile.spec, row, head, place.block_y, c, output[i * 4 + j], total)
             with when(tirx.And(column == 0, first_column == 0)):
-                tensors.give_extremes(row, head, place.block_y, softener.maxima[query + i], total)
+                tensors.give_extremes(row, head, place.block_y, softmax.maxima[query + i], total)

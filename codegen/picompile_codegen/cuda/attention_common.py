@@ -1,17 +1,17 @@
-"""What attention kernels are given, how their blocks share positions, and how a row's new key and value come to be."""
+"""Arguments of attention kernels on a GPU, parts of the positions, and rows of caches and queries as they are read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.attention_work import AttentionShape
 from picompile_codegen.cpu.cache import Cache
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, maximum, minimum, when
 from picompile_codegen.cpu.token_ops import Angles
 from picompile_codegen.cuda.function import ThreadIndex
 from picompile_codegen.cuda.memory import extern
 from picompile_codegen.cuda.token_ops import write_row
+from picompile_codegen.specs import AttentionSpec
 from picompile_passes.dialect.formats import GROUP
 
 # Stands for minus infinity, of which differences would not be numbers.
@@ -57,11 +57,11 @@ class CudaAttentionTensors:
     extremes: KernelTensor | None
 
     def give(
-        self, shape: AttentionShape, row: Expr, head: Expr, part: Expr, column: Expr, value: Expr, total: Expr
+        self, spec: AttentionSpec, row: Expr, head: Expr, part: Expr, column: Expr, value: Expr, total: Expr
     ) -> None:
         """An element of a head's output: of this part, or where there is one part only, of the result."""
         if self.outputs is None:
-            self.y[row, head * shape.value_dim + column] = value / total
+            self.y[row, head * spec.value_dim + column] = value / total
         else:
             self.outputs[row, head, part, column] = value
 
@@ -113,7 +113,7 @@ def head_element(
 
 
 def extend_caches(
-    shape: AttentionShape,
+    spec: AttentionSpec,
     tensors: CudaAttentionTensors,
     row: Expr,
     place_in_caches: tuple[Expr, Expr, Expr],
@@ -124,17 +124,16 @@ def extend_caches(
         return
     _, head, position = place_in_caches
     sides = (
-        (tensors.keys, tensors.new_keys, shape.head_dim, tensors.angles),
-        (tensors.values, tensors.new_values, shape.value_dim, None),
+        (tensors.keys, tensors.new_keys, spec.head_dim, tensors.angles),
+        (tensors.values, tensors.new_values, spec.value_dim, None),
     )
     for warp, (cache, source, dim, angles) in enumerate(sides):
         with when(place.warp == warp):
             write_row(cache, place_in_caches, head_element(source, row, head * dim, dim, angles, position), place.lane)
 
 
-# Rows of caches and of queries as attention reads them: up to 16 bytes at a time, a unit, as float32.
-#
-# Rows follow one another without padding, so a unit is as wide as the alignment of all rows allows.
+# Rows are read up to 16 bytes at a time, a unit, as float32. They follow one another without padding, so a unit is as
+# wide as the alignment of all rows allows.
 
 
 _UNIT_BYTES = 16
@@ -161,7 +160,7 @@ def load_unit(x: KernelTensor, row: tuple[Expr, ...], start: Expr, size: int) ->
 
 
 def unit_scale(cache: Cache, row: tuple[Expr, ...], start: Expr) -> Expr | None:
-    """What the unit that begins at `start` is to be multiplied by; None for 1. A unit is inside one group."""
+    """Return the scale of the unit that begins at `start`; None for 1. A unit is inside one group."""
     if cache.scales is None:
         return None
     return bind(tirx.Cast("float32", cache.scales[(*row, start // GROUP)]))

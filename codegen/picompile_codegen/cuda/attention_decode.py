@@ -1,14 +1,18 @@
-"""Mixtures of values by weights, where a block has a few queries of one token."""
+"""Attention of single tokens on a GPU: a block has query heads that share a head of keys, and a part of the positions.
+
+So keys and values are read once for up to eight query heads. A block goes through its positions a tile at a time, with
+a running maximum, sum and output for each query (arXiv 1805.02867): scores of a tile, their weights, values.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.attention_work import AttentionShape, first_position
+from picompile_codegen.cpu.attention_work import first_position
 from picompile_codegen.cpu.cache import Cache
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, when
-from picompile_codegen.cpu.token_ops import StepRows
+from picompile_codegen.cpu.token_ops import step_rows
 from picompile_codegen.cuda.attention_common import (
     LOWEST,
     CudaAttentionTensors,
@@ -33,6 +37,7 @@ from picompile_codegen.cuda.attention_scores import (
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.memory import barrier, registers, shared, warp_max, warp_sum
 from picompile_codegen.errors import CodegenError
+from picompile_codegen.specs import AttentionSpec
 
 # Positions that a thread takes at once: their weights are one load, and all of their values are on their way.
 _POSITIONS = 4
@@ -128,12 +133,12 @@ class Mixture:
                 give(begin + i, column, total[0])
 
 
-# Weights that the scores of a tile become, where a block has a few queries of one token.
+# Online softmax: weights from the scores of a tile, where a block has a few queries of one token.
 
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    """What warp i knows of query i, in the memory of the block.
+    """Online-softmax state in the memory of the block: warp i keeps that of query i.
 
     `highest` is the running maximum of scores, `totals` the running sum of weights, and `rescale` what all
     before the last tile is to be multiplied by. They take no registers, of which sums of values need all.
@@ -147,13 +152,13 @@ class OnlineSoftmax:
 
     @classmethod
     def of(cls, count: int, place: ThreadIndex) -> "OnlineSoftmax":
-        """Of nothing yet; seen behind the next barrier."""
+        """Start with nothing seen, which is visible behind the next barrier."""
         weights = cls(count, shared(count), shared(count), shared(count), place)
         with when(place.thread < count):
             weights.highest[place.thread], weights.totals[place.thread] = number(LOWEST), number(0.0)
         return weights
 
-    def soften(self, scores: KernelTensor, tile: Tile) -> None:
+    def update(self, scores: KernelTensor, tile: Tile) -> None:
         """Turns the scores of a tile into weights relative to the new maximum; zeros where there is no position."""
         query, lane = bind(minimum(self.place.warp, self.count - 1)), self.place.lane
         places = [bind(lane + j * WARP) for j in range(TILE // WARP)]
@@ -185,11 +190,7 @@ class OnlineSoftmax:
             body(thread, self.highest[thread], self.totals[thread])
 
 
-# Attention of single tokens: a block has query heads that share a head of keys, and a part of the positions.
-#
-# So keys and values are read once for up to eight query heads. A block goes through its positions a tile at a time,
-# with
-# a running maximum, sum and output for each query (arXiv 1805.02867): scores of a tile, their weights, values.
+# The launches.
 
 
 # What parts come to is read again, and a long list of them takes long to put together.
@@ -197,67 +198,64 @@ _MOST_PARTS = 64
 _REGISTERS = 64
 
 
-def decode_parts(shape: AttentionShape) -> Parts:
+def decode_parts(spec: AttentionSpec) -> Parts:
     """A tile each, or several in long contexts."""
-    return Parts.of(shape.context, TILE * blocks_for(shape.context, TILE * _MOST_PARTS))
+    return Parts.of(spec.context, TILE * blocks_for(spec.context, TILE * _MOST_PARTS))
 
 
-def queries_of_block(shape: AttentionShape, kv_dtype: str) -> int:
+def queries_of_block(spec: AttentionSpec, kv_dtype: str) -> int:
     """How many query heads a block has: as many as registers have room for, evenly."""
-    a_query = registers_of_query(kv_dtype, shape.head_dim)
-    most = max(1, min(MOST_QUERIES, shape.group, _REGISTERS // a_query))
-    return blocks_for(shape.group, blocks_for(shape.group, most))
+    a_query = registers_of_query(kv_dtype, spec.head_dim)
+    most = max(1, min(MOST_QUERIES, spec.group, _REGISTERS // a_query))
+    return blocks_for(spec.group, blocks_for(spec.group, most))
 
 
-def _resident(shape: AttentionShape, kv_dtype: str, parts: Parts) -> int:
+def _resident(spec: AttentionSpec, kv_dtype: str, parts: Parts) -> int:
     """For `Grid`. Of a few queries, each with one tile, ptxas would spill two registers to fit a fourth block."""
-    held = queries_of_block(shape, kv_dtype) * registers_of_query(kv_dtype, shape.head_dim)
+    held = queries_of_block(spec, kv_dtype) * registers_of_query(kv_dtype, spec.head_dim)
     return 3 if parts.positions == TILE and held <= _REGISTERS // 2 else 0
 
 
 def attend_rows(
     function: CudaFunction,
-    shape: AttentionShape,
+    spec: AttentionSpec,
     parts: Parts,
     tensors: CudaAttentionTensors,
-    read_step: Callable[[], StepRows],
 ) -> None:
     """One launch; two where a new key is for several blocks to see."""
-    queries = queries_of_block(shape, tensors.keys.data.dtype)
-    sets = blocks_for(shape.group, queries)
-    units = shape.kv_heads * sets
+    queries = queries_of_block(spec, tensors.keys.data.dtype)
+    sets = blocks_for(spec.group, queries)
+    units = spec.kv_heads * sets
     if sets > 1 and tensors.new_keys is not None:
-        _extend(function, shape, tensors, read_step)
-    resident = _resident(shape, tensors.keys.data.dtype, parts)
-    with function.launch(grid=(units * parts.count, shape.rows), block=THREADS, resident=resident) as place:
-        tokens, row = read_step(), place.block_y
+        _extend(function, spec, tensors)
+    resident = _resident(spec, tensors.keys.data.dtype, parts)
+    with function.launch(grid=(units * parts.count, spec.rows), block=THREADS, resident=resident) as place:
+        tokens, row = step_rows(function, spec.mode, spec.rows, spec.context, spec.sequences), place.block_y
         part, unit = bind(place.block // units), bind(place.block % units)
         with when(row < tokens.count):
             position = bind(tokens.position(row))
             row_place = (bind(tokens.slot(row)), bind(unit // sets), position)
-            first, stop = parts.span(part, first_position(shape, position), bind(position + 1))
+            first, stop = parts.span(part, first_position(spec, position), bind(position + 1))
             with when(first < stop):
                 if sets == 1 and tensors.new_keys is not None:
                     with when(stop == position + 1):
-                        extend_caches(shape, tensors, row, row_place, place)
+                        extend_caches(spec, tensors, row, row_place, place)
                 first_query = bind(unit % sets * queries)
-                held = _read_queries(shape, tensors, queries, row, row_place, first_query, place)
-                _attend(shape, tensors, held, (row, part), row_place, (first, stop), parts, place)
+                held = _read_queries(spec, tensors, queries, row, row_place, first_query, place)
+                _attend(spec, tensors, held, (row, part), row_place, (first, stop), parts, place)
 
 
-def _extend(
-    function: CudaFunction, shape: AttentionShape, tensors: CudaAttentionTensors, read_step: Callable[[], StepRows]
-) -> None:
+def _extend(function: CudaFunction, spec: AttentionSpec, tensors: CudaAttentionTensors) -> None:
     """A block has a new key and value of a head."""
-    with function.launch(grid=(shape.kv_heads, shape.rows), block=64) as place:
-        tokens, row = read_step(), place.block_y
+    with function.launch(grid=(spec.kv_heads, spec.rows), block=64) as place:
+        tokens, row = step_rows(function, spec.mode, spec.rows, spec.context, spec.sequences), place.block_y
         with when(row < tokens.count):
             row_place = (bind(tokens.slot(row)), place.block, bind(tokens.position(row)))
-            extend_caches(shape, tensors, row, row_place, place)
+            extend_caches(spec, tensors, row, row_place, place)
 
 
 def _read_queries(
-    shape: AttentionShape,
+    spec: AttentionSpec,
     tensors: CudaAttentionTensors,
     count: int,
     row: Expr,
@@ -267,21 +265,21 @@ def _read_queries(
 ) -> HeldQueries:
     """Query heads `first` … of those that share a head of keys, scaled and turned. Past the last it is repeated."""
     _, kv_head, position = row_place
-    memory = shared(count, shape.head_dim)
-    with loop(0, blocks_for(count * shape.head_dim, THREADS)) as turn:
+    memory = shared(count, spec.head_dim)
+    with loop(0, blocks_for(count * spec.head_dim, THREADS)) as turn:
         index = bind(turn * THREADS + place.thread)
-        with when(index < count * shape.head_dim):
-            i, column = bind(index // shape.head_dim), bind(index % shape.head_dim)
-            head = bind(kv_head * shape.group + minimum(first + i, shape.group - 1))
-            element = head_element(tensors.q, row, head * shape.head_dim, shape.head_dim, tensors.angles, position)
-            memory[i, column] = element(column) * shape.scale
+        with when(index < count * spec.head_dim):
+            i, column = bind(index // spec.head_dim), bind(index % spec.head_dim)
+            head = bind(kv_head * spec.group + minimum(first + i, spec.group - 1))
+            element = head_element(tensors.q, row, head * spec.head_dim, spec.head_dim, tensors.angles, position)
+            memory[i, column] = element(column) * spec.scale
     # Also for the new key and value: what a block has written it sees behind a barrier.
     barrier()
     return HeldQueries.of(memory, count, first, tensors.keys, place)
 
 
 def _attend(
-    shape: AttentionShape, tensors: CudaAttentionTensors, queries: HeldQueries, of: tuple[Expr, Expr],
+    spec: AttentionSpec, tensors: CudaAttentionTensors, queries: HeldQueries, of: tuple[Expr, Expr],
     row_place: tuple[Expr, Expr, Expr],
     span: tuple[Expr, Expr], parts: Parts, place: ThreadIndex,
 ) -> None:  # fmt: skip
@@ -295,23 +293,23 @@ def _attend(
         tile = Tile((slot, kv_head), begin, bind(minimum(TILE, stop - begin)))
         write_scores(tensors.keys, queries, tile, scores, place)
         barrier()
-        weights.soften(scores, tile)
+        weights.update(scores, tile)
         barrier()
         mixture.add(tensors.values, tile, scores, weights.rescale)
         barrier()
 
     def give(i: Expr, column: Expr, value: Expr) -> None:
-        with when(queries.first + i < shape.group):
-            head = bind(kv_head * shape.group + queries.first + i)
-            tensors.give(shape, row, head, part, column, value, weights.totals[i])
+        with when(queries.first + i < spec.group):
+            head = bind(kv_head * spec.group + queries.first + i)
+            tensors.give(spec, row, head, part, column, value, weights.totals[i])
 
     mixture.finish(give)
     if tensors.extremes is not None:
-        _give_extremes(shape, tensors, queries, weights, (row, kv_head, part), place)
+        _give_extremes(spec, tensors, queries, weights, (row, kv_head, part), place)
 
 
 def _give_extremes(
-    shape: AttentionShape,
+    spec: AttentionSpec,
     tensors: CudaAttentionTensors,
     queries: HeldQueries,
     weights: OnlineSoftmax,
@@ -321,7 +319,7 @@ def _give_extremes(
     row, kv_head, part = of
 
     def give(i: Expr, highest: Expr, total: Expr) -> None:
-        with when(queries.first + i < shape.group):
-            tensors.give_extremes(row, kv_head * shape.group + queries.first + i, part, highest, total)
+        with when(queries.first + i < spec.group):
+            tensors.give_extremes(row, kv_head * spec.group + queries.first + i, part, highest, total)
 
     weights.each(give)

@@ -30,7 +30,8 @@ class Tile:
     count: Expr
 
     def row(self, index: Expr) -> tuple[Expr, Expr, Expr]:
-        """Where the row of a position is. Past the last that is read again: what lies behind it is not defined."""
+        """Return where the row of a position is; past the last, the last again, since what lies behind it is not
+        defined."""
         return (*self.head, bind(self.begin + minimum(index, self.count - 1)))
 
 
@@ -90,7 +91,7 @@ class HeldQueries:
         return cls(count, first, lanes, elements)
 
     def products(self, keys: Cache, row: tuple[Expr, ...], lane: Expr) -> list[Expr]:
-        """What this thread's share of a row of keys comes to with each query."""
+        """Return the products of this thread's share of a row of keys with each query."""
         sums: list[Expr] = [None] * self.count
         for turn in range(self.lanes.turns):
             unit = turn * self.lanes.lanes + lane

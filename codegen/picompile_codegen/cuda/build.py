@@ -94,7 +94,7 @@ def _missing() -> ToolchainError:
 
 
 def _checked(result: tuple[Any, ...], nvrtc: Any) -> Any:
-    """What a call returned beside its status."""
+    """Return what a call gave beside its status."""
     status, *values = result
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise BuildError(f"NVRTC failed: {status.name}")
@@ -112,11 +112,10 @@ def _first_error(log: str) -> str:
     return lines[0] if lines else log.strip()
 
 
-# What a cubin says of its functions: registers, and memory that a thread or a block takes.
-#
-# A cubin is an ELF file of 64 bits. Its section `.nv.info` has records: format and attribute, a byte each, and the size
-# of what follows, 16 bits; those of interest hold the number of a function's symbol and a value, 32 bits each. The
-# numbers of the attributes are those that `cuobjdump -elf` prints names for.
+# A cubin names the registers of its functions, and the memory that a thread or a block takes. It is an ELF file of 64
+# bits. Its section `.nv.info` has records: format and attribute, a byte each, and the size of what follows, 16 bits;
+# those of interest hold the number of a function's symbol and a value, 32 bits each. The numbers of the attributes are
+# those that `cuobjdump -elf` prints names for.
 
 
 _SIZED = 4  # the format of records that have a size
@@ -126,7 +125,7 @@ _SYMBOL_BYTES = 24
 
 @dataclass(frozen=True)
 class Resources:
-    """What a function takes: registers and local memory of a thread (spills are there), shared memory of a block."""
+    """Resources of a function: registers and local memory of a thread (spills are there), shared memory of a block."""
 
     registers: int
     local_bytes: int
@@ -192,7 +191,7 @@ def _cubin_text(texts: bytes, start: int) -> str:
     return texts[start : texts.index(b"\0", start)].decode()
 
 
-# From CUDA kernels to one CUDA C source, and what must be known to launch each of them.
+# One CUDA C source of all kernels, and what must be known to launch each of them.
 
 
 _PRELUDE = Path(__file__).with_name("prelude.cuh")
@@ -269,7 +268,7 @@ def _arguments(kernel: CudaKernel, parameters: str) -> Iterable[int]:
         yield names.index(match[1])
 
 
-# From CUDA kernels to the files of an artifact: source, cubin, PTX, and how each kernel is launched.
+# Files of an artifact: source, cubin, PTX, and how each kernel is launched.
 
 
 FILES = {"cubin": "device.cubin", "ptx": "device.ptx", "launches": "device.json"}

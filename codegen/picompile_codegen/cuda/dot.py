@@ -1,4 +1,7 @@
-"""A row of activations in the memory of a block, laid out so that 32 threads read it without waiting for each other."""
+"""Products of rows of packed matrices with one row of activations, a warp for a few rows at a time.
+
+The activations are in the memory of a block, laid out so that 32 threads read them without waiting for each other.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -46,9 +49,6 @@ class BlockVector:
 
     def _at(self, column: Expr) -> Expr:
         return column // _GROUP * _PITCH + column % _GROUP
-
-
-# Products of rows of packed matrices with one row of activations, a warp for a few rows at a time.
 
 
 # Of x at a time, in shared memory: 18 KiB, so that several blocks fit a multiprocessor.
@@ -126,7 +126,7 @@ def product(products: KernelTensor, index: Expr) -> Expr:
 def _part_products(
     vector: BlockVector, matrix: CudaMatrix, rows: Sequence[Expr], start: int, columns: int, lane: Expr
 ) -> list[Expr]:
-    """Of `columns` columns from `start` on, the same in all lanes of a warp."""
+    """Return the products over `columns` columns from `start` on, the same in all lanes of a warp."""
     sums = registers(len(rows))
     for i in range(len(rows)):
         sums[i] = tirx.FloatImm("float32", 0.0)

@@ -1,19 +1,21 @@
-"""The feed-forward block of one token, or of a few sequences' next tokens with a mask each.
+"""Feed-forward blocks on a GPU: of one token, of several sequences' next tokens with a mask each, and of a chunk.
 
+Of one token or several sequences:
 1. Groups of neurons are computed, a block for each, as far as they are asked for (`ffn_hidden.py`).
 2. The rows of down of those that fired are added up, a block for each tile of columns and slice of neurons
    (`ffn_down.py`).
 3. The slices are added up.
-
-All sums have an order that the sizes fix. So has then every bit of y, whichever thread comes first. There is no list of
-all neurons that fired: a launch that made one would take longer than it takes each block to make the list of its own.
-
+The sizes fix the order of all sums, and so every bit of y, whichever thread comes first. There is no list of all
+neurons that fired: a launch that made one would take longer than it takes each block to make the list of its own.
 Blocks of all tokens for the same neurons run at about the same time: what one has read, the next finds in the cache.
+
+Of a chunk, which is dense, since some token needs almost every neuron: tiles of tokens and neurons are multiplied with
+gate, then with up, which is followed by the activation; then tiles of tokens and columns with down (`ffn_down.py`), in
+slices of the neurons where there are few tiles.
 """
 
 from tvm import tirx
 
-from picompile_codegen.cpu.ffn_neurons import FfnShape
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, select, when
 from picompile_codegen.cuda.dot import in_parts
 from picompile_codegen.cuda.ffn_down import (
@@ -28,19 +30,18 @@ from picompile_codegen.cuda.ffn_down import (
     multiply_down_tile,
 )
 from picompile_codegen.cuda.ffn_hidden import HIDDEN_THREADS, CudaFfn, NeuronGroups, biased, compute_hidden
-from picompile_codegen.cuda.function import CudaFunction, CudaKernel, ThreadIndex, blocks_for
+from picompile_codegen.cuda.function import CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.linear import TILE_ROWS, TILE_THREADS, TILE_TOKENS, tile_products
-from picompile_codegen.cuda.matrix import matrix_argument
+from picompile_codegen.specs import FfnSpec
 
 
 def ffn_tokens(function: CudaFunction, block: CudaFfn) -> None:
     """Declares the rest of the arguments and writes the launches."""
-    rows = block.shape.rows
-    groups = NeuronGroups.of(block.shape.neurons)
+    rows = block.spec.rows
+    groups = NeuronGroups.of(block.spec.neurons)
     plan = DownPlan.of(block.bundle, groups.places, rows)
     hidden = function.scratch("hidden", "float32", rows, groups.places)
     slices = function.scratch("slices", "float32", rows * plan.slices, plan.tiles * plan.width)
-    y = function.floats("y", rows, block.shape.dim)
     with (
         function.launch(grid=(rows, groups.count), block=HIDDEN_THREADS, resident=_resident(block)) as place,
         when(place.block < function.tokens(rows)),
@@ -55,7 +56,7 @@ def ffn_tokens(function: CudaFunction, block: CudaFfn) -> None:
         function.launch(grid=(blocks_for(plan.tiles * plan.width, SUM_COLUMNS), rows), block=SUM_THREADS) as place,
         when(place.block_y < function.tokens(rows)),
     ):
-        add_slices(block, plan, slices, y, place)
+        add_slices(block, plan, slices, block.y, place)
 
 
 def _resident(block: CudaFfn) -> int:
@@ -64,28 +65,21 @@ def _resident(block: CudaFfn) -> int:
     In `exact` with q4 ptxas takes up to 71 registers, where 64 need no spilling and leave room for a fourth block.
     Where x is in several parts, ptxas spills up to 24 bytes to get from 95 registers to 80, hence two blocks there.
     """
-    if not block.shape.is_exact or block.bundle.format != "q4":
+    if not block.spec.is_exact or block.bundle.format != "q4":
         return 0
-    return 2 if in_parts(block.shape.dim) else 4
+    return 2 if in_parts(block.spec.dim) else 4
 
 
-# The feed-forward block of a chunk of tokens: dense, since some token needs almost every neuron.
-#
-# Tiles of tokens and neurons are multiplied with gate, then with up, which is followed by the activation; then tiles of
-# tokens and columns with down (`ffn_down_tiles.py`), in slices of the neurons where there are few tiles.
-
-
-_SUM_THREADS = 256
+_CHUNK_SUM_THREADS = 256
 
 
 def ffn_chunk(function: CudaFunction, block: CudaFfn) -> None:
     """Declares the rest of the arguments and writes the launches."""
-    rows, neurons, dim = block.shape.rows, block.shape.neurons, block.shape.dim
+    rows, neurons, dim = block.spec.rows, block.spec.neurons, block.spec.dim
     tiles = DownTiles.of(neurons, dim, rows)
-    gate = function.scratch("gate", "float32", rows, neurons) if block.shape.gated else None
+    gate = function.scratch("gate", "float32", rows, neurons) if block.spec.gated else None
     hidden = function.scratch("hidden", "float32", rows, neurons)
     slices = function.scratch("slices", "float32", tiles.slices * rows, dim) if tiles.slices > 1 else None
-    y = function.floats("y", rows, dim)
     grid = (blocks_for(neurons, TILE_ROWS), blocks_for(rows, TILE_TOKENS))
     if gate is not None:
         with function.launch(grid=grid, block=TILE_THREADS) as place:
@@ -93,73 +87,50 @@ def ffn_chunk(function: CudaFunction, block: CudaFfn) -> None:
     with function.launch(grid=grid, block=TILE_THREADS) as place:
         _compute_hidden(block, gate, hidden, function.tokens(rows), place)
     with function.launch(grid=(tiles.columns, tiles.tokens * tiles.slices), block=TILE_THREADS) as place:
-        multiply_down_tile(block, tiles, hidden, y if slices is None else slices, function.tokens(rows), place)
+        multiply_down_tile(block, tiles, hidden, block.y if slices is None else slices, function.tokens(rows), place)
     if slices is not None:
         with (
-            function.launch(grid=(blocks_for(dim, _SUM_THREADS), rows), block=_SUM_THREADS) as place,
+            function.launch(grid=(blocks_for(dim, _CHUNK_SUM_THREADS), rows), block=_CHUNK_SUM_THREADS) as place,
             when(place.block_y < function.tokens(rows)),
         ):
-            add_tile_slices(block, tiles, slices, y, place.block * _SUM_THREADS + place.thread, place.block_y)
+            add_tile_slices(
+                block, tiles, slices, block.y, place.block * _CHUNK_SUM_THREADS + place.thread, place.block_y
+            )
 
 
 def _compute_gate(block: CudaFfn, gate: KernelTensor, tokens: Expr, place: ThreadIndex) -> None:
     def store(token: Expr, neuron: Expr, value: Expr) -> None:
         gate[token, neuron] = biased(value, block.gate_bias, neuron)
 
-    tile_products(block.x, block.first_matrix, block.first_row, block.shape.neurons, tokens, place, store)
+    tile_products(block.x, block.first_matrix, block.first_row, block.spec.neurons, tokens, place, store)
 
 
 def _compute_hidden(
     block: CudaFfn, gate: KernelTensor | None, hidden: KernelTensor, tokens: Expr, place: ThreadIndex
 ) -> None:
     """hidden = activation(gate) ∘ up_activation(up), or activation(up)."""
-    shape = block.shape
+    spec = block.spec
 
     def store(token: Expr, neuron: Expr, value: Expr) -> None:
         up = biased(value, block.up_bias, neuron)
         first = up if gate is None else bind(gate[token, neuron])
         output = block.output(first, None if gate is None else up)
-        if shape.is_exact:
+        if spec.is_exact:
             # Not a product: a silent neuron whose up is infinite must not turn into NaN.
             output = select(block.fires(first), output, tirx.FloatImm("float32", 0.0))
         hidden[token, neuron] = output
 
     matrix, row = (block.first_matrix, block.first_row) if gate is None else (block.bundle, block.up_row)
-    tile_products(block.x, matrix, row, shape.neurons, tokens, place, store)
+    tile_products(block.x, matrix, row, spec.neurons, tokens, place, store)
 
 
-# Feed-forward blocks on a GPU: which kernel there is for which kind.
-
-
-def ffn(
-    *, kind: str, format: str, neurons: int, dim: int, rows: int, gated: bool, activation: str, up_activation: str,
-    gate_bias: bool, up_bias: bool, down_bias: bool, mask_columns: int | None = None,
-) -> CudaKernel:  # fmt: skip
-    """y = h · down + down_bias, h as in `kernels.ffn.ffn`, which has the same arguments and counts the same.
+def ffn(spec: FfnSpec, function: CudaFunction) -> None:
+    """Write the launches of an `FfnSpec`.
 
     With several rows `masked` always computes the neurons of each row's mask, however many they are.
     """
-    shape = FfnShape(kind, neurons, dim, rows, gated, activation, up_activation)
-    name = ("gated" if gated else "plain", activation, "" if up_activation == "identity" else f"up_{up_activation}")
-    biases = "g" * gate_bias + "u" * up_bias + "d" * down_bias
-    suffixes = (biases and f"b{biases}", "" if mask_columns is None else f"of{mask_columns}")
-    function = CudaFunction("ffn", kind, format, f"{neurons}x{dim}", f"r{rows}", *name, *suffixes)
-    columns = mask_columns or neurons
-    with function:
-        block = CudaFfn(
-            shape=shape,
-            x=function.floats("x", rows, dim),
-            mask=function.argument("mask", "uint8", rows, columns, below=2) if shape.is_masked else None,
-            table=None if mask_columns is None else function.argument("table", "int32", neurons, below=columns),
-            decide=matrix_argument(function, "decide_w", format, neurons, dim) if shape.is_exact else None,
-            bundle=matrix_argument(function, "neuron_w", format, neurons * shape.bundle_parts, dim),
-            gate_bias=function.optional_floats("gate_bias", neurons, gate_bias),
-            up_bias=function.optional_floats("up_bias", neurons, up_bias),
-            down_bias=function.optional_floats("down_bias", dim, down_bias),
-            stats=function.argument("stats", "int64", 2, access="adds"),
-        )
-        if rows == 1 or shape.is_masked:
-            ffn_tokens(function, block)
-        else:
-            ffn_chunk(function, block)
-    return function.cuda_kernel()
+    block = CudaFfn.of(spec, function)
+    if spec.rows == 1 or spec.is_masked:
+        ffn_tokens(function, block)
+    else:
+        ffn_chunk(function, block)

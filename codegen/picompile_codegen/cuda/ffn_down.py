@@ -1,7 +1,8 @@
-"""Rows of down times what their neurons send, added up for one token: a block for a tile of columns and a slice.
+"""Rows of down times what their neurons send, added up: for one token by slices, for many tokens by tiles.
 
-A lane has 16 bytes of each row, and its warp a few rows at a time, so that neighbouring lanes read neighbouring
-addresses and many reads are under way. Warps take rows in turns and are added up in shared memory, in a fixed order.
+For one token, a block has a tile of columns and a slice of the neurons. A lane has 16 bytes of each row, and its warp a
+few rows at a time, so that neighbouring lanes read neighbouring addresses and many reads are under way. Warps take rows
+in turns and are added up in shared memory, in a fixed order.
 """
 
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ def add_rows(
     block: CudaFfn, groups: NeuronGroups, plan: DownPlan, hidden: KernelTensor, slices: KernelTensor, place: ThreadIndex
 ) -> None:
     """slices[token · slices + slice, tile] = Σ hidden[place] · down[place] over the places of a slice."""
-    rows, start = block.shape.rows, bind(place.block_y * plan.places)
+    rows, start = block.spec.rows, bind(place.block_y * plan.places)
     listed = min(blocks_for(plan.places, DOWN_THREADS) * DOWN_THREADS, _LISTED)
     part = _Slice(
         token=bind(place.block % rows),
@@ -112,7 +113,7 @@ def _list(
     place: ThreadIndex,
 ) -> Expr:
     """Lists rows and outputs of the neurons of `turns` · 256 places that fired, in order: how many there are."""
-    is_dense = not (block.shape.is_masked or block.shape.is_exact)
+    is_dense = not (block.spec.is_masked or block.spec.is_exact)
     listed = registers(1, dtype="int32")
     listed[0] = 0
     for turn in range(turns):
@@ -192,14 +193,14 @@ def add_slices(block: CudaFfn, plan: DownPlan, slices: KernelTensor, y: KernelTe
     barrier()
     lane_columns = plan.width // WARP
     column = bind(at // plan.width * plan.width + at % WARP * lane_columns + at % plan.width // WARP)
-    with when(tirx.And(place.warp == 0, column < block.shape.dim)):
+    with when(tirx.And(place.warp == 0, column < block.spec.dim)):
         total = of_warps[0, place.lane]
         for warp in range(1, warps):
             total = total + of_warps[warp, place.lane]
         y[token, column] = total if block.down_bias is None else total + block.down_bias[column]
 
 
-# What many tokens' neurons send, times down: a block takes a tile of tokens and columns, through shared memory.
+# For many tokens, a block takes a tile of tokens and columns, through shared memory.
 
 
 # Blocks that keep a GPU busy; neurons worth a slice; slices that cost little beside the product.
@@ -240,7 +241,7 @@ def multiply_down_tile(
     block: CudaFfn, tiles: DownTiles, hidden: KernelTensor, out: KernelTensor, tokens: Expr, place: ThreadIndex
 ) -> None:
     """out[slice · rows + t] = Σ hidden[t, j] · down[j] over the neurons of a slice; with one slice y, and its bias."""
-    rows, neurons = block.shape.rows, block.shape.neurons
+    rows, neurons = block.spec.rows, block.spec.neurons
     slice_, start = bind(place.block_y // tiles.tokens), bind(place.block_y // tiles.tokens * tiles.neurons)
     tile = _Tile(
         token=bind(place.block_y % tiles.tokens * TILE_TOKENS),
@@ -262,7 +263,7 @@ def multiply_down_tile(
         for i in range(OWN):
             for j in range(OWN):
                 token, column = bind(tile.token + own_token + i), bind(tile.column + own_column + j)
-                with when(tirx.And(token < tokens, column < block.shape.dim)):
+                with when(tirx.And(token < tokens, column < block.spec.dim)):
                     value = sums[i * OWN + j]
                     out[slice_ * rows + token, column] = value if bias is None else value + bias[column]
 
@@ -273,7 +274,7 @@ def _load_weights(block: CudaFfn, weights: Padded, tile: _Tile, first: Expr, thr
     units = SIDE // bundle.unit_weights
     with when(thread < DEPTH * units):
         j, part = bind(thread // units), bind(thread % units)
-        neuron = bind(minimum(first + j, block.shape.neurons - 1))
+        neuron = bind(minimum(first + j, block.spec.neurons - 1))
         # Past the last column its unit is read again; nobody stores what comes of it.
         number = bind(minimum(tile.column // bundle.unit_weights + part, bundle.units - 1))
         unit = bundle.unit(bind(block.down_row(neuron)), number)
@@ -285,8 +286,8 @@ def add_tile_slices(
     block: CudaFfn, tiles: DownTiles, slices: KernelTensor, y: KernelTensor, column: Expr, token: Expr
 ) -> None:
     """y[token, column] = the sum of its slices, in order, and the bias."""
-    with when(column < block.shape.dim):
+    with when(column < block.spec.dim):
         total = slices[token, column]
         for number in range(1, tiles.slices):
-            total = total + slices[number * block.shape.rows + token, column]
+            total = total + slices[number * block.spec.rows + token, column]
         y[token, column] = total if block.down_bias is None else total + block.down_bias[column]

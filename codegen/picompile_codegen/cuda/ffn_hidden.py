@@ -1,24 +1,29 @@
-"""The tensors of a feed-forward block on a GPU, and where each matrix of a neuron is."""
+"""Hidden values of a feed-forward block for one token, on a GPU: gate, up and the activation.
+
+A block of threads has a group of neurons. In `exact`, and where a mask names neurons of a gate that can be silent, gate
+comes first, and up is read only for those that it does not silence. Elsewhere a warp reads both rows of a neuron at
+once.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.ffn_neurons import FfnShape
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, minimum, when
 from picompile_codegen.cuda.dot import BlockInput, product, row_products
-from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
-from picompile_codegen.cuda.matrix import CudaMatrix
+from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
+from picompile_codegen.cuda.matrix import CudaMatrix, matrix_argument, optional_matrix
 from picompile_codegen.cuda.memory import activate, address, barrier, run_extern, shared
 from picompile_codegen.cuda.predict import Numbering
+from picompile_codegen.specs import FfnSpec
 
 
 @dataclass(frozen=True)
 class CudaFfn:
-    """The tensors of a block, in the order in which they are passed; scratch and y follow."""
+    """The tensors of a block, in the order in which they are passed."""
 
-    shape: FfnShape
+    spec: FfnSpec
     x: KernelTensor
     mask: KernelTensor | None
     table: KernelTensor | None
@@ -28,6 +33,24 @@ class CudaFfn:
     up_bias: KernelTensor | None
     down_bias: KernelTensor | None
     stats: KernelTensor
+    y: KernelTensor
+
+    @classmethod
+    def of(cls, spec: FfnSpec, function: CudaFunction) -> "CudaFfn":
+        """Return the arguments of the kernel that is being written."""
+        return cls(
+            spec=spec,
+            x=function["x"],
+            mask=function.get("mask"),
+            table=function.get("table"),
+            decide=optional_matrix(function, "decide_w"),
+            bundle=matrix_argument(function, "neuron_w"),
+            gate_bias=function.get("gate_bias"),
+            up_bias=function.get("up_bias"),
+            down_bias=function.get("down_bias"),
+            stats=function["stats"],
+            y=function["y"],
+        )
 
     @property
     def first_matrix(self) -> CudaMatrix:
@@ -36,20 +59,20 @@ class CudaFfn:
 
     @property
     def first_bias(self) -> KernelTensor | None:
-        """Its bias."""
-        return self.gate_bias if self.shape.gated else self.up_bias
+        """The bias of `first_matrix`."""
+        return self.gate_bias if self.spec.gated else self.up_bias
 
     def first_row(self, neuron: Expr) -> Expr:
         """The row of a neuron in `first_matrix`."""
-        return neuron if self.decide is not None else neuron * self.shape.bundle_parts
+        return neuron if self.decide is not None else neuron * self.spec.bundle_parts
 
     def up_row(self, neuron: Expr) -> Expr:
         """The row of up in the bundle of a gated block."""
-        return neuron * self.shape.bundle_parts + (self.shape.bundle_parts - 2)
+        return neuron * self.spec.bundle_parts + (self.spec.bundle_parts - 2)
 
     def down_row(self, neuron: Expr) -> Expr:
         """The row of down in the bundle."""
-        return neuron * self.shape.bundle_parts + (self.shape.bundle_parts - 1)
+        return neuron * self.spec.bundle_parts + (self.spec.bundle_parts - 1)
 
     def is_named(self, token: Expr, neuron: Expr) -> Expr:
         """Whether the mask names a neuron."""
@@ -58,12 +81,12 @@ class CudaFfn:
 
     def fires(self, first: Expr) -> Expr:
         """Whether a neuron whose product with `first_matrix` is this may send anything down."""
-        return first > tirx.FloatImm("float32", self.shape.threshold)
+        return first > tirx.FloatImm("float32", self.spec.threshold)
 
     def output(self, first: Expr, up: Expr | None) -> Expr:
         """h, from the products with gate and up, biases included (`up` None where there is no gate)."""
-        value = activate(self.shape.activation, first)
-        return value if up is None else bind(value * activate(self.shape.up_activation, up))
+        value = activate(self.spec.activation, first)
+        return value if up is None else bind(value * activate(self.spec.up_activation, up))
 
 
 def biased(value: Expr, bias: KernelTensor | None, index: Expr) -> Expr:
@@ -99,7 +122,7 @@ class NeuronGroups:
 
     @property
     def places(self) -> int:
-        """Of all groups together; a few have no neuron."""
+        """Places of all groups together; a few have no neuron."""
         return self.size * self.count
 
     def members(self, group: Expr) -> Expr:
@@ -115,11 +138,7 @@ class NeuronGroups:
         return self.neuron(place // self.size, place % self.size)
 
 
-# What a group of neurons sends down, for one token: gate, up and the activation, a block of threads for a group.
-#
-# In `exact`, and where a mask names neurons of a gate that can be silent, gate comes first, and up is read only for
-# those
-# that it does not silence. Elsewhere a warp reads both rows of a neuron at once.
+# The launch.
 
 
 HIDDEN_THREADS = 256
@@ -156,14 +175,14 @@ class _Group:
 
 def compute_hidden(block: CudaFfn, groups: NeuronGroups, hidden: KernelTensor, place: ThreadIndex) -> None:
     """hidden[token, place] for all places of this block's group, 0 where nothing is sent down; counts neurons."""
-    shape = block.shape
-    inputs = BlockInput(block.x, place.block, shape.dim, HIDDEN_THREADS)
+    spec = block.spec
+    inputs = BlockInput(block.x, place.block, spec.dim, HIDDEN_THREADS)
     products, outputs = shared(len(inputs.parts()), 2 * groups.size), shared(groups.size)
     group = _Group(block, groups, place, inputs, Numbering(HIDDEN_THREADS), products, outputs)
     with when(place.thread < groups.size):
         outputs[place.thread] = _ZERO
-    listed = _named(group) if shape.is_masked else _all(group)
-    if shape.is_masked:
+    listed = _named(group) if spec.is_masked else _all(group)
+    if spec.is_masked:
         computed = listed.count
         # Of a group in which nobody is named not even x is read.
         with when(computed > 0):
@@ -175,9 +194,9 @@ def compute_hidden(block: CudaFfn, groups: NeuronGroups, hidden: KernelTensor, p
 
 
 def _compute(group: _Group, listed: _Listed) -> Expr:
-    """What those that are listed send down: of how many all products were computed."""
-    shape = group.block.shape
-    if shape.is_exact or (shape.is_masked and shape.gated and shape.is_sparse):
+    """Compute the hidden values of listed neurons; return for how many of them all products were computed."""
+    spec = group.block.spec
+    if spec.is_exact or (spec.is_masked and spec.gated and spec.is_sparse):
         return _one_after_the_other(group, listed)
     _at_once(group, listed)
     return listed.count
@@ -188,7 +207,7 @@ def _all(group: _Group) -> _Listed:
 
 
 def _named(group: _Group) -> _Listed:
-    """Those that the mask names."""
+    """List the members that the mask names."""
     thread, members = group.place.thread, group.groups.members(group.place.block_y)
     neuron = bind(group.neuron(minimum(thread, members - 1)))
     flag = bind(tirx.if_then_else(thread < members, group.block.is_named(group.token, neuron), False))
@@ -212,9 +231,9 @@ def _those(
 
 def _at_once(group: _Group, listed: _Listed) -> None:
     """Gate and up of all that are listed."""
-    block, parts = group.block, 1 + group.block.shape.gated
+    block, parts = group.block, 1 + group.block.spec.gated
     # Neurons here and there are few for a block: each to a warp of its own.
-    together = 2 if block.shape.gated or not block.shape.is_masked else 1
+    together = 2 if block.spec.gated or not block.spec.is_masked else 1
 
     def row(index: Expr) -> Expr:
         # Gate and up of a neuron are neighbours in the bundle.
@@ -231,7 +250,8 @@ def _at_once(group: _Group, listed: _Listed) -> None:
 
 
 def _one_after_the_other(group: _Group, listed: _Listed) -> Expr:
-    """The deciding products of all that are listed, and the rest of those that fire: how many these are."""
+    """The product with the gating matrixs of all that are listed, and the rest of those that fire: how many these
+    are."""
     block, thread = group.block, group.place.thread
     row_products(
         group.inputs,
@@ -240,7 +260,7 @@ def _one_after_the_other(group: _Group, listed: _Listed) -> Expr:
         listed.count,
         group.products,
         group.place,
-        2 if block.shape.is_exact else 1,
+        2 if block.spec.is_exact else 1,
     )
     # There may be nobody listed; then the group's first stands in for what is not used.
     position = bind(tirx.Max(minimum(thread, listed.count - 1), 0))
@@ -251,7 +271,7 @@ def _one_after_the_other(group: _Group, listed: _Listed) -> Expr:
     firsts = shared(group.groups.size)
     flag = bind(tirx.And(is_listed, block.fires(first)))
     firing = _those(group, flag, lambda _: member, [(firsts, first)])
-    if block.shape.gated:
+    if block.spec.gated:
         row_products(
             group.inputs,
             block.bundle,
@@ -263,7 +283,7 @@ def _one_after_the_other(group: _Group, listed: _Listed) -> Expr:
         )
     with when(thread < firing.count):
         member = bind(firing.member(thread))
-        up = biased(product(group.products, thread), block.up_bias, group.neuron(member)) if block.shape.gated else None
+        up = biased(product(group.products, thread), block.up_bias, group.neuron(member)) if block.spec.gated else None
         group.outputs[member] = block.output(firsts[thread], up)
     return firing.count
 

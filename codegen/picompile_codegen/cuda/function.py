@@ -1,18 +1,16 @@
-"""What a CUDA kernel is, and how one is written.
+"""CUDA kernels, and how one is written.
 
-A kernel takes the arguments of the CPU's kernel of the same name, but for scratch memory, and is one or several
+A kernel takes the arguments of its spec, as the CPU's does, and scratch memory of its own; it is one or several
 launches that run one after the other. All sizes are known when it is written, grids too: what changes from step to step
 comes in `step`, and blocks without work end at once. So a list of launches never changes, and is captured into a graph
 once.
 
-    function = CudaFunction("negate", dim)
-    with function:
-        x, y = function.floats("x", 1, dim), function.floats("y", 1, dim)
-        with function.launch(grid=blocks_for(dim, 256), block=256) as place:
+    def negate(spec: NegateSpec, function: CudaFunction) -> None:
+        x, y = function["x"], function["y"]
+        with function.launch(grid=blocks_for(spec.dim, 256), block=256) as place:
             i = bind(place.block * 256 + place.thread)
-            with when(i < dim):
+            with when(i < spec.dim):
                 y[0, i] = -x[0, i]
-    return function.cuda_kernel()
 """
 
 from collections.abc import Iterator
@@ -46,7 +44,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class ThreadIndex:
-    """Where a thread is: its block's numbers and its own."""
+    """The place of a thread: its block's numbers and its own."""
 
     block: Expr
     block_y: Expr
@@ -54,12 +52,12 @@ class ThreadIndex:
 
     @property
     def lane(self) -> Expr:
-        """Its number in its warp."""
+        """The thread's number in its warp."""
         return self.thread % WARP
 
     @property
     def warp(self) -> Expr:
-        """The number of its warp in its block."""
+        """The number of the thread's warp in its block."""
         return self.thread // WARP
 
 
@@ -98,7 +96,7 @@ class CudaFunction(KernelFunction):
 
     def cuda_kernel(self) -> CudaKernel:
         """The finished kernel, once its body has ended."""
-        return CudaKernel(self.name, self._builder.get(), self.arguments(), **self._bounds, grids=tuple(self._grids))
+        return CudaKernel(self.name, self.prim_func(), self.arguments(), **self._bounds, grids=tuple(self._grids))
 
 
 def blocks_for(count: int, each: int) -> int:

@@ -1,4 +1,7 @@
-"""Products of two tiles in the memory of a block: 64 by 64 results, of which each of 256 threads has 4 by 4."""
+"""Products of packed matrices with activations on a GPU: for one token by warps, for several by tiles.
+
+A tile has 64 by 64 results, of which each of 256 threads has 4 by 4; both factors come through the memory of the block.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,9 +10,10 @@ from tvm import tirx
 
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, when
 from picompile_codegen.cuda.dot import BlockVector, add_part
-from picompile_codegen.cuda.function import WARP, CudaFunction, CudaKernel, ThreadIndex, blocks_for
+from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import CudaMatrix, matrix_argument
 from picompile_codegen.cuda.memory import barrier, registers, shared, warp_sum
+from picompile_codegen.specs import LinearSpec
 
 SIDE = 64
 THREADS = 256
@@ -76,7 +80,7 @@ def add_products(
                 sums[i * OWN + j] = sums[i * OWN + j] + a[i] * b[j]
 
 
-# Products of a packed matrix with several tokens: a block takes a tile of tokens and rows, through shared memory.
+# Tiles of tokens and rows of a packed matrix.
 
 
 TILE_TOKENS = TILE_ROWS = SIDE
@@ -154,35 +158,29 @@ def _load_rows(
             ws.store(part * w.unit_weights + i, r, [unit.weight(i)])
 
 
-# Linear layers on a GPU: a packed matrix times the activations of one token, or of a chunk.
+# The body of a `LinearSpec`.
 
 
-_THREADS = 256
+_ONE_THREADS = 256
 # A warp reads two rows at a time: what it has read of x serves both, and more reads are under way.
 _ROWS_A_WARP = 2
-_ROWS_A_BLOCK = _THREADS // WARP * _ROWS_A_WARP
+_ROWS_A_BLOCK = _ONE_THREADS // WARP * _ROWS_A_WARP
 # Of x at a time, in shared memory: 18 KiB, so that several blocks fit a multiprocessor.
 _COLUMNS = 4096
 
 
-def linear(*, format: str, n: int, k: int, rows: int, bias: bool) -> CudaKernel:
-    """y = x · wᵀ + bias. x float32 [rows, k], w packed [n, k], bias float32 [n] → y float32 [rows, n]."""
-    function = CudaFunction("linear", format, f"{n}x{k}", f"r{rows}", "b" if bias else "")
-    with function:
-        x = function.floats("x", rows, k)
-        w = matrix_argument(function, "w", format, n, k)
-        biases = function.optional_floats("bias", n, bias)
-        y = function.floats("y", rows, n)
-        if rows == 1:
-            # Where x is in several parts ptxas takes up to 74 registers for q4, where 64 do and a fourth block fits.
-            resident = 4 if format == "q4" and k > _COLUMNS else 0
-            with function.launch(grid=blocks_for(n, _ROWS_A_BLOCK), block=_THREADS, resident=resident) as place:
-                _one(x, w, biases, y, place)
-        else:
-            grid = (blocks_for(n, TILE_ROWS), blocks_for(rows, TILE_TOKENS))
-            with function.launch(grid=grid, block=TILE_THREADS) as place:
-                multiply_tile(x, w, biases, y, function.tokens(rows), place)
-    return function.cuda_kernel()
+def linear(spec: LinearSpec, function: CudaFunction) -> None:
+    """Write the launch of a `LinearSpec`."""
+    x, w, bias, y = function["x"], matrix_argument(function, "w"), function.get("bias"), function["y"]
+    if spec.rows == 1:
+        # Where x is in several parts ptxas takes up to 74 registers for q4, where 64 do and a fourth block fits.
+        resident = 4 if spec.format == "q4" and spec.k > _COLUMNS else 0
+        with function.launch(grid=blocks_for(spec.n, _ROWS_A_BLOCK), block=_ONE_THREADS, resident=resident) as place:
+            _one(x, w, bias, y, place)
+        return
+    grid = (blocks_for(spec.n, TILE_ROWS), blocks_for(spec.rows, TILE_TOKENS))
+    with function.launch(grid=grid, block=TILE_THREADS) as place:
+        multiply_tile(x, w, bias, y, function.tokens(spec.rows), place)
 
 
 def _one(x: KernelTensor, w: CudaMatrix, bias: KernelTensor | None, y: KernelTensor, place: ThreadIndex) -> None:
@@ -196,7 +194,7 @@ def _one(x: KernelTensor, w: CudaMatrix, bias: KernelTensor | None, y: KernelTen
         sums[i] = tirx.FloatImm("float32", 0.0)
     for start in range(0, w.columns, _COLUMNS):
         columns = min(_COLUMNS, w.columns - start)
-        vector.fill(x, 0, start, w.columns, place, _THREADS)
+        vector.fill(x, 0, start, w.columns, place, _ONE_THREADS)
         add_part(vector, w, rows, (start, columns), sums, place.lane)
     for i in range(_ROWS_A_WARP):
         product = warp_sum(sums[i])

@@ -1,11 +1,18 @@
-"""Rows that threads read and write: four columns at a time where they are aligned for it."""
+"""Rows of activations and packed matrices, as the threads of a GPU read and write them.
+
+The weight formats are those of `picompile_passes.dialect.formats`. Weights are read 16 bytes at a time, a unit: 8
+weights in f16, 16 in q8, and a group of 32 in q4, in the order of the columns. Rows begin at multiples of 64 bytes and
+are padded with zeros, so that every unit is aligned, and units past the last column may be read.
+"""
 
 from dataclasses import dataclass
 
 from tvm import tirx
 
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.matrix import matrix_argument as declare_matrix
+from picompile_codegen.cpu.matrix import KernelMatrix
+from picompile_codegen.cpu.matrix import matrix_argument as host_matrix_argument
+from picompile_codegen.cpu.matrix import optional_matrix as host_optional_matrix
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, when
 from picompile_codegen.cpu.vector import at, splat
 from picompile_codegen.cuda.function import WARP, blocks_for
@@ -53,13 +60,13 @@ class ColumnLanes:
 
     @classmethod
     def of(cls, width: int, thread: Expr) -> "ColumnLanes":
-        """Those of `thread`, where a block of `block_threads(width)` shares a row."""
+        """Return the columns of `thread`, where a block of `block_threads(width)` shares a row."""
         lanes, threads = lanes_for(width), block_threads(width)
         numbers = [bind(turn * threads + thread) for turn in range(blocks_for(width // lanes, threads))]
         return cls(lanes, tuple((number * lanes, number < width // lanes) for number in numbers))
 
     def load(self, x: KernelTensor, *row: Expr) -> list[Expr]:
-        """Its elements of a row of x, zeros for those that do not exist."""
+        """Return the thread's elements of a row of x, zeros for those that do not exist."""
         return [value for start, inside in self.runs for value in load_lanes(x, (*row, start), self.lanes, inside)]
 
     def store(self, y: KernelTensor, row: Expr, values: list[Expr]) -> None:
@@ -72,13 +79,7 @@ class ColumnLanes:
         return [bind(tirx.Select(self.runs[i // self.lanes][1], value, _ZERO)) for i, value in enumerate(values)]
 
 
-# Packed matrices as CUDA kernels read them: 16 bytes at a time, a unit, as float32.
-#
-# The formats are those of `picompile_passes.dialect.formats`. A unit holds 8 weights in f16, 16 in q8, and a group of
-# 32
-# in q4, in the order of the columns. Rows begin at multiples of 64 bytes and are padded with zeros, so that every
-# unit is
-# aligned, and units past the last column may be read.
+# Packed matrices.
 
 
 UNIT_BYTES = 16
@@ -133,10 +134,19 @@ class CudaMatrix:
         return Unit(first, _bytes(words), scale)
 
 
-def matrix_argument(function: KernelFunction, name: str, format_name: str, rows: int, columns: int) -> CudaMatrix:
-    """Declares a packed matrix, with the arguments that it has on the CPU."""
-    matrix = declare_matrix(function, name, format_name, rows, columns)
-    return CudaMatrix(format_name, rows, columns, matrix.data, matrix.scale)
+def matrix_argument(function: KernelFunction, name: str) -> CudaMatrix:
+    """Return the packed matrix that the kernel's spec declares under that name."""
+    return _of(host_matrix_argument(function, name))
+
+
+def optional_matrix(function: KernelFunction, name: str) -> CudaMatrix | None:
+    """Return the packed matrix of that name, or None in a variant of the kernel that has none."""
+    matrix = host_optional_matrix(function, name)
+    return None if matrix is None else _of(matrix)
+
+
+def _of(matrix: KernelMatrix) -> CudaMatrix:
+    return CudaMatrix(matrix.format, matrix.rows, matrix.columns, matrix.data, matrix.scale)
 
 
 def _halves(data: KernelTensor, row: Expr, number: Expr) -> tuple[Expr, ...]:

@@ -45,7 +45,7 @@ def run_extern(name: str, *arguments: Expr) -> None:
 
 
 def address(tensor: KernelTensor, *index: Expr) -> Expr:
-    """Where an element is."""
+    """Return the address of an element."""
     return tirx.address_of(tensor[index])
 
 
@@ -98,7 +98,7 @@ def _over_block(value: Expr, thread: Expr, threads: int, over_warp: Any, neutral
     return over_warp(tirx.if_then_else(inside, sums[tirx.Select(inside, lane, 0)], tirx.FloatImm("float32", neutral)))
 
 
-# Activation functions of single numbers: those of `picompile_passes.dialect.activations`, by the same names.
+# Activation functions of single numbers, by the names of `picompile_passes.dialect.activations`.
 
 
 def _number(value: float) -> Expr:

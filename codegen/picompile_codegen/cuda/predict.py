@@ -1,13 +1,21 @@
-"""Numbering those threads of a block for which something holds: how lists are made that keep their order."""
+"""Predictors on a GPU: matrices of low rank that were trained, and signs, which need no training.
+
+Of low rank: the first matrix has few rows, long ones, and a block of threads for each. The second has many rows, short
+ones: a warp takes several at once, if they are shorter than a warp can read.
+
+By signs, with the layout of bits of `cpu/predict.py`: each block packs the signs of x by itself, since to read x takes
+less time than a launch of its own.
+"""
 
 from tvm import tirx
 
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, select, when
 from picompile_codegen.cuda.dot import BlockInput, lanes_sum, unit_product
-from picompile_codegen.cuda.function import WARP, CudaFunction, CudaKernel, ThreadIndex, blocks_for
+from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import CudaMatrix, matrix_argument
 from picompile_codegen.cuda.memory import barrier, block_sum, registers, shared
 from picompile_codegen.signs import BLOCK_COLUMNS
+from picompile_codegen.specs import PredictLowRankSpec, PredictSignsSpec
 
 
 class Numbering:
@@ -42,11 +50,7 @@ def _ones(word: Expr) -> Expr:
     return tirx.Cast("int32", tirx.popcount(word))
 
 
-# Predictors that were trained, on a GPU: two matrices of low rank tell which neurons a token will fire.
-#
-# The first matrix has few rows, long ones: a block of threads for each. The second has many rows, short ones: a warp
-# for
-# several at once, if they are shorter than a warp can read.
+# Prediction by matrices of low rank.
 
 
 _HIDDEN_THREADS = 128
@@ -56,36 +60,22 @@ _TOGETHER = 4
 _ZERO = tirx.FloatImm("float32", 0.0)
 
 
-def predict_low_rank(
-    *, formats: tuple[str, str], neurons: int, rank: int, dim: int, relu: bool, rows: int = 1
-) -> CudaKernel:
-    """mask[t, j] = 1 where fc2[j] · h[t] + bias[j] > threshold, else 0; h = fc1 · x, or relu(fc1 · x) with `relu`.
-
-    x float32 [rows, dim], fc1 packed [rank, dim], fc2 packed [neurons, rank], in `formats`, bias float32 [neurons],
-    threshold float32 [1] → mask uint8 [rows, neurons].
-    """
-    shape = f"{neurons}x{rank}x{dim}"
-    function = CudaFunction("predict", "relu" if relu else "linear", *formats, shape, f"r{rows}" if rows > 1 else "")
-    with function:
-        x = function.floats("x", rows, dim)
-        fc1 = matrix_argument(function, "fc1", formats[0], rank, dim)
-        fc2 = matrix_argument(function, "fc2", formats[1], neurons, rank)
-        bias, threshold = function.floats("bias", neurons), function.floats("threshold", 1)
-        hidden = function.scratch("hidden", "float32", rows, rank)
-        mask = function.argument("mask", "uint8", rows, neurons)
-        # Tokens are next to each other: what a block reads of a matrix, the next finds in the cache.
-        with (
-            function.launch(grid=(rows, rank), block=_HIDDEN_THREADS) as place,
-            when(place.block < function.tokens(rows)),
-        ):
-            _compute_hidden(x, fc1, hidden, relu, place)
-        lanes = _lanes(fc2)
-        with (
-            function.launch(grid=(rows, blocks_for(neurons, _rows_a_block(lanes))), block=_MASK_THREADS) as place,
-            when(place.block < function.tokens(rows)),
-        ):
-            _compute_mask(hidden, fc2, bias, threshold, mask, lanes, place)
-    return function.cuda_kernel()
+def predict_low_rank(spec: PredictLowRankSpec, function: CudaFunction) -> None:
+    """Write the launches of a `PredictLowRankSpec`."""
+    rows, fc1, fc2 = spec.rows, matrix_argument(function, "fc1"), matrix_argument(function, "fc2")
+    hidden = function.scratch("hidden", "float32", rows, spec.rank)
+    # Tokens are next to each other: what a block reads of a matrix, the next finds in the cache.
+    with (
+        function.launch(grid=(rows, spec.rank), block=_HIDDEN_THREADS) as place,
+        when(place.block < function.tokens(rows)),
+    ):
+        _compute_hidden(function["x"], fc1, hidden, spec.relu, place)
+    lanes = _lanes(fc2)
+    with (
+        function.launch(grid=(rows, blocks_for(spec.neurons, _rows_a_block(lanes))), block=_MASK_THREADS) as place,
+        when(place.block < function.tokens(rows)),
+    ):
+        _compute_mask(hidden, fc2, function["bias"], function["threshold"], function["mask"], lanes, place)
 
 
 def _compute_hidden(x: KernelTensor, fc1: CudaMatrix, hidden: KernelTensor, relu: bool, place: ThreadIndex) -> None:
@@ -160,57 +150,40 @@ def _compute_mask(
             mask[token, neuron] = tirx.Cast("uint8", product + bias[neuron] > threshold[0])
 
 
-# The predictor that needs no training, on a GPU: see `kernels/predict_signs.py`, whose layout of bits this reads.
-#
-# Each block packs the signs of x by itself: to read x takes less time than a launch of its own.
+# Prediction by signs.
 
 
-_THREADS = 256
-_WARPS = _THREADS // WARP
+_SIGN_THREADS = 256
+_SIGN_WARPS = _SIGN_THREADS // WARP
 # Rows that a warp reads at a time, and how often it does.
-_PREDICT_SIGNS_TOGETHER, _TURNS = 4, 2
-_ROWS_A_BLOCK = _WARPS * _PREDICT_SIGNS_TOGETHER * _TURNS
+_SIGN_ROWS_TOGETHER, _SIGN_TURNS = 4, 2
+_ROWS_A_BLOCK = _SIGN_WARPS * _SIGN_ROWS_TOGETHER * _SIGN_TURNS
 _WORDS_A_BLOCK = BLOCK_COLUMNS // WARP
 # Words of signs that a lane reads at once: 16 bytes.
 _UNIT = 4
 
 
-def predict_signs(*, neurons: int, dim: int, row_bytes: int, rows: int = 1) -> CudaKernel:
-    """mask[t, j] = 1 where x[t] and row j of the matrix differ in sign in `most` columns or fewer, else 0.
-
-    x float32 [rows, dim], signs int32 [neurons, row_bytes / 4], most float32 [1] → mask uint8 [rows, neurons].
-    """
-    words = blocks_for(dim, BLOCK_COLUMNS) * _WORDS_A_BLOCK
-    function = CudaFunction("predict", "signs", f"{neurons}x{dim}", f"r{rows}" if rows > 1 else "")
-    with function:
-        x = function.floats("x", rows, dim)
-        signs, most = function.argument("signs", "int32", neurons, row_bytes // 4), function.floats("most", 1)
-        mask = function.argument("mask", "uint8", rows, neurons)
-        with (
-            function.launch(grid=(rows, blocks_for(neurons, _ROWS_A_BLOCK)), block=_THREADS) as place,
-            when(place.block < function.tokens(rows)),
-        ):
-            packed = shared(words, dtype="int32")
-            _pack(x, packed, words, dim, place)
-            barrier()
-            with loop(0, _TURNS) as turn:
-                first = bind(place.block_y * _ROWS_A_BLOCK + turn * (_WARPS * _PREDICT_SIGNS_TOGETHER) + place.warp)
-                _compare(
-                    signs,
-                    packed,
-                    words,
-                    [bind(first + i * _WARPS) for i in range(_PREDICT_SIGNS_TOGETHER)],
-                    most,
-                    mask,
-                    place,
-                )
-    return function.cuda_kernel()
+def predict_signs(spec: PredictSignsSpec, function: CudaFunction) -> None:
+    """Write the launch of a `PredictSignsSpec`."""
+    x, signs, most, mask = (function[name] for name in ("x", "signs", "most", "mask"))
+    words = blocks_for(spec.dim, BLOCK_COLUMNS) * _WORDS_A_BLOCK
+    with (
+        function.launch(grid=(spec.rows, blocks_for(spec.neurons, _ROWS_A_BLOCK)), block=_SIGN_THREADS) as place,
+        when(place.block < function.tokens(spec.rows)),
+    ):
+        packed = shared(words, dtype="int32")
+        _pack(x, packed, words, spec.dim, place)
+        barrier()
+        with loop(0, _SIGN_TURNS) as turn:
+            first = bind(place.block_y * _ROWS_A_BLOCK + turn * (_SIGN_WARPS * _SIGN_ROWS_TOGETHER) + place.warp)
+            neurons = [bind(first + i * _SIGN_WARPS) for i in range(_SIGN_ROWS_TOGETHER)]
+            _compare(signs, packed, words, neurons, most, mask, place)
 
 
 def _pack(x: KernelTensor, packed: KernelTensor, words: int, dim: int, place: ThreadIndex) -> None:
     """The signs of x. Bit i of word l of a block of 256 columns is column 8 · i + l: a warp makes a word at once."""
-    with loop(0, blocks_for(words, _WARPS)) as turn:
-        word = bind(turn * _WARPS + place.warp)
+    with loop(0, blocks_for(words, _SIGN_WARPS)) as turn:
+        word = bind(turn * _SIGN_WARPS + place.warp)
         column = bind(word // _WORDS_A_BLOCK * BLOCK_COLUMNS + place.lane * _WORDS_A_BLOCK + word % _WORDS_A_BLOCK)
         value = bind(tirx.if_then_else(column < dim, x[place.block, column], tirx.FloatImm("float32", 0.0)))
         below_zero = tirx.Cast("int32", value < tirx.FloatImm("float32", 0.0))

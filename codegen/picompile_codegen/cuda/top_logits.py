@@ -1,8 +1,12 @@
-"""The highest 64 of many numbers by one block: sorted runs of 64, of pairs of which the higher halves are kept.
+"""Top logits on a GPU: the highest 64 scores of each slice of a vocabulary, then the highest 64 of what these found.
 
-A network of compare-and-swap steps (K. E. Batcher, Sorting networks and their applications, 1968) takes the same steps
-whatever the numbers are: it has no branches that threads could take differently, and no atomics. A warp sorts a run, so
-that steps inside of one need no barrier.
+Runs of 64 keys are sorted, and of pairs of runs the higher halves are kept. A network of compare-and-swap steps (K. E.
+Batcher, Sorting networks and their applications, 1968) takes the same steps whatever the numbers are: it has no
+branches that threads could take differently, and no atomics. A warp sorts a run, so that steps inside of one need no
+barrier.
+
+A score and its token are one key, of which no two are equal: so the result has one order only, and does not depend on
+the threads'. The scores themselves, with all their bits, are read once more at the end.
 """
 
 from collections.abc import Sequence
@@ -11,11 +15,12 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, when
-from picompile_codegen.cpu.top_logits import MOST_LEADING, order_of
-from picompile_codegen.cuda.function import CudaFunction, CudaKernel, ThreadIndex, blocks_for
+from picompile_codegen.cpu.token_ops import order_of
+from picompile_codegen.cuda.function import CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.memory import address, barrier, loads_first, run_extern, shared
+from picompile_codegen.specs import MOST_TOP_LOGITS, TopLogitsSpec
 
-RUN = MOST_LEADING
+RUN = MOST_TOP_LOGITS
 _RUN_BITS = RUN.bit_length() - 1
 THREADS = 512
 # 16 KiB of the block's memory.
@@ -40,7 +45,7 @@ class SortedRuns:
 
     @classmethod
     def for_runs(cls, wanted: int, place: ThreadIndex) -> "SortedRuns":
-        """As many as are wanted, if there is room for them. What is more goes into `merge_with`."""
+        """Return as many runs as are wanted, if there is room for them. What is more goes into `merge_with`."""
         count = min(_MOST_RUNS, 1 << (wanted - 1).bit_length())
         turns = range(blocks_for(count * RUN, THREADS))
         indices = tuple(bind(turn * THREADS + place.thread) for turn in turns)
@@ -81,7 +86,7 @@ class SortedRuns:
         return bind(self._keys[index])
 
     def _keep_higher(self, level: Expr) -> None:
-        """Of two runs that are left the first gets what is higher, place by place: a sequence of two directions."""
+        """Bitonic merge step: keep the element-wise maximum of two runs in the first; the result is bitonic."""
         kept = bind(self.count * RUN >> level)
         with loop(0, (kept + (THREADS - 1)) // THREADS) as turn:
             number = bind(turn * THREADS + self._thread)
@@ -111,14 +116,11 @@ class SortedRuns:
 
 
 def _place(index: Expr, level: Expr) -> Expr:
-    """Where a key is when every 2^level-th run is left."""
+    """Return the place of a key when every 2^level-th run is left."""
     return (index >> _RUN_BITS << (level + _RUN_BITS)) | (index & (RUN - 1))
 
 
-# The highest of a vocabulary's scores, on a GPU: a block for each slice of it, then one for what these have found.
-#
-# A score and its token are one number, of which no two are equal: so the result has one order only, and does not depend
-# on the threads'. The scores themselves, with all their bits, are read once more at the end.
+# The body of a `TopLogitsSpec`.
 
 
 # What a block takes of a row: 64 to 128 of them for vocabularies of 128 to 256 thousand tokens.
@@ -126,30 +128,19 @@ _SLICE = 2048
 _LAST_ID = 2**31 - 1
 
 
-def leading_logits(*, vocab: int, rows: int) -> CudaKernel:
-    """The n = min(64, vocab) highest logits of each row, highest first, and their tokens.
-
-    logits float32 [rows, vocab] → scores float32 [rows, n], ids int32 [rows, n]. Of equal logits the lower token comes
-    first; NaN comes before all numbers.
-    """
-    function, count = CudaFunction("leading_logits", vocab, f"r{rows}"), min(MOST_LEADING, vocab)
-    slices = blocks_for(vocab, _SLICE)
-    with function:
-        logits = function.floats("logits", rows, vocab)
-        scores, ids = (
-            function.floats("scores", rows, count),
-            function.argument("ids", "int32", rows, count, below=vocab),
-        )
-        found = function.scratch("found", "int64", rows, slices * RUN)
-        with function.launch(grid=(slices, rows), block=THREADS) as place, when(place.block_y < function.tokens(rows)):
-            _search_slice(logits, found, vocab, place)
-        with function.launch(grid=rows, block=THREADS) as place, when(place.block < function.tokens(rows)):
-            best = _merge_slices(found, slices, place)
-            with when(place.thread < count):
-                token = bind(_LAST_ID - tirx.Cast("int32", best & _LAST_ID))
-                scores[place.block, place.thread] = logits[place.block, token]
-                ids[place.block, place.thread] = token
-    return function.cuda_kernel()
+def top_logits(spec: TopLogitsSpec, function: CudaFunction) -> None:
+    """Write the launches of a `TopLogitsSpec`: search each slice, then merge what they found."""
+    logits, scores, ids, rows = function["logits"], function["scores"], function["ids"], spec.rows
+    slices = blocks_for(spec.vocab, _SLICE)
+    found = function.scratch("found", "int64", rows, slices * RUN)
+    with function.launch(grid=(slices, rows), block=THREADS) as place, when(place.block_y < function.tokens(rows)):
+        _search_slice(logits, found, spec.vocab, place)
+    with function.launch(grid=rows, block=THREADS) as place, when(place.block < function.tokens(rows)):
+        best = _merge_slices(found, slices, place)
+        with when(place.thread < spec.count):
+            token = bind(_LAST_ID - tirx.Cast("int32", best & _LAST_ID))
+            scores[place.block, place.thread] = logits[place.block, token]
+            ids[place.block, place.thread] = token
 
 
 def _search_slice(logits: KernelTensor, found: KernelTensor, vocab: int, place: ThreadIndex) -> None:

@@ -1,15 +1,15 @@
-"""How rotary embedding, the KV cache and attention become kernel calls."""
+"""Rotary embedding, the KV cache and attention as kernel calls."""
 
 from collections.abc import Callable
 
 import torch
 from torch.fx import Node
 
-from picompile_codegen import cpu as kernels
-from picompile_codegen.cpu.cache import Q8, scale_groups
 from picompile_codegen.lowering.function import Bindings, Function, dimension
 from picompile_codegen.lowering.packing import Evaluate
 from picompile_codegen.lowering.program import Arg, ProgramTensor
+from picompile_codegen.specs import AttentionSpec, CacheWriteSpec, RotarySpec
+from picompile_codegen.specs.arguments import Q8, scale_groups
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import ATTENTION, ROTARY
 
@@ -20,12 +20,13 @@ def lower_rotary(node: Node, function: Function) -> None:
         return
     values = arguments(node)
     kernel = function.kernel(
-        kernels.rotary,
-        heads=values["heads"],
-        head_dim=dimension(node) // values["heads"],
-        rows=function.rows,
-        context=function.shared.options.context,
-        mode=function.mode,
+        RotarySpec(
+            heads=values["heads"],
+            head_dim=dimension(node) // values["heads"],
+            rows=function.rows,
+            context=function.shared.options.context,
+            mode=function.mode,
+        )
     )
     bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
     function.call(kernel, bindings | _angles(node, function), op="rotary")
@@ -79,14 +80,15 @@ def extend_cache(node: Node, function: Function) -> None:
     values, options, caches = arguments(node), function.shared.options, _caches(node, function)
     for side in ("k", "v"):
         kernel = function.kernel(
-            kernels.cache_write,
-            kv_heads=values["kv_heads"],
-            head_dim=dimension(values[side]) // values["kv_heads"],
-            context=options.context,
-            rows=function.rows,
-            kv_dtype=options.kv_dtype,
-            mode=function.mode,
-            sequences=options.sequences,
+            CacheWriteSpec(
+                kv_heads=values["kv_heads"],
+                head_dim=dimension(values[side]) // values["kv_heads"],
+                context=options.context,
+                rows=function.rows,
+                kv_dtype=options.kv_dtype,
+                mode=function.mode,
+                sequences=options.sequences,
+            )
         )
         bindings: Bindings = {"x": function.value(values[side]), "cache": caches[side]}
         bindings |= {"cache_scales": caches[f"{side}_scales"]} if options.kv_dtype == Q8 else {}
@@ -101,20 +103,21 @@ def lower_attention(node: Node, function: Function) -> None:
     if not extend:
         extend_cache(node, function)
     kernel = function.kernel(
-        kernels.attention,
-        heads=values["heads"],
-        kv_heads=values["kv_heads"],
-        head_dim=dimension(values["q"]) // values["heads"],
-        value_dim=dimension(values["v"]) // values["kv_heads"],
-        context=options.context,
-        rows=function.rows,
-        kv_dtype=options.kv_dtype,
-        scale=values["scale"],
-        window=values["window"],
-        mode=function.mode,
-        sequences=options.sequences,
-        extend=extend,
-        turn=turned,
+        AttentionSpec(
+            heads=values["heads"],
+            kv_heads=values["kv_heads"],
+            head_dim=dimension(values["q"]) // values["heads"],
+            value_dim=dimension(values["v"]) // values["kv_heads"],
+            context=options.context,
+            rows=function.rows,
+            kv_dtype=options.kv_dtype,
+            scale=values["scale"],
+            window=values["window"],
+            mode=function.mode,
+            sequences=options.sequences,
+            extend=extend,
+            turn=turned,
+        )
     )
     bindings: Bindings = {f"{name[0]}_cache{name[1:]}": cache for name, cache in _caches(node, function).items()}
     for name in ("q", "k", "v"):

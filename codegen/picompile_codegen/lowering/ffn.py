@@ -1,11 +1,12 @@
-"""How each kind of predictor becomes a kernel call: one function a kind, and the table of them.
+"""Predictors and feed-forward blocks as kernel calls.
 
 Masks are for decoding, of one sequence or of several. The functions that read prompts compute every neuron, since some
 token needs almost every one; `lower` gives them no predictors.
 
 A package that offers a predictor kind offers its kernel, too: an entry point of the group `picompile.predictor_kernels`
 has the kind's name and leads to a `Lowering`. That appends calls to the function, the last of which writes the buffer
-that `mask_buffer` gave it; `_low_rank` below is one. The block behind it then follows the mask.
+that `mask_buffer` gave it; `_low_rank` below is one. The kernels of a package are `specs.PackageSpec`, which bring
+their bodies. The block behind it then follows the mask.
 """
 
 from collections.abc import Callable
@@ -14,10 +15,10 @@ from importlib.metadata import entry_points
 import torch
 from torch.fx import Node
 
-from picompile_codegen import cpu as kernels
 from picompile_codegen.lowering.function import DECODING, STATS_ROW_BYTES, Bindings, Function, dimension
 from picompile_codegen.lowering.program import Arg, FfnPart, tensor_bytes
 from picompile_codegen.signs import sign_row_bytes
+from picompile_codegen.specs import FfnSpec, PredictLowRankSpec, PredictSignsSpec
 from picompile_passes.errors import RegistryError, UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments
 from picompile_passes.predictors import sign_limit
@@ -75,13 +76,14 @@ def _low_rank(relu: bool) -> Lowering:
         fc1, fc2, bias = values["weights"]
         first, second = weights.matrix(fc1), weights.matrix(fc2)
         kernel = function.kernel(
-            kernels.predict_low_rank,
-            formats=(first.format, second.format),
-            neurons=second.rows,
-            rank=first.rows,
-            dim=dimension(values["x"]),
-            relu=relu,
-            rows=function.rows,
+            PredictLowRankSpec(
+                formats=(first.format, second.format),
+                neurons=second.rows,
+                rank=first.rows,
+                dim=dimension(values["x"]),
+                relu=relu,
+                rows=function.rows,
+            )
         )
         bindings: Bindings = {
             "x": function.value(values["x"]),
@@ -102,7 +104,7 @@ def _signs(node: Node, function: Function) -> None:
     (matrix,) = values["weights"]
     neurons, dim = (int(size) for size in matrix.meta["val"].shape)
     row_bytes = sign_row_bytes(dim)
-    kernel = function.kernel(kernels.predict_signs, neurons=neurons, dim=dim, row_bytes=row_bytes, rows=function.rows)
+    kernel = function.kernel(PredictSignsSpec(neurons=neurons, dim=dim, row_bytes=row_bytes, rows=function.rows))
     bindings: Bindings = {
         "x": function.value(values["x"]),
         "signs": function.shared.weights.signs(matrix),
@@ -125,11 +127,11 @@ _LOWERINGS: dict[str, Lowering] = {
 }
 
 
-# How a feed-forward block becomes a kernel call.
+# The feed-forward block.
 
 
 def lower_sparse_ffn(node: Node, function: Function) -> None:
-    """`exact` stores the deciding matrix apart, since it is read in full; what is skipped lies together in a bundle.
+    """`exact` stores the gating matrix apart, since it is read in full; what is skipped lies together in a bundle.
 
     Where the kernel of a predictor has made a mask, the block computes the neurons of that mask; elsewhere all.
     """
@@ -152,19 +154,20 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
     neurons = bundle.rows // len(parts)
     bindings |= masked | {"neuron_w": bundle, "stats": _statistics(function, layer, part, neurons, kind)}
     kernel = function.kernel(
-        kernels.ffn,
-        kind="exact" if kind == "exact" else "masked" if masked else "dense",
-        format=bundle.format,
-        neurons=neurons,
-        dim=dimension(node),
-        rows=function.rows,
-        gated=gated,
-        activation=values["activation"],
-        up_activation=values["up_activation"],
-        gate_bias=values["gate_bias"] is not None,
-        up_bias=values["up_bias"] is not None,
-        down_bias=values["down_bias"] is not None,
-        mask_columns=dimension(values["mask"]) if "table" in masked else None,
+        FfnSpec(
+            kind="exact" if kind == "exact" else "masked" if masked else "dense",
+            format=bundle.format,
+            neurons=neurons,
+            dim=dimension(node),
+            rows=function.rows,
+            gated=gated,
+            activation=values["activation"],
+            up_activation=values["up_activation"],
+            gate_bias=values["gate_bias"] is not None,
+            up_bias=values["up_bias"] is not None,
+            down_bias=values["down_bias"] is not None,
+            mask_columns=dimension(values["mask"]) if "table" in masked else None,
+        )
     )
     bindings |= function.vectors(values, "gate_bias", "up_bias", "down_bias")
     function.call(kernel, bindings, op="ffn", layer=layer)
@@ -182,7 +185,8 @@ def _mask(mask: Node, neurons: Node | None, function: Function) -> Bindings:
 
 
 def _statistics(function: Function, layer: int, part: str, neurons: int, kind: str) -> Arg:
-    """Where a kernel counts its neurons. Prompts are not counted: their kernels share a row that nobody reads."""
+    """Return where a kernel counts its neurons. Prompts are not counted: their kernels share a row that nobody
+    reads."""
     if function.name not in DECODING:
         return Arg("buffer", function.own("stats.unused"))
     if function.name == "batch":

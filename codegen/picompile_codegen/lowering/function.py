@@ -1,15 +1,15 @@
-"""One function of a program while it is being built, and the places of its buffers in the arena."""
+"""One function of a program while it is built: its calls, the values of nodes, and where its buffers lie in the arena.
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+Buffers whose lifetimes do not overlap share memory.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch.fx import Node
 
-from picompile_codegen import cpu as kernels
 from picompile_codegen.cpu import Kernel
-from picompile_codegen.cpu.kernel import STEP_SHAPE
-from picompile_codegen.cpu.token_ops import Mode
 from picompile_codegen.lowering.arena import Lifetime, place_buffers
 from picompile_codegen.lowering.packing import PackedMatrix, WeightTable
 from picompile_codegen.lowering.placement import ON_HOST, Placement
@@ -20,12 +20,12 @@ from picompile_codegen.lowering.program import (
     Memory,
     ProgramCall,
     ProgramTensor,
-    Recipe,
     TopLogitsBuffers,
+    cuda_kernel_of,
     kernel_of,
     tensor_bytes,
 )
-from picompile_passes.errors import UnsupportedGraphError
+from picompile_codegen.specs import FLAG_SHAPE, STEP_SHAPE, CopyWordsSpec, KernelSpec, Mode
 
 
 def _lifetimes(calls: Sequence[ProgramCall], sizes: Mapping[str, int]) -> list[Lifetime]:
@@ -53,7 +53,7 @@ def plan_buffers(
     return planned, end
 
 
-# One function of a program while it is being built: its calls, its buffers, and where the value of each node is.
+# The function, and what all functions of a program share.
 
 
 STATS_ROW_BYTES = 16
@@ -66,62 +66,55 @@ AnyKernel = Any  # a Kernel of the CPU, or a CudaKernel, which is not imported w
 
 @dataclass(frozen=True)
 class LowerOptions:
-    """What the graph does not say.
+    """Options of lowering that the graph does not contain.
 
     `context` and `chunk` in tokens; `kv_dtype` float16, float32 or q8; `sequences` have a place in the KV cache.
-    `placement` says what runs on the hot device, whose kernels are those of `hot_device`: a second partition of the CPU
-    or a GPU; None for a program that has no such device.
+    `accelerator` is a GPU (`cuda`) or a second partition of the CPU (`cpu`), None for a program that has none, and
+    `placement` says what runs there.
     """
 
     context: int
     chunk: int
     kv_dtype: str
     sequences: int = 1
-    hot_device: Literal["cpu", "cuda"] | None = None
+    accelerator: Literal["cpu", "cuda"] | None = None
     placement: Placement = ON_HOST
 
 
 @dataclass
 class Shared:
-    """What the functions of a program have in common: kernels by their recipes, the host's and the device's."""
+    """State that the functions of a program share: among it kernels by spec, the host's and the accelerator's."""
 
     options: LowerOptions
     weights: WeightTable = field(default_factory=WeightTable)
     state: dict[str, ProgramTensor] = field(default_factory=dict)
     ffn: list[FfnPart] = field(default_factory=list)
-    kernels: dict[Recipe, Kernel] = field(default_factory=dict)
-    device_kernels: dict[Recipe, AnyKernel] = field(default_factory=dict)
-    exchanges: int = 0
+    kernels: dict[KernelSpec, Kernel] = field(default_factory=dict)
+    accelerator_kernels: dict[KernelSpec, AnyKernel] = field(default_factory=dict)
+    transfers: int = 0
     streamed: dict[str, None] = field(default_factory=dict)
 
-    def kernel(self, device: Device, builder: Callable[..., Kernel], parameters: Mapping[str, Hashable]) -> AnyKernel:
-        """Builds a kernel, once for the same parameters: most layers ask for the same few."""
-        sorted_parameters = tuple(sorted(parameters.items()))
-        key = (builder, sorted_parameters)
-        built = self.kernels if device == "host" else self.device_kernels
-        if key not in built:
-            built[key] = kernel_of((self._builder(device, builder), sorted_parameters))
-        return built[key]
+    def kernel(self, device: Device, spec: KernelSpec) -> AnyKernel:
+        """Return the kernel of `spec`, which is built once: most layers ask for the same few.
 
-    def _builder(self, device: Device, builder: Callable[..., Kernel]) -> Callable[..., AnyKernel]:
-        if device == "host" or self.options.hot_device != "cuda":
-            return builder
-        from picompile_codegen.cuda.builders import CUDA_BUILDERS
-
-        if builder not in CUDA_BUILDERS:
-            raise UnsupportedGraphError(f"there is no GPU kernel for {builder.__name__}")
-        found: Callable[..., AnyKernel] = CUDA_BUILDERS[builder]
-        return found
+        Raises:
+            UnsupportedGraphError: For a spec that has no body for the GPU that `device` is.
+        """
+        built: dict[KernelSpec, AnyKernel] = self.kernels if device == "host" else self.accelerator_kernels
+        if spec not in built:
+            is_gpu = device == "device" and self.options.accelerator == "cuda"
+            built[spec] = cuda_kernel_of(spec) if is_gpu else kernel_of(spec)
+        return built[spec]
 
 
 @dataclass
 class Function:
     """`rows` is how many tokens a call can take: 1, or a chunk. `logits` names the buffer that the head writes,
-    `leading` those with the highest of them, where the head is on the hot device.
+    `top_logits` those with the highest of them, where the head is on the accelerator.
 
     Calls are appended for `device`, the one of the node that is being lowered; `devices` has that of every node.
     A value that the other device needs is sent there as soon as it is made; `arrivals` has what then waits for it and
-    gives its place (see `exchange.py`). `counts` has, by mask, how many neurons of it the host computes.
+    gives its place (see `transfer.py`). `counts` has, by mask, how many neurons of it the host computes.
     """
 
     name: str
@@ -136,18 +129,18 @@ class Function:
     arrivals: dict[Node, Callable[["Function"], Arg]] = field(default_factory=dict)
     inputs: dict[str, Arg] = field(default_factory=dict)
     counts: dict[Node, Arg] = field(default_factory=dict)
-    leading: TopLogitsBuffers | None = None
+    top_logits: TopLogitsBuffers | None = None
 
     @property
     def mode(self) -> Mode:
-        """Where the rows of a step are (see `kernels/step_rows.py`)."""
+        """The mode of a step's rows (see `specs.arguments.Mode`)."""
         if self.name == "batch":
-            return "batch"
+            return "sequences"
         return "one" if self.rows == 1 else "chunk"
 
-    def kernel(self, builder: Callable[..., Kernel], **parameters: Hashable) -> AnyKernel:
-        """The kernel of `builder` for the current device."""
-        return self.shared.kernel(self.device, builder, parameters)
+    def kernel(self, spec: KernelSpec) -> AnyKernel:
+        """Return the kernel of `spec` for the current device."""
+        return self.shared.kernel(self.device, spec)
 
     def buffer(self, hint: str, dtype: str, shape: tuple[int, ...], memory: Memory | None = None) -> Arg:
         """A new buffer, in the memory of the current device or in `memory`, to be placed when all is complete."""
@@ -177,7 +170,7 @@ class Function:
         return self.values[node, self.device]
 
     def input(self, name: str) -> Arg:
-        """What the runtime writes before each step: step, tokens, positions or slots."""
+        """Return a buffer that the runtime writes before each step: step, tokens, positions or slots."""
         if self.device == "host":
             return Arg("buffer", name)
         self.inputs[name] = Arg("buffer", self.own(name))
@@ -190,9 +183,9 @@ class Function:
     def flag(self) -> Arg:
         """A flag of this step. Functions never run at the same time, so they have the same flags."""
         number = sum(1 for call in self.calls if call.op in ("send", "signal"))
-        self.shared.exchanges = max(self.shared.exchanges, number + 1)
-        (words,) = kernels.FLAG_SHAPE
-        return Arg("buffer", "flags", shape=kernels.FLAG_SHAPE, offset=number * words * 4)
+        self.shared.transfers = max(self.shared.transfers, number + 1)
+        (words,) = FLAG_SHAPE
+        return Arg("buffer", "flags", shape=FLAG_SHAPE, offset=number * words * 4)
 
     def vectors(self, values: dict[str, Any], *names: str) -> Bindings:
         """The vectors among the operands `names` of a node, those that are there."""
@@ -225,7 +218,7 @@ class Function:
         self.calls.append(ProgramCall(kernel.name, tuple(args), op, layer, weight_bytes, window, self.device))
 
     def _place(self, name: str) -> Arg:
-        """Where rows are: one for all of them, or one for each."""
+        """Return the buffer that says where rows are: one for all of them, or one for each."""
         return self.input(name) if name == "step" else replace(self.input(name), shape=(self.rows,))
 
     def read_inputs(self, rows: int) -> None:
@@ -233,7 +226,7 @@ class Function:
         calls, self.calls = self.calls, []
         for name, arg in self.inputs.items():
             words = STEP_SHAPE[0] if name == "step" else rows
-            kernel = self.shared.kernel("device", kernels.copy_words, {"words": words})
+            kernel = self.shared.kernel("device", CopyWordsSpec(words))
             bindings = {"step": Arg("buffer", "step"), "source": Arg("buffer", name), "y": arg}
             args = tuple(bindings[parameter] for parameter in kernel.params)
             self.calls.append(ProgramCall(kernel.name, args, "inputs", None, 0, device="device"))

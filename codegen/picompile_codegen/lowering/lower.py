@@ -11,7 +11,7 @@
    alone need.
 3. The activations of each function get places in an arena, one for each memory.
 
-Where there is a hot device, calls are made for both devices, each in its order (see `placement.py`, `exchange.py`).
+Where there is an accelerator, calls are made for both devices, each in its order (see `placement.py`, `transfer.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,8 @@ from heapq import heapify, heappop, heappush
 
 from torch.fx import GraphModule, Node
 
-from picompile_codegen import cpu as kernels
 from picompile_codegen.build.isa import Isa
 from picompile_codegen.cpu import Kernel
-from picompile_codegen.cpu.kernel import STEP_SHAPE
 from picompile_codegen.lowering.arena import align
 from picompile_codegen.lowering.attention import extend_cache
 from picompile_codegen.lowering.function import (
@@ -36,19 +34,12 @@ from picompile_codegen.lowering.function import (
     dimension,
     plan_buffers,
 )
-from picompile_codegen.lowering.ops import leading_shapes, lower_node
+from picompile_codegen.lowering.ops import lower_node, top_logits_shapes
 from picompile_codegen.lowering.packing import WeightTable
 from picompile_codegen.lowering.placement import place
-from picompile_codegen.lowering.program import (
-    Device,
-    LoweredProgram,
-    Memory,
-    ProgramTensor,
-    Recipe,
-    kernels_for,
-    tensor_bytes,
-)
+from picompile_codegen.lowering.program import Device, LoweredProgram, Memory, ProgramTensor, kernels_for, tensor_bytes
 from picompile_codegen.lowering.transfer import publish
+from picompile_codegen.specs import FLAG_SHAPE, STEP_SHAPE, KernelSpec, TakeLastSpec
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments, constant_nodes, is_call
 from picompile_passes.graph.operands import ATTENTION, PREDICT
@@ -58,11 +49,11 @@ __all__ = ["LowerOptions", "Lowered", "lower"]
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program, the tensors it reads, and the kernels it calls by their recipes, the host's and the hot device's."""
+    """A program, the tensors it reads, and the kernels it calls by their specs, the host's and the accelerator's."""
 
     program: LoweredProgram
-    built: Mapping[Recipe, Kernel]
-    device_built: Mapping[Recipe, AnyKernel]
+    built: Mapping[KernelSpec, Kernel]
+    accelerator_built: Mapping[KernelSpec, AnyKernel]
     weights: WeightTable
 
     @property
@@ -71,16 +62,16 @@ class Lowered:
         return tuple(self.built.values())
 
     def kernels_for(self, isa: Isa) -> tuple[Kernel, ...]:
-        """The same kernels for `isa`."""
+        """Return the host's kernels for `isa`."""
         return kernels_for(isa, self.built)
 
-    def device_kernels_for(self, isa: Isa) -> tuple[Kernel, ...]:
-        """The kernels of a hot device that is a partition of the CPU, for `isa`."""
-        return kernels_for(isa, self.device_built)
+    def accelerator_kernels_for(self, isa: Isa) -> tuple[Kernel, ...]:
+        """Return the kernels of an accelerator that is a partition of the CPU, for `isa`."""
+        return kernels_for(isa, self.accelerator_built)
 
 
 def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
-    """Lowers a graph of the quantized stage. Raises `UnsupportedGraphError` for a node without a kernel."""
+    """Lower a graph of the quantized stage. Raises `UnsupportedGraphError` for a node without a kernel."""
     constant = constant_nodes(graph_module.graph)
     nodes = [node for node in graph_module.graph.nodes if node.op == "call_function" and node not in constant]
     needed = _ancestors(graph_module.graph.output_node().all_input_nodes)
@@ -102,9 +93,9 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
     program = LoweredProgram(options.context, options.chunk, dimension(nodes[-1]), len(attentions), options.sequences)
     program.state, program.ffn, program.streamed = shared.state, shared.ffn, list(shared.streamed)
     program.logits = {function.name: function.logits for function in functions if function.name != "prefill"}
-    program.leading = {function.name: function.leading for function in functions if function.leading}
+    program.top_logits = {function.name: function.top_logits for function in functions if function.top_logits}
     _place(program, functions, shared)
-    return Lowered(program, shared.kernels, shared.device_kernels, shared.weights)
+    return Lowered(program, shared.kernels, shared.accelerator_kernels, shared.weights)
 
 
 def _whole(name: str, rows: int, nodes: Sequence[Node], shared: Shared, logits: str) -> Function:
@@ -114,7 +105,7 @@ def _whole(name: str, rows: int, nodes: Sequence[Node], shared: Shared, logits: 
 
 
 def _devices(name: str, nodes: Sequence[Node], shared: Shared) -> dict[Node, Device]:
-    if shared.options.hot_device is None:
+    if shared.options.accelerator is None:
         return dict.fromkeys(nodes, "host")
     return place(nodes, shared.options.placement, streams=name not in DECODING)
 
@@ -176,7 +167,7 @@ def _prefill_last(nodes: Sequence[Node], last: int, shared: Shared) -> Function:
         # What the other device has is all rows.
         function.values = {key: value for key, value in function.values.items() if key[0] is not node}
         bindings["y"] = function.result(node)
-        function.call(function.kernel(kernels.take_last, dim=dimension(node), rows=rows), bindings, op="take_last")
+        function.call(function.kernel(TakeLastSpec(dimension(node), rows)), bindings, op="take_last")
         publish(node, function)
     _lower_all(tail, function)
     return function
@@ -227,7 +218,7 @@ def _reserved(program: LoweredProgram, shared: Shared) -> tuple[dict[str, Progra
     counts: dict[str, tuple[int, ...]] = {"stats": (parts, 2), "stats.unused": (2,)}
     if program.sequences > 1:
         counts["stats.batch"] = (parts, 2)
-    hybrid = bool(shared.device_kernels)  # nothing may be left for the device
+    hybrid = bool(shared.accelerator_kernels)  # nothing may be left for the device
     place_of = _Offsets()
     for name, shape in inputs.items():
         place_of.add(name, "int32", shape, "shared" if hybrid else "host")
@@ -239,8 +230,8 @@ def _reserved(program: LoweredProgram, shared: Shared) -> tuple[dict[str, Progra
             place_of.add(f"{name}.device", "int32", shape, "device")
         for name, shape in counts.items():
             place_of.add(f"{name}.device", "int64", shape, "device")
-        place_of.add("flags", "int32", (max(1, shared.exchanges), *kernels.FLAG_SHAPE), "shared")
-        place_of.add("abandoned", "int32", kernels.FLAG_SHAPE, "shared")
+        place_of.add("flags", "int32", (max(1, shared.transfers), *FLAG_SHAPE), "shared")
+        place_of.add("abandoned", "int32", FLAG_SHAPE, "shared")
     return place_of.buffers, place_of.ends
 
 
@@ -249,11 +240,11 @@ def _reserve_logits(program: LoweredProgram, memory: Memory, place_of: "_Offsets
     rows = {"logits": 1, "logits.score": program.chunk}
     if program.sequences > 1:
         rows["logits.batch"] = program.sequences
-    kept = {program.logits[function] for function in program.leading}
+    kept = {program.logits[function] for function in program.top_logits}
     for name, count in rows.items():
         place_of.add(name, "float32", (count, program.vocab), memory)
-        for leading, dtype, shape in leading_shapes(name, count, program.vocab) if name in kept else ():
-            place_of.add(leading, dtype, shape, "shared")
+        for highest, dtype, shape in top_logits_shapes(name, count, program.vocab) if name in kept else ():
+            place_of.add(highest, dtype, shape, "shared")
 
 
 class _Offsets:

@@ -1,8 +1,8 @@
-"""What is behind the output head where it runs on the hot device: how the host gets to know of the logits.
+"""Each operator of the dialect as kernel calls: one function an operator, and the table of them.
 
-They stay on the device, and the runtime copies them when the step is over: a chunk's logits are megabytes, which the
-copy engine of a GPU moves at the speed of the bus. Where the next token may be asked for, the highest of them go to the
-host within the step, which reads the others only if it needs them.
+Where the output head runs on the accelerator, logits stay there, and the runtime copies them when the step is over: a
+chunk's logits are megabytes, which the copy engine of a GPU moves at the speed of the bus. Where the next token may be
+asked for, the highest of them go to the host within the step, which reads the others only if it needs them.
 """
 
 from collections.abc import Callable
@@ -11,12 +11,19 @@ from typing import Any
 
 from torch.fx import Node
 
-from picompile_codegen import cpu as kernels
-from picompile_codegen.cpu.top_logits import MOST_LEADING
 from picompile_codegen.lowering.attention import lower_attention, lower_rotary
 from picompile_codegen.lowering.ffn import lower_predict, lower_sparse_ffn
 from picompile_codegen.lowering.function import Bindings, Function, dimension
 from picompile_codegen.lowering.program import Arg, TopLogitsBuffers
+from picompile_codegen.specs import (
+    MOST_TOP_LOGITS,
+    AddSpec,
+    EmbeddingSpec,
+    LayerNormSpec,
+    LinearSpec,
+    RmsNormSpec,
+    TopLogitsSpec,
+)
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph import operands as op
 from picompile_passes.graph.nodes import arguments
@@ -26,41 +33,39 @@ CHOOSING = ("decode", "prefill_last", "batch")
 
 
 def hand_over(node: Node, logits: Arg, function: Function) -> None:
-    """Append what lets the host choose from `logits`, which the head `node` has made on the hot device."""
+    """Append what lets the host choose from `logits`, which the head `node` has made on the accelerator."""
     if function.name not in CHOOSING:
         return
-    function.leading = leading_buffers(function.logits)
+    function.top_logits = top_logits_buffers(function.logits)
     # The end of the step, which the host waits for, is all the order that these need.
-    scores, ids = (Arg("buffer", name) for name in (function.leading.scores, function.leading.ids))
-    kernel = function.kernel(kernels.leading_logits, vocab=dimension(node), rows=function.rows)
+    scores, ids = (Arg("buffer", name) for name in (function.top_logits.scores, function.top_logits.ids))
+    kernel = function.kernel(TopLogitsSpec(vocab=dimension(node), rows=function.rows))
     function.call(kernel, {"logits": logits, "scores": scores, "ids": ids}, op="leading")
 
 
-def leading_buffers(logits: str) -> TopLogitsBuffers:
+def top_logits_buffers(logits: str) -> TopLogitsBuffers:
     """The names for the highest of the logits in the buffer `logits`."""
     name = logits.replace("logits", "leading", 1)
     return TopLogitsBuffers(f"{name}.scores", f"{name}.ids")
 
 
-def leading_shapes(logits: str, rows: int, vocab: int) -> list[tuple[str, str, tuple[int, int]]]:
+def top_logits_shapes(logits: str, rows: int, vocab: int) -> list[tuple[str, str, tuple[int, int]]]:
     """Name, dtype and shape of each of these, for `rows` rows of logits."""
-    names, shape = leading_buffers(logits), (rows, min(MOST_LEADING, vocab))
+    names, shape = top_logits_buffers(logits), (rows, min(MOST_TOP_LOGITS, vocab))
     return [(names.scores, "float32", shape), (names.ids, "int32", shape)]
-
-
-# How each operator of the dialect becomes kernel calls: one function an operator, and the table of them.
 
 
 def _embedding(node: Node, function: Function) -> None:
     values = arguments(node)
     matrix = function.shared.weights.matrix(values["weight"])
     kernel = function.kernel(
-        kernels.embedding,
-        format=matrix.format,
-        vocab=matrix.rows,
-        dim=dimension(node),
-        rows=function.rows,
-        offset=values["offset"],
+        EmbeddingSpec(
+            format=matrix.format,
+            vocab=matrix.rows,
+            dim=dimension(node),
+            rows=function.rows,
+            offset=values["offset"],
+        )
     )
     ids = replace(function.input(values["ids"].name), shape=(function.rows,))
     bindings: Bindings = {"ids": ids, "w": matrix, "y": function.result(node)}
@@ -72,12 +77,13 @@ def _linear(node: Node, function: Function) -> None:
     values = arguments(node)
     matrix = function.shared.weights.matrix(values["weight"])
     kernel = function.kernel(
-        kernels.linear,
-        format=matrix.format,
-        n=dimension(node),
-        k=dimension(values["x"]),
-        rows=function.rows,
-        bias=values["bias"] is not None,
+        LinearSpec(
+            format=matrix.format,
+            n=dimension(node),
+            k=dimension(values["x"]),
+            rows=function.rows,
+            bias=values["bias"] is not None,
+        )
     )
     is_head = any(user.op == "output" for user in node.users)
     y = Arg("buffer", function.logits) if is_head else function.result(node)
@@ -89,7 +95,7 @@ def _linear(node: Node, function: Function) -> None:
 
 def _rms_norm(node: Node, function: Function) -> None:
     values = arguments(node)
-    kernel = function.kernel(kernels.rms_norm, dim=dimension(node), rows=function.rows, eps=values["eps"])
+    kernel = function.kernel(RmsNormSpec(dim=dimension(node), rows=function.rows, eps=values["eps"]))
     bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
     function.call(kernel, bindings | function.vectors(values, "weight"), op="norm")
 
@@ -97,12 +103,13 @@ def _rms_norm(node: Node, function: Function) -> None:
 def _layer_norm(node: Node, function: Function) -> None:
     values = arguments(node)
     kernel = function.kernel(
-        kernels.layer_norm,
-        dim=dimension(node),
-        rows=function.rows,
-        eps=values["eps"],
-        weight=values["weight"] is not None,
-        bias=values["bias"] is not None,
+        LayerNormSpec(
+            dim=dimension(node),
+            rows=function.rows,
+            eps=values["eps"],
+            weight=values["weight"] is not None,
+            bias=values["bias"] is not None,
+        )
     )
     bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
     function.call(kernel, bindings | function.vectors(values, "weight", "bias"), op="norm")
@@ -110,7 +117,7 @@ def _layer_norm(node: Node, function: Function) -> None:
 
 def _add(node: Node, function: Function) -> None:
     values = arguments(node)
-    kernel = function.kernel(kernels.add, dim=dimension(node), rows=function.rows)
+    kernel = function.kernel(AddSpec(dim=dimension(node), rows=function.rows))
     a, b = function.value(values["self"]), function.value(values["other"])
     function.call(kernel, {"a": a, "b": b, "y": function.result(node)}, op="add")
 

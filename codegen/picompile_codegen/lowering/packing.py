@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from picompile_codegen.lowering.program import Arg
+from picompile_codegen.lowering.program import ITEM_BYTES, Arg
 from picompile_codegen.signs import pack_signs, sign_row_bytes
+from picompile_codegen.specs.arguments import DATA_DTYPES
 from picompile_passes.dialect import FORMATS
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments
@@ -52,10 +53,8 @@ class PackedMatrix:
 
     def view(self, part: str) -> Arg:
         """The argument for kernel parameter `w.data` or `w.scale`: typed views of the same memory."""
-        halves = (self.rows, self.row_bytes // 2)
-        if part == "scale" or self.format == "f16":
-            return Arg("weight", self.name, "float16", halves)
-        return Arg("weight", self.name, "int8" if self.format == "q8" else "uint8", (self.rows, self.row_bytes))
+        dtype = "float16" if part == "scale" else DATA_DTYPES[self.format]
+        return Arg("weight", self.name, dtype, (self.rows, self.row_bytes // ITEM_BYTES[dtype]))
 
 
 def _parameter_name(node: Node) -> str:

@@ -1,4 +1,4 @@
-"""On which device each node of a graph runs."""
+"""Which nodes of a graph run on the host, and which on the accelerator."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _PARTS: dict[str, Device] = {"hot": "device", "cold": "host"}
 
 @dataclass(frozen=True)
 class Placement:
-    """What runs on the hot device beside hot neurons: of which layers, and the head.
+    """Parts that run on the accelerator beside hot neurons: of which layers, and the head.
 
     `attention`: norms, projections and additions. `caches`: the KV cache, the rotation before it and what reads it.
     `predictors`: those with weights of their own. Embeddings are on the host: a token needs one row.

@@ -1,13 +1,18 @@
-"""The flat program: kernel calls over planned buffers. What `program.json` holds, as dataclasses."""
+"""The flat program that `program.json` holds, as dataclasses: kernel calls over planned buffers; and its kernels."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from picompile_codegen.build.isa import Isa, current, targeting
-from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu import Kernel, write_kernel
 from picompile_codegen.errors import CodegenError
+from picompile_codegen.specs import KernelSpec
+from picompile_passes.errors import UnsupportedGraphError
+
+if TYPE_CHECKING:
+    from picompile_codegen.cuda import CudaKernel
 
 PROGRAM_SCHEMA = 3
 
@@ -15,7 +20,7 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "int32": 4, "int64": 8, "int8": 1, "ui
 
 Space = Literal["buffer", "state", "weight"]
 
-# Where a call runs: on the host, or on the hot device, which is a GPU or a second partition of the CPU.
+# Where a call runs: on the host, or on the accelerator, which is a GPU or a second partition of the CPU.
 Device = Literal["host", "device"]
 # Where a tensor lies: in a device's own memory, or in memory of the host that both see.
 Memory = Literal["host", "device", "shared"]
@@ -123,7 +128,7 @@ class LoweredProgram:
     """Everything the runtime executes. All functions share the arenas, one KV cache and the weights.
 
     The cache has a place, a slot, for each of `sequences`. An arena in each memory holds its buffers.
-    `leading` has the functions whose logits are in the hot device's memory, and where the highest of them are.
+    `top_logits` has the functions whose logits are in the accelerator's memory, and where the highest of them are.
     `streamed` weights stay with the host: where the device uses them, for prompts, it reads them from there.
     The calls of a function are in order for each device; between devices, order is made by flags in shared memory.
     """
@@ -140,7 +145,7 @@ class LoweredProgram:
     state: dict[str, ProgramTensor] = field(default_factory=dict)
     functions: dict[str, list[ProgramCall]] = field(default_factory=dict)
     logits: dict[str, str] = field(default_factory=dict)
-    leading: dict[str, TopLogitsBuffers] = field(default_factory=dict)
+    top_logits: dict[str, TopLogitsBuffers] = field(default_factory=dict)
     ffn: list[FfnPart] = field(default_factory=list)
     streamed: list[str] = field(default_factory=list)
 
@@ -160,7 +165,7 @@ class LoweredProgram:
             "state": {name: tensor.to_json() for name, tensor in self.state.items()},
             "functions": {name: [call.to_json() for call in calls] for name, calls in self.functions.items()},
             "logits": self.logits,
-            **({"leading": {name: vars(each) for name, each in self.leading.items()}} if self.leading else {}),
+            **({"leading": {name: vars(each) for name, each in self.top_logits.items()}} if self.top_logits else {}),
             "ffn": [vars(part) for part in self.ffn],
             "streamed": self.streamed,
         }
@@ -171,38 +176,52 @@ class LoweredProgram:
         return sum(tensor_bytes(tensor.dtype, tensor.shape) for tensor in self.state.values())
 
 
-# Kernels from their recipes, once for each instruction set.
+# Kernels, written once for each instruction set.
 
 
-# A kernel's builder and the parameters that it was called with.
-Recipe = tuple[Callable[..., Any], tuple[tuple[str, Hashable], ...]]
+# As many as a model or two have. To write one takes up to 0.1 s, and to tell it from others three times as long.
+_KEPT_KERNELS = 256
 
 
-def kernel_of(recipe: Recipe) -> Any:
-    """The kernel, a `Kernel` or a `CudaKernel`, for the current instruction set; the same object for equal recipes."""
-    return _kernel_of(recipe, current().name)
+def kernel_of(spec: KernelSpec) -> Kernel:
+    """Return the CPU kernel of `spec` for the current instruction set; the same object for equal specs."""
+    return _kernel_of(spec, current().name)
 
 
-# Those of a model or two. To write one takes up to 0.1 s, and to tell it from others three times as long.
-@lru_cache(maxsize=256)
-def _kernel_of(recipe: Recipe, isa: str) -> Any:
-    builder, parameters = recipe
-    return builder(**dict(parameters))
+@lru_cache(maxsize=_KEPT_KERNELS)
+def _kernel_of(spec: KernelSpec, isa: str) -> Kernel:
+    return write_kernel(spec)
+
+
+@lru_cache(maxsize=_KEPT_KERNELS)
+def cuda_kernel_of(spec: KernelSpec) -> "CudaKernel":
+    """Return the CUDA kernel of `spec`; the same object for equal specs.
+
+    Raises:
+        UnsupportedGraphError: For a spec that has no body for GPUs.
+    """
+    from picompile_codegen import cuda
+
+    if type(spec) not in cuda.BODIES:
+        raise UnsupportedGraphError(f"there is no GPU kernel for {type(spec).__name__}")
+    return cuda.write_kernel(spec)
 
 
 def forget_kernels() -> None:
-    """Has all kernels written anew: for whoever changes how that is done."""
+    """Have all kernels written anew: for whoever changes how that is done."""
     _kernel_of.cache_clear()
+    cuda_kernel_of.cache_clear()
 
 
-def kernels_for(isa: Isa, built: Mapping[Recipe, Kernel]) -> tuple[Kernel, ...]:
-    """Each of `built` from its recipe, for `isa`.
+def kernels_for(isa: Isa, built: Mapping[KernelSpec, Kernel]) -> tuple[Kernel, ...]:
+    """Return each of `built`, by its spec, for `isa`.
 
-    Raises `CodegenError` for a kernel with another name or other arguments there: one program serves the code of all
-    instruction sets.
+    Raises:
+        CodegenError: For a kernel with another name or other arguments there: one program serves the code of all
+            instruction sets.
     """
     with targeting(isa):
-        again = tuple(kernel_of(recipe) for recipe in built)
+        again = tuple(kernel_of(spec) for spec in built)
     for kernel, other in zip(built.values(), again, strict=True):
         if (kernel.name, kernel.arguments) != (other.name, other.arguments):
             raise CodegenError(f"kernel {kernel.name} has another name or other arguments for {isa.name}")

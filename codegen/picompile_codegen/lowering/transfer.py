@@ -1,7 +1,8 @@
-"""How values get from one device to the other: calls on both sides that meet at a flag.
+"""Transfers of values between host and accelerator: calls on both sides that meet at a flag.
 
-What the host makes for the device lies in shared memory from the start: it signals, and the device copies it to its own
-memory. What the device makes for the host it copies to shared memory, where the host reads it. Senders never wait.
+What the host makes for the accelerator lies in shared memory from the start: it signals, and the accelerator copies it
+to its own memory. What the accelerator makes for the host it copies to shared memory, where the host reads it. Senders
+never wait.
 """
 
 from dataclasses import dataclass
@@ -9,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from picompile_codegen import cpu as kernels
 from picompile_codegen.lowering.ffn import makes_mask
 from picompile_codegen.lowering.function import Bindings, Function, dimension
 from picompile_codegen.lowering.program import Arg
+from picompile_codegen.specs import ReceiveMaskSpec, ReceiveSpec, SendMaskSpec, SendSpec, SignalSpec, WaitSpec
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import PREDICT, SPARSE_FFN
 
@@ -31,7 +32,7 @@ def publish(node: Node, function: Function) -> None:
 def send(function: Function, x: Arg, out: Arg, dim: int) -> Arg:
     """Appends the device's copy of x float32 [rows, dim] to shared memory; the flag that says that it is there."""
     flag = function.flag()
-    kernel = function.kernel(kernels.send, dim=dim, rows=function.rows)
+    kernel = function.kernel(SendSpec(dim=dim, rows=function.rows))
     function.call(kernel, {"x": x, "out": out, "flag": flag}, op="send")
     return flag
 
@@ -53,13 +54,13 @@ def _send_value(node: Node, function: Function) -> None:
         function.arrivals[node] = _Wait(out, send(function, value, out, columns))
         return
     flag = function.flag()
-    function.call(function.kernel(kernels.signal), {"flag": flag}, op="signal")
+    function.call(function.kernel(SignalSpec()), {"flag": flag}, op="signal")
     dtype = function.buffers[value.name].dtype
     function.arrivals[node] = _Receive(value, flag, (function.rows, columns), dtype, _count(node, function))
 
 
 def _count(node: Node, function: Function) -> Arg | None:
-    """Where the device finds how many neurons `node` computes, if none make it 0; with a bias they do not."""
+    """Return the buffer with how many neurons `node` computes, if its value is 0 without any; with a bias it is not."""
     if not is_call(node, SPARSE_FFN) or arguments(node)["down_bias"] is not None:
         return None
     return function.counts.get(arguments(node)["mask"])
@@ -86,7 +87,7 @@ def _send_mask(mask: Node, block: Node, function: Function) -> None:
         "count": function.counts[mask],
         "flag": flag,
     }
-    kernel = function.kernel(kernels.send_mask, dim=dim, neurons=neurons, columns=columns, rows=rows)
+    kernel = function.kernel(SendMaskSpec(dim=dim, neurons=neurons, columns=columns, rows=rows))
     function.call(kernel, bindings, op="send")
     function.arrivals[mask] = _Wait(out_mask, flag)
     if x is values["x"]:
@@ -107,7 +108,7 @@ class _Wait:
     flag: Arg
 
     def __call__(self, function: Function) -> Arg:
-        kernel = function.kernel(kernels.wait)
+        kernel = function.kernel(WaitSpec())
         function.call(kernel, {"flag": self.flag, "abandoned": _ABANDONED}, op="wait")
         return self.shared
 
@@ -127,8 +128,8 @@ class _Receive:
         y = function.buffer("received", self.dtype, self.shape)
         bindings: Bindings = {"source": self.shared, "flag": self.flag, "abandoned": _ABANDONED, "y": y}
         if self.dtype == "uint8":
-            kernel = function.kernel(kernels.receive_mask, neurons=columns, rows=rows)
+            kernel = function.kernel(ReceiveMaskSpec(neurons=columns, rows=rows))
         else:
-            kernel = function.kernel(kernels.receive, dim=columns, rows=rows, counted=self.count is not None)
+            kernel = function.kernel(ReceiveSpec(dim=columns, rows=rows, counted=self.count is not None))
         function.call(kernel, bindings | ({} if self.count is None else {"count": self.count}), op="receive")
         return y

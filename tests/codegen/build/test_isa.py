@@ -1,7 +1,8 @@
 """Instruction sets: what LLVM may use of each, nothing that falls back to a generic machine, one set of arguments."""
 
 import re
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,17 @@ from tvm.target.codegen import llvm_get_cpu_features
 
 from helpers.kernels.emulated import require
 from picompile.machine import TARGETS
-from picompile_codegen import cpu as kernels
+from picompile_codegen import cpu
 from picompile_codegen.build import host_library as build
 from picompile_codegen.build import host_library as toolchain
 from picompile_codegen.build.host_library import build_host_library, llvm_target
 from picompile_codegen.build.isa import DEFAULT_ISA, ISAS, Isa, current, targeting
-from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import KernelFunction
+from picompile_codegen.cpu.tensor import loop
 from picompile_codegen.errors import BuildError, CodegenError, ToolchainError
 from picompile_codegen.lowering.program import kernels_for
+from picompile_codegen.specs import AddSpec, LinearSpec, PackageSpec, RmsNormSpec
+from picompile_codegen.specs.arguments import Declaration
 
 # LLVM's names that are not those of /proc/cpuinfo. The last line is what every processor with AVX2 has.
 LINUX_NAMES = {
@@ -73,27 +77,42 @@ def test_what_llvm_does_not_know_is_an_error(change: dict[str, object], unknown:
 def test_kernels_are_written_for_one_instruction_set(tmp_path: Path) -> None:
     assert current() is ISAS[DEFAULT_ISA]
     with targeting(ISAS["aarch64-dotprod"]):
-        kernel = kernels.add(dim=8, rows=1)
+        kernel = cpu.write_kernel(AddSpec(dim=8, rows=1))
     assert kernel.isa == "aarch64-dotprod"
-    assert kernels.add(dim=8, rows=1).isa == DEFAULT_ISA
+    assert cpu.write_kernel(AddSpec(dim=8, rows=1)).isa == DEFAULT_ISA
     with pytest.raises(CodegenError, match="was written for aarch64-dotprod, not for x86-64-v3"):
         build_host_library([kernel], tmp_path / "host.so")
 
 
 def test_names_and_arguments_are_the_same_for_all() -> None:
-    parameters = {"dim": 8, "rows": 2}
-    built = {(kernels.add, tuple(parameters.items())): kernels.add(**parameters)}
+    spec = AddSpec(dim=8, rows=2)
+    expected = cpu.write_kernel(spec)
     for isa in ISAS.values():
-        (kernel,) = kernels_for(isa, built)
+        (kernel,) = kernels_for(isa, {spec: expected})
         assert kernel.isa == isa.name
-        assert (kernel.name, kernel.arguments) == (kernels.add(**parameters).name, kernels.add(**parameters).arguments)
+        assert (kernel.name, kernel.arguments) == (expected.name, expected.arguments)
+
+
+@dataclass(frozen=True)
+class WiderElsewhere(PackageSpec):
+    """Adds as many rows as the instruction set likes."""
+
+    dim: int
+
+    @property
+    def name(self) -> str:
+        return f"add_{self.dim}_r1"
+
+    def declare(self) -> Iterator[Declaration]:
+        return AddSpec(self.dim, rows=1 + (current().registers > 16)).declare()
+
+    def write(self, function: KernelFunction) -> None:
+        with loop(0, self.dim) as i:
+            function["y"][0, i] = function["a"][0, i] + function["b"][0, i]
 
 
 def test_a_kernel_with_other_arguments_elsewhere_is_refused() -> None:
-    def wider(dim: int) -> Kernel:
-        return kernels.add(dim=dim, rows=1 + (current().registers > 16))
-
-    built = {(wider, (("dim", 8),)): wider(8)}
+    built = {WiderElsewhere(8): cpu.write_kernel(WiderElsewhere(8))}
     assert kernels_for(ISAS[DEFAULT_ISA], built)
     with pytest.raises(CodegenError, match="kernel add_8_r1 has another name or other arguments for x86-64-v4"):
         kernels_for(ISAS["x86-64-v4"], built)
@@ -109,7 +128,10 @@ def test_a_missing_cross_compiler_is_named(tmp_path: Path, monkeypatch: pytest.M
 
 def test_passes_that_are_left_out_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Code of TVM's own pipeline, without its search for common subexpressions, is the same byte by byte."""
-    built = [kernels.linear(format="q4", n=10, k=100, rows=1, bias=False), kernels.rms_norm(dim=100, rows=4, eps=1e-5)]
+    built = [
+        cpu.write_kernel(LinearSpec(format="q4", n=10, k=100, rows=1, bias=False)),
+        cpu.write_kernel(RmsNormSpec(dim=100, rows=4, eps=1e-5)),
+    ]
     build_host_library(built, tmp_path / "ours.so")
     monkeypatch.setattr(build, "PIPELINE", "tirx")
     with tvm.transform.PassContext(disabled_pass=["tirx.CommonSubexprElim"]):
@@ -122,5 +144,7 @@ def test_same_kernels_give_the_same_bytes_elsewhere(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         with targeting(ISAS["aarch64-dotprod"]):
-            build_host_library([kernels.add(dim=8, rows=1)], tmp_path / folder / "a.so", ISAS["aarch64-dotprod"])
+            build_host_library(
+                [cpu.write_kernel(AddSpec(dim=8, rows=1))], tmp_path / folder / "a.so", ISAS["aarch64-dotprod"]
+            )
     assert (tmp_path / "one" / "a.so").read_bytes() == (tmp_path / "two" / "a.so").read_bytes()

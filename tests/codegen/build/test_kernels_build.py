@@ -6,21 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from picompile_codegen import cpu as kernels
+from picompile_codegen import cpu
 from picompile_codegen.build import host_library as build
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.cpu import Kernel
-from picompile_codegen.cpu.kernel import KernelFunction, symbol
+from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.errors import BuildError, CodegenError
+from picompile_codegen.specs import AddSpec, LinearSpec, symbol
 
 
 def some_kernels() -> list[Kernel]:
     """Kernels with and without parallel regions, and with local tensors of every size."""
     return [
-        kernels.linear(format="f16", n=64, k=1024, rows=1, bias=False),
-        kernels.linear(format="q4", n=64, k=4096, rows=1, bias=True),
-        kernels.linear(format="q8", n=64, k=1024, rows=8, bias=False),
-        kernels.add(dim=64, rows=1),
+        cpu.write_kernel(LinearSpec(format="f16", n=64, k=1024, rows=1, bias=False)),
+        cpu.write_kernel(LinearSpec(format="q4", n=64, k=4096, rows=1, bias=True)),
+        cpu.write_kernel(LinearSpec(format="q8", n=64, k=1024, rows=8, bias=False)),
+        cpu.write_kernel(AddSpec(dim=64, rows=1)),
     ]
 
 
@@ -73,14 +74,14 @@ def test_a_failing_linker_is_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     source.write_text("#error not a host\n")
     monkeypatch.setattr(build, "_SOURCES", (source,))
     with pytest.raises(BuildError, match="not a host") as caught:
-        build_host_library([kernels.add(dim=8, rows=1)], tmp_path / "host.so")
+        build_host_library([cpu.write_kernel(AddSpec(dim=8, rows=1))], tmp_path / "host.so")
     assert caught.value.exit_code == 1
 
 
 def test_a_missing_gcc_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BuildError, match="gcc"):
-        build_host_library([kernels.add(dim=8, rows=1)], tmp_path / "host.so")
+        build_host_library([cpu.write_kernel(AddSpec(dim=8, rows=1))], tmp_path / "host.so")
 
 
 def test_too_many_elements_are_refused() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tvm
 
-from picompile_codegen import cpu as kernels
+from picompile_codegen import cpu
 from picompile_codegen.build import object_cache
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
@@ -17,6 +17,7 @@ from picompile_codegen.cpu import Kernel
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import loop
 from picompile_codegen.errors import BuildError
+from picompile_codegen.specs import AddSpec
 
 
 def add_number(number: float) -> Kernel:
@@ -37,7 +38,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_second_time_is_the_first(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    some = [kernels.add(dim=64, rows=1), add_number(1.0)]
+    some = [cpu.write_kernel(AddSpec(dim=64, rows=1)), add_number(1.0)]
     with monkeypatch.context() as patch:
         patch.setenv(VARIABLE, "off")
         build_host_library(some, tmp_path / "without.so")
@@ -59,7 +60,7 @@ def test_a_kernel_of_the_same_name_is_another(cache: Path, tmp_path: Path, monke
 
     build_host_library([add_number(1.0)], tmp_path / "first.so")
     monkeypatch.setattr(tvm, "compile", fail)
-    for kernel in (add_number(2.0), kernels.add(dim=64, rows=1)):
+    for kernel in (add_number(2.0), cpu.write_kernel(AddSpec(dim=64, rows=1))):
         with pytest.raises(BuildError, match=r"cannot compile the kernel .*: compiled"):
             build_host_library([kernel], tmp_path / "second.so")
 

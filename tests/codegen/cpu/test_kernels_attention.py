@@ -41,7 +41,7 @@ TOLERANCES = {"q8": 4e-4}
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     built = [shape.kernel("one", 1) for shape in SHAPES.values()]
     built += [shape.kernel("chunk", CHUNK) for name, shape in SHAPES.items() if name not in NO_CHUNKS]
-    built += [shape.kernel("batch", ROWS) for shape in SHAPES.values() if shape.sequences > 1]
+    built += [shape.kernel("sequences", ROWS) for shape in SHAPES.values() if shape.sequences > 1]
     return Workbench(tmp_path_factory.mktemp("attention") / "host.so", built)
 
 
@@ -98,7 +98,7 @@ def test_batch(workbench: Workbench, name: str, tokens: int) -> None:
         filled[slot] = position + 1
     keys, values = (random_cache(rng, shape, side, filled) for side in "kv")
     inputs = {"q": q, "positions": positions, "slots": slots, **keys.arguments, **values.arguments}
-    result = workbench.run(shape.kernel("batch", ROWS), inputs, tokens=tokens, position=-1)
+    result = workbench.run(shape.kernel("sequences", ROWS), inputs, tokens=tokens, position=-1)
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         expected = expected_attention(shape, q[row : row + 1], keys.values[slot], values.values[slot], position)
         assert_close(result["y"][row : row + 1], expected, TOLERANCES.get(shape.kv_dtype, 2e-5))

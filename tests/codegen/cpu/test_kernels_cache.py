@@ -7,16 +7,16 @@ import pytest
 
 from helpers.kernels.caches import SCALE, Heads, expected_attention, in_q8, random_cache
 from helpers.kernels.workbench import Array, Workbench, assert_close, uniform
-from picompile_codegen import cpu as kernels
+from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
-from picompile_codegen.cpu.token_ops import Mode
+from picompile_codegen.specs import CacheWriteSpec, Mode, RotarySpec
 
 CHUNK = 13
 CONTEXT = 50
 DTYPES = ("float16", "float32", "q8")
 # Mode, rows, and how many of them count.
-ROWS: list[tuple[Mode, int, int]] = [("one", 1, 1), ("chunk", CHUNK, CHUNK), ("chunk", CHUNK, 4), ("batch", 3, 3)]
-KERNELS: list[tuple[Mode, int]] = [("one", 1), ("chunk", CHUNK), ("batch", 3)]
+ROWS: list[tuple[Mode, int, int]] = [("one", 1, 1), ("chunk", CHUNK, CHUNK), ("chunk", CHUNK, 4), ("sequences", 3, 3)]
+KERNELS: list[tuple[Mode, int]] = [("one", 1), ("chunk", CHUNK), ("sequences", 3)]
 FUSED = {
     "multi-head": Heads(3, 3, 24, 24, context=CONTEXT, sequences=4),
     "groups": Heads(6, 2, 20, 12, context=CONTEXT, sequences=4, window=9),
@@ -26,19 +26,21 @@ FUSED = {
 EXTENDING: list[tuple[str, Mode, int, int, bool]] = [
     ("multi-head", "one", 1, 1, False),
     *((name, "one", 1, 1, True) for name in FUSED),
-    ("groups", "batch", 3, 2, True),
-    ("q8", "batch", 3, 3, True),
-    ("parts", "batch", 3, 3, True),
+    ("groups", "sequences", 3, 2, True),
+    ("q8", "sequences", 3, 3, True),
+    ("parts", "sequences", 3, 3, True),
 ]
 
 
 def rotary(head_dim: int, mode: Mode, rows: int, heads: int = 3, context: int = CONTEXT) -> Kernel:
-    return kernels.rotary(heads=heads, head_dim=head_dim, rows=rows, context=context, mode=mode)
+    return cpu.write_kernel(RotarySpec(heads=heads, head_dim=head_dim, rows=rows, context=context, mode=mode))
 
 
 def cache_write(kv_dtype: str, mode: Mode, rows: int, head_dim: int = 72) -> Kernel:
-    return kernels.cache_write(
-        kv_heads=3, head_dim=head_dim, context=CONTEXT, rows=rows, kv_dtype=kv_dtype, mode=mode, sequences=4
+    return cpu.write_kernel(
+        CacheWriteSpec(
+            kv_heads=3, head_dim=head_dim, context=CONTEXT, rows=rows, kv_dtype=kv_dtype, mode=mode, sequences=4
+        )
     )
 
 
@@ -54,7 +56,7 @@ def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
 
 def places(mode: Mode, tokens: int) -> tuple[list[int], list[int], dict[str, object]]:
     """Positions and slots of rows, and what says so to a kernel."""
-    if mode == "batch":
+    if mode == "sequences":
         positions, slots = [41, 5, 30][:tokens], [2, 3, 0][:tokens]
         return positions, slots, {"positions": np.int32(positions), "slots": np.int32(slots)}
     return list(range(30, 30 + tokens)), [2] * tokens, {}

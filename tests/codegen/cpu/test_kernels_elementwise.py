@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from helpers.kernels.workbench import Workbench, assert_close, uniform
-from picompile_codegen import cpu as kernels
+from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.math import activate
 from picompile_codegen.cpu.vector import blocks, load, store
+from picompile_codegen.specs import AddSpec, LayerNormSpec, RmsNormSpec, TakeLastSpec
 from picompile_passes.dialect import parse_activation
 from picompile_passes.dialect.activations import ACTIVATIONS
 
@@ -29,15 +30,15 @@ def activation_kernel(text: str) -> Kernel:
 
 
 def rms_norm(dim: int, rows: int) -> Kernel:
-    return kernels.rms_norm(dim=dim, rows=rows, eps=1e-5)
+    return cpu.write_kernel(RmsNormSpec(dim=dim, rows=rows, eps=1e-5))
 
 
 def layer_norm(dim: int, rows: int, affine: tuple[bool, bool]) -> Kernel:
-    return kernels.layer_norm(dim=dim, rows=rows, eps=1e-5, weight=affine[0], bias=affine[1])
+    return cpu.write_kernel(LayerNormSpec(dim=dim, rows=rows, eps=1e-5, weight=affine[0], bias=affine[1]))
 
 
 def add(dim: int, rows: int) -> Kernel:
-    return kernels.add(dim=dim, rows=rows)
+    return cpu.write_kernel(AddSpec(dim=dim, rows=rows))
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     for dim in DIMS:
         for rows in (1, CHUNK):
             built += [rms_norm(dim, rows), add(dim, rows), *(layer_norm(dim, rows, affine) for affine in AFFINE)]
-        built.append(kernels.take_last(dim=dim, rows=CHUNK))
+        built.append(cpu.write_kernel(TakeLastSpec(dim=dim, rows=CHUNK)))
     return Workbench(tmp_path_factory.mktemp("elementwise") / "host.so", built)
 
 
@@ -95,7 +96,7 @@ def test_add(workbench: Workbench, dim: int, rows: int, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 4, CHUNK])
 def test_take_last(workbench: Workbench, dim: int, tokens: int) -> None:
     x = uniform(np.random.default_rng(dim), tokens, dim)
-    result = workbench.run(kernels.take_last(dim=dim, rows=CHUNK), {"x": x}, tokens=tokens)
+    result = workbench.run(cpu.write_kernel(TakeLastSpec(dim=dim, rows=CHUNK)), {"x": x}, tokens=tokens)
     assert np.array_equal(result["y"][0], x[-1])
 
 

@@ -9,9 +9,10 @@ import torch
 from numpy.typing import NDArray
 
 from helpers.kernels.workbench import Array, Workbench, as_seen, assert_close, packed, uniform
-from picompile_codegen import cpu as kernels
+from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.cpu.ffn import DENSE_BLOCKS, DENSE_PERCENT
+from picompile_codegen.specs import FfnSpec
 from picompile_passes.dialect import dequantize_rows, parse_activation, quantize_rows
 
 CHUNK = 13
@@ -55,19 +56,21 @@ MASK_COLUMNS = 1000
 
 def kernel_of(name: str, kind: str, format_name: str, rows: int) -> Kernel:
     block = BLOCKS[name]
-    return kernels.ffn(
-        kind="masked" if kind == "part" else kind,
-        format=format_name,
-        neurons=block.neurons,
-        dim=block.dim,
-        rows=rows,
-        gated=block.gated,
-        activation=block.activation,
-        up_activation=block.up_activation,
-        gate_bias="g" in block.biases,
-        up_bias="u" in block.biases,
-        down_bias="d" in block.biases,
-        mask_columns=MASK_COLUMNS if kind == "part" else None,
+    return cpu.write_kernel(
+        FfnSpec(
+            kind="masked" if kind == "part" else kind,
+            format=format_name,
+            neurons=block.neurons,
+            dim=block.dim,
+            rows=rows,
+            gated=block.gated,
+            activation=block.activation,
+            up_activation=block.up_activation,
+            gate_bias="g" in block.biases,
+            up_bias="u" in block.biases,
+            down_bias="d" in block.biases,
+            mask_columns=MASK_COLUMNS if kind == "part" else None,
+        )
     )
 
 

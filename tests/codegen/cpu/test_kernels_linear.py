@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from helpers.kernels.workbench import Workbench, as_seen, assert_close, packed, uniform
-from picompile_codegen import cpu as kernels
+from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
+from picompile_codegen.specs import EmbeddingSpec, LinearSpec
 
 FORMATS = ("f16", "q8", "q4")
 # (n, k): a model's size; neither a multiple of a vector, a group or a block; a vocabulary and a width of many blocks.
@@ -17,7 +18,7 @@ CHUNK = 13
 
 def linear(format_name: str, shape: tuple[int, int], rows: int) -> Kernel:
     # Half of the shapes with a bias.
-    return kernels.linear(format=format_name, n=shape[0], k=shape[1], rows=rows, bias=shape[0] % 2 == 1)
+    return cpu.write_kernel(LinearSpec(format=format_name, n=shape[0], k=shape[1], rows=rows, bias=shape[0] % 2 == 1))
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
 
 
 def embedding(format_name: str, dim: int, rows: int) -> Kernel:
-    return kernels.embedding(format=format_name, vocab=50, dim=dim, rows=rows, offset=2)
+    return cpu.write_kernel(EmbeddingSpec(format=format_name, vocab=50, dim=dim, rows=rows, offset=2))
 
 
 @pytest.mark.parametrize("format_name", FORMATS)

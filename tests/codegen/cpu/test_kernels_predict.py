@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from helpers.kernels.workbench import Array, Workbench, packed, uniform
-from picompile_codegen import cpu as kernels
+from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.signs import pack_signs, sign_row_bytes
+from picompile_codegen.specs import PredictLowRankSpec, PredictSignsSpec
 from picompile_passes.dialect import dequantize_rows, quantize_rows
 
 FORMATS = ("f16", "q8", "q4")
@@ -31,13 +32,17 @@ def second_format(format_name: str) -> str:
 
 def low_rank(format_name: str, shape: tuple[int, int, int], relu: bool, rows: int = 1) -> Kernel:
     neurons, rank, dim = shape
-    return kernels.predict_low_rank(
-        formats=(format_name, second_format(format_name)), neurons=neurons, rank=rank, dim=dim, relu=relu, rows=rows
+    return cpu.write_kernel(
+        PredictLowRankSpec(
+            formats=(format_name, second_format(format_name)), neurons=neurons, rank=rank, dim=dim, relu=relu, rows=rows
+        )
     )
 
 
 def signs(shape: tuple[int, int], rows: int = 1) -> Kernel:
-    return kernels.predict_signs(neurons=shape[0], dim=shape[1], row_bytes=sign_row_bytes(shape[1]), rows=rows)
+    return cpu.write_kernel(
+        PredictSignsSpec(neurons=shape[0], dim=shape[1], row_bytes=sign_row_bytes(shape[1]), rows=rows)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """No two tasks of a parallel region meet: the tools that prove it find races, and some kernels that have none.
 
-Most programs are checked where they are compiled anyway, in test_lower_predictors.py and test_lower_batch.py.
+Most programs are checked where they are compiled anyway, in test_lower_predictors.py and test_lower_sequences.py.
 """
 
 import subprocess

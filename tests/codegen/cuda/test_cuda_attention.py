@@ -9,9 +9,9 @@ from helpers.kernels.caches import SCALE, Heads, expected_attention, random_cach
 from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.workbench import Array, assert_close, uniform
 from picompile_codegen import cuda
-from picompile_codegen.cpu.token_ops import Mode
 from picompile_codegen.cuda import CudaKernel
 from picompile_codegen.errors import CodegenError
+from picompile_codegen.specs import AttentionSpec, Mode
 
 CHUNK = 45
 ROWS = 3
@@ -42,14 +42,14 @@ POSITIONS = (0, 63, 255, 256, 299, 999, 16499)
 
 
 def attention(shape: Heads, mode: Mode, rows: int) -> CudaKernel:
-    return cuda.attention(**asdict(shape), rows=rows, scale=SCALE, mode=mode)
+    return cuda.write_kernel(AttentionSpec(**asdict(shape), rows=rows, scale=SCALE, mode=mode))
 
 
 @pytest.fixture(scope="module")
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
     built = [attention(shape, "one", 1) for shape in ONE.values()]
     built += [attention(shape, "chunk", CHUNK) for shape in CHUNKS.values()]
-    built += [attention(ONE[name], "batch", ROWS) for name in BATCHES]
+    built += [attention(ONE[name], "sequences", ROWS) for name in BATCHES]
     return CudaWorkbench(tmp_path_factory.mktemp("attention") / "device.so", built)
 
 
@@ -142,7 +142,7 @@ def test_batch(workbench: CudaWorkbench, name: str, tokens: int) -> None:
         filled[slot] = position + 1
     keys, values = (random_cache(rng, shape, side, filled) for side in "kv")
     inputs = {"q": q, "positions": positions, "slots": slots, **keys.arguments, **values.arguments}
-    result = workbench.run(attention(shape, "batch", ROWS), inputs, tokens=tokens, position=-1)
+    result = workbench.run(attention(shape, "sequences", ROWS), inputs, tokens=tokens, position=-1)
     assert np.isnan(result["y"][tokens:]).all()
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         expected = expected_attention(shape, q[row : row + 1], keys.values[slot], values.values[slot], position)
@@ -154,7 +154,9 @@ def test_batch(workbench: CudaWorkbench, name: str, tokens: int) -> None:
 
 def test_chunks_do_not_extend_caches() -> None:
     with pytest.raises(CodegenError, match="chunks do not extend caches"):
-        cuda.attention(**asdict(ONE["single elements"]), rows=8, scale=SCALE, mode="chunk", extend=True)
+        cuda.write_kernel(
+            AttentionSpec(**asdict(ONE["single elements"]), rows=8, scale=SCALE, mode="chunk", extend=True)
+        )
 
 
 def test_values_wider_than_a_block_are_refused() -> None:

@@ -9,8 +9,8 @@ from helpers.kernels.caches import SCALE, Heads, expected_attention, in_q8, rand
 from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.workbench import Array, assert_close, uniform
 from picompile_codegen import cuda
-from picompile_codegen.cpu.token_ops import Mode
 from picompile_codegen.cuda import CudaKernel
+from picompile_codegen.specs import AttentionSpec, Mode
 
 ROWS = 3
 SHAPES = {
@@ -24,13 +24,15 @@ SHAPES = {
 CASES: list[tuple[str, Mode, int, bool]] = [
     *((name, "one", 1, True) for name in ("multi-head", "window of one", "parts")),
     ("q8", "one", 1, False),
-    *((name, "batch", tokens, True) for name in ("q8", "more heads than a block has") for tokens in (2, 3)),
+    *((name, "sequences", tokens, True) for name in ("q8", "more heads than a block has") for tokens in (2, 3)),
 ]
 
 
 def attention(name: str, mode: Mode, turn: bool) -> CudaKernel:
     rows = 1 if mode == "one" else ROWS
-    return cuda.attention(**asdict(SHAPES[name]), rows=rows, scale=SCALE, mode=mode, extend=True, turn=turn)
+    return cuda.write_kernel(
+        AttentionSpec(**asdict(SHAPES[name]), rows=rows, scale=SCALE, mode=mode, extend=True, turn=turn)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def test_extends_and_attends(
     inputs = {name: uniform(rng, tokens, shape.kv_heads * dim) for name, dim in widths(shape).items()}
     inputs |= {"q": 3 * uniform(rng, tokens, shape.heads * shape.head_dim), "cos": cos, "sin": sin}
     caches = {side: random_cache(rng, shape, side, filled) for side in "kv"}
-    where = {"positions": np.int32(positions), "slots": np.int32(slots)} if mode == "batch" else {}
+    where = {"positions": np.int32(positions), "slots": np.int32(slots)} if mode == "sequences" else {}
     given = {**inputs, **where, **caches["k"].arguments, **caches["v"].arguments}
     result = workbench.run(attention(name, mode, turn), given, tokens=tokens, position=positions[0], slot=slots[0])
 

@@ -7,8 +7,8 @@ from helpers.kernels.caches import in_q8
 from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.workbench import Array, assert_close, uniform
 from picompile_codegen import cuda
-from picompile_codegen.cpu.token_ops import Mode
 from picompile_codegen.cuda import CudaKernel
+from picompile_codegen.specs import CacheWriteSpec, Mode, RotarySpec
 
 CHUNK = 7
 CONTEXT = 50
@@ -20,21 +20,29 @@ ROWS: list[tuple[Mode, int, int]] = [
     ("one", 1, 1),
     ("chunk", CHUNK, CHUNK),
     ("chunk", CHUNK, 4),
-    ("batch", 3, 3),
-    ("batch", 3, 2),
+    ("sequences", 3, 3),
+    ("sequences", 3, 2),
 ]
-KERNELS: list[tuple[Mode, int]] = [("one", 1), ("chunk", CHUNK), ("batch", 3)]
+KERNELS: list[tuple[Mode, int]] = [("one", 1), ("chunk", CHUNK), ("sequences", 3)]
 # A group with a rest, less than one, and whole ones.
 HEAD_DIMS = (72, 20, 64)
 
 
 def rotary(head_dim: int, mode: Mode, rows: int) -> CudaKernel:
-    return cuda.rotary(heads=HEADS, head_dim=head_dim, rows=rows, context=CONTEXT, mode=mode)
+    return cuda.write_kernel(RotarySpec(heads=HEADS, head_dim=head_dim, rows=rows, context=CONTEXT, mode=mode))
 
 
 def cache_write(kv_dtype: str, mode: Mode, rows: int, head_dim: int = 72, sequences: int = SEQUENCES) -> CudaKernel:
-    return cuda.cache_write(
-        kv_heads=HEADS, head_dim=head_dim, context=CONTEXT, rows=rows, kv_dtype=kv_dtype, mode=mode, sequences=sequences
+    return cuda.write_kernel(
+        CacheWriteSpec(
+            kv_heads=HEADS,
+            head_dim=head_dim,
+            context=CONTEXT,
+            rows=rows,
+            kv_dtype=kv_dtype,
+            mode=mode,
+            sequences=sequences,
+        )
     )
 
 
@@ -49,7 +57,7 @@ def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
 
 def places(mode: Mode, tokens: int) -> tuple[list[int], list[int], dict[str, Array]]:
     """Positions and slots of rows, and what says so to a kernel."""
-    if mode == "batch":
+    if mode == "sequences":
         positions, slots = [41, 5, 30][:tokens], [2, 3, 0][:tokens]
         return positions, slots, {"positions": np.int32(positions), "slots": np.int32(slots)}
     return list(range(30, 30 + tokens)), [2] * tokens, {}

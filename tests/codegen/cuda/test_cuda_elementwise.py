@@ -9,6 +9,7 @@ from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.workbench import packed, uniform
 from picompile_codegen import cuda
 from picompile_codegen.cuda import CudaKernel
+from picompile_codegen.specs import AddSpec, EmbeddingSpec, TakeLastSpec
 
 CHUNK = 5
 FORMATS = ("f16", "q8", "q4")
@@ -20,13 +21,13 @@ EMBEDDED = ((96, 1), (100, CHUNK), (99, CHUNK), (2100, 1))
 
 
 def embedding(format_name: str, dim: int, rows: int) -> CudaKernel:
-    return cuda.embedding(format=format_name, vocab=50, dim=dim, rows=rows, offset=2)
+    return cuda.write_kernel(EmbeddingSpec(format=format_name, vocab=50, dim=dim, rows=rows, offset=2))
 
 
 @pytest.fixture(scope="module")
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
-    built = [cuda.add(dim=dim, rows=rows) for dim in DIMS for rows in (1, CHUNK)]
-    built += [cuda.take_last(dim=dim, rows=CHUNK) for dim in DIMS]
+    built = [cuda.write_kernel(AddSpec(dim=dim, rows=rows)) for dim in DIMS for rows in (1, CHUNK)]
+    built += [cuda.write_kernel(TakeLastSpec(dim=dim, rows=CHUNK)) for dim in DIMS]
     built += [embedding(format_name, *size) for format_name, size in product(FORMATS, EMBEDDED)]
     return CudaWorkbench(tmp_path_factory.mktemp("elementwise") / "device.so", built)
 
@@ -36,7 +37,7 @@ def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
 def test_add(workbench: CudaWorkbench, dim: int, rows: int, tokens: int) -> None:
     rng = np.random.default_rng([dim, tokens])
     a, b = uniform(rng, tokens, dim), uniform(rng, tokens, dim)
-    result = workbench.run(cuda.add(dim=dim, rows=rows), {"a": a, "b": b}, tokens=tokens)
+    result = workbench.run(cuda.write_kernel(AddSpec(dim=dim, rows=rows)), {"a": a, "b": b}, tokens=tokens)
     assert np.array_equal(result["y"][:tokens], a + b)
     assert np.isnan(result["y"][tokens:]).all()
 
@@ -45,7 +46,7 @@ def test_add(workbench: CudaWorkbench, dim: int, rows: int, tokens: int) -> None
 @pytest.mark.parametrize("tokens", [1, 3, CHUNK])
 def test_take_last(workbench: CudaWorkbench, dim: int, tokens: int) -> None:
     x = uniform(np.random.default_rng([dim, tokens]), tokens, dim)
-    result = workbench.run(cuda.take_last(dim=dim, rows=CHUNK), {"x": x}, tokens=tokens)
+    result = workbench.run(cuda.write_kernel(TakeLastSpec(dim=dim, rows=CHUNK)), {"x": x}, tokens=tokens)
     assert np.array_equal(result["y"][0], x[-1])
 
 

@@ -14,6 +14,7 @@ from helpers.kernels.workbench import assert_close
 from picompile_codegen import cuda
 from picompile_codegen.cuda import CudaKernel, dot, ffn_down
 from picompile_codegen.cuda import ffn_hidden as ffn_groups
+from picompile_codegen.specs import FfnSpec
 from picompile_passes.dialect import parse_activation
 
 CHUNK = 13
@@ -46,19 +47,21 @@ BATCHES = [("opt", "part", "f16"), ("swiglu", "masked", "q8")]
 
 def kernel_of(name: str, kind: str, format_name: str, rows: int) -> CudaKernel:
     block = BLOCKS[name]
-    return cuda.ffn(
-        kind="masked" if kind == "part" else kind,
-        format=format_name,
-        neurons=block.neurons,
-        dim=block.dim,
-        rows=rows,
-        gated=block.gated,
-        activation=block.activation,
-        up_activation=block.up_activation,
-        gate_bias="g" in block.biases,
-        up_bias="u" in block.biases,
-        down_bias="d" in block.biases,
-        mask_columns=MASK_COLUMNS if kind == "part" else None,
+    return cuda.write_kernel(
+        FfnSpec(
+            kind="masked" if kind == "part" else kind,
+            format=format_name,
+            neurons=block.neurons,
+            dim=block.dim,
+            rows=rows,
+            gated=block.gated,
+            activation=block.activation,
+            up_activation=block.up_activation,
+            gate_bias="g" in block.biases,
+            up_bias="u" in block.biases,
+            down_bias="d" in block.biases,
+            mask_columns=MASK_COLUMNS if kind == "part" else None,
+        )
     )
 
 

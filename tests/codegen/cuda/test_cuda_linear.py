@@ -8,6 +8,7 @@ import pytest
 from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.workbench import assert_close, packed, uniform
 from picompile_codegen import cuda
+from picompile_codegen.specs import LinearSpec
 
 FORMATS = ("f16", "q8", "q4")
 # The last has more columns than shared memory takes at a time.
@@ -16,7 +17,7 @@ CHUNK = 67
 
 
 def _kernel(format_name: str, size: tuple[int, int], rows: int, bias: bool) -> cuda.CudaKernel:
-    return cuda.linear(format=format_name, n=size[0], k=size[1], rows=rows, bias=bias)
+    return cuda.write_kernel(LinearSpec(format=format_name, n=size[0], k=size[1], rows=rows, bias=bias))
 
 
 CASES = [

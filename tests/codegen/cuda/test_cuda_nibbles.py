@@ -10,6 +10,7 @@ from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.emulator import Emulated
 from helpers.support import ROOT
 from picompile_codegen import cuda
+from picompile_codegen.specs import EmbeddingSpec
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -62,7 +63,7 @@ def test_weights_have_the_bits_of_their_product_with_the_scale(tmp_path: Path) -
     row_scales = np.repeat(scales, 16)
     # The scales of a row lie behind its weights.
     data[:, 16:18] = row_scales.view(np.uint8).reshape(-1, 2)
-    kernel = cuda.embedding(format="q4", vocab=rows, dim=dim, rows=rows, offset=0)
+    kernel = cuda.write_kernel(EmbeddingSpec(format="q4", vocab=rows, dim=dim, rows=rows, offset=0))
     workbench = CudaWorkbench(tmp_path / "embedding.so", [kernel])
     found = workbench.run(kernel, {"ids": np.arange(rows, dtype=np.int32), "w": data}, tokens=rows)["y"]
     expected = (nibbles.astype(np.float32) - np.float32(8)) * row_scales.astype(np.float32)[:, None]

@@ -8,6 +8,7 @@ from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.workbench import assert_close, uniform
 from picompile_codegen import cuda
 from picompile_codegen.cuda import CudaKernel
+from picompile_codegen.specs import LayerNormSpec, RmsNormSpec
 
 CHUNK = 5
 EPS = 1e-5
@@ -19,11 +20,11 @@ ROWS = [(1, 1), (CHUNK, CHUNK), (CHUNK, 3)]
 
 
 def rms_norm(dim: int, rows: int) -> CudaKernel:
-    return cuda.rms_norm(dim=dim, rows=rows, eps=EPS)
+    return cuda.write_kernel(RmsNormSpec(dim=dim, rows=rows, eps=EPS))
 
 
 def layer_norm(dim: int, rows: int, affine: tuple[bool, bool]) -> CudaKernel:
-    return cuda.layer_norm(dim=dim, rows=rows, eps=EPS, weight=affine[0], bias=affine[1])
+    return cuda.write_kernel(LayerNormSpec(dim=dim, rows=rows, eps=EPS, weight=affine[0], bias=affine[1]))
 
 
 @pytest.fixture(scope="module")

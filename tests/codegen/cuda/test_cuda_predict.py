@@ -12,6 +12,7 @@ from helpers.kernels.workbench import packed, uniform
 from picompile_codegen import cuda
 from picompile_codegen.cuda import CudaKernel, dot
 from picompile_codegen.signs import pack_signs, sign_row_bytes
+from picompile_codegen.specs import PredictLowRankSpec, PredictSignsSpec
 from picompile_passes.dialect import dequantize_rows, quantize_rows
 
 # (format, (neurons, rank, dim), relu): one of everything; odd sizes; ranks that a few lanes read at once, and a whole
@@ -31,11 +32,15 @@ SIGN_SHAPES = ((7, 13), (51, 257), (150, 4400))
 def low_rank(format_name: str, shape: tuple[int, int, int], relu: bool, rows: int = 1) -> CudaKernel:
     neurons, rank, dim = shape
     formats = (format_name, second_format(format_name))
-    return cuda.predict_low_rank(formats=formats, neurons=neurons, rank=rank, dim=dim, relu=relu, rows=rows)
+    return cuda.write_kernel(
+        PredictLowRankSpec(formats=formats, neurons=neurons, rank=rank, dim=dim, relu=relu, rows=rows)
+    )
 
 
 def signs(shape: tuple[int, int], rows: int = 1) -> CudaKernel:
-    return cuda.predict_signs(neurons=shape[0], dim=shape[1], row_bytes=sign_row_bytes(shape[1]), rows=rows)
+    return cuda.write_kernel(
+        PredictSignsSpec(neurons=shape[0], dim=shape[1], row_bytes=sign_row_bytes(shape[1]), rows=rows)
+    )
 
 
 @pytest.fixture(scope="module")

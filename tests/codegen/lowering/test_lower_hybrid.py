@@ -361,9 +361,9 @@ def test_logits_stay_with_the_head() -> None:
         program = lower(graph_module, options(replace(Placement.all_of(3), head=head))).program
         memories = {function: program.buffers[name].memory for function, name in program.logits.items()}
         assert memories == dict.fromkeys(("decode", "prefill_last", "batch", "score"), "device" if head else "host")
-        assert set(program.leading) == ({"decode", "prefill_last", "batch"} if head else set())
+        assert set(program.top_logits) == ({"decode", "prefill_last", "batch"} if head else set())
         assert ("leading" in program.to_json()) == head
-        for function, leading in program.leading.items():
+        for function, leading in program.top_logits.items():
             rows = SEQUENCES if function == "batch" else 1
             for name, dtype in ((leading.scores, "float32"), (leading.ids, "int32")):
                 found = program.buffers[name]
@@ -393,4 +393,4 @@ def test_a_program_with_nothing_for_the_device() -> None:
     ).graph_module
     with_device, alone = (lower(graph_module, options(placement)) for placement in (ON_HOST, None))
     assert with_device.program.to_json() == alone.program.to_json()
-    assert not with_device.device_built
+    assert not with_device.accelerator_built

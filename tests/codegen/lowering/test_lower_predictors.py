@@ -1,6 +1,7 @@
 """Programs whose feed-forward blocks follow a mask, against the same graphs in eager PyTorch."""
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 
@@ -12,7 +13,6 @@ from tvm.tirx import Cast
 from helpers.kernels.lowered import Runner
 from helpers.kernels.regions import Regions, check_step, every_region
 from picompile.testing import TESTING_KINDS, GraphShape, build, random_weights, run, with_predictors
-from picompile_codegen.cpu import Kernel
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import loop
 from picompile_codegen.lowering import ffn as lower_predict
@@ -20,6 +20,8 @@ from picompile_codegen.lowering.ffn import mask_buffer
 from picompile_codegen.lowering.function import Function, LowerOptions, dimension
 from picompile_codegen.lowering.lower import Lowered, lower
 from picompile_codegen.lowering.program import ProgramCall, ProgramTensor, tensor_bytes
+from picompile_codegen.specs import PackageSpec
+from picompile_codegen.specs.arguments import Declaration, floats, mask
 from picompile_passes.dialect.ops import neuron_outputs
 from picompile_passes.errors import RegistryError, UnsupportedGraphError
 from picompile_passes.graph.materialize import materialize
@@ -261,18 +263,25 @@ def test_kind_without_a_kernel() -> None:
 def lower_linear(node: Node, function: Function) -> None:
     """The kernel of a package, made of ours: every neuron of an even number."""
     even = function.shared.weights.computed("even", (1,), lambda _: torch.zeros(1))
-    kernel = function.kernel(even_neurons, neurons=dimension(node))
+    kernel = function.kernel(EvenNeurons(dimension(node)))
     function.call(kernel, {"unused": even, "mask": mask_buffer(node, function)}, op="predict")
 
 
-def even_neurons(*, neurons: int) -> Kernel:
-    function = KernelFunction("even", neurons)
-    with function:
-        function.floats("unused", 1)
-        mask = function.argument("mask", "uint8", 1, neurons)
-        with loop(0, neurons) as neuron:
-            mask[0, neuron] = Cast("uint8", neuron % 2 == 0)
-    return function.kernel()
+@dataclass(frozen=True)
+class EvenNeurons(PackageSpec):
+    neurons: int
+
+    @property
+    def name(self) -> str:
+        return f"even_{self.neurons}"
+
+    def declare(self) -> Iterator[Declaration]:
+        yield floats("unused", 1)
+        yield mask("mask", 1, self.neurons, "out")
+
+    def write(self, function: KernelFunction) -> None:
+        with loop(0, self.neurons) as neuron:
+            function["mask"][0, neuron] = Cast("uint8", neuron % 2 == 0)
 
 
 def offer(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:

@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 
 from helpers.kernels.workbench import Array
-from picompile_codegen import cpu as kernels
+from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
-from picompile_codegen.cpu.token_ops import Mode
+from picompile_codegen.specs import AttentionSpec, Mode
 from picompile_passes.dialect.formats import GROUP, dequantize_rows, quantize_rows
 
 SCALE = 0.3
@@ -31,20 +31,22 @@ class Heads:
 
     def kernel(self, mode: Mode, rows: int, *, extend: bool = False, turn: bool = False) -> Kernel:
         """The attention kernel of these heads."""
-        return kernels.attention(
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            value_dim=self.value_dim,
-            context=self.context,
-            rows=rows,
-            kv_dtype=self.kv_dtype,
-            scale=SCALE,
-            window=self.window,
-            mode=mode,
-            sequences=self.sequences,
-            extend=extend,
-            turn=turn,
+        return cpu.write_kernel(
+            AttentionSpec(
+                heads=self.heads,
+                kv_heads=self.kv_heads,
+                head_dim=self.head_dim,
+                value_dim=self.value_dim,
+                context=self.context,
+                rows=rows,
+                kv_dtype=self.kv_dtype,
+                scale=SCALE,
+                window=self.window,
+                mode=mode,
+                sequences=self.sequences,
+                extend=extend,
+                turn=turn,
+            )
         )
 
 

@@ -31,7 +31,7 @@ class HybridRunner:
     def __init__(self, folder: Path, lowered: Lowered, graph_module: GraphModule, weights: WeightSource) -> None:
         self.program, self.slot, self.position, self._number = lowered.program, 0, 0, 0
         build_host_library(lowered.kernels, folder / "host.so")
-        build_host_library(lowered.device_built.values(), folder / "hot.so")
+        build_host_library(lowered.accelerator_built.values(), folder / "hot.so")
         self._libraries = {"host": HostLibrary(folder / "host.so"), "device": HostLibrary(folder / "hot.so")}
         sizes = (self.program.arena_bytes, self.program.device_arena_bytes, self.program.shared_arena_bytes)
         self._arenas = {

@@ -17,6 +17,7 @@ from helpers.support import ROOT, BuildOnce
 from helpers.toys.toy_gpu import CUBIN, IMAGES, PTX
 from picompile_codegen import cuda
 from picompile_codegen.build.host_library import build_host_library
+from picompile_codegen.specs import PingPongSpec
 from picompile_runtime import MachineError
 from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.devices.cuda import CudaAccelerator, CudaImages, GpuLaunch, ping_pong
@@ -24,7 +25,7 @@ from picompile_runtime.devices.cuda.open import check_once
 
 __all__ = ["fake_cuda", "fake_library"]
 
-SOURCE = cuda.cuda_source([cuda.ping_pong()])
+SOURCE = cuda.cuda_source([cuda.write_kernel(PingPongSpec())])
 (LAUNCH,) = SOURCE.launches["ping_pong"]
 PING_PONG = CudaImages(
     89, 89, CUBIN, PTX, {"ping_pong": (GpuLaunch(LAUNCH.symbol, (1, 1, 1), (LAUNCH.grid.threads, 1, 1), LAUNCH.args),)}

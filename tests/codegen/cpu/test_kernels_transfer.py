@@ -9,22 +9,40 @@ import numpy as np
 import pytest
 
 from helpers.kernels.workbench import Array, Workbench, uniform
-from picompile_codegen import cpu as kernels
+from picompile_codegen import cpu
 from picompile_codegen.build import host_library as build_module
 from picompile_codegen.build.host_library import build_host_library
-from picompile_codegen.cpu import FLAG_SHAPE, Kernel
+from picompile_codegen.cpu import Kernel
+from picompile_codegen.specs import (
+    FLAG_SHAPE,
+    CopyWordsSpec,
+    ReceiveMaskSpec,
+    ReceiveSpec,
+    SendMaskSpec,
+    SendSpec,
+    SignalSpec,
+    WaitSpec,
+)
 from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.devices.memory import aligned_zeros
 
 DIM, NEURONS, COLUMNS, WORDS, ROWS, STEP = 37, 45, 11, 13, 5, 9
 
-SENDS = {rows: kernels.send(dim=DIM, rows=rows) for rows in (1, ROWS)}
-MASKS = {rows: kernels.send_mask(dim=DIM, neurons=NEURONS, columns=COLUMNS, rows=rows) for rows in (1, ROWS)}
-RECEIVES = {
-    (rows, yes): kernels.receive(dim=DIM, rows=rows, counted=yes) for rows in (1, ROWS) for yes in (False, True)
+SENDS = {rows: cpu.write_kernel(SendSpec(dim=DIM, rows=rows)) for rows in (1, ROWS)}
+MASKS = {
+    rows: cpu.write_kernel(SendMaskSpec(dim=DIM, neurons=NEURONS, columns=COLUMNS, rows=rows)) for rows in (1, ROWS)
 }
-RECEIVED_MASKS = {rows: kernels.receive_mask(neurons=NEURONS, rows=rows) for rows in (1, ROWS)}
-COPY, WAIT, SIGNAL = kernels.copy_words(words=WORDS), kernels.wait(), kernels.signal()
+RECEIVES = {
+    (rows, yes): cpu.write_kernel(ReceiveSpec(dim=DIM, rows=rows, counted=yes))
+    for rows in (1, ROWS)
+    for yes in (False, True)
+}
+RECEIVED_MASKS = {rows: cpu.write_kernel(ReceiveMaskSpec(neurons=NEURONS, rows=rows)) for rows in (1, ROWS)}
+COPY, WAIT, SIGNAL = (
+    cpu.write_kernel(CopyWordsSpec(words=WORDS)),
+    cpu.write_kernel(WaitSpec()),
+    cpu.write_kernel(SignalSpec()),
+)
 EVERY = (*SENDS.values(), *MASKS.values(), *RECEIVES.values(), *RECEIVED_MASKS.values(), COPY, WAIT, SIGNAL)
 # How many rows a step has, and how many of them count.
 TOKENS = [(1, 1), (ROWS, 1), (ROWS, 3), (ROWS, ROWS)]
@@ -34,7 +52,7 @@ Bound = tuple[str, Sequence[Array]]
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
-    return Workbench(tmp_path_factory.mktemp("exchange") / "host.so", EVERY)
+    return Workbench(tmp_path_factory.mktemp("transfer") / "host.so", EVERY)
 
 
 @pytest.fixture(scope="module")

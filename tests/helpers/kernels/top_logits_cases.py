@@ -1,9 +1,9 @@
-"""Logits for `leading_logits`, of the CPU and of GPUs, and what a sort makes of them."""
+"""Logits for `TopLogitsSpec`, of the CPU and of GPUs, and what a sort makes of them."""
 
 import numpy as np
 
 from helpers.kernels.workbench import Array
-from picompile_codegen.cpu.top_logits import MOST_LEADING
+from picompile_codegen.specs import MOST_TOP_LOGITS
 
 
 def logits_of(kind: str, rows: int, vocab: int) -> Array:
@@ -37,7 +37,7 @@ def expected(logits: Array) -> tuple[Array, Array]:
     """Scores and ids: a NaN before all, then by score, then by id."""
     is_nan = np.isnan(logits)
     falling = -np.where(is_nan, np.float32(0), logits)
-    ids = np.stack([np.lexsort((row, ~nan)) for row, nan in zip(falling, is_nan, strict=True)])[:, :MOST_LEADING]
+    ids = np.stack([np.lexsort((row, ~nan)) for row, nan in zip(falling, is_nan, strict=True)])[:, :MOST_TOP_LOGITS]
     return np.take_along_axis(logits, ids, axis=1), ids
 
 

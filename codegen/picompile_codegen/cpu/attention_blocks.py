@@ -1,8 +1,8 @@
-"""Scores and mixtures over a block of a q8 cache, in integers.
+"""Scores and mixtures over a block of cached positions: in float32, and in integers where the cache is q8.
 
-Queries, and the weights of the softmax times the scales of values, become 16-bit integers: of a query with one scale,
-of the weights of a block with one for each query. Against float32 arithmetic on the same cache that is off by 2^-16 of
-the largest query element and weight; it takes half as long, and conversion to float32 would not keep up with memory.
+For q8, queries become 16-bit integers with one scale each; so do the weights of the softmax times the scales of values,
+with one scale for each query and block. Against float32 arithmetic on the same cache the result is off by 2^-16 of the
+largest query element and weight. Integers take half as long; conversion to float32 would not keep up with memory.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,66 @@ from tvm import tirx
 from picompile_codegen.build import isa
 from picompile_codegen.cpu.attention_work import Block, PositionSpan, Queries, Work, lanes_below, query_lanes
 from picompile_codegen.cpu.cache import BYTES, CachedHead
-from picompile_codegen.cpu.integers import LARGEST_WORD, dot_pairs, in_order, interleave, splat_pair, to_words, zeros
+from picompile_codegen.cpu.quantized import LARGEST_WORD, dot_pairs, in_order, interleave, splat_pair, to_words, zeros
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, in_slices, local, loop, maximum, minimum, select
 from picompile_codegen.cpu.vector import LANES, at, blocks, eight_totals, fma, highest, load, splat, store, to_floats
 from picompile_passes.dialect.formats import GROUP
+
+# Caches in float16 or float32.
+
+
+def float_products(work: Work, indices: list[Expr]) -> Expr:
+    """A vector of q · k, for the keys `indices` of the block.
+
+    All keys are read side by side: so many lines are asked for before the first is there.
+    """
+    keys, queries = work.block.span.keys, work.queries
+    sums = local(LANES, LANES)
+    for lane in range(LANES):
+        sums[lane, at(0)] = splat(0.0)
+
+    def add(c: Expr, valid: int) -> None:
+        vectors = [bind(load(queries.q, work.row(i), c)) for i in range(queries.tile)]
+        for k, index in enumerate(indices):
+            key = bind(keys.raw(work.block.begin + index, c, valid))
+            for i, vector in enumerate(vectors):
+                lane = k * queries.tile + i
+                sums[lane, at(0)] = fma(key, vector, sums[lane, at(0)])
+
+    blocks(keys.cache.dim, add)
+    return eight_totals([sums[lane, at(0)] for lane in range(LANES)])
+
+
+def float_mix(work: Work, rescale: list[Expr]) -> None:
+    """outputs[i] = outputs[i] · rescale[i] + Σ weight[i, j] · v_j over a block, a few vectors at a time."""
+    queries, block = work.queries, work.block
+    values = block.span.values
+    # Outputs that are held in registers, over all queries; the other half is for weights and values.
+    together = isa.current().registers // 2 // queries.tile * LANES
+
+    def mix_columns(first: Expr, columns: int, is_first: bool) -> None:
+        starts = range(0, columns, LANES)
+        places = [(i, start, i * len(starts) + n) for i in range(queries.tile) for n, start in enumerate(starts)]
+        mixed = local(len(places), LANES)
+        for i, start, place in places:
+            mixed[place, at(0)] = load(queries.outputs, work.row(i), first + start) * rescale[i]
+        with loop(0, block.count) as index:
+            if is_first:
+                block.prefetch_following([index])
+            weights = [bind(splat(work.scores[index * queries.tile + i])) for i in range(queries.tile)]
+            read = {
+                start: bind(values.raw(block.begin + index, first + start, min(LANES, columns - start)))
+                for start in starts
+            }
+            for i, start, place in places:
+                mixed[place, at(0)] = fma(weights[i], read[start], mixed[place, at(0)])
+        for i, start, place in places:
+            store(queries.outputs, work.row(i), first + start, value=mixed[place, at(0)])
+
+    in_slices(values.cache.dim, together, mix_columns)
+
+
+# Caches in q8.
 
 
 @dataclass(frozen=True)
@@ -64,7 +120,7 @@ def _largest(q: KernelTensor, i: Expr, head_dim: int) -> Expr:
 
 
 def _inverse(largest: Expr) -> Expr:
-    """What makes `largest` the largest word; 0 if all are 0."""
+    """Return the factor that makes `largest` the largest word; 0 if all are 0."""
     word, zero = tirx.FloatImm("float32", LARGEST_WORD), tirx.FloatImm("float32", 0.0)
     # A number so small that its inverse is none counts for nothing.
     return bind(select(largest > tirx.FloatImm("float32", 1e-30), word / largest, zero))
@@ -97,7 +153,7 @@ def _read_scales(head: CachedHead, block: Block, scales: KernelTensor) -> None:
         scales[group, index] = head.scale(block.begin + index, group)
 
 
-def products(work: Work, indices: list[Expr], queries: ByteQueries, scales: BlockScales) -> Expr:
+def byte_products(work: Work, indices: list[Expr], queries: ByteQueries, scales: BlockScales) -> Expr:
     """A vector of q · k, for the keys `indices` of the block."""
     keys, tile = work.block.span.keys, work.queries.tile
     sums = local(LANES, LANES)
@@ -130,7 +186,7 @@ def products(work: Work, indices: list[Expr], queries: ByteQueries, scales: Bloc
     return eight_totals([sums[lane, at(0)] for lane in range(LANES)]) * queries.scales[work.tile, at(0)]
 
 
-def mix(work: Work, rescale: list[Expr], scales: BlockScales) -> None:
+def byte_mix(work: Work, rescale: list[Expr], scales: BlockScales) -> None:
     """outputs[i] = outputs[i] · rescale[i] + Σ weight[i, j] · v_j over a block, two values and 16 columns at a time."""
     queries, block = work.queries, work.block
     values = block.span.values

@@ -1,23 +1,46 @@
-"""A program names the same kernels with the same arguments, whichever device they are for."""
+"""Every spec has a body for host and GPU, and both take the arguments that it declares."""
 
-import inspect
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 
-from picompile_codegen import cpu as kernels
-from picompile_codegen import cuda
-from picompile_codegen.cpu import KernelArgument
+from picompile_codegen import cpu, cuda, specs
 from picompile_codegen.signs import sign_row_bytes
+from picompile_codegen.specs import (
+    AddSpec,
+    AttentionSpec,
+    CacheWriteSpec,
+    CopyWordsSpec,
+    EmbeddingSpec,
+    FfnSpec,
+    KernelArgument,
+    KernelSpec,
+    LayerNormSpec,
+    LinearSpec,
+    PackageSpec,
+    PingPongSpec,
+    PredictLowRankSpec,
+    PredictSignsSpec,
+    ReceiveMaskSpec,
+    ReceiveSpec,
+    RmsNormSpec,
+    RotarySpec,
+    SendMaskSpec,
+    SendSpec,
+    SignalSpec,
+    TakeLastSpec,
+    TopLogitsSpec,
+    WaitSpec,
+)
 
 FORMATS = ("f16", "q8", "q4")
 KV_DTYPES = ("float16", "float32", "q8")
-MODES = (("one", 1), ("chunk", 13), ("batch", 3))
+MODES = (("one", 1), ("chunk", 13), ("sequences", 3))
 ROWS = (1, 13)
-# Only the host calls these.
-OF_THE_HOST = {"wait", "signal"}
+# Only the host calls these, and only a GPU that one.
+HOST_ONLY: set[type[KernelSpec]] = {SignalSpec, WaitSpec}
+GPU_ONLY: set[type[KernelSpec]] = {PingPongSpec}
 
 Parameters = dict[str, Any]
 
@@ -73,71 +96,73 @@ def ffns() -> list[Parameters]:
     return found
 
 
-VARIANTS: dict[str, list[Parameters]] = {
-    "add": grid(dim=(96, 99), rows=ROWS),
-    "attention": attentions(),
-    "cache_write": [
+VARIANTS: dict[type[KernelSpec], list[Parameters]] = {
+    AddSpec: grid(dim=(96, 99), rows=ROWS),
+    AttentionSpec: attentions(),
+    CacheWriteSpec: [
         each
         for sequences in (1, 4)
         for each in with_modes(
             grid(kv_heads=(3,), head_dim=(20, 72), context=(50,), kv_dtype=KV_DTYPES), sequences=sequences
         )
     ],
-    "copy_words": grid(words=(8, 300)),
-    "embedding": grid(format=FORMATS, vocab=(50,), dim=(96, 100), rows=ROWS, offset=(0, 2)),
-    "ffn": ffns(),
-    "layer_norm": grid(dim=(96, 99), rows=ROWS, eps=(1e-5,), weight=(False, True), bias=(False, True)),
-    "leading_logits": grid(vocab=(37, 300, 3000), rows=ROWS),
-    "linear": grid(format=FORMATS, n=(64, 251), k=(72, 100), rows=ROWS, bias=(False, True)),
-    "predict_low_rank": grid(
+    CopyWordsSpec: grid(words=(8, 300)),
+    EmbeddingSpec: grid(format=FORMATS, vocab=(50,), dim=(96, 100), rows=ROWS, offset=(0, 2)),
+    FfnSpec: ffns(),
+    LayerNormSpec: grid(dim=(96, 99), rows=ROWS, eps=(1e-5,), weight=(False, True), bias=(False, True)),
+    TopLogitsSpec: grid(vocab=(37, 300, 3000), rows=ROWS),
+    LinearSpec: grid(format=FORMATS, n=(64, 251), k=(72, 100), rows=ROWS, bias=(False, True)),
+    PredictLowRankSpec: grid(
         formats=(("f16", "f16"), ("q8", "q4"), ("q4", "q8")),
         neurons=(77,), rank=(5, 40), dim=(72,), relu=(False, True), rows=(1, 7),
     ),
-    "predict_signs": [
+    PredictSignsSpec: [
         {"neurons": 50, "dim": dim, "row_bytes": sign_row_bytes(dim), "rows": rows}
         for dim, rows in product((13, 256, 257), (1, 7))
     ],
-    "receive": grid(dim=(96, 99), rows=ROWS, counted=(False, True)),
-    "receive_mask": grid(neurons=(77, 200), rows=ROWS),
-    "rms_norm": grid(dim=(96, 99), rows=ROWS, eps=(1e-5, 1e-6)),
-    "rotary": with_modes(grid(heads=(3,), head_dim=(20, 32), context=(50,))),
-    "send": grid(dim=(96, 99), rows=ROWS),
-    "send_mask": grid(dim=(96,), neurons=(200,), columns=(55, 60), rows=ROWS),
-    "take_last": grid(dim=(96, 99), rows=ROWS),
+    ReceiveSpec: grid(dim=(96, 99), rows=ROWS, counted=(False, True)),
+    ReceiveMaskSpec: grid(neurons=(77, 200), rows=ROWS),
+    RmsNormSpec: grid(dim=(96, 99), rows=ROWS, eps=(1e-5, 1e-6)),
+    RotarySpec: with_modes(grid(heads=(3,), head_dim=(20, 32), context=(50,))),
+    SendSpec: grid(dim=(96, 99), rows=ROWS),
+    SendMaskSpec: grid(dim=(96,), neurons=(200,), columns=(55, 60), rows=ROWS),
+    TakeLastSpec: grid(dim=(96, 99), rows=ROWS),
+    PingPongSpec: [{}],
+    SignalSpec: [{}],
+    WaitSpec: [{}],
 }  # fmt: skip
 
 
-def builders(name: str) -> tuple[Callable[..., kernels.Kernel], Callable[..., cuda.CudaKernel]]:
-    return getattr(kernels, name), getattr(cuda, name)
-
-
-def declared(arguments: tuple[KernelArgument, ...]) -> list[KernelArgument]:
+def declared(arguments: tuple[KernelArgument, ...]) -> tuple[KernelArgument, ...]:
     """What the caller gives: all but scratch."""
-    return [argument for argument in arguments if not argument.scratch]
+    return tuple(argument for argument in arguments if not argument.scratch)
 
 
-def test_every_kernel_is_compared() -> None:
-    functions = {name for name in kernels.__all__ if inspect.isfunction(getattr(kernels, name))}
-    assert set(VARIANTS) == functions - OF_THE_HOST
+def test_every_spec_has_its_bodies() -> None:
+    exported = (getattr(specs, name) for name in specs.__all__)
+    found = {each for each in exported if isinstance(each, type) and issubclass(each, KernelSpec)}
+    found -= {KernelSpec, PackageSpec}
+    assert set(cpu.BODIES) == found - GPU_ONLY
+    assert set(cuda.BODIES) == found - HOST_ONLY
+    assert set(VARIANTS) == found
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_same_parameters(name: str) -> None:
-    """Names, defaults and types."""
-    on_host, on_device = (inspect.signature(builder).parameters for builder in builders(name))
-    assert on_host == on_device
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_same_names_and_arguments(name: str) -> None:
-    on_host, on_device = builders(name)
+@pytest.mark.parametrize("kind", VARIANTS, ids=lambda kind: kind.__name__)
+def test_bodies_take_the_arguments_of_their_spec(kind: type[KernelSpec]) -> None:
     names = set()
-    for parameters in VARIANTS[name]:
-        expected, found = on_host(**parameters), on_device(**parameters)
-        assert found.name == expected.name
-        assert declared(found.arguments) == declared(expected.arguments), parameters
-        assert (found.positions, found.slots) == (expected.positions, expected.slots), parameters
-        assert found.tokens == expected.tokens or parameters["rows"] == 1, parameters
-        assert found.params[0] == "step" and found.grids
-        names.add(found.name)
-    assert len(names) == len(VARIANTS[name]), "different kernels have the same name"
+    for parameters in VARIANTS[kind]:
+        spec = kind(**parameters)
+        bodies = [module for module in (cpu, cuda) if kind in module.BODIES]
+        written = [module.write_kernel(spec) for module in bodies]
+        for kernel in written:
+            assert kernel.name == spec.name
+            assert declared(kernel.arguments) == spec.arguments, parameters
+            assert kernel.params[0] == "step"
+            parameter_names = [str(each.name) for each in kernel.prim_func.params]
+            assert parameter_names == [name.replace(".", "_") for name in kernel.params], parameters
+        if len(written) == 2:
+            on_host, on_gpu = written
+            assert (on_gpu.positions, on_gpu.slots) == (on_host.positions, on_host.slots), parameters
+            assert on_gpu.tokens == on_host.tokens or parameters["rows"] == 1, parameters
+        names.add(spec.name)
+    assert len(names) == len(VARIANTS[kind]), "different kernels have the same name"

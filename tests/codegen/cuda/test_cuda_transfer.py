@@ -14,9 +14,9 @@ from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.emulator import ORDERS, Emulated
 from helpers.kernels.workbench import Array, uniform
 from picompile_codegen import cuda
-from picompile_codegen.cpu import KernelArgument
 from picompile_codegen.cuda import CudaKernel, cuda_source
 from picompile_codegen.cuda.build import KernelLaunch
+from picompile_codegen.specs import CopyWordsSpec, KernelArgument, ReceiveMaskSpec, ReceiveSpec, SendMaskSpec, SendSpec
 
 CHUNK = 5
 # A part of a block's turn; rows that are no multiple of four; more than a turn.
@@ -42,25 +42,31 @@ def flag(value: int) -> Array:
 
 def send_mask(sizes: tuple[int, int], rows: int) -> CudaKernel:
     # Odd and even sizes of both.
-    return cuda.send_mask(dim=99 if sizes[0] % 2 else 96, neurons=sizes[0], columns=sizes[1], rows=rows)
+    return cuda.write_kernel(
+        SendMaskSpec(dim=99 if sizes[0] % 2 else 96, neurons=sizes[0], columns=sizes[1], rows=rows)
+    )
 
 
 @pytest.fixture(scope="module")
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
-    built = [cuda.send(dim=dim, rows=rows) for dim in DIMS for rows in (1, CHUNK)]
+    built = [cuda.write_kernel(SendSpec(dim=dim, rows=rows)) for dim in DIMS for rows in (1, CHUNK)]
     built += [send_mask(*case) for case in product(MASKS, (1, CHUNK))]
     for dim, rows, counted in product(DIMS, (1, CHUNK), (False, True)):
-        built.append(cuda.receive(dim=dim, rows=rows, counted=counted))
-    built += [cuda.receive_mask(neurons=neurons, rows=rows) for neurons in RECEIVED for rows in (1, CHUNK)]
-    built += [cuda.copy_words(words=words) for words in (8, 300)]
-    return CudaWorkbench(tmp_path_factory.mktemp("exchange") / "device.so", built)
+        built.append(cuda.write_kernel(ReceiveSpec(dim=dim, rows=rows, counted=counted)))
+    built += [
+        cuda.write_kernel(ReceiveMaskSpec(neurons=neurons, rows=rows)) for neurons in RECEIVED for rows in (1, CHUNK)
+    ]
+    built += [cuda.write_kernel(CopyWordsSpec(words=words)) for words in (8, 300)]
+    return CudaWorkbench(tmp_path_factory.mktemp("transfer") / "device.so", built)
 
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize(("rows", "tokens"), ROWS)
 def test_send(workbench: CudaWorkbench, dim: int, rows: int, tokens: int) -> None:
     x = uniform(np.random.default_rng([dim, tokens]), tokens, dim)
-    result = workbench.run(cuda.send(dim=dim, rows=rows), {"step": step(tokens), "x": x, "flag": flag(EARLIER)})
+    result = workbench.run(
+        cuda.write_kernel(SendSpec(dim=dim, rows=rows)), {"step": step(tokens), "x": x, "flag": flag(EARLIER)}
+    )
     assert np.array_equal(result["out"][:tokens], x)
     assert np.isnan(result["out"][tokens:]).all()
     assert result["flag"].tolist() == [STEP] + [-1] * 15
@@ -92,7 +98,7 @@ def test_receive(workbench: CudaWorkbench, dim: int, rows: int, tokens: int, cou
     inputs = {"step": step(tokens), "source": source, "flag": flag(STEP), "abandoned": flag(0)}
     if count is not None:
         inputs["count"] = np.array([count], np.int32)
-    result = workbench.run(cuda.receive(dim=dim, rows=rows, counted=count is not None), inputs)
+    result = workbench.run(cuda.write_kernel(ReceiveSpec(dim=dim, rows=rows, counted=count is not None)), inputs)
     assert np.array_equal(result["y"][:tokens], source)
     assert np.isnan(result["y"][tokens:]).all()
 
@@ -102,7 +108,7 @@ def test_receive(workbench: CudaWorkbench, dim: int, rows: int, tokens: int, cou
 def test_nobody_waits_for_a_host_without_work(workbench: CudaWorkbench, dim: int, rows: int, tokens: int) -> None:
     """Its flag is not set, and what it shares is NaN."""
     inputs = {"step": step(tokens), "count": flag(0), "flag": flag(EARLIER), "abandoned": flag(0)}
-    result = workbench.run(cuda.receive(dim=dim, rows=rows, counted=True), inputs)
+    result = workbench.run(cuda.write_kernel(ReceiveSpec(dim=dim, rows=rows, counted=True)), inputs)
     assert (result["y"][:tokens] == 0).all()
     assert np.isnan(result["y"][tokens:]).all()
 
@@ -112,7 +118,7 @@ def test_nobody_waits_for_a_host_without_work(workbench: CudaWorkbench, dim: int
 def test_receive_mask(workbench: CudaWorkbench, neurons: int, rows: int, tokens: int) -> None:
     source = np.random.default_rng([neurons, tokens]).integers(0, 2, (tokens, neurons)).astype(np.uint8)
     inputs = {"step": step(tokens), "source": source, "flag": flag(STEP), "abandoned": flag(0)}
-    result = workbench.run(cuda.receive_mask(neurons=neurons, rows=rows), inputs)
+    result = workbench.run(cuda.write_kernel(ReceiveMaskSpec(neurons=neurons, rows=rows)), inputs)
     assert np.array_equal(result["y"][:tokens], source)
     assert (result["y"][tokens:] == 255).all()
 
@@ -121,7 +127,7 @@ def test_receive_mask(workbench: CudaWorkbench, neurons: int, rows: int, tokens:
 def test_copy_words(workbench: CudaWorkbench, words: int) -> None:
     """`step` may be what is copied, so it is not read: the launch does not even have it."""
     source = np.random.default_rng(words).integers(-(2**31), 2**31, words).astype(np.int32)
-    kernel = cuda.copy_words(words=words)
+    kernel = cuda.write_kernel(CopyWordsSpec(words=words))
     assert np.array_equal(workbench.run(kernel, {"source": source})["y"], source)
     (launch,) = cuda_source([kernel]).launches[kernel.name]
     assert {kernel.params[index] for index in launch.args} == {"source", "y"}
@@ -163,7 +169,7 @@ _TELL = "((volatile int *)flag)[1] = STEP, __nanosleep(100);".replace("STEP", st
 @pytest.fixture(scope="module")
 def receiving(tmp_path_factory: pytest.TempPathFactory) -> Live:
     """Two blocks, of which the second has little to do."""
-    kernel = cuda.receive(dim=4100, rows=1, counted=True)
+    kernel = cuda.write_kernel(ReceiveSpec(dim=4100, rows=1, counted=True))
     return Live.of(kernel, tmp_path_factory.mktemp("receiving"), _SLEEP, _TELL)
 
 
@@ -213,7 +219,11 @@ _PATIENCE_NS = 20_000_000
 
 
 @pytest.mark.parametrize(
-    "kernel", [cuda.receive(dim=4100, rows=1, counted=False), cuda.receive_mask(neurons=77, rows=1)]
+    "kernel",
+    [
+        cuda.write_kernel(ReceiveSpec(dim=4100, rows=1, counted=False)),
+        cuda.write_kernel(ReceiveMaskSpec(neurons=77, rows=1)),
+    ],
 )
 def test_patience_ends(kernel: CudaKernel, tmp_path: Path) -> None:
     """Of a kernel that has 20 ms of it, instead of half a minute. It says so, and for which flag, and no sooner."""
@@ -237,7 +247,11 @@ _SNAPSHOT = "for (int i = 16; i < 16 + SIZE; ++i) flag[i + SIZE] = flag[i];"
 def test_the_flag_is_set_last(tmp_path: Path, masked: bool) -> None:
     """All that was sent, of all threads, is there by then. The flag lies before it in memory, and its copy behind."""
     dim, columns = 2047, 2048
-    kernel = cuda.send_mask(dim=dim, neurons=columns, columns=columns, rows=1) if masked else cuda.send(dim=dim, rows=1)
+    kernel = (
+        cuda.write_kernel(SendMaskSpec(dim=dim, neurons=columns, columns=columns, rows=1))
+        if masked
+        else cuda.write_kernel(SendSpec(dim=dim, rows=1))
+    )
     sent_words = dim + 1 + (columns // 4 if masked else 0)
     snapshot = _SNAPSHOT.replace("SIZE", str(sent_words))
     live = Live.of(kernel, tmp_path, _SIGNAL, snapshot + _SIGNAL)

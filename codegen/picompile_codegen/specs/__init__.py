@@ -1,0 +1,72 @@
+"""Every kernel's name, parameters and arguments, declared once for host and accelerator.
+
+`cpu.write_kernel(spec)` and `cuda.write_kernel(spec)` write the kernel of a spec: the registry of each finds the body
+by the spec's type, and the body takes its arguments by the names that the spec gives them.
+"""
+
+from picompile_codegen.specs.arguments import (
+    FLAG_SHAPE,
+    STEP_SHAPE,
+    Access,
+    KernelArgument,
+    KernelSpec,
+    Mode,
+    PackageSpec,
+    symbol,
+)
+from picompile_codegen.specs.attention import AttentionSpec, CacheWriteSpec
+from picompile_codegen.specs.ffn import FfnSpec, PredictLowRankSpec, PredictSignsSpec
+from picompile_codegen.specs.tokens import (
+    MOST_TOP_LOGITS,
+    AddSpec,
+    EmbeddingSpec,
+    LayerNormSpec,
+    LinearSpec,
+    RmsNormSpec,
+    RotarySpec,
+    TakeLastSpec,
+    TopLogitsSpec,
+)
+from picompile_codegen.specs.transfer import (
+    CopyWordsSpec,
+    PingPongSpec,
+    ReceiveMaskSpec,
+    ReceiveSpec,
+    SendMaskSpec,
+    SendSpec,
+    SignalSpec,
+    WaitSpec,
+)
+
+__all__ = [
+    "FLAG_SHAPE",
+    "MOST_TOP_LOGITS",
+    "STEP_SHAPE",
+    "Access",
+    "AddSpec",
+    "AttentionSpec",
+    "CacheWriteSpec",
+    "CopyWordsSpec",
+    "EmbeddingSpec",
+    "FfnSpec",
+    "KernelArgument",
+    "KernelSpec",
+    "LayerNormSpec",
+    "LinearSpec",
+    "Mode",
+    "PackageSpec",
+    "PingPongSpec",
+    "PredictLowRankSpec",
+    "PredictSignsSpec",
+    "ReceiveMaskSpec",
+    "ReceiveSpec",
+    "RmsNormSpec",
+    "RotarySpec",
+    "SendMaskSpec",
+    "SendSpec",
+    "SignalSpec",
+    "TakeLastSpec",
+    "TopLogitsSpec",
+    "WaitSpec",
+    "symbol",
+]

@@ -1,0 +1,202 @@
+"""Parts of a kernel's declaration: arguments, packed matrices, caches; and the base class of all specs."""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from picompile_passes.dialect.formats import FORMATS, GROUP
+
+STEP_SHAPE = (8,)
+# A flag is a cache line, of which the first element counts.
+FLAG_SHAPE = (16,)
+# The KV cache's format with a scale for every 32 elements.
+Q8 = "q8"
+
+# What a kernel does with an argument: it reads `in`, fills `out` and uses `scratch`, adds to the counters of `adds`,
+# reads and writes the KV `cache`, `sets` a flag, `awaits` one, and says in `abandons` that it gave up.
+Access = Literal["in", "out", "scratch", "adds", "cache", "sets", "awaits", "abandons"]
+
+# Where the rows of a step are; `cpu.token_ops.step_rows` reads them.
+# `one`        the next token of one sequence: position step[1], slot step[2]
+# `chunk`      consecutive tokens of one sequence: row t has position step[1] + t, slot step[2]
+# `sequences`  each row is the next token of a sequence of its own: positions int32 [rows] and slots int32 [rows]
+# A slot is a sequence's place in the caches. No kernel asks for it where they have one place only.
+Mode = Literal["one", "chunk", "sequences"]
+
+# How the data of a packed matrix is typed, by weight format.
+DATA_DTYPES = {"f16": "float16", "q8": "int8", "q4": "uint8"}
+
+
+@dataclass(frozen=True)
+class KernelArgument:
+    """One argument: `name`, `dtype` and static `shape`, what the kernel does with it, and what may be in it.
+
+    Integers that the kernel takes for indices must be less than `below`, and not negative; those that it writes are.
+    `copies` names the argument of which this one becomes a copy.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    access: Access = "in"
+    below: int | None = None
+    copies: str | None = None
+
+    @property
+    def scratch(self) -> bool:
+        """Whether it is memory for the kernel's own use during a call."""
+        return self.access == "scratch"
+
+    @property
+    def parts(self) -> "tuple[KernelArgument, ...]":
+        """The argument itself: matrices and caches have several."""
+        return (self,)
+
+
+STEP = KernelArgument("step", "int32", STEP_SHAPE)
+
+
+@dataclass(frozen=True)
+class MatrixArgument:
+    """A packed matrix [rows, columns]: `name`.data and, where the format has scales, `name`.scale.
+
+    Both are views of the same bytes, typed as the data and as the scales.
+    """
+
+    name: str
+    format: str
+    rows: int
+    columns: int
+
+    @property
+    def parts(self) -> tuple[KernelArgument, ...]:
+        """The arguments that the matrix is passed as."""
+        form = FORMATS[self.format]
+        row_bytes = form.row_bytes(self.columns)
+        dtype = DATA_DTYPES[self.format]
+        columns = row_bytes // 2 if dtype == "float16" else row_bytes
+        data = KernelArgument(f"{self.name}.data", dtype, (self.rows, columns))
+        if not form.scale_bytes:
+            return (data,)
+        return data, KernelArgument(f"{self.name}.scale", "float16", (self.rows, row_bytes // 2))
+
+
+@dataclass(frozen=True)
+class CacheArgument:
+    """Keys or values of a layer: `name` and, in q8, `name`_scales. `dim` is the width of a row."""
+
+    name: str
+    kv_dtype: str
+    sequences: int
+    kv_heads: int
+    context: int
+    dim: int
+
+    @property
+    def parts(self) -> tuple[KernelArgument, ...]:
+        """The arguments that the cache is passed as."""
+        rows = (self.sequences, self.kv_heads, self.context)
+        if self.kv_dtype != Q8:
+            return (KernelArgument(self.name, self.kv_dtype, (*rows, self.dim), "cache"),)
+        scales = KernelArgument(f"{self.name}_scales", "float16", (*rows, scale_groups(self.dim)), "cache")
+        return KernelArgument(self.name, "int8", (*rows, self.dim), "cache"), scales
+
+
+@dataclass(frozen=True)
+class ScratchPlace:
+    """Marks where a body's scratch memory comes among the arguments. Host and accelerator need different memory."""
+
+    name: str = ""
+    parts: tuple[KernelArgument, ...] = ()
+
+
+SCRATCH = ScratchPlace()
+
+Declaration = KernelArgument | MatrixArgument | CacheArgument | ScratchPlace
+
+
+@dataclass(frozen=True)
+class KernelSpec(ABC):
+    """Declares a kernel: the fields are its parameters, from which its name and its arguments follow.
+
+    Every spec is a frozen dataclass. Kernels of equal specs are the same kernel, so a name holds every parameter.
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The kernel's symbol. Artifacts contain it."""
+
+    @abstractmethod
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments behind `step` in order, with at most one `SCRATCH` among them."""
+
+    @property
+    def arguments(self) -> tuple[KernelArgument, ...]:
+        """The arguments that a caller gives, in order: all but scratch."""
+        return (STEP, *(part for each in self.declare() for part in each.parts))
+
+
+@dataclass(frozen=True)
+class PackageSpec(KernelSpec):
+    """A spec of a package of somebody else's, which brings its body along. There is none for a GPU."""
+
+    @abstractmethod
+    def write(self, function: Any) -> None:
+        """Write the body for the CPU; `function` is the `cpu.kernel.KernelFunction` of this spec."""
+
+
+def symbol(*parts: object) -> str:
+    """Return a C identifier that tells `parts` apart: `symbol("norm", 64, 1e-05)` is `norm_64_1em05`."""
+    text = "_".join(str(part) for part in parts if part != "")
+    return re.sub(r"[^0-9A-Za-z_]", "", text.replace(".", "p").replace("-", "m"))
+
+
+def scale_groups(dim: int) -> int:
+    """Return how many scales a row of `dim` elements has in q8."""
+    return -(-dim // GROUP)
+
+
+def floats(name: str, *shape: int) -> KernelArgument:
+    """Return a float32 argument that the kernel reads."""
+    return KernelArgument(name, "float32", shape)
+
+
+def floats_out(name: str, *shape: int) -> KernelArgument:
+    """Return a float32 argument that the kernel fills."""
+    return KernelArgument(name, "float32", shape, "out")
+
+
+def indices(name: str, count: int, below: int) -> KernelArgument:
+    """Return an int32 argument [count] of indices, each less than `below`."""
+    return KernelArgument(name, "int32", (count,), below=below)
+
+
+def mask(name: str, rows: int, columns: int, access: Access = "in") -> KernelArgument:
+    """Return a uint8 argument [rows, columns] of zeros and ones."""
+    return KernelArgument(name, "uint8", (rows, columns), access, below=2)
+
+
+def flag(access: Access, name: str = "flag") -> KernelArgument:
+    """Return an argument for a flag that the kernel sets, awaits or abandons."""
+    return KernelArgument(name, "int32", FLAG_SHAPE, access)
+
+
+def optional_floats(arguments: Iterable[tuple[str, int, bool]]) -> Iterator[KernelArgument]:
+    """Yield a float32 vector for each (name, length, whether this variant of the kernel has it)."""
+    return (floats(name, length) for name, length, present in arguments if present)
+
+
+def rows_of_step(mode: Mode, rows: int, context: int, sequences: int) -> Iterator[KernelArgument]:
+    """Yield what tells the rows of `mode` apart: positions below `context`, slots below `sequences` if several."""
+    if mode == "sequences":
+        yield indices("positions", rows, context)
+        if sequences > 1:
+            yield indices("slots", rows, sequences)
+
+
+def mode_name(mode: Mode, rows: int) -> str:
+    """Return the part of a kernel's name that tells its mode from others."""
+    return f"b{rows}" if mode == "sequences" else f"r{rows}"

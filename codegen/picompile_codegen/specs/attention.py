@@ -1,0 +1,118 @@
+"""Attention, and what extends the KV cache."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from picompile_codegen.errors import CodegenError
+from picompile_codegen.specs.arguments import (
+    SCRATCH,
+    CacheArgument,
+    Declaration,
+    KernelSpec,
+    Mode,
+    floats,
+    floats_out,
+    mode_name,
+    rows_of_step,
+    symbol,
+)
+from picompile_codegen.specs.tokens import angles
+
+
+@dataclass(frozen=True)
+class CacheWriteSpec(KernelSpec):
+    """cache[slot, h, position] = x[t, h] for each row t, whose position and slot are those of `mode`.
+
+    x float32 [rows, kv_heads · d], cache kv_dtype [sequences, kv_heads, context, d].
+    """
+
+    kv_heads: int
+    head_dim: int
+    context: int
+    rows: int
+    kv_dtype: str
+    mode: Mode
+    sequences: int
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        shape = (f"{self.kv_heads}x{self.head_dim}", mode_name(self.mode, self.rows))
+        return symbol("cache_write", self.kv_dtype, *shape, f"c{self.context}", f"s{self.sequences}")
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield floats("x", self.rows, self.kv_heads * self.head_dim)
+        yield CacheArgument("cache", self.kv_dtype, self.sequences, self.kv_heads, self.context, self.head_dim)
+        yield from rows_of_step(self.mode, self.rows, self.context, self.sequences)
+
+
+@dataclass(frozen=True)
+class AttentionSpec(KernelSpec):
+    """softmax(q · kᵀ · scale) · v for each query head, over the cached positions that a token may see.
+
+    A row at position p sees positions max(0, p - window + 1) … p of its sequence, or all up to p when `window` is 0.
+    q float32 [rows, heads · head_dim], k_cache and v_cache of head_dim and value_dim → y float32
+    [rows, heads · value_dim].
+
+    With `extend`, k float32 [rows, kv_heads · head_dim] and v float32 [rows, kv_heads · value_dim] are first written to
+    the caches; with `turn` as well, q and k are turned by cos and sin (see `RotarySpec`) before.
+
+    Raises:
+        CodegenError: For a chunk that is to extend the caches: `CacheWriteSpec` does that before.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    context: int
+    rows: int
+    kv_dtype: str
+    scale: float
+    window: int
+    mode: Mode
+    sequences: int
+    extend: bool = False
+    turn: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode == "chunk" and self.extend:
+            raise CodegenError(f"kernel {self.name}: chunks do not extend caches; use cache_write before")
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}v{self.value_dim}"
+        return symbol(
+            "attention",
+            self.kv_dtype,
+            f"{self.heads}h{self.kv_heads}x{dims}",
+            mode_name(self.mode, self.rows),
+            f"c{self.context}",
+            f"s{self.sequences}",
+            self.scale,
+            f"w{self.window}" if self.window else "",
+            "extend" if self.extend else "",
+            "turn" if self.turn else "",
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a head of keys."""
+        return self.heads // self.kv_heads
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        cache = (self.kv_dtype, self.sequences, self.kv_heads, self.context)
+        yield floats("q", self.rows, self.heads * self.head_dim)
+        if self.extend:
+            yield floats("k", self.rows, self.kv_heads * self.head_dim)
+            yield floats("v", self.rows, self.kv_heads * self.value_dim)
+        if self.turn:
+            yield from angles(self.context, self.head_dim)
+        yield CacheArgument("k_cache", *cache, self.head_dim)
+        yield CacheArgument("v_cache", *cache, self.value_dim)
+        yield floats_out("y", self.rows, self.heads * self.value_dim)
+        yield SCRATCH
+        yield from rows_of_step(self.mode, self.rows, self.context, self.sequences)

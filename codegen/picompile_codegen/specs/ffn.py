@@ -1,0 +1,187 @@
+"""Feed-forward blocks, and the predictors that say which of their neurons to compute."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from picompile_codegen.specs.arguments import (
+    SCRATCH,
+    Declaration,
+    KernelArgument,
+    KernelSpec,
+    MatrixArgument,
+    floats,
+    floats_out,
+    indices,
+    mask,
+    optional_floats,
+    symbol,
+)
+from picompile_passes.dialect.activations import parse_activation
+
+
+@dataclass(frozen=True)
+class FfnSpec(KernelSpec):
+    """y = h · down + down_bias, h = activation(x · gateᵀ + gate_bias) ∘ up_activation(x · upᵀ + up_bias).
+
+    Without a gate (`gated` False), h = activation(x · upᵀ + up_bias). x float32 [rows, dim], y like x, biases float32
+    [neurons] and [dim]. `neuron_w` is a bundle: the rows of one neuron follow one another.
+
+    | kind | `decide_w` | bundle | rows = 1 computes |
+    | --- | --- | --- | --- |
+    | `dense` | | gate, up, down or up, down | every neuron |
+    | `exact`, gated | gate | up, down | up and down of neurons whose gate is above the activation's threshold |
+    | `exact`, not gated | up | down | down of neurons whose up is above it |
+    | `masked` | | gate, up, down or up, down | the neurons of `mask` |
+
+    `mask` uint8 [rows, neurons] holds 0 or 1. With `mask_columns` it has that many columns instead, and neuron r is
+    column `table`[r], int32 [neurons]. With several rows `masked` computes the neurons of each row's mask, or on the
+    host all where the masks name many; the other kinds compute all.
+
+    `stats` int64 [2] counts, for rows = 1 and in `masked`, neurons computed and neurons whose h is not zero, of all
+    rows together. It is added to, not set.
+    """
+
+    kind: str
+    format: str
+    neurons: int
+    dim: int
+    rows: int
+    gated: bool
+    activation: str
+    up_activation: str
+    gate_bias: bool
+    up_bias: bool
+    down_bias: bool
+    mask_columns: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        up = "" if self.up_activation == "identity" else f"up_{self.up_activation}"
+        biases = "g" * self.gate_bias + "u" * self.up_bias + "d" * self.down_bias
+        return symbol(
+            "ffn",
+            self.kind,
+            self.format,
+            f"{self.neurons}x{self.dim}",
+            f"r{self.rows}",
+            "gated" if self.gated else "plain",
+            self.activation,
+            up,
+            biases and f"b{biases}",
+            "" if self.mask_columns is None else f"of{self.mask_columns}",
+        )
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether one matrix, kept apart from the bundle, decides which neurons are computed."""
+        return self.kind == "exact"
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a mask, made by another kernel, says which neurons are computed."""
+        return self.kind == "masked"
+
+    @property
+    def threshold(self) -> float:
+        """A neuron is silent unless its product with the gating matrix is above this."""
+        return parse_activation(self.activation).threshold
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the activation silences neurons, whatever predicted them."""
+        return parse_activation(self.activation).sparse
+
+    @property
+    def up_is_sparse(self) -> bool:
+        """Whether up, too, silences neurons: dReLU."""
+        return self.gated and parse_activation(self.up_activation).sparse
+
+    @property
+    def bundle_parts(self) -> int:
+        """Rows of a neuron in the bundle."""
+        return 2 + self.gated - self.is_exact
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        columns = self.mask_columns or self.neurons
+        yield floats("x", self.rows, self.dim)
+        if self.is_masked:
+            yield mask("mask", self.rows, columns)
+        if self.mask_columns is not None:
+            yield indices("table", self.neurons, columns)
+        if self.is_exact:
+            yield MatrixArgument("decide_w", self.format, self.neurons, self.dim)
+        yield MatrixArgument("neuron_w", self.format, self.neurons * self.bundle_parts, self.dim)
+        yield from optional_floats(
+            [
+                ("gate_bias", self.neurons, self.gate_bias),
+                ("up_bias", self.neurons, self.up_bias),
+                ("down_bias", self.dim, self.down_bias),
+            ]
+        )
+        yield KernelArgument("stats", "int64", (2,), "adds")
+        yield SCRATCH
+        yield floats_out("y", self.rows, self.dim)
+
+
+@dataclass(frozen=True)
+class PredictLowRankSpec(KernelSpec):
+    """mask[t, j] = 1 where fc2[j] · h[t] + bias[j] > threshold, else 0; h = fc1 · x, or relu(fc1 · x) with `relu`.
+
+    x float32 [rows, dim], fc1 packed [rank, dim], fc2 packed [neurons, rank], in `formats`, bias float32 [neurons],
+    threshold float32 [1] → mask uint8 [rows, neurons].
+    """
+
+    formats: tuple[str, str]
+    neurons: int
+    rank: int
+    dim: int
+    relu: bool
+    rows: int = 1
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        shape = f"{self.neurons}x{self.rank}x{self.dim}"
+        return symbol("predict", "relu" if self.relu else "linear", *self.formats, shape, _rows(self.rows))
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield floats("x", self.rows, self.dim)
+        yield MatrixArgument("fc1", self.formats[0], self.rank, self.dim)
+        yield MatrixArgument("fc2", self.formats[1], self.neurons, self.rank)
+        yield floats("bias", self.neurons)
+        yield floats("threshold", 1)
+        yield SCRATCH
+        yield mask("mask", self.rows, self.neurons, "out")
+
+
+@dataclass(frozen=True)
+class PredictSignsSpec(KernelSpec):
+    """mask[t, j] = 1 where x[t] and row j of the matrix differ in sign in `most` columns or fewer, else 0.
+
+    x float32 [rows, dim], signs int32 [neurons, row_bytes / 4], most float32 [1] → mask uint8 [rows, neurons].
+    """
+
+    neurons: int
+    dim: int
+    row_bytes: int
+    rows: int = 1
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return symbol("predict", "signs", f"{self.neurons}x{self.dim}", _rows(self.rows))
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield floats("x", self.rows, self.dim)
+        yield KernelArgument("signs", "int32", (self.neurons, self.row_bytes // 4))
+        yield floats("most", 1)
+        yield SCRATCH
+        yield mask("mask", self.rows, self.neurons, "out")
+
+
+def _rows(rows: int) -> str:
+    return f"r{rows}" if rows > 1 else ""

@@ -1,0 +1,212 @@
+"""Kernels that treat each token by itself: embedding, sums, norms, rotary embedding, linear layers, top logits."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from picompile_codegen.specs.arguments import (
+    SCRATCH,
+    Declaration,
+    KernelArgument,
+    KernelSpec,
+    MatrixArgument,
+    Mode,
+    floats,
+    floats_out,
+    indices,
+    mode_name,
+    optional_floats,
+    rows_of_step,
+    symbol,
+)
+
+# More than top-k of most programs (40 or 50), and few enough to go to the host in no time.
+MOST_TOP_LOGITS = 64
+
+
+@dataclass(frozen=True)
+class AddSpec(KernelSpec):
+    """y = a + b. a, b float32 [rows, dim] → y [rows, dim]."""
+
+    dim: int
+    rows: int
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return symbol("add", self.dim, f"r{self.rows}")
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield floats("a", self.rows, self.dim)
+        yield floats("b", self.rows, self.dim)
+        yield floats_out("y", self.rows, self.dim)
+
+
+@dataclass(frozen=True)
+class TakeLastSpec(KernelSpec):
+    """y[0] = x[n - 1], the last of the rows that count. x float32 [rows, dim] → y [1, dim]."""
+
+    dim: int
+    rows: int
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return symbol("take_last", self.dim, f"r{self.rows}")
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield floats("x", self.rows, self.dim)
+        yield floats_out("y", 1, self.dim)
+
+
+@dataclass(frozen=True)
+class EmbeddingSpec(KernelSpec):
+    """y[t] = w[ids[t] + offset]. ids int32 [rows], w packed [vocab, dim] → y float32 [rows, dim].
+
+    An id outside the table reads whatever lies there: ids are checked before they get here.
+    """
+
+    format: str
+    vocab: int
+    dim: int
+    rows: int
+    offset: int
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return symbol("embedding", self.format, f"{self.vocab}x{self.dim}", f"r{self.rows}", f"o{self.offset}")
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield indices("ids", self.rows, self.vocab - self.offset)
+        yield MatrixArgument("w", self.format, self.vocab, self.dim)
+        yield floats_out("y", self.rows, self.dim)
+
+
+@dataclass(frozen=True)
+class RmsNormSpec(KernelSpec):
+    """y = x / sqrt(mean(x²) + eps) · weight. x float32 [rows, dim], weight float32 [dim] → y like x."""
+
+    dim: int
+    rows: int
+    eps: float
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return symbol("rms_norm", self.dim, f"r{self.rows}", self.eps)
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield floats("x", self.rows, self.dim)
+        yield floats("weight", self.dim)
+        yield floats_out("y", self.rows, self.dim)
+
+
+@dataclass(frozen=True)
+class LayerNormSpec(KernelSpec):
+    """y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias. x float32 [rows, dim], weight, bias [dim] → y like x."""
+
+    dim: int
+    rows: int
+    eps: float
+    weight: bool
+    bias: bool
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return symbol("layer_norm", self.dim, f"r{self.rows}", self.eps, "w" * self.weight + "b" * self.bias)
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield floats("x", self.rows, self.dim)
+        yield from optional_floats([("weight", self.dim, self.weight), ("bias", self.dim, self.bias)])
+        yield floats_out("y", self.rows, self.dim)
+
+
+@dataclass(frozen=True)
+class RotarySpec(KernelSpec):
+    """Turn each head's (x[i], x[i + d/2]) by the angle of its position, whose cosine and sine are in tables.
+
+    x float32 [rows, heads · d], cos and sin float32 [context, d/2] → y like x. Positions are those of `mode`.
+    """
+
+    heads: int
+    head_dim: int
+    rows: int
+    context: int
+    mode: Mode
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return symbol("rotary", f"{self.heads}x{self.head_dim}", mode_name(self.mode, self.rows), f"c{self.context}")
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield floats("x", self.rows, self.heads * self.head_dim)
+        yield from angles(self.context, self.head_dim)
+        yield floats_out("y", self.rows, self.heads * self.head_dim)
+        yield from rows_of_step(self.mode, self.rows, self.context, sequences=1)
+
+
+@dataclass(frozen=True)
+class LinearSpec(KernelSpec):
+    """y = x · wᵀ + bias. x float32 [rows, k], w packed [n, k], bias float32 [n] → y float32 [rows, n]."""
+
+    format: str
+    n: int
+    k: int
+    rows: int
+    bias: bool
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return symbol("linear", self.format, f"{self.n}x{self.k}", f"r{self.rows}", "b" if self.bias else "")
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield floats("x", self.rows, self.k)
+        yield MatrixArgument("w", self.format, self.n, self.k)
+        yield from optional_floats([("bias", self.n, self.bias)])
+        yield SCRATCH
+        yield floats_out("y", self.rows, self.n)
+
+
+@dataclass(frozen=True)
+class TopLogitsSpec(KernelSpec):
+    """The n = min(64, vocab) highest logits of each row, highest first, and their tokens.
+
+    logits float32 [rows, vocab] → scores float32 [rows, n], ids int32 [rows, n]. Of equal logits the lower token comes
+    first; NaN comes before all numbers.
+    """
+
+    vocab: int
+    rows: int
+
+    @property
+    def count(self) -> int:
+        """How many logits of a row are kept."""
+        return min(MOST_TOP_LOGITS, self.vocab)
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return symbol("leading_logits", self.vocab, f"r{self.rows}")
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield floats("logits", self.rows, self.vocab)
+        yield floats_out("scores", self.rows, self.count)
+        yield KernelArgument("ids", "int32", (self.rows, self.count), "out", below=self.vocab)
+        yield SCRATCH
+
+
+def angles(context: int, head_dim: int) -> Iterator[KernelArgument]:
+    """Yield the tables of a rotary embedding: cos and sin float32 [context, head_dim / 2]."""
+    yield floats("cos", context, head_dim // 2)
+    yield floats("sin", context, head_dim // 2)

@@ -1,0 +1,184 @@
+"""Transfers between host and accelerator: what is sent, what is received, and the flags between them.
+
+What is sent and what is received lies in memory that both sides see. The accelerator calls `send`, `send_mask`,
+`receive` and `receive_mask`; the host calls `wait` before it reads what was sent, and `signal` when what it wrote may
+be received. A flag holds the number of the last step, step[3], in which it was set. `abandoned` is not 0 once either
+side has given up; then nobody waits any more.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from picompile_codegen.specs.arguments import (
+    Declaration,
+    KernelArgument,
+    KernelSpec,
+    flag,
+    floats,
+    floats_out,
+    indices,
+    mask,
+    symbol,
+)
+
+
+@dataclass(frozen=True)
+class SendSpec(KernelSpec):
+    """out = x, then the flag is set. x float32 [rows, dim] → out [rows, dim], shared."""
+
+    dim: int
+    rows: int
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return symbol("send", self.dim, f"r{self.rows}")
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield floats("x", self.rows, self.dim)
+        yield floats_out("out", self.rows, self.dim)
+        yield flag("sets")
+
+
+@dataclass(frozen=True)
+class SendMaskSpec(KernelSpec):
+    """out = x and out_mask[t, i] = mask[t, table[i]], then the flag is set; `count` is how many ones out_mask has.
+
+    x float32 [rows, dim], mask uint8 [rows, neurons], table int32 [columns] → out like x and out_mask uint8 [rows,
+    columns], both shared; count int32 [1].
+    """
+
+    dim: int
+    neurons: int
+    columns: int
+    rows: int
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return symbol("send_mask", f"{self.neurons}to{self.columns}x{self.dim}", f"r{self.rows}")
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield floats("x", self.rows, self.dim)
+        yield mask("mask", self.rows, self.neurons)
+        yield indices("table", self.columns, self.neurons)
+        yield floats_out("out", self.rows, self.dim)
+        yield mask("out_mask", self.rows, self.columns, "out")
+        yield KernelArgument("count", "int32", (1,), "out")
+        yield flag("sets")
+
+
+@dataclass(frozen=True)
+class ReceiveSpec(KernelSpec):
+    """y = source, once the flag is set. source float32 [rows, dim], shared → y [rows, dim].
+
+    With `counted`, count int32 [1] says how much the host had to do; for nothing y is 0, and nobody waits.
+    """
+
+    dim: int
+    rows: int
+    counted: bool
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return symbol("receive", self.dim, f"r{self.rows}", "counted" if self.counted else "")
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield floats("source", self.rows, self.dim)
+        yield flag("awaits")
+        yield flag("abandons", "abandoned")
+        if self.counted:
+            yield KernelArgument("count", "int32", (1,))
+        yield floats_out("y", self.rows, self.dim)
+
+
+@dataclass(frozen=True)
+class ReceiveMaskSpec(KernelSpec):
+    """y = source, once the flag is set. source uint8 [rows, neurons], shared → y [rows, neurons]."""
+
+    neurons: int
+    rows: int
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return symbol("receive_mask", self.neurons, f"r{self.rows}")
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield mask("source", self.rows, self.neurons)
+        yield flag("awaits")
+        yield flag("abandons", "abandoned")
+        yield mask("y", self.rows, self.neurons, "out")
+
+
+@dataclass(frozen=True)
+class CopyWordsSpec(KernelSpec):
+    """y = source, int32 [words]: what changes from step to step, from shared memory to the accelerator's."""
+
+    words: int
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return symbol("copy_words", self.words)
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield KernelArgument("source", "int32", (self.words,))
+        yield KernelArgument("y", "int32", (self.words,), "out", copies="source")
+
+
+@dataclass(frozen=True)
+class WaitSpec(KernelSpec):
+    """Return when the flag is set: the host's turn. Only the host has this kernel."""
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return "wait"
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield flag("awaits")
+        yield flag("abandons", "abandoned")
+
+
+@dataclass(frozen=True)
+class SignalSpec(KernelSpec):
+    """Set the flag: the accelerator may go on. Only the host has this kernel."""
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return "signal"
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield flag("sets")
+
+
+@dataclass(frozen=True)
+class PingPongSpec(KernelSpec):
+    """Answer the host step[0] times: it measures a round trip, and that each side sees what the other writes.
+
+    ping, pong and abandoned are flags; sent int32 [1024] → echoed int32 [1024], 32 words a round; all are shared. Only
+    a GPU has this kernel: the other side is `pi_ping_pong` of native/host.c, which says more.
+    """
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return "ping_pong"
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield flag("awaits", "ping")
+        yield flag("sets", "pong")
+        yield flag("abandons", "abandoned")
+        yield KernelArgument("sent", "int32", (1024,))
+        yield KernelArgument("echoed", "int32", (1024,), "out")
