@@ -77,7 +77,7 @@ def _check(compiled: Compiled, measured: torch.Tensor, slot: int, position: int)
     assert error < compiled.case.tolerance, f"slot {slot}, position {position}: {error:.1e}"
 
 
-def test_batches_and_prompts_in_any_order(compiled: Compiled) -> None:
+def test_sequences_and_prompts_in_any_order(compiled: Compiled) -> None:
     """Any sequences, in any order, with prompts and single tokens of one of them in between."""
     random, runner = np.random.default_rng(0), compiled.runner
     positions = [0] * SEQUENCES
@@ -121,7 +121,7 @@ def test_no_two_tasks_of_a_region_meet(compiled: Compiled, regions: Regions) -> 
     check_step(compiled.runner, "batch", regions)
 
 
-def test_a_program_for_one_sequence_has_no_batch() -> None:
+def test_a_program_for_one_sequence_has_no_function_for_several() -> None:
     graph_module = CASES["rotary, windows, exact"].graph()
     one, several = (lower(graph_module, LowerOptions(CONTEXT, CHUNK, "float32", count)).program for count in (1, 3))
     assert set(several.functions) - set(one.functions) == {"batch"}
@@ -142,7 +142,7 @@ def test_windows_are_told_of_attention(compiled: Compiled) -> None:
         assert windows == [compiled.case.shape.layer_window(layer) or None for layer in range(2)]
 
 
-def test_blocks_count_batches_into_rows_of_their_own(compiled: Compiled) -> None:
+def test_blocks_count_several_sequences_into_rows_of_their_own(compiled: Compiled) -> None:
     program = compiled.lowered.program
     rows = [
         [(arg.name, arg.offset) for arg in call.args if arg.name.startswith("stats")]

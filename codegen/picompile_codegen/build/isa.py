@@ -1,8 +1,8 @@
 """Instruction sets that kernels are compiled for, and the one that a kernel is being written for.
 
 A kernel is written once. What differs between instruction sets is how bytes are multiplied and added up, and how many
-registers there are; `cpu/quantized.py`, `cpu/byte_tiles.py` and others ask `current()` for these. Its arguments never differ, so that the kernels
-of several instruction sets can serve one program.
+registers there are; `cpu/quantized.py`, `cpu/byte_tiles.py` and others ask `current()` for these. Its arguments never
+differ, so that the kernels of several instruction sets can serve one program.
 
     with targeting(ISAS["x86-64-v4-vnni"]):
         kernel = cpu.write_kernel(LinearSpec(format="q4", n=4096, k=4096, rows=1, bias=False))
