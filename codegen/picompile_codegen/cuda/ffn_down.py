@@ -24,8 +24,7 @@ from picompile_codegen.cuda.linear import (
     own_sums,
 )
 from picompile_codegen.cuda.matrix import CudaMatrix
-from picompile_codegen.cuda.memory import barrier, loads_first, registers, shared
-from picompile_codegen.cuda.predict import Numbering
+from picompile_codegen.cuda.memory import Numbering, barrier, loads_first, registers, shared
 
 DOWN_THREADS = 256
 SUM_THREADS = 256

@@ -14,8 +14,7 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, minimum, when
 from picompile_codegen.cuda.dot import BlockInput, product, row_products
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import CudaMatrix, matrix_argument, optional_matrix
-from picompile_codegen.cuda.memory import activate, address, barrier, run_extern, shared
-from picompile_codegen.cuda.predict import Numbering
+from picompile_codegen.cuda.memory import Numbering, activate, address, barrier, run_extern, shared
 from picompile_codegen.specs import FfnSpec
 
 

@@ -1,4 +1,4 @@
-"""Memory of a block and of a thread, and what its threads do together."""
+"""Memory of a block and of a thread, and what its threads do together: sums, maxima, numbers of those with a flag."""
 
 from collections.abc import Callable
 from math import pi, sqrt
@@ -7,8 +7,8 @@ from typing import Any
 from tvm import tirx
 from tvm.tirx.script.builder import ir as T
 
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, maximum, minimum, select
-from picompile_codegen.cuda.function import WARP
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, maximum, minimum, select, when
+from picompile_codegen.cuda.function import WARP, ThreadIndex
 from picompile_passes.dialect.activations import parse_activation
 
 _ALL_LANES = 0xFFFFFFFF
@@ -96,6 +96,38 @@ def _over_block(value: Expr, thread: Expr, threads: int, over_warp: Any, neutral
     lane = thread % WARP
     inside = lane < threads // WARP
     return over_warp(tirx.if_then_else(inside, sums[tirx.Select(inside, lane, 0)], tirx.FloatImm("float32", neutral)))
+
+
+class Numbering:
+    """Numbers the threads of a block of `threads`, as often as it is asked to."""
+
+    def __init__(self, threads: int) -> None:
+        self._warps = threads // WARP
+        self._words: KernelTensor = shared(self._warps, dtype="uint32")
+
+    def number(self, flag: Expr, place: ThreadIndex) -> tuple[Expr, Expr]:
+        """How many threads before this one have a `flag`, and how many threads have one. All of the block must ask."""
+        # Not a pure call: TVM would repeat it where its value is used, and there not all lanes may come.
+        bits = bind(tirx.call_extern("uint32", "pi_ballot", tirx.Cast("int32", flag)))
+        # Whoever still reads the words of an earlier call must be done first.
+        barrier()
+        with when(place.lane == 0):
+            self._words[place.warp] = bits
+        barrier()
+        below = (tirx.const(1, "uint32") << tirx.Cast("uint32", place.lane)) - tirx.const(1, "uint32")
+        before, total = _ones(bits & below), tirx.IntImm("int32", 0)
+        for warp in range(self._warps):
+            count = bind(_ones(self._words[warp]))
+            before = before + select(place.warp > warp, count, 0)
+            total = total + count
+        # TVM would write these sums out wherever they are used, if they were not stored.
+        found = registers(2, dtype="int32")
+        found[0], found[1] = before, total
+        return bind(found[0]), bind(found[1])
+
+
+def _ones(word: Expr) -> Expr:
+    return tirx.Cast("int32", tirx.popcount(word))
 
 
 # Activation functions of single numbers, by the names of `picompile_passes.dialect.activations`.

@@ -86,7 +86,7 @@ def test_chunk(workbench: Workbench, name: str, tokens: int, position: int) -> N
 
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.sequences > 1])
 @pytest.mark.parametrize("tokens", [1, 2, ROWS])
-def test_batch(workbench: Workbench, name: str, tokens: int) -> None:
+def test_several_sequences(workbench: Workbench, name: str, tokens: int) -> None:
     """Each row is of its own sequence, at its own position; the others are not of this step."""
     shape = SHAPES[name]
     rng = np.random.default_rng(tokens)
@@ -104,7 +104,7 @@ def test_batch(workbench: Workbench, name: str, tokens: int) -> None:
         assert_close(result["y"][row : row + 1], expected, TOLERANCES.get(shape.kv_dtype, 2e-5))
         inputs = {"q": q[row : row + 1], **keys.arguments, **values.arguments}
         alone = workbench.run(shape.kernel("one", 1), inputs, position=position, slot=slot)
-        assert np.array_equal(alone["y"][0], result["y"][row]), "a token of a batch is one like any other"
+        assert np.array_equal(alone["y"][0], result["y"][row]), "one of several sequences is like any other"
 
 
 @pytest.mark.parametrize(

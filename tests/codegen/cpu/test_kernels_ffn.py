@@ -76,8 +76,8 @@ def kernel_of(name: str, kind: str, format_name: str, rows: int) -> Kernel:
 
 @pytest.fixture(scope="module")
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
-    batches = [kernel_of(name, "masked", form, CHUNK) for name, form in BATCHES]
-    return Workbench(tmp_path_factory.mktemp("ffn") / "host.so", [*(kernel_of(*case) for case in CASES), *batches])
+    of_sequences = [kernel_of(name, "masked", form, CHUNK) for name, form in OF_SEQUENCES]
+    return Workbench(tmp_path_factory.mktemp("ffn") / "host.so", [*(kernel_of(*case) for case in CASES), *of_sequences])
 
 
 class Example:
@@ -192,12 +192,12 @@ def test_down_rounds_nothing_that_is_alike(workbench: Workbench, kind: str, form
     assert_close(result["y"], example.output())
 
 
-BATCHES = [("reglu", "f16"), ("opt", "f16"), ("opt", "q4"), ("swiglu", "f16")]
+OF_SEQUENCES = [("reglu", "f16"), ("opt", "f16"), ("opt", "q4"), ("swiglu", "f16")]
 
 
-@pytest.mark.parametrize(("name", "format_name"), BATCHES)
+@pytest.mark.parametrize(("name", "format_name"), OF_SEQUENCES)
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.9])
-def test_batch(workbench: Workbench, name: str, format_name: str, share: float) -> None:
+def test_several_sequences(workbench: Workbench, name: str, format_name: str, share: float) -> None:
     """A mask for each token; where these name most neurons, all are computed."""
     kernel = kernel_of(name, "masked", format_name, CHUNK)
     for tokens in (1, 4, CHUNK):

@@ -29,7 +29,7 @@ ONE = {
     "q8, odd widths": Heads(3, 1, 12, 44, kv_dtype="q8", window=70, sequences=4),
     "q8, threads to spare": Heads(5, 1, 80, 80, kv_dtype="q8", context=270),
 }
-BATCHES = ("window over a part", "q8, odd widths")
+OF_SEQUENCES = ("window over a part", "q8, odd widths")
 # Tiles of a chunk have 64 positions and 64 queries, its parts 512 positions.
 CHUNKS = {
     "groups of 3, single elements": Heads(3, 1, 10, 7, kv_dtype="float32"),
@@ -49,7 +49,7 @@ def attention(shape: Heads, mode: Mode, rows: int) -> CudaKernel:
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
     built = [attention(shape, "one", 1) for shape in ONE.values()]
     built += [attention(shape, "chunk", CHUNK) for shape in CHUNKS.values()]
-    built += [attention(ONE[name], "sequences", ROWS) for name in BATCHES]
+    built += [attention(ONE[name], "sequences", ROWS) for name in OF_SEQUENCES]
     return CudaWorkbench(tmp_path_factory.mktemp("attention") / "device.so", built)
 
 
@@ -128,9 +128,9 @@ def test_who_sees_a_key_that_is_no_number_gives_none(
     assert broken.all() or np.abs(y - expected)[~broken].max() <= 2e-5 * np.abs(expected[~broken]).max()
 
 
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("name", OF_SEQUENCES)
 @pytest.mark.parametrize("tokens", [1, ROWS])
-def test_batch(workbench: CudaWorkbench, name: str, tokens: int) -> None:
+def test_several_sequences(workbench: CudaWorkbench, name: str, tokens: int) -> None:
     """Each row is of its own sequence, at its own position; the others are not of this step."""
     shape = ONE[name]
     rng = np.random.default_rng(tokens)
@@ -149,7 +149,7 @@ def test_batch(workbench: CudaWorkbench, name: str, tokens: int) -> None:
         assert_close(result["y"][row : row + 1], expected)
         inputs = {"q": q[row : row + 1], **keys.arguments, **values.arguments}
         alone = workbench.run(attention(shape, "one", 1), inputs, position=position, slot=slot)
-        assert np.array_equal(alone["y"][0], result["y"][row]), "a token of a batch is one like any other"
+        assert np.array_equal(alone["y"][0], result["y"][row]), "one of several sequences is like any other"
 
 
 def test_chunks_do_not_extend_caches() -> None:

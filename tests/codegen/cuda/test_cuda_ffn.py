@@ -42,7 +42,7 @@ CASES = [
     ("opt", "dense", "q4", CHUNK),
     ("sliced", "dense", "q8", CHUNK),
 ]
-BATCHES = [("opt", "part", "f16"), ("swiglu", "masked", "q8")]
+OF_SEQUENCES = [("opt", "part", "f16"), ("swiglu", "masked", "q8")]
 
 
 def kernel_of(name: str, kind: str, format_name: str, rows: int) -> CudaKernel:
@@ -94,7 +94,7 @@ class Example(CpuExample):
 
 @pytest.fixture(scope="module")
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
-    built = [kernel_of(*case) for case in CASES] + [kernel_of(*case, CHUNK) for case in BATCHES]
+    built = [kernel_of(*case) for case in CASES] + [kernel_of(*case, CHUNK) for case in OF_SEQUENCES]
     return CudaWorkbench(tmp_path_factory.mktemp("ffn") / "device.so", built)
 
 
@@ -110,9 +110,9 @@ def test_ffn(workbench: CudaWorkbench, name: str, kind: str, format_name: str, r
         assert result["stats"].tolist() == ([1000, 2000] if rows > 1 else example.counts(kind))
 
 
-@pytest.mark.parametrize(("name", "kind", "format_name"), BATCHES)
+@pytest.mark.parametrize(("name", "kind", "format_name"), OF_SEQUENCES)
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.9])
-def test_batch(workbench: CudaWorkbench, name: str, kind: str, format_name: str, share: float) -> None:
+def test_several_sequences(workbench: CudaWorkbench, name: str, kind: str, format_name: str, share: float) -> None:
     """A mask for each token."""
     kernel = kernel_of(name, kind, format_name, CHUNK)
     for tokens in (1, 4):
