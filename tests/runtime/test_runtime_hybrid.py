@@ -90,7 +90,7 @@ def assert_same(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> 
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_logits_are_those_of_the_host_alone(threads: int, make_hybrid: Callable[..., Path], alone: Engine) -> None:
+def test_logits_equal_those_of_the_host_alone(threads: int, make_hybrid: Callable[..., Path], alone: Engine) -> None:
     with load(make_hybrid(), threads=threads) as engine:
         expected = every_step(alone)
         assert_same(every_step(engine), expected)
@@ -109,7 +109,7 @@ def test_neurons_are_counted_on_both_sides_together(engine: Engine, alone: Engin
     assert engine.firing()[0].computed_share == 0.75
 
 
-def test_numbers_of_steps_begin_anew(engine: Engine, alone: Engine) -> None:
+def test_step_numbers_wrap_around(engine: Engine, alone: Engine) -> None:
     """They have 31 bits, and a flag is not mistaken for one that is set because it was so in the step before."""
     step = engine._executor._step
     step[3] = 2**31 - 3
@@ -172,7 +172,7 @@ def test_engines_on_one_artifact_in_several_threads(make_hybrid: Callable[..., P
         list(threads.map(run, range(3)))
 
 
-def test_threads_of_the_device_end_with_the_engine(make_hybrid: Callable[..., Path]) -> None:
+def test_threads_of_the_accelerator_end_with_the_engine(make_hybrid: Callable[..., Path]) -> None:
     def device_threads() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("picompile")]
 
@@ -241,7 +241,7 @@ def test_a_side_that_fails_ends_the_step_and_no_more(
     np.testing.assert_array_equal(impatient.decode(IDS[9]), alone.decode(IDS[9]))
 
 
-def test_a_device_need_not_wait_for_a_host_that_failed(engine: Engine, alone: Engine) -> None:
+def test_the_accelerator_does_not_wait_for_a_failed_host(engine: Engine, alone: Engine) -> None:
     """With the patience that artifacts have: it is told. Otherwise this test takes half a minute for each step."""
     undo = restore(engine)
     for token in IDS[:20]:
@@ -253,7 +253,7 @@ def test_a_device_need_not_wait_for_a_host_that_failed(engine: Engine, alone: En
 
 
 @pytest.mark.parametrize("function", ["decode", "prefill_last", "score", "batch"])
-def test_a_host_need_not_wait_for_a_device_that_failed(function: str, engine: Engine, alone: Engine) -> None:
+def test_the_host_does_not_wait_for_a_failed_accelerator(function: str, engine: Engine, alone: Engine) -> None:
     """With the patience that artifacts have: it is told, and who failed is named, not who waited."""
     undo = restore(engine)
     use: dict[str, Callable[[Engine], Any]] = {
@@ -344,7 +344,7 @@ def test_interrupts_at_any_time(make_hybrid: Callable[..., Path]) -> None:
         assert (run.returncode, run.stdout) == (0, "right\n"), run.stderr
 
 
-def test_an_interrupted_step_has_ended_on_the_device_too(engine: Engine, alone: Engine) -> None:
+def test_an_interrupted_step_has_ended_on_the_accelerator(engine: Engine, alone: Engine) -> None:
     """What the next step writes, the last one must not read any more."""
     library, count = engine._executor._accelerator._library, aligned_zeros((1,), np.int32)  # type: ignore[union-attr]
     run, dozing = library.run, library.bind([("toy_doze", [count])])
@@ -371,7 +371,7 @@ def test_an_interrupted_step_has_ended_on_the_device_too(engine: Engine, alone: 
         np.testing.assert_array_equal(engine.decode(token), alone.decode(token))
 
 
-def test_an_interrupt_after_the_device_began_ends_its_step(engine: Engine, alone: Engine) -> None:
+def test_an_interrupt_after_the_accelerator_began_ends_its_step(engine: Engine, alone: Engine) -> None:
     """The host has not begun: the device is told not to wait for it, with the patience that artifacts have."""
     device = engine._executor._accelerator
     assert device is not None
@@ -474,14 +474,14 @@ def over(name: str, other: str) -> Callable[[Any], None]:
         (call_with("toy_ffn", 2, {"weight": "none"}), "weight must be the name of one that exists"),
     ],
 )
-def test_programs_that_mix_the_sides_up(
+def test_programs_that_mix_the_sides_up_raise(
     make_hybrid: Callable[..., Path], change: Callable[[Any], Any], match: str
 ) -> None:
     refused(make_hybrid(change=change), match)
 
 
 @pytest.mark.parametrize("name", ["step", "tokens", "positions", "slots", "logits", "flags", "abandoned", "stats"])
-def test_what_the_runtime_writes_and_reads_is_not_the_devices(name: str, make_hybrid: Callable[..., Path]) -> None:
+def test_the_runtimes_buffers_are_not_in_the_accelerators_memory(name: str, make_hybrid: Callable[..., Path]) -> None:
     def change(program: Any) -> None:
         program["buffers"][name].update(memory="device", offset=program["device_arena_bytes"])
         program["device_arena_bytes"] += 4096
@@ -517,13 +517,11 @@ def picks_leading(function: str, count: int, memory: str = "shared", ids: str = 
         (set_at("leading", ["decode"]), "leading must be an object"),
     ],
 )
-def test_leading_logits_that_are_not_there(
-    make_hybrid: Callable[..., Path], change: Callable[[Any], Any], match: str
-) -> None:
+def test_missing_top_logits_raise(make_hybrid: Callable[..., Path], change: Callable[[Any], Any], match: str) -> None:
     refused(make_hybrid(change=change), match)
 
 
-def test_leading_logits_leave_the_others_to_the_device(make_hybrid: Callable[..., Path]) -> None:
+def test_top_logits_leave_the_others_to_the_accelerator(make_hybrid: Callable[..., Path]) -> None:
     """Nobody else may: the runtime would find nothing there."""
 
     def change(program: Any) -> None:
@@ -542,7 +540,7 @@ def test_leading_logits_leave_the_others_to_the_device(make_hybrid: Callable[...
     verify(make_hybrid(change=change_both))
 
 
-def test_tables_that_the_device_looks_up_have_enough_rows(make_hybrid: Callable[..., Path]) -> None:
+def test_lookup_tables_of_the_accelerator_have_enough_rows(make_hybrid: Callable[..., Path]) -> None:
     """Whether it is given the tokens that the runtime writes or its own copy of them."""
 
     def change(program: Any) -> None:
@@ -571,16 +569,18 @@ def test_tables_that_the_device_looks_up_have_enough_rows(make_hybrid: Callable[
         ({"kind": "cuda", "sm": 5, "cubin": HOT, "ptx": HOT, "launches": HOT}, "sm must be an integer from 10"),
     ],
 )
-def test_manifests_without_a_proper_device(make_hybrid: Callable[..., Path], hot_device: Any, match: str) -> None:
+def test_manifests_without_a_valid_accelerator_raise(
+    make_hybrid: Callable[..., Path], hot_device: Any, match: str
+) -> None:
     refused(make_hybrid(manifest={"hot_device": hot_device}), match)
 
 
-def test_code_of_the_device_for_another_machine(make_hybrid: Callable[..., Path]) -> None:
+def test_accelerator_code_for_another_machine_raises(make_hybrid: Callable[..., Path]) -> None:
     code = {"kind": "cpu", "code": [code_entry(file=HOT, features=["made-up"])]}
     refused(make_hybrid(manifest={"hot_device": code}), "made-up", MachineError)
 
 
-def test_code_of_the_device_that_lacks_a_kernel(make_hybrid: Callable[..., Path], library: Path) -> None:
+def test_accelerator_code_that_lacks_a_kernel_raises(make_hybrid: Callable[..., Path], library: Path) -> None:
     folder = make_hybrid()
     (folder / HOT).write_bytes(library.read_bytes())
     refused(folder, "was changed|instead of")

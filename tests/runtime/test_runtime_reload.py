@@ -55,7 +55,7 @@ def use(engine: Engine) -> None:
 
 @pytest.mark.parametrize("closes", [True, False], ids=["closed", "collected"])
 @pytest.mark.parametrize("kind", ["host", "hybrid"])
-def test_artifact_after_artifact_leaves_nothing(
+def test_loading_many_artifacts_leaks_nothing(
     kind: str, closes: bool, tmp_path: Path, library: Path, hybrid_library: Path
 ) -> None:
     first = (
@@ -167,7 +167,7 @@ def ctypes_address(host: HostLibrary) -> int:
     return ctypes.cast(host._run, ctypes.c_void_p).value or 0
 
 
-def test_code_that_was_overwritten_in_place_is_not_taken_for_what_is_loaded(tmp_path: Path, library: Path) -> None:
+def test_code_overwritten_in_place_raises(tmp_path: Path, library: Path) -> None:
     """As `cp -r` onto an artifact does: the file is the same, its content is not."""
     folder = write_artifact(tmp_path / "inplace", library, TOY)
     engine = load(folder, threads=1)
