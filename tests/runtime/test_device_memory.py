@@ -1,4 +1,4 @@
-"""What a program takes of a GPU's memory, and which weights leave it first."""
+"""How much of a GPU's memory a program needs, and which weights move to the host first."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ TENSORS = {
 
 @pytest.fixture(autouse=True)
 def _pieces_of_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is small here would otherwise count as 2 MiB each."""
+    """Count single bytes: each tensor here is small, and would otherwise count as 2 MiB."""
     monkeypatch.setattr(device_memory, "_PIECE_BYTES", 1)
 
 
@@ -121,7 +121,7 @@ def test_too_little_memory_raises() -> None:
 def test_weights_of_which_a_step_reads_least_move_first(
     monkeypatch: pytest.MonkeyPatch, lacking: int, leave: str
 ) -> None:
-    """Of the embedding one row, of sparse blocks a part; then what is read whole; of equal ones the last."""
+    """A step reads one row of the embedding, and a part of sparse blocks; among equals the last weight moves first."""
     monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
     smaller = fit_accelerator(program(), TENSORS, ALL + REST - lacking, may_move=True)
     assert smaller.streamed == set(leave.split())

@@ -177,7 +177,7 @@ def test_texts_and_tokens_of_a_tokenizer() -> None:
 
 
 class PanicException(BaseException):
-    """As Rust's panics come to Python."""
+    """The exception that a panic in Rust raises in Python."""
 
 
 def test_a_panic_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def only_child(before: list[int]) -> int:
     ],
 )
 def test_templates_that_do_not_end_raise(template: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next chat of the same tokenizer is refused as well, and another's is rendered."""
+    """The next chat of the same tokenizer is rejected as well, and another tokenizer's is rendered."""
     monkeypatch.setitem(chat_template.LIMITS, "cpu_s", 1)
     before = children()
     tokenizer = Tokenizer(TEXT, {}, template)

@@ -1,4 +1,4 @@
-"""A toy model on a host and a hot device: its logits are those of the host alone, and no failure leaves it waiting."""
+"""A toy model on a host and an accelerator: its logits equal those of the host alone, and no failure makes it hang."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def impatient(make_hybrid: Callable[..., Path], impatient_library: Path) -> Iter
 
 @pytest.fixture
 def alone(make_artifact: Callable[..., Path]) -> Iterator[Engine]:
-    """The same model on the host."""
+    """Return an engine for the same model on the host alone."""
     with load(make_artifact(toy=TOY, sequences=3), threads=1) as engine:
         yield engine
 
@@ -160,7 +160,7 @@ def test_engines_on_one_artifact(make_hybrid: Callable[..., Path], alone: Engine
 
 
 def test_engines_on_one_artifact_in_several_threads(make_hybrid: Callable[..., Path], alone: Engine) -> None:
-    """None gets the host while another has the device: then both would wait until they give up."""
+    """No engine gets the host while another has the accelerator: both would wait until the step timeout."""
     folder, expected = make_hybrid(), every_step(alone)
 
     def run(_: int) -> None:
@@ -345,7 +345,7 @@ def test_interrupts_at_any_time(make_hybrid: Callable[..., Path]) -> None:
 
 
 def test_an_interrupted_step_has_ended_on_the_accelerator(engine: Engine, alone: Engine) -> None:
-    """What the next step writes, the last one must not read any more."""
+    """The interrupted step must not read what the next one writes."""
     library, count = engine._executor._accelerator._library, aligned_zeros((1,), np.int32)  # type: ignore[union-attr]
     run, dozing = library.run, library.bind([("toy_doze", [count])])
 
@@ -372,7 +372,7 @@ def test_an_interrupted_step_has_ended_on_the_accelerator(engine: Engine, alone:
 
 
 def test_an_interrupt_after_the_accelerator_began_ends_its_step(engine: Engine, alone: Engine) -> None:
-    """The host has not begun: the device is told not to wait for it, with the patience that artifacts have."""
+    """The host has not begun, and the accelerator must not wait for it until the step timeout of real artifacts."""
     device = engine._executor._accelerator
     assert device is not None
     start = device.start
@@ -489,8 +489,8 @@ def test_the_runtimes_buffers_are_not_in_the_accelerators_memory(name: str, make
     refused(make_hybrid(change=change), rf"{name}(,| must)")
 
 
-def picks_leading(function: str, count: int, memory: str = "shared", ids: str = "int32") -> Callable[[Any], None]:
-    """Says of a program that the device picks the `count` highest logits of a function."""
+def picks_top_logits(function: str, count: int, memory: str = "shared", ids: str = "int32") -> Callable[[Any], None]:
+    """Return a change to a program: the accelerator picks the `count` highest logits of a function."""
 
     def change(program: Any) -> None:
         for name, dtype in (("scores", "float32"), ("ids", ids)):
@@ -506,12 +506,12 @@ def picks_leading(function: str, count: int, memory: str = "shared", ids: str = 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (picks_leading("prefill", 5), "leading: prefill is no function that gives logits"),
-        (picks_leading("none", 5), "leading: none is no function that gives logits"),
-        (picks_leading("batch", 5), r"leading.scores must be float32 \[3, 5\]"),
-        (picks_leading("decode", 51), r"leading.scores must be float32 \[1, 50\]"),
-        (picks_leading("decode", 5, ids="float32"), r"leading.ids must be int32 \[1, 5\]"),
-        (picks_leading("decode", 5, memory="device"), "leading.scores must not be in the accelerator's memory"),
+        (picks_top_logits("prefill", 5), "leading: prefill is no function that gives logits"),
+        (picks_top_logits("none", 5), "leading: none is no function that gives logits"),
+        (picks_top_logits("batch", 5), r"leading.scores must be float32 \[3, 5\]"),
+        (picks_top_logits("decode", 51), r"leading.scores must be float32 \[1, 50\]"),
+        (picks_top_logits("decode", 5, ids="float32"), r"leading.ids must be int32 \[1, 5\]"),
+        (picks_top_logits("decode", 5, memory="device"), "leading.scores must not be in the accelerator's memory"),
         (set_at("leading", {"decode": {"scores": "x"}}), "decode: ids must be a text, but is missing"),
         (set_at("leading", {"decode": {"scores": "no", "ids": "no"}}), r"no must be float32 \[1, 1\]"),
         (set_at("leading", ["decode"]), "leading must be an object"),
@@ -525,7 +525,7 @@ def test_top_logits_leave_the_others_to_the_accelerator(make_hybrid: Callable[..
     """Nobody else may: the runtime would find nothing there."""
 
     def change(program: Any) -> None:
-        picks_leading("decode", 5)(program)
+        picks_top_logits("decode", 5)(program)
         for function in ("decode", "prefill_last"):
             program["functions"][function].pop()  # the head, which is the host's
         program["buffers"]["logits"].update(memory="device", offset=program["device_arena_bytes"])

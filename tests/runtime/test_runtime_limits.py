@@ -1,4 +1,4 @@
-"""What the system refuses while an artifact is loaded is told by its cause; none of it is a fault of the artifact."""
+"""Errors of the system while an artifact is loaded name their cause, and do not blame the artifact."""
 
 from __future__ import annotations
 

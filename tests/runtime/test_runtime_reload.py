@@ -26,7 +26,7 @@ IDS = list(range(9))
 
 @dataclass(frozen=True)
 class Held:
-    """What this process has of the system."""
+    """The system's resources that this process holds."""
 
     threads: int
     descriptors: int
@@ -168,7 +168,7 @@ def ctypes_address(host: HostLibrary) -> int:
 
 
 def test_code_overwritten_in_place_raises(tmp_path: Path, library: Path) -> None:
-    """As `cp -r` onto an artifact does: the file is the same, its content is not."""
+    """`cp -r` onto an artifact does that: the file stays the same, and its content changes."""
     folder = write_artifact(tmp_path / "inplace", library, TOY)
     engine = load(folder, threads=1)
     code = folder / "kernels" / "host.so"

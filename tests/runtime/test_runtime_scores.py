@@ -24,15 +24,15 @@ class Device:
     asked: int = field(default=0)
 
     def scores(self) -> Scores:
-        return Scores(self._read, leading_of(self.logits))
+        return Scores(self._read, top_scores_of(self.logits))
 
     def _read(self) -> Logits:
         self.asked += 1
         return self.logits.copy()
 
 
-def leading_of(logits: Logits) -> TopScores:
-    """What a device picks: NaN first, then by score, then by token."""
+def top_scores_of(logits: Logits) -> TopScores:
+    """Return the top logits as an accelerator picks them: NaN first, then by score, then by token."""
     is_nan = np.isnan(logits)
     ids = np.lexsort((-np.where(is_nan, np.float32(0), logits), ~is_nan))[:COUNT].astype(np.int32)
     return TopScores(logits[ids], ids, len(ids) == len(logits))
@@ -117,7 +117,7 @@ def test_tokens_as_high_as_the_last_one_wanted() -> None:
     for last in range(2, 70):
         logits = -np.arange(200, dtype=np.float32)
         logits[2 : last + 1] = -2
-        found = leading_of(logits).top(3)
+        found = top_scores_of(logits).top(3)
         if last >= COUNT - 1:
             assert found is None
         else:

@@ -1,4 +1,4 @@
-"""Traces of steps, and what they say of two devices that work at the same time."""
+"""Traces of steps, and the overlap of host and accelerator in them."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_bench_with_an_accelerator(tmp_path: Path, library: Path, ffn: str, skip
 
 
 def test_bench_of_several_sequences(tmp_path: Path, library: Path) -> None:
-    """Figures are of a token, of which each step has two. The device has nothing to do but to answer."""
+    """Figures are per token, and each step has two. The accelerator only answers."""
     with load(write_hybrid(tmp_path / "hybrid", library, make_toy(), sequences=2), threads=2) as engine:
         steps, result = traced(engine, 6, 4, sequences=2)
     assert [step.function for step in steps] == ["prefill_last"] + 4 * ["batch"]
@@ -202,7 +202,7 @@ def test_bench_of_several_sequences(tmp_path: Path, library: Path) -> None:
 
 
 def test_parts_of_a_steps_time_add_up() -> None:
-    """From the first call of the device to its last; the host's calls count for cold neurons alone."""
+    """The step lasts from the accelerator's first call to its last; of the host's calls only cold neurons count."""
 
     def span(op: str, device: str, begin_ns: int, end_ns: int) -> CallSpan:
         return CallSpan(Call("kernel", (), op, 0, 0, device=device), begin_ns, end_ns)
@@ -222,7 +222,7 @@ def test_parts_of_a_steps_time_add_up() -> None:
 
 
 class SlowDevice(CpuPartition):
-    """A device that can stamp its calls, and would rather not, as a GPU."""
+    """An accelerator whose steps are slower with stamps, like a GPU's."""
 
     slow_stamps = True
     pins_memory = False
@@ -236,7 +236,7 @@ class SlowDevice(CpuPartition):
 def test_bench_of_a_gpu(
     tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:  # fmt: skip
-    """Rounds are measured as they are, without stamps of the device; only steps of the trace are not."""
+    """Rounds are measured without the accelerator's stamps; only steps of the trace have them."""
     folder = write_hybrid(tmp_path / "gpu", library, make_toy(), kind="cuda")
     path = folder / "kernels" / "hot.so"
     device = SlowDevice(HostLibrary(path), 1)
@@ -292,7 +292,7 @@ def test_trace_of_a_compiled_model(tiny_hybrid: Path) -> None:
 
 
 def test_bytes_with_an_accelerator_are_those_of_the_host_alone(tiny_hybrid: Path, tiny_artifact: Path) -> None:
-    """Weights are read by one device or the other, and of neurons those that fire."""
+    """Either host or accelerator reads a weight, and only neurons that fire are read."""
     found = []
     for folder in (tiny_hybrid, tiny_artifact):
         with load(folder, threads=2) as engine:
@@ -335,7 +335,7 @@ def test_bench_overwrites_only_traces(cli: Cli, tiny_artifact: Path, tmp_path: P
 
 
 def step_of(intervals: dict[str, Sequence[tuple[str, int, int]]]) -> TracedStep:
-    """A step of calls (operator, begin, end) on each device."""
+    """Return a step of calls (operator, begin, end) on host and accelerator."""
     spans = [
         CallSpan(Call(op, (), op, None, 0, device=device), begin, end)
         for device, calls in intervals.items()

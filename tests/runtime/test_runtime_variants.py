@@ -171,7 +171,7 @@ def test_damaged_code_is_found_whether_it_runs_here_or_not(twofold: Path, isa: s
 
 
 def test_other_machines_can_verify(make_artifact: Callable[..., Path]) -> None:
-    """What cannot be run here is refused before the weights are hashed, and can be verified all the same."""
+    """Loading an artifact for another machine fails before weights are hashed, but it can be verified."""
     other = make_artifact("other", manifest={"code": [code_entry(machine="riscv128")]})
     newer = make_artifact("newer", manifest={"code": [code_entry(features=["avx4096", "amx-dream"])]})
     (newer / "weights.safetensors").write_bytes(b"")

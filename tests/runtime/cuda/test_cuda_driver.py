@@ -1,4 +1,4 @@
-"""What the driver lacks or refuses, and that the stand-in keeps to the rules that the driver has."""
+"""Errors of a driver that is missing, too old or rejects code; and tests of the stand-in for the driver."""
 
 import ctypes
 import subprocess
@@ -121,7 +121,7 @@ def test_the_driver_is_imported_only_on_demand() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
 
 
-# The stand-in itself: what it lets pass, no other test can find.
+# The stand-in itself: an error that it does not find, no other test can find.
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a device does when something fails, and that nothing stays behind."""
+"""Failures of the driver, of kernels and of allocations: each raises its error, and nothing leaks."""
 
 import ctypes
 import gc
@@ -105,7 +105,7 @@ def test_an_allocation_that_fails(
 def test_a_system_that_cannot_pin_memory_raises(
     make_device: Make, monkeypatch: pytest.MonkeyPatch, result: str
 ) -> None:
-    """As some laptops, and WSL2 beyond a part of the memory: one line says so, before any weight is read."""
+    """Some laptops pin none, and WSL2 only a part of the memory: the error has one line, before any weight is read."""
     for name, value in (("CALL", "cuMemAllocHost_v2"), ("AT", "0"), ("WITH", result)):
         monkeypatch.setenv(f"FAKE_CUDA_FAIL_{name}", value)
     with pytest.raises(DoesNotFitError, match="buffers for copies to the GPU: the system cannot pin") as caught:
@@ -128,7 +128,7 @@ def test_kernels_are_loaded_before_they_run(
 
 
 def life(images: CudaImages) -> None:
-    """All that a device can do."""
+    """Call every method of an accelerator once."""
     device = CudaAccelerator(images, staging_bytes=STAGING_BYTES)
     try:
         memory = device.allocate(9001, "a test")
@@ -150,7 +150,7 @@ def life(images: CudaImages) -> None:
 def test_every_call_is_checked_and_nothing_leaks(
     gpu: ctypes.CDLL, images: CudaImages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each call of a device's life fails once. Only `close` keeps that to itself, and what only asks whether work is
+    """Every call of the driver fails once. Only `close` ignores that, and calls that only ask whether work is
     left.
     """
     life(images)

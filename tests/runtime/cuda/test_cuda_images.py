@@ -1,4 +1,4 @@
-"""What device.json may say, and which image a GPU gets."""
+"""Checks of device.json, and the choice of the image for a GPU."""
 
 import json
 from collections.abc import Callable

@@ -83,7 +83,7 @@ def test_both_sides_see_what_the_other_writes(
 def test_a_gpu_that_does_not_see_the_host_raises(
     opened: Callable[..., CudaAccelerator], host: HostLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is told in one line, and within seconds; the device can be closed, and is whole."""
+    """The error has one line and comes within seconds; the accelerator still works and can be closed."""
     monkeypatch.setenv("FAKE_CUDA_BLIND", "1")
     monkeypatch.setattr(platform, "release", lambda: "6.6.87.2-microsoft-standard-WSL2")
     device = opened()
