@@ -80,7 +80,7 @@ def test_exit_codes_of_broken_artifacts(folder: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.count("\n") == 3
 
 
-def test_usage_errors_have_code_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_have_exit_code_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], [str(folder)], [str(folder), "-p", "Hi", "-n", "many"]):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
@@ -121,7 +121,7 @@ def test_interrupt_is_clean(endless: subprocess.Popen[str]) -> None:
     assert (endless.returncode, err) == (130, "\n")
 
 
-def test_a_reader_that_leaves_is_no_error(endless: subprocess.Popen[str]) -> None:
+def test_a_closed_pipe_is_no_error(endless: subprocess.Popen[str]) -> None:
     assert endless.stdout is not None and endless.stderr is not None
     endless.stdout.close()
     assert endless.wait(timeout=60) == 141

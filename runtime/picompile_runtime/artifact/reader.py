@@ -79,8 +79,8 @@ class Artifact:
 
     def load_accelerator_code(self, variant: CodeVariant | None = None) -> HostLibrary:
         """Map and return the code for an accelerator that is a partition of the CPU, as `load_code` does."""
-        device = self.manifest.accelerator
-        return self._load((variant or choose_variant(() if device is None else device.variants)).file, "device")
+        code = self.manifest.accelerator
+        return self._load((variant or choose_variant(() if code is None else code.variants)).file, "device")
 
     def _load(self, file: str, device: str) -> HostLibrary:
         sha256 = self.manifest.files[file].sha256
@@ -195,14 +195,14 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 
 def _verify_accelerator(artifact: Artifact) -> None:
     """Raise ArtifactError if the accelerator's code lacks a kernel."""
-    device = artifact.manifest.accelerator
-    if device is None:
+    code = artifact.manifest.accelerator
+    if code is None:
         return
-    if device.kind == "cuda":
+    if code.kind == "cuda":
         from picompile_runtime.devices.cuda.open import check_images
 
         check_images(artifact)
-    for variant in device.variants:
+    for variant in code.variants:
         if variant.runs_here:
             artifact.load_accelerator_code(variant)
 

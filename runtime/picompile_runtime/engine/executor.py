@@ -71,10 +71,10 @@ class Executor:
         self._positions, self._slots = self.buffers["positions"], self.buffers["slots"]
 
     def _fit(self, artifact: Artifact, replan: bool) -> None:
-        device, program = self._accelerator, self._program
-        if device is not None and (free_bytes := device.free_bytes()) is not None:
+        accelerator, program = self._accelerator, self._program
+        if accelerator is not None and (free_bytes := accelerator.free_bytes()) is not None:
             kernels = [call.kernel for name in program.functions for call in program.calls(name, "device")]
-            graph_bytes = device.graph_bytes(kernels)
+            graph_bytes = accelerator.graph_bytes(kernels)
             self._program = fit_accelerator(program, artifact.tensors, free_bytes, replan, graph_bytes)
         moved = self._program.streamed - artifact.program.streamed
         self.moved_bytes = sum(artifact.tensors[name].size_bytes for name in moved)
@@ -293,13 +293,13 @@ def _nothing() -> None:
     """Stand in for a check that is not needed."""
 
 
-def _await_accelerator(device: Accelerator, only_wait: bool) -> None:
+def _await_accelerator(accelerator: Accelerator, only_wait: bool) -> None:
     """Wait for the accelerator after the host has failed.
 
     Its error is raised, unless the host failed first (`only_wait`): then the accelerator may have failed because of it.
     """
     try:
-        device.wait()
+        accelerator.wait()
     except KernelError:
         if not only_wait:
             raise

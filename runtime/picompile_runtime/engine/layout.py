@@ -62,7 +62,7 @@ def host_layout(program: Program, weights: Mapping[str, tuple[Any, int]]) -> Hos
 
 def accelerator_layout(
     program: Program,
-    device: Accelerator,
+    accelerator: Accelerator,
     mapped: mmap.mmap,
     tensors: Mapping[str, Tensor],
     of_host: Mapping[str, tuple[Any, int]],
@@ -71,7 +71,7 @@ def accelerator_layout(
 
     Args:
         program: the program.
-        device: the accelerator.
+        accelerator: the accelerator.
         mapped: the mapped weights file.
         tensors: the weights' places in the file.
         of_host: the host's weights by name; the accelerator reads streamed weights where the host has them.
@@ -82,19 +82,22 @@ def accelerator_layout(
     Raises:
         DoesNotFitError: there is too little memory.
     """
-    shared, array = device.share(program.shared_arena_bytes, "memory for transfers between host and accelerator")
-    arenas = {"shared": shared, "device": device.allocate(program.accelerator_arena_bytes, "the model's workspace")}
+    shared, array = accelerator.share(program.shared_arena_bytes, "memory for transfers between host and accelerator")
+    arenas = {
+        "shared": shared,
+        "device": accelerator.allocate(program.accelerator_arena_bytes, "the model's workspace"),
+    }
     places: dict[tuple[str, str], tuple[Any, int]] = {}
     for name, tensor in program.buffers.items():
         if (memory := program.memories["buffer", name]) in arenas:
             places["buffer", name] = (arenas[memory], tensor.offset)
     for name, tensor in program.state.items():
         if program.memories["state", name] == "device":
-            places["state", name] = (device.allocate(tensor.size_bytes, f"the cache {name}"), 0)
+            places["state", name] = (accelerator.allocate(tensor.size_bytes, f"the cache {name}"), 0)
     used = weights_of(program, "device")
-    places |= _upload(device, mapped, {name: tensors[name] for name in used if name not in program.streamed})
+    places |= _upload(accelerator, mapped, {name: tensors[name] for name in used if name not in program.streamed})
     if streamed := [name for name in used if name in program.streamed]:
-        adopted = device.adopt(of_host[streamed[0]][0])
+        adopted = accelerator.adopt(of_host[streamed[0]][0])
         places |= {("weight", name): (adopted, of_host[name][1]) for name in streamed}
     return AcceleratorLayout(places), array
 
@@ -107,19 +110,19 @@ def weights_of(program: Program, device: str) -> list[str]:
 
 
 def _upload(
-    device: Accelerator, mapped: mmap.mmap, tensors: Mapping[str, Tensor]
+    accelerator: Accelerator, mapped: mmap.mmap, tensors: Mapping[str, Tensor]
 ) -> dict[tuple[str, str], tuple[Any, int]]:
     offsets, end = {}, 0
     for name, tensor in tensors.items():
         offsets[name] = end
         end += -(-tensor.size_bytes // ALIGNMENT) * ALIGNMENT
-    memory = device.allocate(end, "the accelerator's weights")
+    memory = accelerator.allocate(end, "the accelerator's weights")
     source = np.frombuffer(mapped, np.uint8)
     for name, tensor in tensors.items():
         for start, size in _parts(tensor.size_bytes):
             first = tensor.offset + start
-            device.write(memory, offsets[name] + start, source[first : first + size])
-    device.protect(memory)
+            accelerator.write(memory, offsets[name] + start, source[first : first + size])
+    accelerator.protect(memory)
     return {("weight", name): (memory, offset) for name, offset in offsets.items()}
 
 

@@ -28,7 +28,7 @@ DIM, NEURONS = 16, 32
 
 
 def build_library(output: Path, *definitions: str, also: Sequence[Path] = ()) -> Path:
-    """What every library has, and the toy kernels, as one library. A definition is `NAME=value`, of all sources."""
+    """Build one library of the toy kernels and the code that every library has. A definition is `NAME=value`."""
     flags = ["-O2", "-g", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-shared", "-fPIC"]
     sources = [HOST_C, NATIVE / "read.c", HERE / "toy_kernels.c", *also]
     link = ["-lpthread", "-lm", "-Wl,-Bsymbolic", "-Wl,--build-id=none"]
@@ -76,7 +76,7 @@ def reference_logits(toy: Toy, ids: Sequence[int]) -> np.ndarray:
 
 
 def safetensors(tensors: Mapping[str, np.ndarray]) -> bytes:
-    """As the compiler writes them: data starts at a multiple of 64 bytes, and so does every tensor."""
+    """Return a safetensors file as the compiler writes it: every tensor starts at a multiple of 64 bytes."""
     names = {"float32": "F32", "int32": "I32", "uint8": "U8", "float16": "F16"}
     header: dict[str, Any] = {}
     data = b""
@@ -210,7 +210,7 @@ def code_entry(
     machine: str | None = None,
     features: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """What the manifest says of one variant of the code; this machine has what it needs unless told otherwise."""
+    """Return the manifest's entry for one variant of the code; by default it runs on this machine."""
     needed = sorted(cpu_features())[:3] if features is None else [*features]
     return {"isa": isa, "machine": machine or platform.machine(), "features": needed, "file": file}
 

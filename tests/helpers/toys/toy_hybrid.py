@@ -1,4 +1,4 @@
-"""The toy model for two devices, the second of which is a partition of the CPU: they meet in the middle of a token.
+"""The toy model for a host and a CPU partition as its accelerator, which meet in the middle of a token.
 
 Both sides work at the same time in `toy_meet`: neither returns before the other has come, and NAP_NS after that.
 """
@@ -21,7 +21,7 @@ FLAGS = 5
 def write_hybrid(
     folder: Path, library: Path, toy: Toy, ffn: str = "toy_ffn", kind: str = "cpu", sequences: int = 1
 ) -> Path:
-    """An artifact whose hot device is `kind`; the host's block is computed by the kernel `ffn`."""
+    """Write an artifact whose accelerator is of `kind`; the kernel `ffn` computes the host's block."""
     program = toy_program(toy, 40, 8, sequences)
     write_artifact(folder, library, toy, sequences=sequences, program=_split(program, ffn))
     shutil.copyfile(library, folder / "kernels" / "hot.so")

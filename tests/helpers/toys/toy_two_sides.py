@@ -1,7 +1,7 @@
-"""The toy artifact for two devices: embedding and head on the host, all between them on a second partition of the CPU.
+"""The toy artifact with an accelerator, a CPU partition: it runs everything between embedding and head.
 
-Its kernels are those of the toy artifact, so its logits have the same bits. The cache, and what counts neurons, are in
-the device's memory; what comes and what goes is in shared memory.
+Its kernels are those of the toy artifact, so its logits have the same bits. The cache and the counts of neurons are in
+the accelerator's memory; the values that are transferred are in shared memory.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _device(kernel: str, *args: Json, op: str = "toy", weight_bytes: int = 0) ->
 
 
 def _coming(rows: int, words: tuple[str, ...]) -> list[Json]:
-    """The embedding goes to the device, which also reads its inputs."""
+    """Return the calls that transfer the embedding and the inputs to the accelerator."""
     copies = [
         {**_device("toy_words", op="inputs"), "args": [{"buffer": name}, {"buffer": f"{name}.device"}]}
         for name in ("step", *words)
@@ -145,7 +145,7 @@ def _coming(rows: int, words: tuple[str, ...]) -> list[Json]:
 
 
 def _going(source: Json, rows: int, logits: str) -> list[Json]:
-    """What the device has made goes to the head."""
+    """Return the calls that transfer the accelerator's result to the head."""
     return [
         _device("toy_send", source, _rows("sent", rows), _flag(1), op="send"),
         _host("toy_wait", _flag(1), _ABANDONED, op="wait"),

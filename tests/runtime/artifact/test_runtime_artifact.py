@@ -133,13 +133,13 @@ def test_files_must_be_files(folder: Path, name: str, tmp_path: Path) -> None:
     fails(folder, f"{name}: is not a regular file")
 
 
-def test_a_linked_folder_inside_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_linked_folders_inside_raise(folder: Path, tmp_path: Path) -> None:
     (folder / "kernels").rename(tmp_path / "elsewhere")
     (folder / "kernels").symlink_to(tmp_path / "elsewhere")
     fails(folder, "host.so: cannot be opened")
 
 
-def test_no_artifact_at_all(tmp_path: Path) -> None:
+def test_folders_without_an_artifact_raise(tmp_path: Path) -> None:
     fails(tmp_path / "nothing", "is not a folder")
     fails(tmp_path, "manifest.json: cannot be opened")
 
@@ -167,19 +167,19 @@ def test_no_artifact_at_all(tmp_path: Path) -> None:
         ({"code": [code_entry() | {"features": "avx2"}]}, "features must be a list of texts"),
     ],
 )
-def test_wrong_manifests(make_artifact: Callable[..., Path], change: dict[str, Any], match: str) -> None:
+def test_wrong_manifests_raise(make_artifact: Callable[..., Path], change: dict[str, Any], match: str) -> None:
     fails(make_artifact(manifest=change), match)
 
 
 @pytest.mark.parametrize(
     "name", ["../outside", "/etc/passwd", "a/../../b", "a//b", ".hidden", "", "a/", "a\\b", "manifest.json", "a\0b"]
 )
-def test_files_outside_of_the_folder_are_refused(folder: Path, name: str) -> None:
+def test_files_outside_of_the_folder_raise(folder: Path, name: str) -> None:
     change_json(folder / "manifest.json", lambda data: data["files"].update({name: {"bytes": 1, "sha256": "0" * 64}}))
     fails(folder, "is not the name of a file inside the artifact")
 
 
-def test_manifest_that_is_no_json(folder: Path) -> None:
+def test_a_manifest_that_is_no_json_raises(folder: Path) -> None:
     for text in (b"\xff\xfe", b"[]", b'{"a": NaN', b"[" * 100_000, b"null", b"\0" * 100):
         (folder / "manifest.json").write_bytes(text)
         fails(folder, "manifest.json: (is not valid JSON|must be a JSON object)")
@@ -258,7 +258,7 @@ DECODE = ("functions", "decode", 0, "args")
         (set_at("chunk", 2**30), "chunk must be an integer from 1"),
     ],
 )
-def test_wrong_programs(make_artifact: Callable[..., Path], change: Callable[[Any], Any], match: str) -> None:
+def test_wrong_programs_raise(make_artifact: Callable[..., Path], change: Callable[[Any], Any], match: str) -> None:
     folder = make_artifact()
     (folder / "program.json").write_text(json.dumps(program_with(change)))
     write_manifest(folder)
@@ -293,7 +293,7 @@ def test_wrong_programs(make_artifact: Callable[..., Path], change: Callable[[An
         (set_at("functions", "batch", 2, "kernel", "no_such_kernel"), "no kernel called 'no_such_kernel'"),
     ],
 )
-def test_wrong_programs_for_several_sequences(
+def test_wrong_programs_for_several_sequences_raise(
     make_artifact: Callable[..., Path], change: Callable[[Any], Any], match: str
 ) -> None:
     folder = make_artifact(sequences=3)
@@ -389,12 +389,14 @@ def header_with(change: Callable[[dict[str, Any]], Any]) -> bytes:
         (lambda header: header.pop("head"), "weight must be the name of one that exists, but is 'head'"),
     ],
 )
-def test_wrong_weights(make_artifact: Callable[..., Path], change: Callable[[Any], Any], match: str) -> None:
+def test_wrong_weights_headers_raise(
+    make_artifact: Callable[..., Path], change: Callable[[Any], Any], match: str
+) -> None:
     fails(make_artifact(weights=header_with(change)), match)
 
 
 @pytest.mark.parametrize("data", [b"", b"1234567", b"\xff" * 8, (2**32).to_bytes(8, "little") + b"{}", bytes(64)])
-def test_weights_that_are_none(make_artifact: Callable[..., Path], data: bytes) -> None:
+def test_weights_files_that_are_no_safetensors_raise(make_artifact: Callable[..., Path], data: bytes) -> None:
     fails(make_artifact(weights=data), "weights.safetensors: (is empty|is not a safetensors file|is not valid JSON)")
 
 
@@ -427,7 +429,7 @@ def test_weights_are_hashed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert sorted(hashed) == both
 
 
-def test_weights_changed_behind_a_stamp_are_found(folder: Path) -> None:
+def test_weights_changed_after_they_were_verified_are_found(folder: Path) -> None:
     """Even with size and time of modification as they were."""
     path = folder / "weights.safetensors"
     load(folder).close()
@@ -479,7 +481,7 @@ def test_no_descriptor_is_left_open(folder: Path) -> None:
 # ---- imports ----
 
 
-def test_import_is_quick_and_takes_no_compiler_along() -> None:
+def test_import_is_quick_and_imports_no_compiler() -> None:
     """In processor time, since other tests may be running."""
     script = """
 import sys, time

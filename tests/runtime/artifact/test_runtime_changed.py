@@ -28,9 +28,7 @@ def overwrite(folder: Path) -> None:
     os.utime(folder / "weights.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns + 1))  # clocks can be coarse
 
 
-def test_mapped_weights_that_were_overwritten(
-    make_artifact: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overwritten_mapped_weights_raise(make_artifact: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PICOMPILE_MMAP", "1")
     folder = make_artifact(toy=TOY)
     engine = load(folder)
@@ -54,7 +52,7 @@ def test_copied_weights_do_not_change(make_artifact: Callable[..., Path]) -> Non
             load(folder)  # what has other bytes shares no memory with what had the right ones
 
 
-def test_weights_that_change_while_they_are_loaded(
+def test_weights_that_change_while_they_are_loaded_raise(
     make_artifact: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from picompile_runtime.engine import executor
@@ -92,7 +90,7 @@ print("written")
 
 @pytest.mark.parametrize(("kind", "device"), [("host", "host"), ("hybrid", "host"), ("hybrid", "device")])
 @pytest.mark.parametrize("mapped", ["0", "1"])
-def test_whoever_writes_to_a_weight_ends(
+def test_a_write_to_a_weight_ends_the_process(
     kind: str, device: str, mapped: str, tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All engines of a process share it."""

@@ -49,7 +49,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ("aarch64", ["asimd", "asimddp"], "aarch64-dotprod"),
     ],
 )
-def test_the_best_that_this_machine_has(
+def test_the_best_variant_for_this_machine_is_chosen(
     pretend: Callable[..., None], name: str, features: Sequence[str], isa: str
 ) -> None:
     pretend(name, *features)
@@ -66,21 +66,23 @@ def test_the_best_that_this_machine_has(
         ("riscv64", AVX512, "the artifact is for Linux on aarch64 or x86_64, this is Linux on riscv64; compile"),
     ],
 )
-def test_none_runs_here(pretend: Callable[..., None], name: str, features: Sequence[str], message: str) -> None:
+def test_code_for_other_machines_raises(
+    pretend: Callable[..., None], name: str, features: Sequence[str], message: str
+) -> None:
     pretend(name, *features)
     with pytest.raises(MachineError, match=f"^{message}") as caught:
         choose_variant(BEST_FIRST)
     assert caught.value.exit_code == 6
 
 
-def test_another_system(pretend: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_for_another_system_raises(pretend: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     pretend("x86_64", *AVX512)
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     with pytest.raises(MachineError, match="for Linux on aarch64 or x86_64, this is Darwin on x86_64"):
         choose_variant(BEST_FIRST)
 
 
-def test_one_can_be_asked_for(pretend: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_can_be_requested(pretend: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     pretend("x86_64", *AVX512)
     monkeypatch.setenv("PICOMPILE_ISA", "x86-64-v3")
     assert choose_variant(BEST_FIRST).isa == "x86-64-v3"
@@ -141,7 +143,7 @@ def test_only_the_code_that_runs_is_mapped(twofold: Path) -> None:
     assert str(twofold / "kernels/host.dream.so") not in mapped()
 
 
-def test_verify_looks_into_all_code_that_runs_here(twofold: Path) -> None:
+def test_verify_checks_all_code_that_runs_here(twofold: Path) -> None:
     source = "int pi_run(void) { return -1; } int pi_last_error(void) { return 0; }"
     other = twofold / "kernels" / "host.second.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-o", other, "-"], input=source, text=True, check=True)
@@ -169,7 +171,7 @@ def test_damaged_code_is_found_whether_it_runs_here_or_not(twofold: Path, isa: s
 
 
 def test_other_machines_can_verify(make_artifact: Callable[..., Path]) -> None:
-    """What cannot be run here is refused before the weights are hashed, and can be verified all the same."""
+    """Loading an artifact for another machine fails before weights are hashed, but it can be verified."""
     other = make_artifact("other", manifest={"code": [code_entry(machine="riscv128")]})
     newer = make_artifact("newer", manifest={"code": [code_entry(features=["avx4096", "amx-dream"])]})
     (newer / "weights.safetensors").write_bytes(b"")

@@ -88,7 +88,7 @@ def test_bytes_per_token(folder: Path) -> None:
         assert bytes_per_token(engine.artifact, engine.firing(), cached=25) == expected
 
 
-def test_bytes_of_a_batch_and_of_a_window(make_artifact: Callable[..., Path]) -> None:
+def test_bytes_of_several_sequences_and_of_a_window(make_artifact: Callable[..., Path]) -> None:
     """Weights are read once for all sequences, the cache for each; of that no more than attention's window."""
     folder = make_artifact(toy=make_toy(), sequences=3)
     program = json.loads((folder / "program.json").read_text())
@@ -114,7 +114,7 @@ def test_depth_is_what_is_in_the_cache_before(folder: Path, depth: int) -> None:
     assert result["decode"]["depth"] == depth
 
 
-def test_batch_decodes_all_sequences_from_the_same_depth(make_artifact: Callable[..., Path]) -> None:
+def test_all_sequences_decode_from_the_same_depth(make_artifact: Callable[..., Path]) -> None:
     folder = make_artifact(toy=make_toy(), sequences=4)
     with load(folder, threads=1) as engine:
         batches: list[tuple[list[int], tuple[int, ...]]] = []
@@ -135,7 +135,7 @@ def test_batch_decodes_all_sequences_from_the_same_depth(make_artifact: Callable
     assert decode["bytes_per_token"] == round((4 * 4 * 16 + 4 * 16 * 50 + 4 * 16 * 32 * 0.75) / 3 + 4 * 16 * (6 + 3))
 
 
-def test_a_batch_that_counts_no_neurons_computes_all(make_artifact: Callable[..., Path]) -> None:
+def test_steps_that_count_no_neurons_compute_all(make_artifact: Callable[..., Path]) -> None:
     program = toy_program(make_toy(), 40, 8, 2)
     statistics = program["functions"]["batch"][3]["args"][3]
     statistics.update(buffer="stats.unused", offset=0)
@@ -184,7 +184,7 @@ def test_memory_bandwidth_is_believable() -> None:
     assert 1e8 < memory_bandwidth(2, size_bytes=2**25, repeats=2) < 1e13
 
 
-def test_requests_that_make_no_sense(folder: Path) -> None:
+def test_requests_that_make_no_sense_raise(folder: Path) -> None:
     with load(folder, threads=1) as engine:
         with pytest.raises(RequestError, match="512 prompt tokens and 128 decoded ones do not fit the context of 40"):
             measure(engine)

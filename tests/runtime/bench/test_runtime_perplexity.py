@@ -49,14 +49,14 @@ def test_sums_are_safe_for_large_logits() -> None:
     assert Perplexity(nll=1e6, tokens=1).perplexity == math.inf
 
 
-def test_logits_that_are_no_numbers(make_artifact: Callable[..., Path]) -> None:
+def test_logits_that_are_nan_raise(make_artifact: Callable[..., Path]) -> None:
     toy = make_toy()
     toy.head[3] = np.nan
     with load(make_artifact(toy=toy), threads=1) as engine, pytest.raises(KernelError, match="logits contain NaN"):
         perplexity(engine, IDS)
 
 
-def test_requests_that_make_no_sense(make_artifact: Callable[..., Path]) -> None:
+def test_requests_that_make_no_sense_raise(make_artifact: Callable[..., Path]) -> None:
     with load(make_artifact(toy=TOY), threads=1) as engine:
         for ids in ([], [1]):
             with pytest.raises(RequestError, match=f"at least 2 tokens, not {len(ids)}"):

@@ -1,4 +1,4 @@
-"""Traces of steps, and what they say of two devices that work at the same time."""
+"""Traces of steps, and the overlap of host and accelerator in them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ def test_trace_of_a_model_for_the_host_alone(make_artifact: Callable[..., Path])
 @pytest.mark.parametrize(
     ("prompt", "decode", "options"), [(1, 3, {}), (8, 1, {}), (9, 2, {"depth": 5}), (1, 2, {"depth": 0})]
 )
-def test_what_is_traced(make_artifact: Callable[..., Path], prompt: int, decode: int, options: dict[str, int]) -> None:
+def test_trace_has_a_prompt_step_and_decoding_steps(
+    make_artifact: Callable[..., Path], prompt: int, decode: int, options: dict[str, int]
+) -> None:
     """Tokens are read at the places that they have in a round; a prompt of one token is no step of a prompt."""
     with load(make_artifact(toy=make_toy()), threads=1) as engine:
         seen: list[tuple[str, int, int]] = []
@@ -120,7 +122,7 @@ def test_what_is_traced(make_artifact: Callable[..., Path], prompt: int, decode:
         assert ("prefill_last", start, min(prompt, 8)) in seen
 
 
-def test_two_devices_overlap_where_they_meet(hybrid: Path) -> None:
+def test_host_and_accelerator_overlap_where_they_meet(hybrid: Path) -> None:
     """Neither side's kernel returns before the other's has come, and a nap after that: for so long both compute."""
     with load(hybrid, threads=2) as engine:
         steps, result = traced(engine, 5, 3)
@@ -142,7 +144,7 @@ def test_two_devices_overlap_where_they_meet(hybrid: Path) -> None:
     assert hybrid_figures["overlap_share"] == found.share > 0
 
 
-def test_waits_are_told_apart_and_end_after_what_they_wait_for(hybrid: Path) -> None:
+def test_waits_have_their_own_category_and_end_last(hybrid: Path) -> None:
     """The clocks of the two libraries are the same: no flag is seen before it was set."""
     with load(hybrid, threads=2) as engine:
         steps, _ = traced(engine, 5, 4)
@@ -161,7 +163,7 @@ def test_waits_are_told_apart_and_end_after_what_they_wait_for(hybrid: Path) -> 
 
 
 @pytest.mark.parametrize(("ffn", "skipped"), [("toy_ffn", 0.0), ("toy_idle_ffn", 1.0)])
-def test_bench_of_two_devices(tmp_path: Path, library: Path, ffn: str, skipped: float) -> None:
+def test_bench_with_an_accelerator(tmp_path: Path, library: Path, ffn: str, skipped: float) -> None:
     with load(write_hybrid(tmp_path / "hybrid", library, make_toy(), ffn), threads=2) as engine:
         result = measure(engine, 5, 3, 1)
     hybrid, decode = result["hybrid"], result["decode"]
@@ -189,8 +191,8 @@ def test_bench_of_two_devices(tmp_path: Path, library: Path, ffn: str, skipped: 
     assert decode["floor_tokens_per_s"] > 0
 
 
-def test_bench_of_a_batch(tmp_path: Path, library: Path) -> None:
-    """Figures are of a token, of which each step has two. The device has nothing to do but to answer."""
+def test_bench_of_several_sequences(tmp_path: Path, library: Path) -> None:
+    """Figures are per token, and each step has two. The accelerator only answers."""
     with load(write_hybrid(tmp_path / "hybrid", library, make_toy(), sequences=2), threads=2) as engine:
         steps, result = traced(engine, 6, 4, sequences=2)
     assert [step.function for step in steps] == ["prefill_last"] + 4 * ["batch"]
@@ -199,8 +201,8 @@ def test_bench_of_a_batch(tmp_path: Path, library: Path) -> None:
     assert hybrid["host_s_per_token"] == pytest.approx(1e-9 * found.host_ns / 8, rel=1e-12)
 
 
-def test_where_the_time_of_a_step_goes() -> None:
-    """From the first call of the device to its last; the host's calls count for cold neurons alone."""
+def test_parts_of_a_steps_time_add_up() -> None:
+    """The step lasts from the accelerator's first call to its last; of the host's calls only cold neurons count."""
 
     def span(op: str, device: str, begin_ns: int, end_ns: int) -> CallSpan:
         return CallSpan(Call("kernel", (), op, 0, 0, device=device), begin_ns, end_ns)
@@ -220,7 +222,7 @@ def test_where_the_time_of_a_step_goes() -> None:
 
 
 class SlowDevice(CpuPartition):
-    """A device that can stamp its calls, and would rather not, as a GPU."""
+    """An accelerator whose steps are slower with stamps, like a GPU's."""
 
     slow_stamps = True
     pins_memory = False
@@ -234,7 +236,7 @@ class SlowDevice(CpuPartition):
 def test_bench_of_a_gpu(
     tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:  # fmt: skip
-    """Rounds are measured as they are, without stamps of the device; only steps of the trace are not."""
+    """Rounds are measured without the accelerator's stamps; only steps of the trace have them."""
     folder = write_hybrid(tmp_path / "gpu", library, make_toy(), kind="cuda")
     path = folder / "kernels" / "hot.so"
     device = SlowDevice(HostLibrary(path), 1)
@@ -262,7 +264,7 @@ def test_bench_of_a_gpu(
     assert "floor        unknown, since the bandwidth of the GPU's memory is not measured" in ended.out
 
 
-def test_the_toy_says_the_same_on_two_devices(hybrid: Path) -> None:
+def test_logits_with_an_accelerator_equal_the_hosts(hybrid: Path) -> None:
     toy, ids = make_toy(), [3, 1, 4, 1, 5]
     with load(hybrid, threads=2) as engine:
         logits = [engine.decode(token) for token in ids]
@@ -289,8 +291,8 @@ def test_trace_of_a_compiled_model(tiny_hybrid: Path) -> None:
     assert hybrid["skipped_per_token"] == 0  # each part predicts for itself
 
 
-def test_bytes_of_two_devices_are_those_of_one(tiny_hybrid: Path, tiny_artifact: Path) -> None:
-    """Weights are read by one device or the other, and of neurons those that fire."""
+def test_bytes_with_an_accelerator_are_those_of_the_host_alone(tiny_hybrid: Path, tiny_artifact: Path) -> None:
+    """Either host or accelerator reads a weight, and only neurons that fire are read."""
     found = []
     for folder in (tiny_hybrid, tiny_artifact):
         with load(folder, threads=2) as engine:
@@ -319,7 +321,7 @@ def test_bench_writes_a_trace(cli: Cli, request: pytest.FixtureRequest, tmp_path
     assert [table.splitlines()[-1].startswith("between them") for table in tables] == [True, False][: len(tables)]
 
 
-def test_bench_overwrites_nothing_but_traces(cli: Cli, tiny_artifact: Path, tmp_path: Path) -> None:
+def test_bench_overwrites_only_traces(cli: Cli, tiny_artifact: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     kept.write_text('{"answer": 42}')
     ended = cli("bench", tiny_artifact, "-p", "4", "-n", "2", "--trace", kept)
@@ -333,7 +335,7 @@ def test_bench_overwrites_nothing_but_traces(cli: Cli, tiny_artifact: Path, tmp_
 
 
 def step_of(intervals: dict[str, Sequence[tuple[str, int, int]]]) -> TracedStep:
-    """A step of calls (operator, begin, end) on each device."""
+    """Return a step of calls (operator, begin, end) on host and accelerator."""
     spans = [
         CallSpan(Call(op, (), op, None, 0, device=device), begin, end)
         for device, calls in intervals.items()
@@ -359,7 +361,7 @@ def test_overlap_is_when_both_compute() -> None:
 
 
 @pytest.mark.parametrize("device", [[], [("receive", 0, 100)]])
-def test_a_side_that_does_nothing_overlaps_nothing(device: list[tuple[str, int, int]]) -> None:
+def test_an_idle_side_has_no_overlap(device: list[tuple[str, int, int]]) -> None:
     assert overlap([step_of({"host": [("ffn", 0, 10)], "device": device})]).share == 0
 
 

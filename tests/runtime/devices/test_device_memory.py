@@ -1,4 +1,4 @@
-"""What a program takes of a GPU's memory, and which weights leave it first."""
+"""How much of a GPU's memory a program needs, and which weights move to the host first."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ TENSORS = {
 
 @pytest.fixture(autouse=True)
 def _pieces_of_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is small here would otherwise count as 2 MiB each."""
+    """Count single bytes: each tensor here is small, and would otherwise count as 2 MiB."""
     monkeypatch.setattr(device_memory, "_PIECE_BYTES", 1)
 
 
@@ -74,7 +74,7 @@ ALL = own_bytes("table", "norm", "query", "hot0", "hot1", "head")
 REST = 128 + 640  # one of two caches, and the arena
 
 
-def test_what_is_needed() -> None:
+def test_need_is_the_sum_of_weights_caches_workspace_and_driver() -> None:
     need = accelerator_need(program(), TENSORS)
     assert (need.weights, need.kv_cache, need.workspace) == (ALL, 128, 640)
     # What the device reads from the host anyway takes nothing.
@@ -90,14 +90,14 @@ def test_memory_comes_in_large_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (need.weights, need.kv_cache, need.workspace) == (-(-ALL // 1000) * 1000, 2000, 1000)
 
 
-def test_where_all_fits_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_fits_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
     whole = program()
     for may_move in (False, True):
         assert fit_accelerator(whole, TENSORS, ALL + REST, may_move) is whole
 
 
-def test_too_little_is_refused() -> None:
+def test_too_little_memory_raises() -> None:
     with pytest.raises(
         DoesNotFitError, match=r"needs 64\.1 MiB of GPU memory \(weights 0\.1 MiB, KV cache 0\.0 MiB, .*--replan"
     ):
@@ -118,8 +118,10 @@ def test_too_little_is_refused() -> None:
         (ALL, "table hot1 hot0 head query norm"),
     ],
 )
-def test_what_a_step_reads_least_of_goes_first(monkeypatch: pytest.MonkeyPatch, lacking: int, leave: str) -> None:
-    """Of the embedding one row, of sparse blocks a part; then what is read whole; of equal ones the last."""
+def test_weights_of_which_a_step_reads_least_move_first(
+    monkeypatch: pytest.MonkeyPatch, lacking: int, leave: str
+) -> None:
+    """A step reads one row of the embedding, and a part of sparse blocks; among equals the last weight moves first."""
     monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
     smaller = fit_accelerator(program(), TENSORS, ALL + REST - lacking, may_move=True)
     assert smaller.streamed == set(leave.split())
@@ -134,7 +136,7 @@ def test_a_dense_block_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert smaller.streamed == {"table", "head"}
 
 
-def test_something_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_left_for_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether or not weights may move: graphs and the module come on top of what the program takes."""
     spared = own_bytes("table")
     monkeypatch.setattr(device_memory, "_SPARED_BYTES", spared)

@@ -313,13 +313,13 @@ def test_waiting_for_a_worker_uses_no_processor_time(host: HostLibrary) -> None:
     assert time.process_time() - before < 0.15
 
 
-def test_kernels_that_do_not_exist(host: HostLibrary) -> None:
+def test_unknown_kernels_raise(host: HostLibrary) -> None:
     for name in ("nothing", "", "a\0b"):
         with pytest.raises(ArtifactError, match="has no kernel called"):
             host.bind([(name, [])])
 
 
-def test_arrays_that_kernels_cannot_take(host: HostLibrary) -> None:
+def test_arrays_that_kernels_cannot_take_raise(host: HostLibrary) -> None:
     for array in (np.zeros((4, 4), np.int32)[:, :2], np.zeros(3, bool), np.zeros(3, complex)):
         with pytest.raises(ValueError, match="cannot take"):
             host.bind([("pool_fill", [array])])
@@ -342,7 +342,7 @@ def test_a_new_library_at_a_known_path_is_the_new_one(library: Path, tmp_path: P
         replaced.kernel("pool_fill")
 
 
-def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_no_libraries_raise(tmp_path: Path) -> None:
     path = tmp_path / "host.so"
     path.write_bytes(b"not a library")
     with pytest.raises(ArtifactError, match="cannot be loaded"):

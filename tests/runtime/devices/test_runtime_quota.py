@@ -34,7 +34,7 @@ def groups(tmp_path: Path) -> Groups:
     [("max 100000", None), ("150000 100000", 1), ("50000 100000", 1), ("400000 100000", 4), ("nonsense", None)],
 )
 def test_the_group_at_the_mount_point(limit: str, cores: int | None, groups: Groups) -> None:
-    """As a container sees it, whose list may name a path of the machine outside."""
+    """A container sees its group there, while the list may have a path that exists only outside."""
     groups.put("cpu.max", limit)
     assert groups.cores() == cores
     groups.list.write_text("0::/docker/1234\n")

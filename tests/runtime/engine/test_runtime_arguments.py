@@ -39,7 +39,7 @@ def engine(make_artifact: Callable[..., Path]) -> Iterator[Engine]:
 @pytest.mark.parametrize(
     "ids", [[[1], [1, 2]], None, 5, "12", b"12", {1: 2}, {1}, [None], [True, 2], [10**30], [2**63, -1], [1.0], object()]
 )
-def test_what_is_no_list_of_tokens(engine: Engine, ids: Any) -> None:
+def test_values_that_are_no_lists_of_tokens_raise(engine: Engine, ids: Any) -> None:
     for use in (engine.prefill, engine.read, engine.score, engine.check, lambda ids: perplexity(engine, ids)):
         with pytest.raises(RequestError, match="tokens must be integers from 0 to 49"):
             use(ids)
@@ -49,14 +49,14 @@ def test_what_is_no_list_of_tokens(engine: Engine, ids: Any) -> None:
 
 
 @pytest.mark.parametrize("ids", [[], np.array([], int), ()])
-def test_no_tokens(engine: Engine, ids: Any) -> None:
+def test_empty_lists_of_tokens_raise(engine: Engine, ids: Any) -> None:
     for use in (engine.prefill, engine.read, engine.score, engine.check):
         with pytest.raises(RequestError, match="no tokens to read"):
             use(ids)
 
 
 @pytest.mark.parametrize("value", [None, "1", 1.0, np.float64(1), True, -1, HUGE, math.nan, [1], np.array([1, 2])])
-def test_what_is_no_whole_number(engine: Engine, value: Any) -> None:
+def test_values_that_are_no_whole_numbers_raise(engine: Engine, value: Any) -> None:
     wrong: list[Callable[[], Any]] = [
         lambda: engine.rewind(value),
         lambda: engine.decode(value),
@@ -96,13 +96,13 @@ def test_numbers_of_numpy_are_numbers(engine: Engine, make_artifact: Callable[..
 
 
 @pytest.mark.parametrize("slots", [None, 5, {0, 1}, {0: 1, 1: 2}, "01", [0, None], [[0], [1]], object()])
-def test_what_is_no_list_of_slots(engine: Engine, slots: Any) -> None:
+def test_values_that_are_no_lists_of_slots_raise(engine: Engine, slots: Any) -> None:
     with pytest.raises(RequestError, match="slot"):
         engine.decode_sequences([1, 2], slots)
     assert engine.positions == (3, 0)
 
 
-def test_a_refused_generation_leaves_the_sequence(engine: Engine) -> None:
+def test_a_rejected_generation_keeps_the_sequence(engine: Engine) -> None:
     for wrong in ([50], [1] * 41, None, [1.0]):
         with pytest.raises(RequestError):
             generate(engine, byte_level(), wrong)  # type: ignore[arg-type]
@@ -114,13 +114,13 @@ def test_a_refused_generation_leaves_the_sequence(engine: Engine) -> None:
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
 @pytest.mark.parametrize("value", [None, "1", math.nan, math.inf, -1.0, True, [], HUGE, 1j, np.array([1.0, 2.0])])
-def test_what_is_no_number(name: str, value: Any) -> None:
+def test_values_that_are_no_numbers_raise(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=f"^{name} must be"):
         SamplingParams(**{name: value})
 
 
 @pytest.mark.parametrize("penalty", [1e-320, 1e-7, 1e7, 1e308])
-def test_penalties_that_no_score_bears(penalty: float) -> None:
+def test_penalties_out_of_range_raise(penalty: float) -> None:
     with pytest.raises(RequestError, match=r"repetition_penalty must be from 0\.000001 to 1000000, not"):
         SamplingParams(repetition_penalty=penalty)
 
@@ -140,7 +140,7 @@ def test_extremes_are_distributions(penalty: float, temperature: float) -> None:
 
 @pytest.mark.parametrize("logits", [None, "abc", [1.0], [[1.0, 2.0, 3.0]], 1.0, ["a", "b", "c"], [None] * 3, object()])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_is_no_logits(logits: Any, temperature: float) -> None:
+def test_values_that_are_no_logits_raise(logits: Any, temperature: float) -> None:
     with pytest.raises(RequestError, match="logits must be 3 numbers, one for each token, not"):
         Sampler(SamplingParams(temperature), 3).sample(logits)
 
@@ -177,7 +177,7 @@ def test_texts_and_tokens_of_a_tokenizer() -> None:
 
 
 class PanicException(BaseException):
-    """As Rust's panics come to Python."""
+    """The exception that a panic in Rust raises in Python."""
 
 
 def test_a_panic_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_a_panic_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
         tokenizer.encode("a")
 
 
-def test_tokenizers_of_nothing() -> None:
+def test_empty_tokenizer_files_raise() -> None:
     from picompile_runtime import ArtifactError
 
     for arguments in ((None,), (5,), ("{}", 5)):

@@ -78,7 +78,7 @@ def test_rewind_and_reset(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("read", ["prefill", "score", "check"])
-def test_what_does_not_fit_the_context_is_refused(engine: Engine, read: str) -> None:
+def test_prompts_beyond_the_context_raise(engine: Engine, read: str) -> None:
     with pytest.raises(RequestError, match=r"prompt of 41 tokens does not fit the context of 40; shorten"):
         getattr(engine, read)([1] * 41)
     engine.prefill(IDS[:39])
@@ -87,14 +87,14 @@ def test_what_does_not_fit_the_context_is_refused(engine: Engine, read: str) -> 
     assert engine.position == 39
 
 
-def test_decode_past_the_context_is_refused(engine: Engine) -> None:
+def test_decoding_past_the_context_raises(engine: Engine) -> None:
     engine.prefill(IDS)
     with pytest.raises(RequestError, match="does not fit the context of 40"):
         engine.decode(1)
 
 
 @pytest.mark.parametrize("ids", [[-1], [50], [1, 2**40], [1.5], [[1]], [], ["a"]])
-def test_what_is_no_token_is_refused(engine: Engine, ids: list[int]) -> None:
+def test_values_that_are_no_tokens_raise(engine: Engine, ids: list[int]) -> None:
     with pytest.raises(RequestError, match="tokens"):
         engine.prefill(ids)
     assert engine.position == 0
@@ -131,7 +131,7 @@ def test_a_failing_kernel_is_named_and_moves_nothing(make_artifact: Callable[...
     assert engine.position == 0
 
 
-def test_closed_engine(engine: Engine) -> None:
+def test_a_closed_engine_raises(engine: Engine) -> None:
     with engine:
         logits = engine.prefill(IDS[:3])
     close(logits, EXPECTED[2])

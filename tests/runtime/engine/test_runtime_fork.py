@@ -75,7 +75,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("whose", ["own", "inherited"])
 def test_a_child_loads_and_decodes_while_its_parent_does(folder: Path, whose: str) -> None:
-    """With an engine of its own and with one that it got from its parent, both on the host and with a hot device."""
+    """It uses an engine of its own and one that it inherits, on the host alone and with an accelerator."""
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(folder), whose, "25"], capture_output=True, text=True, timeout=120
     )

@@ -1,4 +1,4 @@
-"""A toy model on a host and a hot device: its logits are those of the host alone, and no failure leaves it waiting."""
+"""A toy model on a host and an accelerator: its logits equal those of the host alone, and no failure makes it hang."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def impatient(make_hybrid: Callable[..., Path], impatient_library: Path) -> Iter
 
 @pytest.fixture
 def alone(make_artifact: Callable[..., Path]) -> Iterator[Engine]:
-    """The same model on the host."""
+    """Return an engine for the same model on the host alone."""
     with load(make_artifact(toy=TOY, sequences=3), threads=1) as engine:
         yield engine
 
@@ -90,7 +90,7 @@ def assert_same(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> 
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_logits_are_those_of_the_host_alone(threads: int, make_hybrid: Callable[..., Path], alone: Engine) -> None:
+def test_logits_equal_those_of_the_host_alone(threads: int, make_hybrid: Callable[..., Path], alone: Engine) -> None:
     with load(make_hybrid(), threads=threads) as engine:
         expected = every_step(alone)
         assert_same(every_step(engine), expected)
@@ -109,7 +109,7 @@ def test_neurons_are_counted_on_both_sides_together(engine: Engine, alone: Engin
     assert engine.firing()[0].computed_share == 0.75
 
 
-def test_numbers_of_steps_begin_anew(engine: Engine, alone: Engine) -> None:
+def test_step_numbers_wrap_around(engine: Engine, alone: Engine) -> None:
     """They have 31 bits, and a flag is not mistaken for one that is set because it was so in the step before."""
     step = engine._executor._step
     step[3] = 2**31 - 3
@@ -160,7 +160,7 @@ def test_engines_on_one_artifact(make_hybrid: Callable[..., Path], alone: Engine
 
 
 def test_engines_on_one_artifact_in_several_threads(make_hybrid: Callable[..., Path], alone: Engine) -> None:
-    """None gets the host while another has the device: then both would wait until they give up."""
+    """No engine gets the host while another has the accelerator: both would wait until the step timeout."""
     folder, expected = make_hybrid(), every_step(alone)
 
     def run(_: int) -> None:
@@ -172,7 +172,7 @@ def test_engines_on_one_artifact_in_several_threads(make_hybrid: Callable[..., P
         list(threads.map(run, range(3)))
 
 
-def test_threads_of_the_device_end_with_the_engine(make_hybrid: Callable[..., Path]) -> None:
+def test_threads_of_the_accelerator_end_with_the_engine(make_hybrid: Callable[..., Path]) -> None:
     def device_threads() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("picompile")]
 
@@ -241,7 +241,7 @@ def test_a_side_that_fails_ends_the_step_and_no_more(
     np.testing.assert_array_equal(impatient.decode(IDS[9]), alone.decode(IDS[9]))
 
 
-def test_a_device_need_not_wait_for_a_host_that_failed(engine: Engine, alone: Engine) -> None:
+def test_the_accelerator_does_not_wait_for_a_failed_host(engine: Engine, alone: Engine) -> None:
     """With the patience that artifacts have: it is told. Otherwise this test takes half a minute for each step."""
     undo = restore(engine)
     for token in IDS[:20]:
@@ -253,7 +253,7 @@ def test_a_device_need_not_wait_for_a_host_that_failed(engine: Engine, alone: En
 
 
 @pytest.mark.parametrize("function", ["decode", "prefill_last", "score", "batch"])
-def test_a_host_need_not_wait_for_a_device_that_failed(function: str, engine: Engine, alone: Engine) -> None:
+def test_the_host_does_not_wait_for_a_failed_accelerator(function: str, engine: Engine, alone: Engine) -> None:
     """With the patience that artifacts have: it is told, and who failed is named, not who waited."""
     undo = restore(engine)
     use: dict[str, Callable[[Engine], Any]] = {
@@ -344,8 +344,8 @@ def test_interrupts_at_any_time(make_hybrid: Callable[..., Path]) -> None:
         assert (run.returncode, run.stdout) == (0, "right\n"), run.stderr
 
 
-def test_an_interrupted_step_has_ended_on_the_device_too(engine: Engine, alone: Engine) -> None:
-    """What the next step writes, the last one must not read any more."""
+def test_an_interrupted_step_has_ended_on_the_accelerator(engine: Engine, alone: Engine) -> None:
+    """The interrupted step must not read what the next one writes."""
     library, count = engine._executor._accelerator._library, aligned_zeros((1,), np.int32)  # type: ignore[union-attr]
     run, dozing = library.run, library.bind([("toy_doze", [count])])
 
@@ -371,8 +371,8 @@ def test_an_interrupted_step_has_ended_on_the_device_too(engine: Engine, alone: 
         np.testing.assert_array_equal(engine.decode(token), alone.decode(token))
 
 
-def test_an_interrupt_after_the_device_began_ends_its_step(engine: Engine, alone: Engine) -> None:
-    """The host has not begun: the device is told not to wait for it, with the patience that artifacts have."""
+def test_an_interrupt_after_the_accelerator_began_ends_its_step(engine: Engine, alone: Engine) -> None:
+    """The host has not begun, and the accelerator must not wait for it until the step timeout of real artifacts."""
     device = engine._executor._accelerator
     assert device is not None
     start = device.start
@@ -474,14 +474,14 @@ def over(name: str, other: str) -> Callable[[Any], None]:
         (call_with("toy_ffn", 2, {"weight": "none"}), "weight must be the name of one that exists"),
     ],
 )
-def test_programs_that_mix_the_sides_up(
+def test_programs_that_mix_the_sides_up_raise(
     make_hybrid: Callable[..., Path], change: Callable[[Any], Any], match: str
 ) -> None:
     refused(make_hybrid(change=change), match)
 
 
 @pytest.mark.parametrize("name", ["step", "tokens", "positions", "slots", "logits", "flags", "abandoned", "stats"])
-def test_what_the_runtime_writes_and_reads_is_not_the_devices(name: str, make_hybrid: Callable[..., Path]) -> None:
+def test_the_runtimes_buffers_are_not_in_the_accelerators_memory(name: str, make_hybrid: Callable[..., Path]) -> None:
     def change(program: Any) -> None:
         program["buffers"][name].update(memory="device", offset=program["device_arena_bytes"])
         program["device_arena_bytes"] += 4096
@@ -489,8 +489,8 @@ def test_what_the_runtime_writes_and_reads_is_not_the_devices(name: str, make_hy
     refused(make_hybrid(change=change), rf"{name}(,| must)")
 
 
-def picks_leading(function: str, count: int, memory: str = "shared", ids: str = "int32") -> Callable[[Any], None]:
-    """Says of a program that the device picks the `count` highest logits of a function."""
+def picks_top_logits(function: str, count: int, memory: str = "shared", ids: str = "int32") -> Callable[[Any], None]:
+    """Return a change to a program: the accelerator picks the `count` highest logits of a function."""
 
     def change(program: Any) -> None:
         for name, dtype in (("scores", "float32"), ("ids", ids)):
@@ -506,28 +506,26 @@ def picks_leading(function: str, count: int, memory: str = "shared", ids: str = 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (picks_leading("prefill", 5), "leading: prefill is no function that gives logits"),
-        (picks_leading("none", 5), "leading: none is no function that gives logits"),
-        (picks_leading("batch", 5), r"leading.scores must be float32 \[3, 5\]"),
-        (picks_leading("decode", 51), r"leading.scores must be float32 \[1, 50\]"),
-        (picks_leading("decode", 5, ids="float32"), r"leading.ids must be int32 \[1, 5\]"),
-        (picks_leading("decode", 5, memory="device"), "leading.scores must not be in the accelerator's memory"),
+        (picks_top_logits("prefill", 5), "leading: prefill is no function that gives logits"),
+        (picks_top_logits("none", 5), "leading: none is no function that gives logits"),
+        (picks_top_logits("batch", 5), r"leading.scores must be float32 \[3, 5\]"),
+        (picks_top_logits("decode", 51), r"leading.scores must be float32 \[1, 50\]"),
+        (picks_top_logits("decode", 5, ids="float32"), r"leading.ids must be int32 \[1, 5\]"),
+        (picks_top_logits("decode", 5, memory="device"), "leading.scores must not be in the accelerator's memory"),
         (set_at("leading", {"decode": {"scores": "x"}}), "decode: ids must be a text, but is missing"),
         (set_at("leading", {"decode": {"scores": "no", "ids": "no"}}), r"no must be float32 \[1, 1\]"),
         (set_at("leading", ["decode"]), "leading must be an object"),
     ],
 )
-def test_leading_logits_that_are_not_there(
-    make_hybrid: Callable[..., Path], change: Callable[[Any], Any], match: str
-) -> None:
+def test_missing_top_logits_raise(make_hybrid: Callable[..., Path], change: Callable[[Any], Any], match: str) -> None:
     refused(make_hybrid(change=change), match)
 
 
-def test_leading_logits_leave_the_others_to_the_device(make_hybrid: Callable[..., Path]) -> None:
+def test_top_logits_leave_the_others_to_the_accelerator(make_hybrid: Callable[..., Path]) -> None:
     """Nobody else may: the runtime would find nothing there."""
 
     def change(program: Any) -> None:
-        picks_leading("decode", 5)(program)
+        picks_top_logits("decode", 5)(program)
         for function in ("decode", "prefill_last"):
             program["functions"][function].pop()  # the head, which is the host's
         program["buffers"]["logits"].update(memory="device", offset=program["device_arena_bytes"])
@@ -542,7 +540,7 @@ def test_leading_logits_leave_the_others_to_the_device(make_hybrid: Callable[...
     verify(make_hybrid(change=change_both))
 
 
-def test_tables_that_the_device_looks_up_have_enough_rows(make_hybrid: Callable[..., Path]) -> None:
+def test_lookup_tables_of_the_accelerator_have_enough_rows(make_hybrid: Callable[..., Path]) -> None:
     """Whether it is given the tokens that the runtime writes or its own copy of them."""
 
     def change(program: Any) -> None:
@@ -571,16 +569,18 @@ def test_tables_that_the_device_looks_up_have_enough_rows(make_hybrid: Callable[
         ({"kind": "cuda", "sm": 5, "cubin": HOT, "ptx": HOT, "launches": HOT}, "sm must be an integer from 10"),
     ],
 )
-def test_manifests_without_a_proper_device(make_hybrid: Callable[..., Path], hot_device: Any, match: str) -> None:
+def test_manifests_without_a_valid_accelerator_raise(
+    make_hybrid: Callable[..., Path], hot_device: Any, match: str
+) -> None:
     refused(make_hybrid(manifest={"hot_device": hot_device}), match)
 
 
-def test_code_of_the_device_for_another_machine(make_hybrid: Callable[..., Path]) -> None:
+def test_accelerator_code_for_another_machine_raises(make_hybrid: Callable[..., Path]) -> None:
     code = {"kind": "cpu", "code": [code_entry(file=HOT, features=["made-up"])]}
     refused(make_hybrid(manifest={"hot_device": code}), "made-up", MachineError)
 
 
-def test_code_of_the_device_that_lacks_a_kernel(make_hybrid: Callable[..., Path], library: Path) -> None:
+def test_accelerator_code_that_lacks_a_kernel_raises(make_hybrid: Callable[..., Path], library: Path) -> None:
     folder = make_hybrid()
     (folder / HOT).write_bytes(library.read_bytes())
     refused(folder, "was changed|instead of")

@@ -1,4 +1,4 @@
-"""What the system refuses while an artifact is loaded is told by its cause; none of it is a fault of the artifact."""
+"""Errors of the system while an artifact is loaded name their cause, and do not blame the artifact."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def limited(folder: Path, *arguments: str) -> str:
     return run.stdout.strip()
 
 
-def test_few_descriptors(make_artifact: Callable[..., Path]) -> None:
+def test_too_few_descriptors_are_named_as_the_cause(make_artifact: Callable[..., Path]) -> None:
     """With each number of them there is one line that names the cause, until there are enough."""
     found = limited(make_artifact(toy=make_toy()), "NOFILE", "0", "20", "1")
     assert found == "['DoesNotFitError', 'Too many open files', 'loaded']"
 
 
-def test_little_address_space(make_artifact: Callable[..., Path]) -> None:
+def test_too_little_address_space_is_named_as_the_cause(make_artifact: Callable[..., Path]) -> None:
     found = limited(make_artifact(toy=make_toy()), "AS", "0", "40000000", "1000000")
     assert "'DoesNotFitError'" in found and "'loaded'" in found and "ArtifactError" not in found
 
@@ -71,7 +71,7 @@ def test_little_address_space(make_artifact: Callable[..., Path]) -> None:
         ("EBADF", ArtifactError, "copy or compile"),
     ],
 )
-def test_each_cause_has_its_words(code: str, kind: type[PicompileRuntimeError], says: str) -> None:
+def test_each_cause_has_its_own_message(code: str, kind: type[PicompileRuntimeError], says: str) -> None:
     import errno
 
     number = getattr(errno, code)
@@ -81,7 +81,7 @@ def test_each_cause_has_its_words(code: str, kind: type[PicompileRuntimeError], 
     assert type(system_error("f", OSError(f"libx.so: {os.strerror(number)}"))) in (kind, ArtifactError)
 
 
-def test_other_causes() -> None:
+def test_lack_of_memory_is_translated_and_other_errors_are_not() -> None:
     for error in (MemoryError(), RuntimeError("can't start new thread")):
         with pytest.raises(DoesNotFitError, match="cannot be loaded"), translate_system_errors("x"):
             raise error
@@ -89,7 +89,7 @@ def test_other_causes() -> None:
         raise RuntimeError("other")
 
 
-def test_a_folder_that_may_not_be_read(make_artifact: Callable[..., Path]) -> None:
+def test_unreadable_folders_raise(make_artifact: Callable[..., Path]) -> None:
     if os.geteuid() == 0:
         pytest.skip("needs a user who is not root")
     folder = make_artifact()
@@ -98,7 +98,7 @@ def test_a_folder_that_may_not_be_read(make_artifact: Callable[..., Path]) -> No
         load(folder)
 
 
-def test_paths_that_are_none() -> None:
+def test_values_that_are_no_paths_raise() -> None:
     for path in (None, 5, ["a"], object(), "a\0b", b"a\0b"):
         with pytest.raises(RequestError, match="path"):
             load(path)  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def test_paths_that_are_none() -> None:
             load(text)
 
 
-def test_sizes_are_told_apart() -> None:
+def test_different_sizes_have_different_texts() -> None:
     assert in_units(2**30, 3 * 2**30) == ("1.00 GiB", "3.00 GiB")
     assert in_units(75 * 2**20, 74 * 2**20) == ("75.0 MiB", "74.0 MiB")
     assert in_units(2**31, 2**31 + 2**20) == ("2.000 GiB", "2.001 GiB")

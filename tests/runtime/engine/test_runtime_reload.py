@@ -26,7 +26,7 @@ IDS = list(range(9))
 
 @dataclass(frozen=True)
 class Held:
-    """What this process has of the system."""
+    """The system's resources that this process holds."""
 
     threads: int
     descriptors: int
@@ -66,7 +66,7 @@ def use(engine: Engine) -> None:
 
 @pytest.mark.parametrize("closes", [True, False], ids=["closed", "collected"])
 @pytest.mark.parametrize("kind", ["host", "hybrid"])
-def test_artifact_after_artifact_leaves_nothing(
+def test_loading_many_artifacts_leaks_nothing(
     kind: str, closes: bool, tmp_path: Path, library: Path, hybrid_library: Path
 ) -> None:
     first = (
@@ -178,8 +178,8 @@ def ctypes_address(host: HostLibrary) -> int:
     return ctypes.cast(host._run, ctypes.c_void_p).value or 0
 
 
-def test_code_that_was_overwritten_in_place_is_not_taken_for_what_is_loaded(tmp_path: Path, library: Path) -> None:
-    """As `cp -r` onto an artifact does: the file is the same, its content is not."""
+def test_code_overwritten_in_place_raises(tmp_path: Path, library: Path) -> None:
+    """`cp -r` onto an artifact does that: the file stays the same, and its content changes."""
     folder = write_artifact(tmp_path / "inplace", library, TOY)
     engine = load(folder, threads=1)
     code = folder / "kernels" / "host.so"

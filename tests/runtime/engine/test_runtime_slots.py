@@ -60,7 +60,7 @@ def test_sequences_of_different_lengths_in_one_step(engine: Engine) -> None:
         step(engine, [0, 1, 2, 3, 4])
 
 
-def test_any_order_and_any_company(engine: Engine) -> None:
+def test_sequences_do_not_depend_on_order_or_on_each_other(engine: Engine) -> None:
     random = np.random.default_rng(11)
     for _ in range(30):
         some = random.permutation(SLOTS)[: random.integers(1, SLOTS + 1)].tolist()
@@ -77,7 +77,7 @@ def test_prompts_between_steps(engine: Engine) -> None:
     step(engine, [2, 4, 1])
 
 
-def test_steps_read_nothing_of_other_slots(engine: Engine) -> None:
+def test_steps_do_not_read_other_slots(engine: Engine) -> None:
     for slot in (0, 2, 3):
         engine.prefill(TEXTS[slot][: 5 + slot], slot)
     before = {name: cache.copy() for name, cache in engine._executor._state.items()}
@@ -150,7 +150,7 @@ def test_logits_are_a_copy_unless_asked_otherwise(engine: Engine) -> None:
     assert not np.array_equal(shown, held)
 
 
-def test_firing_of_batches_is_counted_apart(engine: Engine) -> None:
+def test_firing_of_steps_for_several_sequences_is_counted_separately(engine: Engine) -> None:
     engine.decode(1)
     for _ in range(3):
         engine.decode_sequences([1, 2], [0, 1])
@@ -164,7 +164,7 @@ def test_firing_of_batches_is_counted_apart(engine: Engine) -> None:
         engine.firing("score")
 
 
-def test_timing_of_a_batch(engine: Engine) -> None:
+def test_timing_of_a_step_for_several_sequences(engine: Engine) -> None:
     engine.start_timing()
     engine.decode_sequences([1, 2, 3], [0, 1, 4])
     calls = engine.timing("batch")
@@ -192,13 +192,13 @@ def test_timing_of_a_batch(engine: Engine) -> None:
         ([1, 2, 3], [2, 4, 2], r"a slot is there twice: \[2, 4, 2\]"),
     ],
 )
-def test_batches_that_make_no_sense(engine: Engine, tokens: Any, slots: Any, match: str) -> None:
+def test_lists_of_sequences_that_make_no_sense_raise(engine: Engine, tokens: Any, slots: Any, match: str) -> None:
     with pytest.raises(RequestError, match=match):
         engine.decode_sequences(tokens, slots)
     assert engine.positions == (0,) * SLOTS
 
 
-def test_a_full_sequence_is_named_and_none_moves(engine: Engine) -> None:
+def test_a_full_sequence_raises_and_no_sequence_changes(engine: Engine) -> None:
     engine.prefill(TEXTS[1], 1)
     with pytest.raises(RequestError, match="a token does not fit the context of 40 behind the 40 before it in slot 1"):
         engine.decode_sequences([1, 2], [0, 1])
@@ -209,7 +209,7 @@ def test_a_full_sequence_is_named_and_none_moves(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("use", ["prefill", "score", "check", "decode", "rewind", "reset", "copy"])
-def test_slots_that_are_not_there(engine: Engine, use: str) -> None:
+def test_unknown_slots_raise(engine: Engine, use: str) -> None:
     first = {"prefill": [[1]], "score": [[1]], "check": [[1]], "decode": [1], "rewind": [0], "reset": [], "copy": [0]}
     for slot in (-1, SLOTS, 1.5, "0"):
         with pytest.raises(RequestError, match="there is no slot"):
@@ -225,7 +225,7 @@ def test_one_sequence_has_slot_0_only(make_artifact: Callable[..., Path]) -> Non
         engine.firing("batch")
 
 
-def test_a_failing_batch_moves_nothing(make_artifact: Callable[..., Path]) -> None:
+def test_a_failing_step_changes_no_sequence(make_artifact: Callable[..., Path]) -> None:
     folder = make_artifact(toy=TOY, sequences=3)
     engine = load(folder)
     program = engine.artifact.program
@@ -236,7 +236,7 @@ def test_a_failing_batch_moves_nothing(make_artifact: Callable[..., Path]) -> No
     assert engine.positions == (0, 0, 0)
 
 
-def test_closing_gives_the_memory_of_all_slots_back(make_artifact: Callable[..., Path]) -> None:
+def test_closing_frees_the_memory_of_all_slots(make_artifact: Callable[..., Path]) -> None:
     context = 2**20
     toy, state = make_toy(), {"k.0": {"dtype": "float32", "shape": [4, 1, context, 16]}}
     program, manifest = {"state": state, "context": context}, {"context": context}

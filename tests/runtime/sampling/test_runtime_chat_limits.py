@@ -45,8 +45,8 @@ def only_child(before: list[int]) -> int:
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     ],
 )
-def test_templates_that_do_not_end(template: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next chat of the same tokenizer is refused as well, and another's is rendered."""
+def test_templates_that_do_not_end_raise(template: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next chat of the same tokenizer is rejected as well, and another tokenizer's is rendered."""
     monkeypatch.setitem(chat_template.LIMITS, "cpu_s", 1)
     before = children()
     tokenizer = Tokenizer(TEXT, {}, template)
@@ -135,7 +135,7 @@ def test_forked_processes_have_renderers_of_their_own() -> None:
 @pytest.mark.parametrize(
     "messages", [None, 5, "abc", [None], ["a"], [{"a": {1, 2}}], [{"a": object()}], {"role": "user"}, [{1j: 2}]]
 )
-def test_messages_that_are_none(messages: Any) -> None:
+def test_messages_of_a_wrong_type_raise(messages: Any) -> None:
     tokenizer = Tokenizer(TEXT, {}, PLAIN)
     with pytest.raises(RequestError, match="messages must be a list of JSON objects, not"):
         tokenizer.encode_chat(messages)

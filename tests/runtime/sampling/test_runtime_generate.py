@@ -124,7 +124,7 @@ def test_stops_do_not_depend_on_how_the_text_is_cut(pieces: list[str], stops: li
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.text("ab", min_size=1, max_size=3), max_size=10), st.text("ab", min_size=1, max_size=4))
-def test_no_more_is_held_back_than_must_be(pieces: list[str], stop: str) -> None:
+def test_only_beginnings_of_stop_texts_are_held_back(pieces: list[str], stop: str) -> None:
     finder, text, shown = StopFinder([stop]), "", ""
     for piece in pieces:
         text += piece
@@ -189,7 +189,7 @@ def test_stats_of_a_generation_that_goes_on(scripted: Scripted) -> None:
     assert generation.stats.prefill_tokens_per_s == 0
 
 
-def test_requests_that_cannot_be_met(scripted: Scripted) -> None:
+def test_requests_that_cannot_be_met_raise(scripted: Scripted) -> None:
     """All at once, not when the text is read."""
     engine = scripted([])
     with pytest.raises(RequestError, match=r"the prompt is empty, and this model has no token that begins a text"):

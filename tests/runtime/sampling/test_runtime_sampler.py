@@ -164,7 +164,7 @@ def test_extreme_logits_give_a_possible_token(logits: list[float], options: dict
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_broken_logits_are_an_error(temperature: float) -> None:
+def test_broken_logits_raise(temperature: float) -> None:
     sampler = Sampler(SamplingParams(temperature=temperature), 3)
     with pytest.raises(KernelError, match="logits contain NaN"):
         sampler.sample(np.array([1, np.nan, 2]))
@@ -183,7 +183,7 @@ def test_broken_logits_are_an_error(temperature: float) -> None:
         ("seed", [-1]),
     ],
 )
-def test_nonsense_is_refused(name: str, values: list[float]) -> None:
+def test_values_that_make_no_sense_raise(name: str, values: list[float]) -> None:
     for value in values:
         with pytest.raises(RequestError, match=f"^{name} must be .*, not {value}"):
             SamplingParams(**{name: value})  # type: ignore[arg-type]

@@ -24,15 +24,15 @@ class Device:
     asked: int = field(default=0)
 
     def scores(self) -> Scores:
-        return Scores(self._read, leading_of(self.logits))
+        return Scores(self._read, top_scores_of(self.logits))
 
     def _read(self) -> Logits:
         self.asked += 1
         return self.logits.copy()
 
 
-def leading_of(logits: Logits) -> TopScores:
-    """What a device picks: NaN first, then by score, then by token."""
+def top_scores_of(logits: Logits) -> TopScores:
+    """Return the top logits as an accelerator picks them: NaN first, then by score, then by token."""
     is_nan = np.isnan(logits)
     ids = np.lexsort((-np.where(is_nan, np.float32(0), logits), ~is_nan))[:COUNT].astype(np.int32)
     return TopScores(logits[ids], ids, len(ids) == len(logits))
@@ -105,7 +105,7 @@ def test_all_logits_are_asked_for_only_where_they_are_needed(number: int, times:
 
 
 @pytest.mark.parametrize("vocab", [1, 20, 64])
-def test_of_a_small_vocabulary_all_are_known(vocab: int) -> None:
+def test_top_logits_of_a_small_vocabulary_are_all(vocab: int) -> None:
     device = Device(rounded(np.random.default_rng(2), vocab))
     for params in ({"top_k": 0}, {"top_k": 3}, {"top_k": 64}, {"top_k": 500}):
         Sampler(SamplingParams(**params), vocab).sample(device.scores())  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ def test_tokens_as_high_as_the_last_one_wanted() -> None:
     for last in range(2, 70):
         logits = -np.arange(200, dtype=np.float32)
         logits[2 : last + 1] = -2
-        found = leading_of(logits).top(3)
+        found = top_scores_of(logits).top(3)
         if last >= COUNT - 1:
             assert found is None
         else:
@@ -127,7 +127,7 @@ def test_tokens_as_high_as_the_last_one_wanted() -> None:
 
 @pytest.mark.parametrize(("value", "says"), [(np.nan, "contain NaN"), (-np.inf, "rule out every token")])
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_broken_logits_are_an_error(value: float, says: str, params: dict[str, float]) -> None:
+def test_broken_logits_raise(value: float, says: str, params: dict[str, float]) -> None:
     logits = np.full(300, -np.inf, np.float32)
     logits[200] = value
     with pytest.raises(KernelError, match=f"logits {says}"):

@@ -49,7 +49,7 @@ def test_pieces_of_any_tokens_join_to_the_full_decoding(kind: str, data: st.Data
 @each_kind
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), max_size=30))
-def test_no_piece_has_part_of_a_character(kind: str, text: str) -> None:
+def test_pieces_never_split_a_character(kind: str, text: str) -> None:
     tokenizer = KINDS[kind]()
     for piece in stream(tokenizer, tokenizer.encode(text)):
         assert "\ufffd" not in piece
@@ -102,7 +102,7 @@ def test_truncation_and_padding_of_the_file_do_not_matter() -> None:
     assert len(metaspace().encode("a")) == 2
 
 
-def test_broken_files_and_texts_are_errors() -> None:
+def test_broken_files_and_texts_raise() -> None:
     for text in ("", "{}", "[]", "nonsense", b"\xff"):
         with pytest.raises(ArtifactError, match=r"tokenizer.json cannot be read"):
             Tokenizer(text)
@@ -146,7 +146,7 @@ def test_chats_are_rendered_as_transformers_does(generate: bool) -> None:
     assert tokenizer.decode(tokenizer.encode_chat(messages, add_generation_prompt=generate)) == expected
 
 
-def test_chats_that_cannot_be_rendered() -> None:
+def test_chats_that_cannot_be_rendered_raise() -> None:
     text = byte_level()._tokenizer.to_str()
     messages = [{"role": "system", "content": "x"}]
     with pytest.raises(RequestError, match="has no chat template"):

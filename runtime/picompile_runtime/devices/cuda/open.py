@@ -51,7 +51,7 @@ class RoundTrips:
 
 
 def ping_pong(
-    device: CudaAccelerator,
+    gpu: CudaAccelerator,
     library: HostLibrary,
     rounds: int,
     behind: Sequence[tuple[str, Sequence[ArgumentView]]] = (),
@@ -59,7 +59,7 @@ def ping_pong(
     """Transfer 32 words and two flags between host and GPU `rounds` times, through memory as the engine uses it.
 
     Args:
-        device: the GPU, with an image that has the kernel `ping_pong`.
+        gpu: the GPU, with an image that has the kernel `ping_pong`.
         library: a `host.so` of the same version.
         rounds: 1 to 2**20.
         behind: calls that the GPU makes after it, in the same graph, as for `CudaAccelerator.bind`.
@@ -73,23 +73,23 @@ def ping_pong(
     """
     if not 1 <= rounds <= _MOST_ROUNDS:
         raise ValueError(f"rounds must be from 1 to {_MOST_ROUNDS}, not {rounds}")
-    memory, array = device.share(4 * sum(_ARGUMENTS.values()), "memory for round trips of flags")
+    memory, array = gpu.share(4 * sum(_ARGUMENTS.values()), "memory for round trips of flags")
     spans = dict(zip(_ARGUMENTS, pairwise([0, *accumulate(_ARGUMENTS.values())]), strict=True))
     parts = {name: array.view(np.int32)[start:stop] for name, (start, stop) in spans.items()}
     views = [ArgumentView(memory, Tensor("int32", (stop - start,), 4 * start)) for start, stop in spans.values()]
-    bound = device.bind([(KERNEL, views), *behind])
+    bound = gpu.bind([(KERNEL, views), *behind])
     for _ in range(_ATTEMPTS):
         array[:] = 0
         parts["step"][0] = rounds
-        start_s, (failed, seconds) = _exchange(device, bound, library, parts, rounds)
+        start_s, (failed, seconds) = _exchange(gpu, bound, library, parts, rounds)
         if not failed:
             p50_s, p99_s = (float(value) for value in np.percentile(seconds, (50, 99)))
             return RoundTrips(rounds, p50_s, p99_s, start_s)
-    raise MachineError(_reason(device.name, failed, rounds, parts))
+    raise MachineError(_reason(gpu.name, failed, rounds, parts))
 
 
 def _exchange(
-    device: CudaAccelerator,
+    gpu: CudaAccelerator,
     bound: BoundGraphs,
     library: HostLibrary,
     parts: Mapping[str, NDArray[np.int32]],
@@ -97,7 +97,7 @@ def _exchange(
 ) -> tuple[float, tuple[int, NDArray[np.float64]]]:
     """Run round trips. Return how long the start took in s, and the result of `HostLibrary.ping_pong`."""
     begin = time.perf_counter()
-    device.start(bound)
+    gpu.start(bound)
     start_s = time.perf_counter() - begin
     try:
         return start_s, library.ping_pong([parts[name] for name in list(_ARGUMENTS)[1:]], rounds, _PATIENCE_S)
@@ -105,19 +105,19 @@ def _exchange(
         parts["abandoned"][0] = 1
         raise
     finally:
-        device.wait()
+        gpu.wait()
 
 
-def check_once(device: CudaAccelerator, library: HostLibrary) -> None:
+def check_once(gpu: CudaAccelerator, library: HostLibrary) -> None:
     """Raise MachineError if host and GPU cannot meet at flags. A machine that passes is not checked again.
 
     Artifacts that were compiled before the kernel existed are not checked.
     """
     # Not from `platform`, which starts a process to find out the processor.
-    facts = (KERNEL, device.name, device.driver_version, *os.uname()[:4])
-    if not device.has_kernel(KERNEL) or not library.has_ping_pong or is_remembered(*facts):
+    facts = (KERNEL, gpu.name, gpu.driver_version, *os.uname()[:4])
+    if not gpu.has_kernel(KERNEL) or not library.has_ping_pong or is_remembered(*facts):
         return
-    ping_pong(device, library, _ROUNDS_AT_LOAD)
+    ping_pong(gpu, library, _ROUNDS_AT_LOAD)
     remember(*facts)
 
 
@@ -145,14 +145,14 @@ def open_cuda_accelerator(artifact: Artifact) -> CudaAccelerator:
             needs.
         ArtifactError: the artifact has no code for a GPU.
     """
-    device = CudaAccelerator(read_cuda_images(artifact))
+    gpu = CudaAccelerator(read_cuda_images(artifact))
     try:
         if artifact.program.waiting_kernels:
-            check_once(device, artifact.load_code())
+            check_once(gpu, artifact.load_code())
     except BaseException:
-        device.close()
+        gpu.close()
         raise
-    return device
+    return gpu
 
 
 def check_images(artifact: Artifact) -> None:

@@ -36,7 +36,7 @@ def gpu(fake_cuda: ctypes.CDLL, toy_kernels: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def make_device(gpu: ctypes.CDLL) -> Iterator[Callable[..., CudaAccelerator]]:
-    """Makes devices, and closes them after the test."""
+    """Return a function that makes accelerators, which are closed after the test."""
     devices = []
 
     def make(images: CudaImages = IMAGES, **options: Any) -> CudaAccelerator:

@@ -66,7 +66,7 @@ def test_an_empty_list_is_allowed(device: CudaAccelerator, gpu: ctypes.CDLL) -> 
 
 
 @pytest.mark.parametrize("blocking", ["0", "1"])
-def test_device_and_host_meet_at_flags(make_device: Make, blocking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerator_and_host_meet_at_flags(make_device: Make, blocking: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel ends only after the host has set its flag, so `start` has returned before; nor do others wait."""
     monkeypatch.setenv("FAKE_CUDA_DELAY_US", "1000")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", blocking)
@@ -89,7 +89,7 @@ def test_device_and_host_meet_at_flags(make_device: Make, blocking: str, monkeyp
 
 
 @pytest.mark.parametrize("stamped", [False, True])
-def test_a_full_queue_does_not_keep_the_host_from_its_part(
+def test_a_full_queue_does_not_block_the_host(
     make_device: Make, monkeypatch: pytest.MonkeyPatch, stamped: bool
 ) -> None:
     """The GPU takes a few tasks, and waits in the first for the host, which must be back from `start` by then."""
@@ -106,7 +106,7 @@ def test_a_full_queue_does_not_keep_the_host_from_its_part(
     assert done[0] == 1
 
 
-def test_an_interrupted_wait_leaves_nobody_at_work(make_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_wait_leaves_gpu_and_launcher_idle(make_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in the thread that launches either, where launches wait."""
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     device = make_device()
@@ -166,7 +166,7 @@ def test_threads_take_turns(make_device: Make) -> None:
         ("axpy", 2, "kernel axpy: axpy wants argument 2 and the call has 2"),
     ],
 )
-def test_calls_that_the_code_does_not_have(device: CudaAccelerator, kernel: str, views: int, says: str) -> None:
+def test_calls_of_unknown_kernels_raise(device: CudaAccelerator, kernel: str, views: int, says: str) -> None:
     memory = device.allocate(4096, "a test")
     with pytest.raises(ArtifactError, match=says) as caught:
         device.bind([axpy(memory), (kernel, [view(memory)] * views)])
@@ -176,13 +176,13 @@ def test_calls_that_the_code_does_not_have(device: CudaAccelerator, kernel: str,
 
 
 @pytest.mark.parametrize(("count", "offset"), [(1026, 0), (1, 4101), (3, 4092)])
-def test_arguments_outside_of_their_memory(device: CudaAccelerator, count: int, offset: int) -> None:
+def test_arguments_outside_of_their_memory_raise(device: CudaAccelerator, count: int, offset: int) -> None:
     memory = device.allocate(4102, "a test")
     with pytest.raises(ArtifactError, match="kernel signal: an argument lies outside of its memory"):
         device.bind([("signal", [view(memory, "int32", count, offset)])])
 
 
-def test_two_devices_share_the_context(make_device: Make, gpu: ctypes.CDLL) -> None:
+def test_two_accelerators_share_the_context(make_device: Make, gpu: ctypes.CDLL) -> None:
     first, second = make_device(), make_device()
     kept = second.allocate(300, "a test")
     first.allocate(200, "a test")

@@ -16,7 +16,7 @@ from picompile_runtime.devices.memory import anonymous_map, map_file
 Make = Callable[..., CudaAccelerator]
 
 
-def test_what_it_says_of_itself(make_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_capability_and_memory_are_reported(make_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_CUDA_VERSION", "12080")
     device = make_device()
     said = (device.name, device.sm, device.total_bytes, device.driver_version)
@@ -78,7 +78,7 @@ def test_the_default_buffers_are_used_in_turn(make_device: Make, gpu: ctypes.CDL
     assert np.array_equal(read(device, memory, 0, "uint8", len(data)), data)
 
 
-def test_ranges_outside_of_memory_are_refused(device: CudaAccelerator, gpu: ctypes.CDLL) -> None:
+def test_ranges_outside_of_memory_raise(device: CudaAccelerator, gpu: ctypes.CDLL) -> None:
     memory = device.allocate(1000, "a test")
     before = gpu.fake_calls()
     data = np.zeros(10, np.uint8)
@@ -140,14 +140,16 @@ def test_a_file_cannot_be_adopted(device: CudaAccelerator, tmp_path: Path) -> No
         device.adopt(memory)
 
 
-def test_what_failed_before_is_no_lack_of_memory(device: CudaAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_failures_are_not_reported_as_lack_of_memory(
+    device: CudaAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FAKE_CUDA_FAIL_CALL", "cuMemHostRegister_v2")
     monkeypatch.setenv("FAKE_CUDA_FAIL_AT", "0")
     with pytest.raises(KernelError, match="cuMemHostRegister_v2: CUDA error 999"):
         device.adopt(anonymous_map(4096, "a test"))
 
 
-def test_a_device_that_is_dropped_gives_all_back(gpu: ctypes.CDLL) -> None:
+def test_a_garbage_collected_accelerator_frees_everything(gpu: ctypes.CDLL) -> None:
     device = CudaAccelerator(IMAGES, staging_bytes=STAGING_BYTES)
     device.allocate(4096, "a test")
     device.adopt(anonymous_map(4096, "a test"))
@@ -157,7 +159,7 @@ def test_a_device_that_is_dropped_gives_all_back(gpu: ctypes.CDLL) -> None:
 
 
 @pytest.mark.parametrize(("version", "launch_bytes"), [("12030", 2**16), ("12040", 2**12), ("13000", 2**12)])
-def test_what_the_driver_keeps_for_graphs(
+def test_memory_that_the_driver_keeps_for_graphs_is_estimated(
     make_device: Make, monkeypatch: pytest.MonkeyPatch, version: str, launch_bytes: int
 ) -> None:
     """By its version; `add_two` is two launches."""

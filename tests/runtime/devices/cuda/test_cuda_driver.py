@@ -1,4 +1,4 @@
-"""What the driver lacks or refuses, and that the stand-in keeps to the rules that the driver has."""
+"""Errors of a driver that is missing, too old or rejects code; and tests of the stand-in for the driver."""
 
 import ctypes
 import subprocess
@@ -27,7 +27,9 @@ def refusal(images: CudaImages) -> str:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not ELF"])
-def test_no_driver(images: CudaImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None) -> None:
+def test_a_missing_driver_raises(
+    images: CudaImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
     path = tmp_path / "libcuda.so.1"
     if content is not None:
         path.write_bytes(content)
@@ -35,7 +37,7 @@ def test_no_driver(images: CudaImages, tmp_path: Path, monkeypatch: pytest.Monke
     assert refusal(images) == f"no NVIDIA driver ({path} cannot be loaded)"
 
 
-def test_an_old_driver(images: CudaImages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_driver_raises(images: CudaImages, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "LIBRARY", "libc.so.6")
     assert refusal(images) == "the NVIDIA driver is too old: it has no cuInit; install a newer one"
 
@@ -49,7 +51,7 @@ def test_an_old_driver(images: CudaImages, monkeypatch: pytest.MonkeyPatch) -> N
         ("SM", "75", "compute capability 8.9 and newer, and Stand-in 4090 has 7.5"),
     ],
 )
-def test_no_gpu(
+def test_a_missing_gpu_raises(
     gpu: ctypes.CDLL, images: CudaImages, monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str
 ) -> None:
     monkeypatch.setenv(f"FAKE_CUDA_{name}", value)
@@ -68,7 +70,7 @@ def test_no_gpu(
         (223, "CUDA_ERROR_JIT_COMPILATION_DISABLED", "unset CUDA_DISABLE_PTX_JIT"),
     ],
 )
-def test_code_that_the_driver_refuses(
+def test_code_that_the_driver_rejects(
     gpu: ctypes.CDLL,
     images: CudaImages,
     monkeypatch: pytest.MonkeyPatch,
@@ -88,7 +90,7 @@ def test_code_that_the_driver_refuses(
     assert hint in text
 
 
-def test_another_failure_to_load_is_no_refusal(
+def test_other_failures_to_load_keep_their_error(
     gpu: ctypes.CDLL, images: CudaImages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_REFUSE", "2")
@@ -106,20 +108,20 @@ def test_another_failure_to_load_is_no_refusal(
         (719, KernelError, 1),
     ],
 )
-def test_an_error_is_what_its_code_says(result: int, kind: type[Exception], exit_code: int) -> None:
+def test_errors_have_the_class_of_their_result(result: int, kind: type[Exception], exit_code: int) -> None:
     error = call_error("cuSomething: CUDA_ERROR", result)
     assert isinstance(error, kind) and isinstance(error, CudaError)
     assert (error.exit_code, error.result) == (exit_code, result)
     assert str(error).startswith("cuSomething: CUDA_ERROR")
 
 
-def test_the_runtime_does_without_until_it_is_asked_for() -> None:
+def test_the_driver_is_imported_only_on_demand() -> None:
     cuda = "picompile_runtime.devices.cuda"
     code = f"import sys, picompile_runtime; print([name for name in sys.modules if {cuda!r} in name])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
 
 
-# The stand-in itself: what it lets pass, no other test can find.
+# The stand-in itself: an error that it does not find, no other test can find.
 
 
 @pytest.fixture
@@ -127,7 +129,7 @@ def opened(gpu: ctypes.CDLL) -> Driver:
     return Driver(driver.LIBRARY)
 
 
-def test_a_context_is_that_of_one_thread(opened: Driver) -> None:
+def test_the_stand_in_keeps_contexts_per_thread(opened: Driver) -> None:
     from threading import Thread
 
     seen: list[str] = []
@@ -155,7 +157,7 @@ def test_a_context_is_that_of_one_thread(opened: Driver) -> None:
         lambda driver, stream: driver.event().__enter__(),
     ],
 )
-def test_a_captured_stream_gets_nothing_but_launches(opened: Driver, call: Callable[[Driver, c_void_p], None]) -> None:
+def test_the_stand_in_captures_only_launches(opened: Driver, call: Callable[[Driver, c_void_p], None]) -> None:
     with opened.context(opened.first_device()), opened.stream() as stream:
         opened.call("cuStreamBeginCapture_v2", stream, 1)
         with pytest.raises(CudaError, match="CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"):
@@ -166,7 +168,7 @@ def test_a_captured_stream_gets_nothing_but_launches(opened: Driver, call: Calla
         assert not graph
 
 
-def test_handles_that_are_gone_are_refused(opened: Driver, images: CudaImages) -> None:
+def test_the_stand_in_rejects_freed_handles(opened: Driver, images: CudaImages) -> None:
     with opened.context(opened.first_device()), opened.stream() as stream:
         with load_module(opened, choose_image(images, 89, "")) as module:
             function = module.function("fail")
@@ -183,7 +185,7 @@ def test_handles_that_are_gone_are_refused(opened: Driver, images: CudaImages) -
                 opened.call(name, *arguments)
 
 
-def test_what_is_left_goes_with_the_context_and_is_counted(opened: Driver, gpu: ctypes.CDLL) -> None:
+def test_the_stand_in_counts_what_a_context_leaks(opened: Driver, gpu: ctypes.CDLL) -> None:
     with opened.context(opened.first_device()):
         opened.call("cuStreamCreate", byref(c_void_p()), 0)
         opened.call("cuMemAllocHost_v2", byref(c_void_p()), 3)

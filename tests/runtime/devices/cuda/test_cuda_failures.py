@@ -1,4 +1,4 @@
-"""What a device does when something fails, and that nothing stays behind."""
+"""Failures of the driver, of kernels and of allocations: each raises its error, and nothing leaks."""
 
 import ctypes
 import gc
@@ -34,7 +34,7 @@ def test_a_launch_that_fails_ends_the_capture(
 
 
 @pytest.mark.parametrize("again", ["start", "wait", "read", "allocate"])
-def test_a_kernel_that_fails_is_told_at_the_wait(device: CudaAccelerator, gpu: ctypes.CDLL, again: str) -> None:
+def test_a_failing_kernel_raises_at_the_wait(device: CudaAccelerator, gpu: ctypes.CDLL, again: str) -> None:
     memory = device.allocate(100, "a test")
     calls = device.bind([("fail", []), ("add_two", [view(memory), view(memory, count=21)])])
     device.start(calls)
@@ -55,7 +55,7 @@ def test_a_kernel_that_fails_is_told_at_the_wait(device: CudaAccelerator, gpu: c
     assert (gpu.fake_owned(), gpu.fake_leaked()) == (0, 0)
 
 
-def test_what_a_kernel_writes_outside_of_memory_is_found(device: CudaAccelerator, gpu: ctypes.CDLL) -> None:
+def test_the_stand_in_finds_writes_outside_of_memory(device: CudaAccelerator, gpu: ctypes.CDLL) -> None:
     memory = device.allocate(5, "a test")
     device.start(device.bind([("overrun", [view(memory, "uint8", 5)])]))
     device.wait()
@@ -64,7 +64,7 @@ def test_what_a_kernel_writes_outside_of_memory_is_found(device: CudaAccelerator
     gpu.fake_reset()
 
 
-def test_memory_that_is_not_there(make_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_gpu_memory_raises(make_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_CUDA_MEMORY", str(2**31))
     device = make_device()
     device.allocate(2**20, "the cache")
@@ -102,8 +102,10 @@ def test_an_allocation_that_fails(
 
 
 @pytest.mark.parametrize("result", ["1", "2", "801"])
-def test_a_system_that_pins_nothing(make_device: Make, monkeypatch: pytest.MonkeyPatch, result: str) -> None:
-    """As some laptops, and WSL2 beyond a part of the memory: one line says so, before any weight is read."""
+def test_a_system_that_cannot_pin_memory_raises(
+    make_device: Make, monkeypatch: pytest.MonkeyPatch, result: str
+) -> None:
+    """Some laptops pin none, and WSL2 only a part of the memory: the error has one line, before any weight is read."""
     for name, value in (("CALL", "cuMemAllocHost_v2"), ("AT", "0"), ("WITH", result)):
         monkeypatch.setenv(f"FAKE_CUDA_FAIL_{name}", value)
     with pytest.raises(DoesNotFitError, match="buffers for copies to the GPU: the system cannot pin") as caught:
@@ -126,7 +128,7 @@ def test_kernels_are_loaded_before_they_run(
 
 
 def life(images: CudaImages) -> None:
-    """All that a device can do."""
+    """Call every method of an accelerator once."""
     device = CudaAccelerator(images, staging_bytes=STAGING_BYTES)
     try:
         memory = device.allocate(9001, "a test")
@@ -148,7 +150,7 @@ def life(images: CudaImages) -> None:
 def test_every_call_is_checked_and_nothing_leaks(
     gpu: ctypes.CDLL, images: CudaImages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each call of a device's life fails once. Only `close` keeps that to itself, and what only asks whether work is
+    """Every call of the driver fails once. Only `close` ignores that, and calls that only ask whether work is
     left.
     """
     life(images)
@@ -195,7 +197,7 @@ def test_close_waits_for_what_runs(make_device: Make, gpu: ctypes.CDLL, monkeypa
     assert gpu.fake_fault() == b""
 
 
-def test_a_host_that_waits_is_told_of_a_kernel_that_fails(device: CudaAccelerator, gpu: ctypes.CDLL) -> None:
+def test_a_waiting_host_learns_of_a_failing_kernel(device: CudaAccelerator, gpu: ctypes.CDLL) -> None:
     """It looks at nothing but this word until the step is over. The first step is right, and longer than a look."""
     _, shared = device.share(64, "a test")
     abandoned = shared.view(np.int32)
@@ -215,9 +217,7 @@ def test_a_host_that_waits_is_told_of_a_kernel_that_fails(device: CudaAccelerato
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("picompile-gpu")]
 
 
-def test_a_host_that_waits_is_told_of_a_graph_that_was_not_launched(
-    device: CudaAccelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_waiting_host_learns_of_a_failed_launch(device: CudaAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     abandoned = np.zeros(16, np.int32)
     device.tell_failures(abandoned)
     memory = device.allocate(4096, "a test")

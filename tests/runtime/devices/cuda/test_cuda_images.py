@@ -1,4 +1,4 @@
-"""What device.json may say, and which image a GPU gets."""
+"""Checks of device.json, and the choice of the image for a GPU."""
 
 import json
 from collections.abc import Callable
@@ -50,14 +50,14 @@ WRONG_LAUNCHES = {
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG_ROOTS.items() for value in values])
-def test_a_wrong_description_is_refused(key: str, value: object) -> None:
+def test_wrong_descriptions_raise(key: str, value: object) -> None:
     with pytest.raises(ArtifactError, match=rf"^device.json: {key}") as caught:
         read({**described(), key: value})
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG_LAUNCHES.items() for value in values])
-def test_a_wrong_launch_is_refused(key: str, value: object) -> None:
+def test_wrong_launches_raise(key: str, value: object) -> None:
     root = described()
     root["kernels"]["add"][1][key] = value
     with pytest.raises(ArtifactError, match=rf"^device.json: kernels: add\[1\]: {key} must be ") as caught:
@@ -66,12 +66,12 @@ def test_a_wrong_launch_is_refused(key: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{", b"\xff"])
-def test_what_is_no_object_is_refused(text: bytes) -> None:
+def test_values_that_are_no_objects_raise(text: bytes) -> None:
     with pytest.raises(ArtifactError, match=r"device\.json"):
         read_images(text, b"", b"", "device.json")
 
 
-def test_arguments_are_those_of_the_call() -> None:
+def test_launches_use_only_arguments_of_the_call() -> None:
     launch = GpuLaunch("add_kernel", (1, 1, 1), (32, 1, 1), (0, 3, 1))
     check_arguments(launch, 4, "add")
     with pytest.raises(ArtifactError, match="kernel add: add_kernel wants argument 3 and the call has 3"):
@@ -100,7 +100,9 @@ def test_arguments_are_those_of_the_call() -> None:
         (89, 89, 75, None),
     ],
 )
-def test_the_image_that_a_gpu_gets(cubin_sm: int, ptx_sm: int, sm: int, chosen: str | None, images: CudaImages) -> None:
+def test_a_gpu_gets_the_image_for_its_capability(
+    cubin_sm: int, ptx_sm: int, sm: int, chosen: str | None, images: CudaImages
+) -> None:
     images = replace(images, sm=cubin_sm, ptx_sm=ptx_sm)
     if chosen is None:
         with pytest.raises(MachineError) as caught:
@@ -131,7 +133,7 @@ def artifact_with(code: AcceleratorCode | None, images: CudaImages) -> Any:
     return SimpleNamespace(folder=Path("model"), manifest=manifest, program=program, texts=texts)
 
 
-def test_a_device_is_opened_with_the_artifact_s_files(gpu: Any, images: CudaImages) -> None:
+def test_the_gpu_is_opened_with_the_artifacts_files(gpu: Any, images: CudaImages) -> None:
     files = {"launches": "kernels/d.json", "cubin": "kernels/d.cubin", "ptx": "kernels/d.ptx"}
     device = open_cuda_accelerator(artifact_with(AcceleratorCode("cuda", sm=86, files=files), images))
     device.close()

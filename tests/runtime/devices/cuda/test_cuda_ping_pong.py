@@ -81,10 +81,10 @@ def test_both_sides_see_what_the_other_writes(
         assert found.rounds == rounds and 0 < found.p50_s <= found.p99_s
 
 
-def test_a_gpu_that_does_not_see_the_host(
+def test_a_gpu_that_does_not_see_the_host_raises(
     opened: Callable[..., CudaAccelerator], host: HostLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is told in one line, and within seconds; the device can be closed, and is whole."""
+    """The error has one line and comes within seconds; the accelerator still works and can be closed."""
     monkeypatch.setenv("FAKE_CUDA_BLIND", "1")
     monkeypatch.setattr(platform, "release", lambda: "6.6.87.2-microsoft-standard-WSL2")
     device = opened()
@@ -96,7 +96,7 @@ def test_a_gpu_that_does_not_see_the_host(
     assert ping_pong(device, host, 50).rounds == 50
 
 
-def test_a_machine_that_stands_still_is_asked_again(
+def test_a_machine_that_stands_still_is_tried_again(
     opened: Callable[..., CudaAccelerator], host: HostLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exchange, asked = host.ping_pong, []
@@ -113,13 +113,13 @@ def test_a_machine_that_stands_still_is_asked_again(
     assert asked == [20, 20]
 
 
-def test_words_that_do_not_come_before_their_flag(opened: Callable[..., CudaAccelerator], host: HostLibrary) -> None:
+def test_words_that_arrive_after_their_flag_raise(opened: Callable[..., CudaAccelerator], host: HostLibrary) -> None:
     device = opened("= pi_load_shared(sent + at) + (round == 7 && lane == 31);")
     with pytest.raises(MachineError, match=r"saw the GPU's flag before the words .*round trip 7 of 20"):
         ping_pong(device, host, 20)
 
 
-def test_a_host_that_does_not_see_the_gpu(
+def test_a_host_that_does_not_see_the_gpu_raises(
     opened: Callable[..., CudaAccelerator], host: HostLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if it had given up in a round that was answered."""
@@ -137,7 +137,7 @@ def test_rounds_are_checked(opened: Callable[..., CudaAccelerator], host: HostLi
         ping_pong(device, host, rounds)
 
 
-def test_a_machine_is_asked_once(
+def test_a_machine_is_checked_once(
     kernel: Callable[..., ctypes.CDLL], host: HostLibrary, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And again with another driver, and if it did not pass."""
@@ -165,14 +165,14 @@ def test_a_machine_is_asked_once(
     assert asked == ["refused", 1, 0, 1, 0, 0]
 
 
-def test_the_host_s_library_of_an_older_compiler(tmp_path: Path) -> None:
+def test_libraries_of_older_compilers_have_no_ping_pong(tmp_path: Path) -> None:
     source = "int pi_run(void) { return 0; } const char *pi_last_error(void) { return 0; }"
     path = tmp_path / "old.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=source, text=True, check=True)
     assert not HostLibrary(path).has_ping_pong
 
 
-def test_both_sides_are_written_for_the_same_words() -> None:
+def test_kernel_and_host_code_agree_on_the_words() -> None:
     """32 words of 1024 a round, in native/host.c and in cuda/prelude.cuh."""
     codegen = ROOT / "codegen" / "picompile_codegen"
     assert "round * 32 & 1023" in (codegen / "build" / "native" / "host.c").read_text()

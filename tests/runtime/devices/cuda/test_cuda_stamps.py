@@ -102,7 +102,7 @@ def test_a_list_longer_than_the_last(device: CudaAccelerator) -> None:
 @pytest.mark.parametrize(
     "function", ["cuLaunchKernel", "cuEventRecordWithFlags", "cuGraphInstantiateWithFlags", "cuEventElapsedTime"]
 )
-def test_what_fails_is_told_and_can_be_tried_again(
+def test_a_failure_raises_and_can_be_tried_again(
     device: CudaAccelerator, monkeypatch: pytest.MonkeyPatch, gpu: ctypes.CDLL, function: str
 ) -> None:
     memory = device.allocate(4096, "a test")
@@ -138,7 +138,7 @@ def test_close_waits_for_what_is_being_launched(make_device: Make, monkeypatch: 
     device.close()
 
 
-def test_events_of_the_stand_in_tell_times_as_the_driver_s(gpu: ctypes.CDLL) -> None:
+def test_the_stand_ins_events_have_times_like_the_drivers(gpu: ctypes.CDLL) -> None:
     """Not before they were recorded and reached, nor where they are not made for it."""
     opened = Driver(driver.LIBRARY)
     elapsed = ctypes.c_float()
@@ -164,7 +164,9 @@ def test_events_of_the_stand_in_tell_times_as_the_driver_s(gpu: ctypes.CDLL) -> 
         assert between(second, first) == -between(first, second)
 
 
-def test_an_event_that_was_not_reached_tells_no_time(gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stand_ins_events_have_no_time_before_they_happen(
+    gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FAKE_CUDA_DELAY_US", "100000")
     opened = Driver(driver.LIBRARY)
     with ExitStack() as stack:
