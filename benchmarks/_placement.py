@@ -9,9 +9,9 @@ import numpy as np
 
 from picompile.machine import TARGETS
 from picompile.placement.firing import Firing, LayerFiring
-from picompile.placement.latency import Task, fixed_bytes, group_bytes
 from picompile.placement.machine import Machine, machine_of
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
+from picompile.placement.problem import PlacementTask, fixed_bytes, group_bytes
 from picompile.placement.solver import GAP
 from picompile.placement.times import ALL_ON_GPU, GROUP, group_count
 
@@ -121,14 +121,14 @@ def random_machine(rng: np.random.Generator, model: ModelBytes) -> Machine:
     return replace(machine, sync_s=10 ** rng.uniform(-5.3, -3.3), launch_s=rng.uniform(1e-6, 5e-6))
 
 
-def random_task(rng: np.random.Generator, most_layers: int = 100) -> Task:
+def random_task(rng: np.random.Generator, most_layers: int = 100) -> PlacementTask:
     """A model, curves and a machine at random. Not all of them fit."""
     model = random_model(rng, most_layers)
     machine = random_machine(rng, model)
-    return Task(model, random_firing(rng, model), machine, int(model.context * rng.random()))
+    return PlacementTask(model, random_firing(rng, model), machine, int(model.context * rng.random()))
 
 
-def few_groups(rng: np.random.Generator) -> Task:
+def few_groups(rng: np.random.Generator) -> PlacementTask:
     """The same with up to three layers of up to five groups, and devices more alike than they are."""
     task = random_task(rng, 3)
     layers = tuple(replace(layer, neurons=int(rng.integers(1, 5 * GROUP + 1))) for layer in task.model.layers)
@@ -142,10 +142,10 @@ def few_groups(rng: np.random.Generator) -> Task:
         gpu_bytes_per_s=task.machine.host_bytes_per_s * 10 ** rng.uniform(-0.3, 1.3),
         sync_s=10 ** rng.uniform(-8, -4),
     )
-    return Task(model, random_firing(rng, model), machine, task.tokens)
+    return PlacementTask(model, random_firing(rng, model), machine, task.tokens)
 
 
-def repeated(task: Task, times: int, seed: int = 0) -> Task:
+def repeated(task: PlacementTask, times: int, seed: int = 0) -> PlacementTask:
     """The same model so many times in a row, every layer with firing of its own."""
     rng = np.random.default_rng(seed)
     layers = []

@@ -14,12 +14,17 @@ from numpy.typing import NDArray
 
 from picompile.errors import SolverError
 from picompile.placement import policies
-from picompile.placement.impact import dense_first
-from picompile.placement.latency import Task, latency_program
 from picompile.placement.model_bytes import CROSSING_LAUNCHES
-from picompile.placement.program import Place, Program, evaluate
+from picompile.placement.problem import (
+    PlacementProblem,
+    PlacementTask,
+    StagePlace,
+    dense_first,
+    evaluate,
+    latency_problem,
+)
 from picompile.placement.solver import solve
-from picompile.placement.times import GROUP, Where, exchange_launches
+from picompile.placement.times import GROUP, PartPlaces, exchange_launches
 
 FITTING = (0.1, 0.25, 0.5, 0.8, 1.0)
 
@@ -54,9 +59,9 @@ def compare_policies(options: argparse.Namespace) -> list[Row]:
     return gain_rows(gains)
 
 
-def token_times(task: Task, alone: bool) -> tuple[dict[str, float], float, float | None, float] | None:
+def token_times(task: PlacementTask, alone: bool) -> tuple[dict[str, float], float, float | None, float] | None:
     """Expected seconds of a token by policy, where it fits; of the plan; of the solver `alone`; the plan's gap."""
-    program = latency_program(task)
+    program = latency_problem(task)
     places = {
         "greedy by frequency": policies.greedy(task, program),
         "greedy, KV cache on the GPU": policies.greedy(task, program, True),
@@ -72,7 +77,7 @@ def token_times(task: Task, alone: bool) -> tuple[dict[str, float], float, float
     totals = {name: evaluate(program, of_policy) for name, of_policy in places.items()}
     seconds = {name: of_policy.cost for name, of_policy in totals.items() if of_policy.fits(program)}
     dense = policies.dense(task)
-    dense_program = latency_program(dense)
+    dense_program = latency_problem(dense)
     of_dense = evaluate(dense_program, policies.layers_first(dense, dense_program))
     if of_dense.fits(dense_program):
         seconds["dense, layers first"] = of_dense.cost
@@ -99,7 +104,7 @@ def prefixes(options: argparse.Namespace) -> list[Row]:
     for _ in counted(range(options.instances), options.instances):
         task = few_groups(rng)
         wheres, head_on_gpu = dense_first(task, bool(rng.integers(0, 2)))
-        program = restricted(latency_program(task), wheres, head_on_gpu)
+        program = restricted(latency_problem(task), wheres, head_on_gpu)
         solution = solve(program, gap=0.0)
         if solution is None:
             kinds["does not fit"] += 1
@@ -114,9 +119,9 @@ def prefixes(options: argparse.Namespace) -> list[Row]:
     return [row | {"most, of a group on the GPU in each layer": max(of_bound)}]
 
 
-def best_of_all_sets(task: Task, program: Program) -> float:
+def best_of_all_sets(task: PlacementTask, program: PlacementProblem) -> float:
     """Brute force over every set of groups in every layer; each stage of `program` has one choice."""
-    nothing = evaluate(program, [Place(0, 0) for _ in program.stages])
+    nothing = evaluate(program, [StagePlace(0, 0) for _ in program.stages])
     cost_s, hot_bytes = np.asarray([nothing.cost]), np.asarray([nothing.gpu_bytes])
     for number, stage in enumerate(program.stages[:-1]):
         choice, sets = stage.choices[0], np.asarray(list(product((False, True), repeat=stage.choices[0].last)))
@@ -126,7 +131,7 @@ def best_of_all_sets(task: Task, program: Program) -> float:
     return float(cost_s[hot_bytes <= program.gpu_capacity_bytes].min())
 
 
-def any_sets_s(task: Task, number: int, where: Where, sets: NDArray[np.bool_]) -> NDArray[np.float64]:
+def any_sets_s(task: PlacementTask, number: int, where: PartPlaces, sets: NDArray[np.bool_]) -> NDArray[np.float64]:
     """What a layer takes with each of `sets`, bool [any, groups], on the GPU: float64 [any]."""
     layer, machine, shares = task.model.layers[number], task.machine, task.firing.layers[number].shares
     times = task.layer_times(number).times(where)

@@ -10,8 +10,8 @@ import numpy as np
 from _placement import Row, counted, random_task
 
 from picompile.errors import DoesNotFitError, SolverError
-from picompile.placement.latency import Task
 from picompile.placement.planning import OBJECTIVES, PlanOptions, make_plan
+from picompile.placement.problem import PlacementTask
 
 
 def safety(options: argparse.Namespace) -> list[Row]:
@@ -44,7 +44,7 @@ def safety(options: argparse.Namespace) -> list[Row]:
     return [{"case": name, "count": count} for name, count in sorted(seen.items())]
 
 
-def absurd(task: Task, rng: np.random.Generator) -> Task:
+def absurd(task: PlacementTask, rng: np.random.Generator) -> PlacementTask:
     """The same with budgets and contexts that nobody means."""
     budgets = [0, 1, int(10 ** rng.uniform(0, 9)), 1 << 50, 1 << 60]
     machine, model = task.machine, task.model
@@ -57,7 +57,7 @@ def absurd(task: Task, rng: np.random.Generator) -> Task:
     return replace(task, model=model, machine=replace(machine, gpu_bytes=gpu, host_bytes=host))
 
 
-def named_budgets(task: Task, options: PlanOptions, text: str) -> list[str]:
+def named_budgets(task: PlacementTask, options: PlanOptions, text: str) -> list[str]:
     """Whether the budgets that a refusal names will do, and whether 1 % less would not."""
     found = []
     for option, field in (("--host-memory", "host_bytes"), ("--vram-budget", "gpu_bytes")):

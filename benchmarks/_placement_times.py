@@ -18,11 +18,10 @@ from picompile.machine import TARGETS
 from picompile.placement import policies
 from picompile.placement.counting import shape_bytes
 from picompile.placement.firing import firing_of_curve
-from picompile.placement.impact import dense_first, impact_program
-from picompile.placement.latency import Task, latency_program
 from picompile.placement.machine import machine_of
 from picompile.placement.packing import Packing
 from picompile.placement.planning import OBJECTIVES
+from picompile.placement.problem import PlacementTask, dense_first, impact_problem, latency_problem
 from picompile.placement.solver import solve
 from picompile.placement.times import group_count
 from picompile.synth.named import find_config
@@ -50,22 +49,22 @@ DIRECT = (
 )
 
 
-def of_size(shape: str, curve: str, times: int) -> Task:
+def of_size(shape: str, curve: str, times: int) -> PlacementTask:
     """A shape in q4 on a 4090 with memory for all of it, every layer with firing of its own."""
     name, config = find_config(shape)
     model = shape_bytes(name, config, Packing("q4", "learned", CONTEXT))
     firing = firing_of_curve(curve, len(model.layers), model.layers[0].neurons)
     machine = machine_of(TARGETS["4090"], 0, 2 * times * everything_bytes(model), 67.2e9)
-    return repeated(Task(model, firing, machine, CONTEXT // 2), times)
+    return repeated(PlacementTask(model, firing, machine, CONTEXT // 2), times)
 
 
-def with_budget(task: Task, share: float) -> Task:
+def with_budget(task: PlacementTask, share: float) -> PlacementTask:
     """The same with a GPU that holds a share of the model."""
     return replace(task, machine=replace(task.machine, gpu_bytes=int(share * placed_bytes(task.model))))
 
 
 def times(options: argparse.Namespace) -> list[Row]:
-    rows, bases = [], dict[str, Task]()
+    rows, bases = [], dict[str, PlacementTask]()
     for shape, curve, repetitions in SIZES:
         if repetitions > options.most:
             continue
@@ -84,7 +83,7 @@ def times(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def solve_times(tasks: Sequence[Task]) -> Row:
+def solve_times(tasks: Sequence[PlacementTask]) -> Row:
     """Seconds over all budgets, and the worst gap; `plan` is the latency plan with all that it starts from."""
     seconds: dict[str, list[float]] = {name: [] for name in (*OBJECTIVES, "plan")}
     gaps: dict[str, list[float]] = {name: [] for name in OBJECTIVES}
@@ -93,10 +92,10 @@ def solve_times(tasks: Sequence[Task]) -> Row:
         of_budget: Row = {"layers": len(task.model.layers), "GPU GiB": task.machine.gpu_bytes / GIB}
         start = time.perf_counter()
         try:
-            program = latency_program(task)
+            program = latency_problem(task)
             found = {"latency": solve(program, known=policies.known(task, program), time_limit_s=LIMIT_S)}
             seconds["plan"].append(time.perf_counter() - start)
-            found["impact"] = solve(impact_program(task), time_limit_s=LIMIT_S)
+            found["impact"] = solve(impact_problem(task), time_limit_s=LIMIT_S)
         except SolverError as error:
             print(json.dumps(of_budget | {"error": str(error)}), flush=True)
             failed += 1
@@ -118,10 +117,10 @@ def solve_times(tasks: Sequence[Task]) -> Row:
     return row | {f"{name} worst gap": max(values, default=np.nan) for name, values in gaps.items()}
 
 
-def direct_times(task: Task, limit_s: float) -> Row:
+def direct_times(task: PlacementTask, limit_s: float) -> Row:
     """The direct programs at one budget, and the same programs in the prefix form."""
     wheres, head_on_gpu = dense_first(task, kv_cache_on_gpu=True)
-    same = solve(restricted(latency_program(task), wheres, head_on_gpu))
+    same = solve(restricted(latency_problem(task), wheres, head_on_gpu))
     row: Row = {"prefix form, same program s": same.seconds if same else None}
     programs = {
         "impact": lambda: direct_impact(task, True, time_limit_s=limit_s),

@@ -22,11 +22,10 @@ from picompile.machine import SYNC_S, TARGETS
 from picompile.placement import policies
 from picompile.placement.counting import shape_bytes
 from picompile.placement.firing import Firing, firing_of_curve
-from picompile.placement.latency import Task, latency_program
 from picompile.placement.machine import Machine, machine_of
 from picompile.placement.model_bytes import ModelBytes
 from picompile.placement.packing import Packing
-from picompile.placement.program import Place, Program, evaluate
+from picompile.placement.problem import PlacementProblem, PlacementTask, StagePlace, evaluate, latency_problem
 from picompile.placement.solver import solve
 from picompile.synth.named import find_config
 
@@ -109,9 +108,9 @@ def predicted(case: Case, sync_s: float) -> dict[str, float | None]:
     """Tokens/s of PowerInfer, llama.cpp and picompile's own plan; None for what the machine has no memory for."""
     model = model_of(case.model, case.quant)
     firing = firing_of(case.model, len(model.layers), model.layers[0].neurons)
-    task = Task(model, firing, paper_machine(case.machine, sync_s), TOKENS)
-    program, dense = latency_program(task), policies.dense(task)
-    dense_program = latency_program(dense)
+    task = PlacementTask(model, firing, paper_machine(case.machine, sync_s), TOKENS)
+    program, dense = latency_problem(task), policies.dense(task)
+    dense_program = latency_problem(dense)
     paper, own = policies.paper(task, program), solve(program)
     return {
         "powerinfer": speed(program, paper.places) if paper else None,
@@ -120,7 +119,7 @@ def predicted(case: Case, sync_s: float) -> dict[str, float | None]:
     }
 
 
-def speed(program: Program, places: list[Place]) -> float | None:
+def speed(program: PlacementProblem, places: list[StagePlace]) -> float | None:
     totals = evaluate(program, places)
     return 1 / totals.cost if totals.fits(program) else None
 

@@ -22,7 +22,7 @@ from picompile.errors import (
     UsageError,
 )
 from picompile.lazy import lazy
-from picompile.version import __version__
+from picompile_runtime.version import __version__
 
 if TYPE_CHECKING:
     from picompile.compile import compile_model

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from picompile.choices import KV_DTYPES
 from picompile.machine import find_compiled_targets
 from picompile.progress import Progress
-from picompile.version import __version__
+from picompile_runtime.version import __version__
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule

@@ -35,7 +35,7 @@ from picompile.cli.train import train_command
 from picompile.cli.verify import verify_command
 from picompile.errors import PicompileError
 from picompile.output import DISK_FULL
-from picompile.version import __version__
+from picompile_runtime.version import __version__
 
 SIGNALLED = 128  # plus the signal's number, as shells have it
 INTERRUPTED = SIGNALLED + signal.SIGINT

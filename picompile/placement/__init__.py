@@ -21,19 +21,26 @@ from picompile.lazy import lazy
 if TYPE_CHECKING:
     from picompile.placement.counting import count_bytes, shape_bytes
     from picompile.placement.firing import Firing, LayerFiring, firing_of_curve, firing_of_profile
-    from picompile.placement.impact import impact_program
-    from picompile.placement.latency import Task, latency_program
     from picompile.placement.machine import Machine, machine_of
     from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
     from picompile.placement.packing import Packing
     from picompile.placement.plan import MemoryRow, Plan, PlanLayer
     from picompile.placement.plan_file import read_plan, write_plan
     from picompile.placement.planning import PlanOptions, make_plan
-    from picompile.placement.program import Choice, Place, Program, Stage, evaluate
+    from picompile.placement.problem import (
+        Choice,
+        PlacementProblem,
+        PlacementStage,
+        PlacementTask,
+        StagePlace,
+        evaluate,
+        impact_problem,
+        latency_problem,
+    )
     from picompile.placement.solver import Solution, solve
 
 _HOME = {
-    "Choice": ".program",
+    "Choice": ".problem",
     "Firing": ".firing",
     "LayerBytes": ".model_bytes",
     "LayerFiring": ".firing",
@@ -42,20 +49,20 @@ _HOME = {
     "MemoryRow": ".plan",
     "ModelBytes": ".model_bytes",
     "Packing": ".packing",
-    "Place": ".program",
+    "StagePlace": ".problem",
     "Plan": ".plan",
     "PlanLayer": ".plan",
     "PlanOptions": ".planning",
-    "Program": ".program",
+    "PlacementProblem": ".problem",
     "Solution": ".solver",
-    "Stage": ".program",
-    "Task": ".latency",
+    "PlacementStage": ".problem",
+    "PlacementTask": ".problem",
     "count_bytes": ".counting",
-    "evaluate": ".program",
+    "evaluate": ".problem",
     "firing_of_curve": ".firing",
     "firing_of_profile": ".firing",
-    "impact_program": ".impact",
-    "latency_program": ".latency",
+    "impact_problem": ".problem",
+    "latency_problem": ".problem",
     "machine_of": ".machine",
     "make_plan": ".planning",
     "read_plan": ".plan_file",
@@ -74,20 +81,20 @@ __all__ = [
     "MemoryRow",
     "ModelBytes",
     "Packing",
-    "Place",
+    "PlacementProblem",
+    "PlacementStage",
+    "PlacementTask",
     "Plan",
     "PlanLayer",
     "PlanOptions",
-    "Program",
     "Solution",
-    "Stage",
-    "Task",
+    "StagePlace",
     "count_bytes",
     "evaluate",
     "firing_of_curve",
     "firing_of_profile",
-    "impact_program",
-    "latency_program",
+    "impact_problem",
+    "latency_problem",
     "machine_of",
     "make_plan",
     "read_plan",

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile.placement.pieces import Prices, lower_hull, priced
-from picompile.placement.program import Choice, Place, Program, evaluate
+from picompile.placement.problem import Choice, PlacementProblem, StagePlace, evaluate
 from picompile.placement.relaxation import Kind, Relaxation, Relaxed
 
 _MOST_SWAPS = 30
@@ -29,15 +29,15 @@ class Priced(NamedTuple):
     """A place and its cost at given prices."""
 
     price: float
-    place: Place
+    place: StagePlace
 
 
-_NOWHERE = Priced(np.inf, Place(-1, 0))
+_NOWHERE = Priced(np.inf, StagePlace(-1, 0))
 
 
 def round_relaxed(
     relaxation: Relaxation, relaxed: Relaxed, best: Sequence[Mapping[Kind, Priced]], sides: NDArray[np.float64]
-) -> Iterator[list[Place]]:
+) -> Iterator[list[StagePlace]]:
     """Yield placements near a solution in fractions; they need not fit.
 
     The first placement makes each kind of choice as often as the solution does, in the stages that have most of it. The
@@ -64,7 +64,7 @@ def best_places(relaxation: Relaxation, prices: Prices) -> list[dict[Kind, Price
     for piece, kind, beside in zip(relaxation.pieces, relaxation.piece_kinds, prices.pieces, strict=True):
         values = priced(relaxation.program, piece, prices, beside)
         place = int(np.argmin(values))
-        found = Priced(float(values[place]), Place(piece.choice, piece.low + place))
+        found = Priced(float(values[place]), StagePlace(piece.choice, piece.low + place))
         best[piece.stage][kind] = min(found, best[piece.stage].get(kind, _NOWHERE))
     return best
 
@@ -78,13 +78,13 @@ def _cheapest(relaxation: Relaxation, best: Sequence[Mapping[Kind, Priced]], on_
     return found
 
 
-def _as_often(relaxation: Relaxation, relaxed: Relaxed, best: Sequence[Mapping[Kind, Priced]]) -> list[Place]:
+def _as_often(relaxation: Relaxation, relaxed: Relaxed, best: Sequence[Mapping[Kind, Priced]]) -> list[StagePlace]:
     """Make each kind of choice as often as the solution, rounded down; other stages take what they have most of."""
     weights = relaxation.weights(relaxed)
     left = {kind: int(total + 1e-6) for kind, total in relaxation.totals(relaxed).items()}
     # Of equal weights the first stages come first, so that stages of a kind follow each other.
     wanted = sorted(weights, key=lambda pair: (-round(weights[pair], 6), pair[0]))
-    found: dict[int, Place] = {}
+    found: dict[int, StagePlace] = {}
     for again in (False, True):
         for stage, kind in wanted:
             if stage not in found and (again or left.get(kind, 1) > 0):
@@ -144,20 +144,20 @@ class Improver:
     a step does not fit, the number of groups that gains most in the free memory is taken.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: PlacementProblem) -> None:
         self._program = program
         self._vertices: dict[tuple[int, int], list[int]] = {}
 
-    def improve(self, places: Sequence[Place]) -> list[Place]:
+    def improve(self, places: Sequence[StagePlace]) -> list[StagePlace]:
         """Return the placement with other numbers of groups. It may still not fit."""
         counts = [place.groups for place in places]
         free_bytes = self._program.gpu_capacity_bytes - evaluate(self._program, places).gpu_bytes
         free_bytes = self._shrink(places, counts, free_bytes)
         if free_bytes > 0:
             self._grow(places, counts, free_bytes)
-        return [Place(place.choice, count) for place, count in zip(places, counts, strict=True)]
+        return [StagePlace(place.choice, count) for place, count in zip(places, counts, strict=True)]
 
-    def _shrink(self, places: Sequence[Place], counts: list[int], free_bytes: int) -> int:
+    def _shrink(self, places: Sequence[StagePlace], counts: list[int], free_bytes: int) -> int:
         heap = [step for stage, place in enumerate(places) for step in self._down(stage, place, counts[stage])]
         heapq.heapify(heap)
         while heap and free_bytes < 0:
@@ -168,7 +168,7 @@ class Improver:
                 heapq.heappush(heap, step)
         return free_bytes
 
-    def _grow(self, places: Sequence[Place], counts: list[int], free_bytes: int) -> None:
+    def _grow(self, places: Sequence[StagePlace], counts: list[int], free_bytes: int) -> None:
         heap = [step for stage, place in enumerate(places) for step in self._up(stage, place, counts[stage])]
         heapq.heapify(heap)
         while heap:
@@ -183,7 +183,7 @@ class Improver:
             for step in self._up(stage, places[stage], after):
                 heapq.heappush(heap, step)
 
-    def _down(self, stage: int, place: Place, groups: int) -> list[tuple[float, int, int]]:
+    def _down(self, stage: int, place: StagePlace, groups: int) -> list[tuple[float, int, int]]:
         """Return [(cost for its bytes, stage, groups after)] of the next step down; empty where there is none."""
         choice, hull = self._choice(stage, place), self._hull(stage, place)
         below = bisect_left(hull, groups)
@@ -192,7 +192,7 @@ class Improver:
         after = hull[below - 1]
         return [((choice.cost(after) - choice.cost(groups)) / (groups - after) / self._size(stage), stage, after)]
 
-    def _up(self, stage: int, place: Place, groups: int) -> list[tuple[float, int, int]]:
+    def _up(self, stage: int, place: StagePlace, groups: int) -> list[tuple[float, int, int]]:
         """Return [(cost for its bytes, stage, groups after)] of the next step up; empty where none gains."""
         choice, hull = self._choice(stage, place), self._hull(stage, place)
         above = bisect_right(hull, groups)
@@ -202,13 +202,13 @@ class Improver:
         change = choice.cost(after) - choice.cost(groups)
         return [(change / (after - groups) / self._size(stage), stage, after)] if change < 0 else []
 
-    def _filling(self, stage: int, place: Place, groups: int, free_bytes: int) -> int:
+    def _filling(self, stage: int, place: StagePlace, groups: int, free_bytes: int) -> int:
         """Return the best number of groups from `groups` on that takes at most `free_bytes` more."""
         choice = self._choice(stage, place)
         most = groups + free_bytes // self._size(stage)
         return groups + int(np.argmin(choice.costs[groups - choice.first : most - choice.first + 1]))
 
-    def _hull(self, stage: int, place: Place) -> list[int]:
+    def _hull(self, stage: int, place: StagePlace) -> list[int]:
         """Return the vertices of the choice's lower hull, as numbers of groups."""
         key = (stage, place.choice)
         if key not in self._vertices:
@@ -216,7 +216,7 @@ class Improver:
             self._vertices[key] = (lower_hull(choice.costs) + choice.first).tolist()
         return self._vertices[key]
 
-    def _choice(self, stage: int, place: Place) -> Choice:
+    def _choice(self, stage: int, place: StagePlace) -> Choice:
         return self._program.stages[stage].choices[place.choice]
 
     def _size(self, stage: int) -> int:
@@ -226,12 +226,14 @@ class Improver:
 class _Bundle(NamedTuple):
     """The same change in several stages: their new places, the cost of all and the bytes that they take on the GPU."""
 
-    places: dict[int, Place]
+    places: dict[int, StagePlace]
     cost: float
     size: int
 
 
-def swap_choices(program: Program, places: Sequence[Place], options: Sequence[Sequence[Place]]) -> list[Place]:
+def swap_choices(
+    program: PlacementProblem, places: Sequence[StagePlace], options: Sequence[Sequence[StagePlace]]
+) -> list[StagePlace]:
     """Change stages to one of their `options`, two bundles of changes at a time, as long as that lowers the cost.
 
     Where the attention and predictors of a few stages decide how well the GPU is filled, single changes don't help: two
@@ -252,9 +254,11 @@ def swap_choices(program: Program, places: Sequence[Place], options: Sequence[Se
     return current
 
 
-def _bundles(program: Program, places: Sequence[Place], options: Sequence[Sequence[Place]]) -> list[_Bundle]:
+def _bundles(
+    program: PlacementProblem, places: Sequence[StagePlace], options: Sequence[Sequence[StagePlace]]
+) -> list[_Bundle]:
     """Return for each kind of change the cheapest one, two, … of them together; first of all a bundle of none."""
-    kinds: dict[tuple[int, int, bool], list[tuple[float, int, int, Place]]] = {}
+    kinds: dict[tuple[int, int, bool], list[tuple[float, int, int, StagePlace]]] = {}
     for number, (stage, now) in enumerate(zip(program.stages, places, strict=True)):
         for place in options[number]:
             if place == now:
@@ -273,7 +277,7 @@ def _bundles(program: Program, places: Sequence[Place], options: Sequence[Sequen
     return bundles
 
 
-def _best_pairs(bundles: Sequence[_Bundle], free_bytes: int) -> list[dict[int, Place]]:
+def _best_pairs(bundles: Sequence[_Bundle], free_bytes: int) -> list[dict[int, StagePlace]]:
     """Return the changes of the pairs of bundles that fit and lower the cost, the best pair first."""
     costs = np.asarray([bundle.cost for bundle in bundles])
     sizes = np.asarray([bundle.size for bundle in bundles], dtype=np.float64)

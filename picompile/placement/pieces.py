@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile.placement.program import Choice, Program
+from picompile.placement.problem import Choice, PlacementProblem
 
 # As a share of the cost: the most that rounding of duals and sums may come to.
 _ROUNDING = 1e-9
@@ -61,7 +61,7 @@ def make_piece(stage: int, number: int, choice: Choice, low: int, high: int) -> 
     return Piece(stage, number, low, high, (low + kept).astype(np.float64), costs[kept])
 
 
-def first_pieces(program: Program) -> list[Piece]:
+def first_pieces(program: PlacementProblem) -> list[Piece]:
     """Return every choice in up to three pieces: its fewest groups, its most, and all between.
 
     Left out is what no best solution needs: what does not fit the GPU by itself; and, where the host could hold
@@ -84,7 +84,7 @@ def first_pieces(program: Program) -> list[Piece]:
     return pieces
 
 
-def split(program: Program, piece: Piece, groups: int) -> Iterator[Piece]:
+def split(program: PlacementProblem, piece: Piece, groups: int) -> Iterator[Piece]:
     """Yield the piece as up to three, of which one is `groups` alone."""
     choice = program.stages[piece.stage].choices[piece.choice]
     for low, high in ((piece.low, groups - 1), (groups, groups), (groups + 1, piece.high)):
@@ -138,7 +138,7 @@ class Prices:
     sides: NDArray[np.float64]
 
 
-def remaining(program: Program, pieces: Sequence[Piece], prices: Prices, best_cost: float) -> list[Piece]:
+def remaining(program: PlacementProblem, pieces: Sequence[Piece], prices: Prices, best_cost: float) -> list[Piece]:
     """Return the pieces without numbers of groups that are in no placement of less cost than `best_cost`."""
     best, of_pieces = _stage_best(program, pieces, prices)
     slack = best_cost - _bound(program, best, prices) + _ROUNDING * np.abs(best).sum()
@@ -149,7 +149,7 @@ def remaining(program: Program, pieces: Sequence[Piece], prices: Prices, best_co
     ]
 
 
-def priced(program: Program, piece: Piece, prices: Prices, beside: float) -> NDArray[np.float64]:
+def priced(program: PlacementProblem, piece: Piece, prices: Prices, beside: float) -> NDArray[np.float64]:
     """Return the cost of each number of groups of a piece with everything that has a price: float64 [high - low + 1].
 
     `beside` is the price of the piece beside its bytes.
@@ -163,7 +163,7 @@ def priced(program: Program, piece: Piece, prices: Prices, beside: float) -> NDA
 
 
 def _kept(
-    program: Program, piece: Piece, values: NDArray[np.float64], best: NDArray[np.float64], slack: float
+    program: PlacementProblem, piece: Piece, values: NDArray[np.float64], best: NDArray[np.float64], slack: float
 ) -> Iterator[Piece]:
     kept = np.flatnonzero(values <= best[piece.stage] + slack)
     if len(kept) == len(values):
@@ -175,13 +175,13 @@ def _kept(
             yield make_piece(piece.stage, piece.choice, choice, low, high)
 
 
-def _bound(program: Program, best: NDArray[np.float64], prices: Prices) -> float:
+def _bound(program: PlacementProblem, best: NDArray[np.float64], prices: Prices) -> float:
     capacities = prices.gpu_byte * program.gpu_capacity_bytes + prices.host_byte * program.host_capacity_bytes
     return float(best.sum()) - capacities + prices.given
 
 
 def _stage_best(
-    program: Program, pieces: Sequence[Piece], prices: Prices
+    program: PlacementProblem, pieces: Sequence[Piece], prices: Prices
 ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
     """Return (the least priced cost of each stage, float64 [stages]; the priced costs of every piece)."""
     best, found = np.full(len(program.stages), np.inf), []

@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from picompile.errors import SolverError
-from picompile.placement.latency import Task, fixed_bytes, group_bytes
 from picompile.placement.machine import Machine
-from picompile.placement.program import Place
-from picompile.placement.times import Where
+from picompile.placement.problem import PlacementTask, StagePlace, fixed_bytes, group_bytes
+from picompile.placement.times import PartPlaces
 
 FORMAT = "picompile-plan"
 SCHEMA = 1
@@ -144,7 +143,9 @@ def check_budgets(plan: Plan) -> None:
 # The memory account of a placement: every byte, by device and kind.
 
 
-def memory_account(task: Task, wheres: Sequence[Where], places: Sequence[Place]) -> tuple[MemoryRow, ...]:
+def memory_account(
+    task: PlacementTask, wheres: Sequence[PartPlaces], places: Sequence[StagePlace]
+) -> tuple[MemoryRow, ...]:
     """What lies where, for each layer and the head at the end. A group counts in full: the artifact takes no more."""
     model, taken = task.model, Counter[tuple[str, str]]()
     for layer, where, place in zip(model.layers, wheres, places, strict=False):

@@ -9,16 +9,22 @@ import numpy as np
 from picompile.errors import UsageError
 from picompile.placement import policies
 from picompile.placement.firing import Firing, LayerFiring
-from picompile.placement.impact import impact_program
-from picompile.placement.latency import Task, head_s, latency_program
 from picompile.placement.machine import Machine
 from picompile.placement.model_bytes import ModelBytes
 from picompile.placement.plan import Plan, PlanLayer, check_budgets, device_name, memory_account
 from picompile.placement.policies import gpu_only, infeasible_placement_error, least_host_bytes
-from picompile.placement.program import Place, Program, evaluate
+from picompile.placement.problem import (
+    PlacementProblem,
+    PlacementTask,
+    StagePlace,
+    evaluate,
+    head_s,
+    impact_problem,
+    latency_problem,
+)
 from picompile.placement.schedule import plan_graph, token_s
 from picompile.placement.solver import GAP, solve
-from picompile.placement.times import GROUP, Where, computed_by_groups
+from picompile.placement.times import GROUP, PartPlaces, computed_by_groups
 
 OBJECTIVES = ("latency", "impact")
 DEFAULT_MARGIN = 0.05
@@ -59,18 +65,20 @@ class PlanOptions:
 def make_plan(model: ModelBytes, firing: Firing, options: PlanOptions) -> Plan:
     """Plans `model`. Raises `DoesNotFitError`, with the budgets that would do, and `SolverError`."""
     task = task_of(model, firing, options)
-    program = latency_program(task)
+    program = latency_problem(task)
     places, gap = _solve(task, program, options)
     return plan_of_places(task, program, places, gap, options)
 
 
-def task_of(model: ModelBytes, firing: Firing, options: PlanOptions) -> Task:
+def task_of(model: ModelBytes, firing: Firing, options: PlanOptions) -> PlacementTask:
     """What is placed on how much memory."""
     tokens = model.context // 2 if options.tokens is None else min(options.tokens, model.context)
-    return Task(model, firing, options.capacity, tokens)
+    return PlacementTask(model, firing, options.capacity, tokens)
 
 
-def plan_of_places(task: Task, program: Program, places: Sequence[Place], gap: float, options: PlanOptions) -> Plan:
+def plan_of_places(
+    task: PlacementTask, program: PlacementProblem, places: Sequence[StagePlace], gap: float, options: PlanOptions
+) -> Plan:
     """The plan that `places`, a solution of `program` with this `gap`, come to."""
     model = task.model
     *wheres, head_where = _wheres(program, places)
@@ -109,7 +117,7 @@ def plan_of_places(task: Task, program: Program, places: Sequence[Place], gap: f
     return plan
 
 
-def _solve(task: Task, program: Program, options: PlanOptions) -> tuple[list[Place], float]:
+def _solve(task: PlacementTask, program: PlacementProblem, options: PlanOptions) -> tuple[list[StagePlace], float]:
     if options.objective == "impact":
         found = policies.paper(task, program, kv_cache_on_gpu=True, gap=options.gap)
         if found is not None:
@@ -118,20 +126,20 @@ def _solve(task: Task, program: Program, options: PlanOptions) -> tuple[list[Pla
         solution = solve(program, options.gap, known=policies.known(task, program))
         if solution is not None:
             return list(solution.places), solution.gap
-    programs = latency_program if options.objective == "latency" else partial(impact_program, kv_cache_on_gpu=True)
+    programs = latency_problem if options.objective == "latency" else partial(impact_problem, kv_cache_on_gpu=True)
     raise infeasible_placement_error(task, programs, options.margin)
 
 
-def _wheres(program: Program, places: Sequence[Place]) -> list[Where]:
+def _wheres(program: PlacementProblem, places: Sequence[StagePlace]) -> list[PartPlaces]:
     """The labels of what was chosen for each stage."""
     labels = [stage.choices[place.choice].label for stage, place in zip(program.stages, places, strict=True)]
-    wheres = [label for label in labels if isinstance(label, Where)]
+    wheres = [label for label in labels if isinstance(label, PartPlaces)]
     if len(wheres) < len(labels):
         raise TypeError(labels)
     return wheres
 
 
-def _layer(task: Task, number: int, where: Where, groups: int) -> PlanLayer:
+def _layer(task: PlacementTask, number: int, where: PartPlaces, groups: int) -> PlanLayer:
     layer, firing = task.model.layers[number], task.firing.layers[number]
     times = task.layer_times(number).times(where)
     seconds = times.at(groups)
@@ -164,10 +172,10 @@ def _limit(seconds: Mapping[str, float]) -> str:
     return max(shares, key=lambda name: shares[name])
 
 
-def _baselines(task: Task) -> dict[str, float]:
+def _baselines(task: PlacementTask) -> dict[str, float]:
     """Tokens a second of dense inference: whole layers on the GPU as far as they fit, and all on the host."""
     dense = policies.dense(task)
-    program = latency_program(dense)
+    program = latency_problem(dense)
     found = {}
     for name, policy in (("layers-first", policies.layers_first), ("host", policies.host_only)):
         totals = evaluate(program, policy(dense, program))
@@ -190,9 +198,9 @@ def whole_plan(model: ModelBytes, options: PlanOptions) -> Plan | None:
     """
     layers = tuple(LayerFiring(np.ones(layer.neurons), np.arange(layer.neurons)) for layer in model.layers)
     task = task_of(model, Firing(layers, _SOURCE), options)
-    program = latency_program(task)
+    program = latency_problem(task)
     if least_host_bytes(program) > program.host_capacity_bytes:
-        raise infeasible_placement_error(task, latency_program, options.margin)
+        raise infeasible_placement_error(task, latency_problem, options.margin)
     if program.gpu_capacity_bytes == 0:
         return None
     places = gpu_only(task, program)

@@ -9,24 +9,34 @@ import numpy as np
 
 from picompile.errors import DoesNotFitError, SolverError
 from picompile.placement.firing import Firing, LayerFiring
-from picompile.placement.impact import dense_first, impact_program
-from picompile.placement.latency import Task, capacities, fixed_bytes, group_bytes
 from picompile.placement.model_bytes import ModelBytes
-from picompile.placement.program import Place, Program, Stage
+from picompile.placement.problem import (
+    PlacementProblem,
+    PlacementStage,
+    PlacementTask,
+    StagePlace,
+    capacities,
+    dense_first,
+    fixed_bytes,
+    group_bytes,
+    impact_problem,
+)
 from picompile.placement.solver import GAP, solve
-from picompile.placement.times import ALL_ON_GPU, ALL_ON_HOST, Where, computed_by_groups, group_count
+from picompile.placement.times import ALL_ON_GPU, ALL_ON_HOST, PartPlaces, computed_by_groups, group_count
 
 
 class Policy(NamedTuple):
     """What the paper's policy comes to: places of the latency program, and the gap of its own program's solution."""
 
-    places: list[Place]
+    places: list[StagePlace]
     gap: float
 
 
-def paper(task: Task, program: Program, kv_cache_on_gpu: bool = False, gap: float = GAP) -> Policy | None:
+def paper(
+    task: PlacementTask, program: PlacementProblem, kv_cache_on_gpu: bool = False, gap: float = GAP
+) -> Policy | None:
     """The paper's policy, solved, as places of `program`; None where the host cannot hold the rest."""
-    impact = impact_program(task, kv_cache_on_gpu)
+    impact = impact_problem(task, kv_cache_on_gpu)
     found = solve(impact, gap)
     if found is None:
         return None
@@ -38,7 +48,7 @@ def paper(task: Task, program: Program, kv_cache_on_gpu: bool = False, gap: floa
     return Policy(places, found.gap)
 
 
-def known(task: Task, program: Program) -> list[list[Place]]:
+def known(task: PlacementTask, program: PlacementProblem) -> list[list[StagePlace]]:
     """Placements by all policies, to start from; some may not fit."""
     places = [host_only(task, program)]
     if capacities(task)[0] > 0:
@@ -48,7 +58,7 @@ def known(task: Task, program: Program) -> list[list[Place]]:
     return places
 
 
-def greedy(task: Task, program: Program, kv_cache_on_gpu: bool = False) -> list[Place]:
+def greedy(task: PlacementTask, program: PlacementProblem, kv_cache_on_gpu: bool = False) -> list[StagePlace]:
     """Attention and predictors first, then groups of neurons by how often they fire, whatever exchanges cost."""
     wheres, head_on_gpu = dense_first(task, kv_cache_on_gpu)
     counts = [0 for _ in wheres]
@@ -69,7 +79,7 @@ def greedy(task: Task, program: Program, kv_cache_on_gpu: bool = False) -> list[
     return _places(program, wheres, counts, head_on_gpu)
 
 
-def layers_first(task: Task, program: Program) -> list[Place]:
+def layers_first(task: PlacementTask, program: PlacementProblem) -> list[StagePlace]:
     """Whole layers on the GPU, in order, as many as fit with their KV cache; then the head."""
     free_bytes = capacities(task)[0]
     wheres, counts = [], []
@@ -83,18 +93,18 @@ def layers_first(task: Task, program: Program) -> list[Place]:
     return _places(program, wheres, counts, task.model.head_bytes <= free_bytes)
 
 
-def gpu_only(task: Task, program: Program) -> list[Place]:
+def gpu_only(task: PlacementTask, program: PlacementProblem) -> list[StagePlace]:
     """Everything on the GPU, which the program must have."""
     counts = [group_count(layer.neurons) for layer in task.model.layers]
     return _places(program, [ALL_ON_GPU for _ in counts], counts, True)
 
 
-def host_only(task: Task, program: Program) -> list[Place]:
+def host_only(task: PlacementTask, program: PlacementProblem) -> list[StagePlace]:
     """Everything on the host."""
     return _places(program, [ALL_ON_HOST for _ in task.model.layers], [0 for _ in task.model.layers], False)
 
 
-def dense(task: Task) -> Task:
+def dense(task: PlacementTask) -> PlacementTask:
     """The same model without predictors, of which every neuron is computed: what dense engines run."""
     layers = tuple(
         replace(
@@ -110,22 +120,26 @@ def dense(task: Task) -> Task:
     return replace(task, model=model, firing=Firing(firing, "every neuron"))
 
 
-def _places(program: Program, wheres: Sequence[Where], counts: Sequence[int], head_on_gpu: bool) -> list[Place]:
+def _places(
+    program: PlacementProblem, wheres: Sequence[PartPlaces], counts: Sequence[int], head_on_gpu: bool
+) -> list[StagePlace]:
     head = ALL_ON_GPU if head_on_gpu else ALL_ON_HOST
     labels = zip([*wheres, head], [*counts, 0], strict=True)
     return [_place(program, number, label, groups) for number, (label, groups) in enumerate(labels)]
 
 
-def _place(program: Program, number: int, label: object, groups: int) -> Place:
+def _place(program: PlacementProblem, number: int, label: object, groups: int) -> StagePlace:
     labels = [choice.label for choice in program.stages[number].choices]
-    return Place(labels.index(label), groups)
+    return StagePlace(labels.index(label), groups)
 
 
 _ANY_BYTES = 1 << 62
 _MIB, _GIB = 2**20, 2**30
 
 
-def infeasible_placement_error(task: Task, programs: Callable[[Task], Program], margin: float) -> DoesNotFitError:
+def infeasible_placement_error(
+    task: PlacementTask, programs: Callable[[PlacementTask], PlacementProblem], margin: float
+) -> DoesNotFitError:
     """Build the error for an infeasible placement: what is lacking, and the smallest budgets that would do.
 
     `programs` makes the placement problem of a task; the share `margin` of the budgets that are named is left free.
@@ -148,7 +162,9 @@ def _budget(size: float) -> str:
     return f"{int(size // _MIB) + 1}MiB"
 
 
-def _least_gpu_bytes(task: Task, programs: Callable[[Task], Program], everywhere: int, tolerance: float) -> int | None:
+def _least_gpu_bytes(
+    task: PlacementTask, programs: Callable[[PlacementTask], PlacementProblem], everywhere: int, tolerance: float
+) -> int | None:
     """The least bytes of stages on the GPU with the host as it is, within `tolerance` bytes or `GAP`.
 
     None where no number is enough. `everywhere` are the bytes that the GPU has beside stages.
@@ -171,7 +187,7 @@ def _least_gpu_bytes(task: Task, programs: Callable[[Task], Program], everywhere
     return high
 
 
-def least_host_bytes(program: Program) -> int:
+def least_host_bytes(program: PlacementProblem) -> int:
     """The least bytes of stages on a host of any size, with the GPU as it is."""
     stages = []
     for stage in program.stages:
@@ -179,7 +195,7 @@ def least_host_bytes(program: Program) -> int:
         for choice in stage.choices:
             moved = np.arange(choice.first, choice.last + 1, dtype=np.float64) * stage.group_bytes
             choices.append(replace(choice, costs=choice.host_bytes - moved))
-        stages.append(Stage(tuple(choices), stage.group_bytes))
+        stages.append(PlacementStage(tuple(choices), stage.group_bytes))
     found = solve(replace(program, stages=tuple(stages), switch_cost=0.0, host_capacity_bytes=_ANY_BYTES))
     if found is None:
         raise SolverError("nothing fits a host of any size")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from picompile.errors import SolverError
 from picompile.placement.pieces import Piece, Prices
-from picompile.placement.program import Choice, Place, Program
+from picompile.placement.problem import Choice, PlacementProblem, StagePlace
 
 # Lines of each piece from the beginning; the others are added where a solution is below the hull.
 _FIRST_LINES = 6
@@ -73,7 +73,7 @@ Limits = Mapping[Kind, Limit]
 class Relaxation:
     """A placement problem over `pieces`, with lines as exact as a `gap` needs."""
 
-    def __init__(self, program: Program, pieces: Sequence[Piece], gap: float) -> None:
+    def __init__(self, program: PlacementProblem, pieces: Sequence[Piece], gap: float) -> None:
         self.program, self.pieces = program, tuple(pieces)
         wide = [number for number, piece in enumerate(pieces) if not piece.single]
         # The kind of each piece, and the pieces of each.
@@ -138,7 +138,7 @@ class Relaxation:
             if not self.tighten(found):
                 return found
 
-    def branch(self, gap: float, start: Sequence[Place] | None, time_limit_s: float) -> Relaxed | None:
+    def branch(self, gap: float, start: Sequence[StagePlace] | None, time_limit_s: float) -> Relaxed | None:
         """Solve in whole numbers, from the placement `start`; None where there is no solution.
 
         Raises `SolverError` where HiGHS fails or finds nothing in the time limit.
@@ -176,9 +176,9 @@ class Relaxation:
             if solution.values[number] > 0.5:
                 yield piece, piece.low if piece.single else round(float(solution.values[self._groups[number]]))
 
-    def places(self, solution: Relaxed) -> list[Place]:
+    def places(self, solution: Relaxed) -> list[StagePlace]:
         """Return the placement of a solution in whole numbers."""
-        places = {piece.stage: Place(piece.choice, groups) for piece, groups in self.chosen(solution)}
+        places = {piece.stage: StagePlace(piece.choice, groups) for piece, groups in self.chosen(solution)}
         return [places[stage] for stage in range(len(self.program.stages))]
 
     def prices(self) -> Prices:
@@ -324,7 +324,7 @@ class Relaxation:
         kinds = np.full(len(whole), highspy.HighsVarType.kInteger.value, dtype=np.uint8)
         self._highs.changeColsIntegrality(len(whole), np.asarray(whole, dtype=np.int32), kinds)
 
-    def _set_start(self, places: Sequence[Place]) -> None:
+    def _set_start(self, places: Sequence[StagePlace]) -> None:
         """Give HiGHS a placement to start from, as far as it is within the pieces; HiGHS checks it itself."""
         values = np.zeros(self._totals.stop)
         sides = np.zeros(len(self.program.stages))
@@ -357,21 +357,21 @@ def _new_solver() -> Any:
     return highs
 
 
-def _switch_count(program: Program) -> int:
+def _switch_count(program: PlacementProblem) -> int:
     if program.switch_cost == 0:
         return 0
     return len(program.stages) - 1 + (2 if program.from_host else 0)
 
 
-def _cost_size(program: Program) -> float:
+def _cost_size(program: PlacementProblem) -> float:
     total = sum(max(float(np.abs(choice.costs).mean()) for choice in stage.choices) for stage in program.stages)
     return total or 1.0
 
 
-def _choice(program: Program, piece: Piece) -> Choice:
+def _choice(program: PlacementProblem, piece: Piece) -> Choice:
     return program.stages[piece.stage].choices[piece.choice]
 
 
-def _kind(program: Program, piece: Piece) -> Kind:
+def _kind(program: PlacementProblem, piece: Piece) -> Kind:
     choice = _choice(program, piece)
     return Kind(choice.label, len(choice.costs) > 1, piece.low == choice.last)

@@ -30,7 +30,7 @@ from typing import NamedTuple
 from picompile.errors import SolverError
 from picompile.placement.local_search import Improver, best_places, round_relaxed, swap_choices
 from picompile.placement.pieces import Piece, first_pieces, remaining, split
-from picompile.placement.program import Place, Program, Totals, evaluate
+from picompile.placement.problem import PlacementProblem, StagePlace, Totals, evaluate
 from picompile.placement.relaxation import ON_GPU, Kind, Limit, Limits, Relaxation, Relaxed
 
 GAP = 1e-4
@@ -58,7 +58,7 @@ class Solution:
         nodes: how many relaxations were branched from, 0 where the first was enough.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[StagePlace, ...]
     totals: Totals
     bound: float
     gap: float
@@ -67,7 +67,7 @@ class Solution:
 
 
 class _Best(NamedTuple):
-    places: tuple[Place, ...]
+    places: tuple[StagePlace, ...]
     totals: Totals
 
 
@@ -80,9 +80,9 @@ class _Node(NamedTuple):
 
 
 def solve(
-    program: Program,
+    program: PlacementProblem,
     gap: float = GAP,
-    known: Sequence[Sequence[Place]] = (),
+    known: Sequence[Sequence[StagePlace]] = (),
     time_limit_s: float = TIME_LIMIT_S,
 ) -> Solution | None:
     """Return the placement of least cost, to within `gap`; None where none fits.
@@ -102,7 +102,9 @@ def solve(
 
 
 class _Search:
-    def __init__(self, program: Program, gap: float, known: Sequence[Sequence[Place]], time_limit_s: float) -> None:
+    def __init__(
+        self, program: PlacementProblem, gap: float, known: Sequence[Sequence[StagePlace]], time_limit_s: float
+    ) -> None:
         self._program, self._gap = program, gap
         self._started = time.perf_counter()
         self._deadline = self._started + time_limit_s
@@ -260,7 +262,7 @@ class _Search:
             pieces += split(self._program, piece, groups) if groups >= 0 else [piece]
         return Relaxation(self._program, pieces, self._gap)
 
-    def _offer(self, places: Sequence[Place]) -> None:
+    def _offer(self, places: Sequence[StagePlace]) -> None:
         totals = evaluate(self._program, places)
         if totals.fits(self._program) and (self._best is None or totals.cost < self._best.totals.cost):
             self._best = _Best(tuple(places), totals)

@@ -31,7 +31,7 @@ _CACHE_LAUNCHES = 4
 
 
 @dataclass(frozen=True)
-class Where:
+class PartPlaces:
     """Where the parts of a layer are that are not neurons."""
 
     attention_on_gpu: bool
@@ -39,11 +39,11 @@ class Where:
     predictor_on_gpu: bool
 
 
-ALL_ON_GPU = Where(True, True, True)
-ALL_ON_HOST = Where(False, False, False)
+ALL_ON_GPU = PartPlaces(True, True, True)
+ALL_ON_HOST = PartPlaces(False, False, False)
 
 
-def exchange_launches(layer: LayerBytes, where: Where) -> tuple[int, int, int]:
+def exchange_launches(layer: LayerBytes, where: PartPlaces) -> tuple[int, int, int]:
     """Count the launches that a layer needs for having parts on both devices, with none, some and all neurons hot.
 
     They are made for every token, whether or not a cold neuron fires: what sends and receives, and the addition of the
@@ -115,7 +115,7 @@ class LayerTimes:
     kv_cache_read_bytes: float
     crossing_bytes: float
 
-    def times(self, where: Where) -> Times:
+    def times(self, where: PartPlaces) -> Times:
         """What the layer takes with its parts placed so, for every number of groups on the GPU."""
         layer, launches = self.layer, self.layer.launches
         size = group_count(layer.neurons) + 1
@@ -145,7 +145,7 @@ class LayerTimes:
         hot_s = launches if machine.gpu_bytes == 0 else hot / machine.gpu_read_bytes_per_s + launches
         return hot_s, cold / machine.host_read_bytes_per_s
 
-    def _exchanges(self, where: Where) -> NDArray[np.float64]:
+    def _exchanges(self, where: PartPlaces) -> NDArray[np.float64]:
         """Exchanges of the layer and their launches in seconds, in the mean over tokens."""
         groups = group_count(self.layer.neurons)
         number = np.zeros(groups + 1)

@@ -12,8 +12,8 @@ from picompile.errors import UsageError
 from picompile.frontend.checkpoint import READ_ERRORS, TensorHeader, one_line, open_file
 from picompile.predictors.description import adding_advice, check_order, check_schema, figure, read_object
 from picompile.predictors.store import PARTS, LayerPredictor, Predictors, tensor_name
-from picompile.version import __version__
 from picompile_runtime.artifact.fields import Fields
+from picompile_runtime.version import __version__
 
 FORMAT = "picompile-predictors"
 SCHEMA = 1

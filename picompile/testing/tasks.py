@@ -4,17 +4,17 @@ import numpy as np
 from hypothesis import strategies as st
 
 from picompile.placement.firing import Firing, LayerFiring
-from picompile.placement.latency import Task
 from picompile.placement.machine import Machine
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
+from picompile.placement.problem import PlacementTask
 
 
-def tasks(most_layers: int = 6, most_neurons: int = 700) -> st.SearchStrategy[Task]:
+def tasks(most_layers: int = 6, most_neurons: int = 700) -> st.SearchStrategy[PlacementTask]:
     """Tasks as `random_task` makes them."""
     return st.integers(0, 2**32 - 1).map(lambda seed: random_task(seed, most_layers, most_neurons))
 
 
-def random_task(seed: int, most_layers: int = 6, most_neurons: int = 700) -> Task:
+def random_task(seed: int, most_layers: int = 6, most_neurons: int = 700) -> PlacementTask:
     """A task of any kind: layers that differ in everything, budgets from nothing to more than enough."""
     rng = np.random.default_rng(seed)
     layers = tuple(_layer(rng, most_neurons) for _ in range(rng.integers(1, most_layers + 1)))
@@ -37,7 +37,7 @@ def random_task(seed: int, most_layers: int = 6, most_neurons: int = 700) -> Tas
         head_launches=int(rng.integers(0, 10)),
     )
     firing = Firing(tuple(_firing(rng, layer.neurons) for layer in layers), "random")
-    return Task(model, firing, _machine(rng, model), int(rng.integers(0, context + 1)))
+    return PlacementTask(model, firing, _machine(rng, model), int(rng.integers(0, context + 1)))
 
 
 def whole_bytes(model: ModelBytes) -> int:

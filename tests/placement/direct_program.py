@@ -21,11 +21,19 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from picompile.errors import SolverError
-from picompile.placement.impact import dense_first, least_groups
-from picompile.placement.latency import Task, capacities, fixed_bytes, group_bytes, head_s, latency_program
-from picompile.placement.program import Program
+from picompile.placement.problem import (
+    PlacementProblem,
+    PlacementTask,
+    capacities,
+    dense_first,
+    fixed_bytes,
+    group_bytes,
+    head_s,
+    latency_problem,
+    least_groups,
+)
 from picompile.placement.solver import GAP
-from picompile.placement.times import ALL_ON_GPU, ALL_ON_HOST, GROUP, Times, Where, computed_by_groups
+from picompile.placement.times import ALL_ON_GPU, ALL_ON_HOST, GROUP, PartPlaces, Times, computed_by_groups
 
 TIME_LIMIT_S = 190.0
 
@@ -47,7 +55,7 @@ class Direct:
 
 
 def direct_impact(
-    task: Task, kv_cache_on_gpu: bool = False, gap: float = GAP, time_limit_s: float = TIME_LIMIT_S
+    task: PlacementTask, kv_cache_on_gpu: bool = False, gap: float = GAP, time_limit_s: float = TIME_LIMIT_S
 ) -> Direct | None:
     """Solve the problem of `impact_program`, in equations 1 to 8 of the paper: binary y_l is 1 where a layer is split.
 
@@ -72,14 +80,14 @@ def direct_impact(
 
 
 def direct_latency(
-    task: Task,
-    wheres: Sequence[Where],
+    task: PlacementTask,
+    wheres: Sequence[PartPlaces],
     head_on_gpu: bool,
     ordered: bool = True,
     gap: float = GAP,
     time_limit_s: float = TIME_LIMIT_S,
 ) -> Direct | None:
-    """Solve `latency_program` with layers placed as in `wheres`; t_l is the time of a layer's slower side.
+    """Solve `latency_problem` with layers placed as in `wheres`; t_l is the time of a layer's slower side.
 
         minimize   Σ_l t_l + exchanges_l
         subject to t_l ≥ Σ_k hot_lk x_lk + launch_l, t_l ≥ Σ_k cold_lk (1 - x_lk), and the memory of both devices
@@ -100,7 +108,7 @@ def direct_latency(
     return model.solve(groups, offset_s, 1 / _PER_SECOND, gap, time_limit_s)
 
 
-def most_lost_s(task: Task) -> float:
+def most_lost_s(task: PlacementTask) -> float:
     """Return the most that a token's time with prefixes is above that with any sets: a group on the GPU for each layer.
 
     This holds where the host has room for as many groups more.
@@ -112,7 +120,7 @@ def most_lost_s(task: Task) -> float:
     return float(lost_bytes) / task.machine.gpu_read_bytes_per_s
 
 
-def restricted(program: Program, wheres: Sequence[Where], head_on_gpu: bool) -> Program:
+def restricted(program: PlacementProblem, wheres: Sequence[PartPlaces], head_on_gpu: bool) -> PlacementProblem:
     """Return a latency program with only the choices `wheres`."""
     labels = [*wheres, ALL_ON_GPU if head_on_gpu else ALL_ON_HOST]
     stages = (
@@ -122,14 +130,14 @@ def restricted(program: Program, wheres: Sequence[Where], head_on_gpu: bool) -> 
     return replace(program, stages=tuple(stages))
 
 
-def _given_s(task: Task, wheres: Sequence[Where], head_on_gpu: bool) -> float:
+def _given_s(task: PlacementTask, wheres: Sequence[PartPlaces], head_on_gpu: bool) -> float:
     """Return the seconds of the head, and of the transfers where the stream changes sides."""
     sides = [False, *(where.attention_on_gpu for where in wheres), head_on_gpu, False]
     switches = sum(before != after for before, after in itertools.pairwise(sides))
-    return head_s(task.model, task.machine, head_on_gpu) + switches * latency_program(task).switch_cost
+    return head_s(task.model, task.machine, head_on_gpu) + switches * latency_problem(task).switch_cost
 
 
-def _reading_s(task: Task, times: Times) -> NDArray[np.float64]:
+def _reading_s(task: PlacementTask, times: Times) -> NDArray[np.float64]:
     """Return the seconds that each group takes on the GPU: float64 [groups]."""
     reads: NDArray[np.float64] = -np.diff(times.cold_s) * task.machine.host_read_bytes_per_s
     return reads / task.machine.gpu_read_bytes_per_s
@@ -169,8 +177,8 @@ def _add_sides(model: "_Model", times: Times, x: range, on_gpu: Sequence[int], o
 
 def _add_memory(
     model: "_Model",
-    task: Task,
-    wheres: Sequence[Where],
+    task: PlacementTask,
+    wheres: Sequence[PartPlaces],
     head_on_gpu: bool,
     groups: Sequence[range],
     kept_bytes: int = 0,

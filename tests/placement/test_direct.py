@@ -11,19 +11,27 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from picompile.placement.firing import Firing, LayerFiring
-from picompile.placement.impact import dense_first, impact_program
-from picompile.placement.latency import Task, capacities, fixed_bytes, group_bytes, latency_program, places_of
 from picompile.placement.machine import Machine
-from picompile.placement.program import Program
+from picompile.placement.problem import (
+    PlacementProblem,
+    PlacementTask,
+    capacities,
+    dense_first,
+    fixed_bytes,
+    group_bytes,
+    impact_problem,
+    latency_problem,
+    places_of,
+)
 from picompile.placement.solver import solve
-from picompile.placement.times import ALL_ON_GPU, ALL_ON_HOST, GROUP, Where, exchange_launches, group_count
+from picompile.placement.times import ALL_ON_GPU, ALL_ON_HOST, GROUP, PartPlaces, exchange_launches, group_count
 from picompile.testing.tasks import random_task, whole_bytes
 
 SEEDS = st.integers(0, 2**32 - 1)
 ROUNDING = 1e-6
 
 
-def small_task(seed: int) -> Task:
+def small_task(seed: int) -> PlacementTask:
     """Up to three layers of up to five groups, on a machine with a GPU of which mostly some is free for neurons."""
     task, rng = random_task(seed, 3, 5 * GROUP), np.random.default_rng(seed)
     model = replace(task.model, head_bytes=task.model.head_bytes // 100, workspace_bytes=10, table_bytes=10)
@@ -36,7 +44,7 @@ def small_task(seed: int) -> Task:
     return replace(task, model=model, machine=machine)
 
 
-def placed(task: Task, seed: int) -> tuple[list[Where], bool]:
+def placed(task: PlacementTask, seed: int) -> tuple[list[PartPlaces], bool]:
     """The parts of layers that are not neurons, and the head, anywhere."""
     rng = np.random.default_rng(seed)
     if rng.random() < 0.5:
@@ -45,7 +53,7 @@ def placed(task: Task, seed: int) -> tuple[list[Where], bool]:
     return wheres, bool(rng.integers(0, 2))
 
 
-def looking_at_all(task: Task) -> Task:
+def looking_at_all(task: PlacementTask) -> PlacementTask:
     """The same where every neuron is looked at, so that any cold group means an exchange."""
     layers = tuple(
         replace(layer, deciding_bytes=max(1, layer.deciding_bytes), neuron_bytes=layer.neuron_bytes + 1)
@@ -59,7 +67,9 @@ def subsets(groups: int) -> NDArray[np.bool_]:
     return np.asarray(list(itertools.product((False, True), repeat=groups)))
 
 
-def best_of_all(task: Task, wheres: list[Where], head_on_gpu: bool, costs: list[NDArray[np.float64]]) -> float | None:
+def best_of_all(
+    task: PlacementTask, wheres: list[PartPlaces], head_on_gpu: bool, costs: list[NDArray[np.float64]]
+) -> float | None:
     """The least sum of `costs` (float64 [2 ** groups] for each layer) that both devices have room for."""
     gpu, host = capacities(task)
     head = task.model.head_bytes
@@ -74,7 +84,7 @@ def best_of_all(task: Task, wheres: list[Where], head_on_gpu: bool, costs: list[
     return float(cost[fits].min()) if fits.any() else None
 
 
-def group_sums(task: Task, number: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def group_sums(task: PlacementTask, number: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(bytes read in each group, firings of each) of a layer."""
     layer, shares = task.model.layers[number], task.firing.layers[number].shares
     starts = range(0, layer.neurons, GROUP)
@@ -83,7 +93,7 @@ def group_sums(task: Task, number: int) -> tuple[NDArray[np.float64], NDArray[np
     return looked_at + fired * (layer.neuron_bytes - layer.deciding_bytes), fired
 
 
-def impact_costs(task: Task, number: int, where: Where) -> NDArray[np.float64]:
+def impact_costs(task: PlacementTask, number: int, where: PartPlaces) -> NDArray[np.float64]:
     """Firings that a layer's sets of groups do not bring to the GPU, negative; infinite where inequality 4 fails."""
     layer, machine = task.model.layers[number], task.machine
     sets = subsets(group_count(layer.neurons))
@@ -93,7 +103,7 @@ def impact_costs(task: Task, number: int, where: Where) -> NDArray[np.float64]:
     return np.where(allowed, -(sets @ group_sums(task, number)[1]), np.inf)
 
 
-def latency_costs(task: Task, number: int, where: Where) -> NDArray[np.float64]:
+def latency_costs(task: PlacementTask, number: int, where: PartPlaces) -> NDArray[np.float64]:
     """Seconds of a layer for each of its sets of groups, written out anew."""
     layer, machine, shares = task.model.layers[number], task.machine, task.firing.layers[number].shares
     times = task.layer_times(number).times(where)
@@ -121,7 +131,7 @@ def latency_costs(task: Task, number: int, where: Where) -> NDArray[np.float64]:
     return before_s + np.maximum(hot_s, cold_s) + exchanges * beside_s + launches * machine.launch_s
 
 
-def given_s(task: Task, program: Program, wheres: list[Where], head_on_gpu: bool) -> float:
+def given_s(task: PlacementTask, program: PlacementProblem, wheres: list[PartPlaces], head_on_gpu: bool) -> float:
     """Head and transfers between the sides."""
     head = next(c for c in program.stages[-1].choices if c.label == (ALL_ON_GPU if head_on_gpu else ALL_ON_HOST))
     text = "".join("g" if side else "h" for side in (False, *(w.attention_on_gpu for w in wheres), head_on_gpu, False))
@@ -138,7 +148,7 @@ def cost(solution: Direct | None) -> float | None:
     return None if solution is None else solution.cost
 
 
-def prefix_cost(program: Program) -> float | None:
+def prefix_cost(program: PlacementProblem) -> float | None:
     found = solve(program, gap=0.0)
     return None if found is None else found.totals.cost
 
@@ -151,7 +161,7 @@ def test_the_papers_program_needs_no_other_sets_than_prefixes(seed: int, kv_cach
     smaller = replace(task.machine, gpu_bytes=task.machine.gpu_bytes - 1, host_bytes=task.machine.host_bytes - 1)
     costs = [impact_costs(task, number, where) for number, where in enumerate(wheres)]
     expected = best_of_all(replace(task, machine=smaller), wheres, head_on_gpu, costs)
-    assert agree(prefix_cost(impact_program(task, kv_cache_on_gpu)), expected)
+    assert agree(prefix_cost(impact_problem(task, kv_cache_on_gpu)), expected)
     assert agree(cost(direct_impact(task, kv_cache_on_gpu, gap=0.0)), expected)
 
 
@@ -159,7 +169,7 @@ def test_the_papers_program_needs_no_other_sets_than_prefixes(seed: int, kv_cach
 def test_in_order_the_direct_program_is_the_prefix_form(seed: int) -> None:
     task = small_task(seed)
     wheres, head_on_gpu = placed(task, seed)
-    program = restricted(latency_program(task), wheres, head_on_gpu)
+    program = restricted(latency_problem(task), wheres, head_on_gpu)
     costs = []
     for number, where in enumerate(wheres):
         sets = subsets(group_count(task.model.layers[number].neurons))
@@ -176,7 +186,7 @@ def test_in_order_the_direct_program_is_the_prefix_form(seed: int) -> None:
 def test_without_order_the_direct_program_is_that_of_all_sets(seed: int) -> None:
     task = looking_at_all(small_task(seed))
     wheres, head_on_gpu = placed(task, seed)
-    program = latency_program(task)
+    program = latency_problem(task)
     costs = [latency_costs(task, number, where) for number, where in enumerate(wheres)]
     expected = best_of_all(task, wheres, head_on_gpu, costs)
     if expected is not None:
@@ -189,7 +199,7 @@ def test_other_sets_than_prefixes_gain_less_than_a_group_on_the_gpu(seed: int) -
     task = small_task(seed)
     task = replace(task, machine=replace(task.machine, host_bytes=10**15))
     wheres, head_on_gpu = placed(task, seed)
-    program = restricted(latency_program(task), wheres, head_on_gpu)
+    program = restricted(latency_problem(task), wheres, head_on_gpu)
     costs = [latency_costs(task, number, where) for number, where in enumerate(wheres)]
     of_all = best_of_all(task, wheres, head_on_gpu, costs)
     solution = solve(program, gap=0.0)
@@ -221,8 +231,8 @@ def test_another_set_can_be_better_where_the_gpu_is_slower() -> None:
     firing = LayerFiring(np.repeat([0.4, 0.4, 0.3, 0.3], GROUP))
     machine = Machine(10**12, 1e9, 10**12, 1e9, 1e12, 0.0, 0.0, 1.0, 1.0)
     model = replace(task.model, layers=(layer,), hidden=8, batch=1)
-    task = Task(model, Firing((firing,), "steps"), machine, 0)
-    program = restricted(latency_program(task), [ALL_ON_GPU], True)
+    task = PlacementTask(model, Firing((firing,), "steps"), machine, 0)
+    program = restricted(latency_problem(task), [ALL_ON_GPU], True)
     prefix, of_all = prefix_cost(program), best_of_all(task, [ALL_ON_GPU], True, [latency_costs(task, 0, ALL_ON_GPU)])
     assert prefix is not None
     assert of_all is not None

@@ -18,12 +18,12 @@ from picompile.frontend.hf import capture_config
 from picompile.machine import TARGETS
 from picompile.placement.counting import count_bytes
 from picompile.placement.firing import Firing, LayerFiring
-from picompile.placement.latency import Task, places_of
 from picompile.placement.machine import machine_of
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
 from picompile.placement.packing import Packing
 from picompile.placement.policies import dense
-from picompile.placement.times import ALL_ON_GPU, Where, exchange_launches
+from picompile.placement.problem import PlacementTask, places_of
+from picompile.placement.times import ALL_ON_GPU, PartPlaces, exchange_launches
 from picompile.predictors import LayerPredictor, Predictors
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
@@ -76,7 +76,7 @@ MODELS = (
 class Layer(NamedTuple):
     """Where a layer is: its parts, and how much of its block is hot: "none", "some" or "all"."""
 
-    where: Where
+    where: PartPlaces
     hot: str
 
 
@@ -181,7 +181,7 @@ def test_counts_are_those_of_the_lowered_program(model: Model) -> None:
 def test_a_dense_model_has_no_launches_of_predictors(predictor: str) -> None:
     model, without = counted(Model("llama-relu", predictor)), counted(Model("llama-relu", "none"))
     firing = Firing(tuple(LayerFiring(np.ones(layer.neurons)) for layer in model.layers), "all")
-    layers = dense(Task(model, firing, machine_of(TARGETS["4090"], 1, 1, 1.0), 0)).model.layers
+    layers = dense(PlacementTask(model, firing, machine_of(TARGETS["4090"], 1, 1, 1.0), 0)).model.layers
     assert [layer.launches for layer in layers] == [layer.launches for layer in without.layers]
     assert [layer.hot_launches for layer in layers] == [layer.hot_launches for layer in without.layers]
 

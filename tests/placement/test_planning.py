@@ -10,18 +10,17 @@ from hypothesis import strategies as st
 
 from picompile.errors import DoesNotFitError, SolverError, UsageError
 from picompile.placement import policies
-from picompile.placement.latency import Task, latency_program
 from picompile.placement.machine import Machine
 from picompile.placement.plan import Plan, check_budgets
 from picompile.placement.planning import OBJECTIVES, PlanOptions, make_plan
-from picompile.placement.program import evaluate
+from picompile.placement.problem import PlacementTask, evaluate, latency_problem
 from picompile.testing.tasks import random_task, tasks
 
 SEEDS = st.integers(0, 2**32 - 1)
 _MIB = 2**20
 
 
-def options_of(task: Task, margin: float = 0.05, objective: str = "latency") -> PlanOptions:
+def options_of(task: PlacementTask, margin: float = 0.05, objective: str = "latency") -> PlanOptions:
     return PlanOptions("random", task.machine, objective, margin, task.tokens)
 
 
@@ -97,8 +96,8 @@ def test_no_policy_is_faster(seed: int) -> None:
         plan = make_plan(task.model, task.firing, options_of(task, margin=0.0))
     except DoesNotFitError:
         return
-    program = latency_program(Task(task.model, task.firing, plan.machine, plan.tokens))
-    for places in policies.known(Task(task.model, task.firing, plan.machine, plan.tokens), program):
+    program = latency_problem(PlacementTask(task.model, task.firing, plan.machine, plan.tokens))
+    for places in policies.known(PlacementTask(task.model, task.firing, plan.machine, plan.tokens), program):
         totals = evaluate(program, places)
         if totals.fits(program):
             assert plan.token_s <= totals.cost * (1 + 1e-9)
@@ -106,7 +105,7 @@ def test_no_policy_is_faster(seed: int) -> None:
 
 @settings(max_examples=30)
 @given(tasks())
-def test_hot_neurons_are_those_that_fire_most(task: Task) -> None:
+def test_hot_neurons_are_those_that_fire_most(task: PlacementTask) -> None:
     try:
         plan = make_plan(task.model, task.firing, options_of(task))
     except DoesNotFitError:

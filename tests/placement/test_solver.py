@@ -8,11 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from picompile.placement.program import Choice, Place, Program, Stage, Totals, evaluate
+from picompile.placement.problem import Choice, PlacementProblem, PlacementStage, StagePlace, Totals, evaluate
 from picompile.placement.solver import Solution, solve
 
 
-def random_program(seed: int) -> Program:
+def random_program(seed: int) -> PlacementProblem:
     """Up to three stages of up to three choices of up to five numbers of groups, with costs of any form."""
     rng = np.random.default_rng(seed)
     stages = []
@@ -24,10 +24,10 @@ def random_program(seed: int) -> Program:
             on_gpu = int(rng.integers(0, total - groups * size + 1))
             costs = _costs(rng, groups + 1)
             choices.append(Choice(number, on_gpu, total - on_gpu, costs, 0, bool(rng.integers(0, 2))))
-        stages.append(Stage(tuple(choices), size))
+        stages.append(PlacementStage(tuple(choices), size))
     switch_cost = float(rng.random() * 2 * (rng.random() < 0.7))
     gpu, host = int(rng.integers(0, 30)), int(rng.integers(0, 40))
-    return Program(tuple(stages), gpu, host, switch_cost, bool(rng.integers(0, 2)))
+    return PlacementProblem(tuple(stages), gpu, host, switch_cost, bool(rng.integers(0, 2)))
 
 
 def _costs(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -43,10 +43,10 @@ def _costs(rng: np.random.Generator, count: int) -> np.ndarray:
     return -np.cumsum(np.sort(values))
 
 
-def brute_force(program: Program) -> Totals | None:
+def brute_force(program: PlacementProblem) -> Totals | None:
     options = [
         [
-            Place(number, groups)
+            StagePlace(number, groups)
             for number, choice in enumerate(stage.choices)
             for groups in range(choice.first, choice.last + 1)
         ]
@@ -56,7 +56,7 @@ def brute_force(program: Program) -> Totals | None:
     return min((totals for totals in found if totals.fits(program)), default=None, key=lambda totals: totals.cost)
 
 
-def check(program: Program, solution: Solution | None, best: Totals | None, gap: float) -> None:
+def check(program: PlacementProblem, solution: Solution | None, best: Totals | None, gap: float) -> None:
     if best is None or solution is None:
         assert solution is None
         assert best is None
@@ -96,14 +96,14 @@ def test_stages_that_are_all_alike() -> None:
     costs = np.asarray([4.0, 3.0, 2.5, 2.4, 0.9])
     here, there = Choice("here", 3, 9, costs), Choice("there", 0, 12, costs + 5, 0, False)
     for capacity in range(0, 60, 7):
-        program = Program(tuple(Stage((here, there), 2) for _ in range(5)), capacity, 100, 0.1, True)
+        program = PlacementProblem(tuple(PlacementStage((here, there), 2) for _ in range(5)), capacity, 100, 0.1, True)
         check(program, solve(program, gap=0.0), _brute_force_of_alike(program), gap=0.0)
 
 
-def _brute_force_of_alike(program: Program) -> Totals | None:
+def _brute_force_of_alike(program: PlacementProblem) -> Totals | None:
     """Of stages that are alike: what counts is how often each place is taken; those of a side lie together."""
     stage = program.stages[0]
-    places = [Place(c, n) for c, choice in enumerate(stage.choices) for n in range(len(choice.costs))]
+    places = [StagePlace(c, n) for c, choice in enumerate(stage.choices) for n in range(len(choice.costs))]
     found = []
     for taken in itertools.combinations_with_replacement(places, len(program.stages)):
         found.append(evaluate(program, taken))
@@ -117,7 +117,7 @@ def test_a_known_placement_is_never_better(seed: int) -> None:
     places = []
     for stage in program.stages:
         number = int(rng.integers(len(stage.choices)))
-        places.append(Place(number, int(rng.integers(stage.choices[number].last + 1))))
+        places.append(StagePlace(number, int(rng.integers(stage.choices[number].last + 1))))
     known = evaluate(program, places)
     solution = solve(program, gap=0.5, known=[places])
     if known.fits(program):
@@ -130,18 +130,20 @@ def test_capacities_count_to_the_byte() -> None:
     rng = np.random.default_rng()
     groups, size = 40, int(rng.integers(10**6, 2 * 10**6))
     costs = np.linspace(1, 0.1, groups + 1) ** 2
-    stages = tuple(Stage((Choice("gpu", 7 * 10**8 + stage, groups * size, costs),), size) for stage in range(9))
+    stages = tuple(
+        PlacementStage((Choice("gpu", 7 * 10**8 + stage, groups * size, costs),), size) for stage in range(9)
+    )
     whole = 9 * (7 * 10**8 + groups * size) + 36
-    assert whole == evaluate(Program(stages, 0, 0), [Place(0, groups)] * 9).gpu_bytes
-    fits = solve(Program(stages, whole, 10**12), gap=0.0)
+    assert whole == evaluate(PlacementProblem(stages, 0, 0), [StagePlace(0, groups)] * 9).gpu_bytes
+    fits = solve(PlacementProblem(stages, whole, 10**12), gap=0.0)
     assert fits is not None
     assert [place.groups for place in fits.places] == [groups] * 9
-    less = solve(Program(stages, whole - 1, 10**12), gap=0.0)
+    less = solve(PlacementProblem(stages, whole - 1, 10**12), gap=0.0)
     assert less is not None
     assert sum(place.groups for place in less.places) == 9 * groups - 1
     least = 9 * 7 * 10**8 + 36
-    assert solve(Program(stages, least - 1, 10**12)) is None
-    assert solve(Program(stages, least, 10**12)) is not None
+    assert solve(PlacementProblem(stages, least - 1, 10**12)) is None
+    assert solve(PlacementProblem(stages, least, 10**12)) is not None
 
 
 def test_nothing_is_solved_at_once() -> None:

@@ -6,16 +6,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picompile.placement.latency import Task, latency_program, places_of
-from picompile.placement.program import Place, evaluate
+from picompile.placement.problem import PlacementTask, StagePlace, evaluate, latency_problem, places_of
 from picompile.placement.schedule import LayerParts, critical_path, layer_graph, schedule, token_s
-from picompile.placement.times import GROUP, LayerTimes, Times, Where, exchange_launches
+from picompile.placement.times import GROUP, LayerTimes, PartPlaces, Times, exchange_launches
 from picompile.testing.tasks import random_task
 
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def with_gpu(seed: int) -> Task:
+def with_gpu(seed: int) -> PlacementTask:
     while True:
         task = random_task(seed)
         if task.machine.gpu_bytes > task.model.workspace_bytes + task.model.table_bytes:
@@ -23,7 +22,7 @@ def with_gpu(seed: int) -> Task:
         seed += 1
 
 
-def expected_parts(model: LayerTimes, where: Where, groups: int) -> dict[str, float]:
+def expected_parts(model: LayerTimes, where: PartPlaces, groups: int) -> dict[str, float]:
     layer, machine, shares = model.layer, model.machine, model.firing.shares
     gpu, host = machine.gpu_bytes_per_s * machine.gpu_efficiency, machine.host_bytes_per_s * machine.host_efficiency
     hot = min(groups * GROUP, layer.neurons)
@@ -89,17 +88,17 @@ def test_parts_of_a_layer(seed: int) -> None:
 def test_the_schedule_takes_what_the_program_costs(seed: int) -> None:
     """The critical path of the layer graph is the cost of the placement, whatever is chosen."""
     task = with_gpu(seed)
-    program = latency_program(task)
+    program = latency_problem(task)
     rng = np.random.default_rng(seed)
     places = []
     for stage in program.stages:
         number = int(rng.integers(len(stage.choices)))
         choice = stage.choices[number]
-        places.append(Place(number, int(rng.integers(choice.first, choice.last + 1))))
+        places.append(StagePlace(number, int(rng.integers(choice.first, choice.last + 1))))
     parts = []
     for number, place in enumerate(places[:-1]):
         where = program.stages[number].choices[place.choice].label
-        assert isinstance(where, Where)
+        assert isinstance(where, PartPlaces)
         sides = ["gpu" if on_gpu else "host" for on_gpu in vars(where).values()]
         parts.append(LayerParts(task.layer_times(number).times(where).at(place.groups), *sides))
     head = program.stages[-1].choices[places[-1].choice]

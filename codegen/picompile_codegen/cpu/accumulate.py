@@ -34,7 +34,7 @@ from picompile_codegen.cpu.tensor import (
     when,
 )
 from picompile_codegen.cpu.vector import LANES, at, fma, load, splat, splat_int, store
-from picompile_passes.dialect.formats import GROUP
+from picompile_passes.weight_formats import GROUP
 
 # 128 columns are at least one whole cache line of a row in every format; by 32 rows they are 16 KiB of float32.
 _BLOCK_GROUPS = 4

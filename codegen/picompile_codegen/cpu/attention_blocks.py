@@ -15,7 +15,7 @@ from picompile_codegen.cpu.cache import BYTES, CachedHead
 from picompile_codegen.cpu.quantized import LARGEST_WORD, dot_pairs, in_order, interleave, splat_pair, to_words, zeros
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, in_slices, local, loop, maximum, minimum, select
 from picompile_codegen.cpu.vector import LANES, at, blocks, eight_totals, fma, highest, load, splat, store, to_floats
-from picompile_passes.dialect.formats import GROUP
+from picompile_passes.weight_formats import GROUP
 
 # Caches in float16 or float32.
 

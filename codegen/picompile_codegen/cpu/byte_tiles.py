@@ -26,7 +26,7 @@ from picompile_codegen.cpu.quantized import (
 )
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, token_tiles
 from picompile_codegen.cpu.vector import LANES, at, fma, splat, to_floats, transpose
-from picompile_passes.dialect.formats import GROUP
+from picompile_passes.weight_formats import GROUP
 
 BYTE_TILE_TOKENS = 4
 # Four columns of a group in each of its vectors.

@@ -16,7 +16,7 @@ from picompile_codegen.cpu.token_ops import step_rows
 from picompile_codegen.cpu.vector import LANES, at, blocks, highest, load, splat, store
 from picompile_codegen.specs import CacheWriteSpec
 from picompile_codegen.specs.arguments import scale_groups
-from picompile_passes.dialect.formats import GROUP
+from picompile_passes.weight_formats import GROUP
 
 # Bytes of a row that are taken at once.
 BYTES = 16

@@ -23,7 +23,7 @@ from picompile_codegen.cpu.quantized import (
 )
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop
 from picompile_codegen.cpu.vector import LANES, at, fma, lane, load, splat, to_floats, total
-from picompile_passes.dialect.formats import GROUP
+from picompile_passes.weight_formats import GROUP
 
 # A multiply-add takes four cycles and two can start in each; four chains are enough while memory is what is waited for.
 _CHAINS = 4

@@ -29,7 +29,7 @@ from picompile_codegen.cpu.tensor import (
 )
 from picompile_codegen.cpu.vector import LANES, at, blocks, fma, four_totals, load, splat, store
 from picompile_codegen.specs import LinearSpec
-from picompile_passes.dialect.formats import GROUP
+from picompile_passes.weight_formats import GROUP
 
 TILE_TOKENS = 3
 TILE_ROWS = 4

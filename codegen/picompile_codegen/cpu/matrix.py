@@ -16,7 +16,7 @@ from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, prefetch
 from picompile_codegen.cpu.vector import FLOATS, LANES, at, splat, to_floats
 from picompile_codegen.errors import CodegenError
-from picompile_passes.dialect.formats import FORMATS, GROUP
+from picompile_passes.weight_formats import FORMATS, GROUP
 
 CACHE_LINE_BYTES = 64
 

@@ -16,7 +16,7 @@ from picompile_codegen.build import isa
 from picompile_codegen.cpu.matrix import KernelMatrix, each_group
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, intrinsic, local, maximum, select
 from picompile_codegen.cpu.vector import LANES, at, highest, load, splat, splat_int, store, total
-from picompile_passes.dialect.formats import GROUP
+from picompile_passes.weight_formats import GROUP
 
 # Products of bytes, for q8 and q4 weights. Thirty-two pairs are multiplied and added up in fours, to eight exact sums
 # of 32 bits. The instruction for that is what most tells instruction sets apart: see `isa.Isa.bytes_dot`.

@@ -23,7 +23,7 @@ from picompile_codegen.specs import (
     TakeLastSpec,
     TopLogitsSpec,
 )
-from picompile_passes.dialect.formats import GROUP
+from picompile_passes.weight_formats import GROUP
 
 
 @dataclass(frozen=True)

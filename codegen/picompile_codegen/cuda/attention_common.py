@@ -12,7 +12,7 @@ from picompile_codegen.cuda.function import ThreadIndex
 from picompile_codegen.cuda.memory import extern
 from picompile_codegen.cuda.token_ops import write_row
 from picompile_codegen.specs import AttentionSpec
-from picompile_passes.dialect.formats import GROUP
+from picompile_passes.weight_formats import GROUP
 
 # Stands for minus infinity, of which differences would not be numbers.
 LOWEST = -1e30

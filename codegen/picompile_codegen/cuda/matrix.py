@@ -17,7 +17,7 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, when
 from picompile_codegen.cpu.vector import at, splat
 from picompile_codegen.cuda.function import WARP, blocks_for
 from picompile_codegen.cuda.memory import extern
-from picompile_passes.dialect.formats import FORMATS, GROUP
+from picompile_passes.weight_formats import FORMATS, GROUP
 
 _MOST_LANES = 4
 _MOST_THREADS = 1024

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from picompile_passes.dialect.formats import FORMATS, GROUP
+from picompile_passes.weight_formats import FORMATS, GROUP
 
 STEP_SHAPE = (8,)
 # A flag is a cache line, of which the first element counts.

@@ -13,26 +13,17 @@ from picompile_silent.firing import FiringCounter
 from torch import Tensor
 from torch.fx import GraphModule
 
-from picompile.passes import (
-    ATTENTION,
-    EMBEDDING,
-    FFN,
-    LINEAR,
-    PREDICT,
-    RMS_NORM,
-    SPARSE_FFN,
-    GraphBuilder,
-    InsertPredictors,
-    Partition,
-    PassOptionError,
-    Pipeline,
-    Quantize,
-    Stage,
-    arguments,
-    calls,
-    materialize,
-)
 from picompile.testing import TOLERANCES, GraphShape, build, check_pass, graphs, random_weights, run, shapes
+from picompile_passes.base import Stage
+from picompile_passes.errors import PassOptionError
+from picompile_passes.graph.builder import GraphBuilder
+from picompile_passes.graph.materialize import materialize
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import ATTENTION, EMBEDDING, FFN, LINEAR, PREDICT, RMS_NORM, SPARSE_FFN
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+from picompile_passes.passes.quantize import Quantize
+from picompile_passes.pipeline import Pipeline
 
 SHAPE = GraphShape(hidden=24, heads=3, kv_heads=1, ffn=40, vocab=50, layers=2)
 WriteCounts = Callable[[Mapping[int, Sequence[int]]], str]
@@ -113,7 +104,7 @@ def test_packed_rows_are_counted_with_their_padding() -> None:
 
 
 def test_notes_show_in_dumps() -> None:
-    from picompile.passes import graph_text
+    from picompile_passes.graph.dump import graph_text
 
     text = graph_text(CountWeightBytes()(build(SHAPE)).graph_module)
     assert "layer 0, weight_bytes 11520, flops 5760" in text

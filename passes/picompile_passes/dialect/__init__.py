@@ -6,7 +6,7 @@ stage runs in plain PyTorch and can be compared with the stage before it. Leadin
 """
 
 from picompile_passes.dialect.activations import ACTIVATIONS, Activation, parse_activation
-from picompile_passes.dialect.formats import FORMATS, WeightFormat, dequantize_rows, quantize_rows
+from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
 from picompile_passes.dialect.ops import (
     attention,
     dequantize,
@@ -20,6 +20,7 @@ from picompile_passes.dialect.ops import (
     rotary,
     sparse_ffn,
 )
+from picompile_passes.weight_formats import FORMATS, WeightFormat
 
 __all__ = [
     "ACTIVATIONS",

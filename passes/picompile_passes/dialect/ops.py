@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from picompile_passes.dialect.activations import parse_activation
-from picompile_passes.dialect.formats import FORMATS, dequantize_rows, quantize_rows
+from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
 from picompile_passes.predictors import predictor_kind
+from picompile_passes.weight_formats import FORMATS
 
 
 @torch.library.custom_op("picompile::embedding", mutates_args=())

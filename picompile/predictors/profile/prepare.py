@@ -16,7 +16,7 @@ from picompile.predictors.profile.profile import PROFILE_FILE, read_description
 from picompile.predictors.profile.text import read_calibration
 from picompile.predictors.profile.windows import TextWindows, checkpoint_tokenizer, text_windows, window_size
 from picompile.progress import Progress
-from picompile.version import __version__
+from picompile_runtime.version import __version__
 
 if TYPE_CHECKING:
     from picompile.frontend.captured import ModelFacts

@@ -50,9 +50,9 @@ from picompile.predictors.profile.thresholds import ThresholdSearch
 from picompile.predictors.profile.windows import windows_sha256
 from picompile.progress import NoProgress, Progress
 from picompile.streaming import Segment, split_layers
-from picompile.version import __version__
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.pipeline import Pipeline
+from picompile_runtime.version import __version__
 
 
 def profile_model(

@@ -27,9 +27,9 @@ from picompile.predictors.train.options import TrainOptions
 from picompile.predictors.train.ray_cluster import require_ray, train_on_cluster
 from picompile.predictors.train.workers import count_jobs, train_locally
 from picompile.progress import NoProgress, Progress
-from picompile.version import __version__
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.pipeline import Pipeline
+from picompile_runtime.version import __version__
 
 # A layer's skewness is the share of its firings that this share of its neurons makes.
 _MOST_ACTIVE = 0.2

@@ -11,7 +11,8 @@ from helpers.kernels.workbench import Array
 from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.specs import AttentionSpec, Mode
-from picompile_passes.dialect.formats import GROUP, dequantize_rows, quantize_rows
+from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
+from picompile_passes.weight_formats import GROUP
 
 SCALE = 0.3
 

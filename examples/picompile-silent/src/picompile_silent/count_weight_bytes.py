@@ -7,18 +7,10 @@ from typing import ClassVar
 from torch import Tensor
 from torch.fx import Node
 
-from picompile.passes import (
-    ATTENTION,
-    DEQUANTIZE,
-    EMBEDDING,
-    SPARSE_FFN,
-    Pass,
-    Rewriter,
-    Stage,
-    arguments,
-    constant_nodes,
-    is_call,
-)
+from picompile_passes.base import Pass, Stage
+from picompile_passes.graph.nodes import arguments, constant_nodes, is_call
+from picompile_passes.graph.operands import ATTENTION, DEQUANTIZE, EMBEDDING, SPARSE_FFN
+from picompile_passes.graph.rewriter import Rewriter
 
 
 @dataclass(frozen=True)

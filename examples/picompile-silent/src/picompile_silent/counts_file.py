@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from picompile.passes import PassOptionError
+from picompile_passes.errors import PassOptionError
 
 Counts = Mapping[int, Sequence[int]]
 

@@ -9,20 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from picompile.passes import (
-    FFN,
-    INDEX_SELECT,
-    NEURON_ROWS,
-    Effect,
-    Pass,
-    PassOptionError,
-    Rewriter,
-    Stage,
-    arguments,
-    attribute,
-    calls,
-    is_call,
-)
+from picompile_passes.base import Effect, Pass, Stage
+from picompile_passes.errors import PassOptionError
+from picompile_passes.graph.nodes import arguments, attribute, calls, is_call
+from picompile_passes.graph.operands import FFN, INDEX_SELECT, NEURON_ROWS
+from picompile_passes.graph.rewriter import Rewriter
 from picompile_silent.counts_file import Counts, read_counts
 
 

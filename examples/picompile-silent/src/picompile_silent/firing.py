@@ -13,7 +13,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from picompile import Captured
-from picompile.passes import CANONICALIZE, PREDICT, InsertPredictors, Pipeline, is_call, materialize
+from picompile_passes.graph.materialize import materialize
+from picompile_passes.graph.nodes import is_call
+from picompile_passes.graph.operands import PREDICT
+from picompile_passes.passes.canonicalize import CANONICALIZE
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.pipeline import Pipeline
 from picompile_silent.counts_file import Counts
 
 
