@@ -1,4 +1,4 @@
-"""What this machine offers: instruction sets, and the cores that this process may use."""
+"""Instruction sets of this machine, and the cores that this process may use."""
 
 from __future__ import annotations
 

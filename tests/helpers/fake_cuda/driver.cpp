@@ -1,4 +1,4 @@
-/* The driver, its device and its contexts; what tests ask the stand-in. */
+/* The driver, its GPU and its contexts; and functions that only tests call. */
 
 #include "fake.h"
 
@@ -42,7 +42,7 @@ Call::Call(const char *name, int needs) : lock(state.mutex) {
     } else if ((needs & CONTEXT) && !failed) failed = state.sticky;
 }
 
-/* What still exists goes with the context. */
+/* Everything that still exists is freed with the context. */
 static void destroy_all(Call &call) {
     state.leaked += state.alive.size();
     while (!state.alive.empty()) {
@@ -70,19 +70,19 @@ int fake_owned() {
     std::unique_lock<std::mutex> lock(state.mutex);
     return (int)state.alive.size() + state.retained + state.pushed;
 }
-/* What was not freed before its context was. */
+/* Number of objects that were not freed before their context was. */
 int fake_leaked() { return state.leaked; }
-/* Calls of one function. */
+/* Number of calls of one function. */
 int fake_count(const char *name) { return state.counts[name]; }
-/* How often events were to be recorded, by calls or by nodes of graphs. */
+/* How often calls or nodes of graphs recorded an event. */
 int fake_event_records() { return state.event_records; }
-/* What CUDA_MODULE_LOADING was in the last cuInit. */
+/* The value of CUDA_MODULE_LOADING in the last cuInit. */
 const char *fake_loading() { return state.loading.c_str(); }
-/* The first fault, the call that failed on demand, what the last kernel that failed said; empty for none. */
+/* The first fault, the call that failed on demand, and the message of the last kernel that failed; empty for none. */
 const char *fake_fault() { return state.fault.c_str(); }
 const char *fake_failed() { return state.failed.c_str(); }
 const char *fake_kernel_error() { return state.kernel_error.c_str(); }
-/* What was loaded last: 1 for a cubin, 2 for PTX. */
+/* The kind of the image that was loaded last: 1 for a cubin, 2 for PTX. */
 int fake_image() { return state.image; }
 
 int cuInit(unsigned flags) {
@@ -109,7 +109,7 @@ int cuGetErrorName(int error, const char **name) {
         {CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"},
         {CAPTURE_UNMATCHED, "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED"},
         {CAPTURE_WRONG_THREAD, "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD"},
-        /* UNKNOWN has no name here, so that this case is tested too. */
+        /* UNKNOWN has no name here, so that this case is tested, too. */
     };
     auto found = names.find(error);
     *name = found == names.end() ? nullptr : found->second;

@@ -1,26 +1,27 @@
-/* A stand-in for libcuda.so.1: the functions of picompile_runtime/cuda/functions.py, with memory of the host.
+/* A stand-in for libcuda.so.1: the functions in picompile_runtime/devices/cuda/driver.py, with memory of the host.
 
-   It holds the caller to the rules of the driver API: initialize first, devices by number, a current context of the
-   calling thread, handles that are alive, addresses and sizes inside of what was allocated, nothing freed twice, and
-   while a thread captures a stream, nothing but launches and external events. What breaks a rule is answered with an error. What the driver
-   would let pass, to the harm of the program, is a fault: memory freed in use, or written past its end (`fake_fault`).
+   It checks that callers keep the rules of the driver API: initialize first, devices by number, a current context of
+   the calling thread, handles that are alive, addresses and sizes inside allocated memory, nothing freed twice, and
+   only launches and external events while a thread captures a stream. Calls that break a rule return an error. Mistakes
+   that the driver would not notice, but that harm the program, are faults: memory freed while it is in use, or written
+   past its end (`fake_fault`).
 
-   A stream is a thread with a queue. Memory is poisoned when it is allocated. The device has addresses of its own, so
-   that the host cannot use them by mistake; they are translated for copies and for kernels. Kernels come from a library
-   that the environment names: see modules.cpp.
+   A stream is a thread with a queue. Memory is poisoned when it is allocated. The GPU has its own addresses, so that
+   the host cannot use them by mistake; they are translated for copies and for kernels. Kernels come from a library that
+   the environment names: see modules.cpp.
 
-   Time is its own: copies take bytes / rate once their stream is waited for, and a wait takes 5 us. But events tell the
-   real time at which a stream's thread came to them.
+   Time is simulated: copies take bytes / rate when their stream is waited for, and a wait takes 5 us. But events have
+   the real time at which a stream's thread reached them.
 
-   Environment, read at every call:
-   FAKE_CUDA_FAIL_AT    the n-th call since fake_reset, from 0, fails. Functions that free or wait do so all the same,
-                        as the driver's do when they report an earlier error.
+   Environment variables, read at every call:
+   FAKE_CUDA_FAIL_AT    the n-th call since fake_reset, from 0, fails. Functions that free or wait still do so, as the
+                        driver's do when they report an earlier error.
    FAKE_CUDA_FAIL_CALL  a function's name: only its calls are counted for FAIL_AT.
-   FAKE_CUDA_FAIL_WITH  what it fails with; CUDA_ERROR_UNKNOWN if not set.
-   FAKE_CUDA_DEVICES    how many there are; 1 if not set. cuInit fails with CUDA_ERROR_NO_DEVICE for -1.
+   FAKE_CUDA_FAIL_WITH  the result of the failing call; CUDA_ERROR_UNKNOWN if not set.
+   FAKE_CUDA_DEVICES    number of GPUs; 1 if not set. cuInit fails with CUDA_ERROR_NO_DEVICE for -1.
    FAKE_CUDA_MEMORY     bytes of memory, of which a byte in 16 is in use; 2^30 if not set.
    FAKE_CUDA_SM         the compute capability times ten; 89 if not set.
-   FAKE_CUDA_VERSION    what cuDriverGetVersion says; 12040 if not set.
+   FAKE_CUDA_VERSION    the result of cuDriverGetVersion; 12040 if not set.
    FAKE_CUDA_REFUSE     cuModuleLoadDataEx fails with this, and logs a line.
    FAKE_CUDA_KERNELS    the library with the kernels, read when a module is loaded.
    FAKE_CUDA_ORDER      the order of threads that it is asked for; 0 if not set.
@@ -54,15 +55,15 @@ enum Result {
     CAPTURE_WRONG_THREAD = 908, UNKNOWN = 999
 };
 
-/* What a call needs; without IN_CAPTURE it is refused to a thread that captures a stream. */
+/* What a call needs; without IN_CAPTURE it fails in a thread that captures a stream. */
 enum Needs { NOTHING = 0, CONTEXT = 1, IN_CAPTURE = 2 };
 
-/* Whatever a handle can stand for. */
+/* The kinds of objects that a handle can stand for. */
 struct Object {
     virtual ~Object() = default;
 };
 
-/* Memory, with bytes around it that nobody may write to. `device` is its address there, 0 for none. */
+/* Memory, with guard bytes around it. `device` is its address on the GPU, 0 for none. */
 struct Block : Object {
     Block(size_t size, bool on_host);
     Block(void *address, size_t size);  // the caller's own, with nothing around it
@@ -137,7 +138,7 @@ struct Stream : Object {
     bool idle() const { return queue.empty() && !running; }
 };
 
-/* Everything there is. Never destroyed: threads may still run when the process ends. */
+/* The state of the stand-in. It is never destroyed: threads may still run when the process ends. */
 struct State {
     std::mutex mutex;
     std::condition_variable changed;
@@ -151,7 +152,7 @@ struct State {
 
 extern State &state;
 
-/* One call of a function: holds the lock, counts, and says whether the call is refused. */
+/* One call of a function: it holds the lock, counts the call, and knows whether the call fails. */
 struct Call {
     Call(const char *name, int needs);
     int error() const { return forbidden ? forbidden : failed; }
@@ -162,7 +163,7 @@ struct Call {
 #define BEGIN(needs)                      \
     fake::Call call(__func__, needs);     \
     if (call.error()) return call.error()
-/* For functions that free or wait: they do it unless a rule forbids it, and report an error after that. */
+/* For functions that free or wait: they do so unless a rule forbids it, and report an error afterwards. */
 #define BEGIN_END(needs)              \
     fake::Call call(__func__, needs); \
     if (call.forbidden) return call.forbidden
@@ -187,14 +188,14 @@ template <class T> int disown(void *handle) {
     return SUCCESS;
 }
 
-/* The memory that has all of the device's addresses, or of the host's, or null. */
+/* The memory that contains all of these addresses, the GPU's or the host's, or null. */
 std::shared_ptr<Block> on_device(uint64_t address, size_t size);
 std::shared_ptr<Block> on_host(const void *address, size_t size);
 bool any_busy();
 void enqueue(Stream &stream, Task task);
-/* Has the stream record the event when it gets there. Takes the lock when it runs. */
+/* Make the stream record the event when it gets there. It takes the lock when it runs. */
 void enqueue_record(Stream &stream, std::shared_ptr<Event> event);
-/* Lets a stream finish and ends its thread. */
+/* Let a stream finish, and end its thread. */
 void finish(Call &call, Stream &stream);
 Stream *captured_here();
 int run(const Launch &launch);

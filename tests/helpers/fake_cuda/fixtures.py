@@ -1,4 +1,4 @@
-"""The stand-in for the CUDA driver as fixtures, for the tests of measuring and those of the runtime."""
+"""Fixtures with the stand-in for the CUDA driver, for the tests of machine measurements and of the runtime."""
 
 import ctypes
 import os
@@ -27,7 +27,7 @@ def fake_library(build_once: BuildOnce) -> Path:
 
 @pytest.fixture
 def fake_cuda(fake_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
-    """The stand-in in the place of the driver; what a test leaves allocated fails it, and so does a fault."""
+    """Use the stand-in as the driver; a test fails if it leaves anything allocated, or breaks a rule of the driver."""
     monkeypatch.setattr(driver, "LIBRARY", str(fake_library))
     for name in [name for name in os.environ if name.startswith("FAKE_CUDA_")]:
         monkeypatch.delenv(name)

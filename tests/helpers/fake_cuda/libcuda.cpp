@@ -1,4 +1,4 @@
-/* All of the stand-in as one unit: its headers take longer to compile than the rest, and so are compiled once. */
+/* The whole stand-in as one unit: its headers take longer to compile than the rest, so they are compiled only once. */
 
 #include "driver.cpp"
 #include "memory.cpp"

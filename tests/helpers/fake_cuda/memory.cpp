@@ -1,4 +1,4 @@
-/* Memory of the device and pinned memory of the host, each with addresses of its own for the device. */
+/* Memory of the GPU and pinned memory of the host; each has its own addresses on the GPU. */
 
 #include "fake.h"
 
@@ -11,7 +11,7 @@ using namespace fake;
 
 namespace fake {
 
-/* Far outside of what a process can address. */
+/* Far outside the addresses of a process. */
 static const uint64_t DEVICE_OFFSET = 1ULL << 60, MAPPED_OFFSET = 1ULL << 59;
 static const size_t GUARD_BYTES = 256;
 static const int GUARD = 0xCD, POISON = 0xAB;
@@ -64,13 +64,13 @@ static long free_bytes() {
     return bytes;
 }
 
-/* The driver would wait for what is in use. */
+/* The driver would wait until the memory is not in use. */
 static void check(const Block &block) {
     if (any_busy()) fault("memory was freed while a stream was busy");
     if (!block.whole()) fault("something was written past the end of memory, or before it");
 }
 
-/* Whether all pages are there and may be written: others cannot be pinned without a flag that nobody gives. */
+/* Whether all pages exist and are writable: others cannot be pinned without a flag that nobody passes. */
 static bool writable(const void *address, size_t size) {
     std::ifstream maps("/proc/self/maps");
     uint64_t next = (uint64_t)address, end = next + size;

@@ -30,7 +30,7 @@ static void wait_for_room(Call &call, Stream &stream) {
     state.changed.wait(call.lock, [&] { return !most || (long)stream.queue.size() < most; });
 }
 
-/* What a kernel sees of mapped memory where the host's writes do not reach it: a copy. What it writes arrives later. */
+/* A copy of mapped memory, for a kernel that does not see the host's writes. The kernel's own writes arrive later. */
 struct Blinders {
     struct Copies {
         std::vector<char> before, now;
@@ -49,7 +49,7 @@ struct Blinders {
     }
 };
 
-/* The driver keeps a graph's kernels by the code they were loaded with, so that must still be there. */
+/* The driver refers to a graph's kernels in the module they were loaded with, so the module must still be loaded. */
 int run(const Launch &launch) {
     std::vector<std::shared_ptr<Block>> keep;
     std::vector<void *> addresses, params;

@@ -31,7 +31,7 @@ static void delay(Stream &stream) {
     if (stream.delay_us) usleep(rand_r(&stream.seed) % (stream.delay_us + 1));
 }
 
-/* After an error nothing runs any more, and everybody who waits is told. */
+/* After an error nothing runs any more, and every wait returns the error. */
 static void work(Stream *stream) {
     std::unique_lock<std::mutex> lock(state.mutex);
     while (true) {
@@ -71,7 +71,7 @@ void finish(Call &call, Stream &stream) {
     call.lock.lock();
 }
 
-/* Bytes inside of a block, which is kept until they were copied. */
+/* Bytes inside a block of memory, which is kept until they are copied. */
 struct Place {
     std::shared_ptr<Block> block;
     char *bytes;
@@ -110,7 +110,7 @@ void enqueue_record(Stream &stream, std::shared_ptr<Event> event) {
     });
 }
 
-/* Whether nobody has to wait for an event any more. */
+/* Whether an event has happened, so that nothing has to wait for it. */
 static bool reached(const Event &event, long ticket) { return event.done >= ticket || state.sticky; }
 
 }  // namespace fake

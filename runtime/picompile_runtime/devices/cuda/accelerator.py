@@ -59,7 +59,7 @@ class BoundGraphs:
 
 
 class CudaAccelerator:
-    """The GPU that CUDA programs use by default. A `HotDevice`: one thread at a time, but it need not be the same.
+    """The GPU that CUDA programs use by default, as an `Accelerator`. Different threads may use it, one at a time.
 
     Raises NoGpuError where there is no driver, no GPU, or one that cannot run the images.
     """
