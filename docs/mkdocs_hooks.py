@@ -31,13 +31,11 @@ _TITLE = re.compile(r'^```(\w+) title="([^"]+)"$', re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add the decisions to the navigation; those of one file while there is no folder of them."""
+    """Add the architecture decision records to the navigation."""
     folder = ROOT / "docs" / "adr"
     pages = [f"adr/{path.name}" for path in sorted(folder.glob("[0-9]*.md"))]
     if (folder / "README.md").exists():
         pages.insert(0, "adr/README.md")
-    if (ROOT / "docs" / "decisions.md").exists():
-        pages.append("decisions.md")
     if pages and config.nav is not None:
         config.nav.insert(-1, {"Decisions": pages})
     return config

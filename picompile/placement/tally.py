@@ -4,7 +4,7 @@ Every packed tensor belongs to the first call of a decoded token that reads it, 
 place: what is behind the feed-forward block of one layer, up to and with that of the next, is the next one's.
 
 A program to tally (`TalliedProgram`) comes from a graph that is lowered as for an artifact (`counting.py`), or from the
-numbers of a config.json alone (`shape_program.py`).
+numbers of a config.json alone (`shape_graph.py`).
 """
 
 from bisect import bisect_left

@@ -1,6 +1,6 @@
 """From matplotlib to a picture inside an HTML page: SVG whose colours, fonts and titles are the page's.
 
-matplotlib draws with stand-in colours. In the SVG each becomes a CSS variable of `page.css`, so that a picture follows
+matplotlib draws with stand-in colours. In the SVG each becomes a CSS variable of `report.css`, so that a picture follows
 the reader's light or dark mode. The same figure gives the same bytes: no dates, no random ids.
 """
 
