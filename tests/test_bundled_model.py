@@ -74,7 +74,7 @@ def test_it_has_learned_and_is_sparse(artifact: Path) -> None:
     text = (Path(__file__).parent / "data" / "heldout.txt").read_text(encoding="utf-8")
     ids = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json")).encode(text).ids
     with picompile_runtime.load(artifact, threads=2) as engine:
-        result = picompile_runtime.bench.perplexity(engine, ids[:4096])
+        result = picompile_runtime.perplexity(engine, ids[:4096])
         _greedy(engine, ids[:100])
         shares = [block.fired_share for block in engine.firing()]
     assert result.perplexity < 30

@@ -32,7 +32,7 @@ from helpers.hybrid import (
     shares_of,
 )
 from helpers.support import BUNDLED_MODEL
-from picompile.artifact import code as hot_device
+from picompile import compile_lower
 from picompile.choices import CHUNK
 from picompile.compile import compile_model
 from picompile.config import CompileOptions
@@ -209,7 +209,7 @@ def test_placements(
     name: str, placement: str, captured: Capture, naps: Naps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As plans have them: what is not hot is on either side."""
-    monkeypatch.setattr(hot_device, "placement", lambda plan, layers: PLACEMENTS[placement])
+    monkeypatch.setattr(compile_lower, "_placement", lambda plan, layers: PLACEMENTS[placement])
     model = captured(name)
     hot = hot_sets(model.facts.ffn, (0.1, 0.9), np.random.default_rng(8))
     pair = compile_pair(model, tmp_path, quant="f16", hot=hot)
@@ -218,7 +218,7 @@ def test_placements(
 
 def test_nothing_on_the_device(captured: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan may leave nothing to it: then the artifact is one for the host, which takes all threads."""
-    monkeypatch.setattr(hot_device, "placement", lambda plan, layers: ON_HOST)
+    monkeypatch.setattr(compile_lower, "_placement", lambda plan, layers: ON_HOST)
     pair = compile_pair(captured("llama-relu"), tmp_path, quant="f16", hot={0: (), 1: ()})
     manifest = json.loads((pair.hybrid / "manifest.json").read_text())
     assert "hot_device" not in manifest
@@ -247,7 +247,7 @@ def test_caches_of_both_sides_are_copied_and_rewound(
     captured: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One layer's cache is on the device, the other's on the host; neither has anything of what was not copied."""
-    monkeypatch.setattr(hot_device, "placement", lambda plan, layers: Placement(caches=frozenset({1})))
+    monkeypatch.setattr(compile_lower, "_placement", lambda plan, layers: Placement(caches=frozenset({1})))
     model, ids = captured("llama-relu"), random_ids(503, 5)
     pair = compile_pair(model, tmp_path, quant="f16", hot={0: range(20)}, sequences=SEQUENCES)
     with picompile_runtime.load(pair.apart) as apart, picompile_runtime.load(pair.hybrid, threads=2) as engine:

@@ -84,10 +84,10 @@ def test_what_the_highest_do_not_decide_is_chosen_from_all(hybrid: Engine, asked
 
 def check_scores(scores: Scores, logits: np.ndarray) -> None:
     """The bits of `logits`, and the highest of them."""
-    assert scores.leading is not None
+    assert scores.top_logits is not None
     ids = np.lexsort((np.arange(VOCAB), -logits))[:COUNT]
-    assert scores.leading.ids.tolist() == ids.tolist()
-    assert scores.leading.scores.tobytes() == logits[ids].tobytes()
+    assert scores.top_logits.ids.tolist() == ids.tolist()
+    assert scores.top_logits.scores.tobytes() == logits[ids].tobytes()
     assert scores.logits().tobytes() == logits.tobytes()
 
 
@@ -102,7 +102,7 @@ def test_scores_of_every_kind_of_step(hybrid: Engine) -> None:
         def keep(made: Scores | np.ndarray) -> None:
             if isinstance(made, Scores):
                 all_of = made.logits()
-                made = Scores(lambda: all_of, made.leading)
+                made = Scores(lambda: all_of, made.top_logits)
             found.append(made)
 
         def batch(tokens: Sequence[int], slots: Sequence[int]) -> None:
@@ -127,7 +127,7 @@ def test_scores_of_every_kind_of_step(hybrid: Engine) -> None:
 def test_on_the_host_alone_all_logits_are_there(host_artifact: Path) -> None:
     with load(host_artifact, threads=1) as engine:
         scores = engine.read(PROMPT)
-        assert scores.leading is None
+        assert scores.top_logits is None
         assert np.array_equal(scores.logits(), (engine.reset(), engine.prefill(PROMPT))[1])
 
 

@@ -37,7 +37,14 @@ __all__ = ["fake_cuda", "fake_library", "gpu_pack", "kernels"]
 
 DOCUMENT = ROOT / "docs" / "gpu_first_run.md"
 # On the side of the GPU there are these and nothing of picompile but its runtime, and of its passes the dialect.
-THERE = {"picompile_runtime", "picompile_passes.dialect", "numpy", "torch", *sys.stdlib_module_names}
+THERE = {
+    "picompile_runtime",
+    "picompile_passes.dialect",
+    "picompile_passes.weight_formats",
+    "numpy",
+    "torch",
+    *sys.stdlib_module_names,
+}
 OF_THE_PACK = ("_gpu_cases", "_gpu_models", "_gpu_split", "_gpu_pack_bundled")
 
 

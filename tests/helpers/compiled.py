@@ -23,7 +23,7 @@ def compile_once(output: Path, parts: Iterable[str | Path], compile: Callable[[P
     if shared is None:
         compile(output)
         return
-    kept = Path(shared) / _key(parts)
+    kept = Path(shared) / _key((*parts, output.name))
     kept.mkdir(parents=True, exist_ok=True)
     with (kept / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
