@@ -1,7 +1,7 @@
 """From matplotlib to a picture inside an HTML page: SVG whose colours, fonts and titles are the page's.
 
-matplotlib draws with stand-in colours. In the SVG each becomes a CSS variable of `report.css`, so that a picture follows
-the reader's light or dark mode. The same figure gives the same bytes: no dates, no random ids.
+matplotlib draws with stand-in colours. In the SVG each becomes a CSS variable of `report.css`, so that a picture
+follows the reader's light or dark mode. The same figure gives the same bytes: no dates, no random ids.
 """
 
 import io

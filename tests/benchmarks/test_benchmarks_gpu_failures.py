@@ -109,7 +109,7 @@ def test_a_kernel_that_never_ends(broken_pack: MakePack, fake_library: Path, tmp
     assert [label for label, (is_right, _) in reasons.items() if is_right] == [case.label for case in CASES[:4]]
     assert reasons["norm"] == (None, LATE) and reasons["leading"] == (None, "was not come to")
     (row,) = (row for row in results["kernels"] if row["label"] == "norm")
-    assert "device.py" in row["traceback"] and "in wait" in row["traceback"]
+    assert "accelerator.py" in row["traceback"] and "in wait" in row["traceback"]
     assert all(row["reason"] == "was not come to" for row in results["models"])
     assert "kernels equal eager PyTorch | within 1e-3 |" in ended.stdout
     assert "| norm | " in ended.stdout and LATE in ended.stdout
