@@ -35,9 +35,6 @@ demo: $(VENV)/.installed
 	$(BIN)/picompile inspect build/tiny-reglu
 	$(BIN)/picompile run build/tiny-reglu -p "$(PROMPT)" -n 160 --echo --temp 0.5 --top-p 0.9 --repetition-penalty 1.1 --seed 1
 
-test: lint
-	$(BIN)/pytest -n $(JOBS) --dist worksteal
-
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

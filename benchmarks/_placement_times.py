@@ -19,12 +19,12 @@ from picompile.placement import policies
 from picompile.placement.counting import shape_bytes
 from picompile.placement.firing import firing_of_curve
 from picompile.placement.machine import machine_of
-from picompile.placement.packing import Packing
+from picompile.placement.model_bytes import Packing
 from picompile.placement.planning import OBJECTIVES
 from picompile.placement.problem import PlacementTask, dense_first, impact_problem, latency_problem
 from picompile.placement.solver import solve
 from picompile.placement.times import group_count
-from picompile.synth.named import find_config
+from picompile.synth.shapes import find_config
 
 # Shape, firing curve, how many times in a row; the first three are those of the direct program.
 SIZES = (

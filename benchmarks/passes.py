@@ -17,10 +17,10 @@ import time
 def measure(shape: str, layers: int) -> dict[str, object]:
     """One run in this process."""
     start = time.perf_counter()
-    from picompile.compile_passes import pipeline_passes
+    from picompile.compile_steps import pipeline_passes
     from picompile.config import CompileOptions
     from picompile.frontend import capture_config
-    from picompile.synth.named import find_shape
+    from picompile.synth.shapes import find_shape
     from picompile_passes.base import Pass
     from picompile_passes.pipeline import Pipeline, Timings, each, verifying
 

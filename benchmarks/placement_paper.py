@@ -23,11 +23,10 @@ from picompile.placement import policies
 from picompile.placement.counting import shape_bytes
 from picompile.placement.firing import Firing, firing_of_curve
 from picompile.placement.machine import Machine, machine_of
-from picompile.placement.model_bytes import ModelBytes
-from picompile.placement.packing import Packing
+from picompile.placement.model_bytes import ModelBytes, Packing
 from picompile.placement.problem import PlacementProblem, PlacementTask, StagePlace, evaluate, latency_problem
 from picompile.placement.solver import solve
-from picompile.synth.named import find_config
+from picompile.synth.shapes import find_config
 
 CONTEXT, TOKENS = 2048, 320
 FREE_BYTES = 512 * 2**20

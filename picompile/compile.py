@@ -25,10 +25,17 @@ from typing import TYPE_CHECKING
 
 from picompile.artifact.code import accelerator_target, planned_code
 from picompile.artifact.writer import ArtifactContents, WrittenArtifact, make_room, record_accuracy, write_artifact
-from picompile.compile_accuracy import check_accuracy, require_checkable
-from picompile.compile_lower import lower_for, say_if_large
-from picompile.compile_passes import compilation_passes, pipeline_passes
-from picompile.compile_plan import check_checkpoint, check_given_plan, place_neurons
+from picompile.compile_steps import (
+    check_accuracy,
+    check_checkpoint,
+    check_given_plan,
+    compilation_passes,
+    lower_for,
+    pipeline_passes,
+    place_neurons,
+    require_checkable,
+    say_if_large,
+)
 from picompile.config import CompileConfig, CompileOptions, cache_context, resolve
 from picompile.errors import AccuracyError
 from picompile.output import reserve

@@ -1,10 +1,13 @@
-"""Steps that every compilation takes, each shown as progress: capture a model, run passes on its graph, lower it."""
+"""Steps that every compilation takes, each shown as progress, and the shortest compilation that is made of them."""
 
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from picompile.artifact.code import planned_code
+from picompile.artifact.writer import ArtifactContents, make_room, write_artifact
+from picompile.choices import CHUNK, KV_DTYPES, default_kv_dtype
 from picompile.progress import Progress
 
 if TYPE_CHECKING:
@@ -14,6 +17,9 @@ if TYPE_CHECKING:
     from picompile_codegen.lowering.function import LowerOptions
     from picompile_codegen.lowering.lower import Lowered
     from picompile_passes.base import Pass
+
+
+# Steps that every compilation takes, each shown as progress: capture a model, run passes on its graph, lower it.
 
 
 def capture_model(model: Path, progress: Progress) -> "Captured":
@@ -65,3 +71,39 @@ def lower_graph(graph_module: "GraphModule", options: "LowerOptions", progress: 
 
     with progress.step("lower"):
         return lower(graph_module, options)
+
+
+# Compiling a checkpoint as it is, for this machine's processor: no plan, no predictor that is trained, no options.
+#
+# Profiling compiles a model in this way, to have it write text.
+
+
+_TARGET = "cpu"
+_QUANT = "f16"
+
+
+def compile_lossless(model: Path, output: Path, context: int, progress: Progress) -> None:
+    """Compile the checkpoint folder `model` into the new folder `output`, in f16, with a cache of `context` tokens.
+
+    Raises:
+        UnsupportedModelError: the model cannot be compiled.
+        DoesNotFitError: the disk cannot hold the artifact.
+        MachineError, ToolchainError: no code can be made on this machine.
+    """
+    from picompile_codegen.lowering.function import LowerOptions
+    from picompile_codegen.lowering.placement import Placement
+    from picompile_passes.passes.canonicalize import CANONICALIZE
+    from picompile_passes.passes.insert_predictors import InsertPredictors
+    from picompile_passes.passes.partition import Partition
+    from picompile_passes.passes.quantize import Quantize
+
+    code = planned_code(_TARGET)
+    captured = capture_model(model, progress)
+    passes = [*CANONICALIZE, InsertPredictors("auto"), Partition({}), Quantize(_QUANT)]
+    graph_module = run_passes(captured, passes, progress, verify=False)
+    kv_dtype = KV_DTYPES[default_kv_dtype(captured.facts.activation)]
+    options = LowerOptions(context, CHUNK, kv_dtype, 1, None, Placement.all_of(captured.facts.layers))
+    lowered = lower_graph(graph_module, options, progress)
+    make_room(output, lowered)
+    contents = ArtifactContents(captured, model, _TARGET, _QUANT, code, None, graph_module, lowered, captured.weights)
+    write_artifact(contents, output, progress)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from helpers.families import build, save
-from picompile.compile_passes import pipeline_passes
+from picompile.compile_steps import pipeline_passes
 from picompile.config import CompileOptions
 from picompile.frontend import load_model
 from picompile.progress import NoProgress

@@ -11,8 +11,7 @@ import picompile_runtime
 from picompile.artifact.files import check_disk
 from picompile.choices import MOST_SEQUENCES
 from picompile.compile import compile_model
-from picompile.compile_lower import say_if_large
-from picompile.compile_passes import pipeline_passes
+from picompile.compile_steps import pipeline_passes, say_if_large
 from picompile.config import CompileOptions
 from picompile.errors import DoesNotFitError, TargetError, UnsupportedModelError, UsageError
 from picompile.frontend import capture_module

@@ -32,7 +32,7 @@ from helpers.hybrid import (
     shares_of,
 )
 from helpers.support import BUNDLED_MODEL
-from picompile import compile_lower
+from picompile import compile_steps as compile_lower
 from picompile.choices import CHUNK
 from picompile.compile import compile_model
 from picompile.config import CompileOptions

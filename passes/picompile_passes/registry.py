@@ -1,19 +1,151 @@
-"""Passes by name: our own, and those that installed packages offer in the entry-point group `picompile.passes`.
+"""Passes by name and as text: our own, and those of installed packages (entry-point group `picompile.passes`)."""
 
-Nothing is imported before it is asked for. An entry point's name must be the `name` of the pass class it leads to.
-"""
-
+import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from picompile_passes.base import Pass
 from picompile_passes.errors import PassOptionError, RegistryError
-from picompile_passes.options import construct, split_pass
 from picompile_passes.passes import BUILTIN
+
+# A pass as text: `name{key=value,key2=value}`.
+#
+# The keys are the fields of the pass, with `-` or `_`; commas inside parentheses or quotes belong to the value. Fields
+# of type `str`, `int`, `float`, `bool`, `tuple[T, ...]` and `Sequence[T]`, written `(a,b)`, and `Mapping[K, T]`,
+# written `(k:a,l:b)`, can be given as text; others only in Python.
+
+
+_FORM = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)(\{(?P<options>.*)\})?", re.DOTALL)
+_QUOTES = "'\""
+_BOOLS = {"true": True, "false": False}
+
+
+def split_pass(text: str) -> tuple[str, dict[str, str]]:
+    """The name in `text` and its options, values still text. Raises `PassOptionError` where the form is not kept."""
+    match = _FORM.fullmatch(text.strip())
+    if match is None:
+        raise PassOptionError(f"a pass is written name or name{{option=value,...}}, not {text!r}")
+    options: dict[str, str] = {}
+    for part in _split_commas(match["options"] or ""):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not key or not equals:
+            raise PassOptionError(f"an option is written name=value, not {part.strip()!r}, in {text!r}")
+        key = key.replace("-", "_")
+        if key in options:
+            raise PassOptionError(f"option {key} is given twice in {text!r}")
+        options[key] = value
+    return match["name"], options
+
+
+def construct(name: str, pass_class: Callable[..., Any], options: dict[str, str]) -> Any:
+    """Makes an instance of the dataclass `pass_class`, its fields read from the texts of `options`.
+
+    Raises `PassOptionError` for an option it does not have, or cannot take the text as.
+    """
+    declared = [field for field in dataclasses.fields(pass_class) if field.init]  # type: ignore[arg-type]
+    fields = {field.name for field in declared}
+    types = typing.get_type_hints(pass_class)
+    values = {}
+    for key, text in options.items():
+        if key not in fields:
+            known = ", ".join(sorted(fields)) or "none"
+            raise PassOptionError(f"pass {name} has no option {key}; its options: {known}")
+        try:
+            values[key] = _read(types[key], text)
+        except ValueError as error:
+            raise PassOptionError(f"option {key} of pass {name}: {error}") from error
+    missing = [field.name for field in declared if _is_required(field) and field.name not in values]
+    if missing:
+        raise PassOptionError(f"pass {name} needs the option {missing[0]}: {name}{{{missing[0]}=...}}")
+    try:
+        return pass_class(**values)
+    except TypeError as error:
+        raise PassOptionError(f"pass {name}: {error}") from error
+
+
+def _is_required(field: "dataclasses.Field[Any]") -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _read(kind: Any, text: str) -> Any:
+    origin = typing.get_origin(kind) or kind
+    if origin in (tuple, Sequence):
+        return _read_tuple(kind, text)
+    if origin in (dict, Mapping):
+        return _read_mapping(kind, text)
+    if kind is bool:
+        if text.lower() not in _BOOLS:
+            raise ValueError(f"{text!r} is neither true nor false")
+        return _BOOLS[text.lower()]
+    if kind is str:
+        return _unquote(text)
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not {'a whole number' if kind is int else 'a number'}") from None
+    raise ValueError("it cannot be given as text, only in Python")
+
+
+def _read_tuple(kind: Any, text: str) -> tuple[Any, ...]:
+    if not (text.startswith("(") and text.endswith(")")):
+        raise ValueError(f"{text!r} is not a list in parentheses")
+    item, *rest = typing.get_args(kind) or (str, ...)
+    if rest not in ([...], []) or (not rest and typing.get_origin(kind) is tuple):
+        raise ValueError("it cannot be given as text, only in Python")
+    # A comma may end the list, as in Python.
+    return tuple(_read(item, part.strip()) for part in _split_commas(text[1:-1].strip().removesuffix(",")))
+
+
+def _read_mapping(kind: Any, text: str) -> dict[Any, Any]:
+    if not (text.startswith("(") and text.endswith(")")):
+        raise ValueError(f"{text!r} is not a list of key:value in parentheses")
+    key_kind, value_kind = typing.get_args(kind) or (str, str)
+    values: dict[Any, Any] = {}
+    for part in _split_commas(text[1:-1]):
+        key, colon, value = (piece.strip() for piece in part.partition(":"))
+        if not colon:
+            raise ValueError(f"{part.strip()!r} is not written key:value")
+        number = _read(key_kind, key)
+        if number in values:
+            raise ValueError(f"{key} is given twice")
+        values[number] = _read(value_kind, value)
+    return values
+
+
+def _split_commas(text: str) -> list[str]:
+    """The parts of `text` between commas that lie in no parentheses and no quotes. A blank text has no parts."""
+    parts, depth, quote, start = [], 0, "", 0
+    for position, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in _QUOTES:
+            quote = character
+        elif character in "()":
+            depth += 1 if character == "(" else -1
+        elif character == "," and depth == 0:
+            parts.append(text[start:position])
+            start = position + 1
+    if depth or quote:
+        raise PassOptionError(f"a {'quote' if quote else 'parenthesis'} is not closed in {text!r}")
+    return [*parts, text[start:]] if text.strip() else []
+
+
+def _unquote(text: str) -> str:
+    quoted = len(text) >= 2 and text[0] in _QUOTES and text[-1] == text[0]
+    return text[1:-1] if quoted else text
+
+
+# Passes by name: our own, and those that installed packages offer in the entry-point group `picompile.passes`.
+#
+# Nothing is imported before it is asked for. An entry point's name must be the `name` of the pass class it leads to.
+
 
 ENTRY_POINT_GROUP = "picompile.passes"
 

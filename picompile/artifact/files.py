@@ -18,9 +18,8 @@ import torch
 
 from picompile.artifact.reuse import FileRange
 from picompile.errors import UsageError
-from picompile.output.checks import holds_something, require_disk_space, require_parent_folder
-from picompile.output.files import json_bytes
-from picompile.output.safetensors_file import safetensors_header
+from picompile.output.files import json_bytes, safetensors_header
+from picompile.output.place import holds_something, require_disk_space, require_parent_folder
 from picompile_codegen.lowering.packing import Evaluate, PackedTensor
 from picompile_codegen.lowering.program import tensor_bytes
 

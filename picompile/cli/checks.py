@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from picompile.errors import DoesNotFitError, UsageError
 from picompile.output import DISK_FULL, parents_of, writing_file
-from picompile.output.checks import existing_ancestor, require_folder_or_nothing
+from picompile.output.place import existing_ancestor, require_folder_or_nothing
 
 if TYPE_CHECKING:
     from picompile_runtime.bench.trace import TracedStep

@@ -55,7 +55,7 @@ def check_model_options(options: ModelOptions) -> None:
     if options.source is not None and not options.is_profile:
         require_model_folder(options.source)
 
-    from picompile.placement.packing import Packing
+    from picompile.placement.model_bytes import Packing
 
     # Here for its checks alone: what is not known yet is valid.
     Packing(options.quant, options.predictor or "auto", options.context or 1, options.batch, options.kv_dtype)

@@ -7,13 +7,19 @@
 from typing import TYPE_CHECKING
 
 from picompile.lazy import lazy
-from picompile.machine.table import LAUNCH_S, LOCAL, NATIVE, SYNC_S, TARGETS, Target, pcie_bytes_per_s
 from picompile.machine.targets import (
+    LAUNCH_S,
+    LOCAL,
+    NATIVE,
+    SYNC_S,
+    TARGETS,
+    Target,
     find_compiled_targets,
     find_native_target,
     find_row,
     gpu_of,
     native_target,
+    pcie_bytes_per_s,
     target_names,
 )
 

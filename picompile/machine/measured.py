@@ -17,8 +17,7 @@ from typing import Any
 from picompile.errors import PicompileError
 from picompile.machine.gpu import GpuName, GpuSpeed, find_gpu, measure_gpu
 from picompile.machine.host import Host, cpu_name, host_memory, measure_host
-from picompile.machine.table import LAUNCH_S, LOCAL, TARGETS, Target
-from picompile.machine.targets import find_row
+from picompile.machine.targets import LAUNCH_S, LOCAL, TARGETS, Target, find_row
 from picompile.output import writing_file
 from picompile_runtime import ArtifactError
 from picompile_runtime.artifact.fields import Fields, parse_object

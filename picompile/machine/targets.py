@@ -1,7 +1,241 @@
-"""Looking targets up in the table, by name and by what this machine's processor can run. Measures nothing."""
+"""The table of targets, and lookups in it by name and by what this machine's processor can run. Measures nothing."""
+
+from dataclasses import dataclass
 
 from picompile.errors import TargetError
-from picompile.machine.table import LOCAL, NATIVE, TARGETS, Target
+
+# The machines that picompile knows, one row each, with figures from datasheets.
+
+
+# Names beside those of the rows: this machine as measured, and the best row that this machine's processor can run.
+LOCAL = "local"
+NATIVE = "native"
+
+# One exchange between GPU and CPU: a copy down and a copy up of one vector. A copy costs 6 to 7 µs beside its bytes,
+# says https://github.com/NVIDIA/gdrcopy; arXiv 2602.21548 measured 5 to 7 µs. Nearly all of it is the driver's, so all
+# slots have one figure. That is from the start of each copy to its end, as operations of a stream; compiled programs
+# have a kernel in the place of each, whose launches are therefore part of this figure. An assumption for every row but
+# `local`, which is measured.
+SYNC_S = 14e-6
+
+# One launch in a CUDA graph, beside the bytes that it reads. Between kernels that do nothing pass 1.3 µs on an H100
+# (https://hazyresearch.stanford.edu/blog/2025-05-27-no-bubbles) and 0.8 µs on a B200 (arXiv 2512.22219). To that come
+# the first reads of a kernel, which wait for memory, and its last blocks, which leave the others idle: more than 1 µs
+# by our estimate, so that it is 2.5 µs in all. An assumption for every row, `local` too: nothing measures it.
+LAUNCH_S = 2.5e-6
+
+# Transfers per second and lane, of which 128 of 130 bits are data. (PCIe 3.0, 4.0 and 5.0, base specifications.)
+_PCIE_TRANSFERS_PER_S = {3: 8e9, 4: 16e9, 5: 32e9}
+
+# The instruction sets that code is made for are those of picompile_codegen.build.isa, which is not imported here: a
+# command
+# that only runs models loads no compiler.
+_CPU_FEATURES = ("abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe")
+# What the host of a GPU gets: people whose processor has AVX-512 need not ask for it.
+_HOST_ISAS = ("x86-64-v4-vnni", "x86-64-v3")
+_AVX512_FEATURES = (*_CPU_FEATURES, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine to plan or to compile for: a processor, and a GPU where `vram_bytes` is not 0.
+
+    `machine` and `features` are the processor's; `features` are what compiled code needs at least, as the kernel names
+    them in /proc/cpuinfo. `sm` is the GPU's compute capability times ten, None without a GPU. `vram_bytes`
+    is the size it is sold with, of which the driver keeps some percent. `gpu_bytes_per_s` is what its memory reads at
+    best, `pcie_bytes_per_s` what its slot carries at best in each direction; both are theoretical but for `local`.
+    `sync_s` is one exchange of a vector between GPU and CPU, down and up, with what sends and what receives; `launch_s`
+    is what a launch costs beside the bytes that it reads, in a CUDA graph. `source` is where memory and slot were
+    looked up. Host memory is not here: a GPU's name doesn't say it.
+
+    `isas` are the instruction sets that code is made for, best first; machines without any can only be planned for.
+    """
+
+    name: str
+    description: str
+    machine: str
+    features: tuple[str, ...]
+    sm: int | None = None
+    vram_bytes: int = 0
+    gpu_bytes_per_s: float = 0.0
+    pcie_bytes_per_s: float = 0.0
+    sync_s: float = 0.0
+    launch_s: float = 0.0
+    source: str = ""
+    isas: tuple[str, ...] = ()
+
+    @property
+    def compiles(self) -> bool:
+        """Whether this version makes code for it."""
+        return bool(self.isas)
+
+
+def pcie_bytes_per_s(generation: int, lanes: int) -> float:
+    """What a slot carries in each direction, without the overhead of packets: 31.5 GB/s for PCIe 4.0 x16."""
+    return _PCIE_TRANSFERS_PER_S[generation] * lanes * 128 / 130 / 8
+
+
+def _gpu(
+    name: str,
+    description: str,
+    *,
+    sm: int,
+    vram_gib: int,
+    bus_bits: int,
+    pin_bits_per_s: float,
+    pcie: tuple[int, int],
+    source: str,
+) -> Target:
+    """A row from what datasheets have: width of the memory bus, data rate of each of its pins, generation and lanes."""
+    return Target(
+        name,
+        description,
+        machine="x86_64",
+        features=_CPU_FEATURES,
+        sm=sm,
+        vram_bytes=vram_gib * 2**30,
+        gpu_bytes_per_s=bus_bits * pin_bits_per_s / 8,
+        pcie_bytes_per_s=pcie_bytes_per_s(*pcie),
+        sync_s=SYNC_S,
+        launch_s=LAUNCH_S,
+        source=source,
+        isas=_HOST_ISAS,
+    )
+
+
+def _cpu(name: str, description: str, features: tuple[str, ...], *isas: str) -> Target:
+    return Target(name, description, "x86_64", features, isas=isas)
+
+
+# Compute capabilities: https://developer.nvidia.com/cuda-gpus
+_ROWS = (
+    _cpu("cpu", "x86-64-v3 and v4 VNNI", _CPU_FEATURES, *_HOST_ISAS),
+    _cpu("cpu-avx2", "x86-64-v3: AVX2", _CPU_FEATURES, "x86-64-v3"),
+    _cpu("cpu-avx512", "x86-64-v4: AVX-512", _AVX512_FEATURES, "x86-64-v4"),
+    _cpu("cpu-avx512-vnni", "x86-64-v4 and VNNI", (*_AVX512_FEATURES, "avx512_vnni"), "x86-64-v4-vnni"),
+    Target(
+        "cpu-arm64",
+        "AArch64, dot products",
+        "aarch64",
+        ("asimd", "asimddp", "asimdhp", "fphp"),
+        isas=("aarch64-dotprod",),
+    ),
+    _gpu(
+        "2080ti",
+        "GeForce RTX 2080 Ti",
+        sm=75,
+        vram_gib=11,
+        bus_bits=352,
+        pin_bits_per_s=14e9,
+        pcie=(3, 16),
+        source="https://gpu.spicedreamphone.com/ru/gpu/nvidia/geforce-rtx-2080-ti",
+    ),
+    _gpu(
+        "3060",
+        "GeForce RTX 3060",
+        sm=86,
+        vram_gib=12,
+        bus_bits=192,
+        pin_bits_per_s=15e9,
+        pcie=(4, 16),
+        source="https://cpu-gpu.alldbin.com/graphics-card-comparison/"
+        "GeForce-RTX-4090-and-GeForce-RTX-3060-12-GB-GA104-comparison.html",
+    ),
+    _gpu(
+        "3090",
+        "GeForce RTX 3090",
+        sm=86,
+        vram_gib=24,
+        bus_bits=384,
+        pin_bits_per_s=19.5e9,
+        pcie=(4, 16),
+        # What the driver itself reports.
+        source="https://gist.github.com/FabricatiDiem/fe0667aff7dc529a9b439112194f34b6",
+    ),
+    _gpu(
+        "4060",
+        "GeForce RTX 4060",
+        sm=89,
+        vram_gib=8,
+        bus_bits=128,
+        pin_bits_per_s=17e9,
+        # Eight lanes, and not sixteen:
+        # https://hardwareluxx.de/index.php/artikel/hardware/grafikkarten/61026-geforce-rtx-4060-ti-mit-8-gb-im-
+        # test.html
+        pcie=(4, 8),
+        source="https://fpsbench.com/compare/gpu/nvidia-geforce-rtx-4060-vs-nvidia-t600",
+    ),
+    _gpu(
+        "4070",
+        "GeForce RTX 4070",
+        sm=89,
+        vram_gib=12,
+        bus_bits=192,
+        pin_bits_per_s=21e9,
+        pcie=(4, 16),
+        source="https://cpu-gpu.alldbin.com/graphics-card-comparison/"
+        "GeForce-RTX-4070-and-UHD-Graphics-770-mobile-comparison.html",
+    ),
+    _gpu(
+        "4080",
+        "GeForce RTX 4080",
+        sm=89,
+        vram_gib=16,
+        bus_bits=256,
+        pin_bits_per_s=22.4e9,
+        # The slot: https://cputronic.com/gpu/nvidia-geforce-rtx-4080
+        pcie=(4, 16),
+        source="https://db.thegpu.guru/card/RTX%204080",
+    ),
+    _gpu(
+        "4090",
+        "GeForce RTX 4090",
+        sm=89,
+        vram_gib=24,
+        bus_bits=384,
+        pin_bits_per_s=21e9,
+        pcie=(4, 16),
+        source="https://cpu-gpu.alldbin.com/graphics-card-comparison/"
+        "GeForce-RTX-4090-and-GeForce-RTX-3060-12-GB-GA104-comparison.html",
+    ),
+    _gpu(
+        "5090",
+        "GeForce RTX 5090",
+        sm=120,
+        vram_gib=32,
+        bus_bits=512,
+        pin_bits_per_s=28e9,
+        pcie=(5, 16),
+        source="https://www.elprocus.com/nvidia-geforce-rtx-5090/",
+    ),
+    _gpu(
+        "a100",
+        "A100 SXM4",
+        sm=80,
+        vram_gib=80,
+        bus_bits=5120,
+        # https://www.svethardware.cz/nvidia-predstavila-akcelerator-a100-s-80-gb-rychle-pameti/55366
+        pin_bits_per_s=3.186e9,
+        pcie=(4, 16),
+        source="https://glennklockwood.com/garden/processors/A100",
+    ),
+    _gpu(
+        "h100",
+        "H100 SXM5",
+        sm=90,
+        vram_gib=80,
+        bus_bits=5120,
+        # No rate of a pin is published: that of the 3,350 GB/s which are.
+        pin_bits_per_s=3350e9 * 8 / 5120,
+        pcie=(5, 16),
+        source="https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html",
+    ),
+)
+
+TARGETS: dict[str, Target] = {target.name: target for target in _ROWS}
+
+
+# Looking targets up in the table, by name and by what this machine's processor can run. Measures nothing.
 
 
 def target_names() -> tuple[str, ...]:

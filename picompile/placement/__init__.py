@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from picompile.placement.counting import count_bytes, shape_bytes
     from picompile.placement.firing import Firing, LayerFiring, firing_of_curve, firing_of_profile
     from picompile.placement.machine import Machine, machine_of
-    from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
-    from picompile.placement.packing import Packing
+    from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes, Packing
     from picompile.placement.plan import MemoryRow, Plan, PlanLayer
     from picompile.placement.plan_file import read_plan, write_plan
     from picompile.placement.planning import PlanOptions, make_plan

@@ -12,8 +12,7 @@ from picompile.choices import KV_DTYPES, MOST_LAYERS, MOST_SEQUENCES, default_kv
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.placement.derived_bytes import derive_bytes
 from picompile.placement.firing import Firing
-from picompile.placement.model_bytes import ModelBytes
-from picompile.placement.packing import Packing
+from picompile.placement.model_bytes import ModelBytes, Packing
 from picompile.placement.shape_outline import outline_of_config
 from picompile.placement.tally import TalliedBlock, TalliedCall, TalliedProgram, tally
 from picompile_codegen.lowering.arena import align

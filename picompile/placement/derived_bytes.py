@@ -1,7 +1,4 @@
-"""Bytes and launches of a model that is known by its numbers alone: a plan of it needs no torch and no compiler.
-
-`tests/placement/test_shapes.py` holds the result to that of the captured and lowered graph, to the byte and launch.
-"""
+"""Bytes and launches of a model that is known by its numbers alone: a plan of it needs no torch and no compiler."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,14 +7,78 @@ from picompile.choices import KV_DTYPES, MOST_SEQUENCES
 from picompile.placement.firing import Firing, estimate_rank
 from picompile.placement.model_bytes import ModelBytes
 from picompile.placement.shape_buffers import workspace_bytes
-from picompile.placement.shape_graph import LEARNED, ShapeGraph, ShapePacking, shape_graph
-from picompile.placement.shape_launches import launches_of
+from picompile.placement.shape_graph import ITEM_BYTES, LEARNED, ShapeGraph, ShapeNode, ShapePacking, shape_graph
 from picompile.placement.shape_outline import ModelOutline
 from picompile.placement.tally import TalliedBlock, TalliedCall, TalliedProgram, tally
 from picompile_passes.silence import silences_neurons
 
 if TYPE_CHECKING:
-    from picompile.placement.packing import Packing
+    from picompile.placement.model_bytes import Packing
+
+
+# How many launches the CUDA kernels of a model are that is known by its numbers.
+#
+# The rules are those of `picompile_codegen.cuda`; `tests/placement/test_shapes.py` holds the launches to its kernels.
+
+
+# `cuda/attention_decode.py`: positions of a part of the context, a tile each, or several in long contexts; registers
+# for the queries of a block, of which there are eight at most. `cuda/attention_common.py`: elements of a query that a
+# thread has at once.
+_ATTENTION_TILE, _MOST_PARTS = 256, 64
+_QUERY_REGISTERS, _MOST_QUERIES, _UNIT_ELEMENTS, _UNIT_BYTES, _WARP = 64, 8, 8, 16, 32
+# `cuda/ffn_down.py`: tiles of a chunk's product with down, and slices of its neurons where tiles are few.
+_TILE_SIDE, _TILE_DEPTH = 64, 32
+_ENOUGH_TILES, _FEWEST_NEURONS, _MOST_SLICES = 256, 256, 8
+
+
+def launches_of(graph: ShapeGraph, node: ShapeNode, sequences: int) -> int:
+    """Return the launches of a node's kernel where `sequences` are decoded together."""
+    if node.op == "attention":
+        return _attention_launches(graph.outline, graph.packing.context, graph.packing.kv_dtype)
+    if node.op == "predict":
+        return 2 if graph.packing.predictor in LEARNED else 1
+    if node.op != "ffn":
+        return 1
+    if sequences == 1 or graph.packing.makes_mask:
+        # Groups of neurons, the rows of down of those that fired, and the sum of the slices.
+        return 3
+    return 2 + graph.outline.form.gated + _is_down_sliced(graph.outline, sequences)
+
+
+def _attention_launches(outline: ModelOutline, context: int, kv_dtype: str) -> int:
+    """One; one more that merges the parts of a long context, and one where several blocks wait for a new key."""
+    part_positions = _ATTENTION_TILE * _ceil_div(context, _ATTENTION_TILE * _MOST_PARTS)
+    group = outline.heads // outline.kv_heads
+    most = max(1, min(_MOST_QUERIES, group, _QUERY_REGISTERS // _query_registers(outline.head_dim, kv_dtype)))
+    queries = _ceil_div(group, _ceil_div(group, most))
+    return 1 + (context > part_positions) + (group > queries)
+
+
+def _query_registers(head_dim: int, kv_dtype: str) -> int:
+    """Registers that a thread needs for its share of a query."""
+    size, item_bytes = 1, ITEM_BYTES[kv_dtype]
+    while not head_dim % (2 * size) and 2 * size <= min(_UNIT_ELEMENTS, _UNIT_BYTES // item_bytes):
+        size *= 2
+    units = head_dim // size
+    return _ceil_div(units, min(_WARP, 1 << (units - 1).bit_length())) * size
+
+
+def _is_down_sliced(outline: ModelOutline, rows: int) -> bool:
+    """Whether the product of several tokens with down is cut into slices of neurons, which a launch adds up."""
+    tiles = _ceil_div(rows, _TILE_SIDE) * _ceil_div(outline.hidden, _TILE_SIDE)
+    wanted = min(_ceil_div(_ENOUGH_TILES, tiles), _ceil_div(outline.neurons, _FEWEST_NEURONS), _MOST_SLICES)
+    of_slice = _ceil_div(_ceil_div(outline.neurons, wanted), _TILE_DEPTH) * _TILE_DEPTH
+    return outline.neurons > of_slice
+
+
+def _ceil_div(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+# Bytes and launches of a model that is known by its numbers alone: a plan of it needs no torch and no compiler.
+#
+# `tests/placement/test_shapes.py` holds the result to that of the captured and lowered graph, to the byte and launch.
+
 
 # The kinds whose tensors and kernels are modelled here; those of plug-ins are lowered.
 DERIVED_PREDICTORS = ("exact", "none", *LEARNED, "sign")

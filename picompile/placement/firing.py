@@ -59,8 +59,7 @@ def estimate_rank(hidden: int, neurons: int, layer_parameters: float, firing: Fi
     no more than what fits training's budget: a share of the parameters of the model, here of `layer_parameters`, which
     are a layer's with its part of the rest. Without `firing`, the budget decides.
     """
-    from picompile.predictors.train.options import TrainOptions
-    from picompile.predictors.train.ranks import round_rank, start_rank
+    from picompile.predictors.train.options import TrainOptions, round_rank, start_rank
 
     most = max(1, int((TrainOptions().budget * layer_parameters - neurons) // (hidden + neurons)))
     if firing is not None:

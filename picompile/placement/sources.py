@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from picompile.placement.firing import Firing
-    from picompile.placement.model_bytes import ModelBytes
-    from picompile.placement.packing import Packing
+    from picompile.placement.model_bytes import ModelBytes, Packing
     from picompile.predictors import Predictors
     from picompile.predictors.profile import Profile, ProfileOptions
     from picompile.predictors.store import BlockShape
@@ -238,7 +237,7 @@ def _firing(
 def _packing(options: ModelOptions, limit: object, activation: str) -> "Packing":
     """How the model is packed; `limit` is how many positions it has, where it has a limit."""
     from picompile.choices import resolve_context
-    from picompile.placement.packing import Packing
+    from picompile.placement.model_bytes import Packing
     from picompile_passes.silence import silences_neurons
 
     longest = limit if isinstance(limit, int) and limit > 0 else None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
 
 if TYPE_CHECKING:
-    from picompile.placement.packing import Packing
+    from picompile.placement.model_bytes import Packing
 
 _ELEMENT_BYTES = 4
 _MATRICES = ("decide_w", "neuron_w", "signs")

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING
 from picompile.lazy import lazy
 
 if TYPE_CHECKING:
-    from picompile.synth.named import SHAPES, find_config, find_shape
     from picompile.synth.network import SynthesizedFiring
-    from picompile.synth.shapes import ModelShape, shape_from_config
+    from picompile.synth.shapes import SHAPES, ModelShape, find_config, find_shape, shape_from_config
     from picompile.synth.synthesis import Synthesis, predictor_rank, synthesize
 
 __all__ = [
@@ -41,12 +40,12 @@ __all__ = [
 
 # Imported on first use: making a checkpoint needs torch, knowing its shape does not.
 _HOME = {
-    "SHAPES": "picompile.synth.named",
+    "SHAPES": "picompile.synth.shapes",
     "ModelShape": "picompile.synth.shapes",
     "Synthesis": "picompile.synth.synthesis",
     "SynthesizedFiring": "picompile.synth.network",
-    "find_config": "picompile.synth.named",
-    "find_shape": "picompile.synth.named",
+    "find_config": "picompile.synth.shapes",
+    "find_shape": "picompile.synth.shapes",
     "predictor_rank": "picompile.synth.synthesis",
     "shape_from_config": "picompile.synth.shapes",
     "synthesize": "picompile.synth.synthesis",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from picompile.synth import rates as firing_rates
 from picompile.synth.rates import SKEW
-from picompile.synth.recipe import Recipe
+from picompile.synth.writer import Recipe
 from picompile_passes.dialect.activations import parse_activation
 
 # Pooled samples that make a layer's quantile function; enough for tails of one in 100,000.

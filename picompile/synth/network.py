@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from picompile.synth.firing import Neurons, make_neurons, share_of_firings
-from picompile.synth.recipe import CONSTANT, Recipe
 from picompile.synth.tokens import Tokens, calibration_tokens
+from picompile.synth.writer import CONSTANT, Recipe
 from picompile_passes.dialect import ops
 
 # Energy that all attentions add to the stream, as a share of the embedding's.

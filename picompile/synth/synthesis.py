@@ -14,10 +14,20 @@ from picompile.output import reserve
 from picompile.progress import NoProgress, Progress
 from picompile.synth.firing import beta_rates
 from picompile.synth.network import SynthesizedFiring, make_network
-from picompile.synth.recipe import Recipe, balanced_signs, random_subspace
 from picompile.synth.shapes import ModelShape, tensor_shapes
 from picompile.synth.tokens import write_tokenizer
-from picompile.synth.writer import DTYPES, SHARD_BYTES, CheckpointWriter, Table, check_disk, check_free, table_bytes
+from picompile.synth.writer import (
+    DTYPES,
+    SHARD_BYTES,
+    CheckpointWriter,
+    Recipe,
+    Table,
+    balanced_signs,
+    check_disk,
+    check_free,
+    random_subspace,
+    table_bytes,
+)
 
 _CONFIG_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 

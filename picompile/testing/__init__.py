@@ -23,18 +23,19 @@ from picompile.testing.captured.style import CapturedStyle
 from picompile.testing.checking import PropertyError, check_pass, check_run
 from picompile.testing.equivalence import TOLERANCES, assert_equivalent, run, structure
 from picompile.testing.models import TestModel, configurations, make_model, models
-from picompile.testing.predictors import (
-    SKIPPING_KINDS,
-    TESTING_KINDS,
-    every_neuron,
-    skipping_predictors,
-    with_predictors,
-)
 from picompile.testing.properties import PROPERTIES
 from picompile.testing.shapes import LLAMA, OPT, GraphShape, build, shapes
 from picompile.testing.strategies import graphs, hot_sets, masks, partitions, pipelines, targets
 from picompile.testing.tasks import random_task, tasks
-from picompile.testing.weights import RandomWeights, random_weights
+from picompile.testing.weights import (
+    SKIPPING_KINDS,
+    TESTING_KINDS,
+    RandomWeights,
+    every_neuron,
+    random_weights,
+    skipping_predictors,
+    with_predictors,
+)
 
 __all__ = [
     "LLAMA",

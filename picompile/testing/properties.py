@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from picompile.testing.equivalence import assert_equivalent, structure
-from picompile.testing.predictors import every_neuron
-from picompile.testing.weights import neuron_rows
+from picompile.testing.weights import every_neuron, neuron_rows
 from picompile_passes.base import Effect, PassResult, Stage, copy_graph_module, set_stage, stage_of
 from picompile_passes.errors import PassesError, StageError, UnsupportedGraphError
 from picompile_passes.graph.dump import graph_text

@@ -11,8 +11,8 @@ from torch.fx import GraphModule
 
 from picompile.machine import TARGETS, Target
 from picompile.testing.captured.decoder import captured_decoders
-from picompile.testing.predictors import skipping_predictors
 from picompile.testing.shapes import build, shapes
+from picompile.testing.weights import skipping_predictors
 from picompile_passes.base import Pass, Stage, stage_of
 from picompile_passes.dialect import FORMATS, parse_activation
 from picompile_passes.graph.nodes import arguments, calls, has_real_data

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
         RequestError,
     )
     from picompile_runtime.sampling.generate import Generation, GenerationStats, generate
-    from picompile_runtime.sampling.sampler import Sampler, SamplingParams
-    from picompile_runtime.sampling.scores import Scores, TopScores
+    from picompile_runtime.sampling.sampler import Sampler, SamplingParams, Scores, TopScores
     from picompile_runtime.sampling.tokenizer import StreamDecoder, Tokenizer
 
 __all__ = [
@@ -87,10 +86,10 @@ _HOME = {
     "RequestError": "picompile_runtime.errors",
     "Sampler": "picompile_runtime.sampling.sampler",
     "SamplingParams": "picompile_runtime.sampling.sampler",
-    "Scores": "picompile_runtime.sampling.scores",
+    "Scores": "picompile_runtime.sampling.sampler",
     "StreamDecoder": "picompile_runtime.sampling.tokenizer",
     "Tokenizer": "picompile_runtime.sampling.tokenizer",
-    "TopScores": "picompile_runtime.sampling.scores",
+    "TopScores": "picompile_runtime.sampling.sampler",
     "generate": "picompile_runtime.sampling.generate",
     "load": "picompile_runtime.engine.engine",
     "measure": "picompile_runtime.bench.measure",

@@ -16,7 +16,7 @@ from helpers.support import ROOT
 from picompile.artifact import code as hot_device
 from picompile.artifact.code import AcceleratorTarget, accelerator_target
 from picompile.compile import compile_model
-from picompile.compile_passes import pipeline_passes
+from picompile.compile_steps import pipeline_passes
 from picompile.config import CompileOptions
 from picompile.errors import AccuracyError, UsageError
 from picompile.frontend import load_model
@@ -248,7 +248,7 @@ def test_a_gate_that_is_not_met_leaves_nothing(
 def test_a_partition_of_the_cpu_is_judged_by_itself(
     gpu_model: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("picompile.compile_accuracy.native_code", lambda file: pytest.fail("another program was made"))
+    monkeypatch.setattr("picompile.compile_steps.native_code", lambda file: pytest.fail("another program was made"))
     compile_model(gpu_model, tmp_path / "both", lossy(gpu_model, tmp_path, held_out, hot_device="cpu"))
     compile_model(gpu_model, tmp_path / "host", lossy(gpu_model, tmp_path, held_out))
     found, expected = accuracy_of(tmp_path / "both"), accuracy_of(tmp_path / "host")

@@ -16,7 +16,7 @@ from picompile.placement.plan_file import read_plan
 from picompile_runtime.artifact import weights as resident
 from picompile_runtime.artifact.manifest import sealed
 from picompile_runtime.devices.cuda import CudaAccelerator, driver
-from picompile_runtime.engine import accelerator_memory as device_memory
+from picompile_runtime.engine import layout as device_memory
 
 __all__ = ["fake_cuda", "fake_library", "gpu", "gpu_artifact", "gpu_kernels", "gpu_model", "host_artifact"]
 

@@ -117,7 +117,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "turns the wrong way",
-        "passes/canonicalize/rotation.py",
+        "passes/canonicalize/raise_rotary.py",
         "rotation = Rotation(own[:, order].flatten(), order, factor, cosine[:, 0, first], -sine[:, 0, first])",
         "rotation = Rotation(own[:, order].flatten(), order, factor, cosine[:, 0, first], sine[:, 0, first])",
     ),

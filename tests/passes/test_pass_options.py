@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from picompile_passes.errors import PassOptionError
-from picompile_passes.options import construct, split_pass
+from picompile_passes.registry import construct, split_pass
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from picompile_passes.errors import PassError, PassOptionError
 from picompile_passes.graph.builder import GraphBuilder
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ADD, ATTENTION, EMBEDDING, LINEAR, SPARSE_FFN
-from picompile_passes.graph.reduce import reduce_graph
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.graph.source import graph_source
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Pipeline, verifying
+from picompile_passes.reproducer import reduce_graph
 from picompile_passes.verify import verify
 
 OPT = GraphShape(gated=False, layers=5)
@@ -156,7 +156,7 @@ def test_source_builds_the_graph_again(shape, passes):
 def test_source_names_the_module_of_a_kind_that_is_not_ours():
     before = InsertPredictors("sign", kinds={1: "testing-linear"})(build(OPT)).graph_module
     lines = graph_source(before).splitlines()
-    assert "import picompile.testing.predictors  # a predictor kind" in lines
+    assert "import picompile.testing.weights  # a predictor kind" in lines
     assert not any("predictor_kinds" in line for line in lines)
 
 

@@ -22,8 +22,7 @@ from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.hf import capture_config, load_model
 from picompile.placement.counting import SPLIT_BYTES, count_bytes, shape_bytes
 from picompile.placement.firing import estimate_rank, firing_of_curve
-from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
-from picompile.placement.packing import Packing
+from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes, Packing
 from picompile.predictors import LayerPredictor, Predictors
 from picompile.synth import SHAPES, find_config
 from picompile.synth.shapes import tensor_shapes

@@ -19,8 +19,7 @@ from picompile.machine import TARGETS
 from picompile.placement.counting import count_bytes
 from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.machine import machine_of
-from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
-from picompile.placement.packing import Packing
+from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes, Packing
 from picompile.placement.policies import dense
 from picompile.placement.problem import PlacementTask, places_of
 from picompile.placement.times import ALL_ON_GPU, PartPlaces, exchange_launches

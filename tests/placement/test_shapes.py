@@ -15,7 +15,7 @@ from picompile.frontend.hf import capture_config
 from picompile.placement.counting import lowered_shape_bytes, shape_bytes
 from picompile.placement.derived_bytes import derive_bytes
 from picompile.placement.firing import firing_of_curve
-from picompile.placement.packing import Packing
+from picompile.placement.model_bytes import Packing
 from picompile.placement.shape_outline import outline_of_config
 from picompile.synth import find_config
 from picompile_passes.dialect.activations import ACTIVATIONS, parse_activation

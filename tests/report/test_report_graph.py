@@ -10,11 +10,10 @@ from itertools import pairwise
 import pytest
 
 from picompile.report.graph import Compared, Comparison, compare, counts_text, graph_summary, listing, render_page
-from picompile.report.graph.folds import fold
+from picompile.report.graph.changes import HEAD, TAIL, sections
 from picompile.report.graph.layout import lay_out
-from picompile.report.graph.listing import layers_text
+from picompile.report.graph.listing import fold, layers_text
 from picompile.report.graph.picture import path_text, short_operator, short_shape, short_weight
-from picompile.report.graph.sections import HEAD, TAIL, sections
 from picompile.testing import GraphShape, build
 from picompile_passes.graph.dump import graph_text
 from picompile_passes.graph.dump_reader import DumpGraph, read_dump

@@ -17,8 +17,7 @@ from picompile.errors import UsageError
 from picompile.progress import NoProgress
 from picompile.streaming import new_states, run_segment, split_layers, stream_windows, streamed_perplexity
 from picompile.testing import RandomWeights, graphs, random_weights
-from picompile.testing.predictors import LOW_RANK_KIND, with_predictors
-from picompile.testing.weights import vocabulary
+from picompile.testing.weights import LOW_RANK_KIND, vocabulary, with_predictors
 from picompile_passes.graph.materialize import WeightSource, materialize
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import FFN, PREDICT, RMS_NORM, SPARSE_FFN

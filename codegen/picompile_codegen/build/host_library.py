@@ -16,14 +16,54 @@ from typing import Any
 import tvm
 from tvm.target import Target
 from tvm.target.codegen import llvm_get_cpu_features, llvm_is_valid_cpu, llvm_version_major
+from tvm.tirx import transform
+from tvm.tirx.compilation_pipeline import finalize_device_passes, finalize_host_passes, register_tir_pipeline
 
-import picompile_codegen.build.pipeline
+import picompile_codegen.build.host_library
 from picompile_codegen.build.interfaces import interfaces_source
 from picompile_codegen.build.isa import DEFAULT_ISA, ISAS, Isa
 from picompile_codegen.build.object_cache import cached_object, object_key, temporary_folder
-from picompile_codegen.build.pipeline import PIPELINE
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.errors import BuildError, CodegenError, ToolchainError
+
+# TVM's passes from kernels to what LLVM compiles: those of its pipeline `tirx`, without what kernels do not need.
+#
+# Of TVM's pipelines `tirx` is the one that leaves local tensors on the stack, as cpu/tensor.py asks. The default one
+# makes larger ones allocations from TVM's runtime, which an artifact does not have. Left out are
+#
+# - the first of two simplifications: the code is the same byte by byte;
+# - the search for common subexpressions, which LLVM does by itself; for large kernels it takes most of the time;
+# - what concerns GPUs, bfloat16, 8-bit floats, 64-bit indices, and loops that are marked to be unrolled or vectorized.
+#
+# Together they are a third of the time and more.
+
+
+PIPELINE = "picompile"
+
+
+def _lower(module: Any, _: Any) -> Any:
+    passes = [
+        transform.LowerTIRx(),
+        transform.LowerTIRxOpaque(),
+        transform.FlattenBuffer(),
+        transform.StmtSimplify(),
+        transform.AnnotateEntryFunc(),
+        transform.SplitHostDevice(),
+        transform.MakePackedAPI(),
+    ]
+    return tvm.transform.Sequential(passes)(module)
+
+
+def _pipeline() -> tuple[Any, Any, Any]:
+    return tvm.transform.module_pass(_lower, opt_level=0), finalize_host_passes, finalize_device_passes
+
+
+# TVM takes pipelines by name only.
+register_tir_pipeline(PIPELINE, _pipeline)
+
+
+# The host library of an artifact: TVM compiles each kernel to an object, and a C compiler links them with native/.
+
 
 # A machine by `uname -m` → what Debian and Ubuntu call the package of its cross compiler.
 _CROSS_PACKAGES = {"x86_64": "gcc-x86-64-linux-gnu", "aarch64": "gcc-aarch64-linux-gnu"}
@@ -183,7 +223,7 @@ def _write(path: Path, content: bytes) -> None:
 @cache
 def _compiler() -> tuple[str, ...]:
     """Return what compiles kernels: versions, and our own part of it."""
-    pipeline = Path(picompile_codegen.build.pipeline.__file__).read_text(encoding="utf-8")
+    pipeline = Path(picompile_codegen.build.host_library.__file__).read_text(encoding="utf-8")
     return version("apache-tvm"), str(llvm_version_major()), pipeline
 
 

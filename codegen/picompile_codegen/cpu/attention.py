@@ -36,10 +36,9 @@ from picompile_codegen.cpu.attention_work import (
 )
 from picompile_codegen.cpu.cache import cache_argument
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.math import exp_of_negative
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, parallel, select, when
 from picompile_codegen.cpu.token_ops import StepRows, angles_argument, step_rows
-from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, store, total
+from picompile_codegen.cpu.vector import LANES, at, blocks, exp_of_negative, load, splat, store, total
 from picompile_codegen.specs import AttentionSpec
 
 

@@ -13,9 +13,8 @@ from tvm import tirx
 from picompile_codegen.build import isa
 from picompile_codegen.cpu.attention_work import LOWEST, lanes_below
 from picompile_codegen.cpu.cache import CachedHead
-from picompile_codegen.cpu.math import exp_of_negative
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, select
-from picompile_codegen.cpu.vector import LANES, at, blocks, fma, highest, load, splat, store, transpose
+from picompile_codegen.cpu.vector import LANES, at, blocks, exp_of_negative, fma, highest, load, splat, store, transpose
 
 _MOST_QUERIES = 64
 _KEYS = 48

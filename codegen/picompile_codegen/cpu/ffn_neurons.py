@@ -7,10 +7,9 @@ from tvm import tirx
 
 from picompile_codegen.cpu.dot import Vector, biased, dot
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.math import activate
 from picompile_codegen.cpu.matrix import KernelMatrix, matrix_argument, optional_matrix
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, parallel, worth_a_region
-from picompile_codegen.cpu.vector import at
+from picompile_codegen.cpu.vector import activate, at
 from picompile_codegen.specs import FfnSpec
 
 

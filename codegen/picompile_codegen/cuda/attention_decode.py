@@ -15,23 +15,21 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum
 from picompile_codegen.cpu.token_ops import step_rows
 from picompile_codegen.cuda.attention_common import (
     LOWEST,
+    MOST_QUERIES,
+    THREADS,
+    TILE,
     CudaAttentionTensors,
+    HeldQueries,
     Parts,
+    Tile,
     extend_caches,
     head_element,
     load_unit,
     number,
+    registers_of_query,
     unit_scale,
     unit_size,
     weight_of,
-)
-from picompile_codegen.cuda.attention_scores import (
-    MOST_QUERIES,
-    THREADS,
-    TILE,
-    HeldQueries,
-    Tile,
-    registers_of_query,
     write_scores,
 )
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from picompile.output.safetensors_file import safetensors_header
+from picompile.output.files import safetensors_header
 
 TENSORS_FILE, REFUSAL_FILE = "tensors.safetensors", "refusal.txt"
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import READ_ERRORS, one_line, open_file
 from picompile.output import atomic_file
-from picompile.output.files import json_bytes
-from picompile.output.safetensors_file import safetensors_header
+from picompile.output.files import json_bytes, safetensors_header
 
 _DTYPES = {
     torch.float32: "F32",

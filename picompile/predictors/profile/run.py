@@ -18,7 +18,7 @@ from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend import load_model
 from picompile.frontend.json_file import read_json_object
 from picompile.output import OutputPath, discard, link_tree, reserve
-from picompile.output.checks import require_folder_or_nothing
+from picompile.output.place import require_folder_or_nothing
 from picompile.predictors.profile.collect import (
     Extra,
     LayerCollector,
@@ -34,8 +34,7 @@ from picompile.predictors.profile.collect import (
 from picompile.predictors.profile.directory import BEGUN_FOLDER, ProfileDirectory, belongs_to_profile
 from picompile.predictors.profile.files import read_tensors, write_tensors
 from picompile.predictors.profile.options import ProfileOptions
-from picompile.predictors.profile.own_text import own_windows
-from picompile.predictors.profile.prepare import ProfileTask, check_profile_output, prepare
+from picompile.predictors.profile.prepare import ProfileTask, check_profile_output, own_windows, prepare
 from picompile.predictors.profile.profile import (
     TOKENS_FILE,
     LayerProfile,

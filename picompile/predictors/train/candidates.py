@@ -15,7 +15,7 @@ from picompile.predictors.profile.files import write_tensors
 from picompile.predictors.train.curve import ROWS, FiringLabels, RecallCurve, measure_curve, measure_firing
 from picompile.predictors.train.data import LayerData, load_layer_data
 from picompile.predictors.train.fit import FitSettings, InitialPredictor, ReducedRankStart, fit
-from picompile.predictors.train.ranks import round_rank, start_rank
+from picompile.predictors.train.options import round_rank, start_rank
 
 # The share of the samples to train on. They are split in order, so that neighbours in the text stay on one side.
 _TRAIN_SHARE = 0.8

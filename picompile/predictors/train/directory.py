@@ -21,8 +21,8 @@ from typing import Any
 
 from picompile.errors import UsageError
 from picompile.output import OutputPath, explaining_write_errors, link_tree
-from picompile.output.checks import require_folder_or_nothing
 from picompile.output.leftovers import sync_folder, sync_tree
+from picompile.output.place import require_folder_or_nothing
 from picompile.predictors.files import FACTS_FILE, WEIGHTS_FILE
 from picompile.predictors.profile.files import read_notes, write_json
 

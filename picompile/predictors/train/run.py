@@ -24,8 +24,7 @@ from picompile.predictors.train.choose import ChoiceLimits, Selection, assemble,
 from picompile.predictors.train.data import LayerData, find_blocks, layer_data, reads_norm
 from picompile.predictors.train.directory import TrainingDirectory, digest
 from picompile.predictors.train.options import TrainOptions
-from picompile.predictors.train.ray_cluster import require_ray, train_on_cluster
-from picompile.predictors.train.workers import count_jobs, train_locally
+from picompile.predictors.train.workers import count_jobs, require_ray, train_locally, train_on_cluster
 from picompile.progress import NoProgress, Progress
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.pipeline import Pipeline

@@ -4,11 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from picompile.report.graph import picture
-from picompile.report.graph.changes import Comparison
-from picompile.report.graph.folds import Fold, fold
-from picompile.report.graph.listing import Line, counts, layers_text, listing, sizes_text, weights_in
+from picompile.report.graph.changes import HEAD, TAIL, Comparison, section_title
+from picompile.report.graph.listing import Fold, Line, counts, fold, layers_text, listing, sizes_text, weights_in
 from picompile.report.graph.picture import Panel
-from picompile.report.graph.sections import HEAD, TAIL, section_title
 from picompile.report.shell import render
 from picompile_passes.graph.dump_reader import DumpGraph
 

@@ -8,10 +8,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from picompile.report.graph.changes import SAME, Comparison, origin_text
+from picompile.report.graph.changes import HEAD, SAME, TAIL, Comparison, constant_names, origin_text, users_of
 from picompile.report.graph.layout import NodePosition, Point, Route, lay_out
 from picompile.report.graph.listing import change_text, layers_text
-from picompile.report.graph.sections import HEAD, TAIL, constant_names, users_of
 from picompile_passes.graph.dump_reader import DumpGraph, DumpNode, words_of
 
 _STRING = re.compile(r"'([^']*)'")

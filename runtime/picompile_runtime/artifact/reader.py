@@ -19,6 +19,7 @@ from typing import Any
 from picompile_runtime.artifact.fields import parse_object
 from picompile_runtime.artifact.files import (
     Progress,
+    artifact_folder,
     check_hash,
     check_size,
     close_descriptors,
@@ -27,6 +28,7 @@ from picompile_runtime.artifact.files import (
     open_file,
     read_small_file,
     size_and_time,
+    translate_system_errors,
 )
 from picompile_runtime.artifact.interfaces import CodeVariant, choose_variant
 from picompile_runtime.artifact.manifest import PROGRAM, WEIGHTS, Manifest, read_manifest
@@ -35,7 +37,6 @@ from picompile_runtime.artifact.weights import read_header
 from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.devices.memory import Tensor, map_file
 from picompile_runtime.errors import ArtifactError
-from picompile_runtime.system_errors import artifact_folder, translate_system_errors
 from picompile_runtime.verified_files import is_verified, mark_verified
 
 # A reader begins again this often only if somebody replaces the artifact without a pause.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from picompile_runtime.engine.engine import Engine
 from picompile_runtime.errors import KernelError, RequestError
 from picompile_runtime.request_checks import shown, token_ids
-from picompile_runtime.sampling.scores import Logits
+from picompile_runtime.sampling.sampler import Logits
 
 
 @dataclass(frozen=True)

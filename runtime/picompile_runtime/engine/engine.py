@@ -11,6 +11,7 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
+from picompile_runtime.artifact.files import translate_system_errors
 from picompile_runtime.artifact.program import BATCH, ONE_TOKEN_EACH, Call
 from picompile_runtime.artifact.reader import Artifact, open_artifact
 from picompile_runtime.devices.machine import check_threads, default_threads
@@ -18,8 +19,7 @@ from picompile_runtime.engine.executor import Executor
 from picompile_runtime.engine.timing import CallSpan, FiringCounts, firing_counts
 from picompile_runtime.errors import RequestError
 from picompile_runtime.request_checks import check_room, check_sequences, check_slot, shown, token_id, token_ids
-from picompile_runtime.sampling.scores import Logits, Scores
-from picompile_runtime.system_errors import translate_system_errors
+from picompile_runtime.sampling.sampler import Logits, Scores
 
 
 def load(path: str | os.PathLike[str], threads: int | None = None, replan: bool = False) -> Engine:

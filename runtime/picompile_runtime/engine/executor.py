@@ -21,11 +21,17 @@ from picompile_runtime.devices.accelerator import Accelerator
 from picompile_runtime.devices.cpu.native import CallList, TensorTable
 from picompile_runtime.devices.memory import Tensor, array_at, check_total
 from picompile_runtime.devices.open_accelerator import open_accelerator, split_threads
-from picompile_runtime.engine.accelerator_memory import fit_accelerator
-from picompile_runtime.engine.layout import AcceleratorLayout, HostLayout, accelerator_layout, host_layout, weights_of
+from picompile_runtime.engine.layout import (
+    AcceleratorLayout,
+    HostLayout,
+    accelerator_layout,
+    fit_accelerator,
+    host_layout,
+    weights_of,
+)
 from picompile_runtime.engine.timing import CallSpan, CallTimes, step_timeout
 from picompile_runtime.errors import KernelError, RequestError
-from picompile_runtime.sampling.scores import Logits, TopScores
+from picompile_runtime.sampling.sampler import Logits, TopScores
 
 Ids = NDArray[np.int32]
 # The numbers of steps are int32, and 0 is in every flag at the start.

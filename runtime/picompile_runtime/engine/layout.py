@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.artifact.program import Argument, Program
+from picompile_runtime.artifact.program import Argument, Call, Program
 from picompile_runtime.devices.accelerator import Accelerator, ArgumentView
-from picompile_runtime.devices.memory import ALIGNMENT, Tensor, anonymous_map, array_at
+from picompile_runtime.devices.memory import ALIGNMENT, Tensor, anonymous_map, array_at, in_units
+from picompile_runtime.errors import DoesNotFitError
 
 # Bytes of an upload's parts. Only one part of the mapped file needs to be in memory at a time.
 _PART_BYTES = 2**25
@@ -128,3 +129,128 @@ def _upload(
 
 def _parts(size_bytes: int) -> Sequence[tuple[int, int]]:
     return [(start, min(_PART_BYTES, size_bytes - start)) for start in range(0, size_bytes, _PART_BYTES)]
+
+
+# How much of the accelerator's memory a program needs, and which weights stay with the host if too little is free.
+
+
+# Bytes left free for the driver at least: it keeps some for each graph and for the code. This is an estimate.
+_SPARED_BYTES = 2**26
+# Large pieces of a GPU's memory are multiples of this.
+_PIECE_BYTES = 2**21
+# Share of a sparse block's neurons that a step reads, as against all of a dense matrix. It only affects the order in
+# which weights leave the accelerator, so it need not be exact.
+_SPARSE_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class AcceleratorNeed:
+    """Bytes of the accelerator's memory that a program needs; `driver` is what is left free for the driver."""
+
+    weights: int
+    kv_cache: int
+    workspace: int
+    driver: int
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return self.weights + self.kv_cache + self.workspace + self.driver
+
+    def __str__(self) -> str:
+        """Return the parts in words, for errors."""
+        parts = {"weights": self.weights, "KV cache": self.kv_cache, "workspace": self.workspace, "driver": self.driver}
+        return ", ".join(f"{name} {in_units(size)[0]}" for name, size in parts.items())
+
+
+def accelerator_need(program: Program, tensors: Mapping[str, Tensor], graph_bytes: int = 0) -> AcceleratorNeed:
+    """Return the memory that `program` needs with its weights `tensors`; the driver keeps `graph_bytes` for graphs."""
+    caches = (tensor for name, tensor in program.state.items() if program.memories["state", name] == "device")
+    return AcceleratorNeed(
+        weights=_pieces(_packed(tensors[name] for name in _own_weights(program))),
+        kv_cache=sum(_pieces(tensor.size_bytes) for tensor in caches),
+        workspace=_pieces(program.accelerator_arena_bytes),
+        driver=max(_SPARED_BYTES, graph_bytes),
+    )
+
+
+def fit_accelerator(
+    program: Program, tensors: Mapping[str, Tensor], free_bytes: int, may_move: bool, graph_bytes: int = 0
+) -> Program:
+    """Return `program`, or a version of it that fits the accelerator's memory.
+
+    If `free_bytes` are too few and weights `may_move`, the result computes the same but leaves as many weights as it
+    must with the host, from where the accelerator reads them over the bus. The first to move are those of which a step
+    reads the smallest share.
+
+    Args:
+        program: the program as it was planned.
+        tensors: its weights.
+        free_bytes: free memory of the accelerator.
+        may_move: whether weights may move to the host.
+        graph_bytes: memory that the driver keeps for graphs.
+
+    Raises:
+        DoesNotFitError: the program does not fit. Nothing has been loaded by then.
+    """
+    need = accelerator_need(program, tensors, graph_bytes)
+    if need.total <= free_bytes:
+        return program
+    if not may_move:
+        needed, free = in_units(need.total, free_bytes)
+        raise DoesNotFitError(
+            f"the model needs {needed} of GPU memory ({need}) and {free} are free; close what "
+            "uses the GPU, leave weights with the host (--replan), or compile with a smaller --vram-budget"
+        )
+    moved = _moved(program, tensors, need.total - free_bytes)
+    smaller = replace(program, streamed=program.streamed | moved)
+    if (least := accelerator_need(smaller, tensors, graph_bytes)).total > free_bytes:
+        needed, free = in_units(least.total, free_bytes)
+        raise DoesNotFitError(
+            f"the model needs {needed} of GPU memory ({least}) even if its weights stay with the host, and "
+            f"{free} are free; close what uses the GPU, or compile for a smaller --context"
+        )
+    return smaller
+
+
+def _moved(program: Program, tensors: Mapping[str, Tensor], wanted_bytes: int) -> frozenset[str]:
+    """Return names of the accelerator's weights with `wanted_bytes` together, or all of them if they have fewer."""
+    read = _read_bytes(program, tensors)
+    # Among equals the last goes first, since the first layers begin a step.
+    names = _own_weights(program)[::-1]
+    order = sorted(names, key=lambda name: read.get(name, 0.0) / max(1, tensors[name].size_bytes))
+    moved: set[str] = set()
+    for name in order:
+        if _packed(tensors[each] for each in moved) >= wanted_bytes:
+            break
+        moved.add(name)
+    return frozenset(moved)
+
+
+def _read_bytes(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return about how many bytes of each of the accelerator's weights a decoding step reads."""
+    read: dict[str, float] = {}
+    for call in program.calls("decode", "device"):
+        names = {arg.name for arg in call.args if arg.kind == "weight"}
+        stored = sum(tensors[name].size_bytes for name in names)
+        for name in names:
+            share = call.weight_bytes / stored if stored else 0.0
+            read[name] = read.get(name, 0.0) + tensors[name].size_bytes * share * _density(call, program)
+    return read
+
+
+def _density(call: Call, program: Program) -> float:
+    sparse = {row.layer for row in program.ffn if row.predictor != "none"}
+    return _SPARSE_SHARE if call.op == "ffn" and call.layer in sparse else 1.0
+
+
+def _own_weights(program: Program) -> list[str]:
+    return [name for name in weights_of(program, "device") if name not in program.streamed]
+
+
+def _pieces(size_bytes: int) -> int:
+    return -(-size_bytes // _PIECE_BYTES) * _PIECE_BYTES
+
+
+def _packed(tensors: Iterable[Tensor]) -> int:
+    return sum(-(-tensor.size_bytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)

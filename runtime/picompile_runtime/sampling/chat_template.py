@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from picompile_runtime.artifact.files import translate_system_errors
 from picompile_runtime.errors import RequestError
 from picompile_runtime.request_checks import shown
-from picompile_runtime.system_errors import translate_system_errors
 
 # A usual rendering takes less than a hundredth of each.
 LIMITS = {"cpu_s": 5, "memory_bytes": 2**29, "letters": 2**22}

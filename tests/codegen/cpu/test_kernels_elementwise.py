@@ -8,8 +8,7 @@ from helpers.kernels.workbench import Workbench, assert_close, uniform
 from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.math import activate
-from picompile_codegen.cpu.vector import blocks, load, store
+from picompile_codegen.cpu.vector import activate, blocks, load, store
 from picompile_codegen.specs import AddSpec, LayerNormSpec, RmsNormSpec, TakeLastSpec
 from picompile_passes.dialect import parse_activation
 from picompile_passes.dialect.activations import ACTIVATIONS

@@ -12,7 +12,7 @@ import torch
 from helpers.support import ROOT
 from picompile.errors import UsageError
 from picompile.predictors.profile.options import ProfileOptions
-from picompile.predictors.profile.own_text import own_tokens
+from picompile.predictors.profile.prepare import own_tokens
 from picompile.predictors.profile.text import CalibrationText, is_held_out, library_texts, read_calibration
 from picompile.predictors.profile.windows import checkpoint_tokenizer, text_windows, window_size
 from picompile_runtime import Tokenizer

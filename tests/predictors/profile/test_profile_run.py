@@ -185,10 +185,10 @@ def test_a_complete_profile_is_read_and_only_force_replaces_one_of_other_inputs(
 def test_text_of_the_library_and_of_the_model_itself(
     tiny_model: Path, tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("picompile.predictors.profile.own_text._LEAST_TOKENS", 64)
+    monkeypatch.setattr("picompile.predictors.profile.prepare._LEAST_TOKENS", 64)
     # It was compiled before, with a context of one window.
     monkeypatch.setattr(
-        "picompile.lossless.compile_lossless", lambda _, output, *more: shutil.copytree(tiny_artifact, output)
+        "picompile.steps.compile_lossless", lambda _, output, *more: shutil.copytree(tiny_artifact, output)
     )
     said = Said()
     options = ProfileOptions(tokens=2048, samples=16, window=WINDOW, held_out_tokens=200)

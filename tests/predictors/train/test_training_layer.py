@@ -20,7 +20,7 @@ from picompile.predictors.train.candidates import (
 from picompile.predictors.train.curve import RecallCurve, measure_curve, measure_firing
 from picompile.predictors.train.data import LayerData, load_layer_data, save_layer_data
 from picompile.predictors.train.fit import FitSettings, InitialPredictor, ReducedRankStart, fit
-from picompile.predictors.train.ranks import round_rank, start_rank
+from picompile.predictors.train.options import round_rank, start_rank
 
 SETTINGS = JobSettings("learned", "block", None, "contribution", 2, 0.99, 0, "cpu", 0.4)
 SHAPES = {

@@ -6,8 +6,8 @@ import pytest
 
 from picompile_runtime.artifact.program import Argument, Call, FeedForward, Program
 from picompile_runtime.devices.memory import Tensor
-from picompile_runtime.engine import accelerator_memory as device_memory
-from picompile_runtime.engine.accelerator_memory import accelerator_need, fit_accelerator
+from picompile_runtime.engine import layout as device_memory
+from picompile_runtime.engine.layout import accelerator_need, fit_accelerator
 from picompile_runtime.errors import DoesNotFitError
 
 TENSORS = {

@@ -12,8 +12,8 @@ import pytest
 
 from helpers.toys.toy_artifact import make_toy
 from picompile_runtime import ArtifactError, DoesNotFitError, PicompileRuntimeError, RequestError, load
+from picompile_runtime.artifact.files import system_error, translate_system_errors
 from picompile_runtime.devices.memory import in_units
-from picompile_runtime.system_errors import system_error, translate_system_errors
 
 LIMITED = """
 import os, resource, sys

@@ -57,7 +57,7 @@ def eager_nll(captured: Captured) -> float:
     """That of the graph, its weights in f16, predictors and all, in windows that know nothing of each other."""
     import torch
 
-    from picompile.compile_passes import pipeline_passes
+    from picompile.compile_steps import pipeline_passes
     from picompile.progress import NoProgress
     from picompile.steps import run_passes
     from picompile_passes.graph.materialize import materialize

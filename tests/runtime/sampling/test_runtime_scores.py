@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from picompile_runtime import KernelError, Sampler, SamplingParams, Scores, TopScores
-from picompile_runtime.sampling.scores import top_logits
+from picompile_runtime.sampling.sampler import top_logits
 
 Logits = NDArray[np.float32]
 COUNT = 64

@@ -1,0 +1,370 @@
+"""The steps of the driver that a config decides about: its plan, its passes, its lowering, its accuracy check."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from picompile.artifact.code import Code, build_code, native_code, runs_here
+from picompile.artifact.writer import WrittenArtifact, write_program
+from picompile.choices import KV_DTYPES
+from picompile.config import CompileConfig, CompileOptions, cache_text
+from picompile.errors import UsageError
+from picompile.progress import Progress
+from picompile.steps import lower_graph
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.fx import GraphModule
+
+    from picompile.artifact.code import AcceleratorTarget
+    from picompile.frontend import Captured
+    from picompile.frontend.captured import ModelFacts
+    from picompile.placement.machine import MachineOptions
+    from picompile.placement.model_bytes import ModelBytes
+    from picompile.placement.plan import Plan
+    from picompile.placement.planning import PlanOptions
+    from picompile.placement.sources import FiringSource
+    from picompile.predictors import Predictors
+    from picompile.predictors.accuracy import AccuracyReport
+    from picompile.predictors.predictor_set import PredictorSet
+    from picompile_codegen.lowering.lower import Lowered
+    from picompile_codegen.lowering.placement import Placement
+    from picompile_codegen.lowering.program import LoweredProgram
+    from picompile_passes.base import Pass, Stage
+
+
+# Lowering as a config asks for it, and what a user is told about the program's size.
+
+
+def lower_for(
+    graph_module: "GraphModule",
+    facts: "ModelFacts",
+    plan: "Plan | None",
+    config: CompileConfig,
+    accelerator: "AcceleratorTarget | None",
+    progress: Progress,
+) -> "Lowered":
+    """Return the program of a quantized graph for the host and `accelerator`, or for the host alone where it is None.
+
+    Args:
+        graph_module: the graph.
+        facts: of its model.
+        plan: says what runs on the accelerator; without one, all that can.
+        config: what the model is compiled for.
+        accelerator: the accelerator that kernels are made for.
+        progress: is told of the step.
+    """
+    from picompile_codegen.lowering.function import LowerOptions
+
+    options = LowerOptions(
+        config.context,
+        config.chunk,
+        KV_DTYPES[config.kv_dtype],
+        config.sequences,
+        None if accelerator is None else accelerator.kind,
+        _placement(plan, facts.layers),
+    )
+    return lower_graph(graph_module, options, progress)
+
+
+def _placement(plan: "Plan | None", layers: int) -> "Placement":
+    """Return what of a model runs on the accelerator beside hot neurons: what the plan says, or all that can."""
+    from picompile_codegen.lowering.placement import Placement
+
+    if plan is None:
+        return Placement.all_of(layers)
+    return Placement(
+        attention=frozenset(each.layer for each in plan.layers if each.attention == "gpu"),
+        caches=frozenset(each.layer for each in plan.layers if each.kv_cache == "gpu"),
+        predictors=frozenset(each.layer for each in plan.layers if each.predictor == "gpu"),
+        head=plan.head == "gpu",
+    )
+
+
+def say_if_large(program: "LoweredProgram", progress: Progress) -> None:
+    """Tell `progress` if this machine's memory cannot hold the cache; the artifact may be for another machine."""
+    from picompile.machine.host import host_memory
+    from picompile_runtime.devices.memory import in_units
+
+    total_bytes, _ = host_memory()
+    if program.state_bytes > total_bytes:
+        needed, there = in_units(program.state_bytes, total_bytes)
+        progress.say(
+            f"{cache_text(program.sequences, program.context)} takes {needed}, more than this machine's {there}: the "
+            "artifact will not load here"
+        )
+
+
+# The passes of a compilation, ours and those that were asked for, in order.
+
+
+def pipeline_passes(options: CompileOptions, insert: "Pass | None" = None) -> "list[Pass]":
+    """Return the passes from captured to quantized that `options` ask for, in order.
+
+    The model is not known here: hot neurons are those that a plan or `hot` names.
+
+    Args:
+        options: what to compile for.
+        insert: the pass that inserts predictors; by default `InsertPredictors` of a lossless kind.
+
+    Raises:
+        RegistryError, PassOptionError, UsageError: an extra pass, one of its options or its stage is not known.
+    """
+    from picompile_passes.passes.insert_predictors import InsertPredictors
+
+    kind = str(options.predictor) if options.predictor is not None and options.is_lossless else "auto"
+    hot = options.plan.hot_neurons() if options.plan is not None else dict(options.hot or {})
+    return _passes(insert or InsertPredictors(kind), hot, options.quant, options.passes)
+
+
+def compilation_passes(
+    config: CompileConfig, facts: "ModelFacts", predictors: "PredictorSet | None", plan: "Plan | None"
+) -> "list[Pass]":
+    """Return the passes from captured to quantized of one compilation, in order.
+
+    Args:
+        config: what the model is compiled for.
+        facts: of the model.
+        predictors: the lossy predictors to insert, None where the predictor is lossless.
+        plan: says which neurons are hot. Without one, those of `config` are; and where there is an accelerator, layers
+            that it does not name are hot altogether.
+    """
+    from picompile_passes.passes.insert_predictors import InsertPredictors
+
+    insert = InsertPredictors(config.predictor.insert_kind) if predictors is None else predictors.insert_pass()
+    return _passes(insert, _hot_neurons(config, facts, plan), config.quant, config.debug.passes)
+
+
+def _passes(insert: "Pass", hot: Mapping[int, Sequence[int]], quant: str, extra: Sequence[str]) -> "list[Pass]":
+    from picompile_passes.passes.canonicalize import CANONICALIZE
+    from picompile_passes.passes.partition import Partition
+    from picompile_passes.passes.quantize import Quantize
+    from picompile_passes.registry import make_pass
+
+    named = [_with_stage(text) for text in extra]
+    return _in_order(
+        [*CANONICALIZE, insert, Partition(hot), Quantize(quant)], [(make_pass(name), stage) for name, stage in named]
+    )
+
+
+def _hot_neurons(config: CompileConfig, facts: "ModelFacts", plan: "Plan | None") -> Mapping[int, Sequence[int]]:
+    """Return the neurons of each layer's hot part."""
+    if plan is not None:
+        return plan.hot_neurons()
+    hot = dict(config.placement.hot or {})
+    if config.placement.accelerator is None:
+        return hot
+    return {layer: hot.get(layer, range(facts.ffn)) for layer in range(facts.layers)} | hot
+
+
+def _with_stage(text: str) -> "tuple[str, Stage | None]":
+    """Return the pass and the stage that `name{option=value}@stage` names; None for a stage that is left out."""
+    from picompile_passes.base import Stage
+
+    name, at, stage = text.rpartition("@")
+    # An option may hold an @ too.
+    if not at or "}" in stage:
+        return text, None
+    known = {each.text: each for each in Stage}
+    if stage not in known:
+        raise UsageError(f"--pass {text}: {stage!r} is no stage; the stages are {', '.join(known)}")
+    return name, known[stage]
+
+
+def _in_order(own: "Sequence[Pass]", extra: "Sequence[tuple[Pass, Stage | None]]") -> "list[Pass]":
+    """Return `own` passes, with each of the `extra` ones where its stage, or else the one it requires, is reached."""
+    from picompile_passes.base import Stage
+
+    ordered, reached = [], min(Stage)
+    waiting = [(pass_, pass_.requires if stage is None else max(stage, pass_.requires)) for pass_, stage in extra]
+    for pass_ in own:
+        ordered += [other for other, stage in waiting if stage <= reached]
+        waiting = [(other, stage) for other, stage in waiting if stage > reached]
+        ordered.append(pass_)
+        reached = max(reached, pass_.ensures or reached)
+    return [*ordered, *(other for other, _ in waiting)]
+
+
+# The plan that a compilation splits blocks by: the one that was given, held against the model, or one that is made.
+
+
+def check_checkpoint(options: CompileOptions, checkpoint: Path) -> None:
+    """Raise `UsageError` for a plan, or a profile to plan with, of another checkpoint than the folder `checkpoint`."""
+    from picompile.frontend.checkpoint import fingerprint
+    from picompile.placement.sources import given_profile
+
+    plan = options.plan
+    if plan is not None and plan.fingerprint != fingerprint(checkpoint):
+        raise UsageError(f"the plan is of another model ({plan.model!r}) than {checkpoint}; plan this one")
+    if options.makes_plan and options.profile is not None:
+        given_profile(options.profile, None, fingerprint(checkpoint))
+
+
+def check_given_plan(config: CompileConfig, facts: "ModelFacts", progress: Progress) -> None:
+    """Tell `progress` where the plan that was given, if any, is for something else than `config`.
+
+    Raises:
+        UsageError: the plan has other layers than the model that `facts` are about.
+    """
+    plan = config.placement.plan
+    if plan is None:
+        return
+    neurons = {layer.neurons for layer in plan.layers}
+    if len(plan.layers) != facts.layers or neurons != {facts.ffn}:
+        found = f"{len(plan.layers)} layers of {', '.join(map(str, sorted(neurons)))} neurons"
+        raise UsageError(f"the plan is of {found}, but the model has {facts.layers} of {facts.ffn}; plan this one")
+    for what, planned, compiled in (
+        ("weights in", plan.quant, config.quant),
+        ("a context of", plan.context, config.context),
+        ("predictor", plan.predictor, config.predictor.kind),
+        ("a number of sequences of", plan.batch, config.sequences),
+    ):
+        if planned != compiled:
+            progress.say(f"the plan is for {what} {planned}, but this compiles for {compiled}; its figures do not hold")
+
+
+def place_neurons(
+    config: CompileConfig,
+    captured: "Captured",
+    checkpoint: Path | None,
+    predictors: "PredictorSet | None",
+    progress: Progress,
+) -> "Plan | None":
+    """Return the plan that was given, or make one where `config` has a machine for it; None where there is neither.
+
+    Where all neurons fit the GPU they are hot, and nothing is profiled.
+
+    Args:
+        config: what the model is compiled for.
+        captured: the model.
+        checkpoint: its folder, None for a module in memory.
+        predictors: the lossy predictors, which take memory; None where the predictor is lossless.
+        progress: is told of each step.
+
+    Raises:
+        DoesNotFitError: the model does not fit the machine.
+        UsageError: the profile is of another model, or none can be made.
+    """
+    if config.placement.machine is None:
+        return config.placement.plan
+    from picompile.placement.planning import make_plan, whole_plan
+    from picompile.placement.sources import planned_model
+
+    settings = _plan_options(config.placement.machine, checkpoint, progress)
+    learned = None if predictors is None or predictors.kind != "learned" else predictors.predictors
+    with progress.step("plan"):
+        model = _count(config, captured, learned)
+        plan = whole_plan(model, settings)
+    if plan is not None:
+        return plan
+    with _firing(config, checkpoint, predictors, progress) as firing, progress.step("plan"):
+        planned = planned_model(model, firing, learned, settings.fingerprint)
+        return make_plan(planned.model, planned.firing, settings)
+
+
+def _plan_options(machine: "MachineOptions", checkpoint: Path | None, progress: Progress) -> "PlanOptions":
+    from picompile.frontend.checkpoint import fingerprint
+    from picompile.placement.machine import find_machine
+    from picompile.placement.planning import PlanOptions
+
+    found = find_machine(machine)
+    if found.warning is not None:
+        progress.say(found.warning)
+    mark = None if checkpoint is None else fingerprint(checkpoint)
+    return PlanOptions(machine.target, found.machine, fingerprint=mark)
+
+
+def _count(config: CompileConfig, captured: "Captured", predictors: "Predictors | None") -> "ModelBytes":
+    from picompile.placement.counting import count_bytes
+    from picompile.placement.model_bytes import Packing
+
+    packing = Packing(
+        config.quant, config.predictor.kind, config.context, config.sequences, config.kv_dtype, config.chunk
+    )
+    return count_bytes(captured.facts.name, captured.graph_module, packing, predictors)
+
+
+@contextmanager
+def _firing(
+    config: CompileConfig, checkpoint: Path | None, predictors: "PredictorSet | None", progress: Progress
+) -> "Iterator[FiringSource]":
+    """Give the profile that predictors were trained on, one that was given or is in the work folder, or one made."""
+    from picompile.frontend.checkpoint import fingerprint
+    from picompile.placement.sources import NOT_KEPT, FiringSource, given_profile, made_profile
+    from picompile.predictors.profile import ProfileOptions
+
+    if checkpoint is None:
+        raise UsageError(
+            "the model does not fit the GPU altogether, and of a module in memory there is no profile that says which "
+            "neurons are hot; compile a model folder, or say which with hot or plan"
+        )
+    profile, work = config.predictor.profile, config.predictor.work
+    if predictors is not None and predictors.profile is not None:
+        is_kept = profile is not None or work is not None
+        yield FiringSource(predictors.profile, source=None if is_kept else NOT_KEPT)
+        return
+    given = given_profile(profile, work, fingerprint(checkpoint))
+    if given is not None:
+        yield FiringSource(given)
+        return
+    settings = ProfileOptions(calibration=config.predictor.calibration)
+    with made_profile(checkpoint, work, settings, progress) as made:
+        yield made
+
+
+# The accuracy check of an artifact that is written, and that this machine may not be able to run.
+#
+# Code that runs here is checked as it will be used. Else a program for this machine stands in for the artifact's
+# during the check: of the same graph, without the accelerator where there is one, with the same weights, which may be
+# large. What a GPU computes differs from it by the order of additions alone. An artifact for a GPU is checked by a
+# stand-in also where that GPU is there, so that the same inputs give the same figures and bytes everywhere.
+
+
+_FILE = "kernels/gate.so"
+
+
+def require_checkable(options: CompileOptions, code: "Sequence[Code]") -> None:
+    """Raise `MachineError` where an accuracy check is due, and no code for it can be made for this machine."""
+    if not options.is_lossless and not runs_here(code):
+        native_code(_FILE)
+
+
+def check_accuracy(
+    artifact: WrittenArtifact,
+    predictors: "PredictorSet",
+    plan: "Plan | None",
+    config: CompileConfig,
+    progress: Progress,
+) -> "AccuracyReport":
+    """Return what the predictors of `artifact` cost; a stand-in may replace its program, report and manifest.
+
+    Write these anew with `record_accuracy` before the artifact is published.
+    """
+    captured = artifact.contents.captured
+    with _readable(artifact, plan, config, progress) as folder:
+        return predictors.check_accuracy(folder, captured, config.context, config.predictor, progress)
+
+
+@contextmanager
+def _readable(
+    artifact: WrittenArtifact, plan: "Plan | None", config: CompileConfig, progress: Progress
+) -> Iterator[Path]:
+    """Give the artifact's folder, with a program in it that runs on this machine without a GPU."""
+    contents, folder = artifact.contents, artifact.folder
+    accelerator = contents.accelerator
+    has_gpu = accelerator is not None and accelerator.kind == "cuda"
+    if runs_here(contents.code) and not has_gpu:
+        yield folder
+        return
+    lowered = contents.lowered
+    if accelerator is not None:
+        lowered = lower_for(contents.graph_module, contents.captured.facts, plan, config, None, progress)
+    code = [native_code(_FILE)]
+    build_code(code, lowered, folder, progress)
+    try:
+        write_program(contents, lowered, folder, code, artifact.weights_sha256)
+        yield folder
+    finally:
+        (folder / _FILE).unlink()
