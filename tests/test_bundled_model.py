@@ -67,7 +67,7 @@ def test_a_hundred_runs_give_one_text(artifact: Path) -> None:
         assert all(_greedy(engine, prompt) == first for _ in range(RUNS - 1))
 
 
-def test_it_has_learned_and_is_sparse(artifact: Path) -> None:
+def test_the_bundled_model_has_learned_and_is_sparse(artifact: Path) -> None:
     """Far below the perplexity of guessing (its vocabulary, 2048), with most neurons silent."""
     from tokenizers import Tokenizer
 

@@ -25,7 +25,7 @@ from picompile.quantities import parse_count, shortened
         ("٣", None),
     ],
 )
-def test_counts(text: str, number: int | None) -> None:
+def test_counts_are_parsed(text: str, number: int | None) -> None:
     assert parse_count(text) == number
 
 
@@ -47,6 +47,6 @@ def test_long_texts_are_shortened() -> None:
         (TrainOptions, "jobs", 1.5),
     ],
 )
-def test_what_must_be_whole(options: type, name: str, value: object) -> None:
+def test_options_that_must_be_whole_numbers(options: type, name: str, value: object) -> None:
     with pytest.raises(UsageError, match=f"must be a whole number, not {value!r}"):
         options(**{name: value})

@@ -32,7 +32,7 @@ from helpers.hybrid import (
     shares_of,
 )
 from helpers.support import BUNDLED_MODEL
-from picompile import compile_steps as compile_lower
+from picompile import compile_steps
 from picompile.choices import CHUNK
 from picompile.compile import compile_model
 from picompile.config import CompileOptions
@@ -209,16 +209,18 @@ def test_placements(
     name: str, placement: str, captured: Capture, naps: Naps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As plans have them: what is not hot is on either side."""
-    monkeypatch.setattr(compile_lower, "_placement", lambda plan, layers: PLACEMENTS[placement])
+    monkeypatch.setattr(compile_steps, "_placement", lambda plan, layers: PLACEMENTS[placement])
     model = captured(name)
     hot = hot_sets(model.facts.ffn, (0.1, 0.9), np.random.default_rng(8))
     pair = compile_pair(model, tmp_path, quant="f16", hot=hot)
     check_bits(pair, random_ids(model.facts.vocab, 2), naps, "nobody", "both")
 
 
-def test_nothing_on_the_device(captured: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_with_nothing_on_the_accelerator(
+    captured: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A plan may leave nothing to it: then the artifact is one for the host, which takes all threads."""
-    monkeypatch.setattr(compile_lower, "_placement", lambda plan, layers: ON_HOST)
+    monkeypatch.setattr(compile_steps, "_placement", lambda plan, layers: ON_HOST)
     pair = compile_pair(captured("llama-relu"), tmp_path, quant="f16", hot={0: (), 1: ()})
     manifest = json.loads((pair.hybrid / "manifest.json").read_text())
     assert "hot_device" not in manifest
@@ -227,7 +229,9 @@ def test_nothing_on_the_device(captured: Capture, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("bias", [0.0, -1e4])
-def test_learned_predictors(bias: float, tiny_model: Path, held_out: Path, naps: Naps, tmp_path: Path) -> None:
+def test_hybrid_steps_with_learned_predictors(
+    bias: float, tiny_model: Path, held_out: Path, naps: Naps, tmp_path: Path
+) -> None:
     """Masks go to the host: of half of the neurons, and of none, for which the device does not wait."""
     predictors = write_predictors(tiny_model, tmp_path / "predictors", bias)
     options = {"predictor": "learned", "predictors": predictors, "calibration": (held_out,), "gate_tokens": 40}
@@ -247,7 +251,7 @@ def test_caches_of_both_sides_are_copied_and_rewound(
     captured: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One layer's cache is on the device, the other's on the host; neither has anything of what was not copied."""
-    monkeypatch.setattr(compile_lower, "_placement", lambda plan, layers: Placement(caches=frozenset({1})))
+    monkeypatch.setattr(compile_steps, "_placement", lambda plan, layers: Placement(caches=frozenset({1})))
     model, ids = captured("llama-relu"), random_ids(503, 5)
     pair = compile_pair(model, tmp_path, quant="f16", hot={0: range(20)}, sequences=SEQUENCES)
     with picompile_runtime.load(pair.apart) as apart, picompile_runtime.load(pair.hybrid, threads=2) as engine:

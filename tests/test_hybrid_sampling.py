@@ -74,7 +74,7 @@ def test_same_tokens(params: SamplingParams, hybrid: Engine, host_artifact: Path
         assert tokens == generated(alone, params)
 
 
-def test_what_the_highest_do_not_decide_is_chosen_from_all(hybrid: Engine, asked: list[str]) -> None:
+def test_sampling_that_top_logits_do_not_decide_reads_all_logits(hybrid: Engine, asked: list[str]) -> None:
     for params in (SamplingParams(top_k=0, seed=1), SamplingParams(repetition_penalty=1.4, seed=2)):
         tokens = generated(hybrid, params)
         assert asked == ["prefill_last"] + ["decode"] * (len(tokens) - 1)

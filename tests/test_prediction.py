@@ -82,7 +82,7 @@ def test_the_artifact_says_what_its_predictors_cost(tiny_model: Path, held_out: 
     assert picompile_runtime.verify(tmp_path / "artifact").predictor == "learned"
 
 
-def test_a_gate_that_is_not_met(cli: Cli, held_out: Path, tmp_path: Path) -> None:
+def test_an_accuracy_bound_that_is_not_met(cli: Cli, held_out: Path, tmp_path: Path) -> None:
     predictors = write_predictors(BUNDLED_MODEL, tmp_path / "predictors", bias=-2.0)
     ended = cli(
         "compile", BUNDLED_MODEL, "-o", tmp_path / "artifact", "--predictor", "learned", "--predictors", predictors,
@@ -95,7 +95,7 @@ def test_a_gate_that_is_not_met(cli: Cli, held_out: Path, tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["predictors"]
 
 
-def test_predictors_that_compute_every_neuron_pass_any_gate(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
+def test_predictors_that_compute_every_neuron_pass_any_bound(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
     predictors = write_predictors(tiny_model, tmp_path / "predictors", bias=1e4)
     options = CompileOptions(
         context=64, predictor="learned", predictors=predictors, calibration=(held_out,), gate=1e-4, gate_tokens=100
@@ -105,7 +105,7 @@ def test_predictors_that_compute_every_neuron_pass_any_gate(tiny_model: Path, he
     assert [layer["weighted_recall"] for layer in accuracy["layers"]] == [1, 1]
 
 
-def test_the_gate_of_code_for_another_machine(
+def test_the_accuracy_check_of_code_for_another_machine(
     tiny_model: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads with code for this machine, of which nothing is left."""
@@ -142,7 +142,7 @@ def test_predictors_of_another_model(cli: Cli, tiny_model: Path, tmp_path: Path)
     assert "another model" in ended.err
 
 
-def test_what_lossless_predictors_do_not_need(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+def test_lossless_predictors_refuse_options_for_learned_ones(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
     for option, value in (("--predictors", tmp_path), ("--profile", tmp_path), ("--calibration", tmp_path / "text")):
         ended = cli("compile", tiny_model, "-o", tmp_path / "out", option, value)
         assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
@@ -156,7 +156,7 @@ def test_a_module_in_memory_has_no_text_to_be_judged_by(tiny_model: Path, tmp_pa
         compile_model(load_model(tiny_model), tmp_path / "artifact", CompileOptions(predictor="learned", context=32))
 
 
-def test_an_error_of_the_gate_carries_the_layers() -> None:
+def test_an_accuracy_error_carries_the_layers() -> None:
     assert AccuracyError("too far", [3, 1]).layers == (3, 1)
     assert AccuracyError.exit_code == 7
 

@@ -103,7 +103,7 @@ def test_shares_of_a_budget(percent: object, available: int) -> None:
 
 
 @given(available=st.integers(0, 2**50), text=st.sampled_from(["auto", "AUTO", " auto ", "100%", "100.0 %"]))
-def test_all_of_a_budget(available: int, text: str) -> None:
+def test_a_budget_can_be_all_there_is(available: int, text: str) -> None:
     assert parse_budget(text, available, "--size") == available
 
 
@@ -113,7 +113,7 @@ def test_a_budget_in_bytes_does_not_ask_what_there_is(number: str, unit: str, av
 
 
 @pytest.mark.parametrize("text", ["auto", "80%"])
-def test_a_share_of_what_is_not_known(text: str) -> None:
+def test_a_share_of_an_unknown_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"^--host-memory: .*give a size"):
         parse_budget(text, None, "--host-memory")
 

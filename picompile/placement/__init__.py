@@ -47,7 +47,7 @@ _HOME = {
     "Machine": ".machine",
     "MemoryRow": ".plan",
     "ModelBytes": ".model_bytes",
-    "Packing": ".packing",
+    "Packing": ".model_bytes",
     "StagePlace": ".problem",
     "Plan": ".plan",
     "PlanLayer": ".plan",

@@ -72,7 +72,7 @@ def _documented() -> list[list[str]]:
     return [shlex.split(options) for options in found]
 
 
-def test_the_first_command(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
+def test_the_first_documented_command(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
     """Correctness, and the speed of kernels."""
     ended, results = ran(gpu_pack, fake_library, tmp_path, *_without_files(_documented()[0]))
     assert ended.returncode == 0, ended.stderr
@@ -99,7 +99,7 @@ def test_the_first_command(gpu_pack: Path, fake_library: Path, tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
-def test_the_second_command(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
+def test_the_second_documented_command(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
     """Models, what is planned included; copies need a GPU of PyTorch's."""
     ended, results = ran(gpu_pack, fake_library, tmp_path, *_without_files(_documented()[1]))
     assert ended.returncode == 0, ended.stderr
@@ -134,7 +134,7 @@ def test_one_kernel_alone(gpu_pack: Path, fake_library: Path, tmp_path: Path) ->
     assert ended.returncode == 1 and "has no kernel 'other', but linear, ffn" in ended.stderr
 
 
-def test_what_is_ended_shows_what_it_knew(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_ended_leaves_its_results_so_far(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
     with subprocess.Popen(
         command(gpu_pack, fake_library, tmp_path),
         env=os.environ | stand_in(gpu_pack),
@@ -153,7 +153,7 @@ def test_what_is_ended_shows_what_it_knew(gpu_pack: Path, fake_library: Path, tm
     assert "whole models equal eager PyTorch | within 1e-3 |  | not measured" in text
 
 
-def test_what_says_most_is_first(gpu_pack: Path) -> None:
+def test_models_that_the_bars_need_are_measured_first(gpu_pack: Path) -> None:
     """Models of 70 billion parameters, which need most, are first; and of each what the bars need."""
     assert pack_script.MODELS[0] == "llama-70b:q4"
     bars = [variant for variant, skew, _ in _gpu_order._VARIANTS if skew][:3]

@@ -195,7 +195,7 @@ def _rows(
     return [row for _, row in run(_units(pack, labels, limit_s), options, deadline_s) if row is not None]
 
 
-def test_one_that_fails_does_not_take_others_with_it(
+def test_one_failing_kernel_leaves_the_others_measured(
     gpu_pack: Path, kernels: dict[str, dict[str, Any]], fake_library: Path, tmp_path: Path
 ) -> None:
     rows = _rows(gpu_pack, fake_library, tmp_path, ["norm", "other", "leading"])
@@ -237,7 +237,7 @@ def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         _gpu_host.touch(2**60, 60.0)
 
 
-def test_endings_are_told() -> None:
+def test_exit_codes_and_signals_are_explained() -> None:
     assert _gpu_faults.ending(1) == "the process ended with 1"
     assert _gpu_faults.ending(-11) == "the process ended with -11 (SIGSEGV)"
     assert _gpu_faults.ending(-9).endswith("-9 (SIGKILL): the system may have run out of memory")

@@ -29,7 +29,7 @@ def test_a_wrong_kernel_is_found(gpu_pack: Path, kernels: dict[str, dict[str, An
 
 
 @pytest.mark.parametrize(("value", "is_right"), [(1.0, True), (1.0 + 5e-4, True), (1.0 + 2e-3, False), (np.nan, False)])
-def test_errors(value: float, is_right: bool) -> None:
+def test_wrong_values_exceed_the_error_limit(value: float, is_right: bool) -> None:
     found = np.full((3, 4), -1, np.int32).view(np.float32)
     found[:2] = 1
     found[1, 3] = value
@@ -50,7 +50,7 @@ def test_errors_of_integers(dtype: Any, change: int, is_right: bool) -> None:
     assert (_gpu_kernels._error(found, expected) <= _gpu_kernels.LIMIT) == is_right
 
 
-def test_measuring(gpu_pack: Path, kernels: dict[str, dict[str, Any]]) -> None:
+def test_a_measured_row_has_bytes_and_seconds(gpu_pack: Path, kernels: dict[str, dict[str, Any]]) -> None:
     """All that happens around a time; the time itself says nothing here."""
     images = images_of(gpu_pack, "small")
     (row,) = run_case(images, kernels["ffn"], "cpu", TIMING)

@@ -98,7 +98,7 @@ def test_kernels_of_both_devices_may_have_one_name() -> None:
 
 @pytest.mark.parametrize("skew", [False, True])
 @pytest.mark.parametrize("hot", [0, 100, 1000])
-def test_rates_of_neurons(skew: bool, hot: int) -> None:
+def test_firing_rates_of_hot_and_cold_neurons(skew: bool, hot: int) -> None:
     firing = Firing(active=0.05, skew=skew, neurons=1000)
     of_hot, of_cold = firing.rates(hot)
     share = hot / 1000

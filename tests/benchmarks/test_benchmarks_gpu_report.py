@@ -52,7 +52,7 @@ BUDGET_BAR = "m q4: the budget as a multiple of the GPU's memory in use"
 CUBLAS = "ffn masked 4096x4096 f16, 50 % firing and less, against cuBLAS"
 
 
-def test_bars() -> None:
+def test_each_bar_is_met_missed_or_undecided() -> None:
     results = _results()
     verdicts = _verdicts(results)
     assert verdicts["ffn masked 28672x8192 q4, 10 % firing"] == ("69%", False)
@@ -74,7 +74,7 @@ def test_bars() -> None:
     assert ablation == ("10.00 → 20.00 → 60.00 tokens/s", True)
 
 
-def test_bars_that_are_not_decided() -> None:
+def test_bars_without_figures_stay_undecided() -> None:
     results = _results()
     results["models"][0]["computed"] = {"all": 0.11}
     assert _verdicts(results)[FIVE.replace("5.2", "11.0")] == ("", None)
@@ -90,7 +90,7 @@ def test_bars_that_are_not_decided() -> None:
     assert "was not come to" in text_of(results) and "late" in text_of(results)
 
 
-def test_what_is_wrong_reaches_no_bar() -> None:
+def test_wrong_results_meet_no_bar() -> None:
     results = _results()
     for row in (results["models"][0], results["kernels"][2]):
         row["is_right"] = False
@@ -102,7 +102,7 @@ def test_what_is_wrong_reaches_no_bar() -> None:
     )
 
 
-def test_runs_become_one() -> None:
+def test_results_of_two_runs_are_merged() -> None:
     first, second = _results(), _results()
     for row in first["models"]:
         row |= {"is_right": None, "reason": "was not come to"}
@@ -112,7 +112,7 @@ def test_runs_become_one() -> None:
     assert both["copy_bytes_per_s"] == 3e12
 
 
-def test_a_step_is_told_in_its_parts() -> None:
+def test_a_row_has_the_parts_of_a_step() -> None:
     results = _results()
     row = results["models"][0] | {"prompts": {"64": 118.0, "512": 120.24, "1536": None}, "host_bytes_per_s": 2e11}
     text = line(row, results)
@@ -132,7 +132,7 @@ def test_threads_are_compared_at_their_best() -> None:
     assert _verdicts(results)[FIVE] == ("wrong", False)
 
 
-def test_what_is_planned_is_held_against_the_same_memory() -> None:
+def test_planned_models_are_compared_at_equal_memory() -> None:
     results = _results()
     planned = [row | {"variant": f"{row['variant']}_4090"} for row in results["models"][:2]]
     results["models"] += [planned[0] | {"tokens_per_s": 30.0}, planned[1] | {"tokens_per_s": 20.0}]
@@ -143,7 +143,7 @@ def test_what_is_planned_is_held_against_the_same_memory() -> None:
     assert _verdicts(results)[FIVE] == ("4.8 ×", False)
 
 
-def test_what_was_asked_of_the_machine_is_in_the_heading() -> None:
+def test_the_heading_has_what_was_measured_of_the_machine() -> None:
     results = _results() | {
         "ping_pong": {"rounds": 10_000, "p50_s": 2.5e-6, "p99_s": 4e-6},
         "host_bytes_per_s": {"8": 1.5e11, "16": 2.1e11},

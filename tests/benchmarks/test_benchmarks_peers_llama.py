@@ -188,7 +188,7 @@ def test_nothing_is_on_a_gpu_that_cannot_hold_the_head(tiny: Path) -> None:
     assert (layers_that_fit(facts, barely, 512), gpu_layers(facts, barely, 512)) == (0, 1)
 
 
-def test_rows_of_a_whole_run(folder: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_run_has_a_row_for_each_setting(folder: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODE", "works")
     rows = _rows(folder, tiny)[-1]
     assert len(rows) == 2 * 3 + 2
@@ -213,7 +213,9 @@ def test_a_run_that_ends_early_keeps_what_it_found(
     assert {row["label"].rpartition(", ")[2] for row in rows} == {"pp64", "pp512", "tg32"}
 
 
-def test_figures_of_the_cpu_are_none_of_a_gpu(folder: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speeds_of_the_cpu_are_not_reported_for_a_gpu(
+    folder: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """llama.cpp says nothing where CUDA's library cannot be loaded, and computes on the CPU."""
     monkeypatch.setenv("MODE", "has no GPU")
     rows = _rows(folder, tiny)[-1]
@@ -231,7 +233,7 @@ def test_a_build_without_programs_is_rows_with_a_reason(tiny: Path, tmp_path: Pa
     assert all("No such file" in row["reason"] for row in rows)
 
 
-def test_what_llama_bench_started_ends_with_it(folder: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_llama_bench_end_with_it(folder: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODE", "hangs")
     started: list[int] = []
     popen = subprocess.Popen
@@ -261,7 +263,7 @@ def test_the_command_writes_what_gpu_py_shows(folder: Path, tiny: Path, tmp_path
     assert "tg16 | 48.00 |" in text_of(merged([found]))
 
 
-def test_what_was_found_is_on_disk_while_it_runs(folder: Path, tiny: Path, tmp_path: Path) -> None:
+def test_rows_so_far_are_on_disk_while_it_runs(folder: Path, tiny: Path, tmp_path: Path) -> None:
     """A benchmark that is ended from outside leaves the rows so far, and its llama-bench does not go on."""
     output = tmp_path / "llama.json"
     command = [sys.executable, str(BENCHMARKS / "peers_llama_cuda.py"), "bench", str(folder), str(tiny)]

@@ -19,7 +19,7 @@ def test_a_fault_fits_the_source(fault):
     compile(source.replace(fault.old, fault.new), fault.file, "exec")
 
 
-def test_what_does_not_fit_is_not_planted(tmp_path):
+def test_a_fault_that_fits_no_line_is_not_planted(tmp_path):
     with pytest.raises(ValueError, match="stands 0 times"):
         plant(Fault("stale", "base.py", "no such line", "x"), tmp_path)
 

@@ -218,14 +218,19 @@ def test_a_curve_is_what_sorting_finds() -> None:
     curve = measure_curve((scores[rows], contribution[rows]) for rows in torch.arange(2000).split(300))
     for target in (0.2, 0.9, 0.99, 1.0):
         point = curve.at(target)
-        computed, fires = scores > point.threshold, contribution > 0
+        fires = contribution > 0
         whole = float(contribution.double().sum())
-        found = float((contribution.double() * computed).sum()) / whole
-        assert found == pytest.approx(point.weighted_recall, abs=1e-6)
-        assert found >= target - 1e-6
-        assert point.recall == pytest.approx(float((computed & fires).sum() / fires.sum()))
-        assert point.precision == pytest.approx(float((computed & fires).sum() / computed.sum()))
-        assert point.computed_ratio == pytest.approx(float(computed.sum() / fires.sum()))
+        # float32 rounds a score on the edge of a bin into the one or the other: the point is between these two.
+        edge = 1e-5 * (1 + abs(point.threshold))
+        fewer, more = scores > point.threshold + edge, scores > point.threshold - edge
+        for computed, others in ((fewer, more), (more, fewer)):
+            sign = 1 if computed is more else -1
+            found = float((contribution.double() * computed).sum()) / whole
+            assert sign * (found - point.weighted_recall) >= -1e-6
+            assert sign * (int((computed & fires).sum()) / int(fires.sum()) - point.recall) >= -1e-6
+            assert sign * (int(computed.sum()) / int(fires.sum()) - point.computed_ratio) >= -1e-6
+            assert sign * (int((computed & fires).sum()) / int(others.sum()) - point.precision) >= -1e-6
+        assert point.weighted_recall >= target - 1e-6
         # No threshold that is higher by more than a bin would do.
         higher = scores > point.threshold + 0.1
         assert float((contribution.double() * higher).sum()) / whole < target + 1e-9
