@@ -131,11 +131,10 @@ def dense_perplexity(
 def _dense_graph(model: Path, vocabulary: int) -> "GraphModule":
     from picompile.frontend import load_model
     from picompile_passes.graph.materialize import materialize
-    from picompile_passes.passes.canonicalize import CANONICALIZE
-    from picompile_passes.pipeline import Pipeline
+    from picompile_passes.passes.canonicalize import canonicalize
 
     captured = load_model(model)
     if captured.facts.vocab != vocabulary:
         raise UsageError(f"{model}: has {captured.facts.vocab} tokens, the artifact {vocabulary}: another model")
-    canonical = Pipeline(tuple(CANONICALIZE))(captured.graph_module).graph_module
+    canonical = canonicalize(captured.graph_module)
     return materialize(canonical, captured.weights)

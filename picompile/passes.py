@@ -7,7 +7,7 @@
 | name an operator | `ADD`, `TRANSPOSE`, `INDEX_SELECT` of aten, and `EMBEDDING` to `DEQUANTIZE` of the dialect |
 | find the weights of a node | `NEURON_ROWS`, `matrix_operands`, `gating_side`, `gating_weights` |
 | run a graph with weights | `materialize`, `evaluate_constant`, `WeightSource` |
-| run passes | `Pipeline`, `CANONICALIZE`, `InsertPredictors`, `Partition`, `Quantize`, or `make_pass` by name |
+| run passes | `canonicalize`, `Pipeline`, `make_pass`; `CANONICALIZE`, `InsertPredictors`, `Partition`, `Quantize` |
 | watch passes run | the hooks `verifying`, `Dump` and `Timings`; `each` joins several |
 | test a pass | `GraphBuilder`, `verify` and `picompile.testing` |
 | add a predictor kind | `PredictorKind`, `add_predictor_kind` |
@@ -51,7 +51,7 @@ from picompile_passes.graph.operands import (
     matrix_operands,
 )
 from picompile_passes.graph.rewriter import Provenance, Rewriter
-from picompile_passes.passes.canonicalize import CANONICALIZE
+from picompile_passes.passes.canonicalize import CANONICALIZE, canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
@@ -105,6 +105,7 @@ __all__ = [
     "arguments",
     "attribute",
     "calls",
+    "canonicalize",
     "constant_nodes",
     "each",
     "evaluate_constant",

@@ -115,12 +115,12 @@ def _count(
     from picompile_codegen.errors import CodegenError
     from picompile_codegen.lowering.function import LowerOptions
     from picompile_codegen.lowering.lower import lower
-    from picompile_passes.passes.canonicalize import CANONICALIZE
+    from picompile_passes.passes.canonicalize import canonicalize
     from picompile_passes.passes.quantize import Quantize
     from picompile_passes.pipeline import Pipeline
 
     parameters = _parameters(graph_module, more)
-    canonical = Pipeline(tuple(CANONICALIZE))(graph_module).graph_module
+    canonical = canonicalize(graph_module)
     blocks = block_shapes(canonical)
     if not blocks:
         raise UnsupportedModelError(f"{name}: the model has no feed-forward block whose neurons could be placed")

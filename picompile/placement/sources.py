@@ -284,7 +284,6 @@ def _load_predictors(folder: Path, options: ModelOptions) -> "Predictors | None"
 
 def _block_shapes(graph_module: "GraphModule") -> "dict[int, BlockShape]":
     from picompile.predictors import block_shapes
-    from picompile_passes.passes.canonicalize import CANONICALIZE
-    from picompile_passes.pipeline import Pipeline
+    from picompile_passes.passes.canonicalize import canonicalize
 
-    return block_shapes(Pipeline(tuple(CANONICALIZE))(graph_module).graph_module)
+    return block_shapes(canonicalize(graph_module))

@@ -103,10 +103,9 @@ class PredictorSet:
 
 def canonical_graph(captured: "Captured") -> "GraphModule":
     """Return the captured graph after the canonicalizing passes."""
-    from picompile_passes.passes.canonicalize import CANONICALIZE
-    from picompile_passes.pipeline import Pipeline
+    from picompile_passes.passes.canonicalize import canonicalize
 
-    return Pipeline(tuple(CANONICALIZE))(captured.graph_module).graph_module
+    return canonicalize(captured.graph_module)
 
 
 def obtain_predictors(

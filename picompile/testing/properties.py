@@ -17,7 +17,7 @@ from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, calls, has_real_data
 from picompile_passes.graph.operands import PREDICTORS, SPARSE_FFN
 from picompile_passes.graph.rewriter import Provenance
-from picompile_passes.passes.canonicalize import CANONICALIZE
+from picompile_passes.passes.canonicalize import canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
@@ -271,7 +271,7 @@ def _to_the_end(graph_module: GraphModule) -> GraphModule:
     """Run the rest of the standard pipeline on a graph of any stage; every other neuron is hot unless partitioned."""
     stage = stage_of(graph_module)
     if stage == Stage.CAPTURED:
-        graph_module = Pipeline(CANONICALIZE)(graph_module).graph_module
+        graph_module = canonicalize(graph_module)
         verify(graph_module, Stage.CANONICAL)
     if stage <= Stage.CANONICAL:
         graph_module = InsertPredictors()(graph_module).graph_module

@@ -17,7 +17,7 @@ from picompile_passes.base import Pass, Stage, stage_of
 from picompile_passes.dialect import FORMATS, parse_activation
 from picompile_passes.graph.nodes import arguments, calls, has_real_data
 from picompile_passes.graph.operands import FFN, SPARSE_FFN
-from picompile_passes.passes.canonicalize import CANONICALIZE
+from picompile_passes.passes.canonicalize import CANONICALIZE, canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
@@ -56,7 +56,7 @@ def _canonical() -> st.SearchStrategy[GraphModule]:
 
 
 def _canonicalized(graph_module: GraphModule) -> GraphModule:
-    result = Pipeline(CANONICALIZE)(graph_module).graph_module
+    result = canonicalize(graph_module)
     for name, tensor in list(result.named_buffers()):
         if has_real_data(tensor) and tensor.dim() == 2 and tensor.is_floating_point():
             path, _, leaf = name.rpartition(".")

@@ -279,8 +279,7 @@ def _compare(folder: Path, expected: list[Tensor] | str, seed: int, artifact: Pa
     from picompile.errors import UnsupportedModelError
     from picompile.frontend import capture_config, load_model
     from picompile_passes.graph.materialize import materialize
-    from picompile_passes.passes.canonicalize import CANONICALIZE
-    from picompile_passes.pipeline import Pipeline
+    from picompile_passes.passes.canonicalize import canonicalize
 
     try:
         if isinstance(expected, str):
@@ -291,7 +290,7 @@ def _compare(folder: Path, expected: list[Tensor] | str, seed: int, artifact: Pa
     except UnsupportedModelError as error:
         way = "refused by both" if isinstance(expected, str) else "refused"
         return Outcome(way, str(error).replace(f"{folder}", "MODEL"))
-    canonical = Pipeline(tuple(CANONICALIZE))(captured.graph_module).graph_module
+    canonical = canonicalize(captured.graph_module)
     worst, tolerance = 0.0, TOLERANCE
     for graph in (captured.graph_module, canonical):
         module = materialize(graph, captured.weights)

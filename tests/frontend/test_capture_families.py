@@ -135,12 +135,11 @@ def test_fatrelu_of_every_family(fields):
     from picompile.frontend import capture_config
     from picompile_passes.graph.nodes import arguments, calls
     from picompile_passes.graph.operands import FFN
-    from picompile_passes.passes.canonicalize import CANONICALIZE
-    from picompile_passes.pipeline import Pipeline
+    from picompile_passes.passes.canonicalize import canonicalize
 
     sizes = {"num_hidden_layers": 1, "vocab_size": 20, "hidden_size": 12, "num_attention_heads": 3}
     config = {**sizes, "max_position_embeddings": 64, "hidden_act_param": 0.05, **fields}
-    graph = Pipeline(CANONICALIZE)(capture_config(config)).graph_module.graph
+    graph = canonicalize(capture_config(config)).graph
     assert [arguments(block)["activation"] for block in calls(graph, FFN)] == ["fatrelu(0.05)"]
 
 

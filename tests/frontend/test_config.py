@@ -190,10 +190,9 @@ def _windows(config: dict[str, Any]) -> list[int]:
 
 
 def _canonical(config: dict[str, Any]) -> Any:
-    from picompile_passes.passes.canonicalize import CANONICALIZE
-    from picompile_passes.pipeline import Pipeline
+    from picompile_passes.passes.canonicalize import canonicalize
 
-    return Pipeline(tuple(CANONICALIZE))(capture_config(config)).graph_module
+    return canonicalize(capture_config(config))
 
 
 def test_windows_of_single_layers() -> None:

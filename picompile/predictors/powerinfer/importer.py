@@ -168,10 +168,9 @@ def _check_model(path: Path, shapes: Shapes, counts: "Mapping[int, Tensor]", mod
     from picompile.frontend import load_model
     from picompile.frontend.checkpoint import fingerprint
     from picompile.predictors import block_shapes
-    from picompile_passes.passes.canonicalize import CANONICALIZE
-    from picompile_passes.pipeline import Pipeline
+    from picompile_passes.passes.canonicalize import canonicalize
 
-    graph_module = Pipeline(tuple(CANONICALIZE))(load_model(model).graph_module).graph_module
+    graph_module = canonicalize(load_model(model).graph_module)
     blocks = block_shapes(graph_module)
     check_shapes(path, shapes, {layer: (block.neurons, block.hidden) for layer, block in blocks.items()})
     _check_norms(path, graph_module)

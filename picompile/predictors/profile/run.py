@@ -49,8 +49,7 @@ from picompile.predictors.profile.thresholds import ThresholdSearch
 from picompile.predictors.profile.windows import windows_sha256
 from picompile.progress import NoProgress, Progress
 from picompile.streaming import Segment, split_layers
-from picompile_passes.passes.canonicalize import CANONICALIZE
-from picompile_passes.pipeline import Pipeline
+from picompile_passes.passes.canonicalize import canonicalize
 from picompile_runtime.version import __version__
 
 
@@ -120,7 +119,7 @@ def _profile(task: ProfileTask, output: Path, reserved: OutputPath, progress: Pr
 def capture(folder: Path) -> SegmentedModel:
     """Return the canonical graph of a checkpoint, cut into segments, and its weights."""
     captured = load_model(folder)
-    graph_module = Pipeline(tuple(CANONICALIZE))(captured.graph_module).graph_module
+    graph_module = canonicalize(captured.graph_module)
     segments = split_layers(graph_module)
     if not any(segment.blocks for segment in segments):
         raise UnsupportedModelError(f"{folder}: the model has no feed-forward block to profile")

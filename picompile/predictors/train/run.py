@@ -26,8 +26,7 @@ from picompile.predictors.train.directory import TrainingDirectory, digest
 from picompile.predictors.train.options import TrainOptions
 from picompile.predictors.train.workers import count_jobs, require_ray, train_locally, train_on_cluster
 from picompile.progress import NoProgress, Progress
-from picompile_passes.passes.canonicalize import CANONICALIZE
-from picompile_passes.pipeline import Pipeline
+from picompile_passes.passes.canonicalize import canonicalize
 from picompile_runtime.version import __version__
 
 # A layer's skewness is the share of its firings that this share of its neurons makes.
@@ -113,7 +112,7 @@ class _TrainingRun:
 
     @cached_property
     def graph_module(self) -> GraphModule:
-        return Pipeline(tuple(CANONICALIZE))(self.captured.graph_module).graph_module
+        return canonicalize(self.captured.graph_module)
 
     @cached_property
     def layers(self) -> list[int]:

@@ -1,5 +1,7 @@
 """From captured to canonical: the passes that raise a graph to the dialect, in order."""
 
+from torch.fx import GraphModule
+
 from picompile_passes.base import Pass
 from picompile_passes.passes.canonicalize.flatten_tokens import FlattenTokens
 from picompile_passes.passes.canonicalize.raise_attention import RaiseAttention
@@ -8,6 +10,7 @@ from picompile_passes.passes.canonicalize.raise_linear import RaiseLinear
 from picompile_passes.passes.canonicalize.raise_norms import RaiseNorms
 from picompile_passes.passes.canonicalize.raise_rotary import RaiseRotary
 from picompile_passes.passes.canonicalize.remove_copies import RemoveCopies
+from picompile_passes.pipeline import Pipeline
 
 CANONICALIZE: tuple[Pass, ...] = (
     RemoveCopies(),
@@ -18,3 +21,8 @@ CANONICALIZE: tuple[Pass, ...] = (
     RaiseFFN(),
     FlattenTokens(),
 )
+
+
+def canonicalize(graph_module: GraphModule) -> GraphModule:
+    """Return the canonical graph of a captured one: `CANONICALIZE` run on it, without checks between the passes."""
+    return Pipeline(CANONICALIZE)(graph_module).graph_module
