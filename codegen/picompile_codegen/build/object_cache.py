@@ -70,10 +70,10 @@ def _sweep(base: Path) -> None:
     with suppress(OSError):
         for entry in os.scandir(base):
             if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                _remove_if_dead(Path(entry.path))
+                _remove_if_abandoned(Path(entry.path))
 
 
-def _remove_if_dead(folder: Path) -> None:
+def _remove_if_abandoned(folder: Path) -> None:
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -196,14 +196,14 @@ def _tidy(folder: Path) -> None:
             total -= size
     for path in _files(folder, _UNFINISHED):
         with suppress(OSError):
-            _object_cache_remove_if_dead(path)
+            _remove_if_unused(path)
 
 
 def _files(folder: Path, names: re.Pattern[str]) -> Iterator[Path]:
     return (folder / name for name in os.listdir(folder) if names.fullmatch(name))
 
 
-def _object_cache_remove_if_dead(path: Path) -> None:
+def _remove_if_unused(path: Path) -> None:
     """Removes the file unless a process that lives is writing it. Raises `BlockingIOError` there."""
     with path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -34,11 +34,22 @@ from picompile_codegen.cpu.attention_work import (
     part_positions,
     ready_queries,
 )
-from picompile_codegen.cpu.cache import cache_argument
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, parallel, select, when
-from picompile_codegen.cpu.token_ops import StepRows, angles_argument, step_rows
-from picompile_codegen.cpu.vector import LANES, at, blocks, exp_of_negative, load, splat, store, total
+from picompile_codegen.cpu.tensor import (
+    Expr,
+    KernelTensor,
+    bind,
+    counter,
+    local,
+    loop,
+    maximum,
+    minimum,
+    parallel,
+    select,
+    when,
+)
+from picompile_codegen.cpu.token_ops import StepRows, step_rows
+from picompile_codegen.cpu.vector import LANES, at, blocks, exp_of_negative, load, splat, store, total, whole_vectors
 from picompile_codegen.specs import AttentionSpec
 
 
@@ -136,8 +147,7 @@ def finish(queries: Queries, emit: Callable[[Expr, Expr, Expr], None]) -> None:
 
 def attend_parts(spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRows) -> None:
     """A task takes a part of the positions of a head of keys; what the parts come to is put together in their order."""
-    last = local(1, dtype="int32")
-    last[0] = 0
+    last = counter()
     with loop(0, tokens.count) as row:
         last[0] = maximum(last[0], tokens.position(row))
     parts = bind(last[0] // part_positions(spec) + 1)
@@ -182,7 +192,7 @@ def _merge_parts(spec: AttentionSpec, tensors: AttentionTensors, row: Expr, head
     """y = Σ exp(m_p - m) · outputs_p / Σ exp(m_p - m) · sum_p over parts p, with the largest m of their maxima m_p."""
     assert tensors.outputs is not None and tensors.extremes is not None
     outputs, extremes = tensors.outputs, tensors.extremes
-    width = -(-spec.value_dim // LANES) * LANES
+    width = whole_vectors(spec.value_dim)
     begin = bind(first_position(spec, position) // part_positions(spec))
     end = bind(position // part_positions(spec) + 1)
     highest, sums, mixed = local(1), local(LANES), local(width)
@@ -204,16 +214,8 @@ def _merge_parts(spec: AttentionSpec, tensors: AttentionTensors, row: Expr, head
 
 def attention(spec: AttentionSpec, function: KernelFunction) -> None:
     """Write the body of an `AttentionSpec`."""
-    parts = -(-spec.context // part_positions(spec))
-    outputs = extremes = None
-    if spec.mode != "chunk" and parts > 1:
-        width = -(-spec.value_dim // LANES) * LANES
-        outputs = function.scratch("outputs", "float32", spec.rows, spec.heads, parts, width)
-        extremes = function.scratch("extremes", "float32", spec.rows, spec.heads, parts, 2)
-    keys, values = cache_argument(function, "k_cache"), cache_argument(function, "v_cache")
-    new = (function.get("k"), function.get("v")) if spec.extend else (None, None)
-    angles = angles_argument(function)
-    tensors = AttentionTensors(function["q"], keys, values, function["y"], *new, angles, outputs, extremes)
+    parts = 1 if spec.mode == "chunk" else -(-spec.context // part_positions(spec))
+    tensors = AttentionTensors.of(spec, function, parts, whole_vectors(spec.value_dim))
     tokens = step_rows(function, spec.mode, spec.rows, spec.context, spec.sequences)
     if spec.mode == "chunk":
         _attend_chunk(spec, tensors, tokens)

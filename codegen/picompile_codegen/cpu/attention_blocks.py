@@ -13,8 +13,32 @@ from picompile_codegen.build import isa
 from picompile_codegen.cpu.attention_work import Block, PositionSpan, Queries, Work, lanes_below, query_lanes
 from picompile_codegen.cpu.cache import BYTES, CachedHead
 from picompile_codegen.cpu.quantized import LARGEST_WORD, dot_pairs, in_order, interleave, splat_pair, to_words, zeros
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, in_slices, local, loop, maximum, minimum, select
-from picompile_codegen.cpu.vector import LANES, at, blocks, eight_totals, fma, highest, load, splat, store, to_floats
+from picompile_codegen.cpu.tensor import (
+    Expr,
+    KernelTensor,
+    bind,
+    constant,
+    in_slices,
+    local,
+    loop,
+    maximum,
+    minimum,
+    select,
+)
+from picompile_codegen.cpu.vector import (
+    LANES,
+    at,
+    blocks,
+    eight_totals,
+    fma,
+    highest,
+    load,
+    splat,
+    store,
+    to_floats,
+    zero_vector,
+    zero_vectors,
+)
 from picompile_passes.weight_formats import GROUP
 
 # Caches in float16 or float32.
@@ -26,9 +50,7 @@ def float_products(work: Work, indices: list[Expr]) -> Expr:
     All keys are read side by side: so many lines are asked for before the first is there.
     """
     keys, queries = work.block.span.keys, work.queries
-    sums = local(LANES, LANES)
-    for lane in range(LANES):
-        sums[lane, at(0)] = splat(0.0)
+    sums = zero_vectors(LANES)
 
     def add(c: Expr, valid: int) -> None:
         vectors = [bind(load(queries.q, work.row(i), c)) for i in range(queries.tile)]
@@ -109,8 +131,7 @@ class ByteQueries:
 
 def _largest(q: KernelTensor, i: Expr, head_dim: int) -> Expr:
     """The largest magnitude of a query, whose padding is 0."""
-    found = local(LANES)
-    found[at(0)] = splat(0.0)
+    found = zero_vector()
 
     def look(c: Expr, _: int) -> None:
         found[at(0)] = maximum(found[at(0)], tirx.abs(load(q, i, c)))
@@ -121,9 +142,9 @@ def _largest(q: KernelTensor, i: Expr, head_dim: int) -> Expr:
 
 def _inverse(largest: Expr) -> Expr:
     """Return the factor that makes `largest` the largest word; 0 if all are 0."""
-    word, zero = tirx.FloatImm("float32", LARGEST_WORD), tirx.FloatImm("float32", 0.0)
+    word, zero = constant(LARGEST_WORD), constant(0.0)
     # A number so small that its inverse is none counts for nothing.
-    return bind(select(largest > tirx.FloatImm("float32", 1e-30), word / largest, zero))
+    return bind(select(largest > constant(1e-30), word / largest, zero))
 
 
 @dataclass(frozen=True)
@@ -156,9 +177,7 @@ def _read_scales(head: CachedHead, block: Block, scales: KernelTensor) -> None:
 def byte_products(work: Work, indices: list[Expr], queries: ByteQueries, scales: BlockScales) -> Expr:
     """A vector of q · k, for the keys `indices` of the block."""
     keys, tile = work.block.span.keys, work.queries.tile
-    sums = local(LANES, LANES)
-    for lane in range(LANES):
-        sums[lane, at(0)] = splat(0.0)
+    sums = zero_vectors(LANES)
 
     def add_group(group: Expr, size: int) -> None:
         starts = range(0, size, BYTES)
@@ -231,9 +250,7 @@ def _weights(work: Work, scales: BlockScales) -> tuple[KernelTensor, list[Expr]]
     queries, block, groups = work.queries, work.block, work.block.span.values.groups
     floats = local(queries.tile, groups, block.span.block)
     words = local(queries.tile, groups, block.span.block, dtype="int16")
-    largest = local(queries.tile, LANES)
-    for i in range(queries.tile):
-        largest[i, at(0)] = splat(0.0)
+    largest = zero_vectors(queries.tile)
     with loop(0, (block.count + (LANES - 1)) // LANES) as index:
         start = bind(index * LANES)
         exists = lanes_below(block.count - start)
@@ -251,4 +268,4 @@ def _weights(work: Work, scales: BlockScales) -> tuple[KernelTensor, list[Expr]]
             for group in range(groups):
                 near = tirx.nearbyint(floats[i, group, at(index * LANES)] * inverses[i])
                 words[i, group, at(index * LANES)] = to_words(near)
-    return words, [bind(splat(value * tirx.FloatImm("float32", 1.0 / LARGEST_WORD))) for value in found]
+    return words, [bind(splat(value * constant(1.0 / LARGEST_WORD))) for value in found]

@@ -13,8 +13,20 @@ from tvm import tirx
 from picompile_codegen.build import isa
 from picompile_codegen.cpu.attention_work import LOWEST, lanes_below
 from picompile_codegen.cpu.cache import CachedHead
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, select
-from picompile_codegen.cpu.vector import LANES, at, blocks, exp_of_negative, fma, highest, load, splat, store, transpose
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, local, loop, maximum, minimum, select
+from picompile_codegen.cpu.vector import (
+    LANES,
+    at,
+    blocks,
+    exp_of_negative,
+    fma,
+    highest,
+    load,
+    splat,
+    store,
+    transpose,
+    whole_vectors,
+)
 
 _MOST_QUERIES = 64
 _KEYS = 48
@@ -50,16 +62,16 @@ class ChunkQueries:
     def of(cls, count: Expr, most: int, head_dim: int, value_dim: int) -> "ChunkQueries":
         """Memory for at most `most` queries; q, firsts and lasts of `count` are yet to be filled."""
         firsts, lasts = local(most, dtype="int32"), local(most, dtype="int32")
-        q, outputs = local(most, head_dim), local(most, _padded(value_dim))
+        q, outputs = local(most, head_dim), local(most, whole_vectors(value_dim))
         queries = cls(count, most, q, firsts, lasts, local(most), local(most), local(most, LANES), outputs)
         with loop(0, most) as i:
-            queries.maxima[i] = tirx.FloatImm("float32", LOWEST)
-            queries.rescale[i] = tirx.FloatImm("float32", 0.0)
+            queries.maxima[i] = constant(LOWEST)
+            queries.rescale[i] = constant(0.0)
             queries.sums[i, at(0)] = splat(0.0)
             blocks(value_dim, lambda c, _: store(outputs, i, c, value=splat(0.0)))
         # Queries that fill up a tile: nobody looks at what becomes of them.
         with loop(count, most) as i, loop(0, head_dim) as c:
-            q[i, c] = tirx.FloatImm("float32", 0.0)
+            q[i, c] = constant(0.0)
         return queries
 
     @property
@@ -68,13 +80,9 @@ class ChunkQueries:
         return bind((self.count + (_TILE_QUERIES - 1)) // _TILE_QUERIES)
 
 
-def _padded(width: int) -> int:
-    return -(-width // LANES) * LANES
-
-
 def attend_queries(queries: ChunkQueries, keys: CachedHead, values: CachedHead, group: int) -> None:
     """softmax(q · kᵀ) · v for the queries of a task, `group` of a token, but for the division by the sums."""
-    head_dim, width = keys.cache.dim, _padded(values.cache.dim)
+    head_dim, width = keys.cache.dim, whole_vectors(values.cache.dim)
     key_columns, value_rows = local(head_dim, _KEYS), local(_KEYS, width)
     scores = local(queries.most, _KEYS)
     stop = bind(queries.lasts[queries.count - 1] + 1)

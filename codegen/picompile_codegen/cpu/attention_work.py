@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tvm import tirx
 
-from picompile_codegen.cpu.cache import Cache, CachedHead
+from picompile_codegen.cpu.cache import Cache, CachedHead, cache_argument
+from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, select, when
-from picompile_codegen.cpu.token_ops import Angles
-from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, store
+from picompile_codegen.cpu.token_ops import Angles, angles_argument
+from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, store, whole_vectors
 from picompile_codegen.specs import AttentionSpec
 
 # A block of keys is about this long, so that a block of values, on its way meanwhile, is in a near cache as well.
@@ -61,8 +63,8 @@ class Queries:
         """Memory for `count` queries, of which `q` is yet to be filled."""
         tile = min(4, 1 << (count - 1).bit_length())
         tiles = -(-count // tile)
-        width = -(-value_dim // LANES) * LANES
-        q, outputs = local(tiles * tile, -(-head_dim // LANES) * LANES), local(tiles * tile, width)
+        width = whole_vectors(value_dim)
+        q, outputs = local(tiles * tile, whole_vectors(head_dim)), local(tiles * tile, width)
         queries = cls(count, tile, width, q, local(tiles, LANES), local(tiles, LANES), outputs)
         queries.each_tile(queries._clear)
         return queries
@@ -190,10 +192,16 @@ def part_positions(spec: AttentionSpec) -> int:
     return -(-spec.context // (_MOST_PARTS * _PART_POSITIONS)) * _PART_POSITIONS
 
 
+T = TypeVar("T", bound="AttentionTensors")
+
+
 @dataclass(frozen=True)
 class AttentionTensors:
-    """Arguments of an attention kernel (see `attention`). `partial` are what parts come to: for each row, head and
-    part `outputs` [value_dim, padded], and in `extremes` the maximum of the scores and the sum of the weights."""
+    """Arguments of an attention kernel, and the results of parts of the positions where there are several.
+
+    For each row, head and part: `outputs` [value_dim, padded], yet to be divided by the sum of the weights, and in
+    `extremes` the maximum of the scores and that sum.
+    """
 
     q: KernelTensor
     keys: Cache
@@ -204,6 +212,25 @@ class AttentionTensors:
     angles: Angles | None
     outputs: KernelTensor | None
     extremes: KernelTensor | None
+
+    @classmethod
+    def of(cls: type[T], spec: AttentionSpec, function: KernelFunction, parts: int, width: int) -> T:
+        """Return the arguments of the kernel that is being written; several parts have outputs of `width` columns."""
+        outputs = extremes = None
+        if parts > 1:
+            outputs = function.scratch("outputs", "float32", spec.rows, spec.heads, parts, width)
+            extremes = function.scratch("extremes", "float32", spec.rows, spec.heads, parts, 2)
+        return cls(
+            q=function["q"],
+            keys=cache_argument(function, "k_cache"),
+            values=cache_argument(function, "v_cache"),
+            y=function["y"],
+            new_keys=function.get("k"),
+            new_values=function.get("v"),
+            angles=angles_argument(function),
+            outputs=outputs,
+            extremes=extremes,
+        )
 
 
 def first_position(spec: AttentionSpec, position: Expr) -> Expr:

@@ -25,7 +25,7 @@ from picompile_codegen.cpu.quantized import (
     split_nibbles,
 )
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, token_tiles
-from picompile_codegen.cpu.vector import LANES, at, fma, splat, to_floats, transpose
+from picompile_codegen.cpu.vector import LANES, at, fma, splat, to_floats, transpose, zero_vectors
 from picompile_passes.weight_formats import GROUP
 
 BYTE_TILE_TOKENS = 4
@@ -167,9 +167,7 @@ def multiply_tile(
     For each token and part the token, the number of the part among these and the sums of its eight rows, a lane each.
     """
     places = [(token, part) for token in range(len(tokens)) for part in range(parts)]
-    sums = local(len(places), LANES)
-    for place in range(len(places)):
-        sums[place, at(0)] = splat(0.0)
+    sums = zero_vectors(len(places))
     with loop(0, groups) as group:
         of_x = bind(first_group + group)
         starts = [bind(tirx.Broadcast(x.offsets[token, of_x], LANES)) for token in tokens]

@@ -23,8 +23,19 @@ from picompile_codegen.cpu.ffn_neurons import FfnArguments, NeuronList, declare_
 from picompile_codegen.cpu.ffn_slices import Slices, compute_slice
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.linear import TileProjection, project_rows, row_block
+from picompile_codegen.cpu.matrix import KernelMatrix
 from picompile_codegen.cpu.quantized import QuantizedRows, QuantizedVector, quantize_to, vector_sizes
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, select, when, worth_a_region
+from picompile_codegen.cpu.tensor import (
+    Expr,
+    KernelTensor,
+    bind,
+    counter,
+    loop,
+    parallel,
+    select,
+    when,
+    worth_a_region,
+)
 from picompile_codegen.cpu.vector import blocks, load, splat, store
 from picompile_codegen.specs import FfnSpec
 
@@ -71,8 +82,7 @@ def ffn_sequences(function: KernelFunction, arguments: FfnArguments) -> None:
         if vectors is not None:
             bytes_, scales, offsets = vectors
             quantize_to(arguments.x, token, arguments.bundle, QuantizedVector(bytes_, scales, offsets, token))
-    computed = local(1, dtype="int32")
-    computed[0] = 0
+    computed = counter()
     with loop(0, tokens) as token:
         computed[0] = computed[0] + counts[token]
     total = bind(computed[0])
@@ -108,7 +118,7 @@ def _declare_vectors(
 
 def ffn(spec: FfnSpec, function: KernelFunction) -> None:
     """Write the body of an `FfnSpec`."""
-    arguments = FfnArguments.of(spec, function)
+    arguments = FfnArguments.of(spec, function, KernelMatrix)
     if spec.rows == 1:
         ffn_one(function, arguments)
     elif spec.is_masked:
@@ -179,8 +189,7 @@ def _project(
 ) -> None:
     """The products of a block of neurons with gate and up, before their activations."""
     neurons = arguments.spec.neurons
-    first, _ = arguments.first_row(0)
-    projection = TileProjection(first, neurons, lambda neuron: arguments.first_row(neuron)[1], arguments.first_bias)
+    projection = TileProjection(arguments.first_matrix, neurons, arguments.first_row, arguments.first_bias)
     project_rows(projection, block, arguments.x, quantized, tokens, hidden if gate is None else gate)
     if gate is not None:
         projection = TileProjection(arguments.bundle, neurons, arguments.up_row, arguments.up_bias)

@@ -16,8 +16,20 @@ from picompile_codegen.cpu.dot import Vector, biased, dot
 from picompile_codegen.cpu.ffn_neurons import FfnArguments, NeuronList
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import CACHE_LINE_BYTES
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, minimum, parallel, when, worth_a_region
-from picompile_codegen.cpu.vector import LANES, at, blocks, splat, store
+from picompile_codegen.cpu.tensor import (
+    Expr,
+    KernelTensor,
+    bind,
+    constant,
+    counter,
+    local,
+    loop,
+    minimum,
+    parallel,
+    when,
+    worth_a_region,
+)
+from picompile_codegen.cpu.vector import LANES, at, blocks, splat, store, zero_vector
 
 # Columns of y that a task adds up, a multiple of every `SumOrder.columns`.
 _TASK_COLUMNS = 128
@@ -50,8 +62,7 @@ class Slices:
         tasks = full + (rest > 0)
 
         def add_vector(token: Expr, first: Expr, runs: list[tuple[Expr, int, int]]) -> None:
-            value = local(LANES)
-            value[at(0)] = splat(0.0)
+            value = zero_vector()
             with loop(0, self.per_token) as index:
                 value[at(0)] = value[at(0)] + self.y[token * self.per_token + index, at(first)]
             summed = bind(value[at(0)])
@@ -123,8 +134,7 @@ def compute_slice(
     blocks(width, lambda c, valid: store(slices.y, index, c, value=splat(0.0), valid=valid))
     slices.nonzero[index] = 0
     places = _NEURONS_TOGETHER + rows_together(arguments.bundle)[-1]
-    waiting = _Waiting(local(places, dtype="int32"), local(places), local(1, dtype="int32"))
-    waiting.count[0] = 0
+    waiting = _Waiting(local(places, dtype="int32"), local(places), counter())
     count = arguments.spec.neurons if listed is None else listed.count
     start, stop = bind(count * number // of), bind(count * (number + 1) // of)
     distance = -(-arguments.bundle.rows_ahead // arguments.spec.bundle_parts)
@@ -160,15 +170,15 @@ def _compute(
     if listed is not None and listed.products is not None:
         first = bind(listed.products[neuron])
     else:
-        (matrix, row), (_, fetched) = arguments.first_row(neuron), arguments.first_row(ahead)
-        first = biased(dot(matrix, row, vector, [fetched]), arguments.first_bias, neuron)
+        product = dot(arguments.first_matrix, arguments.first_row(neuron), vector, [arguments.first_row(ahead)])
+        first = biased(product, arguments.first_bias, neuron)
     with _unless_silent(arguments, listed, first):
         up = None
         if spec.gated:
             product = dot(arguments.bundle, arguments.up_row(neuron), vector, [arguments.up_row(ahead)])
             up = biased(product, arguments.up_bias, neuron)
         h = _output(arguments, first, up)
-        fired = bind(tirx.Cast("int32", h != tirx.FloatImm("float32", 0.0)))
+        fired = bind(tirx.Cast("int32", h != constant(0.0)))
         nonzero[index] = nonzero[index] + fired
         place = bind(waiting.count[0])
         waiting.numbers[place], waiting.outputs[place] = down, h
@@ -184,7 +194,7 @@ def _unless_silent(arguments: FfnArguments, listed: NeuronList | None, first: Ex
     """Leaves out the rest of a neuron that a mask named and that is silent all the same."""
     if listed is None or listed.products is not None or not arguments.spec.is_sparse:
         return nullcontext()
-    return when(first > tirx.FloatImm("float32", arguments.spec.threshold))
+    return when(first > constant(arguments.spec.threshold))
 
 
 def _output(arguments: FfnArguments, first: Expr, up: Expr | None) -> Expr:
@@ -196,7 +206,7 @@ def _fill_up(waiting: _Waiting, together: int) -> None:
     """Makes the number of those that wait a multiple of `together`: the first stands in for the missing, times zero."""
     count = bind(waiting.count[0])
     for i in range(together - 1):
-        waiting.numbers[count + i], waiting.outputs[count + i] = waiting.numbers[0], tirx.FloatImm("float32", 0.0)
+        waiting.numbers[count + i], waiting.outputs[count + i] = waiting.numbers[0], constant(0.0)
     waiting.count[0] = (count + (together - 1)) // together * together
 
 
@@ -207,8 +217,7 @@ def _add_waiting(
 
     Meanwhile the rows of down of the neurons `following(0)`, `following(1)`, … are fetched.
     """
-    done, numbers_of_rows = local(1, dtype="int32"), rows_together(arguments.bundle)
-    done[0] = 0
+    done, numbers_of_rows = counter(), rows_together(arguments.bundle)
     for together in numbers_of_rows:
         first = bind(done[0])
         times = bind((waiting.count[0] - first) // together)

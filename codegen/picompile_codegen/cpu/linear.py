@@ -12,7 +12,7 @@ from tvm import tirx
 from picompile_codegen.cpu.byte_tiles import block_rows, declare_rows, multiply_block, quantize_rows, raw_offset
 from picompile_codegen.cpu.dot import dot, prepare_vector
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.matrix import KernelMatrix, each_group, groups_of, matrix_argument
+from picompile_codegen.cpu.matrix import KernelMatrix, each_group, groups_of
 from picompile_codegen.cpu.quantized import QuantizedRows
 from picompile_codegen.cpu.tensor import (
     Expr,
@@ -27,7 +27,7 @@ from picompile_codegen.cpu.tensor import (
     when,
     worth_a_region,
 )
-from picompile_codegen.cpu.vector import LANES, at, blocks, fma, four_totals, load, splat, store
+from picompile_codegen.cpu.vector import LANES, at, blocks, fma, four_totals, load, store, zero_vectors
 from picompile_codegen.specs import LinearSpec
 from picompile_passes.weight_formats import GROUP
 
@@ -144,9 +144,7 @@ def _tile_sums(
     weights: KernelTensor, first_row: Expr, x: KernelTensor, tokens: list[Expr], start: Expr, width: int
 ) -> list[Expr]:
     """For each token, its products with TILE_ROWS rows of unpacked weights: a vector of TILE_ROWS lanes."""
-    sums = local(TILE_TOKENS * TILE_ROWS, LANES)
-    for i in range(TILE_TOKENS * TILE_ROWS):
-        sums[i, at(0)] = splat(0.0)
+    sums = zero_vectors(TILE_TOKENS * TILE_ROWS)
 
     def step(column: Expr, valid: int) -> None:
         inputs = [bind(load(x, token, start + column, valid=valid)) for token in tokens]
@@ -188,7 +186,7 @@ def _emit(
 
 def linear(spec: LinearSpec, function: KernelFunction) -> None:
     """Write the body of a `LinearSpec`."""
-    x, w, bias, y = function["x"], matrix_argument(function, "w"), function.get("bias"), function["y"]
+    x, w, bias, y = function["x"], KernelMatrix.argument(function, "w"), function.get("bias"), function["y"]
     if spec.rows == 1:
         _linear_one(x, w, bias, y)
         return

@@ -9,6 +9,7 @@ A new format is a function in `_RAW` and an offset in `_OFFSETS`; its data type 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tvm import tirx
 
@@ -59,15 +60,44 @@ class MatrixRow:
         return Group(raw, self.matrix.offset, scale)
 
 
+M = TypeVar("M", bound="MatrixTensors")
+
+
 @dataclass(frozen=True)
-class KernelMatrix:
-    """A packed matrix [rows, columns] that is an argument of the kernel."""
+class MatrixTensors:
+    """The tensors of a packed matrix [rows, columns], an argument of the kernel on the CPU or on a GPU."""
 
     format: str
     rows: int
     columns: int
     data: KernelTensor
     scale: KernelTensor | None
+
+    @classmethod
+    def argument(cls: type[M], function: KernelFunction, name: str) -> M:
+        """Return the packed matrix that the kernel's spec declares under that name.
+
+        Raises:
+            CodegenError: If it declares none.
+        """
+        matrix = cls.optional(function, name)
+        if matrix is None:
+            raise CodegenError(f"kernel {function.name} has no packed matrix {name}")
+        return matrix
+
+    @classmethod
+    def optional(cls: type[M], function: KernelFunction, name: str) -> M | None:
+        """Return the packed matrix of that name, or None in a variant of the kernel that has none."""
+        declared = function.declared_matrix(name)
+        if declared is None:
+            return None
+        data, scale = function[f"{name}.data"], function.get(f"{name}.scale")
+        return cls(declared.format, declared.rows, declared.columns, data, scale)
+
+
+@dataclass(frozen=True)
+class KernelMatrix(MatrixTensors):
+    """A packed matrix as the CPU reads it: a row at a time, in groups of 32 weights."""
 
     @property
     def groups(self) -> int:
@@ -174,23 +204,6 @@ def _raw_nibbles(data: KernelTensor, row: Expr, column: Expr) -> list[Expr]:
 
 _RAW = {"f16": _raw_bytes_or_halves, "q8": _raw_bytes_or_halves, "q4": _raw_nibbles}
 _OFFSETS = {"f16": 0.0, "q8": 0.0, "q4": -8.0}
-
-
-def matrix_argument(function: KernelFunction, name: str) -> KernelMatrix:
-    """Return the packed matrix that the kernel's spec declares under that name."""
-    matrix = optional_matrix(function, name)
-    if matrix is None:
-        raise CodegenError(f"kernel {function.name} has no packed matrix {name}")
-    return matrix
-
-
-def optional_matrix(function: KernelFunction, name: str) -> KernelMatrix | None:
-    """Return the packed matrix of that name, or None in a variant of the kernel that has none."""
-    declared = function.declared_matrix(name)
-    if declared is None:
-        return None
-    data, scale = function[f"{name}.data"], function.get(f"{name}.scale")
-    return KernelMatrix(declared.format, declared.rows, declared.columns, data, scale)
 
 
 def groups_of(columns: int) -> int:

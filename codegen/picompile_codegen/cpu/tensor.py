@@ -60,6 +60,18 @@ def local(*shape: int, dtype: str = "float32") -> KernelTensor:
     return KernelTensor(T.alloc_buffer(shape, dtype, scope="global", annotations={"disable_lower_builtin": True}))
 
 
+def counter() -> KernelTensor:
+    """An int32 of the task that is running, which begins at 0: a tensor of one element."""
+    count = local(1, dtype="int32")
+    count[0] = 0
+    return count
+
+
+def constant(value: float) -> Expr:
+    """A float32 that is known when the kernel is written."""
+    return tirx.FloatImm("float32", value)
+
+
 def bind(value: Expr) -> Expr:
     """Computes `value` here, once. Python variables hold expressions, which are otherwise repeated at every use."""
     return T.bind(value)

@@ -10,8 +10,8 @@ from itertools import cycle
 from tvm import tirx
 
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.matrix import each_group, matrix_argument
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, select, when
+from picompile_codegen.cpu.matrix import KernelMatrix, each_group
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, local, loop, parallel, select, when
 from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, store, total
 from picompile_codegen.specs import (
     AddSpec,
@@ -69,7 +69,7 @@ def take_last(spec: TakeLastSpec, function: KernelFunction) -> None:
 
 def embedding(spec: EmbeddingSpec, function: KernelFunction) -> None:
     """Write the body of an `EmbeddingSpec`."""
-    ids, w, y = function["ids"], matrix_argument(function, "w"), function["y"]
+    ids, w, y = function["ids"], KernelMatrix.argument(function, "w"), function["y"]
     with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as t:
         row = w.row(bind(ids[t] + spec.offset))
 
@@ -93,7 +93,7 @@ def rms_norm(spec: RmsNormSpec, function: KernelFunction) -> None:
     x, weight, y, dim = function["x"], function["weight"], function["y"], spec.dim
     with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as t:
         mean_square = _sum(x, t, dim, lambda value: value * value) / float(dim)
-        factor = bind(splat(_inverse_root(mean_square, spec.eps)))
+        factor = bind(splat(inverse_root(mean_square, spec.eps)))
 
         def scale(c: Expr, valid: int) -> None:
             value = load(x, t, c, valid=valid) * factor * load(weight, c, valid=valid)
@@ -110,7 +110,7 @@ def layer_norm(spec: LayerNormSpec, function: KernelFunction) -> None:
         center = bind(_sum(x, t, dim, lambda value: value) / float(dim))
         mean = bind(splat(center))
         variance = _sum(x, t, dim, lambda value: (value - mean) * (value - mean), fill=center) / float(dim)
-        factor = bind(splat(_inverse_root(variance, spec.eps)))
+        factor = bind(splat(inverse_root(variance, spec.eps)))
 
         def scale(c: Expr, valid: int) -> None:
             value = (load(x, t, c, valid=valid) - mean) * factor
@@ -123,8 +123,9 @@ def layer_norm(spec: LayerNormSpec, function: KernelFunction) -> None:
         blocks(dim, scale)
 
 
-def _inverse_root(value: Expr, eps: float) -> Expr:
-    return bind(tirx.FloatImm("float32", 1.0) / tirx.sqrt(value + tirx.FloatImm("float32", eps)))
+def inverse_root(value: Expr, eps: float) -> Expr:
+    """1 / sqrt(value + eps), a float32."""
+    return bind(constant(1.0) / tirx.sqrt(value + constant(eps)))
 
 
 def _sum(x: KernelTensor, token: Expr, dim: int, term: Callable[[Expr], Expr], fill: Expr = 0.0) -> Expr:

@@ -2,15 +2,23 @@
 
 from collections.abc import Callable
 from functools import reduce
-from math import sqrt
 
 from tvm import tirx
 
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, intrinsic, loop, maximum, minimum, select
-from picompile_passes.dialect.activations import parse_activation
+from picompile_codegen.cpu.activations import Arithmetic, apply_activation
+from picompile_codegen.cpu.tensor import (
+    Expr,
+    KernelTensor,
+    bind,
+    constant,
+    intrinsic,
+    local,
+    loop,
+    maximum,
+    minimum,
+    select,
+)
 
-# Vectors of float32: how many lanes, how to load, store and combine them.
-#
 # This and `matrix.py` are where a kernel meets the instruction set. Everything is written for AVX2 (eight lanes,
 # sixteen registers); LLVM turns each operation here into one or two instructions.
 
@@ -26,7 +34,7 @@ def at(start: Expr, lanes: int = LANES) -> Expr:
 
 def splat(value: Expr, lanes: int = LANES) -> Expr:
     """`value` in every lane."""
-    return tirx.Broadcast(tirx.FloatImm("float32", value) if isinstance(value, int | float) else value, lanes)
+    return tirx.Broadcast(constant(value) if isinstance(value, int | float) else value, lanes)
 
 
 def splat_int(value: int) -> Expr:
@@ -67,6 +75,21 @@ def highest(value: Expr) -> Expr:
     return bind(value)
 
 
+def zero_vector() -> KernelTensor:
+    """A vector of float32 on the stack, all 0: a tensor of eight elements."""
+    vector = local(LANES)
+    vector[at(0)] = splat(0.0)
+    return vector
+
+
+def zero_vectors(count: int) -> KernelTensor:
+    """`count` vectors of float32 on the stack, all 0: a tensor [count, 8]."""
+    vectors = local(count, LANES)
+    for i in range(count):
+        vectors[i, at(0)] = splat(0.0)
+    return vectors
+
+
 def four_totals(values: list[Expr]) -> Expr:
     """The sums of the lanes of each of four vectors: four lanes."""
     halves = _add_neighbours(_add_neighbours(values[0], values[1]), _add_neighbours(values[2], values[3]))
@@ -82,6 +105,11 @@ def _add_neighbours(a: Expr, b: Expr) -> Expr:
     """Add neighbouring lanes: each half of the result has two sums from a and two from b."""
     a, b = bind(a), bind(b)
     return bind(tirx.Shuffle([a, b], [0, 2, 8, 10, 4, 6, 12, 14]) + tirx.Shuffle([a, b], [1, 3, 9, 11, 5, 7, 13, 15]))
+
+
+def whole_vectors(width: int) -> int:
+    """Return `width` elements rounded up to whole vectors."""
+    return -(-width // LANES) * LANES
 
 
 def blocks(width: int, body: Callable[[Expr, int], None], unroll: int = 1) -> None:
@@ -106,7 +134,7 @@ def load(tensor: KernelTensor, *index: Expr, valid: int = LANES, fill: Expr = 0.
     if valid == LANES:
         whole = tensor[(*outer, at(start))]
         return whole if tensor.dtype == "float32" else to_floats(whole)
-    rest = tirx.FloatImm("float32", fill) if isinstance(fill, float) else fill
+    rest = constant(fill) if isinstance(fill, float) else fill
     scalars = [tirx.Cast("float32", tensor[(*outer, start + i)]) if i < valid else rest for i in range(LANES)]
     return tirx.Shuffle(scalars, list(range(LANES)))
 
@@ -226,46 +254,9 @@ def erf(x: Expr) -> Expr:
     return bind(x * _polynomial(square, _ERF_P) / _polynomial(square, _ERF_Q))
 
 
-# Activation functions of vectors, by the names of `picompile_passes.dialect.activations`.
-
-
-def _relu(x: Expr) -> Expr:
-    return maximum(x, splat(0.0))
-
-
-def _relu2(x: Expr) -> Expr:
-    positive = bind(_relu(x))
-    return positive * positive
-
-
-def _gelu(x: Expr) -> Expr:
-    return splat(0.5) * x * (splat(1.0) + erf(x * splat(sqrt(0.5))))
-
-
-def _gelu_tanh(x: Expr) -> Expr:
-    # (1 + tanh u) / 2 = sigmoid 2u, and does not cancel where u is far below zero.
-    inner = x * (splat(1.0) + splat(0.044715) * x * x)
-    return x * sigmoid(splat(2.0 * sqrt(2.0 / 3.141592653589793)) * inner)
-
-
-_FUNCTIONS: dict[str, Callable[[Expr], Expr]] = {
-    "identity": lambda x: x,
-    "relu": _relu,
-    "relu2": _relu2,
-    "relu6": lambda x: minimum(_relu(x), splat(6.0)),
-    "silu": lambda x: x * sigmoid(x),
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "quick_gelu": lambda x: x * sigmoid(splat(1.702) * x),
-    "sigmoid": sigmoid,
-    "tanh": tanh,
-}
+_ARITHMETIC = Arithmetic(splat, sigmoid, tanh, erf)
 
 
 def activate(text: str, x: Expr) -> Expr:
     """The activation that `text` names, of each lane of x. Raises `ValueError` for one that is not known."""
-    activation = parse_activation(text)
-    x = bind(x)
-    if activation.name == "fatrelu":
-        return bind(select(x > splat(activation.threshold), x, splat(0.0)))
-    return bind(_FUNCTIONS[activation.name](x))
+    return apply_activation(text, x, _ARITHMETIC)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.cache import Cache
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, when
+from picompile_codegen.cpu.attention_work import LOWEST, AttentionTensors
+from picompile_codegen.cpu.cache import ELEMENT_BYTES, Cache
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, loop, maximum, minimum, when
 from picompile_codegen.cpu.token_ops import Angles
 from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
 from picompile_codegen.cuda.memory import barrier, extern, from_lane, registers
@@ -14,8 +15,6 @@ from picompile_codegen.cuda.token_ops import write_row
 from picompile_codegen.specs import AttentionSpec
 from picompile_passes.weight_formats import GROUP
 
-# Stands for minus infinity, of which differences would not be numbers.
-LOWEST = -1e30
 _LANES = 4
 
 
@@ -39,22 +38,8 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class CudaAttentionTensors:
-    """Arguments of an attention kernel (see `attention`), and what parts come to where there are several.
-
-    For each row, head and part: `outputs` [value_dim, padded], yet to be divided by the sum of the weights, and in
-    `extremes` the maximum of the scores and that sum.
-    """
-
-    q: KernelTensor
-    keys: Cache
-    values: Cache
-    y: KernelTensor
-    new_keys: KernelTensor | None
-    new_values: KernelTensor | None
-    angles: Angles | None
-    outputs: KernelTensor | None
-    extremes: KernelTensor | None
+class CudaAttentionTensors(AttentionTensors):
+    """Arguments of an attention kernel on a GPU. A block gives elements, to the result or to the output of its part."""
 
     def give(
         self, spec: AttentionSpec, row: Expr, head: Expr, part: Expr, column: Expr, value: Expr, total: Expr
@@ -77,17 +62,12 @@ def padded_width(value_dim: int) -> int:
     return -(-value_dim // _LANES) * _LANES
 
 
-def number(value: float) -> Expr:
-    """A float32 that is known when the kernel is written."""
-    return tirx.FloatImm("float32", value)
-
-
 def weight_of(is_seen: Expr, score: Expr, highest: Expr) -> Expr:
     """exp(score - highest), which is NaN for NaN; 0 for what is not to be seen.
 
     The choice is made in front of exp, which would otherwise be a branch for each weight.
     """
-    return tirx.exp(tirx.Select(is_seen, score - highest, number(LOWEST)))
+    return tirx.exp(tirx.Select(is_seen, score - highest, constant(LOWEST)))
 
 
 def head_element(
@@ -105,7 +85,7 @@ def head_element(
         in_first = column < half
         angle = bind(tirx.Select(in_first, column, column - half))
         partner = bind(tirx.Select(in_first, column + half, column - half))
-        sign = tirx.Select(in_first, number(-1.0), number(1.0))
+        sign = tirx.Select(in_first, constant(-1.0), constant(1.0))
         along = x[row, start + column] * angles.cos[position, angle]
         return along + sign * (x[row, start + partner] * angles.sin[position, angle])
 
@@ -137,14 +117,13 @@ def extend_caches(
 
 
 _UNIT_BYTES = 16
-_ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1}
 _WORD_BYTES = 4
 
 
 def unit_size(dtype: str, width: int, most: int = _UNIT_BYTES) -> int:
     """Elements of a unit of rows that are `width` wide, a power of two: no more than `most`, nor than 16 bytes."""
     size = 1
-    while width % (2 * size) == 0 and 2 * size <= most and 2 * size * _ELEMENT_BYTES[dtype] <= _UNIT_BYTES:
+    while width % (2 * size) == 0 and 2 * size <= most and 2 * size * ELEMENT_BYTES[dtype] <= _UNIT_BYTES:
         size *= 2
     return size
 
@@ -250,7 +229,7 @@ class HeldQueries:
             start = bind(minimum(unit, lanes.units - 1) * lanes.size)
             for i in range(count):
                 for e in range(lanes.size):
-                    value = tirx.Select(unit < lanes.units, memory[i, start + e], number(0.0))
+                    value = tirx.Select(unit < lanes.units, memory[i, start + e], constant(0.0))
                     elements[(i * lanes.turns + turn) * lanes.size + e] = value
         # TVM gives memory that nobody uses any more to what comes next.
         barrier()
@@ -306,7 +285,7 @@ def _spread_sums(values: list[Expr], lane: Expr, lanes: int) -> list[tuple[Expr,
     """
     count = len(values)
     padded = 1 << (count - 1).bit_length()
-    kept = [*values, *[number(0.0)] * (padded - count)]
+    kept = [*values, *[constant(0.0)] * (padded - count)]
     first: Expr = 0
     is_mine: Expr = None
     offset = 1

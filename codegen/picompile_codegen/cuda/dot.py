@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from tvm import tirx
 
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, loop, minimum, when
 from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import CudaMatrix, Unit
-from picompile_codegen.cuda.memory import barrier, from_lane, loads_first, registers, shared, warp_sum
+from picompile_codegen.cuda.memory import barrier, from_lane, loads_first, shared, warp_sum, zero_registers
 
 _GROUP = 32
 # Threads read 16 bytes each from groups side by side. Four floats between groups put these reads in different banks.
@@ -34,7 +34,7 @@ class BlockVector:
             column = bind(turn * threads + place.thread)
             with when(column < self._size):
                 inside = first + column < columns
-                value = tirx.if_then_else(inside, x[row, first + column], tirx.FloatImm("float32", 0.0))
+                value = tirx.if_then_else(inside, x[row, first + column], constant(0.0))
                 self._memory[self._at(column)] = value
         barrier()
 
@@ -127,9 +127,7 @@ def _part_products(
     vector: BlockVector, matrix: CudaMatrix, rows: Sequence[Expr], start: int, columns: int, lane: Expr
 ) -> list[Expr]:
     """Return the products over `columns` columns from `start` on, the same in all lanes of a warp."""
-    sums = registers(len(rows))
-    for i in range(len(rows)):
-        sums[i] = tirx.FloatImm("float32", 0.0)
+    sums = zero_registers(len(rows))
     add_part(vector, matrix, rows, (start, columns), sums, lane)
     return [warp_sum(sums[i]) for i in range(len(rows))]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, select, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, loop, minimum, select, when
 from picompile_codegen.cuda.ffn_hidden import CudaFfn, NeuronGroups
 from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
 from picompile_codegen.cuda.linear import (
@@ -24,7 +24,7 @@ from picompile_codegen.cuda.linear import (
     own_sums,
 )
 from picompile_codegen.cuda.matrix import CudaMatrix
-from picompile_codegen.cuda.memory import Numbering, barrier, loads_first, registers, shared
+from picompile_codegen.cuda.memory import Numbering, barrier, loads_first, shared, zero_registers
 
 DOWN_THREADS = 256
 SUM_THREADS = 256
@@ -38,7 +38,7 @@ _LISTED = 1024
 _BLOCKS, _FEWEST = 256, 128
 # Tokens that are enough to need fewer blocks each.
 _MANY_TOKENS = 4
-_ZERO = tirx.FloatImm("float32", 0.0)
+_ZERO = constant(0.0)
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,7 @@ def add_rows(
         numbering=Numbering(DOWN_THREADS),
     )
     tile, bundle = bind(place.block // rows), block.bundle
-    sums = registers(bundle.unit_weights)
-    for i in range(bundle.unit_weights):
-        sums[i] = _ZERO
+    sums = zero_registers(bundle.unit_weights)
     # Lanes past the last column read its unit again.
     unit = bind(minimum(tile * WARP + place.lane, bundle.units - 1))
     with loop(0, blocks_for(plan.places, listed)) as turn:
@@ -113,8 +111,7 @@ def _list(
 ) -> Expr:
     """Lists rows and outputs of the neurons of `turns` · 256 places that fired, in order: how many there are."""
     is_dense = not (block.spec.is_masked or block.spec.is_exact)
-    listed = registers(1, dtype="int32")
-    listed[0] = 0
+    listed = zero_registers(1, "int32")
     for turn in range(turns):
         at = bind(start + turn * DOWN_THREADS + place.thread)
         inside = at < part.stop
@@ -203,7 +200,7 @@ def add_slices(block: CudaFfn, plan: DownPlan, slices: KernelTensor, y: KernelTe
 
 
 # Blocks that keep a GPU busy; neurons worth a slice; slices that cost little beside the product.
-_FFN_DOWN_TILES_BLOCKS, _FFN_DOWN_TILES_FEWEST, _SLICES = 256, 256, 8
+_TILE_BLOCKS, _FEWEST_OF_SLICE, _MOST_SLICES = 256, 256, 8
 
 
 @dataclass(frozen=True)
@@ -219,9 +216,7 @@ class DownTiles:
     def of(cls, neurons: int, dim: int, rows: int) -> "DownTiles":
         """For a block of such a size."""
         tokens, columns = blocks_for(rows, TILE_TOKENS), blocks_for(dim, SIDE)
-        wanted = min(
-            blocks_for(_FFN_DOWN_TILES_BLOCKS, tokens * columns), blocks_for(neurons, _FFN_DOWN_TILES_FEWEST), _SLICES
-        )
+        wanted = min(blocks_for(_TILE_BLOCKS, tokens * columns), blocks_for(neurons, _FEWEST_OF_SLICE), _MOST_SLICES)
         each = blocks_for(blocks_for(neurons, wanted), DEPTH) * DEPTH
         return cls(tokens, columns, blocks_for(neurons, each), each)
 

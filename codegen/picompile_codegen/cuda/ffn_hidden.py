@@ -10,68 +10,17 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, minimum, when
+from picompile_codegen.cpu.ffn_neurons import FfnTensors
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, minimum, when
 from picompile_codegen.cuda.dot import BlockInput, product, row_products
-from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
-from picompile_codegen.cuda.matrix import CudaMatrix, matrix_argument, optional_matrix
+from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
+from picompile_codegen.cuda.matrix import CudaMatrix
 from picompile_codegen.cuda.memory import Numbering, activate, address, barrier, run_extern, shared
-from picompile_codegen.specs import FfnSpec
 
 
 @dataclass(frozen=True)
-class CudaFfn:
-    """The tensors of a block, in the order in which they are passed."""
-
-    spec: FfnSpec
-    x: KernelTensor
-    mask: KernelTensor | None
-    table: KernelTensor | None
-    decide: CudaMatrix | None
-    bundle: CudaMatrix
-    gate_bias: KernelTensor | None
-    up_bias: KernelTensor | None
-    down_bias: KernelTensor | None
-    stats: KernelTensor
-    y: KernelTensor
-
-    @classmethod
-    def of(cls, spec: FfnSpec, function: CudaFunction) -> "CudaFfn":
-        """Return the arguments of the kernel that is being written."""
-        return cls(
-            spec=spec,
-            x=function["x"],
-            mask=function.get("mask"),
-            table=function.get("table"),
-            decide=optional_matrix(function, "decide_w"),
-            bundle=matrix_argument(function, "neuron_w"),
-            gate_bias=function.get("gate_bias"),
-            up_bias=function.get("up_bias"),
-            down_bias=function.get("down_bias"),
-            stats=function["stats"],
-            y=function["y"],
-        )
-
-    @property
-    def first_matrix(self) -> CudaMatrix:
-        """The matrix that decides: it has the rows of gate, or of up where there is no gate."""
-        return self.bundle if self.decide is None else self.decide
-
-    @property
-    def first_bias(self) -> KernelTensor | None:
-        """The bias of `first_matrix`."""
-        return self.gate_bias if self.spec.gated else self.up_bias
-
-    def first_row(self, neuron: Expr) -> Expr:
-        """The row of a neuron in `first_matrix`."""
-        return neuron if self.decide is not None else neuron * self.spec.bundle_parts
-
-    def up_row(self, neuron: Expr) -> Expr:
-        """The row of up in the bundle of a gated block."""
-        return neuron * self.spec.bundle_parts + (self.spec.bundle_parts - 2)
-
-    def down_row(self, neuron: Expr) -> Expr:
-        """The row of down in the bundle."""
-        return neuron * self.spec.bundle_parts + (self.spec.bundle_parts - 1)
+class CudaFfn(FfnTensors[CudaMatrix]):
+    """The tensors of a block for a GPU."""
 
     def is_named(self, token: Expr, neuron: Expr) -> Expr:
         """Whether the mask names a neuron."""
@@ -80,7 +29,7 @@ class CudaFfn:
 
     def fires(self, first: Expr) -> Expr:
         """Whether a neuron whose product with `first_matrix` is this may send anything down."""
-        return first > tirx.FloatImm("float32", self.spec.threshold)
+        return first > constant(self.spec.threshold)
 
     def output(self, first: Expr, up: Expr | None) -> Expr:
         """h, from the products with gate and up, biases included (`up` None where there is no gate)."""
@@ -141,7 +90,7 @@ class NeuronGroups:
 
 
 HIDDEN_THREADS = 256
-_ZERO = tirx.FloatImm("float32", 0.0)
+_ZERO = constant(0.0)
 
 
 @dataclass(frozen=True)

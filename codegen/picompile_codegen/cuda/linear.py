@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, loop, minimum, when
 from picompile_codegen.cuda.dot import BlockVector, add_part
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
-from picompile_codegen.cuda.matrix import CudaMatrix, matrix_argument
-from picompile_codegen.cuda.memory import barrier, registers, shared, warp_sum
+from picompile_codegen.cuda.matrix import CudaMatrix
+from picompile_codegen.cuda.memory import barrier, registers, shared, warp_sum, zero_registers
 from picompile_codegen.specs import LinearSpec
 
 SIDE = 64
@@ -60,10 +60,7 @@ def own_place(place: ThreadIndex) -> tuple[Expr, Expr]:
 
 def own_sums() -> KernelTensor:
     """A thread's results, all zero."""
-    sums = registers(OWN * OWN)
-    for i in range(OWN * OWN):
-        sums[i] = tirx.FloatImm("float32", 0.0)
-    return sums
+    return zero_registers(OWN * OWN)
 
 
 def add_products(
@@ -142,7 +139,7 @@ def load_tokens(
     for turn in range(TILE_TOKENS // 8):
         t = bind(turn * 8 + thread // 128 * 4 + thread // 8 % 4)
         inside = tirx.And(first + t < tokens, column < stop)
-        xs.store(c, t, [tirx.if_then_else(inside, x[first + t, column], tirx.FloatImm("float32", 0.0))])
+        xs.store(c, t, [tirx.if_then_else(inside, x[first + t, column], constant(0.0))])
 
 
 def _load_rows(
@@ -171,7 +168,7 @@ _COLUMNS = 4096
 
 def linear(spec: LinearSpec, function: CudaFunction) -> None:
     """Write the launch of a `LinearSpec`."""
-    x, w, bias, y = function["x"], matrix_argument(function, "w"), function.get("bias"), function["y"]
+    x, w, bias, y = function["x"], CudaMatrix.argument(function, "w"), function.get("bias"), function["y"]
     if spec.rows == 1:
         # Where x is in several parts ptxas takes up to 74 registers for q4, where 64 do and a fourth block fits.
         resident = 4 if spec.format == "q4" and spec.k > _COLUMNS else 0
@@ -191,7 +188,7 @@ def _one(x: KernelTensor, w: CudaMatrix, bias: KernelTensor | None, y: KernelTen
     # Past the last row its own is read again, and nothing written.
     rows = [bind(minimum(first + i, w.rows - 1)) for i in range(_ROWS_A_WARP)]
     for i in range(_ROWS_A_WARP):
-        sums[i] = tirx.FloatImm("float32", 0.0)
+        sums[i] = constant(0.0)
     for start in range(0, w.columns, _COLUMNS):
         columns = min(_COLUMNS, w.columns - start)
         vector.fill(x, 0, start, w.columns, place, _ONE_THREADS)

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.matrix import KernelMatrix
-from picompile_codegen.cpu.matrix import matrix_argument as host_matrix_argument
-from picompile_codegen.cpu.matrix import optional_matrix as host_optional_matrix
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, when
+from picompile_codegen.cpu.matrix import MatrixTensors
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, when
 from picompile_codegen.cpu.vector import at, splat
 from picompile_codegen.cuda.function import WARP, blocks_for
 from picompile_codegen.cuda.memory import extern
@@ -21,7 +18,7 @@ from picompile_passes.weight_formats import FORMATS, GROUP
 
 _MOST_LANES = 4
 _MOST_THREADS = 1024
-_ZERO = tirx.FloatImm("float32", 0.0)
+_ZERO = constant(0.0)
 
 
 def lanes_for(width: int) -> int:
@@ -101,14 +98,8 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class CudaMatrix:
-    """A packed matrix [rows, columns] that is an argument of the kernel."""
-
-    format: str
-    rows: int
-    columns: int
-    data: KernelTensor
-    scale: KernelTensor | None
+class CudaMatrix(MatrixTensors):
+    """A packed matrix as a GPU reads it: 16 bytes at a time."""
 
     @property
     def unit_weights(self) -> int:
@@ -130,23 +121,8 @@ class CudaMatrix:
         start = FORMATS[self.format].scale_offset_bytes(self.columns) // 2
         scale = bind(tirx.Cast("float32", self.scale[row, start + group]))  # type: ignore[index]
         if self.format == "q4":
-            return Unit(first, _nibbles(words), bind(scale * tirx.FloatImm("float32", _NIBBLE_SCALE)))
+            return Unit(first, _nibbles(words), bind(scale * constant(_NIBBLE_SCALE)))
         return Unit(first, _bytes(words), scale)
-
-
-def matrix_argument(function: KernelFunction, name: str) -> CudaMatrix:
-    """Return the packed matrix that the kernel's spec declares under that name."""
-    return _of(host_matrix_argument(function, name))
-
-
-def optional_matrix(function: KernelFunction, name: str) -> CudaMatrix | None:
-    """Return the packed matrix of that name, or None in a variant of the kernel that has none."""
-    matrix = host_optional_matrix(function, name)
-    return None if matrix is None else _of(matrix)
-
-
-def _of(matrix: KernelMatrix) -> CudaMatrix:
-    return CudaMatrix(matrix.format, matrix.rows, matrix.columns, matrix.data, matrix.scale)
 
 
 def _halves(data: KernelTensor, row: Expr, number: Expr) -> tuple[Expr, ...]:

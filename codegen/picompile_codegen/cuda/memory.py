@@ -1,15 +1,13 @@
 """Memory of a block and of a thread, and what its threads do together: sums, maxima, numbers of those with a flag."""
 
-from collections.abc import Callable
-from math import pi, sqrt
 from typing import Any
 
 from tvm import tirx
 from tvm.tirx.script.builder import ir as T
 
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, maximum, minimum, select, when
+from picompile_codegen.cpu.activations import Arithmetic, apply_activation
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, select, when
 from picompile_codegen.cuda.function import WARP, ThreadIndex
-from picompile_passes.dialect.activations import parse_activation
 
 _ALL_LANES = 0xFFFFFFFF
 
@@ -22,6 +20,14 @@ def shared(*shape: int, dtype: str = "float32") -> KernelTensor:
 def registers(*shape: int, dtype: str = "float32") -> KernelTensor:
     """Memory of a thread: registers, where all indices are known when the kernel is written (use Python loops)."""
     return KernelTensor(T.alloc_buffer(shape, dtype, scope="local"))
+
+
+def zero_registers(count: int, dtype: str = "float32") -> KernelTensor:
+    """`count` registers of a thread, all 0."""
+    values = registers(count, dtype=dtype)
+    for i in range(count):
+        values[i] = tirx.const(0, dtype)
+    return values
 
 
 def barrier() -> None:
@@ -95,7 +101,7 @@ def _over_block(value: Expr, thread: Expr, threads: int, over_warp: Any, neutral
     barrier()
     lane = thread % WARP
     inside = lane < threads // WARP
-    return over_warp(tirx.if_then_else(inside, sums[tirx.Select(inside, lane, 0)], tirx.FloatImm("float32", neutral)))
+    return over_warp(tirx.if_then_else(inside, sums[tirx.Select(inside, lane, 0)], constant(neutral)))
 
 
 class Numbering:
@@ -130,55 +136,14 @@ def _ones(word: Expr) -> Expr:
     return tirx.Cast("int32", tirx.popcount(word))
 
 
-# Activation functions of single numbers, by the names of `picompile_passes.dialect.activations`.
-
-
-def _number(value: float) -> Expr:
-    return tirx.FloatImm("float32", value)
-
-
 def _sigmoid(x: Expr) -> Expr:
     # Where exp is infinite the quotient is 0, as it should be.
-    return _number(1.0) / (_number(1.0) + tirx.exp(-x))
+    return constant(1.0) / (constant(1.0) + tirx.exp(-x))
 
 
-def _relu(x: Expr) -> Expr:
-    return maximum(x, _number(0.0))
-
-
-def _relu2(x: Expr) -> Expr:
-    positive = bind(_relu(x))
-    return positive * positive
-
-
-def _gelu(x: Expr) -> Expr:
-    return _number(0.5) * x * (_number(1.0) + tirx.erf(x * _number(sqrt(0.5))))
-
-
-def _gelu_tanh(x: Expr) -> Expr:
-    # (1 + tanh u) / 2 = sigmoid 2u, and does not cancel where u is far below zero.
-    inner = x * (_number(1.0) + _number(0.044715) * x * x)
-    return x * _sigmoid(_number(2.0 * sqrt(2.0 / pi)) * inner)
-
-
-_FUNCTIONS: dict[str, Callable[[Expr], Expr]] = {
-    "identity": lambda x: x,
-    "relu": _relu,
-    "relu2": _relu2,
-    "relu6": lambda x: minimum(_relu(x), _number(6.0)),
-    "silu": lambda x: x * _sigmoid(x),
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "quick_gelu": lambda x: x * _sigmoid(_number(1.702) * x),
-    "sigmoid": _sigmoid,
-    "tanh": tirx.tanh,
-}
+_ARITHMETIC = Arithmetic(constant, _sigmoid, tirx.tanh, tirx.erf)
 
 
 def activate(text: str, x: Expr) -> Expr:
     """The activation that `text` names, of a float32. Raises `ValueError` for one that is not known."""
-    activation = parse_activation(text)
-    x = bind(x)
-    if activation.name == "fatrelu":
-        return bind(select(x > _number(activation.threshold), x, _number(0.0)))
-    return bind(_FUNCTIONS[activation.name](x))
+    return apply_activation(text, x, _ARITHMETIC)

@@ -9,11 +9,11 @@ less time than a launch of its own.
 
 from tvm import tirx
 
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, loop, maximum, minimum, when
 from picompile_codegen.cuda.dot import BlockInput, lanes_sum, unit_product
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
-from picompile_codegen.cuda.matrix import CudaMatrix, matrix_argument
-from picompile_codegen.cuda.memory import barrier, block_sum, registers, shared
+from picompile_codegen.cuda.matrix import CudaMatrix
+from picompile_codegen.cuda.memory import barrier, block_sum, registers, shared, zero_registers
 from picompile_codegen.signs import BLOCK_COLUMNS
 from picompile_codegen.specs import PredictLowRankSpec, PredictSignsSpec
 
@@ -24,12 +24,12 @@ _HIDDEN_THREADS = 128
 _MASK_THREADS = 256
 # Turns of a warp whose rows are read together, so that enough reads are under way.
 _TOGETHER = 4
-_ZERO = tirx.FloatImm("float32", 0.0)
+_ZERO = constant(0.0)
 
 
 def predict_low_rank(spec: PredictLowRankSpec, function: CudaFunction) -> None:
     """Write the launches of a `PredictLowRankSpec`."""
-    rows, fc1, fc2 = spec.rows, matrix_argument(function, "fc1"), matrix_argument(function, "fc2")
+    rows, fc1, fc2 = spec.rows, CudaMatrix.argument(function, "fc1"), CudaMatrix.argument(function, "fc2")
     hidden = function.scratch("hidden", "float32", rows, spec.rank)
     # Tokens are next to each other: what a block reads of a matrix, the next finds in the cache.
     with (
@@ -48,8 +48,7 @@ def predict_low_rank(spec: PredictLowRankSpec, function: CudaFunction) -> None:
 def _compute_hidden(x: KernelTensor, fc1: CudaMatrix, hidden: KernelTensor, relu: bool, place: ThreadIndex) -> None:
     """hidden[token, row] for the token and row of this block."""
     token, row = place.block, place.block_y
-    total = registers(1)
-    total[0] = _ZERO
+    total = zero_registers(1)
     units = blocks_for(fc1.columns, fc1.unit_weights)
     with loop(0, blocks_for(units, _HIDDEN_THREADS)) as turn:
         unit = bind(turn * _HIDDEN_THREADS + place.thread)
@@ -152,8 +151,8 @@ def _pack(x: KernelTensor, packed: KernelTensor, words: int, dim: int, place: Th
     with loop(0, blocks_for(words, _SIGN_WARPS)) as turn:
         word = bind(turn * _SIGN_WARPS + place.warp)
         column = bind(word // _WORDS_A_BLOCK * BLOCK_COLUMNS + place.lane * _WORDS_A_BLOCK + word % _WORDS_A_BLOCK)
-        value = bind(tirx.if_then_else(column < dim, x[place.block, column], tirx.FloatImm("float32", 0.0)))
-        below_zero = tirx.Cast("int32", value < tirx.FloatImm("float32", 0.0))
+        value = bind(tirx.if_then_else(column < dim, x[place.block, column], constant(0.0)))
+        below_zero = tirx.Cast("int32", value < constant(0.0))
         bits = bind(tirx.call_extern("uint32", "pi_ballot", below_zero))
         with when(tirx.And(place.lane == 0, word < words)):
             packed[word] = tirx.reinterpret("int32", bits)
@@ -169,9 +168,7 @@ def _compare(
     place: ThreadIndex,
 ) -> None:
     """The mask of a few neurons, whose rows the lanes of a warp read together."""
-    counts = registers(len(neurons), dtype="int32")
-    for i in range(len(neurons)):
-        counts[i] = 0
+    counts = zero_registers(len(neurons), "int32")
     with loop(0, blocks_for(words // _UNIT, WARP)) as turn:
         unit = bind(turn * WARP + place.lane)
         with when(unit < words // _UNIT):

@@ -4,16 +4,16 @@ from collections.abc import Callable
 
 from tvm import tirx
 
-from picompile_codegen.cpu.cache import Cache, cache_argument
-from picompile_codegen.cpu.tensor import Expr, bind, maximum, minimum, when
-from picompile_codegen.cpu.token_ops import Angles, step_rows
+from picompile_codegen.cpu.cache import F16_MAX, LARGEST_BYTE, Cache, cache_argument
+from picompile_codegen.cpu.tensor import Expr, bind, constant, maximum, minimum, when
+from picompile_codegen.cpu.token_ops import Angles, inverse_root, step_rows
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import (
     ColumnLanes,
+    CudaMatrix,
     block_threads,
     lanes_for,
     load_lanes,
-    matrix_argument,
     store_lanes,
 )
 from picompile_codegen.cuda.memory import block_sum, warp_max
@@ -69,7 +69,7 @@ _EMBEDDING_THREADS = 64
 
 def embedding(spec: EmbeddingSpec, function: CudaFunction) -> None:
     """Write the launch of an `EmbeddingSpec`."""
-    ids, w, y = function["ids"], matrix_argument(function, "w"), function["y"]
+    ids, w, y = function["ids"], CudaMatrix.argument(function, "w"), function["y"]
     lanes, units = lanes_for(spec.dim), blocks_for(spec.dim, w.unit_weights)
     grid = (blocks_for(units, _EMBEDDING_THREADS), spec.rows)
     with function.launch(grid=grid, block=_EMBEDDING_THREADS) as place:
@@ -93,7 +93,7 @@ def rms_norm(spec: RmsNormSpec, function: CudaFunction) -> None:
         # The weights are asked for before threads wait for each other, so that nobody waits for memory twice.
         values, weights = columns.load(x, place.block), columns.load(weight)
         squares = block_sum(_total([value * value for value in values]), place.thread, threads)
-        factor = _inverse_root(squares / float(spec.dim), spec.eps)
+        factor = inverse_root(squares / float(spec.dim), spec.eps)
         scaled = [value * factor * scale for value, scale in zip(values, weights, strict=True)]
         columns.store(y, place.block, scaled)
 
@@ -111,7 +111,7 @@ def layer_norm(spec: LayerNormSpec, function: CudaFunction) -> None:
         # Columns that do not exist were read as 0, which is not the mean.
         deviations = columns.or_zeros([value - mean for value in values])
         squares = block_sum(_total([value * value for value in deviations]), place.thread, threads)
-        root = _inverse_root(squares / float(dim), spec.eps)
+        root = inverse_root(squares / float(dim), spec.eps)
         affine = zip(deviations, factors, summands, strict=True)
         columns.store(y, place.block, [value * root * factor + summand for value, factor, summand in affine])
 
@@ -122,10 +122,6 @@ def _total(values: list[Expr]) -> Expr:
         rest = values[-1:] if len(values) % 2 else []
         values = [bind(a + b) for a, b in zip(values[::2], values[1::2], strict=False)] + rest
     return values[0]
-
-
-def _inverse_root(value: Expr, eps: float) -> Expr:
-    return bind(tirx.FloatImm("float32", 1.0) / tirx.sqrt(value + tirx.FloatImm("float32", eps)))
 
 
 # Rotary embedding: a thread turns a pair of elements.
@@ -156,8 +152,6 @@ def rotary(spec: RotarySpec, function: CudaFunction) -> None:
 
 
 _CACHE_THREADS = 128
-_LARGEST_BYTE = 127.0
-_F16_MAX = 65504.0
 
 
 def cache_write(spec: CacheWriteSpec, function: CudaFunction) -> None:
@@ -177,7 +171,7 @@ def write_row(cache: Cache, row: tuple[Expr, Expr, Expr], source: Callable[[Expr
     for group in range(blocks_for(cache.dim, GROUP)):
         column = bind(group * GROUP + lane)
         inside = column < cache.dim
-        value = bind(tirx.if_then_else(inside, source(column), _float(0.0)))
+        value = bind(tirx.if_then_else(inside, source(column), constant(0.0)))
         stored = value if cache.scales is None else _in_bytes(cache, (*row, group), value, lane)
         with when(inside):
             cache.data[(*row, column)] = tirx.Cast(cache.data.dtype, stored)
@@ -186,14 +180,10 @@ def write_row(cache: Cache, row: tuple[Expr, Expr, Expr], source: Callable[[Expr
 def _in_bytes(cache: Cache, group: tuple[Expr, ...], value: Expr, lane: Expr) -> Expr:
     """Writes the scale of 32 elements, a lane has each of them, and gives the nearest multiple of it, an int32."""
     largest = warp_max(tirx.abs(value))
-    scale = bind(tirx.Cast("float16", minimum(largest / _float(_LARGEST_BYTE), _float(_F16_MAX))))
+    scale = bind(tirx.Cast("float16", minimum(largest / constant(LARGEST_BYTE), constant(F16_MAX))))
     with when(lane == 0):
         cache.scales[group] = scale  # type: ignore[index]
     kept = bind(tirx.Cast("float32", scale))
-    inverse = tirx.if_then_else(kept > _float(0.0), _float(1.0) / kept, _float(0.0))
+    inverse = tirx.if_then_else(kept > constant(0.0), constant(1.0) / kept, constant(0.0))
     near = tirx.nearbyint(value * bind(inverse))
-    return tirx.Cast("int32", maximum(minimum(near, _float(_LARGEST_BYTE)), _float(-_LARGEST_BYTE)))
-
-
-def _float(value: float) -> Expr:
-    return tirx.FloatImm("float32", value)
+    return tirx.Cast("int32", maximum(minimum(near, constant(LARGEST_BYTE)), constant(-LARGEST_BYTE)))

@@ -17,7 +17,7 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, when
 from picompile_codegen.cpu.vector import at
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import lanes_for, load_lanes, store_lanes
-from picompile_codegen.cuda.memory import address, barrier, registers, run_extern, shared, warp_sum
+from picompile_codegen.cuda.memory import address, barrier, run_extern, shared, warp_sum, zero_registers
 from picompile_codegen.specs import CopyWordsSpec, PingPongSpec, ReceiveMaskSpec, ReceiveSpec, SendMaskSpec, SendSpec
 
 THREADS = 1024
@@ -61,8 +61,7 @@ def send_bits(
     """out_mask[t, i] = mask[t, table[i]] in the rows that count; gives how many ones this thread has written."""
     lanes = lanes_for(columns)
     units = columns // lanes
-    ones = registers(1, dtype="int32")
-    ones[0] = 0
+    ones = zero_registers(1, "int32")
 
     def copy(items: list[tuple[Expr, Expr]]) -> None:
         indices = [(bind(item // units), bind(item % units) * lanes) for item, _ in items]

@@ -5,6 +5,7 @@ Nothing is read while the table is built; `PackedTensor.produce` evaluates one t
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import Tensor
@@ -153,9 +154,7 @@ class WeightTable:
         self, name: str, shape: tuple[int, ...], produce: Callable[[Evaluate], Tensor], nodes: tuple[Node, ...] = ()
     ) -> Arg:
         """Any float32 tensor, stored flat and zero-padded to the alignment."""
-        count = 1
-        for extent in shape:
-            count *= extent
+        count = prod(shape)
         stored = -(-count // VECTOR_MULTIPLE) * VECTOR_MULTIPLE
 
         def padded(evaluate: Evaluate) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from picompile_codegen.build.isa import Isa, current, targeting
@@ -28,10 +29,7 @@ Memory = Literal["host", "device", "shared"]
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Size of a compact tensor."""
-    size = ITEM_BYTES[dtype]
-    for extent in shape:
-        size *= extent
-    return size
+    return ITEM_BYTES[dtype] * prod(shape)
 
 
 @dataclass(frozen=True)
