@@ -38,9 +38,9 @@ class Vector:
     quantized: QuantizedVector | None
 
 
-def prepare_vector(x: KernelTensor, matrix: KernelMatrix, row: Expr = 0) -> Vector:
-    """Readies a row of x float32 [rows, columns] for products with rows of `matrix`, or of any like it."""
-    return Vector(x, row, None if matrix.scale is None else quantize_vector(x, row, matrix))
+def prepare_vector(x: KernelTensor, matrix: KernelMatrix) -> Vector:
+    """Readies the first row of x float32 [rows, columns] for products with rows of `matrix`, or of any like it."""
+    return Vector(x, 0, None if matrix.scale is None else quantize_vector(x, 0, matrix))
 
 
 def dot(matrix: KernelMatrix, number: Expr, vector: Vector, ahead: Sequence[Expr] = ()) -> Expr:

@@ -20,12 +20,7 @@ _THREADS = 256
 _LANES = 4
 
 
-def merge_parts(
-    function: CudaFunction,
-    spec: AttentionSpec,
-    parts: Parts,
-    tensors: CudaAttentionTensors,
-) -> None:
+def merge_parts(function: CudaFunction, spec: AttentionSpec, parts: Parts, tensors: CudaAttentionTensors) -> None:
     """y = Σ exp(m_p - m) · outputs_p / Σ exp(m_p - m) · sum_p over parts p, with the largest m of their maxima m_p.
 
     A block has a head of a row.

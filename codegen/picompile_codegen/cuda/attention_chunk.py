@@ -256,12 +256,7 @@ def _blocks(spec: AttentionSpec) -> int:
     return spec.kv_heads * _tiles(spec) * _slices(spec)
 
 
-def attend_chunk(
-    function: CudaFunction,
-    spec: AttentionSpec,
-    parts: Parts,
-    tensors: CudaAttentionTensors,
-) -> None:
+def attend_chunk(function: CudaFunction, spec: AttentionSpec, parts: Parts, tensors: CudaAttentionTensors) -> None:
     """One launch."""
     with function.launch(grid=(_blocks(spec), parts.count), block=THREADS, resident=_RESIDENT) as place:
         tokens = step_rows(function, spec.mode, spec.rows, spec.context, spec.sequences)

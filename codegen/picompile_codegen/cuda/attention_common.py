@@ -149,7 +149,7 @@ def _bytes(vector: Expr, size: int) -> tuple[Expr, ...]:
     count = size // _WORD_BYTES
     words = bind(tirx.reinterpret("uint32" if count == 1 else f"uint32x{count}", vector))
     each = [words] if count == 1 else [bind(tirx.Shuffle([words], [i])) for i in range(count)]
-    return tuple(bind(extern("float32", "pi_byte", each[i // _WORD_BYTES], i % _WORD_BYTES)) for i in range(size))
+    return tuple(bind(extern("pi_byte", each[i // _WORD_BYTES], i % _WORD_BYTES)) for i in range(size))
 
 
 # Scores of a tile of positions, where a block has a few queries of one token.

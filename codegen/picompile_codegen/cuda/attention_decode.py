@@ -210,12 +210,7 @@ def _resident(spec: AttentionSpec, kv_dtype: str, parts: Parts) -> int:
     return 3 if parts.positions == TILE and held <= _REGISTERS // 2 else 0
 
 
-def attend_rows(
-    function: CudaFunction,
-    spec: AttentionSpec,
-    parts: Parts,
-    tensors: CudaAttentionTensors,
-) -> None:
+def attend_rows(function: CudaFunction, spec: AttentionSpec, parts: Parts, tensors: CudaAttentionTensors) -> None:
     """One launch; two where a new key is for several blocks to see."""
     queries = queries_of_block(spec, tensors.keys.data.dtype)
     sets = blocks_for(spec.group, queries)

@@ -139,10 +139,10 @@ def _words(data: KernelTensor, row: Expr, number: Expr) -> tuple[Expr, ...]:
 def _nibbles(words: tuple[Expr, ...]) -> tuple[Expr, ...]:
     """Return 32 weights / _NIBBLE_SCALE. Byte i holds weight i in its low and weight i + 16 in its high four bits."""
     half = GROUP // 2
-    low = [extern("float32", "pi_nibble", words[i // 4], 8 * (i % 4)) for i in range(half)]
-    high = [extern("float32", "pi_nibble", words[i // 4], 8 * (i % 4) + 4) for i in range(half)]
+    low = [extern("pi_nibble", words[i // 4], 8 * (i % 4)) for i in range(half)]
+    high = [extern("pi_nibble", words[i // 4], 8 * (i % 4) + 4) for i in range(half)]
     return tuple(bind(value) for value in low + high)
 
 
 def _bytes(words: tuple[Expr, ...]) -> tuple[Expr, ...]:
-    return tuple(bind(extern("float32", "pi_byte", words[i // 4], i % 4)) for i in range(UNIT_BYTES))
+    return tuple(bind(extern("pi_byte", words[i // 4], i % 4)) for i in range(UNIT_BYTES))
