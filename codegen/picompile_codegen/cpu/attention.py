@@ -35,19 +35,7 @@ from picompile_codegen.cpu.attention_work import (
     ready_queries,
 )
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.tensor import (
-    Expr,
-    KernelTensor,
-    bind,
-    counter,
-    local,
-    loop,
-    maximum,
-    minimum,
-    parallel,
-    select,
-    when,
-)
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, parallel, select, when
 from picompile_codegen.cpu.token_ops import StepRows, step_rows
 from picompile_codegen.cpu.vector import LANES, at, blocks, exp_of_negative, load, splat, store, total, whole_vectors
 from picompile_codegen.specs import AttentionSpec
@@ -147,7 +135,8 @@ def finish(queries: Queries, emit: Callable[[Expr, Expr, Expr], None]) -> None:
 
 def attend_parts(spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRows) -> None:
     """A task takes a part of the positions of a head of keys; what the parts come to is put together in their order."""
-    last = counter()
+    last = local(1, dtype="int32")
+    last[0] = 0
     with loop(0, tokens.count) as row:
         last[0] = maximum(last[0], tokens.position(row))
     parts = bind(last[0] // part_positions(spec) + 1)

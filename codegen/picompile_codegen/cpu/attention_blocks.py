@@ -13,18 +13,7 @@ from picompile_codegen.build import isa
 from picompile_codegen.cpu.attention_work import Block, PositionSpan, Queries, Work, lanes_below, query_lanes
 from picompile_codegen.cpu.cache import BYTES, CachedHead
 from picompile_codegen.cpu.quantized import LARGEST_WORD, dot_pairs, in_order, interleave, splat_pair, to_words, zeros
-from picompile_codegen.cpu.tensor import (
-    Expr,
-    KernelTensor,
-    bind,
-    constant,
-    in_slices,
-    local,
-    loop,
-    maximum,
-    minimum,
-    select,
-)
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, in_slices, local, loop, maximum, minimum, select
 from picompile_codegen.cpu.vector import (
     LANES,
     at,
@@ -142,9 +131,8 @@ def _largest(q: KernelTensor, i: Expr, head_dim: int) -> Expr:
 
 def _inverse(largest: Expr) -> Expr:
     """Return the factor that makes `largest` the largest word; 0 if all are 0."""
-    word, zero = constant(LARGEST_WORD), constant(0.0)
     # A number so small that its inverse is none counts for nothing.
-    return bind(select(largest > constant(1e-30), word / largest, zero))
+    return bind(select(largest > 1e-30, LARGEST_WORD / largest, 0.0))
 
 
 @dataclass(frozen=True)
@@ -268,4 +256,4 @@ def _weights(work: Work, scales: BlockScales) -> tuple[KernelTensor, list[Expr]]
             for group in range(groups):
                 near = tirx.nearbyint(floats[i, group, at(index * LANES)] * inverses[i])
                 words[i, group, at(index * LANES)] = to_words(near)
-    return words, [bind(splat(value * constant(1.0 / LARGEST_WORD))) for value in found]
+    return words, [bind(splat(value * (1.0 / LARGEST_WORD))) for value in found]

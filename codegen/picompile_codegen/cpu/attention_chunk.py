@@ -13,7 +13,7 @@ from tvm import tirx
 from picompile_codegen.build import isa
 from picompile_codegen.cpu.attention_work import LOWEST, lanes_below
 from picompile_codegen.cpu.cache import CachedHead
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, local, loop, maximum, minimum, select
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, select
 from picompile_codegen.cpu.vector import (
     LANES,
     at,
@@ -65,13 +65,13 @@ class ChunkQueries:
         q, outputs = local(most, head_dim), local(most, whole_vectors(value_dim))
         queries = cls(count, most, q, firsts, lasts, local(most), local(most), local(most, LANES), outputs)
         with loop(0, most) as i:
-            queries.maxima[i] = constant(LOWEST)
-            queries.rescale[i] = constant(0.0)
+            queries.maxima[i] = LOWEST
+            queries.rescale[i] = 0.0
             queries.sums[i, at(0)] = splat(0.0)
             blocks(value_dim, lambda c, _: store(outputs, i, c, value=splat(0.0)))
         # Queries that fill up a tile: nobody looks at what becomes of them.
         with loop(count, most) as i, loop(0, head_dim) as c:
-            q[i, c] = constant(0.0)
+            q[i, c] = 0.0
         return queries
 
     @property

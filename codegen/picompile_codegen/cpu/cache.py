@@ -11,18 +11,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.tensor import (
-    Expr,
-    KernelTensor,
-    bind,
-    constant,
-    loop,
-    maximum,
-    minimum,
-    parallel,
-    prefetch,
-    select,
-)
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, parallel, prefetch, select
 from picompile_codegen.cpu.token_ops import step_rows
 from picompile_codegen.cpu.vector import LANES, at, blocks, highest, load, splat, store
 from picompile_codegen.specs import CacheWriteSpec
@@ -138,10 +127,10 @@ class CachedHead:
         largest = splat(0.0)
         for value in values:
             largest = maximum(largest, tirx.abs(value))
-        scale = bind(minimum(highest(largest) / constant(LARGEST_BYTE), constant(F16_MAX)))
+        scale = bind(minimum(highest(largest) / LARGEST_BYTE, F16_MAX))
         self.cache.scales[self.slot, self.number, position, group] = tirx.Cast("float16", scale)
         kept = bind(self.scale(position, group))
-        inverse = bind(splat(select(kept > constant(0.0), constant(1.0) / kept, constant(0.0))))
+        inverse = bind(splat(select(kept > 0.0, 1.0 / kept, 0.0)))
         for (start, valid), value in zip(starts, values, strict=True):
             near = tirx.nearbyint(value * inverse)
             near = maximum(minimum(near, splat(LARGEST_BYTE)), splat(-LARGEST_BYTE))

@@ -25,17 +25,7 @@ from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.linear import TileProjection, project_rows, row_block
 from picompile_codegen.cpu.matrix import KernelMatrix
 from picompile_codegen.cpu.quantized import QuantizedRows, QuantizedVector, quantize_to, vector_sizes
-from picompile_codegen.cpu.tensor import (
-    Expr,
-    KernelTensor,
-    bind,
-    counter,
-    loop,
-    parallel,
-    select,
-    when,
-    worth_a_region,
-)
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, counter, loop, parallel, select, when, worth_a_region
 from picompile_codegen.cpu.vector import blocks, load, splat, store
 from picompile_codegen.specs import FfnSpec
 

@@ -9,18 +9,7 @@ from tvm import tirx
 from picompile_codegen.cpu.dot import Vector, biased, dot
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix, M
-from picompile_codegen.cpu.tensor import (
-    Expr,
-    KernelTensor,
-    bind,
-    constant,
-    counter,
-    local,
-    loop,
-    maximum,
-    parallel,
-    worth_a_region,
-)
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, parallel, worth_a_region
 from picompile_codegen.cpu.vector import activate, at
 from picompile_codegen.specs import FfnSpec
 
@@ -149,7 +138,8 @@ def make_list(arguments: FfnArguments, vector: Vector, memory: ListMemory) -> Ne
 
 def list_neurons(arguments: FfnArguments, memory: ListMemory, token: Expr) -> NeuronList:
     """List the neurons of any of several tokens with a mask each, once the products are known."""
-    count = counter()
+    count = local(1, dtype="int32")
+    count[0] = 0
     neurons, start = arguments.spec.neurons, 0
     if memory.products is None and arguments.table is None and arguments.mask is not None:
         start = neurons // _EIGHT * _EIGHT
@@ -198,6 +188,6 @@ def _decide(arguments: FfnArguments, vector: Vector, products: KernelTensor) -> 
 
 def _is_computed(arguments: FfnArguments, products: KernelTensor | None, token: Expr, neuron: Expr) -> Expr:
     if products is not None:
-        return products[neuron] > constant(arguments.spec.threshold)
+        return products[neuron] > arguments.spec.threshold
     column = neuron if arguments.table is None else arguments.table[neuron]
     return arguments.mask[token, column]  # type: ignore[index]

@@ -20,7 +20,6 @@ from picompile_codegen.cpu.tensor import (
     Expr,
     KernelTensor,
     bind,
-    constant,
     counter,
     local,
     loop,
@@ -178,7 +177,7 @@ def _compute(
             product = dot(arguments.bundle, arguments.up_row(neuron), vector, [arguments.up_row(ahead)])
             up = biased(product, arguments.up_bias, neuron)
         h = _output(arguments, first, up)
-        fired = bind(tirx.Cast("int32", h != constant(0.0)))
+        fired = bind(tirx.Cast("int32", h != 0.0))
         nonzero[index] = nonzero[index] + fired
         place = bind(waiting.count[0])
         waiting.numbers[place], waiting.outputs[place] = down, h
@@ -194,7 +193,7 @@ def _unless_silent(arguments: FfnArguments, listed: NeuronList | None, first: Ex
     """Leaves out the rest of a neuron that a mask named and that is silent all the same."""
     if listed is None or listed.products is not None or not arguments.spec.is_sparse:
         return nullcontext()
-    return when(first > constant(arguments.spec.threshold))
+    return when(first > arguments.spec.threshold)
 
 
 def _output(arguments: FfnArguments, first: Expr, up: Expr | None) -> Expr:
@@ -206,7 +205,7 @@ def _fill_up(waiting: _Waiting, together: int) -> None:
     """Makes the number of those that wait a multiple of `together`: the first stands in for the missing, times zero."""
     count = bind(waiting.count[0])
     for i in range(together - 1):
-        waiting.numbers[count + i], waiting.outputs[count + i] = waiting.numbers[0], constant(0.0)
+        waiting.numbers[count + i], waiting.outputs[count + i] = waiting.numbers[0], 0.0
     waiting.count[0] = (count + (together - 1)) // together * together
 
 

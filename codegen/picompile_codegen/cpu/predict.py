@@ -13,17 +13,7 @@ from picompile_codegen.cpu.dot import dot, prepare_vector
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.linear import TileProjection, project
 from picompile_codegen.cpu.matrix import KernelMatrix
-from picompile_codegen.cpu.tensor import (
-    Expr,
-    KernelTensor,
-    bind,
-    constant,
-    local,
-    loop,
-    maximum,
-    parallel,
-    worth_a_region,
-)
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, parallel, worth_a_region
 from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, splat_int
 from picompile_codegen.signs import BLOCK_COLUMNS
 from picompile_codegen.specs import PredictLowRankSpec, PredictSignsSpec
@@ -44,7 +34,7 @@ def _predict_one(
     inputs = prepare_vector(function["x"], fc1)
     with parallel(fc1.rows, when_worth=worth_a_region(fc1.bytes)) as row:
         product = dot(fc1, row, inputs, [row + fc1.rows_ahead])
-        hidden[0, row] = maximum(product, constant(0.0)) if relu else product
+        hidden[0, row] = maximum(product, 0.0) if relu else product
     inputs = prepare_vector(hidden, fc2)
     with parallel(fc2.rows, when_worth=worth_a_region(fc2.bytes)) as neuron:
         product = dot(fc2, neuron, inputs, [neuron + fc2.rows_ahead])
@@ -63,7 +53,7 @@ def _predict_rows(
     project(TileProjection(fc1, fc1.rows, lambda row: row, None), function["x"], x_bytes, tokens, hidden)
     if relu:
         with parallel(tokens) as token, loop(0, fc1.rows) as row:
-            hidden[token, row] = maximum(hidden[token, row], constant(0.0))
+            hidden[token, row] = maximum(hidden[token, row], 0.0)
     project(TileProjection(fc2, fc2.rows, lambda row: row, function["bias"]), hidden, hidden_bytes, tokens, scores)
     with parallel(tokens) as token, loop(0, fc2.rows) as neuron:
         mask[token, neuron] = tirx.Cast("uint8", scores[token, neuron] > threshold[0])

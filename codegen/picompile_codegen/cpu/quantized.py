@@ -14,7 +14,7 @@ from tvm import tirx
 
 from picompile_codegen.build import isa
 from picompile_codegen.cpu.matrix import KernelMatrix, each_group
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, intrinsic, local, maximum, select
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, intrinsic, local, maximum, select
 from picompile_codegen.cpu.vector import LANES, at, highest, load, splat, splat_int, store, total
 from picompile_passes.weight_formats import GROUP
 
@@ -225,7 +225,7 @@ def quantize_to(x: KernelTensor, row: Expr, matrix: KernelMatrix, vector: Quanti
         scale, summed = quantize_group(inputs, lambda i, value: put(group, i, value))
         vector.scales[vector.row, group] = scale
         if vector.offsets is not None:
-            vector.offsets[vector.row, group] = summed * scale * constant(matrix.offset)
+            vector.offsets[vector.row, group] = summed * scale * matrix.offset
 
     _each_group(x, row, matrix.columns, quantize)
     # Last: LLVM 22 makes invalid code where a local array is filled by stores of which the first ones are constant.

@@ -67,11 +67,6 @@ def counter() -> KernelTensor:
     return count
 
 
-def constant(value: float) -> Expr:
-    """A float32 that is known when the kernel is written."""
-    return tirx.FloatImm("float32", value)
-
-
 def bind(value: Expr) -> Expr:
     """Computes `value` here, once. Python variables hold expressions, which are otherwise repeated at every use."""
     return T.bind(value)

@@ -11,7 +11,7 @@ from tvm import tirx
 
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix, each_group
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, local, loop, parallel, select, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, select, when
 from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, store, total
 from picompile_codegen.specs import (
     AddSpec,
@@ -125,7 +125,7 @@ def layer_norm(spec: LayerNormSpec, function: KernelFunction) -> None:
 
 def inverse_root(value: Expr, eps: float) -> Expr:
     """1 / sqrt(value + eps), a float32."""
-    return bind(constant(1.0) / tirx.sqrt(value + constant(eps)))
+    return bind(1.0 / tirx.sqrt(value + eps))
 
 
 def _sum(x: KernelTensor, token: Expr, dim: int, term: Callable[[Expr], Expr], fill: Expr = 0.0) -> Expr:

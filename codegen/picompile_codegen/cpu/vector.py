@@ -6,18 +6,7 @@ from functools import reduce
 from tvm import tirx
 
 from picompile_codegen.cpu.activations import Arithmetic, apply_activation
-from picompile_codegen.cpu.tensor import (
-    Expr,
-    KernelTensor,
-    bind,
-    constant,
-    intrinsic,
-    local,
-    loop,
-    maximum,
-    minimum,
-    select,
-)
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, intrinsic, local, loop, maximum, minimum, select
 
 # This and `matrix.py` are where a kernel meets the instruction set. Everything is written for AVX2 (eight lanes,
 # sixteen registers); LLVM turns each operation here into one or two instructions.
@@ -34,7 +23,7 @@ def at(start: Expr, lanes: int = LANES) -> Expr:
 
 def splat(value: Expr, lanes: int = LANES) -> Expr:
     """`value` in every lane."""
-    return tirx.Broadcast(constant(value) if isinstance(value, int | float) else value, lanes)
+    return tirx.Broadcast(tirx.FloatImm("float32", value) if isinstance(value, int | float) else value, lanes)
 
 
 def splat_int(value: int) -> Expr:
@@ -134,7 +123,7 @@ def load(tensor: KernelTensor, *index: Expr, valid: int = LANES, fill: Expr = 0.
     if valid == LANES:
         whole = tensor[(*outer, at(start))]
         return whole if tensor.dtype == "float32" else to_floats(whole)
-    rest = constant(fill) if isinstance(fill, float) else fill
+    rest = tirx.FloatImm("float32", fill) if isinstance(fill, float) else fill
     scalars = [tirx.Cast("float32", tensor[(*outer, start + i)]) if i < valid else rest for i in range(LANES)]
     return tirx.Shuffle(scalars, list(range(LANES)))
 

@@ -7,7 +7,7 @@ many positions to go through, blocks share them, and the launch of `merge_parts`
 from tvm import tirx
 
 from picompile_codegen.cpu.attention_work import LOWEST, first_position
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, loop, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, when
 from picompile_codegen.cpu.token_ops import step_rows
 from picompile_codegen.cuda.attention_chunk import attend_chunk, chunk_parts
 from picompile_codegen.cuda.attention_common import CudaAttentionTensors, Parts, padded_width
@@ -51,14 +51,14 @@ def _weigh(
     assert tensors.extremes is not None
     part, (begin, end) = place.thread, span
     inside = bind(tirx.And(part >= begin, part < end))
-    highest = bind(tirx.if_then_else(inside, tensors.extremes[(*of, part, 0)], constant(LOWEST)))
+    highest = bind(tirx.if_then_else(inside, tensors.extremes[(*of, part, 0)], LOWEST))
     of_all = block_max(highest, place.thread, _THREADS)
-    weight = bind(tirx.if_then_else(inside, tirx.exp(highest - of_all), constant(0.0)))
+    weight = bind(tirx.if_then_else(inside, tirx.exp(highest - of_all), 0.0))
     # TVM gives memory that nobody uses any more, here that of the maximum, to what comes next.
     barrier()
     with when(inside):
         weights[part] = weight
-    own = bind(tirx.if_then_else(inside, weight * tensors.extremes[(*of, part, 1)], constant(0.0)))
+    own = bind(tirx.if_then_else(inside, weight * tensors.extremes[(*of, part, 1)], 0.0))
     # It has barriers, behind which all see the weights.
     return block_sum(own, place.thread, _THREADS)
 
@@ -76,7 +76,7 @@ def _mix(
     mine, column = bind(place.thread // units), bind(place.thread % units * _LANES)
     sums, mixed = registers(_LANES), shared(sets, width)
     for i in range(_LANES):
-        sums[i] = constant(0.0)
+        sums[i] = 0.0
     with when(mine < sets):
         with loop(0, (end - begin + (sets - 1 - mine)) // sets) as turn:
             part = bind(begin + mine + turn * sets)
@@ -90,7 +90,7 @@ def _mix(
     for start in range(0, spec.value_dim, _THREADS):
         c = bind(start + place.thread)
         with when(c < spec.value_dim):
-            sums[0] = constant(0.0)
+            sums[0] = 0.0
             with loop(0, sets) as each:
                 sums[0] = sums[0] + mixed[each, c]
             tensors.y[row, head * spec.value_dim + c] = sums[0] / total

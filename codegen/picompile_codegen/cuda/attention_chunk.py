@@ -12,7 +12,7 @@ from tvm import tirx
 
 from picompile_codegen.cpu.attention_work import LOWEST, first_position
 from picompile_codegen.cpu.cache import Cache
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, loop, maximum, minimum, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, when
 from picompile_codegen.cpu.token_ops import StepRows, step_rows
 from picompile_codegen.cuda.attention_common import (
     CudaAttentionTensors,
@@ -87,7 +87,7 @@ class ChunkSoftmax:
         last = bind(minimum(position, stop - 1))
         softmax = cls(query, bind(place.thread % _THREADS_A_QUERY), first, last, *memory)
         with when(softmax.part == 0):
-            softmax.maxima[query], softmax.totals[query] = constant(LOWEST), constant(0.0)
+            softmax.maxima[query], softmax.totals[query] = LOWEST, 0.0
         return softmax
 
     def update(self, weights: Padded, begin: Expr) -> None:
@@ -96,7 +96,7 @@ class ChunkSoftmax:
         keys = [bind(i // 2 * (2 * _THREADS_A_QUERY) + i % 2 + self.part * 2) for i in range(SIDE // _THREADS_A_QUERY)]
         seen = [bind(self._sees(bind(begin + key))) for key in keys]
         scores = [
-            bind(tirx.Select(flag, weights.memory[weights.at(key, self.query)], constant(LOWEST)))
+            bind(tirx.Select(flag, weights.memory[weights.at(key, self.query)], LOWEST))
             for key, flag in zip(keys, seen, strict=True)
         ]
         before, total = bind(self.maxima[self.query]), bind(self.totals[self.query])
@@ -106,7 +106,7 @@ class ChunkSoftmax:
         for score in scores:
             largest = tirx.Max(largest, score)
         now = self._over_four(largest, maximum)
-        own: Expr = constant(0.0)
+        own: Expr = 0.0
         # TVM would compute a weight again wherever it is used, if it were not stored.
         found = registers(len(keys))
         for i, (key, score, flag) in enumerate(zip(keys, scores, seen, strict=True)):
@@ -160,7 +160,7 @@ def load_queries(q: KernelTensor, queries: ChunkTile, depth: Expr, memory: Padde
     def load(index: Expr, unit: Expr) -> tuple[Expr, ...]:
         row, head = queries.query(index)
         values = load_unit(q, (row,), head * spec.head_dim + _inside(unit, spec.head_dim, size) * size, size)
-        return tuple(tirx.Select(unit * size < spec.head_dim, value * spec.scale, constant(0.0)) for value in values)
+        return tuple(tirx.Select(unit * size < spec.head_dim, value * spec.scale, 0.0) for value in values)
 
     _load_slice(load, size, depth, memory, 0, place)
 
@@ -314,7 +314,7 @@ def _rows(tile: ChunkTile, begin: Expr, stop: Expr) -> Callable[[Expr], tuple[Ex
 
 def _clear(sums: KernelTensor) -> None:
     for i in range(16):
-        sums[i] = constant(0.0)
+        sums[i] = 0.0
 
 
 def _store_scores(scores: KernelTensor, weights: Padded, place: ThreadIndex) -> None:

@@ -7,7 +7,7 @@ from tvm import tirx
 
 from picompile_codegen.cpu.attention_work import LOWEST, AttentionTensors
 from picompile_codegen.cpu.cache import ELEMENT_BYTES, Cache
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, loop, maximum, minimum, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, when
 from picompile_codegen.cpu.token_ops import Angles
 from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
 from picompile_codegen.cuda.memory import barrier, extern, from_lane, registers
@@ -67,7 +67,7 @@ def weight_of(is_seen: Expr, score: Expr, highest: Expr) -> Expr:
 
     The choice is made in front of exp, which would otherwise be a branch for each weight.
     """
-    return tirx.exp(tirx.Select(is_seen, score - highest, constant(LOWEST)))
+    return tirx.exp(tirx.Select(is_seen, score - highest, LOWEST))
 
 
 def head_element(
@@ -85,7 +85,7 @@ def head_element(
         in_first = column < half
         angle = bind(tirx.Select(in_first, column, column - half))
         partner = bind(tirx.Select(in_first, column + half, column - half))
-        sign = tirx.Select(in_first, constant(-1.0), constant(1.0))
+        sign = tirx.Select(in_first, -1.0, 1.0)
         along = x[row, start + column] * angles.cos[position, angle]
         return along + sign * (x[row, start + partner] * angles.sin[position, angle])
 
@@ -229,7 +229,7 @@ class HeldQueries:
             start = bind(minimum(unit, lanes.units - 1) * lanes.size)
             for i in range(count):
                 for e in range(lanes.size):
-                    value = tirx.Select(unit < lanes.units, memory[i, start + e], constant(0.0))
+                    value = tirx.Select(unit < lanes.units, memory[i, start + e], 0.0)
                     elements[(i * lanes.turns + turn) * lanes.size + e] = value
         # TVM gives memory that nobody uses any more to what comes next.
         barrier()
@@ -285,7 +285,7 @@ def _spread_sums(values: list[Expr], lane: Expr, lanes: int) -> list[tuple[Expr,
     """
     count = len(values)
     padded = 1 << (count - 1).bit_length()
-    kept = [*values, *[constant(0.0)] * (padded - count)]
+    kept = [*values, *[0.0] * (padded - count)]
     first: Expr = 0
     is_mine: Expr = None
     offset = 1

@@ -11,7 +11,7 @@ from tvm import tirx
 
 from picompile_codegen.cpu.attention_work import LOWEST, first_position
 from picompile_codegen.cpu.cache import Cache
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, loop, minimum, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, when
 from picompile_codegen.cpu.token_ops import step_rows
 from picompile_codegen.cuda.attention_common import (
     MOST_QUERIES,
@@ -121,7 +121,7 @@ class Mixture:
             index = bind(turn * THREADS + self.place.thread)
             with when(index < queries * width):
                 i, column = bind(index // width), bind(index % width)
-                total[0] = constant(0.0)
+                total[0] = 0.0
                 with loop(0, self.sets) as each:
                     total[0] = total[0] + memory[i, each, column]
                 give(begin + i, column, total[0])
@@ -149,14 +149,14 @@ class OnlineSoftmax:
         """Start with nothing seen, which is visible behind the next barrier."""
         weights = cls(count, shared(count), shared(count), shared(count), place)
         with when(place.thread < count):
-            weights.highest[place.thread], weights.totals[place.thread] = constant(LOWEST), constant(0.0)
+            weights.highest[place.thread], weights.totals[place.thread] = LOWEST, 0.0
         return weights
 
     def update(self, scores: KernelTensor, tile: Tile) -> None:
         """Turns the scores of a tile into weights relative to the new maximum; zeros where there is no position."""
         query, lane = bind(minimum(self.place.warp, self.count - 1)), self.place.lane
         places = [bind(lane + j * WARP) for j in range(TILE // WARP)]
-        found = [bind(tirx.if_then_else(p < tile.count, scores[query, p], constant(LOWEST))) for p in places]
+        found = [bind(tirx.if_then_else(p < tile.count, scores[query, p], LOWEST)) for p in places]
         before, total = bind(self.highest[query]), bind(self.totals[query])
         # Lanes write nothing but what they alone have read. TVM does not see that, and wants a barrier in between.
         barrier()
@@ -164,7 +164,7 @@ class OnlineSoftmax:
         for score in found:
             largest = tirx.Max(largest, score)
         now = warp_max(largest)
-        own: Expr = constant(0.0)
+        own: Expr = 0.0
         # TVM would compute a weight again wherever it is used, if it were not stored.
         weights = registers(len(places))
         with when(self.place.warp < self.count):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from tvm import tirx
 
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, loop, minimum, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, when
 from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import CudaMatrix, Unit
 from picompile_codegen.cuda.memory import barrier, from_lane, loads_first, shared, warp_sum, zero_registers
@@ -34,7 +34,7 @@ class BlockVector:
             column = bind(turn * threads + place.thread)
             with when(column < self._size):
                 inside = first + column < columns
-                value = tirx.if_then_else(inside, x[row, first + column], constant(0.0))
+                value = tirx.if_then_else(inside, x[row, first + column], 0.0)
                 self._memory[self._at(column)] = value
         barrier()
 

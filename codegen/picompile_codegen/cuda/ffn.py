@@ -14,7 +14,7 @@ gate, then with up, which is followed by the activation; then tiles of tokens an
 slices of the neurons where there are few tiles.
 """
 
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, select, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, select, when
 from picompile_codegen.cuda.dot import in_parts
 from picompile_codegen.cuda.ffn_down import (
     DOWN_THREADS,
@@ -116,7 +116,7 @@ def _compute_hidden(
         output = block.output(first, None if gate is None else up)
         if spec.is_exact:
             # Not a product: a silent neuron whose up is infinite must not turn into NaN.
-            output = select(block.fires(first), output, constant(0.0))
+            output = select(block.fires(first), output, 0.0)
         hidden[token, neuron] = output
 
     matrix, row = (block.first_matrix, block.first_row) if gate is None else (block.bundle, block.up_row)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, loop, minimum, select, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, select, when
 from picompile_codegen.cuda.ffn_hidden import CudaFfn, NeuronGroups
 from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
 from picompile_codegen.cuda.linear import (
@@ -38,7 +38,6 @@ _LISTED = 1024
 _BLOCKS, _FEWEST = 256, 128
 # Tokens that are enough to need fewer blocks each.
 _MANY_TOKENS = 4
-_ZERO = constant(0.0)
 
 
 @dataclass(frozen=True)
@@ -115,10 +114,10 @@ def _list(
     for turn in range(turns):
         at = bind(start + turn * DOWN_THREADS + place.thread)
         inside = at < part.stop
-        output = bind(tirx.if_then_else(inside, hidden[part.token, at], _ZERO))
+        output = bind(tirx.if_then_else(inside, hidden[part.token, at], 0.0))
         neuron = groups.at_place(at)
         # Where all neurons are computed all are added: to leave out some here and there would break the one stream.
-        flag = bind(tirx.And(inside, neuron < groups.neurons) if is_dense else output != _ZERO)
+        flag = bind(tirx.And(inside, neuron < groups.neurons) if is_dense else output != 0.0)
         position, count = part.numbering.number(flag, place)
         with when(flag):
             index = bind(listed[0] + position)
@@ -137,7 +136,7 @@ def _add_listed(bundle: CudaMatrix, part: _Slice, count: Expr, unit: Expr, sums:
             # Past the last row its own is read again, and added nothing of.
             known = bind(minimum(position, count - 1))
             units.append(bundle.unit(bind(part.rows[known]), unit))
-            factors.append(bind(select(position < count, part.outputs[known], _ZERO)))
+            factors.append(bind(select(position < count, part.outputs[known], 0.0)))
         loads_first()
         for read, factor in zip(units, factors, strict=True):
             scaled = factor if read.scale is None else bind(factor * read.scale)
@@ -179,12 +178,12 @@ def add_slices(block: CudaFfn, plan: DownPlan, slices: KernelTensor, y: KernelTe
     warps, token = SUM_THREADS // WARP, place.block_y
     at = bind(place.block * SUM_COLUMNS + place.lane)
     of_warps = shared(warps, SUM_COLUMNS)
-    total = _ZERO
+    total = 0.0
     for turn in range(blocks_for(plan.slices, warps)):
         number = bind(turn * warps + place.warp)
         known = number < plan.slices
         row = bind(token * plan.slices + minimum(number, plan.slices - 1))
-        total = total + bind(tirx.if_then_else(known, slices[row, at], _ZERO))
+        total = total + bind(tirx.if_then_else(known, slices[row, at], 0.0))
     of_warps[place.warp, place.lane] = total
     barrier()
     lane_columns = plan.width // WARP

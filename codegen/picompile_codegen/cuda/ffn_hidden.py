@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.cpu.ffn_neurons import FfnTensors
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, minimum, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, minimum, when
 from picompile_codegen.cuda.dot import BlockInput, product, row_products
 from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import CudaMatrix
@@ -29,7 +29,7 @@ class CudaFfn(FfnTensors[CudaMatrix]):
 
     def fires(self, first: Expr) -> Expr:
         """Whether a neuron whose product with `first_matrix` is this may send anything down."""
-        return first > constant(self.spec.threshold)
+        return first > self.spec.threshold
 
     def output(self, first: Expr, up: Expr | None) -> Expr:
         """h, from the products with gate and up, biases included (`up` None where there is no gate)."""
@@ -90,7 +90,6 @@ class NeuronGroups:
 
 
 HIDDEN_THREADS = 256
-_ZERO = constant(0.0)
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def compute_hidden(block: CudaFfn, groups: NeuronGroups, hidden: KernelTensor, p
     products, outputs = shared(len(inputs.parts()), 2 * groups.size), shared(groups.size)
     group = _Group(block, groups, place, inputs, Numbering(HIDDEN_THREADS), products, outputs)
     with when(place.thread < groups.size):
-        outputs[place.thread] = _ZERO
+        outputs[place.thread] = 0.0
     listed = _named(group) if spec.is_masked else _all(group)
     if spec.is_masked:
         computed = listed.count
@@ -213,7 +212,7 @@ def _one_after_the_other(group: _Group, listed: _Listed) -> Expr:
     # There may be nobody listed; then the group's first stands in for what is not used.
     position = bind(tirx.Max(minimum(thread, listed.count - 1), 0))
     is_listed = bind(thread < listed.count)
-    decided = tirx.if_then_else(is_listed, product(group.products, position), _ZERO)
+    decided = tirx.if_then_else(is_listed, product(group.products, position), 0.0)
     member = bind(tirx.if_then_else(is_listed, listed.member(position), 0))
     first = biased(decided, block.first_bias, group.neuron(member))
     firsts = shared(group.groups.size)
@@ -238,10 +237,10 @@ def _one_after_the_other(group: _Group, listed: _Listed) -> Expr:
 
 def _store(group: _Group, hidden: KernelTensor, computed: Expr) -> None:
     thread, size = group.place.thread, group.groups.size
-    value = bind(tirx.if_then_else(thread < size, group.outputs[minimum(thread, size - 1)], _ZERO))
+    value = bind(tirx.if_then_else(thread < size, group.outputs[minimum(thread, size - 1)], 0.0))
     with when(thread < size):
         hidden[group.token, group.place.block_y * size + thread] = value
-    _, fired = group.numbering.number(bind(value != _ZERO), group.place)
+    _, fired = group.numbering.number(bind(value != 0.0), group.place)
     with when(thread == 0):
         for index, count in enumerate((computed, fired)):
             run_extern("pi_add_int64", address(group.block.stats, index), count)

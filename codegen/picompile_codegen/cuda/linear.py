@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, loop, minimum, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, when
 from picompile_codegen.cuda.dot import BlockVector, add_part
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import CudaMatrix
@@ -139,7 +139,7 @@ def load_tokens(
     for turn in range(TILE_TOKENS // 8):
         t = bind(turn * 8 + thread // 128 * 4 + thread // 8 % 4)
         inside = tirx.And(first + t < tokens, column < stop)
-        xs.store(c, t, [tirx.if_then_else(inside, x[first + t, column], constant(0.0))])
+        xs.store(c, t, [tirx.if_then_else(inside, x[first + t, column], 0.0)])
 
 
 def _load_rows(
@@ -188,7 +188,7 @@ def _one(x: KernelTensor, w: CudaMatrix, bias: KernelTensor | None, y: KernelTen
     # Past the last row its own is read again, and nothing written.
     rows = [bind(minimum(first + i, w.rows - 1)) for i in range(_ROWS_A_WARP)]
     for i in range(_ROWS_A_WARP):
-        sums[i] = constant(0.0)
+        sums[i] = 0.0
     for start in range(0, w.columns, _COLUMNS):
         columns = min(_COLUMNS, w.columns - start)
         vector.fill(x, 0, start, w.columns, place, _ONE_THREADS)

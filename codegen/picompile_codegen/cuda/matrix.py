@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.cpu.matrix import MatrixTensors
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, when
 from picompile_codegen.cpu.vector import at, splat
 from picompile_codegen.cuda.function import WARP, blocks_for
 from picompile_codegen.cuda.memory import extern
@@ -18,7 +18,6 @@ from picompile_passes.weight_formats import FORMATS, GROUP
 
 _MOST_LANES = 4
 _MOST_THREADS = 1024
-_ZERO = constant(0.0)
 
 
 def lanes_for(width: int) -> int:
@@ -73,7 +72,7 @@ class ColumnLanes:
 
     def or_zeros(self, values: list[Expr]) -> list[Expr]:
         """`values`, zeros for those that do not exist."""
-        return [bind(tirx.Select(self.runs[i // self.lanes][1], value, _ZERO)) for i, value in enumerate(values)]
+        return [bind(tirx.Select(self.runs[i // self.lanes][1], value, 0.0)) for i, value in enumerate(values)]
 
 
 # Packed matrices.
@@ -121,7 +120,7 @@ class CudaMatrix(MatrixTensors):
         start = FORMATS[self.format].scale_offset_bytes(self.columns) // 2
         scale = bind(tirx.Cast("float32", self.scale[row, start + group]))  # type: ignore[index]
         if self.format == "q4":
-            return Unit(first, _nibbles(words), bind(scale * constant(_NIBBLE_SCALE)))
+            return Unit(first, _nibbles(words), bind(scale * _NIBBLE_SCALE))
         return Unit(first, _bytes(words), scale)
 
 

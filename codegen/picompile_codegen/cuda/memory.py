@@ -6,7 +6,7 @@ from tvm import tirx
 from tvm.tirx.script.builder import ir as T
 
 from picompile_codegen.cpu.activations import Arithmetic, apply_activation
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, select, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, select, when
 from picompile_codegen.cuda.function import WARP, ThreadIndex
 
 _ALL_LANES = 0xFFFFFFFF
@@ -101,7 +101,7 @@ def _over_block(value: Expr, thread: Expr, threads: int, over_warp: Any, neutral
     barrier()
     lane = thread % WARP
     inside = lane < threads // WARP
-    return over_warp(tirx.if_then_else(inside, sums[tirx.Select(inside, lane, 0)], constant(neutral)))
+    return over_warp(tirx.if_then_else(inside, sums[tirx.Select(inside, lane, 0)], neutral))
 
 
 class Numbering:
@@ -138,10 +138,10 @@ def _ones(word: Expr) -> Expr:
 
 def _sigmoid(x: Expr) -> Expr:
     # Where exp is infinite the quotient is 0, as it should be.
-    return constant(1.0) / (constant(1.0) + tirx.exp(-x))
+    return 1.0 / (1.0 + tirx.exp(-x))
 
 
-_ARITHMETIC = Arithmetic(constant, _sigmoid, tirx.tanh, tirx.erf)
+_ARITHMETIC = Arithmetic(float, _sigmoid, tirx.tanh, tirx.erf)
 
 
 def activate(text: str, x: Expr) -> Expr:

@@ -9,7 +9,7 @@ less time than a launch of its own.
 
 from tvm import tirx
 
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, loop, maximum, minimum, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, when
 from picompile_codegen.cuda.dot import BlockInput, lanes_sum, unit_product
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import CudaMatrix
@@ -24,7 +24,6 @@ _HIDDEN_THREADS = 128
 _MASK_THREADS = 256
 # Turns of a warp whose rows are read together, so that enough reads are under way.
 _TOGETHER = 4
-_ZERO = constant(0.0)
 
 
 def predict_low_rank(spec: PredictLowRankSpec, function: CudaFunction) -> None:
@@ -57,14 +56,14 @@ def _compute_hidden(x: KernelTensor, fc1: CudaMatrix, hidden: KernelTensor, relu
             total[0] = total[0] + unit_product(fc1.unit(row, unit), values)
     product = block_sum(total[0], place.thread, _HIDDEN_THREADS)
     with when(place.thread == 0):
-        hidden[token, row] = maximum(product, _ZERO) if relu else product
+        hidden[token, row] = maximum(product, 0.0) if relu else product
 
 
 def _read(x: KernelTensor, row: Expr, first: Expr, count: int, columns: int) -> list[Expr]:
     """x[row, first … first + count - 1], zeros past the last column. `first` is a multiple of `count`."""
     if columns % count:
         places = [bind(first + i) for i in range(count)]
-        return [bind(tirx.if_then_else(place < columns, x[row, place], _ZERO)) for place in places]
+        return [bind(tirx.if_then_else(place < columns, x[row, place], 0.0)) for place in places]
     fours = [bind(x[row, tirx.Ramp(first + i, 1, 4)]) for i in range(0, count, 4)]
     return [bind(tirx.Shuffle([four], [lane])) for four in fours for lane in range(4)]
 
@@ -99,7 +98,7 @@ def _compute_mask(
     first = bind(place.block_y * _rows_a_block(lanes) + place.thread // lanes)
     neurons = [bind(first + turn * at_once) for turn in range(_turns(lanes))]
     for i in range(len(neurons)):
-        sums[i] = _ZERO
+        sums[i] = 0.0
     for start, columns in inputs.parts():
         vector = inputs.fill(start, place)
         units = blocks_for(columns, fc2.unit_weights)
@@ -151,8 +150,8 @@ def _pack(x: KernelTensor, packed: KernelTensor, words: int, dim: int, place: Th
     with loop(0, blocks_for(words, _SIGN_WARPS)) as turn:
         word = bind(turn * _SIGN_WARPS + place.warp)
         column = bind(word // _WORDS_A_BLOCK * BLOCK_COLUMNS + place.lane * _WORDS_A_BLOCK + word % _WORDS_A_BLOCK)
-        value = bind(tirx.if_then_else(column < dim, x[place.block, column], constant(0.0)))
-        below_zero = tirx.Cast("int32", value < constant(0.0))
+        value = bind(tirx.if_then_else(column < dim, x[place.block, column], 0.0))
+        below_zero = tirx.Cast("int32", value < 0.0)
         bits = bind(tirx.call_extern("uint32", "pi_ballot", below_zero))
         with when(tirx.And(place.lane == 0, word < words)):
             packed[word] = tirx.reinterpret("int32", bits)

@@ -5,17 +5,10 @@ from collections.abc import Callable
 from tvm import tirx
 
 from picompile_codegen.cpu.cache import F16_MAX, LARGEST_BYTE, Cache, cache_argument
-from picompile_codegen.cpu.tensor import Expr, bind, constant, maximum, minimum, when
+from picompile_codegen.cpu.tensor import Expr, bind, maximum, minimum, when
 from picompile_codegen.cpu.token_ops import Angles, inverse_root, step_rows
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
-from picompile_codegen.cuda.matrix import (
-    ColumnLanes,
-    CudaMatrix,
-    block_threads,
-    lanes_for,
-    load_lanes,
-    store_lanes,
-)
+from picompile_codegen.cuda.matrix import ColumnLanes, CudaMatrix, block_threads, lanes_for, load_lanes, store_lanes
 from picompile_codegen.cuda.memory import block_sum, warp_max
 from picompile_codegen.specs import (
     AddSpec,
@@ -171,7 +164,7 @@ def write_row(cache: Cache, row: tuple[Expr, Expr, Expr], source: Callable[[Expr
     for group in range(blocks_for(cache.dim, GROUP)):
         column = bind(group * GROUP + lane)
         inside = column < cache.dim
-        value = bind(tirx.if_then_else(inside, source(column), constant(0.0)))
+        value = bind(tirx.if_then_else(inside, source(column), 0.0))
         stored = value if cache.scales is None else _in_bytes(cache, (*row, group), value, lane)
         with when(inside):
             cache.data[(*row, column)] = tirx.Cast(cache.data.dtype, stored)
@@ -180,10 +173,10 @@ def write_row(cache: Cache, row: tuple[Expr, Expr, Expr], source: Callable[[Expr
 def _in_bytes(cache: Cache, group: tuple[Expr, ...], value: Expr, lane: Expr) -> Expr:
     """Writes the scale of 32 elements, a lane has each of them, and gives the nearest multiple of it, an int32."""
     largest = warp_max(tirx.abs(value))
-    scale = bind(tirx.Cast("float16", minimum(largest / constant(LARGEST_BYTE), constant(F16_MAX))))
+    scale = bind(tirx.Cast("float16", minimum(largest / LARGEST_BYTE, F16_MAX)))
     with when(lane == 0):
         cache.scales[group] = scale  # type: ignore[index]
     kept = bind(tirx.Cast("float32", scale))
-    inverse = tirx.if_then_else(kept > constant(0.0), constant(1.0) / kept, constant(0.0))
+    inverse = tirx.if_then_else(kept > 0.0, 1.0 / kept, 0.0)
     near = tirx.nearbyint(value * bind(inverse))
-    return tirx.Cast("int32", maximum(minimum(near, constant(LARGEST_BYTE)), constant(-LARGEST_BYTE)))
+    return tirx.Cast("int32", maximum(minimum(near, LARGEST_BYTE), -LARGEST_BYTE))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, constant, loop, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, when
 from picompile_codegen.cpu.token_ops import order_of
 from picompile_codegen.cuda.function import CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.memory import address, barrier, loads_first, run_extern, shared
@@ -148,9 +148,8 @@ def _search_slice(logits: KernelTensor, found: KernelTensor, vocab: int, place: 
     runs = SortedRuns.for_runs(blocks_for(min(vocab, _SLICE), RUN), place)
     tokens = [bind(place.block * _SLICE + index) for index in runs.indices]
     insides = [bind(token < vocab) for token in tokens]
-    zero = constant(0.0)
     values = [
-        bind(tirx.if_then_else(inside, logits[place.block_y, token], zero))
+        bind(tirx.if_then_else(inside, logits[place.block_y, token], 0.0))
         for token, inside in zip(tokens, insides, strict=True)
     ]
     loads_first()
