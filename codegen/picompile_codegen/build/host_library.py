@@ -19,7 +19,6 @@ from tvm.target.codegen import llvm_get_cpu_features, llvm_is_valid_cpu, llvm_ve
 from tvm.tirx import transform
 from tvm.tirx.compilation_pipeline import finalize_device_passes, finalize_host_passes, register_tir_pipeline
 
-import picompile_codegen.build.host_library
 from picompile_codegen.build.interfaces import interfaces_source
 from picompile_codegen.build.isa import DEFAULT_ISA, ISAS, Isa
 from picompile_codegen.build.object_cache import cached_object, object_key, temporary_folder
@@ -60,9 +59,6 @@ def _pipeline() -> tuple[Any, Any, Any]:
 
 # TVM takes pipelines by name only.
 register_tir_pipeline(PIPELINE, _pipeline)
-
-
-# The host library of an artifact: TVM compiles each kernel to an object, and a C compiler links them with native/.
 
 
 # A machine by `uname -m` → what Debian and Ubuntu call the package of its cross compiler.
@@ -223,7 +219,7 @@ def _write(path: Path, content: bytes) -> None:
 @cache
 def _compiler() -> tuple[str, ...]:
     """Return what compiles kernels: versions, and our own part of it."""
-    pipeline = Path(picompile_codegen.build.host_library.__file__).read_text(encoding="utf-8")
+    pipeline = Path(__file__).read_text(encoding="utf-8")
     return version("apache-tvm"), str(llvm_version_major()), pipeline
 
 

@@ -10,7 +10,7 @@ from tvm import tirx
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, when
 from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import CudaMatrix, Unit
-from picompile_codegen.cuda.memory import barrier, from_lane, loads_first, shared, warp_sum, zero_registers
+from picompile_codegen.cuda.memory import barrier, loads_first, shared, warp_sum, zero_registers
 
 _GROUP = 32
 # Threads read 16 bytes each from groups side by side. Four floats between groups put these reads in different banks.
@@ -51,7 +51,7 @@ class BlockVector:
         return column // _GROUP * _PITCH + column % _GROUP
 
 
-# Of x at a time, in shared memory: 18 KiB, so that several blocks fit a multiprocessor.
+# Columns of x in shared memory at a time: 18 KiB, so that several blocks fit a multiprocessor.
 _COLUMNS = 4096
 # Reads that a lane has under way at once.
 _UNITS_TOGETHER = 4
@@ -168,13 +168,3 @@ def unit_product(unit: Unit, values: Sequence[Expr]) -> Expr:
     for weight, value in zip(unit.values[1:], values[1:], strict=True):
         total = total + weight * value
     return bind(total if unit.scale is None else total * unit.scale)
-
-
-def lanes_sum(value: Expr, lanes: int) -> Expr:
-    """The sum over each `lanes` neighbouring lanes, a power of two, the same bits in each. The warp must ask."""
-    offset = lanes // 2
-    while offset:
-        value = bind(value)
-        value = value + from_lane(value, offset)
-        offset //= 2
-    return bind(value)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, when
-from picompile_codegen.cuda.dot import BlockVector, add_part
+from picompile_codegen.cuda.dot import BlockInput, add_part, in_parts
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import CudaMatrix
 from picompile_codegen.cuda.memory import barrier, registers, shared, warp_sum, zero_registers
@@ -162,8 +162,6 @@ _ONE_THREADS = 256
 # A warp reads two rows at a time: what it has read of x serves both, and more reads are under way.
 _ROWS_A_WARP = 2
 _ROWS_A_BLOCK = _ONE_THREADS // WARP * _ROWS_A_WARP
-# Of x at a time, in shared memory: 18 KiB, so that several blocks fit a multiprocessor.
-_COLUMNS = 4096
 
 
 def linear(spec: LinearSpec, function: CudaFunction) -> None:
@@ -171,7 +169,7 @@ def linear(spec: LinearSpec, function: CudaFunction) -> None:
     x, w, bias, y = function["x"], CudaMatrix.argument(function, "w"), function.get("bias"), function["y"]
     if spec.rows == 1:
         # Where x is in several parts ptxas takes up to 74 registers for q4, where 64 do and a fourth block fits.
-        resident = 4 if spec.format == "q4" and spec.k > _COLUMNS else 0
+        resident = 4 if spec.format == "q4" and in_parts(spec.k) else 0
         with function.launch(grid=blocks_for(spec.n, _ROWS_A_BLOCK), block=_ONE_THREADS, resident=resident) as place:
             _one(x, w, bias, y, place)
         return
@@ -182,17 +180,15 @@ def linear(spec: LinearSpec, function: CudaFunction) -> None:
 
 def _one(x: KernelTensor, w: CudaMatrix, bias: KernelTensor | None, y: KernelTensor, place: ThreadIndex) -> None:
     """A warp for every two rows; its lanes take the units of a row in turns."""
-    vector = BlockVector(min(_COLUMNS, w.columns))
+    inputs = BlockInput(x, 0, w.columns, _ONE_THREADS)
     sums = registers(_ROWS_A_WARP)
     first = bind(place.block * _ROWS_A_BLOCK + place.warp * _ROWS_A_WARP)
     # Past the last row its own is read again, and nothing written.
     rows = [bind(minimum(first + i, w.rows - 1)) for i in range(_ROWS_A_WARP)]
     for i in range(_ROWS_A_WARP):
         sums[i] = 0.0
-    for start in range(0, w.columns, _COLUMNS):
-        columns = min(_COLUMNS, w.columns - start)
-        vector.fill(x, 0, start, w.columns, place, _ONE_THREADS)
-        add_part(vector, w, rows, (start, columns), sums, place.lane)
+    for part in inputs.parts():
+        add_part(inputs.fill(part[0], place), w, rows, part, sums, place.lane)
     for i in range(_ROWS_A_WARP):
         product = warp_sum(sums[i])
         with when(tirx.And(place.lane == 0, first + i < w.rows)):

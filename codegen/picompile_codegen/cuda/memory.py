@@ -62,12 +62,17 @@ def from_lane(value: Expr, offset: int) -> Expr:
 
 def warp_sum(value: Expr) -> Expr:
     """The sum over the lanes of a warp, the same bits in every lane. All of them must ask."""
-    return _over_lanes(value, lambda a, b: a + b)
+    return lanes_sum(value, WARP)
+
+
+def lanes_sum(value: Expr, lanes: int) -> Expr:
+    """The sum over each `lanes` neighbouring lanes, a power of two, the same bits in each. The warp must ask."""
+    return _over_lanes(value, lambda a, b: a + b, lanes)
 
 
 def warp_max(value: Expr) -> Expr:
     """The largest value of the lanes of a warp, in every lane. All of them must ask."""
-    return _over_lanes(value, tirx.Max)
+    return _over_lanes(value, tirx.Max, WARP)
 
 
 def block_sum(value: Expr, thread: Expr, threads: int) -> Expr:
@@ -80,8 +85,8 @@ def block_max(value: Expr, thread: Expr, threads: int) -> Expr:
     return _over_block(value, thread, threads, warp_max, -3.0e38)
 
 
-def _over_lanes(value: Expr, combine: Any) -> Expr:
-    offset = WARP // 2
+def _over_lanes(value: Expr, combine: Any, lanes: int) -> Expr:
+    offset = lanes // 2
     while offset:
         value = bind(value)
         value = combine(value, from_lane(value, offset))

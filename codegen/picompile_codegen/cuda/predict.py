@@ -10,10 +10,10 @@ less time than a launch of its own.
 from tvm import tirx
 
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, when
-from picompile_codegen.cuda.dot import BlockInput, lanes_sum, unit_product
+from picompile_codegen.cuda.dot import BlockInput, unit_product
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import CudaMatrix
-from picompile_codegen.cuda.memory import barrier, block_sum, registers, shared, zero_registers
+from picompile_codegen.cuda.memory import barrier, block_sum, lanes_sum, registers, shared, zero_registers
 from picompile_codegen.signs import BLOCK_COLUMNS
 from picompile_codegen.specs import PredictLowRankSpec, PredictSignsSpec
 
