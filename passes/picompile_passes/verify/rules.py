@@ -1,4 +1,4 @@
-"""Which rules hold at which stage, and which operators are allowed there."""
+"""The table of rules: for each stage the rules that hold, and the operators that are allowed."""
 
 from picompile_passes.base import Stage
 from picompile_passes.graph import operands as op
@@ -15,7 +15,7 @@ _CAPTURED = (
     Rule("placeholders", structure.check_placeholders),
     Rule("values", structure.check_values),
 )
-# Operators before arguments: what comes after reads arguments by the names of the dialect.
+# The operators are checked before these rules, which read arguments by the names of the dialect.
 _COMMON = (
     Rule("token-path", structure.check_token_path),
     Rule("arguments", structure.check_arguments),
