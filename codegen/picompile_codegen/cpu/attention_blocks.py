@@ -30,11 +30,11 @@ from picompile_codegen.cpu.vector import (
 )
 from picompile_passes.weight_formats import GROUP
 
-# Caches in float16 or float32.
+# The arithmetic for caches in float16 or float32.
 
 
 def float_products(work: Work, indices: list[Expr]) -> Expr:
-    """A vector of q · k, for the keys `indices` of the block.
+    """Return a vector of q · k for the keys `indices` of the block.
 
     All keys are read side by side: so many lines are asked for before the first is there.
     """
@@ -82,7 +82,7 @@ def float_mix(work: Work, rescale: list[Expr]) -> None:
     in_slices(values.cache.dim, together, mix_columns)
 
 
-# Caches in q8.
+# The arithmetic for caches in q8.
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class ByteQueries:
 
     @classmethod
     def of(cls, queries: Queries, head_dim: int) -> "ByteQueries":
-        """Rounds `queries.q`."""
+        """Return `queries.q` rounded to integers."""
         width = -(-head_dim // GROUP) * GROUP
         words = local(queries.padded, width, dtype="int16")
         largest, scales = local(queries.padded), local(queries.tiles, LANES)
@@ -119,7 +119,7 @@ class ByteQueries:
 
 
 def _largest(q: KernelTensor, i: Expr, head_dim: int) -> Expr:
-    """The largest magnitude of a query, whose padding is 0."""
+    """Return the largest magnitude of a query, whose padding is 0."""
     found = zero_vector()
 
     def look(c: Expr, _: int) -> None:
@@ -144,11 +144,11 @@ class BlockScales:
 
     @classmethod
     def of(cls, span: PositionSpan) -> "BlockScales":
-        """Memory for them."""
+        """Return memory for the scales of the blocks of `span`."""
         return cls(local(span.keys.groups, span.block), local(span.values.groups, span.block))
 
     def read(self, block: Block) -> None:
-        """Reads them, eight positions at a time, and none past the block."""
+        """Read the scales of a block, eight positions at a time and none past its end."""
         _read_scales(block.span.keys, block, self.keys)
         _read_scales(block.span.values, block, self.values)
         block.prefetch_following_scales()
@@ -163,7 +163,7 @@ def _read_scales(head: CachedHead, block: Block, scales: KernelTensor) -> None:
 
 
 def byte_products(work: Work, indices: list[Expr], queries: ByteQueries, scales: BlockScales) -> Expr:
-    """A vector of q · k, for the keys `indices` of the block."""
+    """Return a vector of q · k for the keys `indices` of the block."""
     keys, tile = work.block.span.keys, work.queries.tile
     sums = zero_vectors(LANES)
 

@@ -35,7 +35,7 @@ _TILE_QUERIES = 4
 
 
 def queries_of_task(rows: int, group: int) -> int:
-    """How many queries a task takes of a chunk of `rows` tokens: a multiple of a tile."""
+    """Return how many queries a task takes of a chunk of `rows` tokens: a multiple of a tile."""
     return min(_MOST_QUERIES, -(-rows * group // _TILE_QUERIES) * _TILE_QUERIES)
 
 
@@ -60,7 +60,7 @@ class ChunkQueries:
 
     @classmethod
     def of(cls, count: Expr, most: int, head_dim: int, value_dim: int) -> "ChunkQueries":
-        """Memory for at most `most` queries; q, firsts and lasts of `count` are yet to be filled."""
+        """Return memory for at most `most` queries; q, firsts and lasts of `count` are yet to be filled."""
         firsts, lasts = local(most, dtype="int32"), local(most, dtype="int32")
         q, outputs = local(most, head_dim), local(most, whole_vectors(value_dim))
         queries = cls(count, most, q, firsts, lasts, local(most), local(most), local(most, LANES), outputs)
@@ -164,12 +164,12 @@ def _multiply(product: _Product, tiles: tuple[Expr, Expr], depth: Expr, width: i
 
 
 def _update_softmax(queries: ChunkQueries, scores: KernelTensor, i: Expr, begin: Expr) -> None:
-    """Turns a query's scores into weights relative to the new maximum; `rescale` is for all before."""
+    """Turn a query's scores into weights relative to the new maximum; `rescale` gets the factor for earlier ones."""
     largest = local(LANES)
     largest[at(0)] = splat(LOWEST)
     with loop(0, _KEYS // LANES) as index:
         c = index * LANES
-        # Of eight positions from begin + c on, those below both bounds, less those below the first.
+        # Eight positions from begin + c on: those below both bounds, less those below the first.
         seen = lanes_below(queries.lasts[i] + 1 - begin - c)
         early = lanes_below(queries.firsts[i] - begin - c)
         score = select(seen, load(scores, i, c), splat(LOWEST))

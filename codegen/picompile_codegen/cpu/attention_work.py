@@ -60,7 +60,7 @@ class Queries:
 
     @classmethod
     def of(cls, count: int, head_dim: int, value_dim: int) -> "Queries":
-        """Memory for `count` queries, of which `q` is yet to be filled."""
+        """Return memory for `count` queries, whose `q` is yet to be filled."""
         tile = min(4, 1 << (count - 1).bit_length())
         tiles = -(-count // tile)
         width = whole_vectors(value_dim)
@@ -85,7 +85,7 @@ class Queries:
         return LANES // self.tile
 
     def each_tile(self, body: Callable[[Expr], None]) -> None:
-        """`body(tile)` for each tile: no loop where there is one."""
+        """Run `body(tile)` for each tile, without a loop where there is one tile."""
         if self.tiles == 1:
             body(0)
             return
@@ -108,11 +108,11 @@ class Block:
     count: Expr
 
     def prefetch_values(self, indices: list[Expr]) -> None:
-        """Asks for values of this block."""
+        """Prefetch values of this block."""
         self._prefetch(self.span.values, self.begin, indices)
 
     def prefetch_following(self, indices: list[Expr]) -> None:
-        """Asks for keys of what follows: the next block, or the next span."""
+        """Prefetch keys of the next block, or of the next span after the last block."""
         head, position = self._following()
         self._prefetch(CachedHead(self.span.keys.cache, self.span.keys.slot, head), position, indices)
 
@@ -124,7 +124,7 @@ class Block:
                     head.prefetch(begin + index, into_first_level)
 
     def prefetch_following_scales(self) -> None:
-        """Asks for the scales of what follows."""
+        """Prefetch the scales of the next block or span."""
         head, position = self._following()
         for side in (self.span.keys, self.span.values):
             CachedHead(side.cache, side.slot, head).prefetch_scales(position, self.span.block)
@@ -175,12 +175,12 @@ def query_lanes(values: list[Expr]) -> Expr:
     return bind(tirx.Shuffle([values[lane % len(values)] for lane in range(LANES)], list(range(LANES))))
 
 
-# Arguments of the kernel, and how a row's queries, key and value come from them.
+# The arguments of the kernel, and how a row's queries, key and value are read from them.
 
 
 # Enough heads of keys for the cores of a desktop machine. Where there are fewer, tasks share the positions as well.
 _ENOUGH_HEADS = 16
-# Positions of a task then. A multiple of this for long contexts, of which there are no more parts than _MOST_PARTS.
+# Positions of a task in that case. Long contexts take a multiple of it, so that there are at most _MOST_PARTS parts.
 _PART_POSITIONS = 512
 _MOST_PARTS = 32
 
@@ -234,12 +234,12 @@ class AttentionTensors:
 
 
 def first_position(spec: AttentionSpec, position: Expr) -> Expr:
-    """The first position that a token at `position` sees."""
+    """Return the first position that a token at `position` sees."""
     return bind(maximum(position - (spec.window - 1), 0)) if spec.window else 0
 
 
 def give(spec: AttentionSpec, tensors: AttentionTensors, row: Expr, head: Expr, value: Callable[[Expr], Expr]) -> None:
-    """y of a head at `row`: `value(column)` gives its vectors."""
+    """Write y of a head at `row`; `value(column)` returns its vectors."""
     start = bind(head * spec.value_dim)
     blocks(spec.value_dim, lambda c, n: store(tensors.y, row, start + c, value=value(c), valid=n))
 
@@ -247,7 +247,7 @@ def give(spec: AttentionSpec, tensors: AttentionTensors, row: Expr, head: Expr, 
 def extend_cache(
     spec: AttentionSpec, tensors: AttentionTensors, row: Expr, position: Expr, keys: CachedHead, values: CachedHead
 ) -> None:
-    """Writes this row's key and value."""
+    """Write this row's key and value to the caches."""
     if tensors.new_keys is None or tensors.new_values is None:
         return
     key_start, value_start = bind(keys.number * spec.head_dim), bind(values.number * spec.value_dim)
@@ -266,7 +266,7 @@ def extend_cache(
 
 
 def ready_queries(spec: AttentionSpec, tensors: AttentionTensors, row: Expr, position: Expr, kv_head: Expr) -> Queries:
-    """The query heads that share `kv_head`, scaled and, where that is asked for, turned."""
+    """Return the query heads that share `kv_head`, scaled and, with `turn`, rotated."""
     queries = Queries.of(spec.group, spec.head_dim, spec.value_dim)
     scale = splat(spec.scale)
     with loop(0, queries.padded) as i:

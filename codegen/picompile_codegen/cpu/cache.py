@@ -92,19 +92,19 @@ class CachedHead:
         return raw if self.cache.scales is None else raw * splat(self.scale(position, start // GROUP))
 
     def prefetch_scales(self, position: Expr, rows: int) -> None:
-        """Asks for the scales of `rows` rows from `position` on, where there are any."""
+        """Prefetch the scales of `rows` rows from `position` on, where there are any."""
         if self.cache.scales is not None:
             for start in range(0, rows * self.groups, _LINE_BYTES // 2):
                 prefetch(self.cache.scales, self.slot, self.number, position, start)
 
     def prefetch(self, position: Expr, into_first_level: bool) -> None:
-        """Asks for the memory of a row, which need not exist."""
+        """Prefetch a row, which need not exist."""
         for start in range(0, self.cache.dim, _LINE_BYTES // ELEMENT_BYTES[self.cache.data.dtype]):
             place = (self.slot, self.number, position, start)
             prefetch(self.cache.data, *place, into_first_level=into_first_level)
 
     def write(self, position: Expr, source: Source) -> None:
-        """Writes a row."""
+        """Write a row."""
         if self.cache.scales is None:
 
             def copy(c: Expr, valid: int) -> None:
@@ -120,7 +120,7 @@ class CachedHead:
             self._write_group(position, full, source, rest)
 
     def _write_group(self, position: Expr, group: Expr, source: Source, size: int) -> None:
-        """The scale of 32 elements (or fewer, at the end of a row) and the nearest multiples of it."""
+        """Write the scale of 32 elements (fewer at the end of a row) and the nearest multiples of it."""
         assert self.cache.scales is not None
         starts = [(bind(group * GROUP + i), min(LANES, size - i)) for i in range(0, size, LANES)]
         values = [bind(source(start, valid)) for start, valid in starts]

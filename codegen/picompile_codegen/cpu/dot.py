@@ -39,12 +39,12 @@ class Vector:
 
 
 def prepare_vector(x: KernelTensor, matrix: KernelMatrix) -> Vector:
-    """Readies the first row of x float32 [rows, columns] for products with rows of `matrix`, or of any like it."""
+    """Prepare the first row of x float32 [rows, columns] for products with rows of `matrix`, or of any like it."""
     return Vector(x, 0, None if matrix.scale is None else quantize_vector(x, 0, matrix))
 
 
 def dot(matrix: KernelMatrix, number: Expr, vector: Vector, ahead: Sequence[Expr] = ()) -> Expr:
-    """The product of row `number` of `matrix` with `vector`: a scalar. Rows `ahead` are fetched meanwhile."""
+    """Return the product of row `number` of `matrix` with `vector`, a scalar. Rows `ahead` are fetched meanwhile."""
     sums = zero_vectors(_CHAINS)
     if vector.quantized is None:
         _add_floats(sums, matrix, number, vector, ahead)
@@ -55,7 +55,7 @@ def dot(matrix: KernelMatrix, number: Expr, vector: Vector, ahead: Sequence[Expr
 
 
 def biased(product: Expr, bias: KernelTensor | None, row: Expr) -> Expr:
-    """`product` of row `row`, with its bias where there is one."""
+    """Return `product` of row `row` plus its bias where there is one."""
     return product if bias is None else bind(product + bias[row])
 
 
@@ -87,7 +87,7 @@ class _ByteProduct:
     vector: QuantizedVector
 
     def add(self, ahead: Sequence[Expr]) -> None:
-        """Adds the whole row, eight groups at a time, so that eight scales are converted and multiplied at once."""
+        """Add the whole row, eight groups at a time, so that eight scales are converted and multiplied at once."""
         matrix = self.matrix
         full, rest = divmod(matrix.groups, SCALES_TOGETHER)
         if full:
@@ -112,7 +112,7 @@ class _ByteProduct:
         add(first, count, scales)
 
     def _add_groups(self, first: Expr, count: int, scales: Expr) -> None:
-        """Adds `count` groups of bytes."""
+        """Add `count` groups of bytes."""
         for i in range(count):
             place = at((first + i) * GROUP, GROUP)
             values = bind(self.vector.bytes[self.vector.row, place])
@@ -120,7 +120,7 @@ class _ByteProduct:
             _add(self.sums, i % _CHAINS, to_floats(products), lane(scales, i))
 
     def _add_pairs(self, first: Expr, count: int, scales: Expr) -> None:
-        """Adds `count` groups of halves of bytes, two at a time: one of each pair in each half of a vector.
+        """Add `count` groups of halves of bytes, two at a time: one of each pair in each half of a vector.
 
         Where the second does not exist, the row's scales are in its place, and zeros in that of the activations.
         """

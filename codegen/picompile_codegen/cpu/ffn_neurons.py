@@ -86,7 +86,7 @@ class FfnArguments(FfnTensors[KernelMatrix]):
         return value if up is None else bind(value * activate(self.spec.up_activation, up))
 
 
-# The list of neurons to compute: their numbers in order, side by side.
+# The list of neurons to compute holds their numbers in order, side by side.
 
 
 # Elements of a mask that are looked at together: a word.
@@ -121,7 +121,7 @@ class ListMemory:
 
 
 def declare_list(function: KernelFunction, arguments: FfnArguments) -> ListMemory | None:
-    """The memory that a block's kind needs for its list; None where every neuron is computed."""
+    """Declare the memory that a block's kind needs for its list; None where every neuron is computed."""
     spec = arguments.spec
     if not (spec.is_exact or spec.is_masked):
         return None
@@ -130,14 +130,14 @@ def declare_list(function: KernelFunction, arguments: FfnArguments) -> ListMemor
 
 
 def make_list(arguments: FfnArguments, vector: Vector, memory: ListMemory) -> NeuronList:
-    """The neurons that the mask names or, in `exact`, whose product with the gating matrix is above the threshold."""
+    """List the neurons that the mask names or, in `exact`, whose gate product is above the threshold."""
     if memory.products is not None:
         _decide(arguments, vector, memory.products)
     return list_neurons(arguments, memory, 0)
 
 
 def list_neurons(arguments: FfnArguments, memory: ListMemory, token: Expr) -> NeuronList:
-    """List the neurons of any of several tokens with a mask each, once the products are known."""
+    """List the neurons of token `token`; in `exact` the products must be known."""
     count = local(1, dtype="int32")
     count[0] = 0
     neurons, start = arguments.spec.neurons, 0
@@ -152,9 +152,9 @@ def list_neurons(arguments: FfnArguments, memory: ListMemory, token: Expr) -> Ne
 
 
 def _list_by_eights(mask: KernelTensor, neurons: KernelTensor, token: Expr, eights: int, count: KernelTensor) -> None:
-    """The neurons of a mask whose first eights are to be gone through.
+    """List the neurons of the first `eights` · 8 bytes of a mask.
 
-    Two are written for every eight, whether there are any or not; that there are more is rare.
+    Two numbers are written for every eight neurons, whether there are any or not; more than two are rare.
     """
     rest = local(1, dtype="uint64")
     with loop(0, eights) as eight:
@@ -170,7 +170,7 @@ def _list_by_eights(mask: KernelTensor, neurons: KernelTensor, token: Expr, eigh
 
 
 def _take_lowest(rest: KernelTensor) -> Expr:
-    """The number of the lowest byte that is not 0 (some number where all are), which becomes 0."""
+    """Return the number of the lowest byte that is not 0, and set it to 0; any number where all bytes are 0."""
     word, one = bind(rest[0]), tirx.IntImm("uint64", 1)
     # Ones below the lowest bit that is set: eight for each byte.
     below = bind(tirx.popcount((word - one) & ~word))

@@ -21,7 +21,7 @@ from picompile_passes.weight_formats import FORMATS, GROUP
 
 CACHE_LINE_BYTES = 64
 
-# How far ahead of what is read lines are asked for: what a core reads in the 300 ns or so that memory takes when busy.
+# How far ahead lines are prefetched: as much as a core reads in the 300 ns or so that busy memory takes.
 _BYTES_AHEAD = 8 * 1024
 
 
@@ -53,7 +53,7 @@ class MatrixRow:
     scales: KernelTensor | None
 
     def group(self, group: Expr) -> Group:
-        """Loads group `first` + `group`. Columns that are padding have zero weights."""
+        """Load group `first` + `group`. Columns that are padding have zero weights."""
         column = (self.first + group) * self.matrix.group_elements
         raw = tuple(bind(vector) for vector in _RAW[self.matrix.format](self.matrix.data, self.number, column))
         scale = self.factor if self.scales is None else bind(splat(self.scales[group]))
@@ -135,25 +135,25 @@ class KernelMatrix(MatrixTensors):
         return self.rows * self.row_bytes
 
     def row(self, number: Expr, *, factor: Expr | None = None) -> MatrixRow:
-        """Begins to read a row, times the scalar `factor`."""
+        """Begin to read a row, times the scalar `factor`."""
         return self._row(number, 0, self.groups, factor)
 
     def part_of_row(self, number: Expr, first: Expr, groups: int) -> MatrixRow:
-        """Begins to read `groups` groups of a row, of which the first is a multiple of 8, or of 4 if `groups` is 4."""
+        """Begin to read `groups` groups of a row; the first is a multiple of 8, or of 4 if `groups` is 4."""
         return self._row(number, first, groups, None)
 
     def eight_scales(self, number: Expr, first: Expr) -> Expr:
-        """The scales of groups `first` … `first` + 7 of a row, as float32; zeros where there are no such groups."""
+        """Return the scales of groups `first` … `first` + 7 of a row, as float32; zeros past the last group."""
         start = first + FORMATS[self.format].scale_offset_bytes(self.columns) // 2
         return bind(to_floats(self.scale[number, at(start)]))  # type: ignore[index]
 
     @property
     def rows_ahead(self) -> int:
-        """How many rows ahead of the one that is read the one that is fetched should be."""
+        """How many rows ahead of the row being read to prefetch."""
         return -(-_BYTES_AHEAD // self.row_bytes)
 
     def fetch(self, number: Expr, line: Expr) -> None:
-        """Asks for cache line `line` of a row."""
+        """Prefetch cache line `line` of a row."""
         prefetch(self.data, number, line * (self.data_line_elements))
 
     @property
@@ -162,7 +162,7 @@ class KernelMatrix(MatrixTensors):
         return range(-(-self.groups // self.groups_per_line), self.row_bytes // CACHE_LINE_BYTES)
 
     def fetch_row(self, number: Expr) -> None:
-        """Asks for a whole row."""
+        """Prefetch a whole row."""
         with loop(0, self.row_bytes // CACHE_LINE_BYTES) as line:
             self.fetch(number, line)
 
@@ -172,7 +172,7 @@ class KernelMatrix(MatrixTensors):
         return MatrixRow(self, number, first, in_lanes, scales)
 
     def _unpack_scales(self, number: Expr, first: Expr, groups: int, factor: Expr | None) -> KernelTensor | None:
-        """The scales as float32, side by side. One at a time they would cost as much as a vector of weights each.
+        """Return the scales as float32, side by side. Converted singly, each would cost as much as a vector of weights.
 
         A load may pass the last scale, but not the end of the row: both begin at multiples of 16 bytes.
         """
@@ -207,17 +207,17 @@ _OFFSETS = {"f16": 0.0, "q8": 0.0, "q4": -8.0}
 
 
 def groups_of(columns: int) -> int:
-    """Groups that hold so many columns."""
+    """Return how many groups hold `columns` columns."""
     return -(-columns // GROUP)
 
 
 def lane_counts(columns: int) -> tuple[int, ...]:
-    """How many lanes of each vector of a group count, when `columns` of the 32 do."""
+    """Return how many lanes of each vector of a group count, when `columns` of the 32 do."""
     return tuple(min(LANES, columns - start) for start in range(0, columns, LANES))
 
 
 def each_group(columns: int, body: Callable[[Expr, tuple[int, ...]], None], unroll: int = 1) -> None:
-    """Runs `body(group, lane counts)` for each group of a row of `columns`; only the last can be less than full."""
+    """Run `body(group, lane counts)` for each group of a row of `columns`; only the last can be less than full."""
     full, rest = divmod(columns, GROUP)
     if full >= unroll:
         with loop(0, full // unroll) as index:

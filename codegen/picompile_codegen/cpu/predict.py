@@ -44,7 +44,7 @@ def _predict_one(
 def _predict_rows(
     function: KernelFunction, fc1: KernelMatrix, fc2: KernelMatrix, hidden: KernelTensor, relu: bool
 ) -> None:
-    """Two products of tiles, and a comparison for each token and neuron."""
+    """Predict for several tokens: two products by tiles, and a comparison for each token and neuron."""
     rows, threshold, mask = hidden.rows, function["threshold"], function["mask"]
     x_bytes = None if fc1.scale is None else declare_rows(function, "x", rows, fc1.columns)
     hidden_bytes = None if fc2.scale is None else declare_rows(function, "hidden", rows, fc2.columns)
@@ -59,11 +59,11 @@ def _predict_rows(
         mask[token, neuron] = tirx.Cast("uint8", scores[token, neuron] > threshold[0])
 
 
-# Prediction by signs.
+# The kernel that predicts by signs.
 
 
 _WORDS = f"int32x{LANES}"
-# The same bits, as LLVM counts them with the fewest instructions.
+# The type of these bits that LLVM counts with the fewest instructions.
 _COUNTS = f"int64x{LANES // 2}"
 
 
@@ -79,7 +79,7 @@ def predict_signs(spec: PredictSignsSpec, function: KernelFunction) -> None:
 
 
 def _pack(x: KernelTensor, token: Expr, dim: int, packed: KernelTensor) -> None:
-    """The signs of x."""
+    """Pack the signs of x."""
     full, rest = divmod(dim, BLOCK_COLUMNS)
     if full:
         with loop(0, full) as block:

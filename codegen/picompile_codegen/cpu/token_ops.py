@@ -81,7 +81,7 @@ def embedding(spec: EmbeddingSpec, function: KernelFunction) -> None:
         each_group(spec.dim, copy_group)
 
 
-# Normalization of each token's activations.
+# Norms of each token's activations.
 
 
 # Independent sums, so that an addition need not wait for the one before.
@@ -163,7 +163,7 @@ class Angles:
         position: Expr,
         emit: Callable[[Expr, Expr, int], None],
     ) -> None:
-        """Turns the head x[row, start …], 2 · half wide, at `position`: `emit(column, value, valid)` gets the result,
+        """Turn the head x[row, start …], 2 · half wide, at `position`: `emit(column, value, valid)` gets the result,
         a vector at a time."""
 
         def turn(c: Expr, valid: int) -> None:
@@ -214,13 +214,13 @@ def top_logits(spec: TopLogitsSpec, function: KernelFunction) -> None:
             kept.insert(bind(logits[row, token]), token, token)
         with loop(spec.count, spec.vocab) as token:
             value = bind(logits[row, token])
-            # Of many thousands a few hundred are among the highest so far.
+            # A few hundred of many thousands are among the highest so far.
             with when(order_of(value) > order_of(bind(scores[row, spec.count - 1]))):
                 kept.insert(value, token, spec.count - 1)
 
 
 def order_of(value: Expr) -> Expr:
-    """An int32 that is larger for a larger float32, the same for both zeros, and largest for NaN."""
+    """Return an int32 that is larger for a larger float32, the same for both zeros, and largest for NaN."""
     bits = bind(tirx.reinterpret("int32", value))
     magnitude = bind(bits & _MAGNITUDE)
     is_nan = magnitude > _INFINITY
@@ -235,7 +235,7 @@ class _Kept:
         self._place = local(1, dtype="int32")
 
     def insert(self, value: Expr, token: Expr, last: Expr) -> None:
-        """Puts a score behind all that are no lower; those behind it move on by one, into place `last` at most."""
+        """Insert a score behind all that are no lower; those behind it move by one, to place `last` at most."""
         scores, ids, row, place = self._scores, self._ids, self._row, self._place
         order = order_of(value)
         place[0] = last

@@ -102,7 +102,7 @@ def whole_vectors(width: int) -> int:
 
 
 def blocks(width: int, body: Callable[[Expr, int], None], unroll: int = 1) -> None:
-    """Runs `body(start, valid)` for each vector of a row of `width` elements.
+    """Run `body(start, valid)` for each vector of a row of `width` elements.
 
     `valid` is LANES in all but the last, which holds what is left over. The loop is not unrolled but `unroll` times, so
     that a kernel stays small whatever the width.
@@ -129,7 +129,7 @@ def load(tensor: KernelTensor, *index: Expr, valid: int = LANES, fill: Expr = 0.
 
 
 def store(tensor: KernelTensor, *index: Expr, value: Expr, valid: int = LANES) -> None:
-    """Writes the first `valid` lanes of `value`, a vector of float32, to `tensor` in the tensor's type."""
+    """Write the first `valid` lanes of `value`, a vector of float32, to `tensor` in the tensor's type."""
     *outer, start = index
     if tensor.dtype != "float32":
         value = tirx.Cast(f"{tensor.dtype}x{LANES}", value)
@@ -141,16 +141,14 @@ def store(tensor: KernelTensor, *index: Expr, value: Expr, valid: int = LANES) -
         tensor[(*outer, start + i)] = tirx.Shuffle([value], [i])
 
 
-# Transposition.
-
-
+# The lanes that `transpose` shuffles in its three rounds.
 _PAIRS = ([0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15])
 _FOURS = ([0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15])
 _HALVES = ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15])
 
 
 def transpose(rows: list[Expr]) -> list[Expr]:
-    """Eight vectors of eight: vector i of the result holds element i of each. Three times eight instructions."""
+    """Transpose eight vectors of eight: vector i of the result has element i of each. It takes 24 instructions."""
     rows = [bind(row) for row in rows]
     pairs = [_shuffle(rows[i], rows[i + 1], lanes) for i in range(0, LANES, 2) for lanes in _PAIRS]
     fours = [_shuffle(pairs[i + k], pairs[i + 2 + k], lanes) for i in (0, 4) for k in range(2) for lanes in _FOURS]
@@ -161,10 +159,8 @@ def _shuffle(a: Expr, b: Expr, lanes: list[int]) -> Expr:
     return bind(tirx.Shuffle([a, b], lanes))
 
 
-# Elementary functions of vectors of float32, as polynomials: calls of libm would take one lane at a time.
-#
-# Each agrees with the exact function to about 1e-7 of its value unless its docstring says otherwise.
-
+# Elementary functions are polynomials here: calls of libm would take one lane at a time. Each agrees with the exact
+# function to about 1e-7 of its value unless its docstring says otherwise.
 
 # ln 2 in two parts, the first exact in few bits, so that x - n ln 2 loses nothing.
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
@@ -192,7 +188,7 @@ _ERF_MAX = 4.0
 
 
 def _polynomial(x: Expr, coefficients: tuple[float, ...]) -> Expr:
-    """Horner's rule, highest power first."""
+    """Evaluate a polynomial by Horner's rule, highest power first."""
     first, *rest = (splat(coefficient) for coefficient in coefficients)
     return reduce(lambda value, coefficient: bind(fma(value, x, coefficient)), rest, first)
 
@@ -247,5 +243,5 @@ _ARITHMETIC = Arithmetic(splat, sigmoid, tanh, erf)
 
 
 def activate(text: str, x: Expr) -> Expr:
-    """The activation that `text` names, of each lane of x. Raises `ValueError` for one that is not known."""
+    """Return the activation that `text` names, of each lane of x. Raises `ValueError` for one that is not known."""
     return apply_activation(text, x, _ARITHMETIC)

@@ -47,7 +47,8 @@ def _weigh(
     weights: KernelTensor,
     place: ThreadIndex,
 ) -> Expr:
-    """Weights of the parts from `span`[0] up to `span`[1], and the sum of those of all positions."""
+    """Compute the weights of the parts from `span`[0] up to `span`[1]; return the sum of the weights of all
+    positions."""
     assert tensors.extremes is not None
     part, (begin, end) = place.thread, span
     inside = bind(tirx.And(part >= begin, part < end))
@@ -68,7 +69,7 @@ def _mix(
     span: tuple[Expr, Expr], weights: KernelTensor, total: Expr,
     place: ThreadIndex,
 ) -> None:  # fmt: skip
-    """Threads side by side have four columns each; sets of them take different parts."""
+    """Mix the outputs of the parts. Adjacent threads have four columns each; sets of them take different parts."""
     assert tensors.outputs is not None
     width = padded_width(spec.value_dim)
     units, (begin, end) = width // _LANES, span
@@ -94,9 +95,6 @@ def _mix(
             with loop(0, sets) as each:
                 sums[0] = sums[0] + mixed[each, c]
             tensors.y[row, head * spec.value_dim + c] = sums[0] / total
-
-
-# The body of an `AttentionSpec`.
 
 
 def attention(spec: AttentionSpec, function: CudaFunction) -> None:

@@ -35,7 +35,7 @@ from picompile_codegen.specs import FfnSpec
 
 
 def ffn_tokens(function: CudaFunction, block: CudaFfn) -> None:
-    """Declares the rest of the arguments and writes the launches."""
+    """Write the launches, and declare their scratch memory."""
     rows = block.spec.rows
     groups = NeuronGroups.of(block.spec.neurons)
     plan = DownPlan.of(block.bundle, groups.places, rows)
@@ -73,7 +73,7 @@ _CHUNK_SUM_THREADS = 256
 
 
 def ffn_chunk(function: CudaFunction, block: CudaFfn) -> None:
-    """Declares the rest of the arguments and writes the launches."""
+    """Write the launches, and declare their scratch memory."""
     rows, neurons, dim = block.spec.rows, block.spec.neurons, block.spec.dim
     tiles = DownTiles.of(neurons, dim, rows)
     gate = function.scratch("gate", "float32", rows, neurons) if block.spec.gated else None

@@ -34,9 +34,9 @@ _WARPS = DOWN_THREADS // WARP
 _TOGETHER = 4
 # Places of a slice that are listed at a time.
 _LISTED = 1024
-# Blocks of a token, if its neurons are enough, and neurons that are worth a block at least.
+# The blocks of a token, if it has enough neurons, and the fewest neurons that are worth a block.
 _BLOCKS, _FEWEST = 256, 128
-# Tokens that are enough to need fewer blocks each.
+# With this many tokens each needs fewer blocks.
 _MANY_TOKENS = 4
 
 
@@ -55,7 +55,7 @@ class DownPlan:
 
     @classmethod
     def of(cls, bundle: CudaMatrix, all_places: int, rows: int) -> "DownPlan":
-        """For a bundle whose neurons have so many places."""
+        """Return the plan for a bundle whose neurons have `all_places` places."""
         tiles = blocks_for(bundle.units, WARP)
         wanted = blocks_for(_BLOCKS, tiles * min(rows, _MANY_TOKENS))
         wanted = min(wanted, blocks_for(all_places, _FEWEST))
@@ -108,7 +108,7 @@ def _list(
     turns: int,
     place: ThreadIndex,
 ) -> Expr:
-    """Lists rows and outputs of the neurons of `turns` · 256 places that fired, in order: how many there are."""
+    """List rows and outputs of the neurons of `turns` · 256 places that fired, in order; return how many there are."""
     is_dense = not (block.spec.is_masked or block.spec.is_exact)
     listed = zero_registers(1, "int32")
     for turn in range(turns):
@@ -147,7 +147,7 @@ def _add_listed(bundle: CudaMatrix, part: _Slice, count: Expr, unit: Expr, sums:
 def _add_warps(
     sums: KernelTensor, lane_columns: int, slices: KernelTensor, row: Expr, tile: Expr, place: ThreadIndex
 ) -> None:
-    """The second half of the warps is added to the first, and these in order."""
+    """Add the second half of the warps to the first, then these in order."""
     half, width = _WARPS // 2, lane_columns * WARP
     of_warps = shared(half, width)
     # TVM gives it the memory of the list, which others may still read.
@@ -195,10 +195,10 @@ def add_slices(block: CudaFfn, plan: DownPlan, slices: KernelTensor, y: KernelTe
         y[token, column] = total if block.down_bias is None else total + block.down_bias[column]
 
 
-# For many tokens, a block takes a tile of tokens and columns, through shared memory.
+# A block takes a tile of tokens and columns through shared memory, where there are many tokens.
 
 
-# Blocks that keep a GPU busy; neurons worth a slice; slices that cost little beside the product.
+# The blocks that keep a GPU busy, the neurons worth a slice, and the most slices that cost little beside the product.
 _TILE_BLOCKS, _FEWEST_OF_SLICE, _MOST_SLICES = 256, 256, 8
 
 
@@ -213,7 +213,7 @@ class DownTiles:
 
     @classmethod
     def of(cls, neurons: int, dim: int, rows: int) -> "DownTiles":
-        """For a block of such a size."""
+        """Return the tiles of a feed-forward block."""
         tokens, columns = blocks_for(rows, TILE_TOKENS), blocks_for(dim, SIDE)
         wanted = min(blocks_for(_TILE_BLOCKS, tokens * columns), blocks_for(neurons, _FEWEST_OF_SLICE), _MOST_SLICES)
         each = blocks_for(blocks_for(neurons, wanted), DEPTH) * DEPTH

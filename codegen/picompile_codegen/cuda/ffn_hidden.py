@@ -23,31 +23,31 @@ class CudaFfn(FfnTensors[CudaMatrix]):
     """The tensors of a block for a GPU."""
 
     def is_named(self, token: Expr, neuron: Expr) -> Expr:
-        """Whether the mask names a neuron."""
+        """Return whether the mask names a neuron."""
         column = neuron if self.table is None else self.table[neuron]
         return self.mask[token, column] != tirx.const(0, "uint8")  # type: ignore[index]
 
     def fires(self, first: Expr) -> Expr:
-        """Whether a neuron whose product with `first_matrix` is this may send anything down."""
+        """Return whether a neuron with the product `first` with `first_matrix` may fire."""
         return first > self.spec.threshold
 
     def output(self, first: Expr, up: Expr | None) -> Expr:
-        """h, from the products with gate and up, biases included (`up` None where there is no gate)."""
+        """Return h from the products with gate and up, biases included (`up` None where there is no gate)."""
         value = activate(self.spec.activation, first)
         return value if up is None else bind(value * activate(self.spec.up_activation, up))
 
 
 def biased(value: Expr, bias: KernelTensor | None, index: Expr) -> Expr:
-    """A sum and its bias, if there is any."""
+    """Return `value` plus its bias, if there is any."""
     return bind(value if bias is None else value + bias[index])
 
 
-# Groups of neurons: those that one block of threads computes.
+# A block of threads computes one group of neurons.
 
 
 # A few for each multiprocessor of a large GPU (an RTX 4090 has 128), so that it always has something to read.
 _GROUPS = 448
-# A thread of the block looks after each.
+# The block has a thread for each neuron of its group.
 _LARGEST = 256
 
 
@@ -64,7 +64,7 @@ class NeuronGroups:
 
     @classmethod
     def of(cls, neurons: int) -> "NeuronGroups":
-        """Whole warps of neurons."""
+        """Return groups of whole warps."""
         size = min(blocks_for(neurons, WARP * _GROUPS) * WARP, _LARGEST)
         return cls(neurons, size, blocks_for(neurons, size))
 
@@ -74,19 +74,16 @@ class NeuronGroups:
         return self.size * self.count
 
     def members(self, group: Expr) -> Expr:
-        """How many neurons a group has."""
+        """Return how many neurons a group has."""
         return (self.neurons - group + (self.count - 1)) // self.count
 
     def neuron(self, group: Expr, member: Expr) -> Expr:
-        """The number of a group's neuron."""
+        """Return the number of a group's neuron."""
         return member * self.count + group
 
     def at_place(self, place: Expr) -> Expr:
-        """The number of the neuron at a place: places 0 … `size` - 1 are the members of group 0, and so on."""
+        """Return the number of the neuron at a place: places 0 … `size` - 1 are the members of group 0, and so on."""
         return self.neuron(place // self.size, place % self.size)
-
-
-# The launch.
 
 
 HIDDEN_THREADS = 256
@@ -131,7 +128,7 @@ def compute_hidden(block: CudaFfn, groups: NeuronGroups, hidden: KernelTensor, p
     listed = _named(group) if spec.is_masked else _all(group)
     if spec.is_masked:
         computed = listed.count
-        # Of a group in which nobody is named not even x is read.
+        # A group without a named neuron does not even read x.
         with when(computed > 0):
             _compute(group, listed)
     else:
@@ -164,7 +161,7 @@ def _named(group: _Group) -> _Listed:
 def _those(
     group: _Group, flag: Expr, member: Callable[[Expr], Expr], values: list[tuple[KernelTensor, Expr]]
 ) -> _Listed:
-    """The members of the threads that have a `flag`. Their values are kept in the order of the list, too."""
+    """List the members of the threads that have a `flag`, and keep their values in the order of the list."""
     members = shared(group.groups.size, dtype="int32")
     thread = group.place.thread
     position, count = group.numbering.number(flag, group.place)
@@ -177,7 +174,7 @@ def _those(
 
 
 def _at_once(group: _Group, listed: _Listed) -> None:
-    """Gate and up of all that are listed."""
+    """Compute gate and up of all listed neurons together."""
     block, parts = group.block, 1 + group.block.spec.gated
     # Neurons here and there are few for a block: each to a warp of its own.
     together = 2 if block.spec.gated or not block.spec.is_masked else 1
@@ -197,8 +194,7 @@ def _at_once(group: _Group, listed: _Listed) -> None:
 
 
 def _one_after_the_other(group: _Group, listed: _Listed) -> Expr:
-    """The product with the gating matrixs of all that are listed, and the rest of those that fire: how many these
-    are."""
+    """Compute the gate products of the listed neurons and the rest of those that fire; return how many these are."""
     block, thread = group.block, group.place.thread
     row_products(
         group.inputs,

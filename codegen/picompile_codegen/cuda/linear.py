@@ -33,19 +33,19 @@ class Padded:
 
     @classmethod
     def of(cls, rows: int) -> "Padded":
-        """272 bytes of the block a row."""
+        """Return memory for `rows` rows, 272 bytes each."""
         return cls(shared(rows * _PITCH))
 
     def at(self, row: Expr, column: Expr) -> Expr:
-        """The index of an element."""
+        """Return the index of an element."""
         return row * _PITCH + column
 
     def load(self, row: Expr, column: Expr) -> Expr:
-        """Four elements from `column` on, a multiple of four."""
+        """Load four elements from `column` on, a multiple of four."""
         return self.memory[tirx.Ramp(self.at(row, column), 1, OWN)]
 
     def store(self, row: Expr, column: Expr, values: Sequence[Expr]) -> None:
-        """Up to four elements from `column` on, a multiple of their number, which is a power of two."""
+        """Store up to four elements from `column` on, a multiple of their number, which is a power of two."""
         count = len(values)
         if count == 1:
             self.memory[self.at(row, column)] = values[0]
@@ -54,12 +54,12 @@ class Padded:
 
 
 def own_place(place: ThreadIndex) -> tuple[Expr, Expr]:
-    """The first row and the first column of the results that a thread has."""
+    """Return the first row and the first column of the results that a thread has."""
     return bind(place.thread // _ACROSS * OWN), bind(place.thread % _ACROSS * OWN)
 
 
 def own_sums() -> KernelTensor:
-    """A thread's results, all zero."""
+    """Return registers for a thread's results, all zero."""
     return zero_registers(OWN * OWN)
 
 
@@ -77,7 +77,7 @@ def add_products(
                 sums[i * OWN + j] = sums[i * OWN + j] + a[i] * b[j]
 
 
-# Tiles of tokens and rows of a packed matrix.
+# Tiles of tokens are multiplied with tiles of rows of a packed matrix.
 
 
 TILE_TOKENS = TILE_ROWS = SIDE
@@ -106,7 +106,7 @@ def tile_products(
     place: ThreadIndex,
     store: Callable[[Expr, Expr, Expr], None],
 ) -> None:
-    """Calls `store(token, row, x[token] · w[number(row)])` for the tokens and rows of this block's tile that there are.
+    """Call `store(token, row, x[token] · w[number(row)])` for the tokens and rows of this block's tile that there are.
 
     Row `number(r)` of the matrix is the r-th of `rows`. A block without tokens ends at once.
     """
@@ -155,9 +155,6 @@ def _load_rows(
             ws.store(part * w.unit_weights + i, r, [unit.weight(i)])
 
 
-# The body of a `LinearSpec`.
-
-
 _ONE_THREADS = 256
 # A warp reads two rows at a time: what it has read of x serves both, and more reads are under way.
 _ROWS_A_WARP = 2
@@ -179,7 +176,7 @@ def linear(spec: LinearSpec, function: CudaFunction) -> None:
 
 
 def _one(x: KernelTensor, w: CudaMatrix, bias: KernelTensor | None, y: KernelTensor, place: ThreadIndex) -> None:
-    """A warp for every two rows; its lanes take the units of a row in turns."""
+    """Multiply one token: a warp takes two rows, and its lanes take the units of a row in turns."""
     inputs = BlockInput(x, 0, w.columns, _ONE_THREADS)
     sums = registers(_ROWS_A_WARP)
     first = bind(place.block * _ROWS_A_BLOCK + place.warp * _ROWS_A_WARP)

@@ -21,12 +21,12 @@ _MOST_THREADS = 1024
 
 
 def lanes_for(width: int) -> int:
-    """How many columns of rows so wide a thread takes at once: every row must begin at a multiple of them."""
+    """Return how many columns a thread takes at once of rows `width` wide, all of which begin at a multiple of them."""
     return _MOST_LANES if width % _MOST_LANES == 0 else 1
 
 
 def load_lanes(x: KernelTensor, index: tuple[Expr, ...], lanes: int, inside: Expr) -> list[Expr]:
-    """`lanes` elements of x from `index` on, a multiple of `lanes`; zeros unless `inside`."""
+    """Load `lanes` elements of x from `index` on, a multiple of `lanes`; zeros unless `inside`."""
     *row, start = index
     zero = tirx.const(0, x.dtype)
     zeros = zero if lanes == 1 else splat(zero, lanes)
@@ -35,7 +35,7 @@ def load_lanes(x: KernelTensor, index: tuple[Expr, ...], lanes: int, inside: Exp
 
 
 def store_lanes(y: KernelTensor, index: tuple[Expr, ...], values: list[Expr], inside: Expr) -> None:
-    """Writes `values` to y from `index` on, a multiple of how many they are, if `inside`."""
+    """Write `values` to y from `index` on, a multiple of their number, if `inside`."""
     *row, start = index
     lanes = len(values)
     with when(inside):
@@ -43,7 +43,7 @@ def store_lanes(y: KernelTensor, index: tuple[Expr, ...], values: list[Expr], in
 
 
 def block_threads(width: int) -> int:
-    """How many threads a block needs for a row: one for every `lanes_for` columns, if a block can have so many."""
+    """Return how many threads a block needs for a row: one for every `lanes_for` columns, up to a block's limit."""
     return min(_MOST_THREADS, blocks_for(width // lanes_for(width), WARP) * WARP)
 
 
@@ -66,16 +66,16 @@ class ColumnLanes:
         return [value for start, inside in self.runs for value in load_lanes(x, (*row, start), self.lanes, inside)]
 
     def store(self, y: KernelTensor, row: Expr, values: list[Expr]) -> None:
-        """Writes its elements to a row of y."""
+        """Write the thread's elements to a row of y."""
         for number, (start, inside) in enumerate(self.runs):
             store_lanes(y, (row, start), values[number * self.lanes : (number + 1) * self.lanes], inside)
 
     def or_zeros(self, values: list[Expr]) -> list[Expr]:
-        """`values`, zeros for those that do not exist."""
+        """Return `values`, with zeros for those that do not exist."""
         return [bind(tirx.Select(self.runs[i // self.lanes][1], value, 0.0)) for i, value in enumerate(values)]
 
 
-# Packed matrices.
+# Packed matrices are read in units of 16 bytes.
 
 
 UNIT_BYTES = 16
@@ -111,7 +111,7 @@ class CudaMatrix(MatrixTensors):
         return FORMATS[self.format].padded_columns(self.columns) // self.unit_weights
 
     def unit(self, row: Expr, number: Expr) -> Unit:
-        """Loads unit `number` of a row."""
+        """Load unit `number` of a row."""
         first = number * self.unit_weights
         if self.format == "f16":
             return Unit(first, _halves(self.data, row, number), None)

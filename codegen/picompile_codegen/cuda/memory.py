@@ -13,17 +13,18 @@ _ALL_LANES = 0xFFFFFFFF
 
 
 def shared(*shape: int, dtype: str = "float32") -> KernelTensor:
-    """Memory of a block. A block has 48 KiB at most."""
+    """Return memory of a block. A block has 48 KiB at most."""
     return KernelTensor(T.alloc_buffer(shape, dtype, scope="shared"))
 
 
 def registers(*shape: int, dtype: str = "float32") -> KernelTensor:
-    """Memory of a thread: registers, where all indices are known when the kernel is written (use Python loops)."""
+    """Return memory of a thread: registers, where all indices are known when the kernel is written (use Python
+    loops)."""
     return KernelTensor(T.alloc_buffer(shape, dtype, scope="local"))
 
 
 def zero_registers(count: int, dtype: str = "float32") -> KernelTensor:
-    """`count` registers of a thread, all 0."""
+    """Return `count` registers of a thread, all 0."""
     values = registers(count, dtype=dtype)
     for i in range(count):
         values[i] = tirx.const(0, dtype)
@@ -31,22 +32,22 @@ def zero_registers(count: int, dtype: str = "float32") -> KernelTensor:
 
 
 def barrier() -> None:
-    """Waits for all threads of the block. Every one of them must come here."""
+    """Wait for all threads of the block, every one of which must come here."""
     T.evaluate(T.tvm_storage_sync("shared"))
 
 
 def loads_first() -> None:
-    """Has all loads that were written so far under way before anything is computed from them."""
+    """Issue all loads written so far before anything is computed from them."""
     run_extern("pi_loads_first")
 
 
 def extern(name: str, *arguments: Expr) -> Expr:
-    """A float32 from a function of prelude.cuh that changes nothing."""
+    """Return a float32 of a function of prelude.cuh without side effects."""
     return tirx.call_pure_extern("float32", name, *arguments)
 
 
 def run_extern(name: str, *arguments: Expr) -> None:
-    """Calls a function of prelude.cuh for what it does."""
+    """Call a function of prelude.cuh for its effect."""
     T.evaluate(tirx.call_extern("void", name, *arguments))
 
 
@@ -56,32 +57,35 @@ def address(tensor: KernelTensor, *index: Expr) -> Expr:
 
 
 def from_lane(value: Expr, offset: int) -> Expr:
-    """The value that the lane with the number of this one XOR `offset` has. All lanes of the warp must ask."""
+    """Return the value of the lane whose number is this one's XOR `offset`. All lanes of the warp must call this."""
     return T.tvm_warp_shuffle_xor(tirx.const(_ALL_LANES, "uint32"), value, offset, WARP, WARP)
 
 
 def warp_sum(value: Expr) -> Expr:
-    """The sum over the lanes of a warp, the same bits in every lane. All of them must ask."""
+    """Return the sum over the lanes of a warp, the same bits in every lane. All of them must call this."""
     return lanes_sum(value, WARP)
 
 
 def lanes_sum(value: Expr, lanes: int) -> Expr:
-    """The sum over each `lanes` neighbouring lanes, a power of two, the same bits in each. The warp must ask."""
+    """Return the sum over each `lanes` neighbouring lanes, a power of two, the same bits in each.
+
+    All must call this.
+    """
     return _over_lanes(value, lambda a, b: a + b, lanes)
 
 
 def warp_max(value: Expr) -> Expr:
-    """The largest value of the lanes of a warp, in every lane. All of them must ask."""
+    """Return the largest value of the lanes of a warp, in every lane. All of them must call this."""
     return _over_lanes(value, tirx.Max, WARP)
 
 
 def block_sum(value: Expr, thread: Expr, threads: int) -> Expr:
-    """The sum over the threads of a block, the same bits in every thread. All of them must ask."""
+    """Return the sum over the threads of a block, the same bits in every thread. All of them must call this."""
     return _over_block(value, thread, threads, warp_sum, 0.0)
 
 
 def block_max(value: Expr, thread: Expr, threads: int) -> Expr:
-    """The largest value of the threads of a block, in every thread. All of them must ask."""
+    """Return the largest value of the threads of a block, in every thread. All of them must call this."""
     return _over_block(value, thread, threads, warp_max, -3.0e38)
 
 
@@ -117,7 +121,10 @@ class Numbering:
         self._words: KernelTensor = shared(self._warps, dtype="uint32")
 
     def number(self, flag: Expr, place: ThreadIndex) -> tuple[Expr, Expr]:
-        """How many threads before this one have a `flag`, and how many threads have one. All of the block must ask."""
+        """Return how many threads before this one have a `flag`, and how many have one.
+
+        All of the block must call this.
+        """
         # Not a pure call: TVM would repeat it where its value is used, and there not all lanes may come.
         bits = bind(tirx.call_extern("uint32", "pi_ballot", tirx.Cast("int32", flag)))
         # Whoever still reads the words of an earlier call must be done first.
@@ -150,5 +157,5 @@ _ARITHMETIC = Arithmetic(float, _sigmoid, tirx.tanh, tirx.erf)
 
 
 def activate(text: str, x: Expr) -> Expr:
-    """The activation that `text` names, of a float32. Raises `ValueError` for one that is not known."""
+    """Return the activation that `text` names, of a float32. Raises `ValueError` for one that is not known."""
     return apply_activation(text, x, _ARITHMETIC)

@@ -17,9 +17,6 @@ from picompile_codegen.cuda.memory import barrier, block_sum, lanes_sum, registe
 from picompile_codegen.signs import BLOCK_COLUMNS
 from picompile_codegen.specs import PredictLowRankSpec, PredictSignsSpec
 
-# Prediction by matrices of low rank.
-
-
 _HIDDEN_THREADS = 128
 _MASK_THREADS = 256
 # Turns of a warp whose rows are read together, so that enough reads are under way.
@@ -115,7 +112,7 @@ def _compute_mask(
             mask[token, neuron] = tirx.Cast("uint8", product + bias[neuron] > threshold[0])
 
 
-# Prediction by signs.
+# The kernel that predicts by signs.
 
 
 _SIGN_THREADS = 256

@@ -54,7 +54,7 @@ def _start(place: ThreadIndex, lanes: int) -> Expr:
     return (place.block * _ADD_THREADS + place.thread) * lanes
 
 
-# Embedding: a thread unpacks 16 bytes of a row of the table.
+# In an embedding a thread unpacks 16 bytes of a row of the table.
 
 
 _EMBEDDING_THREADS = 64
@@ -75,7 +75,7 @@ def embedding(spec: EmbeddingSpec, function: CudaFunction) -> None:
                 store_lanes(y, (token, column), weights[i : i + lanes], column < spec.dim)
 
 
-# Normalization: a block takes a token, and reads it once.
+# In a norm a block takes a token, and reads it once.
 
 
 def rms_norm(spec: RmsNormSpec, function: CudaFunction) -> None:
@@ -110,14 +110,15 @@ def layer_norm(spec: LayerNormSpec, function: CudaFunction) -> None:
 
 
 def _total(values: list[Expr]) -> Expr:
-    """The sum, by halves: less rounding than one after another, and additions that need not wait for each other."""
+    """Return the sum, by halves: less rounding than one after another, and additions that need not wait for each
+    other."""
     while len(values) > 1:
         rest = values[-1:] if len(values) % 2 else []
         values = [bind(a + b) for a, b in zip(values[::2], values[1::2], strict=False)] + rest
     return values[0]
 
 
-# Rotary embedding: a thread turns a pair of elements.
+# In a rotary embedding a thread turns a pair of elements.
 
 
 # Few, so that even one token is shared by several multiprocessors.
@@ -141,7 +142,7 @@ def rotary(spec: RotarySpec, function: CudaFunction) -> None:
             y[row, first + half] = b * cosine + a * sine
 
 
-# Writing the KV cache, whose layout `picompile_codegen.cpu.cache` describes.
+# A warp writes a row of the KV cache, whose layout `picompile_codegen.cpu.cache` describes.
 
 
 _CACHE_THREADS = 128
@@ -160,7 +161,10 @@ def cache_write(spec: CacheWriteSpec, function: CudaFunction) -> None:
 
 
 def write_row(cache: Cache, row: tuple[Expr, Expr, Expr], source: Callable[[Expr], Expr], lane: Expr) -> None:
-    """A warp writes row (slot, head, position) of a cache; `source(column)` gives its elements. All lanes must come."""
+    """Write, by a warp, row (slot, head, position) of a cache; `source(column)` gives its elements.
+
+    All lanes must come.
+    """
     for group in range(blocks_for(cache.dim, GROUP)):
         column = bind(group * GROUP + lane)
         inside = column < cache.dim
@@ -171,7 +175,7 @@ def write_row(cache: Cache, row: tuple[Expr, Expr, Expr], source: Callable[[Expr
 
 
 def _in_bytes(cache: Cache, group: tuple[Expr, ...], value: Expr, lane: Expr) -> Expr:
-    """Writes the scale of 32 elements, a lane has each of them, and gives the nearest multiple of it, an int32."""
+    """Write the scale of 32 elements, one a lane, and return the nearest multiple of it, an int32."""
     largest = warp_max(tirx.abs(value))
     scale = bind(tirx.Cast("float16", minimum(largest / LARGEST_BYTE, F16_MAX)))
     with when(lane == 0):
