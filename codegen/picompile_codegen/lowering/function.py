@@ -108,7 +108,8 @@ class Shared:
 class Function:
     """One function of a program while it is built.
 
-    `rows` is how many tokens a call can take: 1, or a chunk. `logits` names the buffer that the head writes, `top_logits` those with the highest of them, where the head is on the accelerator.
+    `rows` is how many tokens a call can take: 1, or a chunk. `logits` names the buffer that the head writes,
+    `top_logits` those with the highest of them, where the head is on the accelerator.
 
     Calls are appended for `device`, the one of the node that is being lowered; `devices` has that of every node.
     A value that the other device needs is sent there as soon as it is made; `arrivals` has what then waits for it and

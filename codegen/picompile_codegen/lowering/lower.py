@@ -123,8 +123,9 @@ def _lower_all(nodes: Sequence[Node], function: Function) -> None:
 
 
 def _host_first(nodes: Sequence[Node], devices: Mapping[Node, Device]) -> list[Node]:
-    """`nodes` in an order in which each comes after what it depends on: of those that can come next the host's first,
-    and else the one that was first.
+    """Return `nodes` in an order that keeps dependencies.
+
+    Of the nodes that can come next, those of the host come first, and among equals the one that was first.
     """
     inside = set(nodes)
     waits_for = {node: sum(source in inside for source in node.all_input_nodes) for node in nodes}
