@@ -14,13 +14,13 @@ _BLOCK_ELEMENTS = 1 << 21
 
 
 def sign_row_bytes(columns: int) -> int:
-    """Bytes of the signs of one row: whole blocks of 256 columns, and whole cache lines."""
+    """Return the bytes of the signs of one row: whole blocks of 256 columns, and whole cache lines."""
     blocks = -(-columns // BLOCK_COLUMNS)
     return -(-blocks * BLOCK_COLUMNS // 8 // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
 
 
 def pack_signs(packed: Tensor, format_name: str, columns: int) -> Tensor:
-    """Which weights are below zero, of the matrix that `packed` uint8 [rows, …] stands for: uint8 [rows, row bytes].
+    """Return which weights of the matrix `packed` uint8 [rows, …] are below zero, as bits: uint8 [rows, row bytes].
 
     Bit i of int32 word l of a block of 256 columns is its column 8 · i + l; what is past the last column is 0.
     """

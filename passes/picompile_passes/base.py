@@ -54,7 +54,7 @@ def set_stage(graph_module: GraphModule, stage: Stage) -> None:
 
 
 class Effect(enum.Enum):
-    """What a pass does to the logits."""
+    """How a pass changes the logits."""
 
     EXACT = "exact"
     """The logits stay the same, up to the rounding of float32."""
@@ -81,7 +81,7 @@ class Pass(abc.ABC):
         name: How the pass is called on the command line and in messages, in kebab-case.
         requires: The earliest stage of a graph that it accepts.
         ensures: The stage of its result; None where the stage stays as it is.
-        default_effect: What it does to the logits when its options do not say otherwise; see `effect`.
+        default_effect: How it changes the logits when its options do not say otherwise; see `effect`.
         idempotent: Whether a second run, on the result of the first, modifies nothing.
     """
 
@@ -93,7 +93,7 @@ class Pass(abc.ABC):
 
     @property
     def effect(self) -> Effect:
-        """What the pass does to the logits. A pass whose options decide that overrides this property."""
+        """How the pass changes the logits. A pass whose options decide that overrides this property."""
         return self.default_effect
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""Predictor kinds: `PredictorKind`, the built-in ones, and those of plug-ins.
+"""Predictor kinds: `PredictorKind`, the built-in kinds, and those of plug-ins.
 
 | kind | weights | a neuron fires where | loses |
 | --- | --- | --- | --- |
@@ -10,6 +10,10 @@
 
 The gating matrix is the gate, or up where there is no gate. `learned-relu` is the form of PowerInfer (arXiv
 2312.12456) and Deja Vu (arXiv 2310.17157). `sign` is that of SparseInfer (arXiv 2411.12692), and needs no training.
+
+A package offers a kind by an entry point of the group `picompile.predictors`, which has the kind's name and leads to a
+`PredictorKind`; it is imported when a graph or a pass names it. A program adds one by `add_predictor_kind`, before it
+makes graphs that use it.
 """
 
 import math
@@ -27,16 +31,19 @@ from picompile_passes.errors import RegistryError
 
 @dataclass(frozen=True)
 class PredictorKind:
-    """One kind. `evaluate(x [T, D], weights, threshold)` → bool [T, neurons]; `neurons(weights)` → that dimension.
+    """One method of predicting which neurons of a block fire.
 
-    A `row_local` kind predicts a neuron from that neuron's rows of the weights alone, so a partition may split its
-    weights with the rows of the block.
-
-    `parameters` are weights of its own, by name and in the order of `weights`, each with a letter for each of its
-    dimensions: F neurons, D columns of x, R the rank. Such a kind may read another input than its block's x. A kind
-    without any gets the gating matrix of the block and, with `reads_bias`, its bias where it has one.
-
-    `threshold` is the default threshold.
+    Attributes:
+        name: How graphs and passes call it.
+        evaluate: `evaluate(x [T, D], weights, threshold)` → bool [T, neurons].
+        neurons: `neurons(weights)` → how many neurons these weights predict.
+        row_local: Whether a neuron is predicted from that neuron's rows of the weights alone, so that a partition may
+            split the weights with the rows of the block.
+        parameters: The kind's own weights by name, in the order of `weights`, each with a letter for each of its
+            dimensions: F neurons, D columns of x, R the rank. Such a kind may read another input than its block's x.
+            A kind without any gets the gating matrix of the block.
+        threshold: The default threshold.
+        reads_bias: Whether a kind without parameters also gets the bias of the gating matrix, where it has one.
     """
 
     name: str
@@ -54,7 +61,7 @@ class PredictorKind:
 
 
 def first_rows(weights: list[Tensor]) -> int:
-    """Rows of the first weight: the neurons of a kind whose first weight has one row for each."""
+    """Return how many neurons a kind predicts whose first weight has one row for each neuron."""
     return int(weights[0].shape[0])
 
 
@@ -78,16 +85,19 @@ def _learned_relu(x: Tensor, weights: list[Tensor], threshold: float) -> Tensor:
 
 
 def sign_limit(columns: int, threshold: float) -> int:
-    """How many columns may agree in sign where a neuron of kind `sign` is still silent: it fires where more do.
+    """Return the most columns that may agree in sign while a neuron of kind `sign` stays silent; with more it fires.
 
-    A share of the columns is more than `threshold` just where their number is more than this; a whole number, so that
-    eager PyTorch and kernels agree on shares that no float holds.
+    The share of agreeing columns exceeds `threshold` exactly where their number exceeds this. The limit is a whole
+    number, so that eager PyTorch and kernels agree on shares that no float represents.
     """
     return math.floor(threshold * columns)
 
 
 def _sign(x: Tensor, weights: list[Tensor], threshold: float) -> Tensor:
-    """Agreeing columns from the product of signs, agreeing - differing; 0 and -0 are positive. Exact below 2^24."""
+    """Count agreeing columns by the product of signs, which is agreeing - differing columns: exact below 2^24.
+
+    0 and -0 count as positive.
+    """
     (w,) = weights
     columns = w.shape[1]
     product = F.linear(_signs(x), _signs(w))
@@ -115,22 +125,17 @@ BUILTIN_KINDS = (
 )
 
 
-# Predictor kinds by name: ours, those that installed packages offer, and those that a program adds.
-#
-# An entry point of the group `picompile.predictors` has the kind's name and leads to a `PredictorKind`. It is imported
-# when a graph or a pass names it. `add_predictor_kind` adds one from a program, before graphs that use it are made.
-
-
 ENTRY_POINT_GROUP = "picompile.predictors"
 
 _KINDS = {kind.name: kind for kind in BUILTIN_KINDS}
 
 
 def predictor_kind(name: str) -> PredictorKind:
-    """The kind called `name`.
+    """Return the kind called `name`.
 
-    Raises `ValueError` for one that is not known, and `RegistryError` for one that a package offers and that does not
-    import, is no kind, or has a name that is given twice.
+    Raises:
+        ValueError: If no such kind is known.
+        RegistryError: If a package offers it, and it does not import, is no `PredictorKind`, or shares its name.
     """
     if name in _KINDS:
         return _KINDS[name]
@@ -142,16 +147,23 @@ def predictor_kind(name: str) -> PredictorKind:
 
 
 def add_predictor_kind(kind: PredictorKind) -> None:
-    """Makes `kind` known by its name to the operator `predict`, to passes and to the verifier.
+    """Make `kind` known by its name to the operator `predict`, to passes and to the verifier.
 
-    Adding the same object again has no effect. Raises `ValueError` where another kind has the name.
+    Adding the same object again has no effect.
+
+    Raises:
+        ValueError: If another kind has the name.
     """
     if _KINDS.setdefault(kind.name, kind) is not kind:
         raise ValueError(f"there is a predictor kind {kind.name!r} already")
 
 
 def predictor_kinds() -> tuple[str, ...]:
-    """Names of all kinds; imports none. Raises `RegistryError` for a name that is given twice."""
+    """Return the names of all kinds without importing any.
+
+    Raises:
+        RegistryError: If two kinds have the same name.
+    """
     return tuple(dict.fromkeys([*_KINDS, *_entry_points()]))
 
 

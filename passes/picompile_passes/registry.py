@@ -1,4 +1,11 @@
-"""Passes by name and as text: our own, and those of installed packages (entry-point group `picompile.passes`)."""
+"""Passes by name and as text: the built-in ones, and those of installed packages (entry-point group
+`picompile.passes`).
+
+A pass is written as text like this: `name{key=value,key2=value}`. The keys are the fields of the pass, with `-` or `_`;
+commas inside parentheses or quotes belong to the value. Fields of these types can be given as text: `str`, `int`,
+`float`, `bool`, `tuple[T, ...]` and `Sequence[T]`, written `(a,b)`, and `Mapping[K, T]`, written `(k:a,l:b)`. Others
+can be given only in Python.
+"""
 
 import dataclasses
 import importlib
@@ -14,20 +21,17 @@ from picompile_passes.base import Pass
 from picompile_passes.errors import PassOptionError, RegistryError
 from picompile_passes.passes import BUILTIN
 
-# A pass as text: `name{key=value,key2=value}`.
-#
-# The keys are the fields of the pass, with `-` or `_`; commas inside parentheses or quotes belong to the value. Fields
-# of type `str`, `int`, `float`, `bool`, `tuple[T, ...]` and `Sequence[T]`, written `(a,b)`, and `Mapping[K, T]`,
-# written `(k:a,l:b)`, can be given as text; others only in Python.
-
-
 _FORM = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)(\{(?P<options>.*)\})?", re.DOTALL)
 _QUOTES = "'\""
 _BOOLS = {"true": True, "false": False}
 
 
 def split_pass(text: str) -> tuple[str, dict[str, str]]:
-    """The name in `text` and its options, values still text. Raises `PassOptionError` where the form is not kept."""
+    """Return the name in `text` and its options, whose values are still text.
+
+    Raises:
+        PassOptionError: If `text` is not of the form above, or gives an option twice.
+    """
     match = _FORM.fullmatch(text.strip())
     if match is None:
         raise PassOptionError(f"a pass is written name or name{{option=value,...}}, not {text!r}")
@@ -44,9 +48,11 @@ def split_pass(text: str) -> tuple[str, dict[str, str]]:
 
 
 def construct(name: str, pass_class: Callable[..., Any], options: dict[str, str]) -> Any:
-    """Makes an instance of the dataclass `pass_class`, its fields read from the texts of `options`.
+    """Return an instance of the dataclass `pass_class`, whose fields are read from the texts of `options`.
 
-    Raises `PassOptionError` for an option it does not have, or cannot take the text as.
+    Raises:
+        PassOptionError: For an option that the pass does not have, a text that its type does not allow, or a required
+            option that is missing.
     """
     declared = [field for field in dataclasses.fields(pass_class) if field.init]  # type: ignore[arg-type]
     fields = {field.name for field in declared}
@@ -120,7 +126,7 @@ def _read_mapping(kind: Any, text: str) -> dict[Any, Any]:
 
 
 def _split_commas(text: str) -> list[str]:
-    """The parts of `text` between commas that lie in no parentheses and no quotes. A blank text has no parts."""
+    """Split `text` at the commas outside of parentheses and quotes. A blank text has no parts."""
     parts, depth, quote, start = [], 0, "", 0
     for position, character in enumerate(text):
         if quote:
@@ -142,9 +148,7 @@ def _unquote(text: str) -> str:
     return text[1:-1] if quoted else text
 
 
-# Passes by name: our own, and those that installed packages offer in the entry-point group `picompile.passes`.
-#
-# Nothing is imported before it is asked for. An entry point's name must be the `name` of the pass class it leads to.
+# A pass is imported only when it is asked for. An entry point's name must be the `name` of the pass class it leads to.
 
 
 ENTRY_POINT_GROUP = "picompile.passes"
@@ -152,7 +156,7 @@ ENTRY_POINT_GROUP = "picompile.passes"
 
 @dataclass(frozen=True)
 class Registration:
-    """One name: where it leads, who offers it, and how to import it."""
+    """A registered pass: its name, where its class is, which package offers it, and how to import it."""
 
     name: str
     location: str
@@ -161,7 +165,11 @@ class Registration:
 
 
 def registrations() -> dict[str, Registration]:
-    """All passes there are, by name, in order of the names. Raises `RegistryError` for a name that is given twice."""
+    """Return all registered passes by name, sorted.
+
+    Raises:
+        RegistryError: If two passes have the same name.
+    """
     found: dict[str, Registration] = {}
     for entry in [*map(_from_table, BUILTIN), *map(_from_entry_point, entry_points(group=ENTRY_POINT_GROUP))]:
         if entry.name in found:
@@ -175,9 +183,11 @@ def registrations() -> dict[str, Registration]:
 
 
 def find_pass(name: str) -> type[Pass]:
-    """The class of the pass `name`.
+    """Return the class of the pass `name`.
 
-    Raises `PassOptionError` where there is none, `RegistryError` where it cannot be imported or is not a pass.
+    Raises:
+        PassOptionError: If there is no such pass.
+        RegistryError: If it cannot be imported or is not a pass.
     """
     known = registrations()
     if name not in known:
@@ -193,9 +203,11 @@ def find_pass(name: str) -> type[Pass]:
 
 
 def make_pass(text: str) -> Pass:
-    """The pass that `text` describes: `name` or `name{option=value,...}`.
+    """Return the pass that `text` describes: `name` or `name{option=value,...}`.
 
-    Raises `PassOptionError` for a name, an option or a value that is not known, and what `find_pass` raises.
+    Raises:
+        PassOptionError: For an unknown name or option, or a value that cannot be read.
+        RegistryError: If the pass cannot be imported or is not a pass.
     """
     name, options = split_pass(text)
     made: Pass = construct(name, find_pass(name), options)

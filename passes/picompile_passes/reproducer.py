@@ -1,4 +1,10 @@
-"""The failure of a pass as a script: the smallest graph that could be found on which it fails in the same way."""
+"""Reproducers: scripts that show the failure of a pass on the smallest graph found that fails in the same way.
+
+`reduce_graph` makes a graph smaller while it keeps a property. It may leave out a node where one of the node's
+arguments has a value of the same shape and dtype: the node's users take that argument instead. A residual addition is
+such a node, so whole blocks go at once. The search is delta debugging (Zeller and Hildebrandt, 2002): it tries halves
+of the nodes first, then quarters, down to single nodes.
+"""
 
 import re
 import time
@@ -21,13 +27,6 @@ if TYPE_CHECKING:
     from picompile_passes.pipeline import GraphPass
 
 
-# `reduce_graph`, which makes a graph smaller while it keeps a property: for reproducers.
-#
-# A node may be left out where one of its arguments has a value of the same shape and dtype: its users take that
-# instead. A residual addition is such a node, so whole blocks go at once. What is left out is searched for as in delta
-# debugging (Zeller and Hildebrandt, 2002): halves first, then quarters, down to single nodes.
-
-
 Keeps = Callable[[GraphModule], bool]
 
 
@@ -37,7 +36,7 @@ def reduce_graph(graph_module: GraphModule, keeps: Keeps, seconds: float) -> Gra
     size = -1
     while size != len(graph_module.graph.nodes) and time.monotonic() < end:
         size = len(graph_module.graph.nodes)
-        # By the first argument of that kind, the residual stream; then by the last.
+        # A node is replaced by its first argument of that kind, the residual stream, and in a second round by the last.
         for choice in (0, -1):
             graph_module = _round(graph_module, keeps, choice, end)
     return graph_module
@@ -56,7 +55,7 @@ def _round(graph_module: GraphModule, keeps: Keeps, choice: int, end: float) -> 
 
 
 def _attempt(graph_module: GraphModule, names: Sequence[str], keeps: Keeps, choice: int) -> GraphModule | None:
-    """The graph without `names`, as it is or with its layers numbered anew, if `keeps` holds for it."""
+    """Return the graph without the nodes `names`, with layers renumbered if need be; None if `keeps` fails for both."""
     smaller = _without(graph_module, names, choice)
     if smaller is None:
         return None
@@ -76,7 +75,7 @@ def _without(graph_module: GraphModule, names: Sequence[str], choice: int) -> Gr
     if not left_out:
         return None
     for node in reversed(result.graph.nodes):
-        # Not left to torch, which keeps what it takes for random.
+        # torch's own elimination of dead code would keep operators that it takes for random.
         if not node.users and node.op not in ("placeholder", "output"):
             result.graph.erase_node(node)
     smaller = GraphModule(result, result.graph)
@@ -85,23 +84,20 @@ def _without(graph_module: GraphModule, names: Sequence[str], choice: int) -> Gr
 
 
 def _substitutes(node: Node) -> list[Node]:
-    """The arguments of `node` that have values like its own."""
+    """Return the arguments of `node` whose values have its shape and dtype."""
     if node.op != "call_function" or "val" not in node.meta:
         return []
     return [other for other in node.all_input_nodes if same_value(other.meta.get("val"), node.meta["val"])]
 
 
 def _number_layers(graph: Graph) -> None:
-    """Numbers attentions 0, 1, …; a block gets the number of the attention before it."""
+    """Number attentions 0, 1, … and give each block the number of the attention before it."""
     count = 0
     for node in calls(graph, ATTENTION, FFN, PREDICT, SPARSE_FFN):
         if node.target is ATTENTION:
             node.update_arg(argument_position(node, "layer"), count)
             count += 1
         node.meta["layer"] = max(0, count - 1)
-
-
-# The failure of a pass as a script: the smallest graph that could be found on which it fails in the same way.
 
 
 _REDUCE_SECONDS = 20.0
@@ -123,12 +119,17 @@ if __name__ == "__main__":
 def write_reproducer(
     where: Path | Callable[[], Path], pass_: "GraphPass", before: GraphModule, cause: Exception
 ) -> Path | None:
-    """Writes `reproducer_NAME.py`, for the failure `cause` of `pass_` on the graph `before`.
+    """Write `reproducer_NAME.py` for the failure of a pass, and return its path.
 
-    `where` is the folder, or makes it, once there is something to write.
+    Args:
+        where: The folder to write to, or a function that creates it, called once there is something to write.
+        pass_: The pass that failed.
+        before: The graph that it failed on.
+        cause: The error that it raised, or that its result caused in the verifier.
 
-    None where the failure does not show again by running the pass and verifying its result, or cannot be written down:
-    then it came from elsewhere (a hook that found the disk full, say).
+    Returns:
+        The path; None where the failure does not show again when the pass is run and its result verified (it came from
+        a hook that found the disk full, say), or where the script cannot be written.
     """
     expected = _signature(cause)
 
@@ -151,7 +152,7 @@ def write_reproducer(
 
 
 def _valid_and(fails_alike: Callable[[GraphModule], bool], before: GraphModule) -> Callable[[GraphModule], bool]:
-    """The failure must stay one of the pass: where the graph kept the rules of its stage, the smaller one does too."""
+    """Return a property that also asks a smaller graph to be valid where `before` is: the pass must be at fault."""
     if not _verifies(before):
         return fails_alike
     return lambda graph_module: _verifies(graph_module) and fails_alike(graph_module)
@@ -179,7 +180,7 @@ def _failure(pass_: "GraphPass", graph_module: GraphModule) -> Exception | None:
 
 
 def _signature(error: Exception) -> tuple[object, ...]:
-    """Equal for failures of one kind: the rule that is broken, or the type of an error and the line that raised it."""
+    """Return what failures of one kind share: the broken rule, or the type of the error and the line that raised it."""
     if isinstance(error, VerifyError):
         return ("rule", error.rule)
     frames = traceback.extract_tb(error.__traceback__)

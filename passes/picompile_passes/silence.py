@@ -1,9 +1,9 @@
-"""Which activations silence neurons, by their text in a graph. Imports no torch.
+"""Tells which activations silence neurons, by their text in a graph. This file imports no torch.
 
 `dialect/activations.py` has the functions themselves.
 """
 
-# Exactly zero for every input at or below 0. `fatrelu(T)` silences neurons at or below T.
+# These are exactly zero for every input at or below 0; `fatrelu(T)` is for every input at or below T.
 SPARSE_ACTIVATIONS = ("relu", "relu2", "relu6")
 
 

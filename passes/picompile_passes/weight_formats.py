@@ -1,4 +1,4 @@
-"""Weight formats as numbers: how many bytes a row of a matrix takes. Imports no torch.
+"""Sizes of weight formats: how many bytes a row of a matrix takes. This file imports no torch.
 
 `dialect/formats.py` has the layout of a row, and packs and unpacks it.
 """
@@ -15,22 +15,22 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """One way to store a matrix. `data_bits` a weight, `scale_bytes` a group of 32 weights."""
+    """One way to store a matrix: `data_bits` for each weight and `scale_bytes` for each group of 32 weights."""
 
     name: str
     data_bits: int
     scale_bytes: int
 
     def padded_columns(self, columns: int) -> int:
-        """Columns as stored: a whole number of groups."""
+        """Return how many columns are stored: a whole number of groups."""
         return _round_up(columns, GROUP)
 
     def scale_offset_bytes(self, columns: int) -> int:
-        """Where in a row the scales begin."""
+        """Return the offset of the scales in a row."""
         return self.padded_columns(columns) * self.data_bits // 8
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of one row, padding included: the distance between two rows."""
+        """Return the bytes of one row, padding included: the distance between two rows."""
         groups = self.padded_columns(columns) // GROUP
         return _round_up(self.scale_offset_bytes(columns) + groups * self.scale_bytes, ROW_ALIGNMENT_BYTES)
 

@@ -78,14 +78,14 @@ SLOW: tuple[SlowTests, ...] = (
             f"{_HYBRID}every_share",
             f"{_HYBRID}trained_model",
             f"{_HYBRID}placements[",
-            "codegen/lowering/test_lower_hybrid.py::test_where_things_run_is_of_no_influence",
+            "codegen/lowering/test_lower_hybrid.py::test_placement_does_not_change_the_results",
         ),
         (
             f"{_HYBRID}families[llama-relu-f16]",
             f"{_HYBRID}families[opt-post-norm-q4]",
             f"{_HYBRID}every_share_and_every_delay[llama-relu-f16-(0.5, 0.9)]",
             f"{_HYBRID}placements[falcon-7b-crosswise]",
-            "codegen/lowering/test_lower_hybrid.py::test_where_things_run_is_of_no_influence[parallel-1]",
+            "codegen/lowering/test_lower_hybrid.py::test_placement_does_not_change_the_results[parallel-1]",
         ),
     ),
     SlowTests(

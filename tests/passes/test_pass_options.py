@@ -87,7 +87,7 @@ def test_options_are_read_by_the_types_of_the_fields(text, expected):
         ("p{pair=(1,2)}", "option pair of pass p: it cannot be given as text, only in Python"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_what_is_wrong(text, message):
+def test_unreadable_options_are_refused_with_the_reason(text, message):
     with pytest.raises(PassOptionError) as error:
         read(text)
     assert str(error.value).startswith(message)

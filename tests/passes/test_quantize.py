@@ -58,7 +58,7 @@ def test_quantized_graph_computes_what_the_rounded_weights_do(shape, form, split
     assert_close(run(after, weights), run(before, rounded(weights, form)))
 
 
-def test_formats_lose_as_much_as_they_should():
+def test_errors_of_formats_are_within_their_bounds():
     before = partitioned(LLAMA)
     weights = random_weights(before)
     expected = run(before, weights)

@@ -173,7 +173,7 @@ def rebuilt(graph_module):
     return names["graph"]()
 
 
-def test_reduction_keeps_what_must_hold_and_little_else():
+def test_reduction_keeps_the_property_in_a_small_graph():
     before = build(GraphShape(layers=6))
     was = structure(before)
     after = reduce_graph(before, lambda g: len(list(calls(g.graph, ATTENTION))) >= 2, seconds=30)

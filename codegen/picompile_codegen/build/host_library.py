@@ -19,23 +19,20 @@ from tvm.target.codegen import llvm_get_cpu_features, llvm_is_valid_cpu, llvm_ve
 from tvm.tirx import transform
 from tvm.tirx.compilation_pipeline import finalize_device_passes, finalize_host_passes, register_tir_pipeline
 
-import picompile_codegen.build.host_library
 from picompile_codegen.build.interfaces import interfaces_source
 from picompile_codegen.build.isa import DEFAULT_ISA, ISAS, Isa
 from picompile_codegen.build.object_cache import cached_object, object_key, temporary_folder
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.errors import BuildError, CodegenError, ToolchainError
 
-# TVM's passes from kernels to what LLVM compiles: those of its pipeline `tirx`, without what kernels do not need.
+# TVM's pipeline `tirx` lowers kernels to LLVM's input here, without the passes that kernels do not need.
 #
-# Of TVM's pipelines `tirx` is the one that leaves local tensors on the stack, as cpu/tensor.py asks. The default one
-# makes larger ones allocations from TVM's runtime, which an artifact does not have. Left out are
+# `tirx` leaves local tensors on the stack, as cpu/tensor.py asks. TVM's default pipeline allocates larger ones by TVM's
+# runtime, which an artifact does not have. The passes that are left out take a third of the time or more:
 #
-# - the first of two simplifications: the code is the same byte by byte;
-# - the search for common subexpressions, which LLVM does by itself; for large kernels it takes most of the time;
-# - what concerns GPUs, bfloat16, 8-bit floats, 64-bit indices, and loops that are marked to be unrolled or vectorized.
-#
-# Together they are a third of the time and more.
+# - the first of two simplifications: the code is the same, byte by byte;
+# - the elimination of common subexpressions, which LLVM does by itself; for large kernels it takes most of the time;
+# - the passes for GPUs, bfloat16, 8-bit floats, 64-bit indices, and loops marked to be unrolled or vectorized.
 
 
 PIPELINE = "picompile"
@@ -62,13 +59,10 @@ def _pipeline() -> tuple[Any, Any, Any]:
 register_tir_pipeline(PIPELINE, _pipeline)
 
 
-# The host library of an artifact: TVM compiles each kernel to an object, and a C compiler links them with native/.
-
-
-# A machine by `uname -m` → what Debian and Ubuntu call the package of its cross compiler.
+# The package of a cross compiler in Debian and Ubuntu, by the machine that `uname -m` names.
 _CROSS_PACKAGES = {"x86_64": "gcc-x86-64-linux-gnu", "aarch64": "gcc-aarch64-linux-gnu"}
 
-# What a compiler, or the system for it, says of a disk, a quota or a limit on files that is exhausted.
+# Messages by which a compiler, or the system for it, reports a full disk, quota or limit on files.
 _FULL = {
     errno.ENOSPC: (os.strerror(errno.ENOSPC),),
     errno.EDQUOT: (os.strerror(errno.EDQUOT),),
@@ -77,7 +71,7 @@ _FULL = {
 
 
 def c_compiler(isa: Isa) -> str:
-    """The compiler for machines of `isa`: gcc here, a cross compiler elsewhere. Raises `ToolchainError`."""
+    """Return the compiler for machines of `isa`: gcc here, a cross compiler elsewhere. Raises `ToolchainError`."""
     own = isa.machine == platform.machine()
     name = "gcc" if own else f"{isa.machine}-linux-gnu-gcc"
     if shutil.which(name) is None:
@@ -91,18 +85,18 @@ def c_compiler(isa: Isa) -> str:
 
 
 def require_c_compilers(isas: Iterable[Isa]) -> None:
-    """Raises `ToolchainError` unless code for all of `isas` can be linked here."""
+    """Raise `ToolchainError` unless code for all of `isas` can be linked here."""
     for isa in isas:
         c_compiler(isa)
 
 
 def run_compiler(compiler: str, *arguments: str | Path, folder: Path | None = None) -> str:
-    """Runs `compiler`, whose temporary files go to `folder`, and returns what it printed.
+    """Run `compiler`, whose temporary files go to `folder`, and return its output.
 
     Whatever ends this process with an exception ends the compiler, and the processes that it started, too. Raises
     `BuildError` with its message, and `OSError` where the disk of `folder` is full.
     """
-    # Its messages are looked into.
+    # The messages are searched for the texts of _FULL, which are English.
     environment = {**os.environ, "LC_ALL": "C"}
     if folder is not None:
         environment["TMPDIR"] = str(folder)
@@ -131,9 +125,6 @@ def run_compiler(compiler: str, *arguments: str | Path, folder: Path | None = No
     raise BuildError(f"{compiler} cannot build the kernels' library: {message.strip()}")
 
 
-# The library.
-
-
 _NATIVE = Path(__file__).parent / "native"
 _SOURCES = (_NATIVE / "host.c", _NATIVE / "read.c")
 _HEADER = _NATIVE / "abi.h"
@@ -144,14 +135,14 @@ _LINK_FLAGS = (
     "-Wl,-Bsymbolic",
     # What is missing is an error here, and not where the artifact is loaded.
     "-Wl,-z,defs",
-    # The same input gives the same bytes: no identifier, and no symbol table with names of temporary files.
+    # No identifier, and no symbol table with names of temporary files: equal inputs give equal bytes.
     "-Wl,--build-id=none", "-s",
 )  # fmt: skip
 _LIBRARIES = ("-lpthread", "-lm")
 
 
 def build_host_library(kernels: Iterable[Kernel], output: Path, isa: Isa = ISAS[DEFAULT_ISA]) -> None:
-    """Compiles `kernels`, written for `isa`, and writes the shared library to `output`, which may exist already.
+    """Compile `kernels`, written for `isa`, and write the shared library to `output`, which may exist already.
 
     Kernels of the same name are taken to be the same. Raises `BuildError` with the compiler's message, and
     `ToolchainError` where there is no C compiler for machines of `isa`.
@@ -171,7 +162,7 @@ def build_host_library(kernels: Iterable[Kernel], output: Path, isa: Isa = ISAS[
 
 
 def llvm_target(isa: Isa) -> Target:
-    """TVM's target for `isa`.
+    """Return TVM's target for `isa`.
 
     Raises `BuildError` if this LLVM does not know it: TVM would merely log that, and compile for a generic machine.
     """
@@ -203,7 +194,7 @@ def _compiled(kernel: Kernel, isa: Isa, target: Target) -> bytes:
 
 
 def _object_of(module: Any) -> bytes:
-    """The object file of a compiled module. In memory: where a disk is full, LLVM ends the process."""
+    """Return the object file of a compiled module. It is made in memory: LLVM ends the process where a disk is full."""
     handle = os.memfd_create("object")
     try:
         module.write_to_file(f"/proc/self/fd/{handle}", "o")
@@ -222,13 +213,13 @@ def _write(path: Path, content: bytes) -> None:
 
 @cache
 def _compiler() -> tuple[str, ...]:
-    """Return what compiles kernels: versions, and our own part of it."""
-    pipeline = Path(picompile_codegen.build.host_library.__file__).read_text(encoding="utf-8")
+    """Return what identifies the compiler of kernels: the versions of TVM and LLVM, and the text of this file."""
+    pipeline = Path(__file__).read_text(encoding="utf-8")
     return version("apache-tvm"), str(llvm_version_major()), pipeline
 
 
 def _compiled_source(compiler: str, source: Path, folder: Path) -> bytes:
-    """The object of `source`, which an artifact holds beside the kernels; `folder` is for temporary files."""
+    """Return the object of `source`, which an artifact holds beside the kernels; `folder` is for temporary files."""
 
     def compile_source() -> bytes:
         path = folder / f"{source.stem}.made.o"
@@ -241,7 +232,7 @@ def _compiled_source(compiler: str, source: Path, folder: Path) -> bytes:
 
 
 def _compiled_interfaces(compiler: str, kernels: Iterable[Kernel], folder: Path) -> bytes:
-    """The object of what the library says of its kernels; `folder` is for temporary files."""
+    """Return the object with the interfaces of the library's kernels; `folder` is for temporary files."""
     source, path = folder / "interfaces.c", folder / "interfaces.made.o"
     _write(source, interfaces_source(kernels).encode())
     run_compiler(compiler, *_COMPILE_FLAGS, "-o", path, source, folder=folder)

@@ -41,7 +41,7 @@ class Isa:
 
     @property
     def llvm(self) -> dict[str, Any]:
-        """The target as TVM takes it. A name that LLVM does not know would be taken for a generic machine."""
+        """The target in the form that TVM takes. LLVM takes a name that it does not know for a generic machine."""
         target: dict[str, Any] = {"kind": "llvm", "mcpu": self.mcpu, "mtriple": self.triple}
         return target | ({"mattr": list(self.mattr)} if self.mattr else {})
 
@@ -51,7 +51,7 @@ _AVX2 = ("abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 _LINUX_X86, _LINUX_ARM = "x86_64-linux-gnu", "aarch64-linux-gnu"
 
-# The first is the default: what x86 desktops have had since 2013.
+# The first is the default, which x86 desktops have had since 2013.
 ISAS: dict[str, Isa] = {
     isa.name: isa
     for isa in (
@@ -73,13 +73,13 @@ _current: ContextVar[Isa] = ContextVar("isa", default=ISAS[DEFAULT_ISA])
 
 
 def current() -> Isa:
-    """The instruction set that kernels are being written for."""
+    """Return the instruction set that kernels are being written for."""
     return _current.get()
 
 
 @contextmanager
 def targeting(isa: Isa) -> Iterator[None]:
-    """Kernels made inside are for `isa`."""
+    """Write the kernels made inside the context for `isa`."""
     token = _current.set(isa)
     try:
         yield

@@ -32,7 +32,7 @@ _NAME = re.compile(_PREFIX + "[0-9a-f]{16}")
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A new folder under TMPDIR, or where temporary files go, for this user alone; removed in the end.
+    """Make a temporary folder for this user alone, under TMPDIR or the system's default, and remove it in the end.
 
     Raises `TemporaryFolderError` where there is none that takes files.
     """
@@ -70,10 +70,10 @@ def _sweep(base: Path) -> None:
     with suppress(OSError):
         for entry in os.scandir(base):
             if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                _remove_if_dead(Path(entry.path))
+                _remove_if_abandoned(Path(entry.path))
 
 
-def _remove_if_dead(folder: Path) -> None:
+def _remove_if_abandoned(folder: Path) -> None:
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -87,14 +87,14 @@ def _remove_if_dead(folder: Path) -> None:
 
 
 def _is(folder: Path, handle: int) -> bool:
-    """Whether `folder` is still what `handle` is of."""
+    """Return whether `handle` is still a handle of `folder`."""
     try:
         return os.path.samestat(os.stat(folder, follow_symlinks=False), os.fstat(handle))
     except FileNotFoundError:
         return False
 
 
-# The cache: compiled kernels, and their CUDA source and images.
+# The cache holds compiled kernels, and their CUDA source and images.
 
 
 VARIABLE = "PICOMPILE_CACHE"
@@ -103,7 +103,7 @@ _MOST_BYTES = 256 * 2**20
 
 _MARK = b"picompile object 1\n"
 _DIGEST_BYTES = 32
-# Not the `.o` of versions before, which would link an entry as it is.
+# Older versions have `.o` files and would link an entry as it is, so the suffix is another.
 _SUFFIX = ".object"
 # The folder may hold other things: somebody named it. What versions before left unfinished has tempfile's names.
 _ENTRY = re.compile(r"[0-9a-f]{64}\.(o|object)")
@@ -111,7 +111,7 @@ _UNFINISHED = re.compile(r"([0-9a-f]{64}\.[0-9a-f]{16}|tmp[a-z0-9_]{8})\.unfinis
 
 
 def cache_folder() -> Path | None:
-    """Return the folder that objects are kept in; None if they are not to be."""
+    """Return the folder of the cache; None if objects are not to be kept."""
     if (named := os.environ.get(VARIABLE)) == "off":
         return None
     if named:
@@ -121,17 +121,17 @@ def cache_folder() -> Path | None:
 
 
 def object_key(*parts: str) -> str:
-    """The hash of what makes an object."""
+    """Return the key of an object: a hash of everything that determines it."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def cached_text(key: str, make: Callable[[], str]) -> str:
-    """The text with this key: the one of the cache, or what `make` returns."""
+    """Return the text with this key from the cache; `make` makes it where it is missing."""
     return cached_object(key, lambda: make().encode()).decode()
 
 
 def cached_object(key: str, make: Callable[[], bytes]) -> bytes:
-    """The object with this key: the one of the cache, or what `make` returns.
+    """Return the object with this key from the cache; `make` makes it where it is missing.
 
     A cache that cannot be read or written is done without.
     """
@@ -152,7 +152,7 @@ def cached_object(key: str, make: Callable[[], bytes]) -> bytes:
 
 
 def _content(key: str, entry: bytes) -> bytes | None:
-    """Return the content in a file's bytes; None where they are not whole, or of another key."""
+    """Return the content of an entry; None where it is damaged or of another key."""
     start = len(_MARK) + _DIGEST_BYTES
     content = entry[start:]
     return content if entry[:start] == _MARK + _digest(key, content) else None
@@ -181,7 +181,7 @@ def _keep(key: str, content: bytes, kept: Path) -> None:
 
 
 def _tidy(folder: Path) -> None:
-    """Deletes what was used longest ago until the rest is small enough; others may do so at the same time."""
+    """Delete what was used longest ago until the rest is small enough; others may do so at the same time."""
     found = []
     for path in _files(folder, _ENTRY):
         with suppress(OSError):
@@ -196,15 +196,15 @@ def _tidy(folder: Path) -> None:
             total -= size
     for path in _files(folder, _UNFINISHED):
         with suppress(OSError):
-            _object_cache_remove_if_dead(path)
+            _remove_if_unused(path)
 
 
 def _files(folder: Path, names: re.Pattern[str]) -> Iterator[Path]:
     return (folder / name for name in os.listdir(folder) if names.fullmatch(name))
 
 
-def _object_cache_remove_if_dead(path: Path) -> None:
-    """Removes the file unless a process that lives is writing it. Raises `BlockingIOError` there."""
+def _remove_if_unused(path: Path) -> None:
+    """Remove the file, unless a live process is writing it: then raise `BlockingIOError`."""
     with path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()

@@ -77,12 +77,12 @@ class _ColumnBlock:
 
 
 def column_blocks(reduction: Reduction) -> int:
-    """How many blocks of columns there are."""
+    """Return how many blocks of columns there are."""
     return -(-reduction.matrix.groups // _BLOCK_GROUPS)
 
 
 def accumulate_columns(reduction: Reduction, block: Expr, quantized: QuantizedRows | None, tokens: Expr) -> None:
-    """Computes block number `block` of y's columns, for all tokens. `quantized` is h in bytes, where they are used."""
+    """Compute block number `block` of y's columns, for all tokens. `quantized` is h in bytes, where they are used."""
     if quantized is None:
         _accumulate_floats(reduction, block, tokens)
     else:
@@ -109,7 +109,7 @@ def _accumulate_bytes(reduction: Reduction, block: Expr, quantized: QuantizedRow
 
 
 def _requantize(weights: KernelTensor, block: ByteBlock, group: Expr, part: Expr) -> None:
-    """Eight columns of 32 unpacked rows: bytes of a column share a scale, its largest magnitude over 127."""
+    """Turn eight columns of 32 unpacked rows into bytes; a column's scale is its largest magnitude over 127."""
     column = bind(part * LANES)
     largest, visible = local(LANES), local(LANES)
     largest[at(0)] = splat(0.0)
@@ -131,7 +131,7 @@ def _requantize(weights: KernelTensor, block: ByteBlock, group: Expr, part: Expr
 
 
 def _add_columns(reduction: Reduction, column: Expr, sums: list[tuple[Expr, int, Expr]], start: Expr) -> None:
-    """Adds what eight columns of each token and part have come to, those that exist, to y; begins them at `start` 0."""
+    """Add the sums of eight columns of each token and part to y, those that exist; `start` 0 begins with the bias."""
     full, rest = divmod(reduction.matrix.columns, LANES)
 
     def add(part: int, valid: int) -> None:
@@ -158,7 +158,7 @@ def _add_columns(reduction: Reduction, column: Expr, sums: list[tuple[Expr, int,
 
 
 def _beginning(reduction: Reduction, column: Expr, valid: int) -> Expr:
-    """Return what eight columns of y begin with."""
+    """Return the first value of eight columns of y: the bias or 0."""
     return splat(0.0) if reduction.bias is None else load(reduction.bias, column, valid=valid)
 
 
@@ -188,7 +188,7 @@ def _unpack(block: _ColumnBlock) -> None:
 
 
 def _add_tile(block: _ColumnBlock, tokens: list[Expr], group: Expr, counts: tuple[int, ...]) -> None:
-    """Adds a block's products to TILE_TOKENS tokens of one group of y's columns."""
+    """Add a block's products to TILE_TOKENS tokens of one group of y's columns."""
     y, count = block.reduction.y, len(counts)
     column = bind((block.first_group + group) * GROUP)
     places = [(t * count + v, token, v) for t, token in enumerate(tokens) for v in range(count)]

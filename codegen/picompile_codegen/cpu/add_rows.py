@@ -35,13 +35,13 @@ _QUAD = 4
 
 
 def rows_together(matrix: KernelMatrix) -> tuple[int, ...]:
-    """How many rows can be added at a time, the best number first; the last one is 4, and divides all."""
+    """Return how many rows can be added at a time, the best number first; the last is 4, which divides all."""
     return (_QUAD,) if matrix.scale is None else (2 * _QUAD, _QUAD)
 
 
 @dataclass(frozen=True)
 class SumOrder:
-    """Which columns the sums belong to. They come in blocks of `columns`; each block's `vectors` follow one another.
+    """The columns that the sums belong to. Sums come in blocks of `columns`; each block's `vectors` follow one another.
 
     A vector's eight sums are those of one or two runs of columns, equally long: of each, its first within the block.
     """
@@ -51,7 +51,7 @@ class SumOrder:
 
     @classmethod
     def of(cls, matrix: KernelMatrix) -> "SumOrder":
-        """The order of sums of rows of `matrix`."""
+        """Return the order of sums of rows of `matrix`."""
         if matrix.scale is None:
             return cls(LANES, ((0,),))
         # A vector holds 32 bytes of a row. They are the columns of a group; in q4 each is a column of a group's first
@@ -61,11 +61,11 @@ class SumOrder:
         return cls(2 * distance, tuple((start, start + distance) for start in starts))
 
     def width(self, columns: int) -> int:
-        """How many sums there are for so many columns."""
+        """Return how many sums there are for so many columns."""
         return -(-columns // self.columns) * self.columns
 
     def each(self, columns: int, body: Callable[[Expr, list[tuple[Expr, int, int]]], None]) -> None:
-        """Runs `body(position, runs)` for every vector of sums: a run is a column, a lane and a number of columns."""
+        """Run `body(position, runs)` for every vector of sums: a run is a column, a lane and a number of columns."""
         full, rest = divmod(columns, self.columns)
         if full:
             with loop(0, full) as block:
@@ -102,7 +102,7 @@ class SomeRows:
     ahead: list[Expr]
 
     def fetch(self, line: Expr) -> None:
-        """Asks for cache line `line` of the rows ahead."""
+        """Prefetch cache line `line` of the rows ahead."""
         for number in self.ahead:
             self.matrix.fetch(number, line)
 
@@ -138,8 +138,10 @@ def _add_floats(rows: SomeRows) -> None:
 
 @dataclass(frozen=True)
 class _Factors:
-    """Of eight groups, a lane each: four rows' factors as bytes of int32, for each four rows; their scale; and what the
-    weights' offsets come to, int32.
+    """The factors of eight groups, a lane each, as `_factor_bytes` rounds them.
+
+    `words` has an int32 vector for every four rows, whose bytes are the rows' factors. `scales` has their scale, and
+    `offsets`, int32, the sum of the weights' offsets times the factors.
     """
 
     words: list[Expr]
@@ -148,7 +150,7 @@ class _Factors:
 
 
 def _add_bytes(rows: SomeRows) -> None:
-    """Eight groups at a time, so that factors are made for eight groups at once."""
+    """Add all groups, eight at a time, so that factors are computed for eight groups at once."""
     matrix = rows.matrix
     for line in matrix.scale_lines:
         rows.fetch(line)
@@ -163,7 +165,7 @@ def _add_bytes(rows: SomeRows) -> None:
 
 
 def _add_eight(rows: SomeRows, first: Expr, count: int, witness: Expr) -> None:
-    """Adds `count` groups, at most eight."""
+    """Add `count` groups, at most eight."""
     for i in range(0, count, rows.matrix.groups_per_line):
         rows.fetch((first + i) // rows.matrix.groups_per_line)
     factors = _factor_bytes(rows, first, witness)
@@ -190,7 +192,7 @@ def _factor_bytes(rows: SomeRows, first: Expr, witness: Expr) -> _Factors:
 
 
 def _add_block(rows: SomeRows, group: Expr, number: int, factors: _Factors) -> None:
-    """Adds 32 bytes of each row, which begin with group `group`: number `number` of the factors' eight."""
+    """Add 32 bytes of each row from group `group` on, which is number `number` of the factors' eight."""
     matrix = rows.matrix
     groups = BYTES // matrix.group_elements
     lanes = [number + i * groups // LANES for i in range(LANES)]

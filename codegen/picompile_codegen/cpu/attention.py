@@ -34,11 +34,10 @@ from picompile_codegen.cpu.attention_work import (
     part_positions,
     ready_queries,
 )
-from picompile_codegen.cpu.cache import cache_argument
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, parallel, select, when
-from picompile_codegen.cpu.token_ops import StepRows, angles_argument, step_rows
-from picompile_codegen.cpu.vector import LANES, at, blocks, exp_of_negative, load, splat, store, total
+from picompile_codegen.cpu.token_ops import StepRows, step_rows
+from picompile_codegen.cpu.vector import LANES, at, blocks, exp_of_negative, load, splat, store, total, whole_vectors
 from picompile_codegen.specs import AttentionSpec
 
 
@@ -64,7 +63,7 @@ def _arithmetic(span: PositionSpan, queries: Queries) -> _Arithmetic:
 
 
 def attend(span: PositionSpan, queries: Queries) -> None:
-    """Takes the positions of `span` into what `queries` keep."""
+    """Attend to the positions of `span`: update the maxima, sums and outputs of `queries`."""
     arithmetic, size = _arithmetic(span, queries), span.block
     scores = local(size * queries.tile)
     with loop(0, (span.stop - span.first + (size - 1)) // size) as index:
@@ -82,7 +81,7 @@ def attend(span: PositionSpan, queries: Queries) -> None:
 
 
 def _score(work: Work, arithmetic: _Arithmetic) -> None:
-    """The scores of a block: q · k, or LOWEST where there is no key."""
+    """Compute the scores of a block: q · k, or LOWEST where there is no key."""
     keys, count = work.queries.keys_a_vector, work.block.count
     full = bind(count // keys)
     with loop(0, full) as index:
@@ -97,7 +96,7 @@ def _score(work: Work, arithmetic: _Arithmetic) -> None:
 
 
 def _update_softmax(work: Work) -> Expr:
-    """Turns a block's scores into weights relative to the new maxima; what it returns is for all before."""
+    """Turn a block's scores into weights relative to the new maxima, and return the factor for all earlier ones."""
     queries, tile = work.queries, work.tile
     vectors = bind((work.block.count + (queries.keys_a_vector - 1)) // queries.keys_a_vector)
     highest, sums = local(LANES), local(LANES)
@@ -117,7 +116,7 @@ def _update_softmax(work: Work) -> Expr:
 
 
 def finish(queries: Queries, emit: Callable[[Expr, Expr, Expr], None]) -> None:
-    """`emit(number, maximum, sum)` for each query: scalars."""
+    """Call `emit(number, maximum, sum)` for each query, with scalars."""
 
     def one_tile(tile: Expr) -> None:
         sums = combine_lanes(queries.sums[tile, at(0)], queries.tile, lambda a, b: a + b)
@@ -130,12 +129,12 @@ def finish(queries: Queries, emit: Callable[[Expr, Expr, Expr], None]) -> None:
     queries.each_tile(one_tile)
 
 
-# Where there are few heads of keys, several tasks share the positions of a token. Parts are of fixed size and put
-# together in order, so that results do not depend on the number of threads.
+# Several tasks share the positions of a token where there are few heads of keys. The parts have a fixed size and are
+# merged in order, so that results do not depend on the number of threads.
 
 
 def attend_parts(spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRows) -> None:
-    """A task takes a part of the positions of a head of keys; what the parts come to is put together in their order."""
+    """Attend by parts: a task takes a part of the positions of a head of keys, and the parts are merged in order."""
     last = local(1, dtype="int32")
     last[0] = 0
     with loop(0, tokens.count) as row:
@@ -182,7 +181,7 @@ def _merge_parts(spec: AttentionSpec, tensors: AttentionTensors, row: Expr, head
     """y = Σ exp(m_p - m) · outputs_p / Σ exp(m_p - m) · sum_p over parts p, with the largest m of their maxima m_p."""
     assert tensors.outputs is not None and tensors.extremes is not None
     outputs, extremes = tensors.outputs, tensors.extremes
-    width = -(-spec.value_dim // LANES) * LANES
+    width = whole_vectors(spec.value_dim)
     begin = bind(first_position(spec, position) // part_positions(spec))
     end = bind(position // part_positions(spec) + 1)
     highest, sums, mixed = local(1), local(LANES), local(width)
@@ -199,21 +198,10 @@ def _merge_parts(spec: AttentionSpec, tensors: AttentionTensors, row: Expr, head
     give(spec, tensors, row, head, lambda c: load(mixed, c) * factor)
 
 
-# The body of an `AttentionSpec`: which task takes which queries.
-
-
 def attention(spec: AttentionSpec, function: KernelFunction) -> None:
     """Write the body of an `AttentionSpec`."""
-    parts = -(-spec.context // part_positions(spec))
-    outputs = extremes = None
-    if spec.mode != "chunk" and parts > 1:
-        width = -(-spec.value_dim // LANES) * LANES
-        outputs = function.scratch("outputs", "float32", spec.rows, spec.heads, parts, width)
-        extremes = function.scratch("extremes", "float32", spec.rows, spec.heads, parts, 2)
-    keys, values = cache_argument(function, "k_cache"), cache_argument(function, "v_cache")
-    new = (function.get("k"), function.get("v")) if spec.extend else (None, None)
-    angles = angles_argument(function)
-    tensors = AttentionTensors(function["q"], keys, values, function["y"], *new, angles, outputs, extremes)
+    parts = 1 if spec.mode == "chunk" else -(-spec.context // part_positions(spec))
+    tensors = AttentionTensors.of(spec, function, parts, whole_vectors(spec.value_dim))
     tokens = step_rows(function, spec.mode, spec.rows, spec.context, spec.sequences)
     if spec.mode == "chunk":
         _attend_chunk(spec, tensors, tokens)
@@ -224,7 +212,7 @@ def attention(spec: AttentionSpec, function: KernelFunction) -> None:
 
 
 def _attend_rows(spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRows) -> None:
-    """A task takes a head of keys and all that is asked of it at one row."""
+    """Attend row by row: a task takes a head of keys and all queries of one row that share it."""
     with parallel(tokens.count * spec.kv_heads) as task:
         row = bind(task // spec.kv_heads) if spec.rows > 1 else 0
         kv_head = bind(task - row * spec.kv_heads)
@@ -245,7 +233,7 @@ def _attend_rows(spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRow
 
 
 def _attend_chunk(spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRows) -> None:
-    """A task takes queries of consecutive tokens, of all heads that share a head of keys."""
+    """Attend by chunks: a task takes queries of consecutive tokens, of all heads that share a head of keys."""
     most = queries_of_task(spec.rows, spec.group)
     tiles = bind((tokens.count * spec.group + (most - 1)) // most)
     with parallel(spec.kv_heads * tiles) as task:
@@ -267,7 +255,7 @@ def _attend_chunk(spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRo
 
 
 def _place(spec: AttentionSpec, kv_head: Expr, query: Expr) -> tuple[Expr, Expr]:
-    """Row and head of query `query` of those that a chunk asks of a head of keys."""
+    """Return row and head of query `query` among the queries of a chunk that share a head of keys."""
     row = bind(query // spec.group)
     return row, bind(kv_head * spec.group + query - row * spec.group)
 

@@ -14,21 +14,32 @@ from picompile_codegen.cpu.attention_work import Block, PositionSpan, Queries, W
 from picompile_codegen.cpu.cache import BYTES, CachedHead
 from picompile_codegen.cpu.quantized import LARGEST_WORD, dot_pairs, in_order, interleave, splat_pair, to_words, zeros
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, in_slices, local, loop, maximum, minimum, select
-from picompile_codegen.cpu.vector import LANES, at, blocks, eight_totals, fma, highest, load, splat, store, to_floats
+from picompile_codegen.cpu.vector import (
+    LANES,
+    at,
+    blocks,
+    eight_totals,
+    fma,
+    highest,
+    load,
+    splat,
+    store,
+    to_floats,
+    zero_vector,
+    zero_vectors,
+)
 from picompile_passes.weight_formats import GROUP
 
-# Caches in float16 or float32.
+# The arithmetic for caches in float16 or float32.
 
 
 def float_products(work: Work, indices: list[Expr]) -> Expr:
-    """A vector of q · k, for the keys `indices` of the block.
+    """Return a vector of q · k for the keys `indices` of the block.
 
     All keys are read side by side: so many lines are asked for before the first is there.
     """
     keys, queries = work.block.span.keys, work.queries
-    sums = local(LANES, LANES)
-    for lane in range(LANES):
-        sums[lane, at(0)] = splat(0.0)
+    sums = zero_vectors(LANES)
 
     def add(c: Expr, valid: int) -> None:
         vectors = [bind(load(queries.q, work.row(i), c)) for i in range(queries.tile)]
@@ -71,7 +82,7 @@ def float_mix(work: Work, rescale: list[Expr]) -> None:
     in_slices(values.cache.dim, together, mix_columns)
 
 
-# Caches in q8.
+# The arithmetic for caches in q8.
 
 
 @dataclass(frozen=True)
@@ -84,7 +95,7 @@ class ByteQueries:
 
     @classmethod
     def of(cls, queries: Queries, head_dim: int) -> "ByteQueries":
-        """Rounds `queries.q`."""
+        """Return `queries.q` rounded to integers."""
         width = -(-head_dim // GROUP) * GROUP
         words = local(queries.padded, width, dtype="int16")
         largest, scales = local(queries.padded), local(queries.tiles, LANES)
@@ -108,9 +119,8 @@ class ByteQueries:
 
 
 def _largest(q: KernelTensor, i: Expr, head_dim: int) -> Expr:
-    """The largest magnitude of a query, whose padding is 0."""
-    found = local(LANES)
-    found[at(0)] = splat(0.0)
+    """Return the largest magnitude of a query, whose padding is 0."""
+    found = zero_vector()
 
     def look(c: Expr, _: int) -> None:
         found[at(0)] = maximum(found[at(0)], tirx.abs(load(q, i, c)))
@@ -121,9 +131,8 @@ def _largest(q: KernelTensor, i: Expr, head_dim: int) -> Expr:
 
 def _inverse(largest: Expr) -> Expr:
     """Return the factor that makes `largest` the largest word; 0 if all are 0."""
-    word, zero = tirx.FloatImm("float32", LARGEST_WORD), tirx.FloatImm("float32", 0.0)
     # A number so small that its inverse is none counts for nothing.
-    return bind(select(largest > tirx.FloatImm("float32", 1e-30), word / largest, zero))
+    return bind(select(largest > 1e-30, LARGEST_WORD / largest, 0.0))
 
 
 @dataclass(frozen=True)
@@ -135,11 +144,11 @@ class BlockScales:
 
     @classmethod
     def of(cls, span: PositionSpan) -> "BlockScales":
-        """Memory for them."""
+        """Return memory for the scales of the blocks of `span`."""
         return cls(local(span.keys.groups, span.block), local(span.values.groups, span.block))
 
     def read(self, block: Block) -> None:
-        """Reads them, eight positions at a time, and none past the block."""
+        """Read the scales of a block, eight positions at a time and none past its end."""
         _read_scales(block.span.keys, block, self.keys)
         _read_scales(block.span.values, block, self.values)
         block.prefetch_following_scales()
@@ -154,11 +163,9 @@ def _read_scales(head: CachedHead, block: Block, scales: KernelTensor) -> None:
 
 
 def byte_products(work: Work, indices: list[Expr], queries: ByteQueries, scales: BlockScales) -> Expr:
-    """A vector of q · k, for the keys `indices` of the block."""
+    """Return a vector of q · k for the keys `indices` of the block."""
     keys, tile = work.block.span.keys, work.queries.tile
-    sums = local(LANES, LANES)
-    for lane in range(LANES):
-        sums[lane, at(0)] = splat(0.0)
+    sums = zero_vectors(LANES)
 
     def add_group(group: Expr, size: int) -> None:
         starts = range(0, size, BYTES)
@@ -231,9 +238,7 @@ def _weights(work: Work, scales: BlockScales) -> tuple[KernelTensor, list[Expr]]
     queries, block, groups = work.queries, work.block, work.block.span.values.groups
     floats = local(queries.tile, groups, block.span.block)
     words = local(queries.tile, groups, block.span.block, dtype="int16")
-    largest = local(queries.tile, LANES)
-    for i in range(queries.tile):
-        largest[i, at(0)] = splat(0.0)
+    largest = zero_vectors(queries.tile)
     with loop(0, (block.count + (LANES - 1)) // LANES) as index:
         start = bind(index * LANES)
         exists = lanes_below(block.count - start)
@@ -251,4 +256,4 @@ def _weights(work: Work, scales: BlockScales) -> tuple[KernelTensor, list[Expr]]
             for group in range(groups):
                 near = tirx.nearbyint(floats[i, group, at(index * LANES)] * inverses[i])
                 words[i, group, at(index * LANES)] = to_words(near)
-    return words, [bind(splat(value * tirx.FloatImm("float32", 1.0 / LARGEST_WORD))) for value in found]
+    return words, [bind(splat(value * (1.0 / LARGEST_WORD))) for value in found]

@@ -14,7 +14,19 @@ from picompile_codegen.build import isa
 from picompile_codegen.cpu.attention_work import LOWEST, lanes_below
 from picompile_codegen.cpu.cache import CachedHead
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, select
-from picompile_codegen.cpu.vector import LANES, at, blocks, exp_of_negative, fma, highest, load, splat, store, transpose
+from picompile_codegen.cpu.vector import (
+    LANES,
+    at,
+    blocks,
+    exp_of_negative,
+    fma,
+    highest,
+    load,
+    splat,
+    store,
+    transpose,
+    whole_vectors,
+)
 
 _MOST_QUERIES = 64
 _KEYS = 48
@@ -23,7 +35,7 @@ _TILE_QUERIES = 4
 
 
 def queries_of_task(rows: int, group: int) -> int:
-    """How many queries a task takes of a chunk of `rows` tokens: a multiple of a tile."""
+    """Return how many queries a task takes of a chunk of `rows` tokens: a multiple of a tile."""
     return min(_MOST_QUERIES, -(-rows * group // _TILE_QUERIES) * _TILE_QUERIES)
 
 
@@ -48,18 +60,18 @@ class ChunkQueries:
 
     @classmethod
     def of(cls, count: Expr, most: int, head_dim: int, value_dim: int) -> "ChunkQueries":
-        """Memory for at most `most` queries; q, firsts and lasts of `count` are yet to be filled."""
+        """Return memory for at most `most` queries; q, firsts and lasts of `count` are yet to be filled."""
         firsts, lasts = local(most, dtype="int32"), local(most, dtype="int32")
-        q, outputs = local(most, head_dim), local(most, _padded(value_dim))
+        q, outputs = local(most, head_dim), local(most, whole_vectors(value_dim))
         queries = cls(count, most, q, firsts, lasts, local(most), local(most), local(most, LANES), outputs)
         with loop(0, most) as i:
-            queries.maxima[i] = tirx.FloatImm("float32", LOWEST)
-            queries.rescale[i] = tirx.FloatImm("float32", 0.0)
+            queries.maxima[i] = LOWEST
+            queries.rescale[i] = 0.0
             queries.sums[i, at(0)] = splat(0.0)
             blocks(value_dim, lambda c, _: store(outputs, i, c, value=splat(0.0)))
         # Queries that fill up a tile: nobody looks at what becomes of them.
         with loop(count, most) as i, loop(0, head_dim) as c:
-            q[i, c] = tirx.FloatImm("float32", 0.0)
+            q[i, c] = 0.0
         return queries
 
     @property
@@ -68,13 +80,9 @@ class ChunkQueries:
         return bind((self.count + (_TILE_QUERIES - 1)) // _TILE_QUERIES)
 
 
-def _padded(width: int) -> int:
-    return -(-width // LANES) * LANES
-
-
 def attend_queries(queries: ChunkQueries, keys: CachedHead, values: CachedHead, group: int) -> None:
     """softmax(q · kᵀ) · v for the queries of a task, `group` of a token, but for the division by the sums."""
-    head_dim, width = keys.cache.dim, _padded(values.cache.dim)
+    head_dim, width = keys.cache.dim, whole_vectors(values.cache.dim)
     key_columns, value_rows = local(head_dim, _KEYS), local(_KEYS, width)
     scores = local(queries.most, _KEYS)
     stop = bind(queries.lasts[queries.count - 1] + 1)
@@ -156,12 +164,12 @@ def _multiply(product: _Product, tiles: tuple[Expr, Expr], depth: Expr, width: i
 
 
 def _update_softmax(queries: ChunkQueries, scores: KernelTensor, i: Expr, begin: Expr) -> None:
-    """Turns a query's scores into weights relative to the new maximum; `rescale` is for all before."""
+    """Turn a query's scores into weights relative to the new maximum; `rescale` gets the factor for earlier ones."""
     largest = local(LANES)
     largest[at(0)] = splat(LOWEST)
     with loop(0, _KEYS // LANES) as index:
         c = index * LANES
-        # Of eight positions from begin + c on, those below both bounds, less those below the first.
+        # Eight positions from begin + c on: those below both bounds, less those below the first.
         seen = lanes_below(queries.lasts[i] + 1 - begin - c)
         early = lanes_below(queries.firsts[i] - begin - c)
         score = select(seen, load(scores, i, c), splat(LOWEST))

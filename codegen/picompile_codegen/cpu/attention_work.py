@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tvm import tirx
 
-from picompile_codegen.cpu.cache import Cache, CachedHead
+from picompile_codegen.cpu.cache import Cache, CachedHead, cache_argument
+from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, select, when
-from picompile_codegen.cpu.token_ops import Angles
-from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, store
+from picompile_codegen.cpu.token_ops import Angles, angles_argument
+from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, store, whole_vectors
 from picompile_codegen.specs import AttentionSpec
 
 # A block of keys is about this long, so that a block of values, on its way meanwhile, is in a near cache as well.
@@ -58,11 +60,11 @@ class Queries:
 
     @classmethod
     def of(cls, count: int, head_dim: int, value_dim: int) -> "Queries":
-        """Memory for `count` queries, of which `q` is yet to be filled."""
+        """Return memory for `count` queries, whose `q` is yet to be filled."""
         tile = min(4, 1 << (count - 1).bit_length())
         tiles = -(-count // tile)
-        width = -(-value_dim // LANES) * LANES
-        q, outputs = local(tiles * tile, -(-head_dim // LANES) * LANES), local(tiles * tile, width)
+        width = whole_vectors(value_dim)
+        q, outputs = local(tiles * tile, whole_vectors(head_dim)), local(tiles * tile, width)
         queries = cls(count, tile, width, q, local(tiles, LANES), local(tiles, LANES), outputs)
         queries.each_tile(queries._clear)
         return queries
@@ -83,7 +85,7 @@ class Queries:
         return LANES // self.tile
 
     def each_tile(self, body: Callable[[Expr], None]) -> None:
-        """`body(tile)` for each tile: no loop where there is one."""
+        """Run `body(tile)` for each tile, without a loop where there is one tile."""
         if self.tiles == 1:
             body(0)
             return
@@ -106,11 +108,11 @@ class Block:
     count: Expr
 
     def prefetch_values(self, indices: list[Expr]) -> None:
-        """Asks for values of this block."""
+        """Prefetch values of this block."""
         self._prefetch(self.span.values, self.begin, indices)
 
     def prefetch_following(self, indices: list[Expr]) -> None:
-        """Asks for keys of what follows: the next block, or the next span."""
+        """Prefetch keys of the next block, or of the next span after the last block."""
         head, position = self._following()
         self._prefetch(CachedHead(self.span.keys.cache, self.span.keys.slot, head), position, indices)
 
@@ -122,7 +124,7 @@ class Block:
                     head.prefetch(begin + index, into_first_level)
 
     def prefetch_following_scales(self) -> None:
-        """Asks for the scales of what follows."""
+        """Prefetch the scales of the next block or span."""
         head, position = self._following()
         for side in (self.span.keys, self.span.values):
             CachedHead(side.cache, side.slot, head).prefetch_scales(position, self.span.block)
@@ -173,12 +175,12 @@ def query_lanes(values: list[Expr]) -> Expr:
     return bind(tirx.Shuffle([values[lane % len(values)] for lane in range(LANES)], list(range(LANES))))
 
 
-# Arguments of the kernel, and how a row's queries, key and value come from them.
+# The arguments of the kernel, and how a row's queries, key and value are read from them.
 
 
 # Enough heads of keys for the cores of a desktop machine. Where there are fewer, tasks share the positions as well.
 _ENOUGH_HEADS = 16
-# Positions of a task then. A multiple of this for long contexts, of which there are no more parts than _MOST_PARTS.
+# Positions of a task in that case. Long contexts take a multiple of it, so that there are at most _MOST_PARTS parts.
 _PART_POSITIONS = 512
 _MOST_PARTS = 32
 
@@ -190,10 +192,16 @@ def part_positions(spec: AttentionSpec) -> int:
     return -(-spec.context // (_MOST_PARTS * _PART_POSITIONS)) * _PART_POSITIONS
 
 
+T = TypeVar("T", bound="AttentionTensors")
+
+
 @dataclass(frozen=True)
 class AttentionTensors:
-    """Arguments of an attention kernel (see `attention`). `partial` are what parts come to: for each row, head and
-    part `outputs` [value_dim, padded], and in `extremes` the maximum of the scores and the sum of the weights."""
+    """Arguments of an attention kernel, and the results of parts of the positions where there are several.
+
+    For each row, head and part: `outputs` [value_dim, padded], yet to be divided by the sum of the weights, and in
+    `extremes` the maximum of the scores and that sum.
+    """
 
     q: KernelTensor
     keys: Cache
@@ -205,14 +213,33 @@ class AttentionTensors:
     outputs: KernelTensor | None
     extremes: KernelTensor | None
 
+    @classmethod
+    def of(cls: type[T], spec: AttentionSpec, function: KernelFunction, parts: int, width: int) -> T:
+        """Return the arguments of the kernel that is being written; several parts have outputs of `width` columns."""
+        outputs = extremes = None
+        if parts > 1:
+            outputs = function.scratch("outputs", "float32", spec.rows, spec.heads, parts, width)
+            extremes = function.scratch("extremes", "float32", spec.rows, spec.heads, parts, 2)
+        return cls(
+            q=function["q"],
+            keys=cache_argument(function, "k_cache"),
+            values=cache_argument(function, "v_cache"),
+            y=function["y"],
+            new_keys=function.get("k"),
+            new_values=function.get("v"),
+            angles=angles_argument(function),
+            outputs=outputs,
+            extremes=extremes,
+        )
+
 
 def first_position(spec: AttentionSpec, position: Expr) -> Expr:
-    """The first position that a token at `position` sees."""
+    """Return the first position that a token at `position` sees."""
     return bind(maximum(position - (spec.window - 1), 0)) if spec.window else 0
 
 
 def give(spec: AttentionSpec, tensors: AttentionTensors, row: Expr, head: Expr, value: Callable[[Expr], Expr]) -> None:
-    """y of a head at `row`: `value(column)` gives its vectors."""
+    """Write y of a head at `row`; `value(column)` returns its vectors."""
     start = bind(head * spec.value_dim)
     blocks(spec.value_dim, lambda c, n: store(tensors.y, row, start + c, value=value(c), valid=n))
 
@@ -220,7 +247,7 @@ def give(spec: AttentionSpec, tensors: AttentionTensors, row: Expr, head: Expr, 
 def extend_cache(
     spec: AttentionSpec, tensors: AttentionTensors, row: Expr, position: Expr, keys: CachedHead, values: CachedHead
 ) -> None:
-    """Writes this row's key and value."""
+    """Write this row's key and value to the caches."""
     if tensors.new_keys is None or tensors.new_values is None:
         return
     key_start, value_start = bind(keys.number * spec.head_dim), bind(values.number * spec.value_dim)
@@ -239,7 +266,7 @@ def extend_cache(
 
 
 def ready_queries(spec: AttentionSpec, tensors: AttentionTensors, row: Expr, position: Expr, kv_head: Expr) -> Queries:
-    """The query heads that share `kv_head`, scaled and, where that is asked for, turned."""
+    """Return the query heads that share `kv_head`, scaled and, with `turn`, rotated."""
     queries = Queries.of(spec.group, spec.head_dim, spec.value_dim)
     scale = splat(spec.scale)
     with loop(0, queries.padded) as i:

@@ -25,7 +25,7 @@ from picompile_codegen.cpu.quantized import (
     split_nibbles,
 )
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, token_tiles
-from picompile_codegen.cpu.vector import LANES, at, fma, splat, to_floats, transpose
+from picompile_codegen.cpu.vector import LANES, at, fma, splat, to_floats, transpose, zero_vectors
 from picompile_passes.weight_formats import GROUP
 
 BYTE_TILE_TOKENS = 4
@@ -34,7 +34,7 @@ QUADS = GROUP // 4
 
 
 def block_rows() -> int:
-    """Rows of a block: as many as there are registers for, with BYTE_TILE_TOKENS tokens."""
+    """Return the rows of a block: as many as there are registers for, with BYTE_TILE_TOKENS tokens."""
     return 2 * LANES if isa.current().registers >= 32 else LANES
 
 
@@ -50,7 +50,7 @@ def signed_offset() -> int:
 
 
 def declare_rows(function: KernelFunction, name: str, rows: int, columns: int) -> QuantizedRows:
-    """Declares memory for the activations of a chunk of `rows` tokens."""
+    """Declare memory for the activations of a chunk of `rows` tokens."""
     groups = -(-columns // GROUP)
     padded = padded_groups(groups)
     return QuantizedRows(
@@ -61,7 +61,7 @@ def declare_rows(function: KernelFunction, name: str, rows: int, columns: int) -
 
 
 def quantize_rows(x: KernelTensor, tokens: Expr, columns: int, offset: int, out: QuantizedRows) -> None:
-    """Quantizes `tokens` rows of x for products with bytes that `offset` is to be added to."""
+    """Quantize `tokens` rows of x for products with bytes that `offset` is added to."""
     with parallel(tokens) as token:
         quantize_row(x, token, columns, out, offset)
 
@@ -98,7 +98,7 @@ def multiply_block(
     tokens: Expr,
     emit: Callable[[Expr, int, Expr], None],
 ) -> None:
-    """The products of rows `row_of(0)`, `row_of(1)`, …, `block_rows()` of them, with all tokens.
+    """Multiply the `block_rows()` rows `row_of(0)`, `row_of(1)`, … with all tokens.
 
     As many rows behind them, those of the next block, are fetched meanwhile.
 
@@ -116,7 +116,7 @@ def multiply_block(
 
 
 def _lay_out(matrix: KernelMatrix, numbers: list[Expr], block: ByteBlock, part: Expr) -> None:
-    """Part `part` of a block: eight rows' bytes, four columns a vector, and their scales, a group a vector."""
+    """Lay out part `part` of a block: eight rows' bytes, four columns a vector, and their scales, a group a vector."""
     with loop(0, matrix.groups) as group:
         for quad, value in enumerate(_quads(matrix, numbers, group)):
             block.weights[(group * QUADS + quad) * block.parts + part, at(0, BYTES)] = value
@@ -127,7 +127,7 @@ def _lay_out(matrix: KernelMatrix, numbers: list[Expr], block: ByteBlock, part: 
 
 
 def _quads(matrix: KernelMatrix, numbers: list[Expr], group: Expr) -> list[Expr]:
-    """The bytes of a group of eight rows: eight vectors of four columns."""
+    """Return the bytes of a group of eight rows: eight vectors of four columns."""
     start = group * matrix.group_elements
     halves = [
         _words([matrix.data[number, at(start + offset, 16)] for number in numbers])
@@ -162,14 +162,14 @@ def multiply_tile(
     x: QuantizedRows,
     tokens: list[Expr],
 ) -> list[tuple[Expr, int, Expr]]:
-    """The products of `groups` groups of some parts of a block with those of the tokens from `first_group` on.
+    """Multiply `groups` groups of some parts of a block with the groups of the tokens from `first_group` on.
 
-    For each token and part the token, the number of the part among these and the sums of its eight rows, a lane each.
+    Returns:
+        For each token and part: the token, the number of the part among these, and the sums of its eight rows, a lane
+        each.
     """
     places = [(token, part) for token in range(len(tokens)) for part in range(parts)]
-    sums = local(len(places), LANES)
-    for place in range(len(places)):
-        sums[place, at(0)] = splat(0.0)
+    sums = zero_vectors(len(places))
     with loop(0, groups) as group:
         of_x = bind(first_group + group)
         starts = [bind(tirx.Broadcast(x.offsets[token, of_x], LANES)) for token in tokens]

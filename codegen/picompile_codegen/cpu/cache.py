@@ -20,10 +20,10 @@ from picompile_passes.weight_formats import GROUP
 
 # Bytes of a row that are taken at once.
 BYTES = 16
-_LARGEST_BYTE = 127.0
-_F16_MAX = 65504.0
+LARGEST_BYTE = 127.0
+F16_MAX = 65504.0
 _LINE_BYTES = 64
-_ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1}
+ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1}
 
 # A vector of a row: `source(start, valid)` gives lanes from `start` on, of which the first `valid` count.
 Source = Callable[[Expr, int], Expr]
@@ -59,7 +59,7 @@ class CachedHead:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row without its scales."""
-        return self.cache.dim * _ELEMENT_BYTES[self.cache.data.dtype]
+        return self.cache.dim * ELEMENT_BYTES[self.cache.data.dtype]
 
     def raw(self, position: Expr, start: Expr, valid: int = LANES) -> Expr:
         """A vector of float32 from a row, to be multiplied by the row's scale where there is one."""
@@ -92,19 +92,19 @@ class CachedHead:
         return raw if self.cache.scales is None else raw * splat(self.scale(position, start // GROUP))
 
     def prefetch_scales(self, position: Expr, rows: int) -> None:
-        """Asks for the scales of `rows` rows from `position` on, where there are any."""
+        """Prefetch the scales of `rows` rows from `position` on, where there are any."""
         if self.cache.scales is not None:
             for start in range(0, rows * self.groups, _LINE_BYTES // 2):
                 prefetch(self.cache.scales, self.slot, self.number, position, start)
 
     def prefetch(self, position: Expr, into_first_level: bool) -> None:
-        """Asks for the memory of a row, which need not exist."""
-        for start in range(0, self.cache.dim, _LINE_BYTES // _ELEMENT_BYTES[self.cache.data.dtype]):
+        """Prefetch a row, which need not exist."""
+        for start in range(0, self.cache.dim, _LINE_BYTES // ELEMENT_BYTES[self.cache.data.dtype]):
             place = (self.slot, self.number, position, start)
             prefetch(self.cache.data, *place, into_first_level=into_first_level)
 
     def write(self, position: Expr, source: Source) -> None:
-        """Writes a row."""
+        """Write a row."""
         if self.cache.scales is None:
 
             def copy(c: Expr, valid: int) -> None:
@@ -120,20 +120,20 @@ class CachedHead:
             self._write_group(position, full, source, rest)
 
     def _write_group(self, position: Expr, group: Expr, source: Source, size: int) -> None:
-        """The scale of 32 elements (or fewer, at the end of a row) and the nearest multiples of it."""
+        """Write the scale of 32 elements (fewer at the end of a row) and the nearest multiples of it."""
         assert self.cache.scales is not None
         starts = [(bind(group * GROUP + i), min(LANES, size - i)) for i in range(0, size, LANES)]
         values = [bind(source(start, valid)) for start, valid in starts]
         largest = splat(0.0)
         for value in values:
             largest = maximum(largest, tirx.abs(value))
-        scale = bind(minimum(highest(largest) / _float(_LARGEST_BYTE), _float(_F16_MAX)))
+        scale = bind(minimum(highest(largest) / LARGEST_BYTE, F16_MAX))
         self.cache.scales[self.slot, self.number, position, group] = tirx.Cast("float16", scale)
         kept = bind(self.scale(position, group))
-        inverse = bind(splat(select(kept > _float(0.0), _float(1.0) / kept, _float(0.0))))
+        inverse = bind(splat(select(kept > 0.0, 1.0 / kept, 0.0)))
         for (start, valid), value in zip(starts, values, strict=True):
             near = tirx.nearbyint(value * inverse)
-            near = maximum(minimum(near, splat(_LARGEST_BYTE)), splat(-_LARGEST_BYTE))
+            near = maximum(minimum(near, splat(LARGEST_BYTE)), splat(-LARGEST_BYTE))
             integers = bind(tirx.Cast(f"int32x{LANES}", near))
             data, row = self.cache.data, (self.slot, self.number, position)
             if valid == LANES:
@@ -141,10 +141,6 @@ class CachedHead:
             else:
                 for i in range(valid):
                     data[(*row, start + i)] = tirx.Cast("int8", tirx.Shuffle([integers], [i]))
-
-
-def _float(value: float) -> Expr:
-    return tirx.FloatImm("float32", value)
 
 
 def cache_argument(function: KernelFunction, name: str) -> Cache:

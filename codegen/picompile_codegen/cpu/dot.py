@@ -21,8 +21,8 @@ from picompile_codegen.cpu.quantized import (
     quantize_vector,
     split_nibbles,
 )
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop
-from picompile_codegen.cpu.vector import LANES, at, fma, lane, load, splat, to_floats, total
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop
+from picompile_codegen.cpu.vector import LANES, at, fma, lane, load, to_floats, total, zero_vectors
 from picompile_passes.weight_formats import GROUP
 
 # A multiply-add takes four cycles and two can start in each; four chains are enough while memory is what is waited for.
@@ -38,26 +38,24 @@ class Vector:
     quantized: QuantizedVector | None
 
 
-def prepare_vector(x: KernelTensor, matrix: KernelMatrix, row: Expr = 0) -> Vector:
-    """Readies a row of x float32 [rows, columns] for products with rows of `matrix`, or of any like it."""
-    return Vector(x, row, None if matrix.scale is None else quantize_vector(x, row, matrix))
+def prepare_vector(x: KernelTensor, matrix: KernelMatrix) -> Vector:
+    """Prepare the first row of x float32 [rows, columns] for products with rows of `matrix`, or of any like it."""
+    return Vector(x, 0, None if matrix.scale is None else quantize_vector(x, 0, matrix))
 
 
 def dot(matrix: KernelMatrix, number: Expr, vector: Vector, ahead: Sequence[Expr] = ()) -> Expr:
-    """The product of row `number` of `matrix` with `vector`: a scalar. Rows `ahead` are fetched meanwhile."""
-    sums = local(_CHAINS, LANES)
-    for chain in range(_CHAINS):
-        sums[chain, at(0)] = splat(0.0)
+    """Return the product of row `number` of `matrix` with `vector`, a scalar. Rows `ahead` are fetched meanwhile."""
+    sums = zero_vectors(_CHAINS)
     if vector.quantized is None:
         _add_floats(sums, matrix, number, vector, ahead)
     else:
-        _add_bytes(sums, matrix, number, vector.quantized, ahead)
+        _ByteProduct(sums, matrix, number, vector.quantized).add(ahead)
     a, b, c, d = (sums[chain, at(0)] for chain in range(_CHAINS))
     return total((a + b) + (c + d))
 
 
 def biased(product: Expr, bias: KernelTensor | None, row: Expr) -> Expr:
-    """`product` of row `row`, with its bias where there is one."""
+    """Return `product` of row `row` plus its bias where there is one."""
     return product if bias is None else bind(product + bias[row])
 
 
@@ -79,67 +77,57 @@ def _add(sums: KernelTensor, chain: int, a: Expr, b: Expr) -> None:
     sums[chain, at(0)] = fma(a, b, sums[chain, at(0)])
 
 
-def _add_bytes(
-    sums: KernelTensor, matrix: KernelMatrix, number: Expr, vector: QuantizedVector, ahead: Sequence[Expr]
-) -> None:
-    """Eight groups at a time, so that eight scales are converted and multiplied at once."""
-    add = _add_pairs if matrix.format == "q4" else _add_groups
+@dataclass(frozen=True)
+class _ByteProduct:
+    """The product of row `number` of `matrix` with `vector` in bytes, which is added to `sums`."""
 
-    def add_eight(first: Expr, count: int) -> None:
-        scales = matrix.eight_scales(number, first)
+    sums: KernelTensor
+    matrix: KernelMatrix
+    number: Expr
+    vector: QuantizedVector
+
+    def add(self, ahead: Sequence[Expr]) -> None:
+        """Add the whole row, eight groups at a time, so that eight scales are converted and multiplied at once."""
+        matrix = self.matrix
+        full, rest = divmod(matrix.groups, SCALES_TOGETHER)
+        if full:
+            with loop(0, full) as index:
+                self._add_eight(bind(index * SCALES_TOGETHER), SCALES_TOGETHER, ahead)
+        if rest:
+            self._add_eight(full * SCALES_TOGETHER, rest, ahead)
+        for line in matrix.scale_lines:
+            for other in ahead:
+                matrix.fetch(other, line)
+
+    def _add_eight(self, first: Expr, count: int, ahead: Sequence[Expr]) -> None:
+        matrix, vector = self.matrix, self.vector
+        scales = matrix.eight_scales(self.number, first)
         if vector.offsets is not None:
-            _add(sums, 0, scales, vector.offsets[vector.row, at(first)])
+            _add(self.sums, 0, scales, vector.offsets[vector.row, at(first)])
         scales = bind(scales * vector.scales[vector.row, at(first)])
         for i in range(0, count, matrix.groups_per_line):
             for other in ahead:
                 matrix.fetch(other, (first + i) // matrix.groups_per_line)
-        add(sums, matrix, number, vector, first, count, scales)
+        add = self._add_pairs if matrix.format == "q4" else self._add_groups
+        add(first, count, scales)
 
-    full, rest = divmod(matrix.groups, SCALES_TOGETHER)
-    if full:
-        with loop(0, full) as index:
-            add_eight(bind(index * SCALES_TOGETHER), SCALES_TOGETHER)
-    if rest:
-        add_eight(full * SCALES_TOGETHER, rest)
-    for line in matrix.scale_lines:
-        for other in ahead:
-            matrix.fetch(other, line)
+    def _add_groups(self, first: Expr, count: int, scales: Expr) -> None:
+        """Add `count` groups of bytes."""
+        for i in range(count):
+            place = at((first + i) * GROUP, GROUP)
+            values = bind(self.vector.bytes[self.vector.row, place])
+            products = dot_signed(bind(self.matrix.data[self.number, place]), values)
+            _add(self.sums, i % _CHAINS, to_floats(products), lane(scales, i))
 
+    def _add_pairs(self, first: Expr, count: int, scales: Expr) -> None:
+        """Add `count` groups of halves of bytes, two at a time: one of each pair in each half of a vector.
 
-def _add_groups(
-    sums: KernelTensor,
-    matrix: KernelMatrix,
-    number: Expr,
-    vector: QuantizedVector,
-    first: Expr,
-    count: int,
-    scales: Expr,
-) -> None:
-    """Adds `count` groups of bytes."""
-    for i in range(count):
-        group = first + i
-        values = bind(vector.bytes[vector.row, at(group * GROUP, GROUP)])
-        products = dot_signed(bind(matrix.data[number, at(group * GROUP, GROUP)]), values)
-        _add(sums, i % _CHAINS, to_floats(products), lane(scales, i))
-
-
-def _add_pairs(
-    sums: KernelTensor,
-    matrix: KernelMatrix,
-    number: Expr,
-    vector: QuantizedVector,
-    first: Expr,
-    count: int,
-    scales: Expr,
-) -> None:
-    """Adds `count` groups of halves of bytes, two at a time: one of each pair in each half of a vector.
-
-    Where the second does not exist, the row's scales are in its place, and zeros in that of the activations.
-    """
-    for i in range(0, count, 2):
-        start = (first + i) * GROUP
-        raw = bind(matrix.data[number, at((first + i) * matrix.group_elements, BYTES)])
-        low, high = split_nibbles(bind(tirx.reinterpret(f"uint32x{LANES}", raw)))
-        values = [bind(vector.bytes[vector.row, at(start + half, BYTES)]) for half in (0, BYTES)]
-        both = bind(tirx.Shuffle([scales], [i + lane // (LANES // 2) for lane in range(LANES)]))
-        _add(sums, i // 2 % _CHAINS, to_floats(dot_pair(low, high, values)), both)
+        Where the second does not exist, the row's scales are in its place, and zeros in that of the activations.
+        """
+        for i in range(0, count, 2):
+            start = (first + i) * GROUP
+            raw = bind(self.matrix.data[self.number, at((first + i) * self.matrix.group_elements, BYTES)])
+            low, high = split_nibbles(bind(tirx.reinterpret(f"uint32x{LANES}", raw)))
+            values = [bind(self.vector.bytes[self.vector.row, at(start + half, BYTES)]) for half in (0, BYTES)]
+            both = bind(tirx.Shuffle([scales], [i + lane // (LANES // 2) for lane in range(LANES)]))
+            _add(self.sums, i // 2 % _CHAINS, to_floats(dot_pair(low, high, values)), both)

@@ -1,7 +1,8 @@
 """Feed-forward blocks: of one token, of several sequences' next tokens, and of a chunk of a prompt.
 
-For one token, over the neurons that are predicted to fire: 1. The numbers of the neurons to compute are listed in order
-(`ffn_neurons.py`): in `exact` by each neuron's product with the gating matrix, in `masked` by the mask.
+For one token, over the neurons that are predicted to fire:
+1. The numbers of the neurons to compute are listed in order (`ffn_neurons.py`): in `exact` by each neuron's product
+   with the gating matrix, in `masked` by the mask.
 2. They are cut into SLICES equal runs (`ffn_slices.py`).
 3. The slices' y are added up in order.
 The number of slices is fixed, and so are the order of all additions and every bit of y for any number of threads.
@@ -23,17 +24,18 @@ from picompile_codegen.cpu.ffn_neurons import FfnArguments, NeuronList, declare_
 from picompile_codegen.cpu.ffn_slices import Slices, compute_slice
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.linear import TileProjection, project_rows, row_block
+from picompile_codegen.cpu.matrix import KernelMatrix
 from picompile_codegen.cpu.quantized import QuantizedRows, QuantizedVector, quantize_to, vector_sizes
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, select, when, worth_a_region
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, counter, loop, parallel, select, when, worth_a_region
 from picompile_codegen.cpu.vector import blocks, load, splat, store
 from picompile_codegen.specs import FfnSpec
 
-# Each has a y of its own, which costs time to add up; too few leave threads without work.
+# Each slice has a y of its own, which takes time to add up; too few slices leave threads without work.
 SLICES = 16
 
 
 def ffn_one(function: KernelFunction, arguments: FfnArguments) -> None:
-    """Declares the rest of the arguments and writes the body."""
+    """Write the body of a block for one token or several sequences, and declare its scratch memory."""
     spec = arguments.spec
     memory = declare_list(function, arguments)
     slices = Slices.declare(function, arguments, SLICES)
@@ -47,19 +49,19 @@ def ffn_one(function: KernelFunction, arguments: FfnArguments) -> None:
     slices.count(arguments.stats, spec.neurons if listed is None else listed.count, 1)
 
 
-# Tasks of a token: a few tokens are to keep more threads than there are tokens busy.
+# Tasks for each token, so that a few tokens keep more threads busy than there are tokens.
 _SLICES = 4
-# All neurons are computed where the masks name as many as so many whole blocks have, and so many percent of what all
-# tokens would compute: tiles read every weight once, and then take less time for each. See docs/benchmarks.md.
+# All neurons are computed where the masks name more than DENSE_BLOCKS · neurons + DENSE_PERCENT % of tokens · neurons:
+# tiles read every weight once, and then take less time for each. See docs/benchmarks.md.
 DENSE_BLOCKS, DENSE_PERCENT = 2, 30
 
 
 def ffn_sequences(function: KernelFunction, arguments: FfnArguments) -> None:
-    """Declares the rest of the arguments and writes the body."""
+    """Write the body of a block for one token or several sequences, and declare its scratch memory."""
     spec = arguments.spec
     listed = declare_list(function, arguments)
     if listed is None:
-        raise ValueError("a batch of tokens is computed by masks")
+        raise ValueError("several sequences are computed by masks")
     counts = function.scratch("counts", "int32", spec.rows)
     vectors = _declare_vectors(function, arguments)
     slices = Slices.declare(function, arguments, _SLICES)
@@ -71,8 +73,7 @@ def ffn_sequences(function: KernelFunction, arguments: FfnArguments) -> None:
         if vectors is not None:
             bytes_, scales, offsets = vectors
             quantize_to(arguments.x, token, arguments.bundle, QuantizedVector(bytes_, scales, offsets, token))
-    computed = local(1, dtype="int32")
-    computed[0] = 0
+    computed = counter()
     with loop(0, tokens) as token:
         computed[0] = computed[0] + counts[token]
     total = bind(computed[0])
@@ -96,7 +97,7 @@ def ffn_sequences(function: KernelFunction, arguments: FfnArguments) -> None:
 def _declare_vectors(
     function: KernelFunction, arguments: FfnArguments
 ) -> tuple[KernelTensor, KernelTensor, KernelTensor | None] | None:
-    """Memory for the tokens' bytes, where the matrix has bytes."""
+    """Declare memory for the tokens' bytes, where the matrix has bytes."""
     bundle, rows = arguments.bundle, arguments.spec.rows
     if bundle.scale is None:
         return None
@@ -108,7 +109,7 @@ def _declare_vectors(
 
 def ffn(spec: FfnSpec, function: KernelFunction) -> None:
     """Write the body of an `FfnSpec`."""
-    arguments = FfnArguments.of(spec, function)
+    arguments = FfnArguments.of(spec, function, KernelMatrix)
     if spec.rows == 1:
         ffn_one(function, arguments)
     elif spec.is_masked:
@@ -131,7 +132,7 @@ class ChunkMemory:
 
     @classmethod
     def declare(cls, function: KernelFunction, spec: FfnSpec, has_bytes: bool) -> "ChunkMemory":
-        """Declares it. Must come before any statement of a kernel."""
+        """Declare the memory. This must come before any statement of the kernel."""
         gate = function.scratch("gate", "float32", spec.rows, spec.neurons) if spec.gated else None
         hidden = function.scratch("hidden", "float32", spec.rows, spec.neurons)
         if not has_bytes:
@@ -150,7 +151,7 @@ def ffn_chunk(function: KernelFunction, arguments: FfnArguments) -> None:
 
 
 def compute_chunk(arguments: FfnArguments, memory: ChunkMemory, tokens: Expr) -> None:
-    """y of the first `tokens` tokens, every neuron computed."""
+    """Compute y of the first `tokens` tokens over all neurons."""
     spec, gate, hidden = arguments.spec, memory.gate, memory.hidden
     quantized, down_bytes = memory.x_bytes, memory.down_bytes
     is_worth = worth_a_region(arguments.bundle.bytes)
@@ -177,10 +178,9 @@ def _project(
     gate: KernelTensor | None,
     hidden: KernelTensor,
 ) -> None:
-    """The products of a block of neurons with gate and up, before their activations."""
+    """Compute the products of a block of neurons with gate and up, before their activations."""
     neurons = arguments.spec.neurons
-    first, _ = arguments.first_row(0)
-    projection = TileProjection(first, neurons, lambda neuron: arguments.first_row(neuron)[1], arguments.first_bias)
+    projection = TileProjection(arguments.first_matrix, neurons, arguments.first_row, arguments.first_bias)
     project_rows(projection, block, arguments.x, quantized, tokens, hidden if gate is None else gate)
     if gate is not None:
         projection = TileProjection(arguments.bundle, neurons, arguments.up_row, arguments.up_bias)

@@ -2,27 +2,30 @@
 computes."""
 
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from tvm import tirx
 
 from picompile_codegen.cpu.dot import Vector, biased, dot
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.matrix import KernelMatrix, matrix_argument, optional_matrix
+from picompile_codegen.cpu.matrix import KernelMatrix, M
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, parallel, worth_a_region
 from picompile_codegen.cpu.vector import activate, at
 from picompile_codegen.specs import FfnSpec
 
+F = TypeVar("F", bound="FfnTensors[Any]")
+
 
 @dataclass(frozen=True)
-class FfnArguments:
-    """The tensors of a block, in the order in which they are passed."""
+class FfnTensors(Generic[M]):
+    """The tensors of a feed-forward block, in the order in which they are passed, on the CPU or on a GPU."""
 
     spec: FfnSpec
     x: KernelTensor
     mask: KernelTensor | None
     table: KernelTensor | None
-    decide: KernelMatrix | None
-    bundle: KernelMatrix
+    decide: M | None
+    bundle: M
     gate_bias: KernelTensor | None
     up_bias: KernelTensor | None
     down_bias: KernelTensor | None
@@ -30,15 +33,15 @@ class FfnArguments:
     y: KernelTensor
 
     @classmethod
-    def of(cls, spec: FfnSpec, function: KernelFunction) -> "FfnArguments":
-        """Return the arguments of the kernel that is being written."""
+    def of(cls: type[F], spec: FfnSpec, function: KernelFunction, matrix: type[M]) -> F:
+        """Return the arguments of the kernel that is being written, its packed matrices as `matrix`."""
         return cls(
             spec=spec,
             x=function["x"],
             mask=function.get("mask"),
             table=function.get("table"),
-            decide=optional_matrix(function, "decide_w"),
-            bundle=matrix_argument(function, "neuron_w"),
+            decide=matrix.optional(function, "decide_w"),
+            bundle=matrix.argument(function, "neuron_w"),
             gate_bias=function.get("gate_bias"),
             up_bias=function.get("up_bias"),
             down_bias=function.get("down_bias"),
@@ -47,15 +50,18 @@ class FfnArguments:
         )
 
     @property
+    def first_matrix(self) -> M:
+        """The gating matrix: it has the rows of gate, or of up where there is no gate."""
+        return self.bundle if self.decide is None else self.decide
+
+    @property
     def first_bias(self) -> KernelTensor | None:
-        """The bias of the matrix that decides: gate, or up where there is no gate."""
+        """The bias of `first_matrix`."""
         return self.gate_bias if self.spec.gated else self.up_bias
 
-    def first_row(self, neuron: Expr) -> tuple[KernelMatrix, Expr]:
-        """Return where a neuron's gate is (up, where there is no gate): a matrix and a row of it."""
-        if self.decide is not None:
-            return self.decide, neuron
-        return self.bundle, neuron * self.spec.bundle_parts
+    def first_row(self, neuron: Expr) -> Expr:
+        """The row of a neuron in `first_matrix`."""
+        return neuron if self.decide is not None else neuron * self.spec.bundle_parts
 
     def up_row(self, neuron: Expr) -> Expr:
         """The row of up in the bundle of a gated block."""
@@ -64,6 +70,11 @@ class FfnArguments:
     def down_row(self, neuron: Expr) -> Expr:
         """The row of down in the bundle."""
         return neuron * self.spec.bundle_parts + (self.spec.bundle_parts - 1)
+
+
+@dataclass(frozen=True)
+class FfnArguments(FfnTensors[KernelMatrix]):
+    """The tensors of a block for the CPU."""
 
     def bundle_rows(self, neuron: Expr) -> list[Expr]:
         """All rows of a neuron in the bundle."""
@@ -75,7 +86,7 @@ class FfnArguments:
         return value if up is None else bind(value * activate(self.spec.up_activation, up))
 
 
-# The list of neurons to compute: their numbers in order, side by side.
+# The list of neurons to compute holds their numbers in order, side by side.
 
 
 # Elements of a mask that are looked at together: a word.
@@ -110,7 +121,7 @@ class ListMemory:
 
 
 def declare_list(function: KernelFunction, arguments: FfnArguments) -> ListMemory | None:
-    """The memory that a block's kind needs for its list; None where every neuron is computed."""
+    """Declare the memory that a block's kind needs for its list; None where every neuron is computed."""
     spec = arguments.spec
     if not (spec.is_exact or spec.is_masked):
         return None
@@ -119,14 +130,14 @@ def declare_list(function: KernelFunction, arguments: FfnArguments) -> ListMemor
 
 
 def make_list(arguments: FfnArguments, vector: Vector, memory: ListMemory) -> NeuronList:
-    """The neurons that the mask names or, in `exact`, whose product with the gating matrix is above the threshold."""
+    """List the neurons that the mask names or, in `exact`, whose gate product is above the threshold."""
     if memory.products is not None:
         _decide(arguments, vector, memory.products)
     return list_neurons(arguments, memory, 0)
 
 
 def list_neurons(arguments: FfnArguments, memory: ListMemory, token: Expr) -> NeuronList:
-    """List the neurons of any of several tokens with a mask each, once the products are known."""
+    """List the neurons of token `token`; in `exact` the products must be known."""
     count = local(1, dtype="int32")
     count[0] = 0
     neurons, start = arguments.spec.neurons, 0
@@ -141,9 +152,9 @@ def list_neurons(arguments: FfnArguments, memory: ListMemory, token: Expr) -> Ne
 
 
 def _list_by_eights(mask: KernelTensor, neurons: KernelTensor, token: Expr, eights: int, count: KernelTensor) -> None:
-    """The neurons of a mask whose first eights are to be gone through.
+    """List the neurons of the first `eights` · 8 bytes of a mask.
 
-    Two are written for every eight, whether there are any or not; that there are more is rare.
+    Two numbers are written for every eight neurons, whether there are any or not; more than two are rare.
     """
     rest = local(1, dtype="uint64")
     with loop(0, eights) as eight:
@@ -159,7 +170,7 @@ def _list_by_eights(mask: KernelTensor, neurons: KernelTensor, token: Expr, eigh
 
 
 def _take_lowest(rest: KernelTensor) -> Expr:
-    """The number of the lowest byte that is not 0 (some number where all are), which becomes 0."""
+    """Return the number of the lowest byte that is not 0, and set it to 0; any number where all bytes are 0."""
     word, one = bind(rest[0]), tirx.IntImm("uint64", 1)
     # Ones below the lowest bit that is set: eight for each byte.
     below = bind(tirx.popcount((word - one) & ~word))
@@ -171,12 +182,12 @@ def _decide(arguments: FfnArguments, vector: Vector, products: KernelTensor) -> 
     """products[j] = x · decide[j] + bias[j] for all neurons."""
     is_worth = worth_a_region(arguments.bundle.bytes)
     with parallel(arguments.spec.neurons, when_worth=is_worth) as neuron:
-        matrix, row = arguments.first_row(neuron)
+        matrix, row = arguments.first_matrix, arguments.first_row(neuron)
         products[neuron] = biased(dot(matrix, row, vector, [row + matrix.rows_ahead]), arguments.first_bias, neuron)
 
 
 def _is_computed(arguments: FfnArguments, products: KernelTensor | None, token: Expr, neuron: Expr) -> Expr:
     if products is not None:
-        return products[neuron] > tirx.FloatImm("float32", arguments.spec.threshold)
+        return products[neuron] > arguments.spec.threshold
     column = neuron if arguments.table is None else arguments.table[neuron]
     return arguments.mask[token, column]  # type: ignore[index]

@@ -16,8 +16,19 @@ from picompile_codegen.cpu.dot import Vector, biased, dot
 from picompile_codegen.cpu.ffn_neurons import FfnArguments, NeuronList
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import CACHE_LINE_BYTES
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, minimum, parallel, when, worth_a_region
-from picompile_codegen.cpu.vector import LANES, at, blocks, splat, store
+from picompile_codegen.cpu.tensor import (
+    Expr,
+    KernelTensor,
+    bind,
+    counter,
+    local,
+    loop,
+    minimum,
+    parallel,
+    when,
+    worth_a_region,
+)
+from picompile_codegen.cpu.vector import LANES, at, blocks, splat, store, zero_vector
 
 # Columns of y that a task adds up, a multiple of every `SumOrder.columns`.
 _TASK_COLUMNS = 128
@@ -37,7 +48,7 @@ class Slices:
 
     @classmethod
     def declare(cls, function: KernelFunction, arguments: FfnArguments, per_token: int) -> "Slices":
-        """Memory for `per_token` slices of every token."""
+        """Declare memory for `per_token` slices of every token."""
         order, count = SumOrder.of(arguments.bundle), arguments.spec.rows * per_token
         # A cache line more: the same columns of all slices would else compete for the same few places of a cache.
         width = order.width(arguments.spec.dim) + CACHE_LINE_BYTES // 4
@@ -45,13 +56,12 @@ class Slices:
         return cls(y, function.scratch("nonzero", "int32", count), order, per_token)
 
     def add_up(self, y: KernelTensor, bias: KernelTensor | None, dim: int, tokens: Expr) -> None:
-        """y [rows, dim] of each token: its slices, in order, and the bias."""
+        """Add up y [rows, dim] of each token: its slices, in order, and the bias."""
         full, rest = divmod(dim, _TASK_COLUMNS)
         tasks = full + (rest > 0)
 
         def add_vector(token: Expr, first: Expr, runs: list[tuple[Expr, int, int]]) -> None:
-            value = local(LANES)
-            value[at(0)] = splat(0.0)
+            value = zero_vector()
             with loop(0, self.per_token) as index:
                 value[at(0)] = value[at(0)] + self.y[token * self.per_token + index, at(first)]
             summed = bind(value[at(0)])
@@ -77,7 +87,7 @@ class Slices:
                     add_columns(token, full * _TASK_COLUMNS, rest)
 
     def count(self, stats: KernelTensor, computed: Expr, tokens: Expr) -> None:
-        """Adds to `stats` how many neurons were computed and how many were not zero."""
+        """Add to `stats` how many neurons were computed and how many were not zero."""
         stats[0] = stats[0] + tirx.Cast("int64", computed)
         with loop(0, tokens * self.per_token) as index:
             stats[1] = stats[1] + tirx.Cast("int64", self.nonzero[index])
@@ -86,7 +96,7 @@ class Slices:
 def _store(
     y: KernelTensor, token: Expr, column: Expr, sums: Expr, lane: int, count: int, bias: KernelTensor | None
 ) -> None:
-    """`count` sums, from lane `lane` on, to consecutive columns."""
+    """Store `count` sums, from lane `lane` on, to consecutive columns."""
     lanes = list(range(lane, lane + count))
     if count in (LANES, LANES // 2):
         value = tirx.Shuffle([sums], lanes)
@@ -118,13 +128,12 @@ def compute_slice(
     index: Expr,
     number: Expr,
 ) -> None:
-    """Slice `number` of one token's, of all neurons or of those that are listed: row `index` of `slices`."""
+    """Compute slice `number` of one token, over all neurons or those listed, to row `index` of `slices`."""
     width, of = slices.order.width(arguments.spec.dim), slices.per_token
     blocks(width, lambda c, valid: store(slices.y, index, c, value=splat(0.0), valid=valid))
     slices.nonzero[index] = 0
     places = _NEURONS_TOGETHER + rows_together(arguments.bundle)[-1]
-    waiting = _Waiting(local(places, dtype="int32"), local(places), local(1, dtype="int32"))
-    waiting.count[0] = 0
+    waiting = _Waiting(local(places, dtype="int32"), local(places), counter())
     count = arguments.spec.neurons if listed is None else listed.count
     start, stop = bind(count * number // of), bind(count * (number + 1) // of)
     distance = -(-arguments.bundle.rows_ahead // arguments.spec.bundle_parts)
@@ -155,24 +164,24 @@ def _compute(
     nonzero: KernelTensor,
     index: Expr,
 ) -> None:
-    """Computes one neuron's output and puts it among those that wait, in a list unless it is zero."""
+    """Compute one neuron's output and add it to those that wait; a listed neuron only if its output is not zero."""
     spec, down = arguments.spec, bind(arguments.down_row(neuron))
     if listed is not None and listed.products is not None:
         first = bind(listed.products[neuron])
     else:
-        (matrix, row), (_, fetched) = arguments.first_row(neuron), arguments.first_row(ahead)
-        first = biased(dot(matrix, row, vector, [fetched]), arguments.first_bias, neuron)
+        product = dot(arguments.first_matrix, arguments.first_row(neuron), vector, [arguments.first_row(ahead)])
+        first = biased(product, arguments.first_bias, neuron)
     with _unless_silent(arguments, listed, first):
         up = None
         if spec.gated:
             product = dot(arguments.bundle, arguments.up_row(neuron), vector, [arguments.up_row(ahead)])
             up = biased(product, arguments.up_bias, neuron)
         h = _output(arguments, first, up)
-        fired = bind(tirx.Cast("int32", h != tirx.FloatImm("float32", 0.0)))
+        fired = bind(tirx.Cast("int32", h != 0.0))
         nonzero[index] = nonzero[index] + fired
         place = bind(waiting.count[0])
         waiting.numbers[place], waiting.outputs[place] = down, h
-        # Of all neurons even those whose h is zero: to leave out rows here and there would break the one stream.
+        # Without a list rows are added even where h is zero: leaving out a few would break the stream of reads.
         waiting.count[0] = place + (1 if listed is None else fired)
 
 
@@ -181,34 +190,33 @@ def _neuron(listed: NeuronList | None, position: Expr) -> Expr:
 
 
 def _unless_silent(arguments: FfnArguments, listed: NeuronList | None, first: Expr) -> AbstractContextManager[None]:
-    """Leaves out the rest of a neuron that a mask named and that is silent all the same."""
+    """Skip the rest of a neuron that a mask names and that is silent all the same."""
     if listed is None or listed.products is not None or not arguments.spec.is_sparse:
         return nullcontext()
-    return when(first > tirx.FloatImm("float32", arguments.spec.threshold))
+    return when(first > arguments.spec.threshold)
 
 
 def _output(arguments: FfnArguments, first: Expr, up: Expr | None) -> Expr:
-    """h of one neuron. The functions are written for vectors; LLVM sees that all lanes but one are for nothing."""
+    """Return h of one neuron. Activations are written for vectors; LLVM removes the lanes that are not used."""
     return bind(tirx.Shuffle([bind(arguments.output(splat(first), None if up is None else splat(up)))], [0]))
 
 
 def _fill_up(waiting: _Waiting, together: int) -> None:
-    """Makes the number of those that wait a multiple of `together`: the first stands in for the missing, times zero."""
+    """Fill up those that wait to a multiple of `together` by the first one, times zero."""
     count = bind(waiting.count[0])
     for i in range(together - 1):
-        waiting.numbers[count + i], waiting.outputs[count + i] = waiting.numbers[0], tirx.FloatImm("float32", 0.0)
+        waiting.numbers[count + i], waiting.outputs[count + i] = waiting.numbers[0], 0.0
     waiting.count[0] = (count + (together - 1)) // together * together
 
 
 def _add_waiting(
     arguments: FfnArguments, waiting: _Waiting, out: KernelTensor, index: Expr, following: Callable[[Expr], Expr]
 ) -> None:
-    """Adds the rows of down that wait, as many at a time as can be; a few are left, and move to the front.
+    """Add the rows of down that wait, as many at a time as possible; a few remain, and move to the front.
 
     Meanwhile the rows of down of the neurons `following(0)`, `following(1)`, … are fetched.
     """
-    done, numbers_of_rows = local(1, dtype="int32"), rows_together(arguments.bundle)
-    done[0] = 0
+    done, numbers_of_rows = counter(), rows_together(arguments.bundle)
     for together in numbers_of_rows:
         first = bind(done[0])
         times = bind((waiting.count[0] - first) // together)

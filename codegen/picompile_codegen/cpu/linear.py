@@ -12,7 +12,7 @@ from tvm import tirx
 from picompile_codegen.cpu.byte_tiles import block_rows, declare_rows, multiply_block, quantize_rows, raw_offset
 from picompile_codegen.cpu.dot import dot, prepare_vector
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.matrix import KernelMatrix, each_group, groups_of, matrix_argument
+from picompile_codegen.cpu.matrix import KernelMatrix, each_group, groups_of
 from picompile_codegen.cpu.quantized import QuantizedRows
 from picompile_codegen.cpu.tensor import (
     Expr,
@@ -27,7 +27,7 @@ from picompile_codegen.cpu.tensor import (
     when,
     worth_a_region,
 )
-from picompile_codegen.cpu.vector import LANES, at, blocks, fma, four_totals, load, splat, store
+from picompile_codegen.cpu.vector import LANES, at, blocks, fma, four_totals, load, store, zero_vectors
 from picompile_codegen.specs import LinearSpec
 from picompile_passes.weight_formats import GROUP
 
@@ -49,14 +49,14 @@ class TileProjection:
 
 
 def row_block(matrix: KernelMatrix) -> int:
-    """How many outputs a task of `project_rows` makes."""
+    """Return how many outputs a task of `project_rows` computes."""
     return ROW_BLOCK if matrix.scale is None else block_rows()
 
 
 def project(
     projection: TileProjection, x: KernelTensor, quantized: QuantizedRows | None, tokens: Expr, out: KernelTensor
 ) -> None:
-    """All outputs of a projection. `quantized` is memory for x in bytes, where the matrix has bytes."""
+    """Compute all outputs of a projection. `quantized` is memory for x in bytes, where the matrix has bytes."""
     matrix = projection.matrix
     if quantized is not None:
         quantize_rows(x, tokens, matrix.columns, raw_offset(matrix), quantized)
@@ -90,7 +90,7 @@ def project_rows(
 
 
 def _store(projection: TileProjection, out: KernelTensor, token: Expr, output: Expr, sums: Expr) -> None:
-    """Eight outputs of a token, those that exist."""
+    """Store eight outputs of a token, those that exist."""
     full, rest = divmod(projection.count, LANES)
 
     def store_lanes(valid: int) -> None:
@@ -128,7 +128,7 @@ def _project_floats(projection: TileProjection, block: Expr, x: KernelTensor, to
 def _unpack_rows(
     projection: TileProjection, first_output: Expr, start: Expr, width: int, weights: KernelTensor
 ) -> None:
-    """Columns `start` … of a block's rows as float32. Rows past the end repeat the last one; nobody uses them."""
+    """Unpack columns `start` … of a block's rows to float32. Rows past the end repeat the last one, unused."""
     with loop(0, ROW_BLOCK) as i:
         number = bind(projection.row_of(minimum(first_output + i, projection.count - 1)))
         row = projection.matrix.part_of_row(number, start // GROUP, groups_of(width))
@@ -143,10 +143,8 @@ def _unpack_rows(
 def _tile_sums(
     weights: KernelTensor, first_row: Expr, x: KernelTensor, tokens: list[Expr], start: Expr, width: int
 ) -> list[Expr]:
-    """For each token, its products with TILE_ROWS rows of unpacked weights: a vector of TILE_ROWS lanes."""
-    sums = local(TILE_TOKENS * TILE_ROWS, LANES)
-    for i in range(TILE_TOKENS * TILE_ROWS):
-        sums[i, at(0)] = splat(0.0)
+    """Return, for each token, its products with TILE_ROWS rows of unpacked weights: a vector of TILE_ROWS lanes."""
+    sums = zero_vectors(TILE_TOKENS * TILE_ROWS)
 
     def step(column: Expr, valid: int) -> None:
         inputs = [bind(load(x, token, start + column, valid=valid)) for token in tokens]
@@ -163,7 +161,7 @@ def _tile_sums(
 def _emit(
     projection: TileProjection, out: KernelTensor, tokens: list[Expr], output: Expr, sums: list[Expr], is_first: bool
 ) -> None:
-    """Stores TILE_ROWS outputs of a tile's tokens, those that exist, or adds them to what earlier columns gave."""
+    """Store TILE_ROWS outputs of a tile's tokens, those that exist, or add them to the sums of earlier columns."""
 
     def emit(first: Expr, lanes: int, values: list[Expr]) -> None:
         place = at(first, lanes)
@@ -183,12 +181,9 @@ def _emit(
             emit(output + i, 1, [tirx.Shuffle([value], [i]) for value in sums])
 
 
-# The body of a `LinearSpec`, for one token or for a chunk.
-
-
 def linear(spec: LinearSpec, function: KernelFunction) -> None:
     """Write the body of a `LinearSpec`."""
-    x, w, bias, y = function["x"], matrix_argument(function, "w"), function.get("bias"), function["y"]
+    x, w, bias, y = function["x"], KernelMatrix.argument(function, "w"), function.get("bias"), function["y"]
     if spec.rows == 1:
         _linear_one(x, w, bias, y)
         return
@@ -197,7 +192,7 @@ def linear(spec: LinearSpec, function: KernelFunction) -> None:
 
 
 def _linear_one(x: KernelTensor, w: KernelMatrix, bias: KernelTensor | None, y: KernelTensor) -> None:
-    """Row by row, front to back."""
+    """Multiply one token with the rows, front to back."""
     vector = prepare_vector(x, w)
     with parallel(w.rows, when_worth=worth_a_region(w.bytes)) as row:
         product = dot(w, row, vector, [row + w.rows_ahead])

@@ -9,6 +9,7 @@ A new format is a function in `_RAW` and an offset in `_OFFSETS`; its data type 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tvm import tirx
 
@@ -20,7 +21,7 @@ from picompile_passes.weight_formats import FORMATS, GROUP
 
 CACHE_LINE_BYTES = 64
 
-# How far ahead of what is read lines are asked for: what a core reads in the 300 ns or so that memory takes when busy.
+# How far ahead lines are prefetched: as much as a core reads in the 300 ns or so that busy memory takes.
 _BYTES_AHEAD = 8 * 1024
 
 
@@ -52,22 +53,51 @@ class MatrixRow:
     scales: KernelTensor | None
 
     def group(self, group: Expr) -> Group:
-        """Loads group `first` + `group`. Columns that are padding have zero weights."""
+        """Load group `first` + `group`. Columns that are padding have zero weights."""
         column = (self.first + group) * self.matrix.group_elements
         raw = tuple(bind(vector) for vector in _RAW[self.matrix.format](self.matrix.data, self.number, column))
         scale = self.factor if self.scales is None else bind(splat(self.scales[group]))
         return Group(raw, self.matrix.offset, scale)
 
 
+M = TypeVar("M", bound="MatrixTensors")
+
+
 @dataclass(frozen=True)
-class KernelMatrix:
-    """A packed matrix [rows, columns] that is an argument of the kernel."""
+class MatrixTensors:
+    """The tensors of a packed matrix [rows, columns], an argument of the kernel on the CPU or on a GPU."""
 
     format: str
     rows: int
     columns: int
     data: KernelTensor
     scale: KernelTensor | None
+
+    @classmethod
+    def argument(cls: type[M], function: KernelFunction, name: str) -> M:
+        """Return the packed matrix that the kernel's spec declares under that name.
+
+        Raises:
+            CodegenError: If it declares none.
+        """
+        matrix = cls.optional(function, name)
+        if matrix is None:
+            raise CodegenError(f"kernel {function.name} has no packed matrix {name}")
+        return matrix
+
+    @classmethod
+    def optional(cls: type[M], function: KernelFunction, name: str) -> M | None:
+        """Return the packed matrix of that name, or None in a variant of the kernel that has none."""
+        declared = function.declared_matrix(name)
+        if declared is None:
+            return None
+        data, scale = function[f"{name}.data"], function.get(f"{name}.scale")
+        return cls(declared.format, declared.rows, declared.columns, data, scale)
+
+
+@dataclass(frozen=True)
+class KernelMatrix(MatrixTensors):
+    """A packed matrix as the CPU reads it: a row at a time, in groups of 32 weights."""
 
     @property
     def groups(self) -> int:
@@ -105,25 +135,25 @@ class KernelMatrix:
         return self.rows * self.row_bytes
 
     def row(self, number: Expr, *, factor: Expr | None = None) -> MatrixRow:
-        """Begins to read a row, times the scalar `factor`."""
+        """Begin to read a row, times the scalar `factor`."""
         return self._row(number, 0, self.groups, factor)
 
     def part_of_row(self, number: Expr, first: Expr, groups: int) -> MatrixRow:
-        """Begins to read `groups` groups of a row, of which the first is a multiple of 8, or of 4 if `groups` is 4."""
+        """Begin to read `groups` groups of a row; the first is a multiple of 8, or of 4 if `groups` is 4."""
         return self._row(number, first, groups, None)
 
     def eight_scales(self, number: Expr, first: Expr) -> Expr:
-        """The scales of groups `first` … `first` + 7 of a row, as float32; zeros where there are no such groups."""
+        """Return the scales of groups `first` … `first` + 7 of a row, as float32; zeros past the last group."""
         start = first + FORMATS[self.format].scale_offset_bytes(self.columns) // 2
         return bind(to_floats(self.scale[number, at(start)]))  # type: ignore[index]
 
     @property
     def rows_ahead(self) -> int:
-        """How many rows ahead of the one that is read the one that is fetched should be."""
+        """How many rows ahead of the row being read to prefetch."""
         return -(-_BYTES_AHEAD // self.row_bytes)
 
     def fetch(self, number: Expr, line: Expr) -> None:
-        """Asks for cache line `line` of a row."""
+        """Prefetch cache line `line` of a row."""
         prefetch(self.data, number, line * (self.data_line_elements))
 
     @property
@@ -132,7 +162,7 @@ class KernelMatrix:
         return range(-(-self.groups // self.groups_per_line), self.row_bytes // CACHE_LINE_BYTES)
 
     def fetch_row(self, number: Expr) -> None:
-        """Asks for a whole row."""
+        """Prefetch a whole row."""
         with loop(0, self.row_bytes // CACHE_LINE_BYTES) as line:
             self.fetch(number, line)
 
@@ -142,7 +172,7 @@ class KernelMatrix:
         return MatrixRow(self, number, first, in_lanes, scales)
 
     def _unpack_scales(self, number: Expr, first: Expr, groups: int, factor: Expr | None) -> KernelTensor | None:
-        """The scales as float32, side by side. One at a time they would cost as much as a vector of weights each.
+        """Return the scales as float32, side by side. Converted singly, each would cost as much as a vector of weights.
 
         A load may pass the last scale, but not the end of the row: both begin at multiples of 16 bytes.
         """
@@ -176,35 +206,18 @@ _RAW = {"f16": _raw_bytes_or_halves, "q8": _raw_bytes_or_halves, "q4": _raw_nibb
 _OFFSETS = {"f16": 0.0, "q8": 0.0, "q4": -8.0}
 
 
-def matrix_argument(function: KernelFunction, name: str) -> KernelMatrix:
-    """Return the packed matrix that the kernel's spec declares under that name."""
-    matrix = optional_matrix(function, name)
-    if matrix is None:
-        raise CodegenError(f"kernel {function.name} has no packed matrix {name}")
-    return matrix
-
-
-def optional_matrix(function: KernelFunction, name: str) -> KernelMatrix | None:
-    """Return the packed matrix of that name, or None in a variant of the kernel that has none."""
-    declared = function.declared_matrix(name)
-    if declared is None:
-        return None
-    data, scale = function[f"{name}.data"], function.get(f"{name}.scale")
-    return KernelMatrix(declared.format, declared.rows, declared.columns, data, scale)
-
-
 def groups_of(columns: int) -> int:
-    """Groups that hold so many columns."""
+    """Return how many groups hold `columns` columns."""
     return -(-columns // GROUP)
 
 
 def lane_counts(columns: int) -> tuple[int, ...]:
-    """How many lanes of each vector of a group count, when `columns` of the 32 do."""
+    """Return how many lanes of each vector of a group count, when `columns` of the 32 do."""
     return tuple(min(LANES, columns - start) for start in range(0, columns, LANES))
 
 
 def each_group(columns: int, body: Callable[[Expr, tuple[int, ...]], None], unroll: int = 1) -> None:
-    """Runs `body(group, lane counts)` for each group of a row of `columns`; only the last can be less than full."""
+    """Run `body(group, lane counts)` for each group of a row of `columns`; only the last can be less than full."""
     full, rest = divmod(columns, GROUP)
     if full >= unroll:
         with loop(0, full // unroll) as index:

@@ -12,7 +12,7 @@ from picompile_codegen.cpu.byte_tiles import declare_rows
 from picompile_codegen.cpu.dot import dot, prepare_vector
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.linear import TileProjection, project
-from picompile_codegen.cpu.matrix import KernelMatrix, matrix_argument
+from picompile_codegen.cpu.matrix import KernelMatrix
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, parallel, worth_a_region
 from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, splat_int
 from picompile_codegen.signs import BLOCK_COLUMNS
@@ -21,7 +21,7 @@ from picompile_codegen.specs import PredictLowRankSpec, PredictSignsSpec
 
 def predict_low_rank(spec: PredictLowRankSpec, function: KernelFunction) -> None:
     """Write the body of a `PredictLowRankSpec`."""
-    matrices = matrix_argument(function, "fc1"), matrix_argument(function, "fc2")
+    matrices = KernelMatrix.argument(function, "fc1"), KernelMatrix.argument(function, "fc2")
     hidden = function.scratch("hidden", "float32", spec.rows, spec.rank)
     predict = _predict_one if spec.rows == 1 else _predict_rows
     predict(function, *matrices, hidden, spec.relu)
@@ -34,7 +34,7 @@ def _predict_one(
     inputs = prepare_vector(function["x"], fc1)
     with parallel(fc1.rows, when_worth=worth_a_region(fc1.bytes)) as row:
         product = dot(fc1, row, inputs, [row + fc1.rows_ahead])
-        hidden[0, row] = maximum(product, tirx.FloatImm("float32", 0.0)) if relu else product
+        hidden[0, row] = maximum(product, 0.0) if relu else product
     inputs = prepare_vector(hidden, fc2)
     with parallel(fc2.rows, when_worth=worth_a_region(fc2.bytes)) as neuron:
         product = dot(fc2, neuron, inputs, [neuron + fc2.rows_ahead])
@@ -44,7 +44,7 @@ def _predict_one(
 def _predict_rows(
     function: KernelFunction, fc1: KernelMatrix, fc2: KernelMatrix, hidden: KernelTensor, relu: bool
 ) -> None:
-    """Two products of tiles, and a comparison for each token and neuron."""
+    """Predict for several tokens: two products by tiles, and a comparison for each token and neuron."""
     rows, threshold, mask = hidden.rows, function["threshold"], function["mask"]
     x_bytes = None if fc1.scale is None else declare_rows(function, "x", rows, fc1.columns)
     hidden_bytes = None if fc2.scale is None else declare_rows(function, "hidden", rows, fc2.columns)
@@ -53,17 +53,17 @@ def _predict_rows(
     project(TileProjection(fc1, fc1.rows, lambda row: row, None), function["x"], x_bytes, tokens, hidden)
     if relu:
         with parallel(tokens) as token, loop(0, fc1.rows) as row:
-            hidden[token, row] = maximum(hidden[token, row], tirx.FloatImm("float32", 0.0))
+            hidden[token, row] = maximum(hidden[token, row], 0.0)
     project(TileProjection(fc2, fc2.rows, lambda row: row, function["bias"]), hidden, hidden_bytes, tokens, scores)
     with parallel(tokens) as token, loop(0, fc2.rows) as neuron:
         mask[token, neuron] = tirx.Cast("uint8", scores[token, neuron] > threshold[0])
 
 
-# Prediction by signs.
+# The kernel that predicts by signs.
 
 
 _WORDS = f"int32x{LANES}"
-# The same bits, as LLVM counts them with the fewest instructions.
+# The type of these bits that LLVM counts with the fewest instructions.
 _COUNTS = f"int64x{LANES // 2}"
 
 
@@ -79,7 +79,7 @@ def predict_signs(spec: PredictSignsSpec, function: KernelFunction) -> None:
 
 
 def _pack(x: KernelTensor, token: Expr, dim: int, packed: KernelTensor) -> None:
-    """The signs of x."""
+    """Pack the signs of x."""
     full, rest = divmod(dim, BLOCK_COLUMNS)
     if full:
         with loop(0, full) as block:

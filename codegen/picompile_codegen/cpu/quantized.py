@@ -18,8 +18,8 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, intrinsic, lo
 from picompile_codegen.cpu.vector import LANES, at, highest, load, splat, splat_int, store, total
 from picompile_passes.weight_formats import GROUP
 
-# Products of bytes, for q8 and q4 weights. Thirty-two pairs are multiplied and added up in fours, to eight exact sums
-# of 32 bits. The instruction for that is what most tells instruction sets apart: see `isa.Isa.bytes_dot`.
+# Products of bytes, for q8 and q4 weights: thirty-two pairs are multiplied and added up in fours, to eight exact sums
+# of 32 bits. Instruction sets differ most in the instruction for that, see `isa.Isa.bytes_dot`.
 
 
 BYTES = 4 * LANES
@@ -105,8 +105,8 @@ def byte_scale(largest: Expr, witness: Expr) -> Expr:
     return largest / 127.0 + witness * 0.0
 
 
-# Products of 16-bit integers, for a q8 cache. Two products are added up to one sum of 32 bits. Against conversion of
-# bytes to float32 this halves the instructions, and the other factor keeps 15 bits, where bytes leave it seven.
+# Products of 16-bit integers, for a q8 cache: two products are added up to one sum of 32 bits. This takes half the
+# instructions of converting bytes to float32, and the other factor keeps 15 bits, where bytes would leave it seven.
 
 
 WORDS = 2 * LANES
@@ -158,10 +158,10 @@ def in_order(low: Expr, high: Expr) -> tuple[Expr, Expr]:
     )
 
 
-# Quantization of activations.
+# Quantization turns activations into bytes with a scale for every 32.
 
 
-# Scales are read eight at a time, so there are some for groups that do not exist: zeros.
+# Scales are read eight at a time, so there are zeros for groups that do not exist.
 SCALES_TOGETHER = LANES
 
 
@@ -191,18 +191,18 @@ class QuantizedVector:
 
 
 def padded_groups(groups: int) -> int:
-    """Groups, rounded up to how many scales are read at a time."""
+    """Return `groups` rounded up to a multiple of the scales that are read at a time."""
     return -(-groups // SCALES_TOGETHER) * SCALES_TOGETHER
 
 
 def vector_sizes(matrix: KernelMatrix) -> tuple[int, int]:
-    """Bytes and scales of a vector that meets rows of `matrix`."""
+    """Return how many bytes and scales a vector needs for products with rows of `matrix`."""
     in_pairs = matrix.format == "q4"
     return (matrix.groups + in_pairs * matrix.groups % 2) * GROUP, padded_groups(matrix.groups)
 
 
 def quantize_vector(x: KernelTensor, row: Expr, matrix: KernelMatrix) -> QuantizedVector:
-    """Quantizes row `row` of x float32 [rows, columns] for products with rows of `matrix`, or of any like it."""
+    """Quantize row `row` of x float32 [rows, columns] for products with rows of `matrix`, or of any like it."""
     count, padded = vector_sizes(matrix)
     offsets = local(1, padded) if matrix.offset else None
     vector = QuantizedVector(local(1, count, dtype="int8"), local(1, padded), offsets, 0)
@@ -225,7 +225,7 @@ def quantize_to(x: KernelTensor, row: Expr, matrix: KernelMatrix, vector: Quanti
         scale, summed = quantize_group(inputs, lambda i, value: put(group, i, value))
         vector.scales[vector.row, group] = scale
         if vector.offsets is not None:
-            vector.offsets[vector.row, group] = summed * scale * tirx.FloatImm("float32", matrix.offset)
+            vector.offsets[vector.row, group] = summed * scale * matrix.offset
 
     _each_group(x, row, matrix.columns, quantize)
     # Last: LLVM 22 makes invalid code where a local array is filled by stores of which the first ones are constant.
@@ -236,7 +236,7 @@ def quantize_to(x: KernelTensor, row: Expr, matrix: KernelMatrix, vector: Quanti
 
 
 def quantize_row(x: KernelTensor, row: Expr, columns: int, out: QuantizedRows, offset: int) -> None:
-    """Quantizes row `row` of x float32 [rows, columns] to the same row of `out`, with offset · Σ bytes by group."""
+    """Quantize row `row` of x float32 [rows, columns] to the same row of `out`, with offset · Σ bytes by group."""
 
     def quantize(group: Expr, inputs: list[Expr]) -> None:
         def put(i: int, value: Expr) -> None:
@@ -250,7 +250,7 @@ def quantize_row(x: KernelTensor, row: Expr, columns: int, out: QuantizedRows, o
 
 
 def quantize_group(inputs: list[Expr], put: Callable[[int, Expr], None]) -> tuple[Expr, Expr]:
-    """The scale of 32 activations and the sum of their bytes, float32; `put(i, values)` takes bytes i … i + 7."""
+    """Return the scale of 32 activations and the sum of their bytes, float32; `put(i, v)` takes bytes i … i + 7."""
     largest = highest(_largest(inputs))
     inverse = bind(byte_inverse(bind(splat(largest))))
     rounded = [bind(tirx.nearbyint(value * inverse)) for value in inputs]
@@ -262,7 +262,7 @@ def quantize_group(inputs: list[Expr], put: Callable[[int, Expr], None]) -> tupl
 
 
 def _each_group(x: KernelTensor, row: Expr, columns: int, body: Callable[[Expr, list[Expr]], None]) -> None:
-    """Runs `body(group, its four vectors)`; what is past the end is zero."""
+    """Run `body(group, its four vectors)` for each group; elements past the end are zero."""
 
     def load_group(group: Expr, lane_counts: tuple[int, ...]) -> None:
         inputs = [bind(load(x, row, group * GROUP + i * LANES, valid=n)) for i, n in enumerate(lane_counts)]

@@ -60,8 +60,15 @@ def local(*shape: int, dtype: str = "float32") -> KernelTensor:
     return KernelTensor(T.alloc_buffer(shape, dtype, scope="global", annotations={"disable_lower_builtin": True}))
 
 
+def counter() -> KernelTensor:
+    """An int32 of the task that is running, which begins at 0: a tensor of one element."""
+    count = local(1, dtype="int32")
+    count[0] = 0
+    return count
+
+
 def bind(value: Expr) -> Expr:
-    """Computes `value` here, once. Python variables hold expressions, which are otherwise repeated at every use."""
+    """Compute `value` here, once. Python variables hold expressions, which are otherwise repeated at every use."""
     return T.bind(value)
 
 
@@ -80,7 +87,7 @@ def loop(start: Expr, stop: Expr) -> Any:
 
 
 def in_slices(total: int, width: int, body: Callable[[Expr, int, bool], None]) -> None:
-    """Runs `body(start, size, is_first)` for each slice of `width` of a range, the last of which may be smaller.
+    """Run `body(start, size, is_first)` for each slice of `width` of a range, the last of which may be smaller.
 
     The body is written up to three times: for the first slice, for those in the middle, and for what is left over.
     """
@@ -98,7 +105,7 @@ _WORTH_A_REGION_BYTES = 32 * 1024
 
 
 def worth_a_region(work_bytes: int) -> bool:
-    """Whether work that reads so many bytes gains from several threads."""
+    """Return whether work that reads so many bytes gains from several threads."""
     return work_bytes >= _WORTH_A_REGION_BYTES
 
 
@@ -112,17 +119,18 @@ def parallel(count: Expr, *, when_worth: bool = True) -> Any:
 
 @contextmanager
 def when(condition: Expr) -> Iterator[None]:
-    """Runs its body if `condition` holds."""
+    """Run the body if `condition` holds."""
     with T.If(condition), T.Then():
         yield
 
 
 def prefetch(tensor: KernelTensor, *index: Expr, into_first_level: bool = False) -> None:
-    """Asks for the cache line of an element, which need not exist, long before it is read.
+    """Prefetch the cache line of an element, which need not exist, long before it is read.
 
-    It goes to the second-level cache: a core waits for many more lines there than in the first. Of rows here and there,
-    3 KiB each, two cores of a Zen 4 read 16 GB/s when asked for the first level, and 42 GB/s for the second. What rows
-    in a row are made of the processor soon fetches by itself that far; for these it is `into_first_level`.
+    The line goes to the second-level cache, where a core can wait for many more lines than in the first: two cores of
+    a Zen 4 read scattered rows of 3 KiB at 16 GB/s with prefetches into the first level, and at 42 GB/s into the
+    second. The processor soon fetches consecutive rows into the second level by itself; these are prefetched with
+    `into_first_level`.
     """
     for_reading, into_level, of_data = (tirx.IntImm("int32", value) for value in (0, 3 if into_first_level else 2, 1))
     address = tirx.address_of(tensor[index])

@@ -10,7 +10,7 @@ from itertools import cycle
 from tvm import tirx
 
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.matrix import each_group, matrix_argument
+from picompile_codegen.cpu.matrix import KernelMatrix, each_group
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, select, when
 from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, store, total
 from picompile_codegen.specs import (
@@ -69,7 +69,7 @@ def take_last(spec: TakeLastSpec, function: KernelFunction) -> None:
 
 def embedding(spec: EmbeddingSpec, function: KernelFunction) -> None:
     """Write the body of an `EmbeddingSpec`."""
-    ids, w, y = function["ids"], matrix_argument(function, "w"), function["y"]
+    ids, w, y = function["ids"], KernelMatrix.argument(function, "w"), function["y"]
     with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as t:
         row = w.row(bind(ids[t] + spec.offset))
 
@@ -81,7 +81,7 @@ def embedding(spec: EmbeddingSpec, function: KernelFunction) -> None:
         each_group(spec.dim, copy_group)
 
 
-# Normalization of each token's activations.
+# Norms of each token's activations.
 
 
 # Independent sums, so that an addition need not wait for the one before.
@@ -93,7 +93,7 @@ def rms_norm(spec: RmsNormSpec, function: KernelFunction) -> None:
     x, weight, y, dim = function["x"], function["weight"], function["y"], spec.dim
     with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as t:
         mean_square = _sum(x, t, dim, lambda value: value * value) / float(dim)
-        factor = bind(splat(_inverse_root(mean_square, spec.eps)))
+        factor = bind(splat(inverse_root(mean_square, spec.eps)))
 
         def scale(c: Expr, valid: int) -> None:
             value = load(x, t, c, valid=valid) * factor * load(weight, c, valid=valid)
@@ -110,7 +110,7 @@ def layer_norm(spec: LayerNormSpec, function: KernelFunction) -> None:
         center = bind(_sum(x, t, dim, lambda value: value) / float(dim))
         mean = bind(splat(center))
         variance = _sum(x, t, dim, lambda value: (value - mean) * (value - mean), fill=center) / float(dim)
-        factor = bind(splat(_inverse_root(variance, spec.eps)))
+        factor = bind(splat(inverse_root(variance, spec.eps)))
 
         def scale(c: Expr, valid: int) -> None:
             value = (load(x, t, c, valid=valid) - mean) * factor
@@ -123,8 +123,9 @@ def layer_norm(spec: LayerNormSpec, function: KernelFunction) -> None:
         blocks(dim, scale)
 
 
-def _inverse_root(value: Expr, eps: float) -> Expr:
-    return bind(tirx.FloatImm("float32", 1.0) / tirx.sqrt(value + tirx.FloatImm("float32", eps)))
+def inverse_root(value: Expr, eps: float) -> Expr:
+    """1 / sqrt(value + eps), a float32."""
+    return bind(1.0 / tirx.sqrt(value + eps))
 
 
 def _sum(x: KernelTensor, token: Expr, dim: int, term: Callable[[Expr], Expr], fill: Expr = 0.0) -> Expr:
@@ -162,7 +163,7 @@ class Angles:
         position: Expr,
         emit: Callable[[Expr, Expr, int], None],
     ) -> None:
-        """Turns the head x[row, start …], 2 · half wide, at `position`: `emit(column, value, valid)` gets the result,
+        """Turn the head x[row, start …], 2 · half wide, at `position`: `emit(column, value, valid)` gets the result,
         a vector at a time."""
 
         def turn(c: Expr, valid: int) -> None:
@@ -213,13 +214,13 @@ def top_logits(spec: TopLogitsSpec, function: KernelFunction) -> None:
             kept.insert(bind(logits[row, token]), token, token)
         with loop(spec.count, spec.vocab) as token:
             value = bind(logits[row, token])
-            # Of many thousands a few hundred are among the highest so far.
+            # A few hundred of many thousands are among the highest so far.
             with when(order_of(value) > order_of(bind(scores[row, spec.count - 1]))):
                 kept.insert(value, token, spec.count - 1)
 
 
 def order_of(value: Expr) -> Expr:
-    """An int32 that is larger for a larger float32, the same for both zeros, and largest for NaN."""
+    """Return an int32 that is larger for a larger float32, the same for both zeros, and largest for NaN."""
     bits = bind(tirx.reinterpret("int32", value))
     magnitude = bind(bits & _MAGNITUDE)
     is_nan = magnitude > _INFINITY
@@ -234,7 +235,7 @@ class _Kept:
         self._place = local(1, dtype="int32")
 
     def insert(self, value: Expr, token: Expr, last: Expr) -> None:
-        """Puts a score behind all that are no lower; those behind it move on by one, into place `last` at most."""
+        """Insert a score behind all that are no lower; those behind it move by one, to place `last` at most."""
         scores, ids, row, place = self._scores, self._ids, self._row, self._place
         order = order_of(value)
         place[0] = last

@@ -8,7 +8,7 @@ from tvm import tirx
 from tvm.tirx.script.builder import ir as T
 
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, counter, loop, when
 from picompile_codegen.cpu.vector import blocks, load, splat, store
 from picompile_codegen.specs import (
     CopyWordsSpec,
@@ -33,8 +33,7 @@ def send_mask(spec: SendMaskSpec, function: KernelFunction) -> None:
     x, mask, table = function["x"], function["mask"], function["table"]
     out, out_mask = function["out"], function["out_mask"]
     tokens = function.tokens(spec.rows)
-    total = local(1, dtype="int32")
-    total[0] = 0
+    total = counter()
     with loop(0, tokens) as t, loop(0, spec.columns) as i:
         bit = bind(mask[t, table[i]])
         out_mask[t, i] = bit

@@ -2,15 +2,12 @@
 
 from collections.abc import Callable
 from functools import reduce
-from math import sqrt
 
 from tvm import tirx
 
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, intrinsic, loop, maximum, minimum, select
-from picompile_passes.dialect.activations import parse_activation
+from picompile_codegen.cpu.activations import Arithmetic, apply_activation
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, intrinsic, local, loop, maximum, minimum, select
 
-# Vectors of float32: how many lanes, how to load, store and combine them.
-#
 # This and `matrix.py` are where a kernel meets the instruction set. Everything is written for AVX2 (eight lanes,
 # sixteen registers); LLVM turns each operation here into one or two instructions.
 
@@ -67,6 +64,21 @@ def highest(value: Expr) -> Expr:
     return bind(value)
 
 
+def zero_vector() -> KernelTensor:
+    """A vector of float32 on the stack, all 0: a tensor of eight elements."""
+    vector = local(LANES)
+    vector[at(0)] = splat(0.0)
+    return vector
+
+
+def zero_vectors(count: int) -> KernelTensor:
+    """`count` vectors of float32 on the stack, all 0: a tensor [count, 8]."""
+    vectors = local(count, LANES)
+    for i in range(count):
+        vectors[i, at(0)] = splat(0.0)
+    return vectors
+
+
 def four_totals(values: list[Expr]) -> Expr:
     """The sums of the lanes of each of four vectors: four lanes."""
     halves = _add_neighbours(_add_neighbours(values[0], values[1]), _add_neighbours(values[2], values[3]))
@@ -84,8 +96,13 @@ def _add_neighbours(a: Expr, b: Expr) -> Expr:
     return bind(tirx.Shuffle([a, b], [0, 2, 8, 10, 4, 6, 12, 14]) + tirx.Shuffle([a, b], [1, 3, 9, 11, 5, 7, 13, 15]))
 
 
+def whole_vectors(width: int) -> int:
+    """Return `width` elements rounded up to whole vectors."""
+    return -(-width // LANES) * LANES
+
+
 def blocks(width: int, body: Callable[[Expr, int], None], unroll: int = 1) -> None:
-    """Runs `body(start, valid)` for each vector of a row of `width` elements.
+    """Run `body(start, valid)` for each vector of a row of `width` elements.
 
     `valid` is LANES in all but the last, which holds what is left over. The loop is not unrolled but `unroll` times, so
     that a kernel stays small whatever the width.
@@ -112,7 +129,7 @@ def load(tensor: KernelTensor, *index: Expr, valid: int = LANES, fill: Expr = 0.
 
 
 def store(tensor: KernelTensor, *index: Expr, value: Expr, valid: int = LANES) -> None:
-    """Writes the first `valid` lanes of `value`, a vector of float32, to `tensor` in the tensor's type."""
+    """Write the first `valid` lanes of `value`, a vector of float32, to `tensor` in the tensor's type."""
     *outer, start = index
     if tensor.dtype != "float32":
         value = tirx.Cast(f"{tensor.dtype}x{LANES}", value)
@@ -124,16 +141,14 @@ def store(tensor: KernelTensor, *index: Expr, value: Expr, valid: int = LANES) -
         tensor[(*outer, start + i)] = tirx.Shuffle([value], [i])
 
 
-# Transposition.
-
-
+# The lanes that `transpose` shuffles in its three rounds.
 _PAIRS = ([0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15])
 _FOURS = ([0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15])
 _HALVES = ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15])
 
 
 def transpose(rows: list[Expr]) -> list[Expr]:
-    """Eight vectors of eight: vector i of the result holds element i of each. Three times eight instructions."""
+    """Transpose eight vectors of eight: vector i of the result has element i of each. It takes 24 instructions."""
     rows = [bind(row) for row in rows]
     pairs = [_shuffle(rows[i], rows[i + 1], lanes) for i in range(0, LANES, 2) for lanes in _PAIRS]
     fours = [_shuffle(pairs[i + k], pairs[i + 2 + k], lanes) for i in (0, 4) for k in range(2) for lanes in _FOURS]
@@ -144,10 +159,8 @@ def _shuffle(a: Expr, b: Expr, lanes: list[int]) -> Expr:
     return bind(tirx.Shuffle([a, b], lanes))
 
 
-# Elementary functions of vectors of float32, as polynomials: calls of libm would take one lane at a time.
-#
-# Each agrees with the exact function to about 1e-7 of its value unless its docstring says otherwise.
-
+# Elementary functions are polynomials here: calls of libm would take one lane at a time. Each agrees with the exact
+# function to about 1e-7 of its value unless its docstring says otherwise.
 
 # ln 2 in two parts, the first exact in few bits, so that x - n ln 2 loses nothing.
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
@@ -175,7 +188,7 @@ _ERF_MAX = 4.0
 
 
 def _polynomial(x: Expr, coefficients: tuple[float, ...]) -> Expr:
-    """Horner's rule, highest power first."""
+    """Evaluate a polynomial by Horner's rule, highest power first."""
     first, *rest = (splat(coefficient) for coefficient in coefficients)
     return reduce(lambda value, coefficient: bind(fma(value, x, coefficient)), rest, first)
 
@@ -226,46 +239,9 @@ def erf(x: Expr) -> Expr:
     return bind(x * _polynomial(square, _ERF_P) / _polynomial(square, _ERF_Q))
 
 
-# Activation functions of vectors, by the names of `picompile_passes.dialect.activations`.
-
-
-def _relu(x: Expr) -> Expr:
-    return maximum(x, splat(0.0))
-
-
-def _relu2(x: Expr) -> Expr:
-    positive = bind(_relu(x))
-    return positive * positive
-
-
-def _gelu(x: Expr) -> Expr:
-    return splat(0.5) * x * (splat(1.0) + erf(x * splat(sqrt(0.5))))
-
-
-def _gelu_tanh(x: Expr) -> Expr:
-    # (1 + tanh u) / 2 = sigmoid 2u, and does not cancel where u is far below zero.
-    inner = x * (splat(1.0) + splat(0.044715) * x * x)
-    return x * sigmoid(splat(2.0 * sqrt(2.0 / 3.141592653589793)) * inner)
-
-
-_FUNCTIONS: dict[str, Callable[[Expr], Expr]] = {
-    "identity": lambda x: x,
-    "relu": _relu,
-    "relu2": _relu2,
-    "relu6": lambda x: minimum(_relu(x), splat(6.0)),
-    "silu": lambda x: x * sigmoid(x),
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "quick_gelu": lambda x: x * sigmoid(splat(1.702) * x),
-    "sigmoid": sigmoid,
-    "tanh": tanh,
-}
+_ARITHMETIC = Arithmetic(splat, sigmoid, tanh, erf)
 
 
 def activate(text: str, x: Expr) -> Expr:
-    """The activation that `text` names, of each lane of x. Raises `ValueError` for one that is not known."""
-    activation = parse_activation(text)
-    x = bind(x)
-    if activation.name == "fatrelu":
-        return bind(select(x > splat(activation.threshold), x, splat(0.0)))
-    return bind(_FUNCTIONS[activation.name](x))
+    """Return the activation that `text` names, of each lane of x. Raises `ValueError` for one that is not known."""
+    return apply_activation(text, x, _ARITHMETIC)

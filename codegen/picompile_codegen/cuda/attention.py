@@ -6,12 +6,11 @@ many positions to go through, blocks share them, and the launch of `merge_parts`
 
 from tvm import tirx
 
-from picompile_codegen.cpu.attention_work import first_position
-from picompile_codegen.cpu.cache import cache_argument
+from picompile_codegen.cpu.attention_work import LOWEST, first_position
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, when
-from picompile_codegen.cpu.token_ops import angles_argument, step_rows
+from picompile_codegen.cpu.token_ops import step_rows
 from picompile_codegen.cuda.attention_chunk import attend_chunk, chunk_parts
-from picompile_codegen.cuda.attention_common import LOWEST, CudaAttentionTensors, Parts, number, padded_width
+from picompile_codegen.cuda.attention_common import CudaAttentionTensors, Parts, padded_width
 from picompile_codegen.cuda.attention_decode import attend_rows, decode_parts
 from picompile_codegen.cuda.function import CudaFunction, ThreadIndex
 from picompile_codegen.cuda.memory import barrier, block_max, block_sum, registers, shared
@@ -21,12 +20,7 @@ _THREADS = 256
 _LANES = 4
 
 
-def merge_parts(
-    function: CudaFunction,
-    spec: AttentionSpec,
-    parts: Parts,
-    tensors: CudaAttentionTensors,
-) -> None:
+def merge_parts(function: CudaFunction, spec: AttentionSpec, parts: Parts, tensors: CudaAttentionTensors) -> None:
     """y = Σ exp(m_p - m) · outputs_p / Σ exp(m_p - m) · sum_p over parts p, with the largest m of their maxima m_p.
 
     A block has a head of a row.
@@ -53,18 +47,19 @@ def _weigh(
     weights: KernelTensor,
     place: ThreadIndex,
 ) -> Expr:
-    """Weights of the parts from `span`[0] up to `span`[1], and the sum of those of all positions."""
+    """Compute the weights of the parts from `span`[0] up to `span`[1]; return the sum of the weights of all
+    positions."""
     assert tensors.extremes is not None
     part, (begin, end) = place.thread, span
     inside = bind(tirx.And(part >= begin, part < end))
-    highest = bind(tirx.if_then_else(inside, tensors.extremes[(*of, part, 0)], number(LOWEST)))
+    highest = bind(tirx.if_then_else(inside, tensors.extremes[(*of, part, 0)], LOWEST))
     of_all = block_max(highest, place.thread, _THREADS)
-    weight = bind(tirx.if_then_else(inside, tirx.exp(highest - of_all), number(0.0)))
+    weight = bind(tirx.if_then_else(inside, tirx.exp(highest - of_all), 0.0))
     # TVM gives memory that nobody uses any more, here that of the maximum, to what comes next.
     barrier()
     with when(inside):
         weights[part] = weight
-    own = bind(tirx.if_then_else(inside, weight * tensors.extremes[(*of, part, 1)], number(0.0)))
+    own = bind(tirx.if_then_else(inside, weight * tensors.extremes[(*of, part, 1)], 0.0))
     # It has barriers, behind which all see the weights.
     return block_sum(own, place.thread, _THREADS)
 
@@ -74,7 +69,7 @@ def _mix(
     span: tuple[Expr, Expr], weights: KernelTensor, total: Expr,
     place: ThreadIndex,
 ) -> None:  # fmt: skip
-    """Threads side by side have four columns each; sets of them take different parts."""
+    """Mix the outputs of the parts. Adjacent threads have four columns each; sets of them take different parts."""
     assert tensors.outputs is not None
     width = padded_width(spec.value_dim)
     units, (begin, end) = width // _LANES, span
@@ -82,7 +77,7 @@ def _mix(
     mine, column = bind(place.thread // units), bind(place.thread % units * _LANES)
     sums, mixed = registers(_LANES), shared(sets, width)
     for i in range(_LANES):
-        sums[i] = number(0.0)
+        sums[i] = 0.0
     with when(mine < sets):
         with loop(0, (end - begin + (sets - 1 - mine)) // sets) as turn:
             part = bind(begin + mine + turn * sets)
@@ -96,27 +91,16 @@ def _mix(
     for start in range(0, spec.value_dim, _THREADS):
         c = bind(start + place.thread)
         with when(c < spec.value_dim):
-            sums[0] = number(0.0)
+            sums[0] = 0.0
             with loop(0, sets) as each:
                 sums[0] = sums[0] + mixed[each, c]
             tensors.y[row, head * spec.value_dim + c] = sums[0] / total
 
 
-# The body of an `AttentionSpec`.
-
-
 def attention(spec: AttentionSpec, function: CudaFunction) -> None:
     """Write the launches of an `AttentionSpec`."""
     parts = chunk_parts(spec) if spec.mode == "chunk" else decode_parts(spec)
-    outputs = extremes = None
-    if parts.count > 1:
-        width = padded_width(spec.value_dim)
-        outputs = function.scratch("outputs", "float32", spec.rows, spec.heads, parts.count, width)
-        extremes = function.scratch("extremes", "float32", spec.rows, spec.heads, parts.count, 2)
-    keys, values = cache_argument(function, "k_cache"), cache_argument(function, "v_cache")
-    new = (function.get("k"), function.get("v")) if spec.extend else (None, None)
-    angles = angles_argument(function)
-    tensors = CudaAttentionTensors(function["q"], keys, values, function["y"], *new, angles, outputs, extremes)
+    tensors = CudaAttentionTensors.of(spec, function, parts.count, padded_width(spec.value_dim))
     attend = attend_chunk if spec.mode == "chunk" else attend_rows
     attend(function, spec, parts, tensors)
     if parts.count > 1:

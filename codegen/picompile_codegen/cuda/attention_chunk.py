@@ -10,16 +10,14 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.attention_work import first_position
+from picompile_codegen.cpu.attention_work import LOWEST, first_position
 from picompile_codegen.cpu.cache import Cache
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, when
 from picompile_codegen.cpu.token_ops import StepRows, step_rows
 from picompile_codegen.cuda.attention_common import (
-    LOWEST,
     CudaAttentionTensors,
     Parts,
     load_unit,
-    number,
     unit_scale,
     unit_size,
     weight_of,
@@ -45,18 +43,15 @@ class ChunkTile:
     tokens: StepRows
 
     def query(self, index: Expr) -> tuple[Expr, Expr]:
-        """Row and head of a query of the tile. Past the last that is repeated."""
+        """Return row and head of a query of the tile; past the last query, those of the last."""
         query = bind(minimum(self.begin + index, self.total - 1))
         row = bind(query // self.spec.group)
         return row, bind(self.kv_head * self.spec.group + query % self.spec.group)
 
     def seen(self, index: Expr) -> tuple[Expr, Expr]:
-        """The first and the last position that a query sees."""
+        """Return the first and the last position that a query sees."""
         position = bind(self.tokens.position(self.query(index)[0]))
         return first_position(self.spec, position), position
-
-
-# Online softmax: weights from the scores of a tile.
 
 
 # Threads that turn the scores of a query into weights.
@@ -89,16 +84,16 @@ class ChunkSoftmax:
         last = bind(minimum(position, stop - 1))
         softmax = cls(query, bind(place.thread % _THREADS_A_QUERY), first, last, *memory)
         with when(softmax.part == 0):
-            softmax.maxima[query], softmax.totals[query] = number(LOWEST), number(0.0)
+            softmax.maxima[query], softmax.totals[query] = LOWEST, 0.0
         return softmax
 
     def update(self, weights: Padded, begin: Expr) -> None:
-        """Scores of the positions from `begin` on become weights, relative to the new maximum."""
+        """Turn the scores of the positions from `begin` on into weights relative to the new maximum."""
         # With steps of two, threads of a warp meet different banks of memory.
         keys = [bind(i // 2 * (2 * _THREADS_A_QUERY) + i % 2 + self.part * 2) for i in range(SIDE // _THREADS_A_QUERY)]
         seen = [bind(self._sees(bind(begin + key))) for key in keys]
         scores = [
-            bind(tirx.Select(flag, weights.memory[weights.at(key, self.query)], number(LOWEST)))
+            bind(tirx.Select(flag, weights.memory[weights.at(key, self.query)], LOWEST))
             for key, flag in zip(keys, seen, strict=True)
         ]
         before, total = bind(self.maxima[self.query]), bind(self.totals[self.query])
@@ -108,7 +103,7 @@ class ChunkSoftmax:
         for score in scores:
             largest = tirx.Max(largest, score)
         now = self._over_four(largest, maximum)
-        own: Expr = number(0.0)
+        own: Expr = 0.0
         # TVM would compute a weight again wherever it is used, if it were not stored.
         found = registers(len(keys))
         for i, (key, score, flag) in enumerate(zip(keys, scores, seen, strict=True)):
@@ -132,12 +127,12 @@ class ChunkSoftmax:
         return bind(value)
 
     def rescale_of(self, query: Expr) -> list[Expr]:
-        """The factors of four queries, a multiple of four and the next."""
+        """Return the factors of query `query`, a multiple of four, and the next three."""
         four = bind(self.rescale[tirx.Ramp(query, 1, 4)])
         return [bind(tirx.Shuffle([four], [i])) for i in range(4)]
 
 
-# Tiles of queries, keys and values in the memory of a block, and their products.
+# Tiles of queries, keys and values are multiplied in the memory of a block.
 
 
 # Columns of queries and keys that are in memory at once.
@@ -155,14 +150,14 @@ def multiply_weights(weights: Padded, values: Padded, sums: KernelTensor, place:
 
 
 def load_queries(q: KernelTensor, queries: ChunkTile, depth: Expr, memory: Padded, place: ThreadIndex) -> None:
-    """Columns of slice `depth`, scaled; zeros past the last."""
+    """Load the columns of slice `depth` of the queries, scaled; zeros past the last column."""
     spec = queries.spec
     size = unit_size("float32", spec.head_dim)
 
     def load(index: Expr, unit: Expr) -> tuple[Expr, ...]:
         row, head = queries.query(index)
         values = load_unit(q, (row,), head * spec.head_dim + _inside(unit, spec.head_dim, size) * size, size)
-        return tuple(tirx.Select(unit * size < spec.head_dim, value * spec.scale, number(0.0)) for value in values)
+        return tuple(tirx.Select(unit * size < spec.head_dim, value * spec.scale, 0.0) for value in values)
 
     _load_slice(load, size, depth, memory, 0, place)
 
@@ -170,7 +165,10 @@ def load_queries(q: KernelTensor, queries: ChunkTile, depth: Expr, memory: Padde
 def load_keys(
     keys: Cache, rows: Callable[[Expr], tuple[Expr, ...]], depth: Expr, memory: Padded, place: ThreadIndex
 ) -> None:
-    """Columns of slice `depth`. Past the last there is anything: queries have zeros there."""
+    """Load the columns of slice `depth` of the keys.
+
+    Past the last column, where queries have zeros, it loads anything.
+    """
     size = unit_size(keys.data.dtype, keys.dim)
 
     def load(index: Expr, unit: Expr) -> tuple[Expr, ...]:
@@ -182,7 +180,7 @@ def load_keys(
 def load_values(
     values: Cache, rows: Callable[[Expr], tuple[Expr, ...]], first: Expr, memory: Padded, place: ThreadIndex
 ) -> None:
-    """Columns from `first` on, a multiple of 64. Past the last there is anything."""
+    """Load columns of the values from `first` on, a multiple of 64. Past the last column it loads anything."""
     size = unit_size(values.data.dtype, values.dim)
     units = SIDE // size
 
@@ -199,7 +197,8 @@ def load_values(
 def _load_slice(
     load: Callable[[Expr, Expr], tuple[Expr, ...]], size: int, depth: Expr, memory: Padded, top: int, place: ThreadIndex
 ) -> None:
-    """Element c of slice `depth` of row `index` goes to row top + c, column index. `load(index, unit)` gives a unit."""
+    """Store element c of slice `depth` of row `index` at row top + c, column index; `load(index, unit)` gives a
+    unit."""
     units = DEPTH // size
 
     def one(number_of_unit: Expr) -> None:
@@ -211,7 +210,7 @@ def _load_slice(
 
 
 def _each(count: int, body: Callable[[Expr], None], place: ThreadIndex) -> None:
-    """`body(i)` for `count` numbers, that the threads of the block take in turns."""
+    """Run `body(i)` for `count` numbers, which the threads of the block take in turns."""
     with loop(0, blocks_for(count, THREADS)) as turn:
         index = bind(turn * THREADS + place.thread)
         with when(index < count):
@@ -219,7 +218,7 @@ def _each(count: int, body: Callable[[Expr], None], place: ThreadIndex) -> None:
 
 
 def _inside(unit: Expr, width: int, size: int) -> Expr:
-    """`unit`, or the last one of a row that is `width` wide."""
+    """Return `unit`, or the last unit of a row `width` wide if it is past that."""
     return minimum(unit, width // size - 1)
 
 
@@ -228,14 +227,11 @@ def _scaled(cache: Cache, row: tuple[Expr, ...], start: Expr, size: int) -> tupl
     return values if scale is None else tuple(bind(value * scale) for value in values)
 
 
-# The launch.
-
-
 # Columns of values of a block: its outputs take a register for each 16 of them. There may be several such slices.
 _SLICE = 256
-# So many blocks keep a GPU busy; where there are fewer, blocks share the positions.
+# This many blocks keep a GPU busy; where there are fewer, blocks share the positions.
 _ENOUGH_BLOCKS = 256
-# Of three blocks a multiprocessor, registers would be spilled.
+# With three blocks a multiprocessor, registers would be spilled.
 _RESIDENT = 2
 _PART_POSITIONS = 512
 
@@ -258,13 +254,8 @@ def _blocks(spec: AttentionSpec) -> int:
     return spec.kv_heads * _tiles(spec) * _slices(spec)
 
 
-def attend_chunk(
-    function: CudaFunction,
-    spec: AttentionSpec,
-    parts: Parts,
-    tensors: CudaAttentionTensors,
-) -> None:
-    """One launch."""
+def attend_chunk(function: CudaFunction, spec: AttentionSpec, parts: Parts, tensors: CudaAttentionTensors) -> None:
+    """Write the launch that attends to a chunk."""
     with function.launch(grid=(_blocks(spec), parts.count), block=THREADS, resident=_RESIDENT) as place:
         tokens = step_rows(function, spec.mode, spec.rows, spec.context, spec.sequences)
         work = bind(place.block // _slices(spec))
@@ -281,7 +272,7 @@ def attend_chunk(
 def _attend(
     tensors: CudaAttentionTensors, tile: ChunkTile, span: tuple[Expr, Expr], first_column: Expr, place: ThreadIndex
 ) -> None:
-    """Positions from `span`[0] up to `span`[1], columns of values from `first_column` on."""
+    """Attend to positions from `span`[0] up to `span`[1], with the columns of values from `first_column` on."""
     spec = tile.spec
     factors, weights = Padded.of(SIDE), Padded.of(SIDE)
     softmax = ChunkSoftmax.of(tile, span[1], place)
@@ -321,7 +312,7 @@ def _rows(tile: ChunkTile, begin: Expr, stop: Expr) -> Callable[[Expr], tuple[Ex
 
 def _clear(sums: KernelTensor) -> None:
     for i in range(16):
-        sums[i] = number(0.0)
+        sums[i] = 0.0
 
 
 def _store_scores(scores: KernelTensor, weights: Padded, place: ThreadIndex) -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.cache import Cache
+from picompile_codegen.cpu.attention_work import LOWEST, AttentionTensors
+from picompile_codegen.cpu.cache import ELEMENT_BYTES, Cache
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, when
 from picompile_codegen.cpu.token_ops import Angles
 from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
@@ -14,8 +15,6 @@ from picompile_codegen.cuda.token_ops import write_row
 from picompile_codegen.specs import AttentionSpec
 from picompile_passes.weight_formats import GROUP
 
-# Stands for minus infinity, of which differences would not be numbers.
-LOWEST = -1e30
 _LANES = 4
 
 
@@ -28,72 +27,54 @@ class Parts:
 
     @classmethod
     def of(cls, context: int, positions: int) -> "Parts":
-        """Parts of so many positions."""
+        """Return parts of `positions` positions each."""
         return cls(positions, -(-context // positions))
 
     def span(self, part: Expr, first: Expr, stop: Expr) -> tuple[Expr, Expr]:
-        """Which of the positions `first` … `stop` - 1 are in a part: from the first number up to the second."""
+        """Return which of the positions `first` … `stop` - 1 are in a part, as (first, stop)."""
         if self.count == 1:
             return first, stop
         return bind(maximum(first, part * self.positions)), bind(minimum(stop, (part + 1) * self.positions))
 
 
 @dataclass(frozen=True)
-class CudaAttentionTensors:
-    """Arguments of an attention kernel (see `attention`), and what parts come to where there are several.
-
-    For each row, head and part: `outputs` [value_dim, padded], yet to be divided by the sum of the weights, and in
-    `extremes` the maximum of the scores and that sum.
-    """
-
-    q: KernelTensor
-    keys: Cache
-    values: Cache
-    y: KernelTensor
-    new_keys: KernelTensor | None
-    new_values: KernelTensor | None
-    angles: Angles | None
-    outputs: KernelTensor | None
-    extremes: KernelTensor | None
+class CudaAttentionTensors(AttentionTensors):
+    """Arguments of an attention kernel on a GPU. A block gives elements, to the result or to the output of its part."""
 
     def give(
         self, spec: AttentionSpec, row: Expr, head: Expr, part: Expr, column: Expr, value: Expr, total: Expr
     ) -> None:
-        """An element of a head's output: of this part, or where there is one part only, of the result."""
+        """Write an element of a head's output: of the part or, where there is only one part, of the result."""
         if self.outputs is None:
             self.y[row, head * spec.value_dim + column] = value / total
         else:
             self.outputs[row, head, part, column] = value
 
     def give_extremes(self, row: Expr, head: Expr, part: Expr, highest: Expr, total: Expr) -> None:
-        """The maximum and the sum that belong to the output of a part."""
+        """Write the maximum and the sum that belong to the output of a part."""
         if self.extremes is not None:
             self.extremes[row, head, part, 0] = highest
             self.extremes[row, head, part, 1] = total
 
 
 def padded_width(value_dim: int) -> int:
-    """Columns of a part's output."""
+    """Return the columns of a part's output."""
     return -(-value_dim // _LANES) * _LANES
 
 
-def number(value: float) -> Expr:
-    """A float32 that is known when the kernel is written."""
-    return tirx.FloatImm("float32", value)
-
-
 def weight_of(is_seen: Expr, score: Expr, highest: Expr) -> Expr:
-    """exp(score - highest), which is NaN for NaN; 0 for what is not to be seen.
+    """Return exp(score - highest), which is NaN for NaN, and 0 for a position that is not seen.
 
     The choice is made in front of exp, which would otherwise be a branch for each weight.
     """
-    return tirx.exp(tirx.Select(is_seen, score - highest, number(LOWEST)))
+    return tirx.exp(tirx.Select(is_seen, score - highest, LOWEST))
 
 
 def head_element(
     x: KernelTensor, row: Expr, start: Expr, dim: int, angles: Angles | None, position: Expr
 ) -> Callable[[Expr], Expr]:
-    """The elements of the head x[row, start …], `dim` wide: turned by the angles of `position`, if there are any.
+    """Return a function for the elements of the head x[row, start …], turned by the angles of `position` if there are
+    any.
 
     Nothing is read before the element is used, so that a condition can stand in front of it.
     """
@@ -105,7 +86,7 @@ def head_element(
         in_first = column < half
         angle = bind(tirx.Select(in_first, column, column - half))
         partner = bind(tirx.Select(in_first, column + half, column - half))
-        sign = tirx.Select(in_first, number(-1.0), number(1.0))
+        sign = tirx.Select(in_first, -1.0, 1.0)
         along = x[row, start + column] * angles.cos[position, angle]
         return along + sign * (x[row, start + partner] * angles.sin[position, angle])
 
@@ -119,7 +100,7 @@ def extend_caches(
     place_in_caches: tuple[Expr, Expr, Expr],
     place: ThreadIndex,
 ) -> None:
-    """Writes a row's key and value to (slot, head, position). A warp of the block has each of them."""
+    """Write a row's key and value to (slot, head, position), each by one warp of the block."""
     if tensors.new_keys is None or tensors.new_values is None:
         return
     _, head, position = place_in_caches
@@ -132,25 +113,24 @@ def extend_caches(
             write_row(cache, place_in_caches, head_element(source, row, head * dim, dim, angles, position), place.lane)
 
 
-# Rows are read up to 16 bytes at a time, a unit, as float32. They follow one another without padding, so a unit is as
-# wide as the alignment of all rows allows.
+# Rows are read as float32 in units of up to 16 bytes. They follow one another without padding, so a unit is as wide as
+# the alignment of all rows allows.
 
 
 _UNIT_BYTES = 16
-_ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1}
 _WORD_BYTES = 4
 
 
 def unit_size(dtype: str, width: int, most: int = _UNIT_BYTES) -> int:
-    """Elements of a unit of rows that are `width` wide, a power of two: no more than `most`, nor than 16 bytes."""
+    """Return the elements of a unit of rows `width` wide: a power of two, at most `most` elements and 16 bytes."""
     size = 1
-    while width % (2 * size) == 0 and 2 * size <= most and 2 * size * _ELEMENT_BYTES[dtype] <= _UNIT_BYTES:
+    while width % (2 * size) == 0 and 2 * size <= most and 2 * size * ELEMENT_BYTES[dtype] <= _UNIT_BYTES:
         size *= 2
     return size
 
 
 def load_unit(x: KernelTensor, row: tuple[Expr, ...], start: Expr, size: int) -> tuple[Expr, ...]:
-    """Elements `start` … `start` + `size` - 1 of a row as float32. `start` is a product with `size`."""
+    """Load elements `start` … `start` + `size` - 1 of a row as float32; `start` is a multiple of `size`."""
     if size == 1:
         return (bind(tirx.Cast("float32", x[(*row, start)])),)
     vector = bind(x[(*row, tirx.Ramp(start, 1, size))])
@@ -170,17 +150,17 @@ def _bytes(vector: Expr, size: int) -> tuple[Expr, ...]:
     count = size // _WORD_BYTES
     words = bind(tirx.reinterpret("uint32" if count == 1 else f"uint32x{count}", vector))
     each = [words] if count == 1 else [bind(tirx.Shuffle([words], [i])) for i in range(count)]
-    return tuple(bind(extern("float32", "pi_byte", each[i // _WORD_BYTES], i % _WORD_BYTES)) for i in range(size))
+    return tuple(bind(extern("pi_byte", each[i // _WORD_BYTES], i % _WORD_BYTES)) for i in range(size))
 
 
-# Scores of a tile of positions, where a block has a few queries of one token.
+# A block that has a few queries of one token computes the scores of a tile of positions.
 
 
 THREADS = 256
 TILE = 256
 # A warp turns the scores of a query into weights.
 MOST_QUERIES = THREADS // WARP
-# Sums that a thread has for keys whose loads are under way together.
+# A thread has this many sums, for keys that are loaded at the same time.
 _SUMS = 16
 _MOST_KEYS = 4
 # A thread has this many elements of a key at once: more would take too many registers with eight queries.
@@ -211,7 +191,7 @@ class Lanes:
 
     @classmethod
     def of(cls, dtype: str, width: int) -> "Lanes":
-        """For rows of a cache."""
+        """Return the lanes for rows of a cache that are `width` wide."""
         size = unit_size(dtype, width, _UNIT)
         units = width // size
         return cls(size, units, min(WARP, 1 << (units - 1).bit_length()))
@@ -223,7 +203,7 @@ class Lanes:
 
 
 def registers_of_query(dtype: str, width: int) -> int:
-    """Registers that a thread needs for its share of a query."""
+    """Return how many registers a thread needs for its share of a query."""
     lanes = Lanes.of(dtype, width)
     return lanes.turns * lanes.size
 
@@ -242,7 +222,7 @@ class HeldQueries:
 
     @classmethod
     def of(cls, memory: KernelTensor, count: int, first: Expr, keys: Cache, place: ThreadIndex) -> "HeldQueries":
-        """From the memory of the block, [count, head_dim]. All of its threads come."""
+        """Read queries from the memory of the block, [count, head_dim]. All threads of the block must call this."""
         lanes = Lanes.of(keys.data.dtype, keys.dim)
         elements = registers(count * lanes.turns * lanes.size)
         for turn in range(lanes.turns):
@@ -250,7 +230,7 @@ class HeldQueries:
             start = bind(minimum(unit, lanes.units - 1) * lanes.size)
             for i in range(count):
                 for e in range(lanes.size):
-                    value = tirx.Select(unit < lanes.units, memory[i, start + e], number(0.0))
+                    value = tirx.Select(unit < lanes.units, memory[i, start + e], 0.0)
                     elements[(i * lanes.turns + turn) * lanes.size + e] = value
         # TVM gives memory that nobody uses any more to what comes next.
         barrier()
@@ -282,7 +262,7 @@ class HeldQueries:
 
 
 def write_scores(keys: Cache, queries: HeldQueries, tile: Tile, scores: KernelTensor, place: ThreadIndex) -> None:
-    """scores[i, p] = query i · key p of the tile. Several keys of a thread are on their way at once."""
+    """scores[i, p] = query i · key p of the tile. A thread loads several keys at once."""
     lanes = queries.lanes.lanes
     side_by_side = THREADS // lanes
     # A power of two, so that turns fill a tile.
@@ -299,14 +279,14 @@ def write_scores(keys: Cache, queries: HeldQueries, tile: Tile, scores: KernelTe
 
 
 def _spread_sums(values: list[Expr], lane: Expr, lanes: int) -> list[tuple[Expr, Expr, Expr]]:
-    """Sums over `lanes` lanes of each of `values`: a lane gets (index, sum, whether it is its to store) of its share.
+    """Sum each of `values` over `lanes` lanes: a lane gets (index, sum, whether it stores it) for its share of them.
 
-    While there are several, a lane hands half of them to another and gets the other's of the half that it keeps: that
-    takes about as many exchanges as there are values, where sums one by one would take several for each.
+    While there are several values, a lane hands half of them to another lane and gets that lane's values of the half
+    that it keeps. This takes about as many shuffles as there are values; single sums would take several for each.
     """
     count = len(values)
     padded = 1 << (count - 1).bit_length()
-    kept = [*values, *[number(0.0)] * (padded - count)]
+    kept = [*values, *[0.0] * (padded - count)]
     first: Expr = 0
     is_mine: Expr = None
     offset = 1

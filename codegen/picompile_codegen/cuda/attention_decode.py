@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.attention_work import first_position
+from picompile_codegen.cpu.attention_work import LOWEST, first_position
 from picompile_codegen.cpu.cache import Cache
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, when
 from picompile_codegen.cpu.token_ops import step_rows
 from picompile_codegen.cuda.attention_common import (
-    LOWEST,
     MOST_QUERIES,
     THREADS,
     TILE,
@@ -25,7 +24,6 @@ from picompile_codegen.cuda.attention_common import (
     extend_caches,
     head_element,
     load_unit,
-    number,
     registers_of_query,
     unit_scale,
     unit_size,
@@ -33,14 +31,14 @@ from picompile_codegen.cuda.attention_common import (
     write_scores,
 )
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
-from picompile_codegen.cuda.memory import barrier, registers, shared, warp_max, warp_sum
+from picompile_codegen.cuda.memory import barrier, registers, shared, warp_max, warp_sum, zero_registers
 from picompile_codegen.errors import CodegenError
 from picompile_codegen.specs import AttentionSpec
 
-# Positions that a thread takes at once: their weights are one load, and all of their values are on their way.
+# Positions that a thread takes at once: one load brings their weights, and all of their values are loaded together.
 _POSITIONS = 4
 _UNIT = 8
-# 16 KiB.
+# The float32 of shared memory, 16 KiB, that add up the sets.
 _MEMORY = 4096
 
 
@@ -61,14 +59,12 @@ class Mixture:
 
     @classmethod
     def of(cls, count: int, values: Cache, place: ThreadIndex) -> "Mixture":
-        """Zeros. Raises `CodegenError` for rows that have more units than a block has threads."""
+        """Return sums of 0. Raises `CodegenError` for rows that have more units than a block has threads."""
         size = unit_size(values.data.dtype, values.dim, _UNIT)
         units = values.dim // size
         if units > THREADS:
             raise CodegenError(f"attention cannot have values that are {values.dim} wide: {THREADS * size} at most")
-        sums = registers(count * size)
-        for i in range(count * size):
-            sums[i] = number(0.0)
+        sums = zero_registers(count * size)
         return cls(count, size, units, sums, bind(place.thread % units), bind(place.thread // units), place)
 
     @property
@@ -77,7 +73,7 @@ class Mixture:
         return THREADS // self.units
 
     def add(self, values: Cache, tile: Tile, weights: KernelTensor, rescale: KernelTensor) -> None:
-        """Multiplies all before by `rescale`, and adds the values of a tile times `weights`."""
+        """Multiply the sums by `rescale`, and add the values of a tile times `weights`."""
         for i in range(self.count):
             factor = bind(rescale[i])
             for e in range(self.size):
@@ -102,7 +98,7 @@ class Mixture:
                     self.sums[i * self.size + e] = self.sums[i * self.size + e] + weight * element
 
     def finish(self, give: Callable[[Expr, Expr, Expr], None]) -> None:
-        """Adds up what the sets have, in their order: `give(query, column, sum)`."""
+        """Add up the sums of the sets in order, and pass each to `give(query, column, sum)`."""
         width = self.units * self.size
         at_once = min(self.count, max(1, _MEMORY // (self.sets * width)))
         memory = shared(at_once, self.sets, width)
@@ -125,13 +121,10 @@ class Mixture:
             index = bind(turn * THREADS + self.place.thread)
             with when(index < queries * width):
                 i, column = bind(index // width), bind(index % width)
-                total[0] = number(0.0)
+                total[0] = 0.0
                 with loop(0, self.sets) as each:
                     total[0] = total[0] + memory[i, each, column]
                 give(begin + i, column, total[0])
-
-
-# Online softmax: weights from the scores of a tile, where a block has a few queries of one token.
 
 
 @dataclass(frozen=True)
@@ -153,14 +146,14 @@ class OnlineSoftmax:
         """Start with nothing seen, which is visible behind the next barrier."""
         weights = cls(count, shared(count), shared(count), shared(count), place)
         with when(place.thread < count):
-            weights.highest[place.thread], weights.totals[place.thread] = number(LOWEST), number(0.0)
+            weights.highest[place.thread], weights.totals[place.thread] = LOWEST, 0.0
         return weights
 
     def update(self, scores: KernelTensor, tile: Tile) -> None:
-        """Turns the scores of a tile into weights relative to the new maximum; zeros where there is no position."""
+        """Turn the scores of a tile into weights relative to the new maximum; zeros where there is no position."""
         query, lane = bind(minimum(self.place.warp, self.count - 1)), self.place.lane
         places = [bind(lane + j * WARP) for j in range(TILE // WARP)]
-        found = [bind(tirx.if_then_else(p < tile.count, scores[query, p], number(LOWEST))) for p in places]
+        found = [bind(tirx.if_then_else(p < tile.count, scores[query, p], LOWEST)) for p in places]
         before, total = bind(self.highest[query]), bind(self.totals[query])
         # Lanes write nothing but what they alone have read. TVM does not see that, and wants a barrier in between.
         barrier()
@@ -168,7 +161,7 @@ class OnlineSoftmax:
         for score in found:
             largest = tirx.Max(largest, score)
         now = warp_max(largest)
-        own: Expr = number(0.0)
+        own: Expr = 0.0
         # TVM would compute a weight again wherever it is used, if it were not stored.
         weights = registers(len(places))
         with when(self.place.warp < self.count):
@@ -182,45 +175,40 @@ class OnlineSoftmax:
                 self.highest[query], self.totals[query], self.rescale[query] = now, total, factor
 
     def each(self, body: Callable[[Expr, Expr, Expr], None]) -> None:
-        """`body(i, highest, total)` for each query, in one thread, behind a barrier."""
+        """Run `body(i, highest, total)` for each query, in one thread, behind a barrier."""
         thread = self.place.thread
         with when(thread < self.count):
             body(thread, self.highest[thread], self.totals[thread])
 
 
-# The launches.
-
-
-# What parts come to is read again, and a long list of them takes long to put together.
+# The outputs of parts are read again, and a long list of them takes long to merge.
 _MOST_PARTS = 64
 _REGISTERS = 64
 
 
 def decode_parts(spec: AttentionSpec) -> Parts:
-    """A tile each, or several in long contexts."""
+    """Return parts of one tile each, or of several in long contexts."""
     return Parts.of(spec.context, TILE * blocks_for(spec.context, TILE * _MOST_PARTS))
 
 
 def queries_of_block(spec: AttentionSpec, kv_dtype: str) -> int:
-    """How many query heads a block has: as many as registers have room for, evenly."""
+    """Return how many query heads a block has: as many as fit the registers, evenly divided."""
     a_query = registers_of_query(kv_dtype, spec.head_dim)
     most = max(1, min(MOST_QUERIES, spec.group, _REGISTERS // a_query))
     return blocks_for(spec.group, blocks_for(spec.group, most))
 
 
 def _resident(spec: AttentionSpec, kv_dtype: str, parts: Parts) -> int:
-    """For `Grid`. Of a few queries, each with one tile, ptxas would spill two registers to fit a fourth block."""
+    """Return `Grid.resident`.
+
+    With few queries and one tile each, ptxas would spill two registers to fit a fourth block.
+    """
     held = queries_of_block(spec, kv_dtype) * registers_of_query(kv_dtype, spec.head_dim)
     return 3 if parts.positions == TILE and held <= _REGISTERS // 2 else 0
 
 
-def attend_rows(
-    function: CudaFunction,
-    spec: AttentionSpec,
-    parts: Parts,
-    tensors: CudaAttentionTensors,
-) -> None:
-    """One launch; two where a new key is for several blocks to see."""
+def attend_rows(function: CudaFunction, spec: AttentionSpec, parts: Parts, tensors: CudaAttentionTensors) -> None:
+    """Write one launch; two where several blocks must see a new key."""
     queries = queries_of_block(spec, tensors.keys.data.dtype)
     sets = blocks_for(spec.group, queries)
     units = spec.kv_heads * sets
@@ -244,7 +232,7 @@ def attend_rows(
 
 
 def _extend(function: CudaFunction, spec: AttentionSpec, tensors: CudaAttentionTensors) -> None:
-    """A block has a new key and value of a head."""
+    """Write the launch that extends the caches: a block has a new key and value of a head."""
     with function.launch(grid=(spec.kv_heads, spec.rows), block=64) as place:
         tokens, row = step_rows(function, spec.mode, spec.rows, spec.context, spec.sequences), place.block_y
         with when(row < tokens.count):
@@ -261,7 +249,8 @@ def _read_queries(
     first: Expr,
     place: ThreadIndex,
 ) -> HeldQueries:
-    """Query heads `first` … of those that share a head of keys, scaled and turned. Past the last it is repeated."""
+    """Read query heads `first` … of those that share a head of keys, scaled and turned; past the last, the last
+    again."""
     _, kv_head, position = row_place
     memory = shared(count, spec.head_dim)
     with loop(0, blocks_for(count * spec.head_dim, THREADS)) as turn:
@@ -281,7 +270,7 @@ def _attend(
     row_place: tuple[Expr, Expr, Expr],
     span: tuple[Expr, Expr], parts: Parts, place: ThreadIndex,
 ) -> None:  # fmt: skip
-    """Goes through the positions from `span`[0] up to `span`[1], and gives what they come to."""
+    """Attend to the positions from `span`[0] up to `span`[1], and give their outputs."""
     (slot, kv_head, _), (first, stop), (row, part) = row_place, span, of
     scores, weights = shared(queries.count, TILE), OnlineSoftmax.of(queries.count, place)
     mixture = Mixture.of(queries.count, tensors.values, place)

@@ -34,18 +34,18 @@ _HEADERS = "nvidia.cuda_runtime"
 
 
 def require_nvrtc() -> None:
-    """Raises `ToolchainError` unless CUDA code can be compiled here."""
+    """Raise `ToolchainError` unless CUDA code can be compiled here."""
     _nvrtc()
     _headers()
 
 
 def nvrtc_version() -> str:
-    """The version of the compiler's package."""
+    """Return the version of the compiler's package."""
     return version("nvidia-cuda-nvrtc-cu12")
 
 
 def compile_cuda(source: str, sm: int) -> tuple[bytes, bytes]:
-    """The cubin for compute capability `sm` / 10, and the PTX that newer GPUs' drivers compile.
+    """Return the cubin for compute capability `sm` / 10, and the PTX that the drivers of newer GPUs compile.
 
     Raises `ToolchainError` where there is no NVRTC, `BuildError` with its message where it refuses the source.
     """
@@ -133,7 +133,7 @@ class Resources:
 
 
 def function_resources(cubin: bytes) -> dict[str, Resources]:
-    """Every function of `cubin` by name. Raises `BuildError` if it is none."""
+    """Return the resources of every function of `cubin` by name. Raises `BuildError` if it is no cubin."""
     try:
         sections = _sections(cubin)
         names = _symbols(sections[".symtab"], sections[".strtab"])
@@ -175,7 +175,7 @@ def _symbols(table: bytes, texts: bytes) -> list[str]:
 
 
 def _records(info: bytes) -> Iterator[tuple[int, int, int]]:
-    """(attribute, symbol, value) of the records of interest."""
+    """Yield (attribute, symbol, value) of the records of interest."""
     place = 0
     while place < len(info):
         form, attribute, size = struct.unpack_from("<BBH", info, place)
@@ -191,7 +191,7 @@ def _cubin_text(texts: bytes, start: int) -> str:
     return texts[start : texts.index(b"\0", start)].decode()
 
 
-# One CUDA C source of all kernels, and what must be known to launch each of them.
+# All kernels are one CUDA C source, with a description of how each is launched.
 
 
 _PRELUDE = Path(__file__).with_name("prelude.cuh")
@@ -221,7 +221,7 @@ class CudaSource:
 
 
 def cuda_source(kernels: Iterable[CudaKernel]) -> CudaSource:
-    """The source of `kernels`, in the order of their names. Raises `BuildError` with TVM's message."""
+    """Return the source of `kernels`, in the order of their names. Raises `BuildError` with TVM's message."""
     unique = {kernel.name: kernel for kernel in kernels}
     texts, launches = [_PRELUDE.read_text(encoding="utf-8")], {}
     for name in sorted(unique):
@@ -253,13 +253,13 @@ def _source_of(kernel: CudaKernel) -> str:
 
 
 def _bounded(definition: str, grid: Grid) -> str:
-    """TVM names the number of threads alone."""
+    """Add the number of resident blocks to the launch bounds, where TVM writes the number of threads alone."""
     bounds = f"__launch_bounds__({grid.threads}"
     return definition.replace(f"{bounds})", f"{bounds}, {grid.resident})", 1) if grid.resident else definition
 
 
 def _arguments(kernel: CudaKernel, parameters: str) -> Iterable[int]:
-    """TVM orders parameters as it likes, and leaves out what a launch does not use; their names tell which is which."""
+    """Yield which arguments the parameters of a launch are, by name: TVM reorders them and omits unused ones."""
     names = [name.replace(".", "_") for name in kernel.params]
     for parameter in filter(None, (each.strip() for each in parameters.split(","))):
         match = _PARAMETER.match(parameter)
@@ -268,7 +268,7 @@ def _arguments(kernel: CudaKernel, parameters: str) -> Iterable[int]:
         yield names.index(match[1])
 
 
-# Files of an artifact: source, cubin, PTX, and how each kernel is launched.
+# The files of an artifact are the source, the cubin, the PTX and the description of the launches.
 
 
 FILES = {"cubin": "device.cubin", "ptx": "device.ptx", "launches": "device.json"}
@@ -278,7 +278,8 @@ _OF_THE_RUNTIME = ("ping_pong",)
 
 
 def build_cuda(kernels: Iterable[CudaKernel], folder: Path, sm: int) -> Mapping[str, str]:
-    """Writes the code of `kernels` for compute capability `sm` / 10 into `folder`; the names of its files by role.
+    """Write the code of `kernels` for compute capability `sm` / 10 into `folder`; return the names of its files by
+    role.
 
     The source is written beside them, for people. Raises `BuildError` and `ToolchainError`.
     """
@@ -297,7 +298,7 @@ def build_cuda(kernels: Iterable[CudaKernel], folder: Path, sm: int) -> Mapping[
 
 
 def launches_json(source: CudaSource, resources: Mapping[str, Resources], sm: int) -> dict[str, Any]:
-    """The content of device.json: for each kernel its launches, with what `cubin` says that they take."""
+    """Return the content of device.json: for each kernel its launches, and the resources that each takes."""
     return {
         "sm": sm,
         "ptx_sm": sm,

@@ -10,7 +10,7 @@ from tvm import tirx
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, when
 from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import CudaMatrix, Unit
-from picompile_codegen.cuda.memory import barrier, from_lane, loads_first, registers, shared, warp_sum
+from picompile_codegen.cuda.memory import barrier, loads_first, shared, warp_sum, zero_registers
 
 _GROUP = 32
 # Threads read 16 bytes each from groups side by side. Four floats between groups put these reads in different banks.
@@ -25,7 +25,7 @@ class BlockVector:
         self._memory = shared(self._size // _GROUP * _PITCH)
 
     def fill(self, x: KernelTensor, row: Expr, first: Expr, columns: int, place: ThreadIndex, threads: int) -> None:
-        """Copies x[row, first … first + size - 1]; zeros where there is no such column. All threads of the block come.
+        """Copy x[row, first … first + size - 1]; zeros where there is no such column. All threads of the block come.
 
         `columns` are those that x has.
         """
@@ -34,12 +34,13 @@ class BlockVector:
             column = bind(turn * threads + place.thread)
             with when(column < self._size):
                 inside = first + column < columns
-                value = tirx.if_then_else(inside, x[row, first + column], tirx.FloatImm("float32", 0.0))
+                value = tirx.if_then_else(inside, x[row, first + column], 0.0)
                 self._memory[self._at(column)] = value
         barrier()
 
     def read(self, start: Expr, count: int) -> list[Expr]:
-        """Elements `start` … `start` + `count` - 1, where `start` and `count` are multiples of 4, inside one group."""
+        """Return elements `start` … `start` + `count` - 1, where `start` and `count` are multiples of 4, inside one
+        group."""
         place = bind(self._at(start))
         found: list[Expr] = []
         for i in range(0, count, 4):
@@ -51,7 +52,7 @@ class BlockVector:
         return column // _GROUP * _PITCH + column % _GROUP
 
 
-# Of x at a time, in shared memory: 18 KiB, so that several blocks fit a multiprocessor.
+# Columns of x in shared memory at a time: 18 KiB, so that several blocks fit a multiprocessor.
 _COLUMNS = 4096
 # Reads that a lane has under way at once.
 _UNITS_TOGETHER = 4
@@ -60,12 +61,12 @@ _MANY_WEIGHTS = 32
 
 
 def in_parts(columns: int) -> bool:
-    """Whether a `BlockInput` of so many columns has several parts."""
+    """Return whether a `BlockInput` of so many columns has several parts."""
     return columns > _COLUMNS
 
 
 class BlockInput:
-    """Row `row` of x in the memory of a block of `threads`, as much of it at a time as is to be there."""
+    """Row `row` of x in the memory of a block of `threads`, one part at a time where it is long."""
 
     def __init__(self, x: KernelTensor, row: Expr, columns: int, threads: int) -> None:
         self.columns = columns
@@ -75,11 +76,11 @@ class BlockInput:
         self._is_whole = False
 
     def parts(self) -> list[tuple[int, int]]:
-        """(first column, columns) of each part that fits."""
+        """Return (first column, columns) of each part."""
         return [(start, min(_COLUMNS, self.columns - start)) for start in range(0, self.columns, _COLUMNS)]
 
     def fill(self, start: int, place: ThreadIndex) -> BlockVector:
-        """The part that begins at column `start`. All threads of the block must come here."""
+        """Load the part that begins at column `start`. All threads of the block must come here."""
         if not self._is_whole:
             self._vector.fill(self._x, self._row, start, self.columns, place, self.threads)
             self._is_whole = self.columns <= _COLUMNS
@@ -95,7 +96,9 @@ def row_products(
     place: ThreadIndex,
     together: int,
 ) -> None:
-    """x · row `row(i)` of the matrix for i < `count`, to be read by `product`. All threads of the block must come.
+    """Compute x · row `row(i)` of the matrix for i < `count`, to be read by `product`.
+
+    All threads of the block must come.
 
     `products` is shared memory [parts of the inputs, most rows]: TVM sees no races where each part is only written.
     A warp reads `together` rows at a time: what it has read of x serves them all, and more reads are under way.
@@ -116,7 +119,7 @@ def row_products(
 
 
 def product(products: KernelTensor, index: Expr) -> Expr:
-    """The whole of a row's product."""
+    """Return the whole product of a row: the sum of its parts."""
     total = products[0, index]
     for part in range(1, products.rows):
         total = total + products[part, index]
@@ -127,9 +130,7 @@ def _part_products(
     vector: BlockVector, matrix: CudaMatrix, rows: Sequence[Expr], start: int, columns: int, lane: Expr
 ) -> list[Expr]:
     """Return the products over `columns` columns from `start` on, the same in all lanes of a warp."""
-    sums = registers(len(rows))
-    for i in range(len(rows)):
-        sums[i] = tirx.FloatImm("float32", 0.0)
+    sums = zero_registers(len(rows))
     add_part(vector, matrix, rows, (start, columns), sums, lane)
     return [warp_sum(sums[i]) for i in range(len(rows))]
 
@@ -165,18 +166,8 @@ def add_part(
 
 
 def unit_product(unit: Unit, values: Sequence[Expr]) -> Expr:
-    """The product of a unit's weights with as many activations."""
+    """Return the product of a unit's weights with as many activations."""
     total = unit.values[0] * values[0]
     for weight, value in zip(unit.values[1:], values[1:], strict=True):
         total = total + weight * value
     return bind(total if unit.scale is None else total * unit.scale)
-
-
-def lanes_sum(value: Expr, lanes: int) -> Expr:
-    """The sum over each `lanes` neighbouring lanes, a power of two, the same bits in each. The warp must ask."""
-    offset = lanes // 2
-    while offset:
-        value = bind(value)
-        value = value + from_lane(value, offset)
-        offset //= 2
-    return bind(value)

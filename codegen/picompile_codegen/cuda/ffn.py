@@ -14,8 +14,6 @@ gate, then with up, which is followed by the activation; then tiles of tokens an
 slices of the neurons where there are few tiles.
 """
 
-from tvm import tirx
-
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, select, when
 from picompile_codegen.cuda.dot import in_parts
 from picompile_codegen.cuda.ffn_down import (
@@ -32,11 +30,12 @@ from picompile_codegen.cuda.ffn_down import (
 from picompile_codegen.cuda.ffn_hidden import HIDDEN_THREADS, CudaFfn, NeuronGroups, biased, compute_hidden
 from picompile_codegen.cuda.function import CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.linear import TILE_ROWS, TILE_THREADS, TILE_TOKENS, tile_products
+from picompile_codegen.cuda.matrix import CudaMatrix
 from picompile_codegen.specs import FfnSpec
 
 
 def ffn_tokens(function: CudaFunction, block: CudaFfn) -> None:
-    """Declares the rest of the arguments and writes the launches."""
+    """Write the launches, and declare their scratch memory."""
     rows = block.spec.rows
     groups = NeuronGroups.of(block.spec.neurons)
     plan = DownPlan.of(block.bundle, groups.places, rows)
@@ -74,7 +73,7 @@ _CHUNK_SUM_THREADS = 256
 
 
 def ffn_chunk(function: CudaFunction, block: CudaFfn) -> None:
-    """Declares the rest of the arguments and writes the launches."""
+    """Write the launches, and declare their scratch memory."""
     rows, neurons, dim = block.spec.rows, block.spec.neurons, block.spec.dim
     tiles = DownTiles.of(neurons, dim, rows)
     gate = function.scratch("gate", "float32", rows, neurons) if block.spec.gated else None
@@ -117,7 +116,7 @@ def _compute_hidden(
         output = block.output(first, None if gate is None else up)
         if spec.is_exact:
             # Not a product: a silent neuron whose up is infinite must not turn into NaN.
-            output = select(block.fires(first), output, tirx.FloatImm("float32", 0.0))
+            output = select(block.fires(first), output, 0.0)
         hidden[token, neuron] = output
 
     matrix, row = (block.first_matrix, block.first_row) if gate is None else (block.bundle, block.up_row)
@@ -129,7 +128,7 @@ def ffn(spec: FfnSpec, function: CudaFunction) -> None:
 
     With several rows `masked` always computes the neurons of each row's mask, however many they are.
     """
-    block = CudaFfn.of(spec, function)
+    block = CudaFfn.of(spec, function, CudaMatrix)
     if spec.rows == 1 or spec.is_masked:
         ffn_tokens(function, block)
     else:

@@ -24,7 +24,7 @@ from picompile_codegen.cuda.linear import (
     own_sums,
 )
 from picompile_codegen.cuda.matrix import CudaMatrix
-from picompile_codegen.cuda.memory import Numbering, barrier, loads_first, registers, shared
+from picompile_codegen.cuda.memory import Numbering, barrier, loads_first, shared, zero_registers
 
 DOWN_THREADS = 256
 SUM_THREADS = 256
@@ -34,11 +34,10 @@ _WARPS = DOWN_THREADS // WARP
 _TOGETHER = 4
 # Places of a slice that are listed at a time.
 _LISTED = 1024
-# Blocks of a token, if its neurons are enough, and neurons that are worth a block at least.
+# The blocks of a token, if it has enough neurons, and the fewest neurons that are worth a block.
 _BLOCKS, _FEWEST = 256, 128
-# Tokens that are enough to need fewer blocks each.
+# With this many tokens each needs fewer blocks.
 _MANY_TOKENS = 4
-_ZERO = tirx.FloatImm("float32", 0.0)
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class DownPlan:
 
     @classmethod
     def of(cls, bundle: CudaMatrix, all_places: int, rows: int) -> "DownPlan":
-        """For a bundle whose neurons have so many places."""
+        """Return the plan for a bundle whose neurons have `all_places` places."""
         tiles = blocks_for(bundle.units, WARP)
         wanted = blocks_for(_BLOCKS, tiles * min(rows, _MANY_TOKENS))
         wanted = min(wanted, blocks_for(all_places, _FEWEST))
@@ -91,9 +90,7 @@ def add_rows(
         numbering=Numbering(DOWN_THREADS),
     )
     tile, bundle = bind(place.block // rows), block.bundle
-    sums = registers(bundle.unit_weights)
-    for i in range(bundle.unit_weights):
-        sums[i] = _ZERO
+    sums = zero_registers(bundle.unit_weights)
     # Lanes past the last column read its unit again.
     unit = bind(minimum(tile * WARP + place.lane, bundle.units - 1))
     with loop(0, blocks_for(plan.places, listed)) as turn:
@@ -111,17 +108,16 @@ def _list(
     turns: int,
     place: ThreadIndex,
 ) -> Expr:
-    """Lists rows and outputs of the neurons of `turns` · 256 places that fired, in order: how many there are."""
+    """List rows and outputs of the neurons of `turns` · 256 places that fired, in order; return how many there are."""
     is_dense = not (block.spec.is_masked or block.spec.is_exact)
-    listed = registers(1, dtype="int32")
-    listed[0] = 0
+    listed = zero_registers(1, "int32")
     for turn in range(turns):
         at = bind(start + turn * DOWN_THREADS + place.thread)
         inside = at < part.stop
-        output = bind(tirx.if_then_else(inside, hidden[part.token, at], _ZERO))
+        output = bind(tirx.if_then_else(inside, hidden[part.token, at], 0.0))
         neuron = groups.at_place(at)
         # Where all neurons are computed all are added: to leave out some here and there would break the one stream.
-        flag = bind(tirx.And(inside, neuron < groups.neurons) if is_dense else output != _ZERO)
+        flag = bind(tirx.And(inside, neuron < groups.neurons) if is_dense else output != 0.0)
         position, count = part.numbering.number(flag, place)
         with when(flag):
             index = bind(listed[0] + position)
@@ -140,7 +136,7 @@ def _add_listed(bundle: CudaMatrix, part: _Slice, count: Expr, unit: Expr, sums:
             # Past the last row its own is read again, and added nothing of.
             known = bind(minimum(position, count - 1))
             units.append(bundle.unit(bind(part.rows[known]), unit))
-            factors.append(bind(select(position < count, part.outputs[known], _ZERO)))
+            factors.append(bind(select(position < count, part.outputs[known], 0.0)))
         loads_first()
         for read, factor in zip(units, factors, strict=True):
             scaled = factor if read.scale is None else bind(factor * read.scale)
@@ -151,7 +147,7 @@ def _add_listed(bundle: CudaMatrix, part: _Slice, count: Expr, unit: Expr, sums:
 def _add_warps(
     sums: KernelTensor, lane_columns: int, slices: KernelTensor, row: Expr, tile: Expr, place: ThreadIndex
 ) -> None:
-    """The second half of the warps is added to the first, and these in order."""
+    """Add the second half of the warps to the first, then these in order."""
     half, width = _WARPS // 2, lane_columns * WARP
     of_warps = shared(half, width)
     # TVM gives it the memory of the list, which others may still read.
@@ -182,12 +178,12 @@ def add_slices(block: CudaFfn, plan: DownPlan, slices: KernelTensor, y: KernelTe
     warps, token = SUM_THREADS // WARP, place.block_y
     at = bind(place.block * SUM_COLUMNS + place.lane)
     of_warps = shared(warps, SUM_COLUMNS)
-    total = _ZERO
+    total = 0.0
     for turn in range(blocks_for(plan.slices, warps)):
         number = bind(turn * warps + place.warp)
         known = number < plan.slices
         row = bind(token * plan.slices + minimum(number, plan.slices - 1))
-        total = total + bind(tirx.if_then_else(known, slices[row, at], _ZERO))
+        total = total + bind(tirx.if_then_else(known, slices[row, at], 0.0))
     of_warps[place.warp, place.lane] = total
     barrier()
     lane_columns = plan.width // WARP
@@ -199,11 +195,11 @@ def add_slices(block: CudaFfn, plan: DownPlan, slices: KernelTensor, y: KernelTe
         y[token, column] = total if block.down_bias is None else total + block.down_bias[column]
 
 
-# For many tokens, a block takes a tile of tokens and columns, through shared memory.
+# A block takes a tile of tokens and columns through shared memory, where there are many tokens.
 
 
-# Blocks that keep a GPU busy; neurons worth a slice; slices that cost little beside the product.
-_FFN_DOWN_TILES_BLOCKS, _FFN_DOWN_TILES_FEWEST, _SLICES = 256, 256, 8
+# The blocks that keep a GPU busy, the neurons worth a slice, and the most slices that cost little beside the product.
+_TILE_BLOCKS, _FEWEST_OF_SLICE, _MOST_SLICES = 256, 256, 8
 
 
 @dataclass(frozen=True)
@@ -217,11 +213,9 @@ class DownTiles:
 
     @classmethod
     def of(cls, neurons: int, dim: int, rows: int) -> "DownTiles":
-        """For a block of such a size."""
+        """Return the tiles of a feed-forward block."""
         tokens, columns = blocks_for(rows, TILE_TOKENS), blocks_for(dim, SIDE)
-        wanted = min(
-            blocks_for(_FFN_DOWN_TILES_BLOCKS, tokens * columns), blocks_for(neurons, _FFN_DOWN_TILES_FEWEST), _SLICES
-        )
+        wanted = min(blocks_for(_TILE_BLOCKS, tokens * columns), blocks_for(neurons, _FEWEST_OF_SLICE), _MOST_SLICES)
         each = blocks_for(blocks_for(neurons, wanted), DEPTH) * DEPTH
         return cls(tokens, columns, blocks_for(neurons, each), each)
 

@@ -10,95 +10,44 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from picompile_codegen.cpu.ffn_neurons import FfnTensors
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, minimum, when
 from picompile_codegen.cuda.dot import BlockInput, product, row_products
-from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
-from picompile_codegen.cuda.matrix import CudaMatrix, matrix_argument, optional_matrix
+from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
+from picompile_codegen.cuda.matrix import CudaMatrix
 from picompile_codegen.cuda.memory import Numbering, activate, address, barrier, run_extern, shared
-from picompile_codegen.specs import FfnSpec
 
 
 @dataclass(frozen=True)
-class CudaFfn:
-    """The tensors of a block, in the order in which they are passed."""
-
-    spec: FfnSpec
-    x: KernelTensor
-    mask: KernelTensor | None
-    table: KernelTensor | None
-    decide: CudaMatrix | None
-    bundle: CudaMatrix
-    gate_bias: KernelTensor | None
-    up_bias: KernelTensor | None
-    down_bias: KernelTensor | None
-    stats: KernelTensor
-    y: KernelTensor
-
-    @classmethod
-    def of(cls, spec: FfnSpec, function: CudaFunction) -> "CudaFfn":
-        """Return the arguments of the kernel that is being written."""
-        return cls(
-            spec=spec,
-            x=function["x"],
-            mask=function.get("mask"),
-            table=function.get("table"),
-            decide=optional_matrix(function, "decide_w"),
-            bundle=matrix_argument(function, "neuron_w"),
-            gate_bias=function.get("gate_bias"),
-            up_bias=function.get("up_bias"),
-            down_bias=function.get("down_bias"),
-            stats=function["stats"],
-            y=function["y"],
-        )
-
-    @property
-    def first_matrix(self) -> CudaMatrix:
-        """The matrix that decides: it has the rows of gate, or of up where there is no gate."""
-        return self.bundle if self.decide is None else self.decide
-
-    @property
-    def first_bias(self) -> KernelTensor | None:
-        """The bias of `first_matrix`."""
-        return self.gate_bias if self.spec.gated else self.up_bias
-
-    def first_row(self, neuron: Expr) -> Expr:
-        """The row of a neuron in `first_matrix`."""
-        return neuron if self.decide is not None else neuron * self.spec.bundle_parts
-
-    def up_row(self, neuron: Expr) -> Expr:
-        """The row of up in the bundle of a gated block."""
-        return neuron * self.spec.bundle_parts + (self.spec.bundle_parts - 2)
-
-    def down_row(self, neuron: Expr) -> Expr:
-        """The row of down in the bundle."""
-        return neuron * self.spec.bundle_parts + (self.spec.bundle_parts - 1)
+class CudaFfn(FfnTensors[CudaMatrix]):
+    """The tensors of a block for a GPU."""
 
     def is_named(self, token: Expr, neuron: Expr) -> Expr:
-        """Whether the mask names a neuron."""
+        """Return whether the mask names a neuron."""
         column = neuron if self.table is None else self.table[neuron]
         return self.mask[token, column] != tirx.const(0, "uint8")  # type: ignore[index]
 
     def fires(self, first: Expr) -> Expr:
-        """Whether a neuron whose product with `first_matrix` is this may send anything down."""
-        return first > tirx.FloatImm("float32", self.spec.threshold)
+        """Return whether a neuron with the product `first` with `first_matrix` may fire."""
+        return first > self.spec.threshold
 
     def output(self, first: Expr, up: Expr | None) -> Expr:
-        """h, from the products with gate and up, biases included (`up` None where there is no gate)."""
+        """Return h from the products with gate and up, biases included (`up` None where there is no gate)."""
         value = activate(self.spec.activation, first)
         return value if up is None else bind(value * activate(self.spec.up_activation, up))
 
 
 def biased(value: Expr, bias: KernelTensor | None, index: Expr) -> Expr:
-    """A sum and its bias, if there is any."""
+    """Return `value` plus its bias, if there is any."""
     return bind(value if bias is None else value + bias[index])
 
 
-# Groups of neurons: those that one block of threads computes.
+# A block of threads computes one group of neurons.
 
 
 # A few for each multiprocessor of a large GPU (an RTX 4090 has 128), so that it always has something to read.
 _GROUPS = 448
-# A thread of the block looks after each.
+# The block has a thread for each neuron of its group.
 _LARGEST = 256
 
 
@@ -115,7 +64,7 @@ class NeuronGroups:
 
     @classmethod
     def of(cls, neurons: int) -> "NeuronGroups":
-        """Whole warps of neurons."""
+        """Return groups of whole warps."""
         size = min(blocks_for(neurons, WARP * _GROUPS) * WARP, _LARGEST)
         return cls(neurons, size, blocks_for(neurons, size))
 
@@ -125,23 +74,19 @@ class NeuronGroups:
         return self.size * self.count
 
     def members(self, group: Expr) -> Expr:
-        """How many neurons a group has."""
+        """Return how many neurons a group has."""
         return (self.neurons - group + (self.count - 1)) // self.count
 
     def neuron(self, group: Expr, member: Expr) -> Expr:
-        """The number of a group's neuron."""
+        """Return the number of a group's neuron."""
         return member * self.count + group
 
     def at_place(self, place: Expr) -> Expr:
-        """The number of the neuron at a place: places 0 … `size` - 1 are the members of group 0, and so on."""
+        """Return the number of the neuron at a place: places 0 … `size` - 1 are the members of group 0, and so on."""
         return self.neuron(place // self.size, place % self.size)
 
 
-# The launch.
-
-
 HIDDEN_THREADS = 256
-_ZERO = tirx.FloatImm("float32", 0.0)
 
 
 @dataclass(frozen=True)
@@ -179,11 +124,11 @@ def compute_hidden(block: CudaFfn, groups: NeuronGroups, hidden: KernelTensor, p
     products, outputs = shared(len(inputs.parts()), 2 * groups.size), shared(groups.size)
     group = _Group(block, groups, place, inputs, Numbering(HIDDEN_THREADS), products, outputs)
     with when(place.thread < groups.size):
-        outputs[place.thread] = _ZERO
+        outputs[place.thread] = 0.0
     listed = _named(group) if spec.is_masked else _all(group)
     if spec.is_masked:
         computed = listed.count
-        # Of a group in which nobody is named not even x is read.
+        # A group without a named neuron does not even read x.
         with when(computed > 0):
             _compute(group, listed)
     else:
@@ -216,7 +161,7 @@ def _named(group: _Group) -> _Listed:
 def _those(
     group: _Group, flag: Expr, member: Callable[[Expr], Expr], values: list[tuple[KernelTensor, Expr]]
 ) -> _Listed:
-    """The members of the threads that have a `flag`. Their values are kept in the order of the list, too."""
+    """List the members of the threads that have a `flag`, and keep their values in the order of the list."""
     members = shared(group.groups.size, dtype="int32")
     thread = group.place.thread
     position, count = group.numbering.number(flag, group.place)
@@ -229,7 +174,7 @@ def _those(
 
 
 def _at_once(group: _Group, listed: _Listed) -> None:
-    """Gate and up of all that are listed."""
+    """Compute gate and up of all listed neurons together."""
     block, parts = group.block, 1 + group.block.spec.gated
     # Neurons here and there are few for a block: each to a warp of its own.
     together = 2 if block.spec.gated or not block.spec.is_masked else 1
@@ -249,8 +194,7 @@ def _at_once(group: _Group, listed: _Listed) -> None:
 
 
 def _one_after_the_other(group: _Group, listed: _Listed) -> Expr:
-    """The product with the gating matrixs of all that are listed, and the rest of those that fire: how many these
-    are."""
+    """Compute the gate products of the listed neurons and the rest of those that fire; return how many these are."""
     block, thread = group.block, group.place.thread
     row_products(
         group.inputs,
@@ -264,7 +208,7 @@ def _one_after_the_other(group: _Group, listed: _Listed) -> Expr:
     # There may be nobody listed; then the group's first stands in for what is not used.
     position = bind(tirx.Max(minimum(thread, listed.count - 1), 0))
     is_listed = bind(thread < listed.count)
-    decided = tirx.if_then_else(is_listed, product(group.products, position), _ZERO)
+    decided = tirx.if_then_else(is_listed, product(group.products, position), 0.0)
     member = bind(tirx.if_then_else(is_listed, listed.member(position), 0))
     first = biased(decided, block.first_bias, group.neuron(member))
     firsts = shared(group.groups.size)
@@ -289,10 +233,10 @@ def _one_after_the_other(group: _Group, listed: _Listed) -> Expr:
 
 def _store(group: _Group, hidden: KernelTensor, computed: Expr) -> None:
     thread, size = group.place.thread, group.groups.size
-    value = bind(tirx.if_then_else(thread < size, group.outputs[minimum(thread, size - 1)], _ZERO))
+    value = bind(tirx.if_then_else(thread < size, group.outputs[minimum(thread, size - 1)], 0.0))
     with when(thread < size):
         hidden[group.token, group.place.block_y * size + thread] = value
-    _, fired = group.numbering.number(bind(value != _ZERO), group.place)
+    _, fired = group.numbering.number(bind(value != 0.0), group.place)
     with when(thread == 0):
         for index, count in enumerate((computed, fired)):
             run_extern("pi_add_int64", address(group.block.stats, index), count)

@@ -77,7 +77,8 @@ class CudaFunction(KernelFunction):
 
     @contextmanager
     def launch(self, *, grid: int | tuple[int, int], block: int, resident: int = 0) -> Iterator[ThreadIndex]:
-        """A launch of `grid` blocks of `block` threads, which are whole warps. Its body is one thread's program.
+        """Write a launch of `grid` blocks of `block` threads, which are whole warps; the body is the program of a
+        thread.
 
         `resident` as in `Grid`.
 
@@ -95,10 +96,10 @@ class CudaFunction(KernelFunction):
             yield ThreadIndex(*threads)
 
     def cuda_kernel(self) -> CudaKernel:
-        """The finished kernel, once its body has ended."""
+        """Return the finished kernel, once its body has ended."""
         return CudaKernel(self.name, self.prim_func(), self.arguments(), **self._bounds, grids=tuple(self._grids))
 
 
 def blocks_for(count: int, each: int) -> int:
-    """How many blocks it takes for `count` items, `each` a block."""
+    """Return how many blocks `count` items take, `each` a block."""
     return -(-count // each)

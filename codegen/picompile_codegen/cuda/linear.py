@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, when
-from picompile_codegen.cuda.dot import BlockVector, add_part
+from picompile_codegen.cuda.dot import BlockInput, add_part, in_parts
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
-from picompile_codegen.cuda.matrix import CudaMatrix, matrix_argument
-from picompile_codegen.cuda.memory import barrier, registers, shared, warp_sum
+from picompile_codegen.cuda.matrix import CudaMatrix
+from picompile_codegen.cuda.memory import barrier, registers, shared, warp_sum, zero_registers
 from picompile_codegen.specs import LinearSpec
 
 SIDE = 64
@@ -33,19 +33,19 @@ class Padded:
 
     @classmethod
     def of(cls, rows: int) -> "Padded":
-        """272 bytes of the block a row."""
+        """Return memory for `rows` rows, 272 bytes each."""
         return cls(shared(rows * _PITCH))
 
     def at(self, row: Expr, column: Expr) -> Expr:
-        """The index of an element."""
+        """Return the index of an element."""
         return row * _PITCH + column
 
     def load(self, row: Expr, column: Expr) -> Expr:
-        """Four elements from `column` on, a multiple of four."""
+        """Load four elements from `column` on, a multiple of four."""
         return self.memory[tirx.Ramp(self.at(row, column), 1, OWN)]
 
     def store(self, row: Expr, column: Expr, values: Sequence[Expr]) -> None:
-        """Up to four elements from `column` on, a multiple of their number, which is a power of two."""
+        """Store up to four elements from `column` on, a multiple of their number, which is a power of two."""
         count = len(values)
         if count == 1:
             self.memory[self.at(row, column)] = values[0]
@@ -54,16 +54,13 @@ class Padded:
 
 
 def own_place(place: ThreadIndex) -> tuple[Expr, Expr]:
-    """The first row and the first column of the results that a thread has."""
+    """Return the first row and the first column of the results that a thread has."""
     return bind(place.thread // _ACROSS * OWN), bind(place.thread % _ACROSS * OWN)
 
 
 def own_sums() -> KernelTensor:
-    """A thread's results, all zero."""
-    sums = registers(OWN * OWN)
-    for i in range(OWN * OWN):
-        sums[i] = tirx.FloatImm("float32", 0.0)
-    return sums
+    """Return registers for a thread's results, all zero."""
+    return zero_registers(OWN * OWN)
 
 
 def add_products(
@@ -80,7 +77,7 @@ def add_products(
                 sums[i * OWN + j] = sums[i * OWN + j] + a[i] * b[j]
 
 
-# Tiles of tokens and rows of a packed matrix.
+# Tiles of tokens are multiplied with tiles of rows of a packed matrix.
 
 
 TILE_TOKENS = TILE_ROWS = SIDE
@@ -109,7 +106,7 @@ def tile_products(
     place: ThreadIndex,
     store: Callable[[Expr, Expr, Expr], None],
 ) -> None:
-    """Calls `store(token, row, x[token] · w[number(row)])` for the tokens and rows of this block's tile that there are.
+    """Call `store(token, row, x[token] · w[number(row)])` for the tokens and rows of this block's tile that there are.
 
     Row `number(r)` of the matrix is the r-th of `rows`. A block without tokens ends at once.
     """
@@ -142,7 +139,7 @@ def load_tokens(
     for turn in range(TILE_TOKENS // 8):
         t = bind(turn * 8 + thread // 128 * 4 + thread // 8 % 4)
         inside = tirx.And(first + t < tokens, column < stop)
-        xs.store(c, t, [tirx.if_then_else(inside, x[first + t, column], tirx.FloatImm("float32", 0.0))])
+        xs.store(c, t, [tirx.if_then_else(inside, x[first + t, column], 0.0)])
 
 
 def _load_rows(
@@ -158,23 +155,18 @@ def _load_rows(
             ws.store(part * w.unit_weights + i, r, [unit.weight(i)])
 
 
-# The body of a `LinearSpec`.
-
-
 _ONE_THREADS = 256
 # A warp reads two rows at a time: what it has read of x serves both, and more reads are under way.
 _ROWS_A_WARP = 2
 _ROWS_A_BLOCK = _ONE_THREADS // WARP * _ROWS_A_WARP
-# Of x at a time, in shared memory: 18 KiB, so that several blocks fit a multiprocessor.
-_COLUMNS = 4096
 
 
 def linear(spec: LinearSpec, function: CudaFunction) -> None:
     """Write the launch of a `LinearSpec`."""
-    x, w, bias, y = function["x"], matrix_argument(function, "w"), function.get("bias"), function["y"]
+    x, w, bias, y = function["x"], CudaMatrix.argument(function, "w"), function.get("bias"), function["y"]
     if spec.rows == 1:
         # Where x is in several parts ptxas takes up to 74 registers for q4, where 64 do and a fourth block fits.
-        resident = 4 if spec.format == "q4" and spec.k > _COLUMNS else 0
+        resident = 4 if spec.format == "q4" and in_parts(spec.k) else 0
         with function.launch(grid=blocks_for(spec.n, _ROWS_A_BLOCK), block=_ONE_THREADS, resident=resident) as place:
             _one(x, w, bias, y, place)
         return
@@ -184,18 +176,16 @@ def linear(spec: LinearSpec, function: CudaFunction) -> None:
 
 
 def _one(x: KernelTensor, w: CudaMatrix, bias: KernelTensor | None, y: KernelTensor, place: ThreadIndex) -> None:
-    """A warp for every two rows; its lanes take the units of a row in turns."""
-    vector = BlockVector(min(_COLUMNS, w.columns))
+    """Multiply one token: a warp takes two rows, and its lanes take the units of a row in turns."""
+    inputs = BlockInput(x, 0, w.columns, _ONE_THREADS)
     sums = registers(_ROWS_A_WARP)
     first = bind(place.block * _ROWS_A_BLOCK + place.warp * _ROWS_A_WARP)
     # Past the last row its own is read again, and nothing written.
     rows = [bind(minimum(first + i, w.rows - 1)) for i in range(_ROWS_A_WARP)]
     for i in range(_ROWS_A_WARP):
-        sums[i] = tirx.FloatImm("float32", 0.0)
-    for start in range(0, w.columns, _COLUMNS):
-        columns = min(_COLUMNS, w.columns - start)
-        vector.fill(x, 0, start, w.columns, place, _ONE_THREADS)
-        add_part(vector, w, rows, (start, columns), sums, place.lane)
+        sums[i] = 0.0
+    for part in inputs.parts():
+        add_part(inputs.fill(part[0], place), w, rows, part, sums, place.lane)
     for i in range(_ROWS_A_WARP):
         product = warp_sum(sums[i])
         with when(tirx.And(place.lane == 0, first + i < w.rows)):

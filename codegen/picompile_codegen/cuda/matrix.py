@@ -9,10 +9,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.matrix import KernelMatrix
-from picompile_codegen.cpu.matrix import matrix_argument as host_matrix_argument
-from picompile_codegen.cpu.matrix import optional_matrix as host_optional_matrix
+from picompile_codegen.cpu.matrix import MatrixTensors
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, when
 from picompile_codegen.cpu.vector import at, splat
 from picompile_codegen.cuda.function import WARP, blocks_for
@@ -21,16 +18,15 @@ from picompile_passes.weight_formats import FORMATS, GROUP
 
 _MOST_LANES = 4
 _MOST_THREADS = 1024
-_ZERO = tirx.FloatImm("float32", 0.0)
 
 
 def lanes_for(width: int) -> int:
-    """How many columns of rows so wide a thread takes at once: every row must begin at a multiple of them."""
+    """Return how many columns a thread takes at once of rows `width` wide, all of which begin at a multiple of them."""
     return _MOST_LANES if width % _MOST_LANES == 0 else 1
 
 
 def load_lanes(x: KernelTensor, index: tuple[Expr, ...], lanes: int, inside: Expr) -> list[Expr]:
-    """`lanes` elements of x from `index` on, a multiple of `lanes`; zeros unless `inside`."""
+    """Load `lanes` elements of x from `index` on, a multiple of `lanes`; zeros unless `inside`."""
     *row, start = index
     zero = tirx.const(0, x.dtype)
     zeros = zero if lanes == 1 else splat(zero, lanes)
@@ -39,7 +35,7 @@ def load_lanes(x: KernelTensor, index: tuple[Expr, ...], lanes: int, inside: Exp
 
 
 def store_lanes(y: KernelTensor, index: tuple[Expr, ...], values: list[Expr], inside: Expr) -> None:
-    """Writes `values` to y from `index` on, a multiple of how many they are, if `inside`."""
+    """Write `values` to y from `index` on, a multiple of their number, if `inside`."""
     *row, start = index
     lanes = len(values)
     with when(inside):
@@ -47,7 +43,7 @@ def store_lanes(y: KernelTensor, index: tuple[Expr, ...], values: list[Expr], in
 
 
 def block_threads(width: int) -> int:
-    """How many threads a block needs for a row: one for every `lanes_for` columns, if a block can have so many."""
+    """Return how many threads a block needs for a row: one for every `lanes_for` columns, up to a block's limit."""
     return min(_MOST_THREADS, blocks_for(width // lanes_for(width), WARP) * WARP)
 
 
@@ -70,16 +66,16 @@ class ColumnLanes:
         return [value for start, inside in self.runs for value in load_lanes(x, (*row, start), self.lanes, inside)]
 
     def store(self, y: KernelTensor, row: Expr, values: list[Expr]) -> None:
-        """Writes its elements to a row of y."""
+        """Write the thread's elements to a row of y."""
         for number, (start, inside) in enumerate(self.runs):
             store_lanes(y, (row, start), values[number * self.lanes : (number + 1) * self.lanes], inside)
 
     def or_zeros(self, values: list[Expr]) -> list[Expr]:
-        """`values`, zeros for those that do not exist."""
-        return [bind(tirx.Select(self.runs[i // self.lanes][1], value, _ZERO)) for i, value in enumerate(values)]
+        """Return `values`, with zeros for those that do not exist."""
+        return [bind(tirx.Select(self.runs[i // self.lanes][1], value, 0.0)) for i, value in enumerate(values)]
 
 
-# Packed matrices.
+# Packed matrices are read in units of 16 bytes.
 
 
 UNIT_BYTES = 16
@@ -101,14 +97,8 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class CudaMatrix:
-    """A packed matrix [rows, columns] that is an argument of the kernel."""
-
-    format: str
-    rows: int
-    columns: int
-    data: KernelTensor
-    scale: KernelTensor | None
+class CudaMatrix(MatrixTensors):
+    """A packed matrix as a GPU reads it: 16 bytes at a time."""
 
     @property
     def unit_weights(self) -> int:
@@ -121,7 +111,7 @@ class CudaMatrix:
         return FORMATS[self.format].padded_columns(self.columns) // self.unit_weights
 
     def unit(self, row: Expr, number: Expr) -> Unit:
-        """Loads unit `number` of a row."""
+        """Load unit `number` of a row."""
         first = number * self.unit_weights
         if self.format == "f16":
             return Unit(first, _halves(self.data, row, number), None)
@@ -130,23 +120,8 @@ class CudaMatrix:
         start = FORMATS[self.format].scale_offset_bytes(self.columns) // 2
         scale = bind(tirx.Cast("float32", self.scale[row, start + group]))  # type: ignore[index]
         if self.format == "q4":
-            return Unit(first, _nibbles(words), bind(scale * tirx.FloatImm("float32", _NIBBLE_SCALE)))
+            return Unit(first, _nibbles(words), bind(scale * _NIBBLE_SCALE))
         return Unit(first, _bytes(words), scale)
-
-
-def matrix_argument(function: KernelFunction, name: str) -> CudaMatrix:
-    """Return the packed matrix that the kernel's spec declares under that name."""
-    return _of(host_matrix_argument(function, name))
-
-
-def optional_matrix(function: KernelFunction, name: str) -> CudaMatrix | None:
-    """Return the packed matrix of that name, or None in a variant of the kernel that has none."""
-    matrix = host_optional_matrix(function, name)
-    return None if matrix is None else _of(matrix)
-
-
-def _of(matrix: KernelMatrix) -> CudaMatrix:
-    return CudaMatrix(matrix.format, matrix.rows, matrix.columns, matrix.data, matrix.scale)
 
 
 def _halves(data: KernelTensor, row: Expr, number: Expr) -> tuple[Expr, ...]:
@@ -163,10 +138,10 @@ def _words(data: KernelTensor, row: Expr, number: Expr) -> tuple[Expr, ...]:
 def _nibbles(words: tuple[Expr, ...]) -> tuple[Expr, ...]:
     """Return 32 weights / _NIBBLE_SCALE. Byte i holds weight i in its low and weight i + 16 in its high four bits."""
     half = GROUP // 2
-    low = [extern("float32", "pi_nibble", words[i // 4], 8 * (i % 4)) for i in range(half)]
-    high = [extern("float32", "pi_nibble", words[i // 4], 8 * (i % 4) + 4) for i in range(half)]
+    low = [extern("pi_nibble", words[i // 4], 8 * (i % 4)) for i in range(half)]
+    high = [extern("pi_nibble", words[i // 4], 8 * (i % 4) + 4) for i in range(half)]
     return tuple(bind(value) for value in low + high)
 
 
 def _bytes(words: tuple[Expr, ...]) -> tuple[Expr, ...]:
-    return tuple(bind(extern("float32", "pi_byte", words[i // 4], i % 4)) for i in range(UNIT_BYTES))
+    return tuple(bind(extern("pi_byte", words[i // 4], i % 4)) for i in range(UNIT_BYTES))

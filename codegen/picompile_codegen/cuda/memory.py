@@ -1,46 +1,53 @@
 """Memory of a block and of a thread, and what its threads do together: sums, maxima, numbers of those with a flag."""
 
-from collections.abc import Callable
-from math import pi, sqrt
 from typing import Any
 
 from tvm import tirx
 from tvm.tirx.script.builder import ir as T
 
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, maximum, minimum, select, when
+from picompile_codegen.cpu.activations import Arithmetic, apply_activation
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, select, when
 from picompile_codegen.cuda.function import WARP, ThreadIndex
-from picompile_passes.dialect.activations import parse_activation
 
 _ALL_LANES = 0xFFFFFFFF
 
 
 def shared(*shape: int, dtype: str = "float32") -> KernelTensor:
-    """Memory of a block. A block has 48 KiB at most."""
+    """Return memory of a block. A block has 48 KiB at most."""
     return KernelTensor(T.alloc_buffer(shape, dtype, scope="shared"))
 
 
 def registers(*shape: int, dtype: str = "float32") -> KernelTensor:
-    """Memory of a thread: registers, where all indices are known when the kernel is written (use Python loops)."""
+    """Return memory of a thread: registers, where all indices are known when the kernel is written (use Python
+    loops)."""
     return KernelTensor(T.alloc_buffer(shape, dtype, scope="local"))
 
 
+def zero_registers(count: int, dtype: str = "float32") -> KernelTensor:
+    """Return `count` registers of a thread, all 0."""
+    values = registers(count, dtype=dtype)
+    for i in range(count):
+        values[i] = tirx.const(0, dtype)
+    return values
+
+
 def barrier() -> None:
-    """Waits for all threads of the block. Every one of them must come here."""
+    """Wait for all threads of the block, every one of which must come here."""
     T.evaluate(T.tvm_storage_sync("shared"))
 
 
 def loads_first() -> None:
-    """Has all loads that were written so far under way before anything is computed from them."""
+    """Issue all loads written so far before anything is computed from them."""
     run_extern("pi_loads_first")
 
 
-def extern(dtype: str, name: str, *arguments: Expr) -> Expr:
-    """A value from a function of prelude.cuh that changes nothing."""
-    return tirx.call_pure_extern(dtype, name, *arguments)
+def extern(name: str, *arguments: Expr) -> Expr:
+    """Return a float32 of a function of prelude.cuh without side effects."""
+    return tirx.call_pure_extern("float32", name, *arguments)
 
 
 def run_extern(name: str, *arguments: Expr) -> None:
-    """Calls a function of prelude.cuh for what it does."""
+    """Call a function of prelude.cuh for its effect."""
     T.evaluate(tirx.call_extern("void", name, *arguments))
 
 
@@ -50,32 +57,40 @@ def address(tensor: KernelTensor, *index: Expr) -> Expr:
 
 
 def from_lane(value: Expr, offset: int) -> Expr:
-    """The value that the lane with the number of this one XOR `offset` has. All lanes of the warp must ask."""
+    """Return the value of the lane whose number is this one's XOR `offset`. All lanes of the warp must call this."""
     return T.tvm_warp_shuffle_xor(tirx.const(_ALL_LANES, "uint32"), value, offset, WARP, WARP)
 
 
 def warp_sum(value: Expr) -> Expr:
-    """The sum over the lanes of a warp, the same bits in every lane. All of them must ask."""
-    return _over_lanes(value, lambda a, b: a + b)
+    """Return the sum over the lanes of a warp, the same bits in every lane. All of them must call this."""
+    return lanes_sum(value, WARP)
+
+
+def lanes_sum(value: Expr, lanes: int) -> Expr:
+    """Return the sum over each `lanes` neighbouring lanes, a power of two, the same bits in each.
+
+    All must call this.
+    """
+    return _over_lanes(value, lambda a, b: a + b, lanes)
 
 
 def warp_max(value: Expr) -> Expr:
-    """The largest value of the lanes of a warp, in every lane. All of them must ask."""
-    return _over_lanes(value, tirx.Max)
+    """Return the largest value of the lanes of a warp, in every lane. All of them must call this."""
+    return _over_lanes(value, tirx.Max, WARP)
 
 
 def block_sum(value: Expr, thread: Expr, threads: int) -> Expr:
-    """The sum over the threads of a block, the same bits in every thread. All of them must ask."""
+    """Return the sum over the threads of a block, the same bits in every thread. All of them must call this."""
     return _over_block(value, thread, threads, warp_sum, 0.0)
 
 
 def block_max(value: Expr, thread: Expr, threads: int) -> Expr:
-    """The largest value of the threads of a block, in every thread. All of them must ask."""
+    """Return the largest value of the threads of a block, in every thread. All of them must call this."""
     return _over_block(value, thread, threads, warp_max, -3.0e38)
 
 
-def _over_lanes(value: Expr, combine: Any) -> Expr:
-    offset = WARP // 2
+def _over_lanes(value: Expr, combine: Any, lanes: int) -> Expr:
+    offset = lanes // 2
     while offset:
         value = bind(value)
         value = combine(value, from_lane(value, offset))
@@ -95,7 +110,7 @@ def _over_block(value: Expr, thread: Expr, threads: int, over_warp: Any, neutral
     barrier()
     lane = thread % WARP
     inside = lane < threads // WARP
-    return over_warp(tirx.if_then_else(inside, sums[tirx.Select(inside, lane, 0)], tirx.FloatImm("float32", neutral)))
+    return over_warp(tirx.if_then_else(inside, sums[tirx.Select(inside, lane, 0)], neutral))
 
 
 class Numbering:
@@ -106,7 +121,10 @@ class Numbering:
         self._words: KernelTensor = shared(self._warps, dtype="uint32")
 
     def number(self, flag: Expr, place: ThreadIndex) -> tuple[Expr, Expr]:
-        """How many threads before this one have a `flag`, and how many threads have one. All of the block must ask."""
+        """Return how many threads before this one have a `flag`, and how many have one.
+
+        All of the block must call this.
+        """
         # Not a pure call: TVM would repeat it where its value is used, and there not all lanes may come.
         bits = bind(tirx.call_extern("uint32", "pi_ballot", tirx.Cast("int32", flag)))
         # Whoever still reads the words of an earlier call must be done first.
@@ -130,55 +148,14 @@ def _ones(word: Expr) -> Expr:
     return tirx.Cast("int32", tirx.popcount(word))
 
 
-# Activation functions of single numbers, by the names of `picompile_passes.dialect.activations`.
-
-
-def _number(value: float) -> Expr:
-    return tirx.FloatImm("float32", value)
-
-
 def _sigmoid(x: Expr) -> Expr:
     # Where exp is infinite the quotient is 0, as it should be.
-    return _number(1.0) / (_number(1.0) + tirx.exp(-x))
+    return 1.0 / (1.0 + tirx.exp(-x))
 
 
-def _relu(x: Expr) -> Expr:
-    return maximum(x, _number(0.0))
-
-
-def _relu2(x: Expr) -> Expr:
-    positive = bind(_relu(x))
-    return positive * positive
-
-
-def _gelu(x: Expr) -> Expr:
-    return _number(0.5) * x * (_number(1.0) + tirx.erf(x * _number(sqrt(0.5))))
-
-
-def _gelu_tanh(x: Expr) -> Expr:
-    # (1 + tanh u) / 2 = sigmoid 2u, and does not cancel where u is far below zero.
-    inner = x * (_number(1.0) + _number(0.044715) * x * x)
-    return x * _sigmoid(_number(2.0 * sqrt(2.0 / pi)) * inner)
-
-
-_FUNCTIONS: dict[str, Callable[[Expr], Expr]] = {
-    "identity": lambda x: x,
-    "relu": _relu,
-    "relu2": _relu2,
-    "relu6": lambda x: minimum(_relu(x), _number(6.0)),
-    "silu": lambda x: x * _sigmoid(x),
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "quick_gelu": lambda x: x * _sigmoid(_number(1.702) * x),
-    "sigmoid": _sigmoid,
-    "tanh": tirx.tanh,
-}
+_ARITHMETIC = Arithmetic(float, _sigmoid, tirx.tanh, tirx.erf)
 
 
 def activate(text: str, x: Expr) -> Expr:
-    """The activation that `text` names, of a float32. Raises `ValueError` for one that is not known."""
-    activation = parse_activation(text)
-    x = bind(x)
-    if activation.name == "fatrelu":
-        return bind(select(x > _number(activation.threshold), x, _number(0.0)))
-    return bind(_FUNCTIONS[activation.name](x))
+    """Return the activation that `text` names, of a float32. Raises `ValueError` for one that is not known."""
+    return apply_activation(text, x, _ARITHMETIC)

@@ -10,26 +10,22 @@ less time than a launch of its own.
 from tvm import tirx
 
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, when
-from picompile_codegen.cuda.dot import BlockInput, lanes_sum, unit_product
+from picompile_codegen.cuda.dot import BlockInput, unit_product
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
-from picompile_codegen.cuda.matrix import CudaMatrix, matrix_argument
-from picompile_codegen.cuda.memory import barrier, block_sum, registers, shared
+from picompile_codegen.cuda.matrix import CudaMatrix
+from picompile_codegen.cuda.memory import barrier, block_sum, lanes_sum, registers, shared, zero_registers
 from picompile_codegen.signs import BLOCK_COLUMNS
 from picompile_codegen.specs import PredictLowRankSpec, PredictSignsSpec
-
-# Prediction by matrices of low rank.
-
 
 _HIDDEN_THREADS = 128
 _MASK_THREADS = 256
 # Turns of a warp whose rows are read together, so that enough reads are under way.
 _TOGETHER = 4
-_ZERO = tirx.FloatImm("float32", 0.0)
 
 
 def predict_low_rank(spec: PredictLowRankSpec, function: CudaFunction) -> None:
     """Write the launches of a `PredictLowRankSpec`."""
-    rows, fc1, fc2 = spec.rows, matrix_argument(function, "fc1"), matrix_argument(function, "fc2")
+    rows, fc1, fc2 = spec.rows, CudaMatrix.argument(function, "fc1"), CudaMatrix.argument(function, "fc2")
     hidden = function.scratch("hidden", "float32", rows, spec.rank)
     # Tokens are next to each other: what a block reads of a matrix, the next finds in the cache.
     with (
@@ -48,8 +44,7 @@ def predict_low_rank(spec: PredictLowRankSpec, function: CudaFunction) -> None:
 def _compute_hidden(x: KernelTensor, fc1: CudaMatrix, hidden: KernelTensor, relu: bool, place: ThreadIndex) -> None:
     """hidden[token, row] for the token and row of this block."""
     token, row = place.block, place.block_y
-    total = registers(1)
-    total[0] = _ZERO
+    total = zero_registers(1)
     units = blocks_for(fc1.columns, fc1.unit_weights)
     with loop(0, blocks_for(units, _HIDDEN_THREADS)) as turn:
         unit = bind(turn * _HIDDEN_THREADS + place.thread)
@@ -58,14 +53,14 @@ def _compute_hidden(x: KernelTensor, fc1: CudaMatrix, hidden: KernelTensor, relu
             total[0] = total[0] + unit_product(fc1.unit(row, unit), values)
     product = block_sum(total[0], place.thread, _HIDDEN_THREADS)
     with when(place.thread == 0):
-        hidden[token, row] = maximum(product, _ZERO) if relu else product
+        hidden[token, row] = maximum(product, 0.0) if relu else product
 
 
 def _read(x: KernelTensor, row: Expr, first: Expr, count: int, columns: int) -> list[Expr]:
     """x[row, first … first + count - 1], zeros past the last column. `first` is a multiple of `count`."""
     if columns % count:
         places = [bind(first + i) for i in range(count)]
-        return [bind(tirx.if_then_else(place < columns, x[row, place], _ZERO)) for place in places]
+        return [bind(tirx.if_then_else(place < columns, x[row, place], 0.0)) for place in places]
     fours = [bind(x[row, tirx.Ramp(first + i, 1, 4)]) for i in range(0, count, 4)]
     return [bind(tirx.Shuffle([four], [lane])) for four in fours for lane in range(4)]
 
@@ -100,7 +95,7 @@ def _compute_mask(
     first = bind(place.block_y * _rows_a_block(lanes) + place.thread // lanes)
     neurons = [bind(first + turn * at_once) for turn in range(_turns(lanes))]
     for i in range(len(neurons)):
-        sums[i] = _ZERO
+        sums[i] = 0.0
     for start, columns in inputs.parts():
         vector = inputs.fill(start, place)
         units = blocks_for(columns, fc2.unit_weights)
@@ -117,7 +112,7 @@ def _compute_mask(
             mask[token, neuron] = tirx.Cast("uint8", product + bias[neuron] > threshold[0])
 
 
-# Prediction by signs.
+# The kernel that predicts by signs.
 
 
 _SIGN_THREADS = 256
@@ -152,8 +147,8 @@ def _pack(x: KernelTensor, packed: KernelTensor, words: int, dim: int, place: Th
     with loop(0, blocks_for(words, _SIGN_WARPS)) as turn:
         word = bind(turn * _SIGN_WARPS + place.warp)
         column = bind(word // _WORDS_A_BLOCK * BLOCK_COLUMNS + place.lane * _WORDS_A_BLOCK + word % _WORDS_A_BLOCK)
-        value = bind(tirx.if_then_else(column < dim, x[place.block, column], tirx.FloatImm("float32", 0.0)))
-        below_zero = tirx.Cast("int32", value < tirx.FloatImm("float32", 0.0))
+        value = bind(tirx.if_then_else(column < dim, x[place.block, column], 0.0))
+        below_zero = tirx.Cast("int32", value < 0.0)
         bits = bind(tirx.call_extern("uint32", "pi_ballot", below_zero))
         with when(tirx.And(place.lane == 0, word < words)):
             packed[word] = tirx.reinterpret("int32", bits)
@@ -169,9 +164,7 @@ def _compare(
     place: ThreadIndex,
 ) -> None:
     """The mask of a few neurons, whose rows the lanes of a warp read together."""
-    counts = registers(len(neurons), dtype="int32")
-    for i in range(len(neurons)):
-        counts[i] = 0
+    counts = zero_registers(len(neurons), "int32")
     with loop(0, blocks_for(words // _UNIT, WARP)) as turn:
         unit = bind(turn * WARP + place.lane)
         with when(unit < words // _UNIT):

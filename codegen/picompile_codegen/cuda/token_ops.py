@@ -4,18 +4,11 @@ from collections.abc import Callable
 
 from tvm import tirx
 
-from picompile_codegen.cpu.cache import Cache, cache_argument
+from picompile_codegen.cpu.cache import F16_MAX, LARGEST_BYTE, Cache, cache_argument
 from picompile_codegen.cpu.tensor import Expr, bind, maximum, minimum, when
-from picompile_codegen.cpu.token_ops import Angles, step_rows
+from picompile_codegen.cpu.token_ops import Angles, inverse_root, step_rows
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
-from picompile_codegen.cuda.matrix import (
-    ColumnLanes,
-    block_threads,
-    lanes_for,
-    load_lanes,
-    matrix_argument,
-    store_lanes,
-)
+from picompile_codegen.cuda.matrix import ColumnLanes, CudaMatrix, block_threads, lanes_for, load_lanes, store_lanes
 from picompile_codegen.cuda.memory import block_sum, warp_max
 from picompile_codegen.specs import (
     AddSpec,
@@ -61,7 +54,7 @@ def _start(place: ThreadIndex, lanes: int) -> Expr:
     return (place.block * _ADD_THREADS + place.thread) * lanes
 
 
-# Embedding: a thread unpacks 16 bytes of a row of the table.
+# In an embedding a thread unpacks 16 bytes of a row of the table.
 
 
 _EMBEDDING_THREADS = 64
@@ -69,7 +62,7 @@ _EMBEDDING_THREADS = 64
 
 def embedding(spec: EmbeddingSpec, function: CudaFunction) -> None:
     """Write the launch of an `EmbeddingSpec`."""
-    ids, w, y = function["ids"], matrix_argument(function, "w"), function["y"]
+    ids, w, y = function["ids"], CudaMatrix.argument(function, "w"), function["y"]
     lanes, units = lanes_for(spec.dim), blocks_for(spec.dim, w.unit_weights)
     grid = (blocks_for(units, _EMBEDDING_THREADS), spec.rows)
     with function.launch(grid=grid, block=_EMBEDDING_THREADS) as place:
@@ -82,7 +75,7 @@ def embedding(spec: EmbeddingSpec, function: CudaFunction) -> None:
                 store_lanes(y, (token, column), weights[i : i + lanes], column < spec.dim)
 
 
-# Normalization: a block takes a token, and reads it once.
+# In a norm a block takes a token, and reads it once.
 
 
 def rms_norm(spec: RmsNormSpec, function: CudaFunction) -> None:
@@ -93,7 +86,7 @@ def rms_norm(spec: RmsNormSpec, function: CudaFunction) -> None:
         # The weights are asked for before threads wait for each other, so that nobody waits for memory twice.
         values, weights = columns.load(x, place.block), columns.load(weight)
         squares = block_sum(_total([value * value for value in values]), place.thread, threads)
-        factor = _inverse_root(squares / float(spec.dim), spec.eps)
+        factor = inverse_root(squares / float(spec.dim), spec.eps)
         scaled = [value * factor * scale for value, scale in zip(values, weights, strict=True)]
         columns.store(y, place.block, scaled)
 
@@ -111,24 +104,21 @@ def layer_norm(spec: LayerNormSpec, function: CudaFunction) -> None:
         # Columns that do not exist were read as 0, which is not the mean.
         deviations = columns.or_zeros([value - mean for value in values])
         squares = block_sum(_total([value * value for value in deviations]), place.thread, threads)
-        root = _inverse_root(squares / float(dim), spec.eps)
+        root = inverse_root(squares / float(dim), spec.eps)
         affine = zip(deviations, factors, summands, strict=True)
         columns.store(y, place.block, [value * root * factor + summand for value, factor, summand in affine])
 
 
 def _total(values: list[Expr]) -> Expr:
-    """The sum, by halves: less rounding than one after another, and additions that need not wait for each other."""
+    """Return the sum, by halves: less rounding than one after another, and additions that need not wait for each
+    other."""
     while len(values) > 1:
         rest = values[-1:] if len(values) % 2 else []
         values = [bind(a + b) for a, b in zip(values[::2], values[1::2], strict=False)] + rest
     return values[0]
 
 
-def _inverse_root(value: Expr, eps: float) -> Expr:
-    return bind(tirx.FloatImm("float32", 1.0) / tirx.sqrt(value + tirx.FloatImm("float32", eps)))
-
-
-# Rotary embedding: a thread turns a pair of elements.
+# In a rotary embedding a thread turns a pair of elements.
 
 
 # Few, so that even one token is shared by several multiprocessors.
@@ -152,12 +142,10 @@ def rotary(spec: RotarySpec, function: CudaFunction) -> None:
             y[row, first + half] = b * cosine + a * sine
 
 
-# Writing the KV cache, whose layout `picompile_codegen.cpu.cache` describes.
+# A warp writes a row of the KV cache, whose layout `picompile_codegen.cpu.cache` describes.
 
 
 _CACHE_THREADS = 128
-_LARGEST_BYTE = 127.0
-_F16_MAX = 65504.0
 
 
 def cache_write(spec: CacheWriteSpec, function: CudaFunction) -> None:
@@ -173,27 +161,26 @@ def cache_write(spec: CacheWriteSpec, function: CudaFunction) -> None:
 
 
 def write_row(cache: Cache, row: tuple[Expr, Expr, Expr], source: Callable[[Expr], Expr], lane: Expr) -> None:
-    """A warp writes row (slot, head, position) of a cache; `source(column)` gives its elements. All lanes must come."""
+    """Write, by a warp, row (slot, head, position) of a cache; `source(column)` gives its elements.
+
+    All lanes must come.
+    """
     for group in range(blocks_for(cache.dim, GROUP)):
         column = bind(group * GROUP + lane)
         inside = column < cache.dim
-        value = bind(tirx.if_then_else(inside, source(column), _float(0.0)))
+        value = bind(tirx.if_then_else(inside, source(column), 0.0))
         stored = value if cache.scales is None else _in_bytes(cache, (*row, group), value, lane)
         with when(inside):
             cache.data[(*row, column)] = tirx.Cast(cache.data.dtype, stored)
 
 
 def _in_bytes(cache: Cache, group: tuple[Expr, ...], value: Expr, lane: Expr) -> Expr:
-    """Writes the scale of 32 elements, a lane has each of them, and gives the nearest multiple of it, an int32."""
+    """Write the scale of 32 elements, one a lane, and return the nearest multiple of it, an int32."""
     largest = warp_max(tirx.abs(value))
-    scale = bind(tirx.Cast("float16", minimum(largest / _float(_LARGEST_BYTE), _float(_F16_MAX))))
+    scale = bind(tirx.Cast("float16", minimum(largest / LARGEST_BYTE, F16_MAX)))
     with when(lane == 0):
         cache.scales[group] = scale  # type: ignore[index]
     kept = bind(tirx.Cast("float32", scale))
-    inverse = tirx.if_then_else(kept > _float(0.0), _float(1.0) / kept, _float(0.0))
+    inverse = tirx.if_then_else(kept > 0.0, 1.0 / kept, 0.0)
     near = tirx.nearbyint(value * bind(inverse))
-    return tirx.Cast("int32", maximum(minimum(near, _float(_LARGEST_BYTE)), _float(-_LARGEST_BYTE)))
-
-
-def _float(value: float) -> Expr:
-    return tirx.FloatImm("float32", value)
+    return tirx.Cast("int32", maximum(minimum(near, LARGEST_BYTE), -LARGEST_BYTE))

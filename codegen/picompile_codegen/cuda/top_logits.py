@@ -52,20 +52,20 @@ class SortedRuns:
         return cls(count, indices, shared(count * RUN, dtype="int64"), place.thread)
 
     def fill(self, keys: Sequence[Expr]) -> None:
-        """Takes runs that are sorted already, each in its direction. `keys` are this thread's."""
+        """Store runs that are already sorted, each in its direction; `keys` are this thread's."""
         for index, key in zip(self.indices, keys, strict=True):
             with when(index < self.count * RUN):
                 self._keys[index] = key
         barrier()
 
     def sort(self) -> None:
-        """Makes runs of keys in no order."""
+        """Sort unordered keys into runs."""
         with loop(1, _RUN_BITS + 1) as bits:
             self._sort_halves(bits, level=0)
         barrier()
 
     def merge_with(self, keys: Sequence[Expr]) -> None:
-        """Keeps the higher half of each run and another one, which is sorted the other way."""
+        """Keep the higher half of each run and of another one, which is sorted the other way."""
         for index, key in zip(self.indices, keys, strict=True):
             with when(index < self.count * RUN):
                 run_extern("pi_keep_higher", address(self._keys, index), key)
@@ -74,7 +74,7 @@ class SortedRuns:
         barrier()
 
     def merge(self) -> None:
-        """Keeps the highest 64 of all runs: those of the first."""
+        """Keep the highest 64 keys of all runs, in the first run."""
         with loop(1, self.count.bit_length()) as level:
             self._keep_higher(level)
             barrier()
@@ -82,7 +82,7 @@ class SortedRuns:
             barrier()
 
     def highest(self, index: Expr) -> Expr:
-        """One of the first run, after `merge`: 0 is the highest."""
+        """Return a key of the first run after `merge`; index 0 is the highest."""
         return bind(self._keys[index])
 
     def _keep_higher(self, level: Expr) -> None:
@@ -96,7 +96,7 @@ class SortedRuns:
                 run_extern("pi_keep_higher", address(self._keys, at), other)
 
     def _sort_halves(self, bits: Expr, level: Expr) -> None:
-        """Sorts sequences of 2^bits that rise and then fall, or fall and then rise."""
+        """Sort sequences of 2^bits that rise and then fall, or fall and then rise."""
         pairs = bind(self.count * RUN // 2 >> level)
         with loop(0, bits) as step:
             shift = bind(bits - 1 - step)
@@ -109,7 +109,7 @@ class SortedRuns:
             run_extern("pi_meet_warp")
 
     def _order(self, index: Expr, shift: Expr, bits: Expr, level: Expr) -> None:
-        """Two keys change places unless they are in the order of the sequence that they are in."""
+        """Swap two keys unless they are in the order of their sequence."""
         first = bind(_place(index, level))
         second = bind(first + (1 << shift))
         run_extern("pi_order", address(self._keys, first), address(self._keys, second), (index >> bits) & 1)
@@ -120,10 +120,7 @@ def _place(index: Expr, level: Expr) -> Expr:
     return (index >> _RUN_BITS << (level + _RUN_BITS)) | (index & (RUN - 1))
 
 
-# The body of a `TopLogitsSpec`.
-
-
-# What a block takes of a row: 64 to 128 of them for vocabularies of 128 to 256 thousand tokens.
+# The logits of a row that a block takes: 64 to 128 such slices for vocabularies of 128 to 256 thousand tokens.
 _SLICE = 2048
 _LAST_ID = 2**31 - 1
 
@@ -148,9 +145,8 @@ def _search_slice(logits: KernelTensor, found: KernelTensor, vocab: int, place: 
     runs = SortedRuns.for_runs(blocks_for(min(vocab, _SLICE), RUN), place)
     tokens = [bind(place.block * _SLICE + index) for index in runs.indices]
     insides = [bind(token < vocab) for token in tokens]
-    zero = tirx.FloatImm("float32", 0.0)
     values = [
-        bind(tirx.if_then_else(inside, logits[place.block_y, token], zero))
+        bind(tirx.if_then_else(inside, logits[place.block_y, token], 0.0))
         for token, inside in zip(tokens, insides, strict=True)
     ]
     loads_first()
@@ -163,13 +159,13 @@ def _search_slice(logits: KernelTensor, found: KernelTensor, vocab: int, place: 
 
 
 def _key(value: Expr, token: Expr, inside: Expr) -> Expr:
-    """A number for a score and its token: the larger, the earlier in the result."""
+    """Return a number for a score and its token; a larger one comes earlier in the result."""
     order = tirx.Cast("int64", order_of(value)) * tirx.IntImm("int64", 2**32)
     return bind(tirx.Select(inside, order + tirx.Cast("int64", _LAST_ID - token), LOWEST))
 
 
 def _merge_slices(found: KernelTensor, slices: int, place: ThreadIndex) -> Expr:
-    """The number at a thread's place, of the first 64 of all slices of a row."""
+    """Return the key at a thread's place among the highest 64 of all slices of a row."""
     runs = SortedRuns.for_runs(slices, place)
     row = place.block
 

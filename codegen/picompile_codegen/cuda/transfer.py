@@ -17,18 +17,18 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, when
 from picompile_codegen.cpu.vector import at
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import lanes_for, load_lanes, store_lanes
-from picompile_codegen.cuda.memory import address, barrier, registers, run_extern, shared, warp_sum
+from picompile_codegen.cuda.memory import address, barrier, run_extern, shared, warp_sum, zero_registers
 from picompile_codegen.specs import CopyWordsSpec, PingPongSpec, ReceiveMaskSpec, ReceiveSpec, SendMaskSpec, SendSpec
 
 THREADS = 1024
 # Reads of a thread that are under way together.
 _READS = 4
-# What a block receives.
+# The elements that a block receives.
 BLOCK_ELEMENTS = THREADS * _READS
 
 
 def load_shared(tensor: KernelTensor, *index: Expr) -> Expr:
-    """An element of memory that the host may have written since the kernel began."""
+    """Load an element that the host may have written since the kernel began."""
     # Not `extern`: what that gives may be moved to where it is used, and this changes while the kernel runs.
     return tirx.call_extern(tensor.dtype, "pi_load_shared", address(tensor, *index))
 
@@ -48,7 +48,8 @@ def send_rows(x: KernelTensor, out: KernelTensor, tokens: Expr, dim: int, place:
 
 
 def _in_turns(count: Expr, place: ThreadIndex, body: Callable[[list[tuple[Expr, Expr]]], None]) -> None:
-    """Shares `count` items among the threads of one block: `body` gets `_READS` numbers, and whether each is one."""
+    """Share `count` items among the threads of one block; `body` gets `_READS` (number, whether it is below
+    `count`)."""
     each = BLOCK_ELEMENTS
     with loop(0, (count + (each - 1)) // each) as turn:
         numbers = [bind(turn * each + i * THREADS + place.thread) for i in range(_READS)]
@@ -61,8 +62,7 @@ def send_bits(
     """out_mask[t, i] = mask[t, table[i]] in the rows that count; gives how many ones this thread has written."""
     lanes = lanes_for(columns)
     units = columns // lanes
-    ones = registers(1, dtype="int32")
-    ones[0] = 0
+    ones = zero_registers(1, "int32")
 
     def copy(items: list[tuple[Expr, Expr]]) -> None:
         indices = [(bind(item // units), bind(item % units) * lanes) for item, _ in items]
@@ -78,7 +78,7 @@ def send_bits(
 
 
 def _masked(mask: KernelTensor, table: KernelTensor, index: tuple[Expr, Expr], lanes: int, inside: Expr) -> list[Expr]:
-    """The bits of `lanes` of the host's columns, zeros unless `inside`."""
+    """Return the bits of `lanes` of the host's columns, zeros unless `inside`."""
     row, start = index
     zero = tirx.IntImm("uint8", 0)
     numbers = load_lanes(table, (start,), lanes, inside)
@@ -86,7 +86,7 @@ def _masked(mask: KernelTensor, table: KernelTensor, index: tuple[Expr, Expr], l
 
 
 def _store_bytes(out: KernelTensor, row: Expr, start: Expr, values: list[Expr]) -> None:
-    """Writes one byte, or four at a time: the bus carries few small writes."""
+    """Write one byte, or four at a time: the bus carries few small writes."""
     if len(values) == 1:
         out[row, start] = values[0]
         return
@@ -125,9 +125,6 @@ def receive_rows(
     for index, inside, value in zip(indices, insides, values, strict=True):
         with when(inside):
             y[index] = value
-
-
-# The bodies of the specs.
 
 
 _COPY_THREADS = 256
@@ -188,13 +185,13 @@ def ping_pong(_: PingPongSpec, function: CudaFunction) -> None:
 
 
 def _signal(flag: KernelTensor, step: Expr, place: ThreadIndex) -> None:
-    """Sets the flag. All threads have come to a barrier since they wrote what it says is there."""
+    """Set the flag. All threads must have passed a barrier since they wrote the values that it announces."""
     with when(place.thread == 0):
         run_extern("pi_signal", address(flag, 0), step)
 
 
 def _wait(flag: KernelTensor, abandoned: KernelTensor, step: Expr, wanted: Expr, place: ThreadIndex) -> None:
-    """Returns, in all threads of the block, when the flag is set; at once if nothing is `wanted`."""
+    """Wait, in all threads of the block, until the flag is set; not at all unless the values are `wanted`."""
     with when(tirx.And(place.thread == 0, wanted)):
         run_extern("pi_wait", address(flag, 0), address(abandoned, 0), step)
     barrier()

@@ -42,7 +42,7 @@ def place_buffers(
 
 
 def _lowest_gap(size: int, taken: Iterable[tuple[int, int]], base: int) -> int:
-    """The lowest offset ≥ base where `size` bytes fit between the taken (start, end) ranges."""
+    """Return the lowest offset ≥ base where `size` bytes fit between the taken (start, end) ranges."""
     offset = base
     for start, end in sorted(taken):
         if offset + size <= start:

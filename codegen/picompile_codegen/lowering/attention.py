@@ -15,7 +15,7 @@ from picompile_passes.graph.operands import ATTENTION, ROTARY
 
 
 def lower_rotary(node: Node, function: Function) -> None:
-    """Appends the call of a rotary embedding, unless attention does its work."""
+    """Append the call of a rotary embedding, unless attention does its work."""
     if all(is_call(user, ATTENTION) and _turned_inside(user, function) for user in node.users):
         return
     values = arguments(node)
@@ -33,7 +33,7 @@ def lower_rotary(node: Node, function: Function) -> None:
 
 
 def _angles(node: Node, function: Function) -> Bindings:
-    """Tables of cosines and sines of a rotary embedding, float32 [context, head_dim / 2]."""
+    """Return the tables of cosines and sines of a rotary embedding, float32 [context, head_dim / 2]."""
     values, context = arguments(node), function.shared.options.context
     frequency, scaling = values["inverse_frequency"], values["scaling"]
     return {
@@ -50,7 +50,8 @@ def _angles(node: Node, function: Function) -> Bindings:
 def _rotary_table(
     of: Callable[[torch.Tensor], torch.Tensor], frequency: Node, scaling: float, context: int
 ) -> Callable[[Evaluate], torch.Tensor]:
-    """[context, head_dim / 2]: computed here in the arithmetic of the eager model, so that kernels need no sine."""
+    """Return the producer of a table [context, head_dim / 2], in the arithmetic of the eager model: kernels need no
+    sine."""
 
     def produce(evaluate: Evaluate) -> torch.Tensor:
         positions = torch.arange(context, dtype=torch.float32).unsqueeze(1)
@@ -60,7 +61,7 @@ def _rotary_table(
 
 
 def _caches(node: Node, function: Function) -> dict[str, Arg]:
-    """The caches of attention `node` by name: k and v, and with q8 k_scales and v_scales."""
+    """Return the caches of attention `node` by name: k and v, and with q8 k_scales and v_scales."""
     values, options = arguments(node), function.shared.options
     kv_heads, found = values["kv_heads"], {}
     for side in ("k", "v"):
@@ -76,7 +77,7 @@ def _caches(node: Node, function: Function) -> dict[str, Arg]:
 
 
 def extend_cache(node: Node, function: Function) -> None:
-    """Writes this step's keys and values into the cache of attention `node`."""
+    """Append the calls that write this step's keys and values into the cache of attention `node`."""
     values, options, caches = arguments(node), function.shared.options, _caches(node, function)
     for side in ("k", "v"):
         kernel = function.kernel(
@@ -96,7 +97,7 @@ def extend_cache(node: Node, function: Function) -> None:
 
 
 def lower_attention(node: Node, function: Function) -> None:
-    """Appends the calls that extend the cache and attend to it: one, where a step has one token of a sequence."""
+    """Append the calls that extend the cache and attend to it: one call where a step has one token of a sequence."""
     values, options = arguments(node), function.shared.options
     extend = function.mode != "chunk"
     turned = _turned_inside(node, function)
@@ -130,7 +131,7 @@ def lower_attention(node: Node, function: Function) -> None:
 
 
 def _turned_inside(node: Node, function: Function) -> bool:
-    """Whether attention `node` turns queries and keys itself: both are, alike, and nobody else looks at them."""
+    """Return whether attention `node` turns q and k itself: both are turned, alike, and no other node reads them."""
     values = arguments(node)
     pair = [values["q"], values["k"]]
     if function.mode == "chunk" or not all(is_call(each, ROTARY) and list(each.users) == [node] for each in pair):

@@ -33,7 +33,7 @@ _WITHOUT_KERNEL = ("exact", "none")
 
 
 def lower_predict(node: Node, function: Function) -> None:
-    """Appends the calls that make a mask of one token, where the block's own kernel does not decide by itself.
+    """Append the calls that make a mask of one token, where the block's own kernel does not decide by itself.
 
     Raises `UnsupportedGraphError` for a kind without a kernel, `RegistryError` for a package's that does not import.
     """
@@ -43,14 +43,15 @@ def lower_predict(node: Node, function: Function) -> None:
 
 
 def makes_mask(node: Node, rows: int) -> bool:
-    """Whether there is a kernel for what `node` predicts for so many tokens."""
+    """Return whether there is a kernel that predicts as `node` does for `rows` tokens."""
     kind = arguments(node)["kind"]
     # A package's kernel is for one token: several compute every neuron.
     return kind in _LOWERINGS or (rows == 1 and kind not in _WITHOUT_KERNEL)
 
 
 def mask_buffer(node: Node, function: Function) -> Arg:
-    """A new buffer uint8 [rows, neurons] for the mask that `node` predicts: 1 for a neuron to compute, 0 for others."""
+    """Return a new buffer uint8 [rows, neurons] for the mask that `node` predicts: 1 for a neuron to compute, 0 for
+    others."""
     return function.result(node, "uint8")
 
 
@@ -116,7 +117,7 @@ def _signs(node: Node, function: Function) -> None:
 
 
 def _number(value: float, function: Function) -> Arg:
-    """A number that kernels read: layers differ in it, and share the kernel all the same."""
+    """Return a number that kernels read, so that layers that differ in it share the kernel."""
     return function.shared.weights.computed(f"number.{value!r}", (1,), lambda _: torch.tensor([value]))
 
 
@@ -127,11 +128,10 @@ _LOWERINGS: dict[str, Lowering] = {
 }
 
 
-# The feed-forward block.
-
-
 def lower_sparse_ffn(node: Node, function: Function) -> None:
-    """`exact` stores the gating matrix apart, since it is read in full; what is skipped lies together in a bundle.
+    """Append the call of a feed-forward block.
+
+    `exact` stores the gating matrix apart, since it is read in full; the rows that may be skipped form a bundle.
 
     Where the kernel of a predictor has made a mask, the block computes the neurons of that mask; elsewhere all.
     """
@@ -174,7 +174,7 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
 
 
 def _mask(mask: Node, neurons: Node | None, function: Function) -> Bindings:
-    """The mask that a kernel made for this block, with the columns that its rows are, where it is a part."""
+    """Return the mask that a kernel made for this block and, for a part, the table of its rows' columns."""
     if not function.has(mask):
         return {}
     bindings: Bindings = {"mask": function.value(mask)}

@@ -42,7 +42,7 @@ def _lifetimes(calls: Sequence[ProgramCall], sizes: Mapping[str, int]) -> list[L
 def plan_buffers(
     calls: Sequence[ProgramCall], buffers: Mapping[str, ProgramTensor], base: int, *, reuse: bool = True
 ) -> tuple[dict[str, ProgramTensor], int]:
-    """Gives every buffer of one function an offset from `base` on; returns them and the end of the arena in bytes.
+    """Give every buffer of one function an offset from `base` on; return them and the end of the arena in bytes.
 
     Without `reuse` no two share memory (see `arena.place_buffers`).
     """
@@ -53,11 +53,8 @@ def plan_buffers(
     return planned, end
 
 
-# The function, and what all functions of a program share.
-
-
 STATS_ROW_BYTES = 16
-# The functions that compute the neurons of masks, and count them; the others compute every neuron.
+# These functions compute the neurons of masks, and count them; the others compute every neuron.
 DECODING = ("decode", "batch")
 
 Bindings = dict[str, Arg | PackedMatrix]
@@ -109,7 +106,9 @@ class Shared:
 
 @dataclass
 class Function:
-    """`rows` is how many tokens a call can take: 1, or a chunk. `logits` names the buffer that the head writes,
+    """One function of a program while it is built.
+
+    `rows` is how many tokens a call can take: 1, or a chunk. `logits` names the buffer that the head writes,
     `top_logits` those with the highest of them, where the head is on the accelerator.
 
     Calls are appended for `device`, the one of the node that is being lowered; `devices` has that of every node.
@@ -143,28 +142,30 @@ class Function:
         return self.shared.kernel(self.device, spec)
 
     def buffer(self, hint: str, dtype: str, shape: tuple[int, ...], memory: Memory | None = None) -> Arg:
-        """A new buffer, in the memory of the current device or in `memory`, to be placed when all is complete."""
+        """Return a new buffer, in the memory of the current device or in `memory`, to be placed when all is
+        complete."""
         name = f"{self.name}.{len(self.buffers)}.{hint}"
         self.buffers[name] = ProgramTensor(dtype, shape, memory=memory or self.device)
         return Arg("buffer", name)
 
     def result(self, node: Node, dtype: str = "float32") -> Arg:
-        """A new buffer [rows, dim] for the value of `node`; shared where the device needs what the host makes."""
+        """Return a new buffer [rows, dim] for the value of `node`; shared where the device needs what the host
+        makes."""
         is_shared = self.device == "host" and self.crosses(node)
         buffer = self.buffer(node.name, dtype, (self.rows, dimension(node)), "shared" if is_shared else None)
         self.values[node, self.device] = buffer
         return buffer
 
     def crosses(self, node: Node) -> bool:
-        """Whether the other device uses the value of `node`."""
+        """Return whether the other device uses the value of `node`."""
         return any(self.devices.get(user, self.device) != self.device for user in node.users)
 
     def has(self, node: Node) -> bool:
-        """Whether some call has made the value of `node`."""
+        """Return whether some call has made the value of `node`."""
         return (node, "host") in self.values or (node, "device") in self.values
 
     def value(self, node: Node) -> Arg:
-        """The value of `node` for the current device, which waits for it where the other has made it."""
+        """Return the value of `node` for the current device, which waits for it where the other has made it."""
         if (node, self.device) not in self.values:
             self.values[node, self.device] = self.arrivals[node](self)
         return self.values[node, self.device]
@@ -177,18 +178,18 @@ class Function:
         return self.inputs[name]
 
     def own(self, name: str) -> str:
-        """The name of the current device's own buffer of those that both devices have."""
+        """Return the name of the current device's own buffer, where both devices have one called `name`."""
         return name if self.device == "host" else f"{name}.device"
 
     def flag(self) -> Arg:
-        """A flag of this step. Functions never run at the same time, so they have the same flags."""
+        """Return a new flag of this step. Functions never run at the same time, so they share their flags."""
         number = sum(1 for call in self.calls if call.op in ("send", "signal"))
         self.shared.transfers = max(self.shared.transfers, number + 1)
         (words,) = FLAG_SHAPE
         return Arg("buffer", "flags", shape=FLAG_SHAPE, offset=number * words * 4)
 
     def vectors(self, values: dict[str, Any], *names: str) -> Bindings:
-        """The vectors among the operands `names` of a node, those that are there."""
+        """Return the vectors among the operands `names` of a node, those that are there."""
         return {name: self.shared.weights.vector(values[name]) for name in names if values[name] is not None}
 
     def call(
@@ -201,7 +202,7 @@ class Function:
         weight_bytes: int | None = None,
         window: int = 0,
     ) -> None:
-        """Appends a call. Parameters are bound by name; scratch is made as the kernel asks for it.
+        """Append a call. Parameters are bound by name; scratch is made as the kernel asks for it.
 
         `weight_bytes` is the size of the matrices unless it is given; `window` as in `ProgramCall`.
         """
@@ -222,7 +223,8 @@ class Function:
         return self.input(name) if name == "step" else replace(self.input(name), shape=(self.rows,))
 
     def read_inputs(self, rows: int) -> None:
-        """Prepends what brings the inputs that the device reads to its own memory; `rows` are those of the buffers."""
+        """Prepend the calls that copy the inputs that the device reads to its own memory; `rows` are those of the
+        buffers."""
         calls, self.calls = self.calls, []
         for name, arg in self.inputs.items():
             words = STEP_SHAPE[0] if name == "step" else rows
@@ -234,5 +236,5 @@ class Function:
 
 
 def dimension(node: Node) -> int:
-    """The last dimension of a value [T, dim]."""
+    """Return the last dimension of a value [T, dim]."""
     return int(node.meta["val"].shape[-1])

@@ -111,7 +111,7 @@ def _devices(name: str, nodes: Sequence[Node], shared: Shared) -> dict[Node, Dev
 
 
 def _lower_all(nodes: Sequence[Node], function: Function) -> None:
-    """Appends the calls of `nodes`, those of the host as early as they can be.
+    """Append the calls of `nodes`, those of the host as early as they can be.
 
     So what the host needs is sent before the device begins with what takes long, and its result is asked for after.
     """
@@ -123,8 +123,9 @@ def _lower_all(nodes: Sequence[Node], function: Function) -> None:
 
 
 def _host_first(nodes: Sequence[Node], devices: Mapping[Node, Device]) -> list[Node]:
-    """`nodes` in an order in which each comes after what it depends on: of those that can come next the host's first,
-    and else the one that was first.
+    """Return `nodes` in an order that keeps dependencies.
+
+    Of the nodes that can come next, those of the host come first, and among equals the one that was first.
     """
     inside = set(nodes)
     waits_for = {node: sum(source in inside for source in node.all_input_nodes) for node in nodes}
@@ -144,7 +145,7 @@ def _host_first(nodes: Sequence[Node], devices: Mapping[Node, Device]) -> list[N
 
 
 def _prefill(nodes: Sequence[Node], last: int, shared: Shared) -> Function:
-    """All that the last layer's keys and values depend on; what that layer makes of them is nobody's input."""
+    """Lower all that the last layer's keys and values depend on; no node needs what that layer makes of them."""
     function = Function("prefill", shared.options.chunk, shared, "logits", _devices("prefill", nodes, shared))
     values = arguments(nodes[last])
     needed = _ancestors([values["k"], values["v"]])
@@ -174,7 +175,7 @@ def _prefill_last(nodes: Sequence[Node], last: int, shared: Shared) -> Function:
 
 
 def _crossing(head: Sequence[Node], tail: Sequence[Node]) -> list[Node]:
-    """The values that `tail` takes from `head`, each once, in order of use."""
+    """Return the values that `tail` takes from `head`, each once, in order of use."""
     inside = set(head)
     used = dict.fromkeys(source for node in tail for source in node.all_input_nodes)
     for source in used:
@@ -184,7 +185,7 @@ def _crossing(head: Sequence[Node], tail: Sequence[Node]) -> list[Node]:
 
 
 def _ancestors(nodes: Sequence[Node]) -> set[Node]:
-    """`nodes` and all that they depend on where every neuron is computed: not by way of a predictor."""
+    """Return `nodes` and all that they depend on where every neuron is computed, that is without predictors."""
     found: set[Node] = set()
     waiting = list(nodes)
     while waiting:
@@ -196,7 +197,7 @@ def _ancestors(nodes: Sequence[Node]) -> set[Node]:
 
 
 def _place(program: LoweredProgram, functions: Sequence[Function], shared: Shared) -> None:
-    """Gives every buffer its offset. Functions never run at the same time, so their activations share memory."""
+    """Give every buffer its offset. Functions never run at the same time, so their activations share memory."""
     program.buffers, bases = _reserved(program, shared)
     ends = dict(bases)
     for function in functions:
@@ -212,7 +213,8 @@ def _place(program: LoweredProgram, functions: Sequence[Function], shared: Share
 
 
 def _reserved(program: LoweredProgram, shared: Shared) -> tuple[dict[str, ProgramTensor], dict[Memory, int]]:
-    """Buffers with a place of their own: inputs, statistics and outputs; and where each memory is free from then on."""
+    """Return the buffers with a place of their own (inputs, statistics, outputs), and where each memory is free after
+    them."""
     rows, parts = max(program.chunk, program.sequences), max(1, len(program.ffn))
     inputs: dict[str, tuple[int, ...]] = {"step": STEP_SHAPE, "tokens": (rows,), "positions": (rows,), "slots": (rows,)}
     counts: dict[str, tuple[int, ...]] = {"stats": (parts, 2), "stats.unused": (2,)}
@@ -248,7 +250,7 @@ def _reserve_logits(program: LoweredProgram, memory: Memory, place_of: "_Offsets
 
 
 class _Offsets:
-    """Buffers one behind the other, in each memory."""
+    """Places buffers one behind the other, in each memory."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, ProgramTensor] = {}

@@ -28,12 +28,12 @@ from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph import operands as op
 from picompile_passes.graph.nodes import arguments
 
-# The functions behind which a token is chosen.
+# A token is chosen after each of these functions.
 CHOOSING = ("decode", "prefill_last", "batch")
 
 
 def hand_over(node: Node, logits: Arg, function: Function) -> None:
-    """Append what lets the host choose from `logits`, which the head `node` has made on the accelerator."""
+    """Append the call that lets the host choose from `logits`, which the head `node` has made on the accelerator."""
     if function.name not in CHOOSING:
         return
     function.top_logits = top_logits_buffers(function.logits)
@@ -44,13 +44,13 @@ def hand_over(node: Node, logits: Arg, function: Function) -> None:
 
 
 def top_logits_buffers(logits: str) -> TopLogitsBuffers:
-    """The names for the highest of the logits in the buffer `logits`."""
+    """Return the names of the buffers for the highest of the logits in the buffer `logits`."""
     name = logits.replace("logits", "leading", 1)
     return TopLogitsBuffers(f"{name}.scores", f"{name}.ids")
 
 
 def top_logits_shapes(logits: str, rows: int, vocab: int) -> list[tuple[str, str, tuple[int, int]]]:
-    """Name, dtype and shape of each of these, for `rows` rows of logits."""
+    """Return name, dtype and shape of each of these buffers, for `rows` rows of logits."""
     names, shape = top_logits_buffers(logits), (rows, min(MOST_TOP_LOGITS, vocab))
     return [(names.scores, "float32", shape), (names.ids, "int32", shape)]
 
@@ -136,7 +136,7 @@ _LOWERINGS: dict[Any, Callable[[Node, Function], None]] = {
 
 
 def lower_node(node: Node, function: Function) -> None:
-    """Appends the calls of one node. Raises `UnsupportedGraphError` for an operator without a kernel."""
+    """Append the calls of one node. Raises `UnsupportedGraphError` for an operator without a kernel."""
     lowering = _LOWERINGS.get(node.target)
     if lowering is None:
         raise UnsupportedGraphError(f"{node.name}: there is no kernel for {node.target}")

@@ -5,6 +5,7 @@ Nothing is read while the table is built; `PackedTensor.produce` evaluates one t
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import Tensor
@@ -52,13 +53,14 @@ class PackedMatrix:
         return self.rows * self.row_bytes
 
     def view(self, part: str) -> Arg:
-        """The argument for kernel parameter `w.data` or `w.scale`: typed views of the same memory."""
+        """Return the argument for kernel parameter `w.data` or `w.scale`: typed views of the same memory."""
         dtype = "float16" if part == "scale" else DATA_DTYPES[self.format]
         return Arg("weight", self.name, dtype, (self.rows, self.row_bytes // ITEM_BYTES[dtype]))
 
 
 def _parameter_name(node: Node) -> str:
-    """Names the tensor a constant subgraph is made of, with the table that selects its rows if there is one."""
+    """Return the name of the tensor a constant subgraph is made of, with the table that selects its rows if there is
+    one."""
     if node.op == "get_attr":
         return str(node.target)
     name = _parameter_name(node.all_input_nodes[0])
@@ -69,7 +71,8 @@ def _parameter_name(node: Node) -> str:
 
 
 def _quantized(operand: Node) -> tuple[Node, str, int]:
-    """(quantize node, format, columns) of a matrix operand, which the quantized stage guarantees to be dequantized."""
+    """Return (quantize node, format, columns) of a matrix operand, which the quantized stage guarantees to be
+    dequantized."""
     values = arguments(operand)
     return values["packed"], values["format"], values["columns"]
 
@@ -84,11 +87,11 @@ class WeightTable:
         self.tensors.setdefault(tensor.name, tensor)
 
     def matrix(self, operand: Node) -> PackedMatrix:
-        """A matrix on its own."""
+        """Add a matrix on its own."""
         return self.bundle(_parameter_name(_quantized(operand)[0]), [operand])
 
     def bundle(self, name: str, operands: list[Node]) -> PackedMatrix:
-        """Matrices of equal shape whose rows interleave: row j · len(operands) + i is row j of operand i.
+        """Add matrices of equal shape whose rows interleave: row j · len(operands) + i is row j of operand i.
 
         Raises `UnsupportedGraphError` where they differ in format.
         """
@@ -113,7 +116,7 @@ class WeightTable:
         return PackedMatrix(name, format_name, rows, row_bytes)
 
     def signs(self, operand: Node) -> Arg:
-        """A bit for each weight of a matrix: whether it is below zero, once rounded (see `signs.py`)."""
+        """Add a bit for each weight of a matrix: whether it is below zero, once rounded (see `signs.py`)."""
         packed, format_name, columns = _quantized(operand)
         name = f"{_parameter_name(packed)}.signs"
         rows, row_bytes = int(operand.meta["val"].shape[0]), sign_row_bytes(columns)
@@ -125,14 +128,14 @@ class WeightTable:
         return Arg("weight", name, "int32", (rows, row_bytes // 4))
 
     def numbers(self, node: Node) -> Arg:
-        """A table of integers, stored as the bytes of int32 and zero-padded to the alignment."""
+        """Add a table of integers, stored as the bytes of int32 and zero-padded to the alignment."""
         count = int(node.meta["val"].shape[0])
         return self.integers(_parameter_name(node), count, lambda evaluate: evaluate(node), (node,))
 
     def integers(
         self, name: str, count: int, produce: Callable[[Evaluate], Tensor], nodes: tuple[Node, ...] = ()
     ) -> Arg:
-        """Any table of `count` integers, stored in the same way."""
+        """Add any table of `count` integers, stored in the same way."""
         stored = -(-count // VECTOR_MULTIPLE) * VECTOR_MULTIPLE
 
         def padded(evaluate: Evaluate) -> Tensor:
@@ -144,7 +147,7 @@ class WeightTable:
         return Arg("weight", name, "int32", (count,))
 
     def vector(self, node: Node) -> Arg:
-        """A float32 vector: a bias or the weight of a norm."""
+        """Add a float32 vector: a bias or the weight of a norm."""
         length = int(node.meta["val"].shape[0])
         name = _parameter_name(node)
         return self.computed(name, (length,), lambda evaluate: evaluate(node).to(torch.float32), (node,))
@@ -152,10 +155,8 @@ class WeightTable:
     def computed(
         self, name: str, shape: tuple[int, ...], produce: Callable[[Evaluate], Tensor], nodes: tuple[Node, ...] = ()
     ) -> Arg:
-        """Any float32 tensor, stored flat and zero-padded to the alignment."""
-        count = 1
-        for extent in shape:
-            count *= extent
+        """Add any float32 tensor, stored flat and zero-padded to the alignment."""
+        count = prod(shape)
         stored = -(-count // VECTOR_MULTIPLE) * VECTOR_MULTIPLE
 
         def padded(evaluate: Evaluate) -> Tensor:

@@ -10,7 +10,7 @@ from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import ADD, ATTENTION, EMBEDDING, PREDICT, ROTARY, SPARSE_FFN
 from picompile_passes.predictors import predictor_kind
 
-# What `Partition` calls the parts of a block.
+# The device of each part of a block, by the name that `Partition` gives it.
 _PARTS: dict[str, Device] = {"hot": "device", "cold": "host"}
 
 
@@ -29,7 +29,7 @@ class Placement:
 
     @staticmethod
     def all_of(layers: int) -> "Placement":
-        """Everything of a model with so many layers."""
+        """Return the placement of everything, for a model with `layers` layers."""
         every = frozenset(range(layers))
         return Placement(every, every, every, head=True)
 
@@ -38,7 +38,7 @@ ON_HOST = Placement()
 
 
 def place(nodes: Sequence[Node], placement: Placement, *, streams: bool = False) -> dict[Node, Device]:
-    """The device of each of `nodes`, which are in the order of the graph.
+    """Return the device of each of `nodes`, which are in the order of the graph.
 
     With `streams` the device computes cold neurons, too, with weights that it reads from the host: for a whole chunk of
     a prompt that takes less time than the host does. It does so in layers of which it has the attention.
@@ -69,12 +69,12 @@ def _device(node: Node, layer: int, last: int, placement: Placement) -> Device:
 
 
 def _is_split(predict: Node) -> bool:
-    """Whether each part of a block predicts for itself."""
+    """Return whether each part of a block predicts for itself."""
     return predictor_kind(arguments(predict)["kind"]).row_local
 
 
 def _layers(nodes: Sequence[Node]) -> dict[Node, int]:
-    """The layer that each node belongs to: -1 for embeddings and their sum, one more than the last for the head.
+    """Return the layer that each node belongs to: -1 for embeddings and their sum, one more than the last for the head.
 
     A norm or a projection behind an attention and before the next feed-forward block is of that attention's layer;
     behind both, of the next. An addition is of the layer whose result it adds.

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from picompile_codegen.build.isa import Isa, current, targeting
@@ -27,16 +28,13 @@ Memory = Literal["host", "device", "shared"]
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Size of a compact tensor."""
-    size = ITEM_BYTES[dtype]
-    for extent in shape:
-        size *= extent
-    return size
+    """Return the bytes of a compact tensor."""
+    return ITEM_BYTES[dtype] * prod(shape)
 
 
 @dataclass(frozen=True)
 class ProgramTensor:
-    """Something in memory that a call can name: a planned buffer (with its offset in the arena) or a state tensor."""
+    """A tensor that a call can name: a planned buffer (with its offset in the arena) or a state tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,7 +42,7 @@ class ProgramTensor:
     memory: Memory = "host"
 
     def to_json(self) -> dict[str, Any]:
-        """The form in program.json."""
+        """Return the form in program.json."""
         fields: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape)}
         if self.offset is not None:
             fields["offset"] = self.offset
@@ -62,7 +60,7 @@ class Arg:
     offset: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The form in program.json: only what differs from the tensor itself is written."""
+        """Return the form in program.json: only what differs from the tensor itself is written."""
         fields: dict[str, Any] = {self.space: self.name}
         if self.dtype is not None:
             fields["dtype"] = self.dtype
@@ -89,7 +87,7 @@ class ProgramCall:
     device: Device = "host"
 
     def to_json(self) -> dict[str, Any]:
-        """The form in program.json."""
+        """Return the form in program.json."""
         fields = {
             "kernel": self.kernel,
             "args": [arg.to_json() for arg in self.args],
@@ -115,8 +113,8 @@ class FfnPart:
 
 @dataclass(frozen=True)
 class TopLogitsBuffers:
-    """Where a function leaves the highest of its logits, `scores` float32 [rows, n] descending, and their tokens, `ids`
-    int32 [rows, n]: names of buffers.
+    """The buffers, by name, for the highest logits of a function: `scores` float32 [rows, n] descending, and `ids`,
+    their tokens, int32 [rows, n].
     """
 
     scores: str
@@ -150,7 +148,7 @@ class LoweredProgram:
     streamed: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of program.json."""
+        """Return the content of program.json."""
         return {
             "schema": PROGRAM_SCHEMA,
             "context": self.context,
@@ -176,10 +174,10 @@ class LoweredProgram:
         return sum(tensor_bytes(tensor.dtype, tensor.shape) for tensor in self.state.values())
 
 
-# Kernels, written once for each instruction set.
+# Kernels are written once for each instruction set.
 
 
-# As many as a model or two have. To write one takes up to 0.1 s, and to tell it from others three times as long.
+# A model or two have this many. Writing one takes up to 0.1 s, and comparing it with others three times as long.
 _KEPT_KERNELS = 256
 
 
@@ -208,7 +206,7 @@ def cuda_kernel_of(spec: KernelSpec) -> "CudaKernel":
 
 
 def forget_kernels() -> None:
-    """Have all kernels written anew: for whoever changes how that is done."""
+    """Forget the kernels that were written, for tests that change how they are written."""
     _kernel_of.cache_clear()
     cuda_kernel_of.cache_clear()
 

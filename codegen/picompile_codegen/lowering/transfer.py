@@ -21,7 +21,7 @@ _ABANDONED = Arg("buffer", "abandoned")
 
 
 def publish(node: Node, function: Function) -> None:
-    """Appends what sends the value of `node`, just made on the current device, to the other, where that needs it."""
+    """Append the calls that send the value of `node`, just made on the current device, to the other if it needs it."""
     users = [user for user in node.users if function.devices.get(user, function.device) != function.device]
     if is_call(node, PREDICT) and users and function.device == "device":
         _send_mask(node, users[0], function)
@@ -30,7 +30,7 @@ def publish(node: Node, function: Function) -> None:
 
 
 def send(function: Function, x: Arg, out: Arg, dim: int) -> Arg:
-    """Appends the device's copy of x float32 [rows, dim] to shared memory; the flag that says that it is there."""
+    """Append the device's copy of x float32 [rows, dim] to shared memory; return the flag that is set behind it."""
     flag = function.flag()
     kernel = function.kernel(SendSpec(dim=dim, rows=function.rows))
     function.call(kernel, {"x": x, "out": out, "flag": flag}, op="send")
@@ -38,7 +38,7 @@ def send(function: Function, x: Arg, out: Arg, dim: int) -> Arg:
 
 
 def _comes_otherwise(user: Node, function: Function) -> bool:
-    """Whether `user` needs no value of its own: it has no kernel, or its input is sent with its mask."""
+    """Return whether `user` needs no value sent: it has no kernel, or its input is sent with its mask."""
     if is_call(user, PREDICT):
         return not makes_mask(user, function.rows)
     if not is_call(user, SPARSE_FFN) or function.device == "host":
@@ -67,7 +67,7 @@ def _count(node: Node, function: Function) -> Arg | None:
 
 
 def _send_mask(mask: Node, block: Node, function: Function) -> None:
-    """The part of `mask` that the host's `block` computes, its input, and how many neurons that is."""
+    """Append the call that sends the host's part of `mask`, the input of `block`, and how many neurons it names."""
     values, rows = arguments(block), function.rows
     # Where the host has the input, there is nothing to send along: what the mask was made from takes its place.
     x = values["x"] if function.devices[values["x"]] == "device" else arguments(mask)["x"]
@@ -96,13 +96,13 @@ def _send_mask(mask: Node, block: Node, function: Function) -> None:
 
 
 def _all_of(neurons: int, function: Function) -> Arg:
-    """The table of all neurons."""
+    """Return the table of all neurons."""
     return function.shared.weights.integers(f"numbers.{neurons}", neurons, lambda _: torch.arange(neurons))
 
 
 @dataclass(frozen=True)
 class _Wait:
-    """On the host: waits, and reads where it is."""
+    """The arrival of a value on the host, which waits and reads it where it is."""
 
     shared: Arg
     flag: Arg
@@ -115,7 +115,7 @@ class _Wait:
 
 @dataclass(frozen=True)
 class _Receive:
-    """On the device: waits, and copies it; where `count` is 0 nothing comes, and zeros are taken for it."""
+    """The arrival of a value on the device, which waits and copies it; where `count` is 0 it takes zeros at once."""
 
     shared: Arg
     flag: Arg

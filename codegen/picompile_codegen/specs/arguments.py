@@ -14,18 +14,18 @@ FLAG_SHAPE = (16,)
 # The KV cache's format with a scale for every 32 elements.
 Q8 = "q8"
 
-# What a kernel does with an argument: it reads `in`, fills `out` and uses `scratch`, adds to the counters of `adds`,
-# reads and writes the KV `cache`, `sets` a flag, `awaits` one, and says in `abandons` that it gave up.
+# A kernel reads `in`, fills `out`, uses `scratch`, adds to the counters of `adds`, reads and writes the KV `cache`,
+# `sets` a flag, `awaits` one, and writes to `abandons` when it gives up.
 Access = Literal["in", "out", "scratch", "adds", "cache", "sets", "awaits", "abandons"]
 
-# Where the rows of a step are; `cpu.token_ops.step_rows` reads them.
+# A mode tells where the rows of a step are; `cpu.token_ops.step_rows` reads them.
 # `one`        the next token of one sequence: position step[1], slot step[2]
 # `chunk`      consecutive tokens of one sequence: row t has position step[1] + t, slot step[2]
 # `sequences`  each row is the next token of a sequence of its own: positions int32 [rows] and slots int32 [rows]
 # A slot is a sequence's place in the caches. No kernel asks for it where they have one place only.
 Mode = Literal["one", "chunk", "sequences"]
 
-# How the data of a packed matrix is typed, by weight format.
+# The dtype of the data of a packed matrix, by weight format.
 DATA_DTYPES = {"f16": "float16", "q8": "int8", "q4": "uint8"}
 
 

@@ -93,11 +93,6 @@ class FfnSpec(KernelSpec):
         return parse_activation(self.activation).sparse
 
     @property
-    def up_is_sparse(self) -> bool:
-        """Whether up, too, silences neurons: dReLU."""
-        return self.gated and parse_activation(self.up_activation).sparse
-
-    @property
     def bundle_parts(self) -> int:
         """Rows of a neuron in the bundle."""
         return 2 + self.gated - self.is_exact

@@ -1,6 +1,6 @@
-"""Activation functions by name: the eager definition, and whether a neuron can be silent.
+"""Activation functions by name: the eager definition, and whether they silence neurons.
 
-An activation is written `relu` or, with a parameter, `fatrelu(0.01)`. The text is what a graph carries as an attribute.
+An activation is written `relu` or, with a parameter, `fatrelu(0.01)`. Graphs carry this text as an attribute.
 """
 
 import re
@@ -16,8 +16,8 @@ from torch import Tensor
 class Activation:
     """One activation function.
 
-    `sparse` says that the output is exactly zero for every input at or below `threshold`, so that a neuron whose gate
-    stays there contributes nothing and may be skipped without loss.
+    Where it is `sparse`, its output is exactly zero for every input at or below `threshold`: a neuron whose gate stays
+    there contributes nothing and may be skipped without loss.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Activation:
 
     @property
     def text(self) -> str:
-        """The form a graph carries, which `parse_activation` reads back."""
+        """The text that a graph carries, which `parse_activation` reads back."""
         return f"{self.name}({self.threshold!r})" if self.name == "fatrelu" else self.name
 
 
@@ -56,7 +56,7 @@ _WITH_PARAMETER = re.compile(r"fatrelu\((?P<threshold>[^()]+)\)")
 
 
 def parse_activation(text: str) -> Activation:
-    """The activation that `text` names. Raises `ValueError` for one that is not known."""
+    """Return the activation that `text` names. Raises `ValueError` for an unknown one."""
     if text in ACTIVATIONS:
         return ACTIVATIONS[text]
     match = _WITH_PARAMETER.fullmatch(text)

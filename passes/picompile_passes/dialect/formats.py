@@ -1,4 +1,4 @@
-"""Weight formats: how a row of a matrix becomes bytes.
+"""Weight formats: the bytes of a row of a matrix.
 
 A matrix is stored row by row. A row holds its data, then its scales, then zeros up to a multiple of 64 bytes, so that
 every row is one aligned, contiguous read. Columns are padded with zeros to a multiple of 32.
@@ -25,12 +25,12 @@ __all__ = ["FORMATS", "GROUP", "ROW_ALIGNMENT_BYTES", "WeightFormat", "dequantiz
 _F16_MAX = 65504.0
 
 
-# Rows are packed a block at a time, so that packing needs a few MB beside its input and its output whatever their size.
+# Rows are packed a block at a time, so that packing needs a few MB beside its input and output, whatever their size.
 _BLOCK_ELEMENTS = 1 << 21
 
 
 def quantize_rows(weight: Tensor, format_name: str) -> Tensor:
-    """Packs `weight` [rows, columns] (any float dtype) into uint8 [rows, row_bytes]."""
+    """Return `weight` [rows, columns], of any float dtype, packed as uint8 [rows, row_bytes]."""
     form = FORMATS[format_name]
     rows, columns = weight.shape
     packed = torch.zeros(rows, form.row_bytes(columns), dtype=torch.uint8)
@@ -56,7 +56,7 @@ def _pack_block(weight: Tensor, form: WeightFormat, packed: Tensor) -> None:
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """1 / scale in float32, and 0 where the scale is 0: such a group is all zeros."""
+    """Return 1 / scale in float32, and 0 where the scale is 0: such a group is all zeros."""
     wide = scale.to(torch.float32)
     return torch.where(wide == 0, torch.zeros_like(wide), 1.0 / wide)
 
@@ -76,7 +76,7 @@ def _quantize_q4(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_rows(packed: Tensor, format_name: str, columns: int) -> Tensor:
-    """The float32 [rows, columns] that `packed` uint8 [rows, row_bytes] stands for."""
+    """Return `packed` uint8 [rows, row_bytes] unpacked to float32 [rows, columns]."""
     form = FORMATS[format_name]
     rows = packed.shape[0]
     padded = form.padded_columns(columns)

@@ -5,6 +5,8 @@ one row for each output (`linear`) or for each neuron (`ffn`: gate, up *and* dow
 checkpoint's down projection), because a row is what is stored, moved and skipped.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -157,17 +159,7 @@ def ffn(
 
 
 @ffn.register_fake
-def _(
-    x: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: str,
-    up_activation: str,
-) -> Tensor:
+def _(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], down.shape[1]))
 
 
@@ -213,17 +205,7 @@ def sparse_ffn(
 
 @sparse_ffn.register_fake
 def _(
-    x: Tensor,
-    mask: Tensor,
-    neurons: Tensor | None,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: str,
-    up_activation: str,
+    x: Tensor, mask: Tensor, neurons: Tensor | None, gate: Tensor | None, up: Tensor, down: Tensor, *_: Any
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], down.shape[1]))
 

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.fx.node import map_arg
 
 from picompile_passes.errors import PropagateError
-from picompile_passes.graph.nodes import attribute
 
 
 @functools.lru_cache(maxsize=2)
@@ -73,16 +72,6 @@ def fake_result(node: Node) -> Any:
     if not isinstance(node.target, OpOverload):
         raise PropagateError(f"{node.name} calls {node.target}, which is not an operator")
     return fake_call(node.graph, node.target, node.args, node.kwargs)
-
-
-def recompute(graph_module: GraphModule) -> None:
-    """Compute the value of every parameter and call again, in order, from the values of the placeholders."""
-    graph = graph_module.graph
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            node.meta["val"] = fake_like(graph, attribute(graph_module, str(node.target)))
-        elif node.op == "call_function":
-            node.meta["val"] = fake_result(node)
 
 
 def same_value(left: Any, right: Any) -> bool:

@@ -142,7 +142,7 @@ class InsertPredictors(Pass):
         return kind
 
     def _input(self, layer: Any, kind: PredictorKind, inputs: Mapping[Any, Node]) -> Node:
-        """What the predictor of `layer` reads. `inputs` are the x of all blocks, by layer."""
+        """Return the value that the predictor of `layer` reads. `inputs` are the x of all blocks, by layer."""
         asked, x = self.inputs.get(layer, "block"), inputs[layer]
         if asked == "block":
             return x

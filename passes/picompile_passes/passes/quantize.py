@@ -61,7 +61,7 @@ class Quantize(Pass):
                 _substitute(rewriter, user, weight, packed[key])
 
     def _format_for(self, user: Node) -> str:
-        """What the matrices of `user` are packed in."""
+        """Return the format that the matrices of `user` are packed in."""
         if not is_call(user, PREDICT) or predictor_kind(arguments(user)["kind"]).parameters is None:
             return self.format
         if self.predictors == "auto":

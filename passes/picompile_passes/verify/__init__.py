@@ -1,4 +1,7 @@
-"""Checks that a graph keeps the rules of its stage. The rules are data, one table for each stage, in `rules`."""
+"""The verifier, which checks a graph against the rules of its stage.
+
+The rules are data: `rules` has one table of them for each stage.
+"""
 
 from torch.fx import GraphModule
 
@@ -12,9 +15,10 @@ __all__ = ["RULES", "Fault", "Rule", "verify"]
 
 
 def verify(graph_module: GraphModule, stage: Stage) -> None:
-    """Checks the rules of `stage` in order.
+    """Check `graph_module` against the rules of `stage`, in order.
 
-    Raises `VerifyError` at the first fault: the rule, the node, what is wrong, and the ten nodes around it.
+    Raises:
+        VerifyError: At the first fault. It names the rule, the node, what is wrong, and the ten nodes around it.
     """
     for rule in RULES[stage]:
         for fault in rule.check(graph_module):

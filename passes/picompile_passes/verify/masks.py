@@ -51,7 +51,7 @@ def check_masks(graph_module: GraphModule) -> Iterator[Fault]:
 
 
 def _inputs(node: Node, block: dict[str, Any], kind: PredictorKind) -> list[Node]:
-    """What a predictor of `kind` may read for the block `node`."""
+    """Return the values that a predictor of `kind` may read for the block `node`."""
     if kind.parameters is None:
         return [block["x"]]
     stream = stream_of(block["x"])
@@ -59,7 +59,7 @@ def _inputs(node: Node, block: dict[str, Any], kind: PredictorKind) -> list[Node
 
 
 def _inputs_before(graph: Graph, layer: int) -> Iterator[Node]:
-    """The x of the blocks of the layer before `layer`."""
+    """Yield the x of the blocks of the layer before `layer`."""
     return (arguments(node)["x"] for node in calls(graph, SPARSE_FFN) if node.meta.get("layer") == layer - 1)
 
 
@@ -71,9 +71,9 @@ def _check_table(node: Node, table: Tensor | None, columns: int) -> Iterator[Fau
 
 
 def check_predictors(graph_module: GraphModule) -> Iterator[Fault]:
-    """A predictor reads the block's own weights, as its kind does, or weights of its own that fit one another.
+    """A predictor reads the weights of the block that its kind reads, or weights of its own whose sizes agree.
 
-    `exact` decides as the block's activation does; `none` reads the block's up.
+    `exact` has the threshold of the block's activation; `none` reads the block's up.
     """
     for node in calls(graph_module.graph, SPARSE_FFN):
         block, predictor = arguments(node), arguments(arguments(node)["mask"])
@@ -90,7 +90,7 @@ def check_predictors(graph_module: GraphModule) -> Iterator[Fault]:
 
 
 def _check_parameters(node: Node, kind: PredictorKind, predictor: dict[str, Any]) -> Iterator[Fault]:
-    """Every dimension has one size: of the mask, of the input, of the rank."""
+    """Each of the dimensions F, D and R has one size in the mask, the input and all weights."""
     weights, parameters = predictor["weights"], kind.parameters or {}
     if len(weights) != len(parameters):
         yield Fault(node, f"its predictor {kind.name} has {len(weights)} weights, not {', '.join(parameters)}")
@@ -117,7 +117,7 @@ def _check_exact(node: Node, block: dict[str, Any], predictor: dict[str, Any]) -
 
 @dataclass(frozen=True)
 class _SelectedRows:
-    """Rows of one weight: all of `source` where `table` is None, else those that `table` names."""
+    """Rows of one weight: all rows of `source` where `table` is None, else those that `table` names."""
 
     source: Node
     table: Node | None
@@ -158,7 +158,7 @@ def _check_split(graph_module: GraphModule, parts: list[Node]) -> Iterator[Fault
 
 
 def _selection(part: Node) -> dict[str, _SelectedRows]:
-    """Where the rows of each weight of `part` come from, its row-local predictor's included."""
+    """Return where the rows of each weight of `part` come from, those of its row-local predictor included."""
     values = arguments(part)
     found = {name: _rows(values[name]) for name in NEURON_ROWS if values[name] is not None}
     predictor = arguments(values["mask"])
@@ -205,7 +205,7 @@ def _rows(weight: Node) -> _SelectedRows:
 
 
 def table_of(graph_module: GraphModule, node: Node | None) -> Tensor | None:
-    """The int64 table that `node` reads, or None where it reads none that is there."""
+    """Return the int64 table that `node` reads, or None where it reads no table of the module."""
     if node is None or node.op != "get_attr":
         return None
     table = attribute(graph_module, str(node.target))

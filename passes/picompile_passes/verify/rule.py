@@ -1,4 +1,4 @@
-"""A rule is a name and a function that yields what is wrong."""
+"""`Rule`, a named check of a graph, and `Fault`, one breach of it."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong, and the node where it shows, if it shows at one."""
+    """One breach of a rule, and the node where it shows; None where it shows at no single node."""
 
     node: Node | None
     message: str
@@ -19,7 +19,7 @@ Check = Callable[[GraphModule], Iterator[Fault]]
 
 @dataclass(frozen=True)
 class Rule:
-    """One property of a graph. `check` yields a fault for each breach and nothing where the property holds."""
+    """One property of a graph. `check` yields a fault for each breach, and none where the property holds."""
 
     name: str
     check: Check

@@ -1,4 +1,4 @@
-"""Rules of every graph: form, operators, values, arguments, layer numbers, provenance; and of packed matrices."""
+"""Rules of all graphs (form, operators, values, arguments, layer numbers, provenance) and of packed matrices."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +28,7 @@ from picompile_passes.verify.rule import Fault, Rule
 
 _INPUTS = ("tokens", "positions")
 
-# Capture never creates these: a pass made them, and must have noted it.
+# Capture never creates these operators: a pass did, and must have noted its provenance.
 _MADE_BY_PASSES = (PREDICT, SPARSE_FFN, QUANTIZE, DEQUANTIZE)
 
 
@@ -69,7 +69,7 @@ def check_values(graph_module: GraphModule) -> Iterator[Fault]:
             if node.op == "get_attr" or isinstance(node.target, OpOverload):
                 yield Fault(node, 'has no meta["val"]')
             continue
-        # What capture leaves besides operators (symbolic arithmetic, getitem) has no fake implementation to ask.
+        # Capture leaves calls besides operators (symbolic arithmetic, getitem), which have no fake implementation.
         if node.op != "get_attr" and not isinstance(node.target, OpOverload):
             continue
         try:
@@ -82,7 +82,7 @@ def check_values(graph_module: GraphModule) -> Iterator[Fault]:
 
 
 def operators_rule(on_tokens: frozenset[OpOverload], on_constants: frozenset[OpOverload]) -> Rule:
-    """Every call is one of `on_tokens`, or one of `on_constants` where it depends on no input."""
+    """Return the rule that every call is one of `on_tokens`, or of `on_constants` where it depends on no input."""
 
     def check(graph_module: GraphModule) -> Iterator[Fault]:
         """Every call is one of the operators that the stage allows, on tokens or on what depends on no input."""
@@ -137,7 +137,7 @@ def _check_argument(
 
 
 def check_heads(graph_module: GraphModule) -> Iterator[Fault]:
-    """Heads divide what they are heads of: queries and keys in heads of one size, each key head shared by as many."""
+    """Heads divide q, k and v; heads of q and k have one size; every key head is shared by equally many query heads."""
     for node in calls(graph_module.graph, ATTENTION):
         values = arguments(node)
         heads, kv_heads = values["heads"], values["kv_heads"]
@@ -152,7 +152,7 @@ def check_heads(graph_module: GraphModule) -> Iterator[Fault]:
 
 
 def check_windows(graph_module: GraphModule) -> Iterator[Fault]:
-    """The window of an attention is a number of tokens, or 0 for all of them."""
+    """The window of an attention is a number of tokens, or 0 for all tokens."""
     for node in calls(graph_module.graph, ATTENTION):
         window = arguments(node)["window"]
         if window < 0:
@@ -173,7 +173,7 @@ def check_unused(graph_module: GraphModule) -> Iterator[Fault]:
 
 
 def check_layers(graph_module: GraphModule) -> Iterator[Fault]:
-    """Attention layers are numbered 0, 1, … in order; each layer number of a block is one of those, in order too."""
+    """Attentions are numbered 0, 1, … in order; each block has the number of one of these layers, also in order."""
     count = 0
     for node in calls(graph_module.graph, ATTENTION):
         number = arguments(node)["layer"]
@@ -190,7 +190,7 @@ def check_layers(graph_module: GraphModule) -> Iterator[Fault]:
 
 
 def check_gates(graph_module: GraphModule) -> Iterator[Fault]:
-    """A gated block has its activation on the gate; otherwise no predictor could know which neurons are silent."""
+    """A gated block has its activation on the gate; otherwise no predictor could tell which neurons are silent."""
     for node in calls(graph_module.graph, FFN, SPARSE_FFN):
         values = arguments(node)
         if values["gate"] is not None and values["activation"] == "identity" != values["up_activation"]:
@@ -211,11 +211,11 @@ def check_provenance(graph_module: GraphModule) -> Iterator[Fault]:
             yield Fault(node, 'has no meta["from"]')
 
 
-# Rules of packed weights.
+# Rules of packed matrices.
 
 
 def check_packed(graph_module: GraphModule) -> Iterator[Fault]:
-    """Every matrix is `dequantize(quantize(w, format), format, columns)` of one known format and w's own columns."""
+    """Every matrix is `dequantize(quantize(w, format), format, columns)` with one known format and the columns of w."""
     for node in graph_module.graph.nodes:
         for weight in matrix_operands(node):
             if not is_call(weight, DEQUANTIZE):

@@ -42,7 +42,7 @@ SYSTEM = {"ete", "trbe"}
 
 
 @pytest.mark.parametrize("isa", ISAS.values(), ids=lambda isa: isa.name)
-def test_all_that_llvm_may_use_is_asked_for(isa: Isa) -> None:
+def test_every_feature_that_llvm_may_use_is_required(isa: Isa) -> None:
     """A machine with the features that a manifest lists has every instruction that can be in its code."""
     used = {str(name) for name in llvm_get_cpu_features(llvm_target(isa))} - BASELINE[isa.machine] - SYSTEM
     used = {name for name in used if not TUNING.match(name)}
@@ -52,7 +52,7 @@ def test_all_that_llvm_may_use_is_asked_for(isa: Isa) -> None:
     assert needed == set(isa.features)
 
 
-def test_targets_know_the_same(every_isa: None) -> None:
+def test_the_table_of_targets_agrees_with_the_instruction_sets(every_isa: None) -> None:
     """The table of targets repeats what it cannot import."""
     single = {row.isas[0]: row for row in TARGETS.values() if len(row.isas) == 1}
     assert list(single) == list(ISAS)  # the better of two comes later
@@ -66,7 +66,7 @@ def test_targets_know_the_same(every_isa: None) -> None:
 @pytest.mark.parametrize(
     ("change", "unknown"), [({"mcpu": "x86-64-v9"}, "x86-64-v9"), ({"mattr": ("+avx4096",)}, "avx4096")]
 )
-def test_what_llvm_does_not_know_is_an_error(change: dict[str, object], unknown: str) -> None:
+def test_a_target_unknown_to_llvm_is_an_error(change: dict[str, object], unknown: str) -> None:
     with pytest.raises(BuildError, match=f"cannot compile for x86-64-v4: it does not know {unknown}"):
         llvm_target(replace(ISAS["x86-64-v4"], **change))  # type: ignore[arg-type]
 
@@ -84,7 +84,7 @@ def test_kernels_are_written_for_one_instruction_set(tmp_path: Path) -> None:
         build_host_library([kernel], tmp_path / "host.so")
 
 
-def test_names_and_arguments_are_the_same_for_all() -> None:
+def test_names_and_arguments_are_the_same_for_all_instruction_sets() -> None:
     spec = AddSpec(dim=8, rows=2)
     expected = cpu.write_kernel(spec)
     for isa in ISAS.values():

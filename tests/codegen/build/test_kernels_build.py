@@ -44,13 +44,13 @@ def test_same_kernels_give_the_same_bytes(library: Path, tmp_path: Path, monkeyp
     assert again.read_bytes() == library.read_bytes()
 
 
-def test_exports_kernels_and_the_loop_that_runs_them(library: Path) -> None:
+def test_the_library_exports_kernels_and_pi_run(library: Path) -> None:
     exported = set(output_of("nm", "-D", "--defined-only", "--format=just-symbols", library).split())
     assert {f"__tvm_ffi_{kernel.name}" for kernel in some_kernels()} <= exported
     assert {"pi_run", "pi_last_error"} <= exported
 
 
-def test_needs_nothing_but_libc(library: Path) -> None:
+def test_the_library_needs_nothing_but_libc(library: Path) -> None:
     needed = re.findall(r"NEEDED\s+(\S+)", output_of("objdump", "-p", library))
     assert set(needed) <= {"libc.so.6", "libm.so.6", "libpthread.so.0"}
     undefined = output_of("nm", "-D", "--undefined-only", library)

@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_second_time_is_the_first(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_build_gives_the_same_library(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some = [cpu.write_kernel(AddSpec(dim=64, rows=1)), add_number(1.0)]
     with monkeypatch.context() as patch:
         patch.setenv(VARIABLE, "off")
@@ -84,7 +84,9 @@ def test_a_folder_that_cannot_be_used(cache: Path, tmp_path: Path, what: str) ->
     assert (tmp_path / "host.so").exists()
 
 
-def test_what_was_not_used_for_long_goes_first(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_entry_unused_for_longest_is_deleted_first(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def put(key: str, time: int) -> None:
         object_cache.cached_object(key, lambda: bytes(400))
         os.utime(cache / f"{key}.object", (time, time))
@@ -120,7 +122,7 @@ def _of_an_earlier_version(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_empty, _torn, _flipped, _of_an_earlier_version])
-def test_what_is_damaged_is_made_again(cache: Path, damage: Callable[[Path], None]) -> None:
+def test_a_damaged_entry_is_made_again(cache: Path, damage: Callable[[Path], None]) -> None:
     key, content = object_key("some"), os.urandom(1000)
     object_cache.cached_object(key, lambda: content)
     damage(cache / f"{key}.object")
@@ -128,7 +130,7 @@ def test_what_is_damaged_is_made_again(cache: Path, damage: Callable[[Path], Non
     assert object_cache.cached_object(key, lambda: pytest.fail("it is there")) == content
 
 
-def test_what_is_of_another_key_is_made_again(cache: Path) -> None:
+def test_an_entry_of_another_key_is_made_again(cache: Path) -> None:
     first, second = object_key("first"), object_key("second")
     object_cache.cached_object(first, lambda: b"first")
     object_cache.cached_object(second, lambda: b"second")
@@ -137,7 +139,7 @@ def test_what_is_of_another_key_is_made_again(cache: Path) -> None:
     assert object_cache.cached_object(first, lambda: b"made again") == b"made again"
 
 
-def test_what_a_process_left_when_it_died_is_removed(cache: Path) -> None:
+def test_files_that_a_dead_process_left_are_removed(cache: Path) -> None:
     cache.mkdir()
     stale, old, alive = (f"{object_key('a')}.{'0' * 16}", "tmpab12_xyz", f"{object_key('b')}.{'1' * 16}")
     for name in (stale, old, alive, "mine"):
@@ -159,7 +161,7 @@ def test_a_name_that_is_missing_is_an_error_when_it_is_linked(
         build_host_library([], tmp_path / "host.so")
 
 
-def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert object_cache.cache_folder() == Path("/somewhere/picompile/objects")

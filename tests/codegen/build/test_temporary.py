@@ -15,14 +15,14 @@ def _base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def test_it_is_removed_in_the_end(tmp_path: Path) -> None:
+def test_a_temporary_folder_is_private_and_is_removed(tmp_path: Path) -> None:
     with temporary_folder() as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
         (folder / "file").touch()
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_dead_process_left_is_removed_and_no_more(tmp_path: Path) -> None:
+def test_only_the_folders_of_dead_processes_are_removed(tmp_path: Path) -> None:
     (tmp_path / "picompile-work-mine").mkdir()
     child = os.fork()
     if child == 0:
@@ -35,7 +35,7 @@ def test_what_a_dead_process_left_is_removed_and_no_more(tmp_path: Path) -> None
         assert {path.name for path in tmp_path.iterdir()} == {"picompile-work-mine", first.name, second.name}
 
 
-def test_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_temporary_folder_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> str:
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
 

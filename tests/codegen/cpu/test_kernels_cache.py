@@ -107,7 +107,7 @@ def test_cache_write(workbench: Workbench, kv_dtype: str, mode: Mode, rows: int,
         assert (left == 255).all()
 
 
-def test_q8_keeps_what_it_promises(workbench: Workbench) -> None:
+def test_q8_errors_are_within_their_bound(workbench: Workbench) -> None:
     """Numbers of all sizes, zero included: each is off by 1/254 of the largest of its 32, and 4e-6, at most."""
     rng = np.random.default_rng(0)
     for size in (0.0, 1e-12, 1e-8, 1e-6, 1e-4, 3e-3, 1.0, 300.0, 5e5):
@@ -169,7 +169,7 @@ def test_attention_that_extends_the_cache(
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
-def test_what_q8_costs_attention(workbench: Workbench, side: str) -> None:
+def test_error_of_attention_with_a_q8_cache(workbench: Workbench, side: str) -> None:
     """With δ the error of an element, a score moves by e = scale · Σ |q| · δ_k at most, and so the output by
     (exp(2e) - 1) · (largest - smallest value) + δ_v."""
     shape = replace(FUSED["q8"], window=0)

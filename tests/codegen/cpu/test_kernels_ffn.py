@@ -184,7 +184,7 @@ def test_ffn(workbench: Workbench, name: str, kind: str, format_name: str, rows:
 @pytest.mark.parametrize(
     ("kind", "rows"), [("dense", 1), ("masked", 1), ("exact", 1), ("dense", CHUNK), ("exact", CHUNK)]
 )
-def test_down_rounds_nothing_that_is_alike(workbench: Workbench, kind: str, format_name: str, rows: int) -> None:
+def test_down_is_exact_for_equal_outputs(workbench: Workbench, kind: str, format_name: str, rows: int) -> None:
     """Where all outputs are equal, and all weights of down 0 or -1, y is exact."""
     example = Example(BLOCKS["opt"], kind, format_name, tokens=rows, seed=11)
     example.alike(kind)
@@ -216,7 +216,9 @@ def test_several_sequences(workbench: Workbench, name: str, format_name: str, sh
 
 # GELU of a number far below zero is zero in float32 only.
 @pytest.mark.parametrize(("name", "kind", "format_name", "rows"), [c for c in CASES if c[3] == 1 and c[0] != "gelu"])
-def test_counts(workbench: Workbench, name: str, kind: str, format_name: str, rows: int) -> None:
+def test_statistics_count_computed_and_firing_neurons(
+    workbench: Workbench, name: str, kind: str, format_name: str, rows: int
+) -> None:
     """Computed: all neurons, those above the threshold or those of the mask; then those that send something down."""
     block = BLOCKS[name]
     example = Example(block, kind, format_name, tokens=1, seed=9)
@@ -230,7 +232,7 @@ def test_counts(workbench: Workbench, name: str, kind: str, format_name: str, ro
 
 @pytest.mark.parametrize("rows", [1, CHUNK])
 @pytest.mark.parametrize("value", [-100.0, 100.0])
-def test_none_and_all_fire(workbench: Workbench, rows: int, value: float) -> None:
+def test_no_neuron_fires_or_every_neuron(workbench: Workbench, rows: int, value: float) -> None:
     """A bias that silences every neuron, or wakes every neuron."""
     example = Example(BLOCKS["opt"], "exact", "f16", tokens=rows, seed=3)
     example.biases["up_bias"][:] = value

@@ -118,7 +118,7 @@ def test_receive(rows: int, tokens: int, counted: bool, bench: Workbench) -> Non
 
 
 @pytest.mark.parametrize(("rows", "tokens"), TOKENS)
-def test_nobody_waits_for_nothing(rows: int, tokens: int, bench: Workbench) -> None:
+def test_receive_without_work_does_not_wait(rows: int, tokens: int, bench: Workbench) -> None:
     """Where the host has no neuron to compute, the result is 0: the flag is not looked at, nor what it is for."""
     inputs = {"step": step(tokens), "flag": flag(STEP - 1), "abandoned": flag(0), "count": np.zeros(1, np.int32)}
     found = bench.run(RECEIVES[rows, True], inputs)
@@ -171,7 +171,7 @@ def run(library: HostLibrary, kernel: Kernel, arrays: dict[str, Array]) -> None:
 
 @pytest.mark.parametrize("number", [STEP - 1, STEP + 1, 0, -STEP])
 @pytest.mark.parametrize("name", list(WAITING))
-def test_what_waits_goes_on_when_its_flag_is_set(name: str, number: int, bench: Workbench) -> None:
+def test_a_waiting_kernel_goes_on_when_its_flag_is_set(name: str, number: int, bench: Workbench) -> None:
     """And not before: neither is the flag of another step its own."""
     kernel = WAITING[name]
     arrays = arrays_of(kernel, number)
@@ -191,7 +191,7 @@ def test_what_waits_goes_on_when_its_flag_is_set(name: str, number: int, bench: 
 
 
 @pytest.mark.parametrize("name", list(WAITING))
-def test_nobody_waits_once_a_side_has_given_up(name: str, bench: Workbench) -> None:
+def test_no_wait_after_a_side_has_given_up(name: str, bench: Workbench) -> None:
     kernel = WAITING[name]
     arrays = arrays_of(kernel, STEP - 1)
     with ThreadPoolExecutor(1) as thread:
@@ -204,7 +204,7 @@ def test_nobody_waits_once_a_side_has_given_up(name: str, bench: Workbench) -> N
 
 
 @pytest.mark.parametrize("name", list(WAITING))
-def test_patience_ends(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_times_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a library that has a millisecond of it, instead of half a minute."""
     monkeypatch.setattr(build_module, "_COMPILE_FLAGS", (*build_module._COMPILE_FLAGS, "-DPI_PATIENCE_NS=1000000"))
     kernel = WAITING[name]
@@ -215,7 +215,7 @@ def test_patience_ends(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert arrays["flag"][0] == STEP - 1
 
 
-def test_what_was_written_before_a_flag_is_there_after_it(bench: Workbench, device_library: HostLibrary) -> None:
+def test_writes_before_a_flag_are_visible_after_it(bench: Workbench, device_library: HostLibrary) -> None:
     """Back and forth a thousand times, without a pause: the host sends on what it has received."""
     rounds = 1000
     values = uniform(np.random.default_rng(5), rounds, DIM)

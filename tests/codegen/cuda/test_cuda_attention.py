@@ -101,7 +101,7 @@ def test_chunk(workbench: CudaWorkbench, name: str, tokens: int, position: int) 
 
 
 @pytest.mark.parametrize("position", [490, 511, 1200 - CHUNK])
-def test_chunk_whose_positions_blocks_share(workbench: CudaWorkbench, position: int) -> None:
+def test_a_chunk_whose_positions_are_shared_by_blocks(workbench: CudaWorkbench, position: int) -> None:
     check(workbench, CHUNKS["parts, window"], CHUNK, CHUNK, position)
 
 
@@ -117,7 +117,7 @@ def test_chunk_whose_positions_blocks_share(workbench: CudaWorkbench, position: 
     ],
     ids=str,
 )
-def test_who_sees_a_key_that_is_no_number_gives_none(
+def test_nan_keys_reach_exactly_the_queries_that_see_them(
     workbench: CudaWorkbench, shape: Heads, rows: int, position: int, not_a_number: int
 ) -> None:
     """Not 0, and not the others: a model that is broken shows, in prompts as well. Nobody else is touched by it."""

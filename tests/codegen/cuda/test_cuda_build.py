@@ -56,13 +56,13 @@ def test_a_kernel_becomes_its_launches() -> None:
     assert "tvm" not in source.text.lower().replace("tvm's", "").replace("tvm gives", "")
 
 
-def test_how_many_blocks_shall_fit_is_said_to_the_compiler() -> None:
+def test_resident_blocks_are_in_the_launch_bounds() -> None:
     text = cuda.cuda_source([_doubled(resident=3)]).text
     assert len(re.findall(r"__launch_bounds__\(32, 3\)", text)) == 2
 
 
 @pytest.mark.parametrize(("grid", "block"), [(0, 32), (1, 31), (1, 0), (1, 1056), ((1, 0), 32), ((1, 65536), 32)])
-def test_what_no_gpu_launches_is_refused(grid: int | tuple[int, int], block: int) -> None:
+def test_launches_beyond_the_limits_of_gpus_are_refused(grid: int | tuple[int, int], block: int) -> None:
     function = CudaFunction("odd")
     with function, pytest.raises(CodegenError, match="cannot be launched"), function.launch(grid=grid, block=block):
         pass
@@ -75,7 +75,7 @@ def test_resources_are_those_that_ptxas_prints() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\x7fELF", b"MZ" * 100, b"\x7fELF" + bytes(300)])
-def test_what_is_no_cubin_is_refused(data: bytes) -> None:
+def test_a_file_that_is_no_cubin_is_refused(data: bytes) -> None:
     with pytest.raises(BuildError, match="returned no cubin"):
         function_resources(data)
 
@@ -94,7 +94,7 @@ def test_without_nvrtc_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     assert caught.value.exit_code == 6
 
 
-def test_without_the_headers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_cuda_headers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "_HEADERS", "nvidia.no_such_package")
     with pytest.raises(ToolchainError, match=r"pip install 'picompile\[cuda\]'"):
         toolchain.require_nvrtc()

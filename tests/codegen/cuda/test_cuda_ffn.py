@@ -128,7 +128,9 @@ def test_several_sequences(workbench: CudaWorkbench, name: str, kind: str, forma
 
 @pytest.mark.parametrize("case", [("opt", "exact", "q4", 1), ("fatrelu", "exact", "f16", CHUNK)], ids=str)
 @pytest.mark.parametrize("value", [-100.0, 100.0])
-def test_none_and_all_fire(workbench: CudaWorkbench, case: tuple[str, str, str, int], value: float) -> None:
+def test_no_neuron_fires_or_every_neuron(
+    workbench: CudaWorkbench, case: tuple[str, str, str, int], value: float
+) -> None:
     """A bias that silences every neuron, or wakes every neuron."""
     name, kind, format_name, rows = case
     example = Example(BLOCKS[name], kind, format_name, tokens=rows, seed=3)

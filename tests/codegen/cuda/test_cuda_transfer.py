@@ -225,7 +225,7 @@ _PATIENCE_NS = 20_000_000
         cuda.write_kernel(ReceiveMaskSpec(neurons=77, rows=1)),
     ],
 )
-def test_patience_ends(kernel: CudaKernel, tmp_path: Path) -> None:
+def test_a_wait_times_out(kernel: CudaKernel, tmp_path: Path) -> None:
     """Of a kernel that has 20 ms of it, instead of half a minute. It says so, and for which flag, and no sooner."""
     live = Live.of(kernel, tmp_path, _NO_PATIENCE, f"#define PI_PATIENCE_NS {_PATIENCE_NS}\n{_NO_PATIENCE}")
     live.arrays["step"][3], live.arrays["flag"][0], live.arrays["abandoned"][0] = STEP, EARLIER, 0

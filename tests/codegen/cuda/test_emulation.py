@@ -37,7 +37,7 @@ def test_block_sum(kernels: Emulated, order: int, threads: int) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_indices(kernels: Emulated, order: int) -> None:
+def test_indices_of_blocks_and_threads(kernels: Emulated, order: int) -> None:
     grid, block = (3, 2, 2), (5, 3, 2)
     out = np.full((12, 30, 12), 0xABABABAB, np.uint32)
     kernels.launch("indices", grid, block, [out], order)
@@ -86,7 +86,7 @@ def test_shuffles_of_a_warp_that_is_not_full(kernels: Emulated) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_votes(kernels: Emulated, order: int) -> None:
+def test_ballots_and_votes_of_a_warp(kernels: Emulated, order: int) -> None:
     x = np.random.default_rng(3).integers(-89, 100, 64).astype(np.int32)
     out = np.full((16, 64), 0xABABABAB, np.uint32)
     kernels.launch("votes", (1, 1, 1), (64, 1, 1), [x, out], order)
@@ -105,7 +105,7 @@ def test_votes(kernels: Emulated, order: int) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("count", [1, 127, 128, 777])
-def test_compaction(kernels: Emulated, order: int, count: int) -> None:
+def test_a_kernel_that_compacts_an_array(kernels: Emulated, order: int, count: int) -> None:
     x = np.random.default_rng(count).standard_normal(count).astype(np.float32)
     found, found_count = np.full(count, -1, np.int32), np.full(1, -1, np.int32)
     arrays = [x, np.array([count], np.int32), found, found_count]
@@ -116,7 +116,7 @@ def test_compaction(kernels: Emulated, order: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_atomics(kernels: Emulated, order: int) -> None:
+def test_atomic_operations(kernels: Emulated, order: int) -> None:
     x = np.random.default_rng(5).integers(-999, 999, 210).astype(np.int32)
     ints, words = np.array([0, -9999, 9999], np.int32), np.zeros(213, np.uint32)
     longs, floats = np.zeros(2, np.uint64), np.zeros(1, np.float32)
@@ -131,7 +131,7 @@ def test_atomics(kernels: Emulated, order: int) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_blocks_that_meet_at_a_ticket(kernels: Emulated, order: int) -> None:
+def test_blocks_that_synchronize_by_an_atomic_ticket(kernels: Emulated, order: int) -> None:
     x, partial = whole_numbers(np.random.default_rng(6), 7 * 64), np.full(7, np.nan, np.float32)
     done, ticket, total = np.zeros(7, np.uint32), np.zeros(1, np.uint32), np.full(1, np.nan, np.float32)
     kernels.launch("grid_sum", (7, 1, 1), (64, 1, 1), [x, partial, done, ticket, total], order)
@@ -152,7 +152,7 @@ def turns(kernels: Emulated, order: int) -> list[int]:
     return [int(thread) for thread in np.argsort(turn.reshape(-1))]
 
 
-def test_orders(kernels: Emulated) -> None:
+def test_the_order_of_threads_can_be_chosen(kernels: Emulated) -> None:
     everyone = list(range(210))
     assert turns(kernels, 0) == everyone
     assert turns(kernels, 1) == everyone[::-1]
@@ -185,7 +185,7 @@ def test_waiting_for_the_host(kernels: Emulated, order: int) -> None:
     assert (seen == 7).all()
 
 
-def test_waiting_for_nothing(tmp_path: Path) -> None:
+def test_a_kernel_that_waits_without_end_is_ended(tmp_path: Path) -> None:
     kernels = Emulated(SOURCE.read_text(), tmp_path / "short.so", ["MOST_ASLEEP_S=0.1"])
     with pytest.raises(EmulationError, match=r"still calls __nanosleep after 0\.1 s"):
         kernels.launch("meet", (1, 1, 1), (70, 1, 1), [np.zeros(1, np.int32), np.zeros(70, np.int32)])

@@ -54,7 +54,7 @@ def test_rounding_to_halves(kernels: Emulated, dtype: type) -> None:
         assert_same_bits(out, x.astype(np.float16))
 
 
-def test_half_arithmetic(kernels: Emulated) -> None:
+def test_arithmetic_of_halves_is_rounded_correctly(kernels: Emulated) -> None:
     """float64 holds sums and products of halves exactly, and quotients and roots closely enough to round them."""
     rng = np.random.default_rng(11)
     a, b = (rng.integers(0, 1 << 16, 6400, dtype=np.uint16).view(np.float16) for _ in range(2))
@@ -94,7 +94,7 @@ def test_half_products_and_sums_are_rounded_once(kernels: Emulated) -> None:
     np.testing.assert_array_equal(out[4].reshape(-1, 2), a.reshape(-1, 2)[:, ::-1])
 
 
-def test_bits(kernels: Emulated) -> None:
+def test_integer_bit_functions(kernels: Emulated) -> None:
     rng = np.random.default_rng(13)
     x = rng.integers(-(2**31), 2**31, 640, dtype=np.int64).astype(np.int32) >> rng.integers(0, 31, 640, dtype=np.int32)
     x[:34] = [0, -1, *[(1 << bit) - (bit == 31) * 2**32 for bit in range(32)]]
@@ -119,7 +119,7 @@ def permuted(word: int, selectors: int) -> int:
     return int.from_bytes(bytes(result), "little")
 
 
-def test_products_of_four_bytes(kernels: Emulated) -> None:
+def test_dot_products_of_four_bytes(kernels: Emulated) -> None:
     rng = np.random.default_rng(14)
     a, b = (rng.integers(-128, 128, (640, 4), dtype=np.int64).astype(np.int8) for _ in range(2))
     a[0], b[0] = -128, -128
@@ -131,7 +131,7 @@ def test_products_of_four_bytes(kernels: Emulated) -> None:
     np.testing.assert_array_equal(out[1].view(np.uint32), unsigned % 2**32)
 
 
-def test_functions(kernels: Emulated) -> None:
+def test_math_functions_are_within_two_ulp(kernels: Emulated) -> None:
     """Within 2 units in the last place of float32: the bounds of glibc's functions, and of `rsqrtf` computed in double.
 
     Those of a GPU are wider, and tests that depend on these must be too.
@@ -149,7 +149,7 @@ def test_functions(kernels: Emulated) -> None:
         np.testing.assert_allclose(row, value, rtol=2 * 2.0**-23)
 
 
-def test_vectors_of_generated_code(kernels: Emulated) -> None:
+def test_vector_types_of_generated_code(kernels: Emulated) -> None:
     x = np.random.default_rng(16).standard_normal(512).astype(np.float16)
     out = np.full(512, np.nan, np.float32)
     kernels.launch("vectors", (2, 1, 1), (32, 1, 1), [x, out])

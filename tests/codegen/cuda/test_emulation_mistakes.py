@@ -51,7 +51,7 @@ BARRIERS = {
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("symbol", BARRIERS)
-def test_threads_that_wait_for_ever(kernels: Emulated, symbol: str, order: int) -> None:
+def test_deadlocks_are_reported(kernels: Emulated, symbol: str, order: int) -> None:
     text = launch(kernels, symbol, order)
     place, missing = BARRIERS[symbol]
     place = place.format(line=line_of(symbol))
@@ -120,12 +120,12 @@ def body(symbol: str) -> str:
     return SOURCE.split(f" {symbol}(")[1].split("\n}\n")[0]
 
 
-def test_a_mask_that_names_more_threads_than_there_are(kernels: Emulated) -> None:
+def test_a_mask_of_missing_threads_is_reported(kernels: Emulated) -> None:
     with pytest.raises(EmulationError, match=r"thread \(32, 0, 0\) names lanes that the block does not have"):
         kernels.launch("mask_without_threads", (1, 1, 1), (48, 1, 1), [np.zeros(64, np.int32)])
 
 
-def test_a_library_goes_on_after_errors(kernels: Emulated) -> None:
+def test_a_library_can_launch_again_after_errors(kernels: Emulated) -> None:
     for symbol in (*BARRIERS, *FAULTS):
         assert launch(kernels, symbol, 2)
         out = np.zeros(64, np.int32)
@@ -133,7 +133,7 @@ def test_a_library_goes_on_after_errors(kernels: Emulated) -> None:
         np.testing.assert_array_equal(out, np.arange(64) < 48)
 
 
-def test_signals_are_handled_as_before(kernels: Emulated) -> None:
+def test_signal_handlers_are_restored(kernels: Emulated) -> None:
     libc, ignored = ctypes.CDLL(None), 1
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
     before = libc.signal(signal.SIGFPE, ignored)
@@ -141,7 +141,7 @@ def test_signals_are_handled_as_before(kernels: Emulated) -> None:
     assert libc.signal(signal.SIGFPE, before) == ignored
 
 
-def test_memory_that_is_not_there(kernels: Emulated) -> None:
+def test_unmapped_memory_is_reported(kernels: Emulated) -> None:
     """Memory of launches by address is not known: the processor says so."""
     out, text = np.zeros(64, np.int32), rf"uses address 0x10, where no memory is \(line {line_of('far_away')}\)"
     with pytest.raises(EmulationError, match=text):
@@ -160,7 +160,7 @@ def test_memory_that_is_not_there(kernels: Emulated) -> None:
         ("bounded", (1, 1, 1), (1, 1, 1), -1, "no thread order -1"),
     ],
 )
-def test_launches_that_are_refused(kernels, symbol, grid, block, order, text) -> None:  # type: ignore[no-untyped-def]
+def test_invalid_launches_are_refused(kernels, symbol, grid, block, order, text) -> None:  # type: ignore[no-untyped-def]
     out = np.zeros(64, np.int32)
     with pytest.raises(EmulationError, match=text):
         kernels.launch(symbol, grid, block, [out], order)
@@ -193,7 +193,7 @@ def test_sources_that_do_not_compile(source: str, text: str, tmp_path: Path) -> 
         Emulated(source, tmp_path / "bad.so")
 
 
-def test_what_a_library_exports(kernels: Emulated) -> None:
+def test_the_emulated_library_exports_its_interface_alone(kernels: Emulated) -> None:
     library = ctypes.CDLL(str(kernels.path))
     assert library.pi_params(b"bounded") == 1
     assert library.pi_params(b"absent") == -1

@@ -59,7 +59,7 @@ def test_angles_that_another_node_wants_are_turned_apart(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kv_dtype", ["float16", "float32", "q8"])
-def test_state(kv_dtype: str) -> None:
+def test_the_kv_cache_is_declared_for_every_dtype(kv_dtype: str) -> None:
     program = lower(quantized(WIDE), replace(OPTIONS, kv_dtype=kv_dtype)).program
     data = ProgramTensor("int8" if kv_dtype == "q8" else kv_dtype, (3, 2, 12, 72))
     scales = {f"{side}.0.scale": ProgramTensor("float16", (3, 2, 12, 3)) for side in "kv"} if kv_dtype == "q8" else {}

@@ -158,7 +158,7 @@ def assert_same(found: Mapping[str, Array], expected: Mapping[str, Array]) -> No
 
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("name", list(CASES))
-def test_where_things_run_is_of_no_influence(
+def test_placement_does_not_change_the_results(
     name: str, number: int, expected: object, naps: Naps, tmp_path: Path
 ) -> None:
     """Bits are those of the host alone, whichever side is late; so are the neurons that are counted."""
@@ -179,7 +179,7 @@ def test_some_layers_have_no_neuron_to_compute(expected: object) -> None:
     assert all(0 < computed < 3 * 39 for computed, _ in (gated[1, "hot"], gated[1, "cold"], gated[3, "cold"]))
 
 
-def test_a_program_without_its_waits_is_found_out(expected: object, naps: Naps, tmp_path: Path) -> None:
+def test_a_program_without_waits_gives_wrong_results(expected: object, naps: Naps, tmp_path: Path) -> None:
     """So the test above can fail: a host that does not wait for a late device reads what is not there."""
     known: Expected = expected("parallel")  # type: ignore[operator]
     runner = runner_of("parallel", Placement.all_of(3), tmp_path)
@@ -294,7 +294,7 @@ def as_the_runtime_reads_it(lowered: Lowered) -> None:
 
 
 @pytest.mark.parametrize(("name", "kv_dtype"), [("gated", "float32"), ("plain", "q8"), ("parallel", "float16")])
-def test_nothing_is_read_before_it_is_there(name: str, kv_dtype: str) -> None:
+def test_no_buffer_is_read_before_it_is_written(name: str, kv_dtype: str) -> None:
     """In programs of many placements, on paper: no device has to be late for it to show."""
     graph_module = CASES[name].graph()
     for placement in placements(CASES[name].shape.layers, 3, seed=len(name)):
@@ -312,7 +312,7 @@ def without(calls: Sequence[ProgramCall], op: str, place: int) -> list[ProgramCa
 
 
 @pytest.mark.parametrize(("op", "message"), [("wait", "too early"), ("signal", "for ever"), ("send", "for ever")])
-def test_what_is_left_out_is_found_on_paper(op: str, message: str) -> None:
+def test_the_checker_finds_a_missing_transfer_call(op: str, message: str) -> None:
     """Each of the calls of `decode` with which devices meet."""
     program = lower(CASES["gated"].graph(), options(Placement.all_of(4))).program
     calls = program.functions["decode"]
@@ -324,7 +324,7 @@ def test_what_is_left_out_is_found_on_paper(op: str, message: str) -> None:
             check_order(program, "decode")
 
 
-def test_shared_memory_that_overlaps_is_found_on_paper() -> None:
+def test_the_checker_finds_overlapping_shared_memory() -> None:
     program = lower(CASES["plain"].graph(), options(Placement.all_of(3))).program
     check_memory(program)
     sent = [name for name, tensor in program.buffers.items() if tensor.memory == "shared" and "decode" in name]
@@ -340,7 +340,7 @@ def ops(lowered: Lowered, function: str = "decode") -> list[str]:
     return [call.op for call in lowered.program.functions[function]]
 
 
-def test_nothing_crosses_where_all_is_on_the_device() -> None:
+def test_no_transfers_where_everything_is_on_the_device() -> None:
     """But for the embedding: an exchange takes as long as many neurons."""
     shape = CASES["gated"].shape
     graph_module = Pipeline(

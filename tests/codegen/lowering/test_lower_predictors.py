@@ -215,7 +215,7 @@ def disjoint(a: ProgramTensor, b: ProgramTensor) -> bool:
     return ends[0] <= (b.offset or 0) or ends[1] <= (a.offset or 0)
 
 
-def test_calls(compiled: object) -> None:
+def test_every_mask_has_one_call_in_decoding(compiled: object) -> None:
     """One for each mask, in decoding alone; layers that differ in their thresholds share a kernel."""
     lowered: Lowered = compiled("gated").lowered  # type: ignore[operator]
     predictors = of(lowered, "predict")
@@ -226,7 +226,7 @@ def test_calls(compiled: object) -> None:
     assert [call.layer for call in of(split, "predict")] == [0, 1, 1, 2]
 
 
-def test_bytes_that_a_token_reads(compiled: object) -> None:
+def test_weight_bytes_of_predictors_and_blocks(compiled: object) -> None:
     """Predictors in full; blocks as if every neuron were computed."""
     lowered: Lowered = compiled("gated").lowered  # type: ignore[operator]
     learned, sign, relu = of(lowered, "predict")[:3]
@@ -237,7 +237,7 @@ def test_bytes_that_a_token_reads(compiled: object) -> None:
     assert [call.weight_bytes for call in of(lowered, "ffn")] == [77 * 3 * 192] * 7
 
 
-def test_what_only_a_predictor_needs_is_left_out_of_prompts() -> None:
+def test_prompts_leave_out_nodes_that_only_predictors_need() -> None:
     graph_module = CASES["plain"].graph()
     predict = next(iter(calls(graph_module.graph, PREDICT)))
     with graph_module.graph.inserting_before(predict):

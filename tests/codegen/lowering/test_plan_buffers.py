@@ -50,7 +50,7 @@ def test_live_buffers_are_disjoint(
                 assert a_end <= b_start or b_end <= a_start, (a, b)
 
 
-def test_a_chain_needs_two_places() -> None:
+def test_a_chain_of_buffers_takes_the_memory_of_two() -> None:
     buffers = {f"b{i}": ProgramTensor("float32", (64,)) for i in range(10)}
     calls = [_call(f"b{i}", f"b{i + 1}") for i in range(9)]
     _, end = plan_buffers(calls, buffers, 0)

@@ -181,7 +181,7 @@ def test_activations_on_both_sides() -> None:
     assert (block["gate"].target, block["activation"], block["up_activation"]) == ("gate", "relu", "relu")
 
 
-def test_a_composite_gate() -> None:
+def test_a_gate_whose_activation_is_several_operators() -> None:
     def write(b: GraphBuilder, x: Node) -> Node:
         return _down(b, b.call(aten.mul.Tensor, _silu(b, _up(b, x, "gate")), _up(b, x)))
 

@@ -32,7 +32,7 @@ def test_a_cast_of_a_transpose_goes() -> None:
     assert operators(raised(captured(write), RemoveCopies())) == {"t": 1, "neg": 1}
 
 
-def test_what_changes_a_value_or_its_memory_stays() -> None:
+def test_operators_that_change_a_value_or_its_memory_stay() -> None:
     def write(b: GraphBuilder, x: Node) -> Node:
         half = b.call(aten.to.dtype, b.call(aten.to.dtype, x, torch.float16), torch.float32)
         columns = b.call(aten.clone.default, b.call(aten.t.default, half))

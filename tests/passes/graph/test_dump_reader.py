@@ -27,7 +27,7 @@ def read(*lines: str) -> DumpGraph:
 
 @FEW
 @given(shapes(), st.sampled_from([(), (0,)]))
-def test_what_is_written_is_read(shape, hot):
+def test_a_written_dump_is_read_back(shape, hot):
     canonical = build(shape)
     predicted = InsertPredictors(kinds={0: "learned"}, ranks={0: 2}, thresholds={0: -1e-07})(canonical).graph_module
     partitioned = Partition({0: hot})(predicted).graph_module
@@ -37,7 +37,7 @@ def test_what_is_written_is_read(shape, hot):
 
 @FEW
 @given(captured_decoders())
-def test_what_is_written_of_captured_graphs_is_read(graph_module):
+def test_written_dumps_of_captured_graphs_are_read_back(graph_module):
     assert_read_back(graph_module)
 
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch.fx import Graph
 
+from helpers.values import recompute
 from picompile.testing import LLAMA, OPT, build
 from picompile_passes.errors import PassesError, PropagateError, RewriteError
 from picompile_passes.graph.nodes import (
@@ -15,7 +16,7 @@ from picompile_passes.graph.nodes import (
 )
 from picompile_passes.graph.operands import ADD, EMBEDDING, FFN, INDEX_SELECT, LINEAR, QUANTIZE, TRANSPOSE
 from picompile_passes.graph.rewriter import Rewriter
-from picompile_passes.graph.values import fake_mode_of, fake_result, recompute, same_value, value_text
+from picompile_passes.graph.values import fake_mode_of, fake_result, same_value, value_text
 
 
 @pytest.fixture

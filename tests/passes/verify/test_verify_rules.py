@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.fx import GraphModule, Node
 
+from helpers.values import recompute
 from picompile.testing import LLAMA, OPT, GraphShape, build
 from picompile_passes.base import Stage
 from picompile_passes.errors import VerifyError
@@ -26,7 +27,7 @@ from picompile_passes.graph.operands import (
     SPARSE_FFN,
 )
 from picompile_passes.graph.rewriter import Rewriter
-from picompile_passes.graph.values import fake_result, recompute
+from picompile_passes.graph.values import fake_result
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize

@@ -309,7 +309,7 @@ class Forms:
         return self._run(node, node.target, self._sample_arguments(node.args))
 
     def _run(self, node: Node, target: Any, args: Sequence[Any]) -> Any:
-        """What `target` gives for `args` and the keyword arguments of `node`."""
+        """Return the result of `target` for `args` and the keyword arguments of `node`."""
         try:
             return target(*args, **self._sample_arguments(on_cpu(node.kwargs)))
         except (IndexError, RuntimeError) as error:

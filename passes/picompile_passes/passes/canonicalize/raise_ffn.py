@@ -177,7 +177,7 @@ def _is_elementwise(node: Node) -> bool:
 
 
 def _inputs(forms: Forms, node: Node) -> list[Node]:
-    """What an elementwise operator works on, seen through reshapes; constants left out."""
+    """Return the inputs of an elementwise operator, seen through reshapes; constants are left out."""
     return [forms.same(value) for value in node.all_input_nodes if not forms.is_known(value)]
 
 

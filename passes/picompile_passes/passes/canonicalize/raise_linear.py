@@ -127,7 +127,7 @@ def _views(value: Node) -> list[Node]:
 
 
 def _vector(constant: Node) -> Node:
-    """What `constant` is a view of, where that is a vector for its last dimension; otherwise `constant` itself."""
+    """Return the vector for its last dimension that `constant` is a view of; `constant` itself if it is of none."""
     inner = constant
     while is_call(inner, *_VIEWS, *_COPIES):
         inner = inner.all_input_nodes[0]

@@ -63,7 +63,7 @@ def _raise_written_out(rewriter: Rewriter, anchor: Node, constant: frozenset[Nod
 
 
 def _normed(anchor: Node, x: Node, constant: frozenset[Node]) -> Iterator[tuple[Node, Node | None]]:
-    """What is x over the root `anchor`, each with the weight that it holds already: None where it holds none."""
+    """Yield the nodes that are x over the root `anchor`, each with the weight that it already holds, or None."""
     for node, numerator in _over_root(anchor):
         if numerator is x:
             yield node, None

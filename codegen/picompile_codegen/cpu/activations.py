@@ -1,0 +1,61 @@
+"""Activation functions by the names of `picompile_passes.dialect.activations`, for CPU and GPU alike."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import pi, sqrt
+
+from picompile_codegen.cpu.tensor import Expr, bind, maximum, minimum, select
+from picompile_passes.dialect.activations import parse_activation
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The functions that activations are made of: of vectors on the CPU, of single float32 on a GPU."""
+
+    constant: Callable[[float], Expr]
+    sigmoid: Callable[[Expr], Expr]
+    tanh: Callable[[Expr], Expr]
+    erf: Callable[[Expr], Expr]
+
+
+def apply_activation(text: str, x: Expr, arithmetic: Arithmetic) -> Expr:
+    """Return the activation that `text` names, of x. Raises `ValueError` for one that is not known."""
+    activation = parse_activation(text)
+    x = bind(x)
+    if activation.name == "fatrelu":
+        constant = arithmetic.constant
+        return bind(select(x > constant(activation.threshold), x, constant(0.0)))
+    return bind(_FUNCTIONS[activation.name](x, arithmetic))
+
+
+def _relu(x: Expr, of: Arithmetic) -> Expr:
+    return maximum(x, of.constant(0.0))
+
+
+def _relu2(x: Expr, of: Arithmetic) -> Expr:
+    positive = bind(_relu(x, of))
+    return positive * positive
+
+
+def _gelu(x: Expr, of: Arithmetic) -> Expr:
+    return of.constant(0.5) * x * (of.constant(1.0) + of.erf(x * of.constant(sqrt(0.5))))
+
+
+def _gelu_tanh(x: Expr, of: Arithmetic) -> Expr:
+    # (1 + tanh u) / 2 = sigmoid 2u, and does not cancel where u is far below zero.
+    inner = x * (of.constant(1.0) + of.constant(0.044715) * x * x)
+    return x * of.sigmoid(of.constant(2.0 * sqrt(2.0 / pi)) * inner)
+
+
+_FUNCTIONS: dict[str, Callable[[Expr, Arithmetic], Expr]] = {
+    "identity": lambda x, _: x,
+    "relu": _relu,
+    "relu2": _relu2,
+    "relu6": lambda x, of: minimum(_relu(x, of), of.constant(6.0)),
+    "silu": lambda x, of: x * of.sigmoid(x),
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": lambda x, of: x * of.sigmoid(of.constant(1.702) * x),
+    "sigmoid": lambda x, of: of.sigmoid(x),
+    "tanh": lambda x, of: of.tanh(x),
+}
