@@ -26,12 +26,13 @@ from typing import Any
 from _gpu_split import Planned, Split, sizes_of, split_by_budget, split_by_plan
 from torch.fx import GraphModule
 
-from picompile.artifact import files as artifact_writer
 from picompile.artifact.code import AcceleratorTarget, Code, build_code
+from picompile.artifact.files import weights_bytes
 from picompile.artifact.writer import ArtifactContents, write_program
 from picompile.frontend.captured import Captured, ModelFacts
 from picompile.frontend.checkpoint import ModuleWeights
 from picompile.frontend.hf import capture_config
+from picompile.output.files import json_bytes
 from picompile.progress import NoProgress
 from picompile.synth.shapes import ModelShape
 from picompile_codegen.build.isa import ISAS
@@ -89,7 +90,7 @@ def pack_model(shape: ModelShape, options: ModelOptions, variant: str, folder: P
         "context": options.context,
         "dense_bytes": sizes.dense,
         "layer_bytes": sizes.layer,
-        "weight_bytes": artifact_writer.weights_bytes(list(lowered.weights.tensors.values())),
+        "weight_bytes": weights_bytes(list(lowered.weights.tensors.values())),
         "hot": split.hot_mean,
         "resident_layers": sum(count == sizes.neurons for count in split.hot.values()),
         "shape": {
@@ -128,7 +129,7 @@ def _write(
     contents = ArtifactContents(captured, None, "cpu", options.quant, code, None, graph, lowered, weights)
     write_program(contents, lowered, folder, code, "", hot_device)
     tensors, constants = _tensors(graph, lowered, split)
-    artifact_writer.write_json(folder / "weights.json", {"tensors": tensors})
+    (folder / "weights.json").write_bytes(json_bytes({"tensors": tensors}))
     (folder / "constants.bin").write_bytes(constants)
 
 

@@ -18,16 +18,13 @@ import torch
 
 from picompile.artifact.reuse import FileRange
 from picompile.errors import UsageError
-from picompile.output.files import json_bytes, safetensors_header
+from picompile.output.files import safetensors_header
 from picompile.output.place import holds_something, require_disk_space, require_parent_folder
 from picompile_codegen.lowering.packing import Evaluate, PackedTensor
 from picompile_codegen.lowering.program import tensor_bytes
 
 BLOCK_BYTES = 2 << 20
 ALIGNMENT_BYTES = 64
-MANIFEST_FORMAT = "picompile-artifact"
-MANIFEST_SCHEMA = 4
-KERNEL_ABI = 1
 
 # Files beside the weights: program, kernels, tokenizer. Generous, since it only guards against a full disk.
 _OTHER_BYTES = 64 << 20
@@ -158,11 +155,6 @@ def _copy(source: FileRange, write: Callable[[bytes], None]) -> None:
 def weights_bytes(tensors: Sequence[PackedTensor]) -> int:
     """Return the size of the weights' file without its header."""
     return sum(tensor_bytes(tensor.dtype, tensor.shape) for tensor in tensors)
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` as JSON that people and `diff` can read."""
-    path.write_bytes(json_bytes(content))
 
 
 def file_record(path: Path, sha256: str | None = None) -> dict[str, Any]:

@@ -5,8 +5,6 @@ are, and need not be read from the checkpoint and packed again, which takes most
 """
 
 import hashlib
-import json
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from picompile.output.files import read_safetensors_header
 from picompile_codegen.lowering.packing import PackedTensor
 from picompile_passes.graph.nodes import attribute, has_real_data
 from picompile_passes.graph.operands import PREDICTORS
@@ -90,8 +89,6 @@ def _digest(*parts: bytes | memoryview) -> str:
 
 def _ranges(path: Path) -> Mapping[str, FileRange]:
     """Return where each tensor of a safetensors file lies."""
-    with path.open("rb") as file:
-        (header_bytes,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(header_bytes))
+    data_start, header = read_safetensors_header(path)
     ends = {name: entry["data_offsets"] for name, entry in header.items()}
-    return {name: FileRange(path, 8 + header_bytes + start, end - start) for name, (start, end) in ends.items()}
+    return {name: FileRange(path, data_start + start, end - start) for name, (start, end) in ends.items()}

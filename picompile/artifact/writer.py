@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from picompile.choices import KV_DTYPES
 from picompile.machine import find_compiled_targets
+from picompile.output.files import json_bytes
 from picompile.progress import Progress
+from picompile_runtime.artifact.manifest import ABI, FORMAT, PROGRAM, SCHEMA, WEIGHTS, sealed
 from picompile_runtime.version import __version__
 
 if TYPE_CHECKING:
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
     from picompile.frontend import Captured
     from picompile_codegen.lowering.lower import Lowered
     from picompile_passes.graph.materialize import WeightSource
-
-WEIGHTS_FILE = "weights.safetensors"
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,12 @@ def _write_weights(
     tensors = list(contents.lowered.weights.tensors.values())
     unchanged = {}
     if previous is not None:
-        before, path = previous.contents, previous.folder / WEIGHTS_FILE
+        before, path = previous.contents, previous.folder / WEIGHTS
         old = list(before.lowered.weights.tensors.values())
         unchanged = unchanged_tensors(path, (before.graph_module, old), (contents.graph_module, tensors))
     with progress.step("weights", files.weights_bytes(tensors)) as advance:
         return files.write_weights(
-            folder / WEIGHTS_FILE,
+            folder / WEIGHTS,
             tensors,
             lambda node: evaluate_constant(contents.graph_module, node, contents.weights),
             advance,
@@ -156,11 +156,8 @@ def write_program(
         accelerator: the manifest's entry of the accelerator, None without one.
         accuracy: the result of the accuracy check, None where there was none.
     """
-    from picompile.artifact import files
-    from picompile_runtime.artifact.manifest import sealed
-
-    files.write_json(folder / "program.json", lowered.program.to_json())
-    files.write_json(folder / "report.json", _report(lowered, contents.plan, accuracy))
+    (folder / PROGRAM).write_bytes(json_bytes(lowered.program.to_json()))
+    (folder / "report.json").write_bytes(json_bytes(_report(lowered, contents.plan, accuracy)))
     manifest = _manifest(contents, lowered, code, accelerator, accuracy)
     manifest["files"] = _file_records(folder, weights_sha256)
     (folder / "manifest.json").write_bytes(sealed(manifest))
@@ -191,17 +188,16 @@ def _manifest(
     accuracy: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Return the manifest without the records of its files."""
-    from picompile.artifact import files
     from picompile.frontend.tokenizer_files import generation_eos
 
     program, model = lowered.program, asdict(contents.captured.facts)
     model["eos_token_ids"] = sorted({*model["eos_token_ids"], *generation_eos(contents.checkpoint)})
     checked = {} if accuracy is None else {"accuracy": {key: accuracy[key] for key in accuracy if key != "layers"}}
     return {
-        "format": files.MANIFEST_FORMAT,
-        "schema": files.MANIFEST_SCHEMA,
+        "format": FORMAT,
+        "schema": SCHEMA,
         "picompile": __version__,
-        "abi": files.KERNEL_ABI,
+        "abi": ABI,
         "target": ",".join(target.name for target in find_compiled_targets(contents.targets)),
         "code": [each.to_json() for each in code],
         **({} if accelerator is None else {"hot_device": accelerator}),
@@ -223,7 +219,7 @@ def _file_records(folder: Path, weights_sha256: str) -> dict[str, Any]:
 
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     return {
-        name: files.file_record(folder / name, weights_sha256 if name == WEIGHTS_FILE else None)
+        name: files.file_record(folder / name, weights_sha256 if name == WEIGHTS else None)
         for name in names
         if name != "manifest.json"
     }

@@ -1,14 +1,15 @@
 """What can be known to fail before anything heavy is imported or written: one function a check."""
 
 import json
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from picompile.errors import DoesNotFitError, UsageError
 from picompile.output import DISK_FULL, parents_of, writing_file
+from picompile.output.files import read_safetensors_header
 from picompile.output.place import existing_ancestor, require_folder_or_nothing
 
 if TYPE_CHECKING:
@@ -102,18 +103,6 @@ def _require_writable(path: Path) -> None:
         raise UsageError(f"{path}: cannot write in {parent}: {error.strerror}") from error
 
 
-def require_free_disk(output: Path, needed_bytes: int) -> None:
-    """Raises `DoesNotFitError` unless `output`'s file system has room for `needed_bytes`."""
-    free_bytes = shutil.disk_usage(existing_ancestor(output)).free
-    if free_bytes < needed_bytes:
-        from picompile_runtime.devices.memory import in_units
-
-        wanted, there = format_bytes(needed_bytes), format_bytes(free_bytes)
-        if wanted == there:
-            wanted, there = in_units(needed_bytes, free_bytes)
-        raise DoesNotFitError(f"{output}: needs about {wanted} on disk, {there} are free")
-
-
 def checkpoint_weights(folder: Path) -> int:
     """How many weights the *.safetensors files of `folder` hold, from their headers alone; unreadable files count zero.
 
@@ -123,23 +112,11 @@ def checkpoint_weights(folder: Path) -> int:
 
 
 def _weights_in(path: Path) -> int:
-    # The format: u64 length of a JSON header, the header, the data. https://github.com/huggingface/safetensors
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > path.stat().st_size:
-                return 0
-            header = json.loads(file.read(length))
-        return sum(_product(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        _, header = read_safetensors_header(path)
+        return sum(prod(map(int, entry["shape"])) for entry in header.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0
-
-
-def _product(shape: list[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= int(size)
-    return product
 
 
 def format_bytes(count: float) -> str:

@@ -11,7 +11,6 @@ from picompile.cli.checks import (
     checkpoint_weights,
     format_bytes,
     require_context,
-    require_free_disk,
     require_model_folder,
     require_output,
     require_text_file,
@@ -31,6 +30,7 @@ from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.machine import gpu_of
 from picompile.output import parents_of
+from picompile.output.place import require_disk_space
 from picompile.quantities import parse_accuracy_bound, parse_count, shortened
 
 # Bits a weight with its scale; rows are padded, so an artifact is never smaller than this.
@@ -152,7 +152,8 @@ def compile_command(
     require_model_folder(model)
     require_context(model, context)
     require_output(output, overwrite=force, marker="manifest.json")
-    require_free_disk(output, int(checkpoint_weights(model) * _WEIGHT_BITS[quant] / 8))
+    needed_bytes = int(checkpoint_weights(model) * _WEIGHT_BITS[quant] / 8)
+    require_disk_space(output, needed_bytes, "{output}: needs about {needed} on disk, {free} are free")
     if plan is not None and hot is not None:
         raise UsageError("--plan and --hot both say which neurons are hot; give one of them")
     hot_neurons = None if hot is None else read_hot(hot)

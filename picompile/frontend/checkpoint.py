@@ -16,6 +16,7 @@ from torch import Tensor
 
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.json_file import read_json_object
+from picompile.output.files import read_safetensors_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -326,14 +327,11 @@ def _config(file: Path) -> bytes:
 
 def _ends(file: Path) -> Iterator[tuple[str, bytes]]:
     """Give each tensor's name and the samples of its data. The header was found whole by `read_headers`."""
+    data_start, header = read_safetensors_header(file)
     with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header: dict[str, Any] = json.loads(opened.read(length))
         for name, entry in header.items():
-            if name == "__metadata__":
-                continue
             start, end = entry["data_offsets"]
-            opened.seek(8 + length + start)
+            opened.seek(data_start + start)
             first = opened.read(min(_SAMPLE_BYTES, end - start))
-            opened.seek(8 + length + max(start, end - _SAMPLE_BYTES))
+            opened.seek(data_start + max(start, end - _SAMPLE_BYTES))
             yield name, first + opened.read(min(_SAMPLE_BYTES, end - start))

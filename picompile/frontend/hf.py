@@ -182,7 +182,7 @@ def _compute_buffers(model: nn.Module) -> None:
 
 
 def _fresh(module: nn.Module) -> nn.Module:
-    """The same module once more, with its buffers computed."""
+    """Return another instance of `module` with its buffers computed."""
     try:
         with quiet_transformers():
             fresh = type(module)(module.config)

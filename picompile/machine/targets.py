@@ -28,8 +28,7 @@ LAUNCH_S = 2.5e-6
 _PCIE_TRANSFERS_PER_S = {3: 8e9, 4: 16e9, 5: 32e9}
 
 # The instruction sets that code is made for are those of picompile_codegen.build.isa, which is not imported here: a
-# command
-# that only runs models loads no compiler.
+# command that only runs models loads no compiler.
 _CPU_FEATURES = ("abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe")
 # What the host of a GPU gets: people whose processor has AVX-512 need not ask for it.
 _HOST_ISAS = ("x86-64-v4-vnni", "x86-64-v3")

@@ -120,12 +120,9 @@ def parents_of(output: Path) -> Iterator[None]:
         raise
 
 
-# The header of a safetensors file, for writers that put one tensor after another into the file.
-#
-# The format is a u64 length, a JSON header of that length, and the tensors' data
-# (https://github.com/huggingface/safetensors). `safetensors.torch.save_file` needs all tensors in memory at once, and
-# copies them.
-
+# A safetensors file is a u64 length, a JSON header of that length, and the tensors' data
+# (https://github.com/huggingface/safetensors). The header is written here because our writers put one tensor after
+# another into the file, while `safetensors.torch.save_file` needs all tensors in memory at once, and copies them.
 
 # A tensor's name, its dtype as safetensors calls it (`F16`), its shape, and its size in bytes.
 TensorRecord = tuple[str, str, tuple[int, ...], int]
@@ -149,3 +146,19 @@ def safetensors_header(
     text = json.dumps(header, separators=(",", ":")).encode()
     padded = -(-(8 + len(text)) // alignment_bytes) * alignment_bytes - 8
     return struct.pack("<Q", padded) + text.ljust(padded)
+
+
+def read_safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return where the data of a safetensors file begin, in bytes, and the entry of each tensor by its name.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file does not begin with a header, or is shorter than its header.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError(f"{path}: a header of {length} bytes is longer than the file")
+        header: dict[str, Any] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return 8 + length, header

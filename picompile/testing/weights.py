@@ -165,7 +165,7 @@ def random_weights(
 
 
 def _parameters(graph_module: GraphModule) -> dict[str, Tensor]:
-    """What nodes read and has no data; capture holds these as buffers."""
+    """Return the tensors that nodes read and that have no data, by name; capture holds these as buffers."""
     names = dict.fromkeys(str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr")
     tensors = {name: attribute(graph_module, name) for name in names}
     return {name: tensor for name, tensor in tensors.items() if not has_real_data(tensor)}

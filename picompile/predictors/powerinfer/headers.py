@@ -171,7 +171,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a file says of itself. `values` has the single numbers and no arrays; `elements` counts those of arrays."""
+    """The metadata of a GGUF file. `values` has the single numbers and no arrays; `elements` counts those of arrays."""
 
     file: Path
     magic: bytes

@@ -82,7 +82,7 @@ _SMALLEST_STEP = 2.0**-24
 
 @dataclass(frozen=True)
 class Imported:
-    """What was written: the predictors of each layer, and how many layers have counts."""
+    """The result of an import: the predictors of each layer, and how many layers have counts."""
 
     layers: "tuple[LayerPredictor, ...]"
     counted_layers: int

@@ -50,7 +50,7 @@ class PredictorSource:
 
 
 def find_source(path: Path) -> PredictorSource:
-    """What `path` is: a PowerInfer GGUF file, a folder with one, or a folder of `model_N.pt`.
+    """Return `path` as what it is: a PowerInfer GGUF file, a folder with one, or a folder of `model_N.pt`.
 
     Raises `UsageError`, in one line, for anything else, and for files whose headers are not in order.
     """

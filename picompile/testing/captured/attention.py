@@ -243,7 +243,7 @@ def _cut_out(w: CaptureWriter, window: int) -> Node:
 
 
 def _transformers_mask(w: CaptureWriter, window: int) -> Node:
-    """What transformers 5 leaves in a graph: positions looked up for every pair, and packed texts told apart."""
+    """Write the mask of transformers 5: positions looked up for every pair, and packed texts told apart."""
     positions = w.call(_aten.unsqueeze.default, w.positions, 0)
     before = w.call(_aten.sub.Tensor, w.call(_aten.slice.Tensor, positions, 1, 0, 1), 1)
     jumps = w.call(_aten.ne.Scalar, w.call(_aten.diff.default, positions, 1, -1, before), 1)

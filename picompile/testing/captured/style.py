@@ -219,7 +219,7 @@ class LinearStyle:
 
 @dataclass(frozen=True)
 class MaskStyle:
-    """What hides later tokens. `window` 0 is none; with `alternate`, every second layer has none."""
+    """How later tokens are hidden. `window` 0 is none; with `alternate`, every second layer has none."""
 
     visible: str = one_of("is_causal", "positions", "arange", "transformers", "tril", "triu", "buffer")
     form: str = one_of("boolean", "where", "masked_fill", "product", "log")

@@ -63,7 +63,7 @@ class CaptureWriter:
         return self.builder.constant(name, tensor)
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` gave the first time it was asked for under `key`."""
+        """Return what `make` returned when `key` was first asked for."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
