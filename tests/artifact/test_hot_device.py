@@ -218,7 +218,9 @@ def accuracy_of(artifact: Path) -> dict[str, Any]:
     return found
 
 
-def test_the_gate_reads_without_the_gpu(gpu_model: Path, held_out: Path, tmp_path: Path, no_gpu_code: None) -> None:
+def test_the_accuracy_check_reads_without_the_gpu(
+    gpu_model: Path, held_out: Path, tmp_path: Path, no_gpu_code: None
+) -> None:
     """The figures are those of the same model for processors, and nothing stays of what they were found with."""
     compile_model(gpu_model, tmp_path / "host", lossy(gpu_model, tmp_path, held_out))
     compile_model(gpu_model, tmp_path / "gpu", lossy(gpu_model, tmp_path, held_out, target="4090"))
@@ -236,7 +238,7 @@ def test_the_gate_reads_without_the_gpu(gpu_model: Path, held_out: Path, tmp_pat
     assert read["accuracy"]["relative_change"] == accuracy_of(tmp_path / "gpu")["relative_change"]
 
 
-def test_a_gate_that_is_not_met_leaves_nothing(
+def test_an_accuracy_bound_that_is_not_met_leaves_nothing(
     gpu_model: Path, held_out: Path, tmp_path: Path, no_gpu_code: None
 ) -> None:
     options = lossy(gpu_model, tmp_path, held_out, target="4090", gate=1e-9)

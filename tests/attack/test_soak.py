@@ -14,7 +14,7 @@ def test_rounds_leave_nothing(tmp_path: Path) -> None:
     assert not soak.growth(held, replace(soak.MAY_GROW, resident_mib=64.0))
 
 
-def test_what_grows_is_found() -> None:
+def test_files_that_grow_are_found() -> None:
     held = [soak.Held(100, 3 + number // 6, 9, 300, 1) for number in range(12)]
     assert soak.growth(held) == ["threads grew from 3.0 to 4.0"]
     assert len(soak.growth([soak.Held(5.0 * number, number, number, 9 * number, number) for number in range(12)])) == 5

@@ -143,7 +143,7 @@ def test_fatrelu_of_every_family(fields):
     assert [arguments(block)["activation"] for block in calls(graph, FFN)] == ["fatrelu(0.05)"]
 
 
-def test_what_a_graph_becomes_is_of_no_influence_on_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_graphs_do_not_depend_on_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process exports a model once: for each that asks there is a copy."""
     from picompile.frontend import capture_config, hf
 

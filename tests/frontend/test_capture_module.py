@@ -106,7 +106,7 @@ class _Changed(nn.Module):
         ("whole view", "aten.ones_like.default"),
     ],
 )
-def test_what_the_dialect_cannot_say_is_named(kind: str, operator: str) -> None:
+def test_operators_outside_the_dialect_are_named(kind: str, operator: str) -> None:
     with pytest.raises(UnsupportedGraphError, match=operator.replace(".", r"\.")) as caught:
         capture_module(_Changed(kind), max_positions=64)
     assert "\n" not in str(caught.value)

@@ -60,7 +60,7 @@ def test_any_other_model(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     assert len(found) == 9
 
 
-def test_what_is_no_model(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+def test_folders_that_are_no_models_are_refused(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     with pytest.raises(UsageError, match="no such folder"):
         fingerprint(tmp_path / "none")
     (tmp_path / "config.json").write_text("{")

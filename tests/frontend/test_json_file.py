@@ -24,7 +24,7 @@ from picompile.frontend.json_file import MOST_CONFIG_BYTES, read_json_object, re
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
+def test_wrong_json_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
     file = tmp_path / "config.json"
     file.write_bytes(data)
     with pytest.raises(UnsupportedModelError, match=message) as caught:
@@ -34,7 +34,7 @@ def test_what_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
     assert len(str(caught.value)) < 600
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_paths_that_are_no_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "loop.json").symlink_to("loop.json")
     for name in ("none.json", "loop.json", "."):
         with pytest.raises(UnsupportedModelError, match="cannot be read"):
@@ -58,6 +58,6 @@ def test_token_ids(value: object, ids: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("value", ["7", True, 7.0, -1, 2**31, {}, [["7"]], [7, "7"], [True], [7, -1]])
-def test_what_is_no_token_id(value: object) -> None:
+def test_values_that_are_no_token_ids_are_refused(value: object) -> None:
     with pytest.raises(UnsupportedModelError, match="here: eos_token_id must be a token id or a list of them"):
         token_ids({"eos_token_id": value}, "eos_token_id", "here")

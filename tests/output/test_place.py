@@ -76,7 +76,7 @@ def test_a_folder_takes_the_place_of_what_is_there(there: str, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("_renaming")
-def test_what_fails_changes_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:
     make_folder(tmp_path / "out", "old")
     with pytest.raises(RuntimeError), replacing(tmp_path / "out") as folder:
         fill(folder)
@@ -87,7 +87,7 @@ def test_what_fails_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_renaming")
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_what_appears_meanwhile_is_only_overwritten_if_it_may_be(overwrite: bool, tmp_path: Path) -> None:
+def test_an_output_that_appears_meanwhile_is_overwritten_only_on_request(overwrite: bool, tmp_path: Path) -> None:
     def check() -> None:
         if (tmp_path / "out" / "kept").exists():
             raise UsageError("it is another's")
@@ -118,7 +118,7 @@ def test_a_file_that_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> Non
     assert names(tmp_path) == {"out"}
 
 
-def test_what_was_moved_aside_comes_back_if_the_second_renaming_fails(
+def test_an_output_moved_aside_comes_back_if_the_second_rename_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_folder(tmp_path / "out", "old")
@@ -172,7 +172,7 @@ def test_a_second_writer_is_told_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("next_output", ["out", "other"])
-def test_what_a_dead_writer_left_is_removed(next_output: str, tmp_path: Path) -> None:
+def test_leftovers_of_a_dead_writer_are_removed(next_output: str, tmp_path: Path) -> None:
     make_folder(tmp_path / "out", "old")
     dies_holding(tmp_path / "out", PARTIAL, OLD)
     assert names(tmp_path) == {"out", PARTIAL, OLD, ".out.picompile-lock"}
@@ -183,21 +183,21 @@ def test_what_a_dead_writer_left_is_removed(next_output: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("next_output", ["out", "other"])
-def test_what_a_dead_writer_had_moved_aside_comes_back(next_output: str, tmp_path: Path) -> None:
+def test_an_output_moved_aside_by_a_dead_writer_comes_back(next_output: str, tmp_path: Path) -> None:
     dies_holding(tmp_path / "out", OLD)
     with reserve(tmp_path / next_output, overwrite=True):
         assert (tmp_path / "out" / "file").read_text() == "left"
     assert names(tmp_path) == {"out"}
 
 
-def test_what_a_living_writer_has_is_left_alone(tmp_path: Path) -> None:
+def test_files_of_a_living_writer_are_left_alone(tmp_path: Path) -> None:
     with reserve(tmp_path / "out", overwrite=True) as reserved, reserved.scratch() as scratch:
         with reserve(tmp_path / "other", overwrite=True):
             pass
         assert scratch.is_dir()
 
 
-def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+def test_files_that_are_not_ours_are_left_alone(tmp_path: Path) -> None:
     dies_holding(tmp_path / "out")
     others = (
         f".out.{'0' * 15}.partial",
@@ -287,7 +287,7 @@ def test_a_disk_that_takes_nothing_is_named(
     assert names(tmp_path) == set()
 
 
-def test_what_another_disk_says_stays_as_it_is(tmp_path: Path) -> None:
+def test_errors_of_another_disk_stay_as_they_are(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="/elsewhere"), replacing(tmp_path / "out"):
         raise OSError(errno.ENOSPC, "full", "/elsewhere/file")
 

@@ -94,7 +94,7 @@ def _of(kind: str, threshold: float = 0.0) -> list[LayerAccuracy]:
 
 
 @pytest.mark.parametrize("kind", ["exact", "none"])
-def test_what_loses_nothing_is_found_to_lose_nothing(kind: str) -> None:
+def test_lossless_predictors_are_measured_as_lossless(kind: str) -> None:
     for layer in _of(kind):
         assert (layer.recall, layer.weighted_recall, layer.missed_energy) == (1, 1, 0)
         assert layer.precision == pytest.approx(1 if kind == "exact" else layer.firing_share)

@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "p"
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_predictors_are_read_back(tmp_path: Path) -> None:
     tensors = _tensors()
     save_predictors(tmp_path / "p", LAYERS, tensors, MODEL, {"met": True}, [{"layer": 0}])
     read = load_predictors(tmp_path / "p")

@@ -138,7 +138,7 @@ def test_predictors_know_the_firing(make: Make, name: str) -> None:
     assert both / torch.cat(predicted).sum() >= 0.999
 
 
-def test_deciding_matrices_have_low_rank(make: Make) -> None:
+def test_gating_matrices_have_low_rank(make: Make) -> None:
     weights = load_file(make("tiny-reglu", 0.1) / "model.safetensors")
     values = torch.linalg.svdvals(weights["model.layers.1.mlp.gate_proj.weight"].float())
     assert values[32:].max() < 0.002 * values[0]

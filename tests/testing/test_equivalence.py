@@ -101,7 +101,7 @@ def test_the_place_is_that_of_the_largest_difference():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_a_failure_on_either_side(value):
+def test_logits_that_are_not_finite_fail_on_either_side(value):
     graph_module = build(LLAMA)
     weights = random_weights(graph_module)
     weights.tensors["lm_head.weight"][7] = value

@@ -55,7 +55,7 @@ def test_a_family_can_be_asked_for(family):
     check()
 
 
-def test_no_other_family_can():
+def test_unknown_families_raise():
     with pytest.raises(KeyError):
         configurations("gpt2")
 

@@ -76,7 +76,7 @@ def test_values_reach_beyond_the_upper_bend_of_relu6():
         assert_equivalent(before, after, seed=0)
 
 
-def test_what_is_loaded_is_noted():
+def test_loaded_files_are_remembered_as_verified():
     graph_module = build(LLAMA)
     weights = random_weights(graph_module, dtype=torch.bfloat16)
     assert set(weights.names()) == dict(graph_module.named_parameters()).keys()
@@ -131,7 +131,7 @@ def test_a_format_that_is_not_known_is_refused():
 
 
 @pytest.mark.parametrize("form", ["q8", "q4"])
-def test_without_being_asked_for_packing_does_change_them(form):
+def test_packing_changes_weights_unless_representable_ones_are_asked_for(form):
     matrix = random_weights(build(LLAMA)).tensors["lm_head.weight"]
     assert not torch.equal(packed_again(matrix, form), matrix)
 

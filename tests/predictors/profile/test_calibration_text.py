@@ -50,7 +50,9 @@ def test_files_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("an ä".encode()[:-1], r"not UTF-8 text \(byte 3\)"),
     ],
 )
-def test_what_is_no_text(data: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_no_text_are_refused(
+    data: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "x.bin"
     path.write_bytes(data)
     with pytest.raises(UsageError, match=f"^{path}: .*{message}"):
@@ -60,7 +62,7 @@ def test_what_is_no_text(data: bytes, message: str, tmp_path: Path, monkeypatch:
         read_calibration([Path("-")])
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_paths_that_are_no_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such file"):
         read_calibration([tmp_path / "none"])
     with pytest.raises(UsageError, match="is a folder"):
@@ -104,7 +106,7 @@ def test_several_texts_share_the_tokens(tokenizer: Tokenizer) -> None:
     assert windows.sources == ("short", "long", "mid")
 
 
-def test_too_short(tokenizer: Tokenizer) -> None:
+def test_texts_that_are_too_short_are_refused(tokenizer: Tokenizer) -> None:
     def windows(length: int, held_out: int = 0, window: int = 64) -> None:
         separate = (CalibrationText("h", letters(held_out)),) if held_out else ()
         text_windows(

@@ -226,7 +226,7 @@ def test_anything_in_any_places(data: st.DataObject, whole: Path, described: Pat
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
-def test_damaged(damage: Callable[[Path], object], message: str, folder: Path) -> None:
+def test_damaged_profiles_are_refused(damage: Callable[[Path], object], message: str, folder: Path) -> None:
     load_profile(folder)
     damage(folder)
     with pytest.raises(UsageError, match=message) as caught:
@@ -234,7 +234,7 @@ def test_damaged(damage: Callable[[Path], object], message: str, folder: Path) -
     assert "\n" not in str(caught.value)
 
 
-def test_of_another_model(folder: Path, tiny_model: Path) -> None:
+def test_a_profile_of_another_model_does_not_fit(folder: Path, tiny_model: Path) -> None:
     profile = load_profile(folder)
     profile.require_model(fingerprint(tiny_model))
     with pytest.raises(UsageError, match="profile of another model"):

@@ -132,7 +132,7 @@ def test_notes_that_cannot_be_read_are_made_again(
     assert digests(tmp_path / "profile") == digests(expected)
 
 
-def test_one_of_other_inputs_begins_anew(
+def test_work_of_other_inputs_begins_anew(
     tiny_model: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "profile"
@@ -187,7 +187,7 @@ def test_a_complete_profile_stays_until_another_takes_its_place(
     assert {path.name for path in tmp_path.iterdir()} == {"profile", "undisturbed"}
 
 
-def test_what_an_interrupted_replacement_left_goes_when_the_profile_is_asked_for(
+def test_leftovers_of_an_interrupted_replacement_are_removed_on_request(
     tiny_model: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "profile"

@@ -73,7 +73,7 @@ def assert_counted(profile: Profile, layer: int, hidden: Tensor, down: nn.Linear
     torch.testing.assert_close(profile.samples(layer).float(), read[positions], rtol=1e-3, atol=2e-4)
 
 
-def test_relu(tiny_model: Path, prose: Path, tmp_path: Path) -> None:
+def test_counts_and_samples_of_a_relu_model(tiny_model: Path, prose: Path, tmp_path: Path) -> None:
     profile = profiled(tiny_model, tmp_path / "new" / "profile", prose, tokens=1100, samples=333)
     model = eager(tiny_model)
     layers = model.model.layers
@@ -115,7 +115,7 @@ def test_post_norm_with_biases(build_once: BuildOnce, prose: Path, tmp_path: Pat
     assert torch.equal(profile.positions(1), torch.arange(1024))
 
 
-def test_silu_gets_thresholds_inside_the_gate(build_once: BuildOnce, prose: Path, tmp_path: Path) -> None:
+def test_silu_gets_thresholds_within_the_accuracy_bound(build_once: BuildOnce, prose: Path, tmp_path: Path) -> None:
     folder = build_once("tiny-silu", lambda folder: save_tiny_llama(folder, hidden_act="silu"))
     profile = profiled(folder, tmp_path / "profile", prose, tokens=1024, gate=0.01)
     found = profile.thresholds
@@ -153,7 +153,7 @@ def _reads(model: nn.Module, profile: Profile, modules: dict[str, nn.Module], la
     return torch.cat(recorded(model, profile.calibration(), {name: modules[name]})[name])
 
 
-def test_without_a_gate_there_are_no_thresholds(build_once: BuildOnce, prose: Path, tmp_path: Path) -> None:
+def test_without_an_accuracy_bound_there_are_no_thresholds(build_once: BuildOnce, prose: Path, tmp_path: Path) -> None:
     folder = build_once("tiny-silu", lambda folder: save_tiny_llama(folder, hidden_act="silu"))
     profile = profiled(folder, tmp_path / "profile", prose, tokens=1024, gate=None)
     assert profile.thresholds is None

@@ -106,7 +106,7 @@ def test_a_ray_cluster_gives_the_same_bytes(trained: Path, tiny_model: Path, pro
     assert _bytes(tmp_path / "p") == _bytes(trained)
 
 
-def test_what_is_complete_is_only_read(trained: Path, tiny_model: Path, profile: Profile) -> None:
+def test_complete_work_is_only_read(trained: Path, tiny_model: Path, profile: Profile) -> None:
     told, before = Told(), _bytes(trained)
     read = train_predictors(tiny_model, profile, trained, OPTIONS, told)
     assert isinstance(read, Predictors)
@@ -115,7 +115,7 @@ def test_what_is_complete_is_only_read(trained: Path, tiny_model: Path, profile:
     assert _bytes(trained) == before
 
 
-def test_what_was_interrupted_goes_on(trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path) -> None:
+def test_interrupted_work_continues(trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path) -> None:
     """As if killed between any two of the files that it writes."""
     whole = _bytes(trained)
     almost = [name for name in whole if name != "predictors.json"]
@@ -208,7 +208,7 @@ def test_signs_are_only_searched_for_a_threshold(tiny_model: Path, profile: Prof
     assert all(0.3 < layer.threshold < 0.7 and (layer.weighted_recall or 0) >= 0.9 for layer in predictors.layers)
 
 
-def test_beyond_the_gate_layers_grow_and_in_the_end_it_is_refused(
+def test_beyond_the_bound_layers_grow_until_none_can(
     trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path
 ) -> None:
     dense = load_predictors(trained).gate["dense_perplexity"]

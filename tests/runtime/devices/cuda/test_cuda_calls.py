@@ -40,7 +40,7 @@ def test_a_list_of_calls_runs_in_order_by_one_call_of_the_driver(
     assert read(device, counter, 0, "int32", 25).tolist() == [6] * 21 + [0] * 4
 
 
-def test_what_is_written_between_starts_is_seen(make_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_written_between_starts_are_seen(make_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The upload is in another stream: without order between the two, kernels would read what was there before."""
     monkeypatch.setenv("FAKE_CUDA_DELAY_US", "2000")
     device = make_device()
