@@ -45,7 +45,7 @@ class ArtifactContents:
 
 @dataclass(frozen=True)
 class WrittenArtifact:
-    """An artifact in `folder`, whole, and not yet where it was asked for.
+    """A complete artifact in the temporary `folder`, not yet moved to the output path.
 
     `accelerator` is the manifest's entry of the accelerator, None without one.
     """
@@ -145,7 +145,9 @@ def write_program(
     accelerator: Mapping[str, Any] | None = None,
     accuracy: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the program of `lowered`, the report and the manifest; with what else is in `folder`, it can be loaded.
+    """Write the program of `lowered`, the report and the manifest.
+
+    After that `folder` can be loaded, if the other files are there.
 
     Args:
         contents: what the artifact is made from.

@@ -1,15 +1,16 @@
 """Feed-forward blocks: of one token, of several sequences' next tokens, and of a chunk of a prompt.
 
-For one token, over the neurons that are predicted to fire:
-1. The numbers of the neurons to compute are listed in order (`ffn_neurons.py`): in `exact` by each neuron's product
-   with the gating matrix, in `masked` by the mask.
-2. They are cut into SLICES equal runs (`ffn_slices.py`).
-3. The slices' y are added up in order.
-The number of slices is fixed, and so are the order of all additions and every bit of y for any number of threads.
+The kernel for one token has three steps:
+1. List the indices of the neurons to compute, in order (`ffn_neurons.py`): in `exact` by each neuron's product with the
+   gating matrix, in `masked` by the mask.
+2. Cut the list into SLICES equal runs (`ffn_slices.py`), each with a partial y.
+3. Add up the partial y in order.
+The number of slices is fixed, and so is the order of all additions: every bit of y is the same for any number of
+threads.
 
-For several sequences, each token has a mask of its own. Where the masks together name a small part of all neurons, each
-token computes its own ones as above: what one token has read, the next finds in the cache. Where they name more, every
-neuron is computed for all tokens, as in a chunk: products of tiles take so much less time for each neuron.
+For several sequences, each token has a mask of its own. If the masks together name a small part of all neurons, each
+token computes its own neurons as above: weights that one token read are in the CPU's cache for the next. If they name
+more, every neuron is computed for all tokens, as in a chunk: tiled products take that much less time per neuron.
 """
 
 from dataclasses import dataclass
@@ -30,12 +31,12 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, counter, loop
 from picompile_codegen.cpu.vector import blocks, load, splat, store
 from picompile_codegen.specs import FfnSpec
 
-# Each slice has a y of its own, which takes time to add up; too few slices leave threads without work.
+# The number of slices. Each has a partial y, and adding these takes time; with too few slices, threads are idle.
 SLICES = 16
 
 
 def ffn_one(function: KernelFunction, arguments: FfnArguments) -> None:
-    """Write the body of a block for one token or several sequences, and declare its scratch memory."""
+    """Write the body of a block for one token, and declare its scratch memory."""
     spec = arguments.spec
     memory = declare_list(function, arguments)
     slices = Slices.declare(function, arguments, SLICES)
@@ -49,15 +50,15 @@ def ffn_one(function: KernelFunction, arguments: FfnArguments) -> None:
     slices.count(arguments.stats, spec.neurons if listed is None else listed.count, 1)
 
 
-# Tasks for each token, so that a few tokens keep more threads busy than there are tokens.
+# Tasks per token: more than one, so that few tokens can use more threads than there are tokens.
 _SLICES = 4
-# All neurons are computed where the masks name more than DENSE_BLOCKS · neurons + DENSE_PERCENT % of tokens · neurons:
-# tiles read every weight once, and then take less time for each. See docs/benchmarks.md.
+# All neurons are computed if the masks name more than DENSE_BLOCKS · neurons + DENSE_PERCENT % of tokens · neurons:
+# tiles read every weight once, and then take less time per neuron. See docs/benchmarks.md.
 DENSE_BLOCKS, DENSE_PERCENT = 2, 30
 
 
 def ffn_sequences(function: KernelFunction, arguments: FfnArguments) -> None:
-    """Write the body of a block for one token or several sequences, and declare its scratch memory."""
+    """Write the body of a block for one token each of several sequences, and declare its scratch memory."""
     spec = arguments.spec
     listed = declare_list(function, arguments)
     if listed is None:
@@ -80,7 +81,7 @@ def ffn_sequences(function: KernelFunction, arguments: FfnArguments) -> None:
     limit = bind(spec.neurons * DENSE_BLOCKS + tokens * (spec.neurons * DENSE_PERCENT // 100))
     with when(total > limit):
         compute_chunk(arguments, memory, tokens)
-        # Nobody counted those that fired: they are counted as fired.
+        # The dense path does not count firing neurons, so both counters get all neurons.
         for i in range(2):
             arguments.stats[i] = arguments.stats[i] + tirx.Cast("int64", tokens * spec.neurons)
     with when(total <= limit):
@@ -97,7 +98,7 @@ def ffn_sequences(function: KernelFunction, arguments: FfnArguments) -> None:
 def _declare_vectors(
     function: KernelFunction, arguments: FfnArguments
 ) -> tuple[KernelTensor, KernelTensor, KernelTensor | None] | None:
-    """Declare memory for the tokens' bytes, where the matrix has bytes."""
+    """Declare scratch memory for quantized activations; None if the weights have no scales (f16)."""
     bundle, rows = arguments.bundle, arguments.spec.rows
     if bundle.scale is None:
         return None
@@ -139,7 +140,7 @@ class ChunkMemory:
             return cls(gate, hidden, None, None)
         x_bytes = declare_rows(function, "x", spec.rows, spec.dim)
         down_bytes = declare_rows(function, "hidden", spec.rows, spec.neurons)
-        # Without an instruction that adds up fours of bytes, float32 is faster than turning columns into bytes.
+        # Without an instruction for dot products of int8, float32 is faster than converting columns to int8.
         return cls(gate, hidden, x_bytes, None if isa.current().bytes_dot == "maddubs" else down_bytes)
 
 

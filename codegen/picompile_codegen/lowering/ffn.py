@@ -1,12 +1,12 @@
 """Predictors and feed-forward blocks as kernel calls.
 
-Masks are for decoding, of one sequence or of several. The functions that read prompts compute every neuron, since some
-token needs almost every one; `lower` gives them no predictors.
+Only `decode` and `batch` use masks. The functions that read prompts compute every neuron, because the tokens of a chunk
+together need almost every one; `lower` gives these functions no predictors.
 
 A package that offers a predictor kind offers its kernel, too: an entry point of the group `picompile.predictor_kernels`
-has the kind's name and leads to a `Lowering`. That appends calls to the function, the last of which writes the buffer
-that `mask_buffer` gave it; `_low_rank` below is one. The kernels of a package are `specs.PackageSpec`, which bring
-their bodies. The block behind it then follows the mask.
+has the kind's name and leads to a `PredictorLowering`. It appends calls to the function; the last call writes the
+buffer that `mask_buffer` returned. `_low_rank` below is one. The kernels of a package are `specs.PackageSpec`, which
+bring their bodies. The feed-forward block then computes the neurons that the mask names.
 """
 
 from collections.abc import Callable
@@ -26,14 +26,16 @@ from picompile_passes.predictors import sign_limit
 ENTRY_POINT_GROUP = "picompile.predictor_kernels"
 
 # lowering(predict, function)
-Lowering = Callable[[Node, Function], None]
+PredictorLowering = Callable[[Node, Function], None]
 
-# `exact` is part of the block's kernel, `none` of no kernel.
+# `exact` is decided inside the block's own kernel, and `none` decides nothing: neither has a predictor kernel.
 _WITHOUT_KERNEL = ("exact", "none")
 
 
 def lower_predict(node: Node, function: Function) -> None:
-    """Append the calls that make a mask of one token, where the block's own kernel does not decide by itself.
+    """Append the calls that compute the mask of each row.
+
+    `exact` and `none` need none; a plug-in's kind has a mask for one row only.
 
     Raises `UnsupportedGraphError` for a kind without a kernel, `RegistryError` for a package's that does not import.
     """
@@ -45,8 +47,8 @@ def lower_predict(node: Node, function: Function) -> None:
 def makes_mask(node: Node, rows: int) -> bool:
     """Return whether there is a kernel that predicts as `node` does for `rows` tokens."""
     kind = arguments(node)["kind"]
-    # A package's kernel is for one token: several compute every neuron.
-    return kind in _LOWERINGS or (rows == 1 and kind not in _WITHOUT_KERNEL)
+    # A plug-in's predictor kernel takes one token. With several tokens, every neuron is computed.
+    return kind in _PREDICTOR_LOWERINGS or (rows == 1 and kind not in _WITHOUT_KERNEL)
 
 
 def mask_buffer(node: Node, function: Function) -> Arg:
@@ -55,9 +57,9 @@ def mask_buffer(node: Node, function: Function) -> Arg:
     return function.result(node, "uint8")
 
 
-def _lowering(node: Node, kind: str) -> Lowering:
-    if kind in _LOWERINGS:
-        return _LOWERINGS[kind]
+def _lowering(node: Node, kind: str) -> PredictorLowering:
+    if kind in _PREDICTOR_LOWERINGS:
+        return _PREDICTOR_LOWERINGS[kind]
     points = list(entry_points(group=ENTRY_POINT_GROUP, name=kind))
     if not points:
         raise UnsupportedGraphError(f"{node.name}: there is no CPU kernel for predictor kind {kind!r}")
@@ -65,13 +67,13 @@ def _lowering(node: Node, kind: str) -> Lowering:
         offers = " and ".join(point.value for point in points)
         raise RegistryError(f"two packages offer a kernel for predictor kind {kind!r}: {offers}")
     try:
-        lowering: Lowering = points[0].load()
+        lowering: PredictorLowering = points[0].load()
     except Exception as error:
         raise RegistryError(f"{points[0].value}, for predictor kind {kind!r}, does not import: {error}") from error
     return lowering
 
 
-def _low_rank(relu: bool) -> Lowering:
+def _low_rank(relu: bool) -> PredictorLowering:
     def lower(node: Node, function: Function) -> None:
         values, weights = arguments(node), function.shared.weights
         fc1, fc2, bias = values["weights"]
@@ -109,7 +111,7 @@ def _signs(node: Node, function: Function) -> None:
     bindings: Bindings = {
         "x": function.value(values["x"]),
         "signs": function.shared.weights.signs(matrix),
-        # It fires where more columns agree than the limit.
+        # A neuron fires if more columns agree in sign than the limit; `most` is the same bound for columns that differ.
         "most": _number(dim - sign_limit(dim, values["threshold"]) - 1, function),
         "mask": mask_buffer(node, function),
     }
@@ -121,7 +123,7 @@ def _number(value: float, function: Function) -> Arg:
     return function.shared.weights.computed(f"number.{value!r}", (1,), lambda _: torch.tensor([value]))
 
 
-_LOWERINGS: dict[str, Lowering] = {
+_PREDICTOR_LOWERINGS: dict[str, PredictorLowering] = {
     "learned": _low_rank(relu=False),
     "learned-relu": _low_rank(relu=True),
     "sign": _signs,
@@ -131,7 +133,8 @@ _LOWERINGS: dict[str, Lowering] = {
 def lower_sparse_ffn(node: Node, function: Function) -> None:
     """Append the call of a feed-forward block.
 
-    `exact` stores the gating matrix apart, since it is read in full; the rows that may be skipped form a bundle.
+    With `exact` the gating matrix is a tensor of its own, because it is read in full. Matrices whose rows are skipped
+    are interleaved in a bundle.
 
     Where the kernel of a predictor has made a mask, the block computes the neurons of that mask; elsewhere all.
     """
@@ -140,7 +143,7 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
     layer, part = node.meta["layer"], node.meta.get("device", "all")
     gated = values["gate"] is not None
     parts = [values["gate"], values["up"], values["down"]] if gated else [values["up"], values["down"]]
-    # Before x, which may come with it.
+    # The mask is fetched before x, because the other side may send both in one transfer.
     masked = _mask(values["mask"], values["neurons"], function)
     bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
     decide = weights.matrix(parts.pop(0)) if kind == "exact" else None
@@ -174,19 +177,21 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
 
 
 def _mask(mask: Node, neurons: Node | None, function: Function) -> Bindings:
-    """Return the mask that a kernel made for this block and, for a part, the table of its rows' columns."""
+    """Return the binding of the mask if a predictor kernel made one.
+
+    For a part of a split block, also that of the table that maps the part's neurons to columns of the mask.
+    """
     if not function.has(mask):
         return {}
     bindings: Bindings = {"mask": function.value(mask)}
-    # What the device has sent to the host has the columns of its neurons only.
+    # A mask that the accelerator sent has only the columns of the host's neurons, so it needs no table.
     if neurons is None or (function.device == "host" and mask in function.counts):
         return bindings
     return bindings | {"table": function.shared.weights.numbers(neurons)}
 
 
 def _statistics(function: Function, layer: int, part: str, neurons: int, kind: str) -> Arg:
-    """Return where a kernel counts its neurons. Prompts are not counted: their kernels share a row that nobody
-    reads."""
+    """Return the counter row for `stats`. All functions that read prompts share one row, which is never read."""
     if function.name not in DECODING:
         return Arg("buffer", function.own("stats.unused"))
     if function.name == "batch":

@@ -34,11 +34,11 @@ class FfnSpec(KernelSpec):
     | `masked` | | gate, up, down or up, down | the neurons of `mask` |
 
     `mask` uint8 [rows, neurons] holds 0 or 1. With `mask_columns` it has that many columns instead, and neuron r is
-    column `table`[r], int32 [neurons]. With several rows `masked` computes the neurons of each row's mask, or on the
-    host all where the masks name many; the other kinds compute all.
+    column `table`[r], int32 [neurons]. With several rows, `masked` computes each row's own
+    neurons; the CPU kernel computes all if the masks name many. The other kinds compute all.
 
-    `stats` int64 [2] counts, for rows = 1 and in `masked`, neurons computed and neurons whose h is not zero, of all
-    rows together. It is added to, not set.
+    `stats` int64 [2] is the number of computed neurons and the number of those with h ≠ 0, summed over rows. Only
+    kernels with rows = 1 and `masked` ones count. A kernel adds to it and does not set it.
     """
 
     kind: str
@@ -89,7 +89,7 @@ class FfnSpec(KernelSpec):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the activation silences neurons, whatever predicted them."""
+        """Whether the activation sets neurons to zero, regardless of the predictor kind."""
         return parse_activation(self.activation).sparse
 
     @property

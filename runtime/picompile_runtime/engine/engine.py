@@ -57,8 +57,8 @@ class Engine:
     Use an engine from one thread: each call takes a lock and waits for its turn, but with several threads it is a
     matter of luck which token gets which position. Engines on one artifact share its weights.
 
-    A forked process may load engines, and may use its parent's as the last whole step left them. With a GPU it can do
-    neither: methods of an engine from the parent raise RequestError, and loading raises MachineError.
+    A forked process may load engines, and may use its parent's in their state after the last complete step. With a GPU
+    it can do neither: methods of an engine from the parent raise RequestError, and loading raises MachineError.
     """
 
     def __init__(self, artifact: Artifact, threads: int | None = None, replan: bool = False) -> None:
