@@ -79,6 +79,7 @@ SLOW: tuple[SlowTests, ...] = (
             f"{_HYBRID}trained_model",
             f"{_HYBRID}placements[",
             "codegen/lowering/test_lower_hybrid.py::test_placement_does_not_change_the_results",
+            "codegen/lowering/test_lower_hybrid.py::test_some_layers_have_no_neuron_to_compute",
         ),
         (
             f"{_HYBRID}families[llama-relu-f16]",
@@ -94,6 +95,7 @@ SLOW: tuple[SlowTests, ...] = (
             _LAUNCHES,
             "placement/test_counting.py::test_the_sum_is_all_there_is[",
             "placement/test_counting.py::test_a_shape_counts_like_the_model[",
+            "placement/test_shapes.py::test_every_family_is_derived_as_it_is_lowered[",
         ),
         (
             f"{_LAUNCHES}'llama-relu', predictor='learned', quant='q4', context=40, batch=1",
@@ -102,7 +104,14 @@ SLOW: tuple[SlowTests, ...] = (
             "placement/test_counting.py::test_the_sum_is_all_there_is[opt-post-norm]",
             "placement/test_counting.py::test_a_shape_counts_like_the_model[llama-relu]",
             "placement/test_counting.py::test_a_shape_counts_like_the_model[opt-pre-norm]",
+            "placement/test_shapes.py::test_every_family_is_derived_as_it_is_lowered[llama-relu",
+            "placement/test_shapes.py::test_every_family_is_derived_as_it_is_lowered[opt-pre-norm",
         ),
+    ),
+    SlowTests(
+        "tasks of parallel regions, call by call: one form of the block is fast",
+        ("codegen/lowering/test_lower_predictors.py::test_no_two_tasks_of_a_region_meet[",),
+        ("codegen/lowering/test_lower_predictors.py::test_no_two_tasks_of_a_region_meet[plain",),
     ),
     SlowTests(
         "packs of kernels for a GPU, run and broken in emulation, each in processes of its own",
@@ -159,11 +168,15 @@ SLOW: tuple[SlowTests, ...] = (
             "runtime/engine/test_runtime_reload.py::test_loading_many_artifacts_leaks_nothing",
             "mutation/test_faults.py::test_the_suite_finds_a_fault",
             "predictors/powerinfer/test_import.py::test_arrays_of_each_type",
+            "runtime/sampling/test_runtime_chat_limits.py::test_templates_that_do_not_end_raise",
+            "test_compile.py::test_the_same_inputs_give_the_same_bytes",
         ),
         (
             "cli/test_cli_processes.py::test_closed_streams[run {} --ids 1,2 -n 2-0-",
             "cli/test_cli_processes.py::test_a_signal_to_stop_ends_it_quietly[15]",
             "predictors/powerinfer/test_import.py::test_arrays_of_each_type[F16]",
+            "runtime/sampling/test_runtime_chat_limits.py::test_templates_that_do_not_end_raise[{{ 'a' * 10 ** 10",
+            "runtime/sampling/test_runtime_chat_limits.py::test_templates_that_do_not_end_raise[{% macro",
         ),
     ),
 )
