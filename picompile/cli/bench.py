@@ -1,9 +1,10 @@
 """`picompile bench`: how fast an artifact is on this machine, and how fast its memory would let it be."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -11,9 +12,6 @@ from picompile.cli.checks import format_bytes, require_text_file, require_trace_
 from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, ReplanOption, ThreadsOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
-
-if TYPE_CHECKING:
-    from picompile_runtime.bench.trace import TracedStep
 
 _TITLES = {"host": "a token, host", "device": "a token, device"}
 _PROMPT_TOKENS = 512
@@ -96,10 +94,6 @@ def bench_command(
     from picompile.loading import load_engine
     from picompile_runtime import Tokenizer, measure
 
-    def keep(steps: "Sequence[TracedStep]") -> None:
-        if trace is not None:
-            write_trace(trace, steps)
-
     with progress() as shown:
         engine = load_engine(artifact, threads, replan, shown)
         with engine, shown.step("measure", repeats + 1) as advance:
@@ -116,7 +110,7 @@ def bench_command(
                 lambda done, total: advance(1),
                 depth=depth,
                 sequences=batch,
-                trace=keep if trace is not None else None,
+                trace=None if trace is None else partial(write_trace, trace),
             )
     print(json.dumps(result, indent=2)) if json_output else _show(result)
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,9 +94,9 @@ def require_output_file(path: Path, option: str, require_kind: Callable[[Path], 
 def _require_writable(path: Path) -> None:
     parent = existing_ancestor(path)
     try:
-        # Asking the file system is the only test that holds for root, read-only mounts and quotas alike.
-        with tempfile.TemporaryFile(dir=parent):  # has no name, where the file system can do that
-            pass
+        # Asking the file system is the only test that holds for root, read-only mounts and quotas alike. The file has
+        # no name, if the file system supports that.
+        tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
         if error.errno in DISK_FULL:
             raise DoesNotFitError(f"{parent}: {error.strerror}; {path} cannot be written") from error
@@ -130,16 +131,9 @@ def _weights_in(path: Path) -> int:
             if length > path.stat().st_size:
                 return 0
             header = json.loads(file.read(length))
-        return sum(_product(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        return sum(prod(map(int, entry["shape"])) for name, entry in header.items() if name != "__metadata__")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0
-
-
-def _product(shape: list[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= int(size)
-    return product
 
 
 def format_bytes(count: float) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -85,12 +85,10 @@ def profile_command(
     )
     with parents_of(output), progress() as shown:
         profile = profile_model(model, output, options, shown)
-    print(json.dumps(_facts(profile), indent=2)) if json_output else _show(profile)
-
-
-def _facts(profile: "Profile") -> dict[str, Any]:
-    description: dict[str, Any] = json.loads((profile.folder / "profile.json").read_text(encoding="utf-8"))
-    return description
+    if json_output:
+        print(json.dumps(json.loads((profile.folder / "profile.json").read_text(encoding="utf-8")), indent=2))
+    else:
+        _show(profile)
 
 
 def _show(profile: "Profile") -> None:

@@ -1,25 +1,18 @@
 """Bytes and launches of a model that is known by its numbers alone: a plan of it needs no torch and no compiler."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from picompile.choices import KV_DTYPES, MOST_SEQUENCES
+from picompile.choices import KV_DTYPES, MOST_SEQUENCES, default_kv_dtype
 from picompile.placement.firing import Firing, estimate_rank
-from picompile.placement.model_bytes import ModelBytes
+from picompile.placement.model_bytes import ModelBytes, Packing
 from picompile.placement.shape_buffers import workspace_bytes
 from picompile.placement.shape_graph import ITEM_BYTES, LEARNED, ShapeGraph, ShapeNode, ShapePacking, shape_graph
 from picompile.placement.shape_outline import ModelOutline
 from picompile.placement.tally import TalliedBlock, TalliedCall, TalliedProgram, tally
 from picompile_passes.silence import silences_neurons
 
-if TYPE_CHECKING:
-    from picompile.placement.model_bytes import Packing
-
-
-# How many launches the CUDA kernels of a model are that is known by its numbers.
-#
-# The rules are those of `picompile_codegen.cuda`; `tests/placement/test_shapes.py` holds the launches to its kernels.
-
+# The number of launches follows the rules of `picompile_codegen.cuda`; `tests/placement/test_shapes.py` compares it
+# with the kernels there.
 
 # `cuda/attention_decode.py`: positions of a part of the context, a tile each, or several in long contexts; registers
 # for the queries of a block, of which there are eight at most. `cuda/attention_common.py`: elements of a query that a
@@ -75,10 +68,8 @@ def _ceil_div(count: int, size: int) -> int:
     return -(-count // size)
 
 
-# Bytes and launches of a model that is known by its numbers alone: a plan of it needs no torch and no compiler.
-#
-# `tests/placement/test_shapes.py` holds the result to that of the captured and lowered graph, to the byte and launch.
-
+# Bytes and launches together: `tests/placement/test_shapes.py` compares them with those of the captured and lowered
+# graph, to the byte and launch.
 
 # The kinds whose tensors and kernels are modelled here; those of plug-ins are lowered.
 DERIVED_PREDICTORS = ("exact", "none", *LEARNED, "sign")
@@ -87,9 +78,7 @@ DERIVED_PREDICTORS = ("exact", "none", *LEARNED, "sign")
 _TOP_LOGITS_LAUNCHES = 2
 
 
-def derive_bytes(
-    name: str, outline: ModelOutline, packing: "Packing", firing: Firing | None = None
-) -> ModelBytes | None:
+def derive_bytes(name: str, outline: ModelOutline, packing: Packing, firing: Firing | None = None) -> ModelBytes | None:
     """Return the bytes and launches of a model; None for what only lowering can judge.
 
     That is a predictor of a plug-in, `exact` with an activation that silences no neuron, and a tensor of more elements
@@ -101,7 +90,7 @@ def derive_bytes(
         predictor = "exact" if sparse else "none"
     if predictor not in DERIVED_PREDICTORS or (predictor == "exact" and not sparse):
         return None
-    kv_dtype = packing.kv_dtype or ("f32" if outline.activation.startswith("fatrelu") else "f16")
+    kv_dtype = packing.kv_dtype or default_kv_dtype(outline.activation)
     shape_packing = ShapePacking(packing.quant, predictor, 1, packing.context, KV_DTYPES[kv_dtype], packing.chunk)
     # Layers behind the second are like it.
     kept = min(outline.layers, 2)

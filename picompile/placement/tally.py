@@ -11,12 +11,9 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
-
-if TYPE_CHECKING:
-    from picompile.placement.model_bytes import Packing
+from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes, Packing
 
 _ELEMENT_BYTES = 4
 _MATRICES = ("decide_w", "neuron_w", "signs")
@@ -74,7 +71,7 @@ class TalliedProgram:
     top_logits_launches: int
 
 
-def tally(program: TalliedProgram, packing: "Packing", name: str, hidden: int, parameters: int) -> ModelBytes:
+def tally(program: TalliedProgram, packing: Packing, name: str, hidden: int, parameters: int) -> ModelBytes:
     """Return all bytes and launches of `program` by what they belong to.
 
     `name`, `hidden` (elements of the residual stream) and `parameters` are what a program does not say of its model.
@@ -91,15 +88,13 @@ class _Reader(NamedTuple):
 
 
 class _Tally:
-    def __init__(self, program: TalliedProgram, packing: "Packing") -> None:
+    def __init__(self, program: TalliedProgram, packing: Packing) -> None:
         self._program, self._packing, self._calls = program, packing, program.calls
         self._readers: dict[str, _Reader] = {}
         for place, call in enumerate(self._calls):
             for parameter, tensor in call.tensors.items():
                 self._readers.setdefault(tensor, _Reader(place, call.op, parameter))
-        self._ends = [place for place, call in enumerate(self._calls) if call.op == "ffn"]
-        attentions = [place for place, call in enumerate(self._calls) if call.op == "attention"]
-        self._ends[-1] = max(self._ends[-1], attentions[-1])
+        self._ends = _layer_ends(self._calls)
         self._head = {tensor for call in self._calls if call.op == "head" for tensor in call.tensors.values()}
 
     def model(self, name: str, hidden: int, parameters: int) -> ModelBytes:
@@ -205,7 +200,7 @@ def count_launches(calls: Sequence[TalliedCall]) -> tuple[tuple[LayerLaunches, .
 def _layer_ends(calls: Sequence[TalliedCall]) -> list[int]:
     """The place of the last call of each layer: that of its block or its attention, and of the additions after it."""
     ends = [place for place, call in enumerate(calls) if call.op == "ffn"]
-    ends[-1] = max(ends[-1], max(place for place, call in enumerate(calls) if call.op == "attention"))
+    ends[-1] = max(place for place, call in enumerate(calls) if call.op in ("ffn", "attention"))
     for number, end in enumerate(ends):
         while end + 1 < len(calls) and calls[end + 1].op == "add":
             end += 1
