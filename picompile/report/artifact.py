@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from picompile.report import numbers
 from picompile.report.artifact_facts import ArtifactFacts, gate_table
-from picompile.report.drawing import INK, SERIES, WIDTH, Canvas, draw, drawable
+from picompile.report.drawing import INK, SERIES, WIDTH, Canvas, drawable, picture
 from picompile.report.numbers import NOTHING, UNFOLDED, PagePicture, PageSection, Part, Pictures, Table, size
 from picompile.report.plan import plan_parts
 from picompile.report.predictors import accuracy_pictures, kinds_text, layers_table
@@ -48,9 +48,8 @@ def bytes_picture(name: str, operator_bytes: Mapping[str, int]) -> PagePicture:
         "whatever the predictor needs to tell which."
     )
     description = ", ".join(f"{title} {size(taken)}" for title, taken in rows) + "."
-    title = "What the weights take"
     height = 90 + 26 * len(rows)
-    return PagePicture(title, draw(paint, name=name, title=title, description=description, size=(WIDTH, height)), words)
+    return picture(paint, name, "What the weights take", description, words, size=(WIDTH, height))
 
 
 def _title(operator: str) -> str:
@@ -100,4 +99,4 @@ def _parts_table(artifact: ArtifactFacts) -> Table:
         rows.append((str(part.layer), part.part, f"{part.neurons:,}", part.predictor, weights, of_predictor))
     texts = frozenset({"part", "predictor"})
     folded = len(rows) > UNFOLDED
-    return Table("Feed-forward parts", _COLUMNS, rows, texts, folded=folded).without_empty(NOTHING)
+    return Table("Feed-forward parts", _COLUMNS, rows, texts, folded=folded).without_empty()

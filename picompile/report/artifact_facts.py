@@ -168,7 +168,7 @@ def gate_table(gate: Mapping[str, Any], layers: Sequence[LayerFigures]) -> Table
         [row],
         texts=frozenset({"met", "most missed in layers", "text"}),
         words=_WORDS,
-    ).without_empty(NOTHING)
+    ).without_empty()
 
 
 def verdict(gate: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from xml.etree.ElementTree import Element, SubElement
 from markupsafe import Markup
 
 from picompile.errors import UsageError
+from picompile.report.numbers import PagePicture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -127,6 +128,18 @@ def draw(
         element.text = text
         root.insert(position, element)
     return Markup(ElementTree.tostring(root, encoding="unicode", method="html"))
+
+
+def picture(
+    paint: Callable[[Canvas], None],
+    name: str,
+    title: str,
+    description: str,
+    words: str,
+    size: tuple[int, int] = TALL,
+) -> PagePicture:
+    """Draw a picture for the page; `words` explain it to readers, the other arguments are those of `draw`."""
+    return PagePicture(title, draw(paint, name=name, title=title, description=description, size=size), words)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Numbers as the report writes them; a dash where nothing was measured."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor, log10
 from typing import Any, ClassVar
 
@@ -173,12 +173,16 @@ class Table:
     words: str = ""
     folded: bool = False
 
-    def without_empty(self, nothing: str) -> "Table":
-        """The same without columns that hold `nothing` in every row."""
-        kept = [i for i, _ in enumerate(self.columns) if any(row[i] != nothing for row in self.rows)]
+    def without_empty(self) -> "Table":
+        """Return the table without the columns that hold `NOTHING` in every row."""
+        kept = known_columns(self.rows, len(self.columns))
         columns = [self.columns[i] for i in kept]
-        rows = [[row[i] for i in kept] for row in self.rows]
-        return Table(self.title, columns, rows, self.texts, self.words, self.folded)
+        return replace(self, columns=columns, rows=[[row[i] for i in kept] for row in self.rows])
+
+
+def known_columns(rows: Sequence[Sequence[str]], columns: int) -> list[int]:
+    """Return the numbers of the columns that hold something in some row."""
+    return [i for i in range(columns) if any(row[i] != NOTHING for row in rows)]
 
 
 Part = Pictures | Table

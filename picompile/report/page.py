@@ -1,7 +1,7 @@
 """What a report is made of: what other commands wrote, folders known by the file that only they have, and plans."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from picompile.errors import UsageError
@@ -91,7 +91,7 @@ class SummaryRow:
     cells: Sequence[str]
 
 
-def summary_row(anchor: str, source: FiringProfile | Predictors | ArtifactFacts | PlanFacts) -> SummaryRow:
+def summary_row(anchor: str, source: Source) -> SummaryRow:
     """The row of a source; what it does not know is a dash."""
     if isinstance(source, FiringProfile):
         kind, cells = "profile", _profile(source)
@@ -106,10 +106,8 @@ def summary_row(anchor: str, source: FiringProfile | Predictors | ArtifactFacts 
 
 def without_empty(rows: Sequence[SummaryRow]) -> tuple[list[str], list[SummaryRow]]:
     """The columns of which some row knows something, and the rows with those only."""
-    kept = [i for i, _ in enumerate(COLUMNS) if any(row.cells[i] != numbers.NOTHING for row in rows)]
-    return [COLUMNS[i] for i in kept], [
-        SummaryRow(row.anchor, row.kind, row.name, [row.cells[i] for i in kept]) for row in rows
-    ]
+    kept = numbers.known_columns([row.cells for row in rows], len(COLUMNS))
+    return [COLUMNS[i] for i in kept], [replace(row, cells=[row.cells[i] for i in kept]) for row in rows]
 
 
 def _profile(source: FiringProfile) -> dict[str, str]:

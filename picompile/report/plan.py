@@ -12,6 +12,7 @@ from picompile.report import numbers
 from picompile.report.numbers import NOTHING, UNFOLDED, PageSection, Part, Pictures, Table
 from picompile.report.plan_pictures import (
     DEVICES,
+    budget_text,
     devices_of,
     hot_computed_share,
     hot_share,
@@ -128,7 +129,7 @@ def layers_table(plan: Plan) -> Table:
         )
         for layer in plan.layers
     ]
-    return Table("Each layer of the plan", _COLUMNS, rows, _TEXTS, _WORDS, len(rows) > UNFOLDED).without_empty(NOTHING)
+    return Table("Each layer of the plan", _COLUMNS, rows, _TEXTS, _WORDS, len(rows) > UNFOLDED).without_empty()
 
 
 def _times(layer: PlanLayer) -> tuple[float, ...]:
@@ -174,7 +175,7 @@ def taken_text(plan: Plan, device: str) -> str:
     """`17.2 GB of 24 GB`; a dash for a device that the plan does not have."""
     if device not in devices_of(plan):
         return NOTHING
-    return f"{numbers.size(plan.taken_bytes(device))} of {numbers.size(plan.budget_bytes(device))}"
+    return budget_text(plan, device)
 
 
 def _parts(anchor: str, plan: Plan) -> list[Part]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from picompile.placement.plan import Plan, PlanLayer
 from picompile.report import numbers
-from picompile.report.drawing import FAINT, INK, MUTED, SERIES, TALL, Canvas, draw, drawable, layer_axis
+from picompile.report.drawing import FAINT, INK, MUTED, SERIES, WIDTH, Canvas, drawable, layer_axis, picture
 from picompile.report.numbers import PagePicture
 
 if TYPE_CHECKING:
@@ -80,10 +80,7 @@ def split_picture(name: str, plan: Plan) -> PagePicture:
         "neurons computed for a token that are among them. The further the point is above its bar, the more the choice "
         "of the neurons gains."
     )
-    title = "What is on the GPU"
-    return PagePicture(
-        title, draw(paint, name=name, title=title, description=_split_description(plan), size=TALL), words
-    )
+    return picture(paint, name, "What is on the GPU", _split_description(plan), words)
 
 
 def time_picture(name: str, plan: Plan) -> PagePicture:
@@ -111,10 +108,7 @@ def time_picture(name: str, plan: Plan) -> PagePicture:
         "What a layer is expected to take of a token's time, by part. Hot neurons, on the GPU, and cold ones, on the "
         "host, are computed at the same time: the slower of them counts and is above the axis, the other below."
     )
-    title = "Where a token's time goes"
-    return PagePicture(
-        title, draw(paint, name=name, title=title, description=_time_description(plan), size=TALL), words
-    )
+    return picture(paint, name, "Where a token's time goes", _time_description(plan), words)
 
 
 def seconds_of(layer: PlanLayer, part: str) -> float:
@@ -216,14 +210,14 @@ def memory_picture(name: str, plan: Plan) -> PagePicture:
         "to which the plan may fill it. Solid: the budget."
     )
     description = "; ".join(_description(plan, device) for device in devices) or "Nothing is taken"
-    title, size = "What it takes of the memory", (440, 170 + 75 * max(len(devices), 1))
-    return PagePicture(title, draw(paint, name=name, title=title, description=f"{description}.", size=size), words)
+    size = (WIDTH, 170 + 75 * max(len(devices), 1))
+    return picture(paint, name, "What it takes of the memory", f"{description}.", words, size)
 
 
 def _draw_device(canvas: Canvas, axes: "Axes", plan: Plan, device: str, place: int, named: set[str]) -> float:
     """Draws the bar of a device and returns where it ends; `named` are the kinds that the legend has already."""
     percent, left = 100 / (plan.budget_bytes(device) or plan.taken_bytes(device)), 0.0
-    for (title, colour), taken in _memory_pictures_stack(plan, device).items():
+    for (title, colour), taken in _bytes_by_title(plan, device).items():
         # An edge of its own colour, so that the smallest are seen as well.
         style: dict[str, Any] = {
             "color": colour,
@@ -238,11 +232,11 @@ def _draw_device(canvas: Canvas, axes: "Axes", plan: Plan, device: str, place: i
     capacity = percent * plan.capacity_bytes(device)
     (line,) = axes.plot([capacity] * 2, [place - 0.36, place + 0.36], color=INK, linestyle=(0, (4, 2)))
     canvas.hover(line, f"{DEVICES[device]}: {numbers.size(plan.capacity_bytes(device))} may be taken")
-    axes.annotate(_text(plan, device), (0, place - 0.38), va="bottom")
+    axes.annotate(budget_text(plan, device), (0, place - 0.38), va="bottom")
     return left
 
 
-def _memory_pictures_stack(plan: Plan, device: str) -> dict[tuple[str, str], int]:
+def _bytes_by_title(plan: Plan, device: str) -> dict[tuple[str, str], int]:
     """(kind, colour) → bytes, the largest first."""
     found: dict[tuple[str, str], int] = {}
     for what, sizes in plan.bytes_by_kind().items():
@@ -252,16 +246,15 @@ def _memory_pictures_stack(plan: Plan, device: str) -> dict[tuple[str, str], int
     return dict(sorted(found.items(), key=lambda entry: -entry[1]))
 
 
-def _text(plan: Plan, device: str) -> str:
+def budget_text(plan: Plan, device: str) -> str:
+    """Return what a plan takes of a device's budget: `17.2 GB of 24 GB`."""
     return f"{numbers.size(plan.taken_bytes(device))} of {numbers.size(plan.budget_bytes(device))}"
 
 
 def _description(plan: Plan, device: str) -> str:
-    parts = ", ".join(
-        f"{title} {numbers.size(taken)}" for (title, _), taken in _memory_pictures_stack(plan, device).items()
-    )
+    parts = ", ".join(f"{title} {numbers.size(taken)}" for (title, _), taken in _bytes_by_title(plan, device).items())
     of = f"of which {numbers.size(plan.capacity_bytes(device))} may be taken"
-    return f"{DEVICES[device]}: {_text(plan, device)}, {of}: {parts or 'nothing'}"
+    return f"{DEVICES[device]}: {budget_text(plan, device)}, {of}: {parts or 'nothing'}"
 
 
 # Timelines of a plan: which device does what when, for the first layers of each kind that the plan has.
@@ -335,9 +328,8 @@ def _picture(name: str, plan: Plan, window: range, count: int, steps: "Sequence[
 
     title = f"One token in {_layers_text(plan, window)}"
     description = ", ".join(_step_text(plan, step) for step in shown) or "Nothing takes time"
-    size = (440, 150 + 42 * max(len(lanes), 1))
-    svg = draw(paint, name=name, title=title, description=f"{description}.", size=size)
-    return PagePicture(title, svg, f"{_kind_text(plan.layers[window[0]])} {_count_text(count, len(plan.layers))}")
+    words = f"{_kind_text(plan.layers[window[0]])} {_count_text(count, len(plan.layers))}"
+    return picture(paint, name, title, f"{description}.", words, size=(WIDTH, 150 + 42 * max(len(lanes), 1)))
 
 
 def _begin_layer(axes: "Axes", place: float, text: str) -> None:

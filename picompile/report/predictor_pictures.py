@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from picompile.report import numbers
-from picompile.report.drawing import INK, SERIES, TALL, Canvas, draw, from_zero, layer_axis, ramp
+from picompile.report.drawing import HEIGHT, INK, SERIES, WIDTH, Canvas, from_zero, layer_axis, picture, ramp
 from picompile.report.layer_figures import LayerFigures
 from picompile.report.numbers import PagePicture
 
@@ -51,8 +51,7 @@ def accuracy_picture(name: str, layers: Layers) -> PagePicture | None:
         for what, values in series.items()
         if (known := [value for value in values if value is not None])
     )
-    title = "Recall and precision"
-    return PagePicture(title, draw(paint, name=name, title=title, description=f"{description}.", size=TALL), words)
+    return picture(paint, name, "Recall and precision", f"{description}.", words)
 
 
 def computed_picture(name: str, layers: Layers) -> PagePicture | None:
@@ -87,8 +86,7 @@ def computed_picture(name: str, layers: Layers) -> PagePicture | None:
     description = "Neurons that are computed against those that fire"
     if ratios:
         description += f": from {numbers.times(min(ratios))} to {numbers.times(max(ratios))}"
-    title = "Computed against firing"
-    return PagePicture(title, draw(paint, name=name, title=title, description=f"{description}.", size=TALL), words)
+    return picture(paint, name, "Computed against firing", f"{description}.", words)
 
 
 def missed_picture(name: str, layers: Layers) -> PagePicture | None:
@@ -111,8 +109,7 @@ def missed_picture(name: str, layers: Layers) -> PagePicture | None:
     )
     worst, most = max(rows, key=lambda row: row[1])
     description = f"Most is missed in layer {worst}: {numbers.percent(most, 3)}."
-    title = "What is missed"
-    return PagePicture(title, draw(paint, name=name, title=title, description=description, size=TALL), words)
+    return picture(paint, name, "What is missed", description, words)
 
 
 def _computed_text(layer: int, firing: float, computed: float) -> str:
@@ -164,9 +161,8 @@ def rank_pictures(name: str, layers: Sequence[LayerFigures]) -> list[PagePicture
             "is left to predict.",
         ),
     ):
-        picture = _rank_picture(f"{name}-{key}", layers, measure, f"Rank against {key}", axis, words)
-        found += [] if picture is None else [picture]
-    return found
+        found.append(_rank_picture(f"{name}-{key}", layers, measure, f"Rank against {key}", axis, words))
+    return [each for each in found if each is not None]
 
 
 def _rank_picture(
@@ -202,4 +198,4 @@ def _rank_picture(
     numbered = " The number beside it is the layer's." if len(layers) <= _NUMBERED_LAYERS else ""
     first, rest = words.split(". ", 1)
     words = f"{first}.{numbered} {rest}"
-    return PagePicture(title, draw(paint, name=name, title=title, description=description), words)
+    return picture(paint, name, title, description, words, size=(WIDTH, HEIGHT))

@@ -223,7 +223,7 @@ def layers_table(layers: Sequence[LayerFigures], words: str) -> Table:
     """All that is known of each layer's predictor."""
     rows = [_row(layer) for layer in layers]
     texts = frozenset({"kind", "input"})
-    return Table("Each layer", _COLUMNS, rows, texts, words, folded=len(rows) > UNFOLDED).without_empty(NOTHING)
+    return Table("Each layer", _COLUMNS, rows, texts, words, folded=len(rows) > UNFOLDED).without_empty()
 
 
 def _row(layer: LayerFigures) -> tuple[str, ...]:

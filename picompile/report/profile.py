@@ -13,7 +13,7 @@ from picompile.predictors import Predictors
 from picompile.predictors.profile.files import read_tensors
 from picompile.predictors.profile.profile import layer_file
 from picompile.report import numbers
-from picompile.report.drawing import INK, SERIES, TALL, Canvas, draw, from_zero, layer_axis, ramp
+from picompile.report.drawing import INK, SERIES, Canvas, from_zero, layer_axis, picture, ramp
 from picompile.report.numbers import (
     NOTHING,
     UNFOLDED,
@@ -96,16 +96,11 @@ def imported_counts(predictors: Predictors) -> dict[int, NDArray[np.int64]]:
 
     Raises `UsageError` for a damaged file.
     """
-    found = {}
-    for layer in predictors.layers:
-        file = predictors.path / layer_file(layer.layer)
-        if file.is_file():
-            found[layer.layer] = _counts(predictors, layer.layer)
-    return found
+    files = {layer.layer: predictors.path / layer_file(layer.layer) for layer in predictors.layers}
+    return {layer: _counts(file) for layer, file in files.items() if file.is_file()}
 
 
-def _counts(predictors: Predictors, layer: int) -> NDArray[np.int64]:
-    file = predictors.path / layer_file(layer)
+def _counts(file: Path) -> NDArray[np.int64]:
     counts = read_tensors(file, only="counts")[0].get("counts")
     if counts is None or counts.ndim != 1 or not len(counts) or counts.is_floating_point() or bool((counts < 0).any()):
         raise UsageError(f"{file}: holds no counts of firings; import the predictors again")
@@ -198,8 +193,7 @@ def curves_picture(name: str, counts: Mapping[int, Counts]) -> PagePicture:
     description = f"Whole model: {_makers(mark)}"
     if extremes := _extremes({layer: share for layer, share in shares.items() if share is not None}):
         description += f"; by layer from {extremes[0]} to {extremes[1]}"
-    title = "Who makes the firings"
-    return PagePicture(title, draw(paint, name=name, title=title, description=f"{description}.", size=TALL), words)
+    return picture(paint, name, "Who makes the firings", f"{description}.", words)
 
 
 def layers_picture(name: str, layers: Mapping[int, FiringSummary]) -> PagePicture:
@@ -231,8 +225,7 @@ def layers_picture(name: str, layers: Mapping[int, FiringSummary]) -> PagePictur
     least, most = _extremes(shares) or ("", "")
     lost = counted(sum(figures.never_fired for figures in layers.values()), "neuron")
     description = f"From {least} to {most} of the neurons fire for a token; {lost} never fired."
-    title = "How many fire"
-    return PagePicture(title, draw(paint, name=name, title=title, description=description, size=TALL), words)
+    return picture(paint, name, "How many fire", description, words)
 
 
 def _mark(axes: "Axes", place: float) -> None:
