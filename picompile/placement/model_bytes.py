@@ -68,7 +68,7 @@ class LayerBytes:
     """One layer.
 
     `attention_bytes`: projections, their biases and the layer's norms, all read for every token. `neurons` rows of
-    `neuron_bytes` each (gate, up, down and elements of biases), of which `deciding_bytes` are read whether or not the
+    `neuron_bytes` each (gate, up, down and elements of biases), of which `gating_bytes` are read whether or not the
     neuron fires: the gate row of `exact`, the bits of `sign`, all of it for `none`, nothing for a predictor with
     weights of its own, whose bytes are `predictor_bytes`, all read for every token. `shared_bytes` of the block belong
     to no neuron (the bias of down, and padding); where the block is split they go with the hot part. `kv_cache_bytes`
@@ -83,7 +83,7 @@ class LayerBytes:
     predictor_bytes: int
     neurons: int
     neuron_bytes: int
-    deciding_bytes: int
+    gating_bytes: int
     shared_bytes: int
     kv_cache_bytes: int
     launches: LayerLaunches

@@ -163,7 +163,7 @@ class _Tally:
             predictor_bytes=sum(sizes[tensor] for tensor in of_predictor - of_neurons),
             neurons=block.neurons,
             neuron_bytes=neuron_bytes,
-            deciding_bytes=gating_bytes.get(block.predictor, 0),
+            gating_bytes=gating_bytes.get(block.predictor, 0),
             shared_bytes=sum(sizes[tensor] for tensor in of_neurons) - block.neurons * neuron_bytes,
             kv_cache_bytes=self._packing.batch * sum(caches),
             launches=launches,

@@ -34,27 +34,27 @@ _CACHE_LAUNCHES = 4
 class PartPlaces:
     """Where the parts of a layer are that are not neurons."""
 
-    attention_on_gpu: bool
-    kv_cache_on_gpu: bool
-    predictor_on_gpu: bool
+    attention_on_accelerator: bool
+    kv_cache_on_accelerator: bool
+    predictor_on_accelerator: bool
 
 
-ALL_ON_GPU = PartPlaces(True, True, True)
+ALL_ON_ACCELERATOR = PartPlaces(True, True, True)
 ALL_ON_HOST = PartPlaces(False, False, False)
 
 
-def exchange_launches(layer: LayerBytes, where: PartPlaces) -> tuple[int, int, int]:
+def transfer_launches(layer: LayerBytes, where: PartPlaces) -> tuple[int, int, int]:
     """Count the launches that a layer needs for having parts on both devices, with none, some and all neurons hot.
 
     They are made for every token, whether or not a cold neuron fires: what sends and receives, and the addition of the
     parts of a block, where that is on the GPU. A predictor is taken to read what the block reads.
     """
-    masked_by_host = int(layer.predictor_bytes > 0 and not where.predictor_on_gpu)
-    if not where.attention_on_gpu:
+    masked_by_host = int(layer.predictor_bytes > 0 and not where.predictor_on_accelerator)
+    if not where.attention_on_accelerator:
         # The block's input comes, and its mask where the host makes one; the result goes back.
         there = 2 + masked_by_host
         return 0, there, there
-    cache = 0 if where.kv_cache_on_gpu else _CACHE_LAUNCHES
+    cache = 0 if where.kv_cache_on_accelerator else _CACHE_LAUNCHES
     # Input and mask go together, the result comes back, and is added to that of the hot neurons.
     none, some, every = 2, 3, 0
     if masked_by_host:
@@ -120,17 +120,17 @@ class LayerTimes:
         layer, launches = self.layer, self.layer.launches
         size = group_count(layer.neurons) + 1
         shared = layer.attention_bytes + layer.shared_bytes
-        attention = self._read(shared, where.attention_on_gpu, launches.attention)
-        kv_cache = self._read(self.kv_cache_read_bytes, where.kv_cache_on_gpu, launches.kv_cache)
+        attention = self._read(shared, where.attention_on_accelerator, launches.attention)
+        kv_cache = self._read(self.kv_cache_read_bytes, where.kv_cache_on_accelerator, launches.kv_cache)
         predict = 0.0
         if layer.predictor_bytes:
-            predict = self._read(layer.predictor_bytes, where.predictor_on_gpu, launches.predictor)
+            predict = self._read(layer.predictor_bytes, where.predictor_on_accelerator, launches.predictor)
         hot, cold = self._neurons()
         exchange = self._exchanges(where)
         return Times(np.full(size, attention), np.full(size, kv_cache), np.full(size, predict), hot, cold, exchange)
 
-    def _read(self, read_bytes: float, on_gpu: bool, launches: int) -> float:
-        if on_gpu:
+    def _read(self, read_bytes: float, on_accelerator: bool, launches: int) -> float:
+        if on_accelerator:
             return read_bytes / self.machine.gpu_read_bytes_per_s + launches * self.machine.launch_s
         return read_bytes / self.machine.host_read_bytes_per_s
 
@@ -138,9 +138,9 @@ class LayerTimes:
         layer, machine = self.layer, self.machine
         computed = self._computed
         ends = np.minimum(np.arange(len(computed)) * GROUP, layer.neurons)
-        skipped = layer.neuron_bytes - layer.deciding_bytes
-        hot = ends * layer.deciding_bytes + computed * skipped
-        cold = (layer.neurons - ends) * layer.deciding_bytes + (computed[-1] - computed) * skipped
+        skipped = layer.neuron_bytes - layer.gating_bytes
+        hot = ends * layer.gating_bytes + computed * skipped
+        cold = (layer.neurons - ends) * layer.gating_bytes + (computed[-1] - computed) * skipped
         launches = np.where(ends > 0, layer.hot_launches * machine.launch_s, 0.0)
         hot_s = launches if machine.gpu_bytes == 0 else hot / machine.gpu_read_bytes_per_s + launches
         return hot_s, cold / machine.host_read_bytes_per_s
@@ -149,17 +149,17 @@ class LayerTimes:
         """Exchanges of the layer and their launches in seconds, in the mean over tokens."""
         groups = group_count(self.layer.neurons)
         number = np.zeros(groups + 1)
-        if where.attention_on_gpu:
+        if where.attention_on_accelerator:
             number[:-1] = self._cold_fires[:-1]
-            if self.layer.predictor_bytes and not where.predictor_on_gpu:
+            if self.layer.predictor_bytes and not where.predictor_on_accelerator:
                 # What is predicted from goes down and the mask up; where some are hot and some cold, a result as well.
                 number[:] = 1.0
                 number[1:-1] += self._cold_fires[1:-1]
         else:
             number[1:] = 1.0
-        if where.attention_on_gpu and not where.kv_cache_on_gpu:
+        if where.attention_on_accelerator and not where.kv_cache_on_accelerator:
             number += 1.0
-        none, some, every = exchange_launches(self.layer, where)
+        none, some, every = transfer_launches(self.layer, where)
         launches = np.full(groups + 1, some)
         launches[0], launches[-1] = none, every
         # The kernels that send and receive are in the time of an exchange, and launched also where nobody waits.
@@ -175,7 +175,7 @@ class LayerTimes:
     def _cold_fires(self) -> NDArray[np.float64]:
         """On which share of the tokens a cold neuron is computed: float64 [groups + 1]."""
         groups, neurons = group_count(self.layer.neurons), len(self.firing.shares)
-        if self.layer.deciding_bytes:
+        if self.layer.gating_bytes:
             # Every cold neuron is looked at, whether or not it fires.
             return np.concatenate((np.ones(groups), [0.0]))
         ends = np.minimum(np.arange(groups + 1) * GROUP, neurons)

@@ -117,7 +117,7 @@ def test_places_of_a_gated_model() -> None:
         predictor_bytes=0,
         neurons=200,
         neuron_bytes=3 * 192,
-        deciding_bytes=192,
+        gating_bytes=192,
         shared_bytes=0,
         kv_cache_bytes=2 * 50 * 48 * 2,
         # Two norms, four projections and two additions; 50 positions are one part of attention; three for the block.
@@ -132,7 +132,7 @@ def test_places_of_a_gated_model() -> None:
 def test_places_of_a_model_with_biases() -> None:
     counted = shape_bytes("opt", config_of("opt-pre-norm", 2), Packing("f16", "exact", 64))
     layer = counted.layers[1]
-    assert (layer.neuron_bytes, layer.deciding_bytes) == (2 * 640 + 4, 640 + 4)
+    assert (layer.neuron_bytes, layer.gating_bytes) == (2 * 640 + 4, 640 + 4)
     # The bias of down; 864 biases of up are a multiple of 64 bytes.
     assert layer.shared_bytes == 4 * 320
     assert layer.attention_bytes == 4 * (2 * 320 * 320 + 4 * 320) + 4 * 4 * 320
@@ -145,15 +145,15 @@ def test_places_of_predictors() -> None:
     with_weights = count_bytes("llama", captured(config), Packing("f16", "none", 9), learned(64, 2)).layers[1]
     # 200 biases are padded to 208.
     assert with_weights.predictor_bytes == 2 * 64 * (96 + 200) + 4 * 208
-    assert (with_weights.neuron_bytes, with_weights.deciding_bytes, with_weights.number_bytes) == (3 * 192, 0, 4)
+    assert (with_weights.neuron_bytes, with_weights.gating_bytes, with_weights.number_bytes) == (3 * 192, 0, 4)
     packing = Packing("f16", "sign", 9, kv_dtype="f16")
     signs = shape_bytes("llama", config, packing).layers[0]
     of = lowered(config, packing, InsertPredictors("sign"))
     (rows, row_bytes) = next(tensor.shape for name, tensor in of.weights.tensors.items() if name.endswith(".signs"))
-    assert (rows, row_bytes) == (200, signs.deciding_bytes)
+    assert (rows, row_bytes) == (200, signs.gating_bytes)
     assert (signs.neuron_bytes, signs.predictor_bytes, signs.number_bytes) == (3 * 192 + row_bytes, 0, 0)
     none = shape_bytes("llama", config, Packing("f16", "none", 9)).layers[0]
-    assert none.deciding_bytes == none.neuron_bytes == 3 * 192
+    assert none.gating_bytes == none.neuron_bytes == 3 * 192
 
 
 def test_more_sequences_take_caches_and_activations() -> None:

@@ -21,9 +21,9 @@ def random_program(seed: int) -> PlacementProblem:
         total = int(rng.integers(0, 5)) + groups * size
         choices = []
         for number in range(rng.integers(1, 4)):
-            on_gpu = int(rng.integers(0, total - groups * size + 1))
+            on_accelerator = int(rng.integers(0, total - groups * size + 1))
             costs = _costs(rng, groups + 1)
-            choices.append(Choice(number, on_gpu, total - on_gpu, costs, 0, bool(rng.integers(0, 2))))
+            choices.append(Choice(number, on_accelerator, total - on_accelerator, costs, 0, bool(rng.integers(0, 2))))
         stages.append(PlacementStage(tuple(choices), size))
     switch_cost = float(rng.random() * 2 * (rng.random() < 0.7))
     gpu, host = int(rng.integers(0, 30)), int(rng.integers(0, 40))
