@@ -40,8 +40,8 @@ def round_relaxed(
 ) -> Iterator[list[StagePlace]]:
     """Yield placements near a solution in fractions; they need not fit.
 
-    The first placement makes each kind of choice as often as the solution does, in the stages that have most of it. The
-    second has as many stages on the GPU as the solution, rounded down: those that are cheapest there.
+    The first placement has each kind of choice as often as the solution, in the stages where its share is largest. The
+    second has as many stages on the accelerator as the solution, rounded down: those that are cheapest there.
 
     Args:
         relaxation: the relaxation that was solved.
@@ -49,7 +49,7 @@ def round_relaxed(
         best: for each stage the place to take for each kind of choice, from `best_places`.
         sides: float64 [stages], `Prices.sides`. The actual cost of transfers replaces these prices.
     """
-    yield _as_often(relaxation, relaxed, best)
+    yield _match_totals(relaxation, relaxed, best)
     host, gpu = (_cheapest(relaxation, best, on_accelerator) for on_accelerator in (False, True))
     host_prices, gpu_prices = (np.asarray([found.price for found in of_side]) for of_side in (host, gpu))
     problem = relaxation.problem
@@ -80,8 +80,11 @@ def _cheapest(relaxation: Relaxation, best: Sequence[Mapping[Kind, Priced]], on_
     return found
 
 
-def _as_often(relaxation: Relaxation, relaxed: Relaxed, best: Sequence[Mapping[Kind, Priced]]) -> list[StagePlace]:
-    """Make each kind of choice as often as the solution, rounded down; other stages take what they have most of."""
+def _match_totals(relaxation: Relaxation, relaxed: Relaxed, best: Sequence[Mapping[Kind, Priced]]) -> list[StagePlace]:
+    """Return a placement with each kind of choice as often as in the solution, rounded down.
+
+    The remaining stages take the kind of choice that has the largest share in them.
+    """
     weights = relaxation.weights(relaxed)
     left = {kind: int(total + 1e-6) for kind, total in relaxation.totals(relaxed).items()}
     # Of equal weights the first stages come first, so that stages of a kind follow each other.
@@ -139,11 +142,11 @@ class CheapestSides:
 
 
 class Improver:
-    """Changes the numbers of groups on the GPU and leaves the choices: fewer where it is too full, more where it pays.
+    """Changes the numbers of groups on the accelerator, not the choices: fewer if it is too full, more where that pays.
 
-    A step goes from one vertex of the lower convex hull of a choice's costs to the next: where costs are not convex,
-    several groups together gain more than each by itself. The step with the best cost for its bytes comes first. Where
-    a step does not fit, the number of groups that gains most in the free memory is taken.
+    A step goes from one vertex of the lower convex hull of a choice's costs to the next, since several groups together
+    can gain more than each alone if the costs are not convex. The step with the best cost for its bytes comes first. If
+    a step does not fit, the number of groups is taken that gains most in the free memory.
     """
 
     def __init__(self, problem: PlacementProblem) -> None:
@@ -226,7 +229,7 @@ class Improver:
 
 
 class _Bundle(NamedTuple):
-    """The same change in several stages: their new places, the cost of all and the bytes that they take on the GPU."""
+    """A change made in several stages: their new places, the total cost and the total bytes on the accelerator."""
 
     places: dict[int, StagePlace]
     cost: float
@@ -259,7 +262,7 @@ def swap_choices(
 def _bundles(
     problem: PlacementProblem, places: Sequence[StagePlace], options: Sequence[Sequence[StagePlace]]
 ) -> list[_Bundle]:
-    """Return for each kind of change the cheapest one, two, … of them together; first of all a bundle of none."""
+    """Return bundles of the one, two, … cheapest changes of each kind; the first bundle of all is empty."""
     kinds: dict[tuple[int, int, bool], list[tuple[float, int, int, StagePlace]]] = {}
     for number, (stage, now) in enumerate(zip(problem.stages, places, strict=True)):
         for place in options[number]:

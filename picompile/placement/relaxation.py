@@ -1,9 +1,14 @@
-"""The placement problem over some pieces, as HiGHS holds it: a linear relaxation, or in whole numbers.
+"""The placement problem over some pieces, as a HiGHS model: its linear relaxation, or the problem in whole numbers.
 
-Columns, in this order: for each piece, whether it is chosen; for each piece of more than one number, its groups on the
-GPU; for each of these, its cost; for each switch of sides that there can be, whether there is one; for each kind of
-choice, how many stages make it. The cost of a piece is bounded from below by lines of its hull, of which each is added
-once a solution needs it.
+The columns are, in this order:
+
+1. for each piece, whether it is chosen;
+2. for each piece with more than one number of groups, its groups on the accelerator;
+3. for each of these pieces, its cost;
+4. for each place where the stream can switch sides, whether it does;
+5. for each kind of choice, how many stages make it.
+
+Lines of a piece's hull bound its cost from below. A line is added once a solution lies below it.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -18,7 +23,7 @@ from picompile.errors import SolverError
 from picompile.placement.pieces import Piece, Prices
 from picompile.placement.problem import Choice, PlacementProblem, StagePlace
 
-# Lines of each piece from the beginning; the others are added where a solution is below the hull.
+# Each piece begins with this many lines; others are added where a solution is below the hull.
 _FIRST_LINES = 6
 # The costs of all stages together in units of the solver, whose tolerances are absolute.
 _COST_UNITS = 1e4
@@ -47,16 +52,16 @@ class Relaxed:
 
 
 class Limit(NamedTuple):
-    """The least and the most stages that may make one kind of choice."""
+    """The fewest and the most stages that may make one kind of choice."""
 
     low: int
     high: int
 
 
 class Kind(NamedTuple):
-    """A kind of choice, by which stages that choose alike are counted.
+    """A kind of choice; stages that make the same kind of choice are counted together.
 
-    The label of the choice, whether it has groups to place, and whether all of them are on the GPU.
+    `divisible` says whether the choice has groups to place, `whole` whether all of them are on the accelerator.
     """
 
     label: Hashable
@@ -64,14 +69,14 @@ class Kind(NamedTuple):
     whole: bool
 
 
-# All choices that have the stream on the GPU, of any other kind.
+# All choices that have the stream on the accelerator, whatever their own kind.
 ON_ACCELERATOR = Kind("on gpu", True, True)
 
 Limits = Mapping[Kind, Limit]
 
 
 class Relaxation:
-    """A placement problem over `pieces`, with lines as exact as a `gap` needs."""
+    """A placement problem over `pieces`, with as many lines as a `gap` needs."""
 
     def __init__(self, problem: PlacementProblem, pieces: Sequence[Piece], gap: float) -> None:
         self.problem, self.pieces = problem, tuple(pieces)
@@ -115,7 +120,7 @@ class Relaxation:
         return {kind: float(relaxed.values[column]) for column, kind in zip(self._totals, self._kinds, strict=True)}
 
     def weights(self, relaxed: Relaxed) -> dict[tuple[int, Kind], float]:
-        """Return to what share each stage makes each kind of choice in a solution."""
+        """Return the share of each kind of choice in each stage of a solution, by (stage, kind)."""
         found: dict[tuple[int, Kind], float] = {}
         for piece, kind, weight in zip(self.pieces, self.piece_kinds, relaxed.values, strict=False):
             pair = (piece.stage, kind)
@@ -164,7 +169,7 @@ class Relaxation:
             if chosen < 1e-9:
                 continue
             groups = relaxed.values[groups_column] / chosen
-            # The difference counts by the share to which the piece is chosen.
+            # The difference is weighted by the share of the piece in the solution.
             missing = piece.hull(groups) * chosen * self._cost_scale - relaxed.values[self._costs[number]]
             if missing > self._tolerance:
                 added |= self._add_line(number, piece.segment(groups))

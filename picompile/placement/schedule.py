@@ -1,7 +1,7 @@
 """The step graph of a decoded token: which part of a layer waits for which, where it runs, and when.
 
-One networkx graph serves all: its longest path is the time of a token (`token_s`) and what a token waits for
-(`critical_path`); its earliest starts are the timeline that reports draw (`schedule`).
+It is one networkx graph. Its longest path has the steps that a token waits for (`critical_path`), and its length is the
+token's time (`token_s`). The earliest start of each step gives the timeline that reports draw (`schedule`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from picompile.placement.plan import PlanLayer
 if TYPE_CHECKING:
     import networkx as nx
 
-# A step: its layer, None for the output head and the transfers around it, and its part.
+# A step as (layer, part); the layer is None for the output head and the transfers around it.
 StepName = tuple[int | None, str]
 
 DEVICES = ("gpu", "host", "link")
@@ -32,9 +32,9 @@ class Step:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """What a layer does: the seconds of each of its parts by name, and on which side its parts are.
+    """The seconds of a layer's parts by name, and where attention, KV cache and predictor are: gpu or host.
 
-    Parts are `attention_s`, `kv_cache_s`, `predict_s`, `hot_s`, `cold_s`, `exchange_s`, as in `times.Times`.
+    The names are `attention_s`, `kv_cache_s`, `predict_s`, `hot_s`, `cold_s`, `exchange_s`, as in `times.Times`.
     """
 
     seconds: Mapping[str, float]
