@@ -192,7 +192,7 @@ def compile_command(
 
 
 def read_hot(path: Path) -> Mapping[int, Sequence[int]]:
-    """Reads `--hot`: a JSON object from layer number to a list of neuron numbers. Raises `UsageError`."""
+    """Return what the file of `--hot` holds: neuron numbers by layer number. Raise `UsageError`."""
     try:
         content = json.loads(require_text_file(path))
     except (ValueError, RecursionError) as error:

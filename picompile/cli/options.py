@@ -54,7 +54,7 @@ GateOption = Annotated[
         help="Accuracy bound: how far predictors may raise the perplexity on held-out text; off sets none.",
     ),
 ]
-# What is said of the machine to plan for.
+# Options on the machine to plan for.
 VramBudgetOption = Annotated[
     str | None,
     typer.Option(

@@ -18,7 +18,7 @@ _HEADINGS = {"gpu": "GPU", "host": "host"}
 _BASELINES = {"layers-first": "dense, by layers", "host": "dense, on the CPU"}
 _KINDS = ("attention", "kv cache", "predictors", "hot neurons", "cold neurons", "output head", "embedding", "tables")
 _ORDER = {what: place for place, what in enumerate(_KINDS)}
-_LIMITS = {"attention": "attention", "gpu": "GPU", "host": "CPU", "exchange": "exchange"}
+_LIMITS = {"attention": "attention", "gpu": "GPU", "host": "CPU", "exchange": "transfer"}
 
 _NOTES = (
     "hot: of the layer's neurons, on the GPU; computed: of them, for a token;",

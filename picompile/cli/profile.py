@@ -59,7 +59,7 @@ def profile_command(
     """Count how often each neuron fires, and keep samples to train predictors on.
 
     All text goes through one layer before the next is read, so that memory holds
-    one layer and not the model. What was interrupted goes on with the same command.
+    one layer and not the model. If interrupted, run the same command again.
 
     \b
     Examples:

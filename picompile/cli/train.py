@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Input(str, Enum):
-    """What a learned predictor reads."""
+    """The input of a learned predictor."""
 
     AUTO = "auto"
     BLOCK = "block"
@@ -91,8 +91,8 @@ def train_command(
     """Train small predictors that tell which neurons will fire.
 
     Each layer gets the rank that it needs: the choice over all layers reads the
-    fewest bytes within the budget. Then the gate: perplexity on held-out text.
-    What was interrupted goes on with the same command.
+    fewest bytes within the budget. At the end the accuracy check compares the
+    perplexity on held-out text. If interrupted, run the same command again.
 
     \b
     Examples:

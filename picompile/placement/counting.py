@@ -95,7 +95,7 @@ def lowered_shape_bytes(
 
 
 def _shortened(config: Mapping[str, Any], layers: int, kept: int) -> dict[str, Any]:
-    """Return the config of the first `kept` layers. Lists such as `layer_types`, with one entry a layer, are cut too."""
+    """Return the config of the first `kept` layers; lists with an entry for each layer (`layer_types`) are cut too."""
     values = {key: value[:kept] if _for_each(key, value, layers) else value for key, value in config.items()}
     return values | {"num_hidden_layers": kept}
 

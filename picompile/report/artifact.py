@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from picompile.report import numbers
-from picompile.report.artifact_facts import ArtifactFacts, gate_table
+from picompile.report.artifact_facts import ArtifactFacts, accuracy_table
 from picompile.report.drawing import INK, SERIES, WIDTH, Canvas, drawable, picture
 from picompile.report.numbers import NOTHING, UNFOLDED, PagePicture, PageSection, Part, Pictures, Table, size
 from picompile.report.plan import plan_parts
@@ -66,7 +66,7 @@ _WORDS = "Measured on held-out text, with the predictors of all layers in place.
 
 
 def artifact_section(anchor: str, artifact: ArtifactFacts) -> PageSection:
-    """Gate, accuracy per layer, bytes and parts."""
+    """Return an artifact's section: accuracy check, accuracy per layer, bytes and parts."""
     manifest, accuracy = artifact.manifest, artifact.accuracy
     model = {name: manifest.model.get(name, NOTHING) for name in ("name", "layers", "hidden", "ffn", "activation")}
     facts = [
@@ -78,12 +78,13 @@ def artifact_section(anchor: str, artifact: ArtifactFacts) -> PageSection:
         ("code", ", ".join(variant.isa for variant in manifest.code)),
         ("files", numbers.size(sum(entry.size_bytes for entry in manifest.files.values()))),
     ]
-    gate = gate_table({**accuracy.figures, "text": accuracy.text}, accuracy.layers) if accuracy is not None else None
-    pictures = accuracy_pictures(anchor, accuracy.layers) if accuracy is not None else []
-    pictures.append(bytes_picture(f"{anchor}-bytes", artifact.operator_bytes))
-    parts: list[Part] = [*([] if gate is None else [gate]), Pictures(pictures), _parts_table(artifact)]
-    if accuracy is not None and accuracy.layers:
-        parts.append(layers_table(accuracy.layers, _WORDS))
+    layers = () if accuracy is None else accuracy.layers
+    pictures = [*accuracy_pictures(anchor, layers), bytes_picture(f"{anchor}-bytes", artifact.operator_bytes)]
+    parts: list[Part] = [Pictures(pictures), _parts_table(artifact)]
+    if accuracy is not None and (costs := accuracy_table({**accuracy.figures, "text": accuracy.text}, layers)):
+        parts.insert(0, costs)
+    if layers:
+        parts.append(layers_table(layers, _WORDS))
     if artifact.plan is not None:
         parts += plan_parts(anchor, artifact.plan)
     return PageSection(anchor, "artifact", str(artifact.path), facts, parts)

@@ -35,7 +35,7 @@ class ReportedFfn:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What the predictors cost: the gate's `figures`, on `text`, and those of each layer."""
+    """What the predictors cost: the `figures` of the accuracy check on `text`, and those of each layer."""
 
     figures: Mapping[str, float | None]
     text: str
@@ -134,46 +134,42 @@ def _accuracy(entry: "Fields") -> Accuracy:
     )
 
 
-# The accuracy gate as tables: perplexity with every neuron and with the predicted ones, and the rounds before.
-
-
 _NAMED_LAYERS = 8
 
 _WORDS = (
     "Perplexity of held-out text, with every neuron computed (dense) and with those that the predictors choose. The "
-    "gate is how far it may rise. Beyond it, the layers in which most is missed get larger predictors, one round after "
-    "another."
+    "bound is how far it may rise. Beyond it, the layers in which most is missed get larger predictors, round by round."
 )
 
 
-def gate_table(gate: Mapping[str, Any], layers: Sequence[LayerFigures]) -> Table | None:
+def accuracy_table(figures: Mapping[str, Any], layers: Sequence[LayerFigures]) -> Table | None:
     """What the predictors cost on held-out text; None where nothing was measured. `layers` say where most is missed."""
-    dense, perplexity = measured(gate.get("dense_perplexity")), measured(gate.get("perplexity"))
+    dense, perplexity = measured(figures.get("dense_perplexity")), measured(figures.get("perplexity"))
     if dense is None and perplexity is None:
         return None
     row = (
         numbers.perplexity(dense),
         numbers.perplexity(perplexity),
-        numbers.change(relative_change(gate)),
-        numbers.percent(measured(gate.get("bound")), 2),
-        verdict(gate),
-        numbers.count(whole(gate.get("rounds"))),
+        numbers.change(relative_change(figures)),
+        numbers.percent(measured(figures.get("bound")), 2),
+        verdict(figures),
+        numbers.count(whole(figures.get("rounds"))),
         _named(rank_layers_by_error({layer.layer: layer.missed_energy or 0.0 for layer in layers})),
-        numbers.count(whole(gate.get("tokens"))),
-        str(gate.get("text") or NOTHING),
+        numbers.count(whole(figures.get("tokens"))),
+        str(figures.get("text") or NOTHING),
     )
     return Table(
         "What it costs in accuracy",
-        ("dense", "with predictors", "change", "gate", "met", "rounds", "most missed in layers", "tokens", "text"),
+        ("dense", "with predictors", "change", "bound", "met", "rounds", "most missed in layers", "tokens", "text"),
         [row],
         texts=frozenset({"met", "most missed in layers", "text"}),
         words=_WORDS,
     ).without_empty()
 
 
-def verdict(gate: Mapping[str, Any]) -> str:
+def verdict(figures: Mapping[str, Any]) -> str:
     """Whether the change is within the bound."""
-    change, bound = relative_change(gate), measured(gate.get("bound"))
+    change, bound = relative_change(figures), measured(figures.get("bound"))
     if change is None or bound is None:
         return NOTHING
     return "yes" if change <= bound else "no"

@@ -89,7 +89,7 @@ _COLUMNS = (
     "predictor",
     "hot neurons",
     "cold neurons",
-    "exchange",
+    "transfer",
     "layer's time",
     "limit",
 )
@@ -98,7 +98,12 @@ _WORDS = (
     "Times are predicted for one token. Hot and cold neurons are computed at the same time, so a layer's time has the "
     "longer of the two. Limit: what takes most of it."
 )
-_LIMITS = {"attention": "attention, cache and predictor", "gpu": "hot neurons", "host": "cold neurons"}
+_LIMITS = {
+    "attention": "attention, cache and predictor",
+    "gpu": "hot neurons",
+    "host": "cold neurons",
+    "exchange": "transfer",
+}
 
 
 def memory_table(plan: Plan) -> Table:
@@ -146,8 +151,8 @@ def limit_text(name: str) -> str:
 
 
 _TIMELINE_WORDS = (
-    "Predicted, for the first layers of each kind. Hot neurons run on the GPU while cold ones run on the host; an "
-    "exchange waits for both."
+    "Predicted, for the first layers of each kind. Hot neurons run on the GPU while cold ones run on the host; a "
+    "transfer waits for both."
 )
 _BASELINES = {"layers-first": "dense, whole layers on the GPU", "host": "dense, all on the host"}
 _OBJECTIVES = {"latency": "least time for a token", "impact": "most firings on the GPU"}
@@ -209,7 +214,7 @@ def _plan_facts(plan: Plan) -> list[tuple[str, str]]:
         *((DEVICES[device], _device_text(plan, device)) for device in ("gpu", "host")),
         (
             "link",
-            f"{numbers.size(plan.machine.pcie_bytes_per_s)}/s, an exchange {numbers.seconds(plan.machine.sync_s)}",
+            f"{numbers.size(plan.machine.pcie_bytes_per_s)}/s, a transfer {numbers.seconds(plan.machine.sync_s)}",
         ),
         ("margin", f"{numbers.percent(plan.margin)} of each budget is left free"),
         ("objective", _OBJECTIVES.get(plan.objective, plan.objective)),

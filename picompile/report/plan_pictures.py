@@ -20,11 +20,16 @@ PARTS = {
     "attention": ("attention", SERIES[2]),
     "kv_cache": ("KV cache", SERIES[3]),
     "predict": ("predictor", SERIES[4]),
-    "exchange": ("exchange", MUTED),
+    "exchange": ("transfer", MUTED),
 }
 """The parts of a layer's time → (name, colour)."""
 
-STEPS = {**PARTS, "head": ("output head", SERIES[5]), "switch": ("transfer", MUTED), "end": ("transfer", MUTED)}
+STEPS = {
+    **PARTS,
+    "head": ("output head", SERIES[5]),
+    "switch": ("stream transfer", MUTED),
+    "end": ("stream transfer", MUTED),
+}
 """The steps of a schedule → (name, colour)."""
 
 DEVICES = {"gpu": "GPU", "host": "host", "link": "link"}

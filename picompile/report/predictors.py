@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from picompile.predictors import Predictors
 from picompile.report import numbers
-from picompile.report.artifact_facts import gate_table
+from picompile.report.artifact_facts import accuracy_table
 from picompile.report.drawing import INK, Canvas, draw, drawable, ramp
 from picompile.report.layer_figures import LayerFigures, of_predictors, parameters_text
 from picompile.report.numbers import NOTHING, UNFOLDED, PagePicture, PageSection, Part, Pictures, Table
@@ -195,7 +195,7 @@ def predictors_section(anchor: str, predictors: Predictors, profiles: Sequence[F
         ("parameters", parameters_text(predictors)),
         ("in f16", numbers.size(sum(layer.bytes_f16 or 0 for layer in layers) or None)),
     ]
-    parts: list[Part | None] = [gate_table(predictors.gate, layers)]
+    parts: list[Part | None] = [accuracy_table(predictors.gate, layers)]
     counts = imported_counts(predictors)
     pictures = [curves_picture(f"{anchor}-curves", counts)] if counts else []
     pictures += [*rank_pictures(f"{anchor}-rank", layers), *accuracy_pictures(anchor, layers)]

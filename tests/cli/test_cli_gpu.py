@@ -211,10 +211,10 @@ def test_inspect_shows_what_is_where_and_what_kernels_take(cli: Cli, gpu_artifac
     assert lines[one["symbol"]] == [str(one[key]) for key in ("registers", "local_bytes", "shared_bytes")]
 
 
-def test_artifacts_without_a_hot_device_say_so(cli: Cli, host_artifact: Path) -> None:
+def test_inspect_shows_no_accelerator_for_a_host_artifact(cli: Cli, host_artifact: Path) -> None:
     facts = json.loads(cli("inspect", host_artifact, "--json").out)
     assert facts["hot_device"] is None
-    assert "hot device" not in cli("inspect", host_artifact).out
+    assert "accelerator" not in cli("inspect", host_artifact).out
 
 
 def test_verify_needs_no_gpu(cli: Cli, gpu_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ PARTS = {
     "predictor": "predict_s",
     "hot neurons": "hot_s",
     "cold neurons": "cold_s",
-    "exchange": "exchange_s",
+    "transfer": "exchange_s",
 }
 
 
@@ -148,10 +148,10 @@ def test_hot_and_cold_neurons_run_at_the_same_time() -> None:
     (picture,), left_out = timeline_pictures("t", plan)
     assert left_out == 0
     bars = {re.split(r": |, ", text)[-2]: place for text, place in hovers(str(picture.svg)).items() if "layer" in text}
-    hot, cold, exchange = bars["hot neurons"], bars["cold neurons"], bars["exchange"]
+    hot, cold, transfer = bars["hot neurons"], bars["cold neurons"], bars["transfer"]
     assert hot[0] == pytest.approx(cold[0], abs=0.02)
     assert hot[1] != cold[1]
-    assert exchange[0] == pytest.approx(max(hot[2], cold[2]), abs=0.02)
+    assert transfer[0] == pytest.approx(max(hot[2], cold[2]), abs=0.02)
     pixels_per_s = (bars["attention"][2] - bars["attention"][0]) / layer.attention_s
     for part, name in PARTS.items():
         assert bars[part][2] - bars[part][0] == pytest.approx(pixels_per_s * getattr(layer, name), abs=0.05)
