@@ -94,7 +94,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
 
 
 def _exhausted(error: BaseException) -> tuple[int, str] | None:
-    """Return (exit code, text) if too few file descriptors or a full disk caused `error`, directly or not, else None."""
+    """Return (exit code, text) if a lack of file descriptors or a full disk caused `error`, else None."""
     for cause in _causes(error):
         # Some libraries keep only the text of the error.
         if getattr(cause, "errno", None) in _NO_FILES or os.strerror(errno.EMFILE) in str(cause):

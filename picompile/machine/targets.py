@@ -237,7 +237,7 @@ def target_names() -> tuple[str, ...]:
 
 
 def find_row(name: str) -> Target:
-    """Return the row called `name`. Raises `TargetError` where the table has none, as for `local`."""
+    """Return the row called `name`. Raise `TargetError` where the table has none, as for `local`."""
     if name not in TARGETS:
         raise TargetError(f"unknown target {name!r}; known are {', '.join(target_names())}")
     return TARGETS[name]

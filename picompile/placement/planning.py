@@ -167,7 +167,7 @@ def _layer(task: PlacementTask, number: int, where: PartPlaces, groups: int) -> 
 
 
 def _limit(seconds: Mapping[str, float]) -> str:
-    """What takes most of a layer's time; of the neurons that is the slower side."""
+    """Return the part that takes most of a layer's time; of hot and cold neurons only the slower side counts."""
     shares = {
         "attention": seconds["attention_s"] + seconds["kv_cache_s"] + seconds["predict_s"],
         "gpu": seconds["hot_s"] if seconds["hot_s"] >= seconds["cold_s"] else 0.0,

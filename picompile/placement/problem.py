@@ -97,7 +97,7 @@ class Totals(NamedTuple):
     host_bytes: int
 
     def fits(self, problem: PlacementProblem) -> bool:
-        """Whether accelerator and host can hold it."""
+        """Return whether accelerator and host can hold it."""
         return self.gpu_bytes <= problem.gpu_capacity_bytes and self.host_bytes <= problem.host_capacity_bytes
 
 

@@ -132,7 +132,7 @@ class Relaxation:
         return float(relaxed.values[: len(self.pieces)][self._on_accelerator].sum())
 
     def relax(self) -> Relaxed | None:
-        """Solve the linear relaxation with all lines; None where it has no solution. Raises `SolverError`."""
+        """Solve the linear relaxation with all lines; None where it has no solution. Raise `SolverError`."""
         while True:
             status = self._run_again()
             if status in (_STATUS.kInfeasible, _STATUS.kUnboundedOrInfeasible):
@@ -212,7 +212,7 @@ class Relaxation:
         return self._highs.getModelStatus()
 
     def _run_again(self) -> Any:
-        """Run; where HiGHS fails for numerical reasons, start again with other options."""
+        """Run, and return the status; if HiGHS fails for numerical reasons, run again with other options."""
         status = self._run()
         for option, value in _OTHER_WAYS:
             if status in (_STATUS.kOptimal, _STATUS.kInfeasible, _STATUS.kUnboundedOrInfeasible):

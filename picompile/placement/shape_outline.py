@@ -91,7 +91,7 @@ def outline_of_config(config: Config) -> ModelOutline | None:
 
 
 def _llama(config: Config, activation: str) -> ModelOutline:
-    """Llama and its like: biases as the config says."""
+    """Return the outline of a Llama model, which has the biases that its config names."""
     attention_bias = _flag(config, "attention_bias", False)
     form = LayerForm(query_bias=attention_bias, output_bias=attention_bias, ffn_bias=_flag(config, "mlp_bias", False))
     return _llama_like(config, activation, form)
@@ -205,7 +205,7 @@ _READERS: Mapping[str, Callable[[Config, str], ModelOutline]] = {
 
 
 def _require_plain(config: Config) -> None:
-    """Raises `_UnknownError` for rotary embeddings and kinds of layers of which there may be several tables."""
+    """Raise `_UnknownError` for rotary embeddings and kinds of layers of which there may be several tables."""
     rope, kinds = config.get("rope_parameters"), config.get("layer_types")
     unknown = any(config.get(key) for key in _UNKNOWN)
     if unknown or not (kinds is None or (isinstance(kinds, list) and set(map(str, kinds)) == {"full_attention"})):
@@ -231,7 +231,7 @@ def _is_positive(value: object) -> bool:
 
 
 def _count(config: Config, key: str) -> int:
-    """A number that `check_values` has found to be in bounds."""
+    """Return a number that `check_values` has found to be in bounds."""
     value = config.get(key)
     if type(value) is not int:
         raise _UnknownError

@@ -1,4 +1,4 @@
-"""Pictures of an artifact: what its weights take."""
+"""The section of an artifact: its facts, the bytes of its weights, its parts, and its accuracy."""
 
 from collections.abc import Mapping
 
@@ -23,7 +23,7 @@ _MOST_BARS = 12
 
 
 def bytes_picture(name: str, operator_bytes: Mapping[str, int]) -> PagePicture:
-    """Bytes of the weights by what reads them."""
+    """Return the picture of the weights' bytes, by the operator that reads them."""
     total = sum(operator_bytes.values()) or 1
     largest = list(operator_bytes.items())
     rows = [(_title(operator), taken) for operator, taken in largest[:_MOST_BARS]]
@@ -53,11 +53,8 @@ def bytes_picture(name: str, operator_bytes: Mapping[str, int]) -> PagePicture:
 
 
 def _title(operator: str) -> str:
-    """The operator in words; one of a later version by its name, as far as fonts have it."""
+    """Return the operator in words; one of a later version by its name, as far as fonts have it."""
     return _OPERATORS.get(operator) or drawable(operator)
-
-
-# The section of an artifact: its parts, kinds and bytes, what its predictors cost, and its plan.
 
 
 _COLUMNS = ("layer", "part", "neurons", "predictor", "weights", "of the predictor")

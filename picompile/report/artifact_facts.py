@@ -1,4 +1,4 @@
-"""An artifact as the report needs it: its parts, what its weights take, and what its predictors cost in accuracy."""
+"""An artifact as the report needs it: its parts, the bytes of its weights, and the accuracy of its predictors."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class ReportedFfn:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What the predictors cost: the `figures` of the accuracy check on `text`, and those of each layer."""
+    """The accuracy of the predictors: the `figures` of the accuracy check on `text`, and those of each layer."""
 
     figures: Mapping[str, float | None]
     text: str
@@ -44,7 +44,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class ArtifactFacts:
-    """What manifest.json, program.json and report.json say.
+    """The facts in manifest.json, program.json and report.json.
 
     `operator_bytes` are the bytes of weights by the operator that reads them, most first; `predictor_bytes` by layer.
     `plan` is what the artifact was split by, if by any.
@@ -60,7 +60,7 @@ class ArtifactFacts:
 
 
 class _Reader(NamedTuple):
-    """What reads a tensor first when a token is decoded; `row` is that of the statistics."""
+    """The first reader of a tensor when a token is decoded; `row` is its row of the statistics."""
 
     operator: str
     layer: int | None = None
@@ -68,7 +68,7 @@ class _Reader(NamedTuple):
 
 
 def read_artifact(folder: Path) -> ArtifactFacts:
-    """Reads the small files of an artifact, not its weights. Raises `ArtifactError` for one that is not whole."""
+    """Read the small files of an artifact, not its weights. Raise `ArtifactError` for one that is not whole."""
     from picompile_runtime import ArtifactError
     from picompile_runtime.artifact.fields import parse_object
     from picompile_runtime.artifact.manifest import read_manifest
@@ -98,7 +98,7 @@ def read_artifact(folder: Path) -> ArtifactFacts:
 
 
 def _readers(program: "Fields") -> dict[str, _Reader]:
-    """The tensors that decoding a token reads."""
+    """Return the tensors that decoding a token reads."""
     found: dict[str, _Reader] = {}
     for call in program.object("functions").objects("decode"):
         operator, arguments = call.text("op"), call.objects("args")
@@ -143,7 +143,7 @@ _WORDS = (
 
 
 def accuracy_table(figures: Mapping[str, Any], layers: Sequence[LayerFigures]) -> Table | None:
-    """What the predictors cost on held-out text; None where nothing was measured. `layers` say where most is missed."""
+    """Return the table of the accuracy check, None if nothing was measured; `layers` have the missed energy."""
     dense, perplexity = measured(figures.get("dense_perplexity")), measured(figures.get("perplexity"))
     if dense is None and perplexity is None:
         return None
@@ -168,7 +168,7 @@ def accuracy_table(figures: Mapping[str, Any], layers: Sequence[LayerFigures]) -
 
 
 def verdict(figures: Mapping[str, Any]) -> str:
-    """Whether the change is within the bound."""
+    """Return whether the change is within the bound."""
     change, bound = relative_change(figures), measured(figures.get("bound"))
     if change is None or bound is None:
         return NOTHING
@@ -176,6 +176,6 @@ def verdict(figures: Mapping[str, Any]) -> str:
 
 
 def _named(layers: Sequence[int]) -> str:
-    """A few of the layers, and how many more there are."""
+    """Return a few of the layers, and how many more there are."""
     more = f" and {len(layers) - _NAMED_LAYERS} more" if len(layers) > _NAMED_LAYERS else ""
     return ", ".join(map(str, layers[:_NAMED_LAYERS])) + more or NOTHING

@@ -1,4 +1,4 @@
-"""Pictures of predictors, layer by layer: how well they tell which neurons fire, and what they miss."""
+"""Pictures of predictors, layer by layer: their accuracy, what they miss, and their ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ Layers = Sequence[LayerFigures]
 
 
 def accuracy_picture(name: str, layers: Layers) -> PagePicture | None:
-    """Recall, recall by contribution and precision of each layer; None where nothing was measured."""
+    """Return the picture of recall, recall by contribution and precision; None if nothing was measured."""
     series = {
         "by contribution": [layer.weighted_recall for layer in layers],
         "recall": [layer.recall for layer in layers],
@@ -55,7 +55,7 @@ def accuracy_picture(name: str, layers: Layers) -> PagePicture | None:
 
 
 def computed_picture(name: str, layers: Layers) -> PagePicture | None:
-    """Neurons that are computed against those that fire, per layer; None where nothing was measured."""
+    """Return the picture of computed against firing neurons; None if nothing was measured."""
     rows = [
         (layer.layer, layer.firing_share, layer.computed_share)
         for layer in layers
@@ -90,7 +90,7 @@ def computed_picture(name: str, layers: Layers) -> PagePicture | None:
 
 
 def missed_picture(name: str, layers: Layers) -> PagePicture | None:
-    """The share of each block's output that is missed; None where nothing was measured, or nothing missed."""
+    """Return the share of each block's output that is missed; None where nothing was measured, or nothing missed."""
     rows = [(layer.layer, layer.missed_energy) for layer in layers if layer.missed_energy is not None]
     if not any(missed for _, missed in rows):
         return None
@@ -135,14 +135,11 @@ def _dots(
         canvas.hover(dot, f"layer {layer}: {what} {numbers.recall(value)}")
 
 
-# Pictures of predictors' sizes: rank against how a layer fires.
-
-
 _NUMBERED_LAYERS = 16
 
 
 def rank_pictures(name: str, layers: Sequence[LayerFigures]) -> list[PagePicture]:
-    """Rank against sparsity and against skewness; none where no predictor has a rank."""
+    """Return pictures of rank against sparsity and skewness; none if no predictor has a rank."""
     found = []
     for key, measure, axis, words in (
         (

@@ -161,7 +161,7 @@ def prefix_cost(program: PlacementProblem) -> float | None:
 
 
 @given(SEEDS, st.booleans())
-def test_the_papers_program_needs_no_other_sets_than_prefixes(seed: int, kv_cache_on_accelerator: bool) -> None:
+def test_prefixes_of_neurons_solve_the_papers_problem(seed: int, kv_cache_on_accelerator: bool) -> None:
     task = small_task(seed)
     wheres, head_on_accelerator = dense_first(task, kv_cache_on_accelerator)
     # Inequality 6 is strict.
@@ -173,7 +173,7 @@ def test_the_papers_program_needs_no_other_sets_than_prefixes(seed: int, kv_cach
 
 
 @given(SEEDS)
-def test_in_order_the_direct_program_is_the_prefix_form(seed: int) -> None:
+def test_the_direct_program_in_order_has_the_prefix_solution(seed: int) -> None:
     task = small_task(seed)
     wheres, head_on_accelerator = placed(task, seed)
     program = restricted(latency_problem(task), wheres, head_on_accelerator)
@@ -190,7 +190,7 @@ def test_in_order_the_direct_program_is_the_prefix_form(seed: int) -> None:
 
 
 @given(SEEDS)
-def test_without_order_the_direct_program_is_that_of_all_sets(seed: int) -> None:
+def test_the_direct_program_without_order_searches_all_sets(seed: int) -> None:
     task = looking_at_all(small_task(seed))
     wheres, head_on_accelerator = placed(task, seed)
     program = latency_problem(task)

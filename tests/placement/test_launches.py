@@ -171,7 +171,7 @@ def placements(layer: LayerBytes) -> list[tuple[list[Layer], bool]]:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
-def test_counts_are_those_of_the_lowered_program(model: Model) -> None:
+def test_launches_are_those_of_the_lowered_program(model: Model) -> None:
     for layers, head in placements(counted(model).layers[0]):
         assert in_sums(found(model, layers, head)) == expected(counted(model), layers, head), (layers, head)
 

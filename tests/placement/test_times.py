@@ -68,7 +68,7 @@ def expected_parts(model: LayerTimes, where: PartPlaces, groups: int) -> dict[st
 
 
 @given(SEEDS)
-def test_parts_of_a_layer(seed: int) -> None:
+def test_times_of_a_layers_parts(seed: int) -> None:
     task = with_gpu(seed)
     model = task.layer_times(0)
     for where in places_of(task.model.layers[0]):
@@ -83,7 +83,7 @@ def test_parts_of_a_layer(seed: int) -> None:
 
 
 @given(SEEDS)
-def test_the_schedule_takes_what_the_program_costs(seed: int) -> None:
+def test_the_schedule_takes_as_long_as_the_placement_costs(seed: int) -> None:
     """The critical path of the layer graph is the cost of the placement, whatever is chosen."""
     task = with_gpu(seed)
     program = latency_problem(task)
