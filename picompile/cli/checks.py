@@ -154,10 +154,13 @@ def require_page(path: Path, option: str, *, overwrite: bool) -> None:
 
 
 def _require_page(path: Path) -> None:
-    with path.open("rb") as file:
-        is_page = file.read(len(_PAGE_START)).lower() == _PAGE_START
-    if not is_page:
+    if _first_bytes(path, len(_PAGE_START)).lower() != _PAGE_START:
         raise UsageError(f"{path}: exists and is no HTML page, so it is not overwritten; choose another file")
+
+
+def _first_bytes(path: Path, count: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(count)
 
 
 def write_page(path: Path, html: str, option: str, *, overwrite: bool) -> None:
@@ -183,9 +186,7 @@ def require_trace_output(path: Path) -> None:
 
 
 def _require_trace(path: Path) -> None:
-    with path.open("rb") as file:
-        is_trace = file.read(len(_TRACE_START)) == _TRACE_START
-    if not is_trace:
+    if _first_bytes(path, len(_TRACE_START)) != _TRACE_START:
         raise UsageError(f"{path}: exists and is no trace of bench, so it is not overwritten; choose another file")
 
 

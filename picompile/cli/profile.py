@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from picompile.cli.checks import require_model_folder
-from picompile.cli.options import CalibrationOption, DebugOption, JsonOption
+from picompile.cli.options import CalibrationOption, DebugOption, FolderOutputOption, JsonOption, ModelArgument
 from picompile.cli.progress import progress
 from picompile.output import parents_of
 from picompile.predictors.profile.text import read_calibration
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def profile_command(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder: config.json, *.safetensors.")],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="The folder to make.")],
+    model: ModelArgument,
+    output: FolderOutputOption,
     calibration: CalibrationOption = None,
     tokens: Annotated[
         int, typer.Option(metavar="N", min=1, help="Count firings over N tokens, or over all the text if it has fewer.")

@@ -140,12 +140,7 @@ def find_target(name: str) -> Target:
 
     Raises `TargetError` for a name that is not known.
     """
-    return local_target() if name == LOCAL else find_row(name)
-
-
-def local_target() -> Target:
-    """Return this machine as a target, measured unless the cache has it."""
-    return measure_local().target
+    return measure_local().target if name == LOCAL else find_row(name)
 
 
 def measure_local(*, anew: bool = False) -> LocalMachine:

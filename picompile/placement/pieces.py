@@ -1,4 +1,4 @@
-"""Pieces of choices, and what prices say of them.
+"""Pieces of choices, and the pieces that prices rule out.
 
 A piece is a range of one choice's numbers of groups, with the lower convex hull of the costs in it: that is all of them
 that a linear problem can express. Costs need not be convex in the number of groups: a transfer that is saved with the

@@ -23,12 +23,12 @@ from picompile.placement.times import (
     group_count,
 )
 
-# The placement problem: what can be chosen for each stage of a token, what it takes, and what it costs.
+# The placement problem: the choices for each stage of a token, with the memory and the cost of each.
 #
-# A stage is a layer, or the output head. For each, one `Choice` is made: where its attention, its KV cache and its
-# predictor are, and within it how many groups of its neurons are on the GPU. Neurons lie in order of firing, and those
-# on the GPU are always the most firing ones, so a number of groups says which they are. Stages follow each other;
-# whoever chooses the other side than the stage before pays for a transfer.
+# A stage is a layer, or the output head. One `Choice` is made for each: where its attention, its KV cache and its
+# predictor are. Within a choice, some number of groups of its neurons is on the accelerator. Neurons are in order of
+# firing, and those on the accelerator are always the most active ones, so the number says which they are. A stage on
+# the other side than the stage before costs a transfer.
 #
 #     minimize    Σ_l cost_l(choice_l, n_l) + switch · #{l: side_l ≠ side_(l-1)}
 #     subject to  Σ_l gpu_l(choice_l) + n_l · group_l  ≤ gpu_capacity

@@ -221,7 +221,7 @@ def _block(graph: ShapeGraph, layer: int, x: str) -> str:
         inputs.append(graph.add(f"{layer}.mask", "predict", [x], neurons, _predictor(graph, layer)))
     matrices, tensors = 3 if gated else 2, {}
     if packing.predictor == "exact":
-        # The gating matrix, or up where there is no gate, is read in full, and lies apart.
+        # The gating matrix, which is up without a gate, is read in full and is a tensor of its own.
         tensors["decide_w"] = graph.matrix(f"{layer}.gating", neurons, hidden)
         matrices -= 1
     tensors["neuron_w"] = graph.matrix(f"{layer}.neurons", neurons * matrices, hidden)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from picompile.placement.plan import Plan
 from picompile.predictors.accuracy import rank_layers_by_error
 from picompile.report import numbers
-from picompile.report.layer_figures import LayerFigures, of_accuracy
+from picompile.report.layer_figures import LayerFigures, of_entry
 from picompile.report.numbers import NOTHING, Table, measured, relative_change, whole
 from picompile.report.plan import plan_of_report
 
@@ -130,7 +130,7 @@ def _accuracy(entry: "Fields") -> Accuracy:
     return Accuracy(
         figures={name: measured(entry.data.get(name)) for name in names},
         text=str(entry.data.get("text") or ""),
-        layers=tuple(of_accuracy(row.integer("layer"), row.text("kind"), row.data) for row in rows),
+        layers=tuple(of_entry(row.integer("layer"), row.text("kind"), row.data) for row in rows),
     )
 
 

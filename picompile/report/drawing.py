@@ -83,7 +83,7 @@ class Canvas:
 
 
 def require_matplotlib() -> None:
-    """Raise `UsageError` where there is nothing to draw with."""
+    """Raise `UsageError` if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

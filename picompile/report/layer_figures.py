@@ -70,28 +70,21 @@ def _sequence(value: object) -> Sequence[Any]:
 def of_predictor(
     layer: LayerPredictor, firing_share: float | None = None, skewness: float | None = None
 ) -> LayerFigures:
-    """Return a layer of predictors.json; `firing_share` and `skewness` count where it has none of its own."""
-    has_threshold = layer.learned or layer.kind == "sign"
-    own_firing, own_skewness = share(layer.firing_share), share(layer.skewness)
-    return LayerFigures(
-        layer=layer.layer,
-        kind=layer.kind,
+    """Return a layer of predictors.json; `firing_share` and `skewness` are used if it has none of its own."""
+    found, own_skewness = of_entry(layer.layer, layer.kind, layer.to_json()), share(layer.skewness)
+    return replace(
+        found,
         input=layer.input if layer.learned else None,
-        rank=whole(layer.rank),
-        threshold=measured(layer.threshold) if has_threshold else None,
+        threshold=measured(layer.threshold) if layer.learned or layer.kind == "sign" else None,
         parameters=whole(layer.parameters) or None,
         bytes_f16=whole(layer.bytes_f16) or None,
-        recall=share(layer.recall),
-        weighted_recall=share(layer.weighted_recall),
-        precision=share(layer.precision),
-        firing_share=firing_share if own_firing is None else own_firing,
-        computed_share=share(layer.computed_share),
+        firing_share=firing_share if found.firing_share is None else found.firing_share,
         skewness=skewness if own_skewness is None else own_skewness,
     )
 
 
-def of_accuracy(layer: int, kind: str, entry: Mapping[str, Any]) -> LayerFigures:
-    """Return a layer of the `accuracy` of an artifact's report.json."""
+def of_entry(layer: int, kind: str, entry: Mapping[str, Any]) -> LayerFigures:
+    """Return the measured figures in an entry of predictors.json, or of `accuracy` in an artifact's report.json."""
     return LayerFigures(
         layer=layer,
         kind=kind,

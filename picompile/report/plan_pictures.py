@@ -213,17 +213,16 @@ def memory_picture(name: str, plan: Plan) -> PagePicture:
     return picture(paint, name, "What it takes of the memory", f"{description}.", words, size)
 
 
+def _bar_style(colour: str, label: str | None) -> dict[str, Any]:
+    """Return the style of a bar; an edge of its own colour makes the smallest bars visible."""
+    return {"color": colour, "edgecolor": colour, "linewidth": 0.4, "label": label}
+
+
 def _draw_device(canvas: Canvas, axes: "Axes", plan: Plan, device: str, place: int, named: set[str]) -> float:
-    """Draw the bar of a device and returns where it ends; `named` are the kinds that the legend has already."""
+    """Draw the bar of a device and return where it ends; `named` are the kinds that the legend has already."""
     percent, left = 100 / (plan.budget_bytes(device) or plan.taken_bytes(device)), 0.0
     for (title, colour), taken in _bytes_by_title(plan, device).items():
-        # An edge of its own colour, so that the smallest are seen as well.
-        style: dict[str, Any] = {
-            "color": colour,
-            "edgecolor": colour,
-            "linewidth": 0.4,
-            "label": None if title in named else title,
-        }
+        style = _bar_style(colour, None if title in named else title)
         (bar,) = axes.barh(place, percent * taken, left=left, height=0.5, **style)
         canvas.hover(bar, f"{DEVICES[device]}: {title} {numbers.size(taken)}")
         named.add(title)
@@ -312,9 +311,8 @@ def _picture(name: str, plan: Plan, window: range, count: int, steps: "Sequence[
             widths = [(step.end_s - step.start_s) * factor for step in alike]
             starts = [(step.start_s - start) * factor for step in alike]
             places = [lanes.index(step.device) for step in alike]
-            # An edge of its own colour, so that the shortest steps are seen as well.
-            style: dict[str, Any] = {"color": colour, "edgecolor": colour, "linewidth": 0.4, "label": title}
-            for bar, step in zip(axes.barh(places, widths, left=starts, height=0.6, **style), alike, strict=True):
+            bars = axes.barh(places, widths, left=starts, height=0.6, **_bar_style(colour, title))
+            for bar, step in zip(bars, alike, strict=True):
                 canvas.hover(bar, _step_text(plan, step))
         axes.set_yticks(range(len(lanes)), [DEVICES[lane] for lane in lanes])
         axes.set_ylim(max(len(lanes), 1) - 0.5, -0.5)

@@ -101,7 +101,7 @@ def test_native_is_refused_on_a_machine_without_code(
 def test_targets_only_for_plans_are_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from picompile.machine import measured as measure
 
-    monkeypatch.delattr(measure, "local_target")  # nothing is measured to say so
+    monkeypatch.delattr(measure, "measure_local")  # nothing is measured to say so
     with pytest.raises(
         TargetError, match=r"plans for target 'local' .*compiles only for: cpu.*; .*is native"
     ) as caught:

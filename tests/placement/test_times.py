@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from picompile.placement.plan import PlanLayer
 from picompile.placement.problem import PlacementTask, StagePlace, evaluate, latency_problem, places_of
-from picompile.placement.schedule import LayerParts, critical_path, layer_graph, schedule, token_s
+from picompile.placement.schedule import critical_path, plan_graph, schedule, token_s
 from picompile.placement.times import GROUP, LayerTimes, PartPlaces, Times, transfer_launches
 from picompile.testing.tasks import random_task
 
@@ -93,14 +94,15 @@ def test_the_schedule_takes_as_long_as_the_placement_costs(seed: int) -> None:
         number = int(rng.integers(len(stage.choices)))
         choice = stage.choices[number]
         places.append(StagePlace(number, int(rng.integers(choice.first, choice.last + 1))))
-    parts = []
+    layers = []
     for number, place in enumerate(places[:-1]):
         where = program.stages[number].choices[place.choice].label
         assert isinstance(where, PartPlaces)
         sides = ["gpu" if on_accelerator else "host" for on_accelerator in vars(where).values()]
-        parts.append(LayerParts(task.layer_times(number).times(where).at(place.groups), *sides))
+        seconds = task.layer_times(number).times(where).at(place.groups)
+        layers.append(PlanLayer(number, 1, 0, *sides, 0.0, 0.0, **seconds, total_s=0.0, limit="gpu"))
     head = program.stages[-1].choices[places[-1].choice]
-    graph = layer_graph(parts, ("gpu" if head.on_accelerator else "host", head.cost(0)), program.switch_cost)
+    graph = plan_graph(layers, ("gpu" if head.on_accelerator else "host", head.cost(0)), program.switch_cost)
     np.testing.assert_allclose(token_s(graph), evaluate(program, places).cost, rtol=1e-9)
     waited = sum(graph.nodes[step]["seconds"] for step in critical_path(graph))
     np.testing.assert_allclose(waited, token_s(graph), rtol=1e-9)
