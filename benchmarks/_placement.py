@@ -13,7 +13,7 @@ from picompile.placement.machine import Machine, machine_of
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
 from picompile.placement.problem import PlacementTask, fixed_bytes, group_bytes
 from picompile.placement.solver import GAP
-from picompile.placement.times import ALL_ON_GPU, GROUP, group_count
+from picompile.placement.times import ALL_ON_ACCELERATOR, GROUP, group_count
 
 GIB = 2**30
 WEIGHT_BYTES = {"f16": 2.0, "q8": 1.0625, "q4": 0.5625}
@@ -40,7 +40,8 @@ def solved(gap: object) -> bool:
 def placed_bytes(model: ModelBytes) -> int:
     """All that could be on the GPU."""
     layers = sum(
-        fixed_bytes(layer, ALL_ON_GPU)[0] + group_count(layer.neurons) * group_bytes(layer) for layer in model.layers
+        fixed_bytes(layer, ALL_ON_ACCELERATOR)[0] + group_count(layer.neurons) * group_bytes(layer)
+        for layer in model.layers
     )
     return layers + model.head_bytes + model.workspace_bytes + model.table_bytes
 
@@ -69,7 +70,7 @@ def random_model(rng: np.random.Generator, most_layers: int = 100) -> ModelBytes
         neurons=neurons,
         # The bits of `sign` are beside the weights.
         neuron_bytes=neuron_bytes + (hidden // 8 if kind == "sign" else 0),
-        deciding_bytes={"learned": 0, "exact": neuron_bytes // matrices, "sign": hidden // 8}[kind],
+        gating_bytes={"learned": 0, "exact": neuron_bytes // matrices, "sign": hidden // 8}[kind],
         shared_bytes=int(hidden * 2),
         kv_cache_bytes=int(4 * kv_share * hidden * context * batch),
         # Those of a Llama.

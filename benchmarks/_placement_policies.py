@@ -24,7 +24,7 @@ from picompile.placement.problem import (
     latency_problem,
 )
 from picompile.placement.solver import solve
-from picompile.placement.times import GROUP, PartPlaces, exchange_launches
+from picompile.placement.times import GROUP, PartPlaces, transfer_launches
 
 FITTING = (0.1, 0.25, 0.5, 0.8, 1.0)
 
@@ -68,8 +68,8 @@ def token_times(task: PlacementTask, alone: bool) -> tuple[dict[str, float], flo
         "layers first": policies.layers_first(task, program),
         "host only": policies.host_only(task, program),
     }
-    for name, on_gpu in (("the paper's", False), ("the paper's, KV cache on the GPU", True)):
-        if (found := policies.paper(task, program, on_gpu)) is not None:
+    for name, on_accelerator in (("the paper's", False), ("the paper's, KV cache on the GPU", True)):
+        if (found := policies.paper(task, program, on_accelerator)) is not None:
             places[name] = found.places
     plan, untold = solve(program, known=list(places.values())), solve(program) if alone else None
     if plan is None:
@@ -103,8 +103,8 @@ def prefixes(options: argparse.Namespace) -> list[Row]:
     losses, of_bound, kinds = list[float](), list[float](), Counter[str]()
     for _ in counted(range(options.instances), options.instances):
         task = few_groups(rng)
-        wheres, head_on_gpu = dense_first(task, bool(rng.integers(0, 2)))
-        program = restricted(latency_problem(task), wheres, head_on_gpu)
+        wheres, head_on_accelerator = dense_first(task, bool(rng.integers(0, 2)))
+        program = restricted(latency_problem(task), wheres, head_on_accelerator)
         solution = solve(program, gap=0.0)
         if solution is None:
             kinds["does not fit"] += 1
@@ -142,15 +142,15 @@ def any_sets_s(task: PlacementTask, number: int, where: PartPlaces, sets: NDArra
     hot_s = sets @ read_bytes / machine.gpu_read_bytes_per_s + np.where(some, launch_s, 0.0)
     cold_s = ~sets @ read_bytes / machine.host_read_bytes_per_s
     silent = np.asarray([np.prod(1 - shares[start : start + GROUP]) for start in starts])
-    cold_fires = np.where(all_hot, 0.0, 1.0) if layer.deciding_bytes else 1 - np.where(sets, 1.0, silent).prod(axis=1)
+    cold_fires = np.where(all_hot, 0.0, 1.0) if layer.gating_bytes else 1 - np.where(sets, 1.0, silent).prod(axis=1)
     exchanges = np.where(some, 1.0, 0.0)
-    if where.attention_on_gpu:
-        waits = layer.predictor_bytes > 0 and not where.predictor_on_gpu
+    if where.attention_on_accelerator:
+        waits = layer.predictor_bytes > 0 and not where.predictor_on_accelerator
         exchanges = 1.0 + np.where(some & ~all_hot, cold_fires, 0.0) if waits else cold_fires
-        exchanges = exchanges + (not where.kv_cache_on_gpu)
+        exchanges = exchanges + (not where.kv_cache_on_accelerator)
     crossing_s = machine.crossing_s(2 * task.layer_times(number).crossing_bytes)
     beside_s = max(0.0, crossing_s - CROSSING_LAUNCHES * machine.launch_s)
-    none, part, every = exchange_launches(layer, where)
+    none, part, every = transfer_launches(layer, where)
     launches = np.where(all_hot, every, np.where(some, part, none))
     before_s = times.attention_s[0] + times.kv_cache_s[0] + times.predict_s[0]
     total_s: NDArray[np.float64] = before_s + np.maximum(hot_s, cold_s) + exchanges * beside_s

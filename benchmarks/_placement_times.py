@@ -119,13 +119,13 @@ def solve_times(tasks: Sequence[PlacementTask]) -> Row:
 
 def direct_times(task: PlacementTask, limit_s: float) -> Row:
     """The direct programs at one budget, and the same programs in the prefix form."""
-    wheres, head_on_gpu = dense_first(task, kv_cache_on_gpu=True)
-    same = solve(restricted(latency_problem(task), wheres, head_on_gpu))
+    wheres, head_on_accelerator = dense_first(task, kv_cache_on_accelerator=True)
+    same = solve(restricted(latency_problem(task), wheres, head_on_accelerator))
     row: Row = {"prefix form, same program s": same.seconds if same else None}
     programs = {
         "impact": lambda: direct_impact(task, True, time_limit_s=limit_s),
-        "latency, any sets": lambda: direct_latency(task, wheres, head_on_gpu, False, time_limit_s=limit_s),
-        "latency, in order": lambda: direct_latency(task, wheres, head_on_gpu, True, time_limit_s=limit_s),
+        "latency, any sets": lambda: direct_latency(task, wheres, head_on_accelerator, False, time_limit_s=limit_s),
+        "latency, in order": lambda: direct_latency(task, wheres, head_on_accelerator, True, time_limit_s=limit_s),
     }
     for name, run in programs.items():
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The choices that compiling and planning share: which there are, their limits, and how a default is derived."""
+"""The choices that compiling and planning share, with their limits and defaults."""
 
 from picompile.errors import UsageError
 
@@ -12,8 +12,8 @@ DEFAULT_CONTEXT = 4096
 MOST_SEQUENCES = 256
 CHUNK = 64
 # The accuracy bound: by which share the predictors may raise the perplexity.
-DEFAULT_GATE = 0.001
-# No model has so many layers: no file is looked for, and no picture drawn, of what comes after them.
+DEFAULT_ACCURACY_BOUND = 0.001
+# No model has so many layers; files and pictures of layers beyond it are neither looked for nor drawn.
 MOST_LAYERS = 10_000
 
 

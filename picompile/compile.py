@@ -5,11 +5,11 @@
 | capture | `Captured`: the model as an FX graph, without weights | `steps` |
 | resolve options | `CompileConfig`: every default filled in | `config` |
 | predictors | `PredictorSet`, None where they are lossless: given, or trained on a profile | `predictors` |
-| plan | `Plan`, None where nothing is placed: which neurons are hot, and where the rest lies | `compile_plan` |
-| passes | `GraphModule`: canonical → predicted → partitioned → quantized | `compile_passes` |
-| lower | `Lowered`: kernel calls, planned buffers, packed tensors that are not read yet | `compile_lower` |
+| plan | `Plan`, None where nothing is placed: which neurons are hot, and where the rest lies | `compile_steps.place_neurons` |
+| passes | `GraphModule`: canonical → predicted → partitioned → quantized | `compile_steps.compilation_passes` |
+| lower | `Lowered`: kernel calls, planned buffers, packed tensors that are not read yet | `compile_steps.lower_for` |
 | write | `WrittenArtifact`: kernels compiled and linked, each tensor read, packed and written | `artifact` |
-| accuracy check | `AccuracyReport`: perplexity with the predictors against every neuron | `compile_accuracy` |
+| accuracy check | `AccuracyReport`: perplexity with the predictors against every neuron | `compile_steps.check_accuracy` |
 
 An artifact that meets its accuracy bound is published: its folder is renamed into place. Else the steps from the plan
 on are taken again with larger predictors for the layers that lose most, if there are any.
@@ -34,7 +34,7 @@ from picompile.compile_steps import (
     pipeline_passes,
     place_neurons,
     require_checkable,
-    say_if_large,
+    warn_if_large,
 )
 from picompile.config import CompileConfig, CompileOptions, cache_context, resolve
 from picompile.errors import AccuracyError
@@ -101,7 +101,7 @@ def compile_model(
 
 @dataclass(frozen=True)
 class _Source:
-    """What is compiled, and for what. `checkpoint` is the model's folder, None for a module in memory."""
+    """A model and what it is compiled for. `checkpoint` is the model's folder, None for a module in memory."""
 
     checkpoint: Path | None
     captured: "Captured"
@@ -127,7 +127,7 @@ def _compile(
         passes = compilation_passes(config, captured.facts, predictors, plan)
         graph_module = run_passes(captured, passes, progress, config.debug.dump_ir, verify=config.debug.verify)
         lowered = lower_for(graph_module, captured.facts, plan, config, source.accelerator, progress)
-        say_if_large(lowered.program, progress)
+        warn_if_large(lowered.program, progress)
         contents = _contents(source, graph_module, lowered, predictors, plan)
         previous = make_room(output, lowered, previous)
         artifact = write_artifact(contents, scratch / f"artifact-{attempt}", progress, previous)

@@ -1,7 +1,7 @@
-"""The steps of the driver that a config decides about: its plan, its passes, its lowering, its accuracy check."""
+"""The driver's steps that depend on the config: its plan, its passes, its lowering, its accuracy check."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,6 @@ from picompile.progress import Progress
 from picompile.steps import lower_graph
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.fx import GraphModule
 
     from picompile.artifact.code import AcceleratorTarget
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from picompile_passes.base import Pass, Stage
 
 
-# Lowering as a config asks for it, and what a user is told about the program's size.
+# Lowering: the program that a config asks for, and a warning where it is too large for this machine.
 
 
 def lower_for(
@@ -83,7 +81,7 @@ def _placement(plan: "Plan | None", layers: int) -> "Placement":
     )
 
 
-def say_if_large(program: "LoweredProgram", progress: Progress) -> None:
+def warn_if_large(program: "LoweredProgram", progress: Progress) -> None:
     """Tell `progress` if this machine's memory cannot hold the cache; the artifact may be for another machine."""
     from picompile.machine.host import host_memory
     from picompile_runtime.devices.memory import in_units
@@ -97,7 +95,7 @@ def say_if_large(program: "LoweredProgram", progress: Progress) -> None:
         )
 
 
-# The passes of a compilation, ours and those that were asked for, in order.
+# Passes: the ones from captured to quantized, with the extra ones that the user asks for.
 
 
 def pipeline_passes(options: CompileOptions, insert: "Pass | None" = None) -> "list[Pass]":
@@ -116,7 +114,7 @@ def pipeline_passes(options: CompileOptions, insert: "Pass | None" = None) -> "l
 
     kind = str(options.predictor) if options.predictor is not None and options.is_lossless else "auto"
     hot = options.plan.hot_neurons() if options.plan is not None else dict(options.hot or {})
-    return _passes(insert or InsertPredictors(kind), hot, options.quant, options.passes)
+    return _all_passes(insert or InsertPredictors(kind), hot, options.quant, options.passes)
 
 
 def compilation_passes(
@@ -134,17 +132,17 @@ def compilation_passes(
     from picompile_passes.passes.insert_predictors import InsertPredictors
 
     insert = InsertPredictors(config.predictor.insert_kind) if predictors is None else predictors.insert_pass()
-    return _passes(insert, _hot_neurons(config, facts, plan), config.quant, config.debug.passes)
+    return _all_passes(insert, _hot_neurons(config, facts, plan), config.quant, config.debug.passes)
 
 
-def _passes(insert: "Pass", hot: Mapping[int, Sequence[int]], quant: str, extra: Sequence[str]) -> "list[Pass]":
+def _all_passes(insert: "Pass", hot: Mapping[int, Sequence[int]], quant: str, extra: Sequence[str]) -> "list[Pass]":
     from picompile_passes.passes.canonicalize import CANONICALIZE
     from picompile_passes.passes.partition import Partition
     from picompile_passes.passes.quantize import Quantize
     from picompile_passes.registry import make_pass
 
-    named = [_with_stage(text) for text in extra]
-    return _in_order(
+    named = [_parse_pass(text) for text in extra]
+    return _insert_extra(
         [*CANONICALIZE, insert, Partition(hot), Quantize(quant)], [(make_pass(name), stage) for name, stage in named]
     )
 
@@ -159,7 +157,7 @@ def _hot_neurons(config: CompileConfig, facts: "ModelFacts", plan: "Plan | None"
     return {layer: hot.get(layer, range(facts.ffn)) for layer in range(facts.layers)} | hot
 
 
-def _with_stage(text: str) -> "tuple[str, Stage | None]":
+def _parse_pass(text: str) -> "tuple[str, Stage | None]":
     """Return the pass and the stage that `name{option=value}@stage` names; None for a stage that is left out."""
     from picompile_passes.base import Stage
 
@@ -173,7 +171,7 @@ def _with_stage(text: str) -> "tuple[str, Stage | None]":
     return name, known[stage]
 
 
-def _in_order(own: "Sequence[Pass]", extra: "Sequence[tuple[Pass, Stage | None]]") -> "list[Pass]":
+def _insert_extra(own: "Sequence[Pass]", extra: "Sequence[tuple[Pass, Stage | None]]") -> "list[Pass]":
     """Return `own` passes, with each of the `extra` ones where its stage, or else the one it requires, is reached."""
     from picompile_passes.base import Stage
 
@@ -187,7 +185,7 @@ def _in_order(own: "Sequence[Pass]", extra: "Sequence[tuple[Pass, Stage | None]]
     return [*ordered, *(other for other, _ in waiting)]
 
 
-# The plan that a compilation splits blocks by: the one that was given, held against the model, or one that is made.
+# Plan: a given plan is checked against the model; without one, a plan is made.
 
 
 def check_checkpoint(options: CompileOptions, checkpoint: Path) -> None:
@@ -250,18 +248,17 @@ def place_neurons(
     if config.placement.machine is None:
         return config.placement.plan
     from picompile.placement.planning import make_plan, whole_plan
-    from picompile.placement.sources import planned_model
+    from picompile.placement.sources import model_firing
 
     settings = _plan_options(config.placement.machine, checkpoint, progress)
     learned = None if predictors is None or predictors.kind != "learned" else predictors.predictors
     with progress.step("plan"):
-        model = _count(config, captured, learned)
+        model = _count_model(config, captured, learned)
         plan = whole_plan(model, settings)
     if plan is not None:
         return plan
-    with _firing(config, checkpoint, predictors, progress) as firing, progress.step("plan"):
-        planned = planned_model(model, firing, learned, settings.fingerprint)
-        return make_plan(planned.model, planned.firing, settings)
+    with _firing_source(config, checkpoint, predictors, progress) as source, progress.step("plan"):
+        return make_plan(model, model_firing(model, source, learned), settings)
 
 
 def _plan_options(machine: "MachineOptions", checkpoint: Path | None, progress: Progress) -> "PlanOptions":
@@ -276,7 +273,7 @@ def _plan_options(machine: "MachineOptions", checkpoint: Path | None, progress: 
     return PlanOptions(machine.target, found.machine, fingerprint=mark)
 
 
-def _count(config: CompileConfig, captured: "Captured", predictors: "Predictors | None") -> "ModelBytes":
+def _count_model(config: CompileConfig, captured: "Captured", predictors: "Predictors | None") -> "ModelBytes":
     from picompile.placement.counting import count_bytes
     from picompile.placement.model_bytes import Packing
 
@@ -286,49 +283,42 @@ def _count(config: CompileConfig, captured: "Captured", predictors: "Predictors 
     return count_bytes(captured.facts.name, captured.graph_module, packing, predictors)
 
 
-@contextmanager
-def _firing(
+def _firing_source(
     config: CompileConfig, checkpoint: Path | None, predictors: "PredictorSet | None", progress: Progress
-) -> "Iterator[FiringSource]":
-    """Give the profile that predictors were trained on, one that was given or is in the work folder, or one made."""
+) -> "AbstractContextManager[FiringSource]":
+    """Return the profile that predictors were trained on, else one that is given or in the work folder, else make one.
+
+    A profile that is not kept is deleted at the end of the block.
+    """
     from picompile.frontend.checkpoint import fingerprint
     from picompile.placement.sources import NOT_KEPT, FiringSource, given_profile, made_profile
     from picompile.predictors.profile import ProfileOptions
 
     if checkpoint is None:
         raise UsageError(
-            "the model does not fit the GPU altogether, and of a module in memory there is no profile that says which "
-            "neurons are hot; compile a model folder, or say which with hot or plan"
+            "the model does not fully fit the GPU, and a module in memory has no profile to choose hot neurons "
+            "by; compile a model folder, or say which with hot or plan"
         )
     profile, work = config.predictor.profile, config.predictor.work
     if predictors is not None and predictors.profile is not None:
         is_kept = profile is not None or work is not None
-        yield FiringSource(predictors.profile, source=None if is_kept else NOT_KEPT)
-        return
+        return nullcontext(FiringSource(predictors.profile, source=None if is_kept else NOT_KEPT))
     given = given_profile(profile, work, fingerprint(checkpoint))
     if given is not None:
-        yield FiringSource(given)
-        return
-    settings = ProfileOptions(calibration=config.predictor.calibration)
-    with made_profile(checkpoint, work, settings, progress) as made:
-        yield made
+        return nullcontext(FiringSource(given))
+    return made_profile(checkpoint, work, ProfileOptions(calibration=config.predictor.calibration), progress)
 
 
-# The accuracy check of an artifact that is written, and that this machine may not be able to run.
-#
-# Code that runs here is checked as it will be used. Else a program for this machine stands in for the artifact's
-# during the check: of the same graph, without the accelerator where there is one, with the same weights, which may be
-# large. What a GPU computes differs from it by the order of additions alone. An artifact for a GPU is checked by a
-# stand-in also where that GPU is there, so that the same inputs give the same figures and bytes everywhere.
+# Accuracy check: the artifact that was written reads held-out text, even if this machine cannot run its code.
 
 
-_FILE = "kernels/gate.so"
+_STAND_IN_FILE = "kernels/gate.so"
 
 
 def require_checkable(options: CompileOptions, code: "Sequence[Code]") -> None:
     """Raise `MachineError` where an accuracy check is due, and no code for it can be made for this machine."""
     if not options.is_lossless and not runs_here(code):
-        native_code(_FILE)
+        native_code(_STAND_IN_FILE)
 
 
 def check_accuracy(
@@ -338,17 +328,24 @@ def check_accuracy(
     config: CompileConfig,
     progress: Progress,
 ) -> "AccuracyReport":
-    """Return what the predictors of `artifact` cost; a stand-in may replace its program, report and manifest.
+    """Return what the predictors of `artifact` cost.
+
+    The check may overwrite the artifact's program, report and manifest with those of a stand-in.
 
     Write these anew with `record_accuracy` before the artifact is published.
+
+    Code that runs on this machine is checked as it is. Otherwise a program for this machine stands in for the
+    artifact's during the check: it has the same graph and the same weights, which may be large, but no accelerator. A
+    GPU's results differ from those of the stand-in only by the order of additions. An artifact for a GPU is checked by
+    a stand-in even if that GPU is there, so that the same inputs give the same figures and bytes on every machine.
     """
     captured = artifact.contents.captured
-    with _readable(artifact, plan, config, progress) as folder:
+    with _runnable_here(artifact, plan, config, progress) as folder:
         return predictors.check_accuracy(folder, captured, config.context, config.predictor, progress)
 
 
 @contextmanager
-def _readable(
+def _runnable_here(
     artifact: WrittenArtifact, plan: "Plan | None", config: CompileConfig, progress: Progress
 ) -> Iterator[Path]:
     """Give the artifact's folder, with a program in it that runs on this machine without a GPU."""
@@ -361,10 +358,10 @@ def _readable(
     lowered = contents.lowered
     if accelerator is not None:
         lowered = lower_for(contents.graph_module, contents.captured.facts, plan, config, None, progress)
-    code = [native_code(_FILE)]
+    code = [native_code(_STAND_IN_FILE)]
     build_code(code, lowered, folder, progress)
     try:
         write_program(contents, lowered, folder, code, artifact.weights_sha256)
         yield folder
     finally:
-        (folder / _FILE).unlink()
+        (folder / _STAND_IN_FILE).unlink()

@@ -1,7 +1,7 @@
-"""What a model is compiled for: `CompileOptions` is what a user says, `CompileConfig` what it resolves to.
+"""The configuration of a compilation: `CompileOptions` from the user, and `CompileConfig` with every default filled in.
 
-Options are checked as far as they can be before anything is read. Once the model is captured, `resolve` fills in every
-default; all steps after it take the config.
+Options are checked as far as possible before anything is read. Once the model is captured, `resolve` makes the config,
+which all later steps take.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from picompile.choices import (
     CHUNK,
-    DEFAULT_GATE,
+    DEFAULT_ACCURACY_BOUND,
     KV_DTYPES,
     LOSSLESS,
     MOST_SEQUENCES,
@@ -40,36 +40,38 @@ _MOST_ELEMENTS = 2**31 - 1
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """What to compile for. Raises `UsageError`, when it is made, for what no model can be compiled with.
+    """The options of a compilation. The constructor raises `UsageError` for values that fit no model.
 
-    `target` names rows of the table of targets, several with commas between them; the artifact has code for each.
-    `quant` is the weight format: f16, q8 or q4.
-
-    `predictor` None chooses `exact` where the activation leaves neurons silent and `none` elsewhere. `learned`, `sign`
-    and what plug-ins add leave out neurons, and undergo an accuracy check: with them, perplexity on held-out text may
-    rise by the share `gate` (the accuracy bound) at most, or by any with None; the check reads `gate_tokens` tokens at
-    most. `learned` ones come from the folder `predictors`; or they, and the thresholds of `sign`, are trained on the
-    profile in the folder `profile`, or on one made from the text files `calibration`. `work` keeps these stages for the
-    next time.
-
-    `context` in tokens; None takes the model's own limit, at most 4096. The cache holds `sequences` sequences, each
-    with a context of its own; they can be decoded together. `kv_dtype` is f16, f32 or q8; None takes f16, and f32 where
-    rounding would move neurons across a jump of the activation (FATReLU). A prompt is read in chunks of `chunk` tokens.
-
-    `hot` maps a layer to the neurons of its hot part; or `plan`, which is of this model's neurons, says which are hot.
-    With neither, for a target with a GPU, a plan is made: `vram_budget`, `host_memory` and `host_bandwidth` say for
-    which machine, as text, as `picompile plan` takes them. Where not all of the model fits the GPU, that takes the
-    profile in the folder `profile`, the one that `work` has, or one made from `calibration`.
-
-    `hot_device` is the accelerator that hot neurons go to: `cuda`, the GPU that a target has, which is the default
-    there; `cpu`, a second partition of the CPU, for the same schedule without a GPU; None for a target without a GPU,
-    where both parts run one after the other on the host. With a plan the rest of the model goes where the plan has it;
-    without one, the accelerator has all but embeddings and cold neurons, and layers that `hot` does not name are hot
-    altogether.
-
-    `passes` are extra passes as text, `name{option=value}@stage`, options and stage as needed: each runs as soon as the
-    graph is at that stage, or else the one it requires. `dump_ir` receives the graph after every pass. `verify` has the
-    graph checked at every stage. `overwrite` lets the artifact replace another.
+    Attributes:
+        target: rows of the table of targets, separated by commas; the artifact has code for each.
+        quant: weight format: f16, q8 or q4.
+        predictor: None is `exact` if the activation leaves neurons silent, otherwise `none`. `learned`, `sign` and the
+            kinds of plug-ins leave out neurons, so the accuracy check applies to them.
+        context: longest sequence, in tokens; None is the model's own limit, at most 4096.
+        sequences: how many sequences the cache holds, each with a context of its own; they can be decoded together.
+        kv_dtype: f16, f32 or q8; None is f16, but f32 if rounding would move neurons across a jump of the activation
+            (FATReLU).
+        chunk: tokens of a prompt that are read together.
+        hot: the hot neurons by layer.
+        plan: a plan of this model's neurons, which says which are hot. It is given instead of `hot`. With neither, a
+            plan is made if the target has a GPU.
+        vram_budget, host_memory, host_bandwidth: the machine to make a plan for, as text, as in `picompile plan`.
+        hot_device: the accelerator that computes hot neurons: `cuda` is the target's GPU and the default if it has one;
+            `cpu` is a second partition of the CPU, with the same schedule but no GPU. None, for a target without a GPU,
+            has hot and cold neurons computed one after the other on the host. Without a plan, the accelerator has
+            everything but embeddings and cold neurons, and layers that `hot` does not name are hot altogether.
+        passes: extra passes as text, `name{option=value}@stage`; options and stage may be left out. Each runs as soon
+            as the graph has reached the stage, or else the one that the pass requires.
+        dump_ir: a folder that receives the graph after every pass.
+        verify: whether the graph is checked at every stage.
+        overwrite: whether the artifact may replace another.
+        predictors: the folder with learned predictors. Without it they, or the thresholds of `sign`, are trained.
+        profile: the folder with the profile to train and plan with; without it one is made. A plan needs a profile only
+            if the GPU cannot hold the whole model.
+        calibration: the text files to make a profile from.
+        gate: the accuracy bound: the share by which predictors may raise the perplexity; None for any.
+        gate_tokens: how many tokens of held-out text the accuracy check reads at most.
+        work: a folder that keeps the profile and the predictors for the next time.
     """
 
     target: str = "cpu"
@@ -92,12 +94,12 @@ class CompileOptions:
     predictors: Path | None = None
     profile: Path | None = None
     calibration: tuple[Path, ...] = ()
-    gate: float | None = DEFAULT_GATE
+    gate: float | None = DEFAULT_ACCURACY_BOUND
     gate_tokens: int = 4096
     work: Path | None = None
 
     def __post_init__(self) -> None:
-        """Raise `UsageError` for what no model can be compiled with."""
+        """Raise `UsageError` for options that fit no model."""
         gpu = gpu_of(self.target)
         for value, known, name in (
             (self.quant, QUANTIZATIONS, "quantization"),
@@ -126,7 +128,7 @@ class CompileOptions:
         self._require_machine(gpu)
 
     def _require_use(self) -> None:
-        """Raise `UsageError` for a folder or text that nothing would read."""
+        """Raise `UsageError` for a folder or text that no step would read."""
         given = {"predictors": self.predictors, "profile": self.profile, "calibration text": self.calibration}
         for what, wanted in given.items():
             planned = self.makes_plan and what != "predictors"
@@ -134,7 +136,7 @@ class CompileOptions:
                 raise UsageError(f"{what} given, but predictor {self.predictor or 'auto'} needs none; choose learned")
 
     def _require_machine(self, gpu: "Target | None") -> None:
-        """Raise `UsageError` for sizes of a machine that make no sense, or that no plan is made for."""
+        """Raise `UsageError` for wrong sizes of a machine, and for any if no plan is made."""
         from picompile.placement.machine import check_machine_options
 
         for name in ("vram_budget", "host_memory", "host_bandwidth"):
@@ -144,7 +146,9 @@ class CompileOptions:
             if gpu is None:
                 raise UsageError(f"{option}: target {self.target} has no GPU; leave it out, or name another --target")
             if not self.makes_plan:
-                raise UsageError(f"{option}: no plan is made where it is given what is hot; leave it out")
+                raise UsageError(
+                    f"{option}: --hot or --plan already says which neurons are hot, so no plan is made; leave it out"
+                )
         if gpu is not None:
             check_machine_options(self._machine(gpu))
 
@@ -164,12 +168,12 @@ class CompileOptions:
 
     @property
     def accelerator(self) -> str | None:
-        """Where hot neurons run: what was asked for, else `cuda` for a target with a GPU, else None."""
+        """Where hot neurons run: `hot_device` if given, else `cuda` for a target with a GPU, else None."""
         return self.hot_device or ("cuda" if gpu_of(self.target) is not None else None)
 
     @property
     def is_lossless(self) -> bool:
-        """Whether no predictor is wanted that leaves out neurons."""
+        """Whether the predictor is lossless: it leaves out no neuron that fires."""
         return self.predictor is None or self.predictor in LOSSLESS
 
     def _machine(self, gpu: "Target") -> "MachineOptions":
@@ -180,9 +184,9 @@ class CompileOptions:
 
 
 def _predictors(wanted: str | None) -> tuple[str, ...]:
-    """Return the kinds that can be asked for: ours, and those of plug-ins unless `wanted` is one of ours.
+    """Return the known kinds: ours, and those of plug-ins unless `wanted` is one of ours.
 
-    A kind with weights of its own cannot be asked for: it comes with the folder that holds them.
+    A plug-in's kind with weights of its own is left out: it comes with the folder that holds them.
     """
     if wanted is None or wanted in PREDICTORS:
         return PREDICTORS
@@ -196,8 +200,8 @@ def _predictors(wanted: str | None) -> tuple[str, ...]:
 class PlacementConfig:
     """Which neurons are hot, and where they run.
 
-    At most one of the first three is not None: `hot`, neurons by layer, and `plan` were given; `machine` is the machine
-    to make a plan for. `accelerator` is `cuda`, `cpu`, or None where everything runs on the host.
+    At most one of the first three is not None: `hot` has the neurons by layer and `plan` is a plan, both given by the
+    user; `machine` is the machine to make a plan for. `accelerator` is `cuda`, `cpu`, or None without an accelerator.
     """
 
     hot: Mapping[int, Sequence[int]] | None
@@ -217,10 +221,10 @@ class DebugConfig:
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """What one model is compiled for: `CompileOptions` with every default filled in.
+    """The configuration of one compilation: `CompileOptions` with every default filled in.
 
-    None stands for something that there is not, such as a plan, and never for a default. `targets` are names with
-    commas between them; `kv_dtype` is a key of `KV_DTYPES`; `context` and `chunk` are in tokens.
+    None means that there is no such thing, a plan for example; it never means a default. `targets` are names separated
+    by commas; `kv_dtype` is a key of `KV_DTYPES`; `context` and `chunk` are in tokens.
     """
 
     targets: str
@@ -238,7 +242,8 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
     """Return the config of a compilation of the model that `facts` are about.
 
     Raises:
-        UsageError: the model has no positions for the context, or kernels cannot count the cache's elements.
+        UsageError: the context exceeds the model's positions, or the cache has more elements than a 32-bit index can
+            address.
     """
     from picompile.predictors.config import PredictorConfig
 
@@ -283,6 +288,6 @@ def cache_context(options: CompileOptions, facts: "ModelFacts") -> int:
 
 
 def cache_text(sequences: int, context: int) -> str:
-    """Return how a message names the key/value cache for so many sequences of `context` tokens."""
+    """Return the name that messages have for a KV cache of so many sequences of `context` tokens."""
     several = "" if sequences == 1 else f"{sequences} sequences of "
     return f"a cache for {several}{context} tokens"

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from picompile_passes.base import Pass
 
 
-# Steps that every compilation takes, each shown as progress: capture a model, run passes on its graph, lower it.
-
-
 def capture_model(model: Path, progress: Progress) -> "Captured":
     """Return the model in the checkpoint folder `model`, captured; its warning, if any, is told to `progress`."""
     from picompile.frontend import load_model
@@ -73,17 +70,15 @@ def lower_graph(graph_module: "GraphModule", options: "LowerOptions", progress: 
         return lower(graph_module, options)
 
 
-# Compiling a checkpoint as it is, for this machine's processor: no plan, no predictor that is trained, no options.
-#
-# Profiling compiles a model in this way, to have it write text.
-
-
+# What `compile_lossless` compiles for.
 _TARGET = "cpu"
 _QUANT = "f16"
 
 
 def compile_lossless(model: Path, output: Path, context: int, progress: Progress) -> None:
     """Compile the checkpoint folder `model` into the new folder `output`, in f16, with a cache of `context` tokens.
+
+    It takes no plan, no trained predictor and no options. Profiling compiles a model in this way, to sample text.
 
     Raises:
         UnsupportedModelError: the model cannot be compiled.

@@ -57,7 +57,10 @@ class WrittenArtifact:
 
 
 def make_room(output: Path, lowered: "Lowered", previous: WrittenArtifact | None = None) -> WrittenArtifact | None:
-    """Remove `previous` where the disk of `output` cannot hold another artifact beside it. Return what is left of it.
+    """Remove `previous` where the disk of `output` cannot hold another artifact beside it.
+
+    Returns:
+        `previous`, or None if it was removed.
 
     Raises:
         DoesNotFitError: the disk cannot hold the artifact of `lowered`.

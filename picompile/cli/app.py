@@ -1,4 +1,4 @@
-"""How a command ends: exceptions become one line and an exit code."""
+"""The application: its commands, and the one place where exceptions become one line and an exit code."""
 
 import errno
 import os
@@ -49,11 +49,11 @@ _MOST_CAUSES = 20
 
 
 def report(error: BaseException, *, debug: bool) -> int:
-    """Says on stderr what went wrong; returns the exit code. One line, unless `debug` asks for everything."""
+    """Print on stderr what went wrong and return the exit code. It is one line unless `debug` asks for everything."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
-        # It takes no more, and what is left for it would be tried again at the end.
+        # It accepts no more, and Python would try to write the rest again at the end.
         silence_stdout()
         if isinstance(error, OSError) and error.filename is None:
             error.filename = "standard output"
@@ -66,7 +66,7 @@ def report(error: BaseException, *, debug: bool) -> int:
         return code
     if not debug:
         text = text.strip().splitlines()[0]
-    with suppress(OSError, ValueError):  # stderr takes nothing: the exit code says it
+    with suppress(OSError, ValueError):  # if stderr accepts nothing, there is still the exit code
         if debug:
             traceback.print_exception(error, file=sys.stderr)
         print(f"error: {text}", file=sys.stderr)
@@ -74,7 +74,7 @@ def report(error: BaseException, *, debug: bool) -> int:
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
-    """Exit code and text. Any exception that carries an integer `exit_code` is one that a user can act on."""
+    """Return (exit code, text). An exception with an integer `exit_code` is one that a user can act on."""
     if isinstance(error, typer.Exit):
         return error.exit_code, ""
     if (limit := _exhausted(error)) is not None:
@@ -94,9 +94,9 @@ def _explain(error: BaseException) -> tuple[int, str]:
 
 
 def _exhausted(error: BaseException) -> tuple[int, str] | None:
-    """What a file descriptor or a disk was lacking for, where that is why `error` came, whatever was made of it."""
+    """Return (exit code, text) if a lack of file descriptors or a full disk caused `error`, else None."""
     for cause in _causes(error):
-        # Some libraries have no more than the text.
+        # Some libraries keep only the text of the error.
         if getattr(cause, "errno", None) in _NO_FILES or os.strerror(errno.EMFILE) in str(cause):
             most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             return NO_SPACE, f"too many open files: this process may have {most}; raise the limit with ulimit -n"
@@ -106,7 +106,7 @@ def _exhausted(error: BaseException) -> tuple[int, str] | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error itself, and what it was raised from."""
+    """Yield the error, then its causes."""
     for _ in range(_MOST_CAUSES):
         if error is None:
             return
@@ -114,23 +114,20 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-# Signals that ask a command to end: it takes away what it has begun, as on Ctrl-C, and ends.
-
-
-# Of `docker stop`, systemd and batch systems, and of a terminal that is closed.
+# Signals that ask a command to end: from `docker stop`, systemd and batch systems, and from a terminal that is closed.
 _ASKED = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal other than Ctrl-C asked the process to end. Whatever handles that one handles this too."""
+    """A signal other than Ctrl-C asked the process to end. Code that cleans up on Ctrl-C does so for it too."""
 
 
 @contextmanager
 def stoppable() -> Iterator[list[int]]:
-    """Has SIGTERM and SIGHUP raise `Stopped` inside the block; yields the numbers of signals that came, Ctrl-C too.
+    """Raise `Stopped` on SIGTERM and SIGHUP inside the block; yield the list of signals that came, Ctrl-C included.
 
-    A signal that is ignored stays so: `nohup` and shells ignore some for their children. Elsewhere than in the main
-    thread, where Python lets nobody set handlers, it changes nothing.
+    A signal that is ignored stays ignored: `nohup` and shells ignore some for their children. Outside of the main
+    thread, where Python allows no handlers, nothing changes.
     """
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -152,17 +149,14 @@ def stoppable() -> Iterator[list[int]]:
             signal.signal(number, before[number])
 
 
-# Standard input, output and error, where whoever started the process closed some of them (`>&-`).
-
-
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
 
 def complete_streams() -> None:
-    """Opens those that are closed as /dev/null.
+    """Open standard streams that the parent process closed (`>&-`) as /dev/null.
 
-    Python has none for them, and the next files that are opened would get their numbers: what a library writes to
-    number 1 would go into an artifact.
+    Otherwise the next files that are opened would get their numbers, and output that a library writes to number 1
+    would go into an artifact.
     """
     for number, (name, mode) in enumerate(_STREAMS):
         if getattr(sys, name) is not None:
@@ -176,7 +170,7 @@ def complete_streams() -> None:
 
 
 def silence_stdout() -> None:
-    """Lets nothing more be written: Python flushes stdout once more as it ends, and that would fail again."""
+    """Discard all further output: Python flushes stdout once more when it ends, and that would fail again."""
     with suppress(OSError, ValueError):  # not a real file, as under a test
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -187,9 +181,6 @@ def _is_open(number: int) -> bool:
     except OSError:
         return False
     return True
-
-
-# The application: its commands, and the one place where errors become exit codes.
 
 
 app = typer.Typer(
@@ -245,13 +236,13 @@ for _name, _command in COMMANDS.items():
 
 @dataclass
 class Session:
-    """What one invocation carries from its options to its end."""
+    """The state of one invocation, set by its options and read when it ends."""
 
     debug: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line on `arguments` (default: the process's own) and returns the exit code."""
+    """Run the command line on `arguments` (default: the process's own) and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     session = Session()
     complete_streams()
@@ -264,6 +255,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 context.command.invoke(context)
             sys.stdout.flush()
         except (Exception, KeyboardInterrupt) as error:
-            # A library may have made another error of it.
+            # A library may have turned the signal's exception into another error.
             return SIGNALLED + came[0] if came else report(error, debug=session.debug)
     return 0

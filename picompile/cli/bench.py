@@ -1,9 +1,10 @@
 """`picompile bench`: how fast an artifact is on this machine, and how fast its memory would let it be."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -12,10 +13,7 @@ from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, Rep
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 
-if TYPE_CHECKING:
-    from picompile_runtime.bench.trace import TracedStep
-
-_TITLES = {"host": "a token, host", "device": "a token, device"}
+_TITLES = {"host": "a token, host", "device": "accelerator"}
 _PROMPT_TOKENS = 512
 _DECODE_TOKENS = 128
 
@@ -96,10 +94,6 @@ def bench_command(
     from picompile.loading import load_engine
     from picompile_runtime import Tokenizer, measure
 
-    def keep(steps: "Sequence[TracedStep]") -> None:
-        if trace is not None:
-            write_trace(trace, steps)
-
     with progress() as shown:
         engine = load_engine(artifact, threads, replan, shown)
         with engine, shown.step("measure", repeats + 1) as advance:
@@ -116,7 +110,7 @@ def bench_command(
                 lambda done, total: advance(1),
                 depth=depth,
                 sequences=batch,
-                trace=keep if trace is not None else None,
+                trace=None if trace is None else partial(write_trace, trace),
             )
     print(json.dumps(result, indent=2)) if json_output else _show(result)
 
@@ -124,9 +118,9 @@ def bench_command(
 def fit_lengths(
     context: int, prompt_tokens: int | None, decode_tokens: int | None, depth: int | None = None
 ) -> tuple[int, int]:
-    """Lengths that fit the context: as asked for, or the defaults cut to what is left. Raises `UsageError`.
+    """Return the tokens of the prompt and to decode, as asked for or the defaults cut to fit. Raise `UsageError`.
 
-    With a `depth` each of them must fit behind it; without, decoding goes on behind the prompt.
+    With a `depth` each must fit the context behind that many tokens; without one, decoding begins behind the prompt.
     """
     if depth is not None:
         prompt = prompt_tokens or max(1, min(_PROMPT_TOKENS, context - depth))
@@ -170,19 +164,19 @@ def _floor(decode: Mapping[str, Any]) -> str:
 
 
 def _hybrid(hybrid: Mapping[str, Any] | None) -> Iterator[str]:
-    """How the two devices share the work of a token; no line where there is one device."""
+    """Yield lines on how host and accelerator share the work of a token; none without an accelerator."""
     if hybrid is None:
         return
     host, device, both = (1e3 * hybrid[f"{name}_s_per_token"] for name in ("host", "device", "overlap"))
     share = f"{hybrid['overlap_share']:.0%} of the shorter"
-    yield f"devices    host {host:.3f} ms a token, hot device {device:.3f} ms, both {both:.3f} ms: {share}"
+    yield f"devices    host {host:.3f} ms a token, accelerator {device:.3f} ms, both {both:.3f} ms: {share}"
     skipped = hybrid["skipped_per_token"]
     waited = "" if skipped is None else f", of which {skipped:.1f} are not waited for"
-    yield f"exchanges  {hybrid['exchanges_per_token']:.1f} a token{waited}"
+    yield f"transfers  {hybrid['exchanges_per_token']:.1f} a token{waited}"
     if hybrid["step"] is not None:
-        gpu, compute, hot, cold, exchange, idle = (f"{1e3 * value:.3f}" for value in hybrid["step"].values())
-        parts = f"{compute} computing (hot neurons {hot}), {exchange} exchanging and waiting, {idle} between calls"
-        yield f"step       {gpu} ms on the hot device: {parts}; cold neurons on the host {cold}"
+        step, compute, hot, cold, transfer, idle = (f"{1e3 * value:.3f}" for value in hybrid["step"].values())
+        parts = f"{compute} computing (hot neurons {hot}), {transfer} in transfers and waits, {idle} between calls"
+        yield f"step       {step} ms on the accelerator: {parts}; cold neurons on the host {cold}"
 
 
 def _threads(count: int) -> str:
@@ -190,7 +184,7 @@ def _threads(count: int) -> str:
 
 
 def _table(decode: Mapping[str, Any], device: str, title: str) -> Iterator[str]:
-    """A line for each kind of kernel on a device, and for the host's time between them."""
+    """Yield a line for each kind of kernel on host or accelerator, and one for the host's time between them."""
     yield f"{title:16}{'MB':>9}{'ms':>9}{'GB/s':>9}{'floor ms':>10}{'of floor':>10}"
     left = 1 / decode["tokens_per_s"]
     for row in (row for row in decode["kernels"] if row["device"] == device):

@@ -1,4 +1,4 @@
-"""What can be known to fail before anything heavy is imported or written: one function a check."""
+"""Checks of a command's inputs and outputs, made before anything heavy is imported or written."""
 
 import json
 import tempfile
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def require_model_folder(folder: Path) -> None:
-    """Raises `UsageError` unless `folder` is there and looks like a Hugging Face checkpoint."""
+    """Raise `UsageError` unless `folder` exists and looks like a Hugging Face checkpoint."""
     if not folder.exists():
         raise UsageError(f"{folder}: no such folder; MODEL is a Hugging Face folder with config.json and *.safetensors")
     if not folder.is_dir():
@@ -27,9 +27,9 @@ def require_model_folder(folder: Path) -> None:
 
 
 def require_context(model: Path, context: int | None) -> None:
-    """Raises `UsageError` for more tokens than config.json has positions for.
+    """Raise `UsageError` for more tokens than config.json has positions for.
 
-    Where it does not say, or says something odd, whoever reads it in earnest decides: that takes seconds.
+    A config without a number, or with an odd one, passes: it is checked when the model is read, which takes seconds.
     """
     try:
         limit = json.loads((model / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
@@ -40,7 +40,7 @@ def require_context(model: Path, context: int | None) -> None:
 
 
 def require_text_file(path: Path) -> str:
-    """The text of a UTF-8 file. Raises `UsageError` where there is none."""
+    """Return the text of a UTF-8 file. Raise `UsageError` if there is none."""
     if not path.exists():
         raise UsageError(f"{path}: no such file")
     if path.is_dir():
@@ -54,9 +54,9 @@ def require_text_file(path: Path) -> str:
 
 
 def require_output(output: Path, *, overwrite: bool, marker: str) -> None:
-    """Raises `UsageError` if `output` cannot be made, or is in the way.
+    """Raise `UsageError` if the folder `output` cannot be made, or one is in the way.
 
-    Only a folder that contains `marker` is ever overwritten: `-o ~ --force` must not end a home folder.
+    Only a folder that contains `marker` is ever overwritten: `-o ~ --force` must not delete a home folder.
     """
     require_folder_or_nothing(output)
     if output.exists():
@@ -74,9 +74,9 @@ def _require_replaceable(output: Path, *, overwrite: bool, marker: str) -> None:
 
 
 def require_output_file(path: Path, option: str, require_kind: Callable[[Path], None], *, overwrite: bool) -> None:
-    """Raises `UsageError` if the file `path` cannot be made, or is in the way.
+    """Raise `UsageError` if the file `path` cannot be made, or one is in the way.
 
-    `require_kind` raises where a file is of another kind than what would be written: only its own kind is overwritten.
+    `require_kind` raises if the file there is of another kind than the one to write: only its own kind is overwritten.
     """
     if path.is_dir():
         raise UsageError(f"{path}: is a folder; {option} names the file to write")
@@ -94,9 +94,9 @@ def require_output_file(path: Path, option: str, require_kind: Callable[[Path], 
 def _require_writable(path: Path) -> None:
     parent = existing_ancestor(path)
     try:
-        # Asking the file system is the only test that holds for root, read-only mounts and quotas alike.
-        with tempfile.TemporaryFile(dir=parent):  # has no name, where the file system can do that
-            pass
+        # Asking the file system is the only test that holds for root, read-only mounts and quotas alike. The file has
+        # no name, if the file system supports that.
+        tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
         if error.errno in DISK_FULL:
             raise DoesNotFitError(f"{parent}: {error.strerror}; {path} cannot be written") from error
@@ -104,9 +104,9 @@ def _require_writable(path: Path) -> None:
 
 
 def checkpoint_weights(folder: Path) -> int:
-    """How many weights the *.safetensors files of `folder` hold, from their headers alone; unreadable files count zero.
+    """Return how many weights the *.safetensors files of `folder` hold, by their headers; unreadable files count zero.
 
-    A lower bound is enough here: whoever reads the files in earnest says what is wrong with them.
+    A lower bound is enough here: what is wrong with a file is reported when the model is read.
     """
     return sum(_weights_in(path) for path in folder.glob("*.safetensors"))
 
@@ -120,7 +120,7 @@ def _weights_in(path: Path) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """Three digits and a unit: `3.21 GB`. Decimal, as disks and memory bandwidths are sold."""
+    """Return bytes with three digits and a decimal unit, as disks and bandwidths are sold: `3.21 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -128,58 +128,53 @@ def format_bytes(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-# HTML pages as outputs: what they may overwrite, and how they are written.
-
-
-_START = b"<!doctype html>"
+_PAGE_START = b"<!doctype html>"
 
 
 def require_page(path: Path, option: str, *, overwrite: bool) -> None:
-    """Raises `UsageError` where `path` cannot become a page: only a page is ever overwritten."""
+    """Raise `UsageError` if a page cannot be written to `path`: a file that is no page is never overwritten."""
     require_output_file(path, option, _require_page, overwrite=overwrite)
 
 
 def _require_page(path: Path) -> None:
-    with path.open("rb") as file:
-        is_page = file.read(len(_START)).lower() == _START
-    if not is_page:
+    if _first_bytes(path, len(_PAGE_START)).lower() != _PAGE_START:
         raise UsageError(f"{path}: exists and is no HTML page, so it is not overwritten; choose another file")
 
 
+def _first_bytes(path: Path, count: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(count)
+
+
 def write_page(path: Path, html: str, option: str, *, overwrite: bool) -> None:
-    """Writes the page, and the folders above it. Raises what `require_page` does, should that have changed."""
+    """Write the page and make the folders above it. Raise what `require_page` raises if a file appeared meanwhile."""
     write_text(path, html, lambda: require_page(path, option, overwrite=overwrite), overwrite=overwrite)
 
 
 def write_text(path: Path, text: str, check: Callable[[], None], *, overwrite: bool) -> None:
-    """Writes a file, and the folders above it: it is there whole or not at all. A link goes on pointing at it.
+    """Write a file, whole or not at all, and make the folders above it. A link goes on pointing at the file.
 
-    `check` is asked again at the moment when the file takes its place.
+    `check` is called again just before the file takes its place.
     """
     with parents_of(path.resolve()), writing_file(path, overwrite=overwrite, check=check) as file:
         file.write(text.encode("utf-8"))
 
 
-# A trace's file as an output: what it may overwrite, and how it is written.
-
-
-_TRACE_OUTPUT_START = b'{"traceEvents":'
+_TRACE_START = b'{"traceEvents":'
 
 
 def require_trace_output(path: Path) -> None:
-    """Raises `UsageError` where `path` cannot become a trace: only a trace is ever overwritten."""
+    """Raise `UsageError` if a trace cannot be written to `path`: a file that is no trace is never overwritten."""
     require_output_file(path, "--trace", _require_trace, overwrite=True)
 
 
 def _require_trace(path: Path) -> None:
-    with path.open("rb") as file:
-        is_trace = file.read(len(_TRACE_OUTPUT_START)) == _TRACE_OUTPUT_START
-    if not is_trace:
+    if _first_bytes(path, len(_TRACE_START)) != _TRACE_START:
         raise UsageError(f"{path}: exists and is no trace of bench, so it is not overwritten; choose another file")
 
 
 def write_trace(path: Path, steps: "Sequence[TracedStep]") -> None:
-    """Writes the steps as a trace, whole or not at all."""
+    """Write the steps as a trace, whole or not at all."""
     from picompile_runtime.bench.trace import chrome_trace
 
     text = json.dumps(chrome_trace(steps), separators=(",", ":")) + "\n"

@@ -16,13 +16,14 @@ from picompile.cli.checks import (
     require_text_file,
 )
 from picompile.cli.options import (
+    AccuracyBoundOption,
     CalibrationOption,
     DebugOption,
-    GateOption,
     HostBandwidthOption,
     HostMemoryOption,
     HotDeviceOption,
     KvDtype,
+    ModelArgument,
     Quant,
     VramBudgetOption,
 )
@@ -38,7 +39,7 @@ _WEIGHT_BITS = {Quant.F16: 16.0, Quant.Q8: 8.5, Quant.Q4: 4.5}
 
 
 def compile_command(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder: config.json, *.safetensors.")],
+    model: ModelArgument,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="ARTIFACT", help="The folder to make.")],
     target: Annotated[
         str,
@@ -71,7 +72,7 @@ def compile_command(
         typer.Option(metavar="FOLDER", help="Train predictors and plan with this profile. Default: make one."),
     ] = None,
     calibration: CalibrationOption = None,
-    gate: GateOption = "0.1%",
+    gate: AccuracyBoundOption = "0.1%",
     gate_tokens: Annotated[
         int, typer.Option(metavar="N", min=2, help="Tokens of held-out text that the accuracy check reads, at most.")
     ] = 4096,
@@ -193,7 +194,7 @@ def compile_command(
 
 
 def read_hot(path: Path) -> Mapping[int, Sequence[int]]:
-    """Reads `--hot`: a JSON object from layer number to a list of neuron numbers. Raises `UsageError`."""
+    """Return what the file of `--hot` holds: neuron numbers by layer number. Raise `UsageError`."""
     try:
         content = json.loads(require_text_file(path))
     except (ValueError, RecursionError) as error:

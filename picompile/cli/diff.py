@@ -63,7 +63,7 @@ def diff_command(
 
 @dataclass(frozen=True)
 class _Found:
-    """What was compared, and the files that have no counterpart."""
+    """The pairs that were compared, and the files without a counterpart."""
 
     compared: "Sequence[Compared]"
     in_folders: bool
@@ -88,7 +88,7 @@ def _find(before: Path, after: Path) -> _Found:
 
 
 def _dumps(folder: Path) -> dict[tuple[str, int], Path]:
-    """The dumps of a folder in order, by the name of the pass and how often it came before."""
+    """Return the dumps of a folder in order, by the pass's name and how often that came before."""
     found = [(match, path) for path in folder.iterdir() if (match := _DUMP.fullmatch(path.name))]
     if not found:
         raise UsageError(f"{folder}: holds no dumps (000_input.txt, …); {_WANTED}")
@@ -137,7 +137,7 @@ def _json(found: _Found) -> dict[str, Any]:
 
 
 def _summary(found: _Found) -> "Iterator[Line]":
-    """What was compared, without the changes themselves."""
+    """Yield a summary of each pair, without the changes themselves."""
     from picompile.report.graph import Line, counts_text, graph_summary
 
     if not found.in_folders:
@@ -161,7 +161,7 @@ def _names(item: "Compared") -> str:
 
 
 def _listing(found: _Found) -> "Iterator[Line]":
-    """The summary, and the changes of every pair that differs."""
+    """Yield the summary, and the changes of every pair that differs."""
     from picompile.report.graph import Line, graph_summary, listing
 
     yield from _summary(found)
@@ -177,7 +177,7 @@ def _listing(found: _Found) -> "Iterator[Line]":
 
 
 def _printer() -> "Callable[[Line], None]":
-    """Prints a line: in colour on a terminal, as it is elsewhere."""
+    """Return a function that prints a line, in colour on a terminal."""
     if not sys.stdout.isatty():
         return lambda line: print(line.text)
     from rich.console import Console

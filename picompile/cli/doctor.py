@@ -1,4 +1,4 @@
-"""`picompile doctor`: what this machine is, and whether picompile works on it."""
+"""`picompile doctor`: describe this machine, and check that picompile works on it."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from picompile.machine import TARGETS, find_native_target
 if TYPE_CHECKING:
     from picompile.machine.measured import LocalMachine
 
-# Further vector extensions, which code may be made for one day.
+# Further vector extensions that are shown; code may be made for them one day.
 _OF_INTEREST = ("avx512", "avx_vnni", "amx", "sve", "i8mm")
 _PACKAGES = ("torch", "transformers", "apache-tvm", "apache-tvm-ffi", "tokenizers", "safetensors", "numpy")
 # The extra `cuda`; importing what uses them takes seconds.
@@ -83,7 +83,7 @@ def doctor_command(
 
 
 def examine(local: "LocalMachine") -> Iterator[Finding]:
-    """All findings; those about speed are what was measured of `local`."""
+    """Yield all findings; those about speed are the measurements of `local`."""
     from picompile_runtime.devices.machine import cpu_features, default_threads
 
     old = "" if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed"
@@ -102,7 +102,7 @@ def examine(local: "LocalMachine") -> Iterator[Finding]:
 
 
 def _local_facts(local: "LocalMachine") -> dict[str, object]:
-    """What was measured, in numbers: the target `local` and the host's memory."""
+    """Return the measurements as numbers: the target `local` and the host's memory."""
     return {
         "target": asdict(local.target),
         "host_bytes": local.host.bytes,
@@ -122,7 +122,7 @@ def _compiler() -> Finding:
 
 
 def _features(present: frozenset[str]) -> Iterator[Finding]:
-    """What the processor has of the features that code is made for, and the code that would be used here."""
+    """Yield the processor's features that code is made for, and the code that would be used here."""
     rows = [row for row in TARGETS.values() if row.compiles and row.machine == platform.machine()]
     used = list(dict.fromkeys(feature for row in rows for feature in row.features))
     also = sorted(name for name in present - {*used} if name.startswith(_OF_INTEREST))
@@ -151,7 +151,7 @@ def _package(name: str) -> Finding:
 
 
 def _nvrtc() -> Finding:
-    """What compiles for the rows of the table that have a GPU; nothing else needs it."""
+    """Return whether NVRTC is there, which only targets with a GPU need."""
     try:
         versions = [version(name) for name in _NVRTC_PACKAGES]
     except PackageNotFoundError:
@@ -175,7 +175,7 @@ def _gpu(local: "LocalMachine") -> Iterator[Finding]:
 
 
 def _gpu_without_driver() -> str:
-    """What the kernel's part of the driver says, which may be there where libcuda is not."""
+    """Return the GPUs that the driver's kernel module knows; it may be there without libcuda."""
     return ", ".join(
         line.partition(":")[2].strip()
         for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from picompile.cli.checks import require_model_folder, require_output
-from picompile.cli.options import DebugOption
+from picompile.cli.options import DebugOption, FolderOutputOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.output import parents_of
@@ -20,7 +20,7 @@ def import_predictors_command(
     model: Annotated[
         Path, typer.Option("--model", metavar="MODEL", help="The checkpoint that the predictors were trained for.")
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="The folder to make.")],
+    output: FolderOutputOption,
     force: Annotated[bool, typer.Option("--force", help="Replace FOLDER if it holds predictors.")] = False,
     debug: DebugOption = False,
 ) -> None:

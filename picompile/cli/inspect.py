@@ -1,4 +1,4 @@
-"""What `picompile inspect` shows of an artifact's hot device: what lies where, and what its kernels take."""
+"""`picompile inspect`: the contents of an artifact, and for an accelerator its memory and kernels."""
 
 import json
 from collections import Counter
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 
 _WIDTH = 120
+_MEMORY_TITLES = {"device": "on accelerator", "host": "on the host", "shared": "shared memory"}
 _RESOURCES = ("registers", "local_bytes", "shared_bytes")
 
 
 def collect_device(
     folder: Path, manifest: "Manifest", program: "Program", tensors: Mapping[str, "Tensor"]
 ) -> dict[str, Any] | None:
-    """What `--json` has of the hot device, None where there is none. Raises `ArtifactError`."""
+    """Return what `--json` shows of the accelerator, None without one. Raise `ArtifactError`."""
     code = manifest.accelerator
     if code is None:
         return None
@@ -39,7 +40,7 @@ def collect_device(
 
 
 def _memory(program: "Program", tensors: Mapping[str, "Tensor"]) -> dict[str, dict[str, int]]:
-    """What lies in each memory. Streamed weights are the host's, and read by the device where they lie."""
+    """Return the bytes in each memory. Streamed weights are in the host's, where the accelerator reads them."""
     from picompile_runtime.engine.layout import weights_of
 
     used, kept = weights_of(program, "device"), weights_of(program, "host")
@@ -63,7 +64,7 @@ def _memory(program: "Program", tensors: Mapping[str, "Tensor"]) -> dict[str, di
 
 
 def _kernels(folder: Path, code: "AcceleratorCode") -> Iterator[dict[str, Any]]:
-    """One entry a launch: how it is launched, and what the compiler says that it takes."""
+    """Yield an entry for each launch: its grid and block, and the resources that the compiler reports."""
     from picompile_runtime import ArtifactError
     from picompile_runtime.artifact.fields import parse_object
     from picompile_runtime.devices.cuda.module import read_images
@@ -81,20 +82,20 @@ def _kernels(folder: Path, code: "AcceleratorCode") -> Iterator[dict[str, Any]]:
             yield {"kernel": name, "symbol": launch.symbol, **extents, **resources}
 
 
-def device_rows(device: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The lines of the table of facts."""
+def accelerator_rows(device: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the lines on the accelerator for the table of facts."""
     if device["kind"] == "cuda":
         sm = device["sm"]
-        yield "hot device", f"GPU of compute capability {sm // 10}.{sm % 10}; newer ones by PTX"
+        yield "accelerator", f"GPU of compute capability {sm // 10}.{sm % 10}; newer ones by PTX"
     else:
-        yield "hot device", f"a second partition of the CPU: {', '.join(device['code'])}"
+        yield "accelerator", f"a second partition of the CPU: {', '.join(device['code'])}"
     for memory, parts in device["memory_bytes"].items():
         held = [f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in parts.items() if size]
-        yield {"shared": "shared memory"}.get(memory, f"on the {memory}"), ", ".join(held) or "nothing"
+        yield _MEMORY_TITLES[memory], ", ".join(held) or "nothing"
 
 
 def show_kernels(kernels: Sequence[Mapping[str, Any]]) -> None:
-    """A table with a line for each launch on the GPU."""
+    """Print a table with a line for each launch on the GPU."""
     from rich.console import Console
     from rich.table import Table
 
@@ -106,11 +107,8 @@ def show_kernels(kernels: Sequence[Mapping[str, Any]]) -> None:
         blocks = " x ".join(str(extent) for extent in kernel["grid"] if extent > 1) or "1"
         figures = [str(kernel[key]) for key in _RESOURCES]
         table.add_row(kernel["symbol"], blocks, str(kernel["block"][0]), *figures)
-    # A launch is to be a line, also where nobody says how wide the terminal is.
+    # Each launch is one line, even if the width of the terminal is not known.
     Console(markup=False, highlight=False, width=_WIDTH).print(table)
-
-
-# `picompile inspect`: what is in an artifact.
 
 
 def inspect_command(artifact: ArtifactArgument, json_output: JsonOption = False, debug: DebugOption = False) -> None:
@@ -131,7 +129,7 @@ def inspect_command(artifact: ArtifactArgument, json_output: JsonOption = False,
 
 
 def collect(folder: Path) -> dict[str, Any]:
-    """Everything that `inspect --json` prints. Raises `ArtifactError`."""
+    """Return everything that `inspect --json` prints. Raise `ArtifactError`."""
     from picompile_runtime.artifact.manifest import read_manifest
 
     manifest = read_manifest(folder)
@@ -168,7 +166,7 @@ def collect(folder: Path) -> dict[str, Any]:
 
 
 def _code(manifest: "Manifest") -> list[dict[str, Any]]:
-    """The code for each instruction set, the best first; `used_here` where it is what this machine runs."""
+    """Return the code for each instruction set, the best first; `used_here` marks the one that this machine runs."""
     from picompile_runtime import MachineError, RequestError
     from picompile_runtime.artifact.interfaces import choose_variant
 
@@ -182,7 +180,7 @@ def _code(manifest: "Manifest") -> list[dict[str, Any]]:
 
 
 def _program(folder: Path) -> "tuple[Program, Mapping[str, Tensor]]":
-    """The program, and the weights that the file has."""
+    """Return the program, and the tensors of the weights file by name."""
     from picompile_runtime import ArtifactError
     from picompile_runtime.artifact.program import read_program
     from picompile_runtime.artifact.weights import read_header
@@ -198,10 +196,10 @@ def _program(folder: Path) -> "tuple[Program, Mapping[str, Tensor]]":
 
 
 def _parts(program: "Program", where: str) -> dict[str, dict[str, int]]:
-    """What the feed-forward blocks come to: all of them, or the hot and the cold parts of those that are split."""
+    """Return the sizes of the feed-forward blocks together, or of the hot and the cold parts if they are split."""
     from picompile_runtime import ArtifactError
 
-    # They are numbered in the order of their calls.
+    # The parts are in the order of their calls.
     sizes = [call.weight_bytes for call in program.functions["decode"] if call.op == "ffn"]
     if len(sizes) != len(program.ffn):
         raise ArtifactError(f"{where}: {len(sizes)} calls for {len(program.ffn)} parts of feed-forward blocks")
@@ -212,7 +210,7 @@ def _parts(program: "Program", where: str) -> dict[str, dict[str, int]]:
 
 
 def _bytes_by_operator(program: "Program") -> dict[str, int]:
-    """Bytes of weights that a decoded token reads where every neuron is computed, by operator."""
+    """Return the bytes of weights that a decoded token reads if every neuron is computed, by operator."""
     totals: Counter[str] = Counter()
     for call in program.functions["decode"]:
         totals[call.op] += call.weight_bytes
@@ -254,12 +252,12 @@ def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "program", f"{facts['calls']['decode']} calls a token, {facts['kernels']} kernels"
     yield "runs on", "\n".join(map(_code_text, facts["code"]))
     if facts["hot_device"] is not None:
-        yield from device_rows(facts["hot_device"])
+        yield from accelerator_rows(facts["hot_device"])
     yield "files", f"{len(facts['files']) + 1}, {format_bytes(sum(facts['files'].values()))}"
 
 
 def _reported(folder: Path, what: str) -> dict[str, Any] | None:
-    """What the report has of `accuracy`, which the gate found, or of the `plan`; None where there was none."""
+    """Return the `accuracy` or the `plan` in the artifact's report; None if it has none, or cannot be read."""
     try:
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -288,7 +286,7 @@ def _ffn_text(parts: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def _plan_text(plan: Mapping[str, Any]) -> str:
-    """Target, budget and speed of the plan that split the blocks; a report need not be whole to be looked at."""
+    """Return the target, budget and speed of the plan that split the blocks, even if the report is damaged."""
     try:
         budget, speed = size(plan["gpu_budget_bytes"]), tokens(plan["tokens_per_s"]).strip()
         return f"for {plan['target']}, {budget} of its GPU memory: {speed} tokens/s predicted, not measured"

@@ -34,7 +34,10 @@ JsonOption = Annotated[bool, run_option("json")]
 ThreadsOption = Annotated[int | None, run_option("threads")]
 ReplanOption = Annotated[bool, run_option("replan")]
 ArtifactArgument = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A compiled model's folder.")]
-
+ModelArgument = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder: config.json, *.safetensors.")
+]
+FolderOutputOption = Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="The folder to make.")]
 
 CalibrationOption = Annotated[
     list[Path] | None,
@@ -47,14 +50,14 @@ CalibrationOption = Annotated[
         show_default=False,
     ),
 ]
-GateOption = Annotated[
+AccuracyBoundOption = Annotated[
     str,
     typer.Option(
         metavar="SHARE",
         help="Accuracy bound: how far predictors may raise the perplexity on held-out text; off sets none.",
     ),
 ]
-# What is said of the machine to plan for.
+# Options on the machine to plan for.
 VramBudgetOption = Annotated[
     str | None,
     typer.Option(

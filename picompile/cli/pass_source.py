@@ -1,4 +1,4 @@
-"""The facts of our own passes, read from their source: importing a pass imports torch, which takes seconds."""
+"""Read the facts of our own passes from their source, since importing a pass imports torch, which takes seconds."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -9,14 +9,14 @@ import picompile_passes
 from picompile_passes.passes import BUILTIN
 
 _BASE = "picompile_passes.base:Pass"
-# A pass can change its effect by its options; what it says of itself without any is listed.
+# A pass's options can change its effect; the effect without options is listed.
 _EFFECTS = ("default_effect", "effect")
 
 
 def describe_builtin_passes() -> list[dict[str, Any]]:
-    """Return what `picompile passes` lists of each pass, in order of their names, without importing any.
+    """Return the facts that `picompile passes` lists, a pass each, in order of their names, without importing any.
 
-    Raises `ValueError` for a pass that is not written as a class with literal facts.
+    Raise `ValueError` for a pass that is not written as a class with literal facts.
     """
     inherited = _assignments(_class_of(_BASE))
     return [{**_describe(location, inherited), "origin": "picompile"} for _, location in sorted(BUILTIN.items())]
@@ -41,7 +41,7 @@ def _describe(location: str, inherited: Mapping[str, ast.expr]) -> dict[str, Any
 
 
 def _class_of(location: str) -> ast.ClassDef:
-    """The class that `module:name` leads to."""
+    """Return the class at `module:name`."""
     module, _, name = location.partition(":")
     path = Path(picompile_passes.__path__[0], *module.split(".")[1:]).with_suffix(".py")
     for statement in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -55,7 +55,7 @@ def _annotated(found: ast.ClassDef) -> Iterator[ast.AnnAssign]:
 
 
 def _assignments(found: ast.ClassDef) -> dict[str, ast.expr]:
-    """What the class variables are, by name."""
+    """Return the values of the class variables, by name."""
     return {
         statement.target.id: statement.value
         for statement in _annotated(found)
@@ -68,7 +68,7 @@ def _is_class_variable(statement: ast.AnnAssign) -> bool:
 
 
 def _member(value: ast.expr) -> str | None:
-    """`canonical` of `Stage.CANONICAL`, whose values are the names of their members in small letters."""
+    """Return `canonical` for `Stage.CANONICAL`: the values of such enumerations are their names in small letters."""
     if isinstance(value, ast.Attribute):
         return value.attr.lower()
     if isinstance(value, ast.Constant) and value.value is None:

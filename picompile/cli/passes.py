@@ -1,4 +1,4 @@
-"""`picompile passes`: what graph passes there are, and what each of them does."""
+"""`picompile passes`: list the graph passes, and explain one."""
 
 import dataclasses
 import inspect
@@ -63,7 +63,7 @@ def passes_command(
 
 
 def list_passes() -> list[dict[str, Any]]:
-    """Return what is listed of each pass. Only where a package offers passes are they imported, and torch with them."""
+    """Return the facts to list, a pass each. Passes, and torch with them, are imported only if a package adds some."""
     if not entry_points(group="picompile.passes"):
         from picompile.cli.pass_source import describe_builtin_passes
 
@@ -72,7 +72,7 @@ def list_passes() -> list[dict[str, Any]]:
 
 
 def describe_imported_passes() -> list[dict[str, Any]]:
-    """Return what is listed of each pass from the classes themselves, those of packages too."""
+    """Return the facts to list, a pass each, from the classes themselves, including those of packages."""
     from picompile_passes.registry import find_pass, registrations
 
     return [{**_describe(find_pass(name)), "origin": entry.origin} for name, entry in registrations().items()]
@@ -94,14 +94,14 @@ def _options(pass_class: "type[Pass]") -> list["dataclasses.Field[Any]"]:
 
 
 def _type_name(kind: Any) -> str:
-    """`Mapping[int, str]` of `collections.abc.Mapping[int, str]`."""
+    """Return a type's name without modules: `Mapping[int, str]` for `collections.abc.Mapping[int, str]`."""
     named = inspect.isclass(kind) and not hasattr(kind, "__args__")
     text = kind if isinstance(kind, str) else kind.__name__ if named else str(kind)
     return re.sub(r"\b[a-z_]+\.(?=[\w.])", "", text)
 
 
 def _explain(pass_class: "type[Pass]", registration: Any) -> dict[str, Any]:
-    """Everything that `--explain --json` prints."""
+    """Return everything that `--explain --json` prints."""
     from picompile_passes.verify import RULES
 
     options = [_option(field) for field in _options(pass_class)]
@@ -135,7 +135,7 @@ def _default(field: "dataclasses.Field[Any]") -> Any:
 
 
 def _written(value: Any) -> str:
-    """A value as `--pass` takes it."""
+    """Return a value as `--pass` takes it."""
     if isinstance(value, Mapping):
         return f"({','.join(f'{key}:{_written(item)}' for key, item in value.items())})"
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -144,7 +144,7 @@ def _written(value: Any) -> str:
 
 
 def _example(field: "dataclasses.Field[Any]", kind: Any) -> str:
-    """What the field says, else the default, or, where that is missing or empty, something of the option's type."""
+    """Return an example of an option: the field's own, else its default, else a sample of its type."""
     if "example" in field.metadata:
         return str(field.metadata["example"])
     value = _default(field)
@@ -154,7 +154,7 @@ def _example(field: "dataclasses.Field[Any]", kind: Any) -> str:
 
 
 def _sample(kind: Any) -> Any:
-    """A value of the type `kind`; of one that is not known, its name in capitals."""
+    """Return a value of the type `kind`; for an unknown type its name in capitals."""
     origin, parameters = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin in (Mapping, dict):
         return {_sample(parameters[0]): _sample(parameters[1])} if parameters else {"key": "value"}
@@ -207,7 +207,7 @@ def _default_text(option: Mapping[str, Any]) -> str:
 
 
 def _table(title: str, rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows below a title, their columns flush; the last column may be as long as it likes."""
+    """Yield rows below a title, in aligned columns; the last column can have any length."""
     yield title
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     for row in rows:

@@ -1,4 +1,4 @@
-"""A plan's file as an output: what it may overwrite."""
+"""`picompile plan`: which parts of a model go on the GPU of a machine, and how fast that is expected to be."""
 
 import json
 from enum import Enum
@@ -18,7 +18,7 @@ from picompile.cli.options import (
     Quant,
     VramBudgetOption,
 )
-from picompile.cli.plan_show import PlanTables, show_plan
+from picompile.cli.plan_show import show_plan
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.output import parents_of
@@ -28,7 +28,7 @@ from picompile.quantities import parse_share
 
 
 def require_plan_output(path: Path, *, overwrite: bool) -> None:
-    """Raises `UsageError` where `path` cannot become a plan: only a plan is ever overwritten."""
+    """Raise `UsageError` if a plan cannot be written to `path`: a file that is no plan is never overwritten."""
     require_output_file(path, "-o", _require_plan, overwrite=overwrite)
 
 
@@ -42,11 +42,8 @@ def _require_plan(path: Path) -> None:
         raise UsageError(f"{path}: exists and is no plan, so it is not overwritten; choose another file") from error
 
 
-# What can be known to be wrong with what a user says of the model to plan.
-
-
 def check_model_options(options: ModelOptions) -> None:
-    """Raises `UsageError` for what can be known to be wrong before anything is read."""
+    """Raise `UsageError` for options that do not fit together; nothing is read for that."""
     if (options.source is None) == (options.shape is None):
         raise UsageError("give one of MODEL (a Hugging Face folder), PROFILE (of picompile profile) and --shape")
     _check_firing(options)
@@ -57,7 +54,7 @@ def check_model_options(options: ModelOptions) -> None:
 
     from picompile.placement.model_bytes import Packing
 
-    # Here for its checks alone: what is not known yet is valid.
+    # Made for its checks alone. Values that are not known yet are replaced by valid ones.
     Packing(options.quant, options.predictor or "auto", options.context or 1, options.batch, options.kv_dtype)
 
 
@@ -82,11 +79,8 @@ def _check_firing(options: ModelOptions) -> None:
         firing_of_curve(options.firing, 1, 1)
 
 
-# `picompile plan`: what of a model goes on the GPU of a machine, what it takes there, and how fast that would be.
-
-
 class Objective(str, Enum):
-    """What a plan is best by, as `picompile.placement.planning` has it."""
+    """The objectives of a plan, as in `picompile.placement.planning`."""
 
     LATENCY = "latency"
     IMPACT = "impact"
@@ -220,11 +214,11 @@ def plan_command(
     if json_output:
         print(json.dumps(plan.to_json(), ensure_ascii=False))
     else:
-        show_plan(plan, PlanTables(machine.target.description, machine.host_source))
+        show_plan(plan, machine.target.description, machine.host_source)
 
 
 def parse_margin(text: str) -> float:
-    """The share that `--margin` leaves free. Raises `UsageError`."""
+    """Return the share that `--margin` leaves free. Raise `UsageError`."""
     margin = parse_share(text, "--margin")
     if margin >= 1:
         raise UsageError(f"--margin: {text!r} leaves no memory to use; it must be below 100%")

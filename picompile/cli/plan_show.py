@@ -1,8 +1,7 @@
-"""A plan as text: tables 80 columns wide."""
+"""Print a plan as text, in tables 80 columns wide."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,7 +10,7 @@ if TYPE_CHECKING:
     from picompile.placement.plan import Plan, PlanLayer
 
 
-# Below this a gain is not worth the trouble, nor more than the model of the machine can tell.
+# A smaller gain is not worth the trouble, and the cost model is not exact enough to tell it from none.
 WORTH = 1.1
 
 _MOST_ROWS = 14
@@ -19,7 +18,7 @@ _HEADINGS = {"gpu": "GPU", "host": "host"}
 _BASELINES = {"layers-first": "dense, by layers", "host": "dense, on the CPU"}
 _KINDS = ("attention", "kv cache", "predictors", "hot neurons", "cold neurons", "output head", "embedding", "tables")
 _ORDER = {what: place for place, what in enumerate(_KINDS)}
-_LIMITS = {"attention": "attention", "gpu": "GPU", "host": "CPU", "exchange": "exchange"}
+_LIMITS = {"attention": "attention", "gpu": "GPU", "host": "CPU", "exchange": "transfer"}
 
 _NOTES = (
     "hot: of the layer's neurons, on the GPU; computed: of them, for a token;",
@@ -29,21 +28,13 @@ _NOTES = (
 )
 
 
-@dataclass(frozen=True)
-class PlanTables:
-    """What a plan does not know of itself: the target in words, and where the figures of the host are from."""
-
-    target: str
-    host_source: str
-
-
-def show_plan(plan: "Plan", shown: PlanTables) -> None:
-    """Prints all of it."""
+def show_plan(plan: "Plan", target: str, host_source: str) -> None:
+    """Print a plan. `target` is the machine in words; `host_source` says where the figures of the host are from."""
     from rich.console import Console
 
     # No wrapping: a file or a pipe gets whole lines.
     console = Console(markup=False, highlight=False, soft_wrap=True)
-    for text in (*_header(plan, shown), "", *_speed(plan), *_worth(plan), ""):
+    for text in (*_header(plan, target, host_source), "", *_speed(plan), *_worth(plan), ""):
         console.print(text)
     console.print(_memory_table(plan))
     console.print()
@@ -52,13 +43,13 @@ def show_plan(plan: "Plan", shown: PlanTables) -> None:
         console.print(text)
 
 
-def _header(plan: "Plan", shown: PlanTables) -> Iterator[str]:
+def _header(plan: "Plan", target: str, host_source: str) -> Iterator[str]:
     batch = "" if plan.batch == 1 else f", {plan.batch} sequences"
     bandwidth = f"{plan.machine.host_bytes_per_s / 1e9:.3g} GB/s"
     yield f"model   {plan.model}, {_parameters(plan.parameters)}, {plan.quant}, context {plan.context}{batch}"
     yield f"firing  {plan.firing}; predictor {plan.predictor}"
-    yield f"target  {plan.target}: {shown.target}"
-    yield f"host    {size(plan.host_budget_bytes)} at {bandwidth} ({shown.host_source})"
+    yield f"target  {plan.target}: {target}"
+    yield f"host    {size(plan.host_budget_bytes)} at {bandwidth} ({host_source})"
 
 
 def _parameters(count: int) -> str:
@@ -72,7 +63,7 @@ def _speed(plan: "Plan") -> Iterator[str]:
 
 
 def _worth(plan: "Plan") -> Iterator[str]:
-    """Dense inference beside it, by which one can tell."""
+    """Yield the plan's speed compared with dense inference, and what follows from that."""
     for name, title in _BASELINES.items():
         if name in plan.baselines:
             gain = plan.tokens_per_s / plan.baselines[name]
@@ -83,7 +74,7 @@ def _worth(plan: "Plan") -> Iterator[str]:
 
 
 def verdict(plan: "Plan") -> str:
-    """An honest answer, in one or two lines."""
+    """Return whether the plan is worth it, in one or two lines."""
     if not plan.baselines:
         return "Yes: dense, the model does not fit this machine."
     gain = plan.tokens_per_s / max(plan.baselines.values())
@@ -99,16 +90,16 @@ def verdict(plan: "Plan") -> str:
 
 
 def dense_fits_gpu(plan: "Plan") -> bool:
-    """Whether all but the embedding would fit on the GPU, without predictors."""
+    """Return whether the GPU could hold everything but the embedding, without predictors."""
     counted = [row for row in plan.memory if row.what not in ("predictors", "embedding")]
-    # Each device has its own of these.
+    # GPU and host each have these, so they are counted twice.
     twice = [row for row in counted if row.what in ("workspace", "tables")]
     needed = sum(row.bytes for row in counted) - sum(row.bytes for row in twice if row.device == "gpu")
     return needed <= plan.machine.gpu_bytes
 
 
 def tokens(per_s: float) -> str:
-    """Tokens per second, six characters wide or more."""
+    """Return tokens per second as text, at least six characters wide."""
     return f"{per_s:6.2f}" if per_s < 100 else f"{per_s:6,.0f}"
 
 
@@ -127,7 +118,7 @@ def _memory_table(plan: "Plan") -> "Table":
 
 
 def _sums(plan: "Plan") -> dict[str, dict[str, int]]:
-    """What is needed, against what there is."""
+    """Return the last rows of the memory table: the bytes that are needed and those that there are, by device."""
     budgets, usable, taken = (
         {device: of_device(device) for device in _HEADINGS}
         for of_device in (plan.budget_bytes, plan.capacity_bytes, plan.taken_bytes)
@@ -176,7 +167,10 @@ def _ms(seconds: float) -> str:
 
 
 def ranges(layers: Sequence["PlanLayer"]) -> list[list["PlanLayer"]]:
-    """Layers that are alike in a row, as few rows as a screen has: hot shares in a row differ by ever more."""
+    """Return runs of layers that are placed alike, few enough for a screen.
+
+    Where there are more, layers with a larger difference in their shares of hot neurons count as alike.
+    """
     for tolerance in (0.0, 0.05, 0.1, 0.2, 0.5):
         found = _ranges(layers, tolerance)
         if len(found) <= _MOST_ROWS:
@@ -195,15 +189,13 @@ def _ranges(layers: Sequence["PlanLayer"], tolerance: float) -> list[list["PlanL
 
 
 def _alike(one: "PlanLayer", other: "PlanLayer", tolerance: float) -> bool:
-    def kind(layer: "PlanLayer") -> tuple[str, ...]:
-        return layer.attention, layer.kv_cache, layer.predictor
-
+    places, others = ((each.attention, each.kv_cache, each.predictor) for each in (one, other))
     difference = abs(one.hot_neurons / one.neurons - other.hot_neurons / other.neurons)
-    return kind(one) == kind(other) and difference <= tolerance
+    return places == others and difference <= tolerance
 
 
 def size(count: int) -> str:
-    """Three digits and a binary unit, as memory is sold: `3.21 GiB`."""
+    """Return bytes with three digits and a binary unit, as memory is sold: `3.21 GiB`."""
     value = float(count)
     for unit in ("B", "KiB", "MiB"):
         if abs(value) < 1000:

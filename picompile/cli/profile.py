@@ -2,12 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from picompile.cli.checks import require_model_folder
-from picompile.cli.options import CalibrationOption, DebugOption, JsonOption
+from picompile.cli.options import CalibrationOption, DebugOption, FolderOutputOption, JsonOption, ModelArgument
 from picompile.cli.progress import progress
 from picompile.output import parents_of
 from picompile.predictors.profile.text import read_calibration
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def profile_command(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder: config.json, *.safetensors.")],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="The folder to make.")],
+    model: ModelArgument,
+    output: FolderOutputOption,
     calibration: CalibrationOption = None,
     tokens: Annotated[
         int, typer.Option(metavar="N", min=1, help="Count firings over N tokens, or over all the text if it has fewer.")
@@ -59,7 +59,7 @@ def profile_command(
     """Count how often each neuron fires, and keep samples to train predictors on.
 
     All text goes through one layer before the next is read, so that memory holds
-    one layer and not the model. What was interrupted goes on with the same command.
+    one layer and not the model. If interrupted, run the same command again.
 
     \b
     Examples:
@@ -85,12 +85,10 @@ def profile_command(
     )
     with parents_of(output), progress() as shown:
         profile = profile_model(model, output, options, shown)
-    print(json.dumps(_facts(profile), indent=2)) if json_output else _show(profile)
-
-
-def _facts(profile: "Profile") -> dict[str, Any]:
-    description: dict[str, Any] = json.loads((profile.folder / "profile.json").read_text(encoding="utf-8"))
-    return description
+    if json_output:
+        print(json.dumps(json.loads((profile.folder / "profile.json").read_text(encoding="utf-8")), indent=2))
+    else:
+        _show(profile)
 
 
 def _show(profile: "Profile") -> None:

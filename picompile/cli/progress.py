@@ -1,6 +1,6 @@
 """Progress bars on stderr, and none where stderr is not a terminal.
 
-A line is said once: a command that profiles, trains and compiles reads the same checkpoint in each.
+A text is printed once, since a command that profiles, trains and compiles reads the same checkpoint in each.
 """
 
 import sys
@@ -14,16 +14,32 @@ from picompile.progress import Advance, NoProgress, Progress
 if TYPE_CHECKING:
     import rich.progress
 
-# A step that took less is taken off the screen when it ends: a dozen passes of milliseconds say nothing.
+# A step that took less is removed from the screen when it ends: a dozen passes of milliseconds tell nobody anything.
 _WORTH_KEEPING_S = 1.0
 
 
-class _TerminalProgress:
-    """Shows each step as a line with a bar, or with a moving one where the total is unknown."""
+class _PlainProgress(NoProgress):
+    """Shows no bars, but prints on stderr what the user should know, each text once."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        with suppress(OSError):  # a log that takes no more is no reason to end
+            print(text, file=sys.stderr, flush=True)
+
+
+class _TerminalProgress(_PlainProgress):
+    """Shows each step as a line with a bar; the bar moves to and fro if the total is unknown."""
 
     def __init__(self, display: "rich.progress.Progress") -> None:
+        super().__init__()
         self._display = display
-        self._said: set[str] = set()
 
     @contextmanager
     def step(self, title: str, total: int | None = None) -> Iterator[Advance]:
@@ -40,30 +56,13 @@ class _TerminalProgress:
             total = total or 1
             self._display.update(task, total=total, completed=total)
 
-    def say(self, text: str) -> None:
-        if text in self._said:
-            return
-        self._said.add(text)
+    def _print(self, text: str) -> None:
         self._display.console.print(text, markup=False, highlight=False)
-
-
-class _PlainProgress(NoProgress):
-    """No bars where stderr is not a terminal, but what the user should know all the same."""
-
-    def __init__(self) -> None:
-        self._said: set[str] = set()
-
-    def say(self, text: str) -> None:
-        if text in self._said:
-            return
-        self._said.add(text)
-        with suppress(OSError):  # a log that takes no more is no reason to end
-            print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """Where the steps inside the block are shown."""
+    """Show the steps inside the block: as bars on a terminal, otherwise not at all."""
     if not sys.stderr.isatty():
         yield _PlainProgress()
         return

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from picompile_runtime.sampling.generate import Generation, GenerationStats
     from picompile_runtime.sampling.sampler import SamplingParams
 
-# Of each option of the sampler, its default.
+# The default of each option.
 _DEFAULTS: Any = {key: option.default for key, option in RUN_OPTIONS.items()}
 
 
@@ -79,7 +79,7 @@ def run_command(
 
 
 def read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> str | list[int]:
-    """The prompt as text or as token ids, from the one option that was given. Raises `UsageError`."""
+    """Return the prompt as text or as token ids, from the one option that was given. Raise `UsageError`."""
     if sum(option is not None for option in (prompt, file, ids)) != 1:
         raise UsageError("give the prompt with one of -p TEXT, -p - (stdin), -f FILE and --ids IDS")
     if ids is not None:
@@ -137,7 +137,7 @@ def _print_json(generation: "Generation", *, has_text: bool) -> None:
 
 
 def _report(stats: "GenerationStats") -> None:
-    """How fast it was, for who watches."""
+    """Print the speed if stderr is a terminal."""
     if not sys.stderr.isatty():
         return
     print(

@@ -47,7 +47,7 @@ def _print_table(rows: Sequence[Target]) -> None:
     table.add_column("for")
     for row in rows:
         table.add_row(row.name, row.description, *_gpu(row), "plan, compile" if row.compiles else "plan")
-    # A row is to be a line, also where nobody says how wide the terminal is.
+    # Each row is one line, even if the width of the terminal is not known.
     Console(markup=False, highlight=False, width=_WIDTH).print(table)
 
 

@@ -15,12 +15,12 @@ class IdDecoder(StreamDecoder):
         self._first = True
 
     def push(self, token: int) -> str:
-        """The number of one token."""
+        """Return the number of one token as text."""
         separator, self._first = ("" if self._first else ","), False
         return f"{separator}{token}"
 
     def flush(self) -> str:
-        """Nothing is ever held back."""
+        """Return nothing: no text is ever held back."""
         return ""
 
 

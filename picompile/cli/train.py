@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from picompile.cli.checks import require_model_folder
-from picompile.cli.options import DebugOption, GateOption, JsonOption
+from picompile.cli.options import AccuracyBoundOption, DebugOption, FolderOutputOption, JsonOption, ModelArgument
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.output import parents_of
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Input(str, Enum):
-    """What a learned predictor reads."""
+    """The input of a learned predictor."""
 
     AUTO = "auto"
     BLOCK = "block"
@@ -35,12 +35,12 @@ class Device(str, Enum):
 
 
 def train_command(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder: config.json, *.safetensors.")],
+    model: ModelArgument,
     profile: Annotated[
         Path, typer.Option(metavar="FOLDER", help="The profile that [bold]picompile profile[/] made of MODEL.")
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="The folder to make.")],
-    gate: GateOption = "0.1%",
+    output: FolderOutputOption,
+    gate: AccuracyBoundOption = "0.1%",
     budget: Annotated[
         str, typer.Option(metavar="SHARE", help="Parameters of all predictors, as a share of the model's parameters.")
     ] = "6%",
@@ -91,8 +91,8 @@ def train_command(
     """Train small predictors that tell which neurons will fire.
 
     Each layer gets the rank that it needs: the choice over all layers reads the
-    fewest bytes within the budget. Then the gate: perplexity on held-out text.
-    What was interrupted goes on with the same command.
+    fewest bytes within the budget. At the end the accuracy check compares the
+    perplexity on held-out text. If interrupted, run the same command again.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`picompile verify`: is an artifact whole."""
+"""`picompile verify`: check that an artifact is whole."""
 
 from picompile.cli.checks import format_bytes
 from picompile.cli.options import ArtifactArgument, DebugOption

@@ -1,7 +1,7 @@
 """The machines that models are planned and compiled for: a table, one row a machine, and this machine as measured.
 
-`table` has the rows, and `targets` looks them up. `measured` adds the target `local`, which is this machine, with what
-`gpu` and `host` measure. Neither of the first two imports any of the last three.
+`targets` has the table and looks rows up. `measured` adds the target `local`, this machine, with the figures that `gpu`
+and `host` measure. `targets` imports none of the other three.
 """
 
 from typing import TYPE_CHECKING

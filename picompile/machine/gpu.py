@@ -1,4 +1,4 @@
-"""The GPU of this machine: what it is, and how fast its memory, its slot and an exchange with it are."""
+"""The GPU of this machine: its name, and how fast its memory, its slot and a transfer to it and back are."""
 
 import statistics
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from picompile_runtime.devices.cuda.driver import Driver, GpuMemoryError
 
 @dataclass(frozen=True)
 class GpuName:
-    """Which GPU and driver there are: whether a measurement is still about them."""
+    """The GPU and its driver; a measurement is valid as long as these are the same."""
 
     name: str
     driver: str
@@ -22,10 +22,11 @@ class GpuName:
 
 @dataclass(frozen=True)
 class GpuSpeed:
-    """What was measured on a GPU.
+    """The speeds measured on a GPU.
 
-    `free_bytes` is what was free of its memory then. `copy_bytes_per_s` counts bytes read and bytes written, `down` is
-    from host to GPU and `up` the other way, in pinned memory. `exchange_s` is a vector down, up, and the wait for it.
+    `free_bytes` of its memory were free at that time. `copy_bytes_per_s` counts bytes read and bytes written. `down` is
+    from host to GPU and `up` the other way, in pinned memory. `exchange_s` is the time of a transfer: a vector down and
+    up again, with the wait for it.
     """
 
     free_bytes: int
@@ -37,44 +38,45 @@ class GpuSpeed:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is copied: large buffers, so that caches and the launch of a copy do not count.
+    """How much is copied. The buffers are large, so that caches and the launch of a copy do not count.
 
-    `copies` at a time, for `least_s` and `rounds` at least: an idle GPU clocks its memory down and its slot too, and
-    takes some tenths of a second to come back. `exchange_bytes` are 4,096 numbers of 4 bytes, the width of a layer.
+    A round makes `copies` copies. There are at least `rounds` rounds, and they take at least `least_s`: an idle GPU
+    clocks down its memory and its slot, and needs some tenths of a second to come back. `transfer_bytes` are 4,096
+    numbers of 4 bytes, the width of a layer.
     """
 
     copy_bytes: int = 256 << 20
     link_bytes: int = 64 << 20
-    exchange_bytes: int = 16 << 10
+    transfer_bytes: int = 16 << 10
     copies: int = 4
     rounds: int = 5
     least_s: float = 0.3
-    exchanges: int = 1000
+    transfers: int = 1000
 
 
 def find_gpu() -> GpuName:
-    """The GPU that CUDA programs use by default. Raises `CudaError` where there is none."""
+    """Return the GPU that CUDA programs use by default. Raise `CudaError` if there is none."""
     driver = Driver(cuda_driver.LIBRARY)
     device = driver.first_device()
     return GpuName(driver.name(device), driver.version(), driver.sm(device), driver.total_bytes(device))
 
 
 def measure_gpu(effort: Effort | None = None) -> GpuSpeed:
-    """Measures the GPU that `find_gpu` finds; takes a second or two. Raises `CudaError`."""
+    """Measure the GPU that `find_gpu` finds, which takes a second or two. Raise `CudaError`."""
     effort = effort or Effort()
     driver = Driver(cuda_driver.LIBRARY)
     with driver.context(driver.first_device()):
         free_bytes = driver.free_bytes()
-        # Two buffers of it; the rest is left to whoever else uses the GPU.
+        # Two buffers of this size take a quarter; the rest is left to other users of the GPU.
         copy_bytes = min(effort.copy_bytes, free_bytes // 8)
         link_bytes = min(effort.link_bytes, copy_bytes)
-        if link_bytes < effort.exchange_bytes:
+        if link_bytes < effort.transfer_bytes:
             raise GpuMemoryError(f"only {free_bytes} bytes of GPU memory are free, too few to measure with")
         with driver.stream() as stream:
             copy = _copy_bytes_per_s(driver, stream, copy_bytes, effort)
             down, up = _link_bytes_per_s(driver, stream, link_bytes, effort)
-            # Last, when the GPU is awake.
-            exchange_s = _exchange_s(driver, stream, effort)
+            # Measured last, when the clocks of the GPU are up.
+            exchange_s = _transfer_s(driver, stream, effort)
     return GpuSpeed(free_bytes, copy, down, up, exchange_s)
 
 
@@ -102,7 +104,7 @@ def _link_bytes_per_s(driver: Driver, stream: c_void_p, size_bytes: int, effort:
 
 
 def _copy_s(driver: Driver, stream: c_void_p, copy: Callable[[], None], effort: Effort) -> float:
-    """Seconds of one copy, in the best round."""
+    """Return the seconds of one copy, in the best round."""
     seconds: list[float] = []
     begin = perf_counter()
     while len(seconds) < effort.rounds or perf_counter() - begin < effort.least_s:
@@ -114,11 +116,11 @@ def _copy_s(driver: Driver, stream: c_void_p, copy: Callable[[], None], effort: 
     return max(min(seconds), 1e-9)
 
 
-def _exchange_s(driver: Driver, stream: c_void_p, effort: Effort) -> float:
-    """Seconds of an exchange, the median."""
-    size, seconds = effort.exchange_bytes, []
+def _transfer_s(driver: Driver, stream: c_void_p, effort: Effort) -> float:
+    """Return the median seconds of a transfer to the GPU and back."""
+    size, seconds = effort.transfer_bytes, []
     with driver.device_memory(size) as device, driver.pinned_memory(size) as host:
-        for _ in range(effort.exchanges):
+        for _ in range(effort.transfers):
             start = perf_counter()
             driver.call("cuMemcpyHtoDAsync_v2", device, host, size, stream)
             driver.call("cuMemcpyDtoHAsync_v2", host, device, size, stream)

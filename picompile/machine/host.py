@@ -1,14 +1,14 @@
-"""The processor and memory of this machine, as Linux describes them, and how fast the memory reads."""
+"""The processor and memory of this machine, as Linux describes them, and the bandwidth of reading the memory."""
 
 import platform
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# What a container may use of the machine's memory: control groups, version 2 and version 1.
+# Files with the limit of a container's memory: control groups, version 2 and version 1.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-# The buffer that is read for the bandwidth: as in `picompile_runtime.bench.bandwidth`, unless that were much of the
-# memory.
+# The buffer that is read to measure the bandwidth: as in `picompile_runtime.bench.bandwidth`, but at most this share of
+# the memory.
 _BUFFER_BYTES = 2**29
 _BUFFER_SHARE = 8
 
@@ -22,7 +22,7 @@ class Host:
 
 
 def cpu_name() -> str:
-    """The processor as it is sold."""
+    """Return the name under which the processor is sold."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
@@ -31,7 +31,7 @@ def cpu_name() -> str:
 
 
 def host_memory() -> tuple[int, int]:
-    """Bytes of memory that this process may use, and how many of them are available now."""
+    """Return the bytes of memory that this process may use, and how many of them are available now."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     fields = {name: value for name, _, value in (line.partition(":") for line in lines)}
     total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
@@ -40,7 +40,7 @@ def host_memory() -> tuple[int, int]:
 
 
 def _limits() -> list[int]:
-    """Those that are set; `max`, which says that none is, is no number."""
+    """Return the limits that are set; a file holds `max`, which is no number, if there is none."""
     limits = []
     for path in _LIMITS:
         with suppress(OSError, ValueError):
@@ -49,7 +49,7 @@ def _limits() -> list[int]:
 
 
 def measure_host(threads: int) -> Host:
-    """Reads memory with `threads` threads; takes about a second."""
+    """Measure the memory bandwidth with `threads` threads, which takes about a second."""
     from picompile_runtime.bench.bandwidth import memory_bandwidth
 
     total_bytes, available_bytes = host_memory()

@@ -1,7 +1,7 @@
-"""The measurements of this machine in the user's cache folder, as JSON.
+"""This machine as a target: measured once, and kept in the user's cache folder as JSON.
 
-A file that is damaged, which the sha256 of its content shows, of another version or of another machine counts as none,
-and one that cannot be written only costs the time to measure again.
+A file counts as missing if it is damaged, which the sha256 of its content shows, or if it is of another version or
+another machine. A file that cannot be written only costs the time to measure again.
 """
 
 import hashlib
@@ -23,19 +23,18 @@ from picompile_runtime import ArtifactError
 from picompile_runtime.artifact.fields import Fields, parse_object
 from picompile_runtime.devices.cuda.driver import CudaError
 
-# Counts up when something is measured in another way.
+# Increased when something is measured in another way.
 _SCHEMA = 1
 
 
 def cache_file() -> Path:
-    """$XDG_CACHE_HOME/picompile/local.json. Raises `RuntimeError` where this user has no home folder."""
+    """Return $XDG_CACHE_HOME/picompile/local.json. Raise `RuntimeError` if this user has no home folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "picompile" / "local.json"
 
 
 def load(machine: "MeasuredMachine", no_gpu: str) -> "LocalMachine | None":
-    """What is kept of `machine`; `no_gpu` says why it has no GPU now, if it has none."""
-
+    """Return the measurements kept of `machine`, None without any; `no_gpu` says why it has no GPU now."""
     with suppress(OSError, RuntimeError, ArtifactError):
         path = cache_file()
         fields = parse_object(path.read_bytes(), str(path))
@@ -63,14 +62,14 @@ def _speed(fields: Fields) -> GpuSpeed:
 
 def _positive(fields: Fields, key: str) -> float:
     value = fields.data.get(key)
-    # JSON of Python may hold NaN and Infinity.
+    # Python's JSON may hold NaN and Infinity.
     if not isinstance(value, float | int) or isinstance(value, bool) or not 0 < value < 1e300:
         raise fields.wrong(key, "a positive number")
     return float(value)
 
 
 def store(measured: "LocalMachine") -> None:
-    """Keeps `measured` in place of what was kept; whoever reads meanwhile sees the one or the other."""
+    """Replace the file by `measured`; another process that reads it meanwhile sees the old or the new content."""
     content: dict[str, Any] = {
         "schema": _SCHEMA,
         "measured_at_s": measured.measured_at_s,
@@ -90,12 +89,9 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-# This machine as a target: measured once, and again when it is not the same machine any more.
-
-
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """What a measurement is about; another machine, or other threads, are measured anew."""
+    """The machine and threads that a measurement is of; with others it is made again."""
 
     cpu: str
     threads: int
@@ -107,7 +103,7 @@ class MeasuredMachine:
 class LocalMachine:
     """This machine, measured `measured_at_s` seconds after 1970.
 
-    `speed` is None where there is no GPU that can be used, and `no_gpu` then says why.
+    `speed` is None if there is no GPU that can be used; `no_gpu` then says why.
     """
 
     machine: MeasuredMachine
@@ -118,7 +114,7 @@ class LocalMachine:
 
     @property
     def target(self) -> Target:
-        """The row `local` of the targets. Its `launch_s` is not measured, but that of the table."""
+        """The row `local` of the targets. Its `launch_s` is that of the table, not measured."""
         gpu, speed, cpu = self.machine.gpu, self.speed, TARGETS["cpu"]
         if gpu is None or speed is None:
             description = f"this machine: {self.machine.cpu}, no GPU"
@@ -131,7 +127,7 @@ class LocalMachine:
             sm=gpu.sm,
             vram_bytes=gpu.total_bytes,
             gpu_bytes_per_s=speed.copy_bytes_per_s,
-            # A plan does not say which way it copies.
+            # A plan has one figure for both directions.
             pcie_bytes_per_s=min(speed.down_bytes_per_s, speed.up_bytes_per_s),
             sync_s=speed.exchange_s,
             launch_s=LAUNCH_S,
@@ -144,16 +140,11 @@ def find_target(name: str) -> Target:
 
     Raises `TargetError` for a name that is not known.
     """
-    return local_target() if name == LOCAL else find_row(name)
-
-
-def local_target() -> Target:
-    """This machine as a target, measured unless the cache has it."""
-    return measure_local().target
+    return measure_local().target if name == LOCAL else find_row(name)
 
 
 def measure_local(*, anew: bool = False) -> LocalMachine:
-    """This machine, from the cache unless `anew` or another machine is in it. Measuring takes a second or two."""
+    """Return this machine's measurements, from the cache unless `anew`. Measuring takes a second or two."""
     machine, no_gpu = _machine()
     if not anew and (found := load(machine, no_gpu)) is not None:
         return found
@@ -165,19 +156,19 @@ def measure_local(*, anew: bool = False) -> LocalMachine:
             no_gpu = f"{machine.gpu.name}: {error}"
     measured = LocalMachine(machine, measure_host(machine.threads), speed, no_gpu, time())
     if speed is not None or machine.gpu is None:
-        # A GPU that another program has filled may be free the next time.
+        # Not stored if the GPU could not be measured: if another program fills it, it may be free the next time.
         store(measured)
     return measured
 
 
 def cached_local() -> LocalMachine | None:
-    """What is known of this machine without measuring it."""
+    """Return what the cache has of this machine, None if it was not measured."""
     machine, no_gpu = _machine()
     return load(machine, no_gpu)
 
 
 def _machine() -> tuple[MeasuredMachine, str]:
-    """This machine, and why it has no GPU if it has none."""
+    """Return this machine, and why it has no GPU if it has none."""
     from picompile_runtime.devices.machine import default_threads
 
     gpu, no_gpu = None, ""

@@ -4,24 +4,21 @@ from dataclasses import dataclass
 
 from picompile.errors import TargetError
 
-# The machines that picompile knows, one row each, with figures from datasheets.
-
-
 # Names beside those of the rows: this machine as measured, and the best row that this machine's processor can run.
 LOCAL = "local"
 NATIVE = "native"
 
-# One exchange between GPU and CPU: a copy down and a copy up of one vector. A copy costs 6 to 7 µs beside its bytes,
-# says https://github.com/NVIDIA/gdrcopy; arXiv 2602.21548 measured 5 to 7 µs. Nearly all of it is the driver's, so all
-# slots have one figure. That is from the start of each copy to its end, as operations of a stream; compiled programs
-# have a kernel in the place of each, whose launches are therefore part of this figure. An assumption for every row but
-# `local`, which is measured.
+# One transfer between CPU and GPU: a copy of one vector down, and one up. A copy costs 6 to 7 µs besides its bytes,
+# according to https://github.com/NVIDIA/gdrcopy; arXiv 2602.21548 measured 5 to 7 µs. Nearly all of it is the driver's
+# time, so all slots have the same figure. It is the time from the start of each copy to its end, as operations of a
+# stream; compiled programs have a kernel instead of each copy, so the figure includes the launches of these kernels. It
+# is an assumption for every row but `local`, which is measured.
 SYNC_S = 14e-6
 
-# One launch in a CUDA graph, beside the bytes that it reads. Between kernels that do nothing pass 1.3 µs on an H100
-# (https://hazyresearch.stanford.edu/blog/2025-05-27-no-bubbles) and 0.8 µs on a B200 (arXiv 2512.22219). To that come
-# the first reads of a kernel, which wait for memory, and its last blocks, which leave the others idle: more than 1 µs
-# by our estimate, so that it is 2.5 µs in all. An assumption for every row, `local` too: nothing measures it.
+# One launch in a CUDA graph, besides the bytes that it reads. The gap between empty kernels is 1.3 µs on an H100
+# (https://hazyresearch.stanford.edu/blog/2025-05-27-no-bubbles) and 0.8 µs on a B200 (arXiv 2512.22219). In addition a
+# kernel's first reads wait for memory, and its last blocks leave the other processors idle: more than 1 µs by our
+# estimate, 2.5 µs in all. It is an assumption for every row, `local` too: nothing measures it.
 LAUNCH_S = 2.5e-6
 
 # Transfers per second and lane, of which 128 of 130 bits are data. (PCIe 3.0, 4.0 and 5.0, base specifications.)
@@ -30,7 +27,7 @@ _PCIE_TRANSFERS_PER_S = {3: 8e9, 4: 16e9, 5: 32e9}
 # The instruction sets that code is made for are those of picompile_codegen.build.isa, which is not imported here: a
 # command that only runs models loads no compiler.
 _CPU_FEATURES = ("abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe")
-# What the host of a GPU gets: people whose processor has AVX-512 need not ask for it.
+# The host code of targets with a GPU; people whose processor has AVX-512 need not ask for it.
 _HOST_ISAS = ("x86-64-v4-vnni", "x86-64-v3")
 _AVX512_FEATURES = (*_CPU_FEATURES, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 
@@ -40,12 +37,12 @@ class Target:
     """A machine to plan or to compile for: a processor, and a GPU where `vram_bytes` is not 0.
 
     `machine` and `features` are the processor's; `features` are what compiled code needs at least, as the kernel names
-    them in /proc/cpuinfo. `sm` is the GPU's compute capability times ten, None without a GPU. `vram_bytes`
-    is the size it is sold with, of which the driver keeps some percent. `gpu_bytes_per_s` is what its memory reads at
-    best, `pcie_bytes_per_s` what its slot carries at best in each direction; both are theoretical but for `local`.
-    `sync_s` is one exchange of a vector between GPU and CPU, down and up, with what sends and what receives; `launch_s`
-    is what a launch costs beside the bytes that it reads, in a CUDA graph. `source` is where memory and slot were
-    looked up. Host memory is not here: a GPU's name doesn't say it.
+    them in /proc/cpuinfo. `sm` is the GPU's compute capability times ten, None without a GPU. `vram_bytes` is the size
+    that it is sold with, of which the driver keeps some percent. `gpu_bytes_per_s` is the highest bandwidth of its
+    memory, `pcie_bytes_per_s` that of its slot in each direction; both are theoretical except for `local`. `sync_s` is
+    one transfer of a vector to the GPU and back, with the kernels that send and receive. `launch_s` is the cost of a
+    launch in a CUDA graph, besides the bytes that it reads. `source` is where memory and slot were looked up. Host
+    memory is not here, since a GPU's name doesn't say it.
 
     `isas` are the instruction sets that code is made for, best first; machines without any can only be planned for.
     """
@@ -70,7 +67,7 @@ class Target:
 
 
 def pcie_bytes_per_s(generation: int, lanes: int) -> float:
-    """What a slot carries in each direction, without the overhead of packets: 31.5 GB/s for PCIe 4.0 x16."""
+    """Return the bandwidth of a slot in each direction, without packets' overhead: 31.5 GB/s for PCIe 4.0 x16."""
     return _PCIE_TRANSFERS_PER_S[generation] * lanes * 128 / 130 / 8
 
 
@@ -85,7 +82,7 @@ def _gpu(
     pcie: tuple[int, int],
     source: str,
 ) -> Target:
-    """A row from what datasheets have: width of the memory bus, data rate of each of its pins, generation and lanes."""
+    """Return a row from a datasheet's figures: width of the memory bus, bits/s of a pin, PCIe generation and lanes."""
     return Target(
         name,
         description,
@@ -234,32 +231,30 @@ _ROWS = (
 TARGETS: dict[str, Target] = {target.name: target for target in _ROWS}
 
 
-# Looking targets up in the table, by name and by what this machine's processor can run. Measures nothing.
-
-
 def target_names() -> tuple[str, ...]:
     """Return all names that `measured.find_target` knows."""
     return (*TARGETS, LOCAL)
 
 
 def find_row(name: str) -> Target:
-    """Return the row called `name`. Raises `TargetError` where the table has none, as for `local`."""
+    """Return the row called `name`. Raise `TargetError` where the table has none, as for `local`."""
     if name not in TARGETS:
         raise TargetError(f"unknown target {name!r}; known are {', '.join(target_names())}")
     return TARGETS[name]
 
 
 def find_compiled_targets(names: str) -> tuple[Target, ...]:
-    """The rows that `names` lists, separated by commas, each once; `native` is the best that this machine has.
+    """Return the rows that `names` lists, separated by commas, each once; `native` is the best for this machine.
 
-    Measures nothing. Raises `TargetError` for what this version makes no code for, and `MachineError` for `native` on a
-    machine that it makes no code for.
+    Raises:
+        TargetError: this version makes no code for a row.
+        MachineError: `native` is named, and this version makes no code for this machine.
     """
     return tuple(dict.fromkeys(_find_compiled(name) for name in names.split(",")))
 
 
 def gpu_of(names: str) -> Target | None:
-    """The row among those that `names` lists that has a GPU, if any. Raises `TargetError` for several."""
+    """Return the row with a GPU among those that `names` lists, if any. Raise `TargetError` for several."""
     rows = [target for target in find_compiled_targets(names) if target.sm is not None]
     if len(rows) > 1:
         raise TargetError(f"{names}: an artifact is for one GPU; compile the model for each of them")
@@ -279,7 +274,7 @@ def _find_compiled(name: str) -> Target:
 
 
 def native_target() -> Target:
-    """The row of the best instruction set that this machine has. Raises `MachineError` where it has none of them."""
+    """Return the row of the best instruction set that this machine has. Raise `MachineError` if it has none."""
     found = find_native_target()
     if found is not None:
         return found
@@ -292,7 +287,7 @@ def native_target() -> Target:
 
 
 def find_native_target() -> Target | None:
-    """The row of the best instruction set that this machine has, if it has any."""
+    """Return the row of the best instruction set that this machine has, None if it has none."""
     from picompile_runtime.devices.machine import is_machine, missing_features
 
     rows = (row for row in reversed(_single_rows()) if is_machine(row.machine))
@@ -300,5 +295,5 @@ def find_native_target() -> Target | None:
 
 
 def _single_rows() -> list[Target]:
-    """One row for each instruction set; of those of one machine, the best comes last."""
+    """Return one row for each instruction set; the best one of a machine comes last."""
     return [row for row in TARGETS.values() if len(row.isas) == 1 and row.sm is None]

@@ -1,15 +1,15 @@
-"""Placement: which parts of a model lie on the GPU, and which on the host.
+"""Placement: which parts of a model are on the accelerator, and which are on the host.
 
-A model's bytes (`shape_bytes`, `count_bytes`), how its neurons fire (`firing_of_curve`, `firing_of_profile`) and a
-machine (`machine_of` a target) make a plan (`make_plan`). The parts, for who changes them:
+`make_plan` makes a plan of three things: a model's bytes (`shape_bytes`, `count_bytes`), how its neurons fire
+(`firing_of_curve`, `firing_of_profile`), and a machine (`machine_of` a target). To change a part, look here:
 
-| | |
+| part | where |
 | --- | --- |
-| what can be placed where | `latency.places_of`, and what it takes, `latency.fixed_bytes` |
-| what it costs | `times.LayerTimes`, `launches.count_launches`; `impact.impact_program` is the paper's objective |
-| as a program | `program.Program`: choices for each stage, two memories, and transfers between stages |
-| solved | `solver.solve`, to a proven gap |
-| by rules instead | `policies` |
+| what can be placed where | `problem.places_of`; the memory that it takes is `problem.fixed_bytes` |
+| what it costs | `times.LayerTimes`, `tally.count_launches`; `problem.impact_problem` has the paper's objective |
+| the placement problem | `problem.PlacementProblem`: choices for each stage, two memories, transfers between stages |
+| the solver | `solver.solve`, to a proven gap |
+| placement by rules instead | `policies` |
 
 Names are resolved on first use: a machine needs no solver.
 """

@@ -1,7 +1,7 @@
-"""What a model takes in memory, counted on the packed tensors, caches and buffers that compiling it would make.
+"""Count a model's bytes on the packed tensors, caches and buffers that compiling it would make.
 
-The graph is lowered as for an artifact, with no weight read and no kernel compiled; `tally` then finds the place of
-every tensor.
+The graph is lowered as for an artifact, but no weight is read and no kernel is compiled. `tally` then finds the part of
+the model that each tensor belongs to.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,14 +38,16 @@ def count_bytes(
     predictors: "Predictors | None" = None,
     firing: Firing | None = None,
 ) -> ModelBytes:
-    """Counts the model `graph_module` (as captured).
+    """Return the bytes and launches of the captured model `graph_module`.
 
-    `predictors` that are given take the place of `packing.predictor`. `learned` ones that are not get the rank that
-    `estimate_rank` gives for `firing`. At batch 1 all bytes together are those of the artifact's tensors, of the KV
-    cache and of the arena. Each sequence more adds its cache, and as much as one token's activations and logits take.
+    `predictors`, if given, replace `packing.predictor`. Learned predictors that are not given have the rank that
+    `estimate_rank` returns for `firing`. At batch 1 the sum of all bytes is that of the artifact's tensors, the KV
+    cache and the arena. Each further sequence adds its cache, and a token's activations and logits.
 
-    Raises `UnsupportedModelError` for a model without a feed-forward block, `UnsupportedGraphError` for one that cannot
-    be compiled in this way, `UsageError` for a context that kernels cannot count.
+    Raises:
+        UnsupportedModelError: the model has no feed-forward block.
+        UnsupportedGraphError: the model cannot be compiled in this way.
+        UsageError: kernels cannot count the context.
     """
     return _count(name, graph_module, packing, predictors, firing, 0)
 
@@ -93,7 +95,7 @@ def lowered_shape_bytes(
 
 
 def _shortened(config: Mapping[str, Any], layers: int, kept: int) -> dict[str, Any]:
-    """The config of the first `kept` layers; `layer_types` and its like say something of each layer."""
+    """Return the config of the first `kept` layers; lists with an entry for each layer (`layer_types`) are cut too."""
     values = {key: value[:kept] if _for_each(key, value, layers) else value for key, value in config.items()}
     return values | {"num_hidden_layers": kept}
 
@@ -110,7 +112,7 @@ def _count(
     firing: Firing | None,
     more: int,
 ) -> ModelBytes:
-    """`more` layers like the second are not in the graph; ranks are chosen by the parameters of all."""
+    """Count a graph. `more` layers like its second are not in it, but ranks are chosen by the parameters of all."""
     from picompile.predictors.store import block_shapes
     from picompile_codegen.errors import CodegenError
     from picompile_codegen.lowering.function import LowerOptions
@@ -141,7 +143,7 @@ def _count(
 
 
 def tallied_program(lowered: "Lowered", batch: int) -> TalliedProgram:
-    """Return what counts of a graph that is lowered for the host alone, decoding `batch` sequences together."""
+    """Return the program to tally of a graph lowered for the host alone, decoding `batch` sequences together."""
     from picompile_codegen.lowering.program import tensor_bytes
     from picompile_passes.predictors import predictor_kind
 
@@ -163,7 +165,7 @@ def tallied_program(lowered: "Lowered", batch: int) -> TalliedProgram:
 
 
 def _tensors_read(call: "ProgramCall", parameters: Sequence[str]) -> dict[str, str]:
-    """The weights and caches that a call reads, by the kernel's parameter."""
+    """Return the weights and caches that a call reads, by the kernel's parameter."""
     read: dict[str, str] = {}
     for parameter, argument in zip(parameters, call.args, strict=True):
         if argument.space != "buffer":
@@ -172,7 +174,7 @@ def _tensors_read(call: "ProgramCall", parameters: Sequence[str]) -> dict[str, s
 
 
 def _launches_by_kernel(lowered: "Lowered", calls: "Sequence[ProgramCall]", batch: int) -> dict[str, int]:
-    """The launches of each kernel that `calls` name, by its name, counted on its CUDA kernel. Nothing is compiled."""
+    """Return the launches of each kernel in `calls`, by its name, counted on its CUDA kernel without compiling it."""
     specs = {kernel.name: spec for spec, kernel in lowered.built.items()}
     return {call.kernel: _launches_of(specs[call.kernel], batch) for call in calls}
 
@@ -180,17 +182,17 @@ def _launches_by_kernel(lowered: "Lowered", calls: "Sequence[ProgramCall]", batc
 def _launches_of(spec: "KernelSpec", batch: int) -> int:
     """Return the launches of the CUDA kernel of `spec` in a step of `batch` sequences.
 
-    It is 1 for a plug-in's predictor without CUDA kernel, which cannot be compiled for a GPU.
+    A plug-in's predictor without a CUDA kernel, which cannot be compiled for a GPU, counts as 1.
     """
     from picompile_codegen import cuda
     from picompile_codegen.lowering.program import cuda_kernel_of
 
     if type(spec) not in cuda.BODIES:
         return 1
-    # A plan may be of more sequences than an artifact can hold.
+    # A plan may have more sequences than an artifact can hold.
     batch = min(batch, MOST_SEQUENCES)
     if batch > 1:
-        # What the function for several sequences asks for instead.
+        # The function for several sequences asks for these values instead.
         changed: dict[str, Any] = {"rows": batch, "sequences": batch, "mode": "sequences"}
         names = {field.name for field in fields(spec)}
         spec = replace(spec, **{name: value for name, value in changed.items() if name in names})
@@ -204,7 +206,7 @@ def _top_logits_launches(vocab: int, batch: int) -> int:
 
 
 def _workspace_bytes(program: "LoweredProgram", batch: int) -> int:
-    """The arena, and for each sequence more the activations and logits of a token."""
+    """Return the bytes of the arena, and for each further sequence those of a token's activations and logits."""
     from picompile_codegen.lowering.program import tensor_bytes
 
     spans = [
@@ -217,7 +219,7 @@ def _workspace_bytes(program: "LoweredProgram", batch: int) -> int:
 
 
 def _parameters(graph_module: "GraphModule", more: int) -> int:
-    """Parameters of the model; with `more` layers like the one with the number 1."""
+    """Return the parameters of the model, with `more` layers like its second."""
     # Captured graphs have parameters on the meta device; other tensors are constants with values.
     sizes = {name: tensor.numel() for name, tensor in graph_module.named_buffers() if tensor.is_meta}
     second = sum(size for name, size in sizes.items() if ".1." in name and name.replace(".1.", ".0.", 1) in sizes)

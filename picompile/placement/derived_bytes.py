@@ -1,25 +1,18 @@
-"""Bytes and launches of a model that is known by its numbers alone: a plan of it needs no torch and no compiler."""
+"""The bytes and launches of a model of which only the numbers in its config.json are known, without torch or TVM."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from picompile.choices import KV_DTYPES, MOST_SEQUENCES
+from picompile.choices import KV_DTYPES, MOST_SEQUENCES, default_kv_dtype
 from picompile.placement.firing import Firing, estimate_rank
-from picompile.placement.model_bytes import ModelBytes
+from picompile.placement.model_bytes import ModelBytes, Packing
 from picompile.placement.shape_buffers import workspace_bytes
 from picompile.placement.shape_graph import ITEM_BYTES, LEARNED, ShapeGraph, ShapeNode, ShapePacking, shape_graph
 from picompile.placement.shape_outline import ModelOutline
 from picompile.placement.tally import TalliedBlock, TalliedCall, TalliedProgram, tally
 from picompile_passes.silence import silences_neurons
 
-if TYPE_CHECKING:
-    from picompile.placement.model_bytes import Packing
-
-
-# How many launches the CUDA kernels of a model are that is known by its numbers.
-#
-# The rules are those of `picompile_codegen.cuda`; `tests/placement/test_shapes.py` holds the launches to its kernels.
-
+# The number of launches follows the rules of `picompile_codegen.cuda`; `tests/placement/test_shapes.py` compares it
+# with the kernels there.
 
 # `cuda/attention_decode.py`: positions of a part of the context, a tile each, or several in long contexts; registers
 # for the queries of a block, of which there are eight at most. `cuda/attention_common.py`: elements of a query that a
@@ -46,7 +39,7 @@ def launches_of(graph: ShapeGraph, node: ShapeNode, sequences: int) -> int:
 
 
 def _attention_launches(outline: ModelOutline, context: int, kv_dtype: str) -> int:
-    """One; one more that merges the parts of a long context, and one where several blocks wait for a new key."""
+    """Return 1, plus 1 to merge the parts of a long context, plus 1 if several blocks wait for the new key."""
     part_positions = _ATTENTION_TILE * _ceil_div(context, _ATTENTION_TILE * _MOST_PARTS)
     group = outline.heads // outline.kv_heads
     most = max(1, min(_MOST_QUERIES, group, _QUERY_REGISTERS // _query_registers(outline.head_dim, kv_dtype)))
@@ -55,7 +48,7 @@ def _attention_launches(outline: ModelOutline, context: int, kv_dtype: str) -> i
 
 
 def _query_registers(head_dim: int, kv_dtype: str) -> int:
-    """Registers that a thread needs for its share of a query."""
+    """Return the registers that a thread needs for its share of a query."""
     size, item_bytes = 1, ITEM_BYTES[kv_dtype]
     while not head_dim % (2 * size) and 2 * size <= min(_UNIT_ELEMENTS, _UNIT_BYTES // item_bytes):
         size *= 2
@@ -64,7 +57,7 @@ def _query_registers(head_dim: int, kv_dtype: str) -> int:
 
 
 def _is_down_sliced(outline: ModelOutline, rows: int) -> bool:
-    """Whether the product of several tokens with down is cut into slices of neurons, which a launch adds up."""
+    """Return whether a chunk's product with down is cut into slices of neurons, which one more launch adds up."""
     tiles = _ceil_div(rows, _TILE_SIDE) * _ceil_div(outline.hidden, _TILE_SIDE)
     wanted = min(_ceil_div(_ENOUGH_TILES, tiles), _ceil_div(outline.neurons, _FEWEST_NEURONS), _MOST_SLICES)
     of_slice = _ceil_div(_ceil_div(outline.neurons, wanted), _TILE_DEPTH) * _TILE_DEPTH
@@ -75,25 +68,21 @@ def _ceil_div(count: int, size: int) -> int:
     return -(-count // size)
 
 
-# Bytes and launches of a model that is known by its numbers alone: a plan of it needs no torch and no compiler.
-#
-# `tests/placement/test_shapes.py` holds the result to that of the captured and lowered graph, to the byte and launch.
-
+# Bytes and launches together: `tests/placement/test_shapes.py` compares them with those of the captured and lowered
+# graph, to the byte and launch.
 
 # The kinds whose tensors and kernels are modelled here; those of plug-ins are lowered.
 DERIVED_PREDICTORS = ("exact", "none", *LEARNED, "sign")
 
-# The search for the highest logits: in slices of the vocabulary, then among what these have found.
+# The top logits are searched in slices of the vocabulary, then among the results of these.
 _TOP_LOGITS_LAUNCHES = 2
 
 
-def derive_bytes(
-    name: str, outline: ModelOutline, packing: "Packing", firing: Firing | None = None
-) -> ModelBytes | None:
-    """Return the bytes and launches of a model; None for what only lowering can judge.
+def derive_bytes(name: str, outline: ModelOutline, packing: Packing, firing: Firing | None = None) -> ModelBytes | None:
+    """Return the bytes and launches of a model; None if the model must be lowered to know them.
 
-    That is a predictor of a plug-in, `exact` with an activation that silences no neuron, and a tensor of more elements
-    than kernels can count.
+    That is so for a plug-in's predictor, for `exact` with an activation that silences no neuron, and for a tensor with
+    more elements than kernels can count.
     """
     sparse = silences_neurons(outline.activation)
     predictor = packing.predictor
@@ -101,7 +90,7 @@ def derive_bytes(
         predictor = "exact" if sparse else "none"
     if predictor not in DERIVED_PREDICTORS or (predictor == "exact" and not sparse):
         return None
-    kv_dtype = packing.kv_dtype or ("f32" if outline.activation.startswith("fatrelu") else "f16")
+    kv_dtype = packing.kv_dtype or default_kv_dtype(outline.activation)
     shape_packing = ShapePacking(packing.quant, predictor, 1, packing.context, KV_DTYPES[kv_dtype], packing.chunk)
     # Layers behind the second are like it.
     kept = min(outline.layers, 2)
@@ -124,7 +113,7 @@ def _tallied(graph: ShapeGraph, sequences: int) -> TalliedProgram:
         calls=tuple(
             TalliedCall(node.op, node.tensors, launches_of(graph, node, sequences_of_step))
             for node in graph.nodes
-            # A token's attention turns queries and keys itself.
+            # When a token is decoded, the attention kernel rotates queries and keys itself.
             if node.op != "rotary"
         ),
         weight_bytes=graph.weight_bytes,

@@ -1,4 +1,4 @@
-"""How often the neurons of a layer fire, in the order that placement wants: the most firing first."""
+"""How often the neurons of a layer fire, most active first, as placement needs it: from a profile or a curve."""
 
 import math
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class LayerFiring:
     """One layer's neurons, sorted by how often they are computed.
 
-    `shares` float64 [neurons], from 0 to 1, descending: on which share of the tokens each is computed. `order` int64
-    [neurons]: the number that each has in the model; None for a curve that is no model's.
+    `shares` float64 [neurons], from 0 to 1, descending: the share of the tokens for which each is computed. `order`
+    int64 [neurons]: the number of each in the model; None for a curve, which is of no model.
     """
 
     shares: NDArray[np.float64]
@@ -30,12 +30,12 @@ class LayerFiring:
 
     @cached_property
     def computed_sums(self) -> NDArray[np.float64]:
-        """How many of the first n neurons a token computes, in the mean: float64 [neurons + 1]."""
+        """The mean number of the first n neurons that are computed for a token: float64 [neurons + 1]."""
         return np.concatenate(([0.0], np.cumsum(self.shares)))
 
     @cached_property
     def silent_logs(self) -> NDArray[np.float64]:
-        """The logarithm of the share of tokens on which no neuron from the n-th on fires: float64 [neurons + 1]."""
+        """The logarithm of the share of tokens for which no neuron from the n-th on fires: float64 [neurons + 1]."""
         with np.errstate(divide="ignore"):
             silent = np.log1p(-np.minimum(self.shares, 1.0))
         return np.concatenate((np.cumsum(silent[::-1])[::-1], [0.0]))
@@ -43,21 +43,18 @@ class LayerFiring:
 
 @dataclass(frozen=True)
 class Firing:
-    """All layers of a model, and where the figures are from: a profile's folder, or the name of a curve."""
+    """The firing of all layers of a model. `source` names the profile's folder or the curve that it is from."""
 
     layers: tuple[LayerFiring, ...]
     source: str
 
 
-# Ranks of predictors that have not been trained yet.
-
-
 def estimate_rank(hidden: int, neurons: int, layer_parameters: float, firing: Firing | None = None) -> int:
-    """The rank that a learned predictor of a block of `neurons` neurons may get, the same in all layers.
+    """Return the rank that an untrained learned predictor is planned with, the same in all layers.
 
-    It is the rank that training starts from where as many neurons fire as `firing` says, in the mean of its layers, but
-    no more than what fits training's budget: a share of the parameters of the model, here of `layer_parameters`, which
-    are a layer's with its part of the rest. Without `firing`, the budget decides.
+    It is the rank that training starts from if neurons fire as in `firing`, in the mean of its layers. It is limited by
+    training's budget, a share of the model's parameters: here of `layer_parameters`, which are a layer's with its part
+    of those outside of layers. Without `firing` the budget alone decides.
     """
     from picompile.predictors.train.options import TrainOptions, round_rank, start_rank
 
@@ -70,37 +67,29 @@ def estimate_rank(hidden: int, neurons: int, layer_parameters: float, firing: Fi
 
 
 def _mean_firing(firing: Firing) -> tuple[float, float]:
-    """The share that fires, and the share of firings that the most active fifth of a layer's neurons has."""
+    """Return (the share of neurons that fire, the share of firings that the most active fifth of a layer makes)."""
     shares = [layer.shares for layer in firing.layers]
     top = sum(float(of_layer[: max(1, len(of_layer) // 5)].sum()) for of_layer in shares)
     total = sum(float(of_layer.sum()) for of_layer in shares)
     return total / sum(map(len, shares)), top / max(total, 1e-30)
 
 
-# How often neurons fire: counted by a profile, or taken from a curve that has a name or a share.
-#
-# The named curves have the figures of the PowerInfer paper (arXiv 2312.12456): the share that fires on a token, and the
-# share of a layer's neurons that makes 80 % of its firings, 26 % in OPT-30B and 43 % in ReGLU-70B. Over all layers at
-# once fewer make 80 %, 17 % and 26 %, since layers differ in how much they fire. Where the paper gives a model no such
-# figures, those of the model most like it are taken.
-
-
-# Neurons computed for one that fires, by predictor kind, where nothing was measured: what docs/benchmarks.md has of
-# three models. What is not here computes those that fire.
+# Neurons computed for each one that fires, by predictor kind, if it was not measured: the figures of three models in
+# docs/benchmarks.md. Other kinds compute exactly those that fire.
 COMPUTED_RATIOS = {"learned": 1.2, "learned-relu": 1.2, "sign": 6.0}
 
-# Between these Beta distributions are told apart by sums on a grid, down to rates of one in a million.
+# The range of skews in which sums on a grid tell Beta distributions apart, down to rates of one in a million.
 _LEAST_SKEW, _MOST_SKEW = 0.05, 10.0
 _SAMPLE = 1000
 
 
 @dataclass(frozen=True)
 class _Curve:
-    """The share `active` fires on a token; the share `hot` of a layer's neurons makes 80 % of that.
+    """A firing curve: the share `active` fires for a token, and the share `hot` of a layer makes 80 % of the firings.
 
-    `hot` None is the skew that synth makes. From the first layer to the last the firing grows `growth`-fold, by the
-    same factor from each layer to the next. A linear rise cannot do what the paper found: from 0 to twice the mean, it
-    brings 26 % down to 21 %.
+    `hot` None takes the skew that synth makes. The firing grows `growth`-fold from the first layer to the last, by the
+    same factor from each layer to the next. A linear rise does not give what the paper found: from 0 to twice the mean,
+    it only lowers 26 % to 21 %.
     """
 
     active: float
@@ -108,6 +97,10 @@ class _Curve:
     growth: float = 1.0
 
 
+# The named curves have the figures of the PowerInfer paper (arXiv 2312.12456): the share that fires for a token, and
+# the share of a layer's neurons that makes 80 % of its firings, 26 % in OPT-30B and 43 % in ReGLU-70B. Of all layers
+# together fewer neurons make 80 %, namely 17 % and 26 %, since layers differ in how much they fire. A model without
+# such figures in the paper has those of the model most like it.
 _OPT = {"hot": 0.26, "growth": 44.0}
 _REGLU = {"hot": 0.43, "growth": 94.0}
 CURVES: Mapping[str, _Curve] = {
@@ -121,10 +114,10 @@ CURVES: Mapping[str, _Curve] = {
 
 
 def firing_of_profile(profile: "Profile", batch: int = 1, computed: Mapping[int, float] | None = None) -> Firing:
-    """The neurons of a profile's layers, in its order of layers.
+    """Return the firing of a profile's layers, in the profile's order of layers.
 
-    `computed` says for a layer how many neurons its predictor computes for one that fires (1 where it says nothing).
-    With `batch` tokens at a time a neuron is computed where it is for any of them.
+    `computed` has by layer how many neurons its predictor computes for each one that fires, 1 for layers that it lacks.
+    With `batch` tokens at a time a neuron is computed if any of them needs it.
     """
     layers = []
     for layer in profile.layers:
@@ -136,10 +129,11 @@ def firing_of_profile(profile: "Profile", batch: int = 1, computed: Mapping[int,
 
 
 def firing_of_curve(text: str, layers: int, neurons: int, batch: int = 1, computed: float = 1.0) -> Firing:
-    """The curve that `text` means, for `layers` layers of `neurons` neurons.
+    """Return the firing that the curve `text` gives to `layers` layers of `neurons` neurons. Raise `UsageError`.
 
-    It is one of `CURVES`, the share of the neurons that fires (`10%`, `0.1`), or that and the share of the neurons that
-    makes 80 % of the firings (`10%:30%`). Raises `UsageError`. `computed` and `batch` as in `firing_of_profile`.
+    `text` is one of `CURVES`, or the share of the neurons that fires (`10%`, `0.1`), or that share and the share of the
+    neurons that makes 80 % of the firings (`10%:30%`). `batch` is as in `firing_of_profile`, and so is `computed`, here
+    one number for all layers.
     """
     curve = _parse(text)
     skew = None if curve.hot is None else _skew(text, curve.active, curve.hot)
@@ -152,7 +146,7 @@ def firing_of_curve(text: str, layers: int, neurons: int, batch: int = 1, comput
 
 
 def computed_ratios(predictors: "Predictors") -> dict[int, float]:
-    """How many neurons each layer's predictor computes for one that fires: as measured, or else as is usual."""
+    """Return how many neurons each layer's predictor computes for one that fires: as measured, or else as usual."""
     return {
         layer.layer: layer.computed_share / layer.firing_share
         if layer.computed_share and layer.firing_share
@@ -184,7 +178,7 @@ def _parse(text: str) -> _Curve:
 
 
 def _rates(active: float, neurons: int, skew: float | None) -> NDArray[np.float64]:
-    """Firing rates of a layer, ascending: float64 [neurons]."""
+    """Return the firing rates of a layer, ascending: float64 [neurons]."""
     from picompile.synth.rates import SKEW, beta_rates
 
     return beta_rates(active, neurons, SKEW if skew is None else skew)
@@ -192,7 +186,7 @@ def _rates(active: float, neurons: int, skew: float | None) -> NDArray[np.float6
 
 @cache
 def _skew(text: str, active: float, hot: float) -> float:
-    """The skew with which the share `hot` of the neurons makes 80 % of the firings. Raises `UsageError`."""
+    """Return the skew with which the share `hot` of the neurons makes 80 % of the firings. Raise `UsageError`."""
     from picompile.synth.rates import share_of_firings
 
     def reached(skew: float) -> float:
@@ -212,9 +206,9 @@ def _skew(text: str, active: float, hot: float) -> float:
 
 
 def _weighted(shares: NDArray[np.float64], weights: NDArray[np.float64]) -> list[NDArray[np.float64]]:
-    """Return `shares` for each layer in proportion to `weights`, at most 1 each, with the mean of `shares` in all.
+    """Return `shares` for each layer in proportion to `weights`, at most 1 each; the mean over all is that of `shares`.
 
-    `shares` [neurons] are descending, so the first so many of a layer are those that reach 1.
+    `shares` [neurons] are descending, so the neurons that reach 1 are the first ones of a layer.
     """
     if weights.min() == weights.max():
         return [shares] * len(weights)

@@ -40,8 +40,8 @@ def round_relaxed(
 ) -> Iterator[list[StagePlace]]:
     """Yield placements near a solution in fractions; they need not fit.
 
-    The first placement makes each kind of choice as often as the solution does, in the stages that have most of it. The
-    second has as many stages on the GPU as the solution, rounded down: those that are cheapest there.
+    The first placement has each kind of choice as often as the solution, in the stages where its share is largest. The
+    second has as many stages on the accelerator as the solution, rounded down: those that are cheapest there.
 
     Args:
         relaxation: the relaxation that was solved.
@@ -49,37 +49,42 @@ def round_relaxed(
         best: for each stage the place to take for each kind of choice, from `best_places`.
         sides: float64 [stages], `Prices.sides`. The actual cost of transfers replaces these prices.
     """
-    yield _as_often(relaxation, relaxed, best)
-    host, gpu = (_cheapest(relaxation, best, on_gpu) for on_gpu in (False, True))
+    yield _match_totals(relaxation, relaxed, best)
+    host, gpu = (_cheapest(relaxation, best, on_accelerator) for on_accelerator in (False, True))
     host_prices, gpu_prices = (np.asarray([found.price for found in of_side]) for of_side in (host, gpu))
-    program = relaxation.program
-    cheapest = CheapestSides(host_prices, gpu_prices - sides, program.switch_cost, from_host=program.from_host)
-    if (found := cheapest.of(int(relaxation.on_gpu(relaxed) + 1e-6))) is not None:
-        yield [(gpu if on_gpu else host)[stage].place for stage, on_gpu in enumerate(found[1])]
+    problem = relaxation.problem
+    cheapest = CheapestSides(host_prices, gpu_prices - sides, problem.switch_cost, from_host=problem.from_host)
+    if (found := cheapest.of(int(relaxation.on_accelerator(relaxed) + 1e-6))) is not None:
+        yield [(gpu if on_accelerator else host)[stage].place for stage, on_accelerator in enumerate(found[1])]
 
 
 def best_places(relaxation: Relaxation, prices: Prices) -> list[dict[Kind, Priced]]:
     """Return for each stage, by kind of choice, the number of groups that is cheapest at these prices."""
-    best: list[dict[Kind, Priced]] = [{} for _ in relaxation.program.stages]
+    best: list[dict[Kind, Priced]] = [{} for _ in relaxation.problem.stages]
     for piece, kind, beside in zip(relaxation.pieces, relaxation.piece_kinds, prices.pieces, strict=True):
-        values = priced(relaxation.program, piece, prices, beside)
+        values = priced(relaxation.problem, piece, prices, beside)
         place = int(np.argmin(values))
         found = Priced(float(values[place]), StagePlace(piece.choice, piece.low + place))
         best[piece.stage][kind] = min(found, best[piece.stage].get(kind, _NOWHERE))
     return best
 
 
-def _cheapest(relaxation: Relaxation, best: Sequence[Mapping[Kind, Priced]], on_gpu: bool) -> list[Priced]:
+def _cheapest(relaxation: Relaxation, best: Sequence[Mapping[Kind, Priced]], on_accelerator: bool) -> list[Priced]:
     """Return the best place of each stage on one side; `_NOWHERE` for a stage that cannot be there."""
     found = []
-    for stage, kinds in zip(relaxation.program.stages, best, strict=True):
-        side = (priced for priced in kinds.values() if stage.choices[priced.place.choice].on_gpu == on_gpu)
+    for stage, kinds in zip(relaxation.problem.stages, best, strict=True):
+        side = (
+            priced for priced in kinds.values() if stage.choices[priced.place.choice].on_accelerator == on_accelerator
+        )
         found.append(min(side, default=_NOWHERE))
     return found
 
 
-def _as_often(relaxation: Relaxation, relaxed: Relaxed, best: Sequence[Mapping[Kind, Priced]]) -> list[StagePlace]:
-    """Make each kind of choice as often as the solution, rounded down; other stages take what they have most of."""
+def _match_totals(relaxation: Relaxation, relaxed: Relaxed, best: Sequence[Mapping[Kind, Priced]]) -> list[StagePlace]:
+    """Return a placement with each kind of choice as often as in the solution, rounded down.
+
+    The remaining stages take the kind of choice that has the largest share in them.
+    """
     weights = relaxation.weights(relaxed)
     left = {kind: int(total + 1e-6) for kind, total in relaxation.totals(relaxed).items()}
     # Of equal weights the first stages come first, so that stages of a kind follow each other.
@@ -137,21 +142,21 @@ class CheapestSides:
 
 
 class Improver:
-    """Changes the numbers of groups on the GPU and leaves the choices: fewer where it is too full, more where it pays.
+    """Changes the numbers of groups on the accelerator, not the choices: fewer if it is too full, more where that pays.
 
-    A step goes from one vertex of the lower convex hull of a choice's costs to the next: where costs are not convex,
-    several groups together gain more than each by itself. The step with the best cost for its bytes comes first. Where
-    a step does not fit, the number of groups that gains most in the free memory is taken.
+    A step goes from one vertex of the lower convex hull of a choice's costs to the next, since several groups together
+    can gain more than each alone if the costs are not convex. The step with the best cost for its bytes comes first. If
+    a step does not fit, the number of groups is taken that gains most in the free memory.
     """
 
-    def __init__(self, program: PlacementProblem) -> None:
-        self._program = program
+    def __init__(self, problem: PlacementProblem) -> None:
+        self._problem = problem
         self._vertices: dict[tuple[int, int], list[int]] = {}
 
     def improve(self, places: Sequence[StagePlace]) -> list[StagePlace]:
         """Return the placement with other numbers of groups. It may still not fit."""
         counts = [place.groups for place in places]
-        free_bytes = self._program.gpu_capacity_bytes - evaluate(self._program, places).gpu_bytes
+        free_bytes = self._problem.gpu_capacity_bytes - evaluate(self._problem, places).gpu_bytes
         free_bytes = self._shrink(places, counts, free_bytes)
         if free_bytes > 0:
             self._grow(places, counts, free_bytes)
@@ -162,7 +167,7 @@ class Improver:
         heapq.heapify(heap)
         while heap and free_bytes < 0:
             _, stage, after = heapq.heappop(heap)
-            free_bytes += (counts[stage] - after) * self._program.stages[stage].group_bytes
+            free_bytes += (counts[stage] - after) * self._problem.stages[stage].group_bytes
             counts[stage] = after
             for step in self._down(stage, places[stage], after):
                 heapq.heappush(heap, step)
@@ -173,7 +178,7 @@ class Improver:
         heapq.heapify(heap)
         while heap:
             _, stage, after = heapq.heappop(heap)
-            size = self._program.stages[stage].group_bytes
+            size = self._problem.stages[stage].group_bytes
             if (after - counts[stage]) * size > free_bytes:
                 after = self._filling(stage, places[stage], counts[stage], free_bytes)
             if after == counts[stage]:
@@ -217,14 +222,14 @@ class Improver:
         return self._vertices[key]
 
     def _choice(self, stage: int, place: StagePlace) -> Choice:
-        return self._program.stages[stage].choices[place.choice]
+        return self._problem.stages[stage].choices[place.choice]
 
     def _size(self, stage: int) -> int:
-        return max(1, self._program.stages[stage].group_bytes)
+        return max(1, self._problem.stages[stage].group_bytes)
 
 
 class _Bundle(NamedTuple):
-    """The same change in several stages: their new places, the cost of all and the bytes that they take on the GPU."""
+    """A change made in several stages: their new places, the total cost and the total bytes on the accelerator."""
 
     places: dict[int, StagePlace]
     cost: float
@@ -232,7 +237,7 @@ class _Bundle(NamedTuple):
 
 
 def swap_choices(
-    program: PlacementProblem, places: Sequence[StagePlace], options: Sequence[Sequence[StagePlace]]
+    problem: PlacementProblem, places: Sequence[StagePlace], options: Sequence[Sequence[StagePlace]]
 ) -> list[StagePlace]:
     """Change stages to one of their `options`, two bundles of changes at a time, as long as that lowers the cost.
 
@@ -240,13 +245,13 @@ def swap_choices(
     stages give up their predictors on the GPU so that the attention of a third fits. So the same change is bundled over
     the stages where it costs least, and all pairs of bundles are compared at once.
     """
-    current, totals = list(places), evaluate(program, places)
+    current, totals = list(places), evaluate(problem, places)
     for _ in range(_MOST_SWAPS):
-        for changed in _best_pairs(_bundles(program, current, options), program.gpu_capacity_bytes - totals.gpu_bytes):
+        for changed in _best_pairs(_bundles(problem, current, options), problem.gpu_capacity_bytes - totals.gpu_bytes):
             after = [changed.get(stage, place) for stage, place in enumerate(current)]
-            found = evaluate(program, after)
+            found = evaluate(problem, after)
             # Bundles leave out transfers and the host's memory; this counts them.
-            if found.fits(program) and found.cost < totals.cost:
+            if found.fits(problem) and found.cost < totals.cost:
                 current, totals = after, found
                 break
         else:
@@ -255,11 +260,11 @@ def swap_choices(
 
 
 def _bundles(
-    program: PlacementProblem, places: Sequence[StagePlace], options: Sequence[Sequence[StagePlace]]
+    problem: PlacementProblem, places: Sequence[StagePlace], options: Sequence[Sequence[StagePlace]]
 ) -> list[_Bundle]:
-    """Return for each kind of change the cheapest one, two, … of them together; first of all a bundle of none."""
+    """Return bundles of the one, two, … cheapest changes of each kind; the first bundle of all is empty."""
     kinds: dict[tuple[int, int, bool], list[tuple[float, int, int, StagePlace]]] = {}
-    for number, (stage, now) in enumerate(zip(program.stages, places, strict=True)):
+    for number, (stage, now) in enumerate(zip(problem.stages, places, strict=True)):
         for place in options[number]:
             if place == now:
                 continue

@@ -1,4 +1,4 @@
-"""A machine as the planner sees it: what each device holds, and how fast it reads."""
+"""A machine as the planner sees it: how much memory accelerator and host have, and how fast they read it."""
 
 from dataclasses import dataclass
 
@@ -6,9 +6,9 @@ from picompile.errors import UsageError
 from picompile.machine import LOCAL, TARGETS, Target, find_row
 from picompile.quantities import parse_bandwidth, parse_budget, parse_bytes
 
-# What kernels draw of a device's bandwidth, where nothing better is known. On the host f16 weights were read at 68 % of
-# the streaming bandwidth measured in the same run (docs/benchmarks.md). On the GPU it is an assumption: copies reach
-# some 90 % of the datasheet's figure, and matrix-vector products of a few MB less than copies.
+# The share of the bandwidth that kernels reach, where nothing better is known. On the host f16 weights were read at
+# 68 % of the streaming bandwidth measured in the same run (docs/benchmarks.md). On the GPU it is an assumption: copies
+# reach some 90 % of the datasheet's figure, and matrix-vector products of a few MB less than copies.
 HOST_EFFICIENCY = 0.7
 GPU_EFFICIENCY = 0.8
 
@@ -19,9 +19,9 @@ class Machine:
 
     `gpu_bytes` and `host_bytes` are what may be filled, margins already taken off; 0 `gpu_bytes` is a machine without
     a GPU. Bandwidths are those of datasheets, or of a copy; `gpu_efficiency` and `host_efficiency` are the shares that
-    kernels draw of them. `sync_s` is one exchange between the devices: a vector down, a vector up, each waiting for the
-    other, with the two kernels that send and receive. `launch_s` is what every launch on the GPU costs beside the bytes
-    that it reads: the gap in front of it, and the time until its reads are under way and after the last of them.
+    kernels reach of them. `sync_s` is one transfer to the GPU and back: a vector down, then a vector up, with the two
+    kernels that send and receive. `launch_s` is what every launch on the GPU costs beside the bytes that it reads: the
+    gap in front of it, and the time until its reads are under way and after the last of them.
     """
 
     gpu_bytes: int
@@ -36,21 +36,21 @@ class Machine:
 
     @property
     def gpu_read_bytes_per_s(self) -> float:
-        """What kernels on the GPU read weights at."""
+        """Return the bytes per second at which kernels on the GPU read weights."""
         return self.gpu_bytes_per_s * self.gpu_efficiency
 
     @property
     def host_read_bytes_per_s(self) -> float:
-        """What kernels on the host read weights at."""
+        """Return the bytes per second at which kernels on the host read weights."""
         return self.host_bytes_per_s * self.host_efficiency
 
     def crossing_s(self, crossing_bytes: float) -> float:
-        """Seconds of one exchange in which so many bytes cross, with what sends and what receives on the GPU."""
+        """Return the seconds of one transfer of `crossing_bytes`, with the kernels that send and receive."""
         return self.sync_s + (crossing_bytes / self.pcie_bytes_per_s if self.pcie_bytes_per_s else 0.0)
 
 
 def machine_of(target: Target, gpu_bytes: int, host_bytes: int, host_bytes_per_s: float) -> Machine:
-    """A row of the targets, with what may be filled of its GPU's memory, and the host that its name does not say."""
+    """Return the machine of a target, with the memory that may be filled and a host, which a target does not have."""
     return Machine(
         gpu_bytes=gpu_bytes,
         gpu_bytes_per_s=target.gpu_bytes_per_s,
@@ -62,9 +62,6 @@ def machine_of(target: Target, gpu_bytes: int, host_bytes: int, host_bytes_per_s
     )
 
 
-# The machine that is planned for: a row of the targets, or this machine, and what the user says of it.
-
-
 # Of the memory that a GPU is sold with, its driver keeps 1 to 4 %.
 _USABLE = 0.96
 # What a GPU's name does not say: a common desktop, with two channels of DDR4-3200, 8 bytes wide each.
@@ -74,7 +71,7 @@ _HOST_BYTES_PER_S = 2 * 3200e6 * 8
 
 @dataclass(frozen=True)
 class MachineOptions:
-    """What the user said: sizes and bandwidths as text, None for what was left out."""
+    """The user's options about a machine: sizes and bandwidths as text, None for what was left out."""
 
     target: str
     vram_budget: str | None = None
@@ -84,9 +81,9 @@ class MachineOptions:
 
 @dataclass(frozen=True)
 class PlanMachine:
-    """A machine with its budgets, margins not taken off. `description` and `host_source` are for people.
+    """The machine to plan for, with its budgets, margins not taken off.
 
-    `warning` says what is odd about the budgets.
+    `host_source` says where the host's figures are from, for people. `warning` says what is odd about the budgets.
     """
 
     machine: Machine
@@ -96,7 +93,7 @@ class PlanMachine:
 
 
 def check_machine_options(options: MachineOptions) -> None:
-    """Raises `UsageError` or `TargetError` for what can be known to be wrong without measuring anything."""
+    """Raise `UsageError` or `TargetError` for options that are wrong; nothing is measured for that."""
     if options.target != LOCAL:
         find_row(options.target)
     row = TARGETS.get(options.target)
@@ -111,61 +108,48 @@ def check_machine_options(options: MachineOptions) -> None:
 
 
 def find_machine(options: MachineOptions) -> PlanMachine:
-    """The machine that is planned for; `local` and `cpu` are measured where they have not been. Raises `UsageError`."""
-    if options.target in TARGETS and TARGETS[options.target].vram_bytes:
-        return _row(TARGETS[options.target], options)
-    return _this_machine(options)
-
-
-def _row(target: Target, options: MachineOptions) -> PlanMachine:
-    usable_bytes = int(target.vram_bytes * _USABLE)
-    assumed = []
-    if options.host_memory is None:
-        host_bytes = _HOST_BYTES
-        assumed.append("size assumed")
-    else:
-        host_bytes = _host_budget(options.host_memory, None)
-    if options.host_bandwidth is None:
-        host_bytes_per_s = _HOST_BYTES_PER_S
-        assumed.append("bandwidth assumed: dual-channel DDR4")
-    else:
-        host_bytes_per_s = parse_bandwidth(options.host_bandwidth, "--host-bandwidth")
-    source = ", ".join(assumed) or "as given"
-    machine, warning = _with_gpu(target, options, usable_bytes, (host_bytes, host_bytes_per_s))
-    return PlanMachine(machine, target, source, warning)
+    """Return the machine to plan for; `local` and `cpu` are measured where they have not been. Raise `UsageError`."""
+    row = TARGETS.get(options.target)
+    if row is None or not row.vram_bytes:
+        return _this_machine(options)
+    host, source = _host(options, None, _HOST_BYTES_PER_S, ("size assumed", "bandwidth assumed: dual-channel DDR4"))
+    return _with_gpu(row, options, int(row.vram_bytes * _USABLE), host, source)
 
 
 def _this_machine(options: MachineOptions) -> PlanMachine:
-    """`local`, or `cpu`, which is this machine without its GPU."""
+    """Return `local`, or `cpu`, which is this machine without its GPU."""
     from picompile.machine.host import host_memory
     from picompile.machine.measured import measure_local
 
-    available_bytes = host_memory()[1]
-    host_bytes = available_bytes
-    if options.host_memory is not None:
-        host_bytes = _host_budget(options.host_memory, available_bytes)
-    measured = measure_local()
+    measured, (_, available_bytes) = measure_local(), host_memory()
+    notes = ("size as available", "bandwidth as measured")
+    host, source = _host(options, available_bytes, measured.host.bytes_per_s, notes)
     target = TARGETS.get(options.target, measured.target)
-    host_bytes_per_s = measured.host.bytes_per_s
+    if target.vram_bytes and measured.speed is not None:
+        return _with_gpu(target, options, measured.speed.free_bytes, host, source)
+    if options.vram_budget is not None:
+        raise UsageError(f"--vram-budget: this machine has no GPU that can be used ({measured.no_gpu})")
+    return PlanMachine(machine_of(target, 0, *host), target, source)
+
+
+def _host(
+    options: MachineOptions, available_bytes: int | None, bytes_per_s: float, notes: tuple[str, str]
+) -> tuple[tuple[int, float], str]:
+    """Return the host's (bytes, bytes per second), and a note on where they are from.
+
+    A figure that the user does not give is `available_bytes` or `bytes_per_s`, and `notes` has what is said of it.
+    """
+    given = options.host_memory, options.host_bandwidth
+    host_bytes = _host_budget("auto" if options.host_memory is None else options.host_memory, available_bytes)
     if options.host_bandwidth is not None:
-        host_bytes_per_s = parse_bandwidth(options.host_bandwidth, "--host-bandwidth")
-    said = [
-        "size as available" if options.host_memory is None else "",
-        "bandwidth as measured" if options.host_bandwidth is None else "",
-    ]
-    source = ", ".join(text for text in said if text) or "as given"
-    host = (host_bytes, host_bytes_per_s)
-    if not target.vram_bytes or measured.speed is None:
-        if options.vram_budget is not None:
-            raise UsageError(f"--vram-budget: this machine has no GPU that can be used ({measured.no_gpu})")
-        return PlanMachine(machine_of(target, 0, *host), target, source)
-    machine, warning = _with_gpu(target, options, measured.speed.free_bytes, host)
-    return PlanMachine(machine, target, source, warning)
+        bytes_per_s = parse_bandwidth(options.host_bandwidth, "--host-bandwidth")
+    source = ", ".join(note for note, value in zip(notes, given, strict=True) if value is None) or "as given"
+    return (host_bytes, bytes_per_s), source
 
 
 def _with_gpu(
-    target: Target, options: MachineOptions, usable_bytes: int, host: tuple[int, float]
-) -> tuple[Machine, str | None]:
+    target: Target, options: MachineOptions, usable_bytes: int, host: tuple[int, float], source: str
+) -> PlanMachine:
     gpu_bytes = parse_budget(options.vram_budget or "auto", usable_bytes, "--vram-budget")
     warning = None
     if gpu_bytes > usable_bytes:
@@ -173,10 +157,11 @@ def _with_gpu(
             f"--vram-budget {options.vram_budget} is more than {usable_bytes / 2**30:.1f} GiB, which is what programs "
             f"get of {target.description}'s memory"
         )
-    return machine_of(target, gpu_bytes, *host), warning
+    return PlanMachine(machine_of(target, gpu_bytes, *host), target, source, warning)
 
 
 def _host_budget(text: str, available_bytes: int | None) -> int:
+    """Return the bytes that `--host-memory` means; `available_bytes` None is a host that is not this machine."""
     if available_bytes is None:
         return _HOST_BYTES if text.strip().lower() == "auto" else parse_bytes(text, "--host-memory")
     return parse_budget(text, available_bytes, "--host-memory")

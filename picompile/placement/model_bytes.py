@@ -1,20 +1,17 @@
-"""How a model is to be packed and run, and its bytes as packed, by what reads them."""
+"""How a model is packed, and its bytes and launches then, by the part of the model that needs them."""
 
 from dataclasses import dataclass
 
 from picompile.choices import CHUNK, DEFAULT_CONTEXT, KV_DTYPES, PREDICTORS, QUANTIZATIONS
 from picompile.errors import UsageError
 
-# How a model is to be packed and run: what its bytes are counted for.
-
 
 @dataclass(frozen=True)
 class Packing:
-    """How a model is to be packed and run.
+    """How a model is packed and run. Raises `UsageError` for values that no model can be packed with.
 
-    `quant`, `predictor`, `context`, `kv_dtype` and `chunk` as in `CompileOptions`; predictor `auto` is what None is
-    there. `batch` sequences are decoded together, each with a cache of its own. Raises `UsageError` for what no model
-    can be packed with.
+    `quant`, `predictor`, `context`, `kv_dtype` and `chunk` are as in `CompileOptions`, with `auto` for a predictor of
+    None. `batch` sequences are decoded together, each with a cache of its own.
     """
 
     quant: str = "q4"
@@ -46,15 +43,12 @@ def _known_predictors(wanted: str) -> tuple[str, ...]:
     return ("auto", *predictor_kinds())
 
 
-# Bytes of a model as packed, by what reads them, and the launches that read them on a GPU.
-
-
 @dataclass(frozen=True)
 class LayerLaunches:
-    """Launches of a layer's parts for a token, where they are on the GPU.
+    """Launches for a token of a layer's parts, if they are on the accelerator.
 
-    `attention`: norms, projections and additions. `kv_cache`: attention itself, with rotation and writing the cache.
-    `predictor`: what makes a mask. `hot`: the block's kernel, where any neuron is hot.
+    `attention` counts norms, projections and additions; `kv_cache` attention itself, with rotation and writing the
+    cache; `predictor` the kernels that make a mask; `hot` the block's kernel, if any neuron is hot.
     """
 
     attention: int
@@ -65,25 +59,29 @@ class LayerLaunches:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """One layer.
+    """The bytes and launches of one layer.
 
-    `attention_bytes`: projections, their biases and the layer's norms, all read for every token. `neurons` rows of
-    `neuron_bytes` each (gate, up, down and elements of biases), of which `deciding_bytes` are read whether or not the
-    neuron fires: the gate row of `exact`, the bits of `sign`, all of it for `none`, nothing for a predictor with
-    weights of its own, whose bytes are `predictor_bytes`, all read for every token. `shared_bytes` of the block belong
-    to no neuron (the bias of down, and padding); where the block is split they go with the hot part. `kv_cache_bytes`
-    at full context, for all sequences.
-
-    `number_bytes` are what a neuron of a part takes besides: where a predictor makes one mask for both parts, each part
-    has the numbers of its neurons. So a part of n neurons takes at most n · (`neuron_bytes` + `number_bytes`) +
-    `SPLIT_BYTES` (of `counting`), the hot part `shared_bytes` more.
+    Attributes:
+        attention_bytes: projections, their biases and the layer's norms, all read for every token.
+        predictor_bytes: a predictor's own weights, all read for every token; 0 for a predictor without any.
+        neurons: neurons of the block.
+        neuron_bytes: a neuron's rows of gate, up and down, and its elements of biases.
+        gating_bytes: the part of `neuron_bytes` that is read whether or not the neuron fires: the gate row with
+            `exact`, the bits with `sign`, all of them with `none`, 0 for a predictor with weights of its own.
+        shared_bytes: bytes of the block that belong to no neuron: the bias of down, and padding. In a split block they
+            are in the hot part.
+        kv_cache_bytes: the cache at full context, for all sequences.
+        launches: launches on the accelerator.
+        number_bytes: a neuron's number. Each part of a split block has the numbers of its neurons if a predictor makes
+            one mask for both. So a part of n neurons takes at most n · (`neuron_bytes` + `number_bytes`) +
+            `counting.SPLIT_BYTES`, and the hot part `shared_bytes` more.
     """
 
     attention_bytes: int
     predictor_bytes: int
     neurons: int
     neuron_bytes: int
-    deciding_bytes: int
+    gating_bytes: int
     shared_bytes: int
     kv_cache_bytes: int
     launches: LayerLaunches
@@ -91,19 +89,19 @@ class LayerBytes:
 
     @property
     def hot_launches(self) -> int:
-        """Launches that hot neurons need: a predictor without weights of its own goes with them, as `sign` does."""
+        """The launches that hot neurons need, with those of a predictor without weights of its own, such as `sign`."""
         return self.launches.hot + (0 if self.predictor_bytes else self.launches.predictor)
 
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """A whole model at one weight format, context and batch.
+    """The bytes and launches of a whole model at one weight format, context and batch.
 
-    `embedding_bytes` of which a token reads one row; `head_bytes` read in full for every token. Where they are one
-    matrix (`tied`), it is counted as the head's and `embedding_bytes` is what is left (tables of positions).
-    `table_bytes` are small tables that each device has for itself (rotary angles, the final norm, thresholds of
-    predictors). `workspace_bytes` are activations and logits, on each device that computes. `hidden` in elements: what
-    crosses between devices is float32 [hidden]. `head_launches` are those of the head on the GPU, with the final norm.
+    A token reads one row of the `embedding_bytes` and all of the `head_bytes`. If they are one matrix (`tied`), it
+    counts as the head's, and `embedding_bytes` has only tables of positions. `table_bytes` are small tables that both
+    accelerator and host have (rotary angles, the final norm, thresholds of predictors). `workspace_bytes` are
+    activations and logits, on each side that computes. `hidden` is in elements: a transfer carries float32 [hidden].
+    `head_launches` are those of the head on the accelerator, with the final norm.
     """
 
     name: str
@@ -122,5 +120,5 @@ class ModelBytes:
     head_launches: int
 
 
-# A kernel that sends and one that receives: both are in the time of an exchange (`Machine.crossing_s`).
+# One kernel sends and one receives: both are in the time of a transfer (`Machine.crossing_s`).
 CROSSING_LAUNCHES = 2

@@ -1,7 +1,7 @@
-"""Pieces of choices, and what prices say of them.
+"""Pieces of choices, and the pieces that prices rule out.
 
 A piece is a range of one choice's numbers of groups, with the lower convex hull of the costs in it: that is all of them
-that a linear program can express. Costs need not be convex in the number of groups: a transfer that is saved with the
+that a linear problem can express. Costs need not be convex in the number of groups: a transfer that is saved with the
 last group makes a step, a GPU that is the slower side makes a bend. Within a range the hull may be below the costs;
 once a range is split where it matters, hull and costs agree there.
 
@@ -61,21 +61,21 @@ def make_piece(stage: int, number: int, choice: Choice, low: int, high: int) -> 
     return Piece(stage, number, low, high, (low + kept).astype(np.float64), costs[kept])
 
 
-def first_pieces(program: PlacementProblem) -> list[Piece]:
+def first_pieces(problem: PlacementProblem) -> list[Piece]:
     """Return every choice in up to three pieces: its fewest groups, its most, and all between.
 
     Left out is what no best solution needs: what does not fit the GPU by itself; and, where the host could hold
     everything, groups beyond the cheapest number.
     """
-    worst = sum(max(choice.host_bytes for choice in stage.choices) for stage in program.stages)
-    host_is_enough = worst <= program.host_capacity_bytes
+    worst = sum(max(choice.host_bytes for choice in stage.choices) for stage in problem.stages)
+    host_is_enough = worst <= problem.host_capacity_bytes
     pieces = []
-    for stage_number, stage in enumerate(program.stages):
+    for stage_number, stage in enumerate(problem.stages):
         for number, choice in enumerate(stage.choices):
             last = choice.last
             if stage.group_bytes > 0:
-                last = min(last, (program.gpu_capacity_bytes - choice.gpu_bytes) // stage.group_bytes)
-            if choice.gpu_bytes > program.gpu_capacity_bytes or last < choice.first:
+                last = min(last, (problem.gpu_capacity_bytes - choice.gpu_bytes) // stage.group_bytes)
+            if choice.gpu_bytes > problem.gpu_capacity_bytes or last < choice.first:
                 continue
             if host_is_enough:
                 last = choice.first + int(np.argmin(choice.costs[: last - choice.first + 1]))
@@ -84,9 +84,9 @@ def first_pieces(program: PlacementProblem) -> list[Piece]:
     return pieces
 
 
-def split(program: PlacementProblem, piece: Piece, groups: int) -> Iterator[Piece]:
+def split(problem: PlacementProblem, piece: Piece, groups: int) -> Iterator[Piece]:
     """Yield the piece as up to three, of which one is `groups` alone."""
-    choice = program.stages[piece.stage].choices[piece.choice]
+    choice = problem.stages[piece.stage].choices[piece.choice]
     for low, high in ((piece.low, groups - 1), (groups, groups), (groups + 1, piece.high)):
         if low <= high:
             yield make_piece(piece.stage, piece.choice, choice, low, high)
@@ -138,23 +138,23 @@ class Prices:
     sides: NDArray[np.float64]
 
 
-def remaining(program: PlacementProblem, pieces: Sequence[Piece], prices: Prices, best_cost: float) -> list[Piece]:
+def remaining(problem: PlacementProblem, pieces: Sequence[Piece], prices: Prices, best_cost: float) -> list[Piece]:
     """Return the pieces without numbers of groups that are in no placement of less cost than `best_cost`."""
-    best, of_pieces = _stage_best(program, pieces, prices)
-    slack = best_cost - _bound(program, best, prices) + _ROUNDING * np.abs(best).sum()
+    best, of_pieces = _stage_best(problem, pieces, prices)
+    slack = best_cost - _bound(problem, best, prices) + _ROUNDING * np.abs(best).sum()
     return [
         part
         for piece, values in zip(pieces, of_pieces, strict=True)
-        for part in _kept(program, piece, values, best, slack)
+        for part in _kept(problem, piece, values, best, slack)
     ]
 
 
-def priced(program: PlacementProblem, piece: Piece, prices: Prices, beside: float) -> NDArray[np.float64]:
+def priced(problem: PlacementProblem, piece: Piece, prices: Prices, beside: float) -> NDArray[np.float64]:
     """Return the cost of each number of groups of a piece with everything that has a price: float64 [high - low + 1].
 
     `beside` is the price of the piece beside its bytes.
     """
-    stage = program.stages[piece.stage]
+    stage = problem.stages[piece.stage]
     choice = stage.choices[piece.choice]
     moved = np.arange(piece.low, piece.high + 1) * float(stage.group_bytes)
     values = choice.costs[piece.low - choice.first : piece.high - choice.first + 1]
@@ -163,29 +163,29 @@ def priced(program: PlacementProblem, piece: Piece, prices: Prices, beside: floa
 
 
 def _kept(
-    program: PlacementProblem, piece: Piece, values: NDArray[np.float64], best: NDArray[np.float64], slack: float
+    problem: PlacementProblem, piece: Piece, values: NDArray[np.float64], best: NDArray[np.float64], slack: float
 ) -> Iterator[Piece]:
     kept = np.flatnonzero(values <= best[piece.stage] + slack)
     if len(kept) == len(values):
         yield piece
     elif len(kept):
-        choice = program.stages[piece.stage].choices[piece.choice]
+        choice = problem.stages[piece.stage].choices[piece.choice]
         for run in np.split(kept, np.flatnonzero(np.diff(kept) > 1) + 1):
             low, high = (piece.low + int(run[end]) for end in (0, -1))
             yield make_piece(piece.stage, piece.choice, choice, low, high)
 
 
-def _bound(program: PlacementProblem, best: NDArray[np.float64], prices: Prices) -> float:
-    capacities = prices.gpu_byte * program.gpu_capacity_bytes + prices.host_byte * program.host_capacity_bytes
+def _bound(problem: PlacementProblem, best: NDArray[np.float64], prices: Prices) -> float:
+    capacities = prices.gpu_byte * problem.gpu_capacity_bytes + prices.host_byte * problem.host_capacity_bytes
     return float(best.sum()) - capacities + prices.given
 
 
 def _stage_best(
-    program: PlacementProblem, pieces: Sequence[Piece], prices: Prices
+    problem: PlacementProblem, pieces: Sequence[Piece], prices: Prices
 ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
     """Return (the least priced cost of each stage, float64 [stages]; the priced costs of every piece)."""
-    best, found = np.full(len(program.stages), np.inf), []
+    best, found = np.full(len(problem.stages), np.inf), []
     for piece, beside in zip(pieces, prices.pieces, strict=True):
-        found.append(priced(program, piece, prices, beside))
+        found.append(priced(problem, piece, prices, beside))
         best[piece.stage] = min(best[piece.stage], float(found[-1].min()))
     return best, found

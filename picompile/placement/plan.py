@@ -1,4 +1,4 @@
-"""A plan: where everything of a model lies on a machine, what it takes there, and how fast it is expected to be."""
+"""A plan: where each part of a model is on a machine, the memory that it takes, and the speed that is expected."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,14 @@ FORMAT = "picompile-plan"
 SCHEMA = 1
 
 
-def device_name(on_gpu: bool) -> str:
-    """What a plan calls it."""
-    return "gpu" if on_gpu else "host"
+def device_name(on_accelerator: bool) -> str:
+    """Return the name that plans have for the accelerator or the host."""
+    return "gpu" if on_accelerator else "host"
 
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """`bytes` of one kind (`what`) on a `device`, gpu or host."""
+    """The bytes of one kind (`what`) on a `device`, gpu or host."""
 
     device: str
     what: str
@@ -30,12 +30,13 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class PlanLayer:
-    """One layer. `attention`, `kv_cache` and `predictor` are where they lie, gpu or host; `predictor` is none where
-    there is none with weights of its own.
+    """The placement of one layer.
 
-    `computed` neurons are, in the mean, computed for a token, `hot_computed` of them on the GPU. Seconds are expected
-    of a token, `total_s` the layer's. `limit` says which takes most of it: attention, gpu, host or exchange. `hot` are
-    the numbers of the neurons on the GPU, None where the plan is of a curve and not of a model's neurons.
+    `attention`, `kv_cache` and `predictor` say where these are: gpu or host. `predictor` is none if the layer has no
+    predictor with weights of its own. `computed` is the mean number of neurons computed for a token, `hot_computed` of
+    them on the GPU. The seconds are predicted for a token; `total_s` is the whole layer's. `limit` names the part that
+    takes most of it: attention, gpu, host or exchange. `hot` has the numbers of the neurons on the GPU, None in a plan
+    that is made from a curve and not from a model's neurons.
     """
 
     layer: int
@@ -59,13 +60,13 @@ class PlanLayer:
 
 @dataclass(frozen=True)
 class Plan:
-    """All of it.
+    """The placement of a model on a machine.
 
-    Budgets are what may be taken on each device, of which `margin` is left free; `machine` has what remains. `tokens`
-    are in the cache where the speed is expected. `token_s` is one step, of which `batch` tokens come; `gap` is how much
-    less any placement could cost by the same objective, as a share. `baselines` are tokens/s of dense inference on the
-    same machine by name, `layers-first` and `host`, each where it fits. `fingerprint` is that of the checkpoint, None
-    for a shape.
+    The budgets are the memory that may be taken of GPU and host; the share `margin` of each is left free, and `machine`
+    has what remains. `tokens` is the number of tokens in the cache for which the speed is predicted. `token_s` is the
+    time of one step, which gives `batch` tokens. `gap` is how much less any placement could cost by the same objective,
+    as a share. `baselines` has the tokens/s of dense inference on the same machine, by name: `layers-first` and `host`,
+    each if it fits. `fingerprint` is the checkpoint's, None for a shape.
     """
 
     model: str
@@ -94,19 +95,19 @@ class Plan:
 
     @property
     def tokens_per_s(self) -> float:
-        """Expected, of all sequences together."""
+        """The predicted tokens/s of all sequences together."""
         return self.batch / self.token_s
 
     def budget_bytes(self, device: str) -> int:
-        """What may be taken of a device, its margin included."""
+        """Return the bytes that may be taken of a device, its margin included."""
         return self.gpu_budget_bytes if device == "gpu" else self.host_budget_bytes
 
     def capacity_bytes(self, device: str) -> int:
-        """The budget less its margin: what may be filled."""
+        """Return the bytes that may be filled: the budget less its margin."""
         return self.machine.gpu_bytes if device == "gpu" else self.machine.host_bytes
 
     def bytes_by_kind(self) -> dict[str, dict[str, int]]:
-        """What lies on the devices, by kind and then by device."""
+        """Return the bytes of each kind, by device."""
         kinds: dict[str, dict[str, int]] = {}
         for row in self.memory:
             of_kind = kinds.setdefault(row.what, {})
@@ -114,25 +115,25 @@ class Plan:
         return kinds
 
     def taken_bytes(self, device: str) -> int:
-        """All that lies on a device."""
+        """Return the bytes of everything on a device."""
         return sum(row.bytes for row in self.memory if row.device == device)
 
     def hot_neurons(self) -> dict[int, tuple[int, ...]]:
-        """Layer → its neurons on the GPU, as `Partition` takes them; of a plan that knows the model's neurons."""
+        """Return the hot neurons by layer, as `Partition` takes them, for layers whose neurons are known."""
         return {layer.layer: layer.hot for layer in self.layers if layer.hot is not None}
 
     def to_json(self) -> dict[str, Any]:
-        """The contents of a plan's file."""
+        """Return the contents of a plan's file."""
         return {"format": FORMAT, "schema": SCHEMA, "tokens_per_s": self.tokens_per_s, **asdict(self)}
 
 
 def check_budgets(plan: Plan) -> None:
     """Raise `SolverError` where a plan takes more of the accelerator's or the host's memory than it may.
 
-    Here every plan is held to its budgets. A budget is what the user gave, or what the machine has
-    (`machine.find_machine`); `PlanOptions.capacity` takes off the margin, and `latency.capacities` what each side needs
-    besides layers: the rest is what the solver may fill, as constraints of the placement problem. Where nothing fits,
-    `policies.infeasible_placement_error` says so before there is a plan.
+    Every plan is checked here, when it is made and when it is read from a file. A budget is what the user gave, or what the machine has
+    (`machine.find_machine`); `PlanOptions.capacity` takes off the margin, and `problem.capacities` what each side needs
+    besides layers. The rest is what the solver may fill, as constraints of the placement problem. If nothing fits,
+    `policies.infeasible_placement_error` is raised before there is a plan.
     """
     for device in ("gpu", "host"):
         taken_bytes, limit_bytes = plan.taken_bytes(device), plan.capacity_bytes(device)
@@ -140,27 +141,24 @@ def check_budgets(plan: Plan) -> None:
             raise SolverError(f"the placement takes {taken_bytes} bytes of the {device}'s memory, of {limit_bytes}")
 
 
-# The memory account of a placement: every byte, by device and kind.
-
-
 def memory_account(
     task: PlacementTask, wheres: Sequence[PartPlaces], places: Sequence[StagePlace]
 ) -> tuple[MemoryRow, ...]:
-    """What lies where, for each layer and the head at the end. A group counts in full: the artifact takes no more."""
+    """Return every byte of a placement by device and kind. A short group counts as full: the artifact takes no more."""
     model, taken = task.model, Counter[tuple[str, str]]()
     for layer, where, place in zip(model.layers, wheres, places, strict=False):
         moved = place.groups * group_bytes(layer)
         left = list(fixed_bytes(layer, where, split=place.groups > 0))
-        for on_gpu, what, size in (
-            (where.attention_on_gpu, "attention", layer.attention_bytes + layer.shared_bytes),
-            (where.kv_cache_on_gpu, "kv cache", layer.kv_cache_bytes),
-            (where.predictor_on_gpu, "predictors", layer.predictor_bytes),
+        for on_accelerator, what, size in (
+            (where.attention_on_accelerator, "attention", layer.attention_bytes + layer.shared_bytes),
+            (where.kv_cache_on_accelerator, "kv cache", layer.kv_cache_bytes),
+            (where.predictor_on_accelerator, "predictors", layer.predictor_bytes),
         ):
-            taken[device_name(on_gpu), what] += size
-            left[0 if on_gpu else 1] -= size
+            taken[device_name(on_accelerator), what] += size
+            left[0 if on_accelerator else 1] -= size
         taken["gpu", "hot neurons"] += left[0] + moved
         taken["host", "cold neurons"] += left[1] - moved
-    taken[device_name(wheres[-1].attention_on_gpu), "output head"] += model.head_bytes
+    taken[device_name(wheres[-1].attention_on_accelerator), "output head"] += model.head_bytes
     taken["host", "embedding"] += model.embedding_bytes
     for device in {device for (device, _), size in taken.items() if size}:
         taken[device, "workspace"] += model.workspace_bytes

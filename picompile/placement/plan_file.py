@@ -1,4 +1,4 @@
-"""A plan as a file: JSON, written whole or not at all, and held against what a plan can be when it is read."""
+"""Plans as JSON files: written whole or not at all, and checked field by field when they are read."""
 
 import json
 from collections.abc import Callable
@@ -6,10 +6,10 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
-from picompile.errors import UsageError
+from picompile.errors import SolverError, UsageError
 from picompile.output import writing_file
 from picompile.placement.machine import Machine
-from picompile.placement.plan import FORMAT, SCHEMA, MemoryRow, Plan, PlanLayer
+from picompile.placement.plan import FORMAT, SCHEMA, MemoryRow, Plan, PlanLayer, check_budgets
 from picompile.placement.planning import OBJECTIVES
 from picompile.predictors.description import adding_advice, check_schema, choice, layer_number, number, read_object
 from picompile_runtime.artifact.fields import Fields
@@ -20,7 +20,7 @@ LIMITS = ("attention", "gpu", "host", "exchange")
 _WHAT = "a plan of picompile plan"
 _ADVICE = "plan again"
 
-# Longer than any token takes, and larger than any bandwidth; JSON of Python may hold NaN and Infinity.
+# Longer than any token takes, and larger than any bandwidth. Python's JSON may hold NaN and Infinity.
 _LONGEST_S = 1e9
 _FASTEST_BYTES_PER_S = 1e18
 _MOST_PARAMETERS = 2**60
@@ -28,26 +28,31 @@ _MOST_BYTES = 2**62
 
 
 def write_plan(path: Path, plan: Plan, *, overwrite: bool = True, check: Callable[[], None] = lambda: None) -> None:
-    """Writes `plan` to `path`, which is there whole or not at all. A link goes on pointing at it.
+    """Write `plan` to `path`, whole or not at all. A link there goes on pointing at the file.
 
-    Raises `UsageError` where something is there and not to be overwritten, or where `check` does at that moment.
+    Raise `UsageError` if a file is in the way, and what `check` raises just before the file takes its place.
     """
     with writing_file(path, overwrite=overwrite, check=check) as file:
         file.write((json.dumps(plan.to_json(), ensure_ascii=False) + "\n").encode())
 
 
 def read_plan(path: Path) -> Plan:
-    """Reads the plan in the file `path`. Raises `UsageError` for what is none, or is damaged."""
+    """Return the plan in the file `path`. Raise `UsageError` if it holds no plan, or a damaged one."""
     if not path.is_file():
         raise UsageError(f"{path}: {'is no file' if path.exists() else 'no such file'}; picompile plan -o makes one")
     content = read_object(path, FORMAT, _WHAT)
     check_schema(path, content, SCHEMA, _ADVICE)
     with adding_advice(_ADVICE):
-        return plan_of(Fields(content, f"{path}: damaged"))
+        plan = plan_of(Fields(content, f"{path}: damaged"))
+    try:
+        check_budgets(plan)
+    except SolverError as error:
+        raise UsageError(f"{path}: damaged: {error}; {_ADVICE}") from error
+    return plan
 
 
 def plan_of(content: Fields) -> Plan:
-    """The plan that `content` describes. Raises `ArtifactError` with the field that is wrong."""
+    """Return the plan that `content` describes. Raise `ArtifactError` for the first field that is wrong."""
     layers = tuple(map(_layer, content.objects("layers")))
     if not layers or [layer.layer for layer in layers] != list(range(len(layers))):
         raise content.wrong("layers", "a list of all layers in order")
@@ -104,7 +109,7 @@ def _layer(entry: Fields) -> PlanLayer:
 
 
 def _hot(entry: Fields, neurons: int, count: int) -> tuple[int, ...] | None:
-    """The numbers of the hot neurons, rising; None where the plan is of a curve."""
+    """Return the numbers of the hot neurons in rising order; None in a plan that is made from a curve."""
     value = entry.data.get("hot", ())
     if value is None:
         return None
@@ -143,6 +148,6 @@ def _fingerprint(content: Fields) -> str | None:
 
 
 def _check_speed(content: Fields, plan: Plan) -> None:
-    """The file says the speed for who reads it without us; it must be that of the rest."""
+    """Raise `ArtifactError` if the speed, which the file has for other programs, is not that of its other fields."""
     if abs(number(content, "tokens_per_s", 0) - plan.tokens_per_s) > 1e-6 * plan.tokens_per_s:
         raise content.wrong("tokens_per_s", f"batch over token_s, which is {plan.tokens_per_s:.6g}")

@@ -1,4 +1,4 @@
-"""Making a plan: budgets become a program, its solution becomes a plan."""
+"""Make a plan: state the placement problem within the budgets, solve it, and describe the solution as a plan."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.machine import Machine
 from picompile.placement.model_bytes import ModelBytes
 from picompile.placement.plan import Plan, PlanLayer, check_budgets, device_name, memory_account
-from picompile.placement.policies import gpu_only, infeasible_placement_error, least_host_bytes
+from picompile.placement.policies import accelerator_only, infeasible_placement_error, least_host_bytes
 from picompile.placement.problem import (
     PlacementProblem,
     PlacementTask,
@@ -32,10 +32,10 @@ DEFAULT_MARGIN = 0.05
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What to plan for.
+    """The options of a plan.
 
-    `machine` is without margins: `gpu_bytes` and `host_bytes` are the budgets, of which the share `margin` is left
-    free. `tokens` are in the cache where the speed is expected; None for half the context. Raises `UsageError`.
+    `machine` has the budgets as `gpu_bytes` and `host_bytes`; the share `margin` of each is left free. `tokens` is the
+    number of tokens in the cache for which the speed is predicted; None is half the context. Raises `UsageError`.
     """
 
     target: str
@@ -56,38 +56,41 @@ class PlanOptions:
 
     @property
     def capacity(self) -> Machine:
-        """The machine with what may be filled: the budgets less their margin (see `plan.check_budgets`)."""
+        """The machine with the memory that may be filled: the budgets less their margin (see `plan.check_budgets`)."""
         kept = 1 - self.margin
         machine = self.machine
         return replace(machine, gpu_bytes=int(machine.gpu_bytes * kept), host_bytes=int(machine.host_bytes * kept))
 
 
 def make_plan(model: ModelBytes, firing: Firing, options: PlanOptions) -> Plan:
-    """Plans `model`. Raises `DoesNotFitError`, with the budgets that would do, and `SolverError`."""
+    """Return the plan of `model`. Raise `DoesNotFitError`, which names budgets that would do, and `SolverError`."""
     task = task_of(model, firing, options)
-    program = latency_problem(task)
-    places, gap = _solve(task, program, options)
-    return plan_of_places(task, program, places, gap, options)
+    problem = latency_problem(task)
+    places, gap = _solve(task, problem, options)
+    return plan_of_places(task, problem, places, gap, options)
 
 
 def task_of(model: ModelBytes, firing: Firing, options: PlanOptions) -> PlacementTask:
-    """What is placed on how much memory."""
+    """Return what is placed, and on how much memory."""
     tokens = model.context // 2 if options.tokens is None else min(options.tokens, model.context)
     return PlacementTask(model, firing, options.capacity, tokens)
 
 
 def plan_of_places(
-    task: PlacementTask, program: PlacementProblem, places: Sequence[StagePlace], gap: float, options: PlanOptions
+    task: PlacementTask, problem: PlacementProblem, places: Sequence[StagePlace], gap: float, options: PlanOptions
 ) -> Plan:
-    """The plan that `places`, a solution of `program` with this `gap`, come to."""
+    """Return the plan with the placement `places`, a solution of `problem` with this `gap`."""
     model = task.model
-    *wheres, head_where = _wheres(program, places)
+    *wheres, head_where = _wheres(problem, places)
     layers = tuple(
         _layer(task, number, where, place.groups)
         for number, (where, place) in enumerate(zip(wheres, places, strict=False))
     )
-    head, seconds = device_name(head_where.attention_on_gpu), head_s(model, task.machine, head_where.attention_on_gpu)
-    graph = plan_graph(layers, (head, seconds), program.switch_cost)
+    head, seconds = (
+        device_name(head_where.attention_on_accelerator),
+        head_s(model, task.machine, head_where.attention_on_accelerator),
+    )
+    graph = plan_graph(layers, (head, seconds), problem.switch_cost)
     plan = Plan(
         model=model.name,
         fingerprint=options.fingerprint,
@@ -107,7 +110,7 @@ def plan_of_places(
         layers=layers,
         head=head,
         head_s=seconds,
-        switch_s=program.switch_cost,
+        switch_s=problem.switch_cost,
         memory=memory_account(task, [*wheres, head_where], places),
         token_s=token_s(graph),
         gap=gap,
@@ -117,22 +120,24 @@ def plan_of_places(
     return plan
 
 
-def _solve(task: PlacementTask, program: PlacementProblem, options: PlanOptions) -> tuple[list[StagePlace], float]:
+def _solve(task: PlacementTask, problem: PlacementProblem, options: PlanOptions) -> tuple[list[StagePlace], float]:
     if options.objective == "impact":
-        found = policies.paper(task, program, kv_cache_on_gpu=True, gap=options.gap)
+        found = policies.paper(task, problem, kv_cache_on_accelerator=True, gap=options.gap)
         if found is not None:
             return found.places, found.gap
     else:
-        solution = solve(program, options.gap, known=policies.known(task, program))
+        solution = solve(problem, options.gap, known=policies.known(task, problem))
         if solution is not None:
             return list(solution.places), solution.gap
-    programs = latency_problem if options.objective == "latency" else partial(impact_problem, kv_cache_on_gpu=True)
-    raise infeasible_placement_error(task, programs, options.margin)
+    problems = (
+        latency_problem if options.objective == "latency" else partial(impact_problem, kv_cache_on_accelerator=True)
+    )
+    raise infeasible_placement_error(task, problems, options.margin)
 
 
-def _wheres(program: PlacementProblem, places: Sequence[StagePlace]) -> list[PartPlaces]:
-    """The labels of what was chosen for each stage."""
-    labels = [stage.choices[place.choice].label for stage, place in zip(program.stages, places, strict=True)]
+def _wheres(problem: PlacementProblem, places: Sequence[StagePlace]) -> list[PartPlaces]:
+    """Return the labels of the choices made for each stage."""
+    labels = [stage.choices[place.choice].label for stage, place in zip(problem.stages, places, strict=True)]
     wheres = [label for label in labels if isinstance(label, PartPlaces)]
     if len(wheres) < len(labels):
         raise TypeError(labels)
@@ -149,9 +154,9 @@ def _layer(task: PlacementTask, number: int, where: PartPlaces, groups: int) -> 
         layer=number,
         neurons=layer.neurons,
         hot_neurons=hot,
-        attention=device_name(where.attention_on_gpu),
-        kv_cache=device_name(where.kv_cache_on_gpu),
-        predictor=device_name(where.predictor_on_gpu) if layer.predictor_bytes else "none",
+        attention=device_name(where.attention_on_accelerator),
+        kv_cache=device_name(where.kv_cache_on_accelerator),
+        predictor=device_name(where.predictor_on_accelerator) if layer.predictor_bytes else "none",
         computed=float(computed[-1]),
         hot_computed=float(computed[groups]),
         **seconds,
@@ -162,7 +167,7 @@ def _layer(task: PlacementTask, number: int, where: PartPlaces, groups: int) -> 
 
 
 def _limit(seconds: Mapping[str, float]) -> str:
-    """What takes most of a layer's time; of the neurons that is the slower side."""
+    """Return the part that takes most of a layer's time; of hot and cold neurons only the slower side counts."""
     shares = {
         "attention": seconds["attention_s"] + seconds["kv_cache_s"] + seconds["predict_s"],
         "gpu": seconds["hot_s"] if seconds["hot_s"] >= seconds["cold_s"] else 0.0,
@@ -173,40 +178,37 @@ def _limit(seconds: Mapping[str, float]) -> str:
 
 
 def _baselines(task: PlacementTask) -> dict[str, float]:
-    """Tokens a second of dense inference: whole layers on the GPU as far as they fit, and all on the host."""
+    """Return tokens/s of dense inference: with whole layers on the accelerator as far as they fit, and on the host."""
     dense = policies.dense(task)
-    program = latency_problem(dense)
+    problem = latency_problem(dense)
     found = {}
     for name, policy in (("layers-first", policies.layers_first), ("host", policies.host_only)):
-        totals = evaluate(program, policy(dense, program))
-        if totals.fits(program) and (name == "host" or task.machine.gpu_bytes > 0):
+        totals = evaluate(problem, policy(dense, problem))
+        if totals.fits(problem) and (name == "host" or task.machine.gpu_bytes > 0):
             found[name] = task.model.batch / totals.cost
     return found
-
-
-# What can be planned before it is known how neurons fire: whether a model fits, and all of it on the GPU.
 
 
 _SOURCE = "no profile, every neuron counted as firing"
 
 
 def whole_plan(model: ModelBytes, options: PlanOptions) -> Plan | None:
-    """Every neuron of `model` on the GPU, and all that can be beside them; None where that does not fit.
+    """Return the plan that has the whole model on the accelerator; None if that does not fit.
 
-    Its speed, and the gap to other placements, are those of a token that every neuron fires on. Raises
-    `DoesNotFitError` where no placement fits, however neurons fire.
+    This can be planned before it is known how neurons fire. The speed and the gap to other placements are those of a
+    token for which every neuron fires. Raise `DoesNotFitError` if no placement fits, however neurons fire.
     """
     layers = tuple(LayerFiring(np.ones(layer.neurons), np.arange(layer.neurons)) for layer in model.layers)
     task = task_of(model, Firing(layers, _SOURCE), options)
-    program = latency_problem(task)
-    if least_host_bytes(program) > program.host_capacity_bytes:
+    problem = latency_problem(task)
+    if least_host_bytes(problem) > problem.host_capacity_bytes:
         raise infeasible_placement_error(task, latency_problem, options.margin)
-    if program.gpu_capacity_bytes == 0:
+    if problem.gpu_capacity_bytes == 0:
         return None
-    places = gpu_only(task, program)
-    totals = evaluate(program, places)
-    if not totals.fits(program):
+    places = accelerator_only(task, problem)
+    totals = evaluate(problem, places)
+    if not totals.fits(problem):
         return None
-    best = solve(program, options.gap, known=[places])
+    best = solve(problem, options.gap, known=[places])
     gap = 0.0 if best is None else max(0.0, (totals.cost - best.bound) / totals.cost)
-    return plan_of_places(task, program, places, gap, options)
+    return plan_of_places(task, problem, places, gap, options)

@@ -14,7 +14,7 @@ from picompile.placement.firing import Firing
 from picompile.placement.machine import Machine
 from picompile.placement.model_bytes import LayerBytes, ModelBytes
 from picompile.placement.times import (
-    ALL_ON_GPU,
+    ALL_ON_ACCELERATOR,
     ALL_ON_HOST,
     GROUP,
     LayerTimes,
@@ -23,12 +23,12 @@ from picompile.placement.times import (
     group_count,
 )
 
-# The placement program: what can be chosen for each stage of a token, what it takes, and what it costs.
+# The placement problem: the choices for each stage of a token, with the memory and the cost of each.
 #
-# A stage is a layer, or the output head. For each, one `Choice` is made: where its attention, its KV cache and its
-# predictor are, and within it how many groups of its neurons are on the GPU. Neurons lie in order of firing, and those
-# on the GPU are always the most firing ones, so a number of groups says which they are. Stages follow each other;
-# whoever chooses the other side than the stage before pays for a transfer.
+# A stage is a layer, or the output head. One `Choice` is made for each: where its attention, its KV cache and its
+# predictor are. Within a choice, some number of groups of its neurons is on the accelerator. Neurons are in order of
+# firing, and those on the accelerator are always the most active ones, so the number says which they are. A stage on
+# the other side than the stage before costs a transfer.
 #
 #     minimize    Σ_l cost_l(choice_l, n_l) + switch · #{l: side_l ≠ side_(l-1)}
 #     subject to  Σ_l gpu_l(choice_l) + n_l · group_l  ≤ gpu_capacity
@@ -41,9 +41,9 @@ from picompile.placement.times import (
 class Choice:
     """One way to place a stage; `label` is what it stands for.
 
-    `costs` float64 [k]: with `first`, `first` + 1, … groups on the GPU. `gpu_bytes` and `host_bytes` are taken with no
-    group on the GPU; each that is moves the stage's `group_bytes` from the host. `on_gpu` says on which side the stream
-    comes in and goes out.
+    `costs` float64 [k] are for `first`, `first` + 1, … groups on the accelerator. `gpu_bytes` and `host_bytes` are the
+    bytes taken with no group on the accelerator; each group there moves the stage's `group_bytes` away from the host.
+    `on_accelerator`: whether the stage's input and output vectors are on the accelerator.
     """
 
     label: Hashable
@@ -51,15 +51,15 @@ class Choice:
     host_bytes: int
     costs: NDArray[np.float64]
     first: int = 0
-    on_gpu: bool = True
+    on_accelerator: bool = True
 
     @property
     def last(self) -> int:
-        """The most groups that can be on the GPU."""
+        """The most groups that can be on the accelerator."""
         return self.first + len(self.costs) - 1
 
     def cost(self, groups: int) -> float:
-        """What it costs with `groups` on the GPU."""
+        """Return the cost with `groups` on the accelerator."""
         return float(self.costs[groups - self.first])
 
 
@@ -83,40 +83,40 @@ class PlacementProblem:
 
 
 class StagePlace(NamedTuple):
-    """What was chosen for a stage: the number of the choice, and groups on the GPU."""
+    """The choice made for a stage, by its number, and how many groups are on the accelerator."""
 
     choice: int
     groups: int
 
 
 class Totals(NamedTuple):
-    """What a placement of all stages comes to."""
+    """The cost of a placement of all stages, and the bytes that it takes."""
 
     cost: float
     gpu_bytes: int
     host_bytes: int
 
-    def fits(self, program: PlacementProblem) -> bool:
-        """Whether both devices hold it."""
-        return self.gpu_bytes <= program.gpu_capacity_bytes and self.host_bytes <= program.host_capacity_bytes
+    def fits(self, problem: PlacementProblem) -> bool:
+        """Return whether accelerator and host can hold it."""
+        return self.gpu_bytes <= problem.gpu_capacity_bytes and self.host_bytes <= problem.host_capacity_bytes
 
 
-def evaluate(program: PlacementProblem, places: Sequence[StagePlace]) -> Totals:
-    """Cost and bytes of a placement, the bytes exactly."""
+def evaluate(problem: PlacementProblem, places: Sequence[StagePlace]) -> Totals:
+    """Return the cost and the exact bytes of a placement."""
     cost, gpu_bytes, host_bytes = 0.0, 0, 0
-    sides = [program.stages[number].choices[place.choice].on_gpu for number, place in enumerate(places)]
-    for stage, place in zip(program.stages, places, strict=True):
+    sides = [problem.stages[number].choices[place.choice].on_accelerator for number, place in enumerate(places)]
+    for stage, place in zip(problem.stages, places, strict=True):
         choice, moved = stage.choices[place.choice], place.groups * stage.group_bytes
         cost += choice.cost(place.groups)
         gpu_bytes += choice.gpu_bytes + moved
         host_bytes += choice.host_bytes - moved
-    if program.from_host:
+    if problem.from_host:
         sides = [False, *sides, False]
     switches = sum(before != after for before, after in pairwise(sides))
-    return Totals(cost + switches * program.switch_cost, gpu_bytes, host_bytes)
+    return Totals(cost + switches * problem.switch_cost, gpu_bytes, host_bytes)
 
 
-# The latency objective: a model on a machine as a placement program whose cost is a token's time in seconds.
+# The latency objective: a model on a machine as a placement problem whose cost is a token's time in seconds.
 
 
 _FLOAT32_BYTES = 4
@@ -124,7 +124,7 @@ _FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, eq=False)
 class PlacementTask:
-    """What is placed: a model, how its neurons fire, on which machine, and how many tokens are in the cache."""
+    """A model to place, how its neurons fire, the machine, and how many tokens are in the cache."""
 
     model: ModelBytes
     firing: Firing
@@ -132,7 +132,7 @@ class PlacementTask:
     tokens: int
 
     def layer_times(self, number: int) -> LayerTimes:
-        """The cost model of a layer."""
+        """Return the cost model of a layer."""
         layer = self.model.layers[number]
         read = layer.kv_cache_bytes * min(self.tokens, self.model.context) / self.model.context
         crossing = self.model.batch * (_FLOAT32_BYTES * self.model.hidden + layer.neurons / 8)
@@ -140,46 +140,48 @@ class PlacementTask:
 
 
 def places_of(layer: LayerBytes) -> Sequence[PartPlaces]:
-    """The ways in which the parts of a layer that are not neurons can lie."""
-    places = [ALL_ON_GPU, PartPlaces(True, False, True)]
+    """Return the ways to place the parts of a layer that are not neurons."""
+    places = [ALL_ON_ACCELERATOR, PartPlaces(True, False, True)]
     if layer.predictor_bytes:
         places += [PartPlaces(True, True, False), PartPlaces(True, False, False)]
     return (*places, ALL_ON_HOST)
 
 
 def fixed_bytes(layer: LayerBytes, where: PartPlaces, *, split: bool | None = None) -> tuple[int, int]:
-    """(bytes on the GPU, bytes on the host) beside the groups on the GPU. A short last group counts as a full one.
+    """Return (bytes on the accelerator, bytes on the host) of a layer with no group of neurons on the accelerator.
 
-    `split` says whether there can be a part on the GPU, with vectors of its own; by itself where the attention is.
+    A short last group counts as a full one. `split` says whether the block can have a hot part, which has vectors of
+    its own; None means that it can if attention is on the accelerator.
     """
     parts = (
-        (layer.attention_bytes + layer.shared_bytes, where.attention_on_gpu),
-        (layer.kv_cache_bytes, where.kv_cache_on_gpu),
-        (layer.predictor_bytes, where.predictor_on_gpu),
+        (layer.attention_bytes + layer.shared_bytes, where.attention_on_accelerator),
+        (layer.kv_cache_bytes, where.kv_cache_on_accelerator),
+        (layer.predictor_bytes, where.predictor_on_accelerator),
         (group_count(layer.neurons) * group_bytes(layer), False),
     )
-    on_gpu = sum(size for size, gpu in parts if gpu)
-    on_host = sum(size for size, _ in parts) - on_gpu + SPLIT_BYTES
-    return on_gpu + (SPLIT_BYTES if where.attention_on_gpu or split else 0), on_host
+    accelerator_bytes = sum(size for size, on_accelerator in parts if on_accelerator)
+    host_bytes = sum(size for size, _ in parts) - accelerator_bytes + SPLIT_BYTES
+    return accelerator_bytes + (SPLIT_BYTES if where.attention_on_accelerator or split else 0), host_bytes
 
 
 def group_bytes(layer: LayerBytes) -> int:
-    """Bytes of a full group in a block that is split."""
+    """Return the bytes of a full group in a block that is split."""
     return GROUP * (layer.neuron_bytes + layer.number_bytes)
 
 
 def capacities(task: PlacementTask) -> tuple[int, int]:
-    """(GPU, host) bytes that are left for stages: without workspace, tables and the embedding, which the host has."""
+    """Return the (accelerator, host) bytes for stages: without workspace, tables and the embedding on the host."""
     model, machine = task.model, task.machine
     everywhere = model.workspace_bytes + model.table_bytes
     return max(0, machine.gpu_bytes - everywhere), machine.host_bytes - everywhere - model.embedding_bytes
 
 
 def latency_problem(task: PlacementTask) -> PlacementProblem:
-    """The program: a stage for each layer with the choices of `places_of`, and one for the output head.
+    """Return the problem with a token's seconds as cost: a stage for each layer, and one for the output head.
 
-    Where the stream changes sides one vector crosses, which is charged as an exchange. So its one kernel is paid for,
-    and so is at the beginning of a token the one that brings its position to the GPU.
+    A layer has the choices of `places_of`. Where the stream changes sides one vector crosses, and the cost of a whole
+    transfer is charged. That pays for its one kernel, and at the beginning of a token for the kernel that brings the
+    token's position to the accelerator.
     """
     gpu_capacity, host_capacity = capacities(task)
     stages = [_layer_stage(task, number, gpu_capacity > 0) for number in range(len(task.model.layers))]
@@ -192,83 +194,85 @@ def latency_problem(task: PlacementTask) -> PlacementProblem:
     )
 
 
-def _layer_stage(task: PlacementTask, number: int, gpu: bool) -> PlacementStage:
+def _layer_stage(task: PlacementTask, number: int, has_accelerator: bool) -> PlacementStage:
     layer, times = task.model.layers[number], task.layer_times(number)
     choices = []
-    for where in places_of(layer) if gpu else (ALL_ON_HOST,):
+    for where in places_of(layer) if has_accelerator else (ALL_ON_HOST,):
         costs = times.times(where).total_s
-        if where.attention_on_gpu:
+        if where.attention_on_accelerator:
             choices.append(Choice(where, *fixed_bytes(layer, where), costs))
             continue
         choices.append(Choice(where, *fixed_bytes(layer, where), costs[:1], 0, False))
-        if gpu:
+        if has_accelerator:
             choices.append(Choice(where, *fixed_bytes(layer, where, split=True), costs[1:], 1, False))
     return PlacementStage(tuple(choices), group_bytes(layer))
 
 
-def _head_stage(task: PlacementTask, gpu: bool) -> PlacementStage:
+def _head_stage(task: PlacementTask, has_accelerator: bool) -> PlacementStage:
     model, machine = task.model, task.machine
-    on_host = Choice(ALL_ON_HOST, 0, model.head_bytes, np.asarray([head_s(model, machine, False)]), 0, False)
-    if not gpu:
-        return PlacementStage((on_host,))
-    on_gpu = Choice(ALL_ON_GPU, model.head_bytes, 0, np.asarray([head_s(model, machine, True)]), 0, True)
-    return PlacementStage((on_gpu, on_host))
+    host = Choice(ALL_ON_HOST, 0, model.head_bytes, np.asarray([head_s(model, machine, False)]), on_accelerator=False)
+    if not has_accelerator:
+        return PlacementStage((host,))
+    accelerator = Choice(ALL_ON_ACCELERATOR, model.head_bytes, 0, np.asarray([head_s(model, machine, True)]))
+    return PlacementStage((accelerator, host))
 
 
-def head_s(model: ModelBytes, machine: Machine, on_gpu: bool) -> float:
-    """Seconds of the output head for a token."""
-    if on_gpu:
+def head_s(model: ModelBytes, machine: Machine, on_accelerator: bool) -> float:
+    """Return the seconds that the output head takes for a token."""
+    if on_accelerator:
         return model.head_bytes / machine.gpu_read_bytes_per_s + model.head_launches * machine.launch_s
     return model.head_bytes / machine.host_read_bytes_per_s
 
 
 # PowerInfer's placement policy, as published (SOSP'24, section 6, equations 1 to 8).
 #
-# The impact of a neuron is how often it fires (1), and the GPU gets the most (2) within the memory of both devices (6).
-# A layer has no neuron there, or at least C_l (7, 8), so many that computing them there saves what synchronizing costs:
-# C_l · T_gpu + T_sync ≤ C_l · T_cpu (4), where the time of a neuron is its bytes over the device's bandwidth (5).
-# Neurons are placed 64 at a time.
+# The impact of a neuron is how often it fires (1). The policy puts the largest total impact on the GPU (2) that both
+# memories allow (6). A layer has either no neuron there or at least C_l (7, 8): the number from which computing them
+# there saves what synchronizing costs, C_l · T_gpu + T_sync ≤ C_l · T_cpu (4). The time of a neuron is its bytes over
+# the bandwidth of the memory that it is in (5). Neurons are placed 64 at a time.
 #
-# The paper's program is of neurons. What else there is goes to the GPU first, as in the code that was released:
-# attention and predictors layer by layer, then the output head. The KV cache stays on the host, as the paper has it, or
-# follows where all of it fits.
+# The paper's problem is about neurons only. Everything else goes to the GPU first, as in the code that was released:
+# attention and predictors layer by layer, then the output head. The KV cache stays on the host, as in the paper, or
+# goes to the GPU too if all of it fits.
 
 
-def impact_problem(task: PlacementTask, kv_cache_on_gpu: bool = False) -> PlacementProblem:
-    """The paper's program, as one of least cost: that is the number of firings that the GPU does not get, negative.
+def impact_problem(task: PlacementTask, kv_cache_on_accelerator: bool = False) -> PlacementProblem:
+    """Return the paper's problem; its cost is the negative number of firings on the accelerator.
 
-    Its choices are labelled as those of `latency_program`. A layer whose attention the GPU has no room for lies on the
-    host whole.
+    Its choices have the same labels as those of `latency_problem`. A layer whose attention does not fit the
+    accelerator is on the host altogether.
     """
     gpu_capacity, host_capacity = capacities(task)
-    wheres, head_on_gpu = dense_first(task, kv_cache_on_gpu)
+    wheres, head_on_accelerator = dense_first(task, kv_cache_on_accelerator)
     stages = [_impact_layer_stage(task, number, where) for number, where in enumerate(wheres)]
-    head = (task.model.head_bytes, 0) if head_on_gpu else (0, task.model.head_bytes)
-    stages.append(PlacementStage((Choice(ALL_ON_GPU if head_on_gpu else ALL_ON_HOST, *head, np.zeros(1)),)))
+    head = (task.model.head_bytes, 0) if head_on_accelerator else (0, task.model.head_bytes)
+    stages.append(
+        PlacementStage((Choice(ALL_ON_ACCELERATOR if head_on_accelerator else ALL_ON_HOST, *head, np.zeros(1)),))
+    )
     # Inequality 6 is strict.
     return PlacementProblem(tuple(stages), max(0, gpu_capacity - 1), host_capacity - 1)
 
 
-def dense_first(task: PlacementTask, kv_cache_on_gpu: bool = False) -> tuple[list[PartPlaces], bool]:
-    """Where the parts of each layer lie that are not neurons, and whether the head is on the GPU."""
+def dense_first(task: PlacementTask, kv_cache_on_accelerator: bool = False) -> tuple[list[PartPlaces], bool]:
+    """Return where the paper's policy puts the parts that are not neurons, by layer, and whether the head fits too."""
     gpu_capacity, _ = capacities(task)
     free_bytes = gpu_capacity - 1
     wheres = []
     for layer in task.model.layers:
-        on_gpu, _ = fixed_bytes(layer, PartPlaces(True, False, True))
-        fits = on_gpu <= free_bytes
-        free_bytes = free_bytes - on_gpu if fits else -1
+        size, _ = fixed_bytes(layer, PartPlaces(True, False, True))
+        fits = size <= free_bytes
+        free_bytes = free_bytes - size if fits else -1
         wheres.append(PartPlaces(True, False, True) if fits else ALL_ON_HOST)
-    head_on_gpu = task.model.head_bytes <= free_bytes
-    free_bytes -= task.model.head_bytes if head_on_gpu else 0
+    head_on_accelerator = task.model.head_bytes <= free_bytes
+    free_bytes -= task.model.head_bytes if head_on_accelerator else 0
     cache_bytes = sum(layer.kv_cache_bytes for layer in task.model.layers)
-    if kv_cache_on_gpu and head_on_gpu and cache_bytes <= free_bytes:
-        wheres = [ALL_ON_GPU for _ in wheres]
-    return wheres, head_on_gpu
+    if kv_cache_on_accelerator and head_on_accelerator and cache_bytes <= free_bytes:
+        wheres = [ALL_ON_ACCELERATOR for _ in wheres]
+    return wheres, head_on_accelerator
 
 
 def least_groups(machine: Machine, neuron_bytes: int) -> int | None:
-    """C_l in groups: the fewest that are worth synchronizing for; None where no number is."""
+    """Return C_l in groups: the fewest that are worth synchronizing for; None if no number is."""
     if machine.gpu_bytes_per_s <= 0:
         return None
     gained_s = neuron_bytes * (1 / machine.host_bytes_per_s - 1 / machine.gpu_bytes_per_s)
@@ -279,11 +283,11 @@ def least_groups(machine: Machine, neuron_bytes: int) -> int | None:
 
 def _impact_layer_stage(task: PlacementTask, number: int, where: PartPlaces) -> PlacementStage:
     layer = task.model.layers[number]
-    on_gpu, on_host = fixed_bytes(layer, where)
-    nothing = Choice(where, on_gpu, on_host, np.zeros(1), 0, where.attention_on_gpu)
+    accelerator_bytes, host_bytes = fixed_bytes(layer, where)
+    nothing = Choice(where, accelerator_bytes, host_bytes, np.zeros(1), 0, where.attention_on_accelerator)
     least = least_groups(task.machine, layer.neuron_bytes)
     fired = computed_by_groups(task.firing.layers[number])
-    if not where.attention_on_gpu or least is None or least >= len(fired):
+    if not where.attention_on_accelerator or least is None or least >= len(fired):
         return PlacementStage((nothing,), group_bytes(layer))
-    some = Choice(where, on_gpu, on_host, -fired[least:], least, where.attention_on_gpu)
+    some = Choice(where, accelerator_bytes, host_bytes, -fired[least:], least, where.attention_on_accelerator)
     return PlacementStage((nothing, some), group_bytes(layer))

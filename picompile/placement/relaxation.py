@@ -1,9 +1,14 @@
-"""The placement problem over some pieces, as HiGHS holds it: a linear relaxation, or in whole numbers.
+"""The placement problem over some pieces, as a HiGHS model: its linear relaxation, or the problem in whole numbers.
 
-Columns, in this order: for each piece, whether it is chosen; for each piece of more than one number, its groups on the
-GPU; for each of these, its cost; for each switch of sides that there can be, whether there is one; for each kind of
-choice, how many stages make it. The cost of a piece is bounded from below by lines of its hull, of which each is added
-once a solution needs it.
+The columns are, in this order:
+
+1. for each piece, whether it is chosen;
+2. for each piece with more than one number of groups, its groups on the accelerator;
+3. for each of these pieces, its cost;
+4. for each place where the stream can switch sides, whether it does;
+5. for each kind of choice, how many stages make it.
+
+Lines of a piece's hull bound its cost from below. A line is added once a solution lies below it.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -18,7 +23,7 @@ from picompile.errors import SolverError
 from picompile.placement.pieces import Piece, Prices
 from picompile.placement.problem import Choice, PlacementProblem, StagePlace
 
-# Lines of each piece from the beginning; the others are added where a solution is below the hull.
+# Each piece begins with this many lines; others are added where a solution is below the hull.
 _FIRST_LINES = 6
 # The costs of all stages together in units of the solver, whose tolerances are absolute.
 _COST_UNITS = 1e4
@@ -47,16 +52,16 @@ class Relaxed:
 
 
 class Limit(NamedTuple):
-    """The least and the most stages that may make one kind of choice."""
+    """The fewest and the most stages that may make one kind of choice."""
 
     low: int
     high: int
 
 
 class Kind(NamedTuple):
-    """A kind of choice, by which stages that choose alike are counted.
+    """A kind of choice; stages that make the same kind of choice are counted together.
 
-    The label of the choice, whether it has groups to place, and whether all of them are on the GPU.
+    `divisible` says whether the choice has groups to place, `whole` whether all of them are on the accelerator.
     """
 
     label: Hashable
@@ -64,32 +69,32 @@ class Kind(NamedTuple):
     whole: bool
 
 
-# All choices that have the stream on the GPU, of any other kind.
-ON_GPU = Kind("on gpu", True, True)
+# All choices that have the stream on the accelerator, whatever their own kind.
+ON_ACCELERATOR = Kind("on gpu", True, True)
 
 Limits = Mapping[Kind, Limit]
 
 
 class Relaxation:
-    """A placement problem over `pieces`, with lines as exact as a `gap` needs."""
+    """A placement problem over `pieces`, with as many lines as a `gap` needs."""
 
-    def __init__(self, program: PlacementProblem, pieces: Sequence[Piece], gap: float) -> None:
-        self.program, self.pieces = program, tuple(pieces)
+    def __init__(self, problem: PlacementProblem, pieces: Sequence[Piece], gap: float) -> None:
+        self.problem, self.pieces = problem, tuple(pieces)
         wide = [number for number, piece in enumerate(pieces) if not piece.single]
         # The kind of each piece, and the pieces of each.
-        self.piece_kinds = tuple(_kind(program, piece) for piece in pieces)
-        self._on_gpu = np.asarray([_choice(program, piece).on_gpu for piece in pieces], dtype=bool)
+        self.piece_kinds = tuple(_kind(problem, piece) for piece in pieces)
+        self._on_accelerator = np.asarray([_choice(problem, piece).on_accelerator for piece in pieces], dtype=bool)
         self._kinds = self._shared_kinds()
-        self._limits = {kind: Limit(0, len(program.stages)) for kind in self._kinds}
+        self._limits = {kind: Limit(0, len(problem.stages)) for kind in self._kinds}
         first = len(pieces)
         self._groups = {number: first + place for place, number in enumerate(wide)}
         self._costs = {number: first + len(wide) + place for place, number in enumerate(wide)}
         first += 2 * len(wide)
-        self._switches = range(first, first + _switch_count(program))
+        self._switches = range(first, first + _switch_count(problem))
         self._totals = range(self._switches.stop, self._switches.stop + len(self._kinds))
-        self._cost_scale = _COST_UNITS / _cost_size(program)
-        self._byte_unit = float(max((stage.group_bytes for stage in program.stages), default=0) or 1)
-        self._tolerance = max(1e-7, gap * _COST_UNITS / 10 / len(program.stages))
+        self._cost_scale = _COST_UNITS / _cost_size(problem)
+        self._byte_unit = float(max((stage.group_bytes for stage in problem.stages), default=0) or 1)
+        self._tolerance = max(1e-7, gap * _COST_UNITS / 10 / len(problem.stages))
         self._capacity_rows: list[int] = []
         self._kind_rows: list[int] = []
         # (row, stage, coefficient of what the stage has on the GPU)
@@ -115,19 +120,19 @@ class Relaxation:
         return {kind: float(relaxed.values[column]) for column, kind in zip(self._totals, self._kinds, strict=True)}
 
     def weights(self, relaxed: Relaxed) -> dict[tuple[int, Kind], float]:
-        """Return to what share each stage makes each kind of choice in a solution."""
+        """Return the share of each kind of choice in each stage of a solution, by (stage, kind)."""
         found: dict[tuple[int, Kind], float] = {}
         for piece, kind, weight in zip(self.pieces, self.piece_kinds, relaxed.values, strict=False):
             pair = (piece.stage, kind)
             found[pair] = found.get(pair, 0.0) + float(weight)
         return found
 
-    def on_gpu(self, relaxed: Relaxed) -> float:
+    def on_accelerator(self, relaxed: Relaxed) -> float:
         """Return how many stages have the stream on the GPU in a solution."""
-        return float(relaxed.values[: len(self.pieces)][self._on_gpu].sum())
+        return float(relaxed.values[: len(self.pieces)][self._on_accelerator].sum())
 
     def relax(self) -> Relaxed | None:
-        """Solve the linear relaxation with all lines; None where it has no solution. Raises `SolverError`."""
+        """Solve the linear relaxation with all lines; None where it has no solution. Raise `SolverError`."""
         while True:
             status = self._run_again()
             if status in (_STATUS.kInfeasible, _STATUS.kUnboundedOrInfeasible):
@@ -164,7 +169,7 @@ class Relaxation:
             if chosen < 1e-9:
                 continue
             groups = relaxed.values[groups_column] / chosen
-            # The difference counts by the share to which the piece is chosen.
+            # The difference is weighted by the share of the piece in the solution.
             missing = piece.hull(groups) * chosen * self._cost_scale - relaxed.values[self._costs[number]]
             if missing > self._tolerance:
                 added |= self._add_line(number, piece.segment(groups))
@@ -179,13 +184,13 @@ class Relaxation:
     def places(self, solution: Relaxed) -> list[StagePlace]:
         """Return the placement of a solution in whole numbers."""
         places = {piece.stage: StagePlace(piece.choice, groups) for piece, groups in self.chosen(solution)}
-        return [places[stage] for stage in range(len(self.program.stages))]
+        return [places[stage] for stage in range(len(self.problem.stages))]
 
     def prices(self) -> Prices:
         """Return the duals of the relaxation that was solved last."""
         duals = np.asarray(self._highs.getSolution().row_dual) / self._cost_scale
         gpu, host = (max(0.0, -float(duals[row])) / self._byte_unit for row in self._capacity_rows)
-        sides = np.zeros(len(self.program.stages))
+        sides = np.zeros(len(self.problem.stages))
         for row, stage, coefficient in self._side_rows:
             sides[stage] -= coefficient * max(0.0, float(duals[row]))
         given = 0.0
@@ -194,8 +199,9 @@ class Relaxation:
             kinds[kind], limit = -float(duals[row]), self._limits[kind]
             given -= max(kinds[kind] * limit.low, kinds[kind] * limit.high)
         beside = [
-            kinds.get(kind, 0.0) + (float(sides[piece.stage]) + kinds.get(ON_GPU, 0.0) if on_gpu else 0.0)
-            for piece, kind, on_gpu in zip(self.pieces, self.piece_kinds, self._on_gpu, strict=True)
+            kinds.get(kind, 0.0)
+            + (float(sides[piece.stage]) + kinds.get(ON_ACCELERATOR, 0.0) if on_accelerator else 0.0)
+            for piece, kind, on_accelerator in zip(self.pieces, self.piece_kinds, self._on_accelerator, strict=True)
         ]
         return Prices(gpu, host, beside, given, sides)
 
@@ -206,7 +212,7 @@ class Relaxation:
         return self._highs.getModelStatus()
 
     def _run_again(self) -> Any:
-        """Run; where HiGHS fails for numerical reasons, start again with other options."""
+        """Run, and return the status; if HiGHS fails for numerical reasons, run again with other options."""
         status = self._run()
         for option, value in _OTHER_WAYS:
             if status in (_STATUS.kOptimal, _STATUS.kInfeasible, _STATUS.kUnboundedOrInfeasible):
@@ -229,7 +235,7 @@ class Relaxation:
         kinds: dict[Kind, list[int]] = {}
         for number, kind in enumerate(self.piece_kinds):
             kinds.setdefault(kind, []).append(number)
-        kinds[ON_GPU] = [number for number, on_gpu in enumerate(self._on_gpu) if on_gpu]
+        kinds[ON_ACCELERATOR] = [number for number, on_accelerator in enumerate(self._on_accelerator) if on_accelerator]
         return {
             kind: members
             for kind, members in kinds.items()
@@ -247,15 +253,15 @@ class Relaxation:
             column = self._costs[number]
             cost[column], lower[column], upper[column] = 1.0, -_INFINITY, _INFINITY
         switches = slice(self._switches.start, self._switches.stop)
-        cost[switches] = self.program.switch_cost * self._cost_scale
+        cost[switches] = self.problem.switch_cost * self._cost_scale
         # Switches have no upper bound, so that their prices are in the duals of the rows alone.
         upper[switches] = _INFINITY
-        upper[self._totals.start :] = len(self.program.stages)
+        upper[self._totals.start :] = len(self.problem.stages)
         nothing = np.zeros(0, dtype=np.int32)
         self._highs.addCols(count, cost, lower, upper, 0, nothing, nothing, np.zeros(0))
 
     def _add_rows(self) -> None:
-        stages: list[list[int]] = [[] for _ in self.program.stages]
+        stages: list[list[int]] = [[] for _ in self.problem.stages]
         for number, piece in enumerate(self.pieces):
             stages[piece.stage].append(number)
         for members in stages:
@@ -276,7 +282,7 @@ class Relaxation:
         gpu: dict[int, float] = {}
         host: dict[int, float] = {}
         for number, piece in enumerate(self.pieces):
-            stage = self.program.stages[piece.stage]
+            stage = self.problem.stages[piece.stage]
             choice = stage.choices[piece.choice]
             moved = piece.low * stage.group_bytes if piece.single else 0
             gpu[number] = (choice.gpu_bytes + moved) / self._byte_unit
@@ -284,14 +290,15 @@ class Relaxation:
             if not piece.single:
                 gpu[self._groups[number]] = stage.group_bytes / self._byte_unit
                 host[self._groups[number]] = -stage.group_bytes / self._byte_unit
-        for row, capacity in ((gpu, self.program.gpu_capacity_bytes), (host, self.program.host_capacity_bytes)):
+        for row, capacity in ((gpu, self.problem.gpu_capacity_bytes), (host, self.problem.host_capacity_bytes)):
             self._capacity_rows.append(self._row(-_INFINITY, capacity / self._byte_unit, row))
 
     def _add_switches(self, stages: Sequence[Sequence[int]]) -> None:
         sides = [
-            (stage, [number for number in members if self._on_gpu[number]]) for stage, members in enumerate(stages)
+            (stage, [number for number in members if self._on_accelerator[number]])
+            for stage, members in enumerate(stages)
         ]
-        if self.program.from_host:
+        if self.problem.from_host:
             sides = [(0, []), *sides, (0, [])]
         for column, before, after in zip(self._switches, sides, sides[1:], strict=False):
             for one, other in ((before, after), (after, before)):
@@ -327,18 +334,18 @@ class Relaxation:
     def _set_start(self, places: Sequence[StagePlace]) -> None:
         """Give HiGHS a placement to start from, as far as it is within the pieces; HiGHS checks it itself."""
         values = np.zeros(self._totals.stop)
-        sides = np.zeros(len(self.program.stages))
+        sides = np.zeros(len(self.problem.stages))
         for number, piece in enumerate(self.pieces):
             place = places[piece.stage]
             if place.choice != piece.choice or not piece.low <= place.groups <= piece.high:
                 continue
             values[number] = 1.0
-            sides[piece.stage] = self._on_gpu[number]
+            sides[piece.stage] = self._on_accelerator[number]
             if not piece.single:
                 values[self._groups[number]] = place.groups
                 values[self._costs[number]] = piece.hull(place.groups) * self._cost_scale
         if self._switches:
-            walls = np.zeros(1 if self.program.from_host else 0)
+            walls = np.zeros(1 if self.problem.from_host else 0)
             values[self._switches.start : self._switches.stop] = np.abs(np.diff(np.concatenate((walls, sides, walls))))
         for column, members in zip(self._totals, self._kinds.values(), strict=True):
             values[column] = values[members].sum()
@@ -357,21 +364,21 @@ def _new_solver() -> Any:
     return highs
 
 
-def _switch_count(program: PlacementProblem) -> int:
-    if program.switch_cost == 0:
+def _switch_count(problem: PlacementProblem) -> int:
+    if problem.switch_cost == 0:
         return 0
-    return len(program.stages) - 1 + (2 if program.from_host else 0)
+    return len(problem.stages) - 1 + (2 if problem.from_host else 0)
 
 
-def _cost_size(program: PlacementProblem) -> float:
-    total = sum(max(float(np.abs(choice.costs).mean()) for choice in stage.choices) for stage in program.stages)
+def _cost_size(problem: PlacementProblem) -> float:
+    total = sum(max(float(np.abs(choice.costs).mean()) for choice in stage.choices) for stage in problem.stages)
     return total or 1.0
 
 
-def _choice(program: PlacementProblem, piece: Piece) -> Choice:
-    return program.stages[piece.stage].choices[piece.choice]
+def _choice(problem: PlacementProblem, piece: Piece) -> Choice:
+    return problem.stages[piece.stage].choices[piece.choice]
 
 
-def _kind(program: PlacementProblem, piece: Piece) -> Kind:
-    choice = _choice(program, piece)
+def _kind(problem: PlacementProblem, piece: Piece) -> Kind:
+    choice = _choice(problem, piece)
     return Kind(choice.label, len(choice.costs) > 1, piece.low == choice.last)

@@ -1,10 +1,10 @@
 """The step graph of a decoded token: which part of a layer waits for which, where it runs, and when.
 
-One networkx graph serves all: its longest path is the time of a token (`token_s`) and what a token waits for
-(`critical_path`); its earliest starts are the timeline that reports draw (`schedule`).
+It is one networkx graph. Its longest path has the steps that a token waits for (`critical_path`), and its length is the
+token's time (`token_s`). The earliest start of each step gives the timeline that reports draw (`schedule`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from picompile.placement.plan import PlanLayer
 if TYPE_CHECKING:
     import networkx as nx
 
-# A step: its layer, None for the output head and the transfers around it, and its part.
+# A step as (layer, part); the layer is None for the output head and the transfers around it.
 StepName = tuple[int | None, str]
 
 DEVICES = ("gpu", "host", "link")
@@ -30,26 +30,18 @@ class Step:
     end_s: float
 
 
-@dataclass(frozen=True)
-class LayerParts:
-    """What a layer does: the seconds of each of its parts by name, and on which side its parts are.
-
-    Parts are `attention_s`, `kv_cache_s`, `predict_s`, `hot_s`, `cold_s`, `exchange_s`, as in `times.Times`.
-    """
-
-    seconds: Mapping[str, float]
-    attention: str
-    kv_cache: str
-    predictor: str
-
-
-def layer_graph(layers: Sequence[LayerParts], head: tuple[str, float], switch_s: float) -> "nx.DiGraph":
-    """Return the steps of a token: nodes `StepName` with `device` and `seconds`, edges to what waits for them.
+def plan_graph(layers: Sequence[PlanLayer], head: tuple[str, float], switch_s: float) -> "nx.DiGraph":
+    """Return the steps of a token: nodes `StepName` with `device` and `seconds`, edges to the steps that wait for them.
 
     An edge has the `seconds` of the step that it leads to, so that the longest path takes the token's time.
 
-    Hot and cold neurons of a layer run side by side; the layer's transfers follow both. Where the stream changes sides,
-    and from the host at the beginning and back to it at the end, there is a transfer of `switch_s`.
+    Hot and cold neurons of a layer run side by side; the layer's transfers follow both. A transfer of `switch_s` is
+    made where the stream changes sides, and from the host at the beginning and back to it at the end.
+
+    Args:
+        layers: the layers as planned.
+        head: where the output head runs, gpu or host, and its seconds.
+        switch_s: seconds of a transfer of the stream.
     """
     # Imported where it is used: reading a plan needs no graph.
     import networkx as nx
@@ -64,12 +56,10 @@ def layer_graph(layers: Sequence[LayerParts], head: tuple[str, float], switch_s:
             ("kv_cache", layer.kv_cache),
             ("predict", layer.predictor),
         ):
-            last = _add(graph, [last], number, part, device, layer.seconds[f"{part}_s"])
-        both = [
-            _add(graph, [last], number, part, device, layer.seconds[f"{part}_s"])
-            for part, device in (("hot", "gpu"), ("cold", "host"))
-        ]
-        last = _add(graph, both, number, "exchange", "link", layer.seconds["exchange_s"])
+            last = _add(graph, [last], number, part, device, getattr(layer, f"{part}_s"))
+        hot = _add(graph, [last], number, "hot", "gpu", layer.hot_s)
+        cold = _add(graph, [last], number, "cold", "host", layer.cold_s)
+        last = _add(graph, [hot, cold], number, "exchange", "link", layer.exchange_s)
     device, seconds = head
     if device != side:
         last = _add(graph, [last], None, "switch", "link", switch_s)
@@ -77,12 +67,6 @@ def layer_graph(layers: Sequence[LayerParts], head: tuple[str, float], switch_s:
     if device != "host":
         _add(graph, [last], None, "end", "link", switch_s)
     return graph
-
-
-def plan_graph(layers: Sequence[PlanLayer], head: tuple[str, float], switch_s: float) -> "nx.DiGraph":
-    """Return the `layer_graph` of layers as planned."""
-    parts = [LayerParts(vars(layer), layer.attention, layer.kv_cache, layer.predictor) for layer in layers]
-    return layer_graph(parts, head, switch_s)
 
 
 def schedule(graph: "nx.DiGraph") -> list[Step]:

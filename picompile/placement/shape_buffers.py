@@ -1,4 +1,4 @@
-"""The workspace of a model that is known by its numbers: activations, scratch memory of CPU kernels, and logits.
+"""The workspace of a model given by its numbers: activations, scratch memory of CPU kernels, and logits.
 
 The functions of a program are those of `picompile_codegen.lowering.lower`; scratch memory is what the kernels of
 `picompile_codegen.cpu` declare. `tests/placement/test_shapes.py` holds all of it to lowered graphs, to the byte.
@@ -96,7 +96,7 @@ class _Function:
         self._calls += 1
 
     def _scratch(self, node: ShapeNode) -> list[int]:
-        """Bytes of the scratch buffers that a node's kernel asks for, in its order."""
+        """Return the bytes of each scratch buffer that a node's kernel asks for, in the kernel's order."""
         if node.op in ("linear", "head"):
             return [] if self.rows == 1 else _quantized_rows(self.graph, self.rows, self._widths[node.inputs[0]])
         if node.op == "attention":
@@ -118,7 +118,7 @@ def _whole(graph: ShapeGraph, rows: int, *, masked: bool = False) -> _Function:
 
 
 def _prefill(graph: ShapeGraph) -> _Function:
-    """All that the last layer's keys and values depend on."""
+    """Return all that the last layer's keys and values depend on."""
     function, last = _Function(graph, graph.packing.chunk), graph.attentions()[-1]
     needed = _ancestors(graph, last.inputs[1:])
     for node in graph.nodes[: graph.nodes.index(last)]:
@@ -129,7 +129,7 @@ def _prefill(graph: ShapeGraph) -> _Function:
 
 
 def _prefill_last(graph: ShapeGraph) -> _Function:
-    """A chunk up to the last attention, and its last token from there on."""
+    """Return a chunk up to the last attention, and its last token from there on."""
     function = _Function(graph, graph.packing.chunk)
     nodes = [node for node in graph.nodes if node.op != "predict"]
     behind = nodes.index(graph.attentions()[-1]) + 1
@@ -157,7 +157,7 @@ def _ancestors(graph: ShapeGraph, names: Collection[str]) -> set[str]:
 
 
 def _quantized_rows(graph: ShapeGraph, rows: int, columns: int) -> list[int]:
-    """Activations of a chunk as bytes, with scales and offsets, where weights have scales."""
+    """Return the sizes of a chunk's activations as bytes, their scales and offsets; none if weights have no scales."""
     if not FORMATS[graph.packing.quant].scale_bytes:
         return []
     groups = -(-columns // GROUP)
@@ -166,7 +166,7 @@ def _quantized_rows(graph: ShapeGraph, rows: int, columns: int) -> list[int]:
 
 
 def _attention_scratch(graph: ShapeGraph) -> list[int]:
-    """Outputs and extremes of the parts of the context, where there are several."""
+    """Return the sizes of the outputs and extremes of the context's parts; none if there is one part."""
     outline, context = graph.outline, graph.packing.context
     positions = -(-context // (_MOST_PARTS * _PART_POSITIONS)) * _PART_POSITIONS
     parts = 1 if outline.kv_heads >= _ENOUGH_HEADS else -(-context // positions)
@@ -183,7 +183,7 @@ def _predictor_scratch(graph: ShapeGraph) -> list[int]:
 
 
 def _token_block(graph: ShapeGraph, is_masked: bool) -> list[int]:
-    """Of one token: products of the gating matrix, the list of neurons, the slices' sums and their counts."""
+    """Return the sizes for one token: gating products, list of neurons, sums of the slices and their counts."""
     outline, columns = graph.outline, _SUM_COLUMNS[graph.packing.quant]
     is_exact = graph.packing.predictor == "exact"
     listed = [outline.neurons * _FLOAT_BYTES] * is_exact + [outline.neurons * _INT_BYTES] * (is_exact or is_masked)
@@ -192,7 +192,7 @@ def _token_block(graph: ShapeGraph, is_masked: bool) -> list[int]:
 
 
 def _chunk_block(graph: ShapeGraph, rows: int) -> list[int]:
-    """Of a chunk: products with gate, what goes down, and both as bytes."""
+    """Return the sizes for a chunk: products with gate and up, and the inputs of both products as bytes."""
     outline = graph.outline
     products = [rows * outline.neurons * _FLOAT_BYTES] * (1 + outline.form.gated)
     x, hidden = (_quantized_rows(graph, rows, columns) for columns in (outline.hidden, outline.neurons))

@@ -1,4 +1,4 @@
-"""The operators of a model that is known by its numbers, in the order and with the tensors that lowering gives them."""
+"""The operators of a model given by its numbers, in the order and with the tensors that lowering gives them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,12 +83,12 @@ class ShapeGraph:
     def add(
         self, name: str, op: str, inputs: Sequence[str], width: int, tensors: Mapping[str, str] | None = None
     ) -> str:
-        """Append an operator; returns its name."""
+        """Append an operator; return its name."""
         self.nodes.append(ShapeNode(name, op, tuple(inputs), width, tensors or {}))
         return name
 
     def matrix(self, name: str, rows: int, columns: int, form: str | None = None, *, counts: bool = True) -> str:
-        """Enter a packed matrix; returns its name. `counts` says whether its elements are parameters of the model."""
+        """Enter a packed matrix; return its name. `counts` says whether its elements are parameters of the model."""
         row_bytes = FORMATS[form or self.packing.quant].row_bytes(columns)
         self.weight_bytes[name] = rows * row_bytes
         self.require(rows, row_bytes // (2 if (form or self.packing.quant) == "f16" else 1))
@@ -97,7 +97,7 @@ class ShapeGraph:
         return name
 
     def vector(self, name: str, length: int, *, counts: bool = True) -> str:
-        """Enter a float32 tensor, stored flat and padded; returns its name."""
+        """Enter a float32 tensor, stored flat and padded; return its name."""
         self.weight_bytes[name] = align(length * _FLOAT_BYTES)
         self.require(length)
         if counts:
@@ -131,7 +131,7 @@ def shape_graph(outline: ModelOutline, packing: ShapePacking, layers: int) -> Sh
 
 
 def _embedding(graph: ShapeGraph) -> str:
-    """What the first layer reads: token embeddings, with those of positions where there is a table of them."""
+    """Add the input of the first layer: token embeddings, plus those of positions if there is a table of them."""
     outline = graph.outline
     table = graph.matrix("embedding", outline.vocab, outline.embedding_width)
     stream = graph.add("embedding", "embedding", [], outline.embedding_width, {"w": table})
@@ -178,7 +178,7 @@ def _linear(graph: ShapeGraph, name: str, x: str, columns: int, rows: int, *, bi
 
 
 def _attention(graph: ShapeGraph, layer: int, x: str) -> str:
-    """Queries, keys and values of `x`, attention, and its projection."""
+    """Add the queries, keys and values of `x`, attention, and its projection; return the last name."""
     outline, form = graph.outline, graph.outline.form
     queries, keys = outline.heads * outline.head_dim, outline.kv_heads * outline.head_dim
     q, k, v = (
@@ -197,7 +197,7 @@ def _attention(graph: ShapeGraph, layer: int, x: str) -> str:
 
 
 def _caches(graph: ShapeGraph, layer: int) -> dict[str, str]:
-    """Enter the caches of a layer, for one sequence; returns them by the parameters of attention."""
+    """Enter the caches of a layer, for one sequence; return them by the parameters of attention."""
     outline, found = graph.outline, {}
     rows, dtype = outline.kv_heads * graph.packing.context, graph.packing.kv_dtype
     parts = {"": (ITEM_BYTES[dtype], outline.head_dim)}
@@ -213,7 +213,7 @@ def _caches(graph: ShapeGraph, layer: int) -> dict[str, str]:
 
 
 def _block(graph: ShapeGraph, layer: int, x: str) -> str:
-    """The predictor, where its kernel makes a mask, and the feed-forward block. Rows of a neuron lie together."""
+    """Add the predictor, if its kernel makes a mask, and the block; return its name. A neuron's rows are adjacent."""
     outline, packing = graph.outline, graph.packing
     hidden, neurons, gated = outline.hidden, outline.neurons, outline.form.gated
     inputs = [x]
@@ -221,7 +221,7 @@ def _block(graph: ShapeGraph, layer: int, x: str) -> str:
         inputs.append(graph.add(f"{layer}.mask", "predict", [x], neurons, _predictor(graph, layer)))
     matrices, tensors = 3 if gated else 2, {}
     if packing.predictor == "exact":
-        # The gating matrix, or up where there is no gate, is read in full, and lies apart.
+        # The gating matrix, which is up without a gate, is read in full and is a tensor of its own.
         tensors["decide_w"] = graph.matrix(f"{layer}.gating", neurons, hidden)
         matrices -= 1
     tensors["neuron_w"] = graph.matrix(f"{layer}.neurons", neurons * matrices, hidden)

@@ -91,7 +91,7 @@ def outline_of_config(config: Config) -> ModelOutline | None:
 
 
 def _llama(config: Config, activation: str) -> ModelOutline:
-    """Llama and its like: biases as the config says."""
+    """Return the outline of a Llama model, which has the biases that its config names."""
     attention_bias = _flag(config, "attention_bias", False)
     form = LayerForm(query_bias=attention_bias, output_bias=attention_bias, ffn_bias=_flag(config, "mlp_bias", False))
     return _llama_like(config, activation, form)
@@ -106,25 +106,17 @@ def _qwen2(config: Config, activation: str) -> ModelOutline:
 
 
 def _llama_like(config: Config, activation: str, form: LayerForm) -> ModelOutline:
-    hidden, heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
-    return ModelOutline(
-        hidden=hidden,
+    return _outline(
+        config,
+        activation,
+        form,
         neurons=_count(config, "intermediate_size"),
-        layers=_count(config, "num_hidden_layers"),
-        heads=heads,
         kv_heads=_count(config, "num_key_value_heads"),
-        head_dim=_head_dim(config, hidden, heads) if config.get("head_dim") is None else _count(config, "head_dim"),
-        vocab=_count(config, "vocab_size"),
-        embedding_width=hidden,
-        positions=0,
-        tied=_flag(config, "tie_word_embeddings"),
-        activation=activation,
-        form=form,
+        head_dim=None if config.get("head_dim") is None else _count(config, "head_dim"),
     )
 
 
 def _opt(config: Config, activation: str) -> ModelOutline:
-    hidden, heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
     bias, is_pre_norm = _flag(config, "enable_bias"), _flag(config, "do_layer_norm_before")
     if _flag(config, "_remove_final_layer_norm", False):
         raise _UnknownError
@@ -138,19 +130,13 @@ def _opt(config: Config, activation: str) -> ModelOutline:
         output_bias=bias,
         ffn_bias=bias,
     )
-    return ModelOutline(
-        hidden=hidden,
+    return _outline(
+        config,
+        activation,
+        form,
         neurons=_count(config, "ffn_dim"),
-        layers=_count(config, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=heads,
-        head_dim=_head_dim(config, hidden, heads),
-        vocab=_count(config, "vocab_size"),
         embedding_width=_count(config, "word_embed_proj_dim"),
         positions=_count(config, "max_position_embeddings") + _OPT_POSITION_ROWS,
-        tied=_flag(config, "tie_word_embeddings"),
-        activation=activation,
-        form=form,
     )
 
 
@@ -170,16 +156,38 @@ def _falcon(config: Config, activation: str) -> ModelOutline:
         output_bias=bias,
         ffn_bias=bias,
     )
+    return _outline(
+        config,
+        activation,
+        form,
+        neurons=4 * hidden if config.get("ffn_hidden_size") is None else _count(config, "ffn_hidden_size"),
+        kv_heads=_count(config, "num_kv_heads") if is_new else kv_heads,
+    )
+
+
+def _outline(
+    config: Config,
+    activation: str,
+    form: LayerForm,
+    *,
+    neurons: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    embedding_width: int | None = None,
+    positions: int = 0,
+) -> ModelOutline:
+    """Return the outline with the fields that all families name alike; None stands for what most models have."""
+    hidden, heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
     return ModelOutline(
         hidden=hidden,
-        neurons=4 * hidden if config.get("ffn_hidden_size") is None else _count(config, "ffn_hidden_size"),
+        neurons=neurons,
         layers=_count(config, "num_hidden_layers"),
         heads=heads,
-        kv_heads=_count(config, "num_kv_heads") if is_new else kv_heads,
-        head_dim=_head_dim(config, hidden, heads),
+        kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=_head_dim(config, hidden, heads) if head_dim is None else head_dim,
         vocab=_count(config, "vocab_size"),
-        embedding_width=hidden,
-        positions=0,
+        embedding_width=hidden if embedding_width is None else embedding_width,
+        positions=positions,
         tied=_flag(config, "tie_word_embeddings"),
         activation=activation,
         form=form,
@@ -197,7 +205,7 @@ _READERS: Mapping[str, Callable[[Config, str], ModelOutline]] = {
 
 
 def _require_plain(config: Config) -> None:
-    """Raises `_UnknownError` for rotary embeddings and kinds of layers of which there may be several tables."""
+    """Raise `_UnknownError` for rotary embeddings and kinds of layers of which there may be several tables."""
     rope, kinds = config.get("rope_parameters"), config.get("layer_types")
     unknown = any(config.get(key) for key in _UNKNOWN)
     if unknown or not (kinds is None or (isinstance(kinds, list) and set(map(str, kinds)) == {"full_attention"})):
@@ -223,7 +231,7 @@ def _is_positive(value: object) -> bool:
 
 
 def _count(config: Config, key: str) -> int:
-    """A number that `check_values` has found to be in bounds."""
+    """Return a number that `check_values` has found to be in bounds."""
     value = config.get(key)
     if type(value) is not int:
         raise _UnknownError

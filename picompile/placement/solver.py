@@ -31,7 +31,7 @@ from picompile.errors import SolverError
 from picompile.placement.local_search import Improver, best_places, round_relaxed, swap_choices
 from picompile.placement.pieces import Piece, first_pieces, remaining, split
 from picompile.placement.problem import PlacementProblem, StagePlace, Totals, evaluate
-from picompile.placement.relaxation import ON_GPU, Kind, Limit, Limits, Relaxation, Relaxed
+from picompile.placement.relaxation import ON_ACCELERATOR, Kind, Limit, Limits, Relaxation, Relaxed
 
 GAP = 1e-4
 TIME_LIMIT_S = 10.0
@@ -80,7 +80,7 @@ class _Node(NamedTuple):
 
 
 def solve(
-    program: PlacementProblem,
+    problem: PlacementProblem,
     gap: float = GAP,
     known: Sequence[Sequence[StagePlace]] = (),
     time_limit_s: float = TIME_LIMIT_S,
@@ -90,7 +90,7 @@ def solve(
     The same arguments give the same placement, unless the time limit ends the search.
 
     Args:
-        program: the placement problem.
+        problem: the placement problem.
         gap: the most that may remain of (cost - bound) / |cost|.
         known: placements to start from, which may not fit. None of those that fit is better than what is returned.
         time_limit_s: the best placement until then is returned with the gap that it has.
@@ -98,27 +98,27 @@ def solve(
     Raises:
         SolverError: HiGHS fails, or finds nothing in the time limit.
     """
-    return _Search(program, gap, known, time_limit_s).run()
+    return _Search(problem, gap, known, time_limit_s).run()
 
 
 class _Search:
     def __init__(
-        self, program: PlacementProblem, gap: float, known: Sequence[Sequence[StagePlace]], time_limit_s: float
+        self, problem: PlacementProblem, gap: float, known: Sequence[Sequence[StagePlace]], time_limit_s: float
     ) -> None:
-        self._program, self._gap = program, gap
+        self._problem, self._gap = problem, gap
         self._started = time.perf_counter()
         self._deadline = self._started + time_limit_s
-        self._improver = Improver(program)
+        self._improver = Improver(problem)
         self._best: _Best | None = None
         self._nodes = 0
         for places in known:
             self._offer(places)
 
     def run(self) -> Solution | None:
-        pieces = first_pieces(self._program)
-        if len({piece.stage for piece in pieces}) < len(self._program.stages):
+        pieces = first_pieces(self._problem)
+        if len({piece.stage for piece in pieces}) < len(self._problem.stages):
             return None
-        relaxation = Relaxation(self._program, pieces, self._gap)
+        relaxation = Relaxation(self._problem, pieces, self._gap)
         relaxed = relaxation.relax()
         if relaxed is None:
             return None
@@ -147,7 +147,7 @@ class _Search:
         options = [[priced.place for priced in kinds.values()] for kinds in best]
         for places in round_relaxed(relaxation, relaxed, best, prices.sides):
             self._offer(self._improver.improve(places))
-            self._offer(self._improver.improve(swap_choices(self._program, places, options)))
+            self._offer(self._improver.improve(swap_choices(self._problem, places, options)))
 
     def _dive(self, relaxation: Relaxation) -> None:
         """Offer placements while fixing how many stages choose alike, one kind of choice after another.
@@ -167,13 +167,13 @@ class _Search:
     def _narrowed(self, relaxation: Relaxation) -> Relaxation:
         """Return a relaxation without what the prices of this one rule out."""
         left = self._left(relaxation)
-        return relaxation if left == relaxation.pieces else Relaxation(self._program, left, self._gap)
+        return relaxation if left == relaxation.pieces else Relaxation(self._problem, left, self._gap)
 
     def _left(self, relaxation: Relaxation) -> Sequence[Piece]:
         """Return the pieces that the prices of the last relaxation do not rule out."""
         if self._best is None:
             return relaxation.pieces
-        return tuple(remaining(self._program, relaxation.pieces, relaxation.prices(), self._best.totals.cost))
+        return tuple(remaining(self._problem, relaxation.pieces, relaxation.prices(), self._best.totals.cost))
 
     def _branch(self, relaxation: Relaxation) -> float:
         """Branch on how many stages choose alike, the part with the least bound first; return the bound of all."""
@@ -218,8 +218,8 @@ class _Search:
         if self._closed(bound):
             return bound
         # A new one, since its relaxation become whole numbers.
-        relaxation = Relaxation(self._program, self._left(relaxation), self._gap)
-        if len({piece.stage for piece in relaxation.pieces}) < len(self._program.stages):
+        relaxation = Relaxation(self._problem, self._left(relaxation), self._gap)
+        if len({piece.stage for piece in relaxation.pieces}) < len(self._problem.stages):
             return math.inf
         for _ in range(_MOST_ROUNDS):
             relaxation.limit(node.limits)
@@ -250,7 +250,7 @@ class _Search:
         """Return a relaxation with pieces split where the hull is below the cost of the solution."""
         cuts: dict[tuple[int, int, int, bytes], int] = {}
         for piece, groups in relaxation.chosen(found):
-            cost = self._program.stages[piece.stage].choices[piece.choice].cost(groups)
+            cost = self._problem.stages[piece.stage].choices[piece.choice].cost(groups)
             if cost > piece.hull(groups) + _ROUNDING * abs(cost):
                 # Pieces of identical layers are split together: else the solution would come back in another of them.
                 cuts[_likeness(piece)] = groups
@@ -259,12 +259,12 @@ class _Search:
         pieces: list[Piece] = []
         for piece in relaxation.pieces:
             groups = cuts.get(_likeness(piece), -1)
-            pieces += split(self._program, piece, groups) if groups >= 0 else [piece]
-        return Relaxation(self._program, pieces, self._gap)
+            pieces += split(self._problem, piece, groups) if groups >= 0 else [piece]
+        return Relaxation(self._problem, pieces, self._gap)
 
     def _offer(self, places: Sequence[StagePlace]) -> None:
-        totals = evaluate(self._program, places)
-        if totals.fits(self._program) and (self._best is None or totals.cost < self._best.totals.cost):
+        totals = evaluate(self._problem, places)
+        if totals.fits(self._problem) and (self._best is None or totals.cost < self._best.totals.cost):
             self._best = _Best(tuple(places), totals)
 
     def _late(self) -> bool:
@@ -275,7 +275,7 @@ class _Search:
         return self._best is not None and self._gap_to(self._best, bound) <= self._gap
 
     def _gap_to(self, best: _Best, bound: float) -> float:
-        chosen = zip(self._program.stages, best.places, strict=True)
+        chosen = zip(self._problem.stages, best.places, strict=True)
         size = sum(abs(stage.choices[place.choice].cost(place.groups)) for stage, place in chosen)
         difference = best.totals.cost - bound
         return 0.0 if difference <= _ROUNDING * size else difference / max(abs(best.totals.cost), 1e-300)
@@ -294,7 +294,7 @@ def _parts(limits: Limits, totals: Mapping[Kind, float]) -> list[Limits]:
     """Return the two parts of `limits` by the total that is furthest from whole; none where all are whole."""
     away = {kind: abs(total - round(total)) for kind, total in totals.items()}
     # How many have their attention on the GPU comes first: nothing else that is placed whole is as large.
-    first = ON_GPU if away.get(ON_GPU, 0.0) >= _WHOLE else None
+    first = ON_ACCELERATOR if away.get(ON_ACCELERATOR, 0.0) >= _WHOLE else None
     kind = first or max(away, key=lambda kind: away[kind], default=None)
     if kind is None or away[kind] < _WHOLE:
         return []
@@ -306,7 +306,7 @@ def _rounded(limits: Limits, totals: Mapping[Kind, float]) -> Limits | None:
     """Return `limits` with the total nearest to whole fixed to that whole number; None where all are whole."""
     away = {kind: abs(total - round(total)) for kind, total in totals.items()}
     parts = (kind for kind in away if away[kind] >= _WHOLE)
-    kind = min(parts, key=lambda kind: (kind != ON_GPU, away[kind]), default=None)
+    kind = min(parts, key=lambda kind: (kind != ON_ACCELERATOR, away[kind]), default=None)
     return None if kind is None else {**limits, kind: Limit(round(totals[kind]), round(totals[kind]))}
 
 

@@ -1,7 +1,7 @@
-"""Where it comes from how often a model's neurons fire: a curve, a profile that is there, or one that is made."""
+"""What is planned: the bytes of a model and how its neurons fire, from a checkpoint, a profile or a shape."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,22 +20,26 @@ if TYPE_CHECKING:
 
 
 NOT_KEPT = "a profile made for this plan"
-# Which neurons fire most is known from fewer tokens than it takes to train predictors. Of the bundled model the hottest
-# 10, 30 and 50 % by so many tokens make 99.4 % of the firings (98.9 at least) that those by 65,536 make; by half as
-# many 98.9 % (97.9).
+# To find the hottest neurons takes fewer tokens than to train predictors. In the bundled model the hottest 10, 30 and
+# 50 % found with this many tokens make 99.4 % (98.9 % at least) of the firings that those found with 65,536 make; with
+# half as many tokens it is 98.9 % (97.9 %).
 _TOKENS = 16_384
 
 
 @dataclass(frozen=True)
 class FiringSource:
-    """How neurons fire, from a profile or from a curve. `source` names a profile that is not kept."""
+    """How neurons fire: a profile, or the text of a `curve`. `source` is the name for a profile that is not kept."""
 
     profile: "Profile | None"
     curve: str | None = None
     source: str | None = None
 
     def firing(self, shape: tuple[int, int], batch: int = 1, ratios: Mapping[int, float] | None = None) -> "Firing":
-        """Of `shape` (layers, neurons), with so many computed for one that fires."""
+        """Return the firing of a model of `shape` (layers, neurons).
+
+        `ratios` has by layer how many neurons are computed for one that fires, 1 without it; `batch` as in
+        `firing_of_profile`.
+        """
         from picompile.placement.firing import firing_of_curve, firing_of_profile
 
         if self.profile is not None:
@@ -46,8 +50,9 @@ class FiringSource:
 
 
 def given_profile(profile: Path | None, work: Path | None, fingerprint: str) -> "Profile | None":
-    """The profile in the folder `profile`, or else the one that lies in the folder `work`; None where one has to be
-    made. Raises `UsageError` for one of another model.
+    """Return the profile in the folder `profile`, or else the one in the folder `work`; None if one has to be made.
+
+    Raise `UsageError` for a profile of another model.
     """
     from picompile.predictors.profile import load_profile
     from picompile.predictors.profile.profile import read_description
@@ -65,8 +70,9 @@ def given_profile(profile: Path | None, work: Path | None, fingerprint: str) -> 
 def made_profile(
     model: Path, work: Path | None, options: "ProfileOptions", progress: Progress
 ) -> Iterator[FiringSource]:
-    """A profile of `model` that is made in the folder `work`. Without one it goes again, and is no longer than a plan
-    needs. Raises what profiling does.
+    """Make a profile of `model` in the folder `work`. Raise what profiling raises.
+
+    Without `work` the profile is deleted at the end of the block, and reads no more text than a plan needs.
     """
     from picompile.predictors.profile import profile_model
     from picompile_codegen.build.object_cache import temporary_folder
@@ -81,17 +87,14 @@ def made_profile(
         yield FiringSource(profile, source=NOT_KEPT)
 
 
-# What is planned: the bytes of a model and how its neurons fire, from a checkpoint, a profile or a shape.
-
-
 _PROFILE_FILE = "profile.json"
-# Neurons a layer of the curve that ranks are estimated by, before it is known how many there are.
+# Neurons in a layer of the curve that ranks are estimated from, while the number of neurons is not known yet.
 _SAMPLE = 1000
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What the user said of the model. `source` is a checkpoint or a profile, None with a `shape`."""
+    """The user's options about the model. `source` is a checkpoint or a profile, None if there is a `shape`."""
 
     source: Path | None
     shape: str | None
@@ -107,14 +110,14 @@ class ModelOptions:
 
     @property
     def is_profile(self) -> bool:
-        """Whether the source is a profile. A folder with both is a model's."""
+        """Whether the source is a profile. A folder that holds both counts as a model."""
         source = self.source
         return source is not None and not (source / "config.json").is_file() and (source / _PROFILE_FILE).is_file()
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """The model as it is placed."""
+    """A model's bytes and its firing, and the checkpoint's fingerprint, None for a shape."""
 
     model: "ModelBytes"
     firing: "Firing"
@@ -122,7 +125,7 @@ class PlannedModel:
 
 
 def find_model(options: ModelOptions, progress: Progress) -> PlannedModel:
-    """Counts the model. Raises `UsageError`, `UnsupportedModelError`, and what profiling raises."""
+    """Return the model, counted. Raise `UsageError`, `UnsupportedModelError`, and what profiling raises."""
     if options.source is None:
         from picompile.synth import find_config
 
@@ -141,21 +144,19 @@ def find_model(options: ModelOptions, progress: Progress) -> PlannedModel:
     return _of_config(profile.model_name, profile.config, FiringSource(profile), profile.fingerprint, options, progress)
 
 
-def planned_model(
-    model: "ModelBytes", source: FiringSource, predictors: "Predictors | None", fingerprint: str | None
-) -> PlannedModel:
-    """`model` with its firing. Raises `UsageError` for a profile of other layers or neurons."""
+def model_firing(model: "ModelBytes", source: FiringSource, predictors: "Predictors | None") -> "Firing":
+    """Return how the neurons of `model` fire. Raise `UsageError` for a profile with other layers or neurons."""
     from picompile.placement.firing import COMPUTED_RATIOS, computed_ratios
 
-    numbers = range(len(model.layers))
-    ratios = {number: COMPUTED_RATIOS.get(model.predictor, 1.0) for number in numbers}
     if predictors is not None:
         ratios = computed_ratios(predictors)
+    else:
+        ratios = dict.fromkeys(range(len(model.layers)), COMPUTED_RATIOS.get(model.predictor, 1.0))
     firing = source.firing((len(model.layers), model.layers[0].neurons), model.batch, ratios)
     found = [len(layer.shares) for layer in firing.layers]
     if found != [layer.neurons for layer in model.layers]:
         raise UsageError(f"{firing.source} has other layers or neurons than the model; profile the model again")
-    return PlannedModel(model, firing, fingerprint)
+    return firing
 
 
 def _of_config(
@@ -166,19 +167,20 @@ def _of_config(
     options: ModelOptions,
     progress: Progress,
 ) -> PlannedModel:
-    """Two layers stand for all, unless there are predictors, which differ."""
+    """Count two layers for all, unless there are predictors: these differ from layer to layer."""
     from picompile.placement.counting import count_bytes, shape_bytes
 
     packing = _packing(options, config.get("max_position_embeddings"), _activation(config))
     ranks = source.firing((_layers(config), _SAMPLE))
     with progress.step("count"):
         if options.predictors is None:
-            return planned_model(shape_bytes(name, config, packing, ranks), source, None, fingerprint)
+            model = shape_bytes(name, config, packing, ranks)
+            return PlannedModel(model, model_firing(model, source, None), fingerprint)
         from picompile.frontend.hf import capture_config
         from picompile.predictors import load_predictors
 
         predictors = load_predictors(options.predictors)
-        # Before all layers of a shape are captured, which takes seconds for a few.
+        # Checked before all layers are captured, which takes seconds for a few.
         if len(predictors.layers) != _layers(config):
             raise UsageError(
                 f"{options.predictors}: has {len(predictors.layers)} layers, the model {_layers(config)}; "
@@ -187,13 +189,14 @@ def _of_config(
         graph_module = capture_config(config)
         predictors.require_model(fingerprint, _block_shapes(graph_module))
         model = count_bytes(name, graph_module, packing, predictors, ranks)
-        return planned_model(model, source, predictors, fingerprint)
+        return PlannedModel(model, model_firing(model, source, predictors), fingerprint)
 
 
 def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> PlannedModel:
     from picompile.frontend import load_model
     from picompile.frontend.checkpoint import fingerprint
     from picompile.placement.counting import count_bytes
+    from picompile.predictors.profile import ProfileOptions
 
     mark = fingerprint(folder)
     given = _given(options, mark)
@@ -207,35 +210,22 @@ def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> P
     predictors = loaded if options.predictors is not None or packing.predictor == "learned" else None
     if predictors is not None:
         predictors.require_model(mark, _block_shapes(graph_module))
-    with _firing(given, folder, options, progress) as source, progress.step("count"):
+    known = made_profile(folder, options.work, ProfileOptions(), progress) if given is None else nullcontext(given)
+    with known as source, progress.step("count"):
         model = count_bytes(facts.name, graph_module, packing, predictors, source.firing((facts.layers, _SAMPLE)))
-        return planned_model(model, source, predictors, mark)
+        return PlannedModel(model, model_firing(model, source, predictors), mark)
 
 
 def _given(options: ModelOptions, fingerprint: str) -> FiringSource | None:
-    """The curve or the profile that was given, or that lies in the work folder; None where one has to be made."""
+    """Return the curve or profile that was given or is in the work folder; None if a profile has to be made."""
     if options.firing is not None:
         return FiringSource(None, options.firing)
     profile = given_profile(options.profile, options.work, fingerprint)
     return None if profile is None else FiringSource(profile)
 
 
-@contextmanager
-def _firing(
-    given: FiringSource | None, folder: Path, options: ModelOptions, progress: Progress
-) -> Iterator[FiringSource]:
-    """What was given, or a profile that is made."""
-    from picompile.predictors.profile import ProfileOptions
-
-    if given is not None:
-        yield given
-        return
-    with made_profile(folder, options.work, ProfileOptions(), progress) as made:
-        yield made
-
-
 def _packing(options: ModelOptions, limit: object, activation: str) -> "Packing":
-    """How the model is packed; `limit` is how many positions it has, where it has a limit."""
+    """Return how the model is packed; `limit` is the number of positions in its config."""
     from picompile.choices import resolve_context
     from picompile.placement.model_bytes import Packing
     from picompile_passes.silence import silences_neurons
@@ -261,7 +251,7 @@ def _activation(config: Mapping[str, Any]) -> str:
 
 
 def _layers(config: Mapping[str, Any]) -> int:
-    """How many layers a config has, for what depends on it only a little; whoever counts in earnest checks it."""
+    """Return the number of layers in a config, 1 where it is wrong: counting the model's bytes checks it later."""
     from picompile.choices import MOST_LAYERS
 
     layers = config.get("num_hidden_layers")
@@ -269,7 +259,7 @@ def _layers(config: Mapping[str, Any]) -> int:
 
 
 def _load_predictors(folder: Path, options: ModelOptions) -> "Predictors | None":
-    """Those that were given, or that compile would take: in its work folder, or beside the model."""
+    """Return the predictors that were given, or that compile would take: from its work folder, or beside the model."""
     from picompile.predictors import load_predictors
 
     if options.predictors is not None:

@@ -1,7 +1,7 @@
-"""Tallies a program: which bytes and launches belong to which layer, to the embedding, to the output head.
+"""Tally a program: which bytes and launches belong to which layer, to the embedding, to the output head.
 
-Every packed tensor belongs to the first call of a decoded token that reads it, and calls belong to layers by their
-place: what is behind the feed-forward block of one layer, up to and with that of the next, is the next one's.
+Every packed tensor belongs to the first call of a decoded token that reads it. Calls belong to layers by their order: a
+layer begins behind the feed-forward block of the layer before and ends with its own.
 
 A program to tally (`TalliedProgram`) comes from a graph that is lowered as for an artifact (`counting.py`), or from the
 numbers of a config.json alone (`shape_graph.py`).
@@ -11,12 +11,9 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
-
-if TYPE_CHECKING:
-    from picompile.placement.model_bytes import Packing
+from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes, Packing
 
 _ELEMENT_BYTES = 4
 _MATRICES = ("decide_w", "neuron_w", "signs")
@@ -24,7 +21,7 @@ _BIASES = ("gate_bias", "up_bias")
 # Tables of angles and thresholds of predictors are numbers that layers share.
 _TABLES = ("cos", "sin", "threshold", "most")
 
-# The part of a layer that a call belongs to, as `Placement` of `picompile_codegen` places it.
+# The part of a layer that a call belongs to, as in `Placement` of `picompile_codegen`.
 _PARTS = {
     "norm": "attention",
     "linear": "attention",
@@ -38,7 +35,7 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class TalliedCall:
-    """One call of a decoded token: what it does (`op`), the tensor that each parameter reads, and its launches.
+    """One call of a decoded token: its operator (`op`), the tensor that each parameter reads, and its launches.
 
     `tensors` names packed weights and caches, not activations. `launches` are those of the call's kernel for an
     accelerator.
@@ -51,7 +48,7 @@ class TalliedCall:
 
 @dataclass(frozen=True)
 class TalliedBlock:
-    """One feed-forward block. `row_local` says that its predictor needs nothing but the rows of the block's neurons."""
+    """One feed-forward block. `row_local` says that its predictor only needs the rows of the neurons in question."""
 
     neurons: int
     predictor: str
@@ -60,10 +57,10 @@ class TalliedBlock:
 
 @dataclass(frozen=True)
 class TalliedProgram:
-    """What counts of a program: the calls of a decoded token, and the bytes of all that the program has.
+    """The parts of a program that are tallied: the calls of a decoded token, and the bytes of everything it has.
 
-    `weight_bytes` and `cache_bytes` are by tensor, the caches of one sequence. `workspace_bytes` hold activations and
-    logits of all sequences. `top_logits_launches` make the highest logits known to the host.
+    `weight_bytes` and `cache_bytes` are by tensor; the caches are those of one sequence. `workspace_bytes` are the
+    activations and logits of all sequences. `top_logits_launches` are for finding the top logits.
     """
 
     calls: tuple[TalliedCall, ...]
@@ -74,16 +71,16 @@ class TalliedProgram:
     top_logits_launches: int
 
 
-def tally(program: TalliedProgram, packing: "Packing", name: str, hidden: int, parameters: int) -> ModelBytes:
-    """Return all bytes and launches of `program` by what they belong to.
+def tally(program: TalliedProgram, packing: Packing, name: str, hidden: int, parameters: int) -> ModelBytes:
+    """Return all bytes and launches of `program` by the part of the model that they belong to.
 
-    `name`, `hidden` (elements of the residual stream) and `parameters` are what a program does not say of its model.
+    `name`, `hidden` (elements of the residual stream) and `parameters` are facts of the model that a program lacks.
     """
     return _Tally(program, packing).model(name, hidden, parameters)
 
 
 class _Reader(NamedTuple):
-    """The first call that reads a tensor: its place, what it does, and what the tensor is to it."""
+    """The first call that reads a tensor: its place in the order of calls, its operator, and the parameter."""
 
     place: int
     op: str
@@ -91,15 +88,13 @@ class _Reader(NamedTuple):
 
 
 class _Tally:
-    def __init__(self, program: TalliedProgram, packing: "Packing") -> None:
+    def __init__(self, program: TalliedProgram, packing: Packing) -> None:
         self._program, self._packing, self._calls = program, packing, program.calls
         self._readers: dict[str, _Reader] = {}
         for place, call in enumerate(self._calls):
             for parameter, tensor in call.tensors.items():
                 self._readers.setdefault(tensor, _Reader(place, call.op, parameter))
-        self._ends = [place for place, call in enumerate(self._calls) if call.op == "ffn"]
-        attentions = [place for place, call in enumerate(self._calls) if call.op == "attention"]
-        self._ends[-1] = max(self._ends[-1], attentions[-1])
+        self._ends = _layer_ends(self._calls)
         self._head = {tensor for call in self._calls if call.op == "head" for tensor in call.tensors.values()}
 
     def model(self, name: str, hidden: int, parameters: int) -> ModelBytes:
@@ -134,7 +129,7 @@ class _Tally:
         return bisect_left(self._ends, self._readers[tensor].place)
 
     def _apart(self, tensor: str) -> str | None:
-        """What a tensor belongs to that is of no layer: `embedding`, `head` or `table`."""
+        """Return what a tensor outside of all layers belongs to: `embedding`, `head` or `table`; None in a layer."""
         if tensor in self._head:
             return "head"
         reader = self._readers.get(tensor)
@@ -168,7 +163,7 @@ class _Tally:
             predictor_bytes=sum(sizes[tensor] for tensor in of_predictor - of_neurons),
             neurons=block.neurons,
             neuron_bytes=neuron_bytes,
-            deciding_bytes=gating_bytes.get(block.predictor, 0),
+            gating_bytes=gating_bytes.get(block.predictor, 0),
             shared_bytes=sum(sizes[tensor] for tensor in of_neurons) - block.neurons * neuron_bytes,
             kv_cache_bytes=self._packing.batch * sum(caches),
             launches=launches,
@@ -176,22 +171,22 @@ class _Tally:
         )
 
     def _rows(self, tensors: set[str]) -> set[str]:
-        """Those that have rows for each neuron."""
+        """Return the tensors that have rows for each neuron."""
         return {tensor for tensor in tensors if self._readers[tensor].parameter in _MATRICES}
 
 
 def count_launches(calls: Sequence[TalliedCall]) -> tuple[tuple[LayerLaunches, ...], int]:
-    """Return the launches of each layer, and those of the output head without the search for the highest logits.
+    """Return the launches of each layer, and those of the output head without the search for the top logits.
 
-    Three things are not counted: that OPT-350M's projection of embeddings crosses twice more; the further inputs of a
-    step of several sequences; that a hot part of such a step, where no mask is made, may add up fewer slices than the
-    whole block.
+    Three things are left out: the two more transfers for OPT-350M's projection of embeddings; the further inputs of a
+    step of several sequences; and that the hot part of such a step, if no mask is made, may add up fewer slices than
+    the whole block.
     """
     ends = _layer_ends(calls)
     first = next(place for place, call in enumerate(calls) if call.op == "attention")
     counts = [Counter[str]() for _ in range(len(ends) + 1)]
     for place, call in enumerate(calls):
-        # Embeddings, and what is added to them before the first layer, are on the host.
+        # The embedding is on the host, with the addition of positions before the first layer.
         if call.op == "embedding" or (call.op == "add" and place < first):
             continue
         layer = sum(place > end for end in ends)
@@ -203,9 +198,9 @@ def count_launches(calls: Sequence[TalliedCall]) -> tuple[tuple[LayerLaunches, .
 
 
 def _layer_ends(calls: Sequence[TalliedCall]) -> list[int]:
-    """The place of the last call of each layer: that of its block or its attention, and of the additions after it."""
+    """Return the place of the last call of each layer: its block or attention, with the additions behind it."""
     ends = [place for place, call in enumerate(calls) if call.op == "ffn"]
-    ends[-1] = max(ends[-1], max(place for place, call in enumerate(calls) if call.op == "attention"))
+    ends[-1] = max(place for place, call in enumerate(calls) if call.op in ("ffn", "attention"))
     for number, end in enumerate(ends):
         while end + 1 < len(calls) and calls[end + 1].op == "add":
             end += 1

@@ -1,16 +1,17 @@
 """The cost model: how long each part of a layer takes, by where it is.
 
-Decoding reads; a part takes its bytes over the bandwidth of its device, and on the GPU the time of its launches, which
-are counted on the kernels of the lowered model (`launches`). The hybrid step of a layer:
+Decoding is bound by reading: a part takes its bytes over the bandwidth of the memory that it is in. On the accelerator
+its launches take time too; they are counted on the kernels of the lowered model (`tally.count_launches`). A layer's
+hybrid step:
 
-    attention ─ predict ─┬─ hot neurons on the GPU ───┬─ exchange ─ next layer
-                         └─ cold neurons on the host ─┘
+    attention ─ predict ─┬─ hot neurons on the accelerator ─┬─ transfer ─ next layer
+                         └─ cold neurons on the host ───────┘
 
-    layer = attention + predict + max(hot, cold) + exchange
+    layer = attention + predict + max(hot, cold) + transfer
 
-A layer of which no cold neuron fires skips the exchange, so it counts by how often one fires: 1 - Π (1 - f) over the
-cold neurons, which is 1 - exp(-Σ f) where each f is small and less where not. The kernels of the exchange are launched
-all the same.
+A layer skips the transfer if none of its cold neurons fires. So the transfer counts by how often one of them fires:
+1 - Π (1 - f) over the cold neurons, which is nearly 1 - exp(-Σ f) if every f is small, and more otherwise. The kernels
+of the transfer are launched in any case.
 """
 
 from collections.abc import Mapping
@@ -26,49 +27,49 @@ from picompile.placement.machine import Machine
 from picompile.placement.model_bytes import CROSSING_LAUNCHES, LayerBytes
 
 GROUP = 64
-# Queries, keys and values go to a cache on the host, and what attention makes of them comes back.
+# Queries, keys and values go to a cache on the host, and the result of attention comes back.
 _CACHE_LAUNCHES = 4
 
 
 @dataclass(frozen=True)
 class PartPlaces:
-    """Where the parts of a layer are that are not neurons."""
+    """Where the parts of a layer that are not neurons are."""
 
-    attention_on_gpu: bool
-    kv_cache_on_gpu: bool
-    predictor_on_gpu: bool
+    attention_on_accelerator: bool
+    kv_cache_on_accelerator: bool
+    predictor_on_accelerator: bool
 
 
-ALL_ON_GPU = PartPlaces(True, True, True)
+ALL_ON_ACCELERATOR = PartPlaces(True, True, True)
 ALL_ON_HOST = PartPlaces(False, False, False)
 
 
-def exchange_launches(layer: LayerBytes, where: PartPlaces) -> tuple[int, int, int]:
-    """Count the launches that a layer needs for having parts on both devices, with none, some and all neurons hot.
+def transfer_launches(layer: LayerBytes, where: PartPlaces) -> tuple[int, int, int]:
+    """Count the launches that a layer needs because it has parts on both sides, with no, some and all neurons hot.
 
-    They are made for every token, whether or not a cold neuron fires: what sends and receives, and the addition of the
-    parts of a block, where that is on the GPU. A predictor is taken to read what the block reads.
+    These kernels are launched for every token, whether or not a cold neuron fires: they send, receive, and add the
+    parts of a block if that happens on the accelerator. A predictor is assumed to read what the block reads.
     """
-    masked_by_host = int(layer.predictor_bytes > 0 and not where.predictor_on_gpu)
-    if not where.attention_on_gpu:
-        # The block's input comes, and its mask where the host makes one; the result goes back.
+    masked_by_host = int(layer.predictor_bytes > 0 and not where.predictor_on_accelerator)
+    if not where.attention_on_accelerator:
+        # The block's input arrives, and its mask if the host makes one; the result goes back.
         there = 2 + masked_by_host
         return 0, there, there
-    cache = 0 if where.kv_cache_on_gpu else _CACHE_LAUNCHES
-    # Input and mask go together, the result comes back, and is added to that of the hot neurons.
+    cache = 0 if where.kv_cache_on_accelerator else _CACHE_LAUNCHES
+    # Input and mask go together; the result comes back and is added to that of the hot neurons.
     none, some, every = 2, 3, 0
     if masked_by_host:
-        # The input goes for the predictor even if no neuron is cold, and a mask comes for the hot ones.
+        # The predictor needs the input even if no neuron is cold, and the hot neurons need a mask.
         some, every = some + 1, 2
     return none + cache, some + cache, every + cache
 
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """Seconds of each part, by the number of groups on the GPU: float64 [groups + 1] each.
+    """Seconds of each part, by the number of groups on the accelerator: float64 [groups + 1] each.
 
-    `exchange_s` holds all exchanges of the layer, and every launch that it needs for having parts on both devices.
-    `attention_s` reads weights, `kv_cache_s` the cache.
+    `exchange_s` has all transfers of the layer, and every launch that it needs because it has parts on both sides.
+    `attention_s` is for reading weights, `kv_cache_s` for reading the cache.
     """
 
     attention_s: NDArray[np.float64]
@@ -80,22 +81,22 @@ class Times:
 
     @property
     def total_s(self) -> NDArray[np.float64]:
-        """The layer's time."""
+        """The layer's seconds."""
         before = self.attention_s + self.kv_cache_s + self.predict_s
         return before + np.maximum(self.hot_s, self.cold_s) + self.exchange_s
 
     def at(self, groups: int) -> Mapping[str, float]:
-        """The seconds of each part with so many groups on the GPU, by name."""
+        """Return the seconds of each part, by name, with so many groups on the accelerator."""
         return MappingProxyType({name: float(values[groups]) for name, values in vars(self).items()})
 
 
 def group_count(neurons: int) -> int:
-    """Groups of a layer; the last may be short."""
+    """Return the number of groups in a layer; the last may be short."""
     return -(-neurons // GROUP)
 
 
 def computed_by_groups(firing: LayerFiring) -> NDArray[np.float64]:
-    """How many neurons of the first n groups a token computes, n from 0 on: float64 [groups + 1]."""
+    """Return how many neurons of the first n groups are computed for a token, n from 0 on: float64 [groups + 1]."""
     neurons = len(firing.shares)
     ends = np.minimum(np.arange(group_count(neurons) + 1) * GROUP, neurons)
     computed: NDArray[np.float64] = firing.computed_sums[ends]
@@ -104,9 +105,10 @@ def computed_by_groups(firing: LayerFiring) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, eq=False)
 class LayerTimes:
-    """The cost model of one layer. `kv_cache_read_bytes` of its cache are read a token, all sequences together.
+    """The cost model of one layer.
 
-    `crossing_bytes` go each way in an exchange: what the block reads and its mask down, its result up.
+    `kv_cache_read_bytes` of its cache are read for a token, of all sequences together. `crossing_bytes` go each way in
+    a transfer: the block's input and its mask to the host, its result back.
     """
 
     layer: LayerBytes
@@ -116,21 +118,21 @@ class LayerTimes:
     crossing_bytes: float
 
     def times(self, where: PartPlaces) -> Times:
-        """What the layer takes with its parts placed so, for every number of groups on the GPU."""
+        """Return the layer's times with its parts placed so, for every number of groups on the accelerator."""
         layer, launches = self.layer, self.layer.launches
         size = group_count(layer.neurons) + 1
         shared = layer.attention_bytes + layer.shared_bytes
-        attention = self._read(shared, where.attention_on_gpu, launches.attention)
-        kv_cache = self._read(self.kv_cache_read_bytes, where.kv_cache_on_gpu, launches.kv_cache)
+        attention = self._read(shared, where.attention_on_accelerator, launches.attention)
+        kv_cache = self._read(self.kv_cache_read_bytes, where.kv_cache_on_accelerator, launches.kv_cache)
         predict = 0.0
         if layer.predictor_bytes:
-            predict = self._read(layer.predictor_bytes, where.predictor_on_gpu, launches.predictor)
+            predict = self._read(layer.predictor_bytes, where.predictor_on_accelerator, launches.predictor)
         hot, cold = self._neurons()
-        exchange = self._exchanges(where)
-        return Times(np.full(size, attention), np.full(size, kv_cache), np.full(size, predict), hot, cold, exchange)
+        transfer = self._transfers(where)
+        return Times(np.full(size, attention), np.full(size, kv_cache), np.full(size, predict), hot, cold, transfer)
 
-    def _read(self, read_bytes: float, on_gpu: bool, launches: int) -> float:
-        if on_gpu:
+    def _read(self, read_bytes: float, on_accelerator: bool, launches: int) -> float:
+        if on_accelerator:
             return read_bytes / self.machine.gpu_read_bytes_per_s + launches * self.machine.launch_s
         return read_bytes / self.machine.host_read_bytes_per_s
 
@@ -138,31 +140,32 @@ class LayerTimes:
         layer, machine = self.layer, self.machine
         computed = self._computed
         ends = np.minimum(np.arange(len(computed)) * GROUP, layer.neurons)
-        skipped = layer.neuron_bytes - layer.deciding_bytes
-        hot = ends * layer.deciding_bytes + computed * skipped
-        cold = (layer.neurons - ends) * layer.deciding_bytes + (computed[-1] - computed) * skipped
+        skipped = layer.neuron_bytes - layer.gating_bytes
+        hot = ends * layer.gating_bytes + computed * skipped
+        cold = (layer.neurons - ends) * layer.gating_bytes + (computed[-1] - computed) * skipped
         launches = np.where(ends > 0, layer.hot_launches * machine.launch_s, 0.0)
         hot_s = launches if machine.gpu_bytes == 0 else hot / machine.gpu_read_bytes_per_s + launches
         return hot_s, cold / machine.host_read_bytes_per_s
 
-    def _exchanges(self, where: PartPlaces) -> NDArray[np.float64]:
-        """Exchanges of the layer and their launches in seconds, in the mean over tokens."""
+    def _transfers(self, where: PartPlaces) -> NDArray[np.float64]:
+        """Return the seconds of the layer's transfers and their launches, in the mean over tokens."""
         groups = group_count(self.layer.neurons)
         number = np.zeros(groups + 1)
-        if where.attention_on_gpu:
+        if where.attention_on_accelerator:
             number[:-1] = self._cold_fires[:-1]
-            if self.layer.predictor_bytes and not where.predictor_on_gpu:
-                # What is predicted from goes down and the mask up; where some are hot and some cold, a result as well.
+            if self.layer.predictor_bytes and not where.predictor_on_accelerator:
+                # The predictor's input goes to the host and the mask comes back; if some neurons are hot and some
+                # cold, a result comes back as well.
                 number[:] = 1.0
                 number[1:-1] += self._cold_fires[1:-1]
         else:
             number[1:] = 1.0
-        if where.attention_on_gpu and not where.kv_cache_on_gpu:
+        if where.attention_on_accelerator and not where.kv_cache_on_accelerator:
             number += 1.0
-        none, some, every = exchange_launches(self.layer, where)
+        none, some, every = transfer_launches(self.layer, where)
         launches = np.full(groups + 1, some)
         launches[0], launches[-1] = none, every
-        # The kernels that send and receive are in the time of an exchange, and launched also where nobody waits.
+        # The kernels that send and receive are part of a transfer's time, and are launched even if nobody waits.
         launched_s = CROSSING_LAUNCHES * self.machine.launch_s
         crossing_s = max(0.0, self.machine.crossing_s(2 * self.crossing_bytes) - launched_s)
         return number * crossing_s + launches * self.machine.launch_s
@@ -173,10 +176,10 @@ class LayerTimes:
 
     @cached_property
     def _cold_fires(self) -> NDArray[np.float64]:
-        """On which share of the tokens a cold neuron is computed: float64 [groups + 1]."""
+        """The share of the tokens for which a cold neuron is computed: float64 [groups + 1]."""
         groups, neurons = group_count(self.layer.neurons), len(self.firing.shares)
-        if self.layer.deciding_bytes:
-            # Every cold neuron is looked at, whether or not it fires.
+        if self.layer.gating_bytes:
+            # The gating matrix is read for every cold neuron, whether or not it fires.
             return np.concatenate((np.ones(groups), [0.0]))
         ends = np.minimum(np.arange(groups + 1) * GROUP, neurons)
         fires: NDArray[np.float64] = -np.expm1(self.firing.silent_logs[ends])

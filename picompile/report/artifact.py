@@ -1,10 +1,10 @@
-"""Pictures of an artifact: what its weights take."""
+"""The section of an artifact: its facts, the bytes of its weights, its parts, and its accuracy."""
 
 from collections.abc import Mapping
 
 from picompile.report import numbers
-from picompile.report.artifact_facts import ArtifactFacts, gate_table
-from picompile.report.drawing import INK, SERIES, WIDTH, Canvas, draw, drawable
+from picompile.report.artifact_facts import ArtifactFacts, accuracy_table
+from picompile.report.drawing import INK, SERIES, WIDTH, Canvas, drawable, picture
 from picompile.report.numbers import NOTHING, UNFOLDED, PagePicture, PageSection, Part, Pictures, Table, size
 from picompile.report.plan import plan_parts
 from picompile.report.predictors import accuracy_pictures, kinds_text, layers_table
@@ -23,7 +23,7 @@ _MOST_BARS = 12
 
 
 def bytes_picture(name: str, operator_bytes: Mapping[str, int]) -> PagePicture:
-    """Bytes of the weights by what reads them."""
+    """Return the picture of the weights' bytes, by the operator that reads them."""
     total = sum(operator_bytes.values()) or 1
     largest = list(operator_bytes.items())
     rows = [(_title(operator), taken) for operator, taken in largest[:_MOST_BARS]]
@@ -48,17 +48,13 @@ def bytes_picture(name: str, operator_bytes: Mapping[str, int]) -> PagePicture:
         "whatever the predictor needs to tell which."
     )
     description = ", ".join(f"{title} {size(taken)}" for title, taken in rows) + "."
-    title = "What the weights take"
     height = 90 + 26 * len(rows)
-    return PagePicture(title, draw(paint, name=name, title=title, description=description, size=(WIDTH, height)), words)
+    return picture(paint, name, "What the weights take", description, words, size=(WIDTH, height))
 
 
 def _title(operator: str) -> str:
-    """The operator in words; one of a later version by its name, as far as fonts have it."""
+    """Return the operator in words; one of a later version by its name, as far as fonts have it."""
     return _OPERATORS.get(operator) or drawable(operator)
-
-
-# The section of an artifact: its parts, kinds and bytes, what its predictors cost, and its plan.
 
 
 _COLUMNS = ("layer", "part", "neurons", "predictor", "weights", "of the predictor")
@@ -67,7 +63,7 @@ _WORDS = "Measured on held-out text, with the predictors of all layers in place.
 
 
 def artifact_section(anchor: str, artifact: ArtifactFacts) -> PageSection:
-    """Gate, accuracy per layer, bytes and parts."""
+    """Return an artifact's section: accuracy check, accuracy per layer, bytes and parts."""
     manifest, accuracy = artifact.manifest, artifact.accuracy
     model = {name: manifest.model.get(name, NOTHING) for name in ("name", "layers", "hidden", "ffn", "activation")}
     facts = [
@@ -79,12 +75,13 @@ def artifact_section(anchor: str, artifact: ArtifactFacts) -> PageSection:
         ("code", ", ".join(variant.isa for variant in manifest.code)),
         ("files", numbers.size(sum(entry.size_bytes for entry in manifest.files.values()))),
     ]
-    gate = gate_table({**accuracy.figures, "text": accuracy.text}, accuracy.layers) if accuracy is not None else None
-    pictures = accuracy_pictures(anchor, accuracy.layers) if accuracy is not None else []
-    pictures.append(bytes_picture(f"{anchor}-bytes", artifact.operator_bytes))
-    parts: list[Part] = [*([] if gate is None else [gate]), Pictures(pictures), _parts_table(artifact)]
-    if accuracy is not None and accuracy.layers:
-        parts.append(layers_table(accuracy.layers, _WORDS))
+    layers = () if accuracy is None else accuracy.layers
+    pictures = [*accuracy_pictures(anchor, layers), bytes_picture(f"{anchor}-bytes", artifact.operator_bytes)]
+    parts: list[Part] = [Pictures(pictures), _parts_table(artifact)]
+    if accuracy is not None and (costs := accuracy_table({**accuracy.figures, "text": accuracy.text}, layers)):
+        parts.insert(0, costs)
+    if layers:
+        parts.append(layers_table(layers, _WORDS))
     if artifact.plan is not None:
         parts += plan_parts(anchor, artifact.plan)
     return PageSection(anchor, "artifact", str(artifact.path), facts, parts)
@@ -100,4 +97,4 @@ def _parts_table(artifact: ArtifactFacts) -> Table:
         rows.append((str(part.layer), part.part, f"{part.neurons:,}", part.predictor, weights, of_predictor))
     texts = frozenset({"part", "predictor"})
     folded = len(rows) > UNFOLDED
-    return Table("Feed-forward parts", _COLUMNS, rows, texts, folded=folded).without_empty(NOTHING)
+    return Table("Feed-forward parts", _COLUMNS, rows, texts, folded=folded).without_empty()

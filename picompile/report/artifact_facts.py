@@ -1,4 +1,4 @@
-"""An artifact as the report needs it: its parts, what its weights take, and what its predictors cost in accuracy."""
+"""An artifact as the report needs it: its parts, the bytes of its weights, and the accuracy of its predictors."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from picompile.placement.plan import Plan
 from picompile.predictors.accuracy import rank_layers_by_error
 from picompile.report import numbers
-from picompile.report.layer_figures import LayerFigures, of_accuracy
+from picompile.report.layer_figures import LayerFigures, of_entry
 from picompile.report.numbers import NOTHING, Table, measured, relative_change, whole
 from picompile.report.plan import plan_of_report
 
@@ -35,7 +35,7 @@ class ReportedFfn:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What the predictors cost: the gate's `figures`, on `text`, and those of each layer."""
+    """The accuracy of the predictors: the `figures` of the accuracy check on `text`, and those of each layer."""
 
     figures: Mapping[str, float | None]
     text: str
@@ -44,7 +44,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class ArtifactFacts:
-    """What manifest.json, program.json and report.json say.
+    """The facts in manifest.json, program.json and report.json.
 
     `operator_bytes` are the bytes of weights by the operator that reads them, most first; `predictor_bytes` by layer.
     `plan` is what the artifact was split by, if by any.
@@ -60,7 +60,7 @@ class ArtifactFacts:
 
 
 class _Reader(NamedTuple):
-    """What reads a tensor first when a token is decoded; `row` is that of the statistics."""
+    """The first reader of a tensor when a token is decoded; `row` is its row of the statistics."""
 
     operator: str
     layer: int | None = None
@@ -68,7 +68,7 @@ class _Reader(NamedTuple):
 
 
 def read_artifact(folder: Path) -> ArtifactFacts:
-    """Reads the small files of an artifact, not its weights. Raises `ArtifactError` for one that is not whole."""
+    """Read the small files of an artifact, not its weights. Raise `ArtifactError` for one that is not whole."""
     from picompile_runtime import ArtifactError
     from picompile_runtime.artifact.fields import parse_object
     from picompile_runtime.artifact.manifest import read_manifest
@@ -98,7 +98,7 @@ def read_artifact(folder: Path) -> ArtifactFacts:
 
 
 def _readers(program: "Fields") -> dict[str, _Reader]:
-    """The tensors that decoding a token reads."""
+    """Return the tensors that decoding a token reads."""
     found: dict[str, _Reader] = {}
     for call in program.object("functions").objects("decode"):
         operator, arguments = call.text("op"), call.objects("args")
@@ -130,56 +130,52 @@ def _accuracy(entry: "Fields") -> Accuracy:
     return Accuracy(
         figures={name: measured(entry.data.get(name)) for name in names},
         text=str(entry.data.get("text") or ""),
-        layers=tuple(of_accuracy(row.integer("layer"), row.text("kind"), row.data) for row in rows),
+        layers=tuple(of_entry(row.integer("layer"), row.text("kind"), row.data) for row in rows),
     )
-
-
-# The accuracy gate as tables: perplexity with every neuron and with the predicted ones, and the rounds before.
 
 
 _NAMED_LAYERS = 8
 
 _WORDS = (
     "Perplexity of held-out text, with every neuron computed (dense) and with those that the predictors choose. The "
-    "gate is how far it may rise. Beyond it, the layers in which most is missed get larger predictors, one round after "
-    "another."
+    "bound is how far it may rise. Beyond it, the layers in which most is missed get larger predictors, round by round."
 )
 
 
-def gate_table(gate: Mapping[str, Any], layers: Sequence[LayerFigures]) -> Table | None:
-    """What the predictors cost on held-out text; None where nothing was measured. `layers` say where most is missed."""
-    dense, perplexity = measured(gate.get("dense_perplexity")), measured(gate.get("perplexity"))
+def accuracy_table(figures: Mapping[str, Any], layers: Sequence[LayerFigures]) -> Table | None:
+    """Return the table of the accuracy check, None if nothing was measured; `layers` have the missed energy."""
+    dense, perplexity = measured(figures.get("dense_perplexity")), measured(figures.get("perplexity"))
     if dense is None and perplexity is None:
         return None
     row = (
         numbers.perplexity(dense),
         numbers.perplexity(perplexity),
-        numbers.change(relative_change(gate)),
-        numbers.percent(measured(gate.get("bound")), 2),
-        verdict(gate),
-        numbers.count(whole(gate.get("rounds"))),
+        numbers.change(relative_change(figures)),
+        numbers.percent(measured(figures.get("bound")), 2),
+        verdict(figures),
+        numbers.count(whole(figures.get("rounds"))),
         _named(rank_layers_by_error({layer.layer: layer.missed_energy or 0.0 for layer in layers})),
-        numbers.count(whole(gate.get("tokens"))),
-        str(gate.get("text") or NOTHING),
+        numbers.count(whole(figures.get("tokens"))),
+        str(figures.get("text") or NOTHING),
     )
     return Table(
         "What it costs in accuracy",
-        ("dense", "with predictors", "change", "gate", "met", "rounds", "most missed in layers", "tokens", "text"),
+        ("dense", "with predictors", "change", "bound", "met", "rounds", "most missed in layers", "tokens", "text"),
         [row],
         texts=frozenset({"met", "most missed in layers", "text"}),
         words=_WORDS,
-    ).without_empty(NOTHING)
+    ).without_empty()
 
 
-def verdict(gate: Mapping[str, Any]) -> str:
-    """Whether the change is within the bound."""
-    change, bound = relative_change(gate), measured(gate.get("bound"))
+def verdict(figures: Mapping[str, Any]) -> str:
+    """Return whether the change is within the bound."""
+    change, bound = relative_change(figures), measured(figures.get("bound"))
     if change is None or bound is None:
         return NOTHING
     return "yes" if change <= bound else "no"
 
 
 def _named(layers: Sequence[int]) -> str:
-    """A few of the layers, and how many more there are."""
+    """Return a few of the layers, and how many more there are."""
     more = f" and {len(layers) - _NAMED_LAYERS} more" if len(layers) > _NAMED_LAYERS else ""
     return ", ".join(map(str, layers[:_NAMED_LAYERS])) + more or NOTHING

@@ -1,4 +1,4 @@
-"""From matplotlib to a picture inside an HTML page: SVG whose colours, fonts and titles are the page's.
+"""Draw pictures for an HTML page with matplotlib: SVG whose colours, fonts and titles are the page's.
 
 matplotlib draws with stand-in colours. In the SVG each becomes a CSS variable of `report.css`, so that a picture
 follows the reader's light or dark mode. The same figure gives the same bytes: no dates, no random ids.
@@ -16,6 +16,7 @@ from xml.etree.ElementTree import Element, SubElement
 from markupsafe import Markup
 
 from picompile.errors import UsageError
+from picompile.report.numbers import PagePicture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,20 +70,20 @@ class Canvas:
     hovers: dict[str, str] = field(default_factory=dict)
 
     def hover(self, artist: Any, text: str) -> None:
-        """Notes `text` for a line, a bar or a collection of points."""
+        """Note `text` for a line, a bar or a collection of points."""
         name = f"hover-{len(self.hovers)}"
         artist.set_gid(name)
         self.hovers[name] = text
 
     def axes(self, *, x: str, y: str) -> "Axes":
-        """The only axes of the figure, with what stands at them."""
+        """Return the only axes of the figure, with what stands at them."""
         axes = self.figure.add_subplot()
         axes.set(xlabel=x, ylabel=y)
         return axes
 
 
 def require_matplotlib() -> None:
-    """Raises `UsageError` where there is nothing to draw with."""
+    """Raise `UsageError` if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -98,7 +99,7 @@ def draw(
     size: tuple[int, int] = (WIDTH, HEIGHT),
     margins: Mapping[str, float] | None = None,
 ) -> Markup:
-    """The SVG of what `paint` draws. `name` is unlike those of other pictures of the page; `size` in CSS pixels.
+    """Return the SVG of what `paint` draws. `name` is unlike those of other pictures of the page; `size` in CSS pixels.
 
     `margins`, as shares of the size, are found by trying unless they are given: half the work of drawing. `title` and
     `description` are what a reader hears who does not see the picture.
@@ -129,9 +130,21 @@ def draw(
     return Markup(ElementTree.tostring(root, encoding="unicode", method="html"))
 
 
+def picture(
+    paint: Callable[[Canvas], None],
+    name: str,
+    title: str,
+    description: str,
+    words: str,
+    size: tuple[int, int] = TALL,
+) -> PagePicture:
+    """Draw a picture for the page; `words` explain it to readers, the other arguments are those of `draw`."""
+    return PagePicture(title, draw(paint, name=name, title=title, description=description, size=size), words)
+
+
 @contextmanager
 def _style(salt: str) -> Iterator[None]:
-    """The style of the pictures, whatever the user's matplotlib is set to."""
+    """Set the style of the pictures inside the block, whatever the user's matplotlib is set to."""
     import matplotlib
 
     with matplotlib.rc_context():
@@ -142,7 +155,7 @@ def _style(salt: str) -> Iterator[None]:
 
 
 def _clean(svg: bytes, name: str, hovers: Mapping[str, str]) -> Element:
-    """matplotlib's SVG without what concerns it as a file, and with the page's colours and `hovers`."""
+    """Return matplotlib's SVG without metadata and styles, with the page's colours and `hovers`."""
     root = ElementTree.fromstring(svg)
     for parent in list(root.iter()):
         for child in list(parent):
@@ -188,12 +201,12 @@ def _clean_element(element: Element, name: str, referred: set[str]) -> None:
 
 
 def _rounded(numbers: str) -> str:
-    """A hundredth of a pixel is enough, and the page a third of the size."""
+    """Return a hundredth of a pixel is enough, and the page a third of the size."""
     return _NUMBER.sub(lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), numbers)
 
 
 def layer_axis(canvas: Canvas, *axes: "Axes") -> None:
-    """The axis of the layers, which `axes`, one below another, share: whole numbers only, be it one."""
+    """Set up the axis of layers that `axes`, one below another, share: whole numbers only, even for one layer."""
     from matplotlib.ticker import MaxNLocator
 
     axes[-1].set_xlabel("layer")
@@ -205,15 +218,15 @@ def layer_axis(canvas: Canvas, *axes: "Axes") -> None:
 
 
 def from_zero(axes: "Axes", largest: float, least: float = 0.1) -> None:
-    """Lets the vertical axis of percentages begin at zero, with room above `largest`; at least up to `least`."""
+    """Let the vertical axis of percentages begin at zero, with room above `largest`; at least up to `least`."""
     axes.set_ylim(0, max(115 * largest, least))
 
 
 def drawable(text: str, most: int = 24) -> str:
-    """A name out of a file as fonts have it: printable ASCII, not too long."""
+    """Return a name out of a file as fonts have it: printable ASCII, not too long."""
     return "".join(c if c.isascii() and c.isprintable() else "?" for c in text[:most])
 
 
 def ramp(number: int, count: int) -> str:
-    """The colour of one of `count` things that have an order."""
+    """Return the colour of one of `count` things that have an order."""
     return RAMP[round(number * (RAMP_STEPS - 1) / max(count - 1, 1))]

@@ -1,4 +1,4 @@
-"""What the report shows of a layer's predictor, wherever it was recorded: in predictors.json or in an artifact."""
+"""The figures of a layer's predictor, read from predictors.json or from an artifact."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from picompile.report.profile import FiringSummary, imported_counts, summarize
 
 @dataclass(frozen=True)
 class LayerFigures:
-    """One layer's predictor, and what was measured of it; None is what nobody knows.
+    """One layer's predictor, and its measured figures; None stands for an unknown figure.
 
     `firing_share` and `computed_share` are shares of all neurons, per token. `skewness` is the share of the firings
     that the most active fifth of the neurons makes; `missed_energy` the share of the block's output, in squared length,
@@ -41,9 +41,9 @@ class LayerFigures:
 
 
 def of_predictors(predictors: Predictors, firing: Mapping[int, FiringSummary] | None = None) -> list[LayerFigures]:
-    """The layers of predictors.json, with what its gate found of each.
+    """Return the layers of predictors.json, with their figures of the accuracy check.
 
-    How a layer fires is taken from `firing`, or from imported counts, where nobody has written that down.
+    Firing shares and skewness that are not recorded are taken from `firing`, or from imported counts.
     """
     skewness = {layer: summarize([counts], 1).skewness for layer, counts in imported_counts(predictors).items()}
     known: dict[int, tuple[float | None, float | None]] = {layer: (None, value) for layer, value in skewness.items()}
@@ -70,28 +70,21 @@ def _sequence(value: object) -> Sequence[Any]:
 def of_predictor(
     layer: LayerPredictor, firing_share: float | None = None, skewness: float | None = None
 ) -> LayerFigures:
-    """A layer of predictors.json; `firing_share` and `skewness` count where it has none of its own."""
-    has_threshold = layer.learned or layer.kind == "sign"
-    own_firing, own_skewness = share(layer.firing_share), share(layer.skewness)
-    return LayerFigures(
-        layer=layer.layer,
-        kind=layer.kind,
+    """Return a layer of predictors.json; `firing_share` and `skewness` are used if it has none of its own."""
+    found, own_skewness = of_entry(layer.layer, layer.kind, layer.to_json()), share(layer.skewness)
+    return replace(
+        found,
         input=layer.input if layer.learned else None,
-        rank=whole(layer.rank),
-        threshold=measured(layer.threshold) if has_threshold else None,
+        threshold=measured(layer.threshold) if layer.learned or layer.kind == "sign" else None,
         parameters=whole(layer.parameters) or None,
         bytes_f16=whole(layer.bytes_f16) or None,
-        recall=share(layer.recall),
-        weighted_recall=share(layer.weighted_recall),
-        precision=share(layer.precision),
-        firing_share=firing_share if own_firing is None else own_firing,
-        computed_share=share(layer.computed_share),
+        firing_share=firing_share if found.firing_share is None else found.firing_share,
         skewness=skewness if own_skewness is None else own_skewness,
     )
 
 
-def of_accuracy(layer: int, kind: str, entry: Mapping[str, Any]) -> LayerFigures:
-    """A layer of the `accuracy` of an artifact's report.json."""
+def of_entry(layer: int, kind: str, entry: Mapping[str, Any]) -> LayerFigures:
+    """Return the measured figures in an entry of predictors.json, or of `accuracy` in an artifact's report.json."""
     return LayerFigures(
         layer=layer,
         kind=kind,
@@ -106,7 +99,7 @@ def of_accuracy(layer: int, kind: str, entry: Mapping[str, Any]) -> LayerFigures
 
 
 def parameters_text(predictors: Predictors, *, brief: bool = False) -> str:
-    """Parameters of all predictors, and their share of the model's: `139,712 (4.00 %)`, or `brief`: `4.00 %`."""
+    """Return the parameters of all predictors and their share of the model's, `139,712 (4.00 %)`; `brief`: `4.00 %`."""
     own = sum(whole(layer.parameters) or 0 for layer in predictors.layers)
     if not own:
         return NOTHING

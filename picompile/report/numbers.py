@@ -1,7 +1,7 @@
 """Numbers as the report writes them; a dash where nothing was measured."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor, log10
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 
 def recall(share: float | None) -> str:
-    """A share near one, with as many digits as tell it from one: `99.53 %`, `99.991 %`."""
+    """Return a share near one, with as many digits as tell it from one: `99.53 %`, `99.991 %`."""
     if share is None:
         return NOTHING
     missed = 100 * (1 - share)
@@ -31,7 +31,7 @@ def recall(share: float | None) -> str:
 
 
 def change(share: float | None) -> str:
-    """A relative change with its sign: `+0.084 %`."""
+    """Return a relative change with its sign: `+0.084 %`."""
     return NOTHING if share is None else f"{100 * share:+.3f}{_SPACE}%".replace("-", "−")
 
 
@@ -51,36 +51,36 @@ def counted(number: int, thing: str) -> str:
 
 
 def decimal(number: float | None) -> str:
-    """Four digits that count."""
+    """Return a number with four significant digits."""
     return NOTHING if number is None else f"{number:.4g}".replace("-", "−")
 
 
 def perplexity(value: float | None) -> str:
-    """As `picompile eval` prints it."""
+    """Return a perplexity as `picompile eval` prints it."""
     return NOTHING if value is None else f"{value:.4f}"
 
 
 def measured(value: object) -> float | None:
-    """A number that was measured, or None for what is none: NaN, infinity, one beyond all measure, text, nothing."""
+    """Return `value` if it is a measured number; None for NaN, infinity, a number that is too large, text, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
         return None
     return float(value)
 
 
 def share(value: object) -> float | None:
-    """A share that was measured: from 0 to 1, but for what summing rounds off."""
+    """Return a share that was measured: from 0 to 1, but for what summing rounds off."""
     known = measured(value)
     return None if known is None or not -1e-6 <= known <= 1 + 1e-6 else min(max(known, 0.0), 1.0)
 
 
 def whole(value: object) -> int | None:
-    """A count that was measured, or None for what is none."""
+    """Return a count that was measured, or None for what is none."""
     known = measured(value)
     return None if known is None or known < 0 else int(known)
 
 
 def from_text(text: str) -> float | None:
-    """The number that a key of a JSON object means."""
+    """Return the number that a key of a JSON object means."""
     try:
         return measured(float(text))
     except ValueError:
@@ -88,7 +88,7 @@ def from_text(text: str) -> float | None:
 
 
 def unbroken(text: str) -> str:
-    """A sentence in which no line ends before a percent sign."""
+    """Return a sentence in which no line ends before a percent sign."""
     return text.replace(" %", f"{_SPACE}%")
 
 
@@ -98,7 +98,7 @@ def ratio(above: float | None, below: float | None) -> float | None:
 
 
 def size(byte_count: float | None) -> str:
-    """Three digits and a decimal unit: `3.21 GB`."""
+    """Return bytes with three digits and a decimal unit: `3.21 GB`."""
     if byte_count is None:
         return NOTHING
     for unit in ("B", "kB", "MB", "GB"):
@@ -110,7 +110,7 @@ def size(byte_count: float | None) -> str:
 
 
 def seconds(duration_s: float | None) -> str:
-    """Three digits and a unit: `12.3 ms`."""
+    """Return a time with three digits and a unit: `12.3 ms`."""
     if duration_s is None:
         return NOTHING
     unit, factor = time_unit(duration_s)
@@ -118,7 +118,7 @@ def seconds(duration_s: float | None) -> str:
 
 
 def time_unit(duration_s: float) -> tuple[str, float]:
-    """The unit that a time is written in, and how many of them are a second."""
+    """Return the unit that a time is written in, and how many of them are a second."""
     for unit, factor in (("ns", 1e9), ("µs", 1e6), ("ms", 1e3)):
         if duration_s * factor < 999.5:
             return unit, factor
@@ -126,12 +126,11 @@ def time_unit(duration_s: float) -> tuple[str, float]:
 
 
 def rate(per_s: float | None) -> str:
-    """Three digits of tokens/s; all of a whole number: `0.567`, `28.8`, `21,206`."""
+    """Return tokens/s with three digits, or all digits of a whole number: `0.567`, `28.8`, `21,206`."""
     return NOTHING if per_s is None else f"{per_s:.3g}" if per_s < 999.5 else f"{per_s:,.0f}"
 
 
-# What a page consists of: sections, each with facts, pictures and tables. The template knows no more than this.
-
+# A page consists of sections, each with facts, pictures and tables; the template knows no more than these classes.
 
 # More pictures or rows than these are folded.
 UNFOLDED = 12
@@ -173,12 +172,16 @@ class Table:
     words: str = ""
     folded: bool = False
 
-    def without_empty(self, nothing: str) -> "Table":
-        """The same without columns that hold `nothing` in every row."""
-        kept = [i for i, _ in enumerate(self.columns) if any(row[i] != nothing for row in self.rows)]
+    def without_empty(self) -> "Table":
+        """Return the table without the columns that hold `NOTHING` in every row."""
+        kept = known_columns(self.rows, len(self.columns))
         columns = [self.columns[i] for i in kept]
-        rows = [[row[i] for i in kept] for row in self.rows]
-        return Table(self.title, columns, rows, self.texts, self.words, self.folded)
+        return replace(self, columns=columns, rows=[[row[i] for i in kept] for row in self.rows])
+
+
+def known_columns(rows: Sequence[Sequence[str]], columns: int) -> list[int]:
+    """Return the numbers of the columns that hold something in some row."""
+    return [i for i in range(columns) if any(row[i] != NOTHING for row in rows)]
 
 
 Part = Pictures | Table
@@ -196,7 +199,7 @@ class PageSection:
 
 
 def relative_change(gate: Mapping[str, Any]) -> float | None:
-    """How far the predictors raise the perplexity."""
+    """Return how far the predictors raise the perplexity."""
     found = measured(gate.get("relative_change"))
     quotient = ratio(measured(gate.get("perplexity")), measured(gate.get("dense_perplexity")))
     return found if found is not None or quotient is None else quotient - 1

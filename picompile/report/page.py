@@ -1,7 +1,7 @@
-"""What a report is made of: what other commands wrote, folders known by the file that only they have, and plans."""
+"""The report: recognize and read its sources, summarize them in a table, and render the page."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from picompile.errors import UsageError
@@ -26,7 +26,7 @@ _WANTED = (
 
 
 def read_sources(paths: Sequence[Path]) -> list[Source]:
-    """Reads them. Raises `UsageError` for what is none of these, `ArtifactError` for a broken artifact."""
+    """Read them. Raise `UsageError` for what is none of these, `ArtifactError` for a broken artifact."""
     # All are recognized before the first is read.
     recognized = [(path, _reader(path)) for path in paths]
     return [read(path) for path, read in recognized]
@@ -91,8 +91,8 @@ class SummaryRow:
     cells: Sequence[str]
 
 
-def summary_row(anchor: str, source: FiringProfile | Predictors | ArtifactFacts | PlanFacts) -> SummaryRow:
-    """The row of a source; what it does not know is a dash."""
+def summary_row(anchor: str, source: Source) -> SummaryRow:
+    """Return the row of a source; what it does not know is a dash."""
     if isinstance(source, FiringProfile):
         kind, cells = "profile", _profile(source)
     elif isinstance(source, Predictors):
@@ -105,11 +105,9 @@ def summary_row(anchor: str, source: FiringProfile | Predictors | ArtifactFacts 
 
 
 def without_empty(rows: Sequence[SummaryRow]) -> tuple[list[str], list[SummaryRow]]:
-    """The columns of which some row knows something, and the rows with those only."""
-    kept = [i for i, _ in enumerate(COLUMNS) if any(row.cells[i] != numbers.NOTHING for row in rows)]
-    return [COLUMNS[i] for i in kept], [
-        SummaryRow(row.anchor, row.kind, row.name, [row.cells[i] for i in kept]) for row in rows
-    ]
+    """Return the columns of which some row knows something, and the rows with those only."""
+    kept = numbers.known_columns([row.cells for row in rows], len(COLUMNS))
+    return [COLUMNS[i] for i in kept], [replace(row, cells=[row.cells[i] for i in kept]) for row in rows]
 
 
 def _profile(source: FiringProfile) -> dict[str, str]:
@@ -162,7 +160,7 @@ def _plan(plan: Plan) -> dict[str, str]:
 
 
 def _layers(layers: Sequence[LayerFigures]) -> dict[str, str]:
-    """Recall is of all firings and precision of all computed neurons; contributions of layers do not add up."""
+    """Return the figures of all layers together: recall of all firings, precision of all computed neurons."""
     fired = _mean(layers, lambda layer: layer.firing_share)
     computed = _mean(layers, lambda layer: layer.computed_share)
     kept = _mean(layers, lambda layer: _product(layer.recall, layer.firing_share))
@@ -176,7 +174,7 @@ def _layers(layers: Sequence[LayerFigures]) -> dict[str, str]:
 
 
 def _mean(layers: Sequence[LayerFigures], of: Callable[[LayerFigures], float | None]) -> float | None:
-    """The mean over layers; None where one of them was not measured."""
+    """Return the mean over layers; None where one of them was not measured."""
     values = [of(layer) for layer in layers]
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known and len(known) == len(values) else None
@@ -194,7 +192,7 @@ def _kinds(kinds: Sequence[str]) -> str:
 
 
 def render_report(sources: Sequence[Source], advance: Callable[[int], None] = lambda _: None) -> str:
-    """The HTML of a report on `sources`, in their order. `advance` is told of each section that is drawn."""
+    """Return the HTML of a report on `sources`, in their order. `advance` is told of each section that is drawn."""
     profiles = [source for source in sources if isinstance(source, FiringProfile)]
     sections = []
     for number, source in enumerate(sources, 1):

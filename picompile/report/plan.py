@@ -1,4 +1,4 @@
-"""A plan as a source of the report: a file that `picompile plan` wrote."""
+"""The section of a plan, and the part of an artifact's section on its plan. All times are predicted."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from picompile.report import numbers
 from picompile.report.numbers import NOTHING, UNFOLDED, PageSection, Part, Pictures, Table
 from picompile.report.plan_pictures import (
     DEVICES,
+    budget_text,
     devices_of,
     hot_computed_share,
     hot_share,
@@ -39,7 +40,7 @@ class PlanFacts:
 
 
 def is_json_object(path: Path) -> bool:
-    """Whether a file begins like one. Raises `UsageError` for a file that cannot be read."""
+    """Return whether a file begins like one. Raise `UsageError` for a file that cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(_HEAD_BYTES).lstrip().startswith(b"{")
@@ -48,14 +49,14 @@ def is_json_object(path: Path) -> bool:
 
 
 def read_plan_facts(path: Path) -> PlanFacts:
-    """Reads the file of a plan. Raises `UsageError` for one that is damaged, or that is none."""
+    """Read the file of a plan. Raise `UsageError` for one that is damaged, or that is none."""
     from picompile.placement.plan_file import read_plan
 
     return PlanFacts(path, read_plan(path))
 
 
 def plan_of_report(report: "Fields") -> Plan | None:
-    """The plan in an artifact's report.json, None where there is none. Raises `ArtifactError` for a damaged one.
+    """Return the plan in an artifact's report.json, None where there is none. Raise `ArtifactError` for a damaged one.
 
     It does not list the neurons on the GPU: they are in the artifact.
     """
@@ -69,9 +70,6 @@ def plan_of_report(report: "Fields") -> Plan | None:
     for layer in fields.objects("layers"):
         layer.data.setdefault("hot", None)
     return plan_of(fields)
-
-
-# Tables of a plan: what it takes of each device, and each of its layers.
 
 
 _COLUMNS = (
@@ -88,7 +86,7 @@ _COLUMNS = (
     "predictor",
     "hot neurons",
     "cold neurons",
-    "exchange",
+    "transfer",
     "layer's time",
     "limit",
 )
@@ -97,11 +95,16 @@ _WORDS = (
     "Times are predicted for one token. Hot and cold neurons are computed at the same time, so a layer's time has the "
     "longer of the two. Limit: what takes most of it."
 )
-_LIMITS = {"attention": "attention, cache and predictor", "gpu": "hot neurons", "host": "cold neurons"}
+_LIMITS = {
+    "attention": "attention, cache and predictor",
+    "gpu": "hot neurons",
+    "host": "cold neurons",
+    "exchange": "transfer",
+}
 
 
 def memory_table(plan: Plan) -> Table:
-    """Bytes of each kind on each device, and what there may be of them."""
+    """Return the table of bytes by kind and device, with the budgets."""
     devices = devices_of(plan)
     kinds = sorted(plan.bytes_by_kind().items())
     rows = [(what, *(numbers.size(sizes.get(device)) for device in devices)) for what, sizes in kinds]
@@ -114,7 +117,7 @@ def memory_table(plan: Plan) -> Table:
 
 
 def layers_table(plan: Plan) -> Table:
-    """What of each layer lies where, and the seconds that are expected of it."""
+    """Return the table of layers: where their parts are, and the predicted times."""
     rows = [
         (
             str(layer.layer),
@@ -128,7 +131,7 @@ def layers_table(plan: Plan) -> Table:
         )
         for layer in plan.layers
     ]
-    return Table("Each layer of the plan", _COLUMNS, rows, _TEXTS, _WORDS, len(rows) > UNFOLDED).without_empty(NOTHING)
+    return Table("Each layer of the plan", _COLUMNS, rows, _TEXTS, _WORDS, len(rows) > UNFOLDED).without_empty()
 
 
 def _times(layer: PlanLayer) -> tuple[float, ...]:
@@ -137,36 +140,33 @@ def _times(layer: PlanLayer) -> tuple[float, ...]:
 
 
 def limit_text(name: str) -> str:
-    """What takes most of a layer's time, in words."""
+    """Return the part that takes most of a layer's time, in words."""
     return _LIMITS.get(name, name)
 
 
-# The section of a plan, and the part of an artifact's section on the plan that it was split by. All is predicted.
-
-
 _TIMELINE_WORDS = (
-    "Predicted, for the first layers of each kind. Hot neurons run on the GPU while cold ones run on the host; an "
-    "exchange waits for both."
+    "Predicted, for the first layers of each kind. Hot neurons run on the GPU while cold ones run on the host; a "
+    "transfer waits for both."
 )
 _BASELINES = {"layers-first": "dense, whole layers on the GPU", "host": "dense, all on the host"}
 _OBJECTIVES = {"latency": "least time for a token", "impact": "most firings on the GPU"}
 
 
 def plan_section(anchor: str, source: PlanFacts) -> PageSection:
-    """Facts, what lies where, where the time goes, and the timeline of a token."""
+    """Return the section: facts, places, times, memory, and the timeline of a token."""
     facts = [("model", source.plan.model), *_model_facts(source.plan), *_plan_facts(source.plan)]
     return PageSection(anchor, "plan", str(source.path), facts, _parts(anchor, source.plan))
 
 
 def plan_parts(anchor: str, plan: Plan) -> list[Part]:
-    """The same for an artifact that was split by `plan`: what its own facts do not say is in a table."""
+    """Return the same for an artifact that was split by `plan`: what its own facts do not say is in a table."""
     columns = ("what", "as planned")
     facts = Table("Placement", columns, _plan_facts(plan), frozenset(columns))
     return [facts, *_parts(f"{anchor}-plan", plan)]
 
 
 def gain_text(plan: Plan, baseline: str) -> str:
-    """The plan's tokens/s against those of a baseline."""
+    """Return the plan's tokens/s against those of a baseline."""
     return numbers.times(numbers.ratio(plan.tokens_per_s, plan.baselines.get(baseline)))
 
 
@@ -174,7 +174,7 @@ def taken_text(plan: Plan, device: str) -> str:
     """`17.2 GB of 24 GB`; a dash for a device that the plan does not have."""
     if device not in devices_of(plan):
         return NOTHING
-    return f"{numbers.size(plan.taken_bytes(device))} of {numbers.size(plan.budget_bytes(device))}"
+    return budget_text(plan, device)
 
 
 def _parts(anchor: str, plan: Plan) -> list[Part]:
@@ -208,7 +208,7 @@ def _plan_facts(plan: Plan) -> list[tuple[str, str]]:
         *((DEVICES[device], _device_text(plan, device)) for device in ("gpu", "host")),
         (
             "link",
-            f"{numbers.size(plan.machine.pcie_bytes_per_s)}/s, an exchange {numbers.seconds(plan.machine.sync_s)}",
+            f"{numbers.size(plan.machine.pcie_bytes_per_s)}/s, a transfer {numbers.seconds(plan.machine.sync_s)}",
         ),
         ("margin", f"{numbers.percent(plan.margin)} of each budget is left free"),
         ("objective", _OBJECTIVES.get(plan.objective, plan.objective)),

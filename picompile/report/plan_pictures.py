@@ -1,11 +1,11 @@
-"""What the pictures of a plan tell apart, each with the same colour in all of them."""
+"""Pictures of a plan: its split, its times and memory, and timelines, with the same colours in all of them."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from picompile.placement.plan import Plan, PlanLayer
 from picompile.report import numbers
-from picompile.report.drawing import FAINT, INK, MUTED, SERIES, TALL, Canvas, draw, drawable, layer_axis
+from picompile.report.drawing import FAINT, INK, MUTED, SERIES, WIDTH, Canvas, drawable, layer_axis, picture
 from picompile.report.numbers import PagePicture
 
 if TYPE_CHECKING:
@@ -20,11 +20,16 @@ PARTS = {
     "attention": ("attention", SERIES[2]),
     "kv_cache": ("KV cache", SERIES[3]),
     "predict": ("predictor", SERIES[4]),
-    "exchange": ("exchange", MUTED),
+    "exchange": ("transfer", MUTED),
 }
 """The parts of a layer's time → (name, colour)."""
 
-STEPS = {**PARTS, "head": ("output head", SERIES[5]), "switch": ("transfer", MUTED), "end": ("transfer", MUTED)}
+STEPS = {
+    **PARTS,
+    "head": ("output head", SERIES[5]),
+    "switch": ("stream transfer", MUTED),
+    "end": ("stream transfer", MUTED),
+}
 """The steps of a schedule → (name, colour)."""
 
 DEVICES = {"gpu": "GPU", "host": "host", "link": "link"}
@@ -43,11 +48,8 @@ _KINDS = {
 
 
 def kind_of_memory(what: str) -> tuple[str, str]:
-    """(name in the legend, colour) of what memory is taken for; several kinds may share one."""
+    """Return (name in the legend, colour) for a kind of memory; several kinds may share one."""
     return _KINDS.get(what) or (drawable(what), FAINT)
-
-
-# Pictures of a plan by layer: what lies on the GPU, and where the time of a token is expected to go.
 
 
 # A layer's parts from the axis outwards; the neurons first, so that hot and cold ones can be compared across it.
@@ -55,7 +57,7 @@ _ABOVE = ("attention", "kv_cache", "predict", "exchange")
 
 
 def split_picture(name: str, plan: Plan) -> PagePicture:
-    """Per layer, the share of the neurons on the GPU, and of those that are computed."""
+    """Return the picture of each layer's share of neurons on the GPU, and of computed ones."""
     shares = {layer.layer: hot_share(layer) for layer in plan.layers}
     computed = {layer.layer: share for layer in plan.layers if (share := hot_computed_share(layer)) is not None}
     texts = {layer.layer: _split_text(layer) for layer in plan.layers}
@@ -80,14 +82,11 @@ def split_picture(name: str, plan: Plan) -> PagePicture:
         "neurons computed for a token that are among them. The further the point is above its bar, the more the choice "
         "of the neurons gains."
     )
-    title = "What is on the GPU"
-    return PagePicture(
-        title, draw(paint, name=name, title=title, description=_split_description(plan), size=TALL), words
-    )
+    return picture(paint, name, "What is on the GPU", _split_description(plan), words)
 
 
 def time_picture(name: str, plan: Plan) -> PagePicture:
-    """Per layer, the expected seconds of each part; what another part hides is below the axis."""
+    """Return the picture of each layer's predicted times; the part that another hides is below the axis."""
     unit, factor = numbers.time_unit(max((layer.total_s for layer in plan.layers), default=0.0))
     shown = [part for part in PARTS if any(seconds_of(layer, part) for layer in plan.layers)]
 
@@ -111,29 +110,26 @@ def time_picture(name: str, plan: Plan) -> PagePicture:
         "What a layer is expected to take of a token's time, by part. Hot neurons, on the GPU, and cold ones, on the "
         "host, are computed at the same time: the slower of them counts and is above the axis, the other below."
     )
-    title = "Where a token's time goes"
-    return PagePicture(
-        title, draw(paint, name=name, title=title, description=_time_description(plan), size=TALL), words
-    )
+    return picture(paint, name, "Where a token's time goes", _time_description(plan), words)
 
 
 def seconds_of(layer: PlanLayer, part: str) -> float:
-    """The expected seconds of a part in `PARTS`."""
+    """Return the expected seconds of a part in `PARTS`."""
     return float(getattr(layer, f"{part}_s"))
 
 
 def hot_share(layer: PlanLayer) -> float:
-    """Of the layer's neurons."""
+    """Return the share of a layer's neurons that is hot."""
     return numbers.ratio(layer.hot_neurons, layer.neurons) or 0.0
 
 
 def hot_computed_share(layer: PlanLayer) -> float | None:
-    """Of the neurons that are computed; None where none is."""
+    """Return the share of a layer's computed neurons that is hot; None if none is computed."""
     return numbers.ratio(layer.hot_computed, layer.computed)
 
 
 def hot_shares(plan: Plan) -> tuple[float | None, float | None]:
-    """Of all neurons of the model, and of those that are computed."""
+    """Return the hot share of all neurons of the model, and that of the computed ones."""
     layers = plan.layers
     hot, neurons = sum(layer.hot_neurons for layer in layers), sum(layer.neurons for layer in layers)
     computed = sum(layer.hot_computed for layer in layers), sum(layer.computed for layer in layers)
@@ -141,14 +137,14 @@ def hot_shares(plan: Plan) -> tuple[float | None, float | None]:
 
 
 def device_of(layer: PlanLayer, part: str) -> str:
-    """Where a part of a layer is computed, in words."""
+    """Return where a part of a layer is computed, in words."""
     places = {"hot": "gpu", "cold": "host", "exchange": "link", "predict": layer.predictor}
     place = places.get(part) or (layer.kv_cache if part == "kv_cache" else layer.attention)
     return DEVICES.get(place, place)
 
 
 def _stack(layer: PlanLayer) -> dict[str, tuple[float, float]]:
-    """Part → (start, height) of its bar, in seconds: from the axis upwards, what is hidden downwards."""
+    """Return (start, height) of each part's bar in seconds; the hidden part's bar goes downwards."""
     slower, quicker = ("hot", "cold") if layer.hot_s >= layer.cold_s else ("cold", "hot")
     bars, top = {}, 0.0
     for part in (slower, *_ABOVE):
@@ -189,16 +185,13 @@ def _time_description(plan: Plan) -> str:
     return f"Of {numbers.seconds(plan.token_s)} for a token, all layers together: {parts or 'nothing'}."
 
 
-# Picture of a plan's memory: what it takes of each device's budget.
-
-
 def devices_of(plan: Plan) -> list[str]:
-    """The devices that have a budget, or that something lies on."""
+    """Return the devices that have a budget, or that something lies on."""
     return [device for device in ("gpu", "host") if plan.budget_bytes(device) or plan.taken_bytes(device)]
 
 
 def memory_picture(name: str, plan: Plan) -> PagePicture:
-    """A bar for each device, by kind, up to what it may take and what it has."""
+    """Return a bar for each device, by kind, up to what it may take and what it has."""
     devices = devices_of(plan)
 
     def paint(canvas: Canvas) -> None:
@@ -216,21 +209,20 @@ def memory_picture(name: str, plan: Plan) -> PagePicture:
         "to which the plan may fill it. Solid: the budget."
     )
     description = "; ".join(_description(plan, device) for device in devices) or "Nothing is taken"
-    title, size = "What it takes of the memory", (440, 170 + 75 * max(len(devices), 1))
-    return PagePicture(title, draw(paint, name=name, title=title, description=f"{description}.", size=size), words)
+    size = (WIDTH, 170 + 75 * max(len(devices), 1))
+    return picture(paint, name, "What it takes of the memory", f"{description}.", words, size)
+
+
+def _bar_style(colour: str, label: str | None) -> dict[str, Any]:
+    """Return the style of a bar; an edge of its own colour makes the smallest bars visible."""
+    return {"color": colour, "edgecolor": colour, "linewidth": 0.4, "label": label}
 
 
 def _draw_device(canvas: Canvas, axes: "Axes", plan: Plan, device: str, place: int, named: set[str]) -> float:
-    """Draws the bar of a device and returns where it ends; `named` are the kinds that the legend has already."""
+    """Draw the bar of a device and return where it ends; `named` are the kinds that the legend has already."""
     percent, left = 100 / (plan.budget_bytes(device) or plan.taken_bytes(device)), 0.0
-    for (title, colour), taken in _memory_pictures_stack(plan, device).items():
-        # An edge of its own colour, so that the smallest are seen as well.
-        style: dict[str, Any] = {
-            "color": colour,
-            "edgecolor": colour,
-            "linewidth": 0.4,
-            "label": None if title in named else title,
-        }
+    for (title, colour), taken in _bytes_by_title(plan, device).items():
+        style = _bar_style(colour, None if title in named else title)
         (bar,) = axes.barh(place, percent * taken, left=left, height=0.5, **style)
         canvas.hover(bar, f"{DEVICES[device]}: {title} {numbers.size(taken)}")
         named.add(title)
@@ -238,12 +230,12 @@ def _draw_device(canvas: Canvas, axes: "Axes", plan: Plan, device: str, place: i
     capacity = percent * plan.capacity_bytes(device)
     (line,) = axes.plot([capacity] * 2, [place - 0.36, place + 0.36], color=INK, linestyle=(0, (4, 2)))
     canvas.hover(line, f"{DEVICES[device]}: {numbers.size(plan.capacity_bytes(device))} may be taken")
-    axes.annotate(_text(plan, device), (0, place - 0.38), va="bottom")
+    axes.annotate(budget_text(plan, device), (0, place - 0.38), va="bottom")
     return left
 
 
-def _memory_pictures_stack(plan: Plan, device: str) -> dict[tuple[str, str], int]:
-    """(kind, colour) → bytes, the largest first."""
+def _bytes_by_title(plan: Plan, device: str) -> dict[tuple[str, str], int]:
+    """Return the bytes by (name in the legend, colour), the largest first."""
     found: dict[tuple[str, str], int] = {}
     for what, sizes in plan.bytes_by_kind().items():
         if taken := sizes.get(device):
@@ -252,19 +244,15 @@ def _memory_pictures_stack(plan: Plan, device: str) -> dict[tuple[str, str], int
     return dict(sorted(found.items(), key=lambda entry: -entry[1]))
 
 
-def _text(plan: Plan, device: str) -> str:
+def budget_text(plan: Plan, device: str) -> str:
+    """Return what a plan takes of a device's budget: `17.2 GB of 24 GB`."""
     return f"{numbers.size(plan.taken_bytes(device))} of {numbers.size(plan.budget_bytes(device))}"
 
 
 def _description(plan: Plan, device: str) -> str:
-    parts = ", ".join(
-        f"{title} {numbers.size(taken)}" for (title, _), taken in _memory_pictures_stack(plan, device).items()
-    )
+    parts = ", ".join(f"{title} {numbers.size(taken)}" for (title, _), taken in _bytes_by_title(plan, device).items())
     of = f"of which {numbers.size(plan.capacity_bytes(device))} may be taken"
-    return f"{DEVICES[device]}: {_text(plan, device)}, {of}: {parts or 'nothing'}"
-
-
-# Timelines of a plan: which device does what when, for the first layers of each kind that the plan has.
+    return f"{DEVICES[device]}: {budget_text(plan, device)}, {of}: {parts or 'nothing'}"
 
 
 _MOST_LAYERS = 3
@@ -272,9 +260,9 @@ _MOST_KINDS = 4
 
 
 def timeline_pictures(name: str, plan: Plan) -> tuple[list[PagePicture], int]:
-    """A picture for each kind of layer, of the first of them that follow one another, and how many kinds have none.
+    """Return a timeline for each kind of layer, of its first layers in a row, and how many kinds were left out.
 
-    Those of the most layers are drawn.
+    The kinds with the most layers are drawn.
     """
     steps, windows = plan_schedule(plan), list(_windows(plan.layers))
     common = sorted(windows, key=lambda window: -window[1])[:_MOST_KINDS]
@@ -284,7 +272,7 @@ def timeline_pictures(name: str, plan: Plan) -> tuple[list[PagePicture], int]:
 
 
 def plan_schedule(plan: Plan) -> "list[Step]":
-    """The steps of a token by the plan, each with its start and end; of devices that there are."""
+    """Return the steps of a token by the plan, each with its start and end; of devices that there are."""
     from picompile.placement.schedule import plan_graph, schedule
 
     graph = plan_graph(plan.layers, (plan.head, plan.head_s), plan.switch_s)
@@ -292,12 +280,12 @@ def plan_schedule(plan: Plan) -> "list[Step]":
 
 
 def _kind(layer: PlanLayer) -> tuple[str, str, str, bool, bool]:
-    """What makes two layers alike: which devices do what."""
+    """Return what layers of one kind have in common: where their parts are computed."""
     return layer.attention, layer.kv_cache, layer.predictor, bool(layer.hot_s), bool(layer.cold_s)
 
 
 def _windows(layers: Sequence[PlanLayer]) -> Iterator[tuple[range, int]]:
-    """Per kind the places of its first layers that follow one another, and how many layers are of the kind."""
+    """Yield for each kind the places of its first layers in a row, and how many layers are of the kind."""
     kinds = [_kind(layer) for layer in layers]
     for kind in dict.fromkeys(kinds):
         first = last = kinds.index(kind)
@@ -323,9 +311,8 @@ def _picture(name: str, plan: Plan, window: range, count: int, steps: "Sequence[
             widths = [(step.end_s - step.start_s) * factor for step in alike]
             starts = [(step.start_s - start) * factor for step in alike]
             places = [lanes.index(step.device) for step in alike]
-            # An edge of its own colour, so that the shortest steps are seen as well.
-            style: dict[str, Any] = {"color": colour, "edgecolor": colour, "linewidth": 0.4, "label": title}
-            for bar, step in zip(axes.barh(places, widths, left=starts, height=0.6, **style), alike, strict=True):
+            bars = axes.barh(places, widths, left=starts, height=0.6, **_bar_style(colour, title))
+            for bar, step in zip(bars, alike, strict=True):
                 canvas.hover(bar, _step_text(plan, step))
         axes.set_yticks(range(len(lanes)), [DEVICES[lane] for lane in lanes])
         axes.set_ylim(max(len(lanes), 1) - 0.5, -0.5)
@@ -335,9 +322,8 @@ def _picture(name: str, plan: Plan, window: range, count: int, steps: "Sequence[
 
     title = f"One token in {_layers_text(plan, window)}"
     description = ", ".join(_step_text(plan, step) for step in shown) or "Nothing takes time"
-    size = (440, 150 + 42 * max(len(lanes), 1))
-    svg = draw(paint, name=name, title=title, description=f"{description}.", size=size)
-    return PagePicture(title, svg, f"{_kind_text(plan.layers[window[0]])} {_count_text(count, len(plan.layers))}")
+    words = f"{_kind_text(plan.layers[window[0]])} {_count_text(count, len(plan.layers))}"
+    return picture(paint, name, title, f"{description}.", words, size=(WIDTH, 150 + 42 * max(len(lanes), 1)))
 
 
 def _begin_layer(axes: "Axes", place: float, text: str) -> None:
@@ -346,7 +332,7 @@ def _begin_layer(axes: "Axes", place: float, text: str) -> None:
 
 
 def _by_title(steps: "Sequence[Step]") -> "dict[tuple[str, str], list[Step]]":
-    """(name, colour) → steps, in the order of `STEPS`."""
+    """Return the steps by (name, colour), in the order of `STEPS`."""
     found: dict[tuple[str, str], list[Step]] = {}
     for step in sorted(steps, key=lambda step: list(STEPS).index(step.part)):
         found.setdefault(STEPS[step.part], []).append(step)

@@ -1,10 +1,10 @@
-"""Pictures of predictors, layer by layer: how well they tell which neurons fire, and what they miss."""
+"""Pictures of predictors, layer by layer: their accuracy, what they miss, and their ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from picompile.report import numbers
-from picompile.report.drawing import INK, SERIES, TALL, Canvas, draw, from_zero, layer_axis, ramp
+from picompile.report.drawing import HEIGHT, INK, SERIES, WIDTH, Canvas, from_zero, layer_axis, picture, ramp
 from picompile.report.layer_figures import LayerFigures
 from picompile.report.numbers import PagePicture
 
@@ -16,7 +16,7 @@ Layers = Sequence[LayerFigures]
 
 
 def accuracy_picture(name: str, layers: Layers) -> PagePicture | None:
-    """Recall, recall by contribution and precision of each layer; None where nothing was measured."""
+    """Return the picture of recall, recall by contribution and precision; None if nothing was measured."""
     series = {
         "by contribution": [layer.weighted_recall for layer in layers],
         "recall": [layer.recall for layer in layers],
@@ -51,12 +51,11 @@ def accuracy_picture(name: str, layers: Layers) -> PagePicture | None:
         for what, values in series.items()
         if (known := [value for value in values if value is not None])
     )
-    title = "Recall and precision"
-    return PagePicture(title, draw(paint, name=name, title=title, description=f"{description}.", size=TALL), words)
+    return picture(paint, name, "Recall and precision", f"{description}.", words)
 
 
 def computed_picture(name: str, layers: Layers) -> PagePicture | None:
-    """Neurons that are computed against those that fire, per layer; None where nothing was measured."""
+    """Return the picture of computed against firing neurons; None if nothing was measured."""
     rows = [
         (layer.layer, layer.firing_share, layer.computed_share)
         for layer in layers
@@ -87,12 +86,11 @@ def computed_picture(name: str, layers: Layers) -> PagePicture | None:
     description = "Neurons that are computed against those that fire"
     if ratios:
         description += f": from {numbers.times(min(ratios))} to {numbers.times(max(ratios))}"
-    title = "Computed against firing"
-    return PagePicture(title, draw(paint, name=name, title=title, description=f"{description}.", size=TALL), words)
+    return picture(paint, name, "Computed against firing", f"{description}.", words)
 
 
 def missed_picture(name: str, layers: Layers) -> PagePicture | None:
-    """The share of each block's output that is missed; None where nothing was measured, or nothing missed."""
+    """Return the share of each block's output that is missed; None where nothing was measured, or nothing missed."""
     rows = [(layer.layer, layer.missed_energy) for layer in layers if layer.missed_energy is not None]
     if not any(missed for _, missed in rows):
         return None
@@ -111,8 +109,7 @@ def missed_picture(name: str, layers: Layers) -> PagePicture | None:
     )
     worst, most = max(rows, key=lambda row: row[1])
     description = f"Most is missed in layer {worst}: {numbers.percent(most, 3)}."
-    title = "What is missed"
-    return PagePicture(title, draw(paint, name=name, title=title, description=description, size=TALL), words)
+    return picture(paint, name, "What is missed", description, words)
 
 
 def _computed_text(layer: int, firing: float, computed: float) -> str:
@@ -138,14 +135,11 @@ def _dots(
         canvas.hover(dot, f"layer {layer}: {what} {numbers.recall(value)}")
 
 
-# Pictures of predictors' sizes: rank against how a layer fires.
-
-
 _NUMBERED_LAYERS = 16
 
 
 def rank_pictures(name: str, layers: Sequence[LayerFigures]) -> list[PagePicture]:
-    """Rank against sparsity and against skewness; none where no predictor has a rank."""
+    """Return pictures of rank against sparsity and skewness; none if no predictor has a rank."""
     found = []
     for key, measure, axis, words in (
         (
@@ -164,9 +158,8 @@ def rank_pictures(name: str, layers: Sequence[LayerFigures]) -> list[PagePicture
             "is left to predict.",
         ),
     ):
-        picture = _rank_picture(f"{name}-{key}", layers, measure, f"Rank against {key}", axis, words)
-        found += [] if picture is None else [picture]
-    return found
+        found.append(_rank_picture(f"{name}-{key}", layers, measure, f"Rank against {key}", axis, words))
+    return [each for each in found if each is not None]
 
 
 def _rank_picture(
@@ -202,4 +195,4 @@ def _rank_picture(
     numbered = " The number beside it is the layer's." if len(layers) <= _NUMBERED_LAYERS else ""
     first, rest = words.split(". ", 1)
     words = f"{first}.{numbered} {rest}"
-    return PagePicture(title, draw(paint, name=name, title=title, description=description), words)
+    return picture(paint, name, title, description, words, size=(WIDTH, HEIGHT))

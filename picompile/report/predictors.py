@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from picompile.predictors import Predictors
 from picompile.report import numbers
-from picompile.report.artifact_facts import gate_table
+from picompile.report.artifact_facts import accuracy_table
 from picompile.report.drawing import INK, Canvas, draw, drawable, ramp
 from picompile.report.layer_figures import LayerFigures, of_predictors, parameters_text
 from picompile.report.numbers import NOTHING, UNFOLDED, PagePicture, PageSection, Part, Pictures, Table
@@ -35,7 +35,7 @@ _MOST_COMPUTED = 10.0
 
 @dataclass(frozen=True)
 class TradeoffPoint:
-    """What one threshold gives: computed / fired neurons, and recall by contribution."""
+    """The figures at one threshold: computed / fired neurons, and recall by contribution."""
 
     computed_ratio: float
     weighted_recall: float
@@ -52,7 +52,7 @@ class TradeoffCandidate:
 
 
 def read_candidates(curves: Iterable[Any]) -> list[TradeoffCandidate]:
-    """The candidates in `curves`, by layer and rank; entries of another form are passed over."""
+    """Return the candidates in `curves`, by layer and rank; entries of another form are passed over."""
     found = []
     for entry in curves:
         if not isinstance(entry, Mapping) or not isinstance(entry.get("points"), Sequence):
@@ -77,7 +77,7 @@ def _points(rows: Iterable[Any]) -> Iterable[TradeoffPoint]:
 def tradeoff_pictures(
     name: str, candidates: Sequence[TradeoffCandidate], layers: Sequence[LayerFigures]
 ) -> list[PagePicture]:
-    """A picture for each layer that has candidates; what was taken is marked."""
+    """Return a picture for each layer that has candidates; what was taken is marked."""
     taken = {layer.layer: layer for layer in layers}
     by_layer: dict[int, list[TradeoffCandidate]] = {}
     for candidate in candidates:
@@ -115,7 +115,7 @@ def _picture(name: str, layer: int, candidates: Sequence[TradeoffCandidate], tak
 
 
 def _styles_text(labels: Sequence[str]) -> str:
-    """Which line is of which kind and input, where there are several."""
+    """Return which line is of which kind and input, where there are several."""
     return ", ".join(f"{style}: {label}" for style, label in zip(_STYLES, labels, strict=False)) if labels[1:] else ""
 
 
@@ -145,9 +145,6 @@ def _taken_text(taken: LayerFigures | None) -> str:
         return f"{taken.kind}{rank}"
     recall, ratio = numbers.recall(taken.weighted_recall), numbers.times(taken.computed_ratio)
     return f"{taken.kind}{rank}: {recall} by contribution, {ratio}"
-
-
-# The section of predictors: what they cost, how large they are, and how well they tell which neurons fire.
 
 
 _COLUMNS = (
@@ -184,7 +181,7 @@ _SAMPLES_WORDS = (
 
 
 def predictors_section(anchor: str, predictors: Predictors, profiles: Sequence[FiringProfile]) -> PageSection:
-    """Gate, sizes, accuracy and trade-offs. A profile of the same model knows how layers fire where nobody noted it."""
+    """Return the section: accuracy check, sizes, accuracy and trade-offs. A profile may add how layers fire."""
     known = [profile for profile in profiles if profile.of.fingerprint == predictors.fingerprint]
     firing = known[0].figures() if known else {}
     layers = of_predictors(predictors, firing)
@@ -195,7 +192,7 @@ def predictors_section(anchor: str, predictors: Predictors, profiles: Sequence[F
         ("parameters", parameters_text(predictors)),
         ("in f16", numbers.size(sum(layer.bytes_f16 or 0 for layer in layers) or None)),
     ]
-    parts: list[Part | None] = [gate_table(predictors.gate, layers)]
+    parts: list[Part | None] = [accuracy_table(predictors.gate, layers)]
     counts = imported_counts(predictors)
     pictures = [curves_picture(f"{anchor}-curves", counts)] if counts else []
     pictures += [*rank_pictures(f"{anchor}-rank", layers), *accuracy_pictures(anchor, layers)]
@@ -210,7 +207,7 @@ def predictors_section(anchor: str, predictors: Predictors, profiles: Sequence[F
 
 
 def accuracy_pictures(anchor: str, layers: Sequence[LayerFigures]) -> list[PagePicture]:
-    """Recall, precision, computed against firing, and what is missed, as far as they were measured."""
+    """Return the pictures of recall and precision, computed neurons, and missed energy, if measured."""
     found = (
         accuracy_picture(f"{anchor}-accuracy", layers),
         computed_picture(f"{anchor}-computed", layers),
@@ -220,10 +217,10 @@ def accuracy_pictures(anchor: str, layers: Sequence[LayerFigures]) -> list[PageP
 
 
 def layers_table(layers: Sequence[LayerFigures], words: str) -> Table:
-    """All that is known of each layer's predictor."""
+    """Return all that is known of each layer's predictor."""
     rows = [_row(layer) for layer in layers]
     texts = frozenset({"kind", "input"})
-    return Table("Each layer", _COLUMNS, rows, texts, words, folded=len(rows) > UNFOLDED).without_empty(NOTHING)
+    return Table("Each layer", _COLUMNS, rows, texts, words, folded=len(rows) > UNFOLDED).without_empty()
 
 
 def _row(layer: LayerFigures) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What firing counts say of a layer, or of a whole model: shares, as the report draws them. numpy only."""
+"""The section of a profile: figures of firing counts, pictures of them, and tables."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from picompile.predictors import Predictors
 from picompile.predictors.profile.files import read_tensors
 from picompile.predictors.profile.profile import layer_file
 from picompile.report import numbers
-from picompile.report.drawing import INK, SERIES, TALL, Canvas, draw, from_zero, layer_axis, ramp
+from picompile.report.drawing import INK, SERIES, Canvas, from_zero, layer_axis, picture, ramp
 from picompile.report.numbers import (
     NOTHING,
     UNFOLDED,
@@ -38,7 +38,7 @@ Counts = NDArray[np.int64] | NDArray[np.float64]
 
 @dataclass(frozen=True)
 class FiringSummary:
-    """How the neurons of a layer or a model fire.
+    """The firing of the neurons of a layer or a model.
 
     `firing_share` of the neurons fire for a token; the share `neurons_for_80_percent` of them makes 80 % of the
     firings; the most active fifth makes the share `skewness`; `never_fired` counts those that fired for no token. Where
@@ -53,7 +53,7 @@ class FiringSummary:
 
 
 def firing_curve(counts: Counts) -> NDArray[np.float64]:
-    """The share of all firings that the most active neurons make, for 0, 1, 2, … of them. `[n] → [n + 1]`
+    """Return the share of all firings that the most active neurons make, for 0, 1, 2, … of them. `[n] → [n + 1]`
 
     Takes contributions as well as counts. All zero where nothing fired.
     """
@@ -63,12 +63,12 @@ def firing_curve(counts: Counts) -> NDArray[np.float64]:
 
 
 def share_for(curve: NDArray[np.float64], firings: float) -> float | None:
-    """The smallest share of the neurons that makes this share of the firings; None where nothing fired."""
+    """Return the smallest share of the neurons that makes this share of the firings; None where nothing fired."""
     return int((curve < firings).sum()) / (len(curve) - 1) if curve[-1] > 0 else None
 
 
 def summarize(layers: Sequence[Counts], tokens: int) -> FiringSummary:
-    """The figures of some layers taken together, from each neuron's firings among `tokens`."""
+    """Return the figures of some layers taken together, from each neuron's firings among `tokens`."""
     counts = np.concatenate([np.asarray(layer).ravel() for layer in layers])
     curve = firing_curve(counts)
     fifth = max(1, round(len(counts) / 5))
@@ -82,38 +82,27 @@ def summarize(layers: Sequence[Counts], tokens: int) -> FiringSummary:
 
 
 def sampled(curve: NDArray[np.float64], points: int = 160) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """A curve as x and y in percent, at so many places that a picture needs; denser at its steep beginning."""
+    """Return a curve as x and y in percent, at so many places that a picture needs; denser at its steep beginning."""
     last = len(curve) - 1
     places = np.unique(np.rint(last * np.linspace(0, 1, min(points, last + 1)) ** 2).astype(int))
     return 100 * places / last, 100 * curve[places]
 
 
-# Firing counts that came with imported predictors: `layers/NNN.safetensors` beside predictors.json.
-
-
 def imported_counts(predictors: Predictors) -> dict[int, NDArray[np.int64]]:
-    """How often each neuron fired `[neurons]`, by layer, where that is known; of how many tokens is not.
+    """Return how often each neuron fired `[neurons]`, by layer, where that is known; of how many tokens is not.
 
     Raises `UsageError` for a damaged file.
     """
-    found = {}
-    for layer in predictors.layers:
-        file = predictors.path / layer_file(layer.layer)
-        if file.is_file():
-            found[layer.layer] = _counts(predictors, layer.layer)
-    return found
+    files = {layer.layer: predictors.path / layer_file(layer.layer) for layer in predictors.layers}
+    return {layer: _counts(file) for layer, file in files.items() if file.is_file()}
 
 
-def _counts(predictors: Predictors, layer: int) -> NDArray[np.int64]:
-    file = predictors.path / layer_file(layer)
+def _counts(file: Path) -> NDArray[np.int64]:
     counts = read_tensors(file, only="counts")[0].get("counts")
     if counts is None or counts.ndim != 1 or not len(counts) or counts.is_floating_point() or bool((counts < 0).any()):
         raise UsageError(f"{file}: holds no counts of firings; import the predictors again")
     values: NDArray[np.int64] = counts.long().numpy()
     return values
-
-
-# A profile as the report needs it: the firings of each neuron, without the samples.
 
 
 @dataclass(frozen=True)
@@ -142,16 +131,16 @@ class FiringProfile:
         return self.of.folder
 
     def figures(self) -> dict[int, FiringSummary]:
-        """The figures of each layer."""
+        """Return the figures of each layer."""
         return {layer.layer: summarize([layer.counts], self.of.tokens) for layer in self.layers}
 
     def model_figures(self) -> FiringSummary:
-        """The figures of the whole model."""
+        """Return the figures of the whole model."""
         return summarize([layer.counts for layer in self.layers], self.of.tokens)
 
 
 def read_profile(folder: Path) -> FiringProfile:
-    """Reads a folder that `picompile profile` wrote. Raises `UsageError` for one that is not whole."""
+    """Read a folder that `picompile profile` wrote. Raise `UsageError` for one that is not whole."""
     from picompile.predictors.profile import load_profile
 
     profile = load_profile(folder)
@@ -163,14 +152,11 @@ def _layer(profile: "Profile", layer: "LayerProfile") -> ProfiledLayer:
     return ProfiledLayer(layer.layer, layer.threshold, counts, contribution)
 
 
-# Pictures of a profile: which neurons make the firings, and how many neurons fire in each layer.
-
-
 _NAMED_LAYERS = 8
 
 
 def curves_picture(name: str, counts: Mapping[int, Counts]) -> PagePicture:
-    """Share of the neurons against share of the firings: a line for each layer and one for the model."""
+    """Return the picture of neurons against firings: a line for each layer and one for the model."""
     model = firing_curve(np.concatenate([np.asarray(layer).ravel() for layer in counts.values()]))
     mark = share_for(model, 0.8)
 
@@ -198,12 +184,11 @@ def curves_picture(name: str, counts: Mapping[int, Counts]) -> PagePicture:
     description = f"Whole model: {_makers(mark)}"
     if extremes := _extremes({layer: share for layer, share in shares.items() if share is not None}):
         description += f"; by layer from {extremes[0]} to {extremes[1]}"
-    title = "Who makes the firings"
-    return PagePicture(title, draw(paint, name=name, title=title, description=f"{description}.", size=TALL), words)
+    return picture(paint, name, "Who makes the firings", f"{description}.", words)
 
 
 def layers_picture(name: str, layers: Mapping[int, FiringSummary]) -> PagePicture:
-    """Share of the neurons that fire for a token, and of those that never fired, per layer."""
+    """Return the picture of the shares of neurons that fire for a token and that never fired, by layer."""
     shares = {layer: figures.firing_share for layer, figures in layers.items()}
     never = {layer: figures.never_fired / figures.neurons for layer, figures in layers.items()}
     mean = sum(f.firing_share * f.neurons for f in layers.values()) / sum(f.neurons for f in layers.values())
@@ -231,12 +216,11 @@ def layers_picture(name: str, layers: Mapping[int, FiringSummary]) -> PagePictur
     least, most = _extremes(shares) or ("", "")
     lost = counted(sum(figures.never_fired for figures in layers.values()), "neuron")
     description = f"From {least} to {most} of the neurons fire for a token; {lost} never fired."
-    title = "How many fire"
-    return PagePicture(title, draw(paint, name=name, title=title, description=description, size=TALL), words)
+    return picture(paint, name, "How many fire", description, words)
 
 
 def _mark(axes: "Axes", place: float) -> None:
-    """Points out which percentage of the neurons makes 80 % of the firings."""
+    """Point out which percentage of the neurons makes 80 % of the firings."""
     axes.plot([0, place, place], [80, 80, 0], color=INK, linewidth=1, linestyle=(0, (4, 3)))
     axes.plot(place, 80, "o", color=INK, markersize=6)
     right = place < 50
@@ -249,21 +233,18 @@ def _makers(share: float | None) -> str:
 
 
 def _named(layers: list[int]) -> set[int]:
-    """The layers that the legend names: all, or a few from the first to the last."""
+    """Return the layers that the legend names: all, or a few from the first to the last."""
     if len(layers) <= _NAMED_LAYERS:
         return set(layers)
     return {layers[round(place * (len(layers) - 1) / 4)] for place in range(5)}
 
 
 def _extremes(shares: Mapping[int, float]) -> tuple[str, str] | None:
-    """The least and the most of the shares, each with its layer; None where there are none."""
+    """Return the least and the most of the shares, each with its layer; None where there are none."""
     if not shares:
         return None
     least, most = min(shares, key=lambda layer: shares[layer]), max(shares, key=lambda layer: shares[layer])
     return f"{percent(shares[least])} (layer {least})", f"{percent(shares[most])} (layer {most})"
-
-
-# The section of a profile: who fires, and how often.
 
 
 _COLUMNS = (
@@ -284,7 +265,7 @@ _WORDS = (
 
 
 def profile_section(anchor: str, profile: FiringProfile) -> PageSection:
-    """Facts, firing curves, firing per layer, and how thresholds were found."""
+    """Return the section: facts, firing curves, firing by layer, and the search for thresholds."""
     of, figures, model = profile.of, profile.figures(), profile.model_figures()
     facts = [
         ("model", of.model_name),
@@ -324,7 +305,7 @@ def _layers_table(profile: FiringProfile, figures: Mapping[int, FiringSummary]) 
 
 
 def _search_tables(search: Mapping[str, Any] | None) -> list[Table]:
-    """How the thresholds of neurons that are never quite silent were found; nothing where they need none."""
+    """Return how the thresholds of neurons that are never quite silent were found; nothing where they need none."""
     if search is None or not isinstance(tried := search.get("tried"), Mapping):
         return []
     dense, taken = numbers.measured(search.get("dense_perplexity")), numbers.measured(search.get("silenced_share"))

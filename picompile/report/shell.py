@@ -34,5 +34,5 @@ def render(template: str, command: str, title: str, **values: Any) -> str:
 
 
 def _pixels(length: float) -> str:
-    """A length in pixels, to a tenth, without a zero behind the point."""
+    """Return a length in pixels, to a tenth, without a zero behind the point."""
     return f"{length:.1f}".removesuffix(".0")

@@ -61,7 +61,7 @@ def _layer(rng: np.random.Generator, most_neurons: int) -> LayerBytes:
         predictor_bytes=_size(rng) if kind == "learned" else 0,
         neurons=int(rng.integers(1, most_neurons)),
         neuron_bytes=neuron_bytes,
-        deciding_bytes={"learned": 0, "exact": neuron_bytes // 3, "none": neuron_bytes}[kind],
+        gating_bytes={"learned": 0, "exact": neuron_bytes // 3, "none": neuron_bytes}[kind],
         shared_bytes=_size(rng) // 100,
         kv_cache_bytes=_size(rng),
         launches=_launches(rng),

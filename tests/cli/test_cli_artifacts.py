@@ -19,7 +19,7 @@ def run_json(cli: Cli, *arguments: object, stdin: str = "") -> dict[str, object]
     return result
 
 
-def test_compile_says_what_it_made(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+def test_compile_prints_a_summary(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
     output = tmp_path / "new" / "folders" / "artifact"
     ended = cli("compile", tiny_model, "-o", output, "--quant", "q8", "--context", "32", "--kv-dtype", "f32")
     assert (ended.code, ended.err) == (0, "")
@@ -42,7 +42,7 @@ def test_compile_overwrites_an_artifact_when_forced(
     assert cli("verify", output).code == 0
 
 
-def test_a_split_model_for_several_sequences_says_the_same(
+def test_a_split_model_for_several_sequences_gives_the_same_text(
     cli: Cli, tiny_model: Path, tiny_artifact: Path, tmp_path: Path
 ) -> None:
     hot = tmp_path / "hot.json"
@@ -237,7 +237,7 @@ def test_eval_against_transformers(cli: Cli, tiny_artifact: Path, tiny_model: Pa
     assert result["dense_perplexity"] == pytest.approx(torch.tensor(loss / 99).exp().item(), rel=1e-4)
 
 
-def test_eval_by_decode_says_the_same(cli: Cli, tiny_artifact: Path, tmp_path: Path) -> None:
+def test_eval_by_decode_gives_the_same_figures(cli: Cli, tiny_artifact: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(TEXT[:60])
     options = ["eval", tiny_artifact, "--text", tmp_path / "text"]
     chunked, decoded = (json.loads(cli(*options, *more, "--json").out) for more in ([], ["--by-decode"]))

@@ -199,7 +199,7 @@ def test_models_that_cannot_be_compiled(
     assert_nothing_left(tmp_path, "model")
 
 
-def test_what_has_no_effect_is_said_once(cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_fields_without_effect_are_named_once(cli: Cli, model: Path, tmp_path: Path) -> None:
     """A compilation that profiles and trains reads the checkpoint in each."""
     change_config(model, qk_layernorm=True, auto_map={"AutoModelForCausalLM": "modeling_x.X"})
     ended = cli("compile", model, "-o", tmp_path / "artifact", "--quant", "f16", "--context", "16")
@@ -260,7 +260,7 @@ def test_a_context_beyond_the_models_positions(cli: Cli, model: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("count", ["0", "257", "many"])
-def test_numbers_of_sequences_that_make_no_sense(cli: Cli, model: Path, tmp_path: Path, count: str) -> None:
+def test_wrong_numbers_of_sequences_are_refused(cli: Cli, model: Path, tmp_path: Path, count: str) -> None:
     assert_refused(cli("compile", model, "-o", tmp_path / "artifact", "--sequences", count), 2, "--sequences")
     assert_nothing_left(tmp_path, "model")
 
@@ -293,7 +293,7 @@ def test_a_pass_that_does_not_exist(cli: Cli, model: Path, tmp_path: Path) -> No
         ('{"2": [0]}', "2"),
     ],
 )
-def test_hot_files_that_make_no_sense(cli: Cli, model: Path, tmp_path: Path, content: str, says: str) -> None:
+def test_wrong_hot_files_are_refused(cli: Cli, model: Path, tmp_path: Path, content: str, says: str) -> None:
     hot = tmp_path / "hot.json"
     hot.write_text(content)
     assert_refused(cli("compile", model, "-o", tmp_path / "artifact", "--hot", hot), 2, says)
@@ -345,7 +345,7 @@ def test_a_disk_that_is_too_small(cli: Cli, model: Path, tmp_path: Path, monkeyp
     assert_nothing_left(tmp_path, "model")
 
 
-def test_a_disk_too_small_for_what_only_the_compiler_knows(
+def test_a_disk_too_small_for_the_compiled_artifact(
     cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Enough for the packed weights, which the command line estimates; too little for the whole artifact.

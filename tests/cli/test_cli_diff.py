@@ -191,7 +191,7 @@ def test_what_cannot_be_compared(cli: Cli, ir: Path, tmp_path: Path) -> None:
     assert "B" in refused(cli, dump)
 
 
-def test_where_no_page_is_written(cli: Cli, ir: Path, tmp_path: Path) -> None:
+def test_places_where_no_page_is_written(cli: Cli, ir: Path, tmp_path: Path) -> None:
     dumps = ir / "000_input.txt", ir / "001_insert-predictors.txt"
     notes = tmp_path / "notes.txt"
     notes.write_text("mine")

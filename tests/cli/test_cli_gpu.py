@@ -73,7 +73,7 @@ def test_the_plan_is_that_of_the_same_options(
     assert tokens(cli, tmp_path / "made") == tokens(cli, tmp_path / "host")
 
 
-def test_where_all_fits_the_gpu_nothing_is_profiled(
+def test_nothing_is_profiled_if_the_model_fits_the_gpu(
     cli: Cli, tiny_model: Path, tmp_path: Path, nothing_profiled: None
 ) -> None:
     ended = cli("compile", tiny_model, "-o", tmp_path / "artifact", *FOR_4090, "--vram-budget", "80%")
@@ -120,7 +120,7 @@ def test_a_profile_is_made_where_it_is_needed(
     assert asked == []
 
 
-def test_what_fits_nowhere_is_said_before_anything_is_profiled(
+def test_a_model_that_fits_nowhere_is_refused_before_profiling(
     cli: Cli, tiny_model: Path, tmp_path: Path, nothing_profiled: None
 ) -> None:
     words = (*FOR_4090, "--vram-budget", "10kB", "--host-memory", "10kB")
@@ -182,7 +182,7 @@ def test_without_nvrtc(cli: Cli, gpu_model: Path, tmp_path: Path, monkeypatch: p
 # --------------------------------------------------------------------------------------------------- inspect and verify
 
 
-def test_inspect_shows_what_is_where_and_what_kernels_take(cli: Cli, gpu_artifact: Path) -> None:
+def test_inspect_shows_memory_and_kernel_resources(cli: Cli, gpu_artifact: Path) -> None:
     facts = json.loads(cli("inspect", gpu_artifact, "--json").out)
     device = facts["hot_device"]
     assert (device["kind"], device["sm"], device["code"]) == ("cuda", 89, [])
@@ -211,10 +211,10 @@ def test_inspect_shows_what_is_where_and_what_kernels_take(cli: Cli, gpu_artifac
     assert lines[one["symbol"]] == [str(one[key]) for key in ("registers", "local_bytes", "shared_bytes")]
 
 
-def test_artifacts_without_a_hot_device_say_so(cli: Cli, host_artifact: Path) -> None:
+def test_inspect_shows_no_accelerator_for_a_host_artifact(cli: Cli, host_artifact: Path) -> None:
     facts = json.loads(cli("inspect", host_artifact, "--json").out)
     assert facts["hot_device"] is None
-    assert "hot device" not in cli("inspect", host_artifact).out
+    assert "accelerator" not in cli("inspect", host_artifact).out
 
 
 def test_verify_needs_no_gpu(cli: Cli, gpu_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +285,7 @@ def test_newer_gpus_get_the_ptx(
     ],
 )
 @pytest.mark.parametrize("command", ["run", "bench", "eval"])
-def test_where_it_cannot_run_one_line_says_why(
+def test_a_gpu_that_cannot_run_the_artifact_is_one_error_line(
     cli: Cli,
     gpu_artifact: Path,
     gpu: ctypes.CDLL,
@@ -348,7 +348,7 @@ def test_with_less_memory_than_planned_weights_stay_with_the_host(
 
 
 @pytest.mark.parametrize("why", ["as asked", "little memory"])
-def test_what_the_gpu_reads_from_the_host_is_in_memory_that_can_be_pinned(
+def test_streamed_weights_are_in_memory_that_can_be_pinned(
     cli: Cli, gpu_artifact: Path, host_artifact: Path, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """A file that is mapped cannot, so that it is copied even where weights else stay in it."""

@@ -37,7 +37,7 @@ def tokens(cli: Cli, artifact: Path) -> list[int]:
     return list(json.loads(ended.out)["tokens"])
 
 
-def test_the_default_is_what_people_have(every_isa: None) -> None:
+def test_the_default_target_has_code_for_avx2_and_avx512(every_isa: None) -> None:
     """AVX2 for all of x86, and what is better where it is there."""
     from picompile.artifact.code import planned_code
 
@@ -68,7 +68,7 @@ def test_same_tokens_with_each(cli: Cli, manifold: Path, monkeypatch: pytest.Mon
     assert tokens(cli, manifold) == best
 
 
-def test_one_that_is_not_for_this_machine(cli: Cli, manifold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_artifact_for_another_machine_is_refused(cli: Cli, manifold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PICOMPILE_ISA", "aarch64-dotprod")
     for command in (["run", manifold, "-p", "x"], ["bench", manifold], ["eval", manifold, "--text", __file__]):
         ended = cli(*command)
@@ -96,7 +96,7 @@ def test_without_the_code_for_this_machine(cli: Cli, manifold: Path, tmp_path: P
     assert ended.code == 4 and "host.x86-64-v3.so" in ended.err
 
 
-def test_a_missing_cross_compiler_is_said_first(
+def test_a_missing_cross_compiler_is_reported_first(
     cli: Cli, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

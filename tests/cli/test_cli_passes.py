@@ -24,7 +24,7 @@ def explained(cli: Cli, name: str) -> str:
     return ended.out
 
 
-def test_the_list_says_effects(cli: Cli) -> None:
+def test_the_list_shows_effects(cli: Cli) -> None:
     out = cli("passes").out
     assert "quantize  predicted → quantized  rounds  from picompile\n" in out
     assert "partition  predicted → partitioned  exact  from picompile\n" in out
@@ -33,13 +33,13 @@ def test_the_list_says_effects(cli: Cli) -> None:
     assert set(effects) >= set(BUILTIN)
 
 
-def test_the_source_says_what_the_classes_say() -> None:
+def test_facts_from_the_source_are_those_of_the_classes() -> None:
     ours = [row for row in describe_imported_passes() if row["origin"] == "picompile"]
     assert describe_builtin_passes() == ours
 
 
 @pytest.mark.parametrize("name", BUILTIN)
-def test_everything_is_said(cli: Cli, name: str) -> None:
+def test_explain_shows_every_fact(cli: Cli, name: str) -> None:
     found, pass_class = explained(cli, name), find_pass(name)
     assert found.startswith(f"{name}  from picompile, {BUILTIN[name]}\n")
     assert (pass_class.__doc__ or "").splitlines()[0] in found
@@ -62,13 +62,13 @@ def test_numbered_rules_keep_their_form(cli: Cli) -> None:
     assert "--pass 'quantize{format=q4,predictors=auto}'" in found
 
 
-def test_a_pass_without_options_says_nothing_of_them(cli: Cli) -> None:
+def test_explain_of_a_pass_without_options_has_no_options(cli: Cli) -> None:
     found = explained(cli, "flatten-tokens")
     assert "options" not in found
     assert "--pass 'flatten-tokens'" in found
 
 
-def test_every_rule_says_what_it_checks(cli: Cli) -> None:
+def test_every_rule_has_a_description(cli: Cli) -> None:
     rows = json.loads(cli("passes", "--explain", "quantize", "--json").out)["rules"]
     assert [row["name"] for row in rows] == [rule.name for rule in RULES[Stage.QUANTIZED]]
     assert all(row["says"].endswith(".") for row in rows)

@@ -37,7 +37,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10))
 
 
-def test_plans_what_nobody_has_downloaded(cli: Cli) -> None:
+def test_a_plan_of_a_named_shape(cli: Cli) -> None:
     words = ("--shape", "opt-175b", "--firing", "opt", "--target", "4090", "--host-memory", "128GiB")
     ended = cli("plan", *words)
     assert (ended.code, ended.err) == (0, "")
@@ -125,7 +125,7 @@ def test_more_memory_than_there_is_gets_a_warning(cli: Cli) -> None:
     assert ended.err.count("\n") == 1
 
 
-def test_what_does_not_fit_says_what_would(cli: Cli, tmp_path: Path) -> None:
+def test_a_plan_that_does_not_fit_names_budgets(cli: Cli, tmp_path: Path) -> None:
     output = tmp_path / "new" / "plan.json"
     words = (*CURVE, "-o", output, "--vram-budget", "10kB")
     ended = cli("plan", *words, "--host-memory", "10kB")
@@ -191,7 +191,9 @@ def test_takes_trained_predictors(cli: Cli, tiny_model: Path, tiny_profile: Path
         (None, {"host": 2.0}, False, "Yes: 5.00 times as fast as dense inference.\nBut without the GPU"),
     ],
 )
-def test_is_it_worth_it(curve_plan: Plan, gpu_s: float | None, dense: dict[str, float], fits: bool, says: str) -> None:
+def test_the_verdict_on_a_plan(
+    curve_plan: Plan, gpu_s: float | None, dense: dict[str, float], fits: bool, says: str
+) -> None:
     rows = [("host", "cold neurons", 900), ("host", "embedding", 5000), ("host", "tables", 50)]
     rows += [] if gpu_s is None else [("gpu", "attention", 50), ("gpu", "tables", 50), ("gpu", "predictors", 70)]
     plan = replace(
@@ -359,7 +361,9 @@ def tiny_plan(cli: Cli, tiny_profile: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_says_where_the_plan_does_not_hold(cli: Cli, tiny_model: Path, tiny_plan: Path, tmp_path: Path) -> None:
+def test_compile_warns_where_the_plan_does_not_hold(
+    cli: Cli, tiny_model: Path, tiny_plan: Path, tmp_path: Path
+) -> None:
     words = ("--plan", tiny_plan, "--quant", "q8", "--context", "32", "--predictor", "none")
     ended = cli("compile", tiny_model, "-o", tmp_path / "artifact", *words)
     assert ended.code == 0
@@ -373,7 +377,7 @@ def test_says_where_the_plan_does_not_hold(cli: Cli, tiny_model: Path, tiny_plan
     ]
 
 
-def test_refuses_plans_that_will_not_do(cli: Cli, tiny_model: Path, tiny_plan: Path, tmp_path: Path) -> None:
+def test_compile_refuses_unfit_plans(cli: Cli, tiny_model: Path, tiny_plan: Path, tmp_path: Path) -> None:
     hot, curve, damaged, other, wrong = (tmp_path / name for name in ("hot", "curve", "damaged", "other", "wrong"))
     hot.write_text('{"0": [1]}')
     assert cli("plan", tiny_model, "--firing", "10%", "--target", "cpu", "-o", curve).code == 0

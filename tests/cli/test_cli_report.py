@@ -37,7 +37,9 @@ def refused(cli: Cli, *arguments: object, code: int = 2) -> str:
     return ended.err
 
 
-def test_what_is_no_source(cli: Cli, tiny_model: Path, tiny_artifact: Path, tmp_path: Path) -> None:
+def test_report_refuses_paths_that_are_no_source(
+    cli: Cli, tiny_model: Path, tiny_artifact: Path, tmp_path: Path
+) -> None:
     page = tmp_path / "made" / "report.html"
     assert "holds none of profile.json" in refused(cli, tiny_artifact, tiny_model, "-o", page)
     assert "no such folder" in refused(cli, tmp_path / "missing", "-o", page)
@@ -49,7 +51,7 @@ def test_what_is_no_source(cli: Cli, tiny_model: Path, tiny_artifact: Path, tmp_
     assert not page.parent.exists()
 
 
-def test_where_no_page_is_written(cli: Cli, tiny_artifact: Path, tmp_path: Path) -> None:
+def test_places_where_no_page_is_written(cli: Cli, tiny_artifact: Path, tmp_path: Path) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("mine")
     assert "is no HTML page" in refused(cli, tiny_artifact, "-o", notes, "--force")

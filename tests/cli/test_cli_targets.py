@@ -133,7 +133,7 @@ def test_doctor_says_why_there_is_no_gpu(cli: Cli, without_gpu: None) -> None:
         (400 * 86400, "400 days ago; --measure does it anew"),
     ],
 )
-def test_doctor_says_when_it_measured(cli: Cli, with_gpu: None, age_s: float, says: str) -> None:
+def test_doctor_shows_the_age_of_the_measurement(cli: Cli, with_gpu: None, age_s: float, says: str) -> None:
     _make_older(measure_local(), age_s)
     assert json.loads(cli("doctor", "--json").out)["measured"] == says
     assert json.loads(cli("doctor", "--json", "--measure").out)["measured"] == "just now"

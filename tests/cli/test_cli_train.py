@@ -25,7 +25,7 @@ def profile(build_once: BuildOnce, tiny_model: Path) -> Path:
     return build_once("cli-train-profile", lambda folder: profile_model(tiny_model, folder, options) and None)
 
 
-def test_train_says_what_it_made(cli: Cli, tiny_model: Path, profile: Path, tmp_path: Path) -> None:
+def test_train_prints_a_summary(cli: Cli, tiny_model: Path, profile: Path, tmp_path: Path) -> None:
     output = tmp_path / "new" / "predictors"
     ended = cli("train", tiny_model, "--profile", profile, "-o", output, *FAST)
     assert (ended.code, ended.err) == (0, "")
@@ -37,7 +37,7 @@ def test_train_says_what_it_made(cli: Cli, tiny_model: Path, profile: Path, tmp_
     assert json.loads(shown.out) == json.loads((output / "predictors.json").read_text())
 
 
-def test_the_gate_ends_with_seven(
+def test_a_missed_accuracy_bound_ends_with_seven(
     cli: Cli, tiny_model: Path, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def worse(graph_module: GraphModule, *given: object) -> float:
@@ -52,7 +52,7 @@ def test_the_gate_ends_with_seven(
     assert "layers " in ended.err and not (tmp_path / "p" / "predictors.json").exists()
 
 
-def test_the_gate_can_be_turned_off(cli: Cli, tiny_model: Path, profile: Path, tmp_path: Path) -> None:
+def test_the_accuracy_bound_can_be_turned_off(cli: Cli, tiny_model: Path, profile: Path, tmp_path: Path) -> None:
     ended = cli("train", tiny_model, "--profile", profile, "-o", tmp_path / "p", *FAST[2:], "--recall", "20%")
     assert ended.code == 0
     assert json.loads((tmp_path / "p" / "predictors.json").read_text())["gate"]["bound"] is None

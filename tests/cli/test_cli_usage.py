@@ -144,17 +144,19 @@ def end(error: BaseException, capsys: pytest.CaptureFixture[str], *, debug: bool
         (typer.BadParameter("bad\n  thing"), 2, "error: Invalid value: bad thing\n"),
     ],
 )
-def test_how_errors_end(error: BaseException, code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_and_texts_of_errors(
+    error: BaseException, code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert end(error, capsys) == (code, text)
 
 
-def test_out_of_memory_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_of_memory_ends_as_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = end(MemoryError(), capsys)
     assert code == 5
     assert text.startswith("error: out of memory")
 
 
-def test_faults_of_ours_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_internal_errors_are_called_internal(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = end(ZeroDivisionError("division by zero"), capsys)
     assert code == 1
     assert text == "error: internal error: ZeroDivisionError: division by zero; run with --debug for the traceback\n"

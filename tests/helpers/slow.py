@@ -21,7 +21,7 @@ class SlowTests:
 
 _END_TO_END = "test_end_to_end.py::test_logits_equal_eager_transformers["
 _HYBRID = "test_hybrid.py::test_"
-_LAUNCHES = "placement/test_launches.py::test_counts_are_those_of_the_lowered_program[Model(variant="
+_LAUNCHES = "placement/test_launches.py::test_launches_are_those_of_the_lowered_program[Model(variant="
 
 SLOW: tuple[SlowTests, ...] = (
     SlowTests(
@@ -93,17 +93,17 @@ SLOW: tuple[SlowTests, ...] = (
         "what the planner counts, held against what is lowered for each family: one gated and one plain are fast",
         (
             _LAUNCHES,
-            "placement/test_counting.py::test_the_sum_is_all_there_is[",
-            "placement/test_counting.py::test_a_shape_counts_like_the_model[",
+            "placement/test_counting.py::test_counted_bytes_add_up_to_the_artifact[",
+            "placement/test_counting.py::test_a_shape_has_the_bytes_of_its_model[",
             "placement/test_shapes.py::test_every_family_is_derived_as_it_is_lowered[",
         ),
         (
             f"{_LAUNCHES}'llama-relu', predictor='learned', quant='q4', context=40, batch=1",
             f"{_LAUNCHES}'opt-pre-norm'",
-            "placement/test_counting.py::test_the_sum_is_all_there_is[llama-relu]",
-            "placement/test_counting.py::test_the_sum_is_all_there_is[opt-post-norm]",
-            "placement/test_counting.py::test_a_shape_counts_like_the_model[llama-relu]",
-            "placement/test_counting.py::test_a_shape_counts_like_the_model[opt-pre-norm]",
+            "placement/test_counting.py::test_counted_bytes_add_up_to_the_artifact[llama-relu]",
+            "placement/test_counting.py::test_counted_bytes_add_up_to_the_artifact[opt-post-norm]",
+            "placement/test_counting.py::test_a_shape_has_the_bytes_of_its_model[llama-relu]",
+            "placement/test_counting.py::test_a_shape_has_the_bytes_of_its_model[opt-pre-norm]",
             "placement/test_shapes.py::test_every_family_is_derived_as_it_is_lowered[llama-relu",
             "placement/test_shapes.py::test_every_family_is_derived_as_it_is_lowered[opt-pre-norm",
         ),
@@ -146,7 +146,7 @@ SLOW: tuple[SlowTests, ...] = (
         "artifacts with code for four instruction sets: what each holds is tested by itself",
         ("cli/test_cli_isa.py::",),
         (
-            "cli/test_cli_isa.py::test_the_default_is_what_people_have",
+            "cli/test_cli_isa.py::test_the_default_target_has_code_for_avx2_and_avx512",
             "cli/test_cli_isa.py::test_a_missing_cross_compiler",
         ),
     ),

@@ -10,7 +10,7 @@ from picompile.machine.gpu import Effort, find_gpu, measure_gpu
 from picompile_runtime.devices.cuda import driver as cuda_driver
 from picompile_runtime.devices.cuda.driver import CudaError
 
-QUICK = Effort(copies=2, rounds=2, least_s=0, exchanges=3)
+QUICK = Effort(copies=2, rounds=2, least_s=0, transfers=3)
 WAIT_S = 5e-6  # fake_cuda/streams.cpp
 
 
@@ -26,7 +26,7 @@ def test_speeds_are_bytes_over_the_time_until_the_copies_are_done(
 ) -> None:
     monkeypatch.setattr(gpu, "perf_counter", fake_cuda.fake_time)
     monkeypatch.setenv("FAKE_CUDA_MEMORY", str(8 * 2**30))
-    effort = Effort(exchanges=5)
+    effort = Effort(transfers=5)
     speed = measure_gpu(effort)
     # The rates of fake_cuda/streams.cpp. A copy reads each byte once and writes it once.
     copy_s = effort.copy_bytes / 500e9 + WAIT_S / effort.copies
@@ -40,11 +40,11 @@ def test_speeds_are_bytes_over_the_time_until_the_copies_are_done(
 
 def test_an_idle_gpu_gets_time_to_wake(fake_cuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "perf_counter", fake_cuda.fake_time)
-    measure_gpu(Effort(least_s=0.2, rounds=1, exchanges=1))
+    measure_gpu(Effort(least_s=0.2, rounds=1, transfers=1))
     assert fake_cuda.fake_time() == pytest.approx(3 * 0.2, rel=0.1)
 
 
-def test_real_time_passes_too(fake_cuda: ctypes.CDLL) -> None:
+def test_speeds_are_positive_with_a_real_clock(fake_cuda: ctypes.CDLL) -> None:
     speed = measure_gpu(QUICK)
     assert min(speed.copy_bytes_per_s, speed.down_bytes_per_s, speed.up_bytes_per_s, speed.exchange_s) > 0
 
@@ -67,7 +67,7 @@ def test_a_full_gpu_is_not_measured(fake_cuda: ctypes.CDLL, monkeypatch: pytest.
 def test_the_default_buffers_are_larger_than_caches() -> None:
     # 128 MiB is the largest that a GPU of the table has, the 5090's GB202.
     assert Effort().copy_bytes > 128 << 20
-    assert Effort().exchange_bytes == 4096 * 4
+    assert Effort().transfer_bytes == 4096 * 4
 
 
 @pytest.mark.parametrize(("devices", "says"), [("0", "no device"), ("-1", "CUDA_ERROR_NO_DEVICE")])

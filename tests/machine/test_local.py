@@ -108,7 +108,7 @@ def test_a_gpu_that_could_not_be_measured_is_tried_again(counted: Counted) -> No
     assert counted.times == 2
 
 
-def test_why_there_is_no_gpu_is_todays_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_for_no_gpu_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted(monkeypatch, gpu=None)
     assert measure_local().no_gpu == "no driver today"
     assert measure_local().no_gpu == "no driver today"
@@ -200,7 +200,7 @@ def test_a_relative_cache_home_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> 
     assert cache_file() == Path("/home/of/nobody/.cache/picompile/local.json")
 
 
-def test_all_of_it_with_the_stand_in(fake_cuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_local_machine_with_a_stand_in_gpu(fake_cuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "measure_host", lambda threads: Host(1, 1.0))
     monkeypatch.setattr(gpu, "perf_counter", fake_cuda.fake_time)
     measured = measure_local()

@@ -89,7 +89,7 @@ def test_native_is_the_best_that_this_machine_has(
 
 
 @pytest.mark.parametrize(("name", "features"), [("x86_64", ("avx2", "fma")), ("aarch64", ("asimd",)), ("riscv64", ())])
-def test_native_of_a_machine_that_no_code_is_made_for(
+def test_native_is_refused_on_a_machine_without_code(
     name: str, features: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: name)
@@ -98,10 +98,10 @@ def test_native_of_a_machine_that_no_code_is_made_for(
         find_compiled_targets("cpu,native")
 
 
-def test_what_is_planned_for_is_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_only_for_plans_are_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from picompile.machine import measured as measure
 
-    monkeypatch.delattr(measure, "local_target")  # nothing is measured to say so
+    monkeypatch.delattr(measure, "measure_local")  # nothing is measured to say so
     with pytest.raises(
         TargetError, match=r"plans for target 'local' .*compiles only for: cpu.*; .*is native"
     ) as caught:

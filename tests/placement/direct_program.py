@@ -33,7 +33,7 @@ from picompile.placement.problem import (
     least_groups,
 )
 from picompile.placement.solver import GAP
-from picompile.placement.times import ALL_ON_GPU, ALL_ON_HOST, GROUP, PartPlaces, Times, computed_by_groups
+from picompile.placement.times import ALL_ON_ACCELERATOR, ALL_ON_HOST, GROUP, PartPlaces, Times, computed_by_groups
 
 TIME_LIMIT_S = 190.0
 
@@ -55,7 +55,7 @@ class Direct:
 
 
 def direct_impact(
-    task: PlacementTask, kv_cache_on_gpu: bool = False, gap: float = GAP, time_limit_s: float = TIME_LIMIT_S
+    task: PlacementTask, kv_cache_on_accelerator: bool = False, gap: float = GAP, time_limit_s: float = TIME_LIMIT_S
 ) -> Direct | None:
     """Solve the problem of `impact_program`, in equations 1 to 8 of the paper: binary y_l is 1 where a layer is split.
 
@@ -64,25 +64,25 @@ def direct_impact(
 
     None where nothing fits. Raises `SolverError` where HiGHS finds nothing in `time_limit_s`.
     """
-    wheres, head_on_gpu = dense_first(task, kv_cache_on_gpu)
+    wheres, head_on_accelerator = dense_first(task, kv_cache_on_accelerator)
     model, groups = _Model(), list[range]()
     for layer, firing, where in zip(task.model.layers, task.firing.layers, wheres, strict=True):
         fired = np.diff(computed_by_groups(firing))
-        least = least_groups(task.machine, layer.neuron_bytes) if where.attention_on_gpu else None
+        least = least_groups(task.machine, layer.neuron_bytes) if where.attention_on_accelerator else None
         x = model.columns(-fired)
         y = model.columns([0.0], upper=0.0 if least is None else 1.0)[0]
         model.row(-_INFINITY, 0.0, [*x, y], [1.0] * len(x) + [-float(len(x))])
         model.row(0.0, _INFINITY, [*x, y], [1.0] * len(x) + [-float(least or 0)])
         groups.append(x)
     # Inequality 6 is strict.
-    _add_memory(model, task, wheres, head_on_gpu, groups, kept_bytes=1)
+    _add_memory(model, task, wheres, head_on_accelerator, groups, kept_bytes=1)
     return model.solve(groups, 0.0, 1.0, gap, time_limit_s)
 
 
 def direct_latency(
     task: PlacementTask,
     wheres: Sequence[PartPlaces],
-    head_on_gpu: bool,
+    head_on_accelerator: bool,
     ordered: bool = True,
     gap: float = GAP,
     time_limit_s: float = TIME_LIMIT_S,
@@ -98,13 +98,13 @@ def direct_latency(
     For tasks with a GPU. None where nothing fits. Raises `SolverError` where HiGHS finds nothing in `time_limit_s`.
     """
     model, groups = _Model(), list[range]()
-    offset_s = _given_s(task, wheres, head_on_gpu)
+    offset_s = _given_s(task, wheres, head_on_accelerator)
     for number, where in enumerate(wheres):
         times = task.layer_times(number).times(where)
         offset_s += float((times.attention_s + times.kv_cache_s + times.predict_s)[0])
         add = _add_ordered if ordered else _add_unordered
         groups.append(add(model, times, _reading_s(task, times)))
-    _add_memory(model, task, wheres, head_on_gpu, groups)
+    _add_memory(model, task, wheres, head_on_accelerator, groups)
     return model.solve(groups, offset_s, 1 / _PER_SECOND, gap, time_limit_s)
 
 
@@ -115,14 +115,14 @@ def most_lost_s(task: PlacementTask) -> float:
     """
     lost_bytes = 0.0
     for layer, firing in zip(task.model.layers, task.firing.layers, strict=True):
-        looked_at = min(GROUP, layer.neurons) * layer.deciding_bytes
-        lost_bytes += looked_at + computed_by_groups(firing)[1] * (layer.neuron_bytes - layer.deciding_bytes)
+        looked_at = min(GROUP, layer.neurons) * layer.gating_bytes
+        lost_bytes += looked_at + computed_by_groups(firing)[1] * (layer.neuron_bytes - layer.gating_bytes)
     return float(lost_bytes) / task.machine.gpu_read_bytes_per_s
 
 
-def restricted(program: PlacementProblem, wheres: Sequence[PartPlaces], head_on_gpu: bool) -> PlacementProblem:
+def restricted(program: PlacementProblem, wheres: Sequence[PartPlaces], head_on_accelerator: bool) -> PlacementProblem:
     """Return a latency program with only the choices `wheres`."""
-    labels = [*wheres, ALL_ON_GPU if head_on_gpu else ALL_ON_HOST]
+    labels = [*wheres, ALL_ON_ACCELERATOR if head_on_accelerator else ALL_ON_HOST]
     stages = (
         replace(stage, choices=tuple(choice for choice in stage.choices if choice.label == label))
         for stage, label in zip(program.stages, labels, strict=True)
@@ -130,11 +130,11 @@ def restricted(program: PlacementProblem, wheres: Sequence[PartPlaces], head_on_
     return replace(program, stages=tuple(stages))
 
 
-def _given_s(task: PlacementTask, wheres: Sequence[PartPlaces], head_on_gpu: bool) -> float:
+def _given_s(task: PlacementTask, wheres: Sequence[PartPlaces], head_on_accelerator: bool) -> float:
     """Return the seconds of the head, and of the transfers where the stream changes sides."""
-    sides = [False, *(where.attention_on_gpu for where in wheres), head_on_gpu, False]
+    sides = [False, *(where.attention_on_accelerator for where in wheres), head_on_accelerator, False]
     switches = sum(before != after for before, after in itertools.pairwise(sides))
-    return head_s(task.model, task.machine, head_on_gpu) + switches * latency_problem(task).switch_cost
+    return head_s(task.model, task.machine, head_on_accelerator) + switches * latency_problem(task).switch_cost
 
 
 def _reading_s(task: PlacementTask, times: Times) -> NDArray[np.float64]:
@@ -167,10 +167,10 @@ def _add_unordered(model: "_Model", times: Times, reading_s: NDArray[np.float64]
     return x
 
 
-def _add_sides(model: "_Model", times: Times, x: range, on_gpu: Sequence[int], on_gpu_s: ArrayLike) -> None:
+def _add_sides(model: "_Model", times: Times, x: range, on_accelerator: Sequence[int], on_gpu_s: ArrayLike) -> None:
     """Add the column of the slower side, and its rows."""
     slower = model.columns([1.0], upper=_INFINITY, whole=False)[0]
-    model.row(0.0, _INFINITY, [slower, *on_gpu], [1.0, *(-_PER_SECOND * np.asarray(on_gpu_s))])
+    model.row(0.0, _INFINITY, [slower, *on_accelerator], [1.0, *(-_PER_SECOND * np.asarray(on_gpu_s))])
     cold_s = times.cold_s * _PER_SECOND
     model.row(float(cold_s[0]), _INFINITY, [slower, *x], [1.0, *(-np.diff(cold_s))])
 
@@ -179,17 +179,17 @@ def _add_memory(
     model: "_Model",
     task: PlacementTask,
     wheres: Sequence[PartPlaces],
-    head_on_gpu: bool,
+    head_on_accelerator: bool,
     groups: Sequence[range],
     kept_bytes: int = 0,
 ) -> None:
     gpu_free, host_free = (capacity - kept_bytes for capacity in capacities(task))
-    gpu_free -= task.model.head_bytes if head_on_gpu else 0
-    host_free -= 0 if head_on_gpu else task.model.head_bytes
+    gpu_free -= task.model.head_bytes if head_on_accelerator else 0
+    host_free -= 0 if head_on_accelerator else task.model.head_bytes
     sizes = []
     for layer, where, x in zip(task.model.layers, wheres, groups, strict=True):
-        on_gpu, on_host = fixed_bytes(layer, where)
-        gpu_free, host_free = gpu_free - on_gpu, host_free - on_host
+        on_accelerator, on_host = fixed_bytes(layer, where)
+        gpu_free, host_free = gpu_free - on_accelerator, host_free - on_host
         sizes += [float(group_bytes(layer))] * len(x)
     unit = max(sizes)
     columns, values = [column for x in groups for column in x], np.asarray(sizes) / unit

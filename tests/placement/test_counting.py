@@ -83,7 +83,7 @@ def layer_bytes(layer: LayerBytes) -> int:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_sum_is_all_there_is(name: str) -> None:
+def test_counted_bytes_add_up_to_the_artifact(name: str) -> None:
     config = config_of(name, 2)
     for predictor in random.sample(PREDICTORS[0 if silent(config) else 1 :], 2):
         packing = Packing(random.choice(("f16", "q8", "q4")), predictor, random.randint(1, 200), kv_dtype="f16")
@@ -100,7 +100,7 @@ def test_the_sum_is_all_there_is(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["llama-relu", "opt-post-norm", "opt-pre-norm", "falcon-40b", "falcon-serial", "qwen2"]
 )
-def test_a_shape_counts_like_the_model(name: str) -> None:
+def test_a_shape_has_the_bytes_of_its_model(name: str) -> None:
     """Their first layers differ: what is before and behind the layers is elsewhere in each."""
     config = config_of(name, random.choice((1, 3, 4)))
     predictor = random.choice(("auto", *PREDICTORS[1:]))
@@ -108,7 +108,7 @@ def test_a_shape_counts_like_the_model(name: str) -> None:
     assert shape_bytes(name, config, packing) == count_bytes(name, captured(config), packing)
 
 
-def test_places_of_a_gated_model() -> None:
+def test_bytes_of_a_gated_model() -> None:
     """A ReGLU model of 96 columns and 200 neurons in f16, by hand."""
     counted = shape_bytes("llama", config_of("llama-relu", 3), Packing("f16", "exact", 50))
     assert counted.layers == (counted.layers[0],) * 3
@@ -117,7 +117,7 @@ def test_places_of_a_gated_model() -> None:
         predictor_bytes=0,
         neurons=200,
         neuron_bytes=3 * 192,
-        deciding_bytes=192,
+        gating_bytes=192,
         shared_bytes=0,
         kv_cache_bytes=2 * 50 * 48 * 2,
         # Two norms, four projections and two additions; 50 positions are one part of attention; three for the block.
@@ -129,10 +129,10 @@ def test_places_of_a_gated_model() -> None:
     assert (counted.tied, counted.hidden) == (False, 96)
 
 
-def test_places_of_a_model_with_biases() -> None:
+def test_bytes_of_a_model_with_biases() -> None:
     counted = shape_bytes("opt", config_of("opt-pre-norm", 2), Packing("f16", "exact", 64))
     layer = counted.layers[1]
-    assert (layer.neuron_bytes, layer.deciding_bytes) == (2 * 640 + 4, 640 + 4)
+    assert (layer.neuron_bytes, layer.gating_bytes) == (2 * 640 + 4, 640 + 4)
     # The bias of down; 864 biases of up are a multiple of 64 bytes.
     assert layer.shared_bytes == 4 * 320
     assert layer.attention_bytes == 4 * (2 * 320 * 320 + 4 * 320) + 4 * 4 * 320
@@ -140,20 +140,20 @@ def test_places_of_a_model_with_biases() -> None:
     assert (counted.embedding_bytes, counted.head_bytes, counted.tied) == (386 * 640, 503 * 640, True)
 
 
-def test_places_of_predictors() -> None:
+def test_bytes_of_predictors() -> None:
     config = config_of("llama-relu", 2)
     with_weights = count_bytes("llama", captured(config), Packing("f16", "none", 9), learned(64, 2)).layers[1]
     # 200 biases are padded to 208.
     assert with_weights.predictor_bytes == 2 * 64 * (96 + 200) + 4 * 208
-    assert (with_weights.neuron_bytes, with_weights.deciding_bytes, with_weights.number_bytes) == (3 * 192, 0, 4)
+    assert (with_weights.neuron_bytes, with_weights.gating_bytes, with_weights.number_bytes) == (3 * 192, 0, 4)
     packing = Packing("f16", "sign", 9, kv_dtype="f16")
     signs = shape_bytes("llama", config, packing).layers[0]
     of = lowered(config, packing, InsertPredictors("sign"))
     (rows, row_bytes) = next(tensor.shape for name, tensor in of.weights.tensors.items() if name.endswith(".signs"))
-    assert (rows, row_bytes) == (200, signs.deciding_bytes)
+    assert (rows, row_bytes) == (200, signs.gating_bytes)
     assert (signs.neuron_bytes, signs.predictor_bytes, signs.number_bytes) == (3 * 192 + row_bytes, 0, 0)
     none = shape_bytes("llama", config, Packing("f16", "none", 9)).layers[0]
-    assert none.deciding_bytes == none.neuron_bytes == 3 * 192
+    assert none.gating_bytes == none.neuron_bytes == 3 * 192
 
 
 def test_more_sequences_take_caches_and_activations() -> None:
@@ -188,7 +188,7 @@ def test_fatrelu_has_a_wide_cache() -> None:
 
 @settings(max_examples=10)
 @given(data=st.data())
-def test_parts_of_a_split_layer_fit_their_account(data: st.DataObject) -> None:
+def test_parts_of_a_split_layer_take_no_more_than_counted(data: st.DataObject) -> None:
     config = config_of(data.draw(st.sampled_from(("llama-relu", "opt-post-norm", "falcon-serial", "bamboo"))), 2)
     predictor = data.draw(st.sampled_from(PREDICTORS))
     packing = Packing(data.draw(st.sampled_from(("f16", "q8", "q4"))), predictor, 16, kv_dtype="f16")
@@ -227,7 +227,7 @@ def part_bytes(of: Lowered, layer: int) -> dict[str, int]:
     return sizes
 
 
-def test_against_an_artifact_on_disk(build_once: BuildOnce) -> None:
+def test_counted_bytes_are_those_of_an_artifact_on_disk(build_once: BuildOnce) -> None:
     artifact = build_once("bundled-f16", lambda folder: compile_for_test(BUNDLED_MODEL, folder, quant="f16"))
     program = json.loads((artifact / "program.json").read_text())
     whole, packing = load_model(BUNDLED_MODEL), Packing("f16", "exact", program["context"])
@@ -265,7 +265,7 @@ def test_estimated_ranks() -> None:
 
 
 @pytest.mark.parametrize("layers", [None, 0, -1, "2", True, 2.0, 10_000, 10**9])
-def test_layers_that_are_no_number(layers: object) -> None:
+def test_wrong_numbers_of_layers_are_refused(layers: object) -> None:
     with pytest.raises(UnsupportedModelError, match="num_hidden_layers must be a whole number above 0"):
         shape_bytes("odd", {**config_of("opt-pre-norm", 2), "num_hidden_layers": layers}, Packing(context=9))
 
@@ -282,11 +282,11 @@ def test_layers_that_are_no_number(layers: object) -> None:
         ({"context": 385}, "a context of 385 tokens is more than the model's 384 positions"),
     ],
 )
-def test_what_no_model_can_be_packed_with(packing: dict[str, Any], message: str) -> None:
+def test_wrong_packings_are_refused(packing: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         shape_bytes("llama", config_of("llama-relu", 2), Packing(**packing))
 
 
-def test_a_context_that_kernels_cannot_count() -> None:
+def test_a_context_that_kernels_cannot_count_is_refused() -> None:
     with pytest.raises(UsageError, match="no kernels can be made for a context of 2000000000 tokens"):
         count_bytes("llama", captured(config_of("llama-relu", 2)), Packing(context=2_000_000_000))

@@ -72,7 +72,7 @@ def test_profile_with_predictors_and_batch() -> None:
     batch=st.integers(1, 5),
     computed=st.floats(1, 8),
 )
-def test_curves_are_shares_that_fall(text: str, layers: int, neurons: int, batch: int, computed: float) -> None:
+def test_shares_of_a_curve_descend(text: str, layers: int, neurons: int, batch: int, computed: float) -> None:
     firing = firing_of_curve(text, layers, neurons, batch, computed)
     shares = stacked(firing)
     assert shares.shape == (layers, neurons)
@@ -114,13 +114,13 @@ def test_plain_shares() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "gpt", "0", "0%", "-1%", "110%", "nan", "10%:", ":10%", "10%:20%:30%", "1e-9"])
-def test_no_curve(text: str) -> None:
+def test_wrong_texts_for_a_curve_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"no firing curve: name opt, falcon, bamboo, reglu-7b, .* \(10%:30%\)$"):
         firing_of_curve(text, 2, 10)
 
 
 @pytest.mark.parametrize("text", ["10%:2%", "10%:79%", "50%:20%", "1%:0"])
-def test_curves_that_cannot_be(text: str) -> None:
+def test_impossible_curves_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"from 0\.\d\d to 0\.\d\d of them can make 80 %"):
         firing_of_curve(text, 2, 10)
 

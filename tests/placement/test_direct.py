@@ -24,7 +24,7 @@ from picompile.placement.problem import (
     places_of,
 )
 from picompile.placement.solver import solve
-from picompile.placement.times import ALL_ON_GPU, ALL_ON_HOST, GROUP, PartPlaces, exchange_launches, group_count
+from picompile.placement.times import ALL_ON_ACCELERATOR, ALL_ON_HOST, GROUP, PartPlaces, group_count, transfer_launches
 from picompile.testing.tasks import random_task, whole_bytes
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -36,7 +36,7 @@ def small_task(seed: int) -> PlacementTask:
     task, rng = random_task(seed, 3, 5 * GROUP), np.random.default_rng(seed)
     model = replace(task.model, head_bytes=task.model.head_bytes // 100, workspace_bytes=10, table_bytes=10)
     neurons = sum(group_count(layer.neurons) * group_bytes(layer) for layer in model.layers)
-    fixed = sum(fixed_bytes(layer, ALL_ON_GPU)[0] for layer in model.layers) + model.head_bytes + 20
+    fixed = sum(fixed_bytes(layer, ALL_ON_ACCELERATOR)[0] for layer in model.layers) + model.head_bytes + 20
     gpu = int(fixed * rng.choice([1.0, 1.0, 1.0, rng.uniform(0, 1)]) + neurons * rng.uniform(0, 1.1)) + 1
     host = int(whole_bytes(model) * rng.choice([2.0, rng.uniform(0, 1)])) + 2 * neurons
     sync_s = float(10 ** rng.uniform(-9, -3))
@@ -56,7 +56,7 @@ def placed(task: PlacementTask, seed: int) -> tuple[list[PartPlaces], bool]:
 def looking_at_all(task: PlacementTask) -> PlacementTask:
     """The same where every neuron is looked at, so that any cold group means an exchange."""
     layers = tuple(
-        replace(layer, deciding_bytes=max(1, layer.deciding_bytes), neuron_bytes=layer.neuron_bytes + 1)
+        replace(layer, gating_bytes=max(1, layer.gating_bytes), neuron_bytes=layer.neuron_bytes + 1)
         for layer in task.model.layers
     )
     return replace(task, model=replace(task.model, layers=layers))
@@ -68,16 +68,16 @@ def subsets(groups: int) -> NDArray[np.bool_]:
 
 
 def best_of_all(
-    task: PlacementTask, wheres: list[PartPlaces], head_on_gpu: bool, costs: list[NDArray[np.float64]]
+    task: PlacementTask, wheres: list[PartPlaces], head_on_accelerator: bool, costs: list[NDArray[np.float64]]
 ) -> float | None:
     """The least sum of `costs` (float64 [2 ** groups] for each layer) that both devices have room for."""
     gpu, host = capacities(task)
     head = task.model.head_bytes
-    totals = [np.zeros(1), np.asarray([head * head_on_gpu]), np.asarray([head * (not head_on_gpu)])]
+    totals = [np.zeros(1), np.asarray([head * head_on_accelerator]), np.asarray([head * (not head_on_accelerator)])]
     for layer, where, of_layer in zip(task.model.layers, wheres, costs, strict=True):
         moved = subsets(group_count(layer.neurons)).sum(axis=1) * group_bytes(layer)
-        on_gpu, on_host = fixed_bytes(layer, where)
-        parts = (of_layer, on_gpu + moved, on_host - moved)
+        on_accelerator, on_host = fixed_bytes(layer, where)
+        parts = (of_layer, on_accelerator + moved, on_host - moved)
         totals = [np.add.outer(total, part).ravel() for total, part in zip(totals, parts, strict=True)]
     cost, gpu_bytes, host_bytes = totals
     fits = (gpu_bytes <= gpu) & (host_bytes <= host) & np.isfinite(cost)
@@ -89,8 +89,8 @@ def group_sums(task: PlacementTask, number: int) -> tuple[NDArray[np.float64], N
     layer, shares = task.model.layers[number], task.firing.layers[number].shares
     starts = range(0, layer.neurons, GROUP)
     fired = np.asarray([shares[start : start + GROUP].sum() for start in starts])
-    looked_at = np.asarray([len(shares[start : start + GROUP]) for start in starts]) * layer.deciding_bytes
-    return looked_at + fired * (layer.neuron_bytes - layer.deciding_bytes), fired
+    looked_at = np.asarray([len(shares[start : start + GROUP]) for start in starts]) * layer.gating_bytes
+    return looked_at + fired * (layer.neuron_bytes - layer.gating_bytes), fired
 
 
 def impact_costs(task: PlacementTask, number: int, where: PartPlaces) -> NDArray[np.float64]:
@@ -99,7 +99,7 @@ def impact_costs(task: PlacementTask, number: int, where: PartPlaces) -> NDArray
     sets = subsets(group_count(layer.neurons))
     size = GROUP * sets.sum(axis=1) * layer.neuron_bytes
     worth = size / machine.gpu_bytes_per_s + machine.sync_s <= size / machine.host_bytes_per_s
-    allowed = ~sets.any(axis=1) | (worth & where.attention_on_gpu)
+    allowed = ~sets.any(axis=1) | (worth & where.attention_on_accelerator)
     return np.where(allowed, -(sets @ group_sums(task, number)[1]), np.inf)
 
 
@@ -115,26 +115,33 @@ def latency_costs(task: PlacementTask, number: int, where: PartPlaces) -> NDArra
     starts = range(0, layer.neurons, GROUP)
     silent = np.asarray([np.prod(1 - shares[start : start + GROUP]) for start in starts])
     fires = 1 - np.where(sets, 1.0, silent).prod(axis=1)
-    if layer.deciding_bytes:
+    if layer.gating_bytes:
         fires = np.where(sets.all(axis=1), 0.0, 1.0)
     exchanges = np.where(sets.any(axis=1), 1.0, 0.0)
-    if where.attention_on_gpu:
+    if where.attention_on_accelerator:
         exchanges = fires
-        if layer.predictor_bytes and not where.predictor_on_gpu:
+        if layer.predictor_bytes and not where.predictor_on_accelerator:
             exchanges = 1.0 + np.where(sets.any(axis=1) & ~sets.all(axis=1), fires, 0.0)
-        exchanges = exchanges + (not where.kv_cache_on_gpu)
+        exchanges = exchanges + (not where.kv_cache_on_accelerator)
     crossing_s = machine.crossing_s(2 * task.model.batch * (4 * task.model.hidden + layer.neurons / 8))
     beside_s = max(0.0, crossing_s - 2 * machine.launch_s)
-    none, some, every = exchange_launches(layer, where)
+    none, some, every = transfer_launches(layer, where)
     launches = np.where(sets.all(axis=1), every, np.where(sets.any(axis=1), some, none))
     before_s = times.attention_s[0] + times.kv_cache_s[0] + times.predict_s[0]
     return before_s + np.maximum(hot_s, cold_s) + exchanges * beside_s + launches * machine.launch_s
 
 
-def given_s(task: PlacementTask, program: PlacementProblem, wheres: list[PartPlaces], head_on_gpu: bool) -> float:
+def given_s(
+    task: PlacementTask, program: PlacementProblem, wheres: list[PartPlaces], head_on_accelerator: bool
+) -> float:
     """Head and transfers between the sides."""
-    head = next(c for c in program.stages[-1].choices if c.label == (ALL_ON_GPU if head_on_gpu else ALL_ON_HOST))
-    text = "".join("g" if side else "h" for side in (False, *(w.attention_on_gpu for w in wheres), head_on_gpu, False))
+    head = next(
+        c for c in program.stages[-1].choices if c.label == (ALL_ON_ACCELERATOR if head_on_accelerator else ALL_ON_HOST)
+    )
+    text = "".join(
+        "g" if side else "h"
+        for side in (False, *(w.attention_on_accelerator for w in wheres), head_on_accelerator, False)
+    )
     return head.cost(0) + (text.count("gh") + text.count("hg")) * program.switch_cost
 
 
@@ -154,60 +161,60 @@ def prefix_cost(program: PlacementProblem) -> float | None:
 
 
 @given(SEEDS, st.booleans())
-def test_the_papers_program_needs_no_other_sets_than_prefixes(seed: int, kv_cache_on_gpu: bool) -> None:
+def test_prefixes_of_neurons_solve_the_papers_problem(seed: int, kv_cache_on_accelerator: bool) -> None:
     task = small_task(seed)
-    wheres, head_on_gpu = dense_first(task, kv_cache_on_gpu)
+    wheres, head_on_accelerator = dense_first(task, kv_cache_on_accelerator)
     # Inequality 6 is strict.
     smaller = replace(task.machine, gpu_bytes=task.machine.gpu_bytes - 1, host_bytes=task.machine.host_bytes - 1)
     costs = [impact_costs(task, number, where) for number, where in enumerate(wheres)]
-    expected = best_of_all(replace(task, machine=smaller), wheres, head_on_gpu, costs)
-    assert agree(prefix_cost(impact_problem(task, kv_cache_on_gpu)), expected)
-    assert agree(cost(direct_impact(task, kv_cache_on_gpu, gap=0.0)), expected)
+    expected = best_of_all(replace(task, machine=smaller), wheres, head_on_accelerator, costs)
+    assert agree(prefix_cost(impact_problem(task, kv_cache_on_accelerator)), expected)
+    assert agree(cost(direct_impact(task, kv_cache_on_accelerator, gap=0.0)), expected)
 
 
 @given(SEEDS)
-def test_in_order_the_direct_program_is_the_prefix_form(seed: int) -> None:
+def test_the_direct_program_in_order_has_the_prefix_solution(seed: int) -> None:
     task = small_task(seed)
-    wheres, head_on_gpu = placed(task, seed)
-    program = restricted(latency_problem(task), wheres, head_on_gpu)
+    wheres, head_on_accelerator = placed(task, seed)
+    program = restricted(latency_problem(task), wheres, head_on_accelerator)
     costs = []
     for number, where in enumerate(wheres):
         sets = subsets(group_count(task.model.layers[number].neurons))
         in_order = (sets[:, :-1] >= sets[:, 1:]).all(axis=1)
         costs.append(np.where(in_order, latency_costs(task, number, where), np.inf))
-    expected = best_of_all(task, wheres, head_on_gpu, costs)
+    expected = best_of_all(task, wheres, head_on_accelerator, costs)
     if expected is not None:
-        expected += given_s(task, program, wheres, head_on_gpu)
+        expected += given_s(task, program, wheres, head_on_accelerator)
     assert agree(prefix_cost(program), expected)
-    assert agree(cost(direct_latency(task, wheres, head_on_gpu, gap=0.0)), expected)
+    assert agree(cost(direct_latency(task, wheres, head_on_accelerator, gap=0.0)), expected)
 
 
 @given(SEEDS)
-def test_without_order_the_direct_program_is_that_of_all_sets(seed: int) -> None:
+def test_the_direct_program_without_order_searches_all_sets(seed: int) -> None:
     task = looking_at_all(small_task(seed))
-    wheres, head_on_gpu = placed(task, seed)
+    wheres, head_on_accelerator = placed(task, seed)
     program = latency_problem(task)
     costs = [latency_costs(task, number, where) for number, where in enumerate(wheres)]
-    expected = best_of_all(task, wheres, head_on_gpu, costs)
+    expected = best_of_all(task, wheres, head_on_accelerator, costs)
     if expected is not None:
-        expected += given_s(task, program, wheres, head_on_gpu)
-    assert agree(cost(direct_latency(task, wheres, head_on_gpu, ordered=False, gap=0.0)), expected)
+        expected += given_s(task, program, wheres, head_on_accelerator)
+    assert agree(cost(direct_latency(task, wheres, head_on_accelerator, ordered=False, gap=0.0)), expected)
 
 
 @given(SEEDS)
 def test_other_sets_than_prefixes_gain_less_than_a_group_on_the_gpu(seed: int) -> None:
     task = small_task(seed)
     task = replace(task, machine=replace(task.machine, host_bytes=10**15))
-    wheres, head_on_gpu = placed(task, seed)
-    program = restricted(latency_problem(task), wheres, head_on_gpu)
+    wheres, head_on_accelerator = placed(task, seed)
+    program = restricted(latency_problem(task), wheres, head_on_accelerator)
     costs = [latency_costs(task, number, where) for number, where in enumerate(wheres)]
-    of_all = best_of_all(task, wheres, head_on_gpu, costs)
+    of_all = best_of_all(task, wheres, head_on_accelerator, costs)
     solution = solve(program, gap=0.0)
     if of_all is None or solution is None:
         assert of_all is None
         assert solution is None
         return
-    of_all += given_s(task, program, wheres, head_on_gpu)
+    of_all += given_s(task, program, wheres, head_on_accelerator)
     lost_s = solution.totals.cost - of_all
     assert -ROUNDING * of_all <= lost_s <= most_lost_s(task) * (1 + ROUNDING) + ROUNDING * of_all
 
@@ -227,16 +234,19 @@ def test_no_other_set_of_as_many_is_better_where_the_host_is_slower(seed: int) -
 def test_another_set_can_be_better_where_the_gpu_is_slower() -> None:
     """Groups of 4, 4, 3 and 3 on two devices alike: 4 + 3 on either is better than 4 + 4 and 3 + 3."""
     task = small_task(0)
-    layer = replace(task.model.layers[0], neurons=4 * GROUP, neuron_bytes=10**5, deciding_bytes=0, predictor_bytes=0)
+    layer = replace(task.model.layers[0], neurons=4 * GROUP, neuron_bytes=10**5, gating_bytes=0, predictor_bytes=0)
     firing = LayerFiring(np.repeat([0.4, 0.4, 0.3, 0.3], GROUP))
     machine = Machine(10**12, 1e9, 10**12, 1e9, 1e12, 0.0, 0.0, 1.0, 1.0)
     model = replace(task.model, layers=(layer,), hidden=8, batch=1)
     task = PlacementTask(model, Firing((firing,), "steps"), machine, 0)
-    program = restricted(latency_problem(task), [ALL_ON_GPU], True)
-    prefix, of_all = prefix_cost(program), best_of_all(task, [ALL_ON_GPU], True, [latency_costs(task, 0, ALL_ON_GPU)])
+    program = restricted(latency_problem(task), [ALL_ON_ACCELERATOR], True)
+    prefix, of_all = (
+        prefix_cost(program),
+        best_of_all(task, [ALL_ON_ACCELERATOR], True, [latency_costs(task, 0, ALL_ON_ACCELERATOR)]),
+    )
     assert prefix is not None
     assert of_all is not None
-    lost_s = prefix - of_all - given_s(task, program, [ALL_ON_GPU], True)
+    lost_s = prefix - of_all - given_s(task, program, [ALL_ON_ACCELERATOR], True)
     group_s = 0.1 * GROUP * 10**5 / 1e9
     assert lost_s == pytest.approx(group_s, rel=1e-3)
     assert lost_s < most_lost_s(task)

@@ -22,7 +22,7 @@ from picompile.placement.machine import machine_of
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes, Packing
 from picompile.placement.policies import dense
 from picompile.placement.problem import PlacementTask, places_of
-from picompile.placement.times import ALL_ON_GPU, PartPlaces, exchange_launches
+from picompile.placement.times import ALL_ON_ACCELERATOR, PartPlaces, transfer_launches
 from picompile.predictors import LayerPredictor, Predictors
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
@@ -109,9 +109,9 @@ def found(model: Model, layers: Sequence[Layer], head: bool) -> Counter[str]:
     graph_module = Pipeline((Partition(hot), Quantize(model.quant)))(predicted(model.variant, model.predictor))
     wheres = dict(enumerate(layer.where for layer in layers))
     placement = Placement(
-        frozenset(number for number, where in wheres.items() if where.attention_on_gpu),
-        frozenset(number for number, where in wheres.items() if where.kv_cache_on_gpu),
-        frozenset(number for number, where in wheres.items() if where.predictor_on_gpu),
+        frozenset(number for number, where in wheres.items() if where.attention_on_accelerator),
+        frozenset(number for number, where in wheres.items() if where.kv_cache_on_accelerator),
+        frozenset(number for number, where in wheres.items() if where.predictor_on_accelerator),
         head,
     )
     kv_dtype = KV_DTYPES[model.kv_dtype]
@@ -133,17 +133,17 @@ def expected(model: ModelBytes, layers: Sequence[Layer], head: bool) -> Counter[
     launches = Counter[str]()
     for counts, (where, hot) in zip(model.layers, layers, strict=True):
         of_layer = counts.launches
-        launches["dense"] += of_layer.attention * where.attention_on_gpu
-        launches["attention"] += of_layer.kv_cache * where.kv_cache_on_gpu
+        launches["dense"] += of_layer.attention * where.attention_on_accelerator
+        launches["attention"] += of_layer.kv_cache * where.kv_cache_on_accelerator
         # One whose mask serves both parts of a block; another goes with the hot neurons.
-        launches["block"] += of_layer.predictor * (where.predictor_on_gpu and counts.predictor_bytes > 0)
+        launches["block"] += of_layer.predictor * (where.predictor_on_accelerator and counts.predictor_bytes > 0)
         launches["block"] += counts.hot_launches * (hot != "none")
-        exchange = exchange_launches(counts, where)[("none", "some", "all").index(hot)]
+        exchange = transfer_launches(counts, where)[("none", "some", "all").index(hot)]
         # The addition of the two parts of a block.
-        added = int(where.attention_on_gpu and hot == "some")
+        added = int(where.attention_on_accelerator and hot == "some")
         launches["dense"] += added
         launches["crossing"] += exchange - added
-    sides = [False, *(layer.where.attention_on_gpu for layer in layers), head]
+    sides = [False, *(layer.where.attention_on_accelerator for layer in layers), head]
     launches["crossing"] += sum(before != after for before, after in pairwise(sides))
     launches["dense"] += model.head_launches * head
     return launches
@@ -171,7 +171,7 @@ def placements(layer: LayerBytes) -> list[tuple[list[Layer], bool]]:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
-def test_counts_are_those_of_the_lowered_program(model: Model) -> None:
+def test_launches_are_those_of_the_lowered_program(model: Model) -> None:
     for layers, head in placements(counted(model).layers[0]):
         assert in_sums(found(model, layers, head)) == expected(counted(model), layers, head), (layers, head)
 
@@ -190,6 +190,6 @@ def test_launches_of_a_gated_layer() -> None:
     model = counted(Model("llama-relu", "learned", "f16", 384, 1, "f32"))
     assert {layer.launches for layer in model.layers} == {LayerLaunches(8, 2, 2, 3)}
     # Mask and input, the result, and its addition.
-    assert exchange_launches(model.layers[0], ALL_ON_GPU) == (2, 3, 0)
+    assert transfer_launches(model.layers[0], ALL_ON_ACCELERATOR) == (2, 3, 0)
     # The final norm, the matrix, and two for the highest logits.
     assert model.head_launches == 4

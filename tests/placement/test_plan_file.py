@@ -53,7 +53,7 @@ def path(plan: Plan, tmp_path: Path) -> Path:
 
 @settings(max_examples=15)
 @given(st.integers(0, 2**31), st.booleans())
-def test_what_was_written_is_read(tmp_path_factory: pytest.TempPathFactory, seed: int, numbered: bool) -> None:
+def test_a_written_plan_is_read_back(tmp_path_factory: pytest.TempPathFactory, seed: int, numbered: bool) -> None:
     written = random_plan(seed, numbered=numbered)
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     write_plan(path, written)
@@ -61,7 +61,7 @@ def test_what_was_written_is_read(tmp_path_factory: pytest.TempPathFactory, seed
     assert [file.name for file in path.parent.iterdir()] == ["plan.json"]
 
 
-def test_the_file_is_json_for_others(plan: Plan, path: Path) -> None:
+def test_a_plan_file_is_plain_json(plan: Plan, path: Path) -> None:
     content = json.loads(path.read_text(), parse_constant=lambda text: pytest.fail(text))
     assert content == json.loads(json.dumps(plan.to_json()))
     assert {"tokens_per_s", "gap", "memory", "layers"} <= set(content)
@@ -163,7 +163,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> tuple[Path, A
     return path, json.loads(path.read_text())
 
 
-def test_nothing_can_be_missing(small: tuple[Path, Any]) -> None:
+def test_every_field_of_a_plan_is_required(small: tuple[Path, Any]) -> None:
     path, content = small
     for place in places(content):
         # A shorter memory account, or fewer baselines, are a plan too.

@@ -42,7 +42,7 @@ def test_memory_is_never_more_than_the_budget_less_its_margin(seed: int, margin:
 
 @settings(max_examples=50)
 @given(SEEDS)
-def test_every_byte_is_in_the_account(seed: int) -> None:
+def test_every_byte_is_in_the_memory_table(seed: int) -> None:
     """On both devices together: the model, a second workspace where there are two, rounding of groups and vectors."""
     task = random_task(seed)
     model = task.model
@@ -64,7 +64,7 @@ def test_every_byte_is_in_the_account(seed: int) -> None:
 # Each example solves a dozen programs and more.
 @settings(max_examples=30)
 @given(SEEDS, st.sampled_from(OBJECTIVES))
-def test_a_refusal_names_the_smallest_budgets_that_would_do(seed: int, objective: str) -> None:
+def test_the_infeasible_error_names_the_smallest_budgets(seed: int, objective: str) -> None:
     task = random_task(seed)
     try:
         make_plan(task.model, task.firing, options_of(task, objective=objective))
@@ -138,7 +138,7 @@ def test_without_a_gpu_everything_is_on_the_host() -> None:
         ({"tokens": -1}, "-1"),
     ],
 )
-def test_options_that_make_no_sense(wrong: dict[str, object], text: str) -> None:
+def test_wrong_plan_options_are_refused(wrong: dict[str, object], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         PlanOptions("cpu", Machine(0, 0.0, 1, 1.0, 0.0, 0.0), **wrong)  # type: ignore[arg-type]
 

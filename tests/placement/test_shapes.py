@@ -101,11 +101,11 @@ def test_named_shapes_are_derived_as_they_are_lowered(name: str) -> None:
         {"rms_norm_eps": None},
     ],
 )
-def test_what_is_not_known_is_left_to_capturing(change: dict[str, Any]) -> None:
+def test_configs_with_unknown_fields_have_no_outline(change: dict[str, Any]) -> None:
     assert outline_of_config(config_of("llama-relu", 2) | change) is None
 
 
-def test_what_only_lowering_can_judge() -> None:
+def test_models_whose_bytes_only_lowering_knows() -> None:
     relu, silu = (outline_of_config(config_of(name, 2)) for name in ("llama-relu", "qwen2"))
     assert relu is not None and silu is not None
     assert derive_bytes("model", silu, Packing(predictor="exact")) is None
@@ -132,7 +132,7 @@ def test_sparse_activations_are_those_of_the_dialect() -> None:
         assert silences_neurons(text) == parse_activation(text).sparse
 
 
-def test_shape_bytes_takes_the_way_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shape_bytes_are_the_same_derived_and_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
     config, packing = config_of("llama-relu", 2), Packing(context=9)
     known = shape_bytes("model", config, packing)
     monkeypatch.setattr("picompile.placement.counting.derive_bytes", lambda *given: None)

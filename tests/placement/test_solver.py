@@ -21,9 +21,9 @@ def random_program(seed: int) -> PlacementProblem:
         total = int(rng.integers(0, 5)) + groups * size
         choices = []
         for number in range(rng.integers(1, 4)):
-            on_gpu = int(rng.integers(0, total - groups * size + 1))
+            on_accelerator = int(rng.integers(0, total - groups * size + 1))
             costs = _costs(rng, groups + 1)
-            choices.append(Choice(number, on_gpu, total - on_gpu, costs, 0, bool(rng.integers(0, 2))))
+            choices.append(Choice(number, on_accelerator, total - on_accelerator, costs, 0, bool(rng.integers(0, 2))))
         stages.append(PlacementStage(tuple(choices), size))
     switch_cost = float(rng.random() * 2 * (rng.random() < 0.7))
     gpu, host = int(rng.integers(0, 30)), int(rng.integers(0, 40))
@@ -78,13 +78,13 @@ def test_the_solution_is_the_best_of_all(seed: int) -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1e-4, 0.02, 0.5]))
-def test_a_gap_is_what_may_be_lost(seed: int, gap: float) -> None:
+def test_cost_exceeds_the_optimum_by_at_most_the_gap(seed: int, gap: float) -> None:
     program = random_program(seed)
     check(program, solve(program, gap=gap), brute_force(program), gap=gap)
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_many_programs(block: int) -> None:
+def test_many_random_problems_are_solved(block: int) -> None:
     """2,000 in all, beside those that hypothesis draws."""
     for seed in range(500 * block, 500 * (block + 1)):
         program = random_program(seed)
@@ -146,7 +146,7 @@ def test_capacities_count_to_the_byte() -> None:
     assert solve(PlacementProblem(stages, least, 10**12)) is not None
 
 
-def test_nothing_is_solved_at_once() -> None:
+def test_a_problem_with_ample_memory_is_solved() -> None:
     program = random_program(3)
     solution = solve(replace(program, gpu_capacity_bytes=10**6, host_capacity_bytes=10**6))
     assert solution is not None

@@ -6,9 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from picompile.placement.plan import PlanLayer
 from picompile.placement.problem import PlacementTask, StagePlace, evaluate, latency_problem, places_of
-from picompile.placement.schedule import LayerParts, critical_path, layer_graph, schedule, token_s
-from picompile.placement.times import GROUP, LayerTimes, PartPlaces, Times, exchange_launches
+from picompile.placement.schedule import critical_path, plan_graph, schedule, token_s
+from picompile.placement.times import GROUP, LayerTimes, PartPlaces, Times, transfer_launches
 from picompile.testing.tasks import random_task
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -28,40 +29,38 @@ def expected_parts(model: LayerTimes, where: PartPlaces, groups: int) -> dict[st
     hot = min(groups * GROUP, layer.neurons)
 
     def neurons(which: range) -> float:
-        return sum(
-            layer.deciding_bytes + shares[neuron] * (layer.neuron_bytes - layer.deciding_bytes) for neuron in which
-        )
+        return sum(layer.gating_bytes + shares[neuron] * (layer.neuron_bytes - layer.gating_bytes) for neuron in which)
 
     all_silent = 1.0
     for neuron in range(hot, layer.neurons):
         all_silent *= 1 - shares[neuron]
-    fires = 0.0 if hot == layer.neurons else 1.0 if layer.deciding_bytes else 1 - all_silent
-    if not where.attention_on_gpu:
+    fires = 0.0 if hot == layer.neurons else 1.0 if layer.gating_bytes else 1 - all_silent
+    if not where.attention_on_accelerator:
         exchanges = float(groups > 0)
-    elif where.predictor_on_gpu or not layer.predictor_bytes:
+    elif where.predictor_on_accelerator or not layer.predictor_bytes:
         exchanges = fires
     else:
         exchanges = 1.0 + (fires if groups > 0 else 0.0)
-    if where.attention_on_gpu and not where.kv_cache_on_gpu:
+    if where.attention_on_accelerator and not where.kv_cache_on_accelerator:
         exchanges += 1
     crossing = machine.sync_s + 2 * model.crossing_bytes / machine.pcie_bytes_per_s
     # The launches of what sends and receives are in it, and are made on every token.
     beside = max(0.0, crossing - 2 * machine.launch_s)
     which = 0 if groups == 0 else 2 if hot == layer.neurons else 1
-    crossing_launches = exchange_launches(layer, where)[which]
+    crossing_launches = transfer_launches(layer, where)[which]
     launches = layer.launches
     of_hot = launches.hot + (launches.predictor if layer.predictor_bytes == 0 else 0)
     attention = layer.attention_bytes + layer.shared_bytes
     predictor = layer.predictor_bytes
     return {
         "attention_s": attention / gpu + launches.attention * machine.launch_s
-        if where.attention_on_gpu
+        if where.attention_on_accelerator
         else attention / host,
         "kv_cache_s": model.kv_cache_read_bytes / gpu + launches.kv_cache * machine.launch_s
-        if where.kv_cache_on_gpu
+        if where.kv_cache_on_accelerator
         else model.kv_cache_read_bytes / host,
         "predict_s": predictor / gpu + launches.predictor * machine.launch_s * bool(predictor)
-        if where.predictor_on_gpu
+        if where.predictor_on_accelerator
         else predictor / host,
         "hot_s": neurons(range(hot)) / gpu + of_hot * machine.launch_s * (hot > 0),
         "cold_s": neurons(range(hot, layer.neurons)) / host,
@@ -70,7 +69,7 @@ def expected_parts(model: LayerTimes, where: PartPlaces, groups: int) -> dict[st
 
 
 @given(SEEDS)
-def test_parts_of_a_layer(seed: int) -> None:
+def test_times_of_a_layers_parts(seed: int) -> None:
     task = with_gpu(seed)
     model = task.layer_times(0)
     for where in places_of(task.model.layers[0]):
@@ -85,7 +84,7 @@ def test_parts_of_a_layer(seed: int) -> None:
 
 
 @given(SEEDS)
-def test_the_schedule_takes_what_the_program_costs(seed: int) -> None:
+def test_the_schedule_takes_as_long_as_the_placement_costs(seed: int) -> None:
     """The critical path of the layer graph is the cost of the placement, whatever is chosen."""
     task = with_gpu(seed)
     program = latency_problem(task)
@@ -95,14 +94,15 @@ def test_the_schedule_takes_what_the_program_costs(seed: int) -> None:
         number = int(rng.integers(len(stage.choices)))
         choice = stage.choices[number]
         places.append(StagePlace(number, int(rng.integers(choice.first, choice.last + 1))))
-    parts = []
+    layers = []
     for number, place in enumerate(places[:-1]):
         where = program.stages[number].choices[place.choice].label
         assert isinstance(where, PartPlaces)
-        sides = ["gpu" if on_gpu else "host" for on_gpu in vars(where).values()]
-        parts.append(LayerParts(task.layer_times(number).times(where).at(place.groups), *sides))
+        sides = ["gpu" if on_accelerator else "host" for on_accelerator in vars(where).values()]
+        seconds = task.layer_times(number).times(where).at(place.groups)
+        layers.append(PlanLayer(number, 1, 0, *sides, 0.0, 0.0, **seconds, total_s=0.0, limit="gpu"))
     head = program.stages[-1].choices[places[-1].choice]
-    graph = layer_graph(parts, ("gpu" if head.on_gpu else "host", head.cost(0)), program.switch_cost)
+    graph = plan_graph(layers, ("gpu" if head.on_accelerator else "host", head.cost(0)), program.switch_cost)
     np.testing.assert_allclose(token_s(graph), evaluate(program, places).cost, rtol=1e-9)
     waited = sum(graph.nodes[step]["seconds"] for step in critical_path(graph))
     np.testing.assert_allclose(waited, token_s(graph), rtol=1e-9)

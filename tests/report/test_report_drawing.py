@@ -36,7 +36,7 @@ def test_pictures_of_one_page_share_no_id() -> None:
     assert not ids[0] & ids[1]
 
 
-def test_whatever_is_referred_to_is_there() -> None:
+def test_references_in_a_picture_resolve() -> None:
     svg = drawn()
     ids = re.findall(r'\bid="([^"]+)"', svg)
     assert len(ids) == len(set(ids))
@@ -48,7 +48,7 @@ def test_whatever_is_referred_to_is_there() -> None:
     assert set(labelled[1].split()) <= set(ids)
 
 
-def test_a_reader_who_sees_nothing_hears_what_it_is() -> None:
+def test_a_picture_has_a_title_and_a_description() -> None:
     root = ElementTree.fromstring(drawn())
     assert root.get("role") == "img"
     assert [(child.tag, child.text) for child in root][:2] == [("title", "A <title>"), ("desc", "What & why")]
@@ -75,7 +75,7 @@ def test_nothing_is_loaded_and_nothing_leaks() -> None:
     assert "font-family" not in svg
 
 
-def test_text_is_text_whatever_is_in_it() -> None:
+def test_special_characters_stay_text() -> None:
     texts = {element.text for element in ElementTree.fromstring(drawn()).iter("text")}
     assert {"x & <y>", "$a_b$ and $", "one"} <= texts
 

@@ -87,7 +87,7 @@ def test_numbers_in_words(text: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("value", [None, True, "1", [], float("nan"), float("inf"), 10**400, 1e300])
-def test_what_was_not_measured_is_none(value: object) -> None:
+def test_values_that_are_no_measurements_are_none(value: object) -> None:
     assert numbers.measured(value) is None
     assert numbers.share(value) is None
     assert numbers.whole(value) is None

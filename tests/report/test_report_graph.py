@@ -152,7 +152,7 @@ def test_equal_layers_are_shown_once(stages: dict[str, DumpGraph]) -> None:
             assert not any(only.sizes.values())
 
 
-def test_layers_that_differ_in_sizes_say_which() -> None:
+def test_layers_that_differ_in_sizes_show_the_sizes() -> None:
     stages = dumps({0: (1, 5), 1: (3, 4), 2: (1, 2, 3), 3: (7, 8)})
     lines = text(step(stages, "predicted", "partitioned"))
     assert lines[-2:] == ["layers 1, 3: as layer 0", "layer 2: as layer 0, with 3 for 2, 37 for 38"]
@@ -200,7 +200,7 @@ def rewired(graph: DumpGraph, layer: int, key: str, value: str) -> DumpGraph:
         pytest.param(lambda g: changed(g, node_of(g, "predict", 2), shape="bool[2]"), id="fewer dimensions"),
     ],
 )
-def test_a_layer_that_is_another_in_one_thing_is_not_folded(
+def test_a_layer_with_one_difference_is_not_folded(
     stages: dict[str, DumpGraph], spoil: Callable[[DumpGraph], DumpGraph]
 ) -> None:
     comparison = compare(stages["canonical"], spoil(stages["predicted"]))
@@ -334,7 +334,7 @@ def test_every_kind_of_model_can_be_shown(shape: dict[str, object]) -> None:
     assert found == Counter([*comparison.before.nodes, *comparison.after.nodes])
 
 
-def test_colours_say_what_happened(stages: dict[str, DumpGraph]) -> None:
+def test_colours_show_the_changes(stages: dict[str, DumpGraph]) -> None:
     comparison = step(stages, "predicted", "partitioned")
     boxes = {(side, name): kind for side, name, kind in page(comparison).nodes if kind.startswith("node ") and side}
     assert boxes["before", "sparse_ffn"] == "node removed"
@@ -347,7 +347,7 @@ def test_colours_say_what_happened(stages: dict[str, DumpGraph]) -> None:
         assert kind == f"node {comparison.status(name, after=side == 'after')}"
 
 
-def test_arrows_say_what_happened(stages: dict[str, DumpGraph]) -> None:
+def test_arrows_show_the_changes(stages: dict[str, DumpGraph]) -> None:
     html = render_page([Compared("a", "b", step(stages, "canonical", "predicted"))])
     arrows = re.findall(r'<path class="arrow (\w+)"[^>]*data-from="(\w+)" data-to="(\w+)"', html)
     assert ("removed", "rms_norm_1", "ffn") in arrows
@@ -373,7 +373,7 @@ def test_weights_are_rows_of_the_box_that_reads_them(stages: dict[str, DumpGraph
     assert not [name for (_, name), kind in kinds.items() if kind.startswith("node") and name.endswith("_weight")]
 
 
-def test_a_page_says_what_it_shows(stages: dict[str, DumpGraph]) -> None:
+def test_a_page_names_stages_and_counts_of_changes(stages: dict[str, DumpGraph]) -> None:
     comparison = step(stages, "canonical", "predicted")
     parsed = page(comparison)
     assert parsed.titles[0] == "a.txt → b.txt"
@@ -401,7 +401,7 @@ def test_a_page_loads_nothing(stages: dict[str, DumpGraph]) -> None:
     assert '<meta name="viewport" content="width=device-width' in html
 
 
-def test_what_dumps_say_is_escaped() -> None:
+def test_text_of_dumps_is_escaped() -> None:
     evil = "</title><script>alert('x')</script>"
     before = read_dump(f'# stage <b>, 2 nodes\na"&<i>  i64  = placeholder\nb  i64[<u>]  = f<g>(x=a"&<i>, s="{evil}")\n')
     comparison = compare(before, changed(before, "b", shape=evil))

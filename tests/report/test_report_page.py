@@ -185,7 +185,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     html.encode("utf-8")
 
 
-def test_predictors_that_nobody_measured(tmp_path: Path) -> None:
+def test_predictors_without_figures(tmp_path: Path) -> None:
     """Imported ones: no figures, no gate, no curves; the profile of their model knows how layers fire."""
     rows = [predictor_row(layer, 2, measured=False) for layer in range(3)]
     alone = Page(made(tmp_path / "alone", rows))
@@ -203,7 +203,7 @@ def test_predictors_that_nobody_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "curves", [[None], [{}], [{"layer": 0, "rank": 1, "points": []}], [{"points": [1, {}]}], ["x"]]
 )
-def test_curves_of_another_form_are_passed_over(tmp_path: Path, curves: list[Any]) -> None:
+def test_curves_of_another_form_are_skipped(tmp_path: Path, curves: list[Any]) -> None:
     rows = [predictor_row(0, 9)]
     assert "Trade-off" not in made(
         tmp_path / "predictors", rows, curves=curves, gate={"layers": curves, "targets": curves}
@@ -268,7 +268,7 @@ def test_many_layers_are_folded(tmp_path: Path) -> None:
     assert Page(html).of("summary") == ["Each layer"]
 
 
-def test_a_model_of_which_nothing_fires(tmp_path: Path) -> None:
+def test_a_model_in_which_no_neuron_fires(tmp_path: Path) -> None:
     write_profile(tmp_path, seed=1, layers=1, neurons=3)
     file = tmp_path / "layers" / "000.safetensors"
     tensors = load_file(file)
@@ -283,7 +283,7 @@ def test_a_model_of_which_nothing_fires(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_predictors_of_layers_in_which_nothing_fires(tmp_path: Path) -> None:
+def test_predictors_of_layers_in_which_no_neuron_fires(tmp_path: Path) -> None:
     nothing = dict.fromkeys(("firing_share", "computed_share", "missed_energy"), 0.0)
     rows = [{**predictor_row(layer, 9, kind="exact"), **nothing} for layer in range(2)]
     gate = {"perplexity": 3.0, "layers": [{"layer": layer, "missed_energy": 0.0} for layer in range(2)]}
@@ -300,14 +300,14 @@ def test_a_model_of_one_layer(tmp_path: Path) -> None:
     assert not any(text in page.of("text") for text in ("0.1", "−0.1"))
 
 
-def test_of_many_layers_the_worst_are_named(tmp_path: Path) -> None:
+def test_the_worst_of_many_layers_are_named(tmp_path: Path) -> None:
     gate = {"perplexity": 3.0, "layers": [{"layer": layer, "missed_energy": 2**-7} for layer in range(40)]}
     page = Page(made(tmp_path / "predictors", [predictor_row(layer, 9) for layer in range(40)], gate=gate))
     assert "0, 1, 2, 3, 4, 5, 6, 7 and 24 more" in page.of("td")
 
 
 @pytest.mark.filterwarnings("error")
-def test_numbers_beyond_all_measure_are_left_out(tmp_path: Path) -> None:
+def test_numbers_that_are_too_large_are_left_out(tmp_path: Path) -> None:
     row = {**predictor_row(0, 1), "firing_share": 1e-300}
     gate = {"dense_perplexity": 1e-200, "perplexity": 1e300, "rounds": 10**30, "layers": [_missed(1e308)]}
     curves = [{**curve(0, 4), "layer": 10**400}, {**curve(0, 4), "rank": 10**400}]

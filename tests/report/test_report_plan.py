@@ -25,7 +25,7 @@ PARTS = {
     "predictor": "predict_s",
     "hot neurons": "hot_s",
     "cold neurons": "cold_s",
-    "exchange": "exchange_s",
+    "transfer": "exchange_s",
 }
 
 
@@ -55,7 +55,7 @@ def seconds(text: str) -> float:
 
 
 @pytest.mark.parametrize("layers", [1, 2, 7, 96])
-def test_times_are_the_plans(layers: int) -> None:
+def test_the_time_picture_shows_the_plans_times(layers: int) -> None:
     plan = random_plan(layers, layers)
     bars, expected = {}, {}
     for text, (_, top, _, bottom) in hovers(str(time_picture("t", plan).svg)).items():
@@ -90,7 +90,7 @@ def test_the_slower_side_is_above_the_axis(swap: bool) -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 6, 96])
-def test_shares_are_the_plans(layers: int) -> None:
+def test_the_split_picture_shows_the_plans_shares(layers: int) -> None:
     plan = random_plan(layers + 50, layers)
     svg = str(split_picture("s", plan).svg).replace("\u00a0", " ")
     for layer in plan.layers:
@@ -103,7 +103,7 @@ def test_shares_are_the_plans(layers: int) -> None:
         assert svg.count(f"<title>{text}</title>") == 2
 
 
-def test_of_layers_that_compute_nothing_there_is_no_share() -> None:
+def test_layers_that_compute_nothing_have_no_share() -> None:
     plan = random_plan(4, 1)
     layer = replace(plan.layers[0], computed=0.0, hot_computed=0.0)
     picture = split_picture("s", replace(plan, layers=(layer,)))
@@ -111,7 +111,7 @@ def test_of_layers_that_compute_nothing_there_is_no_share() -> None:
     assert "–" in str(picture.svg)
 
 
-def test_memory_is_the_plans() -> None:
+def test_the_memory_picture_shows_the_plans_memory() -> None:
     plan = random_plan(5)
     expected = {(row.device, row.what): float(row.bytes) for row in plan.memory}
     expected |= {("gpu", "limit"): (1 - MARGIN) * GPU_BYTES, ("host", "limit"): (1 - MARGIN) * HOST_BYTES}
@@ -148,10 +148,10 @@ def test_hot_and_cold_neurons_run_at_the_same_time() -> None:
     (picture,), left_out = timeline_pictures("t", plan)
     assert left_out == 0
     bars = {re.split(r": |, ", text)[-2]: place for text, place in hovers(str(picture.svg)).items() if "layer" in text}
-    hot, cold, exchange = bars["hot neurons"], bars["cold neurons"], bars["exchange"]
+    hot, cold, transfer = bars["hot neurons"], bars["cold neurons"], bars["transfer"]
     assert hot[0] == pytest.approx(cold[0], abs=0.02)
     assert hot[1] != cold[1]
-    assert exchange[0] == pytest.approx(max(hot[2], cold[2]), abs=0.02)
+    assert transfer[0] == pytest.approx(max(hot[2], cold[2]), abs=0.02)
     pixels_per_s = (bars["attention"][2] - bars["attention"][0]) / layer.attention_s
     for part, name in PARTS.items():
         assert bars[part][2] - bars[part][0] == pytest.approx(pixels_per_s * getattr(layer, name), abs=0.05)
@@ -298,7 +298,7 @@ def test_damaged_plans_are_refused(tmp_path: Path, damage: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("plan", [[], "x", 3, {"format": "picompile-plan"}])
-def test_what_is_no_plan_in_an_artifact_is_refused(tmp_path: Path, plan: object) -> None:
+def test_wrong_plans_in_an_artifact_are_refused(tmp_path: Path, plan: object) -> None:
     write_artifact(tmp_path / "artifact", plan=plan)
     with pytest.raises(ArtifactError, match="plan"):
         read_sources([tmp_path / "artifact"])

@@ -16,7 +16,7 @@ from picompile.report.profile import FiringProfile
 from picompile_runtime import ArtifactError
 
 
-def test_each_is_recognized_by_its_file(tmp_path: Path) -> None:
+def test_sources_are_recognized_by_their_files(tmp_path: Path) -> None:
     write_profile(tmp_path / "c", seed=1)
     write_predictors(tmp_path / "b", [predictor_row(0, 1)])
     write_artifact(tmp_path / "a")
@@ -73,7 +73,7 @@ def test_the_cost_in_accuracy_is_read(tmp_path: Path) -> None:
         assert layer.computed_ratio == pytest.approx(row["computed_share"] / row["firing_share"])
 
 
-def test_figures_that_are_none_are_left_out(tmp_path: Path) -> None:
+def test_impossible_figures_are_left_out(tmp_path: Path) -> None:
     odd = {"recall": float("nan"), "precision": 3.5, "skewness": None, "computed_share": -1}
     write_predictors(tmp_path / "predictors", [{**predictor_row(0, 1), **odd}])
     (predictors,) = read_sources([tmp_path / "predictors"])
@@ -90,7 +90,7 @@ def refused(*paths: Path) -> str:
     return str(raised.value)
 
 
-def test_what_is_none_of_them(tmp_path: Path) -> None:
+def test_paths_that_are_no_source_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("[]")
     assert "no such folder or file" in refused(tmp_path / "missing")
@@ -112,13 +112,13 @@ def test_damaged_files_are_refused(tmp_path: Path, marker: str, content: bytes) 
     assert str(tmp_path) in refused(tmp_path)
 
 
-def test_layers_that_no_model_has_are_refused(tmp_path: Path) -> None:
+def test_impossible_layer_numbers_are_refused(tmp_path: Path) -> None:
     write_predictors(tmp_path / "predictors", [{**predictor_row(0, 1, kind="exact"), "layer": 10**400}])
     assert "which no model has" in refused(tmp_path / "predictors")
 
 
 @pytest.mark.parametrize("counts", [[-1, 3], [1, 10**9], []])
-def test_counts_that_cannot_be_are_refused(tmp_path: Path, counts: list[int]) -> None:
+def test_impossible_counts_are_refused(tmp_path: Path, counts: list[int]) -> None:
     from safetensors.numpy import load_file, save_file
 
     write_profile(tmp_path, seed=1, layers=1, neurons=2)
@@ -140,7 +140,7 @@ def test_counts_of_another_type_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("threshold", ["x", None, 10**400, float("nan")])
-def test_thresholds_that_are_none_are_refused(tmp_path: Path, threshold: object) -> None:
+def test_impossible_thresholds_are_refused(tmp_path: Path, threshold: object) -> None:
     write_profile(tmp_path, seed=1, layers=1)
     facts = json.loads((tmp_path / "profile.json").read_text())
     facts["layers"][0]["threshold"] = threshold

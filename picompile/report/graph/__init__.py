@@ -1,4 +1,4 @@
-"""What a pass did to a graph, from two dumps: as a list of changes, and as a picture on a page. Imports no torch."""
+"""The changes that a pass made to a graph, from two dumps: as a list, and as pictures on a page, without torch."""
 
 from picompile.report.graph.changes import Change, Comparison, compare
 from picompile.report.graph.listing import Line, changes_json, counts_text, graph_summary, listing

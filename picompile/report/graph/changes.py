@@ -1,4 +1,4 @@
-"""What differs between two dumps, node by node, and which layer each node belongs to."""
+"""The differences between two dumps, node by node, and the layer that each node belongs to."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -21,12 +21,12 @@ _IN_WEIGHT = re.compile(r"(?:^|\.)(\d+)\.|^layer_(\d+)_")
 
 
 def section_title(section: int) -> str:
-    """The name of a section in sentences."""
+    """Return the name of a section in sentences."""
     return {HEAD: "before the layers", TAIL: "after the layers"}.get(section, f"layer {section}")
 
 
 def constant_names(graph: DumpGraph) -> frozenset[str]:
-    """The nodes whose values depend on no placeholder: weights and what is computed from them alone."""
+    """Return the nodes whose values depend on no placeholder: weights and what is computed from them alone."""
     constant: set[str] = set()
     for node in graph.nodes.values():
         is_call = node.operator not in ("placeholder", "output", "weight")
@@ -36,7 +36,7 @@ def constant_names(graph: DumpGraph) -> frozenset[str]:
 
 
 def users_of(graph: DumpGraph) -> dict[str, list[str]]:
-    """For each node, the nodes that read it, in order."""
+    """Return for each node the nodes that read it, in order."""
     users: dict[str, list[str]] = {name: [] for name in graph.nodes}
     for node in graph.nodes.values():
         for name in node.inputs:
@@ -45,7 +45,7 @@ def users_of(graph: DumpGraph) -> dict[str, list[str]]:
 
 
 def sections(graph: DumpGraph) -> dict[str, int]:
-    """For each node, its layer, or `HEAD` or `TAIL`."""
+    """Return for each node its layer, or `HEAD` or `TAIL`."""
     constants, users = constant_names(graph), users_of(graph)
     stated = _stated(graph, constants)
     found = _along_the_tokens(graph, constants, stated)
@@ -57,7 +57,7 @@ def sections(graph: DumpGraph) -> dict[str, int]:
 
 
 def _stated(graph: DumpGraph, constants: frozenset[str]) -> dict[str, int]:
-    """What nodes say themselves: by a note, by the name of a weight, by what they read of the constants."""
+    """Return the layers that nodes name: in a note, in the name of a weight, or by the constants that they read."""
     stated: dict[str, int] = {}
     for node in graph.nodes.values():
         number = _own_number(node)
@@ -76,7 +76,7 @@ def _own_number(node: DumpNode) -> int | None:
 
 
 def _along_the_tokens(graph: DumpGraph, constants: frozenset[str], stated: Mapping[str, int]) -> dict[str, int]:
-    """A node that says nothing is of the latest layer it depends on.
+    """Return a node that says nothing is of the latest layer it depends on.
 
     Behind the last node that says something, weights of no layer begin the tail.
     """
@@ -107,7 +107,7 @@ def _pull_into_layers(
 
 
 def _of_users(layers: Iterable[int]) -> int:
-    """The layer that all users are of; `HEAD` where there is no such layer."""
+    """Return the layer that all users are of; `HEAD` where there is no such layer."""
     distinct = set(layers)
     return distinct.pop() if len(distinct) == 1 else HEAD
 
@@ -119,7 +119,7 @@ def _of_users(layers: Iterable[int]) -> int:
 
 
 Change = Mapping[str, tuple[str, str]]
-"""What of a node changed: `shape`, `operator`, the name of an argument or a note → before and after."""
+"""The changes of a node: `shape`, `operator`, the name of an argument or a note → before and after."""
 
 REMOVED, ADDED, CHANGED, SAME = "removed", "added", "changed", "same"
 
@@ -154,7 +154,7 @@ class Comparison:
 
     @cached_property
     def after_sections(self) -> Mapping[str, int]:
-        """The same for the second dump."""
+        """For each node of the second dump, its layer, or head or tail."""
         return sections(self.after)
 
     @cached_property
@@ -169,7 +169,7 @@ class Comparison:
         return {name: tuple(names) for name, names in made.items() if names}
 
     def status(self, name: str, *, after: bool) -> str:
-        """What happened to the node `name` of the first dump, or of the second."""
+        """Return what happened to the node `name` of the first dump, or of the second."""
         if name in self.changed:
             return CHANGED
         if after:
@@ -186,7 +186,7 @@ class Comparison:
 
 
 def compare(before: DumpGraph, after: DumpGraph) -> Comparison:
-    """What differs between the two."""
+    """Return the differences between two dumps."""
     symbols = _renamed_symbols(before, after)
     removed, changed = [], {}
     for name, node in before.nodes.items():
@@ -202,19 +202,19 @@ def compare(before: DumpGraph, after: DumpGraph) -> Comparison:
 
 
 def _renamed_symbols(before: DumpGraph, after: DumpGraph) -> dict[str, str]:
-    """Symbols of sizes, after → before, that differ in name alone: two captures may number them differently."""
+    """Return symbols of sizes, after → before, that differ in name alone: captures may number them differently."""
     old, new = _symbols(before), _symbols(after)
     only_old, only_new = [s for s in old if s not in new], [s for s in new if s not in old]
     return dict(zip(only_new, only_old, strict=True)) if len(only_old) == len(only_new) else {}
 
 
 def _symbols(graph: DumpGraph) -> list[str]:
-    """In order of appearance."""
+    """Return the symbols of sizes in order of appearance."""
     return list(dict.fromkeys(symbol for node in graph.nodes.values() for symbol in _SYMBOL.findall(node.shape)))
 
 
 def _change(before: DumpNode, after: DumpNode, symbols: Mapping[str, str]) -> Change | None:
-    """What changed; nothing, where nothing did; None where the two are different nodes of one name."""
+    """Return the changes, empty if there are none; None if the two are different nodes with the same name."""
     old, new = _computed(before, {}), _computed(after, symbols)
     if before.origin != after.origin and old != new:
         return None
@@ -223,7 +223,7 @@ def _change(before: DumpNode, after: DumpNode, symbols: Mapping[str, str]) -> Ch
 
 
 def _computed(node: DumpNode, symbols: Mapping[str, str]) -> dict[str, str]:
-    """Shape, operator and arguments. Sizes are written in the symbols of the first dump."""
+    """Return shape, operator and arguments, with sizes in the symbols of the first dump."""
 
     def rename(word: str) -> str:
         return symbols.get(word, word)

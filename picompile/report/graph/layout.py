@@ -1,4 +1,14 @@
-"""The first half of a layout: on which level each box stands, and the bends of edges that cross a level."""
+"""A layered layout of a directed graph: a box is below the boxes that it is computed from.
+
+1. Levels: a box is one level below the lowest box that it reads; one that reads nothing is right above its first user.
+2. Every level that an edge crosses gets a bend, a box without a name, so that edges keep clear of boxes.
+3. Order inside of levels: sweeps by the mean of the neighbours' places; the order with the fewest crossings is kept.
+4. Places: each box goes where its neighbours are, as far as those beside it allow, by isotonic regression. Then the
+   bends of an edge move below one another where there is a way straight down.
+
+Steps 1 to 3 are those of Sugiyama, Tagawa, Toda (1981), "Methods for visual understanding of hierarchical system
+structures". All lengths are in pixels.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +20,7 @@ Edge = tuple[str, str]
 
 
 class Bend(NamedTuple):
-    """Where an edge crosses a level: a box without a name."""
+    """The place where an edge crosses a level; it is treated as a box without a name."""
 
     edge: Edge
     level: int
@@ -34,7 +44,7 @@ class Chain:
 
 
 def levels_of(names: Sequence[str], edges: Iterable[Edge]) -> dict[str, int]:
-    """A level for each box, from 0 on: one below the lowest that it reads, or right above its first user."""
+    """Return a level for each box, from 0 on: one below the lowest that it reads, or right above its first user."""
     above: dict[str, list[str]] = {name: [] for name in names}
     below: dict[str, list[str]] = {name: [] for name in names}
     for source, target in edges:
@@ -50,13 +60,13 @@ def levels_of(names: Sequence[str], edges: Iterable[Edge]) -> dict[str, int]:
 
 
 def chain_of(edge: Edge, level: Mapping[str, int]) -> Chain:
-    """The edge with its bends."""
+    """Return the edge with its bends."""
     source, target = edge
     return Chain(edge, tuple(Bend(edge, number) for number in range(level[source] + 1, level[target])))
 
 
 def rows_of(level: Mapping[str, int], chains: Iterable[Chain]) -> list[list[Item]]:
-    """What stands on each level, in the order of the graph."""
+    """Return the boxes and bends of each level, in the order of the graph."""
     rows: list[list[Item]] = [[] for _ in range(1 + max(level.values(), default=-1))]
     for name, number in level.items():
         rows[number].append(name)
@@ -75,7 +85,7 @@ Neighbours = Mapping[Item, Sequence[Item]]
 
 
 def ordered(rows: Rows, chains: Iterable[Chain]) -> Rows:
-    """The order that has the fewest crossings among those that the sweeps come by."""
+    """Return the order that has the fewest crossings among those that the sweeps come by."""
     above, below = _neighbours(rows, chains)
     best, fewest = rows, _crossings(rows, below)
     for sweep in range(_SWEEPS):
@@ -90,7 +100,7 @@ def ordered(rows: Rows, chains: Iterable[Chain]) -> Rows:
 
 
 def _neighbours(rows: Rows, chains: Iterable[Chain]) -> tuple[Neighbours, Neighbours]:
-    """What stands on the next level above, and below, and is joined."""
+    """Return for each box and bend the ones it is joined to on the next level above, and below."""
     above: dict[Item, list[Item]] = {item: [] for row in rows for item in row}
     below: dict[Item, list[Item]] = {item: [] for item in above}
     for chain in chains:
@@ -101,7 +111,7 @@ def _neighbours(rows: Rows, chains: Iterable[Chain]) -> tuple[Neighbours, Neighb
 
 
 def _swept(rows: Rows, towards: Neighbours, *, down: bool) -> Rows:
-    """Each row sorted by the mean place of the neighbours in the row that was sorted before it."""
+    """Return each row sorted by the mean place of the neighbours in the row that was sorted before it."""
     place: dict[Item, float] = {item: float(number) for row in rows for number, item in enumerate(row)}
     result = list(rows)
     for number in range(len(rows)) if down else reversed(range(len(rows))):
@@ -140,7 +150,7 @@ _Link = tuple[Item, float]
 
 
 def ports_of(chains: Sequence[Chain], rows: Rows, widths: Mapping[Item, float]) -> Ports:
-    """Where each edge leaves its source and reaches its target, from their centers: side by side, in order."""
+    """Return where each edge leaves its source and reaches its target, from their centers: side by side, in order."""
     order = {item: number for row in rows for number, item in enumerate(row)}
     starts = _side_by_side({chain.edge: (chain.edge[0], order[chain.items[1]]) for chain in chains}, widths)
     ends = _side_by_side({chain.edge: (chain.edge[1], order[chain.items[-2]]) for chain in chains}, widths)
@@ -160,7 +170,7 @@ def _side_by_side(sides: Mapping[Edge, tuple[str, int]], widths: Mapping[Item, f
 
 
 def centers_of(rows: Rows, chains: Sequence[Chain], ports: Ports, widths: Mapping[Item, float]) -> dict[Item, float]:
-    """The center of each box and bend: where its neighbours are, as far as those beside it allow."""
+    """Return the center of each box and bend: where its neighbours are, as far as those beside it allow."""
     links = _links(chains, ports)
     centers: dict[Item, float] = {}
     for row in rows:
@@ -175,7 +185,7 @@ def centers_of(rows: Rows, chains: Sequence[Chain], ports: Ports, widths: Mappin
 
 
 def _links(chains: Iterable[Chain], ports: Ports) -> dict[Item, list[_Link]]:
-    """For each box and bend, those it is joined to, and how far right of them it stands if all is straight."""
+    """Return for each box and bend those it is joined to, and how far right of them it is with straight edges."""
     links: dict[Item, list[_Link]] = {}
     for chain in chains:
         start, end = ports[chain.edge]
@@ -187,7 +197,7 @@ def _links(chains: Iterable[Chain], ports: Ports) -> dict[Item, list[_Link]]:
 
 
 def _pull(item: Item, links: Sequence[_Link], centers: Mapping[Item, float]) -> tuple[float, float]:
-    """Where the neighbours want a box or a bend to be, and how strongly."""
+    """Return where the neighbours want a box or a bend to be, and how strongly."""
     if not links:
         return centers[item], 0.1
     pulls = [_PULLS[isinstance(item, Bend) + isinstance(other, Bend)] for other, _ in links]
@@ -198,7 +208,7 @@ def _pull(item: Item, links: Sequence[_Link], centers: Mapping[Item, float]) -> 
 def _spread(
     row: Sequence[Item], wanted: Mapping[Item, float], widths: Mapping[Item, float], weights: Mapping[Item, float]
 ) -> dict[Item, float]:
-    """The centers in the order of `row` that keep their distances and are nearest to the wanted ones.
+    """Return the centers in the order of `row` that keep their distances and are nearest to the wanted ones.
 
     With the distances taken off, that is isotonic regression: neighbours in the wrong order share their weighted mean.
     """
@@ -218,7 +228,7 @@ def _spread(
 
 
 def _straighten(rows: Rows, chains: Iterable[Chain], widths: Mapping[Item, float], centers: dict[Item, float]) -> None:
-    """Puts all bends of an edge below one another where the boxes beside them leave a way."""
+    """Put all bends of an edge below one another where the boxes beside them leave a way."""
     left_of = {right: left for row in rows for left, right in pairwise(row)}
     right_of = {left: right for row in rows for left, right in pairwise(row)}
 
@@ -234,18 +244,6 @@ def _straighten(rows: Rows, chains: Iterable[Chain], widths: Mapping[Item, float
             centers.update({bend: min(max(wanted, least), most) for bend in bends})
 
 
-# A layered layout of a directed graph: what is computed stands below what it is computed from.
-#
-# 1. Levels: a box is one level below the lowest box it reads; what reads nothing stands right above its first user.
-# 2. Every level that an edge crosses gets a bend, a box without a name, so that edges keep clear of boxes.
-# 3. Order inside of levels: sweeps by the mean of the neighbours' places; the order with the fewest crossings is kept.
-# 4. Places: each box goes where its neighbours are, as far as those beside it allow, by isotonic regression. Then the
-#    bends of an edge move below one another where there is a way straight down.
-#
-# Steps 1 to 3 are those of Sugiyama, Tagawa, Toda (1981), "Methods for visual understanding of hierarchical system
-# structures". All lengths are in pixels.
-
-
 _LAYOUT_GAP = 42.0
 # How far an edge runs straight into its box: the head of the arrow, and the name of the argument beside it.
 _LANDING = 13.0
@@ -257,7 +255,7 @@ _Spans = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class NodePosition:
-    """Where a box is: its upper left corner and its size."""
+    """The place of a box: its upper left corner and its size."""
 
     x: float
     y: float
@@ -267,7 +265,7 @@ class NodePosition:
 
 @dataclass(frozen=True)
 class Route:
-    """How an edge runs: from the bottom of one box to the top of another, straight down where two points share x."""
+    """The course of an edge from the bottom of one box to the top of another, straight down where points share x."""
 
     edge: Edge
     points: tuple[Point, ...]
@@ -284,7 +282,7 @@ class Layout:
 
 
 def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Iterable[Edge]) -> Layout:
-    """Places boxes of `sizes` (width, height). Edges go from boxes to boxes that stand later in `sizes`."""
+    """Place boxes of `sizes` (width, height). Edges go from boxes to boxes that stand later in `sizes`."""
     edges = list(dict.fromkeys(edges))
     level = levels_of(list(sizes), edges)
     chains = [chain_of(edge, level) for edge in edges]
@@ -304,7 +302,7 @@ def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Iterable[Edge]) -> 
 
 
 def _spans(heights: Iterable[float]) -> list[tuple[float, float]]:
-    """Top and bottom of each level."""
+    """Return the top and the bottom of each level."""
     spans, y = [], 0.0
     for height in heights:
         spans.append((y, y + height))

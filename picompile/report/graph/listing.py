@@ -60,13 +60,13 @@ class _Written:
 
 
 def layers_of(comparison: Comparison) -> list[int]:
-    """The numbers of all layers, in order."""
+    """Return the numbers of all layers, in order."""
     found = {*comparison.before_sections.values(), *comparison.after_sections.values()}
     return sorted(found - {HEAD, TAIL})
 
 
 def fold(comparison: Comparison, *, whole: bool) -> list[Fold]:
-    """The layers that have to be shown, each with those that are like it.
+    """Return the layers that have to be shown, each with those that are like it.
 
     `whole` compares all that is in the layers. Otherwise only changes are compared, and layers without are left out.
     """
@@ -84,7 +84,7 @@ def fold(comparison: Comparison, *, whole: bool) -> list[Fold]:
 
 
 def _join(first: int, groups: list[list[int]], written: Mapping[int, _Written]) -> None:
-    """Puts the first layer into the first of `groups` that reads like it, or into one of its own."""
+    """Put the first layer into the first of `groups` that reads like it, or into one of its own."""
     for group in groups:
         if written[group[0]].lines == written[first].lines:
             group.insert(0, first)
@@ -102,7 +102,7 @@ def _fold(group: list[int], written: Mapping[int, _Written]) -> Fold:
 
 
 class _Side:
-    """One of the two graphs, with what is asked of it again and again."""
+    """One of the two graphs, with figures that are needed again and again."""
 
     def __init__(self, comparison: Comparison, layers: list[int], *, after: bool) -> None:
         self.after = after
@@ -116,14 +116,14 @@ class _Side:
         self.users = users_of(self.graph)
 
     def is_entry(self, name: str, layer: int) -> bool:
-        """Whether `layer` gets the value of `name` from what comes before it, and not from what all layers read."""
+        """Return whether `layer` gets the value of `name` from the layer before, and not from values for all layers."""
         if layer in self.previous:
             return self.section[name] == self.previous[layer]
         readers = {self.section[user] for user in self.users[name]}
         return self.section[name] == HEAD and readers <= {HEAD, layer}
 
     def place(self, name: str) -> str:
-        """Position in its section, operator and shape."""
+        """Return a node's position in its section, its operator and its shape."""
         node = self.graph.nodes[name]
         return f"{self.position[name]} {node.operator} {node.shape}"
 
@@ -143,7 +143,7 @@ def _write(comparison: Comparison, layer: int, sides: Iterable[_Side], *, whole:
 
 
 def _pairs(comparison: Comparison, layer: int, before: _Side, after: _Side) -> Iterator[str]:
-    """Which node of the layer before is which node after."""
+    """Yield which node of the layer before is which node after."""
     gone = set(comparison.removed)
     for name in before.names[layer]:
         if name not in gone:
@@ -152,7 +152,7 @@ def _pairs(comparison: Comparison, layer: int, before: _Side, after: _Side) -> I
 
 
 def _node(side: _Side, name: str, layer: int, written: _Written, entries: dict[str, int]) -> Iterator[str]:
-    """All that is said of a node, with everything that is particular to the layer taken out."""
+    """Yield all that is said of a node, with everything that is particular to the layer taken out."""
     node = side.graph.nodes[name]
 
     def refer(word: str) -> str:
@@ -168,7 +168,7 @@ def _node(side: _Side, name: str, layer: int, written: _Written, entries: dict[s
 
 
 def _weight(node: DumpNode, layer: int) -> str:
-    """A weight's name without the layer's number, and without the counter of a buffer's."""
+    """Return a weight's name without the layer's number, and without the counter of a buffer's."""
     name = node.weight
     if "." not in name:
         name = _COUNTER.sub("", name)
@@ -210,12 +210,12 @@ def graph_summary(graph: DumpGraph) -> str:
 
 
 def weights_in(graph: DumpGraph) -> int:
-    """How many nodes read a parameter or a buffer."""
+    """Return how many nodes read a parameter or a buffer."""
     return sum(node.operator == "weight" for node in graph.nodes.values())
 
 
 def counts(comparison: Comparison) -> dict[str, int]:
-    """How many nodes were removed, added and changed, and how many are the same."""
+    """Return how many nodes were removed, added and changed, and how many are the same."""
     return {
         REMOVED: len(comparison.removed),
         ADDED: len(comparison.added),
@@ -233,7 +233,7 @@ def counts_text(comparison: Comparison) -> str:
 
 
 def listing(comparison: Comparison) -> Iterator[Line]:
-    """Every change, section by section; layers that changed alike are listed once."""
+    """Yield every change, section by section; layers that changed alike are listed once."""
     layers = layers_of(comparison)
     folds = fold(comparison, whole=False)
     yield from _section(comparison, HEAD, titled=bool(layers))
@@ -274,7 +274,7 @@ def layers_text(layers: Iterable[int]) -> str:
 
 
 def changes_json(comparison: Comparison) -> dict[str, Any]:
-    """All changes, for programs; nothing is folded, but what could be is said."""
+    """Return all changes, for programs; nothing is folded, but what could be is said."""
     return {
         "before": _graph_json(comparison.before),
         "after": _graph_json(comparison.after),
@@ -346,7 +346,7 @@ def _added_text(comparison: Comparison, name: str) -> str:
 
 
 def _notes(notes: Mapping[str, str]) -> Iterator[str]:
-    """What the section's title does not say already."""
+    """Return the texts of the notes that the section's title does not have already."""
     return (value if key == "device" else f"{key} {value}" for key, value in notes.items() if key != "layer")
 
 

@@ -76,7 +76,7 @@ class ShownGraph:
 
     @property
     def widths(self) -> tuple[float, float]:
-        """What share of the page the two sides get, so that both are drawn at one scale."""
+        """The shares of the page's width that the two sides get, so that both are drawn at one scale."""
         before = max((section.before.picture.width for section in self.sections), default=1.0)
         after = max((section.after.picture.width for section in self.sections), default=1.0)
         return max(before, after / _MOST_UNEQUAL), max(after, before / _MOST_UNEQUAL)

@@ -1,4 +1,4 @@
-"""What a box of the picture says: one box for each node that depends on the tokens, with its weights inside.
+"""The boxes of the picture: one for each node that depends on the tokens, with its weights inside.
 
 Most nodes of a graph are weights and what is computed from them alone. Drawn as boxes they would hide the way of the
 tokens; so each is a row of the box that reads it: the weight's name, and the operators on it.
@@ -66,7 +66,7 @@ class Panel:
         self._shown: set[str] = set()
 
     def boxes(self, section: int) -> Iterator[Box]:
-        """The boxes of a section, in the order of the graph; constants that none of them reads come first."""
+        """Yield the boxes of a section, in the order of the graph; constants that none of them reads come first."""
         names = [name for name, number in self.section.items() if number == section]
         boxes = [self._box(name) for name in names if name not in self.constants]
         left = [name for name in names if name in self.constants and name not in self._shown]
@@ -76,18 +76,18 @@ class Panel:
         yield from boxes
 
     def status(self, name: str) -> str:
-        """What happened to a node."""
+        """Return what happened to a node."""
         return self.comparison.status(name, after=self.after)
 
     def edge_status(self, source: str, target: str) -> str:
-        """What happened to an edge: `same` where the other graph has it too, between the same nodes."""
+        """Return what happened to an edge: `same` if the other graph has it too, between the same nodes."""
         other = self.comparison.before if self.after else self.comparison.after
         own = "added" if self.after else "removed"
         kept = self.status(source) != own and self.status(target) != own
         return SAME if kept and source in other.nodes[target].inputs else own
 
     def hover(self, name: str) -> str:
-        """All that the dump says of a node, and what changed."""
+        """Return all that the dump says of a node, and what changed."""
         node = self.graph.nodes[name]
         lines = [f"{name}  {node.shape}", f"= {node.expression}"]
         lines += [f"{key} {value}" for key, value in node.notes.items()]
@@ -113,7 +113,7 @@ class Panel:
         return self._make(node, rows, inputs)
 
     def _constant_box(self, name: str) -> Box:
-        """A weight that nothing of its section reads, or what is computed from it."""
+        """Return a weight that nothing of its section reads, or what is computed from it."""
         node = self.graph.nodes[name]
         read = [(key, word) for key, word in _read(node) if word in self.graph.nodes]
         rows = [row for key, word in read for row in self._constant_rows(word, key, self.section[name])]
@@ -134,13 +134,13 @@ class Panel:
         )
 
     def _is_edge(self, word: str, user: str) -> bool:
-        """Whether a value comes by an arrow. What several layers read of the head would be arrows everywhere."""
+        """Return whether a value comes by an arrow. What several layers read of the head would be arrows everywhere."""
         here, there = self.section[user], self.section[word]
         readers = {self.section[reader] for reader in self.users[word]} - {there}
         return here == there or len(readers) <= 1
 
     def _constant_rows(self, name: str, label: str, section: int) -> Iterator[BoxRow]:
-        """A row for the weight that `name` is made of by operators on it, and one for each other weight they read."""
+        """Yield a row for the weight that `name` is made of, and one for each other weight that its operators read."""
         chain, others = [name], []
         while self.graph.nodes[chain[-1]].inputs:
             first, *more = [(key, word) for key, word in _read(self.graph.nodes[chain[-1]]) if word in self.constants]
@@ -152,7 +152,7 @@ class Panel:
             yield from self._constant_rows(word, key, section)
 
     def _chip(self, name: str, section: int | None) -> Chip:
-        """The chip of a node in a box of `section`. Of another section's node it is a mention."""
+        """Return the chip of a node in a box of `section`. Of another section's node it is a mention."""
         node = self.graph.nodes[name]
         text = f"{short_operator(node.operator)} {_detail(node)}".strip() if name in self.constants else name
         first = name not in self._shown and self.section[name] == section
@@ -162,12 +162,12 @@ class Panel:
 
 
 def _read(node: DumpNode) -> Iterator[tuple[str, str]]:
-    """Every word that a call is given, with the argument's name."""
+    """Return every word that a call is given, with the argument's name."""
     return ((key, word) for key, value in node.arguments for word in words_of(value))
 
 
 def _without_repeats(rows: list[BoxRow]) -> Iterator[BoxRow]:
-    """Without rows that say nothing new: a table by which several weights are selected stands once, at the end."""
+    """Yield the rows without repeats: a table that selects several weights comes once, at the end."""
     tables: dict[str, BoxRow] = {}
     for row in rows:
         if row.label != "index":
@@ -203,7 +203,7 @@ def short_weight(name: str) -> str:
 
 
 def _detail(node: DumpNode) -> str:
-    """What a call is told by words: `relu`, `exact`, `q4`."""
+    """Return the words among a call's arguments: `relu`, `exact`, `q4`."""
     found = (match[1] for _, value in node.arguments for match in _STRING.finditer(value))
     return ", ".join(word for word in found if word != "identity")
 
@@ -256,7 +256,7 @@ class PlacedBox:
 
 @dataclass(frozen=True)
 class Port:
-    """Where a value comes in from another section, or goes out to one."""
+    """The place where a value comes in from another section, or goes out to one."""
 
     text: str
     place: NodePosition
@@ -288,7 +288,7 @@ class Picture:
 
 
 def draw(panel: Panel, section: int) -> Picture:
-    """The picture of a section; without boxes where the graph has no nodes there."""
+    """Return the picture of a section; without boxes where the graph has no nodes there."""
     boxes = list(panel.boxes(section))
     own = {box.name for box in boxes}
     entries = list(dict.fromkeys(name for box in boxes for name in box.inputs if name not in own))
@@ -315,7 +315,7 @@ def _exit(name: str) -> str:
 
 
 def _exit_text(panel: Panel, name: str, section: int) -> str:
-    """Who else reads a value: the next section, or, for one of the head, which layers."""
+    """Return the text on the other readers of a value: the next section, or the layers for a value of the head."""
     readers = {panel.section[user] for user in panel.users[name]} - {section}
     if not readers or name in panel.constants:
         return ""
@@ -347,7 +347,7 @@ def _row_width(row: PlacedRow) -> float:
 
 
 def _rows(box: Box) -> Iterable[PlacedRow]:
-    """Rows from top to bottom; `y` is the baseline of a row's text."""
+    """Yield the rows from top to bottom; `y` is the baseline of a row's text."""
     y = TITLE_HEIGHT + NAME_HEIGHT + PADDING
     for row in box.rows:
         y += ROW_HEIGHT
@@ -377,7 +377,7 @@ def _arrow(panel: Panel, route: Route, boxes: Iterable[Box]) -> Arrow:
 
 
 def path_text(points: Sequence[Point]) -> str:
-    """An SVG path: straight down where two points share x, else a curve that leaves and arrives vertically."""
+    """Return an SVG path: straight down where two points share x, else a curve that leaves and arrives vertically."""
     (x, y), *rest = points
     parts = [f"M{x:.1f} {y:.1f}"]
     for next_x, next_y in rest:

@@ -314,9 +314,9 @@ def test_bench_writes_a_trace(cli: Cli, request: pytest.FixtureRequest, tmp_path
     assert list(tracks(json.loads(trace.read_text()))) == ["host", "accelerator"][: 1 + is_hybrid]
     assert [path.name for path in trace.parent.iterdir()] == ["trace.json"]
     summary, *tables = ended.out.split("\n\n")
-    names = ["prompt", "decode", "floor", "memory", "neurons", "devices", "exchanges", "step"]
+    names = ["prompt", "decode", "floor", "memory", "neurons", "devices", "transfers", "step"]
     assert [line.split()[0] for line in summary.splitlines()] == names[: 8 if is_hybrid else 5]
-    titles = ["a token, host", "a token, device"] if is_hybrid else ["a token"]
+    titles = ["a token, host", "accelerator"] if is_hybrid else ["a token"]
     assert [table.splitlines()[0][:16].strip() for table in tables] == titles
     assert [table.splitlines()[-1].startswith("between them") for table in tables] == [True, False][: len(tables)]
 
