@@ -5,11 +5,13 @@
 | capture | `Captured`: the model as an FX graph, without weights | `steps` |
 | resolve options | `CompileConfig`: every default filled in | `config` |
 | predictors | `PredictorSet`, None where they are lossless: given, or trained on a profile | `predictors` |
-| plan | `Plan`, None where nothing is placed: which neurons are hot, and where the rest lies | `compile_steps.place_neurons` |
-| passes | `GraphModule`: canonical → predicted → partitioned → quantized | `compile_steps.compilation_passes` |
-| lower | `Lowered`: kernel calls, planned buffers, packed tensors that are not read yet | `compile_steps.lower_for` |
+| plan | `Plan`, None where nothing is placed: which neurons are hot, and where the rest lies | `place_neurons` |
+| passes | `GraphModule`: canonical → predicted → partitioned → quantized | `compilation_passes` |
+| lower | `Lowered`: kernel calls, planned buffers, packed tensors that are not read yet | `lower_for` |
 | write | `WrittenArtifact`: kernels compiled and linked, each tensor read, packed and written | `artifact` |
-| accuracy check | `AccuracyReport`: perplexity with the predictors against every neuron | `compile_steps.check_accuracy` |
+| accuracy check | `AccuracyReport`: perplexity with the predictors against every neuron | `check_accuracy` |
+
+The last column names modules, and functions of `compile_steps`.
 
 An artifact that meets its accuracy bound is published: its folder is renamed into place. Else the steps from the plan
 on are taken again with larger predictors for the layers that lose most, if there are any.

@@ -147,7 +147,7 @@ class CompileOptions:
                 raise UsageError(f"{option}: target {self.target} has no GPU; leave it out, or name another --target")
             if not self.makes_plan:
                 raise UsageError(
-                    f"{option}: --hot or --plan already says which neurons are hot, so no plan is made; leave it out"
+                    f"{option}: --hot or --plan says which neurons are hot, so no plan is made; leave it out"
                 )
         if gpu is not None:
             check_machine_options(self._machine(gpu))

@@ -79,7 +79,7 @@ def test_a_folder_that_is_no_artifact_is_never_replaced(tiny_model: Path, tmp_pa
         ({"host_memory": "1GiB"}, UsageError, "--host-memory: target cpu has no GPU"),
         ({"target": "4090", "vram_budget": "much"}, UsageError, "--vram-budget: 'much' is no size"),
         ({"target": "4090", "host_bandwidth": "0"}, UsageError, "--host-bandwidth"),
-        ({"target": "4090", "hot": {}, "vram_budget": "1GiB"}, UsageError, "--vram-budget: no plan is made"),
+        ({"target": "4090", "hot": {}, "vram_budget": "1GiB"}, UsageError, "--vram-budget: --hot or --plan says"),
         ({"target": "4090", "hot": {}, "profile": Path("x")}, UsageError, "profile given, but predictor auto"),
         ({"target": "4090", "predictors": Path("x")}, UsageError, "predictors given, but predictor auto"),
         ({"quant": "q5"}, UsageError, "q5"),

@@ -144,7 +144,7 @@ def test_a_larger_budget_than_there_is_gets_a_warning(cli: Cli, tiny_model: Path
         (("--target", "4090", "--vram-budget", "101%"), "--vram-budget: '101%' is no share"),
         (("--target", "4090", "--host-memory", "half"), "--host-memory: 'half' is no size"),
         (("--target", "4090", "--host-bandwidth", "0"), "--host-bandwidth"),
-        (("--target", "4090", "--hot", "HOT", "--vram-budget", "1GiB"), "--vram-budget: no plan is made"),
+        (("--target", "4090", "--hot", "HOT", "--vram-budget", "1GiB"), "--vram-budget: --hot or --plan says"),
         (("--target", "4090", "--hot", "HOT", "--profile", "PROFILE"), "profile given, but predictor auto needs none"),
         (("--target", "4090", "--profile", "PROFILE"), "is a profile of another model"),
         (("--target", "cpu", "--hot-device", "cuda"), "hot device cuda needs a target with a GPU"),
