@@ -131,9 +131,9 @@ def check_budgets(plan: Plan) -> None:
     """Raise `SolverError` where a plan takes more of the accelerator's or the host's memory than it may.
 
     Every plan is checked here, when it is made and when it is read from a file. A budget is what the user gave, or what
-    the machine has (`machine.find_machine`); `PlanOptions.capacity` takes off the margin, and `problem.capacities` what each side needs
-    besides layers. The rest is what the solver may fill, as constraints of the placement problem. If nothing fits,
-    `policies.infeasible_placement_error` is raised before there is a plan.
+    the machine has (`machine.find_machine`); `PlanOptions.capacity` takes off the margin, and `problem.capacities` what
+    each side needs besides layers. The rest is what the solver may fill, as constraints of the placement problem. If
+    nothing fits, `policies.infeasible_placement_error` is raised before there is a plan.
     """
     for device in ("gpu", "host"):
         taken_bytes, limit_bytes = plan.taken_bytes(device), plan.capacity_bytes(device)
