@@ -44,7 +44,7 @@ def test_a_missed_accuracy_bound_ends_with_seven(
         return 10.0 if any(calls(graph_module.graph, FFN)) else 10.25
 
     # Random weights may do better with neurons left out.
-    monkeypatch.setattr("picompile.predictors.train.accuracy_check.streamed_perplexity", worse)
+    monkeypatch.setattr("picompile.predictors.train.run.streamed_perplexity", worse)
     wanted = ("--recall", "50%", "--budget", "100%", "--gate", "2%", "--no-exact", "--rank", "2", "--jobs", "1")
     ended = cli("train", tiny_model, "--profile", profile, "-o", tmp_path / "p", *wanted)
     assert ended.code == 7

@@ -215,7 +215,7 @@ def test_curves_of_training_are_drawn(tmp_path: Path) -> None:
     import torch
 
     from picompile.predictors.train.choose import curves
-    from picompile.predictors.train.curve import measure_curve
+    from picompile.predictors.train.data import measure_curve
     from picompile.report.predictors import read_candidates
 
     generator = torch.Generator().manual_seed(5)

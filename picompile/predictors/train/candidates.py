@@ -12,8 +12,15 @@ from torch import Tensor
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import READ_ERRORS, one_line, open_file
 from picompile.predictors.profile.files import write_tensors
-from picompile.predictors.train.curve import ROWS, FiringLabels, RecallCurve, measure_curve, measure_firing
-from picompile.predictors.train.data import LayerData, load_layer_data
+from picompile.predictors.train.data import (
+    ROWS,
+    FiringLabels,
+    LayerData,
+    RecallCurve,
+    load_layer_data,
+    measure_curve,
+    measure_firing,
+)
 from picompile.predictors.train.fit import FitSettings, InitialPredictor, ReducedRankStart, fit
 from picompile.predictors.train.options import round_rank, start_rank
 

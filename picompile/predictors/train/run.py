@@ -1,9 +1,9 @@
-"""Training: from a profile to predictors that keep the perplexity within the accuracy bound."""
+"""The accuracy check: how much predictors raise the model's perplexity, and how well each layer's predictor does."""
 
 import json
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ from picompile.frontend import Captured, load_model
 from picompile.frontend.checkpoint import fingerprint
 from picompile.output import OutputPath, reserve
 from picompile.predictors import BlockShape, Predictors, block_shapes, load_predictors
-from picompile.predictors.accuracy import first_windows, rank_layers_by_error
+from picompile.predictors.accuracy import LayerAccuracy, first_windows, measure_layers, rank_layers_by_error
 from picompile.predictors.profile import Profile
-from picompile.predictors.train.accuracy_check import AccuracyCheck, layer_figures
 from picompile.predictors.train.candidates import JobSettings, LayerResult, load_result
 from picompile.predictors.train.choose import ChoiceLimits, Selection, assemble, choice_key
 from picompile.predictors.train.data import LayerData, find_blocks, layer_data, reads_norm
@@ -26,8 +25,58 @@ from picompile.predictors.train.directory import TrainingDirectory, digest
 from picompile.predictors.train.options import TrainOptions
 from picompile.predictors.train.workers import count_jobs, require_ray, train_locally, train_on_cluster
 from picompile.progress import NoProgress, Progress
+from picompile.streaming import streamed_perplexity
+from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.passes.canonicalize import canonicalize
 from picompile_runtime.version import __version__
+
+# Held-out tokens that layers are ranked by error on.
+_RANKING_TOKENS = 2048
+
+
+@dataclass
+class AccuracyCheck:
+    """Measures perplexity with and without predictors: of the canonical `graph_module`, on held-out `windows`.
+
+    `thresholds` are the layers' firing thresholds. `known` holds the perplexities measured so far, by `choice_key`.
+    """
+
+    graph_module: GraphModule
+    weights: WeightSource
+    windows: Sequence[Sequence[int]]
+    thresholds: Mapping[int, float]
+    progress: Progress
+    known: dict[str, float] = field(default_factory=dict)
+
+    def dense(self) -> float:
+        """Return the perplexity of the model without predictors."""
+        return self._measured("dense", self.graph_module, self.weights)
+
+    def predicted(self, key: str, predictors: Predictors) -> float:
+        """Return the perplexity with `predictors`, whose choice has the key `key`."""
+        graph_module = predictors.insert_pass()(self.graph_module).graph_module
+        return self._measured(key, graph_module, predictors.weights(self.weights))
+
+    def _measured(self, key: str, graph_module: GraphModule, weights: WeightSource) -> float:
+        if key not in self.known:
+            self.known[key] = streamed_perplexity(graph_module, weights, self.windows, self.progress)
+        return self.known[key]
+
+    def layers(self, predictors: Predictors) -> list[LayerAccuracy]:
+        """Measure each layer's predictor, with predictors in the layers before it too."""
+        graph_module = predictors.insert_pass()(self.graph_module).graph_module
+        windows = first_windows(self.windows, _RANKING_TOKENS)
+        weights = predictors.weights(self.weights)
+        return measure_layers(graph_module, weights, windows, self.thresholds, self.progress)
+
+
+def layer_figures(layer: LayerAccuracy) -> dict[str, Any]:
+    """Return a layer's figures as `predictors.json` has them."""
+    return {name: value for name, value in vars(layer).items() if name not in ("kind", "rank")}
+
+
+# Training: from a profile to predictors that keep the perplexity within the accuracy bound.
+
 
 # A layer's skewness is the share of its firings that this share of its neurons makes.
 _MOST_ACTIVE = 0.2

@@ -10,7 +10,7 @@ import torch
 from picompile.errors import UsageError
 from picompile.predictors.train.candidates import Candidate, LayerResult
 from picompile.predictors.train.choose import ChoiceLimits, PredictorChoice, Selection, choose, layer_entry, options_of
-from picompile.predictors.train.curve import RecallCurve, measure_curve
+from picompile.predictors.train.data import RecallCurve, measure_curve
 
 
 def _curve(draw: torch.Generator, sharpness: float) -> RecallCurve:

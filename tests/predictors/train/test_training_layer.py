@@ -17,8 +17,14 @@ from picompile.predictors.train.candidates import (
     save_result,
     split,
 )
-from picompile.predictors.train.curve import RecallCurve, measure_curve, measure_firing
-from picompile.predictors.train.data import LayerData, load_layer_data, save_layer_data
+from picompile.predictors.train.data import (
+    LayerData,
+    RecallCurve,
+    load_layer_data,
+    measure_curve,
+    measure_firing,
+    save_layer_data,
+)
 from picompile.predictors.train.fit import FitSettings, InitialPredictor, ReducedRankStart, fit
 from picompile.predictors.train.options import round_rank, start_rank
 
