@@ -1,4 +1,4 @@
-"""The accuracy check: how much predictors raise the model's perplexity, and how well each layer's predictor does."""
+"""Training: from a profile to predictors that keep the perplexity within the accuracy bound, and their check."""
 
 import json
 import shutil
