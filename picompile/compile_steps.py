@@ -126,8 +126,8 @@ def compilation_passes(
         config: what the model is compiled for.
         facts: of the model.
         predictors: the lossy predictors to insert, None where the predictor is lossless.
-        plan: says which neurons are hot. Without one, those of `config` are; and where there is an accelerator, layers
-            that it does not name are hot altogether.
+        plan: says which neurons are hot. Without one, `config` names them, and if there is an accelerator, all neurons
+            of layers that it does not name are hot.
     """
     from picompile_passes.passes.insert_predictors import InsertPredictors
 
