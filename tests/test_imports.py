@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -147,6 +148,7 @@ def imported_modules(module: str, source: str, *, is_package: bool) -> Iterator[
                 yield text
 
 
+@cache
 def import_graph() -> dict[str, set[str]]:
     graph = {}
     for module, path in MODULES.items():
