@@ -28,11 +28,11 @@ from typing import Any
 from picompile.frontend import load_model
 from picompile.predictors import Predictors
 from picompile.predictors.accuracy import measure_layers
-from picompile.predictors.predictor_set import canonical_graph
 from picompile.predictors.profile import Profile, ProfileOptions, profile_model
 from picompile.predictors.profile.text import CalibrationText, library_texts
 from picompile.predictors.train import TrainOptions, train_predictors
 from picompile.streaming import streamed_perplexity
+from picompile_passes.passes.canonicalize import canonicalize
 
 Windows = Sequence[Sequence[int]]
 
@@ -60,7 +60,7 @@ class Bench:
     def measure(self, predictors: Predictors, windows: Windows, thresholds: Mapping[int, float]) -> dict[str, Any]:
         """Perplexity of the graph in eager PyTorch, float32, with every neuron and with those of the masks."""
         captured = load_model(self.model)
-        dense = canonical_graph(captured)
+        dense = canonicalize(captured.graph_module)
         predicted = predictors.insert_pass()(dense).graph_module
         weights = predictors.weights(captured.weights)
         before = streamed_perplexity(dense, captured.weights, windows)

@@ -216,16 +216,13 @@ def _chunk_block(graph: ShapeGraph, rows: int) -> list[int]:
     return [*products, *x, *hidden]
 
 
-# The bytes and launches of a model of which only the numbers in its config.json are known, without torch or TVM.
-
-
-# The number of launches follows the rules of `picompile_codegen.cuda`; `tests/placement/test_shapes.py` compares it
-# with the kernels there.
+# The launches follow the rules of `picompile_codegen.cuda`; `tests/placement/test_shapes.py` compares their number with
+# the kernels there.
 
 # `cuda/attention_decode.py`: positions of a part of the context, a tile each, or several in long contexts; registers
 # for the queries of a block, of which there are eight at most. `cuda/attention_common.py`: elements of a query that a
 # thread has at once.
-_ATTENTION_TILE, _DERIVED_BYTES_MOST_PARTS = 256, 64
+_ATTENTION_TILE, _CUDA_MOST_PARTS = 256, 64
 _QUERY_REGISTERS, _MOST_QUERIES, _UNIT_ELEMENTS, _UNIT_BYTES, _WARP = 64, 8, 8, 16, 32
 # `cuda/ffn_down.py`: tiles of a chunk's product with down, and slices of its neurons where tiles are few.
 _TILE_SIDE, _TILE_DEPTH = 64, 32
@@ -248,7 +245,7 @@ def launches_of(graph: ShapeGraph, node: ShapeNode, sequences: int) -> int:
 
 def _attention_launches(outline: ModelOutline, context: int, kv_dtype: str) -> int:
     """Return 1, plus 1 to merge the parts of a long context, plus 1 if several blocks wait for the new key."""
-    part_positions = _ATTENTION_TILE * _ceil_div(context, _ATTENTION_TILE * _DERIVED_BYTES_MOST_PARTS)
+    part_positions = _ATTENTION_TILE * _ceil_div(context, _ATTENTION_TILE * _CUDA_MOST_PARTS)
     group = outline.heads // outline.kv_heads
     most = max(1, min(_MOST_QUERIES, group, _QUERY_REGISTERS // _query_registers(outline.head_dim, kv_dtype)))
     queries = _ceil_div(group, _ceil_div(group, most))

@@ -86,10 +86,8 @@ def plan_of_places(
         _layer(task, number, where, place.groups)
         for number, (where, place) in enumerate(zip(wheres, places, strict=False))
     )
-    head, seconds = (
-        device_name(head_where.attention_on_accelerator),
-        head_s(model, task.machine, head_where.attention_on_accelerator),
-    )
+    head = device_name(head_where.attention_on_accelerator)
+    seconds = head_s(model, task.machine, head_where.attention_on_accelerator)
     graph = plan_graph(layers, (head, seconds), problem.switch_cost)
     plan = Plan(
         model=model.name,

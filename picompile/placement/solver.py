@@ -217,7 +217,7 @@ class _Search:
         bound = max(node.bound, relaxed.bound)
         if self._closed(bound):
             return bound
-        # A new one, since its relaxation become whole numbers.
+        # A new relaxation is made, since HiGHS keeps its columns whole numbers once it has branched.
         relaxation = Relaxation(self._problem, self._left(relaxation), self._gap)
         if len({piece.stage for piece in relaxation.pieces}) < len(self._problem.stages):
             return math.inf

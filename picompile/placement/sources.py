@@ -1,4 +1,4 @@
-"""What is planned: the bytes of a model and how its neurons fire, from a checkpoint, a profile or a shape."""
+"""The bytes of a model to plan and how its neurons fire, from a checkpoint, a profile or a shape."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext

@@ -1,4 +1,4 @@
-"""What a compilation says of its predictors, with every default filled in."""
+"""The options of a compilation that concern its predictors, with every default filled in."""
 
 from dataclasses import dataclass
 from pathlib import Path

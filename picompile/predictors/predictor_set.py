@@ -19,10 +19,9 @@ from picompile.frontend.checkpoint import fingerprint
 from picompile.predictors import Predictors, block_shapes, load_predictors
 from picompile.predictors.config import PredictorConfig
 from picompile.progress import Progress
+from picompile_passes.passes.canonicalize import canonicalize
 
 if TYPE_CHECKING:
-    from torch.fx import GraphModule
-
     from picompile.frontend import Captured
     from picompile.predictors.accuracy import AccuracyReport
     from picompile.predictors.profile import Profile
@@ -93,19 +92,12 @@ class PredictorSet:
         # The last id of a window is only predicted.
         windows = first_windows(self.held_out.windows, config.check_tokens, context + 1)
         result = check_artifact(artifact, windows, progress=progress)
-        predicted = self.insert_pass()(canonical_graph(captured)).graph_module
+        predicted = self.insert_pass()(canonicalize(captured.graph_module)).graph_module
         layer_windows = first_windows(self.held_out.windows, _LAYER_TOKENS, context)
         layers = measure_layers(
             predicted, self.weights(captured.weights), layer_windows, self.firing_thresholds, progress
         )
         return AccuracyReport(config.accuracy_bound, result, self.held_out.source, tuple(layers))
-
-
-def canonical_graph(captured: "Captured") -> "GraphModule":
-    """Return the captured graph after the canonicalizing passes."""
-    from picompile_passes.passes.canonicalize import canonicalize
-
-    return canonicalize(captured.graph_module)
 
 
 def obtain_predictors(
@@ -146,7 +138,7 @@ def _beside(model: Path, config: PredictorConfig) -> Path | None:
 
 def _given(model: Path, captured: "Captured", path: Path, config: PredictorConfig) -> PredictorSet:
     predictors = load_predictors(path)
-    predictors.require_model(fingerprint(model), block_shapes(canonical_graph(captured)))
+    predictors.require_model(fingerprint(model), block_shapes(canonicalize(captured.graph_module)))
     return PredictorSet(config.kind, predictors, _held_out(model, config))
 
 

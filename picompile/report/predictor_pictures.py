@@ -146,14 +146,14 @@ def rank_pictures(name: str, layers: Sequence[LayerFigures]) -> list[PagePicture
             "sparsity",
             lambda layer: None if layer.firing_share is None else 1 - layer.firing_share,
             "neurons that stay silent (%)",
-            "A point is a layer. Sparsity is the share of its neurons that do not fire for a token, on average. The "
+            "Sparsity is the share of its neurons that do not fire for a token, on average. The "
             "rank is the width of the predictor in the middle: its size grows with it.",
         ),
         (
             "skewness",
             lambda layer: layer.skewness,
             "firings made by the most active fifth (%)",
-            "A point is a layer. Skewness is the share of its firings that the most active fifth of its neurons makes: "
+            "Skewness is the share of its firings that the most active fifth of its neurons makes: "
             "20 % where all fire alike, 100 % where a few make all. Where the same neurons fire for every token, less "
             "is left to predict.",
         ),
@@ -193,6 +193,5 @@ def _rank_picture(
     ranks = [rank for *_, rank in points]
     description = f"{len(points)} layers; ranks from {min(ranks)} to {max(ranks)}; in numbers in the table of layers."
     numbered = " The number beside it is the layer's." if len(layers) <= _NUMBERED_LAYERS else ""
-    first, rest = words.split(". ", 1)
-    words = f"{first}.{numbered} {rest}"
+    words = f"A point is a layer.{numbered} {words}"
     return picture(paint, name, title, description, words, size=(WIDTH, HEIGHT))

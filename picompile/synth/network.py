@@ -13,7 +13,7 @@ from picompile.synth.writer import CONSTANT, Recipe
 from picompile_passes.dialect import ops
 
 # Energy that all attentions add to the stream, as a share of the embedding's.
-_SHARE = 0.06
+_ATTENTION_SHARE = 0.06
 # Deviation of the logits. With 3 a head looks at a few tokens wherever it stands, so that what it adds to the stream is
 # hardly smaller after a thousand tokens than after ten.
 _LOGITS = 3.0
@@ -41,7 +41,7 @@ def _energy(recipe: Recipe, layer: int) -> float:
     Attention is not symmetric. As a large part of the last stream it keeps generation from going in circles.
     """
     shape = recipe.shape
-    return 1.0 if shape.tied and layer == shape.layers - 1 else _SHARE / shape.layers
+    return 1.0 if shape.tied and layer == shape.layers - 1 else _ATTENTION_SHARE / shape.layers
 
 
 def _queries_keys_values(recipe: Recipe, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,12 +177,11 @@ def small_bias(recipe: Recipe, name: str, count: int) -> Tensor:
 #
 # The residual stream has entries of about 1. The embedding makes most of it, so that different tokens stay different;
 # attention and FFNs add a fixed share over all layers, which keeps every value far from the limits of f16. Each
-# matrix is
-# drawn, scaled by what it does to the tokens, written, applied and forgotten.
+# matrix is drawn, scaled by what it does to the tokens, written, applied and forgotten.
 
 
 # Energy that all FFNs add to the stream, as a share of the embedding's, where many neurons fire at a time.
-_NETWORK_SHARE = 0.4
+_FFN_SHARE = 0.4
 _MANY = 32
 
 
@@ -243,7 +242,7 @@ def _measure(recipe: Recipe, neurons: Neurons, checked: Tensor) -> SynthesizedFi
 def _ffn_energy(recipe: Recipe) -> float:
     """Return what one FFN adds to the stream: less if few neurons fire, since their sum then varies much."""
     firing = float(recipe.rates.sum())
-    return _NETWORK_SHARE / recipe.shape.layers * firing / (firing + _MANY)
+    return _FFN_SHARE / recipe.shape.layers * firing / (firing + _MANY)
 
 
 def _norm(recipe: Recipe, layer: int, role: str, stream: Tensor, feeds_ffn: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a graph is made of, as a value that can be kept and compared."""
+"""Comparisons of graphs: by their structure, as a value that can be kept, and by the logits that they compute."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is placed: random models, firing curves and machines, small and odd ones among them."""
+"""Random placement tasks: models, firing curves and machines, small and odd ones among them."""
 
 import numpy as np
 from hypothesis import strategies as st

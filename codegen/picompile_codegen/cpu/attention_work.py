@@ -175,9 +175,6 @@ def query_lanes(values: list[Expr]) -> Expr:
     return bind(tirx.Shuffle([values[lane % len(values)] for lane in range(LANES)], list(range(LANES))))
 
 
-# The arguments of the kernel, and how a row's queries, key and value are read from them.
-
-
 # Enough heads of keys for the cores of a desktop machine. Where there are fewer, tasks share the positions as well.
 _ENOUGH_HEADS = 16
 # Positions of a task in that case. Long contexts take a multiple of it, so that there are at most _MOST_PARTS parts.
@@ -190,6 +187,9 @@ def part_positions(spec: AttentionSpec) -> int:
     if spec.kv_heads >= _ENOUGH_HEADS:
         return spec.context
     return -(-spec.context // (_MOST_PARTS * _PART_POSITIONS)) * _PART_POSITIONS
+
+
+# The arguments of the kernel, and how a row's queries, key and value are read from them.
 
 
 T = TypeVar("T", bound="AttentionTensors")

@@ -9,7 +9,17 @@ from tvm import tirx
 from picompile_codegen.cpu.dot import Vector, biased, dot
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix, M
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, parallel, worth_a_region
+from picompile_codegen.cpu.tensor import (
+    Expr,
+    KernelTensor,
+    bind,
+    counter,
+    local,
+    loop,
+    maximum,
+    parallel,
+    worth_a_region,
+)
 from picompile_codegen.cpu.vector import activate, at
 from picompile_codegen.specs import FfnSpec
 
@@ -138,8 +148,7 @@ def make_list(arguments: FfnArguments, vector: Vector, memory: ListMemory) -> Ne
 
 def list_neurons(arguments: FfnArguments, memory: ListMemory, token: Expr) -> NeuronList:
     """List the neurons of token `token`; in `exact` the products must be known."""
-    count = local(1, dtype="int32")
-    count[0] = 0
+    count = counter()
     neurons, start = arguments.spec.neurons, 0
     if memory.products is None and arguments.table is None and arguments.mask is not None:
         start = neurons // _EIGHT * _EIGHT

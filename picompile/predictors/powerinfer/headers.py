@@ -140,8 +140,8 @@ def shown(text: str | bytes) -> str:
 # The header of a GGUF file, read without trusting it and without the `gguf` package.
 #
 # What is accepted here is as small as what PowerInfer's own writers make: tensors lie one after the other in the
-# order of
-# their entries, up to the end of the file. So a forged size, count or offset contradicts another number, and is found.
+# order of their entries, up to the end of the file. So a forged size, count or offset contradicts another number, and
+# is found.
 
 
 GGUF_MAGIC, POWERINFER_MAGIC = b"GGUF", b"PWRI"

@@ -1,4 +1,4 @@
-"""What a user's SOURCE is, found out by names and headers alone."""
+"""The kind of a user's SOURCE, found out by names and headers alone."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What a profile needs before a model runs: its texts, also those that the model writes itself, and its folder."""
+"""The steps before a profile: its texts, those that the model writes itself among them, and its folder."""
 
 import hashlib
 import json

@@ -79,7 +79,7 @@ def rows_of(level: Mapping[str, int], chains: Iterable[Chain]) -> list[list[Item
 # The order of boxes and bends inside of levels, such that few edges cross.
 
 
-_SWEEPS = 24
+_ORDER_SWEEPS = 24
 
 Neighbours = Mapping[Item, Sequence[Item]]
 
@@ -88,7 +88,7 @@ def ordered(rows: Rows, chains: Iterable[Chain]) -> Rows:
     """Return the order that has the fewest crossings among those that the sweeps come by."""
     above, below = _neighbours(rows, chains)
     best, fewest = rows, _crossings(rows, below)
-    for sweep in range(_SWEEPS):
+    for sweep in range(_ORDER_SWEEPS):
         if fewest == 0:
             break
         down = sweep % 2 == 0
@@ -244,7 +244,7 @@ def _straighten(rows: Rows, chains: Iterable[Chain], widths: Mapping[Item, float
             centers.update({bend: min(max(wanted, least), most) for bend in bends})
 
 
-_LAYOUT_GAP = 42.0
+_LEVEL_GAP = 42.0
 # How far an edge runs straight into its box: the head of the arrow, and the name of the argument beside it.
 _LANDING = 13.0
 _BEND_WIDTH = 8.0
@@ -306,7 +306,7 @@ def _spans(heights: Iterable[float]) -> list[tuple[float, float]]:
     spans, y = [], 0.0
     for height in heights:
         spans.append((y, y + height))
-        y += height + _LAYOUT_GAP
+        y += height + _LEVEL_GAP
     return spans
 
 
