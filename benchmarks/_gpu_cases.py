@@ -148,7 +148,7 @@ def _exchanges(dim: int, neurons: int, columns: int, rows: int, speed: bool = Fa
 
 
 def speed_cases() -> Iterator[Case]:
-    """What decodes: shapes of models of 7 and of 70 billion parameters."""
+    """Yield the kernels of decoding, in the shapes of models of 7 and of 70 billion parameters."""
     for form in ("f16", "q4"):
         for n, k in ((4096, 4096), (8192, 8192), (32000, 8192)):
             linear = {"format": form, "n": n, "k": k, "rows": 1, "bias": False}

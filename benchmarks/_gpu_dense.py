@@ -1,4 +1,4 @@
-"""What the sparse kernels and the hybrid engine are held against, in PyTorch on the GPU.
+"""Baselines of the sparse kernels and the hybrid engine, in PyTorch on the GPU.
 
 `matrix_vector_seconds` is the dense matrix-vector product of cuBLAS. `measure_copied` is dense layer offloading by
 copies: the first layers of a model are on the GPU, as many as the budget holds. The others' weights are in pinned

@@ -38,7 +38,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured of a variant: prompts of so many tokens, and in `repeats` rounds `tokens` decoded ones behind
+    """The measurements of a variant: prompts of these lengths, and `repeats` rounds of `tokens` decoded tokens behind
     `depth` others.
     """
 
@@ -48,7 +48,7 @@ class Plan:
     repeats: int
 
     def within(self, context: int) -> "Plan":
-        """The same, but for what does not fit a context."""
+        """Return this plan, shortened so that it fits a context."""
         prompts = (min(self.prompts[0], context // 2), *self.prompts[1:])
         return replace(self, prompts=prompts, tokens=min(self.tokens, context // 4))
 
@@ -201,7 +201,7 @@ def step_of(speed: Mapping[str, Any]) -> dict[str, float] | None:
 
 
 def _free_bytes() -> int | None:
-    """Of the GPU's memory."""
+    """Return the free bytes of the GPU's memory; None without a GPU."""
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
 
 

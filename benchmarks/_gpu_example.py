@@ -1,4 +1,4 @@
-"""What a kernel is given, and what eager PyTorch makes of the same in float64."""
+"""The inputs of a kernel, and the outputs that eager PyTorch computes from them in float64."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

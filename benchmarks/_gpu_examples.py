@@ -59,7 +59,7 @@ def leading_logits(make: Maker) -> Example:
 
 
 def send(make: Maker) -> Example:
-    """Of a mask, where there is one, the neurons of a table are sent as well; a third of them fire."""
+    """Return an example of `send`. With a mask, the neurons of a table are sent too; a third of them fire."""
     p = make.parameters
     x, flag = make.floats("x", make.tokens, p["dim"]), _flag(make, "flag", STEP_NUMBER - 1)
     expected = {"out": numpy_of(x), "flag": flag}
@@ -72,7 +72,7 @@ def send(make: Maker) -> Example:
 
 
 def receive(make: Maker) -> Example:
-    """What is received, a stream or a mask, is there already: nobody sends."""
+    """Return an example of `receive`. The stream or mask to receive is there already, since nobody sends."""
     p = make.parameters
     if "neurons" in p:
         make.inputs["source"] = make.rng.integers(0, 2, (make.tokens, p["neurons"])).astype(np.uint8)
@@ -184,7 +184,7 @@ def _cache(make: Maker, name: str, filled: int) -> Tensor:
 
 
 def _stored(rows: Array, name: str, kv_dtype: str) -> dict[str, Array]:
-    """What float32 rows [..., width] are in a cache, by argument. In q8 in the arithmetic of the kernel, float32."""
+    """Return float32 rows [..., width] as a cache stores them, by argument; q8 in float32, as the kernel does."""
     if kv_dtype != "q8":
         return {name: rows.astype(kv_dtype)}
     width = rows.shape[-1]

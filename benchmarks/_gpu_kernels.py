@@ -102,7 +102,7 @@ def _check(device: CudaAccelerator, case: Mapping[str, Any], made: Example) -> R
 
 
 def _error(found: Array, expected: Array) -> float:
-    """Of floats the largest difference, as a share of the largest expected; of integers 0.
+    """Return the largest difference of floats, as a share of the largest expected value; 0 for integers.
 
     Infinite where anything is no number but should be one, and where integers differ. Bytes of a cache are rounded from
     float32, and may differ by one.

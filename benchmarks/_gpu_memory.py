@@ -92,7 +92,7 @@ class Arguments:
             self._device.write(place.memory, start, data)
 
     def views(self, copy: int = 0) -> list[ArgumentView]:
-        """What a call is given: this copy of what has any, modulo their number."""
+        """Return the arguments of a call: this copy, modulo their number, of each argument that has copies."""
         return [self._view(argument, copy) for argument in self._arguments]
 
     def _view(self, argument: dict[str, Any], copy: int) -> ArgumentView:

@@ -54,7 +54,7 @@ _FORMATS = {"float16": "f16", "int8": "q8", "uint8": "q4"}
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What is packed: `budget` is the share of the dense model's bytes that the GPU may hold.
+    """Options of packing. `budget` is the share of the dense model's bytes that the GPU may hold.
 
     `planned` is the machine of the variants that are planned.
     """
@@ -143,7 +143,7 @@ def _facts(shape: ModelShape) -> ModelFacts:
 
 
 def _tensors(graph: GraphModule, lowered: Lowered, split: Split) -> tuple[list[dict[str, Any]], bytes]:
-    """What each tensor of the weight file is, and the bytes of those that no seed can make."""
+    """Return an entry for each tensor of the weight file, and the bytes of tensors that no seed can make."""
     uses = _uses(lowered)
     tensors, constants, starts = [], bytearray(), dict[bytes, int]()
     for tensor in lowered.weights.tensors.values():
@@ -162,7 +162,7 @@ def _tensors(graph: GraphModule, lowered: Lowered, split: Split) -> tuple[list[d
 
 
 def _uses(lowered: Lowered) -> dict[str, dict[str, Any]]:
-    """Of each weight how a kernel uses it: the operator, the parameter, the format, the columns and the layer."""
+    """Return the use of each weight by a kernel: operator, parameter, format, columns and layer."""
     # Kernels of the two devices have the same names where they do the same, and not the same arguments.
     kernels = {("host", each.name): each for each in lowered.built.values()}
     kernels |= {("device", each.name): each for each in lowered.accelerator_built.values()}
@@ -187,7 +187,7 @@ def _columns(parameter: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def _made(name: str, use: Mapping[str, Any], split: Split) -> dict[str, Any]:
-    """What `gpu.py` fills a tensor with: see `_gpu_weights.py`."""
+    """Return how `gpu.py` fills a tensor: see `_gpu_weights.py`."""
     if use["parameter"] == "bias" and use["op"] == "predict":
         return {"kind": "rates", "hot": split.hot.get(use["layer"], 0)}
     if not use["format"]:

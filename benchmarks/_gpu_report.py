@@ -33,7 +33,7 @@ _COLUMNS = {
 
 
 def empty_results(schema: int, stand_in: bool) -> Result:
-    """Of a run that has done nothing."""
+    """Return the results of a run that has done nothing."""
     return {"schema": schema, "stand_in": stand_in, "machine": None, **{name: [] for name in _LISTS}}
 
 
@@ -74,7 +74,7 @@ def _correct(results: Result) -> Iterator[Bar]:
 
 
 def _tokens(checks: Sequence[Result]) -> Bar:
-    """Of rows whose two highest logits are so close that rounding may decide there must be few."""
+    """Compare tokens. Few rows may have two highest logits so close that rounding decides."""
     counts = [row["tokens"] for row in checks if "tokens" in row]
     rows, decided, same = (sum(count[key] for count in counts) for key in ("rows", "decided", "same"))
     is_met = all(count["same"] == count["decided"] > count["rows"] / 2 for count in counts)
@@ -226,7 +226,7 @@ def _worst(rows: Sequence[Result]) -> str:
 
 
 def _cells(row: Result, results: Result) -> dict[str, str]:
-    """What is known of a row, by column."""
+    """Return the known figures of a row, by column."""
     values = {key: value for key, value in row.items() if key != "hot"} | (row.get("step") or {})
     values |= row.get("computed", {}) | row.get("tokens", {})
     values |= {"right": {True: "yes", False: "NO"}.get(row["is_right"]), "what": _what(row)}
@@ -253,7 +253,7 @@ def _what(row: Result) -> str:
 
 
 def describe(row: Result) -> str:
-    """What a row of models is, for people."""
+    """Describe a row of models in words."""
     layers, target = row.get("resident_layers"), _target(row["variant"])
     hot = f"hybrid, {row.get('hot')} neurons of each layer hot"
     text = {

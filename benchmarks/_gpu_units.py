@@ -1,4 +1,4 @@
-"""What `gpu.py` does, in units, and the child processes that do them.
+"""The units of work of `gpu.py`, and the child processes that do them.
 
 What fails on a GPU takes its process with it: after a wrong access no later call of the driver succeeds, PyTorch's
 calls included, and a kernel that waits for ever is ended by nothing else. So the process that has the results never
@@ -128,7 +128,7 @@ def _received(child: _Child, pending: deque[Unit], deadline_s: float) -> Iterato
 
 
 def _row(child: _Child) -> Result | None:
-    """What the process has sent: a row, or None at the end of a unit. Where it has ended, a row that says so."""
+    """Return the row that the process sent, None at the end of a unit. If the process ended, the row says so."""
     try:
         row: Result | None = child.ours.recv()
     except (EOFError, OSError):

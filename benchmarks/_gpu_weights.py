@@ -93,7 +93,7 @@ def _write(path: Path, tensors: Sequence[Mapping[str, Any]], constants: bytes, b
 
 
 def _header(tensors: Sequence[Mapping[str, Any]]) -> bytes:
-    """Of a safetensors file, padded so that the data begins at a multiple of the alignment."""
+    """Return the header of a safetensors file, padded so that the data begins at a multiple of the alignment."""
     entries, offset = {}, 0
     for tensor in tensors:
         span = [offset, offset + _bytes(tensor)]
@@ -126,7 +126,7 @@ class Firing:
         return of_hot, (self.active - share * of_hot) / (1 - share)
 
     def biases(self, hot: int) -> Array:
-        """Of each neuron the logit that it needs beside a normal one, float32 [neurons]."""
+        """Return the logit to add to a normal one so that each neuron fires at its rate: float32 [neurons]."""
         rates = np.where(np.arange(self.neurons) < hot, *self.rates(hot))
         quantiles = {rate: NormalDist().inv_cdf(min(max(rate, 1e-9), 1 - 1e-9)) for rate in np.unique(rates)}
         return np.array([quantiles[rate] for rate in rates], np.float32)

@@ -68,7 +68,7 @@ def _memory(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
 
 
 def _limits(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
-    """What kernels are held against: copies, and products of cuBLAS for the matrices of a block, gated and not."""
+    """Yield the baselines of kernels: copies, and cuBLAS products with the matrices of a gated and a plain block."""
     yield {"copy_bytes_per_s": copy_bandwidth(images_of(options.pack, content["folder"]), _timing(options))}
     if _torch_device(options) == "cuda":
         counts = {"gated": 3, "plain": 2}

@@ -1,4 +1,4 @@
-"""What the placement benchmarks share: random instances of every kind, and models and machines of given sizes."""
+"""The instances of the placement benchmarks: random ones of every kind, and models and machines of given sizes."""
 
 import sys
 from collections.abc import Iterator
@@ -130,7 +130,7 @@ def random_task(rng: np.random.Generator, most_layers: int = 100) -> PlacementTa
 
 
 def few_groups(rng: np.random.Generator) -> PlacementTask:
-    """The same with up to three layers of up to five groups, and devices more alike than they are."""
+    """Return a random task with up to three layers of up to five groups, and devices more alike than real ones."""
     task = random_task(rng, 3)
     layers = tuple(replace(layer, neurons=int(rng.integers(1, 5 * GROUP + 1))) for layer in task.model.layers)
     model = replace(task.model, layers=layers[:3])
@@ -147,7 +147,7 @@ def few_groups(rng: np.random.Generator) -> PlacementTask:
 
 
 def repeated(task: PlacementTask, times: int, seed: int = 0) -> PlacementTask:
-    """The same model so many times in a row, every layer with firing of its own."""
+    """Return the task of a model whose layers are repeated `times` times; every layer has firing of its own."""
     rng = np.random.default_rng(seed)
     layers = []
     for layer in task.firing.layers * times:

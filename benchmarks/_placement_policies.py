@@ -132,7 +132,7 @@ def best_of_all_sets(task: PlacementTask, program: PlacementProblem) -> float:
 
 
 def any_sets_s(task: PlacementTask, number: int, where: PartPlaces, sets: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """What a layer takes with each of `sets`, bool [any, groups], on the GPU: float64 [any]."""
+    """Return the seconds of a layer with each of `sets`, bool [any, groups], on the GPU: float64 [any]."""
     layer, machine, shares = task.model.layers[number], task.machine, task.firing.layers[number].shares
     times = task.layer_times(number).times(where)
     starts = range(0, layer.neurons, GROUP)

@@ -1,4 +1,4 @@
-"""What a plan takes against its budget, for budgets, shapes and contexts of all kinds."""
+"""The memory of plans against their budgets, for budgets, shapes and contexts of all kinds."""
 
 import argparse
 import json
@@ -45,7 +45,7 @@ def safety(options: argparse.Namespace) -> list[Row]:
 
 
 def absurd(task: PlacementTask, rng: np.random.Generator) -> PlacementTask:
-    """The same with budgets and contexts that nobody means."""
+    """Return the task with budgets and contexts that nobody would choose."""
     budgets = [0, 1, int(10 ** rng.uniform(0, 9)), 1 << 50, 1 << 60]
     machine, model = task.machine, task.model
     gpu = int(rng.choice([*budgets, *[machine.gpu_bytes] * 5]))

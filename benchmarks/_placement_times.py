@@ -59,7 +59,7 @@ def of_size(shape: str, curve: str, times: int) -> PlacementTask:
 
 
 def with_budget(task: PlacementTask, share: float) -> PlacementTask:
-    """The same with a GPU that holds a share of the model."""
+    """Return the task with a GPU that holds this share of the model."""
     return replace(task, machine=replace(task.machine, gpu_bytes=int(share * placed_bytes(task.model))))
 
 

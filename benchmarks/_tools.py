@@ -1,4 +1,4 @@
-"""What the benchmarks share: running picompile as a user does, and watching a process's memory."""
+"""Helpers of the benchmarks: they run picompile as a user does, and watch a process's memory."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ def picompile(*arguments: object) -> str:
 
 
 def picompile_json(*arguments: object) -> dict[str, Any]:
-    """The same with `--json`."""
+    """Run picompile with `--json`, and return its output."""
     result: dict[str, Any] = json.loads(picompile(*arguments, "--json"))
     return result
 

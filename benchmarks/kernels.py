@@ -51,7 +51,7 @@ class Case:
 
 
 def decoding(format_name: str) -> Iterator[Case]:
-    """What a model of hidden size 2048 with 5632 neurons a layer runs for each token."""
+    """Yield the kernels that a model of hidden size 2048 with 5632 neurons a layer runs for each token."""
     for n, k in ((2048, 2048), (5632, 2048), (32000, 2048)):
         kernel = cpu.write_kernel(LinearSpec(format=format_name, n=n, k=k, rows=1, bias=False))
         yield Case(f"linear {n}x{k}", kernel)

@@ -133,7 +133,7 @@ def _gguf(options: argparse.Namespace) -> None:
 
 
 def _shape(options: argparse.Namespace) -> LlamaShape:
-    """Of a JSON file, or of the pack; numbers on the command line come before both."""
+    """Return the shape in a JSON file or the pack; numbers on the command line take precedence."""
     given = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in _NUMBERS}
     given = {name: value for name, value in given.items() if value is not None}
     path, pack = Path(options.shape), options.pack / "pack.json"

@@ -90,7 +90,7 @@ class _Llama:
         return ops.transpose(ops.reshape(x, _ints(0, 0, heads, self._head_dim), True), _ints(0, 2, 1, 3))
 
     def _cached(self, name: str, new: Node) -> Node:
-        """What the state of this name holds and `new` behind it; the state is set to that."""
+        """Append `new` to the state of this name, and return the whole."""
         batch = ops.gather(ops.shape_of(self._tokens), _ints(0), _int(0))
         empty = ops.concat([batch, _ints(self._kv_heads, 0, self._head_dim)], 0)
         start = ops.broadcast(ops.constant(np.float32(0)), empty)

@@ -1,4 +1,4 @@
-"""What `peers.py` measures: sweeps of groups, a group being what is measured in turn and compared.
+"""The sweeps that `peers.py` measures. The entries of a group are measured in turn and compared.
 
 A group has one model, one task and several contenders, of which at most one is llama.cpp: ratios are to it.
 """

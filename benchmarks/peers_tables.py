@@ -45,7 +45,7 @@ def _contenders(groups: Sequence[Results]) -> Iterator[str]:
 
 
 def _bytes(row: Results, group: Results) -> Iterator[str]:
-    """What a token reads, that as a share of the bandwidth, and the share of neurons computed, where they are known."""
+    """Yield a token's bytes, their share of the bandwidth, and the share of neurons computed; empty if not known."""
     needed, computed = row["facts"].get("bytes_per_token"), row["facts"].get("computed_share")
     bandwidth = group["bandwidth_bytes_per_s"]
     yield f"{needed / 1e6:.0f}" if needed else ""

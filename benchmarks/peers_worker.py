@@ -41,7 +41,7 @@ class Session(Protocol):
         """Leaves the first `context` tokens in the cache."""
 
     def facts(self, op: str) -> dict[str, float]:
-        """What is known of what was just measured: bytes of a token, shares of neurons, the memory's bandwidth."""
+        """Return figures of the last measurement: bytes of a token, shares of neurons, the memory's bandwidth."""
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -53,7 +53,7 @@ def text(vocab: int, tokens: int) -> list[int]:
 
 
 def next_tokens(tokens: list[int], position: int, batch: int) -> list[int]:
-    """What sequences read behind the same beginning: each something else, so that other neurons fire in each."""
+    """Return the next token of each sequence. They differ, so that other neurons fire in each."""
     return [tokens[(position + 17 * sequence) % len(tokens)] for sequence in range(batch)]
 
 

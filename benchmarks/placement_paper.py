@@ -52,7 +52,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """What the paper measured, in tokens/s."""
+    """A measurement of the paper, in tokens/s."""
 
     machine: str
     quant: str

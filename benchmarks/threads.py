@@ -1,4 +1,4 @@
-"""What threads cost, and what is left of decoding when another process takes a core.
+"""The cost of threads, and the speed of decoding when another process takes a core.
 
     python benchmarks/threads.py ARTIFACT [--threads 2 1] [--rounds 9] [--tokens 24]
 

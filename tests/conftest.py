@@ -1,4 +1,4 @@
-"""What all tests share: settings, and models and artifacts that are too expensive to make more than once a run."""
+"""Settings of all tests, and models and artifacts that are too expensive to make more than once a run."""
 
 import fcntl
 import os
@@ -53,7 +53,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What the user's cache folder would get goes to one of this run; all test processes share compiled kernels."""
+    """Use a cache folder of this run instead of the user's; all test processes share compiled kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("PICOMPILE_CACHE", str(_shared(tmp_path_factory) / "objects"))

@@ -67,13 +67,13 @@ def main() -> int:
 
 
 def _processor_s() -> float:
-    """What all processes that have ended took; it says more than the clock where others work on the machine."""
+    """Return the processor seconds of all ended processes, which other work on the machine does not change."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def _read(file: Path, model: Path, folder: Path) -> dict[str, np.ndarray] | None:
-    """What the guarded process hands back, or None for a file that is refused."""
+    """Return the tensors from the guarded process, or None for a file that is refused."""
     try:
         source = find_source(file)
         check_by_config(file, source.shapes, model)

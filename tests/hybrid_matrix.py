@@ -72,7 +72,7 @@ class Model:
 
 
 def choices(model: Model, whole: Path, hybrid: Path) -> Choices:
-    """What `compare_choices` finds; AssertionError as there, or where rounding does not explain the logits."""
+    """Return the result of `compare_choices`; raise AssertionError as it does, or if logits differ beyond rounding."""
     rounding = ROUNDING[model.quant]
     with picompile_runtime.load(whole, threads=2) as one, picompile_runtime.load(hybrid, threads=2) as other:
         found = compare_choices(one, other, model.prompts, TOKENS, rounding)
@@ -81,7 +81,7 @@ def choices(model: Model, whole: Path, hybrid: Path) -> Choices:
 
 
 def problem_of(model: Model, hot: dict[int, list[int]], naps: Naps, seed: int) -> str | None:
-    """What is wrong with the hybrid artifact; None if nothing is."""
+    """Return the fault of the hybrid artifact; None if there is none."""
     apart, hybrid = model.compile("apart", hot=hot), model.compile("hybrid", hot=hot, hot_device="cpu")
     with picompile_runtime.load(apart, threads=2) as engine:
         expected, shares = every_step(engine, model.ids), [shares_of(engine, name) for name in ("decode", "batch")]

@@ -130,7 +130,7 @@ def random_ids(vocabulary: int, seed: int) -> list[int]:
 @pytest.mark.parametrize(("number", "quant"), list(enumerate(["f16", "q4"])), ids=["f16", "q4"])
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_families(name: str, number: int, quant: str, captured: Capture, naps: Naps, tmp_path: Path) -> None:
-    """The same bits as of the same parts one after the other, and the tokens of all neurons together.
+    """The bits equal those of the same parts one after the other, and the tokens those of all neurons together.
 
     Most kernels are those of test_end_to_end.py, which need not be compiled twice.
     """

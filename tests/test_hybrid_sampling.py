@@ -53,7 +53,7 @@ def generated(engine: Engine, params: SamplingParams, count: int = 12) -> list[i
 
 
 def chosen_from_all(engine: Engine, params: SamplingParams, count: int = 12) -> list[int]:
-    """The same, with all logits of each step."""
+    """Return the tokens that are chosen from all logits of each step."""
     engine.reset()
     sampler = Sampler(params, engine.vocab)
     sampler.observe(PROMPT)

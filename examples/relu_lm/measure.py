@@ -1,4 +1,4 @@
-"""What a trained model is worth on text it has not seen."""
+"""Measurements of a trained model on text that it has not seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the models read: the standard library and its documents, a part of them held out."""
+"""The texts of the models: the standard library and its documents, a part of them held out."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Recipe:
     tokens_per_step: int
 
     def command(self, variant: Variant, out: Path) -> str:
-        """What to type to train like this."""
+        """Return the command that trains a model with these options."""
         bound = f"--steps {self.steps}" if self.steps else f"--minutes {self.minutes:g}"
         return (
             f"python examples/train_relu_lm.py --variant {variant.name} --out {out} {bound} --seed {self.seed} "

@@ -52,7 +52,7 @@ class Variant:
         )
 
     def texts(self, held_out: bool) -> dict[str, str]:
-        """What the model reads, or what measures it, by name."""
+        """Return the texts that the model is trained on, or measured with, by name."""
         return read_library(held_out) | (read_documents(held_out) if self.documents else {})
 
 
@@ -67,7 +67,7 @@ VARIANTS = {
 
 
 def down_projections(model: PreTrainedModel) -> list[tuple[torch.nn.Linear, torch.nn.Linear]]:
-    """What writes to the residual stream in each layer: the attention's output and the FFN's down projection."""
+    """Return the projections of each layer that write to the residual stream: attention output and FFN down."""
     if model.config.model_type == "opt":
         return [(layer.self_attn.out_proj, layer.fc2) for layer in model.model.decoder.layers]
     return [(layer.self_attn.o_proj, layer.mlp.down_proj) for layer in model.model.layers]

@@ -58,7 +58,7 @@ def test_every_gpu_of_the_table_is_compiled_for() -> None:
 
 @functools.cache
 def kernels(model: Path, quant: str, predictor: str) -> tuple[CudaKernel, ...]:
-    """Of a model half of whose neurons are hot."""
+    """Return the kernels of a model half of whose neurons are hot."""
     captured = load_model(model)
     options = CompileOptions(target="4090", quant=quant)
     insert = InsertPredictors(predictor, ranks={0: RANK} if predictor == "learned" else {})

@@ -103,7 +103,7 @@ class Case:
         return self.random.integers(0, VOCAB, int(self.random.integers(0, room + 1))).tolist()
 
     def _form(self, ids: list[int]) -> Any:
-        """The same tokens in one of the ways in which a caller may give them."""
+        """Return the tokens in one of the types that a caller may pass."""
         forms: list[Callable[[list[int]], Any]] = [list, tuple, np.array, lambda ids: np.array(ids, np.uint16)]
         forms.append(lambda ids: [np.int64(token) for token in ids])
         return forms[int(self.random.integers(len(forms)))](ids)

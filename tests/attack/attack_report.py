@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Report:
-    """What came of all cases: how many ended in which way, and a line for each that should not have."""
+    """The outcomes of all cases: how many ended in which way, and a line for each wrong one."""
 
     ended: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)

@@ -105,7 +105,7 @@ def mutated(good: Path, sharded: Path, folder: Path, seed: int) -> str:
 
 
 def refusal_fault(code: int | None, stderr: str) -> str | None:
-    """What is wrong with how a command refused a checkpoint; None where nothing is."""
+    """Return the fault in a command's refusal of a checkpoint; None if the refusal is right."""
     if code not in (2, 3):
         return f"ended with {code}"
     if not stderr.startswith("error: ") or stderr.count("\n") != 1:
@@ -114,7 +114,7 @@ def refusal_fault(code: int | None, stderr: str) -> str | None:
 
 
 def accepted_fault(folder: Path, compiled: bool) -> str | None:
-    """What is wrong with a mutated checkpoint that was not refused: transformers refuses it, or computes others.
+    """Return why a mutated checkpoint should have been refused: transformers refuses it, or computes other logits.
 
     A plan reads no weights, and cannot refuse what is in them.
     """
@@ -170,7 +170,7 @@ def _eager(folder: Path) -> Any:
 
 
 def import_once() -> None:
-    """What takes seconds to import. Nothing is computed: torch's threads would not outlive the fork."""
+    """Import what takes seconds. Nothing is computed: torch's threads would not outlive the fork."""
     for name in _IMPORTED:
         importlib.import_module(name)
     import transformers
@@ -285,7 +285,7 @@ class Attack:
         return None if ended.code == 0 else f"accepted, but {ended.stderr or f'comparing ended with {ended.code}'}"
 
     def _expense(self, command: str, ended: Ended) -> str | None:
-        """What a case took beyond what the good checkpoint takes, where that is too much."""
+        """Return what a case took beyond the good checkpoint, if that is too much; else None."""
         usual = self.usual[command]
         more_s, more_bytes = ended.processor_s - usual.processor_s, ended.peak_bytes - usual.peak_bytes
         self.most_s, self.most_bytes = max(self.most_s, more_s), max(self.most_bytes, more_bytes)

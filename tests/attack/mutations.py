@@ -87,7 +87,7 @@ def _pipe(path: Path) -> None:
 
 
 def _spoil(draw: random.Random, path: Path) -> None:
-    """What can happen to any file."""
+    """Damage a file in one of the ways that fit any file."""
     ways: tuple[Callable[[], None], ...] = (
         lambda: _truncate(draw, path),
         lambda: _flip(draw, path),

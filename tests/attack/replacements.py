@@ -27,7 +27,7 @@ _GONE = ("is not a folder", "cannot be opened (No such file or directory)")
 
 @dataclass
 class Report:
-    """What came of it: replacements, reads that found one of the two artifacts, and a line for each failure."""
+    """The outcome: replacements, reads that found one of the two artifacts, and a line for each failure."""
 
     replacements: int = 0
     reads: Counter[str] = field(default_factory=Counter)

@@ -36,7 +36,7 @@ ENDLESS = "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s =
 
 @dataclass(frozen=True)
 class Held:
-    """What the process has of the system at one time."""
+    """The resources that the process holds at one time."""
 
     resident_mib: float
     threads: float

@@ -76,7 +76,7 @@ def _drop(program: Json, kernel: str, function: str = "decode") -> None:
 
 
 def _overlay(program: Json) -> None:
-    """What the first norm makes lies where the embedding is, which is read again later."""
+    """Place the first norm's output over the embedding, which is read again later."""
     embedding, norm = call_of(program, "embedding"), call_of(program, "rms_norm")
     buffers = program["buffers"]
     read, written = embedding["args"][-1]["buffer"], call_of(program, "linear")["args"][-1]["buffer"]

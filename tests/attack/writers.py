@@ -49,7 +49,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a command makes undisturbed, what it replaces, and how long it takes."""
+    """The output of a command that is not disturbed, what it replaces, and how long it takes."""
 
     older: Path
     new: dict[str, str]
@@ -57,7 +57,7 @@ class Reference:
 
 
 def commands(work: Path) -> dict[str, Command]:
-    """What is attacked, on the models in `work`."""
+    """Return the commands to attack, on the models in `work`."""
     model, text = str(work / "model"), str(work / "text.txt")
     compile_ = ("compile", model, "-o", "OUT", "--context", "64", "--target", "native")
     profile = ("profile", model, "-o", "OUT", "--calibration", text, "--window", "128", "--samples", "200")
@@ -131,7 +131,7 @@ class Attack:
         return None if wrong is None else f"{told}: {wrong}"
 
     def state(self, command: Command, reference: Reference, output: Path, before: dict[str, str]) -> str | None:
-        """What is wrong with the output, which was `before`."""
+        """Return the fault in the output, which had the content `before`; None if there is none."""
         now = digests(output)
         seen = {name: digest for name, digest in now.items() if command.public(name)}
         old = {name: digest for name, digest in before.items() if command.public(name)}
@@ -203,7 +203,7 @@ def _code(code: int, number: int) -> str | None:
 
 
 def left_behind(case: Path, but_temporary: bool = False) -> str | None:
-    """What is beside the output, or among temporary files."""
+    """Return which files are left beside the output or among temporary files; None if there are none."""
     names = [path.name for path in (case / "outputs").iterdir() if path.name != "out"]
     if not but_temporary:
         names += [f"tmp/{path.name}" for path in (case / "tmp").iterdir()]
@@ -315,7 +315,7 @@ def make_inputs(work: Path, with_profile: bool) -> None:
 
 
 def import_once() -> None:
-    """What takes seconds to import. Nothing is computed here."""
+    """Import what takes seconds. Nothing is computed here."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import picompile_codegen.build.host_library

@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py says where something fails: a wrong kernel, one that hangs or crashes, too little memory.
+"""Messages of benchmarks/gpu.py on failures: a wrong kernel, one that hangs or crashes, too little memory.
 
 Each is planted in a stand-in for the GPU. A run must end by itself, name what failed, and go on with the rest.
 """
@@ -140,7 +140,7 @@ def test_a_kernel_that_crashes(broken_pack: MakePack, fake_library: Path, tmp_pa
 
 
 def test_too_little_memory(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
-    """What does not fit is not wrong, but not measured, and says what it lacked."""
+    """A case that does not fit is neither wrong nor measured, and says what it lacked."""
     few = {"FAKE_CUDA_MEMORY": str(2**17)}
     ended, results = ran(gpu_pack, fake_library, tmp_path, "--only", "checks", variables=few)
     assert ended.returncode == 0, ended.stderr

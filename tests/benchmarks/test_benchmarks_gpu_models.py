@@ -125,7 +125,7 @@ def test_copied_layers(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_planned_split() -> None:
-    """What the planner says, in larger steps, and not more of it."""
+    """The split is the planner's in larger steps, and not larger."""
     shape, planned = find_shape("llama-70b"), Planned("4090", "reglu-70b")
     options = ModelOptions("q4", 1 / 3, 1024, 2048, 90, ())
     sizes = sizes_of(shape, options)

@@ -1,4 +1,4 @@
-"""What the commands do with an artifact: outputs for people and for programs."""
+"""Commands on an artifact, and their outputs for people and for programs."""
 
 import json
 import shutil

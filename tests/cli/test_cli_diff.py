@@ -24,7 +24,7 @@ def ir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other_ir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of a pipeline that partitions nothing, quantizes otherwise, and has one pass more."""
+    """Return dumps of a pipeline that partitions nothing, quantizes to q4, and has one more pass."""
     folder = tmp_path_factory.mktemp("other")
     passes = (InsertPredictors(), InsertPredictors(), Partition({}), Quantize("q4"))
     Pipeline(passes, Dump(folder))(build(LLAMA))
@@ -164,7 +164,7 @@ def test_a_page_of_two_folders(cli: Cli, ir: Path, other_ir: Path, tmp_path: Pat
 
 
 def refused(cli: Cli, *arguments: object) -> str:
-    """What is said of arguments that are refused, in one line."""
+    """Return the message for arguments that are refused, which must be one line."""
     ended = cli("diff", *arguments)
     assert ended.code == 2
     assert ended.out == ""

@@ -39,7 +39,7 @@ def tokens(cli: Cli, artifact: Path) -> list[int]:
 
 
 def without_neurons(plan: Path) -> dict[str, Any]:
-    """What a report has of a plan."""
+    """Return a plan's content as a report has it: without the hot neurons."""
     content: dict[str, Any] = json.loads(plan.read_text())
     for layer in content["layers"]:
         del layer["hot"]
@@ -95,7 +95,7 @@ def test_nothing_is_profiled_if_the_model_fits_the_gpu(
 def test_a_profile_is_made_where_it_is_needed(
     cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the text that was given; without a work folder it is a short one, and nothing of it stays."""
+    """The profile is made of the given text; without a work folder it is short, and nothing of it stays."""
     from picompile.predictors.profile import load_profile
 
     asked = []

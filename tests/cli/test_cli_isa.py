@@ -84,7 +84,7 @@ def test_an_artifact_for_another_machine_is_refused(cli: Cli, manifold: Path, mo
 
 
 def test_without_the_code_for_this_machine(cli: Cli, manifold: Path, tmp_path: Path) -> None:
-    """What `compile --target cpu-arm64` makes, but for the names of files."""
+    """The artifact is that of `compile --target cpu-arm64`, but for the names of files."""
     artifact = Path(shutil.copytree(manifold, tmp_path / "artifact"))
     manifest = json.loads((artifact / "manifest.json").read_text())
     manifest["code"] = manifest["code"][:1]

@@ -1,4 +1,4 @@
-"""What only shows in a process of its own: what gets imported, pipes, signals, terminals."""
+"""Behaviour that only shows in a process of its own: imports, pipes, signals, terminals."""
 
 import os
 import pty
@@ -163,7 +163,7 @@ def test_too_few_file_descriptors_are_named(tiny_artifact: Path) -> None:
 
 
 def on_terminal(*arguments: object) -> str:
-    """What a command writes to stderr when that is a terminal."""
+    """Return what a command writes to stderr when that is a terminal."""
     controller, terminal = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen(

@@ -29,7 +29,7 @@ def test_a_report_on_an_artifact(cli: Cli, tiny_artifact: Path, tmp_path: Path) 
 
 
 def refused(cli: Cli, *arguments: object, code: int = 2) -> str:
-    """What is said of arguments that are refused, in one line."""
+    """Return the message for arguments that are refused, which must be one line."""
     ended = cli("report", *arguments)
     assert (ended.code, ended.out) == (code, "")
     assert ended.err.startswith("error: ")

@@ -1,4 +1,4 @@
-"""What every command has in common: help, usage errors, exit codes, and one line of text for each error."""
+"""Rules for every command: help, usage errors, exit codes, and one line of text for each error."""
 
 import errno
 import re

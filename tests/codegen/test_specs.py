@@ -134,7 +134,7 @@ VARIANTS: dict[type[KernelSpec], list[Parameters]] = {
 
 
 def declared(arguments: tuple[KernelArgument, ...]) -> tuple[KernelArgument, ...]:
-    """What the caller gives: all but scratch."""
+    """Return the arguments that the caller passes: all but scratch memory."""
     return tuple(argument for argument in arguments if not argument.scratch)
 
 

@@ -1,4 +1,4 @@
-"""What a config.json may say: which class goes with which type, which values make a model, and what has no effect."""
+"""Rules for a config.json: which class goes with which type, which values make a model, which fields have no effect."""
 
 import json
 import math

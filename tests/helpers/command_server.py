@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _import_all() -> None:
-    """What most commands import, sooner or later."""
+    """Import the modules that most commands need."""
     for name in (
         "picompile.frontend",
         "picompile.cli",

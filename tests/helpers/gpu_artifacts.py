@@ -41,7 +41,7 @@ def gpu_artifact(build_once: BuildOnce, gpu_model: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def host_artifact(build_once: BuildOnce, gpu_model: Path) -> Path:
-    """The same for processors: both parts one after the other."""
+    """Return the artifact for processors, which computes both parts one after the other."""
     return build_once("gpu-host-artifact", lambda folder: compile_for_test(gpu_model, folder, **_SIZES))
 
 

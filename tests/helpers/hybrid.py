@@ -145,7 +145,7 @@ def poison(engine: Engine) -> None:
 
 
 def device_array(engine: Engine, kind: str, name: str) -> NDArray[np.uint8]:
-    """What a device that is a partition of the CPU has in its memory."""
+    """Return a tensor in the memory of a device that is a partition of the CPU."""
     tensors = engine._program.buffers if kind == "buffer" else engine._program.state
     memory, offset = engine._executor._accelerator_layout.places[kind, name]
     view = ArgumentView(memory, replace(tensors[name], offset=offset))

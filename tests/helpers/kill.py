@@ -68,7 +68,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def _import_once() -> None:
-    """What takes seconds to import. Nothing is computed here: torch's threads would not outlive the fork."""
+    """Import what takes seconds. Nothing is computed here: torch's threads would not outlive the fork."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import picompile.cli.app

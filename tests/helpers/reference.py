@@ -10,7 +10,7 @@ _DOWN = ("down_proj", "fc2", "dense_4h_to_h")
 
 
 def rounded(weight: Tensor, format_name: str) -> Tensor:
-    """What is left of a matrix [rows, columns] after it went through a weight format."""
+    """Return a matrix [rows, columns] after it was quantized to a weight format and back."""
     return dequantize_rows(quantize_rows(weight, format_name), format_name, weight.shape[1])
 
 

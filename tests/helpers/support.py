@@ -1,4 +1,4 @@
-"""What tests of several folders use besides fixtures. Not in a conftest: there are several of that name."""
+"""Helpers for tests of several folders besides fixtures. They are in no conftest, since several have that name."""
 
 import os
 from collections.abc import Callable

@@ -11,7 +11,7 @@ __all__ = ["fake_cuda", "fake_library"]
 
 @pytest.fixture(autouse=True)
 def only_virtual_time(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """What is measured is large; the stand-in says how long it takes, and need not do it."""
+    """Measure in virtual time: copies are large, and the stand-in says how long they take without making them."""
     if "fake_cuda" in request.fixturenames:
         request.getfixturevalue("fake_cuda")
         monkeypatch.setenv("FAKE_CUDA_DRY", "1")

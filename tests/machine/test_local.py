@@ -131,7 +131,7 @@ def test_a_row_without_a_gpu_has_no_gpu_figures(monkeypatch: pytest.MonkeyPatch)
 
 
 def broken_contents() -> list[bytes]:
-    """What may lie in the file's place; the machine in them is the right one where there is any."""
+    """Return contents that a damaged cache file may have; those that name a machine name the right one."""
     good = json.loads(cache_file().read_bytes())
     made: list[Any] = [None, 3, [], {}, "text"]
     for path in [("schema",), ("host",), ("host", "bytes"), ("host", "bytes_per_s"), ("speed",), ("measured_at_s",)]:

@@ -36,7 +36,7 @@ _PROPERTY = re.compile(r"PropertyError: property (\S+) does not hold")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the suite said: the test that failed and why, None where none did."""
+    """The suite's verdict: the test that failed and why, None if none did."""
 
     fault: Fault
     found_by: str | None
@@ -87,7 +87,7 @@ def _found_by(output: str) -> str:
 
 
 def earlier() -> dict[str, str | None]:
-    """What the table says of each fault by name."""
+    """Return the table's entry for each fault, by name."""
     text = TABLE.read_text(encoding="utf-8") if TABLE.exists() else ""
     rows = re.findall(r"^\| (.+) \| `.+` \| (?:`(.+)`|\*\*not found\*\*) \|$", text, re.MULTILINE)
     return {name: by or None for name, by in rows}

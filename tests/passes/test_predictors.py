@@ -1,4 +1,4 @@
-"""What each predictor kind says of a neuron, and where kinds come from."""
+"""The prediction of each predictor kind for a neuron, and the registration of kinds."""
 
 import subprocess
 import sys

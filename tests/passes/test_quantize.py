@@ -29,7 +29,7 @@ def partitioned(shape=LLAMA, hot=None):
 
 
 def rounded(weights, form, predictors=None):
-    """What `form` leaves of each matrix, and `predictors` of predictors' own, `form` if not given.
+    """Return the weights after `form` and back; predictors' own matrices use `predictors`, which defaults to `form`.
 
     A down projection holds a neuron in each column, and is packed by neuron.
     """

@@ -60,7 +60,7 @@ def silent(config: Mapping[str, Any]) -> bool:
 
 
 def lowered(config: Mapping[str, Any], packing: Packing, insert: Pass, hot: Mapping[int, Any] | None = None) -> Lowered:
-    """What compiling leads to, by the passes themselves."""
+    """Return the program that compiling leads to, by the passes themselves."""
     passes = (*CANONICALIZE, insert, *([Partition(hot)] if hot is not None else []), Quantize(packing.quant))
     graph_module = Pipeline(passes)(captured(config)).graph_module
     kv_dtype = KV_DTYPES[packing.kv_dtype or "f16"]
@@ -208,7 +208,7 @@ def test_parts_of_a_split_layer_take_no_more_than_counted(data: st.DataObject) -
 
 
 def part_bytes(of: Lowered, layer: int) -> dict[str, int]:
-    """What only the parts of a layer read, by the part; what a row-local predictor reads is its part's."""
+    """Return the bytes that only the parts of a layer read, by part; a row-local predictor's bytes are its part's."""
     parameters = {kernel.name: kernel.params for kernel in of.kernels}
     parts = iter(of.program.ffn)
     sizes: dict[str, int] = {}

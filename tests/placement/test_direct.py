@@ -54,7 +54,7 @@ def placed(task: PlacementTask, seed: int) -> tuple[list[PartPlaces], bool]:
 
 
 def looking_at_all(task: PlacementTask) -> PlacementTask:
-    """The same where every neuron is looked at, so that any cold group means an exchange."""
+    """Return the task with predictors that read every neuron, so that any cold group means a transfer."""
     layers = tuple(
         replace(layer, gating_bytes=max(1, layer.gating_bytes), neuron_bytes=layer.neuron_bytes + 1)
         for layer in task.model.layers

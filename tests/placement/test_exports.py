@@ -1,4 +1,4 @@
-"""What the package exports is there, whatever was imported before."""
+"""The package's exports resolve, whatever was imported before."""
 
 import subprocess
 import sys

@@ -129,7 +129,7 @@ def found(model: Model, layers: Sequence[Layer], head: bool) -> Counter[str]:
 
 
 def expected(model: ModelBytes, layers: Sequence[Layer], head: bool) -> Counter[str]:
-    """The same as the planner has it, in sums of what it tells apart."""
+    """Return the launches as the planner counts them, summed by what it distinguishes."""
     launches = Counter[str]()
     for counts, (where, hot) in zip(model.layers, layers, strict=True):
         of_layer = counts.launches

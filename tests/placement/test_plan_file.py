@@ -189,7 +189,7 @@ def test_any_values_are_refused_or_harmless(small: tuple[Path, Any], data: st.Da
 
 
 def _hold(path: Path, content: Any, place: Place) -> None:
-    """What passes is a plan that can be printed, written and compiled with."""
+    """Assert that an accepted file is a plan that can be printed, written and compiled with."""
     found = read_or_refuse(path, content)
     if found is None:
         return

@@ -1,4 +1,4 @@
-"""What is derived from the numbers of a config.json is what the captured and lowered graph comes to."""
+"""The bytes and launches derived from the numbers of a config.json equal those of the captured and lowered graph."""
 
 import functools
 import json
@@ -35,7 +35,7 @@ def _captured_once() -> Iterator[None]:
 
 
 def derived(config: dict[str, Any], packing: Packing, **more: Any) -> Any:
-    """What the numbers alone come to, which must be known."""
+    """Return the bytes derived from the numbers alone, which must be known."""
     outline = outline_of_config(config)
     assert outline is not None
     return derive_bytes("model", outline, packing, **more)

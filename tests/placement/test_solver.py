@@ -31,7 +31,7 @@ def random_program(seed: int) -> PlacementProblem:
 
 
 def _costs(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Of any form, falling, bent upwards (convex), or bent downwards (concave) and negative."""
+    """Return costs of any form, falling, convex, or concave and negative."""
     values = rng.random(count)
     kind = rng.integers(0, 4)
     if kind == 0:
@@ -101,7 +101,7 @@ def test_stages_that_are_all_alike() -> None:
 
 
 def _brute_force_of_alike(program: PlacementProblem) -> Totals | None:
-    """Of stages that are alike: what counts is how often each place is taken; those of a side lie together."""
+    """Return the best totals of stages that are alike: only the number of stages at each place counts."""
     stage = program.stages[0]
     places = [StagePlace(c, n) for c, choice in enumerate(stage.choices) for n in range(len(choice.costs))]
     found = []

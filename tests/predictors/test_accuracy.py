@@ -1,4 +1,4 @@
-"""What `measure_layers` says of a predictor equals a count over the whole graph, run in one go."""
+"""The figures of `measure_layers` equal counts over the whole graph, run in one go."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What differs between two dumps, which layers are alike, and the page that shows it."""
+"""Differences between two dumps, layers that are alike, and the page that shows them."""
 
 import re
 from collections import Counter
@@ -267,7 +267,7 @@ def test_a_chain_is_straight() -> None:
 
 @dataclass
 class Page(HTMLParser):
-    """What is in a page: elements by their attributes, and the text of titles and headings."""
+    """The content of a page: elements by their attributes, and the text of titles and headings."""
 
     nodes: list[tuple[str, str, str]] = field(default_factory=list)
     attributes: list[tuple[str, str]] = field(default_factory=list)

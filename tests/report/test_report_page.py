@@ -211,7 +211,7 @@ def test_curves_of_another_form_are_skipped(tmp_path: Path, curves: list[Any]) -
 
 
 def test_curves_of_training_are_drawn(tmp_path: Path) -> None:
-    """What training writes down of a candidate is what the report reads."""
+    """The report reads what training writes of a candidate."""
     import torch
 
     from picompile.predictors.train.choose import curves

@@ -1,4 +1,4 @@
-"""What is recognized at a path, what is read there, and what is refused in one line."""
+"""Sources of a report: how a path is recognized and read, and what is refused in one line."""
 
 import json
 from pathlib import Path

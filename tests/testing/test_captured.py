@@ -32,7 +32,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def canonical(graph_module: GraphModule) -> GraphModule:
-    """What the passes of `CANONICALIZE` make of it; the stage is verified after each."""
+    """Return the canonical graph; the stage is verified after each pass."""
     return Pipeline(CANONICALIZE, hook=verifying)(graph_module).graph_module
 
 

@@ -61,7 +61,7 @@ def test_unknown_families_raise():
 
 
 def words(config):
-    """What is special of a configuration."""
+    """Yield the fields in which configurations of models differ."""
     for name in ("hidden_act", "activation", "activation_function", "sliding_window", "use_sliding_window"):
         if name in config:
             yield f"{name} {config[name]}"

@@ -88,7 +88,7 @@ def test_loaded_files_are_remembered_as_verified():
 
 
 def packed_again(matrix, form):
-    """What `form` leaves of a matrix [rows, columns]."""
+    """Return a matrix [rows, columns] after it was quantized to `form` and back."""
     return dequantize_rows(quantize_rows(matrix, form), form, matrix.shape[1])
 
 

@@ -136,7 +136,7 @@ class Example:
         return as_seen(self.x, self.format_name) @ self.weights[name].T + self.biases.get(f"{name}_bias", 0)
 
     def hidden(self) -> NDArray[np.float64]:
-        """What each neuron sends down, if it is kept: [tokens, neurons]."""
+        """Return the output of each neuron that is kept, else 0: [tokens, neurons]."""
         return np.where(self.kept, self._hidden(), 0.0)
 
     def _hidden(self) -> NDArray[np.float64]:

@@ -57,7 +57,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
 
 @pytest.fixture(scope="module")
 def device_library(bench: Workbench) -> HostLibrary:
-    """The same kernels with threads and a queue of their own."""
+    """Return a library of the same kernels with threads and a queue of its own."""
     path = bench.path.with_name("hot.so")
     build_host_library(EVERY, path)
     return HostLibrary(path)
@@ -205,7 +205,7 @@ def test_no_wait_after_a_side_has_given_up(name: str, bench: Workbench) -> None:
 
 @pytest.mark.parametrize("name", list(WAITING))
 def test_a_wait_times_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a library that has a millisecond of it, instead of half a minute."""
+    """A kernel waits a millisecond in this library, instead of half a minute."""
     monkeypatch.setattr(build_module, "_COMPILE_FLAGS", (*build_module._COMPILE_FLAGS, "-DPI_PATIENCE_NS=1000000"))
     kernel = WAITING[name]
     build_host_library([kernel], tmp_path / "host.so")

@@ -86,12 +86,12 @@ def test_extends_and_attends(
 
 
 def widths(shape: Heads) -> dict[str, int]:
-    """Of keys and of values."""
+    """Return the widths of keys and of values."""
     return {"k": shape.head_dim, "v": shape.value_dim}
 
 
 def stored(rows: Array, side: str, kv_dtype: str) -> dict[str, Array]:
-    """What rows [tokens, kv_heads, d] are in each argument of a cache, and what they stand for."""
+    """Return rows [tokens, kv_heads, d] as each argument of a cache stores them, and the values that they stand for."""
     if kv_dtype != "q8":
         data = rows.astype(kv_dtype)
         return {f"{side}_cache": data, "stands for": data.astype(np.float64)}

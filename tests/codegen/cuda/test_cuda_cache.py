@@ -118,7 +118,7 @@ def test_a_single_sequence_asks_for_no_slot(workbench: CudaWorkbench, mode: Mode
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("size", [0.0, 1e-12, 1e-8, 1e-6, 1e-4, 3e-3, 1.0, 300.0, 5e5, 3e7])
 def test_q8_of_numbers_of_all_sizes(workbench: CudaWorkbench, head_dim: int, size: float) -> None:
-    """The same bytes as on the CPU, from scales that are 0 in float16 to those that it cannot hold."""
+    """The bytes equal the CPU's, from scales that are 0 in float16 to scales that it cannot hold."""
     x = (size * uniform(np.random.default_rng(head_dim), 1, HEADS * head_dim)).astype(np.float32)
     result = workbench.run(cache_write("q8", "one", 1, head_dim), {"x": x}, position=7, slot=1)
     assert_written(result, x.reshape(1, HEADS, head_dim), "q8", [1], [7])

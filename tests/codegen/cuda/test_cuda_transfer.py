@@ -190,7 +190,7 @@ def begin_to_wait(live: Live, act: Callable[[], None]) -> threading.Thread:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_receive_waits_for_the_host(receiving: Live, order: int) -> None:
-    """What was there before the flag was set is not what is received, by any thread."""
+    """No thread receives what was there before the flag was set."""
     expected = uniform(np.random.default_rng(order), 1, 4100)
 
     def act() -> None:
@@ -226,7 +226,7 @@ _PATIENCE_NS = 20_000_000
     ],
 )
 def test_a_wait_times_out(kernel: CudaKernel, tmp_path: Path) -> None:
-    """Of a kernel that has 20 ms of it, instead of half a minute. It says so, and for which flag, and no sooner."""
+    """A kernel that waits 20 ms, instead of half a minute, reports the flag that it waited for, and no sooner."""
     live = Live.of(kernel, tmp_path, _NO_PATIENCE, f"#define PI_PATIENCE_NS {_PATIENCE_NS}\n{_NO_PATIENCE}")
     live.arrays["step"][3], live.arrays["flag"][0], live.arrays["abandoned"][0] = STEP, EARLIER, 0
     begun_ns = time.monotonic_ns()

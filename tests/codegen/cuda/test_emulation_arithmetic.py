@@ -68,7 +68,7 @@ def test_arithmetic_of_halves_is_rounded_correctly(kernels: Emulated) -> None:
 
 
 def nearest_half(exact: Fraction) -> np.float16:
-    """Of the halves around `exact`, which is within their range, the nearest; in the middle the even one."""
+    """Return the float16 nearest to `exact`, which is within its range; in the middle, the even one."""
     near = np.float16(float(exact))
     candidates = [near, np.nextafter(near, np.float16(np.inf)), np.nextafter(near, np.float16(-np.inf))]
     finite = [half for half in candidates if np.isfinite(half)]

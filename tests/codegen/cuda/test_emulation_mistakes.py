@@ -1,4 +1,4 @@
-"""What a GPU forbids is an error of the emulation, with a text that says who did what, and where."""
+"""The emulation reports what a GPU forbids, with a text that says which thread did what, and where."""
 
 import ctypes
 import signal

@@ -1,4 +1,4 @@
-"""What attention becomes in each function of a program: which calls, and the state behind them."""
+"""Attention in each function of a program: its calls, and the state behind them."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -116,7 +116,7 @@ def every_step(runner: Runner | HybridRunner) -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the program on the host alone gives."""
+    """The results of the program on the host alone."""
 
     logits: dict[str, Array]
     stats: dict[tuple[int, str], list[int]]
@@ -240,7 +240,7 @@ def _blocked(call: ProgramCall, behind: Mapping[int, set[str]]) -> bool:
 
 
 def _made(calls: Sequence[ProgramCall], program: LoweredProgram, given: set[str]) -> dict[int, set[str]]:
-    """What each call makes of shared memory, by its id: what no call before it in the program has to do with."""
+    """Return the shared memory that each call is the first to use, by the call's id."""
     known, made = set(given), {}
     for call in calls:
         made[id(call)] = _shared_of(call, program) - known
@@ -371,7 +371,7 @@ def test_logits_stay_with_the_head() -> None:
 
 
 def test_the_host_is_asked_before_the_device_begins() -> None:
-    """Of a split block: the mask goes out, the hot part is computed, and only then the cold part is waited for."""
+    """In a split block the mask is sent, the hot part is computed, and only then the cold part is waited for."""
     calls = lower(CASES["gated"].graph(), options(Placement.all_of(4))).program.functions["decode"]
     of_layer = [call for call in calls if call.device == "device" and call.op in ("ffn", "send", "receive", "predict")]
     first = next(number for number, call in enumerate(of_layer) if call.op == "predict")

@@ -135,7 +135,7 @@ def test_a_program_for_one_sequence_has_no_function_for_several() -> None:
 
 
 def test_windows_are_told_of_attention(compiled: Compiled) -> None:
-    """What an attention reads depends on them."""
+    """The bytes that an attention reads depend on its window."""
     for function in ("decode", "batch", "score"):
         calls = compiled.lowered.program.functions[function]
         windows = [call.to_json().get("window") for call in calls if call.op == "attention"]

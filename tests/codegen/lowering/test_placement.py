@@ -98,7 +98,7 @@ def test_attention_of_one_layer(name: str, layer: int) -> None:
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_cache_of_one_layer(name: str, layer: int) -> None:
-    """What reads and writes it, and the rotation before that."""
+    """The nodes that read and write the cache move, and the rotations before them."""
     nodes = nodes_of(SHAPES[name])
     only_hot = set(on_device(place(nodes, ON_HOST)))
     mine = [node for node in on_device(place(nodes, Placement(caches=frozenset({layer})))) if node not in only_hot]
@@ -137,7 +137,7 @@ def test_head_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_with_streams_the_device_has_whole_blocks(name: str) -> None:
-    """Of layers whose attention it has; all else is where it was."""
+    """The device has the cold parts of layers whose attention it has; all else stays where it was."""
     nodes, placement = nodes_of(SHAPES[name]), Placement(frozenset({0, 1}), EVERY)
     without, streams = place(nodes, placement), place(nodes, placement, streams=True)
     moved = [node for node in nodes if without[node] != streams[node]]

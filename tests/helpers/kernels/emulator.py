@@ -100,7 +100,7 @@ def _table(kernels: dict[str, str]) -> str:
 
 @functools.cache
 def _once(defines: tuple[str, ...]) -> tempfile.TemporaryDirectory[str]:
-    """What all sources have in common: emulation.o, and the header as the compiler keeps it. Gone with the process."""
+    """Compile what all sources share: emulation.o and the precompiled header. The process deletes them when it ends."""
     folder = tempfile.TemporaryDirectory(prefix="picompile-emulation-")
     options = [f"-D{name}" for name in defines]
     _compile("-Wall", *options, "-c", str(_HERE / "emulation.cpp"), "-o", f"{folder.name}/emulation.o")

@@ -55,7 +55,7 @@ class Runner:
         return logits[: len(tokens)]
 
     def prepare(self, tokens: list[int]) -> None:
-        """What a step with `tokens` finds in memory."""
+        """Fill the memory for a step with `tokens`."""
         self._poison()
         buffers = self._memory["buffer"]
         buffers["step"][:3] = len(tokens), self.position, self.slot
@@ -63,7 +63,7 @@ class Runner:
         buffers["positions"][: len(tokens)] = np.arange(self.position, self.position + len(tokens))
 
     def prepare_batch(self, tokens: list[int], positions: list[int], slots: list[int]) -> None:
-        """What a step of `batch` finds in memory."""
+        """Fill the memory for a step of the function `batch`."""
         self._poison()
         buffers, count = self._memory["buffer"], len(tokens)
         buffers["step"][0] = count

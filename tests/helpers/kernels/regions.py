@@ -31,7 +31,7 @@ class _Span(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Counts:
-    """Of regions: how many ran, and how many tasks of one wrote something at most."""
+    """Counts of parallel regions: how many ran, and the most tasks of one region that wrote something."""
 
     regions: int
     writers: int
@@ -65,7 +65,7 @@ class Regions:
         assert not problem, f"{where}: {problem}; spans have {[end - start for start, end in spans]} bytes"
 
     def counts(self) -> Counts:
-        """What ran since the last time that this was asked."""
+        """Return the counts since the last call."""
         regions, writers = ctypes.c_int(), ctypes.c_int()
         self._checker.checker_counts(ctypes.byref(regions), ctypes.byref(writers))
         return Counts(regions.value, writers.value)

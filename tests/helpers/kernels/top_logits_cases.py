@@ -42,7 +42,7 @@ def expected(logits: Array) -> tuple[Array, Array]:
 
 
 def check(result: dict[str, Array], logits: Array) -> None:
-    """Of the rows that count the bits are those of the logits; the others are as they were."""
+    """Check that the first rows have the bits of the highest logits, and that the other rows are as they were."""
     scores, ids = expected(logits)
     tokens = len(logits)
     assert np.array_equal(result["ids"][:tokens], ids)

@@ -43,7 +43,7 @@ def build_library(output: Path, *definitions: str, also: Sequence[Path] = ()) ->
 
 @dataclass(frozen=True)
 class Toy:
-    """What the toy model is made of: `table` and `head` [vocab, DIM], `script` [context] (-1 where it says nothing)."""
+    """The parts of the toy model: `table` and `head` [vocab, DIM], `script` [context] (-1 where it says nothing)."""
 
     table: np.ndarray
     head: np.ndarray

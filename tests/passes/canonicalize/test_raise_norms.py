@@ -35,7 +35,7 @@ def _by_reciprocal(b: GraphBuilder, x: Node) -> Node:
 
 
 def _by_reciprocal_times_one(b: GraphBuilder, x: Node) -> Node:
-    """What export makes of x · (1.0 / sqrt(…))."""
+    """Build the nodes that export makes of x · (1.0 / sqrt(…))."""
     inverse = b.call(aten.reciprocal.default, b.call(aten.sqrt.default, _mean_square(b, x)))
     return b.call(aten.mul.Tensor, x, b.call(aten.mul.Tensor, inverse, 1.0))
 

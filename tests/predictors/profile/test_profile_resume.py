@@ -105,7 +105,7 @@ def test_layers_that_are_through_are_not_run_again(
 def test_notes_that_cannot_be_read_are_made_again(
     damage: str | None, build_once: BuildOnce, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is alive of the windows, and what the search has found."""
+    """The notes hold the values alive between segments, and what the search has found."""
     monkeypatch.setattr("picompile.predictors.profile.thresholds._STEPS", 4)
     model = build_once("tiny-silu", lambda folder: save_tiny_llama(folder, hidden_act="silu"))
     # Every worker has a text of its own.

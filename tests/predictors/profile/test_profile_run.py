@@ -43,7 +43,7 @@ def eager(folder: Path) -> nn.Module:
 
 
 def recorded(model: nn.Module, windows: list[list[int]], modules: dict[str, nn.Module]) -> Seen:
-    """What each of `modules` reads, and the mean loss under "loss"."""
+    """Return the inputs of each of `modules`, and the mean loss under "loss"."""
     seen: Seen = {name: [] for name in (*modules, "loss")}
 
     def record(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:

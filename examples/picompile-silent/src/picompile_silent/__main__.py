@@ -62,7 +62,7 @@ def _count(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _table(counts: Counts, tokens: int) -> Iterator[str]:
-    """What was counted, in short: for each layer, and for all of them."""
+    """Yield a summary of the counts: a line for each layer, and one for all layers."""
     yield f"{tokens} tokens"
     everywhere = [count for layer in counts.values() for count in layer]
     for name, part in [*((f"layer {layer}", counts[layer]) for layer in counts), ("model", everywhere)]:

@@ -47,7 +47,7 @@ class DropSilentNeurons(Pass):
 
     @cached_property
     def firings(self) -> Counts:
-        """What the file holds. Raises `PassOptionError` where that is not firing counts."""
+        """Return the firing counts in the file. Raise `PassOptionError` if it holds none."""
         return read_counts(Path(self.counts).expanduser())
 
     def rewrite(self, rewriter: Rewriter) -> None:
