@@ -12,6 +12,8 @@ from picompile_codegen.specs import (
     AttentionSpec,
     CacheWriteSpec,
     CopyWordsSpec,
+    DivideByRmsSpec,
+    ElementwiseSpec,
     EmbeddingSpec,
     FfnSpec,
     KernelArgument,
@@ -66,7 +68,14 @@ def attentions() -> list[Parameters]:
     extending = [
         {**each, "extend": True, "turn": turn} for each in reading for turn in (False, True) if each["mode"] != "chunk"
     ]
-    return [*reading, *extending, *with_modes(cached[:1], sequences=1)]
+    options = [
+        {"softcap": 30.0},
+        {"slopes": True},
+        {"sinks": True},
+        {"softcap": 50.0, "slopes": True, "sinks": True},
+    ]
+    changed = with_modes([{**each, **option} for each in cached[:1] for option in options], sequences=4)
+    return [*reading, *extending, *changed, *with_modes(cached[:1], sequences=1)]
 
 
 def ffns() -> list[Parameters]:
@@ -79,6 +88,7 @@ def ffns() -> list[Parameters]:
         {"gated": True, "activation": "silu", "up_activation": "identity", "biases": ""},
         {"gated": False, "activation": "relu2", "up_activation": "identity", "biases": ""},
         {"gated": False, "activation": "gelu", "up_activation": "identity", "biases": "ud"},
+        {"gated": True, "activation": "relu2", "up_activation": "identity", "biases": "", "squares": True},
     ]
     kinds = [
         *({"kind": kind, "mask_columns": None} for kind in ("dense", "exact", "masked")),
@@ -107,9 +117,14 @@ VARIANTS: dict[type[KernelSpec], list[Parameters]] = {
         )
     ],
     CopyWordsSpec: grid(words=(8, 300)),
+    DivideByRmsSpec: grid(dim=(96, 99), rows=ROWS, neurons=(77,), eps=(1e-5, 1e-6), bias=(False, True)),
+    ElementwiseSpec: [
+        *grid(dim=(96, 99), rows=ROWS, inputs=("rtv",), expression=("t0 = mul(x0, x1); add(t0, x2)",)),
+        *grid(dim=(96,), rows=(1,), inputs=("rv", "rr"), expression=("mul(x0, x1)", "mul(x1, x0)", "mul(x0, 2.0)")),
+    ],
     EmbeddingSpec: grid(format=FORMATS, vocab=(50,), dim=(96, 100), rows=ROWS, offset=(0, 2)),
     FfnSpec: ffns(),
-    LayerNormSpec: grid(dim=(96, 99), rows=ROWS, eps=(1e-5,), weight=(False, True), bias=(False, True)),
+    LayerNormSpec: grid(dim=(96, 99), rows=ROWS, eps=(1e-5,), weight=(False, True), bias=(False, True), groups=(1, 3)),
     TopLogitsSpec: grid(vocab=(37, 300, 3000), rows=ROWS),
     LinearSpec: grid(format=FORMATS, n=(64, 251), k=(72, 100), rows=ROWS, bias=(False, True)),
     PredictLowRankSpec: grid(
@@ -122,7 +137,7 @@ VARIANTS: dict[type[KernelSpec], list[Parameters]] = {
     ],
     ReceiveSpec: grid(dim=(96, 99), rows=ROWS, counted=(False, True)),
     ReceiveMaskSpec: grid(neurons=(77, 200), rows=ROWS),
-    RmsNormSpec: grid(dim=(96, 99), rows=ROWS, eps=(1e-5, 1e-6)),
+    RmsNormSpec: grid(dim=(96, 99), rows=ROWS, eps=(1e-5, 1e-6), groups=(1, 3)),
     RotarySpec: with_modes(grid(heads=(3,), head_dim=(20, 32), context=(50,))),
     SendSpec: grid(dim=(96, 99), rows=ROWS),
     SendMaskSpec: grid(dim=(96,), neurons=(200,), columns=(55, 60), rows=ROWS),

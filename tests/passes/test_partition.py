@@ -10,7 +10,7 @@ from picompile.testing import LLAMA, OPT, GraphShape, assert_equivalent, build, 
 from picompile_passes.base import Stage, stage_of
 from picompile_passes.errors import PassOptionError
 from picompile_passes.graph.nodes import arguments, attribute, calls
-from picompile_passes.graph.operands import INDEX_SELECT, SPARSE_FFN
+from picompile_passes.graph.operands import ADD, DIVIDE_BY_RMS, INDEX_SELECT, SPARSE_FFN
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.verify import verify
@@ -87,6 +87,20 @@ def test_down_bias_is_added_once():
     hot, cold = parts(after, 0)
     assert arguments(hot)["down_bias"].target == whole
     assert arguments(cold)["down_bias"] is None
+
+
+@pytest.mark.parametrize("shape", [GraphShape(ffn_norm=True), GraphShape(gated=False, ffn_norm=True)])
+def test_squares_of_the_parts_are_added_before_they_divide(shape):
+    before = predicted(shape)
+    after = Partition({0: (1, 2, 30)})(before).graph_module
+    division, whole = calls(after.graph, DIVIDE_BY_RMS)
+    values = arguments(division)
+    assert values["x"].target is ADD
+    assert list(values["x"].args) == parts(after, 0)
+    assert all(arguments(part)["squares"] and arguments(part)["down_bias"] is None for part in parts(after, 0))
+    assert (values["neurons"], values["eps"]) == (shape.ffn, shape.eps)
+    assert [arguments(whole)["x"]] == parts(after, 1)
+    assert_equivalent(before, after)
 
 
 @pytest.mark.parametrize(("hot", "device"), [((), "cold"), (tuple(range(40)), "hot")])

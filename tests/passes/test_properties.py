@@ -55,7 +55,8 @@ def test_raising(pass_):
     check(pass_, graphs=captured_before(pass_), may_refuse=False, max_examples=EXAMPLES)
 
 
-@pytest.mark.parametrize("pass_", CANONICALIZE[:-1], ids=lambda pass_: pass_.name)
+# All but the last two: one takes whatever arithmetic the others have left, the other ends the stage.
+@pytest.mark.parametrize("pass_", CANONICALIZE[:-2], ids=lambda pass_: pass_.name)
 def test_raising_out_of_order(pass_):
     check(pass_, graphs=graphs(Stage.CAPTURED), max_examples=EXAMPLES)
 
@@ -180,9 +181,9 @@ def test_any_order_of_passes_works_or_names_the_stage(data, seed):
         assert "needs a graph of stage" in str(error)
         return
     except UnsupportedGraphError as error:
-        # Flattening is for what the other passes have raised, and says at which node it is not.
-        assert "flatten-tokens" in [pass_.name for pass_ in pipeline.passes]
-        assert "cannot be expressed in the dialect" in str(error)
+        # Flattening is for what the other passes have raised, and says at which node it is not. So is arithmetic.
+        assert {"flatten-tokens", "raise-elementwise"} & {pass_.name for pass_ in pipeline.passes}
+        assert "cannot be expressed in the dialect" in str(error) or "is not supported" in str(error)
         return
     except PassesError as error:
         assert "is partitioned already" in str(error) or "no feed-forward block of that number" in str(error)

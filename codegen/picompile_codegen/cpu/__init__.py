@@ -17,6 +17,8 @@ BODIES: Mapping[type[KernelSpec], Callable[[Any, KernelFunction], None]] = {
     specs.AttentionSpec: attention.attention,
     specs.CacheWriteSpec: cache.cache_write,
     specs.CopyWordsSpec: transfer.copy_words,
+    specs.DivideByRmsSpec: token_ops.divide_by_rms,
+    specs.ElementwiseSpec: token_ops.elementwise,
     specs.EmbeddingSpec: token_ops.embedding,
     specs.FfnSpec: ffn.ffn,
     specs.LayerNormSpec: token_ops.layer_norm,

@@ -1,11 +1,14 @@
-"""Activation functions by the names of `picompile_passes.dialect.activations`, for CPU and GPU alike."""
+"""Activations and expressions of `picompile_passes.dialect`, for CPU and GPU alike."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import pi, sqrt
 
+from tvm import tirx
+
 from picompile_codegen.cpu.tensor import Expr, bind, maximum, minimum, select
 from picompile_passes.dialect.activations import parse_activation
+from picompile_passes.dialect.expressions import parse_expression
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,7 @@ class Arithmetic:
     sigmoid: Callable[[Expr], Expr]
     tanh: Callable[[Expr], Expr]
     erf: Callable[[Expr], Expr]
+    exp: Callable[[Expr], Expr]
 
 
 def apply_activation(text: str, x: Expr, arithmetic: Arithmetic) -> Expr:
@@ -59,3 +63,36 @@ _FUNCTIONS: dict[str, Callable[[Expr, Arithmetic], Expr]] = {
     "sigmoid": lambda x, of: of.sigmoid(x),
     "tanh": lambda x, of: of.tanh(x),
 }
+
+
+_ARITHMETIC: dict[str, Callable[..., Expr]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "maximum": maximum,
+    "minimum": minimum,
+    "where_greater": lambda a, b, yes, no: select(a > b, yes, no),
+    "abs": tirx.abs,
+    "sqrt": tirx.sqrt,
+}
+
+
+def apply_expression(text: str, inputs: Sequence[Expr], of: Arithmetic) -> Expr:
+    """Return the value of an expression of `elementwise`. Raises `ValueError` for a text that is none."""
+    results: list[Expr] = []
+    for step in parse_expression(text, len(inputs)):
+        operands = []
+        for operand in step.operands:
+            if isinstance(operand, float):
+                constant = of.constant(operand)
+                operands.append(tirx.FloatImm("float32", constant) if isinstance(constant, float) else constant)
+            else:
+                operands.append((inputs if operand[0] == "x" else results)[int(operand[1:])])
+        if step.function in _ARITHMETIC:
+            results.append(bind(_ARITHMETIC[step.function](*operands)))
+        elif step.function in ("exp", "erf"):
+            results.append(bind(getattr(of, step.function)(*operands)))
+        else:
+            results.append(apply_activation(step.function, operands[0], of))
+    return results[-1]

@@ -26,6 +26,7 @@ from picompile_codegen.cpu.attention_work import (
     PositionSpan,
     Queries,
     Work,
+    adjusted,
     combine_lanes,
     extend_cache,
     first_position,
@@ -81,18 +82,25 @@ def attend(span: PositionSpan, queries: Queries) -> None:
 
 
 def _score(work: Work, arithmetic: _Arithmetic) -> None:
-    """Compute the scores of a block: q · k, or LOWEST where there is no key."""
+    """Compute the scores of a block: q · k, adjusted, or LOWEST where there is no key."""
     keys, count = work.queries.keys_a_vector, work.block.count
     full = bind(count // keys)
     with loop(0, full) as index:
         indices = [bind(index * keys + i) for i in range(keys)]
         work.block.prefetch_values(indices)
-        work.scores[at(index * LANES)] = arithmetic.products(work, indices)
+        work.scores[at(index * LANES)] = _adjust(work, index * keys, arithmetic.products(work, indices))
     start = bind(full * keys)
     with when(start < count):
         products = bind(arithmetic.products(work, [bind(minimum(start + i, count - 1)) for i in range(keys)]))
         exists = lanes_below(count - start, work.queries.tile)
-        work.scores[at(full * LANES)] = select(exists, products, splat(LOWEST))
+        work.scores[at(full * LANES)] = select(exists, _adjust(work, start, products), splat(LOWEST))
+
+
+def _adjust(work: Work, index: Expr, products: Expr) -> Expr:
+    """Apply soft cap and slopes to the scores of the keys from `index` of the block on."""
+    queries = work.queries
+    slopes = None if queries.slopes is None else queries.slopes[work.tile, at(0)]
+    return adjusted(products, queries.softcap, slopes, work.block.begin + index - queries.position, queries.tile)
 
 
 def _update_softmax(work: Work) -> Expr:
@@ -154,14 +162,15 @@ def _attend_part(
 ) -> None:
     position, slot = bind(tokens.position(row)), bind(tokens.slot(row))
     begin, end = bind(part * part_positions(spec)), bind((part + 1) * part_positions(spec))
-    first = bind(maximum(begin, first_position(spec, position)))
+    first_seen = first_position(spec, position)
+    first = bind(maximum(begin, first_seen))
     stop = bind(minimum(end, position + 1))
     # Other rows may be further than this one, and a window leaves out the first parts.
     with when(first < stop):
         keys, values = tensors.keys.head(slot, kv_head), tensors.values.head(slot, kv_head)
         with when(stop == position + 1):
             extend_cache(spec, tensors, row, position, keys, values)
-        queries = ready_queries(spec, tensors, row, position, kv_head)
+        queries = ready_queries(spec, tensors, row, position, kv_head, begin <= first_seen)
         attend(PositionSpan(keys, values, first, stop, kv_head, stop), queries)
 
         def emit(number: Expr, highest: Expr, weights: Expr) -> None:
@@ -240,12 +249,16 @@ def _attend_chunk(spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRo
         kv_head = bind(task // tiles)
         begin = bind((task - kv_head * tiles) * most)
         count = bind(minimum(most, tokens.count * spec.group - begin))
-        queries = ChunkQueries.of(count, most, spec.head_dim, spec.value_dim)
+        queries = ChunkQueries.of(spec, count, most)
         with loop(0, count) as i:
             row, head = _place(spec, kv_head, begin + i)
             position, start = bind(tokens.position(row)), bind(head * spec.head_dim)
             queries.firsts[i], queries.lasts[i] = first_position(spec, position), position
-            _copy(spec.head_dim, tensors.q, row, start, queries.q, i, splat(spec.scale))
+            _copy(spec.head_dim, tensors.q, row, start, queries.q, i, splat(spec.query_scale))
+            if queries.slopes is not None and tensors.slopes is not None:
+                queries.slopes[i] = tensors.slopes[head]
+            if tensors.sinks is not None:
+                queries.start_with_sink(i, tensors.sinks[head])
         slot = tokens.slot(0)
         attend_queries(queries, tensors.keys.head(slot, kv_head), tensors.values.head(slot, kv_head), spec.group)
         with loop(0, count) as i:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.build import isa
-from picompile_codegen.cpu.attention_work import LOWEST, lanes_below
+from picompile_codegen.cpu.attention_work import LOWEST, adjusted, lanes_below
 from picompile_codegen.cpu.cache import CachedHead
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, select
 from picompile_codegen.cpu.vector import (
@@ -27,6 +27,7 @@ from picompile_codegen.cpu.vector import (
     transpose,
     whole_vectors,
 )
+from picompile_codegen.specs import AttentionSpec
 
 _MOST_QUERIES = 64
 _KEYS = 48
@@ -45,7 +46,7 @@ class ChunkQueries:
 
     `q` float32 [queries, head_dim] is scaled. Query i sees the positions `firsts`[i] … `lasts`[i]. `maxima` of scores
     and, of the last block, `rescale` [queries]; `sums` [queries, LANES], whose lanes are yet to be added up; `outputs`
-    [queries, padded value_dim], yet to be divided by the sums.
+    [queries, padded value_dim], yet to be divided by the sums. `softcap` and `slopes` [queries] are those of the spec.
     """
 
     count: Expr
@@ -57,13 +58,18 @@ class ChunkQueries:
     rescale: KernelTensor
     sums: KernelTensor
     outputs: KernelTensor
+    softcap: float
+    slopes: KernelTensor | None
 
     @classmethod
-    def of(cls, count: Expr, most: int, head_dim: int, value_dim: int) -> "ChunkQueries":
-        """Return memory for at most `most` queries; q, firsts and lasts of `count` are yet to be filled."""
+    def of(cls, spec: AttentionSpec, count: Expr, most: int) -> "ChunkQueries":
+        """Return memory for at most `most` queries; q, firsts, lasts and slopes of `count` are yet to be filled."""
+        head_dim, value_dim = spec.head_dim, spec.value_dim
         firsts, lasts = local(most, dtype="int32"), local(most, dtype="int32")
         q, outputs = local(most, head_dim), local(most, whole_vectors(value_dim))
-        queries = cls(count, most, q, firsts, lasts, local(most), local(most), local(most, LANES), outputs)
+        maxima, rescale, sums = local(most), local(most), local(most, LANES)
+        slopes = local(most) if spec.slopes else None
+        queries = cls(count, most, q, firsts, lasts, maxima, rescale, sums, outputs, spec.softcap, slopes)
         with loop(0, most) as i:
             queries.maxima[i] = LOWEST
             queries.rescale[i] = 0.0
@@ -73,6 +79,12 @@ class ChunkQueries:
         with loop(count, most) as i, loop(0, head_dim) as c:
             q[i, c] = 0.0
         return queries
+
+    def start_with_sink(self, i: Expr, sink: Expr) -> None:
+        """Begin as if query i had seen a key with the score `sink` and the value 0."""
+        self.maxima[i] = sink
+        # Lanes of the sums are added up: the first counts the sink.
+        self.sums[i, 0] = 1.0
 
     @property
     def tiles(self) -> Expr:
@@ -172,7 +184,10 @@ def _update_softmax(queries: ChunkQueries, scores: KernelTensor, i: Expr, begin:
         # Eight positions from begin + c on: those below both bounds, less those below the first.
         seen = lanes_below(queries.lasts[i] + 1 - begin - c)
         early = lanes_below(queries.firsts[i] - begin - c)
-        score = select(seen, load(scores, i, c), splat(LOWEST))
+        score = load(scores, i, c)
+        slope = None if queries.slopes is None else splat(queries.slopes[i])
+        score = adjusted(score, queries.softcap, slope, begin + c - queries.lasts[i])
+        score = select(seen, score, splat(LOWEST))
         score = bind(select(early, splat(LOWEST), score))
         store(scores, i, c, value=score)
         largest[at(0)] = maximum(largest[at(0)], score)

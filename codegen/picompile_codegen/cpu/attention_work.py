@@ -10,7 +10,7 @@ from picompile_codegen.cpu.cache import Cache, CachedHead, cache_argument
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, select, when
 from picompile_codegen.cpu.token_ops import Angles, angles_argument
-from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, store, whole_vectors
+from picompile_codegen.cpu.vector import LANES, at, blocks, fma, load, splat, store, tanh, whole_vectors
 from picompile_codegen.specs import AttentionSpec
 
 # A block of keys is about this long, so that a block of values, on its way meanwhile, is in a near cache as well.
@@ -47,7 +47,8 @@ class Queries:
 
     `q` float32 [padded count, padded head_dim] is scaled; `outputs` [padded count, padded value_dim] are yet to be
     divided by the sums. `maxima` and `sums` [tiles, LANES] have the lanes of a vector of scores: lanes of one query
-    have the same maximum, and sums that are yet to be added up.
+    have the same maximum, and sums that are yet to be added up. `softcap`, and `slopes` [tiles, LANES] of the queries'
+    heads, are those of the spec; the queries are at `position`.
     """
 
     count: int
@@ -57,15 +58,21 @@ class Queries:
     maxima: KernelTensor
     sums: KernelTensor
     outputs: KernelTensor
+    softcap: float
+    slopes: KernelTensor | None
+    position: Expr
 
     @classmethod
-    def of(cls, count: int, head_dim: int, value_dim: int) -> "Queries":
-        """Return memory for `count` queries, whose `q` is yet to be filled."""
+    def of(cls, spec: AttentionSpec, position: Expr) -> "Queries":
+        """Return memory for the queries that share a head of keys, whose `q` and `slopes` are yet to be filled."""
+        count, head_dim, value_dim = spec.group, spec.head_dim, spec.value_dim
         tile = min(4, 1 << (count - 1).bit_length())
         tiles = -(-count // tile)
         width = whole_vectors(value_dim)
         q, outputs = local(tiles * tile, whole_vectors(head_dim)), local(tiles * tile, width)
-        queries = cls(count, tile, width, q, local(tiles, LANES), local(tiles, LANES), outputs)
+        maxima, sums = local(tiles, LANES), local(tiles, LANES)
+        slopes = local(tiles, LANES) if spec.slopes else None
+        queries = cls(count, tile, width, q, maxima, sums, outputs, spec.softcap, slopes, position)
         queries.each_tile(queries._clear)
         return queries
 
@@ -91,6 +98,31 @@ class Queries:
             return
         with loop(0, self.tiles) as tile:
             body(tile)
+
+    def of_heads(self, values: KernelTensor, first_head: Expr, tile: Expr) -> Expr:
+        """Return `values`[head] of the queries of a tile, in the lanes of their scores; `first_head` is query 0's."""
+        numbers = [minimum(tile * self.tile + i, self.count - 1) for i in range(self.tile)]
+        return query_lanes([bind(values[first_head + number]) for number in numbers])
+
+    def read_slopes(self, values: KernelTensor, first_head: Expr) -> None:
+        """Fill `slopes` from the `values` of all heads."""
+
+        def one_tile(tile: Expr) -> None:
+            assert self.slopes is not None
+            self.slopes[tile, at(0)] = self.of_heads(values, first_head, tile)
+
+        self.each_tile(one_tile)
+
+    def start_with_sinks(self, sinks: KernelTensor, first_head: Expr, condition: Expr) -> None:
+        """Begin as if each query had seen a key with the score of its sink and the value 0, if `condition` holds."""
+        with when(condition):
+
+            def one_tile(tile: Expr) -> None:
+                self.maxima[tile, at(0)] = self.of_heads(sinks, first_head, tile)
+                # Sums are added up over a query's lanes: one of them counts the sink.
+                self.sums[tile, at(0)] = select(lanes_below(1, self.tile), splat(1.0), splat(0.0))
+
+            self.each_tile(one_tile)
 
     def _clear(self, tile: Expr) -> None:
         self.maxima[tile, at(0)] = splat(LOWEST)
@@ -160,6 +192,20 @@ def lanes_below(limit: Expr, lanes_each: int = 1) -> Expr:
     return tirx.Shuffle(numbers, list(range(LANES))) < tirx.Broadcast(bind(limit), LANES)
 
 
+def adjusted(score: Expr, softcap: float, slope: Expr | None, distance: Expr, lanes_each: int = 1) -> Expr:
+    """Return a vector of scores with the soft cap, by which queries are divided already, and slope · distance.
+
+    `distance` is the first key's position less the query's; each key has so many lanes.
+    """
+    if softcap:
+        score = splat(softcap) * tanh(score)
+    if slope is not None:
+        steps = [tirx.FloatImm("float32", float(lane // lanes_each)) for lane in range(LANES)]
+        away = splat(tirx.Cast("float32", distance)) + tirx.Shuffle(steps, list(range(LANES)))
+        score = fma(slope, away, score)
+    return score
+
+
 def combine_lanes(values: Expr, queries: int, combine: Callable[[Expr, Expr], Expr]) -> Expr:
     """The lanes of each query combined, in all of them."""
     distance = queries
@@ -210,6 +256,8 @@ class AttentionTensors:
     new_keys: KernelTensor | None
     new_values: KernelTensor | None
     angles: Angles | None
+    slopes: KernelTensor | None
+    sinks: KernelTensor | None
     outputs: KernelTensor | None
     extremes: KernelTensor | None
 
@@ -228,6 +276,8 @@ class AttentionTensors:
             new_keys=function.get("k"),
             new_values=function.get("v"),
             angles=angles_argument(function),
+            slopes=function.get("slopes"),
+            sinks=function.get("sinks"),
             outputs=outputs,
             extremes=extremes,
         )
@@ -265,10 +315,19 @@ def extend_cache(
     values.write(position, lambda c, valid: load(new_values, row, value_start + c, valid=valid))
 
 
-def ready_queries(spec: AttentionSpec, tensors: AttentionTensors, row: Expr, position: Expr, kv_head: Expr) -> Queries:
-    """Return the query heads that share `kv_head`, scaled and, with `turn`, rotated."""
-    queries = Queries.of(spec.group, spec.head_dim, spec.value_dim)
-    scale = splat(spec.scale)
+def ready_queries(
+    spec: AttentionSpec, tensors: AttentionTensors, row: Expr, position: Expr, kv_head: Expr, is_first: Expr = True
+) -> Queries:
+    """Return the query heads that share `kv_head`, scaled and, with `turn`, rotated.
+
+    Where several tasks share the positions, sinks count in the one for which `is_first` holds.
+    """
+    queries = Queries.of(spec, position)
+    if tensors.slopes is not None:
+        queries.read_slopes(tensors.slopes, kv_head * spec.group)
+    if tensors.sinks is not None:
+        queries.start_with_sinks(tensors.sinks, kv_head * spec.group, is_first)
+    scale = splat(spec.query_scale)
     with loop(0, queries.padded) as i:
         # Queries past the last fill up a tile, and nobody looks at what becomes of them.
         for c in range(spec.head_dim // LANES * LANES, spec.head_dim, LANES):

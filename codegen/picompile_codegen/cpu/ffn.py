@@ -28,6 +28,7 @@ from picompile_codegen.cpu.linear import TileProjection, project_rows, row_block
 from picompile_codegen.cpu.matrix import KernelMatrix
 from picompile_codegen.cpu.quantized import QuantizedRows, QuantizedVector, quantize_to, vector_sizes
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, counter, loop, parallel, select, when, worth_a_region
+from picompile_codegen.cpu.token_ops import sum_row
 from picompile_codegen.cpu.vector import blocks, load, splat, store
 from picompile_codegen.specs import FfnSpec
 
@@ -47,6 +48,7 @@ def ffn_one(function: KernelFunction, arguments: FfnArguments) -> None:
     with parallel(SLICES, when_worth=is_worth) as index:
         compute_slice(arguments, vector, listed, slices, index, index)
     slices.add_up(arguments.y, arguments.down_bias, spec.dim, 1)
+    slices.add_up_squares(arguments.y, spec.dim, 1)
     slices.count(arguments.stats, spec.neurons if listed is None else listed.count, 1)
 
 
@@ -92,6 +94,7 @@ def ffn_sequences(function: KernelFunction, arguments: FfnArguments) -> None:
             vector = Vector(arguments.x, token, quantized)
             compute_slice(arguments, vector, neurons, slices, index, index - token * _SLICES)
         slices.add_up(arguments.y, arguments.down_bias, spec.dim, tokens)
+        slices.add_up_squares(arguments.y, spec.dim, tokens)
         slices.count(arguments.stats, total, tokens)
 
 
@@ -169,6 +172,9 @@ def compute_chunk(arguments: FfnArguments, memory: ChunkMemory, tokens: Expr) ->
         quantize_rows(hidden, tokens, spec.neurons, signed_offset(), down_bytes)
     with parallel(column_blocks(down), when_worth=is_worth) as block:
         accumulate_columns(down, block, down_bytes, tokens)
+    if spec.squares:
+        with parallel(tokens, when_worth=is_worth) as t:
+            arguments.y[t, spec.dim] = sum_row(hidden, t, 0, spec.neurons, lambda value: value * value)
 
 
 def _project(

@@ -38,13 +38,15 @@ _TASK_COLUMNS = 128
 class Slices:
     """y of some neurons each, float32 [slices, sums] in `order`, and how many of their h are not zero, int32 [slices].
 
-    Slices `per_token` · t … belong to token t.
+    `squares` float32 [slices] are their sums of h², where these are asked for. Slices `per_token` · t … belong to token
+    t.
     """
 
     y: KernelTensor
     nonzero: KernelTensor
     order: SumOrder
     per_token: int
+    squares: KernelTensor | None = None
 
     @classmethod
     def declare(cls, function: KernelFunction, arguments: FfnArguments, per_token: int) -> "Slices":
@@ -53,7 +55,9 @@ class Slices:
         # A cache line more: the same columns of all slices would else compete for the same few places of a cache.
         width = order.width(arguments.spec.dim) + CACHE_LINE_BYTES // 4
         y = function.scratch("slices", "float32", count, width)
-        return cls(y, function.scratch("nonzero", "int32", count), order, per_token)
+        nonzero = function.scratch("nonzero", "int32", count)
+        squares = function.scratch("squares", "float32", count) if arguments.spec.squares else None
+        return cls(y, nonzero, order, per_token, squares)
 
     def add_up(self, y: KernelTensor, bias: KernelTensor | None, dim: int, tokens: Expr) -> None:
         """Add up y [rows, dim] of each token: its slices, in order, and the bias."""
@@ -85,6 +89,17 @@ class Slices:
             if rest:
                 with when(task == full):
                     add_columns(token, full * _TASK_COLUMNS, rest)
+
+    def add_up_squares(self, y: KernelTensor, column: int, tokens: Expr) -> None:
+        """Add up the sums of h² of each token's slices, in order, to a column of y, if they were asked for."""
+        if self.squares is None:
+            return
+        total = local(1)
+        with loop(0, tokens) as token:
+            total[0] = 0.0
+            with loop(0, self.per_token) as index:
+                total[0] = total[0] + self.squares[token * self.per_token + index]
+            y[token, column] = total[0]
 
     def count(self, stats: KernelTensor, computed: Expr, tokens: Expr) -> None:
         """Add to `stats` how many neurons were computed and how many were not zero."""
@@ -132,6 +147,8 @@ def compute_slice(
     width, of = slices.order.width(arguments.spec.dim), slices.per_token
     blocks(width, lambda c, valid: store(slices.y, index, c, value=splat(0.0), valid=valid))
     slices.nonzero[index] = 0
+    if slices.squares is not None:
+        slices.squares[index] = 0.0
     places = _NEURONS_TOGETHER + rows_together(arguments.bundle)[-1]
     waiting = _Waiting(local(places, dtype="int32"), local(places), counter())
     count = arguments.spec.neurons if listed is None else listed.count
@@ -145,7 +162,7 @@ def compute_slice(
         first = bind(start + part * _NEURONS_TOGETHER)
         with loop(first, minimum(first + _NEURONS_TOGETHER, stop)) as position:
             neuron, ahead = (_neuron(listed, place) for place in (position, minimum(position + distance, count - 1)))
-            _compute(arguments, vector, listed, neuron, ahead, waiting, slices.nonzero, index)
+            _compute(arguments, vector, listed, neuron, ahead, waiting, slices, index)
         with when(part == parts - 1):
             _fill_up(waiting, rows_together(arguments.bundle)[-1])
         following = bind(first + _NEURONS_TOGETHER)
@@ -161,7 +178,7 @@ def _compute(
     neuron: Expr,
     ahead: Expr,
     waiting: _Waiting,
-    nonzero: KernelTensor,
+    slices: Slices,
     index: Expr,
 ) -> None:
     """Compute one neuron's output and add it to those that wait; a listed neuron only if its output is not zero."""
@@ -178,7 +195,9 @@ def _compute(
             up = biased(product, arguments.up_bias, neuron)
         h = _output(arguments, first, up)
         fired = bind(tirx.Cast("int32", h != 0.0))
-        nonzero[index] = nonzero[index] + fired
+        slices.nonzero[index] = slices.nonzero[index] + fired
+        if slices.squares is not None:
+            slices.squares[index] = slices.squares[index] + h * h
         place = bind(waiting.count[0])
         waiting.numbers[place], waiting.outputs[place] = down, h
         # Without a list rows are added even where h is zero: leaving out a few would break the stream of reads.

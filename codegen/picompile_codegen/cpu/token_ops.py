@@ -3,7 +3,8 @@
 A kernel that depends on positions is made for one mode of a step, see `specs.arguments.Mode`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -12,9 +13,11 @@ from tvm import tirx
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix, each_group
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, select, when
-from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, store, total
+from picompile_codegen.cpu.vector import LANES, at, blocks, compute, load, splat, store, total
 from picompile_codegen.specs import (
     AddSpec,
+    DivideByRmsSpec,
+    ElementwiseSpec,
     EmbeddingSpec,
     LayerNormSpec,
     Mode,
@@ -60,6 +63,25 @@ def add(spec: AddSpec, function: KernelFunction) -> None:
         blocks(spec.dim, add_up)
 
 
+def elementwise(spec: ElementwiseSpec, function: KernelFunction) -> None:
+    """Write the body of an `ElementwiseSpec`."""
+    y = function["y"]
+    inputs = [(kind, function[f"x{number}"]) for number, kind in enumerate(spec.inputs)]
+    with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as t:
+        # What has one number for a token, or for all, is the same in every block.
+        fixed = {"t": lambda x: bind(splat(x[t, 0])), "n": lambda x: bind(splat(x[0]))}
+        numbers = {index: fixed[kind](x) for index, (kind, x) in enumerate(inputs) if kind in fixed}
+
+        def block(c: Expr, valid: int) -> None:
+            values = [
+                numbers[index] if index in numbers else load(x, *([t] if kind == "r" else []), c, valid=valid)
+                for index, (kind, x) in enumerate(inputs)
+            ]
+            store(y, t, c, value=compute(spec.expression, values), valid=valid)
+
+        blocks(spec.dim, block)
+
+
 def take_last(spec: TakeLastSpec, function: KernelFunction) -> None:
     """Write the body of a `TakeLastSpec`."""
     tokens = function.tokens(spec.rows)
@@ -90,37 +112,62 @@ _CHAINS = 4
 
 def rms_norm(spec: RmsNormSpec, function: KernelFunction) -> None:
     """Write the body of an `RmsNormSpec`."""
-    x, weight, y, dim = function["x"], function["weight"], function["y"], spec.dim
-    with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as t:
-        mean_square = _sum(x, t, dim, lambda value: value * value) / float(dim)
+    x, weight, y, width = function["x"], function["weight"], function["y"], spec.dim // spec.groups
+    with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as t, _each_group(spec.groups, width) as start:
+        mean_square = sum_row(x, t, start, width, lambda value: value * value) / float(width)
         factor = bind(splat(inverse_root(mean_square, spec.eps)))
 
         def scale(c: Expr, valid: int) -> None:
-            value = load(x, t, c, valid=valid) * factor * load(weight, c, valid=valid)
-            store(y, t, c, value=value, valid=valid)
+            value = load(x, t, start + c, valid=valid) * factor * load(weight, start + c, valid=valid)
+            store(y, t, start + c, value=value, valid=valid)
 
-        blocks(dim, scale)
+        blocks(width, scale)
+
+
+@contextmanager
+def _each_group(groups: int, width: int) -> Iterator[Expr]:
+    """Run the body for each group of a row with the column at which it begins: 0 where there is only one."""
+    if groups == 1:
+        yield 0
+        return
+    with loop(0, groups) as group:
+        yield bind(group * width)
 
 
 def layer_norm(spec: LayerNormSpec, function: KernelFunction) -> None:
     """Write the body of a `LayerNormSpec`."""
-    x, y, dim = function["x"], function["y"], spec.dim
+    x, y, width = function["x"], function["y"], spec.dim // spec.groups
     weights, biases = function.get("weight"), function.get("bias")
-    with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as t:
-        center = bind(_sum(x, t, dim, lambda value: value) / float(dim))
+    with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as t, _each_group(spec.groups, width) as start:
+        center = bind(sum_row(x, t, start, width, lambda value: value) / float(width))
         mean = bind(splat(center))
-        variance = _sum(x, t, dim, lambda value: (value - mean) * (value - mean), fill=center) / float(dim)
-        factor = bind(splat(inverse_root(variance, spec.eps)))
+        squares = sum_row(x, t, start, width, lambda value: (value - mean) * (value - mean), fill=center)
+        factor = bind(splat(inverse_root(squares / float(width), spec.eps)))
 
         def scale(c: Expr, valid: int) -> None:
-            value = (load(x, t, c, valid=valid) - mean) * factor
+            value = (load(x, t, start + c, valid=valid) - mean) * factor
             if weights is not None:
-                value = value * load(weights, c, valid=valid)
+                value = value * load(weights, start + c, valid=valid)
             if biases is not None:
-                value = value + load(biases, c, valid=valid)
+                value = value + load(biases, start + c, valid=valid)
+            store(y, t, start + c, value=value, valid=valid)
+
+        blocks(width, scale)
+
+
+def divide_by_rms(spec: DivideByRmsSpec, function: KernelFunction) -> None:
+    """Write the body of a `DivideByRmsSpec`."""
+    x, y, bias = function["x"], function["y"], function.get("bias")
+    with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as t:
+        factor = bind(splat(inverse_root(x[t, spec.dim] / float(spec.neurons), spec.eps)))
+
+        def scale(c: Expr, valid: int) -> None:
+            value = load(x, t, c, valid=valid) * factor
+            if bias is not None:
+                value = value + load(bias, c, valid=valid)
             store(y, t, c, value=value, valid=valid)
 
-        blocks(dim, scale)
+        blocks(spec.dim, scale)
 
 
 def inverse_root(value: Expr, eps: float) -> Expr:
@@ -128,8 +175,10 @@ def inverse_root(value: Expr, eps: float) -> Expr:
     return bind(1.0 / tirx.sqrt(value + eps))
 
 
-def _sum(x: KernelTensor, token: Expr, dim: int, term: Callable[[Expr], Expr], fill: Expr = 0.0) -> Expr:
-    """Σ term(x[token, c]) over c. Lanes past the end enter as `fill`, whose term must be 0."""
+def sum_row(
+    x: KernelTensor, token: Expr, start: Expr, width: int, term: Callable[[Expr], Expr], fill: Expr = 0.0
+) -> Expr:
+    """Σ term(x[token, c]) over the `width` columns c from `start` on. Lanes past the end are `fill`, of term 0."""
     sums = local(_CHAINS * LANES)
     for chain in range(_CHAINS):
         sums[at(chain * LANES)] = splat(0.0)
@@ -137,9 +186,9 @@ def _sum(x: KernelTensor, token: Expr, dim: int, term: Callable[[Expr], Expr], f
 
     def add(c: Expr, valid: int) -> None:
         index = at(next(chains) * LANES)
-        sums[index] = sums[index] + term(bind(load(x, token, c, valid=valid, fill=fill)))
+        sums[index] = sums[index] + term(bind(load(x, token, start + c, valid=valid, fill=fill)))
 
-    blocks(dim, add, unroll=_CHAINS)
+    blocks(width, add, unroll=_CHAINS)
     first, second, third, fourth = (sums[at(chain * LANES)] for chain in range(_CHAINS))
     return total((first + second) + (third + fourth))
 

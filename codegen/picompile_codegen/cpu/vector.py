@@ -5,7 +5,7 @@ from functools import reduce
 
 from tvm import tirx
 
-from picompile_codegen.cpu.activations import Arithmetic, apply_activation
+from picompile_codegen.cpu.activations import Arithmetic, apply_activation, apply_expression
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, intrinsic, local, loop, maximum, minimum, select
 
 # This and `matrix.py` are where a kernel meets the instruction set. Everything is written for AVX2 (eight lanes,
@@ -239,9 +239,14 @@ def erf(x: Expr) -> Expr:
     return bind(x * _polynomial(square, _ERF_P) / _polynomial(square, _ERF_Q))
 
 
-_ARITHMETIC = Arithmetic(splat, sigmoid, tanh, erf)
+_ARITHMETIC = Arithmetic(splat, sigmoid, tanh, erf, exp)
 
 
 def activate(text: str, x: Expr) -> Expr:
     """Return the activation that `text` names, of each lane of x. Raises `ValueError` for one that is not known."""
     return apply_activation(text, x, _ARITHMETIC)
+
+
+def compute(expression: str, inputs: list[Expr]) -> Expr:
+    """Return the value of an expression of `elementwise` in each lane."""
+    return apply_expression(expression, inputs, _ARITHMETIC)

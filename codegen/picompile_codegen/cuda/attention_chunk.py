@@ -17,6 +17,7 @@ from picompile_codegen.cpu.token_ops import StepRows, step_rows
 from picompile_codegen.cuda.attention_common import (
     CudaAttentionTensors,
     Parts,
+    adjusted_scores,
     load_unit,
     unit_scale,
     unit_size,
@@ -64,38 +65,56 @@ class ChunkSoftmax:
 
     In the memory of the block, for each query: the running maximum of scores in `maxima` and sum of weights in
     `totals`, and `rescale`, by which all before the last tile is to be multiplied. They take no registers, of which
-    outputs need all.
+    outputs need all. So do `slopes` of the heads. A query is at `position`.
     """
 
+    spec: AttentionSpec
     query: Expr
     part: Expr
     first: Expr
     last: Expr
+    position: Expr
     rescale: KernelTensor
     maxima: KernelTensor
     totals: KernelTensor
+    slopes: KernelTensor | None
 
     @classmethod
-    def of(cls, tile: ChunkTile, stop: Expr, place: ThreadIndex) -> "ChunkSoftmax":
-        """Start with nothing seen, which is visible behind the next barrier. No position from `stop` on counts."""
-        query = bind(place.thread // _THREADS_A_QUERY)
+    def of(
+        cls, tensors: CudaAttentionTensors, tile: ChunkTile, span: tuple[Expr, Expr], place: ThreadIndex
+    ) -> "ChunkSoftmax":
+        """Start with nothing seen, which is visible behind the next barrier. Only positions in `span` count.
+
+        Sinks are seen before the first position that a query sees at all.
+        """
+        query, (begin, stop) = bind(place.thread // _THREADS_A_QUERY), span
         first, position = tile.seen(query)
-        memory = (shared(SIDE), shared(SIDE), shared(SIDE))
+        memory = (shared(SIDE), shared(SIDE), shared(SIDE), None if tensors.slopes is None else shared(SIDE))
         last = bind(minimum(position, stop - 1))
-        softmax = cls(query, bind(place.thread % _THREADS_A_QUERY), first, last, *memory)
+        part = bind(place.thread % _THREADS_A_QUERY)
+        softmax = cls(tile.spec, query, part, first, last, position, *memory)
         with when(softmax.part == 0):
             softmax.maxima[query], softmax.totals[query] = LOWEST, 0.0
+            if tensors.sinks is not None:
+                with when(tirx.And(first >= begin, first < stop)):
+                    softmax.maxima[query], softmax.totals[query] = tensors.sinks[tile.query(query)[1]], 1.0
+            if softmax.slopes is not None and tensors.slopes is not None:
+                softmax.slopes[query] = tensors.slopes[tile.query(query)[1]]
         return softmax
 
     def update(self, weights: Padded, begin: Expr) -> None:
         """Turn the scores of the positions from `begin` on into weights relative to the new maximum."""
         # With steps of two, threads of a warp meet different banks of memory.
-        keys = [bind(i // 2 * (2 * _THREADS_A_QUERY) + i % 2 + self.part * 2) for i in range(SIDE // _THREADS_A_QUERY)]
+        steps = [i // 2 * (2 * _THREADS_A_QUERY) + i % 2 for i in range(SIDE // _THREADS_A_QUERY)]
+        keys = [bind(step + self.part * 2) for step in steps]
         seen = [bind(self._sees(bind(begin + key))) for key in keys]
         scores = [
             bind(tirx.Select(flag, weights.memory[weights.at(key, self.query)], LOWEST))
             for key, flag in zip(keys, seen, strict=True)
         ]
+        slope = None if self.slopes is None else bind(self.slopes[self.query])
+        first = begin + self.part * 2 - self.position
+        scores = adjusted_scores(self.spec, scores, seen, slope, first, steps)
         before, total = bind(self.maxima[self.query]), bind(self.totals[self.query])
         # Threads write nothing but what they alone have read. TVM does not see that, and wants a barrier in between.
         barrier()
@@ -157,7 +176,7 @@ def load_queries(q: KernelTensor, queries: ChunkTile, depth: Expr, memory: Padde
     def load(index: Expr, unit: Expr) -> tuple[Expr, ...]:
         row, head = queries.query(index)
         values = load_unit(q, (row,), head * spec.head_dim + _inside(unit, spec.head_dim, size) * size, size)
-        return tuple(tirx.Select(unit * size < spec.head_dim, value * spec.scale, 0.0) for value in values)
+        return tuple(tirx.Select(unit * size < spec.head_dim, value * spec.query_scale, 0.0) for value in values)
 
     _load_slice(load, size, depth, memory, 0, place)
 
@@ -275,7 +294,7 @@ def _attend(
     """Attend to positions from `span`[0] up to `span`[1], with the columns of values from `first_column` on."""
     spec = tile.spec
     factors, weights = Padded.of(SIDE), Padded.of(SIDE)
-    softmax = ChunkSoftmax.of(tile, span[1], place)
+    softmax = ChunkSoftmax.of(tensors, tile, span, place)
     outputs = [registers(16) for _ in range(blocks_for(min(spec.value_dim, _SLICE), SIDE))]
     for output in outputs:
         _clear(output)

@@ -70,6 +70,26 @@ def weight_of(is_seen: Expr, score: Expr, highest: Expr) -> Expr:
     return tirx.exp(tirx.Select(is_seen, score - highest, LOWEST))
 
 
+def adjusted_scores(
+    spec: AttentionSpec, scores: list[Expr], seen: list[Expr], slope: Expr | None, first: Expr, steps: list[int]
+) -> list[Expr]:
+    """Return scores with the soft cap, by which queries are divided already, and slope · distance.
+
+    The position of key i less that of the query is `first` + `steps`[i]. Scores of keys that are not `seen` become
+    LOWEST.
+    """
+    if spec.softcap:
+        scores = [bind(tirx.tanh(score)) * spec.softcap for score in scores]
+    if slope is not None:
+        distance = registers(1)
+        # TVM fails on bound sums of what is cast from an integer; it does not look into registers.
+        distance[0] = tirx.Cast("float32", first)
+        scores = [score + slope * (distance[0] + float(step)) for score, step in zip(scores, steps, strict=True)]
+    if not spec.softcap and slope is None:
+        return scores
+    return [bind(tirx.Select(is_seen, score, LOWEST)) for score, is_seen in zip(scores, seen, strict=True)]
+
+
 def head_element(
     x: KernelTensor, row: Expr, start: Expr, dim: int, angles: Angles | None, position: Expr
 ) -> Callable[[Expr], Expr]:

@@ -21,6 +21,7 @@ from picompile_codegen.cuda.attention_common import (
     HeldQueries,
     Parts,
     Tile,
+    adjusted_scores,
     extend_caches,
     head_element,
     load_unit,
@@ -132,21 +133,46 @@ class OnlineSoftmax:
     """Online-softmax state in the memory of the block: warp i keeps that of query i.
 
     `highest` is the running maximum of scores, `totals` the running sum of weights, and `rescale` what all
-    before the last tile is to be multiplied by. They take no registers, of which sums of values need all.
+    before the last tile is to be multiplied by. They take no registers, of which sums of values need all. The queries
+    are at `position`; `slope` is that of the warp's query.
     """
 
+    spec: AttentionSpec
     count: int
     highest: KernelTensor
     totals: KernelTensor
     rescale: KernelTensor
     place: ThreadIndex
+    position: Expr
+    slope: Expr | None
 
     @classmethod
-    def of(cls, count: int, place: ThreadIndex) -> "OnlineSoftmax":
-        """Start with nothing seen, which is visible behind the next barrier."""
-        weights = cls(count, shared(count), shared(count), shared(count), place)
+    def of(
+        cls,
+        spec: AttentionSpec,
+        tensors: CudaAttentionTensors,
+        queries: HeldQueries,
+        row_place: tuple[Expr, Expr, Expr],
+        first: Expr,
+        place: ThreadIndex,
+    ) -> "OnlineSoftmax":
+        """Start with nothing seen, which is visible behind the next barrier. Positions from `first` on follow.
+
+        Sinks are seen before the first position that the token sees at all.
+        """
+        (_, kv_head, position), count = row_place, queries.count
+
+        def head(i: Expr) -> Expr:
+            return bind(kv_head * spec.group + minimum(queries.first + i, spec.group - 1))
+
+        slope = None if tensors.slopes is None else bind(tensors.slopes[head(minimum(place.warp, count - 1))])
+        weights = cls(spec, count, shared(count), shared(count), shared(count), place, position, slope)
         with when(place.thread < count):
             weights.highest[place.thread], weights.totals[place.thread] = LOWEST, 0.0
+            if tensors.sinks is not None:
+                with when(first == first_position(spec, position)):
+                    weights.highest[place.thread] = tensors.sinks[head(place.thread)]
+                    weights.totals[place.thread] = 1.0
         return weights
 
     def update(self, scores: KernelTensor, tile: Tile) -> None:
@@ -154,6 +180,8 @@ class OnlineSoftmax:
         query, lane = bind(minimum(self.place.warp, self.count - 1)), self.place.lane
         places = [bind(lane + j * WARP) for j in range(TILE // WARP)]
         found = [bind(tirx.if_then_else(p < tile.count, scores[query, p], LOWEST)) for p in places]
+        seen, steps = [p < tile.count for p in places], [j * WARP for j in range(len(places))]
+        found = adjusted_scores(self.spec, found, seen, self.slope, tile.begin + lane - self.position, steps)
         before, total = bind(self.highest[query]), bind(self.totals[query])
         # Lanes write nothing but what they alone have read. TVM does not see that, and wants a barrier in between.
         barrier()
@@ -259,7 +287,7 @@ def _read_queries(
             i, column = bind(index // spec.head_dim), bind(index % spec.head_dim)
             head = bind(kv_head * spec.group + minimum(first + i, spec.group - 1))
             element = head_element(tensors.q, row, head * spec.head_dim, spec.head_dim, tensors.angles, position)
-            memory[i, column] = element(column) * spec.scale
+            memory[i, column] = element(column) * spec.query_scale
     # Also for the new key and value: what a block has written it sees behind a barrier.
     barrier()
     return HeldQueries.of(memory, count, first, tensors.keys, place)
@@ -272,7 +300,8 @@ def _attend(
 ) -> None:  # fmt: skip
     """Attend to the positions from `span`[0] up to `span`[1], and give their outputs."""
     (slot, kv_head, _), (first, stop), (row, part) = row_place, span, of
-    scores, weights = shared(queries.count, TILE), OnlineSoftmax.of(queries.count, place)
+    scores = shared(queries.count, TILE)
+    weights = OnlineSoftmax.of(spec, tensors, queries, row_place, first, place)
     mixture = Mixture.of(queries.count, tensors.values, place)
     tiles = blocks_for(parts.positions, TILE)
     with loop(0, 1 if tiles == 1 else bind((stop - first + (TILE - 1)) // TILE)) as number:

@@ -14,7 +14,9 @@ gate, then with up, which is followed by the activation; then tiles of tokens an
 slices of the neurons where there are few tiles.
 """
 
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, select, when
+from tvm import tirx
+
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, select, when
 from picompile_codegen.cuda.dot import in_parts
 from picompile_codegen.cuda.ffn_down import (
     DOWN_THREADS,
@@ -31,6 +33,7 @@ from picompile_codegen.cuda.ffn_hidden import HIDDEN_THREADS, CudaFfn, NeuronGro
 from picompile_codegen.cuda.function import CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.linear import TILE_ROWS, TILE_THREADS, TILE_TOKENS, tile_products
 from picompile_codegen.cuda.matrix import CudaMatrix
+from picompile_codegen.cuda.memory import block_sum, registers
 from picompile_codegen.specs import FfnSpec
 
 
@@ -38,9 +41,9 @@ def ffn_tokens(function: CudaFunction, block: CudaFfn) -> None:
     """Write the launches, and declare their scratch memory."""
     rows = block.spec.rows
     groups = NeuronGroups.of(block.spec.neurons)
-    plan = DownPlan.of(block.bundle, groups.places, rows)
+    plan = DownPlan.of(block.bundle, groups.places, rows, squares=block.spec.squares)
     hidden = function.scratch("hidden", "float32", rows, groups.places)
-    slices = function.scratch("slices", "float32", rows * plan.slices, plan.tiles * plan.width)
+    slices = function.scratch("slices", "float32", rows * plan.slices, plan.columns)
     with (
         function.launch(grid=(rows, groups.count), block=HIDDEN_THREADS, resident=_resident(block)) as place,
         when(place.block < function.tokens(rows)),
@@ -52,7 +55,7 @@ def ffn_tokens(function: CudaFunction, block: CudaFfn) -> None:
     ):
         add_rows(block, groups, plan, hidden, slices, place)
     with (
-        function.launch(grid=(blocks_for(plan.tiles * plan.width, SUM_COLUMNS), rows), block=SUM_THREADS) as place,
+        function.launch(grid=(blocks_for(plan.columns, SUM_COLUMNS), rows), block=SUM_THREADS) as place,
         when(place.block_y < function.tokens(rows)),
     ):
         add_slices(block, plan, slices, block.y, place)
@@ -70,6 +73,7 @@ def _resident(block: CudaFfn) -> int:
 
 
 _CHUNK_SUM_THREADS = 256
+_SQUARE_THREADS = 256
 
 
 def ffn_chunk(function: CudaFunction, block: CudaFfn) -> None:
@@ -95,6 +99,26 @@ def ffn_chunk(function: CudaFunction, block: CudaFfn) -> None:
             add_tile_slices(
                 block, tiles, slices, block.y, place.block * _CHUNK_SUM_THREADS + place.thread, place.block_y
             )
+    if block.spec.squares:
+        with (
+            function.launch(grid=rows, block=_SQUARE_THREADS) as place,
+            when(place.block < function.tokens(rows)),
+        ):
+            _add_squares(block, hidden, place)
+
+
+def _add_squares(block: CudaFfn, hidden: KernelTensor, place: ThreadIndex) -> None:
+    """y[token, dim] = Σ hidden[token]²; a block has a token."""
+    total = registers(1)
+    total[0] = 0.0
+    with loop(0, blocks_for(block.spec.neurons, _SQUARE_THREADS)) as turn:
+        neuron = bind(turn * _SQUARE_THREADS + place.thread)
+        last = block.spec.neurons - 1
+        value = bind(tirx.if_then_else(neuron <= last, hidden[place.block, minimum(neuron, last)], 0.0))
+        total[0] = total[0] + value * value
+    summed = block_sum(total[0], place.thread, _SQUARE_THREADS)
+    with when(place.thread == 0):
+        block.y[place.block, block.spec.dim] = summed
 
 
 def _compute_gate(block: CudaFfn, gate: KernelTensor, tokens: Expr, place: ThreadIndex) -> None:

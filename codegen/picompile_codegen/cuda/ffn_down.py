@@ -24,7 +24,7 @@ from picompile_codegen.cuda.linear import (
     own_sums,
 )
 from picompile_codegen.cuda.matrix import CudaMatrix
-from picompile_codegen.cuda.memory import Numbering, barrier, loads_first, shared, zero_registers
+from picompile_codegen.cuda.memory import Numbering, barrier, block_sum, loads_first, shared, zero_registers
 
 DOWN_THREADS = 256
 SUM_THREADS = 256
@@ -44,7 +44,8 @@ _MANY_TOKENS = 4
 class DownPlan:
     """`tiles` of `width` columns and `slices` of `places` places of `NeuronGroups`.
 
-    A tile's column 32 · i + j, in slices, is the i-th weight of lane j: its column j · (width / 32) + i.
+    A tile's column 32 · i + j, in slices, is the i-th weight of lane j: its column j · (width / 32) + i. With `squares`
+    the column behind all tiles has the sum of h² of a slice.
     """
 
     tiles: int
@@ -52,15 +53,22 @@ class DownPlan:
     slices: int
     places: int
     all_places: int
+    squares: bool
 
     @classmethod
-    def of(cls, bundle: CudaMatrix, all_places: int, rows: int) -> "DownPlan":
+    def of(cls, bundle: CudaMatrix, all_places: int, rows: int, *, squares: bool) -> "DownPlan":
         """Return the plan for a bundle whose neurons have `all_places` places."""
         tiles = blocks_for(bundle.units, WARP)
         wanted = blocks_for(_BLOCKS, tiles * min(rows, _MANY_TOKENS))
         wanted = min(wanted, blocks_for(all_places, _FEWEST))
         places = blocks_for(blocks_for(all_places, wanted), WARP) * WARP
-        return cls(tiles, WARP * bundle.unit_weights, blocks_for(all_places, places), places, all_places)
+        width = WARP * bundle.unit_weights
+        return cls(tiles, width, blocks_for(all_places, places), places, all_places, squares)
+
+    @property
+    def columns(self) -> int:
+        """Columns of a slice: those of all tiles, and that of the squares."""
+        return self.tiles * self.width + self.squares
 
 
 @dataclass(frozen=True)
@@ -91,12 +99,20 @@ def add_rows(
     )
     tile, bundle = bind(place.block // rows), block.bundle
     sums = zero_registers(bundle.unit_weights)
+    squares = zero_registers(1) if plan.squares else None
     # Lanes past the last column read its unit again.
     unit = bind(minimum(tile * WARP + place.lane, bundle.units - 1))
     with loop(0, blocks_for(plan.places, listed)) as turn:
-        count = _list(block, groups, part, hidden, bind(start + turn * listed), listed // DOWN_THREADS, place)
+        first = bind(start + turn * listed)
+        count = _list(block, groups, part, hidden, first, listed // DOWN_THREADS, place, squares)
         _add_listed(bundle, part, count, unit, sums, place.warp)
-    _add_warps(sums, bundle.unit_weights, slices, bind(part.token * plan.slices + place.block_y), tile, place)
+    row = bind(part.token * plan.slices + place.block_y)
+    _add_warps(sums, bundle.unit_weights, slices, row, tile, place)
+    if squares is not None:
+        total = block_sum(squares[0], place.thread, DOWN_THREADS)
+        # The blocks of all tiles have the same sum.
+        with when(tirx.And(tile == 0, place.thread == 0)):
+            slices[row, plan.tiles * plan.width] = total
 
 
 def _list(
@@ -107,14 +123,20 @@ def _list(
     start: Expr,
     turns: int,
     place: ThreadIndex,
+    squares: KernelTensor | None,
 ) -> Expr:
-    """List rows and outputs of the neurons of `turns` · 256 places that fired, in order; return how many there are."""
+    """List rows and outputs of the neurons of `turns` · 256 places that fired, in order; return how many there are.
+
+    Where there are `squares`, this thread's register for them, its outputs' squares are added to it.
+    """
     is_dense = not (block.spec.is_masked or block.spec.is_exact)
     listed = zero_registers(1, "int32")
     for turn in range(turns):
         at = bind(start + turn * DOWN_THREADS + place.thread)
         inside = at < part.stop
         output = bind(tirx.if_then_else(inside, hidden[part.token, at], 0.0))
+        if squares is not None:
+            squares[0] = squares[0] + output * output
         neuron = groups.at_place(at)
         # Where all neurons are computed all are added: to leave out some here and there would break the one stream.
         flag = bind(tirx.And(inside, neuron < groups.neurons) if is_dense else output != 0.0)
@@ -177,22 +199,32 @@ def add_slices(block: CudaFfn, plan: DownPlan, slices: KernelTensor, y: KernelTe
     """y[token] = the sum of its slices, and the bias. Warps take slices in turns, so that all are read at once."""
     warps, token = SUM_THREADS // WARP, place.block_y
     at = bind(place.block * SUM_COLUMNS + place.lane)
+    # The last block has the squares alone: its other lanes read them again.
+    stored = bind(minimum(at, plan.columns - 1)) if plan.squares else at
     of_warps = shared(warps, SUM_COLUMNS)
     total = 0.0
     for turn in range(blocks_for(plan.slices, warps)):
         number = bind(turn * warps + place.warp)
         known = number < plan.slices
         row = bind(token * plan.slices + minimum(number, plan.slices - 1))
-        total = total + bind(tirx.if_then_else(known, slices[row, at], 0.0))
+        total = total + bind(tirx.if_then_else(known, slices[row, stored], 0.0))
     of_warps[place.warp, place.lane] = total
     barrier()
     lane_columns = plan.width // WARP
     column = bind(at // plan.width * plan.width + at % WARP * lane_columns + at % plan.width // WARP)
-    with when(tirx.And(place.warp == 0, column < block.spec.dim)):
+
+    def total_of_warps() -> Expr:
         total = of_warps[0, place.lane]
         for warp in range(1, warps):
             total = total + of_warps[warp, place.lane]
+        return total
+
+    with when(tirx.And(place.warp == 0, column < block.spec.dim)):
+        total = total_of_warps()
         y[token, column] = total if block.down_bias is None else total + block.down_bias[column]
+    if plan.squares:
+        with when(tirx.And(place.warp == 0, at == plan.columns - 1)):
+            y[token, block.spec.dim] = total_of_warps()
 
 
 # A block takes a tile of tokens and columns through shared memory, where there are many tokens.

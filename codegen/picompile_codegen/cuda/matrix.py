@@ -61,14 +61,16 @@ class ColumnLanes:
         numbers = [bind(turn * threads + thread) for turn in range(blocks_for(width // lanes, threads))]
         return cls(lanes, tuple((number * lanes, number < width // lanes) for number in numbers))
 
-    def load(self, x: KernelTensor, *row: Expr) -> list[Expr]:
-        """Return the thread's elements of a row of x, zeros for those that do not exist."""
-        return [value for start, inside in self.runs for value in load_lanes(x, (*row, start), self.lanes, inside)]
+    def load(self, x: KernelTensor, *row: Expr, first: Expr = 0) -> list[Expr]:
+        """Return the thread's elements of a row of x from column `first` on, zeros for those that do not exist."""
+        return [
+            value for start, inside in self.runs for value in load_lanes(x, (*row, first + start), self.lanes, inside)
+        ]
 
-    def store(self, y: KernelTensor, row: Expr, values: list[Expr]) -> None:
-        """Write the thread's elements to a row of y."""
+    def store(self, y: KernelTensor, row: Expr, values: list[Expr], first: Expr = 0) -> None:
+        """Write the thread's elements to a row of y, from column `first` on."""
         for number, (start, inside) in enumerate(self.runs):
-            store_lanes(y, (row, start), values[number * self.lanes : (number + 1) * self.lanes], inside)
+            store_lanes(y, (row, first + start), values[number * self.lanes : (number + 1) * self.lanes], inside)
 
     def or_zeros(self, values: list[Expr]) -> list[Expr]:
         """Return `values`, with zeros for those that do not exist."""

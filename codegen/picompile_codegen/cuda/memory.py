@@ -5,7 +5,7 @@ from typing import Any
 from tvm import tirx
 from tvm.tirx.script.builder import ir as T
 
-from picompile_codegen.cpu.activations import Arithmetic, apply_activation
+from picompile_codegen.cpu.activations import Arithmetic, apply_activation, apply_expression
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, select, when
 from picompile_codegen.cuda.function import WARP, ThreadIndex
 
@@ -153,9 +153,14 @@ def _sigmoid(x: Expr) -> Expr:
     return 1.0 / (1.0 + tirx.exp(-x))
 
 
-_ARITHMETIC = Arithmetic(float, _sigmoid, tirx.tanh, tirx.erf)
+_ARITHMETIC = Arithmetic(float, _sigmoid, tirx.tanh, tirx.erf, tirx.exp)
 
 
 def activate(text: str, x: Expr) -> Expr:
     """Return the activation that `text` names, of a float32. Raises `ValueError` for one that is not known."""
     return apply_activation(text, x, _ARITHMETIC)
+
+
+def compute(expression: str, inputs: list[Expr]) -> Expr:
+    """Return the value of an expression of `elementwise`, of float32."""
+    return apply_expression(expression, inputs, _ARITHMETIC)

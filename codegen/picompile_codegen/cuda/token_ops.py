@@ -1,6 +1,7 @@
 """Kernels that treat each token by itself, on a GPU, and what writes the KV cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tvm import tirx
 
@@ -9,10 +10,12 @@ from picompile_codegen.cpu.tensor import Expr, bind, maximum, minimum, when
 from picompile_codegen.cpu.token_ops import Angles, inverse_root, step_rows
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import ColumnLanes, CudaMatrix, block_threads, lanes_for, load_lanes, store_lanes
-from picompile_codegen.cuda.memory import block_sum, warp_max
+from picompile_codegen.cuda.memory import block_sum, compute, warp_max
 from picompile_codegen.specs import (
     AddSpec,
     CacheWriteSpec,
+    DivideByRmsSpec,
+    ElementwiseSpec,
     EmbeddingSpec,
     LayerNormSpec,
     RmsNormSpec,
@@ -33,6 +36,25 @@ def add(spec: AddSpec, function: CudaFunction) -> None:
         index = (place.block_y, start)
         pairs = zip(load_lanes(a, index, lanes, inside), load_lanes(b, index, lanes, inside), strict=True)
         store_lanes(y, index, [first + second for first, second in pairs], inside)
+
+
+def elementwise(spec: ElementwiseSpec, function: CudaFunction) -> None:
+    """Write the launch of an `ElementwiseSpec`."""
+    y, lanes = function["y"], lanes_for(spec.dim)
+    inputs = [(kind, function[f"x{number}"]) for number, kind in enumerate(spec.inputs)]
+    with function.launch(grid=(_blocks(spec.dim), spec.rows), block=_ADD_THREADS) as place:
+        row, start = place.block_y, bind(_start(place, lanes))
+        inside = bind(tirx.And(row < function.tokens(spec.rows), start < spec.dim))
+        rows = {"r": (row, start), "v": (start,)}
+        numbers = {"t": (row, 0), "n": (0,)}
+        columns = [
+            load_lanes(x, rows[kind], lanes, inside)
+            if kind in rows
+            else [bind(tirx.if_then_else(inside, x[numbers[kind]], 0.0))] * lanes
+            for kind, x in inputs
+        ]
+        values = [compute(spec.expression, [column[i] for column in columns]) for i in range(lanes)]
+        store_lanes(y, (row, start), values, inside)
 
 
 def take_last(spec: TakeLastSpec, function: CudaFunction) -> None:
@@ -80,33 +102,57 @@ def embedding(spec: EmbeddingSpec, function: CudaFunction) -> None:
 
 def rms_norm(spec: RmsNormSpec, function: CudaFunction) -> None:
     """Write the launch of an `RmsNormSpec`."""
-    x, weight, y, threads = function["x"], function["weight"], function["y"], block_threads(spec.dim)
-    with function.launch(grid=spec.rows, block=threads) as place, when(place.block < function.tokens(spec.rows)):
-        columns = ColumnLanes.of(spec.dim, place.thread)
+    x, weight, y, width = function["x"], function["weight"], function["y"], spec.dim // spec.groups
+    threads = block_threads(width)
+    with _norm_launch(spec, threads, function) as (place, start):
+        columns = ColumnLanes.of(width, place.thread)
         # The weights are asked for before threads wait for each other, so that nobody waits for memory twice.
-        values, weights = columns.load(x, place.block), columns.load(weight)
+        values, weights = columns.load(x, place.block, first=start), columns.load(weight, first=start)
         squares = block_sum(_total([value * value for value in values]), place.thread, threads)
-        factor = inverse_root(squares / float(spec.dim), spec.eps)
+        factor = inverse_root(squares / float(width), spec.eps)
         scaled = [value * factor * scale for value, scale in zip(values, weights, strict=True)]
-        columns.store(y, place.block, scaled)
+        columns.store(y, place.block, scaled, first=start)
+
+
+@contextmanager
+def _norm_launch(
+    spec: RmsNormSpec | LayerNormSpec, threads: int, function: CudaFunction
+) -> Iterator[tuple[ThreadIndex, Expr]]:
+    """Launch a block for each group of each row; give a thread's place, and the column at which its group begins."""
+    grid = spec.rows if spec.groups == 1 else (spec.rows, spec.groups)
+    with function.launch(grid=grid, block=threads) as place, when(place.block < function.tokens(spec.rows)):
+        yield place, 0 if spec.groups == 1 else bind(place.block_y * (spec.dim // spec.groups))
 
 
 def layer_norm(spec: LayerNormSpec, function: CudaFunction) -> None:
     """Write the launch of a `LayerNormSpec`."""
-    x, y, dim, threads = function["x"], function["y"], spec.dim, block_threads(spec.dim)
-    weights, biases = function.get("weight"), function.get("bias")
-    with function.launch(grid=spec.rows, block=threads) as place, when(place.block < function.tokens(spec.rows)):
-        columns = ColumnLanes.of(dim, place.thread)
-        values = columns.load(x, place.block)
-        factors = [1.0] * len(values) if weights is None else columns.load(weights)
-        summands = [0.0] * len(values) if biases is None else columns.load(biases)
-        mean = bind(block_sum(_total(values), place.thread, threads) / float(dim))
+    x, y, width = function["x"], function["y"], spec.dim // spec.groups
+    weights, biases, threads = function.get("weight"), function.get("bias"), block_threads(width)
+    with _norm_launch(spec, threads, function) as (place, start):
+        columns = ColumnLanes.of(width, place.thread)
+        values = columns.load(x, place.block, first=start)
+        factors = [1.0] * len(values) if weights is None else columns.load(weights, first=start)
+        summands = [0.0] * len(values) if biases is None else columns.load(biases, first=start)
+        mean = bind(block_sum(_total(values), place.thread, threads) / float(width))
         # Columns that do not exist were read as 0, which is not the mean.
         deviations = columns.or_zeros([value - mean for value in values])
         squares = block_sum(_total([value * value for value in deviations]), place.thread, threads)
-        root = inverse_root(squares / float(dim), spec.eps)
+        root = inverse_root(squares / float(width), spec.eps)
         affine = zip(deviations, factors, summands, strict=True)
-        columns.store(y, place.block, [value * root * factor + summand for value, factor, summand in affine])
+        columns.store(
+            y, place.block, [value * root * factor + summand for value, factor, summand in affine], first=start
+        )
+
+
+def divide_by_rms(spec: DivideByRmsSpec, function: CudaFunction) -> None:
+    """Write the launch of a `DivideByRmsSpec`: a thread for each column, which reads the sum of squares, too."""
+    x, y, bias = function["x"], function["y"], function.get("bias")
+    with function.launch(grid=(blocks_for(spec.dim, _ADD_THREADS), spec.rows), block=_ADD_THREADS) as place:
+        row, column = place.block_y, bind(place.block * _ADD_THREADS + place.thread)
+        with when(tirx.And(row < function.tokens(spec.rows), column < spec.dim)):
+            factor = inverse_root(x[row, spec.dim] / float(spec.neurons), spec.eps)
+            value = x[row, column] * factor
+            y[row, column] = value if bias is None else value + bias[column]
 
 
 def _total(values: list[Expr]) -> Expr:

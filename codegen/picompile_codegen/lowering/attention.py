@@ -118,6 +118,9 @@ def lower_attention(node: Node, function: Function) -> None:
             sequences=options.sequences,
             extend=extend,
             turn=turned,
+            softcap=values["softcap"],
+            slopes=values["slopes"] is not None,
+            sinks=values["sinks"] is not None,
         )
     )
     bindings: Bindings = {f"{name[0]}_cache{name[1:]}": cache for name, cache in _caches(node, function).items()}
@@ -126,7 +129,7 @@ def lower_attention(node: Node, function: Function) -> None:
         bindings[name] = function.value(source)
     if turned:
         bindings |= _angles(values["q"], function)
-    bindings |= {"y": function.result(node)}
+    bindings |= {"y": function.result(node), **function.vectors(values, "slopes", "sinks")}
     function.call(kernel, bindings, op="attention", layer=values["layer"], window=values["window"])
 
 

@@ -161,7 +161,7 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
             kind="exact" if kind == "exact" else "masked" if masked else "dense",
             format=bundle.format,
             neurons=neurons,
-            dim=dimension(node),
+            dim=dimension(node) - values["squares"],
             rows=function.rows,
             gated=gated,
             activation=values["activation"],
@@ -170,6 +170,7 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
             up_bias=values["up_bias"] is not None,
             down_bias=values["down_bias"] is not None,
             mask_columns=dimension(values["mask"]) if "table" in masked else None,
+            squares=values["squares"],
         )
     )
     bindings |= function.vectors(values, "gate_bias", "up_bias", "down_bias")

@@ -18,6 +18,8 @@ from picompile_codegen.lowering.program import Arg, TopLogitsBuffers
 from picompile_codegen.specs import (
     MOST_TOP_LOGITS,
     AddSpec,
+    DivideByRmsSpec,
+    ElementwiseSpec,
     EmbeddingSpec,
     LayerNormSpec,
     LinearSpec,
@@ -26,7 +28,7 @@ from picompile_codegen.specs import (
 )
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph import operands as op
-from picompile_passes.graph.nodes import arguments
+from picompile_passes.graph.nodes import arguments, constant_nodes, is_call
 
 # A token is chosen after each of these functions.
 CHOOSING = ("decode", "prefill_last", "batch")
@@ -85,17 +87,19 @@ def _linear(node: Node, function: Function) -> None:
             bias=values["bias"] is not None,
         )
     )
-    is_head = any(user.op == "output" for user in node.users)
-    y = Arg("buffer", function.logits) if is_head else function.result(node)
+    is_output = makes_logits(node)
+    is_head = is_output or any(is_call(user, op.ELEMENTWISE) and makes_logits(user) for user in node.users)
+    y = Arg("buffer", function.logits) if is_output else function.result(node)
     bindings: Bindings = {"x": function.value(values["x"]), "w": matrix, "y": y}
     function.call(kernel, bindings | function.vectors(values, "bias"), op="head" if is_head else "linear")
-    if is_head and function.device == "device":
+    if is_output and function.device == "device":
         hand_over(node, y, function)
 
 
 def _rms_norm(node: Node, function: Function) -> None:
     values = arguments(node)
-    kernel = function.kernel(RmsNormSpec(dim=dimension(node), rows=function.rows, eps=values["eps"]))
+    spec = RmsNormSpec(dim=dimension(node), rows=function.rows, eps=values["eps"], groups=values["groups"])
+    kernel = function.kernel(spec)
     bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
     function.call(kernel, bindings | function.vectors(values, "weight"), op="norm")
 
@@ -109,10 +113,42 @@ def _layer_norm(node: Node, function: Function) -> None:
             eps=values["eps"],
             weight=values["weight"] is not None,
             bias=values["bias"] is not None,
+            groups=values["groups"],
         )
     )
     bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
     function.call(kernel, bindings | function.vectors(values, "weight", "bias"), op="norm")
+
+
+def _elementwise(node: Node, function: Function) -> None:
+    values = arguments(node)
+    dim, constants = dimension(node), constant_nodes(node.graph)
+    kinds, bindings = "", Bindings()
+    for number, value in enumerate(values["inputs"]):
+        one, is_constant = dimension(value) == 1 and dim > 1, value in constants
+        kinds += ("n" if one else "v") if is_constant else ("t" if one else "r")
+        bindings[f"x{number}"] = function.shared.weights.vector(value) if is_constant else function.value(value)
+    spec = ElementwiseSpec(dim=dim, rows=function.rows, inputs=kinds, expression=values["expression"])
+    is_output = makes_logits(node)
+    bindings["y"] = Arg("buffer", function.logits) if is_output else function.result(node)
+    function.call(function.kernel(spec), bindings, op="elementwise")
+    if is_output and function.device == "device":
+        hand_over(node, bindings["y"], function)  # type: ignore[arg-type]
+
+
+def _divide_by_rms(node: Node, function: Function) -> None:
+    values = arguments(node)
+    bias = values["bias"] is not None
+    spec = DivideByRmsSpec(
+        dim=dimension(node), rows=function.rows, neurons=values["neurons"], eps=values["eps"], bias=bias
+    )
+    bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
+    function.call(function.kernel(spec), bindings | function.vectors(values, "bias"), op="ffn_norm")
+
+
+def makes_logits(node: Node) -> bool:
+    """Return whether the value of `node` is what the graph returns."""
+    return any(user.op == "output" for user in node.users)
 
 
 def _add(node: Node, function: Function) -> None:
@@ -124,6 +160,7 @@ def _add(node: Node, function: Function) -> None:
 
 _LOWERINGS: dict[Any, Callable[[Node, Function], None]] = {
     op.EMBEDDING: _embedding,
+    op.ELEMENTWISE: _elementwise,
     op.LINEAR: _linear,
     op.RMS_NORM: _rms_norm,
     op.LAYER_NORM: _layer_norm,
@@ -131,6 +168,7 @@ _LOWERINGS: dict[Any, Callable[[Node, Function], None]] = {
     op.ATTENTION: lower_attention,
     op.PREDICT: lower_predict,
     op.SPARSE_FFN: lower_sparse_ffn,
+    op.DIVIDE_BY_RMS: _divide_by_rms,
     op.ADD: _add,
 }
 

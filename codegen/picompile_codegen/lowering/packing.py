@@ -5,6 +5,7 @@ Nothing is read while the table is built; `PackedTensor.produce` evaluates one t
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import sha256
 from math import prod
 
 import torch
@@ -16,7 +17,8 @@ from picompile_codegen.signs import pack_signs, sign_row_bytes
 from picompile_codegen.specs.arguments import DATA_DTYPES
 from picompile_passes.dialect import FORMATS
 from picompile_passes.errors import UnsupportedGraphError
-from picompile_passes.graph.nodes import arguments
+from picompile_passes.graph.nodes import arguments, is_call
+from picompile_passes.graph.operands import DEQUANTIZE, INDEX_SELECT, QUANTIZE, TRANSPOSE
 
 # evaluate(node) → the value of one constant subgraph
 Evaluate = Callable[[Node], Tensor]
@@ -58,16 +60,31 @@ class PackedMatrix:
         return Arg("weight", self.name, dtype, (self.rows, self.row_bytes // ITEM_BYTES[dtype]))
 
 
+# Constants that keep the name of what they are made of: a matrix is packed once, in one format and one direction.
+_SAME_NAME = (TRANSPOSE, QUANTIZE, DEQUANTIZE)
+
+
 def _parameter_name(node: Node) -> str:
-    """Return the name of the tensor a constant subgraph is made of, with the table that selects its rows if there is
-    one."""
+    """Return the name of the tensor a constant subgraph is made of, with what tells it from others of that tensor.
+
+    That is the table that selects its rows, if there is one, or a digest of the computation.
+    """
     if node.op == "get_attr":
         return str(node.target)
     name = _parameter_name(node.all_input_nodes[0])
-    if node.target is torch.ops.aten.index_select.default:
-        table = node.args[2]
-        return f"{name}[{table.target}]" if isinstance(table, Node) else name
-    return name
+    if is_call(node, INDEX_SELECT):
+        _, dim, table = node.args
+        return f"{name}[{'' if dim == 0 else f'{dim}:'}{table.target}]" if isinstance(table, Node) else name
+    if is_call(node, *_SAME_NAME):
+        return name
+    return f"{name}.{node.target._opname}.{sha256(_computation(node).encode()).hexdigest()[:12]}"  # type: ignore[union-attr]
+
+
+def _computation(node: Node) -> str:
+    """Return a text that is the same for constants that are computed in the same way from the same tensors."""
+    if node.op == "get_attr":
+        return str(node.target)
+    return f"{node.target}({torch.fx.node.map_arg((node.args, node.kwargs), _computation)})"
 
 
 def _quantized(operand: Node) -> tuple[Node, str, int]:

@@ -7,7 +7,16 @@ from torch.fx import Node
 
 from picompile_codegen.lowering.program import Device
 from picompile_passes.graph.nodes import arguments, is_call
-from picompile_passes.graph.operands import ADD, ATTENTION, EMBEDDING, PREDICT, ROTARY, SPARSE_FFN
+from picompile_passes.graph.operands import (
+    ADD,
+    ATTENTION,
+    DIVIDE_BY_RMS,
+    ELEMENTWISE,
+    EMBEDDING,
+    PREDICT,
+    ROTARY,
+    SPARSE_FFN,
+)
 from picompile_passes.predictors import predictor_kind
 
 # The device of each part of a block, by the name that `Partition` gives it.
@@ -77,7 +86,8 @@ def _layers(nodes: Sequence[Node]) -> dict[Node, int]:
     """Return the layer that each node belongs to: -1 for embeddings and their sum, one more than the last for the head.
 
     A norm or a projection behind an attention and before the next feed-forward block is of that attention's layer;
-    behind both, of the next. An addition is of the layer whose result it adds.
+    behind both, of the next. An addition is of the layer whose result it adds, and so is the norm of a block's neurons;
+    other arithmetic is of its latest input's.
     """
     seen: dict[Node, tuple[int, int]] = {}  # the last attention and the last block that a node depends on
     layers: dict[Node, int] = {}
@@ -89,8 +99,10 @@ def _layers(nodes: Sequence[Node]) -> dict[Node, int]:
             layers[node] = int(arguments(node)["layer"])
         elif is_call(node, SPARSE_FFN, PREDICT):
             layers[node] = int(node.meta["layer"])
-        elif is_call(node, ADD):
+        elif is_call(node, ADD, DIVIDE_BY_RMS):
             layers[node] = max(attention, block)
+        elif is_call(node, ELEMENTWISE):
+            layers[node] = max(layers[source] for source in node.all_input_nodes if source in layers)
         else:
             layers[node] = attention if attention > block else block + 1
         if is_call(node, ATTENTION):

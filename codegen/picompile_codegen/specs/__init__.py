@@ -19,6 +19,8 @@ from picompile_codegen.specs.ffn import FfnSpec, PredictLowRankSpec, PredictSign
 from picompile_codegen.specs.tokens import (
     MOST_TOP_LOGITS,
     AddSpec,
+    DivideByRmsSpec,
+    ElementwiseSpec,
     EmbeddingSpec,
     LayerNormSpec,
     LinearSpec,
@@ -47,6 +49,8 @@ __all__ = [
     "AttentionSpec",
     "CacheWriteSpec",
     "CopyWordsSpec",
+    "DivideByRmsSpec",
+    "ElementwiseSpec",
     "EmbeddingSpec",
     "FfnSpec",
     "KernelArgument",

@@ -13,6 +13,7 @@ from picompile_codegen.specs.arguments import (
     floats,
     floats_out,
     mode_name,
+    optional_floats,
     rows_of_step,
     symbol,
 )
@@ -58,6 +59,10 @@ class AttentionSpec(KernelSpec):
     With `extend`, k float32 [rows, kv_heads · head_dim] and v float32 [rows, kv_heads · value_dim] are first written to
     the caches; with `turn` as well, q and k are turned by cos and sin (see `RotarySpec`) before.
 
+    A `softcap` above 0 turns scores s into softcap · tanh(s / softcap). After that, `slopes` float32 [heads] add
+    slopes[head] · (i - p) to the score of position i. `sinks` float32 [heads] are scores of one more key of each head,
+    whose value is 0.
+
     Raises:
         CodegenError: For a chunk that is to extend the caches: `CacheWriteSpec` does that before.
     """
@@ -75,6 +80,9 @@ class AttentionSpec(KernelSpec):
     sequences: int
     extend: bool = False
     turn: bool = False
+    softcap: float = 0.0
+    slopes: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         if self.mode == "chunk" and self.extend:
@@ -95,12 +103,20 @@ class AttentionSpec(KernelSpec):
             f"w{self.window}" if self.window else "",
             "extend" if self.extend else "",
             "turn" if self.turn else "",
+            f"cap{self.softcap}" if self.softcap else "",
+            "slopes" if self.slopes else "",
+            "sinks" if self.sinks else "",
         )
 
     @property
     def group(self) -> int:
         """Query heads that share a head of keys."""
         return self.heads // self.kv_heads
+
+    @property
+    def query_scale(self) -> float:
+        """The factor of queries. With a soft cap it includes the division by that."""
+        return self.scale / self.softcap if self.softcap else self.scale
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
@@ -111,6 +127,7 @@ class AttentionSpec(KernelSpec):
             yield floats("v", self.rows, self.kv_heads * self.value_dim)
         if self.turn:
             yield from angles(self.context, self.head_dim)
+        yield from optional_floats((("slopes", self.heads, self.slopes), ("sinks", self.heads, self.sinks)))
         yield CacheArgument("k_cache", *cache, self.head_dim)
         yield CacheArgument("v_cache", *cache, self.value_dim)
         yield floats_out("y", self.rows, self.heads * self.value_dim)

@@ -33,6 +33,8 @@ class FfnSpec(KernelSpec):
     | `exact`, not gated | up | down | down of neurons whose up is above it |
     | `masked` | | gate, up, down or up, down | the neurons of `mask` |
 
+    With `squares`, y has one more column, Σ h² over the computed neurons.
+
     `mask` uint8 [rows, neurons] holds 0 or 1. With `mask_columns` it has that many columns instead, and neuron r is
     column `table`[r], int32 [neurons]. With several rows, `masked` computes each row's own
     neurons; the CPU kernel computes all if the masks name many. The other kinds compute all.
@@ -53,6 +55,7 @@ class FfnSpec(KernelSpec):
     up_bias: bool
     down_bias: bool
     mask_columns: int | None = None
+    squares: bool = False
 
     @property
     def name(self) -> str:
@@ -70,6 +73,7 @@ class FfnSpec(KernelSpec):
             up,
             biases and f"b{biases}",
             "" if self.mask_columns is None else f"of{self.mask_columns}",
+            "squares" if self.squares else "",
         )
 
     @property
@@ -117,7 +121,7 @@ class FfnSpec(KernelSpec):
         )
         yield KernelArgument("stats", "int64", (2,), "adds")
         yield SCRATCH
-        yield floats_out("y", self.rows, self.dim)
+        yield floats_out("y", self.rows, self.dim + self.squares)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 
 from picompile_codegen.specs.arguments import (
     SCRATCH,
@@ -87,16 +88,20 @@ class EmbeddingSpec(KernelSpec):
 
 @dataclass(frozen=True)
 class RmsNormSpec(KernelSpec):
-    """y = x / sqrt(mean(x²) + eps) · weight. x float32 [rows, dim], weight float32 [dim] → y like x."""
+    """y = x / sqrt(mean(x²) + eps) · weight, for each of `groups` parts of a row by itself.
+
+    x float32 [rows, dim], weight float32 [dim] → y like x.
+    """
 
     dim: int
     rows: int
     eps: float
+    groups: int = 1
 
     @property
     def name(self) -> str:
         """The kernel's symbol."""
-        return symbol("rms_norm", self.dim, f"r{self.rows}", self.eps)
+        return symbol("rms_norm", self.dim, f"r{self.rows}", self.eps, _groups(self.groups))
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
@@ -107,23 +112,86 @@ class RmsNormSpec(KernelSpec):
 
 @dataclass(frozen=True)
 class LayerNormSpec(KernelSpec):
-    """y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias. x float32 [rows, dim], weight, bias [dim] → y like x."""
+    """y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias, for each of `groups` parts of a row by itself.
+
+    x float32 [rows, dim], weight, bias [dim] → y like x.
+    """
 
     dim: int
     rows: int
     eps: float
     weight: bool
     bias: bool
+    groups: int = 1
 
     @property
     def name(self) -> str:
         """The kernel's symbol."""
-        return symbol("layer_norm", self.dim, f"r{self.rows}", self.eps, "w" * self.weight + "b" * self.bias)
+        vectors = "w" * self.weight + "b" * self.bias
+        return symbol("layer_norm", self.dim, f"r{self.rows}", self.eps, vectors, _groups(self.groups))
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
         yield floats("x", self.rows, self.dim)
         yield from optional_floats([("weight", self.dim, self.weight), ("bias", self.dim, self.bias)])
+        yield floats_out("y", self.rows, self.dim)
+
+
+def _groups(groups: int) -> str:
+    return "" if groups == 1 else f"g{groups}"
+
+
+@dataclass(frozen=True)
+class DivideByRmsSpec(KernelSpec):
+    """y = x[:, :dim] / sqrt(x[:, dim] / neurons + eps) + bias: a norm whose sum of squares is known.
+
+    x float32 [rows, dim + 1], bias float32 [dim] → y [rows, dim].
+    """
+
+    dim: int
+    rows: int
+    neurons: int
+    eps: float
+    bias: bool
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return symbol(
+            "divide_by_rms", self.dim, f"r{self.rows}", f"n{self.neurons}", self.eps, "b" if self.bias else ""
+        )
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield floats("x", self.rows, self.dim + 1)
+        yield from optional_floats([("bias", self.dim, self.bias)])
+        yield floats_out("y", self.rows, self.dim)
+
+
+@dataclass(frozen=True)
+class ElementwiseSpec(KernelSpec):
+    """y = an expression of x0, x1 …, as `picompile_passes.dialect.expressions` describes it → y float32 [rows, dim].
+
+    `inputs` has a letter for each: `r` float32 [rows, dim], `t` one number for each token, [rows, 1], `v` a constant
+    vector [dim], `n` a constant number [1].
+    """
+
+    dim: int
+    rows: int
+    inputs: str
+    expression: str
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        digest = sha256(self.expression.encode()).hexdigest()[:16]
+        return symbol("elementwise", self.dim, f"r{self.rows}", self.inputs, digest)
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        shapes = {"r": (self.rows, self.dim), "t": (self.rows, 1), "v": (self.dim,), "n": (1,)}
+        for number, kind in enumerate(self.inputs):
+            yield floats(f"x{number}", *shapes[kind])
         yield floats_out("y", self.rows, self.dim)
 
 

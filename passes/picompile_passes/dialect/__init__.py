@@ -10,6 +10,8 @@ from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
 from picompile_passes.dialect.ops import (
     attention,
     dequantize,
+    divide_by_rms,
+    elementwise,
     embedding,
     ffn,
     layer_norm,
@@ -30,6 +32,8 @@ __all__ = [
     "attention",
     "dequantize",
     "dequantize_rows",
+    "divide_by_rms",
+    "elementwise",
     "embedding",
     "ffn",
     "layer_norm",

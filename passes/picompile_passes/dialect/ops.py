@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from picompile_passes.dialect.activations import parse_activation
+from picompile_passes.dialect.expressions import broadcast_shape, evaluate_expression
 from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
 from picompile_passes.predictors import predictor_kind
 from picompile_passes.weight_formats import FORMATS
@@ -43,31 +44,52 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @torch.library.custom_op("picompile::rms_norm", mutates_args=())
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, groups: int = 1) -> Tensor:
     """y = x / sqrt(mean(x²) + eps) · weight over the last dimension (arXiv 1910.07467).
 
+    With several `groups`, each of them is normalized by itself, as models do with the heads of queries and keys.
     x [T, D], weight [D] → [T, D].
     """
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+    parts = _split_heads(x, groups)
+    return (parts * torch.rsqrt(parts.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2) * weight
 
 
 @rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _(x: Tensor, weight: Tensor, eps: float, groups: int = 1) -> Tensor:
     return torch.empty_like(x)
 
 
 @torch.library.custom_op("picompile::layer_norm", mutates_args=())
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias (arXiv 1607.06450).
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int = 1) -> Tensor:
+    """y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias (arXiv 1607.06450), for each of `groups` by itself.
 
     x [T, D], weight and bias [D] → [T, D].
     """
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    if groups == 1:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    normed = F.layer_norm(_split_heads(x, groups), (x.shape[-1] // groups,), None, None, eps).flatten(-2)
+    normed = normed if weight is None else normed * weight
+    return normed if bias is None else normed + bias
 
 
 @layer_norm.register_fake
-def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int = 1) -> Tensor:
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("picompile::elementwise", mutates_args=())
+def elementwise(inputs: list[Tensor], expression: str) -> Tensor:
+    """Arithmetic on single elements that has no operator of its own, as `expressions` describes it.
+
+    Each input is a value [T, D], a value [T, 1] with one number for each token, a constant [D], or a constant [1]
+    → [T, D].
+    """
+    return evaluate_expression(expression, inputs)
+
+
+@elementwise.register_fake
+def _(inputs: list[Tensor], expression: str) -> Tensor:
+    return inputs[0].new_empty(broadcast_shape(inputs))
 
 
 def _split_heads(x: Tensor, heads: int) -> Tensor:
@@ -96,13 +118,27 @@ def _(x: Tensor, positions: Tensor, inverse_frequency: Tensor, heads: int, scali
 
 @torch.library.custom_op("picompile::attention", mutates_args=())
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, scale: float, layer: int, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    layer: int,
+    window: int,
+    softcap: float = 0.0,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention: softmax(q · kᵀ · scale) · v; heads / kv_heads query heads share a key head.
 
     Token t sees tokens max(0, t − window + 1) … t, or all up to t when `window` is 0. q [T, heads · d],
     k [T, kv_heads · d], v [T, kv_heads · e] → [T, heads · e]. The compiled form reads and extends the KV cache of
     `layer`.
+
+    Where they are given, in this order: `softcap` turns a score s into softcap · tanh(s / softcap) (Gemma 2,
+    arXiv 2408.00118); `slopes` [heads] add slopes[head] · (i − t) to the score of token i (ALiBi, arXiv 2108.12409);
+    `sinks` [heads] are scores of one more key of each head, whose value is 0 (gpt-oss, arXiv 2508.10925).
     """
     tokens = q.shape[-2]
     queries = _split_heads(q, heads).transpose(-2, -3)
@@ -110,13 +146,32 @@ def attention(
     values = _split_heads(v, kv_heads).transpose(-2, -3).repeat_interleave(heads // kv_heads, dim=-3)
     distance = torch.arange(tokens, device=q.device).unsqueeze(-1) - torch.arange(tokens, device=q.device)
     visible = distance >= 0 if window == 0 else (distance >= 0) & (distance < window)
-    scores = (queries @ keys.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf"))
-    mixed: Tensor = scores.softmax(dim=-1) @ values
+    scores = queries @ keys.transpose(-1, -2) * scale
+    if softcap:
+        scores = (scores / softcap).tanh() * softcap
+    if slopes is not None:
+        scores = scores - slopes.view(-1, 1, 1) * distance
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1)
+    mixed: Tensor = scores.softmax(dim=-1)[..., :tokens] @ values
     return mixed.transpose(-2, -3).flatten(-2)
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, scale: float, layer: int, window: int) -> Tensor:
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    layer: int,
+    window: int,
+    softcap: float = 0.0,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     return q.new_empty((*q.shape[:-1], v.shape[-1] // kv_heads * heads))
 
 
@@ -137,6 +192,11 @@ def neuron_outputs(
     return act(F.linear(x, gate, gate_bias)) * parse_activation(up_activation).function(raised)
 
 
+def neuron_rms(hidden: Tensor, eps: float) -> Tensor:
+    """Return sqrt(mean(h²) + eps) over the neurons of each token: hidden [T, F] → [T, 1]."""
+    return (hidden.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
 @torch.library.custom_op("picompile::ffn", mutates_args=())
 def ffn(
     x: Tensor,
@@ -148,18 +208,23 @@ def ffn(
     down_bias: Tensor | None,
     activation: str,
     up_activation: str,
+    norm_eps: float | None = None,
 ) -> Tensor:
     """One feed-forward block: y = h · down + down_bias, h = activation(x · gateᵀ) ∘ up_activation(x · upᵀ).
 
     Without a gate, h = activation(x · upᵀ). `up_activation` is `identity` but for dReLU models (arXiv 2406.05955),
-    where it is `relu`. x [T, D]; gate, up, down [F, D]; gate_bias, up_bias [F]; down_bias [D] → [T, D].
+    where it is `relu`. With `norm_eps`, h is divided by sqrt(mean(h²) + norm_eps) before down, the mean being that of
+    a token's neurons (BitNet b1.58, arXiv 2504.12285). x [T, D]; gate, up, down [F, D]; gate_bias, up_bias [F];
+    down_bias [D] → [T, D].
     """
     hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
+    if norm_eps is not None:
+        hidden = hidden / neuron_rms(hidden, norm_eps)
     return F.linear(hidden, down.transpose(0, 1), down_bias)
 
 
 @ffn.register_fake
-def _(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, *_: Any) -> Tensor:
+def _(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], down.shape[1]))
 
 
@@ -191,23 +256,56 @@ def sparse_ffn(
     down_bias: Tensor | None,
     activation: str,
     up_activation: str,
+    squares: bool = False,
 ) -> Tensor:
     """`ffn` over the neurons of `mask` only: a neuron that the mask leaves out contributes nothing.
 
     mask bool [T, F of the mask]. The rows may be a part of the block: then row r is neuron `neurons[r]` of the mask
-    (int64 [F]); without a table row r is neuron r. Otherwise as `ffn`.
+    (int64 [F]); without a table row r is neuron r. Otherwise as `ffn` without a norm.
+
+    With `squares` the result is [T, D + 1]: its last column is Σ h² over the neurons of the mask, by which
+    `divide_by_rms` normalizes the others. Sums of parts of a block are then those of the whole block.
     """
     hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
     rows = mask if neurons is None else mask.index_select(-1, neurons)
     # `where`, not a product: a skipped neuron that overflowed to infinity must not turn into NaN.
-    return F.linear(torch.where(rows, hidden, torch.zeros_like(hidden)), down.transpose(0, 1), down_bias)
+    kept = torch.where(rows, hidden, torch.zeros_like(hidden))
+    y = F.linear(kept, down.transpose(0, 1), down_bias)
+    return torch.cat([y, kept.square().sum(-1, keepdim=True)], dim=-1) if squares else y
 
 
 @sparse_ffn.register_fake
 def _(
-    x: Tensor, mask: Tensor, neurons: Tensor | None, gate: Tensor | None, up: Tensor, down: Tensor, *_: Any
+    x: Tensor,
+    mask: Tensor,
+    neurons: Tensor | None,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    up_activation: str,
+    squares: bool = False,
 ) -> Tensor:
-    return x.new_empty((*x.shape[:-1], down.shape[1]))
+    return x.new_empty((*x.shape[:-1], down.shape[1] + squares))
+
+
+@torch.library.custom_op("picompile::divide_by_rms", mutates_args=())
+def divide_by_rms(x: Tensor, bias: Tensor | None, neurons: int, eps: float) -> Tensor:
+    """y = x[:, :D] / sqrt(x[:, D] / neurons + eps) + bias: the norm of a `sparse_ffn` with `squares`.
+
+    Division by a token's root mean square commutes with the product with down, so that it may come behind it. x
+    [T, D + 1], bias [D] → [T, D].
+    """
+    y = x[..., :-1] / (x[..., -1:] / neurons + eps).sqrt()
+    return y if bias is None else y + bias
+
+
+@divide_by_rms.register_fake
+def _(x: Tensor, bias: Tensor | None, neurons: int, eps: float) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] - 1))
 
 
 @torch.library.custom_op("picompile::quantize", mutates_args=())

@@ -1,6 +1,6 @@
 """Real weights in a graph: in all of it for eager runs, or in one constant at a time for the artifact."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -51,9 +51,13 @@ def materialize(graph_module: GraphModule, weights: WeightSource) -> GraphModule
 def evaluate_constant(graph_module: GraphModule, node: Node, weights: WeightSource) -> Tensor:
     """Return the value of one constant subgraph: contiguous, float32 where it is a float.
 
-    Loads only what `node` depends on and frees each value after its last use. The result must not be written to:
-    it may be the weight source's own memory.
+    A matrix that the source holds in the bytes of a weight format is not rounded again. Loads only what `node` depends
+    on and frees each value after its last use. The result must not be written to: it may be the weight source's own
+    memory.
     """
+    packed = _packed(graph_module, node, weights)
+    if packed is not None:
+        return packed
     order = list(_dependencies(node))
     uses = dict.fromkeys(order, 0)
     for dependency in order:
@@ -67,6 +71,32 @@ def evaluate_constant(graph_module: GraphModule, node: Node, weights: WeightSour
             if uses[argument] == 0:
                 del values[argument]
     return _as_float32(values[node])
+
+
+def _packed(graph_module: GraphModule, node: Node, weights: WeightSource) -> Tensor | None:
+    """Return the bytes of a `quantize` as the weight source has them already, None where it has them not.
+
+    The matrix is a parameter, or its transpose, or rows of one of them: rows are packed each by itself.
+    """
+    packed: Callable[[str, str, bool], Tensor | None] | None = getattr(weights, "packed", None)
+    if packed is None or not is_call(node, QUANTIZE):
+        return None
+    matrix, form = node.args
+    table: Tensor | None = None
+    if is_call(matrix, INDEX_SELECT):
+        matrix, dim, rows = matrix.args  # type: ignore[union-attr]
+        if dim != 0 or not isinstance(rows, Node) or rows.op != "get_attr":
+            return None
+        table = attribute(graph_module, str(rows.target))
+    transposed = is_call(matrix, TRANSPOSE)
+    source = matrix.args[0] if transposed else matrix  # type: ignore[union-attr]
+    if not isinstance(source, Node) or source.op != "get_attr" or str(source.target).startswith(PREDICTORS):
+        return None
+    if not has_real_data(attribute(graph_module, str(source.target))):
+        found = packed(str(source.target), str(form), transposed)
+    else:
+        found = None
+    return found if found is None or table is None else found[table].contiguous()
 
 
 def _dependencies(node: Node) -> Iterator[Node]:

@@ -1,6 +1,7 @@
 """Reading nodes: which operator they call, their arguments by name, the tensors they read, which are constant."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,6 +57,46 @@ def constant_nodes(graph: Graph) -> frozenset[Node]:
         if node.op == "get_attr" or (node.op == "call_function" and all(n in constant for n in node.all_input_nodes)):
             constant.add(node)
     return frozenset(constant)
+
+
+class EqualValues:
+    """Numbers values by how they are computed: the same calls of the same values have one number.
+
+    The operators that are called must always give the same value for the same arguments.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no value numbered."""
+        self._by_description: dict[str, int] = {}
+        self._by_node: dict[Node, int] = {}
+
+    def number(self, node: Node) -> int:
+        """Return the number of the value of `node`."""
+        waiting = [node]
+        while waiting:
+            last = waiting[-1]
+            missing = [value for value in last.all_input_nodes if value not in self._by_node]
+            waiting += missing
+            if not missing:
+                waiting.pop()
+                self._by_node[last] = self._by_description.setdefault(self._describe(last), len(self._by_description))
+        return self._by_node[node]
+
+    def _describe(self, node: Node) -> str:
+        def numbered(value: Node) -> Any:
+            return _Numbered(self._by_node[value])
+
+        # Nothing else is written as %7: numbers and names among the arguments are not taken for values.
+        given = torch.fx.node.map_arg((node.args, node.kwargs), numbered)
+        return f"{node.op} {node.target} {given}"
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    number: int
+
+    def __repr__(self) -> str:
+        return f"%{self.number}"
 
 
 def attribute(graph_module: GraphModule, target: str) -> Tensor:

@@ -48,8 +48,31 @@ ATTENTION: OpOverload = DIALECT.attention.default
 FFN: OpOverload = DIALECT.ffn.default
 PREDICT: OpOverload = DIALECT.predict.default
 SPARSE_FFN: OpOverload = DIALECT.sparse_ffn.default
+DIVIDE_BY_RMS: OpOverload = DIALECT.divide_by_rms.default
+ELEMENTWISE: OpOverload = DIALECT.elementwise.default
 QUANTIZE: OpOverload = DIALECT.quantize.default
 DEQUANTIZE: OpOverload = DIALECT.dequantize.default
+
+# Operators that only move elements, of which constants may be made besides pointwise ones.
+_MOVES_CONSTANTS: frozenset[Any] = frozenset(
+    {
+        TRANSPOSE,
+        INDEX_SELECT,
+        *(torch.ops.aten.reshape.default, torch.ops.aten.view.default, torch.ops.aten.expand.default),
+        *(torch.ops.aten.flatten.using_ints, torch.ops.aten.unsqueeze.default, torch.ops.aten.cat.default),
+        *(torch.ops.aten.slice.Tensor, torch.ops.aten.squeeze.dim, torch.ops.aten.permute.default),
+        *(torch.ops.aten.t.default, torch.ops.aten.select.int, torch.ops.aten.stack.default),
+        *(torch.ops.aten.contiguous.default, torch.ops.aten.clone.default, torch.ops.aten.unflatten.int),
+    }
+)
+
+
+def makes_constants(target: object) -> bool:
+    """Return whether constants may be computed by `target`: it moves elements, or computes each from others alone."""
+    if target in _MOVES_CONSTANTS:
+        return True
+    return isinstance(target, OpOverload) and target.namespace == "aten" and torch.Tag.pointwise in target.tags
+
 
 _FFN_DIMENSIONS = {
     "x": "TD",
@@ -68,10 +91,11 @@ DIMENSIONS: dict[OpOverload, dict[str, str]] = {
     RMS_NORM: {"x": "TD", "weight": "D"},
     LAYER_NORM: {"x": "TD", "weight": "D", "bias": "D"},
     ROTARY: {"x": "TD", "positions": "T", "inverse_frequency": "H"},
-    ATTENTION: {"q": "TQ", "k": "TK", "v": "TV"},
+    ATTENTION: {"q": "TQ", "k": "TK", "v": "TV", "slopes": "S", "sinks": "S"},
     FFN: _FFN_DIMENSIONS,
     SPARSE_FFN: _FFN_DIMENSIONS | {"mask": "TM", "neurons": "F"},
     ADD: {"self": "TD", "other": "TD"},
+    DIVIDE_BY_RMS: {"x": "TE", "bias": "D"},
 }
 
 # The arguments that quantization packs; none of `ffn`, which is gone by then. The list that `predict` takes may hold

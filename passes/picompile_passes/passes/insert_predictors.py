@@ -11,7 +11,16 @@ from picompile_passes.base import Effect, Pass, Stage
 from picompile_passes.dialect import Activation, parse_activation
 from picompile_passes.errors import PassOptionError, UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import FFN, INPUTS, PREDICT, PREDICTORS, SPARSE_FFN, gating_weights, stream_of
+from picompile_passes.graph.operands import (
+    DIVIDE_BY_RMS,
+    FFN,
+    INPUTS,
+    PREDICT,
+    PREDICTORS,
+    SPARSE_FFN,
+    gating_weights,
+    stream_of,
+)
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.predictors import PredictorKind, predictor_kind, predictor_kinds
 
@@ -31,6 +40,8 @@ class InsertPredictors(Pass):
     6. kinds `learned` and `learned-relu`: weights are new parameters `predictors.layers.LAYER.fc1`, `fc2` and `bias`,
        whose values come from the weight source; fc1 has as many rows as `ranks` says. `inputs` says what they read: x,
        what the norm that makes x reads (`stream`), or the x of the layer before (`previous`).
+    7. `ffn(x, ..., norm_eps)` becomes `divide_by_rms(sparse_ffn(x, ..., squares), down_bias, neurons, norm_eps)`:
+       silent neurons add nothing to the sum of squares.
 
     `kinds`, `ranks`, `inputs` and `thresholds` are by layer; a layer that is not in `kinds` has `kind`. The kinds other
     than `auto`, `exact` and `none` may skip neurons that fire, which changes the logits.
@@ -115,10 +126,16 @@ class InsertPredictors(Pass):
         threshold = activation.threshold if kind.name == "exact" else self.thresholds.get(layer, kind.threshold)
         args = (source, self._weights(rewriter, block, kind, source), kind.name, threshold)
         mask = rewriter.call(PREDICT, args, before=block, sources=(block,), layer=layer)
-        x = values.pop("x")
+        x, eps = values.pop("x"), values.pop("norm_eps")
+        bias = values["down_bias"]
+        squares = () if eps is None else (True,)
+        operands = values if eps is None else values | {"down_bias": None}
         sparse = rewriter.call(
-            SPARSE_FFN, (x, mask, None, *values.values()), before=block, sources=(block,), layer=layer
+            SPARSE_FFN, (x, mask, None, *operands.values(), *squares), before=block, sources=(block,), layer=layer
         )
+        if eps is not None:
+            division = (sparse, bias, int(values["up"].meta["val"].shape[0]), eps)
+            sparse = rewriter.call(DIVIDE_BY_RMS, division, before=block, sources=(block,), layer=layer)
         rewriter.replace(block, sparse)
 
     def _kind(self, block: Node, activation: Activation) -> PredictorKind:

@@ -21,7 +21,7 @@ class Partition(Pass):
     """Splits the blocks of the layers in `hot` (layer → its hot neurons) into a hot and a cold part.
 
     1. A `sparse_ffn` becomes two and an add. A part's gate, up, down and their biases are `index_select`s of the whole
-       by the part's neuron table; `down_bias` goes to the hot part.
+       by the part's neuron table; `down_bias` goes to the hot part. With `squares`, the add adds these up as well.
     2. A row-local predictor is split in the same way. Any other stays whole, and the parts name their rows of its mask
        by `neurons`.
     3. Where one part would have no neuron, the block stays as it is and gets the other part's device.
@@ -92,6 +92,8 @@ def _part(rewriter: Rewriter, block: Node, device: str, rows: torch.Tensor, valu
         masked = {"mask": mask, "neurons": None}
     selected = {name: select(values[name]) for name in NEURON_ROWS if values[name] is not None}
     args = values | selected | masked
+    if not args["squares"]:
+        del args["squares"]
     return rewriter.call(SPARSE_FFN, list(args.values()), before=block, sources=(block,), layer=layer, device=device)
 
 

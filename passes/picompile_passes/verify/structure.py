@@ -1,5 +1,6 @@
 """Rules of all graphs (form, operators, values, arguments, layer numbers, provenance) and of packed matrices."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,18 +10,24 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from picompile_passes.dialect import FORMATS
+from picompile_passes.dialect.expressions import parse_expression
 from picompile_passes.errors import PropagateError
 from picompile_passes.graph.nodes import arguments, attribute, calls, constant_nodes, is_call
 from picompile_passes.graph.operands import (
     ATTENTION,
     DEQUANTIZE,
     DIMENSIONS,
+    DIVIDE_BY_RMS,
+    ELEMENTWISE,
     FFN,
+    LAYER_NORM,
     LINEAR,
     PREDICT,
     QUANTIZE,
+    RMS_NORM,
     ROTARY,
     SPARSE_FFN,
+    makes_constants,
     matrix_operands,
 )
 from picompile_passes.graph.values import fake_result, same_shape, same_value, value_text
@@ -29,7 +36,7 @@ from picompile_passes.verify.rule import Fault, Rule
 _INPUTS = ("tokens", "positions")
 
 # Capture never creates these operators: a pass did, and must have noted its provenance.
-_MADE_BY_PASSES = (PREDICT, SPARSE_FFN, QUANTIZE, DEQUANTIZE)
+_MADE_BY_PASSES = (PREDICT, SPARSE_FFN, DIVIDE_BY_RMS, QUANTIZE, DEQUANTIZE)
 
 
 def check_well_formed(graph_module: GraphModule) -> Iterator[Fault]:
@@ -81,8 +88,11 @@ def check_values(graph_module: GraphModule) -> Iterator[Fault]:
             yield Fault(node, f'meta["val"] is {value_text(node.meta["val"])}, but the value {value_text(expected)}')
 
 
-def operators_rule(on_tokens: frozenset[OpOverload], on_constants: frozenset[OpOverload]) -> Rule:
-    """Return the rule that every call is one of `on_tokens`, or of `on_constants` where it depends on no input."""
+def operators_rule(on_tokens: frozenset[OpOverload], on_constants: frozenset[OpOverload] = frozenset()) -> Rule:
+    """Return the rule that every call is one of `on_tokens`.
+
+    Where it depends on no input it is one of `on_constants`, or moves elements, or computes each by itself.
+    """
 
     def check(graph_module: GraphModule) -> Iterator[Fault]:
         """Every call is one of the operators that the stage allows, on tokens or on what depends on no input."""
@@ -90,8 +100,13 @@ def operators_rule(on_tokens: frozenset[OpOverload], on_constants: frozenset[OpO
         for node in graph_module.graph.nodes:
             if node.op in ("call_module", "call_method"):
                 yield Fault(node, f"{node.op} {node.target} is no operator")
-            allowed = on_constants if node in constants else on_tokens
-            if node.op == "call_function" and node.target not in allowed:
+            if node.op != "call_function":
+                continue
+            if node in constants:
+                allowed = node.target in on_constants or makes_constants(node.target)
+            else:
+                allowed = node.target in on_tokens
+            if not allowed:
                 side = "constants" if node in constants else "tokens"
                 yield Fault(node, f"{node.target} is not allowed on {side} at this stage")
 
@@ -115,8 +130,10 @@ def _tokens(graph_module: GraphModule) -> Any:
 
 def check_arguments(graph_module: GraphModule) -> Iterator[Fault]:
     """The dimensions of each call's arguments agree with one another, as `operands.DIMENSIONS` has them."""
+    constants = constant_nodes(graph_module.graph)
     for node in graph_module.graph.nodes:
-        for_operator = DIMENSIONS.get(node.target, {}) if node.op == "call_function" else {}
+        # Sums of constants have shapes of their own.
+        for_operator = DIMENSIONS.get(node.target, {}) if node.op == "call_function" and node not in constants else {}
         sizes: dict[str, tuple[str, Any]] = {"T": ("tokens", _tokens(graph_module)[0])}
         values = arguments(node) if for_operator else {}
         for name, letters in for_operator.items():
@@ -137,13 +154,16 @@ def _check_argument(
 
 
 def check_heads(graph_module: GraphModule) -> Iterator[Fault]:
-    """Heads divide q, k and v; heads of q and k have one size; every key head is shared by equally many query heads."""
+    """Heads divide q, k and v, and equally many query heads share each key head; slopes and sinks have one of each."""
     for node in calls(graph_module.graph, ATTENTION):
         values = arguments(node)
         heads, kv_heads = values["heads"], values["kv_heads"]
         q, k, v = (int(values[name].meta["val"].shape[1]) for name in "qkv")
         if heads % kv_heads or q % heads or k % kv_heads or v % kv_heads or q // heads != k // kv_heads:
             yield Fault(node, f"{heads} heads and {kv_heads} key heads do not fit q, k, v of {q}, {k}, {v}")
+        for name in ("slopes", "sinks"):
+            if values[name] is not None and tuple(values[name].meta["val"].shape) != (heads,):
+                yield Fault(node, f"its {name} are {value_text(values[name].meta['val'])}, not one for each of {heads}")
     for node in calls(graph_module.graph, ROTARY):
         values = arguments(node)
         frequencies, dim = (int(values[name].meta["val"].shape[-1]) for name in ("inverse_frequency", "x"))
@@ -151,12 +171,39 @@ def check_heads(graph_module: GraphModule) -> Iterator[Fault]:
             yield Fault(node, f"{values['heads']} heads of {frequencies} frequencies do not fit {dim}")
 
 
+def check_groups(graph_module: GraphModule) -> Iterator[Fault]:
+    """The groups of a norm divide its features."""
+    for node in calls(graph_module.graph, RMS_NORM, LAYER_NORM):
+        groups, dim = arguments(node)["groups"], int(node.meta["val"].shape[-1])
+        if groups < 1 or dim % groups:
+            yield Fault(node, f"{groups} groups do not divide {dim} features")
+
+
+def check_expressions(graph_module: GraphModule) -> Iterator[Fault]:
+    """The expression of an `elementwise` can be read, and its inputs have a number for each element or token."""
+    constants = constant_nodes(graph_module.graph)
+    for node in calls(graph_module.graph, ELEMENTWISE):
+        inputs, expression = arguments(node).values()
+        try:
+            parse_expression(expression, len(inputs))
+        except ValueError as error:
+            yield Fault(node, f"its expression: {error}")
+        dim = int(node.meta["val"].shape[-1])
+        for value in inputs:
+            shape = value.meta["val"].shape
+            fits = shape[-1] in (1, dim) and len(shape) == (1 if value in constants else 2)
+            if not fits:
+                yield Fault(node, f"{value.name} is {value_text(value.meta['val'])}, which does not fit {dim} columns")
+
+
 def check_windows(graph_module: GraphModule) -> Iterator[Fault]:
-    """The window of an attention is a number of tokens, or 0 for all tokens."""
+    """The window of an attention is a number of tokens, or 0 for all; its soft cap is positive, or 0 for none."""
     for node in calls(graph_module.graph, ATTENTION):
-        window = arguments(node)["window"]
-        if window < 0:
-            yield Fault(node, f"its window is {window}")
+        values = arguments(node)
+        if values["window"] < 0:
+            yield Fault(node, f"its window is {values['window']}")
+        if not 0 <= values["softcap"] < math.inf:
+            yield Fault(node, f"its soft cap is {values['softcap']}")
 
 
 def check_unused(graph_module: GraphModule) -> Iterator[Fault]:
@@ -198,10 +245,12 @@ def check_gates(graph_module: GraphModule) -> Iterator[Fault]:
 
 
 def check_head(graph_module: GraphModule) -> Iterator[Fault]:
-    """The graph returns one value, the logits, and a `linear` computes it."""
+    """The graph returns one value, the logits. A `linear` computes it, or an `elementwise` of one."""
     output = graph_module.graph.output_node()
-    if not is_call(output.args[0], LINEAR):
-        yield Fault(output, f"returns {output.args[0]}, which is not one linear")
+    head = output.args[0]
+    inputs = arguments(head)["inputs"] if isinstance(head, Node) and is_call(head, ELEMENTWISE) else [head]
+    if not any(is_call(value, LINEAR) for value in inputs):
+        yield Fault(output, f"returns {head}, which is not one linear")
 
 
 def check_provenance(graph_module: GraphModule) -> Iterator[Fault]:

@@ -30,19 +30,30 @@ SHAPES = {
     "parts": Heads(6, 2, 64, 64, context=1400),
     "parts, q8": Heads(3, 3, 64, 64, context=1400, kv_dtype="q8"),
     "parts, window": Heads(5, 1, 8, 8, context=1400, window=600, sequences=4),
+    "soft cap": Heads(2, 2, 40, 40, softcap=3.0, kv_dtype="float32"),
+    "slopes, narrow values": Heads(6, 2, 20, 12, slopes=True),
+    "sinks, groups of 7": Heads(7, 1, 20, 20, sinks=True, sequences=4),
+    "all options, q8": Heads(6, 3, 24, 44, softcap=5.0, slopes=True, sinks=True, window=70, kv_dtype="q8", sequences=4),
+    "all options, parts": Heads(3, 1, 8, 20, context=1400, window=600, softcap=5.0, slopes=True, sinks=True),
 }
 # What these test in single tokens is no matter in chunks, and kernels for these take long to compile.
-NO_CHUNKS = ("groups of 4", "float32", "window of one", "q8, groups of 4", "parts", "parts, q8", "parts, window")
+NO_CHUNKS = (
+    "groups of 4",
+    "float32",
+    "window of one",
+    "q8, groups of 4",
+    "parts",
+    "parts, q8",
+    "parts, window",
+    "all options, parts",
+)
 # Queries have 16 bits there, and scores here reach 50.
 TOLERANCES = {"q8": 4e-4}
 
 
 @pytest.fixture(scope="module")
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
-    built = [shape.kernel("one", 1) for shape in SHAPES.values()]
-    built += [shape.kernel("chunk", CHUNK) for name, shape in SHAPES.items() if name not in NO_CHUNKS]
-    built += [shape.kernel("sequences", ROWS) for shape in SHAPES.values() if shape.sequences > 1]
-    return Workbench(tmp_path_factory.mktemp("attention") / "host.so", built)
+    return Workbench(tmp_path_factory.mktemp("attention") / "host.so")
 
 
 def queries(rng: np.random.Generator, shape: Heads, tokens: int) -> NDArray[np.float32]:
@@ -58,16 +69,17 @@ def check(workbench: Workbench, name: str, rows: int, tokens: int, position: int
     filled = [0] * shape.sequences
     filled[slot] = position + tokens
     keys, values = (random_cache(rng, shape, side, filled) for side in "kv")
+    options = shape.options(rng)
     kernel = shape.kernel("one" if rows == 1 else "chunk", rows)
     # A kernel of one row is for one token, whatever the step says: the last token of a prompt runs through some.
     result = workbench.run(
         kernel,
-        {"q": q, **keys.arguments, **values.arguments},
+        {"q": q, **keys.arguments, **values.arguments, **options},
         tokens=tokens if rows > 1 else -1,
         position=position,
         slot=slot,
     )
-    expected = expected_attention(shape, q, keys.values[slot], values.values[slot], position)
+    expected = expected_attention(shape, q, keys.values[slot], values.values[slot], position, options)
     assert_close(result["y"][:tokens], expected, TOLERANCES.get(shape.kv_dtype, 2e-5))
 
 
@@ -97,12 +109,14 @@ def test_several_sequences(workbench: Workbench, name: str, tokens: int) -> None
     for slot, position in zip(slots, positions, strict=True):
         filled[slot] = position + 1
     keys, values = (random_cache(rng, shape, side, filled) for side in "kv")
-    inputs = {"q": q, "positions": positions, "slots": slots, **keys.arguments, **values.arguments}
+    options = shape.options(rng)
+    inputs = {"q": q, "positions": positions, "slots": slots, **keys.arguments, **values.arguments, **options}
     result = workbench.run(shape.kernel("sequences", ROWS), inputs, tokens=tokens, position=-1)
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-        expected = expected_attention(shape, q[row : row + 1], keys.values[slot], values.values[slot], position)
+        cached = (keys.values[slot], values.values[slot])
+        expected = expected_attention(shape, q[row : row + 1], *cached, position, options)
         assert_close(result["y"][row : row + 1], expected, TOLERANCES.get(shape.kv_dtype, 2e-5))
-        inputs = {"q": q[row : row + 1], **keys.arguments, **values.arguments}
+        inputs = {"q": q[row : row + 1], **keys.arguments, **values.arguments, **options}
         alone = workbench.run(shape.kernel("one", 1), inputs, position=position, slot=slot)
         assert np.array_equal(alone["y"][0], result["y"][row]), "one of several sequences is like any other"
 

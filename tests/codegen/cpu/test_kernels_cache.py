@@ -22,6 +22,7 @@ FUSED = {
     "groups": Heads(6, 2, 20, 12, context=CONTEXT, sequences=4, window=9),
     "q8": Heads(2, 2, 40, 40, context=CONTEXT, sequences=4, kv_dtype="q8"),
     "parts": Heads(4, 2, 16, 16, context=1100, sequences=4),
+    "all options": Heads(6, 2, 20, 12, context=CONTEXT, sequences=4, softcap=5.0, slopes=True, sinks=True),
 }
 EXTENDING: list[tuple[str, Mode, int, int, bool]] = [
     ("multi-head", "one", 1, 1, False),
@@ -128,6 +129,7 @@ def extended(shape: Heads, mode: Mode, tokens: int, turn: bool) -> tuple[dict[st
     filled = [0] * shape.sequences
     for slot, position in zip(slots, positions, strict=True):
         filled[slot] = position
+    options = shape.options(rng)
     q = 3 * uniform(rng, tokens, shape.heads * shape.head_dim)
     k, v = (uniform(rng, tokens, shape.kv_heads * width) for width in (shape.head_dim, shape.value_dim))
     cos, sin = angles(shape.context, shape.head_dim // 2)
@@ -142,8 +144,8 @@ def extended(shape: Heads, mode: Mode, tokens: int, turn: bool) -> tuple[dict[st
             cached[side].values[slot, :, position] = new[side][row]
         query = new["q"][row].reshape(1, -1).astype(np.float32)
         values = (cached[side].values[slot] for side in "kv")
-        expected[row] = expected_attention(shape, query, *values, position)[0]
-    inputs = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, **where}
+        expected[row] = expected_attention(shape, query, *values, position, options)[0]
+    inputs = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, **where, **options}
     for each in cached.values():
         inputs |= each.arguments
     return inputs, expected, positions, slots

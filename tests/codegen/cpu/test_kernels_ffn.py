@@ -20,7 +20,7 @@ CHUNK = 13
 
 @dataclass(frozen=True)
 class Block:
-    """A feed-forward block: sizes, activations and biases (letters of gate, up, down)."""
+    """A feed-forward block: sizes, activations, biases (letters of gate, up, down), whether it adds up squares."""
 
     neurons: int
     dim: int
@@ -28,6 +28,7 @@ class Block:
     activation: str
     up_activation: str = "identity"
     biases: str = ""
+    squares: bool = False
 
 
 BLOCKS = {
@@ -38,6 +39,8 @@ BLOCKS = {
     "opt": Block(130, 136, gated=False, activation="relu", biases="ud"),
     "swiglu": Block(200, 96, gated=True, activation="silu"),
     "gelu": Block(96, 72, gated=False, activation="gelu", biases="ud"),
+    "bitnet": Block(203, 101, gated=True, activation="relu2", squares=True),
+    "normed": Block(77, 72, gated=False, activation="relu2", biases="ud", squares=True),
 }
 FORMATS = ("f16", "q8", "q4")
 CASES = [
@@ -49,6 +52,18 @@ CASES = [
     and (kind in ("dense", "exact") or rows == 1)
     # Nor does it matter to a part, which only finds its neurons in another mask.
     and (kind != "part" or (name in ("reglu", "opt") and form == "f16"))
+    # Squares are added up beside what the others show: below are the ways in which they are.
+    and not BLOCKS[name].squares
+]
+CASES += [
+    ("bitnet", "masked", "f16", 1),
+    ("bitnet", "part", "f16", 1),
+    ("bitnet", "dense", "f16", CHUNK),
+    ("bitnet", "exact", "q8", 1),
+    ("bitnet", "exact", "q8", CHUNK),
+    ("bitnet", "dense", "q4", 1),
+    ("normed", "exact", "f16", 1),
+    ("normed", "dense", "q4", CHUNK),
 ]
 # What a part of a block has a mask of: more columns than the part has neurons.
 MASK_COLUMNS = 1000
@@ -70,14 +85,14 @@ def kernel_of(name: str, kind: str, format_name: str, rows: int) -> Kernel:
             up_bias="u" in block.biases,
             down_bias="d" in block.biases,
             mask_columns=MASK_COLUMNS if kind == "part" else None,
+            squares=block.squares,
         )
     )
 
 
 @pytest.fixture(scope="module")
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
-    of_sequences = [kernel_of(name, "masked", form, CHUNK) for name, form in OF_SEQUENCES]
-    return Workbench(tmp_path_factory.mktemp("ffn") / "host.so", [*(kernel_of(*case) for case in CASES), *of_sequences])
+    return Workbench(tmp_path_factory.mktemp("ffn") / "host.so")
 
 
 class Example:
@@ -150,6 +165,11 @@ class Example:
     def output(self) -> NDArray[np.float64]:
         return self.hidden() @ self.weights["down"] + self.biases.get("down_bias", 0)
 
+    def squares(self) -> NDArray[np.float64]:
+        """Return the sum of squares of each token, the last column of y: [tokens, 1], or [tokens, 0] without one."""
+        total = (self.hidden() ** 2).sum(axis=1, keepdims=True)
+        return total if self.block.squares else total[:, :0]
+
     def assert_output(self, measured: Array) -> None:
         """y, and in q8 and q4 within what rounding on the way down may change.
 
@@ -158,6 +178,8 @@ class Example:
         """
         expected, hidden = self.output(), np.abs(self.hidden())
         assert np.isfinite(measured).all(), "something that must not be read was read, or nothing was written"
+        measured, squares = measured[:, : self.block.dim], measured[:, self.block.dim :]
+        assert np.allclose(squares, self.squares(), rtol=1e-5, atol=0)
         if self.format_name == "f16" or not expected.any():
             assert np.abs(measured - expected).max() <= 2e-5 * np.abs(expected).max()
             return
@@ -192,7 +214,7 @@ def test_down_is_exact_for_equal_outputs(workbench: Workbench, kind: str, format
     assert_close(result["y"], example.output())
 
 
-OF_SEQUENCES = [("reglu", "f16"), ("opt", "f16"), ("opt", "q4"), ("swiglu", "f16")]
+OF_SEQUENCES = [("reglu", "f16"), ("opt", "f16"), ("opt", "q4"), ("swiglu", "f16"), ("bitnet", "q8")]
 
 
 @pytest.mark.parametrize(("name", "format_name"), OF_SEQUENCES)
@@ -250,6 +272,7 @@ def test_empty_and_full_masks(workbench: Workbench, name: str, kind: str, value:
     example.mask(np.full(BLOCKS[name].neurons, value), kind, np.random.default_rng(6))
     result = workbench.run(kernel_of(name, kind, "f16", 1), example.inputs)
     expected = example.output() if value or "d" in BLOCKS[name].biases else np.zeros((1, BLOCKS[name].dim))
+    expected = np.concatenate([expected, example.squares()], axis=1)
     assert np.allclose(result["y"], expected, rtol=0, atol=2e-5 * max(np.abs(expected).max(), 1))
     assert result["stats"][0] == 1000 + value * BLOCKS[name].neurons
 
@@ -285,9 +308,19 @@ def test_silent_neuron_may_overflow(workbench: Workbench, rows: int) -> None:
     assert_close(result["y"], expected)
 
 
-@pytest.mark.parametrize(("kind", "format_name", "rows"), [case[1:] for case in CASES if case[0] == "reglu"])
-def test_same_bits_for_any_number_of_threads(workbench: Workbench, kind: str, format_name: str, rows: int) -> None:
-    example = Example(BLOCKS["reglu"], kind, format_name, tokens=rows, seed=5)
-    kernel = kernel_of("reglu", kind, format_name, rows)
+def test_squares_of_a_neuron_that_overflows_show(workbench: Workbench) -> None:
+    example = Example(BLOCKS["normed"], "exact", "f16", tokens=1, seed=4)
+    example.biases["up_bias"][5] = np.inf
+    assert np.isinf(workbench.run(kernel_of("normed", "exact", "f16", 1), example.inputs)["y"][0, -1])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "format_name", "rows"), [case for case in CASES if case[0] in ("reglu", "bitnet")]
+)
+def test_same_bits_for_any_number_of_threads(
+    workbench: Workbench, name: str, kind: str, format_name: str, rows: int
+) -> None:
+    example = Example(BLOCKS[name], kind, format_name, tokens=rows, seed=5)
+    kernel = kernel_of(name, kind, format_name, rows)
     results = [workbench.run(kernel, example.inputs, tokens=rows, threads=threads) for threads in (1, 2, 3, 5)]
     assert len({result["y"].tobytes() + result["stats"].tobytes() for result in results}) == 1

@@ -28,8 +28,12 @@ ONE = {
     "tiles in a part": Heads(1, 1, 8, 8, context=16500),
     "q8, odd widths": Heads(3, 1, 12, 44, kv_dtype="q8", window=70, sequences=4),
     "q8, threads to spare": Heads(5, 1, 80, 80, kv_dtype="q8", context=270),
+    "soft cap": Heads(2, 2, 12, 8, softcap=3.0, kv_dtype="float32"),
+    "slopes": Heads(9, 1, 8, 8, context=300, slopes=True),
+    "sinks, q8": Heads(3, 1, 12, 44, kv_dtype="q8", sinks=True),
+    "all options": Heads(6, 2, 16, 8, context=600, window=300, sequences=4, softcap=5.0, slopes=True, sinks=True),
 }
-OF_SEQUENCES = ("window over a part", "q8, odd widths")
+OF_SEQUENCES = ("window over a part", "q8, odd widths", "all options")
 # Tiles of a chunk have 64 positions and 64 queries, its parts 512 positions.
 CHUNKS = {
     "groups of 3, single elements": Heads(3, 1, 10, 7, kv_dtype="float32"),
@@ -37,6 +41,9 @@ CHUNKS = {
     "slices of values": Heads(1, 1, 8, 264, context=150),
     "parts, window": Heads(2, 2, 8, 8, context=1200, window=530, sequences=4),
     "q8": Heads(4, 2, 44, 44, kv_dtype="q8", sequences=4),
+    "soft cap, slopes": Heads(4, 2, 12, 8, softcap=3.0, slopes=True),
+    "sinks, q8": Heads(3, 1, 12, 44, sinks=True, kv_dtype="q8"),
+    "all options, parts": Heads(3, 1, 8, 8, context=1200, window=530, softcap=5.0, slopes=True, sinks=True),
 }
 POSITIONS = (0, 63, 255, 256, 299, 999, 16499)
 
@@ -47,10 +54,7 @@ def attention(shape: Heads, mode: Mode, rows: int) -> CudaKernel:
 
 @pytest.fixture(scope="module")
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
-    built = [attention(shape, "one", 1) for shape in ONE.values()]
-    built += [attention(shape, "chunk", CHUNK) for shape in CHUNKS.values()]
-    built += [attention(ONE[name], "sequences", ROWS) for name in OF_SEQUENCES]
-    return CudaWorkbench(tmp_path_factory.mktemp("attention") / "device.so", built)
+    return CudaWorkbench(tmp_path_factory.mktemp("attention") / "device.so")
 
 
 def queries(rng: np.random.Generator, shape: Heads, tokens: int) -> Array:
@@ -67,18 +71,19 @@ def attend(
     filled = [0] * shape.sequences
     filled[slot] = position + tokens
     keys, values = (random_cache(rng, shape, side, filled) for side in "kv")
+    options = shape.options(rng)
     if not_a_number is not None:
         for cache in (keys.arguments["k_cache"], keys.values):
             cache[slot, 0, not_a_number, shape.head_dim // 2] = np.nan
     # A kernel of one row is for one token, whatever the step says: the last token of a prompt runs through some.
     result = workbench.run(
         attention(shape, "one" if rows == 1 else "chunk", rows),
-        {"q": q, **keys.arguments, **values.arguments},
+        {"q": q, **keys.arguments, **values.arguments, **options},
         tokens=tokens if rows > 1 else -1,
         position=position,
         slot=slot if shape.sequences > 1 else -1,
     )
-    return result["y"], expected_attention(shape, q, keys.values[slot], values.values[slot], position)
+    return result["y"], expected_attention(shape, q, keys.values[slot], values.values[slot], position, options)
 
 
 def check(workbench: CudaWorkbench, shape: Heads, rows: int, tokens: int, position: int) -> None:
@@ -100,9 +105,10 @@ def test_chunk(workbench: CudaWorkbench, name: str, tokens: int, position: int) 
     check(workbench, CHUNKS[name], CHUNK, tokens, position)
 
 
+@pytest.mark.parametrize("name", ["parts, window", "all options, parts"])
 @pytest.mark.parametrize("position", [490, 511, 1200 - CHUNK])
-def test_a_chunk_whose_positions_are_shared_by_blocks(workbench: CudaWorkbench, position: int) -> None:
-    check(workbench, CHUNKS["parts, window"], CHUNK, CHUNK, position)
+def test_a_chunk_whose_positions_are_shared_by_blocks(workbench: CudaWorkbench, name: str, position: int) -> None:
+    check(workbench, CHUNKS[name], CHUNK, CHUNK, position)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +120,8 @@ def test_a_chunk_whose_positions_are_shared_by_blocks(workbench: CudaWorkbench, 
         (CHUNKS["window, many columns"], CHUNK, 60, 20),
         (CHUNKS["groups of 3, single elements"], CHUNK, 100, 121),
         (CHUNKS["parts, window"], CHUNK, 511, 20),
+        (ONE["all options"], 1, 400, 350),
+        (CHUNKS["all options, parts"], CHUNK, 511, 20),
     ],
     ids=str,
 )
@@ -141,13 +149,15 @@ def test_several_sequences(workbench: CudaWorkbench, name: str, tokens: int) -> 
     for slot, position in zip(slots, positions, strict=True):
         filled[slot] = position + 1
     keys, values = (random_cache(rng, shape, side, filled) for side in "kv")
-    inputs = {"q": q, "positions": positions, "slots": slots, **keys.arguments, **values.arguments}
+    options = shape.options(rng)
+    inputs = {"q": q, "positions": positions, "slots": slots, **keys.arguments, **values.arguments, **options}
     result = workbench.run(attention(shape, "sequences", ROWS), inputs, tokens=tokens, position=-1)
     assert np.isnan(result["y"][tokens:]).all()
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-        expected = expected_attention(shape, q[row : row + 1], keys.values[slot], values.values[slot], position)
+        cached = (keys.values[slot], values.values[slot])
+        expected = expected_attention(shape, q[row : row + 1], *cached, position, options)
         assert_close(result["y"][row : row + 1], expected)
-        inputs = {"q": q[row : row + 1], **keys.arguments, **values.arguments}
+        inputs = {"q": q[row : row + 1], **keys.arguments, **values.arguments, **options}
         alone = workbench.run(attention(shape, "one", 1), inputs, position=position, slot=slot)
         assert np.array_equal(alone["y"][0], result["y"][row]), "one of several sequences is like any other"
 

@@ -20,9 +20,10 @@ SHAPES = {
     "parts": Heads(4, 2, 16, 16, context=600, sequences=4),
     # So another launch extends the caches.
     "more heads than a block has": Heads(9, 1, 8, 8, context=300, sequences=4),
+    "all options": Heads(4, 2, 16, 8, context=300, sequences=4, softcap=5.0, slopes=True, sinks=True),
 }
 CASES: list[tuple[str, Mode, int, bool]] = [
-    *((name, "one", 1, True) for name in ("multi-head", "window of one", "parts")),
+    *((name, "one", 1, True) for name in ("multi-head", "window of one", "parts", "all options")),
     ("q8", "one", 1, False),
     *((name, "sequences", tokens, True) for name in ("q8", "more heads than a block has") for tokens in (2, 3)),
 ]
@@ -62,10 +63,11 @@ def test_extends_and_attends(
     angle = rng.uniform(0, 7, (shape.context, shape.head_dim // 2))
     cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
     inputs = {name: uniform(rng, tokens, shape.kv_heads * dim) for name, dim in widths(shape).items()}
+    options = shape.options(rng)
     inputs |= {"q": 3 * uniform(rng, tokens, shape.heads * shape.head_dim), "cos": cos, "sin": sin}
     caches = {side: random_cache(rng, shape, side, filled) for side in "kv"}
     where = {"positions": np.int32(positions), "slots": np.int32(slots)} if mode == "sequences" else {}
-    given = {**inputs, **where, **caches["k"].arguments, **caches["v"].arguments}
+    given = {**inputs, **where, **options, **caches["k"].arguments, **caches["v"].arguments}
     result = workbench.run(attention(name, mode, turn), given, tokens=tokens, position=positions[0], slot=slots[0])
 
     for side, dim in widths(shape).items():
@@ -81,7 +83,8 @@ def test_extends_and_attends(
     q = (turned(q, cos, sin, positions) if turn else q).reshape(tokens, -1)
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         values = (caches[side].values[slot] for side in "kv")
-        assert_close(result["y"][row : row + 1], expected_attention(shape, q[row : row + 1], *values, position))
+        expected_y = expected_attention(shape, q[row : row + 1], *values, position, options)
+        assert_close(result["y"][row : row + 1], expected_y)
     assert np.isnan(result["y"][tokens:]).all()
 
 

@@ -1,4 +1,4 @@
-"""Additions, row selection and embeddings on a GPU: what they compute is exact."""
+"""Additions, row selection and embeddings on a GPU, which are exact, and division by a root mean square."""
 
 from itertools import product
 
@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from helpers.kernels.cuda_workbench import CudaWorkbench
-from helpers.kernels.workbench import packed, uniform
+from helpers.kernels.workbench import assert_close, packed, uniform
 from picompile_codegen import cuda
 from picompile_codegen.cuda import CudaKernel
-from picompile_codegen.specs import AddSpec, EmbeddingSpec, TakeLastSpec
+from picompile_codegen.specs import AddSpec, DivideByRmsSpec, EmbeddingSpec, TakeLastSpec
 
 CHUNK = 5
 FORMATS = ("f16", "q8", "q4")
@@ -24,9 +24,14 @@ def embedding(format_name: str, dim: int, rows: int) -> CudaKernel:
     return cuda.write_kernel(EmbeddingSpec(format=format_name, vocab=50, dim=dim, rows=rows, offset=2))
 
 
+def divide_by_rms(dim: int, rows: int) -> CudaKernel:
+    return cuda.write_kernel(DivideByRmsSpec(dim=dim, rows=rows, neurons=300, eps=1e-5, bias=rows > 1))
+
+
 @pytest.fixture(scope="module")
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
     built = [cuda.write_kernel(AddSpec(dim=dim, rows=rows)) for dim in DIMS for rows in (1, CHUNK)]
+    built += [divide_by_rms(dim, rows) for dim in DIMS for rows in (1, CHUNK)]
     built += [cuda.write_kernel(TakeLastSpec(dim=dim, rows=CHUNK)) for dim in DIMS]
     built += [embedding(format_name, *size) for format_name, size in product(FORMATS, EMBEDDED)]
     return CudaWorkbench(tmp_path_factory.mktemp("elementwise") / "device.so", built)
@@ -39,6 +44,19 @@ def test_add(workbench: CudaWorkbench, dim: int, rows: int, tokens: int) -> None
     a, b = uniform(rng, tokens, dim), uniform(rng, tokens, dim)
     result = workbench.run(cuda.write_kernel(AddSpec(dim=dim, rows=rows)), {"a": a, "b": b}, tokens=tokens)
     assert np.array_equal(result["y"][:tokens], a + b)
+    assert np.isnan(result["y"][tokens:]).all()
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(("rows", "tokens"), ROWS)
+def test_divide_by_rms(workbench: CudaWorkbench, dim: int, rows: int, tokens: int) -> None:
+    rng = np.random.default_rng([dim, tokens])
+    x, bias = uniform(rng, tokens, dim + 1), uniform(rng, dim)
+    x[:, dim] = np.abs(x[:, dim]) * 1000
+    result = workbench.run(divide_by_rms(dim, rows), {"x": x, "bias": bias}, tokens=tokens)
+    wide = x.astype(np.float64)
+    expected = wide[:, :dim] / np.sqrt(wide[:, dim:] / 300 + 1e-5) + (bias if rows > 1 else 0)
+    assert_close(result["y"][:tokens], expected, 1e-6)
     assert np.isnan(result["y"][tokens:]).all()
 
 

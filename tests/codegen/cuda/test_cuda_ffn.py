@@ -25,6 +25,8 @@ BLOCKS = {
     # Enough neurons for chunks to be cut into slices of them.
     "sliced": Block(300, 72, gated=True, activation="relu", up_activation="relu", biases="d"),
     "small": Block(40, 40, gated=False, activation="relu"),
+    # Squares of several slices for one token, behind a row of whole tiles and behind a part of one.
+    "whole": Block(300, 512, gated=False, activation="relu2", squares=True),
 }
 # Every way through the kernels, and every format on each side of them; test_cuda_activations.py has the activations.
 CASES = [
@@ -41,8 +43,14 @@ CASES = [
     ("fatrelu", "exact", "f16", CHUNK),
     ("opt", "dense", "q4", CHUNK),
     ("sliced", "dense", "q8", CHUNK),
+    ("whole", "exact", "q4", 1),
+    ("whole", "dense", "f16", 1),
+    ("bitnet", "masked", "q8", 1),
+    ("bitnet", "exact", "f16", 1),
+    ("bitnet", "dense", "q8", CHUNK),
+    ("normed", "exact", "f16", CHUNK),
 ]
-OF_SEQUENCES = [("opt", "part", "f16"), ("swiglu", "masked", "q8")]
+OF_SEQUENCES = [("opt", "part", "f16"), ("swiglu", "masked", "q8"), ("bitnet", "part", "f16")]
 
 
 def kernel_of(name: str, kind: str, format_name: str, rows: int) -> CudaKernel:
@@ -61,6 +69,7 @@ def kernel_of(name: str, kind: str, format_name: str, rows: int) -> CudaKernel:
             up_bias="u" in block.biases,
             down_bias="d" in block.biases,
             mask_columns=MASK_COLUMNS if kind == "part" else None,
+            squares=block.squares,
         )
     )
 
@@ -70,6 +79,11 @@ class Example(CpuExample):
 
     def products(self, name: str) -> NDArray[np.float64]:
         return self.x.astype(np.float64) @ self.weights[name].T + self.biases.get(f"{name}_bias", 0)
+
+    def result(self) -> NDArray[np.float64]:
+        """Return y, with the squares where there are any."""
+        tokens = np.zeros((len(self.x), 1))
+        return np.concatenate([self.output() + tokens, self.squares() + tokens], axis=1)
 
     def masks(self, kept: NDArray[np.bool_], kind: str, rng: np.random.Generator) -> None:
         """A mask for each token."""
@@ -94,8 +108,7 @@ class Example(CpuExample):
 
 @pytest.fixture(scope="module")
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
-    built = [kernel_of(*case) for case in CASES] + [kernel_of(*case, CHUNK) for case in OF_SEQUENCES]
-    return CudaWorkbench(tmp_path_factory.mktemp("ffn") / "device.so", built)
+    return CudaWorkbench(tmp_path_factory.mktemp("ffn") / "device.so")
 
 
 @pytest.mark.parametrize(("name", "kind", "format_name", "rows"), CASES)
@@ -104,7 +117,8 @@ def test_ffn(workbench: CudaWorkbench, name: str, kind: str, format_name: str, r
     for tokens in (1,) if rows == 1 else (2, CHUNK):
         example = Example(BLOCKS[name], kind, format_name, tokens, seed=rows + tokens)
         result = workbench.run(kernel, example.inputs, tokens=tokens if rows > 1 else -1)
-        assert_close(result["y"][:tokens], example.output())
+        assert_close(result["y"][:tokens, : BLOCKS[name].dim], example.output())
+        assert np.allclose(result["y"][:tokens, BLOCKS[name].dim :], example.squares(), rtol=1e-5, atol=0)
         assert np.isnan(result["y"][tokens:]).all()
         # Chunks are not counted.
         assert result["stats"].tolist() == ([1000, 2000] if rows > 1 else example.counts(kind))
@@ -120,7 +134,7 @@ def test_several_sequences(workbench: CudaWorkbench, name: str, kind: str, forma
         example = Example(BLOCKS[name], kind, format_name, tokens, seed=tokens)
         example.masks(rng.random((tokens, BLOCKS[name].neurons)) < share, kind, rng)
         result = workbench.run(kernel, example.inputs, tokens=tokens)
-        expected = example.output() + np.zeros((tokens, 1))
+        expected = example.result()
         assert np.allclose(result["y"][:tokens], expected, rtol=0, atol=2e-5 * max(np.abs(expected).max(), 1))
         assert np.isnan(result["y"][tokens:]).all()
         assert result["stats"].tolist() == example.counts(kind)

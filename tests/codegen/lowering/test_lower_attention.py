@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,29 @@ def test_angles_that_another_node_wants_are_turned_apart(tmp_path: Path) -> None
     ids = [3, 1, 4, 1, 5]
     expected = run(graph_module, weights, torch.tensor(ids))
     assert float((runner.decode(ids) - expected).norm() / expected.norm()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"softcap": 0.5}, {"alibi": True}, {"sinks": True}, {"softcap": 1.5, "alibi": True, "sinks": True, "window": 3}],
+    ids=lambda options: ", ".join(options),
+)
+def test_options_equal_eager(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Token by token, in chunks, and a token of one of several sequences."""
+    graph_module = quantized(replace(LLAMA, heads=4, kv_heads=2, hidden=32, layers=1, **options))
+    weights = random_weights(graph_module)
+    runner = Runner(tmp_path / "host.so", lower(graph_module, OPTIONS), graph_module, weights)
+    ids = [3, 1, 4, 1, 5, 9, 2, 6]
+    expected = run(graph_module, weights, torch.tensor(ids))
+    runner.slot = 2
+    decoded = runner.decode(ids[:7])
+    last = runner.run_batch(ids[7:], [7], [2])
+    runner.position = 0
+    scored = torch.cat([runner.run("score", ids[start : start + 4]) for start in (0, 4)])  # type: ignore[misc]
+    for computed in (torch.cat([decoded, last]), scored):
+        assert float((computed - expected).norm() / expected.norm()) < 1e-5
+    without = run(quantized(replace(LLAMA, heads=4, kv_heads=2, hidden=32, layers=1)), weights, torch.tensor(ids))
+    assert float((without - expected).norm() / expected.norm()) > 1e-3
 
 
 @pytest.mark.parametrize("kv_dtype", ["float16", "float32", "q8"])

@@ -65,8 +65,20 @@ CASES = {
         InsertPredictors("learned", ranks={0: 7, 1: 7, 2: 7}, inputs={1: "stream"}, thresholds={0: NONE}),
         {0: (), 1: range(1, 131, 3), 2: range(131)},
     ),
+    # With all options of attention.
     "parallel": Case(
-        GraphShape(hidden=72, heads=3, ffn=77, vocab=50, layers=3, activation="silu", parallel=True),
+        GraphShape(
+            hidden=72,
+            heads=3,
+            ffn=77,
+            vocab=50,
+            layers=3,
+            activation="silu",
+            parallel=True,
+            softcap=1.5,
+            alibi=True,
+            sinks=True,
+        ),
         InsertPredictors("learned", kinds={2: "none"}, ranks={0: 5, 1: 5}, inputs={1: "previous"}),
         {0: _SOME, 1: _OTHER, 2: _OTHER},
     ),

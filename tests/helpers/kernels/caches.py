@@ -1,5 +1,6 @@
 """Caches for tests, and what attention makes of them in float64."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -7,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from helpers.kernels.workbench import Array
+from helpers.kernels.workbench import Array, uniform
 from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.specs import AttentionSpec, Mode
@@ -29,6 +30,9 @@ class Heads:
     kv_dtype: str = "float16"
     context: int = 203
     sequences: int = 1
+    softcap: float = 0.0
+    slopes: bool = False
+    sinks: bool = False
 
     def kernel(self, mode: Mode, rows: int, *, extend: bool = False, turn: bool = False) -> Kernel:
         """The attention kernel of these heads."""
@@ -47,8 +51,16 @@ class Heads:
                 sequences=self.sequences,
                 extend=extend,
                 turn=turn,
+                softcap=self.softcap,
+                slopes=self.slopes,
+                sinks=self.sinks,
             )
         )
+
+    def options(self, rng: np.random.Generator) -> dict[str, Array]:
+        """Random slopes and sinks, those that the kernel takes: slopes of both signs, sinks as large as scores."""
+        given = {"slopes": (self.slopes, 0.1), "sinks": (self.sinks, 10.0)}
+        return {name: size * uniform(rng, self.heads) for name, (present, size) in given.items() if present}
 
 
 @dataclass(frozen=True)
@@ -87,16 +99,30 @@ def in_q8(exact: Array) -> tuple[NDArray[np.int8], NDArray[np.float16], NDArray[
 
 
 def expected_attention(
-    shape: Heads, q: NDArray[np.float32], keys: NDArray[np.float64], values: NDArray[np.float64], position: int
+    shape: Heads,
+    q: NDArray[np.float32],
+    keys: NDArray[np.float64],
+    values: NDArray[np.float64],
+    position: int,
+    options: Mapping[str, Array] | None = None,
 ) -> NDArray[np.float64]:
-    """Rows of consecutive tokens from `position` on. keys and values [kv_heads, context, width] of their sequence."""
-    group = shape.heads // shape.kv_heads
+    """Rows of consecutive tokens from `position` on. keys and values [kv_heads, context, width] of their sequence.
+
+    `options` are the slopes and sinks that the kernel was given, if any.
+    """
+    group, given = shape.heads // shape.kv_heads, options or {}
     outputs = np.empty((len(q), shape.heads, shape.value_dim))
     for t, head in product(range(len(q)), range(shape.heads)):
         last = position + t
         seen = slice(max(0, last - shape.window + 1) if shape.window else 0, last + 1)
         query = q[t].reshape(shape.heads, -1)[head].astype(np.float64)
         scores = keys[head // group, seen] @ query * SCALE
+        if shape.softcap:
+            scores = shape.softcap * np.tanh(scores / shape.softcap)
+        if "slopes" in given:
+            scores = scores + float(given["slopes"][head]) * (np.arange(seen.start, seen.stop) - last)
+        # A sink is a key with the value 0.
+        scores = np.append(scores, float(given["sinks"][head]) if "sinks" in given else -np.inf)
         weights = np.exp(scores - scores.max())
-        outputs[t, head] = weights / weights.sum() @ values[head // group, seen]
+        outputs[t, head] = weights[:-1] / weights.sum() @ values[head // group, seen]
     return outputs.reshape(len(q), -1)

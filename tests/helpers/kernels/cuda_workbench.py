@@ -11,29 +11,41 @@ import numpy as np
 
 from helpers.kernels.emulator import ORDERS, Emulated
 from helpers.kernels.workbench import Guarded, Workbench
-from picompile_codegen.cuda.build import cuda_source
+from picompile_codegen.cuda.build import KernelLaunch, cuda_source
 from picompile_codegen.cuda.function import CudaKernel
 
 
 class CudaWorkbench(Workbench):
-    """Kernels compiled into one emulated source at `path`."""
+    """Kernels: those of `kernels` in one emulated source, any other in its own when it is first run."""
 
-    def __init__(self, path: Path, kernels: Iterable[CudaKernel]) -> None:
-        source = cuda_source(kernels)
-        self._launches = source.launches
-        self._emulated = Emulated(source.text, path)
+    def __init__(self, path: Path, kernels: Iterable[CudaKernel] = ()) -> None:
+        self.path = path
+        self._built: dict[str, tuple[Sequence[KernelLaunch], Emulated]] = {}
+        self._compile(path, list(kernels))
+
+    def _compile(self, path: Path, kernels: Sequence[CudaKernel]) -> None:
+        if kernels:
+            source = cuda_source(kernels)
+            emulated = Emulated(source.text, path)
+            self._built |= {name: (launches, emulated) for name, launches in source.launches.items()}
+
+    def _compiled(self, kernel: CudaKernel) -> tuple[Sequence[KernelLaunch], Emulated]:
+        if kernel.name not in self._built:
+            self._compile(self.path.with_name(f"{kernel.name}.so"), [kernel])
+        return self._built[kernel.name]
 
     def call(self, kernel: CudaKernel, arrays: Sequence[Guarded], threads: int) -> None:
         """All launches of `kernel`, in every order; leaves what the first one computed."""
+        launches, emulated = self._compiled(kernel)
         before = [guarded.memory.copy() for guarded in arrays]
         found: list[list[np.ndarray]] = []
         for order in ORDERS:
             for guarded, memory in zip(arrays, before, strict=True):
                 guarded.memory[:] = memory
-            for launch in self._launches[kernel.name]:
+            for launch in launches:
                 grid = (launch.grid.x, launch.grid.y, 1)
                 given = [arrays[index].array for index in launch.args]
-                self._emulated.launch(launch.symbol, grid, (launch.grid.threads, 1, 1), given, order)
+                emulated.launch(launch.symbol, grid, (launch.grid.threads, 1, 1), given, order)
             found.append([guarded.memory.copy() for guarded in arrays])
         for other in found[1:]:
             for argument, first, second in zip(kernel.arguments, found[0], other, strict=True):

@@ -5,7 +5,7 @@ import platform
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,7 @@ def require(*commands: str) -> None:
 class EmulatedWorkbench(Workbench):
     """Kernels for `isa` in one library, run by qemu as the processor `cpu`, one process a call."""
 
-    def __init__(self, path: Path, kernels: Iterable[Kernel], isa: Isa, cpu: str) -> None:
+    def __init__(self, path: Path, kernels: Sequence[Kernel], isa: Isa, cpu: str) -> None:
         compiler = "gcc" if isa.machine == platform.machine() else f"{isa.machine}-linux-gnu-gcc"
         require(compiler, f"qemu-{isa.machine}")
         super().__init__(path, kernels, isa)

@@ -4,7 +4,7 @@ Everything that it must not read holds NaN or -1: its outputs, its scratch memor
 array lies between guards that are compared afterwards, so that a write outside is seen as well.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,20 @@ def _poisoned(argument: KernelArgument) -> Guarded:
 
 
 class Workbench:
-    """Kernels, all written for `isa`, compiled into one library."""
+    """Kernels, all written for `isa`: those of `kernels` in one library, any other in its own when it is first run."""
 
-    def __init__(self, path: Path, kernels: Iterable[Kernel], isa: Isa = ISAS[DEFAULT_ISA]) -> None:
+    def __init__(self, path: Path, kernels: Sequence[Kernel] = (), isa: Isa = ISAS[DEFAULT_ISA]) -> None:
         self.path = path
-        build_host_library(kernels, path, isa)
+        self._isa = isa
+        self._paths = {kernel.name: path for kernel in kernels}
+        if kernels:
+            build_host_library(kernels, path, isa)
+
+    def _library(self, kernel: Kernel) -> HostLibrary:
+        if kernel.name not in self._paths:
+            self._paths[kernel.name] = self.path.with_name(f"{kernel.name}.so")
+            build_host_library([kernel], self._paths[kernel.name], self._isa)
+        return HostLibrary(self._paths[kernel.name])
 
     def run(
         self, kernel: Kernel, inputs: Inputs, *, tokens: int = 1, position: int = 0, slot: int = -1, threads: int = 2
@@ -74,7 +83,7 @@ class Workbench:
 
     def call(self, kernel: Kernel, arrays: Sequence[Guarded], threads: int) -> None:
         """Calls `kernel` with `arrays`, in the order of its arguments."""
-        library = HostLibrary(self.path)
+        library = self._library(kernel)
         library.run(library.bind([(kernel.name, [guarded.array for guarded in arrays])]), threads)
 
 

@@ -10,7 +10,7 @@ from picompile_passes.base import Stage, stage_of
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.builder import GraphBuilder
 from picompile_passes.graph.nodes import arguments
-from picompile_passes.graph.operands import ATTENTION, EMBEDDING, FFN, LINEAR, RMS_NORM
+from picompile_passes.graph.operands import ATTENTION, ELEMENTWISE, EMBEDDING, FFN, LAYER_NORM, LINEAR, RMS_NORM
 from picompile_passes.passes.canonicalize.flatten_tokens import FlattenTokens
 from picompile_passes.verify import verify
 
@@ -76,6 +76,57 @@ def test_equal_parts_are_one_linear() -> None:
     assert operators(result) == {"index_select": 1, "linear": 2, "rms_norm": 2, "add": 1}
     with pytest.raises(UnsupportedGraphError, match="add"):
         FlattenTokens()(captured(write))
+
+
+def _turned_columns(b: GraphBuilder, x: Node, order: list[int]) -> Node:
+    """The columns of each head of `x` in another order."""
+    heads = b.call(aten.unflatten.int, x, -1, [HEADS, SIZE])
+    parts = b.call(aten.index_select.default, heads, -1, b.constant("order", torch.tensor(order)))
+    return b.call(aten.flatten.using_ints, parts, -2)
+
+
+@pytest.mark.parametrize("operator", [RMS_NORM, LAYER_NORM])
+@pytest.mark.parametrize("affine", [False, True])
+def test_columns_of_a_norm_that_stay_in_their_groups(operator: object, affine: bool) -> None:
+    """Partial rotary embeddings behind a norm of each head take its columns in another order."""
+
+    def write(b: GraphBuilder, x: Node) -> Node:
+        weights = [b.parameter("norm", HIDDEN) if affine or operator is RMS_NORM else None]
+        if operator is LAYER_NORM:
+            weights.append(b.parameter("bias", HIDDEN) if affine else None)
+        normed = b.call(operator, _linear(b, x), *weights, 1e-5, HEADS)
+        return _linear(b, _turned_columns(b, normed, [0, 2, 4, 6, 1, 3, 5, 7]), "head")
+
+    result = raised(captured(write), FlattenTokens())
+    verify(result, Stage.CANONICAL)
+    assert (operators(result)["linear"], arguments(only(result, operator))["groups"]) == (2, HEADS)
+
+
+def test_some_heads_of_a_norm() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        normed = b.call(RMS_NORM, _linear(b, x), b.parameter("norm", HIDDEN), 1e-5, HEADS)
+        return b.call(
+            LINEAR, b.call(aten.slice.Tensor, normed, -1, SIZE, 3 * SIZE), b.parameter("h", 9, 2 * SIZE), None
+        )
+
+    assert arguments(only(raised(captured(write), FlattenTokens()), RMS_NORM))["groups"] == 2
+
+
+def test_columns_of_arithmetic_are_arithmetic_on_columns() -> None:
+    """Fused projections that are clamped, or scaled by a vector, before they are taken apart."""
+
+    def write(b: GraphBuilder, x: Node) -> Node:
+        fused = _linear(b, x, "qkv", 3 * HIDDEN)
+        gate = b.call(LINEAR, x, b.parameter("gate", 1, HIDDEN), None)
+        inputs = [fused, gate, b.parameter("scale", 3 * HIDDEN), b.constant("number", torch.tensor([0.5]))]
+        text = "t0 = mul(x0, x1); t1 = mul(t0, x2); t2 = add(t1, x3); minimum(t2, 0.7)"
+        clamped = b.call(ELEMENTWISE, inputs, text)
+        q, k, v = (b.call(aten.slice.Tensor, clamped, -1, i * HIDDEN, (i + 1) * HIDDEN) for i in range(3))
+        return _linear(b, b.call(ATTENTION, q, k, v, HEADS, HEADS, 0.3, 0, 0, layer=0), "head")
+
+    result = raised(captured(write), FlattenTokens())
+    verify(result, Stage.CANONICAL)
+    assert operators(result) == {"linear": 5, "index_select": 6, "elementwise": 3, "attention": 1}
 
 
 def test_ids_of_embeddings() -> None:
@@ -151,6 +202,15 @@ def _shifted_weight(b: GraphBuilder, x: Node) -> Node:
     return b.call(RMS_NORM, x, b.call(aten.add.Tensor, b.parameter("norm", HIDDEN), 1.0), 1e-5)
 
 
+def _multiplied_weight(b: GraphBuilder, x: Node) -> Node:
+    weight = b.call(aten.mm.default, *(b.parameter(name, HIDDEN, HIDDEN) for name in ("a", "b")))
+    return b.call(LINEAR, x, weight, None)
+
+
+def _summed_weight(b: GraphBuilder, x: Node) -> Node:
+    return b.call(RMS_NORM, x, b.call(aten.sum.dim_IntList, b.parameter("norm", 3, HIDDEN), [0]), 1e-5)
+
+
 def _wide_weight(b: GraphBuilder, x: Node) -> Node:
     return b.call(RMS_NORM, x, b.parameter("norm", 1, HIDDEN), 1e-5)
 
@@ -171,6 +231,15 @@ def _block_without_attention(b: GraphBuilder, x: Node) -> Node:
     return b.call(FFN, x, None, *weights, None, None, None, "relu", "identity", layer=0)
 
 
+@pytest.mark.parametrize("change", [_joined_weight, _shifted_weight])
+def test_weights_may_be_computed(change: Callable[[GraphBuilder, Node], Node]) -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        changed = change(b, x)
+        return b.call(LINEAR, changed, b.parameter("head", 31, int(changed.meta["val"].shape[-1])), None)
+
+    verify(raised(captured(write), FlattenTokens()), Stage.CANONICAL)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -181,8 +250,8 @@ def _block_without_attention(b: GraphBuilder, x: Node) -> Node:
         (_plus_constant, r"add .*it adds values of different shapes"),
         (_plus_number, "it takes a number"),
         (_one_for_all, "it adds values of different shapes"),
-        (_joined_weight, r"cat \(aten\.cat\.default\): the weight of linear is neither a parameter nor rows of one"),
-        (_shifted_weight, r"add \(aten\.add\.Tensor\): the weight of rms_norm is neither"),
+        (_multiplied_weight, r"mm \(aten\.mm\.default\): the weight of linear is not computed from parameters alone"),
+        (_summed_weight, r"sum_1 \(aten\.sum\.dim_IntList\): the weight of rms_norm is not computed"),
         (_wide_weight, r"rms_norm .*: its weight is float32\[1, 24\]"),
         (_in_double, "it is torch.float64, not float32"),
         (_attending_to_heads, "it attends to other dimensions than the tokens"),

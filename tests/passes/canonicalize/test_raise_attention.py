@@ -7,8 +7,9 @@ from torch.fx import Node
 from helpers.raising import HIDDEN, aten, captured, only, operators, raised
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.builder import GraphBuilder
-from picompile_passes.graph.nodes import arguments
+from picompile_passes.graph.nodes import arguments, attribute
 from picompile_passes.graph.operands import ATTENTION, LINEAR
+from picompile_passes.graph.values import fake_mode_of
 from picompile_passes.passes.canonicalize.raise_attention import RaiseAttention
 
 SDPA = aten.scaled_dot_product_attention.default
@@ -135,6 +136,101 @@ def test_masks_of_positions(window: int | None, hidden: float | None) -> None:
     assert values["window"] == (window or 0)
 
 
+SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0625, 1 / 3, 0.01])
+
+
+def _distances(b: GraphBuilder) -> Node:
+    """Position of the key less that of the query, float32 [T, T]."""
+    rows, columns = (b.call(aten.unsqueeze.default, b.positions, dim) for dim in (1, 0))
+    return b.call(aten._to_copy.default, b.call(aten.sub.Tensor, columns, rows), dtype=torch.float32)
+
+
+def _rising(b: GraphBuilder, slopes: torch.Tensor) -> Node:
+    """Positions of the keys times slopes, [H, 1, T]."""
+    column = b.constant("alibi", slopes.reshape(-1, 1, 1))
+    return b.call(aten.mul.Tensor, column, b.call(aten._to_copy.default, b.positions, dtype=torch.float32))
+
+
+def _by_keys(b: GraphBuilder, window: int | None) -> Node:
+    """As BLOOM has it: one row for each head, in front of a causal mask."""
+    return b.call(aten.add.Tensor, _rising(b, SLOPES), _additive(b, window, -3.4e38))
+
+
+def _by_keys_behind(b: GraphBuilder, window: int | None) -> Node:
+    """In four dimensions, with something that all keys have in common."""
+    rising = b.call(aten.unsqueeze.default, b.call(aten.add.Tensor, _rising(b, SLOPES), 3.0), 0)
+    return b.call(aten.add.Tensor, _additive(b, window, -1e9), rising)
+
+
+def _by_distances(b: GraphBuilder, window: int | None) -> Node:
+    column = b.constant("alibi", SLOPES.reshape(1, -1, 1, 1))
+    return b.call(aten.add.Tensor, b.call(aten.mul.Tensor, column, _distances(b)), _additive(b, window, -3.4e38))
+
+
+def _filled(b: GraphBuilder, window: int | None) -> Node:
+    hidden = b.call(aten.logical_not.default, _visible(b, window))
+    return b.call(aten.masked_fill.Scalar, _rising(b, SLOPES), hidden, -torch.inf)
+
+
+def _at_most(b: GraphBuilder, tokens: int) -> None:
+    """A graph of few tokens takes less time: its mask is compared for all of them."""
+    with fake_mode_of(b.graph):
+        torch._check(b.tokens.meta["val"].shape[0] <= tokens)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("biased", [_by_keys, _by_keys_behind, _by_distances, _filled])
+@pytest.mark.parametrize("window", [None, 5])
+def test_biases_that_rise_with_positions_become_slopes(
+    biased: Callable[[GraphBuilder, int | None], Node], window: int | None
+) -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        _at_most(b, 60)
+        return _together(b, b.call(SDPA, *_qkv(b, x), biased(b, window)))
+
+    result = raised(captured(write), RaiseAttention())
+    values = arguments(only(result, ATTENTION))
+    assert (values["window"], values["softcap"], values["sinks"]) == (window or 0, 0.0, None)
+    slopes = attribute(result, str(values["slopes"].target))
+    assert slopes.dtype == torch.float32
+    assert torch.allclose(slopes, SLOPES, rtol=2e-6, atol=1e-7)
+
+
+def test_slopes_of_many_tokens() -> None:
+    """4097 tokens in rows of keys, which are never a square for each head."""
+
+    def write(b: GraphBuilder, x: Node) -> Node:
+        for layer in range(2):
+            parts = [_heads(b, x, f"{name}{layer}") for name in "qkv"]
+            x = b.call(aten.squeeze.dim, _together(b, b.call(SDPA, *parts, _by_keys(b, 600 if layer else None))), 0)
+        return x
+
+    result = raised(captured(write), RaiseAttention())
+    found = [arguments(node) for node in result.graph.find_nodes(op="call_function", target=ATTENTION)]
+    assert [values["window"] for values in found] == [0, 600]
+    assert found[0]["slopes"] is found[1]["slopes"], "equal slopes are one constant"
+    assert torch.allclose(attribute(result, str(found[0]["slopes"].target)), SLOPES, rtol=2e-6)
+
+
+def test_one_slope_for_all_heads() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        _at_most(b, 60)
+        bias = b.call(aten.mul.Tensor, _distances(b), 0.2)
+        return _together(b, b.call(SDPA, *_qkv(b, x), b.call(aten.add.Tensor, bias, _additive(b, None, -1e9))))
+
+    result = raised(captured(write), RaiseAttention())
+    slopes = attribute(result, str(arguments(only(result, ATTENTION))["slopes"].target))
+    assert torch.allclose(slopes, torch.full((HEADS,), 0.2))
+
+
+def test_what_all_keys_have_in_common_is_no_slope() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        common = b.constant("common", torch.arange(6.0).reshape(6, 1, 1))
+        return _together(b, b.call(SDPA, *_qkv(b, x), b.call(aten.add.Tensor, _additive(b, 5, -1e9), common)))
+
+    values = arguments(only(raised(captured(write), RaiseAttention()), ATTENTION))
+    assert (values["window"], values["slopes"]) == (5, None)
+
+
 def test_a_table_shorter_than_the_graph_takes_tokens_is_refused() -> None:
     def write(b: GraphBuilder, x: Node) -> Node:
         shown = b.constant("shown", torch.ones(9, 9, dtype=torch.bool).tril())
@@ -166,6 +262,42 @@ def _by_content(b: GraphBuilder, x: Node) -> Node:
     return b.call(aten.ge.Scalar, b.call(aten.mm.default, x, b.call(aten.t.default, x)), 0.0)
 
 
+def _quadratic(b: GraphBuilder, x: Node) -> Node:
+    """Rises with the square of the position."""
+    rising = _rising(b, SLOPES)
+    return b.call(aten.add.Tensor, b.call(aten.mul.Tensor, rising, rising), _additive(b, None, -1e9))
+
+
+def _by_parity(b: GraphBuilder, x: Node) -> Node:
+    """A bias that is the same for every second distance, in the visible part alone."""
+    odd = b.call(aten.remainder.Scalar, _distances(b), 2)
+    return b.call(aten.add.Tensor, odd, _additive(b, None, -1e9))
+
+
+def _queries_differ(b: GraphBuilder, x: Node) -> Node:
+    """The slope grows with the position of the query."""
+    row = b.call(aten._to_copy.default, b.call(aten.unsqueeze.default, b.positions, 1), dtype=torch.float32)
+    return b.call(aten.add.Tensor, b.call(aten.mul.Tensor, _distances(b), row), _additive(b, None, -3.4e38))
+
+
+def _not_causal(b: GraphBuilder, x: Node) -> Node:
+    return _rising(b, SLOPES)
+
+
+def _windows_differ(b: GraphBuilder, x: Node) -> Node:
+    masks = [_additive(b, window, -torch.finfo(torch.float32).max) for window in (3, 3, 3, 4, 4, 4)]
+    return b.call(aten.stack.default, masks)
+
+
+def _not_a_number(b: GraphBuilder, x: Node) -> Node:
+    return b.call(aten.add.Tensor, b.call(aten.log.default, _distances(b)), _additive(b, None, -1e9))
+
+
+def _added_truths(b: GraphBuilder, x: Node) -> Node:
+    """A truth that is added counts 1."""
+    return b.call(aten.add.Tensor, _visible(b, None), _additive(b, None, -0.5))
+
+
 def _all(b: GraphBuilder, x: Node) -> Node:
     return b.call(aten.logical_or.default, _visible(b, None), b.call(aten.logical_not.default, _visible(b, None)))
 
@@ -175,10 +307,26 @@ def _even_only(b: GraphBuilder, x: Node) -> Node:
     return b.call(aten.logical_and.default, _visible(b, None), b.call(aten.unsqueeze.default, even, 0))
 
 
-@pytest.mark.parametrize("mask", [_biased, _by_content, _all, _even_only, lambda b, x: None])
+_BIASES = [_quadratic, _by_parity, _queries_differ, _not_causal, _windows_differ, _not_a_number, _added_truths]
+
+
+@pytest.mark.parametrize("mask", [_biased, _by_content, _all, _even_only, *_BIASES, lambda b, x: None])
 def test_other_masks_are_refused(mask: Callable[[GraphBuilder, Node], Node | None]) -> None:
     def write(b: GraphBuilder, x: Node) -> Node:
+        _at_most(b, 300)
         return _together(b, b.call(SDPA, *_qkv(b, x), mask(b, x)))
 
     with pytest.raises(UnsupportedGraphError, match="causal"):
+        RaiseAttention()(captured(write))
+
+
+def test_squares_for_too_many_heads_are_refused() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        q, k, v = (b.call(aten.expand.default, part, [-1, 18, -1, -1]) for part in (_heads(b, x, n, 1) for n in "qkv"))
+        column = b.constant("alibi", torch.arange(18.0).reshape(-1, 1, 1))
+        bias = b.call(aten.mul.Tensor, column, _distances(b))
+        mask = b.call(aten.add.Tensor, bias, _additive(b, None, -1e9))
+        return _together(b, b.call(SDPA, q, k, v, mask))
+
+    with pytest.raises(UnsupportedGraphError, match="a mask of 18 heads is too large to compare for 4097 tokens: add"):
         RaiseAttention()(captured(write))

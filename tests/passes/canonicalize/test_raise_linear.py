@@ -1,11 +1,15 @@
+import operator
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch.fx import Node
 
 from helpers.raising import HIDDEN, aten, captured, only, operators, raised
 from picompile_passes.graph.builder import GraphBuilder
+from picompile_passes.graph.nodes import calls
 from picompile_passes.graph.operands import EMBEDDING, LINEAR, TRANSPOSE
+from picompile_passes.graph.values import fake_mode_of
 from picompile_passes.passes.canonicalize.raise_linear import RaiseLinear
 
 Write = Callable[[GraphBuilder, Node], Node]
@@ -111,3 +115,70 @@ def test_a_table_lookup_becomes_embedding() -> None:
     result = raised(captured(write), RaiseLinear())
     lookups = result.graph.find_nodes(op="call_function", target=EMBEDDING)
     assert [node.args[1].target for node in lookups] == ["embed.weight", "p"]
+
+
+def _lookup(b: GraphBuilder, table: Node, ids: Node) -> Node:
+    return b.call(aten.embedding.default, table, ids)
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_one_row_for_all_tokens_is_that_row(row: int) -> None:
+    """Types of tokens, which are all of one type."""
+
+    def write(b: GraphBuilder, x: Node) -> Node:
+        ids = b.call(aten.add.Tensor, b.call(aten.mul.Tensor, b.positions, 0), row)
+        return b.call(aten.add.Tensor, x, _lookup(b, b.parameter("types", 5, HIDDEN), ids))
+
+    result = raised(captured(write), RaiseLinear())
+    selected = only(result, aten.select.int)
+    assert (selected.args[0].target, *selected.args[1:]) == ("types", 0, row)
+
+
+def test_rows_of_ids_that_differ_are_looked_up() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        ids = b.call(aten.remainder.Scalar, b.positions, 2)
+        return b.call(aten.add.Tensor, x, _lookup(b, b.parameter("types", 5, HIDDEN), ids))
+
+    assert "select" not in operators(raised(captured(write), RaiseLinear()))
+
+
+def _first_rows(b: GraphBuilder, table: Node, start: int | None = 0) -> Node:
+    count = b.call(aten.sym_size.int, b.tokens, 0)
+    end = b.call(operator.add, count, start) if start else count
+    return b.call(aten.slice.Tensor, table, 0, start, end)
+
+
+@pytest.mark.parametrize("start", [None, 0, 2])
+def test_the_first_rows_of_a_parameter_are_a_lookup_by_position(start: int | None) -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        _bounded(b)
+        return b.call(aten.add.Tensor, x, _first_rows(b, b.parameter("p", 44, HIDDEN), start))
+
+    result = raised(captured(write), RaiseLinear())
+    (lookup,) = [node for node in calls(result.graph, EMBEDDING) if node.args[1].target == "p"]
+    assert (lookup.args[0].target, lookup.args[2]) == ("positions", start or 0)
+
+
+def test_rows_of_a_buffer_and_other_slices_stay() -> None:
+    """A buffer may be a mask, whose values other passes read."""
+
+    def buffer(b: GraphBuilder, x: Node) -> Node:
+        _bounded(b)
+        return b.call(aten.add.Tensor, x, _first_rows(b, b.constant("p", torch.ones(44, HIDDEN))))
+
+    def some(b: GraphBuilder, x: Node) -> Node:
+        return b.call(aten.add.Tensor, x, b.call(aten.slice.Tensor, b.parameter("p", 44, HIDDEN), 0, 0, 1))
+
+    def every_other(b: GraphBuilder, x: Node) -> Node:
+        _bounded(b)
+        twice = b.call(operator.mul, b.call(aten.sym_size.int, b.tokens, 0), 2)
+        rows = b.call(aten.slice.Tensor, b.parameter("p", 88, HIDDEN), 0, 0, twice, 2)
+        return b.call(aten.add.Tensor, x, rows)
+
+    for write in (buffer, some, every_other):
+        assert not RaiseLinear()(captured(write)).modified
+
+
+def _bounded(b: GraphBuilder) -> None:
+    with fake_mode_of(b.graph):
+        torch._check(b.tokens.meta["val"].shape[0] <= 40)

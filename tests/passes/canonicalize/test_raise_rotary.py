@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from helpers.raising import HIDDEN, aten, captured, operators, raised
+from helpers.raising import HIDDEN, aten, captured, only, operators, raised
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.builder import GraphBuilder
 from picompile_passes.graph.nodes import arguments
-from picompile_passes.graph.operands import ATTENTION, EMBEDDING, INDEX_SELECT, LINEAR, ROTARY
+from picompile_passes.graph.operands import ATTENTION, EMBEDDING, INDEX_SELECT, LINEAR, RMS_NORM, ROTARY
 from picompile_passes.passes.canonicalize.raise_rotary import RaiseRotary
 
 HEADS, SIZE = 3, HIDDEN // 3
@@ -228,3 +228,123 @@ def _normed_heads(b: GraphBuilder, x: Node) -> Node:
 def test_other_rotations_are_refused(write: Callable[[GraphBuilder, Node], Node], message: str) -> None:
     with pytest.raises(UnsupportedGraphError, match=message):
         RaiseRotary()(captured(write))
+
+
+@pytest.mark.parametrize("heads", [1, HEADS])
+@pytest.mark.parametrize("factor", [1.0, 1.25])
+def test_heads_that_turn_before_their_norm(heads: int, factor: float) -> None:
+    """As Hunyuan has it; with one head too, whose norm has one group like that of whole tokens."""
+
+    def write(b: GraphBuilder, x: Node) -> Node:
+        cos, sin = _cos_sin(b, True, factor)
+        projected = b.call(LINEAR, x, b.parameter("q", heads * SIZE, HIDDEN), None)
+        turned = _halves(b, b.call(aten.unflatten.int, projected, -1, [heads, SIZE]), cos, sin)
+        weight = b.parameter("norm", heads * SIZE)
+        return b.call(RMS_NORM, b.call(aten.flatten.using_ints, turned, -2), weight, 1e-5, heads)
+
+    result = raised(captured(write), RaiseRotary())
+    (rotary,) = _rotaries(result)
+    assert (rotary["heads"], rotary["scaling"]) == (heads, pytest.approx(factor))
+    assert arguments(only(result, RMS_NORM))["x"].target is ROTARY
+    assert torch.equal(_frequencies_of(result, rotary), FREQUENCIES)
+
+
+def test_norms_of_what_does_not_turn_stay() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        """Norms of whole tokens, scaled or not, and of heads."""
+        for number, groups in enumerate((1, HEADS)):
+            x = b.call(RMS_NORM, b.call(aten.mul.Tensor, x, 9.0), b.parameter(f"norm.{number}", HIDDEN), 1e-5, groups)
+        return x
+
+    result = RaiseRotary()(captured(write))
+    assert not _rotaries(result.graph_module)
+
+
+def test_neighbours_that_turn_before_their_norm_are_refused() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        turned = _neighbours(b, b.call(aten.unflatten.int, x, -1, [HEADS, SIZE]), *_cos_sin(b, False))
+        return b.call(RMS_NORM, b.call(aten.flatten.using_ints, turned, -2), b.parameter("norm", HIDDEN), 1e-5, HEADS)
+
+    with pytest.raises(UnsupportedGraphError, match=r"rms_norm .*: its heads turn in neighbouring pairs"):
+        RaiseRotary()(captured(write))
+
+
+def _latent(change: Callable[[GraphBuilder, Node], Node], filled: bool = False, bias: bool = True) -> GraphModule:
+    """Attention whose keys have a half of each head's own, and a turned half that is the same for all heads.
+
+    `change` makes what is turned out of a projection [T, SIZE / 2].
+    """
+    half = SIZE // 2
+
+    def write(b: GraphBuilder, x: Node) -> Node:
+        cos, sin = (b.call(aten.slice.Tensor, table, -1, 0, half // 2) for table in _cos_sin(b, False))
+        q, v = (b.call(LINEAR, x, b.parameter(name, HIDDEN, HIDDEN), None) for name in "qv")
+        still, part = (
+            b.call(aten.slice.Tensor, b.call(aten.unflatten.int, q, -1, [HEADS, SIZE]), -1, *ends)
+            for ends in ((0, half), (half, SIZE))
+        )
+        q = b.call(aten.cat.default, [still, _neighbours(b, part, cos, sin)], -1)
+        own = b.call(
+            LINEAR, x, b.parameter("own", HEADS * half, HIDDEN), b.parameter("bias", HEADS * half) if bias else None
+        )
+        own = b.call(aten.unflatten.int, own, -1, [HEADS, half])
+        shared = change(b, b.call(LINEAR, x, b.parameter("shared", half, HIDDEN), None))
+        shared = _neighbours(b, b.call(aten.unsqueeze.default, shared, 1), cos, sin)
+        shared = b.call(aten.expand.default, shared, [-1, HEADS, -1])
+        if filled:
+            k = b.call(aten.slice_scatter.default, b.call(aten.neg.default, q), own, -1, 0, half)
+            k = b.call(aten.slice_scatter.default, k, shared, -1, half, SIZE)
+        else:
+            k = b.call(aten.cat.default, [own, shared], -1)
+        sides = [*(b.call(aten.flatten.using_ints, side, -2) for side in (q, k)), v]
+        return b.call(ATTENTION, *sides, HEADS, HEADS, 0.5, 0, 0, layer=0)
+
+    return captured(write)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_keys_made_of_two_projections_become_their_sum(filled: bool, bias: bool) -> None:
+    result = raised(_latent(lambda b, x: x, filled, bias), RaiseRotary())
+    q, k = _rotaries(result)
+    assert q["inverse_frequency"] is k["inverse_frequency"]
+    frequencies = _frequencies_of(result, k).tolist()
+    assert frequencies == [*FREQUENCIES[: SIZE // 4].tolist(), *[0.0] * (SIZE // 4)]
+    assert k["x"].target is aten.add.Tensor
+    parts = k["x"].args
+    assert [part.target for part in parts] == [LINEAR, LINEAR]
+    assert all(part.meta["val"].shape[-1] == HIDDEN for part in parts)
+    kept = [result.get_buffer(part.args[1].args[1].args[0].target) for part in parts]
+    # Each element comes from one of them; a half is the same projection for all heads.
+    assert torch.equal(kept[0] + kept[1], torch.ones(HIDDEN))
+    assert [int(mask.sum()) for mask in kept] == [HIDDEN // 2, HIDDEN // 2]
+    assert [part.args[2] is not None for part in parts] == [bias, False]
+
+
+def test_parts_of_keys_that_are_no_projections_are_refused() -> None:
+    with pytest.raises(UnsupportedGraphError, match=r"tanh.*: a part of a query or key must be a projection"):
+        RaiseRotary()(_latent(lambda b, x: b.call(aten.tanh.default, x)))
+
+
+def test_keys_with_elements_of_no_value_are_refused() -> None:
+    def half_known(b: GraphBuilder, x: Node) -> Node:
+        cos = b.call(aten.squeeze.dim, _cos_sin(b, False)[0], 1)
+        parts = [b.call(aten.slice.Tensor, side, -1, 0, SIZE // 4) for side in (x, cos)]
+        return b.call(aten.cat.default, parts, -1)
+
+    with pytest.raises(UnsupportedGraphError, match=r"is no rotary embedding"):
+        RaiseRotary()(_latent(half_known))
+
+
+def test_keys_that_are_filled_with_known_values_stay() -> None:
+    """They are of no projection at all; what scales them goes into the attention."""
+
+    def write(b: GraphBuilder, x: Node) -> Node:
+        q, v = (b.call(LINEAR, x, b.parameter(name, HIDDEN, HIDDEN), None) for name in "qv")
+        row = b.constant("row", torch.arange(HIDDEN) / HIDDEN)
+        known = b.call(aten.mul.Tensor, b.call(aten.unsqueeze.default, b.positions, -1), row)
+        k = b.call(aten.slice_scatter.default, b.call(aten.neg.default, q), known, -1, 0, HIDDEN)
+        return b.call(ATTENTION, q, b.call(aten.mul.Tensor, k, 2.0), v, HEADS, HEADS, 0.5, 0, 0, layer=0)
+
+    result = raised(captured(write), RaiseRotary())
+    assert arguments(only(result, ATTENTION))["scale"] == pytest.approx(1.0)

@@ -41,3 +41,25 @@ def test_operators_that_change_a_value_or_its_memory_stay() -> None:
         return b.call(aten.view.default, columns, [-1])
 
     assert not RemoveCopies()(captured(write)).modified
+
+
+def test_copies_into_other_memory_go() -> None:
+    """The contents of the memory matter only where a copy is of another shape or dtype."""
+
+    def write(b: GraphBuilder, x: Node) -> Node:
+        memory = b.call(aten.neg.default, x)
+        x = b.call(aten.copy.default, memory, x)
+        row = b.call(aten.slice.Tensor, x, -1, 0, 1)
+        x = b.call(aten.copy.default, x, row)
+        return b.call(aten.copy.default, b.call(aten.to.dtype, memory, torch.float16), x)
+
+    assert operators(raised(captured(write), RemoveCopies())) == {"neg": 1, "slice": 1, "copy": 2, "to": 1}
+
+
+def test_a_copy_lays_out_memory_as_what_it_goes_into() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        half = b.call(aten.slice.Tensor, x, 1, 0, 4)
+        memory = b.call(aten.contiguous.default, b.call(aten.neg.default, half))
+        return b.call(aten.view.default, b.call(aten.copy.default, memory, half), [-1])
+
+    assert operators(raised(captured(write), RemoveCopies())) == {"slice": 1, "contiguous": 1, "view": 1}

@@ -22,8 +22,8 @@ def test_a_line_says_shape_arguments_and_origin():
     assert line(text, "sparse_ffn_1") == (
         f"sparse_ffn_1 float32[{symbol}, 24] = picompile.sparse_ffn(x=layer_norm_3, mask=predict_1, "
         "up=model_layers_1_fc1_weight, down=transpose_1, up_bias=model_layers_1_fc1_bias, "
-        "down_bias=model_layers_1_fc2_bias, activation='relu', up_activation='identity') "
-        "# layer 1, from insert-predictors(ffn_1)"
+        "down_bias=model_layers_1_fc2_bias, activation='relu', up_activation='identity', "
+        "squares=False) # layer 1, from insert-predictors(ffn_1)"
     )
     hot = next(node for node in calls(after.graph, PREDICT) if node.meta.get("device") == "hot")
     assert line(text, hot.name) == (

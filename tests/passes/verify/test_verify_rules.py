@@ -16,6 +16,8 @@ from picompile_passes.graph.operands import (
     ADD,
     ATTENTION,
     DEQUANTIZE,
+    DIVIDE_BY_RMS,
+    ELEMENTWISE,
     EMBEDDING,
     FFN,
     INDEX_SELECT,
@@ -34,6 +36,8 @@ from picompile_passes.passes.quantize import Quantize
 from picompile_passes.verify import RULES, verify
 from picompile_passes.verify.structure import check_packed
 
+NORMED = GraphShape(gated=False, ffn_norm=True)
+
 
 def at_stage(stage: Stage, shape: GraphShape = OPT) -> GraphModule:
     """A sound graph of `stage`, its first layer partitioned where that stage has been reached."""
@@ -50,7 +54,11 @@ def first(graph_module: GraphModule, op: object) -> Node:
 
 def put(node: Node, name: str, value: object) -> None:
     """Changes an argument and nothing else."""
-    node.update_arg(argument_position(node, name), value)
+    position = argument_position(node, name)
+    if position < len(node.args):
+        node.update_arg(position, value)
+    else:
+        node.update_kwarg(name, value)
 
 
 def make(graph_module: GraphModule, op: object, *args: object, before: Node, layer: int | None = None) -> Node:
@@ -163,7 +171,8 @@ def constant_operator_on_tokens(g: GraphModule) -> None:
 def token_operator_on_constants(g: GraphModule) -> None:
     norm = first(g, LAYER_NORM)
     weight = arguments(norm)["weight"]
-    put(norm, "weight", make(g, ADD, weight, weight, before=norm))
+    ones = make(g, LAYER_NORM, weight, None, None, 1e-5, before=norm)
+    put(norm, "weight", ones)
 
 
 def calls_a_module(g: GraphModule) -> None:
@@ -243,8 +252,56 @@ def too_few_frequencies(g: GraphModule) -> None:
     put(first(g, ROTARY), "inverse_frequency", constant(g, [0.5, 0.25]))
 
 
+def groups_do_not_divide(g: GraphModule) -> None:
+    put(first(g, LAYER_NORM), "groups", 5)
+
+
+def there_are_no_groups(g: GraphModule) -> None:
+    put(first(g, LAYER_NORM), "groups", 0)
+
+
+def calculate(g: GraphModule, expression: str, *inputs: Node) -> None:
+    """Puts an `elementwise` of the head's input and `inputs` before the head."""
+    end = head(g)
+    put(end, "x", make(g, ELEMENTWISE, [end.args[0], *inputs], "mul(x0, 2.0)", before=end))
+    put(end.args[0], "expression", expression)
+
+
+def expression_is_none(g: GraphModule) -> None:
+    calculate(g, "twice(x0)")
+
+
+def expression_reads_a_missing_input(g: GraphModule) -> None:
+    calculate(g, "mul(x0, x1)")
+
+
+def vector_of_an_expression_is_too_short(g: GraphModule) -> None:
+    norm = first(g, LAYER_NORM)
+    calculate(g, "mul(x0, x1)", arguments(norm)["x"], constant(g, [0.5] * (OPT.hidden - 1)))
+
+
+def constant_of_an_expression_is_a_matrix(g: GraphModule) -> None:
+    calculate(g, "mul(x0, x1)", constant(g, [[0.5] * OPT.hidden]))
+
+
 def window_is_negative(g: GraphModule) -> None:
     put(first(g, ATTENTION), "window", -1)
+
+
+def soft_cap_is_negative(g: GraphModule) -> None:
+    put(first(g, ATTENTION), "softcap", -30.0)
+
+
+def soft_cap_is_infinite(g: GraphModule) -> None:
+    put(first(g, ATTENTION), "softcap", float("inf"))
+
+
+def a_slope_too_few(g: GraphModule) -> None:
+    put(first(g, ATTENTION), "slopes", constant(g, [0.5] * (OPT.heads - 1)))
+
+
+def sinks_are_a_matrix(g: GraphModule) -> None:
+    put(first(g, ATTENTION), "sinks", constant(g, [[0.5] * OPT.heads]))
 
 
 def gate_and_up_are_swapped(g: GraphModule) -> None:
@@ -300,6 +357,12 @@ def blocks_are_out_of_order(g: GraphModule) -> None:
 def ends_in_an_add(g: GraphModule) -> None:
     end = head(g)
     output(g).args = (make(g, ADD, end, end, before=output(g)),)
+
+
+def ends_in_arithmetic_on_no_linear(g: GraphModule) -> None:
+    end = head(g)
+    total = make(g, ADD, end, end, before=output(g))
+    output(g).args = (make(g, ELEMENTWISE, [total], "tanh(x0)", before=output(g)),)
 
 
 def gives_back_two_values(g: GraphModule) -> None:
@@ -428,6 +491,28 @@ def none_reads_something_else(g: GraphModule) -> None:
     down = arguments(first(g, SPARSE_FFN))["down"]
     mask.prepend(down)
     put(mask, "weights", [down])
+
+
+def squares_are_divided_by_another_number(g: GraphModule) -> None:
+    put(first(g, DIVIDE_BY_RMS), "neurons", 39)
+
+
+def bias_is_divided(g: GraphModule) -> None:
+    division = first(g, DIVIDE_BY_RMS)
+    put(arguments(division)["x"], "down_bias", arguments(division)["bias"])
+    put(division, "bias", None)
+
+
+def squares_are_doubled(g: GraphModule) -> None:
+    division = first(g, DIVIDE_BY_RMS)
+    block = arguments(division)["x"]
+    put(division, "x", make(g, ADD, block, block, before=division))
+
+
+def bias_of_a_division_is_too_long(g: GraphModule) -> None:
+    bias = constant(g, [0.0])
+    put(first(g, DIVIDE_BY_RMS), "bias", bias)
+    sweep(g)
 
 
 # --- from partitioned on
@@ -560,7 +645,7 @@ CASES = [
     Case(C0, "values", operator_rejects_its_arguments, "does not accept"),
     Case(C1, "operators", foreign_operator, "aten.relu.default is not allowed on tokens"),
     Case(C1, "operators", constant_operator_on_tokens, "aten.index_select.default is not allowed on tokens"),
-    Case(C1, "operators", token_operator_on_constants, "aten.add.Tensor is not allowed on constants"),
+    Case(C1, "operators", token_operator_on_constants, "picompile.layer_norm.default is not allowed on constants"),
     Case(C1, "operators", calls_a_module, "call_module model.norm is no operator"),
     Case(C1, "operators", sparse_block_before_predictors, "picompile.predict.default is not allowed"),
     Case(C2, "operators", dense_block_is_left, "picompile.ffn.default is not allowed"),
@@ -573,7 +658,17 @@ CASES = [
     Case(C1, "heads", key_heads_do_not_divide, "3 heads and 3 key heads do not fit q, k, v of 24, 25, 24"),
     Case(C1, "heads", key_heads_are_of_another_size, "3 heads and 3 key heads do not fit q, k, v of 24, 36, 24"),
     Case(C1, "heads", too_few_frequencies, "3 heads of 2 frequencies do not fit 24", shape=LLAMA),
+    Case(C1, "heads", a_slope_too_few, "its slopes are float32[2], not one for each of 3"),
+    Case(C1, "arguments", sinks_are_a_matrix, "sinks is float32[1, 3], which has not 1 dimensions"),
+    Case(C1, "groups", groups_do_not_divide, "5 groups do not divide 24 features"),
+    Case(C1, "groups", there_are_no_groups, "0 groups do not divide 24 features"),
+    Case(C1, "expressions", expression_is_none, "there is no function twice of 1 operands"),
+    Case(C1, "expressions", expression_reads_a_missing_input, "step 0 reads x1, which there is not"),
+    Case(C1, "expressions", vector_of_an_expression_is_too_short, "float32[23], which does not fit 24 columns"),
+    Case(C1, "expressions", constant_of_an_expression_is_a_matrix, "float32[1, 24], which does not fit 24 columns"),
     Case(C1, "windows", window_is_negative, "its window is -1"),
+    Case(C1, "windows", soft_cap_is_negative, "its soft cap is -30.0"),
+    Case(C1, "windows", soft_cap_is_infinite, "its soft cap is inf"),
     Case(C1, "gates", gate_and_up_are_swapped, "at ffn: its up has the activation relu, its gate none"),
     Case(C1, "unused", weight_is_not_read, "weight left_over is read by no node"),
     Case(C1, "unused", buffer_is_not_read, "weight left_over is read by no node"),
@@ -585,6 +680,7 @@ CASES = [
     Case(C1, "layers", block_is_of_a_layer_too_many, "is of layer 2, where 0 to 1 may stand"),
     Case(C1, "layers", blocks_are_out_of_order, "is of layer 0, where 1 to 1 may stand"),
     Case(C1, "head", ends_in_an_add, "returns add_"),
+    Case(C1, "head", ends_in_arithmetic_on_no_linear, "returns elementwise"),
     Case(C1, "head", gives_back_two_values, "which is not one linear"),
     Case(C2, "provenance", origin_is_lost, 'at predict: has no meta["from"]'),
     Case(C4, "provenance", origin_of_packing_is_lost, 'has no meta["from"]'),
@@ -608,6 +704,10 @@ CASES = [
     Case(C2, "predictors", learned_reads_another_width, "fc1 of its predictor is float32[3, 23], not [3, 24]"),
     Case(C2, "predictors", learned_has_two_ranks, "fc2 of its predictor is float32[40, 3], not [40, 2]"),
     Case(C2, "predictors", learned_has_no_bias, "its predictor learned has 2 weights, not fc1, fc2, bias"),
+    Case(C2, "squares", squares_are_divided_by_another_number, "divides by 39 neurons, but there are 40", NORMED),
+    Case(C2, "squares", bias_is_divided, "has squares, so that its down_bias would be divided", NORMED),
+    Case(C2, "squares", squares_are_doubled, "has squares, but what reads it is no divide_by_rms", NORMED),
+    Case(C2, "squares", bias_of_a_division_is_too_long, "its bias has 1 elements, not 24", NORMED),
     Case(C3, "parts", neuron_is_in_both_parts, "neuron 2 is in the layer's parts more than once"),
     Case(C3, "parts", neuron_is_in_a_part_twice, "neuron 1 is in the layer's parts more than once"),
     Case(C3, "parts", neuron_is_outside, "a table names a neuron outside 0 to 39"),

@@ -5,10 +5,12 @@ from torch.fx import GraphModule
 from picompile_passes.base import Pass
 from picompile_passes.passes.canonicalize.flatten_tokens import FlattenTokens
 from picompile_passes.passes.canonicalize.raise_attention import RaiseAttention
+from picompile_passes.passes.canonicalize.raise_elementwise import RaiseElementwise
 from picompile_passes.passes.canonicalize.raise_ffn import RaiseFFN
 from picompile_passes.passes.canonicalize.raise_linear import RaiseLinear
 from picompile_passes.passes.canonicalize.raise_norms import RaiseNorms
 from picompile_passes.passes.canonicalize.raise_rotary import RaiseRotary
+from picompile_passes.passes.canonicalize.raise_scores import RaiseScores
 from picompile_passes.passes.canonicalize.remove_copies import RemoveCopies
 from picompile_passes.pipeline import Pipeline
 
@@ -16,9 +18,11 @@ CANONICALIZE: tuple[Pass, ...] = (
     RemoveCopies(),
     RaiseLinear(),
     RaiseNorms(),
+    RaiseScores(),
     RaiseAttention(),
     RaiseRotary(),
     RaiseFFN(),
+    RaiseElementwise(),
     FlattenTokens(),
 )
 

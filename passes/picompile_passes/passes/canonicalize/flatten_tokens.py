@@ -6,16 +6,16 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from picompile_passes.base import Pass, Stage
 from picompile_passes.errors import UnsupportedGraphError
-from picompile_passes.graph.nodes import arguments, is_call
+from picompile_passes.graph.nodes import arguments, constant_nodes
 from picompile_passes.graph.operands import (
     ADD,
     ATTENTION,
     DIMENSIONS,
+    ELEMENTWISE,
     EMBEDDING,
     FFN,
     INDEX_SELECT,
@@ -23,8 +23,8 @@ from picompile_passes.graph.operands import (
     LINEAR,
     RMS_NORM,
     ROTARY,
-    TRANSPOSE,
     SharedConstants,
+    makes_constants,
 )
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.graph.values import same_shape, value_text
@@ -49,7 +49,8 @@ class FlattenTokens(Pass):
 
     1. An argument that is all columns of another value in order, however reshaped → that value.
     2. An argument that is some columns of a `linear` → a `linear` with those rows of weight and bias. Equal tables are
-       one constant, and equal columns of one linear one linear.
+       one constant, and equal columns of one linear one linear. Columns of an `elementwise` are the `elementwise` of
+       those columns of its inputs, and so are those of a norm where each group's stay together.
     3. Ids that are the tokens → the tokens; ids that are positions plus a constant → the positions, and the constant
        goes into the embedding's offset.
     4. Anything else on the way to the output cannot be expressed: `UnsupportedGraphError` names it.
@@ -75,6 +76,7 @@ class _FlatBuilder:
     def __init__(self, rewriter: Rewriter) -> None:
         self._rewriter = rewriter
         self._forms = Forms(rewriter.graph_module)
+        self._constant = constant_nodes(rewriter.graph)
         self._flat: dict[Node, Node] = {}
         self._constants = SharedConstants(rewriter)
         self._parts: dict[tuple[Node, Node], Node] = {}
@@ -84,7 +86,7 @@ class _FlatBuilder:
         if not isinstance(value, Node):
             raise UnsupportedGraphError(f"the graph cannot be expressed in the dialect: it returns {value}")
         root = self._forms.root(value)
-        if root.target is not LINEAR:
+        if root.target is not LINEAR and root.target is not ELEMENTWISE:
             raise _unsupported(root, "it makes the logits, which only a linear does")
         needed = self._needed(value)
         nodes = list(self._rewriter.graph.nodes)
@@ -105,14 +107,24 @@ class _FlatBuilder:
             _check_operator(root, self._forms)
             _check_weights(root, self._forms)
             needed.add(root)
-            if root.target is not EMBEDDING:
-                stack.extend(root.args[position] for position in _VALUES[root.target])  # type: ignore[misc]
+            stack.extend(self._values(root))
         return needed
 
+    def _values(self, node: Node) -> list[Node]:
+        """Return the values among the arguments of an operator of the dialect."""
+        if node.target is EMBEDDING:
+            return []
+        if node.target is ELEMENTWISE:
+            return [value for value in node.args[0] if value not in self._constant]  # type: ignore[union-attr, misc]
+        return [node.args[position] for position in _VALUES[node.target]]  # type: ignore[misc]
+
     def _counterpart(self, node: Node) -> Node:
-        args = list(node.args)
+        args = list(arguments(node).values()) if node.kwargs else list(node.args)
         if node.target is EMBEDDING:
             args[0], args[2] = self._ids(node)
+        elif node.target is ELEMENTWISE:
+            values = self._values(node)
+            args[0] = [self._resolve(value, node) if value in values else value for value in args[0]]  # type: ignore[union-attr, arg-type]
         else:
             for position in _VALUES[node.target]:
                 args[position] = self._resolve(args[position], node)  # type: ignore[arg-type]
@@ -129,9 +141,10 @@ class _FlatBuilder:
         flat = self._flat[root]
         if table is None:
             return flat
-        if root.target is not LINEAR:
+        part = self._part(flat, table, root)
+        if part is None:
             raise _unsupported(value, f"it takes some of the columns of {root.name}, which is no linear")
-        return self._part(root, flat, self._constants.get("rows", table, root))
+        return part
 
     def _culprit(self, value: Node) -> Node:
         """Where on the way from its root a value stops being just columns of it."""
@@ -143,17 +156,48 @@ class _FlatBuilder:
                 return value
             value = spoiled[0]
 
-    def _part(self, linear: Node, flat: Node, table: Node) -> Node:
-        """The linear that gives only the columns `table` of `linear`."""
-        if (linear, table) not in self._parts:
-            x, weight, bias = flat.args
+    def _part(self, flat: Node, table: Tensor, root: Node) -> Node | None:
+        """The flat value with only the columns `table` of `flat`, placed before `root`; None where there is none."""
+        rows = self._constants.get("rows", table, root)
+        if (flat, rows) not in self._parts:
+            args = self._part_arguments(flat, table, root)
+            if args is None:
+                return None
+            self._parts[flat, rows] = self._rewriter.call(flat.target, args, before=root, sources=(root,))  # type: ignore[arg-type]
+        return self._parts[flat, rows]
 
-            def call(op: OpOverload, *args: Any) -> Node:
-                return self._rewriter.call(op, args, before=linear, sources=(linear,))
+    def _part_arguments(self, flat: Node, table: Tensor, root: Node) -> list[Any] | None:
+        """The arguments with which the operator of `flat` gives only the columns `table`; None where it cannot."""
 
-            rows = [None if matrix is None else call(INDEX_SELECT, matrix, 0, table) for matrix in (weight, bias)]
-            self._parts[linear, table] = call(LINEAR, x, *rows)
-        return self._parts[linear, table]
+        def selected(constant: Node | None) -> Node | None:
+            args = (constant, 0, self._constants.get("rows", table, root))
+            return None if constant is None else self._rewriter.call(INDEX_SELECT, args, before=root, sources=(root,))
+
+        values = arguments(flat)
+        if flat.target is LINEAR:
+            return [values["x"], selected(values["weight"]), selected(values["bias"])]
+        if flat.target is ADD:
+            sides = [self._part(values[name], table, root) for name in ("self", "other")]
+            return None if None in sides else sides
+        if flat.target is EMBEDDING:
+            args = (values["weight"], 1, self._constants.get("rows", table, root))
+            weight = self._rewriter.call(INDEX_SELECT, args, before=root, sources=(root,))
+            return [values["ids"], weight, values["offset"]]
+        if flat.target in (RMS_NORM, LAYER_NORM):
+            groups = _kept_groups(table, values["groups"], int(flat.meta["val"].shape[-1]))
+            x = None if groups is None else self._part(values["x"], table, root)
+            vectors = [selected(values[name]) for name in ("weight", "bias") if name in values] if x else []
+            return None if x is None else [x, *vectors, values["eps"], groups]
+        if flat.target is not ELEMENTWISE or flat.meta["val"].shape[-1] == 1:
+            return None
+        inputs = []
+        for value in values["inputs"]:
+            shape = value.meta["val"].shape
+            if shape[-1] == 1:
+                inputs.append(value)
+            else:
+                inputs.append(selected(value) if len(shape) == 1 else self._part(value, table, root))
+        return None if None in inputs else [inputs, values["expression"]]
 
     def _ids(self, node: Node) -> tuple[Node, int]:
         """The placeholder that the ids of an embedding are, and the embedding's offset."""
@@ -172,7 +216,21 @@ class _FlatBuilder:
         return positions, offset + int(shift[0])
 
 
+def _kept_groups(table: Tensor, groups: int, columns: int) -> int | None:
+    """Return how many whole groups of columns `table` names, in whatever order; None where it takes them apart."""
+    width = columns // groups
+    if table.numel() % width:
+        return None
+    parts = table.reshape(-1, width).sort(dim=-1).values
+    whole = parts[:, :1] // width * width + torch.arange(width)
+    return len(parts) if torch.equal(parts, whole) else None
+
+
 def _check_operator(node: Node, forms: Forms) -> None:
+    if node.target is ELEMENTWISE:
+        if node.meta["val"].shape[-1] != forms.columns(node):
+            raise _unsupported(node, "it works on each head, not on all features of a token")
+        return
     if node.target not in _VALUES or (node.target is ADD and (node.kwargs or len(node.args) != 2)):
         raise _unsupported(node, "it has no counterpart in the dialect")
     positions = _VALUES[node.target]
@@ -191,6 +249,8 @@ def _check_operator(node: Node, forms: Forms) -> None:
 
 def _check_weights(node: Node, forms: Forms) -> None:
     """Whether all that `node` takes besides values is constant, of the form that the dialect has it in."""
+    if node.target is ELEMENTWISE:
+        return
     values = {node.args[position] for position in _VALUES[node.target]}
     for name, letters in DIMENSIONS[node.target].items():  # type: ignore[index]
         weight = arguments(node)[name]
@@ -199,8 +259,8 @@ def _check_weights(node: Node, forms: Forms) -> None:
         if weight.meta["val"].dim() != len(letters):
             raise _unsupported(node, f"its {name} is {value_text(weight.meta['val'])}")
         for part in _made_of(weight):
-            if part.op != "get_attr" and not is_call(part, TRANSPOSE, INDEX_SELECT):
-                raise _unsupported(part, f"the {name} of {node.name} is neither a parameter nor rows of one")
+            if part.op != "get_attr" and not makes_constants(part.target):
+                raise _unsupported(part, f"the {name} of {node.name} is not computed from parameters alone")
 
 
 def _check_layers(nodes: list[Node]) -> None:

@@ -15,7 +15,7 @@ products with known factors.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,8 @@ SPLITS: frozenset[Any] = frozenset(
     }
 )
 JOINS: frozenset[Any] = frozenset({_aten.cat.default, _aten.stack.default})
+# A part of its first argument is replaced by its second: how a value is filled piece by piece.
+SCATTERS: frozenset[Any] = frozenset({_aten.slice_scatter.default})
 SUMS: dict[Any, float] = {_aten.add.Tensor: 1.0, _aten.sub.Tensor: -1.0}
 MULTIPLY: frozenset[Any] = frozenset({_aten.mul.Tensor, _aten.mul.Scalar})
 DIVIDE: frozenset[Any] = frozenset({_aten.div.Tensor, _aten.div.Scalar})
@@ -106,6 +108,18 @@ class Form:
         return self.terms[0].index.shape
 
 
+def most_tokens(graph_module: GraphModule) -> int | None:
+    """The greatest token count that a graph was captured for; None where it says none."""
+    symbol = _token_count(graph_module)
+    bound = symbol.node.shape_env.var_to_range[symbol.node.expr].upper
+    return int(bound) if bound.is_Integer else None
+
+
+def _token_count(graph_module: GraphModule) -> Any:
+    placeholder = next(node for node in graph_module.graph.nodes if node.op == "placeholder")
+    return placeholder.meta["val"].shape[0]
+
+
 class Forms:
     """The forms of one graph, which must not change while they are in use.
 
@@ -117,8 +131,7 @@ class Forms:
     def __init__(self, graph_module: GraphModule, tokens: int = SAMPLE_TOKENS, *, lookups: bool = False) -> None:
         self._graph_module = graph_module
         self._lookups = lookups
-        placeholder = next(node for node in graph_module.graph.nodes if node.op == "placeholder")
-        self._symbol = placeholder.meta["val"].shape[0]
+        self._symbol = _token_count(graph_module)
         self.tokens = min(tokens, self.most_tokens or tokens)
         self._known: dict[Node, Any] = {}
         self._roots: dict[Node, Node | None] = {}
@@ -133,8 +146,7 @@ class Forms:
     @property
     def most_tokens(self) -> int | None:
         """The greatest token count that the graph was captured for; None where it says none."""
-        bound = self._symbol.node.shape_env.var_to_range[self._symbol.node.expr].upper
-        return int(bound) if bound.is_Integer else None
+        return most_tokens(self._graph_module)
 
     def is_known(self, node: Node) -> bool:
         """Whether the value of `node` depends on positions, sizes and constants only."""
@@ -153,6 +165,55 @@ class Forms:
     def form(self, node: Node) -> Form:
         """The form of a `node` that is not known."""
         return Form(self.root(node), self._terms(node))
+
+    def by_root(self, node: Node) -> dict[Node, tuple[Term, ...]]:
+        """The terms of a `node` that is not known, by root, where values of several roots are joined in it.
+
+        Elements have factors of 0 where they are made of other roots, or are known.
+        """
+        root = self.root(node)
+        if root.target in JOINS:
+            joined = self._by_root_of_parts(root, root.args[0], lambda parts: (parts,))  # type: ignore[arg-type]
+        elif root.target in SCATTERS:
+            joined = self._by_root_of_parts(root, root.args[:2], tuple)  # type: ignore[arg-type]
+        else:
+            return {root: self._terms(node)}
+        outer = self._terms(node)
+        return {
+            inner: tuple(
+                Term(term.index.flatten()[own.index], term.factor.flatten()[own.index] * own.factor)
+                for term in terms
+                for own in outer
+            )
+            for inner, terms in joined.items()
+        }
+
+    def _by_root_of_parts(
+        self, node: Node, parts: Sequence[Node], arguments: Callable[[list[Tensor]], tuple[Any, ...]]
+    ) -> dict[Node, tuple[Term, ...]]:
+        """The terms of a call that puts `parts` together; `arguments` are those of the call in place of `parts`."""
+        rest = self._sample_arguments(node.args[len(arguments([torch.empty(0)] * len(parts))) :])
+
+        def put(tensors: list[Tensor]) -> Tensor:
+            joined: Tensor = self._run(node, node.target, (*arguments(tensors), *rest))
+            return joined
+
+        known = {part: {} if self.is_known(part) else self.by_root(part) for part in parts}
+        found: dict[Node, tuple[Term, ...]] = {}
+        for root in dict.fromkeys(root for terms in known.values() for root in terms):
+            count = max(len(terms.get(root, ())) for terms in known.values())
+            columns = [self._padded(part, known[part].get(root, ()), count) for part in parts]
+            found[root] = tuple(
+                Term(put([terms[i].index for terms in columns]), put([terms[i].factor for terms in columns]))
+                for i in range(count)
+            )
+        # Not those that others took the place of, as of memory that is filled.
+        return {root: terms for root, terms in found.items() if any(bool(term.factor.any()) for term in terms)}
+
+    def _padded(self, part: Node, terms: tuple[Term, ...], count: int) -> list[Term]:
+        shape = self.sample_shape(part)
+        nothing = Term(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.float64))
+        return [*terms, *[nothing] * (count - len(terms))]
 
     def moved(self, node: Node) -> tuple[Node, Tensor | None] | None:
         """`node` as columns of its root: (root, table), with node[t, c] = root[t, table[c]], or None where it is not.
@@ -177,6 +238,10 @@ class Forms:
             return None
         return root, None if torch.equal(table, torch.arange(columns)) else table.clone()
 
+    def is_linear(self, node: Node) -> bool:
+        """Whether `node` is made of another value, its root, rather than being one itself."""
+        return not self.is_known(node) and self.root(node) is not node
+
     def same(self, node: Node) -> Node:
         """The node that `node` merely reshapes, keeping the last dimension; `node` itself where it does more."""
         moved = None if self.is_known(node) else self.moved(node)
@@ -200,9 +265,10 @@ class Forms:
 
     def columns(self, node: Node) -> int:
         """How many elements the value of `node` has for each token."""
-        return self._sample_shape(node).numel() // self.tokens
+        return self.sample_shape(node).numel() // self.tokens
 
-    def _sample_shape(self, node: Node) -> torch.Size:
+    def sample_shape(self, node: Node) -> torch.Size:
+        """The shape that the value of `node` has for the sample."""
         return torch.Size([self._sample_size(size) for size in node.meta["val"].shape])
 
     def _sample_size(self, size: Any) -> int:
@@ -250,7 +316,7 @@ class Forms:
 
     def _terms(self, node: Node) -> tuple[Term, ...]:
         if self.root(node) is node:
-            shape = self._sample_shape(node)
+            shape = self.sample_shape(node)
             return (Term(torch.arange(shape.numel()).reshape(shape), torch.ones(shape, dtype=torch.float64)),)
         if node.target == operator.getitem:
             return self._terms_of_part(node)
@@ -297,6 +363,14 @@ class Forms:
         """Runs the call of `node` with `first` in place of its first argument."""
         target: Any = torch.ops.aten.reshape.default if node.target in AS_RESHAPE else node.target
         return self._run(node, target, (first, *self._sample_arguments(node.args[1:])))
+
+    def run(self, node: Node, values: Mapping[Node, Any]) -> Any:
+        """The value of the call `node`, of whose arguments those that are not known have `values`."""
+
+        def value(argument: Node) -> Any:
+            return values[argument] if argument in values else self.known(argument)
+
+        return self._run(node, node.target, torch.fx.node.map_arg(node.args, value))
 
     def _evaluate(self, node: Node) -> Any:
         value = node.meta.get("val")

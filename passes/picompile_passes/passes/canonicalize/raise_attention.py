@@ -1,4 +1,4 @@
-"""Raises scaled dot product attention to `attention`, which has a window instead of a mask."""
+"""Raises scaled dot product attention to `attention`, which has a window and slopes instead of a mask."""
 
 import math
 from dataclasses import dataclass
@@ -10,16 +10,13 @@ from torch.fx import Node
 
 from picompile_passes.base import Pass, Stage
 from picompile_passes.errors import UnsupportedGraphError
-from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import ATTENTION
+from picompile_passes.graph.nodes import EqualValues, arguments, calls
+from picompile_passes.graph.operands import ATTENTION, SharedConstants
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes.canonicalize.forms import Form, Forms
+from picompile_passes.passes.canonicalize.masks import MASK_TOKENS, VisibleSpan, read_mask
 
 _aten = torch.ops.aten
-
-# A mask is evaluated for this many tokens, or for as many as the graph takes: one more than the widest window in use
-# (Mistral's 4096), to tell it from none.
-_MASK_TOKENS = 4097
 
 
 @dataclass(frozen=True)
@@ -28,8 +25,10 @@ class RaiseAttention(Pass):
 
     1. q, k, v [H, T, d] → views [T, H · d] of them, and the result back to [H, T, d].
     2. `is_causal`, or a mask that depends on positions alone and shows each token itself and all before it → window 0;
-       one that shows the last w tokens only → window w. Any other mask cannot be expressed.
-    3. k and v whose heads come in groups of n equal ones (repeated for grouped-query attention) → every n-th head.
+       one that shows the last w tokens only → window w. Any other mask but those of rule 3 cannot be expressed.
+    3. Such a mask that adds to the visible scores of each head a constant times the key's position, or times the
+       distance of key and query, as ALiBi does (arXiv 2108.12409) → `slopes`. Equal slopes are one constant.
+    4. k and v whose heads come in groups of n equal ones (repeated for grouped-query attention) → every n-th head.
     """
 
     name: ClassVar[str] = "raise-attention"
@@ -42,18 +41,24 @@ class RaiseAttention(Pass):
         if not found:
             return
         forms = Forms(rewriter.graph_module)
-        mask_forms = Forms(rewriter.graph_module, _MASK_TOKENS)
-        windows: dict[Any, int] = {}
+        mask_forms = Forms(rewriter.graph_module, MASK_TOKENS)
+        constants = SharedConstants(rewriter)
+        # Every layer may compute the same mask anew, and to read one takes seconds.
+        equal, spans = EqualValues(), dict[Any, VisibleSpan]()
         repeats = [_repeats(forms, node) for node in found]
         for layer, (node, repeat) in enumerate(zip(found, repeats, strict=True)):
             values = arguments(node)
-            key = (values["attn_mask"], values["is_causal"])
-            if key not in windows:
-                windows[key] = _window(mask_forms, node, *key)
-            _emit(rewriter, node, layer, windows[key], repeat)
+            mask, is_causal = values["attn_mask"], values["is_causal"]
+            key = (None if mask is None else equal.number(mask), is_causal, int(node.meta["val"].shape[-3]))
+            if key not in spans:
+                spans[key] = read_mask(mask_forms, node, mask, is_causal)
+            span = spans[key]
+            slopes = None if span.slopes is None else constants.get("slopes", span.slopes, values["attn_mask"])
+            _emit(rewriter, node, layer, [span.window, *([] if slopes is None else [0.0, slopes])], repeat)
 
 
-def _emit(rewriter: Rewriter, node: Node, layer: int, window: int, repeat: int) -> None:
+def _emit(rewriter: Rewriter, node: Node, layer: int, options: list[Any], repeat: int) -> None:
+    """Replace `node` by an attention with `options`, the window and all arguments behind it."""
     values = arguments(node)
     dims = {value.meta["val"].dim() for value in (node, values["query"], values["key"], values["value"])}
     if len(dims) != 1 or min(dims) < 3:
@@ -72,7 +77,7 @@ def _emit(rewriter: Rewriter, node: Node, layer: int, window: int, repeat: int) 
     heads, kv_heads = int(q.meta["val"].shape[-3]), int(k.meta["val"].shape[-3])
     scale = 1.0 / math.sqrt(q.meta["val"].shape[-1]) if values["scale"] is None else values["scale"]
     sides = [side_by_side(x) for x in (q, k, v)]
-    result = call(ATTENTION, *sides, heads, kv_heads, float(scale), layer, window)
+    result = call(ATTENTION, *sides, heads, kv_heads, float(scale), layer, *options)
     rewriter.replace(node, call(_aten.transpose.int, call(_aten.unflatten.int, result, -1, [heads, -1]), -2, -3))
     # torch takes it for a random operator, which stays even where nothing uses it.
     rewriter.graph.erase_node(node)
@@ -105,21 +110,3 @@ def _repeats_every(size: int) -> Any:
 
 def _tensors(form: Form) -> list[Tensor]:
     return [tensor for term in form.terms for tensor in (term.index, term.factor)]
-
-
-def _window(forms: Forms, node: Node, mask: Node | None, is_causal: bool) -> int:
-    """The window that the mask stands for, 0 for none. Raises `UnsupportedGraphError` for a mask of another form."""
-    if mask is None and is_causal:
-        return 0
-    if mask is None or is_causal or not forms.is_known(mask):
-        raise UnsupportedGraphError(f"{node.name} ({node.target}): only causal attention is supported")
-    shown = forms.known(mask)
-    visible = shown if shown.dtype == torch.bool else shown == 0
-    # An additive mask may hide with a large negative number instead of infinity; anything else would be a bias.
-    hidden_fully = shown.dtype == torch.bool or bool((shown[~visible] <= -1e9).all())
-    visible = visible.expand(*visible.shape[:-2], forms.tokens, forms.tokens).reshape(-1, forms.tokens, forms.tokens)
-    width = int(visible[0, -1].sum())
-    expected = torch.ones(forms.tokens, forms.tokens, dtype=torch.bool).tril_().triu_(1 - width)
-    if not hidden_fully or not torch.equal(visible, expected.expand_as(visible)):
-        raise UnsupportedGraphError(f"{mask.name} ({mask.target}): a mask other than causal, with or without a window")
-    return 0 if width == forms.tokens else width

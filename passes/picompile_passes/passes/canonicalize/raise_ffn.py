@@ -8,7 +8,7 @@ there by far more than rounding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,15 +18,14 @@ from torch.fx import Node
 
 from picompile_passes.base import Pass, Stage
 from picompile_passes.dialect.activations import ACTIVATIONS, parse_activation
-from picompile_passes.errors import UnsupportedGraphError
-from picompile_passes.graph.nodes import calls, is_call
-from picompile_passes.graph.operands import FFN, LINEAR, Projection, SharedConstants, down_rows
+from picompile_passes.graph.nodes import arguments, calls, is_call
+from picompile_passes.graph.operands import FFN, LINEAR, RMS_NORM, Projection, SharedConstants, down_rows
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes.canonicalize.forms import Forms, on_cpu
 
 # Approximations of GELU differ by 5e-4, rounding by 1e-6; the order of the table matters for equal functions only.
 _TOLERANCE = 1e-5
-_GRID = torch.linspace(-12.0, 12.0, 24_001)
+_GRID = torch.cat([torch.linspace(-12.0, 12.0, 24_001), torch.tensor([-1e4, -1e3, -100.0, 100.0, 1e3, 1e4])])
 
 
 def recognize_activation(function: Callable[[Tensor], Tensor], constants: Sequence[float]) -> str | None:
@@ -47,7 +46,8 @@ def recognize_activation(function: Callable[[Tensor], Tensor], constants: Sequen
 def _grid(constants: Sequence[float]) -> Tensor:
     exact = torch.tensor([0.0, *constants], dtype=torch.float32)
     below, above = (torch.nextafter(exact, torch.full_like(exact, side)) for side in (-torch.inf, torch.inf))
-    return torch.cat([_GRID, exact, below, above])
+    # And well beyond what may be a bound.
+    return torch.cat([_GRID, exact, below, above, exact - 1, exact + 1, 2 * exact, -2 * exact])
 
 
 _aten = torch.ops.aten
@@ -80,8 +80,11 @@ class RaiseFFN(Pass):
     2. `down(act(gate(x)) · act'(up(x)))` → `ffn` with gate. The gate is the factor whose activation is not the
        identity; where both are activations (dReLU), the first.
     3. Parts of one fused linear count as linears of their own.
+    4. `down(rms_norm(h, w, eps))`, where `down(h)` is a block by 1 or 2 → `ffn` with `norm_eps`, whose down has the
+       rows `down · w`, as BitNet b1.58 has it. A norm of something else stays as it is.
 
-    Activations are recognized by their values, however they are written. An unknown one is an error.
+    Activations are recognized by their values, however they are written. A block with an unknown one, or with another
+    product of its gate and up, is left as linears and arithmetic.
     """
 
     name: ClassVar[str] = "raise-ffn"
@@ -107,6 +110,7 @@ class _RaisedFfn:
     down: Node
     activation: str
     up_activation: str
+    norm: "_Norm | None" = None
 
     def emit(self, rewriter: Rewriter, constants: SharedConstants, layer: int) -> None:
         """Puts the `ffn` in the place of the down projection."""
@@ -115,15 +119,47 @@ class _RaisedFfn:
         _, weight, down_bias = self.down.args
         down_weight = down_rows(rewriter, weight, self.down)  # type: ignore[arg-type]
         biases = (gate_bias, up_bias, down_bias)
-        args = (self.x, gate_weight, up_weight, down_weight, *biases, self.activation, self.up_activation)
+        args: tuple[Any, ...] = (self.x, gate_weight, up_weight, down_weight, *biases)
+        args += (self.activation, self.up_activation)
         linears = [projection.linear for projection in (self.gate, self.up) if projection is not None]
+        if self.norm is not None:
+            scaled = self.norm.scaled(rewriter, down_weight, self.down)
+            args = (*args[:3], scaled, *args[4:], self.norm.eps)
+            linears.append(self.norm.node)
         new = rewriter.call(FFN, args, before=self.down, sources=(self.down, *linears), layer=layer)
         rewriter.replace(self.down, new)
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """A root mean square norm across the neurons of a block: the call of `rms_norm`, its weight [F], and its eps."""
+
+    node: Node
+    weight: Node
+    eps: float
+
+    def scaled(self, rewriter: Rewriter, down: Node, before: Node) -> Node:
+        """Return the rows of down [F, D], each times its neuron's weight."""
+        column = rewriter.call(_aten.unsqueeze.default, (self.weight, 1), before=before, sources=(self.weight,))
+        return rewriter.call(_aten.mul.Tensor, (down, column), before=before, sources=(down, self.weight))
 
 
 def _block(forms: Forms, down: Node) -> _RaisedFfn | None:
     """The block that ends in the linear `down`; None where it ends none."""
     hidden = forms.same(down.args[0])  # type: ignore[arg-type]
+    if not is_call(hidden, RMS_NORM):
+        return _block_of(forms, down, hidden)
+    values = arguments(hidden)
+    normed = forms.same(values["x"])
+    neurons = down.args[1].meta["val"].shape[1]  # type: ignore[union-attr]
+    if values["groups"] != 1 or normed.meta["val"].shape[-1] != neurons or values["weight"].meta["val"].dim() != 1:
+        return None
+    block = _block_of(forms, down, normed)
+    return None if block is None else replace(block, norm=_Norm(hidden, values["weight"], float(values["eps"])))
+
+
+def _block_of(forms: Forms, down: Node, hidden: Node) -> _RaisedFfn | None:
+    """The block whose hidden value is `hidden`; None where it is of none."""
     leaves = list(_leaves(forms, hidden))
     if hidden in leaves or not 1 <= len(leaves) <= 2:
         return None
@@ -137,30 +173,32 @@ def _block(forms: Forms, down: Node) -> _RaisedFfn | None:
     return _plain(forms, down, hidden, x) if len(leaves) == 1 else _gated(forms, down, hidden, x)
 
 
-def _plain(forms: Forms, down: Node, hidden: Node, x: Any) -> _RaisedFfn:
-    projection, activation = _activated(forms, hidden)
-    return _RaisedFfn(x, None, projection, down, activation, "identity")
+def _plain(forms: Forms, down: Node, hidden: Node, x: Any) -> _RaisedFfn | None:
+    activated = _activated(forms, hidden)
+    return None if activated is None else _RaisedFfn(x, None, activated[0], down, activated[1], "identity")
 
 
-def _gated(forms: Forms, down: Node, hidden: Node, x: Any) -> _RaisedFfn:
+def _gated(forms: Forms, down: Node, hidden: Node, x: Any) -> _RaisedFfn | None:
     if not is_call(hidden, _aten.mul.Tensor) or not all(isinstance(factor, Node) for factor in hidden.args):
-        raise UnsupportedGraphError(f"{hidden.name} ({hidden.target}): gate and up are joined by no product")
+        return None
     first, second = (_activated(forms, forms.same(factor)) for factor in hidden.args)  # type: ignore[arg-type]
+    if first is None or second is None:
+        return None
     gate, up = (second, first) if first[1] == "identity" else (first, second)
     return _RaisedFfn(x, gate[0], up[0], down, gate[1], up[1])
 
 
-def _activated(forms: Forms, node: Node) -> tuple[Projection, str]:
-    """The projection whose result elementwise operators turn into `node`, and the activation they make."""
+def _activated(forms: Forms, node: Node) -> tuple[Projection, str] | None:
+    """The projection whose result elementwise operators turn into `node`, and the activation they make.
+
+    None where there are several projections, or the activation is none of the dialect's.
+    """
     leaves = list(_leaves(forms, node))
     projection = _projection(forms, leaves[0]) if len(leaves) == 1 else None
-    if projection is None:
-        raise UnsupportedGraphError(f"{node.name} ({node.target}): gate and up are mixed before their product")
-    _check_numbers(forms, node)
+    if projection is None or not _has_numbers(forms, node):
+        return None
     text = recognize_activation(lambda grid: _evaluate(forms, node, leaves[0], grid), _constants(forms, node))
-    if text is None:
-        raise UnsupportedGraphError(f"{node.name} ({node.target}): its activation is none of the dialect's")
-    return projection, text
+    return None if text is None else (projection, text)
 
 
 def _projection(forms: Forms, leaf: Node) -> Projection | None:
@@ -198,14 +236,14 @@ def _leaves(forms: Forms, node: Node) -> Iterator[Node]:
     return (current for current in _region(forms, node) if not _is_elementwise(current))
 
 
-def _check_numbers(forms: Forms, node: Node) -> None:
-    """Raises `UnsupportedGraphError` where a known value in the expression of `node` is not one number for all."""
-    for current in filter(_is_elementwise, _region(forms, node)):
-        for value in filter(forms.is_known, current.all_input_nodes):
-            number = forms.known(value)
-            if not isinstance(number, Tensor) or number.numel() != 1:
-                why = f"an activation with {value.name}, which is not one number"
-                raise UnsupportedGraphError(f"{current.name} ({current.target}): {why}")
+def _has_numbers(forms: Forms, node: Node) -> bool:
+    """Whether every known value in the expression of `node` is one number for all."""
+    known = (
+        forms.known(value)
+        for current in filter(_is_elementwise, _region(forms, node))
+        for value in filter(forms.is_known, current.all_input_nodes)
+    )
+    return all(isinstance(number, Tensor) and number.numel() == 1 for number in known)
 
 
 def _constants(forms: Forms, node: Node) -> list[float]:

@@ -1,7 +1,7 @@
 """Raises matrix products with a weight, and table lookups, to `linear` and `embedding`."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Node
@@ -11,6 +11,7 @@ from picompile_passes.graph.nodes import arguments, calls, constant_nodes, is_ca
 from picompile_passes.graph.operands import EMBEDDING, LINEAR
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.graph.values import same_shape
+from picompile_passes.passes.canonicalize.forms import Forms
 
 _aten = torch.ops.aten
 _ALWAYS_SWAPS = (_aten.t.default, _aten.numpy_T.default, _aten.mT.default)
@@ -30,7 +31,10 @@ class RaiseLinear(Pass):
     3. `addmm(b, x, wᵀ)` → `picompile.linear(x, w, b)`.
     4. `picompile.linear(x, w, None) + b`, b a constant vector and the linear used nowhere else → `picompile.linear(x,
        w, b)`. Views may lie between the two, and are put behind.
-    5. `embedding(w, ids)` → `picompile.embedding(ids, w, 0)`.
+    5. `embedding(w, ids)` → `picompile.embedding(ids, w, 0)`; where all ids are one number, as types of tokens are, row
+       ids of w. `index(w, [ids])` and `index_select(w, 0, ids)` alike.
+    6. The first rows of a parameter, as many as there are tokens → `picompile.embedding(positions, w, 0)`. Those of a
+       buffer are known by themselves, and may be a mask.
 
     A matrix may be transposed and copied any number of times on the way; what is left is at most one transpose.
     """
@@ -42,16 +46,61 @@ class RaiseLinear(Pass):
     def rewrite(self, rewriter: Rewriter) -> None:
         """Raise products first, then the biases that are added to them, then lookups."""
         constant = constant_nodes(rewriter.graph)
+        for node in calls(rewriter.graph, _aten.slice.Tensor):
+            _raise_slice(rewriter, node, constant)
         for node in calls(rewriter.graph, *_PRODUCTS):
             _raise_product(rewriter, node, constant)
         for node in calls(rewriter.graph, _aten.add.Tensor):
             _absorb_bias(rewriter, node, constant)
-        for node in calls(rewriter.graph, _aten.embedding.default):
-            matrix, ids = node.args[:2]
-            if isinstance(matrix, Node) and matrix in constant:
+        for node in calls(rewriter.graph, _aten.embedding.default, _aten.index.Tensor, _aten.index_select.default):
+            matrix, ids = _lookup(node)
+            if not isinstance(matrix, Node) or matrix not in constant:
+                continue
+            row = _only_row(rewriter, ids)
+            if row is not None:
+                rewriter.replace(node, rewriter.call(_aten.select.int, (matrix, 0, row), before=node, sources=(node,)))
+            else:
                 weight = _plain(rewriter, matrix, node)
                 new = rewriter.call(EMBEDDING, (ids, weight, 0), before=node, sources=(node,))
                 rewriter.replace(node, new)
+
+
+def _raise_slice(rewriter: Rewriter, node: Node, constant: frozenset[Node]) -> None:
+    """Raise the first rows of a matrix, as many as there are tokens, to a lookup by position."""
+    values = arguments(node)
+    matrix, size = values["self"], node.meta["val"].shape[0]
+    if matrix not in constant or node in constant or values["dim"] or values["step"] != 1 or isinstance(size, int):
+        return
+    if Forms(rewriter.graph_module).is_known(matrix):
+        return
+    positions = next(n for n in rewriter.graph.nodes if n.op == "placeholder" and n.target == "positions")
+    if same_shape((size,), positions.meta["val"].shape) and isinstance(values["start"] or 0, int):
+        args = (positions, _plain(rewriter, matrix, node), values["start"] or 0)
+        rewriter.replace(node, rewriter.call(EMBEDDING, args, before=node, sources=(node,)))
+
+
+def _lookup(node: Node) -> tuple[Any, Any]:
+    """Return the matrix and the ids of a lookup of rows, (None, None) where a call looks up something else."""
+    if is_call(node, _aten.embedding.default):
+        return node.args[0], node.args[1]
+    if is_call(node, _aten.index.Tensor):
+        matrix, indices = node.args
+        only = indices[0] if isinstance(indices, (list, tuple)) and len(indices) == 1 else None
+        return (matrix, only) if only is not None and matrix.meta["val"].dim() == 2 else (None, None)  # type: ignore[union-attr]
+    matrix, dim, ids = node.args
+    plain = dim == 0 and matrix.meta["val"].dim() == 2  # type: ignore[union-attr]
+    return (matrix, ids) if plain and isinstance(ids, Node) and ids.op != "get_attr" else (None, None)
+
+
+def _only_row(rewriter: Rewriter, ids: Any) -> int | None:
+    """Return the one row that `ids` look up for all tokens, None where they depend on tokens or positions."""
+    if not isinstance(ids, Node) or ids.op == "placeholder":
+        return None
+    forms = Forms(rewriter.graph_module)
+    if not forms.is_known(ids):
+        return None
+    rows = torch.as_tensor(forms.known(ids)).flatten()
+    return int(rows[0]) if bool((rows == rows[0]).all()) else None
 
 
 def _raise_product(rewriter: Rewriter, node: Node, constant: frozenset[Node]) -> None:

@@ -1,10 +1,11 @@
 """Raises root mean square and layer normalization to `rms_norm` and `layer_norm`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from picompile_passes.base import Pass, Stage
@@ -12,9 +13,10 @@ from picompile_passes.graph.nodes import arguments, calls, constant_nodes, is_ca
 from picompile_passes.graph.operands import ADD, LAYER_NORM, RMS_NORM
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.graph.values import same_shape
+from picompile_passes.passes.canonicalize.layout import HeadLayout
 
 _aten = torch.ops.aten
-_MUL, _DIV = _aten.mul.Tensor, _aten.div.Tensor
+_MUL, _DIV, _SUB = _aten.mul.Tensor, _aten.div.Tensor, _aten.sub.Tensor
 _POWER = _aten.pow.Tensor_Scalar
 
 
@@ -27,6 +29,9 @@ class RaiseNorms(Pass):
     2. The same without w → `rms_norm` with ones.
     3. `rms_norm(x, [D], w, eps)` of torch → `rms_norm(x, w, eps)`.
     4. `layer_norm(x, [D], w, b, eps)` → `layer_norm(x, w, b, eps)`.
+    5. 1 and 2 with x less its mean in place of x → `layer_norm(x, w, None, eps)`.
+    6. Any of these over the last dimension of each head, x [1, H, T, d] or [1, T, H, d] → the norm of [1, T, H · d] in
+       H groups, with w and b repeated for each head.
     """
 
     name: ClassVar[str] = "raise-norms"
@@ -46,8 +51,9 @@ class RaiseNorms(Pass):
         for node in calls(rewriter.graph, _aten.layer_norm.default):
             values = arguments(node)
             if len(values["normalized_shape"]) == 1:
-                arguments_ = (values["input"], values["weight"], values["bias"], values["eps"])
-                rewriter.replace(node, rewriter.call(LAYER_NORM, arguments_, before=node, sources=(node,)))
+                vectors = (values["weight"], values["bias"])
+                new = _normalized(rewriter, LAYER_NORM, node, values["input"], vectors, values["eps"], (node,))
+                rewriter.replace(node, new)
 
 
 def _raise_written_out(rewriter: Rewriter, anchor: Node, constant: frozenset[Node]) -> None:
@@ -65,14 +71,35 @@ def _raise_written_out(rewriter: Rewriter, anchor: Node, constant: frozenset[Nod
 def _normed(anchor: Node, x: Node, constant: frozenset[Node]) -> Iterator[tuple[Node, Node | None]]:
     """Yield the nodes that are x over the root `anchor`, each with the weight that it already holds, or None."""
     for node, numerator in _over_root(anchor):
-        if numerator is x:
+        if _same(numerator, x):
             yield node, None
         elif _is_weight(numerator, x, constant):
-            yield from ((product, numerator) for product, other in _products(node) if other is x)
+            yield from ((product, numerator) for product, other in _products(node) if _same(other, x))
         elif is_call(numerator, _MUL):
             for weight, other in (numerator.args, numerator.args[::-1]):
-                if other is x and _is_weight(weight, x, constant):
+                if _same(other, x) and _is_weight(weight, x, constant):
                     yield node, weight  # type: ignore[misc]
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Return whether two nodes are one, or make the same value of the same arguments."""
+    if left is right:
+        return True
+    both = is_call(left, _SUB) and is_call(right, _SUB)
+    return both and left.kwargs == right.kwargs and all(map(_same_mean, left.args, right.args))
+
+
+def _same_mean(left: Any, right: Any) -> bool:
+    both = is_call(left, _aten.mean.dim) and is_call(right, _aten.mean.dim)
+    return left is right or (both and (left.args, left.kwargs) == (right.args, right.kwargs))
+
+
+def _centered(x: Node) -> Node | None:
+    """Return the value that `x` is less its mean over the last dimension; None where it is something else."""
+    if not is_call(x, _SUB) or x.kwargs:
+        return None
+    value, mean = x.args
+    return value if isinstance(value, Node) and _averaged(mean) is value else None
 
 
 def _over_root(anchor: Node) -> Iterator[tuple[Node, Node]]:
@@ -104,8 +131,12 @@ def _products(factor: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _is_weight(node: Any, x: Node, constant: frozenset[Node]) -> bool:
-    """Whether `node` is a constant vector with an element for each of the last dimension of x."""
-    return node in constant and same_shape(node.meta["val"].shape, x.meta["val"].shape[-1:])
+    """Whether `node` is a constant with an element for each of the last dimension of x, for each head or for all."""
+    if node not in constant:
+        return False
+    shape = node.meta["val"].shape
+    is_of_heads = len(shape) > 1 and HeadLayout.of(x) is not None and all(isinstance(size, int) for size in shape)
+    return same_shape(shape, x.meta["val"].shape[-max(1, len(shape)) :] if is_of_heads else x.meta["val"].shape[-1:])
 
 
 def _emit_weighted(rewriter: Rewriter, normed: Node, x: Node, eps: float, constant: frozenset[Node]) -> None:
@@ -120,9 +151,35 @@ def _emit_weighted(rewriter: Rewriter, normed: Node, x: Node, eps: float, consta
 def _emit_rms_norm(
     rewriter: Rewriter, node: Node, x: Node, weight: Node | None, eps: float, sources: tuple[Node, ...]
 ) -> None:
+    centered = _centered(x)
+    if centered is not None:
+        rewriter.replace(node, _normalized(rewriter, LAYER_NORM, node, centered, (weight, None), eps, sources))
+        return
     if weight is None:
         weight = rewriter.constant("ones", torch.ones(int(x.meta["val"].shape[-1])), sources=sources)
-    rewriter.replace(node, rewriter.call(RMS_NORM, (x, weight, eps), before=node, sources=sources))
+    rewriter.replace(node, _normalized(rewriter, RMS_NORM, node, x, (weight,), eps, sources))
+
+
+def _normalized(
+    rewriter: Rewriter,
+    op: OpOverload,
+    node: Node,
+    x: Node,
+    vectors: Sequence[Node | None],
+    eps: float,
+    sources: tuple[Node, ...],
+) -> Node:
+    """Return the norm of x over its last dimension: of all features of a token, or of each head by itself."""
+
+    def call(op: OpOverload, *args: Any) -> Node:
+        return rewriter.call(op, args, before=node, sources=sources)
+
+    layout = HeadLayout.of(x)
+    if layout is None:
+        return call(op, x, *vectors, eps)
+    flat = layout.flat(call, x)
+    wide = [None if vector is None else layout.vector(call, vector) for vector in vectors]
+    return layout.restored(call, call(op, flat, *wide, eps, layout.groups))
 
 
 def _mean_square(node: Any) -> tuple[Node, float] | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from torch.fx import GraphModule, Node
 
 from picompile_passes.base import Pass, Stage
 from picompile_passes.errors import UnsupportedGraphError
-from picompile_passes.graph.nodes import calls
-from picompile_passes.graph.operands import ATTENTION, ROTARY, SharedConstants
+from picompile_passes.graph.nodes import arguments, calls, is_call
+from picompile_passes.graph.operands import ATTENTION, LAYER_NORM, LINEAR, RMS_NORM, ROTARY, SharedConstants
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.graph.values import same_shape
-from picompile_passes.passes.canonicalize.forms import Form, Forms
+from picompile_passes.passes.canonicalize.forms import Form, Forms, Term
 
 # Reading a rotary position embedding out of the form of a query or key.
 #
@@ -121,8 +121,13 @@ def _parts(form: Form, columns: int, heads: int) -> _RotationParts | None:
 def _halves(own: Tensor, other: Tensor, is_first: Tensor, turning: Tensor) -> tuple[Tensor, Tensor] | None:
     """The elements of one head that make the first halves, and those that make the second, pair by pair."""
     place = {int(column): number for number, column in enumerate(own)}
+    # Pairs that turn backwards have their first element behind the second: their frequencies are negative.
     first = is_first.nonzero().flatten()
-    partners = [place.get(int(other[number]), -1) for number in first]
+    pairs = [(int(number), place.get(int(other[number]), -1)) for number in first]
+    if all(-1 < partner < number for number, partner in pairs):
+        pairs = sorted((partner, number) for number, partner in pairs)
+    first = torch.tensor([number for number, _ in pairs], dtype=torch.int64)
+    partners = [partner for _, partner in pairs]
     still = (~turning).nonzero().flatten()
     if -1 in partners or 2 * len(first) + len(still) != len(own) or len(still) % 2:
         return None
@@ -176,7 +181,10 @@ class RaiseRotary(Pass):
     1. q or k turned by position · frequency → `rotary` of the root's columns. Where the pairs of elements are not
        halves of a head, q and k are reordered alike, which leaves q · k as it is.
     2. q or k times a constant → q or k, and the attention's scale times the constant.
-    3. The frequencies become one constant, shared by all layers that have the same.
+    3. Heads that are turned before a norm of each → `rotary` in front of the norm.
+    4. q or k whose elements come from several projections, some of them for all heads together, as in multi-head latent
+       attention (arXiv 2405.04434) → the sum of the projections, each with rows of zeros for the others' elements.
+    5. The frequencies become one constant, shared by all layers that have the same.
     """
 
     name: ClassVar[str] = "raise-rotary"
@@ -187,7 +195,11 @@ class RaiseRotary(Pass):
         """Read all rotations before the first change, because forms hold for an unchanged graph only."""
         reader = _RotationReader(rewriter.graph_module)
         found = [(node, reader.read(node)) for node in calls(rewriter.graph, ATTENTION)]
+        norms = [(node, reader.read_norm(node)) for node in calls(rewriter.graph, RMS_NORM, LAYER_NORM)]
         emitter = _RotaryEmitter(rewriter)
+        for node, side in norms:
+            if side is not None:
+                emitter.emit_norm(node, side)
         for node, sides in found:
             if sides is not None:
                 emitter.emit(node, *sides)
@@ -195,10 +207,13 @@ class RaiseRotary(Pass):
 
 @dataclass(frozen=True)
 class _RotatedSide:
-    """A query or key made of `columns` columns of `root`. `frequencies` are exact, None where nothing turns."""
+    """A query or key made of columns of `roots`, laid side by side: `columns` has how many each of them has.
 
-    root: Node
-    columns: int
+    `frequencies` are exact, None where nothing turns.
+    """
+
+    roots: tuple[Node, ...]
+    columns: tuple[int, ...]
     rotation: Rotation
     frequencies: Tensor | None
 
@@ -209,7 +224,8 @@ class _RotationReader:
     def __init__(self, graph_module: GraphModule) -> None:
         self._graph_module = graph_module
         self._forms = Forms(graph_module, lookups=True)
-        self._frequencies = torch.cat([torch.zeros(1), *self._angles_at_one()])
+        angles = list(self._angles_at_one())
+        self._frequencies = torch.cat([torch.zeros(1), *angles, *(-angle for angle in angles)])
 
     def read(self, node: Node) -> tuple[_RotatedSide, _RotatedSide] | None:
         """How q and k of the attention `node` are made; None where they are plain columns of other values already.
@@ -224,15 +240,40 @@ class _RotationReader:
             raise UnsupportedGraphError(f"{node.name} ({node.target}): its query and key turn in different ways")
         return sides
 
+    def read_norm(self, node: Node) -> _RotatedSide | None:
+        """How the heads that the norm `node` takes are turned; None where it takes none, or plain columns.
+
+        A norm of one group may be of whole tokens, which only a sum of terms, as every rotation is, tells from heads.
+        Raises `UnsupportedGraphError` as `read` does, and where pairs of elements are no halves of a head: a norm's
+        weights have the order of the elements.
+        """
+        x, groups = node.args[0], arguments(node)["groups"]
+        if not self._forms.is_linear(x) or self._forms.moved(x) is not None:  # type: ignore[arg-type]
+            return None
+        if groups == 1 and len(self._forms.form(x).terms) == 1:  # type: ignore[arg-type]
+            return None
+        columns = self._forms.columns(self._forms.root(x))  # type: ignore[arg-type]
+        if groups == 1 and read_rotation(self._forms.form(x), columns, 1) is None:  # type: ignore[arg-type]
+            return None
+        side = self._side(node, x, groups)  # type: ignore[arg-type]
+        if not torch.equal(side.rotation.order, torch.arange(len(side.rotation.order))):
+            raise UnsupportedGraphError(f"{node.name} ({node.target}): its heads turn in neighbouring pairs")
+        return side
+
     def _side(self, node: Node, value: Node, heads: int) -> _RotatedSide:
-        root = self._forms.root(value)
-        columns = self._forms.columns(root)
-        rotation = read_rotation(self._forms.form(value), columns, heads)
-        if rotation is None or root.meta["val"].shape[-1] != columns:
+        roots, form = _joined_form(self._forms, value)
+        columns = tuple(self._forms.columns(root) for root in roots)
+        rotation = read_rotation(form, sum(columns), heads)
+        if rotation is None or any(root.meta["val"].shape[-1] != own for root, own in zip(roots, columns, strict=True)):
+            names = " and ".join(root.name for root in roots)
             raise UnsupportedGraphError(
-                f"{value.name} ({value.target}): what lies between {root.name} and {node.name} is no rotary embedding"
+                f"{value.name} ({value.target}): what lies between {names} and {node.name} is no rotary embedding"
             )
-        return _RotatedSide(root, columns, rotation, self._exact(rotation, node, value, heads))
+        if len(roots) > 1 and (other := next((root for root in roots if not is_call(root, LINEAR)), None)) is not None:
+            raise UnsupportedGraphError(
+                f"{other.name} ({other.target}): a part of a query or key must be a projection, or all of it one value"
+            )
+        return _RotatedSide(roots, columns, rotation, self._exact(rotation, node, value, heads))
 
     def _exact(self, rotation: Rotation, node: Node, value: Node, heads: int) -> Tensor | None:
         """The frequencies in full precision: those of the graph nearest to what the sample shows, or fitted ones."""
@@ -250,7 +291,8 @@ class _RotationReader:
     def _fit(self, value: Node, heads: int) -> Tensor | None:
         """The frequencies behind tables of cosines and sines, from a longer sample."""
         forms = Forms(self._graph_module, _FIT_TOKENS, lookups=True)
-        rotation = read_rotation(forms.form(value), forms.columns(forms.root(value)), heads)
+        roots, form = _joined_form(forms, value)
+        rotation = read_rotation(form, sum(map(forms.columns, roots)), heads)
         if rotation is None or rotation.cosine is None:
             return None
         fitted = rotation.frequencies().to(torch.float32)
@@ -263,6 +305,28 @@ class _RotationReader:
                 angle = self._forms.known(node.all_input_nodes[0])
                 if angle.numel() % self._forms.tokens == 0:
                     yield angle.to(torch.float32).reshape(self._forms.tokens, -1)[1]
+
+
+def _joined_form(forms: Forms, value: Node) -> tuple[tuple[Node, ...], Form]:
+    """Return the roots of `value`, and its form over their columns side by side, [tokens, all columns]."""
+    by_root = forms.by_root(value)
+    roots = tuple(by_root)
+    if not roots:
+        # All of it is zeros, or known.
+        return (forms.root(value),), forms.form(value)
+    if len(roots) == 1:
+        return roots, Form(roots[0], by_root[roots[0]])
+    widths = [forms.columns(root) for root in roots]
+    starts = [sum(widths[:number]) for number in range(len(widths))]
+    terms = []
+    for root, width, start in zip(roots, widths, starts, strict=True):
+        for term in by_root[root]:
+            index, factor = (part.reshape(forms.tokens, -1) for part in (term.index, term.factor))
+            # What an element does not have is nowhere: at the column 0 of its own token.
+            index = torch.where(factor.any(0), index, width * torch.arange(forms.tokens).unsqueeze(-1))
+            index = index // width * sum(widths) + start + index % width
+            terms.append(Term(index.reshape(term.index.shape), term.factor))
+    return roots, Form(roots[0], tuple(terms))
 
 
 class _RotaryEmitter:
@@ -287,13 +351,59 @@ class _RotaryEmitter:
             self._rewriter.set_argument(node, name, value)
         self._rewriter.set_argument(node, "scale", scale)
 
+    def emit_norm(self, node: Node, side: _RotatedSide) -> None:
+        """Gives the norm `node` a new x."""
+        if side.frequencies is None:
+            return
+        frequencies = self._constants.get("inverse_frequency", side.frequencies, node)
+        groups = arguments(node)["groups"]
+        args = (self._columns(side, node), self._positions, frequencies, groups, side.rotation.factor)
+        turned = self._rewriter.call(ROTARY, args, before=node, sources=(node.args[0], node))  # type: ignore[arg-type]
+        self._rewriter.set_argument(node, "x", turned)
+
     def _columns(self, side: _RotatedSide, node: Node) -> Node:
-        """The columns of the root that a rotation reads, in its order."""
-        value = side.root
-        if not torch.equal(side.rotation.columns, torch.arange(side.columns)):
+        """The columns of the roots that a rotation reads, in its order."""
+        if len(side.roots) > 1:
+            return self._sum(side, node)
+        (value,) = side.roots
+        if not torch.equal(side.rotation.columns, torch.arange(side.columns[0])):
             table = self._constants.get("columns", side.rotation.columns, node)
             value = self._rewriter.call(_aten.index_select.default, (value, -1, table), before=node, sources=(value,))
         return self._shaped(value, node)
+
+    def _sum(self, side: _RotatedSide, node: Node) -> Node:
+        """The sum of projections of all elements, each of which has zeros for the elements of the others."""
+        total: Node | None = None
+        start = 0
+        for root, width in zip(side.roots, side.columns, strict=True):
+            columns = side.rotation.columns - start
+            mine = (columns >= 0) & (columns < width)
+            value = self._shaped(self._rows(root, torch.where(mine, columns, 0), mine, node), node)
+            added = (total, value)
+            total = (
+                value
+                if total is None
+                else self._rewriter.call(_aten.add.Tensor, added, before=node, sources=side.roots)
+            )
+            start += width
+        assert total is not None
+        return total
+
+    def _rows(self, projection: Node, rows: Tensor, kept: Tensor, node: Node) -> Node:
+        """`projection` by `rows` of its weights, of which those that are not `kept` are zeros."""
+        x, weight, bias = projection.args
+
+        def call(op: Any, *args: Any) -> Node:
+            return self._rewriter.call(op, args, before=node, sources=(projection,))
+
+        table = self._constants.get("rows", rows, node)
+        mask = self._constants.get("kept_rows", kept.to(torch.float32), node)
+        weight = call(
+            _aten.mul.Tensor, call(_aten.index_select.default, weight, 0, table), call(_aten.unsqueeze.default, mask, 1)
+        )
+        if bias is not None:
+            bias = call(_aten.mul.Tensor, call(_aten.index_select.default, bias, 0, table), mask)
+        return call(LINEAR, x, weight, bias)
 
     def _shaped(self, value: Node, node: Node) -> Node:
         """`value` with the dimensions that the attention `node` has before the last: the tokens, and others of size 1.

@@ -1,0 +1,244 @@
+"""Arithmetic that becomes `elementwise`, by rule, and what cannot be expressed so."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.fx import GraphModule, Node
+
+from helpers.raising import HIDDEN, aten, captured, only, operators, raised
+from picompile_passes.errors import UnsupportedGraphError
+from picompile_passes.graph.builder import GraphBuilder
+from picompile_passes.graph.nodes import calls
+from picompile_passes.graph.operands import ELEMENTWISE, EMBEDDING, LINEAR, RMS_NORM
+from picompile_passes.graph.values import fake_mode_of
+from picompile_passes.passes.canonicalize.raise_elementwise import RaiseElementwise
+
+Write = Callable[[GraphBuilder, Node], Node]
+MOST_TOKENS = 40
+
+
+def _soft_cap(b: GraphBuilder, x: Node) -> Node:
+    return b.call(aten.mul.Tensor, b.call(aten.tanh.default, b.call(aten.div.Tensor, x, 30.0)), 30.0)
+
+
+def _where(op: object, *constant: object, swapped: bool = False) -> Write:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        values = [b.call(aten.mul.Tensor, x, 2.0), x]
+        return b.call(aten.where.self, b.call(op, x, *constant), *(values[::-1] if swapped else values))
+
+    return write
+
+
+def _unary(op: object, *arguments: object, **options: object) -> Write:
+    return lambda b, x: b.call(op, x, *arguments, **options)
+
+
+def _positive(op: object, *arguments: object) -> Write:
+    return lambda b, x: b.call(op, b.call(aten.add.Tensor, b.call(aten.abs.default, x), 0.5), *arguments)
+
+
+# What is written, and the expression that becomes of it.
+_FORMS: dict[str, tuple[Write, str]] = {
+    "scaled": (_unary(aten.mul.Tensor, 9.0), "mul(x0, 9.0)"),
+    "soft cap": (_soft_cap, "t0 = div(x0, 30.0); t1 = tanh(t0); mul(t1, 30.0)"),
+    "add of a number, times alpha": (_unary(aten.add.Tensor, 3.0, alpha=2), "t0 = mul(3.0, 2.0); add(x0, t0)"),
+    "sub": (_unary(aten.sub.Tensor, 3.0), "sub(x0, 3.0)"),
+    "rsub": (_unary(aten.rsub.Scalar, 3.0), "sub(3.0, x0)"),
+    "rsub, times alpha": (_unary(aten.rsub.Scalar, 3.0, 2), "t0 = mul(x0, 2.0); sub(3.0, t0)"),
+    "mul by a scalar": (_unary(aten.mul.Scalar, 3), "mul(x0, 3.0)"),
+    "div by a scalar": (_unary(aten.div.Scalar, 3), "div(x0, 3.0)"),
+    "neg": (_unary(aten.neg.default), "mul(x0, -1.0)"),
+    "square": (_unary(aten.square.default), "mul(x0, x0)"),
+    "expm1": (_unary(aten.expm1.default), "t0 = exp(x0); sub(t0, 1.0)"),
+    "gelu": (_unary(aten.gelu.default), "gelu(x0)"),
+    "gelu by tanh": (_unary(aten.gelu.default, approximate="tanh"), "gelu_tanh(x0)"),
+    "silu": (_unary(aten.silu.default), "silu(x0)"),
+    "erf": (_unary(aten.erf.default), "erf(x0)"),
+    "relu6": (_unary(aten.relu6.default), "relu6(x0)"),
+    "sqrt": (_positive(aten.sqrt.default), "t0 = abs(x0); t1 = add(t0, 0.5); sqrt(t1)"),
+    "rsqrt": (_positive(aten.rsqrt.default), "t0 = abs(x0); t1 = add(t0, 0.5); t2 = sqrt(t1); div(1.0, t2)"),
+    "reciprocal": (_positive(aten.reciprocal.default), "t0 = abs(x0); t1 = add(t0, 0.5); div(1.0, t1)"),
+    "root power": (_positive(aten.pow.Tensor_Scalar, 0.5), "t0 = abs(x0); t1 = add(t0, 0.5); sqrt(t1)"),
+    "inverse root power": (
+        _positive(aten.pow.Tensor_Scalar, -0.5),
+        "t0 = abs(x0); t1 = add(t0, 0.5); t2 = sqrt(t1); div(1.0, t2)",
+    ),
+    "third power": (_unary(aten.pow.Tensor_Scalar, 3), "t0 = mul(x0, x0); mul(t0, x0)"),
+    "first power": (_unary(aten.pow.Tensor_Scalar, 1), "mul(x0, 1.0)"),
+    "inverse square": (
+        _positive(aten.pow.Tensor_Scalar, -2.0),
+        "t0 = abs(x0); t1 = add(t0, 0.5); t2 = mul(t1, t1); div(1.0, t2)",
+    ),
+    "clamp": (_unary(aten.clamp.default, -0.5, 0.25), "t0 = maximum(x0, -0.5); minimum(t0, 0.25)"),
+    "clamp from below": (_unary(aten.clamp.default, -0.5), "maximum(x0, -0.5)"),
+    "clamp from above": (_unary(aten.clamp.default, None, 0.5), "minimum(x0, 0.5)"),
+    "clamp_min": (_unary(aten.clamp_min.default, 0.1), "maximum(x0, 0.1)"),
+    "clamp_max": (_unary(aten.clamp_max.default, 0.1), "minimum(x0, 0.1)"),
+    "hardtanh": (_unary(aten.hardtanh.default, -0.5, 0.25), "t0 = maximum(x0, -0.5); minimum(t0, 0.25)"),
+    "gt": (_where(aten.gt.Scalar, 0.1), "t0 = mul(x0, 2.0); where_greater(x0, 0.1, t0, x0)"),
+    "lt": (_where(aten.lt.Scalar, 0.1), "t0 = mul(x0, 2.0); where_greater(0.1, x0, t0, x0)"),
+    "le": (_where(aten.le.Scalar, 0.1), "t0 = mul(x0, 2.0); where_greater(x0, 0.1, x0, t0)"),
+    "ge": (_where(aten.ge.Scalar, 0.1), "t0 = mul(x0, 2.0); where_greater(0.1, x0, x0, t0)"),
+    "steps once": (
+        lambda b, x: b.call(aten.mul.Tensor, *(b.call(aten.tanh.default, x) for _ in range(2))),
+        "t0 = tanh(x0); mul(t0, t0)",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", _FORMS)
+def test_operators_become_steps(form: str) -> None:
+    write, expression = _FORMS[form]
+    result = raised(captured(write), RaiseElementwise())
+    inputs, found = only(result, ELEMENTWISE).args
+    assert ([value.target for value in inputs], found) == ([EMBEDDING], expression)
+    assert operators(result) == {"elementwise": 1}
+
+
+def _other(b: GraphBuilder, x: Node) -> Node:
+    return b.call(RMS_NORM, x, b.parameter("norm", HIDDEN), 1e-5)
+
+
+def test_a_sum_of_two_values_stays() -> None:
+    assert not RaiseElementwise()(captured(lambda b, x: b.call(aten.add.Tensor, x, _other(b, x)))).modified
+
+
+def test_sums_at_the_ends_of_a_region_are_in_it() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        other = _other(b, x)
+        scaled = b.call(aten.mul.Tensor, b.call(aten.add.Tensor, x, other), 0.25)
+        return b.call(aten.add.Tensor, scaled, other)
+
+    result = raised(captured(write), RaiseElementwise())
+    assert operators(result) == {"rms_norm": 1, "elementwise": 1}
+    assert only(result, ELEMENTWISE).args[1] == "t0 = add(x0, x1); t1 = mul(t0, 0.25); add(t1, x1)"
+
+
+def test_a_value_that_others_read_ends_a_region() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        scaled = b.call(aten.mul.Tensor, x, 3.0)
+        return b.call(aten.mul.Tensor, b.call(aten.tanh.default, scaled), _other(b, scaled))
+
+    result = raised(captured(write), RaiseElementwise())
+    texts = [node.args[1] for node in calls(result.graph, ELEMENTWISE)]
+    assert texts == ["mul(x0, 3.0)", "t0 = tanh(x0); mul(t0, x1)"]
+
+
+def _bounded(b: GraphBuilder) -> None:
+    """Bound the graph to `MOST_TOKENS` tokens."""
+    with fake_mode_of(b.graph):
+        torch._check(b.tokens.meta["val"].shape[0] <= MOST_TOKENS)
+
+
+def _input(result: GraphModule, number: int = 1) -> Node:
+    inputs, _ = only(result, ELEMENTWISE).args
+    return inputs[number]
+
+
+def test_a_parameter_is_a_vector() -> None:
+    result = raised(captured(lambda b, x: b.call(aten.mul.Tensor, x, b.parameter("scale", HIDDEN))), RaiseElementwise())
+    assert _input(result).target == "scale"
+
+
+@pytest.mark.parametrize("shape", [(1, HIDDEN), (1, 1)])
+def test_a_parameter_of_one_row_is_reshaped(shape: tuple[int, ...]) -> None:
+    result = raised(captured(lambda b, x: b.call(aten.mul.Tensor, x, b.parameter("scale", *shape))), RaiseElementwise())
+    assert _input(result).meta["val"].shape == shape[-1:]
+
+
+def test_a_parameter_without_dimensions_is_one_number() -> None:
+    result = raised(captured(lambda b, x: b.call(aten.mul.Tensor, x, b.parameter("scale"))), RaiseElementwise())
+    assert _input(result).meta["val"].shape == (1,)
+
+
+def test_a_number_for_each_token_is_an_input() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        gate = b.call(aten.sigmoid.default, b.call(LINEAR, x, b.parameter("gate", 1, HIDDEN), None))
+        return b.call(aten.mul.Tensor, x, gate)
+
+    result = raised(captured(write), RaiseElementwise())
+    assert only(result, ELEMENTWISE).args[1] == "t0 = sigmoid(x0); mul(x1, t0)"
+    assert _input(result, 0).target is LINEAR
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (HIDDEN,)])
+def test_a_constant_of_one_number_is_that_number(shape: tuple[int, ...]) -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        return b.call(aten.mul.Tensor, x, b.constant("scale", torch.full(shape, 0.125)))
+
+    result = raised(captured(write), RaiseElementwise())
+    assert only(result, ELEMENTWISE).args[1] == "mul(x0, 0.125)"
+
+
+def test_constants_of_the_same_values_are_one() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        values = torch.arange(HIDDEN) * 0.5
+        left = b.call(aten.mul.Tensor, x, b.constant("left", values))
+        return b.call(aten.mul.Tensor, _other(b, left), b.constant("right", values.clone().unsqueeze(0)))
+
+    result = raised(captured(write), RaiseElementwise())
+    assert len(dict(result.named_buffers())) == 1
+
+
+def _position_rows(b: GraphBuilder) -> Node:
+    angles = b.call(aten.mul.Tensor, b.call(aten.unsqueeze.default, b.positions, 1), 0.1)
+    return b.call(aten.sin.default, b.call(aten.mul.Tensor, angles, b.constant("rates", torch.arange(HIDDEN) / 7)))
+
+
+def test_rows_by_position_become_a_lookup() -> None:
+    def write(b: GraphBuilder, x: Node) -> Node:
+        _bounded(b)
+        return b.call(aten.add.Tensor, x, _position_rows(b))
+
+    result = raised(captured(write), RaiseElementwise())
+    lookup = _input(result)
+    assert lookup.target is EMBEDDING
+    assert (lookup.args[0].target, lookup.args[2]) == ("positions", 0)
+    assert lookup.args[1].meta["val"].shape == (MOST_TOKENS, HIDDEN)
+    rows = (torch.arange(MOST_TOKENS).unsqueeze(1) * 0.1 * torch.arange(HIDDEN) / 7).sin()
+    torch.testing.assert_close(result.get_buffer(lookup.args[1].target), rows)
+
+
+def _unbounded_rows(b: GraphBuilder, x: Node) -> Node:
+    return b.call(aten.mul.Tensor, x, _position_rows(b))
+
+
+def _wide_table(b: GraphBuilder, x: Node) -> Node:
+    with fake_mode_of(b.graph):
+        torch._check(b.tokens.meta["val"].shape[0] <= 1 << 27)
+    return _unbounded_rows(b, x)
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (_unary(aten.pow.Tensor_Scalar, 2.5), r"pow_1 \(aten\.pow\.Tensor_Scalar\): a power of 2\.5, which is not"),
+        (_unary(aten.pow.Tensor_Scalar, 0), "a power of 0"),
+        (_unary(aten.pow.Tensor_Scalar, 9), "a power of 9"),
+        (_unary(aten.mul.Tensor, float("inf")), r"mul \(aten\.mul\.Tensor\): a number that is not finite"),
+        (_unary(aten.clamp.default, float("-inf"), 1.0), "a number that is not finite"),
+        (_unbounded_rows, r"mul_2 .*: it takes sin, which depends on positions"),
+        (_wide_table, "it takes sin, which depends on positions"),
+    ],
+)
+def test_what_cannot_be_expressed_is_named(write: Write, message: str) -> None:
+    with pytest.raises(UnsupportedGraphError, match=message) as caught:
+        RaiseElementwise()(captured(write))
+    assert "\n" not in str(caught.value)
+
+
+def _compared_values(b: GraphBuilder, x: Node) -> Node:
+    return b.call(aten.where.self, b.call(aten.gt.Tensor, x, _other(b, x)), x, b.call(aten.neg.default, x))
+
+
+def test_comparisons_of_two_values() -> None:
+    result = raised(captured(_compared_values), RaiseElementwise())
+    assert only(result, ELEMENTWISE).args[1] == "t0 = mul(x0, -1.0); where_greater(x0, x1, x0, t0)"
+
+
+@pytest.mark.parametrize(
+    "write", [_unary(aten.cumsum.default, -1), _unary(aten.sin.default), _unary(aten.flip.default, [1])]
+)
+def test_other_operators_stay(write: Write) -> None:
+    assert not RaiseElementwise()(captured(write)).modified
