@@ -32,6 +32,7 @@ from picompile.artifact.writer import ArtifactContents, write_program
 from picompile.frontend.captured import Captured, ModelFacts
 from picompile.frontend.checkpoint import ModuleWeights
 from picompile.frontend.hf import capture_config
+from picompile.frontend.tokenizer_files import TokenizerFiles
 from picompile.output.files import json_bytes
 from picompile.progress import NoProgress
 from picompile.synth.shapes import ModelShape
@@ -126,7 +127,8 @@ def _write(
         hot_device = AcceleratorTarget("cuda", options.sm).build(code, lowered, folder, NoProgress())
     weights = ModuleWeights({})
     captured = Captured(graph, weights, _facts(shape))
-    contents = ArtifactContents(captured, None, "cpu", options.quant, code, None, graph, lowered, weights)
+    tokenizer = TokenizerFiles(None, None)
+    contents = ArtifactContents(captured, None, tokenizer, "cpu", options.quant, code, None, graph, lowered, weights)
     write_program(contents, lowered, folder, code, "", hot_device)
     tensors, constants = _tensors(graph, lowered, split)
     (folder / "weights.json").write_bytes(json_bytes({"tensors": tensors}))

@@ -37,9 +37,10 @@ from picompile.compile_steps import (
     place_neurons,
     require_checkable,
     warn_if_large,
+    warn_of_rounding,
 )
 from picompile.config import CompileConfig, CompileOptions, cache_context, resolve
-from picompile.errors import AccuracyError
+from picompile.errors import AccuracyError, UsageError
 from picompile.output import reserve
 from picompile.progress import NoProgress, Progress
 from picompile.steps import capture_model, run_passes
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
     from picompile.artifact.code import AcceleratorTarget, Code
     from picompile.frontend import Captured
+    from picompile.frontend.tokenizer_files import TokenizerFiles
     from picompile.placement.plan import Plan
     from picompile.predictors.accuracy import AccuracyReport
     from picompile.predictors.predictor_set import PredictorSet
@@ -68,7 +70,7 @@ def compile_model(
     """Compile a model into the artifact `output`, which appears whole or not at all.
 
     Args:
-        model: a Hugging Face folder, or what `picompile.frontend.capture_module` returned.
+        model: a Hugging Face folder, a GGUF file, or what `picompile.frontend.capture_module` returned.
         output: the folder to make.
         options: what to compile for; the defaults of `CompileOptions` unless given.
         progress: is told of each step.
@@ -85,16 +87,23 @@ def compile_model(
     """
     options, progress, output = options or CompileOptions(), progress or NoProgress(), Path(output)
     from picompile.artifact.files import check_output
+    from picompile.frontend.tokenizer_files import read_tokenizer
 
     check = partial(check_output, output, options.overwrite)
     # Before anything is made beside it.
     check()
     with reserve(output, overwrite=options.overwrite, check=check) as place:
         code, accelerator = _check_before_capture(model, options)
-        checkpoint, captured = _capture(model, progress)
+        checkpoint, captured = _capture(model, options, progress)
+        # A model without its tokenizer is refused before anything takes long.
+        tokenizer = read_tokenizer(checkpoint, captured.facts.vocab)
+        if checkpoint is not None and captured.prove is not None:
+            with progress.step("prove"):
+                captured.prove()
         config = resolve(options, captured.facts)
+        warn_of_rounding(captured, config.quant, progress)
         check_given_plan(config, captured.facts, progress)
-        source = _Source(checkpoint, captured, config, code, accelerator)
+        source = _Source(checkpoint, captured, tokenizer, config, code, accelerator)
         with place.scratch() as scratch:
             artifact, report = _compile(source, place.path, scratch, progress)
             place.publish(artifact.folder)
@@ -107,6 +116,7 @@ class _Source:
 
     checkpoint: Path | None
     captured: "Captured"
+    tokenizer: "TokenizerFiles"
     config: CompileConfig
     code: "Sequence[Code]"
     accelerator: "AcceleratorTarget | None"
@@ -153,6 +163,8 @@ def _check_before_capture(
     model: "str | os.PathLike[str] | Captured", options: CompileOptions
 ) -> "tuple[Sequence[Code], AcceleratorTarget | None]":
     """Return the code to make. Raise for what can be refused at once; capturing a model takes longer."""
+    if options.activation is not None and not isinstance(model, str | os.PathLike):
+        raise UsageError("--activation: is of a model folder, and a module in memory computes its own; leave it out")
     pipeline_passes(options)
     code, accelerator = planned_code(options.target), accelerator_target(options.accelerator, options.target)
     require_checkable(options, code)
@@ -161,14 +173,17 @@ def _check_before_capture(
         if options.context is not None:
             from picompile.frontend.hf import open_checkpoint
 
-            cache_context(options, open_checkpoint(Path(model)).facts)
+            cache_context(options, open_checkpoint(Path(model), options.activation).facts)
     return code, accelerator
 
 
-def _capture(model: "str | os.PathLike[str] | Captured", progress: Progress) -> "tuple[Path | None, Captured]":
+def _capture(
+    model: "str | os.PathLike[str] | Captured", options: CompileOptions, progress: Progress
+) -> "tuple[Path | None, Captured]":
     """Return the checkpoint folder, None for a module in memory, and the captured model."""
     if isinstance(model, str | os.PathLike):
-        return Path(model), capture_model(Path(model), progress)
+        captured = capture_model(Path(model), progress, options.activation)
+        return Path(model), captured
     return None, model
 
 
@@ -183,6 +198,7 @@ def _contents(
     return ArtifactContents(
         source.captured,
         source.checkpoint,
+        source.tokenizer,
         source.config.targets,
         source.config.quant,
         source.code,

@@ -1,6 +1,6 @@
 """The driver's steps that depend on the config: its plan, its passes, its lowering, its accuracy check."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,6 +92,17 @@ def warn_if_large(program: "LoweredProgram", progress: Progress) -> None:
         progress.say(
             f"{cache_text(program.sequences, program.context)} takes {needed}, more than this machine's {there}: the "
             "artifact will not load here"
+        )
+
+
+def warn_of_rounding(captured: "Captured", quant: str, progress: Progress) -> None:
+    """Tell `progress` if most weights are of few bits already, and `quant` rounds them a second time."""
+    rounds_again: Callable[[str], str | None] | None = getattr(captured.weights, "rounds_again", None)
+    stored = None if rounds_again is None else rounds_again(quant)
+    if stored is not None:
+        progress.say(
+            f"most weights of the model are {stored}, which {quant} rounds a second time; --quant q8 keeps them almost "
+            "as they are"
         )
 
 
@@ -194,10 +205,10 @@ def check_checkpoint(options: CompileOptions, checkpoint: Path) -> None:
     from picompile.placement.sources import given_profile
 
     plan = options.plan
-    if plan is not None and plan.fingerprint != fingerprint(checkpoint):
+    if plan is not None and plan.fingerprint != fingerprint(checkpoint, options.activation):
         raise UsageError(f"the plan is of another model ({plan.model!r}) than {checkpoint}; plan this one")
     if options.makes_plan and options.profile is not None:
-        given_profile(options.profile, None, fingerprint(checkpoint))
+        given_profile(options.profile, None, fingerprint(checkpoint, options.activation))
 
 
 def check_given_plan(config: CompileConfig, facts: "ModelFacts", progress: Progress) -> None:
@@ -247,10 +258,12 @@ def place_neurons(
     """
     if config.placement.machine is None:
         return config.placement.plan
+    from picompile.frontend.checkpoint import fingerprint
     from picompile.placement.planning import make_plan, whole_plan
     from picompile.placement.sources import model_firing
 
-    settings = _plan_options(config.placement.machine, checkpoint, progress)
+    mark = None if checkpoint is None else fingerprint(checkpoint, config.predictor.activation)
+    settings = _plan_options(config.placement.machine, mark, progress)
     learned = None if predictors is None or predictors.kind != "learned" else predictors.predictors
     with progress.step("plan"):
         model = _count_model(config, captured, learned)
@@ -261,15 +274,14 @@ def place_neurons(
         return make_plan(model, model_firing(model, source, learned), settings)
 
 
-def _plan_options(machine: "MachineOptions", checkpoint: Path | None, progress: Progress) -> "PlanOptions":
-    from picompile.frontend.checkpoint import fingerprint
+def _plan_options(machine: "MachineOptions", mark: str | None, progress: Progress) -> "PlanOptions":
+    """Return the options of a plan for `machine`; `mark` is the model's fingerprint, None for a module in memory."""
     from picompile.placement.machine import find_machine
     from picompile.placement.planning import PlanOptions
 
     found = find_machine(machine)
     if found.warning is not None:
         progress.say(found.warning)
-    mark = None if checkpoint is None else fingerprint(checkpoint)
     return PlanOptions(machine.target, found.machine, fingerprint=mark)
 
 
@@ -299,14 +311,15 @@ def _firing_source(
             "the model does not fully fit the GPU, and a module in memory has no profile to choose hot neurons "
             "by; compile a model folder, or say which with hot or plan"
         )
-    profile, work = config.predictor.profile, config.predictor.work
+    profile, work, activation = config.predictor.profile, config.predictor.work, config.predictor.activation
     if predictors is not None and predictors.profile is not None:
         is_kept = profile is not None or work is not None
         return nullcontext(FiringSource(predictors.profile, source=None if is_kept else NOT_KEPT))
-    given = given_profile(profile, work, fingerprint(checkpoint))
+    given = given_profile(profile, work, fingerprint(checkpoint, activation))
     if given is not None:
         return nullcontext(FiringSource(given))
-    return made_profile(checkpoint, work, ProfileOptions(calibration=config.predictor.calibration), progress)
+    settings = ProfileOptions(calibration=config.predictor.calibration, activation=activation)
+    return made_profile(checkpoint, work, settings, progress)
 
 
 # Accuracy check: the artifact that was written reads held-out text, even if this machine cannot run its code.

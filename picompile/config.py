@@ -22,6 +22,7 @@ from picompile.choices import (
     resolve_context,
 )
 from picompile.errors import UsageError
+from picompile.frontend.activation import check_activation
 from picompile.machine import gpu_of
 from picompile.quantities import require_whole
 
@@ -72,6 +73,8 @@ class CompileOptions:
         gate: the accuracy bound: the share by which predictors may raise the perplexity; None for any.
         gate_tokens: how many tokens of held-out text the accuracy check reads at most.
         work: a folder that keeps the profile and the predictors for the next time.
+        activation: the activation of the feed-forward blocks, where config.json names another than the model was
+            trained with, as `load_model` takes it; None takes what config.json says.
     """
 
     target: str = "cpu"
@@ -97,9 +100,11 @@ class CompileOptions:
     gate: float | None = DEFAULT_ACCURACY_BOUND
     gate_tokens: int = 4096
     work: Path | None = None
+    activation: str | None = None
 
     def __post_init__(self) -> None:
         """Raise `UsageError` for options that fit no model."""
+        check_activation(self.activation)
         gpu = gpu_of(self.target)
         for value, known, name in (
             (self.quant, QUANTIZATIONS, "quantization"),
@@ -264,6 +269,7 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
             work=options.work,
             accuracy_bound=options.gate,
             check_tokens=options.gate_tokens,
+            activation=options.activation,
         ),
         placement=PlacementConfig(
             hot=options.hot,

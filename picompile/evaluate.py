@@ -1,15 +1,17 @@
 """Evaluation: the perplexity of an artifact, its distance from the dense model, and how sparsely its neurons fired."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from picompile.errors import UsageError
+from picompile.frontend.activation import check_activation
 from picompile.progress import NoProgress, Progress
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
+    from picompile.frontend import Captured
     from picompile_runtime import Engine
 
 # Firing is counted in decode steps only; so many are enough to see it where the text itself is read in chunks.
@@ -27,6 +29,7 @@ def evaluate(
     by_decode: bool = False,
     threads: int | None = None,
     replan: bool = False,
+    activation: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Return what `eval --json` prints: perplexity on `text`, its distance from the dense model, and how neurons fired.
@@ -40,11 +43,14 @@ def evaluate(
         by_decode: whether tokens are read one by one, as when the model generates.
         threads: how many threads compute; None lets the runtime choose.
         replan: whether weights may be placed anew where the GPU has less memory than the plan needs.
+        activation: the activation of `against`, as `load_model` takes it; None takes what its config.json says.
         progress: is told of each step.
 
     Raises:
-        UsageError: `against` has another vocabulary. The runtime and capture raise errors of their own.
+        UsageError: `against` has another vocabulary, or is missing beside an activation. The runtime and capture raise
+            errors of their own.
     """
+    _check_activation(activation, against)
     from picompile.loading import load_engine
     from picompile_runtime import Tokenizer
     from picompile_runtime.bench.perplexity import perplexity
@@ -54,17 +60,12 @@ def evaluate(
         ids = Tokenizer.of(engine.artifact).encode(text)[:max_tokens]
         window = window or engine.context
         with progress.step("artifact", len(ids) - 1) as advance:
-            counted = 0
-
-            def count(done: int, total: int) -> None:
-                nonlocal counted
-                advance(done - counted)
-                counted = done
-
-            measured = perplexity(engine, ids, window, by_decode, count)
+            measured = perplexity(engine, ids, window, by_decode, _counter(advance))
         layers = _layers(engine, ids, measure=not by_decode)
-        vocabulary = engine.vocab
-    dense = None if against is None else dense_perplexity(against, ids, window, vocabulary, progress)
+        vocabulary, computed = engine.vocab, engine.artifact.manifest.model.get("activation")
+    dense = None
+    if against is not None:
+        dense = dense_perplexity(against, ids, window, vocabulary, progress, activation, computed=computed)
     return {
         "perplexity": measured.perplexity,
         "dense_perplexity": dense,
@@ -72,6 +73,24 @@ def evaluate(
         "tokens": measured.tokens,
         "layers": layers,
     }
+
+
+def _counter(advance: Callable[[int], None]) -> Callable[[int, int], None]:
+    """Return a function that tells `advance` by how much the first of its arguments has grown since the last call."""
+    counted = 0
+
+    def count(done: int, total: int) -> None:
+        nonlocal counted
+        advance(done - counted)
+        counted = done
+
+    return count
+
+
+def _check_activation(activation: str | None, against: Path | None) -> None:
+    check_activation(activation)
+    if activation is not None and against is None:
+        raise UsageError("--activation: is of the model of --against; name it, or leave this out")
 
 
 def _layers(engine: "Engine", ids: Sequence[int], *, measure: bool) -> list[dict[str, Any]]:
@@ -102,11 +121,19 @@ def _layers(engine: "Engine", ids: Sequence[int], *, measure: bool) -> list[dict
 
 
 def dense_perplexity(
-    model: Path, ids: Sequence[int], window: int, vocabulary: int, progress: Progress | None = None
+    model: Path,
+    ids: Sequence[int],
+    window: int,
+    vocabulary: int,
+    progress: Progress | None = None,
+    activation: str | None = None,
+    *,
+    computed: str | None = None,
 ) -> float:
     """Return a checkpoint's perplexity in eager PyTorch: canonical graph, every neuron, original weights as float32.
 
-    Windows are those of `picompile_runtime.bench.perplexity`.
+    Windows are those of `picompile_runtime.bench.perplexity`. `activation` is what `load_model` takes, and `computed`
+    is the artifact's: `progress` is told if the checkpoint has another.
 
     Raises `UsageError` where the vocabulary is not the artifact's.
     """
@@ -117,7 +144,13 @@ def dense_perplexity(
 
     progress = progress or NoProgress()
     with progress.step("capture the dense model"):
-        graph_module = _dense_graph(model, vocabulary)
+        captured = _capture(model, vocabulary, activation)
+        graph_module = _dense_graph(captured)
+    own = captured.facts.activation
+    if computed not in (None, own):
+        progress.say(
+            f"{model} computes {own}, the artifact {computed}: give the --activation that it was compiled with"
+        )
     nll, targets = 0.0, np.asarray(ids)
     with progress.step("dense model", len(ids) - 1) as advance, torch.no_grad():
         for start in range(0, len(ids) - 1, window):
@@ -128,13 +161,17 @@ def dense_perplexity(
     return Perplexity(nll, len(ids) - 1).perplexity
 
 
-def _dense_graph(model: Path, vocabulary: int) -> "GraphModule":
+def _capture(model: Path, vocabulary: int, activation: str | None) -> "Captured":
     from picompile.frontend import load_model
+
+    captured = load_model(model, activation)
+    if captured.facts.vocab != vocabulary:
+        raise UsageError(f"{model}: has {captured.facts.vocab} tokens, the artifact {vocabulary}: another model")
+    return captured
+
+
+def _dense_graph(captured: "Captured") -> "GraphModule":
     from picompile_passes.graph.materialize import materialize
     from picompile_passes.passes.canonicalize import canonicalize
 
-    captured = load_model(model)
-    if captured.facts.vocab != vocabulary:
-        raise UsageError(f"{model}: has {captured.facts.vocab} tokens, the artifact {vocabulary}: another model")
-    canonical = canonicalize(captured.graph_module)
-    return materialize(canonical, captured.weights)
+    return materialize(canonicalize(captured.graph_module), captured.weights)

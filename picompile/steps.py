@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     from picompile_passes.base import Pass
 
 
-def capture_model(model: Path, progress: Progress) -> "Captured":
-    """Return the model in the checkpoint folder `model`, captured; its warning, if any, is told to `progress`."""
+def capture_model(model: Path, progress: Progress, activation: str | None = None) -> "Captured":
+    """Return the model in the checkpoint folder `model`, captured; its warning, if any, is told to `progress`.
+
+    `activation` is what `load_model` takes; raises as it does.
+    """
     from picompile.frontend import load_model
 
     with progress.step("capture"):
-        captured = load_model(model)
+        captured = load_model(model, activation)
     if captured.warning is not None:
         progress.say(captured.warning)
     return captured
@@ -75,16 +78,20 @@ _TARGET = "cpu"
 _QUANT = "f16"
 
 
-def compile_lossless(model: Path, output: Path, context: int, progress: Progress) -> None:
+def compile_lossless(
+    model: Path, output: Path, context: int, progress: Progress, activation: str | None = None
+) -> None:
     """Compile the checkpoint folder `model` into the new folder `output`, in f16, with a cache of `context` tokens.
 
-    It takes no plan, no trained predictor and no options. Profiling compiles a model in this way, to sample text.
+    It takes no plan, no trained predictor, and no options but the `activation` that `load_model` takes. Profiling
+    compiles a model in this way, to sample text.
 
     Raises:
         UnsupportedModelError: the model cannot be compiled.
         DoesNotFitError: the disk cannot hold the artifact.
         MachineError, ToolchainError: no code can be made on this machine.
     """
+    from picompile.frontend.tokenizer_files import read_tokenizer
     from picompile_codegen.lowering.function import LowerOptions
     from picompile_codegen.lowering.placement import Placement
     from picompile_passes.passes.canonicalize import CANONICALIZE
@@ -93,12 +100,15 @@ def compile_lossless(model: Path, output: Path, context: int, progress: Progress
     from picompile_passes.passes.quantize import Quantize
 
     code = planned_code(_TARGET)
-    captured = capture_model(model, progress)
+    captured = capture_model(model, progress, activation)
+    tokenizer = read_tokenizer(model, captured.facts.vocab)
     passes = [*CANONICALIZE, InsertPredictors("auto"), Partition({}), Quantize(_QUANT)]
     graph_module = run_passes(captured, passes, progress, verify=False)
     kv_dtype = KV_DTYPES[default_kv_dtype(captured.facts.activation)]
     options = LowerOptions(context, CHUNK, kv_dtype, 1, None, Placement.all_of(captured.facts.layers))
     lowered = lower_graph(graph_module, options, progress)
     make_room(output, lowered)
-    contents = ArtifactContents(captured, model, _TARGET, _QUANT, code, None, graph_module, lowered, captured.weights)
+    contents = ArtifactContents(
+        captured, model, tokenizer, _TARGET, _QUANT, code, None, graph_module, lowered, captured.weights
+    )
     write_artifact(contents, output, progress)

@@ -165,6 +165,12 @@ class _Decoder(nn.Module):
         return self.head(x)
 
 
+def test_an_activation_is_of_a_model_folder(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a module in memory computes its own"):
+        compile_model(capture_module(_Decoder().eval()), tmp_path / "artifact", CompileOptions(activation="relu"))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_any_module_compiles_and_gives_its_own_logits(tmp_path: Path) -> None:
     torch.manual_seed(3)
     module = _Decoder().eval()

@@ -45,7 +45,10 @@ EXEMPT = {
     "pip install .": "run, in a folder of its own, by the test of the tutorial",
     "picompile bench build/bench/reglu-1.3b-10.q4.learned -p 128 -n 32 -r 3": "needs an artifact of 800 MB",
     "python benchmarks/threads.py build/bench/reglu-1.3b-10.q4.learned --rounds 5": "needs an artifact of 800 MB",
+    "pip install 'picompile[gguf]'": "downloads packages",
     "pip install 'picompile[gguf,report]'": "downloads packages",
+    "picompile compile SmolLM2-135M-Instruct.Q4_1.gguf -o build/smollm2 --quant q8": "needs a file of 93 MB",
+    "picompile eval build/smollm2 --text tests/data/heldout.txt --window 512 -n 8192": "needs a file of 93 MB",
     "pip install 'picompile[cuda]'": "downloads packages",
     "python benchmarks/peers.py --work build/bench --peer-python ~/peers/bin/python --sweeps decode prefill": (
         "takes 20 GB, the peers, and a quiet machine"

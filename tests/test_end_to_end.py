@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 import picompile_runtime
-from helpers.families import VARIANTS, build, save
+from helpers.families import SQUARED, VARIANTS, build, save
 from helpers.reference import eager_logits, relative_error, round_weights
 from picompile.compile import compile_model
 from picompile.compile_steps import pipeline_passes
@@ -62,7 +62,7 @@ def _compiled_logits(artifact: Path, ids: list[int], prompt: int, threads: int) 
 
 
 # q8 has q4's kernels but for how bytes are unpacked: of each kind of block one is enough.
-IN_Q8 = ("llama-relu", "opt-pre-norm", "falcon-7b", "bamboo")
+IN_Q8 = ("llama-relu", "opt-pre-norm", "falcon-7b", "bamboo", *SQUARED)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def _greedy(artifact: Path, prompt: list[int], count: int) -> tuple[list[int], l
         return tokens, [block.computed_share for block in engine.firing()]
 
 
-SPARSE = ("llama-relu", "prosparse", "bamboo", "opt-pre-norm", "opt-post-norm", "falcon-40b")
+SPARSE = ("llama-relu", "prosparse", "bamboo", "opt-pre-norm", "opt-post-norm", "falcon-40b", *SQUARED)
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -116,7 +116,11 @@ def test_exact_gives_the_tokens_of_none_and_computes_less(name: str, captured: o
 
 
 @pytest.mark.parametrize(
-    ("name", "quant"), [("llama-relu", "f16"), ("opt-pre-norm", "q4"), ("bamboo", "q4"), ("llama3-silu-tied", "f16")]
+    ("name", "quant"),
+    [
+        *[("llama-relu", "f16"), ("opt-pre-norm", "q4"), ("bamboo", "q4"), ("llama3-silu-tied", "f16")],
+        *[("bitnet", "f16"), ("bitnet", "q4")],
+    ],
 )
 def test_any_hot_set_gives_the_same_logits(name: str, quant: str, captured: object, tmp_path: Path) -> None:
     model: Captured = captured(name)  # type: ignore[operator]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from picompile.artifact.code import AcceleratorTarget, Code
     from picompile.frontend import Captured
+    from picompile.frontend.tokenizer_files import TokenizerFiles
     from picompile_codegen.lowering.lower import Lowered
     from picompile_passes.graph.materialize import WeightSource
 
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
 class ArtifactContents:
     """All that an artifact is written from.
 
-    `checkpoint` is the model's folder, None for a module in memory. `targets` and `quant` are as the manifest repeats
-    them. `weights` has the values of the model's parameters and of its predictors. `plan` is the plan's JSON, None
-    where there is no plan.
+    `checkpoint` is the model's folder or file, None for a module in memory, and `tokenizer` the one in it. `targets`
+    and `quant` are as the manifest repeats them. `weights` has the values of the model's parameters and of its
+    predictors. `plan` is the plan's JSON, None where there is no plan.
     """
 
     captured: "Captured"
     checkpoint: Path | None
+    tokenizer: "TokenizerFiles"
     targets: str
     quant: str
     code: "Sequence[Code]"
@@ -87,22 +89,18 @@ def write_artifact(
         previous: an artifact of the same model. Tensors that are made of the same weights in the same way are copied
             from it.
 
-    Raises:
-        UsageError: the tokenizer is another model's.
-        BuildError: a kernel cannot be compiled.
+    Raises `BuildError` where a kernel cannot be compiled.
     """
     from picompile.artifact.code import build_code
-    from picompile.frontend.tokenizer_files import read_tokenizer
 
     lowered = contents.lowered
-    tokenizer = read_tokenizer(contents.checkpoint, contents.captured.facts.vocab)
     folder.mkdir()
     build_code(contents.code, lowered, folder, progress)
     accelerator = None
     if contents.accelerator is not None and lowered.accelerator_built:
         accelerator = contents.accelerator.build(contents.code, lowered, folder, progress)
     sha256 = _write_weights(contents, folder, previous, progress)
-    tokenizer.write(folder)
+    contents.tokenizer.write(folder)
     write_program(contents, lowered, folder, contents.code, sha256, accelerator)
     return WrittenArtifact(contents, folder, sha256, accelerator)
 
@@ -208,7 +206,7 @@ def _manifest(
         **({} if accelerator is None else {"hot_device": accelerator}),
         "model": model,
         "quant": contents.quant,
-        "predictor": "+".join(sorted({part.predictor for part in program.ffn})),
+        "predictor": "+".join(sorted({part.predictor for part in program.ffn})) or "none",
         # A q8 cache is made of bytes.
         "kv_dtype": {"int8": KV_DTYPES["q8"]}.get(program.state["k.0"].dtype, program.state["k.0"].dtype),
         "context": program.context,

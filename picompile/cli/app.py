@@ -24,6 +24,7 @@ from picompile.cli.doctor import doctor_command
 from picompile.cli.eval import eval_command
 from picompile.cli.import_predictors import import_predictors_command
 from picompile.cli.inspect import inspect_command
+from picompile.cli.models import models_command
 from picompile.cli.passes import passes_command
 from picompile.cli.plan import plan_command
 from picompile.cli.profile import profile_command
@@ -207,6 +208,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "passes": passes_command,
     "diff": diff_command,
     "targets": targets_command,
+    "models": models_command,
     "doctor": doctor_command,
 }
 
@@ -225,7 +227,7 @@ def _root(
 ) -> None:
     """Compile a sparsely firing language model into an artifact that runs fast, and run it.
 
-    MODEL is a Hugging Face folder with safetensors; ARTIFACT is a folder that
+    MODEL is a Hugging Face folder or a GGUF file; ARTIFACT is a folder that
     compile made. picompile COMMAND --help explains a command by examples.
     """
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from picompile.errors import DoesNotFitError, UsageError
+from picompile.frontend.gguf.tensor_types import MAGICS
 from picompile.output import DISK_FULL, parents_of, writing_file
 from picompile.output.files import read_safetensors_header
 from picompile.output.place import existing_ancestor, require_folder_or_nothing
@@ -16,14 +17,26 @@ if TYPE_CHECKING:
     from picompile_runtime.bench.trace import TracedStep
 
 
+_MODEL = "MODEL is a Hugging Face folder with config.json and *.safetensors, or a GGUF file"
+
+
 def require_model_folder(folder: Path) -> None:
-    """Raise `UsageError` unless `folder` exists and looks like a Hugging Face checkpoint."""
+    """Raise `UsageError` unless `folder` exists and looks like a Hugging Face checkpoint, or is a GGUF file."""
     if not folder.exists():
-        raise UsageError(f"{folder}: no such folder; MODEL is a Hugging Face folder with config.json and *.safetensors")
+        raise UsageError(f"{folder}: no such file or folder; {_MODEL}")
+    if folder.is_file():
+        with folder.open("rb") as opened:
+            if opened.read(4) not in MAGICS:
+                raise UsageError(f"{folder}: neither a folder nor a GGUF file; {_MODEL}")
+        return
     if not folder.is_dir():
-        raise UsageError(f"{folder}: not a folder; MODEL is a Hugging Face folder with config.json and *.safetensors")
+        raise UsageError(f"{folder}: neither a folder nor a GGUF file; {_MODEL}")
     if not (folder / "config.json").is_file():
-        raise UsageError(f"{folder}: no config.json in it; MODEL is a Hugging Face folder")
+        if found := sorted(folder.glob("*.gguf")):
+            raise UsageError(
+                f"{folder}: no config.json in it; to compile the GGUF file in it, name the file: {found[0]}"
+            )
+        raise UsageError(f"{folder}: no config.json in it; {_MODEL}")
 
 
 def require_context(model: Path, context: int | None) -> None:

@@ -17,6 +17,7 @@ from picompile.cli.checks import (
 )
 from picompile.cli.options import (
     AccuracyBoundOption,
+    ActivationOption,
     CalibrationOption,
     DebugOption,
     HostBandwidthOption,
@@ -51,6 +52,7 @@ def compile_command(
         ),
     ] = "cpu",
     quant: Annotated[Quant, typer.Option(help="Weight format.")] = Quant.Q4,
+    activation: ActivationOption = None,
     predictor: Annotated[
         str | None,
         typer.Option(
@@ -187,6 +189,7 @@ def compile_command(
         gate=bound,
         gate_tokens=gate_tokens,
         work=work,
+        activation=activation,
     )
     with parents_of(output), progress() as shown:
         compile_model(model, output, options, shown)

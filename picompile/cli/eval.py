@@ -8,7 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from picompile.cli.checks import require_model_folder, require_text_file
-from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, ReplanOption, ThreadsOption
+from picompile.cli.options import (
+    ActivationOption,
+    ArtifactArgument,
+    DebugOption,
+    JsonOption,
+    ReplanOption,
+    ThreadsOption,
+)
 from picompile.cli.progress import progress
 
 
@@ -21,6 +28,7 @@ def eval_command(
             metavar="MODEL", help="Compare with this checkpoint, dense and in float32; its weights must fit memory."
         ),
     ] = None,
+    activation: ActivationOption = None,
     max_tokens: Annotated[
         int | None, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="Read only the text's first N tokens.")
     ] = None,
@@ -56,6 +64,7 @@ def eval_command(
             artifact,
             content,
             against=against,
+            activation=activation,
             max_tokens=max_tokens,
             window=window,
             by_decode=by_decode,

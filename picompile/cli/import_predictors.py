@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from picompile.cli.checks import require_model_folder, require_output
-from picompile.cli.options import DebugOption, FolderOutputOption
+from picompile.cli.options import ActivationOption, DebugOption, FolderOutputOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.output import parents_of
@@ -21,6 +21,7 @@ def import_predictors_command(
         Path, typer.Option("--model", metavar="MODEL", help="The checkpoint that the predictors were trained for.")
     ],
     output: FolderOutputOption,
+    activation: ActivationOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FOLDER if it holds predictors.")] = False,
     debug: DebugOption = False,
 ) -> None:
@@ -43,7 +44,7 @@ def import_predictors_command(
     if found.header is not None and importlib.util.find_spec("gguf") is None:
         raise UsageError("GGUF files are read with the gguf package; install it: pip install 'picompile[gguf]'")
     with parents_of(output), progress() as shown:
-        result = import_predictors(found, model, output, shown, overwrite=force)
+        result = import_predictors(found, model, output, shown, overwrite=force, activation=activation)
     ranks = [layer.rank for layer in result.layers if layer.rank is not None]
     layers = f"{len(ranks)} layer{'s' if len(ranks) > 1 else ''}"
     print(f"{output}: predictors of {layers}, ranks {min(ranks)} to {max(ranks)}, {result.parameters:,} parameters")

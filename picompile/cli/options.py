@@ -35,7 +35,27 @@ ThreadsOption = Annotated[int | None, run_option("threads")]
 ReplanOption = Annotated[bool, run_option("replan")]
 ArtifactArgument = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A compiled model's folder.")]
 ModelArgument = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder: config.json, *.safetensors.")
+    Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder (config.json, *.safetensors), or a GGUF file.")
+]
+
+
+def _check_activation(name: str | None) -> str | None:
+    from picompile.frontend.activation import check_activation
+
+    check_activation(name)
+    return name
+
+
+ActivationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--activation",
+        metavar="NAME",
+        help="Activation of MODEL's feed-forward blocks, where its config.json names another than it was trained with: "
+        "relu, silu, … or fatrelu(0.01). Default: what config.json says.",
+        callback=_check_activation,
+        show_default=False,
+    ),
 ]
 FolderOutputOption = Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="The folder to make.")]
 

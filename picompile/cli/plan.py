@@ -10,6 +10,7 @@ import typer
 
 from picompile.cli.checks import require_model_folder, require_output_file
 from picompile.cli.options import (
+    ActivationOption,
     DebugOption,
     HostBandwidthOption,
     HostMemoryOption,
@@ -60,14 +61,16 @@ def check_model_options(options: ModelOptions) -> None:
 
 def _check_firing(options: ModelOptions) -> None:
     if options.shape is not None:
+        if options.activation is not None:
+            raise UsageError("--activation: is of a model; a shape's config.json names its own")
         for name, value in (("profile", options.profile), ("predictors", options.predictors), ("work", options.work)):
             if value is not None:
                 raise UsageError(f"--{name}: is of a model; with --shape, --firing says how neurons fire")
         if options.firing is None:
             raise UsageError("--shape needs --firing: the name of a curve, such as opt, or a share, such as 10%")
     if options.is_profile:
-        for name, given in (("profile", options.profile), ("work", options.work), ("firing", options.firing)):
-            if given is not None:
+        for name in ("profile", "work", "firing", "activation"):
+            if getattr(options, name) is not None:
                 raise UsageError(f"--{name}: {options.source} is a profile already")
     if options.firing is not None:
         if options.profile is not None:
@@ -100,6 +103,7 @@ def plan_command(
         str | None,
         typer.Option(metavar="NAME|FILE", help="No model, but a shape: opt-175b, llama-70b, …, or a config.json."),
     ] = None,
+    activation: ActivationOption = None,
     firing: Annotated[
         str | None,
         typer.Option(
@@ -181,6 +185,7 @@ def plan_command(
         context=context,
         batch=batch,
         kv_dtype=None if kv_dtype is None else kv_dtype.value,
+        activation=activation,
     )
     kept_free = parse_margin(margin)
     check_machine_options(machine_options)

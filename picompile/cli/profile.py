@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from picompile.cli.checks import require_model_folder
-from picompile.cli.options import CalibrationOption, DebugOption, FolderOutputOption, JsonOption, ModelArgument
+from picompile.cli.options import (
+    ActivationOption,
+    CalibrationOption,
+    DebugOption,
+    FolderOutputOption,
+    JsonOption,
+    ModelArgument,
+)
 from picompile.cli.progress import progress
 from picompile.output import parents_of
 from picompile.predictors.profile.text import read_calibration
@@ -20,6 +27,7 @@ if TYPE_CHECKING:
 def profile_command(
     model: ModelArgument,
     output: FolderOutputOption,
+    activation: ActivationOption = None,
     calibration: CalibrationOption = None,
     tokens: Annotated[
         int, typer.Option(metavar="N", min=1, help="Count firings over N tokens, or over all the text if it has fewer.")
@@ -82,6 +90,7 @@ def profile_command(
         gate=allowed,
         seed=seed,
         overwrite=force,
+        activation=activation,
     )
     with parents_of(output), progress() as shown:
         profile = profile_model(model, output, options, shown)

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from picompile.cli.checks import require_model_folder
-from picompile.cli.options import AccuracyBoundOption, DebugOption, FolderOutputOption, JsonOption, ModelArgument
+from picompile.cli.options import (
+    AccuracyBoundOption,
+    ActivationOption,
+    DebugOption,
+    FolderOutputOption,
+    JsonOption,
+    ModelArgument,
+)
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.output import parents_of
@@ -40,6 +47,7 @@ def train_command(
         Path, typer.Option(metavar="FOLDER", help="The profile that [bold]picompile profile[/] made of MODEL.")
     ],
     output: FolderOutputOption,
+    activation: ActivationOption = None,
     gate: AccuracyBoundOption = "0.1%",
     budget: Annotated[
         str, typer.Option(metavar="SHARE", help="Parameters of all predictors, as a share of the model's parameters.")
@@ -122,6 +130,7 @@ def train_command(
         ray=ray,
         seed=seed,
         overwrite=force,
+        activation=activation,
     )
     loaded = load_profile(profile)
     with parents_of(output), progress() as shown:

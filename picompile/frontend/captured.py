@@ -1,5 +1,6 @@
 """A captured model, and the facts about it that an artifact's manifest repeats."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.fx import GraphModule
@@ -40,9 +41,12 @@ class Captured:
 
     The graph is forward(tokens int64 [T], positions int64 [T]) → logits float32 [T, V]. Its parameters are on the meta
     device, under the names that `weights` knows. `warning` is a line for the user: what of a config.json has no effect.
+    `prove` compares the graph with the model's own computation, and raises `UnsupportedModelError` where they differ;
+    it is None for a module in memory.
     """
 
     graph_module: GraphModule
     weights: WeightSource
     facts: ModelFacts
     warning: str | None = None
+    prove: Callable[[], None] | None = None

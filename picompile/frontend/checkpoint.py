@@ -5,17 +5,19 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from picompile.errors import UnsupportedModelError, UsageError
+from picompile.frontend.activation import check_activation
 from picompile.frontend.json_file import read_json_object
+from picompile.frontend.model_file import is_gguf, opened_gguf, read_config
 from picompile.output.files import read_safetensors_header
 
 SINGLE_FILE = "model.safetensors"
@@ -30,11 +32,12 @@ READ_ERRORS = (SafetensorError, OSError, ValueError)
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Where a tensor lies and what it is. `dtype` as safetensors names it."""
+    """Where a tensor lies and what it is. `dtype` as safetensors names it; `name` is the tensor's in its file."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    name: str = ""
 
 
 def check_folder(folder: Path) -> None:
@@ -95,7 +98,10 @@ def _headers_of_file(file: Path) -> dict[str, TensorHeader]:
     try:
         with open_file(file) as handle:
             slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (a handle is no mapping)
-            return {name: TensorHeader(file, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+            return {
+                name: TensorHeader(file, part.get_dtype(), tuple(part.get_shape()), name)
+                for name, part in slices.items()
+            }
     except READ_ERRORS as error:
         raise UnsupportedModelError(f"{file}: truncated or damaged: {one_line(error)}") from error
 
@@ -124,6 +130,30 @@ _IGNORED = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|\.attn\.bias|\.posit
 _COMPARED_ROWS = 4096
 
 
+class StoredTensor(Protocol):
+    """Facts that are needed of a tensor before it is read, whatever file it is in."""
+
+    @property
+    def file(self) -> Path:
+        """The file that holds it."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Its dtype, as safetensors names it."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Its name in the file."""
+        ...
+
+
 @dataclass(frozen=True)
 class ExpectedTensor:
     """A parameter of the model: its shape, and the other names it has where it is tied."""
@@ -133,7 +163,11 @@ class ExpectedTensor:
 
 
 def match_names(
-    folder: Path, expected: Mapping[str, ExpectedTensor], headers: Mapping[str, TensorHeader], prefix: str
+    folder: Path,
+    expected: Mapping[str, ExpectedTensor],
+    headers: Mapping[str, StoredTensor],
+    prefix: str,
+    is_ignored: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, str]:
     """Return for each parameter of the model the name of its tensor in the checkpoint.
 
@@ -151,9 +185,9 @@ def match_names(
         found[name] = match
     used = {variant for name, t in expected.items() for own in (name, *t.aliases) for variant in _variants(own, prefix)}
     for name in headers:
-        if name not in used and not _IGNORED.search(name):
+        if name not in used and not _IGNORED.search(name) and not is_ignored(name):
             raise UnsupportedModelError(
-                f"{folder}: holds {name}, which the model that config.json describes has no place for"
+                f"{folder}: holds {headers[name].name}, which the model that config.json describes has no place for"
             )
     return found
 
@@ -175,7 +209,10 @@ def _equal_tensors(headers: Mapping[str, TensorHeader], left: str, right: str) -
     if headers[left].shape != headers[right].shape or headers[left].dtype != headers[right].dtype:
         return False
     with open_file(headers[left].file) as left_file, open_file(headers[right].file) as right_file:
-        slices = left_file.get_slice(left), right_file.get_slice(right)
+        # A matrix of integers takes the place of a tensor that the file does not have.
+        if headers[left].name not in set(left_file.keys()) or headers[right].name not in set(right_file.keys()):
+            return False
+        slices = left_file.get_slice(headers[left].name), right_file.get_slice(headers[right].name)
         starts = range(0, headers[left].shape[0], _COMPARED_ROWS)
         blocks = ([tensor[start : start + _COMPARED_ROWS] for tensor in slices] for start in starts)
         return all(torch.equal(*block) for block in blocks)
@@ -185,7 +222,7 @@ def _variants(name: str, prefix: str) -> tuple[str, ...]:
     return (name, name.removeprefix(prefix), prefix + name)
 
 
-def _check_tensor(folder: Path, name: str, header: TensorHeader, shape: tuple[int, ...]) -> None:
+def _check_tensor(folder: Path, name: str, header: StoredTensor, shape: tuple[int, ...]) -> None:
     if header.dtype not in DTYPES:
         raise UnsupportedModelError(
             f"{header.file}: {name} is {header.dtype}; only {', '.join(DTYPES)} are read; use the original checkpoint"
@@ -219,11 +256,35 @@ def _check_values(tensor: Tensor, name: str) -> None:
         )
 
 
+class Codes(Protocol):
+    """Matrices that a checkpoint holds as integers: `frontend.quantized.QuantizedTensors`."""
+
+    def is_quantized(self, name: str) -> bool:
+        """Return whether the tensor `name` is one of them."""
+        ...
+
+    def load(self, name: str) -> Tensor:
+        """Return its values in float32."""
+        ...
+
+    def packed(self, name: str, format_name: str) -> Tensor | None:
+        """Return its rows packed, where that is exact."""
+        ...
+
+    def rounds_again(self, format_name: str) -> str | None:
+        """Return what they are, such as AWQ, where `format_name` rounds them a second time; else None."""
+        ...
+
+
 class FolderWeights:
     """A `WeightSource` over a folder. Only one shard is open at a time, and only what is asked for is read."""
 
-    def __init__(self, headers: Mapping[str, TensorHeader], names: Mapping[str, str]) -> None:
+    def __init__(
+        self, headers: Mapping[str, TensorHeader], names: Mapping[str, str], codes: Codes | None = None
+    ) -> None:
+        """`codes` has the matrices that the files hold as integers."""
         self._headers = headers
+        self._codes = codes
         self._names = dict(names)
         self._checked: set[str] = set()
         self._file: Path | None = None
@@ -244,8 +305,12 @@ class FolderWeights:
         Raises `KeyError` for a name that there is not, `UnsupportedModelError` for a file that has changed since and
         for values that no model has.
         """
-        stored = self._names[name]
-        file = self._headers[stored].file
+        header = self._headers[self._names[name]]
+        file, stored = header.file, header.name
+        if self._codes is not None and self._codes.is_quantized(stored):
+            values = self._codes.load(stored)
+            _check_values(values, f"{file}: {stored}")
+            return values
         try:
             if self._file != file:
                 self.close()
@@ -260,6 +325,21 @@ class FolderWeights:
             _check_values(tensor, f"{file}: {stored}")
             self._checked.add(stored)
         return tensor
+
+    def packed(self, name: str, format_name: str, transposed: bool = False) -> Tensor | None:
+        """Return the rows of a matrix that the files hold as integers, packed without rounding them again, or None.
+
+        uint8 [rows, row bytes] in `format_name`. None stands for everything else, and for rows that would have to be
+        `transposed`.
+        """
+        stored = self._headers[self._names[name]].name
+        if transposed or self._codes is None or not self._codes.is_quantized(stored):
+            return None
+        return self._codes.packed(stored, format_name)
+
+    def rounds_again(self, format_name: str) -> str | None:
+        """Return what the matrices are that `format_name` rounds a second time, such as AWQ; None where it does not."""
+        return None if self._codes is None else self._codes.rounds_again(format_name)
 
     def close(self) -> None:
         """Close the shard that is open, if one is."""
@@ -303,15 +383,20 @@ class ModuleWeights:
 _SAMPLE_BYTES = 4096
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path, activation: str | None = None) -> str:
     """Return hex digits that are the same for the same config.json and tensors, however these are spread over files.
 
-    It depends on each tensor's name, dtype and shape and on 4 kB from either end of its data. Raises `UsageError` or
-    `UnsupportedModelError`, as `load_model` does, for what is no model folder.
+    It depends on each tensor's name, dtype and shape and on 4 kB from either end of its data. A GGUF file has a
+    fingerprint of its own. With an `activation`, as `load_model` takes it, it is that of the config.json that names
+    this activation. Raises `UsageError` or `UnsupportedModelError`, as `load_model` does, for what is no model folder.
     """
+    check_activation(activation)
+    if is_gguf(folder):
+        return opened_gguf(folder).fingerprint(read_config(folder, activation))
     check_folder(folder)
     headers = read_headers(folder)
-    digest = hashlib.sha256(_config(folder / "config.json"))
+    config = read_config(folder, activation)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     samples = {
         name: data for file in sorted({header.file for header in headers.values()}) for name, data in _ends(file)
     }
@@ -319,10 +404,6 @@ def fingerprint(folder: Path) -> str:
         description = json.dumps([name, headers[name].dtype, headers[name].shape])
         digest.update(len(samples[name]).to_bytes(8, "little") + description.encode() + samples[name])
     return digest.hexdigest()
-
-
-def _config(file: Path) -> bytes:
-    return json.dumps(read_json_object(file), sort_keys=True).encode()
 
 
 def _ends(file: Path) -> Iterator[tuple[str, bytes]]:

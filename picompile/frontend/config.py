@@ -16,7 +16,7 @@ from typing import Any
 
 from picompile.choices import MOST_LAYERS
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.families import Family, check_config
+from picompile.frontend.families import Family, check_config, rope_limit
 from picompile.frontend.json_file import token_ids
 
 
@@ -72,7 +72,16 @@ _ROPE_NUMBERS = (
     *("low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim"),
 )
 _POSITIVE = ("rope_theta", "factor", "partial_rotary_factor")
-_ROPE_KEYS = (*_ROPE_NUMBERS, "rope_type", "type", "truncate", "original_max_position_embeddings")
+_ROPE_KEYS = (
+    *_ROPE_NUMBERS,
+    "rope_type",
+    "type",
+    "truncate",
+    "original_max_position_embeddings",
+    "short_factor",
+    "long_factor",
+    "llama_4_scaling_beta",
+)
 
 # Fields that say nothing of the logits, and cost memory or ends in an error where it is wrong.
 _UNUSED = frozenset(
@@ -109,8 +118,9 @@ def make_config(family: Family, raw: Mapping[str, Any]) -> Any:
     """
     check_values(raw)
     config_class = resolve(family.config_class)
-    values = copy.deepcopy({key: value for key, value in raw.items() if not _is_left_out(config_class, key)})
-    if family.fixed_activation is not None or values.get(family.activation) == "fatrelu":
+    kept = {key: _with_floats(value) for key, value in raw.items() if not _is_left_out(config_class, key)}
+    values = copy.deepcopy(kept)
+    if family.fixed_activation is not None or (family.is_known and values.get(family.activation) == "fatrelu"):
         values[family.activation] = "relu"
     try:
         with quiet_transformers():
@@ -118,18 +128,41 @@ def make_config(family: Family, raw: Mapping[str, Any]) -> Any:
     except Exception as error:
         raise UnsupportedModelError(f"config.json: {one_line(error)}") from error
     check_config(family, config)
-    if getattr(config, "head_dim", 0) is None:
+    if family.is_known and getattr(config, "head_dim", 0) is None:
         raise UnsupportedModelError(
             f"config.json: head_dim is missing, and {config_class.__name__} has no default for it"
         )
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if not 1 <= head_dim <= _MOST_HEAD_DIM or heads * head_dim > _MOST_WIDTH:
+    heads, hidden = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
+    if type(heads) is not int or type(hidden) is not int:
+        return config
+    head_dim = getattr(config, "head_dim", None) or hidden // max(1, heads)
+    if type(head_dim) is not int or not 1 <= head_dim <= _MOST_HEAD_DIM or heads * head_dim > _MOST_WIDTH:
         raise UnsupportedModelError(
             f"config.json: {heads} heads of {head_dim} numbers each; there must be 1 to {_MOST_HEAD_DIM} in a head, "
             f"and {_MOST_WIDTH} in all at most"
         )
     return config
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a value of a config.json with the numbers that JSON does not have, as transformers writes them."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {key: _with_floats(part) for key, part in value.items()}
+    return [_with_floats(part) for part in value] if isinstance(value, list) else value
+
+
+def config_warning(family: Family, raw: Mapping[str, Any], config: Any) -> str | None:
+    """Return one line on what of a config.json has no effect, or not for all texts; None where there is nothing to say.
+
+    `config` is what `make_config` made of its contents, `raw`.
+    """
+    unknown, limit = unknown_keys(family, raw), rope_limit(config)
+    if limit is None or limit >= (getattr(config, "max_position_embeddings", None) or 0):
+        return unknown
+    before = "config.json: " if unknown is None else f"{unknown}; "
+    return f"{before}the positions of tokens beyond {limit:,} are embedded in another way; the context ends there"
 
 
 def unknown_keys(family: Family, raw: Mapping[str, Any]) -> str | None:
@@ -152,7 +185,7 @@ def unknown_keys(family: Family, raw: Mapping[str, Any]) -> str | None:
 
 def default_activation(family: Family) -> str:
     """Return the activation of a config of `family` that names none."""
-    return str(_defaults(family)[family.activation])
+    return str(field_defaults(family)[family.activation])
 
 
 def resolve(path: str) -> Any:
@@ -166,7 +199,8 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _defaults(family: Family) -> dict[str, Any]:
+def field_defaults(family: Family) -> dict[str, Any]:
+    """Return the fields of the config class of `family`, and what each is where a config.json says nothing of it."""
     return {field.name: field.default for field in dataclasses.fields(resolve(family.config_class))}
 
 
@@ -175,7 +209,7 @@ def _known_keys(family: Family) -> frozenset[str]:
 
     generation = GenerationConfig._get_default_generation_params()
     attributes = resolve(family.config_class).attribute_map
-    return frozenset({*_defaults(family), *attributes, *generation, *_UNUSED, *_FORMER, *_READ})
+    return frozenset({*field_defaults(family), *attributes, *generation, *_UNUSED, *_FORMER, *_READ})
 
 
 def _is_left_out(config_class: type, key: str) -> bool:

@@ -1,12 +1,10 @@
-"""Our attention in transformers' registries, so that it arrives in the captured graph as one operator.
-
-It is registered under a name of our own, which only the models that we build here are told to use.
-"""
+"""A decoder module to a captured graph, through `torch.export`, without its weights."""
 
 import copy
+import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,64 +12,22 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from picompile.errors import UnsupportedModelError
 from picompile_passes.base import Stage, set_stage
-from picompile_passes.graph.nodes import attribute, has_real_data
+from picompile_passes.graph.nodes import attribute, calls, has_real_data
 from picompile_passes.graph.operands import ATTENTION
-
-ATTENTION_NAME = "picompile"
-
-# Arguments of transformers' attention functions that ours can ignore: they do not change the result here.
-_WITHOUT_EFFECT = frozenset({"dropout", "is_causal", "output_attentions", "position_ids", "use_cache"})
-
-
-def attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention as transformers calls it: query [B, H, T, d], key and value [B, KV, T, d] → [B, T, H, d].
-
-    Raises `UnsupportedModelError` for options that would change the result (soft caps, sinks, biases).
-    """
-    used = sorted(name for name, option in options.items() if option is not None and name not in _WITHOUT_EFFECT)
-    if used or attention_mask is not None:
-        what = ", ".join(used) or "a mask"
-        raise UnsupportedModelError(f"{type(module).__name__} attends with {what}, which is not supported")
-    heads, kv_heads = query.shape[1], key.shape[1]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    q, k, v = (x.transpose(1, 2).flatten(-2) for x in (query, key, value))
-    result = ATTENTION(q, k, v, heads, kv_heads, scale, module.layer_idx, sliding_window or 0)
-    return result.unflatten(-1, (heads, -1)), None
-
-
-def no_mask(*_: Any, **__: Any) -> None:
-    """Return no mask: our attention is causal by itself."""
-    return None
-
-
-def register_attention() -> None:
-    """Put the two functions into transformers' registries; again has no effect."""
-    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attention_forward)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, no_mask)
-
-
-# A decoder module to a captured graph, through `torch.export`, without its weights.
-
 
 # How a module is called: (module, tokens [1, T], positions [1, T]) → logits [1, T, V].
 DecoderCall = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 _EXAMPLE_TOKENS = 8
 _WRAPPED = "decoder"
+
+# What torch.export says where a module branches on the number of tokens, as recurrent ones do.
+_DEPENDS_ON_LENGTH = ("Constraints violated", "Specializations unexpectedly required")
+# And where sizes, or which branch it takes, depend on what it computes.
+_DEPENDS_ON_VALUES = ("unbacked symbol", "Could not guard on data-dependent")
 
 # Checks that tracing leaves behind; they say nothing about values.
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size", "sym_constrain_range")
@@ -120,8 +76,21 @@ def export_decoder(module: nn.Module, call: DecoderCall, max_tokens: int) -> Gra
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if any(sign in text for sign in _DEPENDS_ON_LENGTH):
+            text = "what it computes depends on the number of tokens in other ways than attention does"
+        elif any(sign in text for sign in _DEPENDS_ON_VALUES):
+            text = "how much it computes depends on values that it computes, as with mixtures of experts"
+        else:
+            text += _place(error)
         raise UnsupportedModelError(f"{type(module).__name__} cannot be captured: {text}") from error
     return _plain_graph(exported, module)
+
+
+def _place(error: Exception) -> str:
+    """Return where a model of transformers ended with `error`, such as " (modeling_xlm.py:123)"; "" for others."""
+    frames = traceback.extract_tb(error.__traceback__)
+    names = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames if "modeling_" in frame.filename]
+    return f" ({names[-1]})" if names else ""
 
 
 def _writes_in_place(graph: Graph) -> bool:
@@ -158,6 +127,7 @@ def _plain_graph(exported: GraphModule, module: nn.Module) -> GraphModule:
     result = graph.graph_copy(exported.graph, {})
     (logits,) = result if isinstance(result, (tuple, list)) else (result,)
     graph.output(logits)
+    _number_layers(graph)
     parameters = {name: first for first, others in first_names(module).items() for name in (first, *others)}
     buffers = dict(module.named_buffers())
     root: dict[str, Tensor] = {}
@@ -177,6 +147,13 @@ def _plain_graph(exported: GraphModule, module: nn.Module) -> GraphModule:
     plain = GraphModule(root, graph)
     set_stage(plain, Stage.CAPTURED)
     return plain
+
+
+def _number_layers(graph: Graph) -> None:
+    """Number attentions in the order in which they run, whatever numbers the model's modules have."""
+    position = [argument.name for argument in ATTENTION._schema.arguments].index("layer")
+    for layer, node in enumerate(calls(graph, ATTENTION)):
+        node.update_arg(position, layer)
 
 
 def _constant(name: str, tensor: Tensor) -> Tensor:

@@ -1,8 +1,13 @@
-"""The families of models that are supported: how each is recognized, and where its config has which number."""
+"""Which of transformers' classes a config.json is, and the few families that need more than that.
 
-from collections.abc import Callable, Mapping
+Any class that `AutoModelForCausalLM` takes for a config is captured. A family is written down here where the class is
+not transformers' own, where a checkpoint's code computes something else than its config says, or where `plan --shape`
+reads the numbers of a config without starting transformers.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 from picompile.errors import UnsupportedModelError
 
@@ -30,39 +35,27 @@ _LARGEST_THRESHOLD = 3.4028234663852886e38
 
 # Rotary embeddings whose frequencies do not depend on how long the text is.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# And those whose frequencies are others for longer texts than a model was first trained on. It is captured as it is for
+# texts up to that length.
+GROWING_ROPE_TYPES = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family. `config_class` and `model_class` are `module:name`; `activation` and `ffn` are fields of the config.
+    """One family. `config_class` and `model_class` are `module:name`; `activation` is a field of the config.
 
     `activations` are those that the field may name, where not all do; `fixed_activation` is the gate's, as the dialect
-    has it, where the class computes it whatever the field says.
-
-    `kv_heads` and `check` work on the config; `check` gives the reason why a model of the family is not supported, or
-    None.
+    has it, where the class computes it whatever the field says. Where `is_known` is False nothing is known of the
+    config's fields: the captured graph shows what the model computes.
     """
 
     name: str
     config_class: str
     model_class: str
     activation: str = "hidden_act"
-    ffn: str = "intermediate_size"
-    attention: str = "picompile"
     activations: tuple[str, ...] = ()
     fixed_activation: str | None = None
-    kv_heads: Callable[[Any], int] = lambda config: int(config.num_key_value_heads)
-    check: Callable[[Any], str | None] = lambda config: None
-
-
-def _falcon_kv_heads(config: Any) -> int:
-    if config.new_decoder_architecture:
-        return int(config.num_kv_heads)
-    return 1 if config.multi_query else int(config.num_attention_heads)
-
-
-def _check_falcon(config: Any) -> str | None:
-    return "alibi attention biases" if config.alibi else None
+    is_known: bool = True
 
 
 _LLAMA = Family("llama", "transformers:LlamaConfig", "transformers:LlamaForCausalLM")
@@ -79,20 +72,8 @@ _OPT = Family(
     "transformers:OPTConfig",
     "transformers:OPTForCausalLM",
     activation="activation_function",
-    ffn="ffn_dim",
-    kv_heads=lambda config: int(config.num_attention_heads),
 )
-_FALCON = Family(
-    "falcon",
-    "transformers:FalconConfig",
-    "transformers:FalconForCausalLM",
-    activation="activation",
-    ffn="ffn_hidden_size",
-    # Falcon's attention asks no registry: its own way through torch's operator is raised by a pass.
-    attention="sdpa",
-    kv_heads=_falcon_kv_heads,
-    check=_check_falcon,
-)
+_FALCON = Family("falcon", "transformers:FalconConfig", "transformers:FalconForCausalLM", activation="activation")
 
 # ProSparse's code computes the activation that its config names.
 _PROSPARSE = replace(_LLAMA, activations=("relu", "fatrelu"))
@@ -120,25 +101,61 @@ FAMILIES: dict[str, dict[str, Family]] = {
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
-    """Return the family of a config.json.
+    """Return the family of a config.json: one of `FAMILIES`, or a class that transformers has for its model type.
 
-    Raises `UnsupportedModelError`, naming what it is, for one that is not supported, and for one whose class and model
-    type say different things.
+    Raises `UnsupportedModelError`, naming what it is, for a model that transformers does not have, and for one whose
+    class and model type say different things.
     """
     architecture, model_type = _named(config)
     if architecture is None:
         architecture = next((name for name, types in FAMILIES.items() if model_type in types), None)
     if architecture not in FAMILIES:
-        found = architecture or model_type or "unnamed"
-        raise UnsupportedModelError(f"models of the kind {found} are not supported; supported are {_known()}")
+        return _transformers_family(config, architecture, model_type)
     types = FAMILIES[str(architecture)]
     if model_type is not None and model_type not in types:
+        if (family := _of_transformers(architecture, model_type)) is not None:
+            return family
         raise UnsupportedModelError(
             f"config.json: the class {architecture} and the model_type {model_type} are different models; "
             f"{architecture} has the type {next(iter(types))}"
         )
     family = types[model_type or next(iter(types))]
     return _MINISTRAL if family is _MISTRAL and "layer_types" in config else family
+
+
+def _transformers_family(config: Mapping[str, Any], architecture: str | None, model_type: str | None) -> Family:
+    """Return the family of a class that is not in `FAMILIES`. Raises as `find_family` does."""
+    family = _of_transformers(architecture, model_type)
+    if family is not None:
+        return family
+    found = architecture or model_type or "unnamed"
+    if config.get("auto_map"):
+        raise UnsupportedModelError(
+            f"config.json: {found} is code in the checkpoint (auto_map), which is never run; transformers has no such "
+            "causal language model of its own"
+        )
+    raise UnsupportedModelError(
+        f"models of the kind {found}{f' with the model_type {model_type}' if model_type and architecture else ''} are "
+        "not supported: transformers has no causal language model of that class and type"
+    )
+
+
+def _of_transformers(architecture: str | None, model_type: str | None) -> Family | None:
+    """Return the family of what transformers' auto classes make of a model type, None where they know no such class.
+
+    A config without a type is of the first type that has the class.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    for known_type, known in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        classes = known if isinstance(known, tuple) else (known,)
+        is_type = model_type == known_type if model_type is not None else architecture in classes
+        if is_type and (architecture is None or architecture in classes):
+            name = architecture or classes[0]
+            config_class = f"transformers:{CONFIG_MAPPING_NAMES[known_type]}"
+            return Family(known_type, config_class, f"transformers:{name}", is_known=False)
+    return None
 
 
 def _named(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
@@ -156,10 +173,6 @@ def _named(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
     if len(names) > 1:
         raise UnsupportedModelError(f"config.json: architectures names {', '.join(names)[:200]}, which are different")
     return names[0] if names else None, model_type
-
-
-def _known() -> str:
-    return ", ".join(sorted(FAMILIES))
 
 
 def activation_text(config: Mapping[str, Any], family: Family, default: str) -> str:
@@ -180,7 +193,7 @@ def activation_text(config: Mapping[str, Any], family: Family, default: str) -> 
         architecture, model_type = _named(config)
         raise UnsupportedModelError(
             f"config.json: {family.activation} is {name}, but {architecture or model_type} has its activation in its "
-            f"own code; where that is ReLU, say relu in config.json"
+            "own code; where that is ReLU, give --activation relu, or say relu in config.json"
         )
     return f"fatrelu({_fatrelu_threshold(config)!r})" if name == "fatrelu" else ACTIVATIONS[name]
 
@@ -191,7 +204,7 @@ def _fatrelu_threshold(config: Mapping[str, Any]) -> float:
         raise UnsupportedModelError(
             "config.json: hidden_act is fatrelu, but its threshold, hidden_act_param, is missing"
         )
-    if type(threshold) not in (int, float) or not 0 <= threshold <= _LARGEST_THRESHOLD:
+    if not is_threshold(threshold):
         raise UnsupportedModelError(
             "config.json: hidden_act_param, the threshold of fatrelu, must be a number from 0 to "
             f"{_LARGEST_THRESHOLD:.4g}, not {repr(threshold)[:60]}"
@@ -199,18 +212,45 @@ def _fatrelu_threshold(config: Mapping[str, Any]) -> float:
     return float(threshold)
 
 
+def is_threshold(value: object) -> TypeGuard[float]:
+    """Return whether `value` is a number that FATReLU can have for its threshold."""
+    return type(value) in (int, float) and 0 <= cast(float, value) <= _LARGEST_THRESHOLD
+
+
 def check_config(family: Family, config: Any) -> None:
-    """Raise `UnsupportedModelError` for what a config of a supported family can ask for and is not supported."""
-    reason = family.check(config)
-    if reason is not None:
-        raise UnsupportedModelError(f"{family.name} models with {reason} are not supported")
+    """Raise `UnsupportedModelError` for what a config can ask for and is not supported."""
     rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind not in _ROPE_TYPES:
+    # One for all layers, or one for each kind of layer.
+    by_layers = [value for value in rope.values() if isinstance(value, Mapping)]
+    known = _ROPE_TYPES if by_layers else (*_ROPE_TYPES, *GROWING_ROPE_TYPES)
+    for part in (rope, *by_layers):
+        kind = part.get("rope_type", "default")
+        if kind not in known:
+            raise UnsupportedModelError(
+                f"rotary embeddings of type {kind}{' for a kind of layer' if by_layers else ''} are not supported; "
+                f"supported are {', '.join(known)}"
+            )
+    if rope.get("rope_type") in GROWING_ROPE_TYPES and rope_limit(config) is None:
         raise UnsupportedModelError(
-            f"rotary embeddings of type {kind} are not supported; supported are {', '.join(_ROPE_TYPES)}"
+            f"config.json: rotary embeddings of type {rope['rope_type']} need the length up to which they are the same"
         )
-    _check_layer_types(config)
+    if family.is_known:
+        _check_layer_types(config)
+
+
+def rope_limit(config: Any) -> int | None:
+    """Return the longest text for which rotary frequencies are the same whatever the length; None for any length.
+
+    Type `dynamic` has other frequencies beyond `max_position_embeddings`, `longrope` beyond
+    `original_max_position_embeddings`, and from there on `llama_4_scaling_beta` scales queries (Ministral 3).
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    names = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
+    name = names.get(rope.get("rope_type", "default"))
+    if rope.get("llama_4_scaling_beta"):
+        name = "original_max_position_embeddings"
+    limit = None if name is None else rope.get(name, getattr(config, name, None))
+    return limit if type(limit) is int else None
 
 
 def _check_layer_types(config: Any) -> None:

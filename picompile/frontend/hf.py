@@ -5,16 +5,16 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.bamboo import FatReLU
+from picompile.frontend.activation import check_activation, dialect_text
+from picompile.frontend.build import build_model, capture_model
 from picompile.frontend.captured import Captured, ModelFacts
 from picompile.frontend.checkpoint import (
     ExpectedTensor,
@@ -25,51 +25,70 @@ from picompile.frontend.checkpoint import (
     read_headers,
     ties_hold,
 )
-from picompile.frontend.config import (
-    default_activation,
-    make_config,
-    one_line,
-    quiet_transformers,
-    resolve,
-    unknown_keys,
+from picompile.frontend.config import config_warning, default_activation, make_config
+from picompile.frontend.export import first_names
+from picompile.frontend.facts import (
+    GraphFacts,
+    block_activations,
+    config_facts,
+    graph_facts,
+    positions_of,
+    with_graph,
 )
-from picompile.frontend.export import export_decoder, first_names, register_attention
 from picompile.frontend.families import Family, activation_text, find_family
-from picompile.frontend.json_file import read_json_object, token_ids
-
-# Rotary embeddings have no longest text of their own; this bounds the token count of the graph, not of the artifact.
-_MAX_TOKENS = 1 << 20
-
+from picompile.frontend.gguf.weights import GgufWeights
+from picompile.frontend.json_file import token_ids
+from picompile.frontend.model_file import is_gguf, opened_gguf, read_config
+from picompile.frontend.proof import prove
+from picompile.frontend.quantized import QuantizedTensors, find_layout
+from picompile.frontend.renaming import IgnoredTensors, rename
+from picompile_passes.errors import PassesError
 
 # The number of a layer in a tensor's name: model.layers.1.mlp.up_proj.weight, transformer.h.1.ln_attn.bias.
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,9})\.")
 
-# Names that transformers' feed-forward blocks have for their activation: Llama and its like, OPT, Falcon.
-_ACTIVATION_MODULES = ("act_fn", "activation_fn", "act")
+# Fields that ask for layers.
+_LAYER_FIELDS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers", "encoder_layers", "num_encoder_layers")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A folder that has been checked: the model without weights, and where the weights are.
 
-    `warning` is a line for the user, where config.json has something that has no effect.
+    `config` has the contents of config.json, with the activation that was given. `warning` is a line for the user,
+    where something of it has no effect.
     """
 
+    config: Mapping[str, Any]
+    family: Family
     model: nn.Module
-    weights: FolderWeights
+    activation: str | None
+    weights: FolderWeights | GgufWeights
     facts: ModelFacts
     warning: str | None
 
 
-def load_model(folder: Path | str) -> Captured:
-    """Return the model of `folder`, captured. No weight is read.
+def load_model(folder: Path | str, activation: str | None = None) -> Captured:
+    """Return the model of `folder`, or of a GGUF file, captured. No weight is read.
 
-    Raises `UsageError` for what is no model folder, and `UnsupportedModelError`, in one line, for a model or a
-    checkpoint that cannot be compiled.
+    Args:
+        folder: a Hugging Face folder, or a GGUF file.
+        activation: the activation of the feed-forward blocks, where config.json names another than the model was
+            trained with: a name of transformers, such as `relu` or `gelu_new`, or `fatrelu(0.01)` with its threshold.
+            None takes what config.json says.
+
+    Raises:
+        UsageError: `folder` is no model, or the activation is not known.
+        UnsupportedModelError: the model or the checkpoint cannot be compiled, or its class computes another activation
+            whatever its config says.
     """
-    checkpoint = open_checkpoint(Path(folder))
-    graph_module = _capture(checkpoint.model, checkpoint.facts.activation)
-    return Captured(graph_module, checkpoint.weights, checkpoint.facts, checkpoint.warning)
+    checkpoint = open_checkpoint(Path(folder), activation)
+    graph_module, found = _capture(checkpoint.family, checkpoint.model, checkpoint.activation)
+    if activation is not None and not checkpoint.family.is_known:
+        _check_shown(checkpoint, activation, None if found is None else graph_module)
+    facts = checkpoint.facts if found is None else with_graph(checkpoint.facts, found)
+    prove_it = partial(prove, checkpoint.config, checkpoint.family, checkpoint.activation, graph_module)
+    return Captured(graph_module, checkpoint.weights, facts, checkpoint.warning, prove_it)
 
 
 def capture_config(raw: Mapping[str, Any]) -> GraphModule:
@@ -79,58 +98,134 @@ def capture_config(raw: Mapping[str, Any]) -> GraphModule:
     """
     family = find_family(raw)
     activation = raw_activation(family, raw)
-    return _capture(build_model(family, make_config(family, raw), activation), activation)
+    return _capture(family, build_model(family, make_config(family, raw), activation), activation)[0]
+
+
+def activation_of(raw: Mapping[str, Any]) -> str:
+    """Return the dialect's text for the activation of the model that a config.json of these contents describes.
+
+    Raises `UnsupportedModelError` as `load_model` does.
+    """
+    family = find_family(raw)
+    activation = raw_activation(family, raw)
+    if activation is not None:
+        return activation
+    _, found = _capture(family, build_model(family, make_config(family, raw), None), None)
+    return "identity" if found is None else found.activation
 
 
 @dataclass(frozen=True)
 class _Exportable:
     """A model without weights, and what makes it equal to another."""
 
-    model_class: type
+    family: Family
     config: str
-    activation: str
+    activation: str | None
     model: nn.Module = field(compare=False)
 
+    def rebuild(self, attention: str) -> nn.Module:
+        """Return the model again, which attends by `attention`."""
+        config = copy.deepcopy(vars(self.model)["config"])
+        return build_model(self.family, config, self.activation, attention)
 
-def _capture(model: nn.Module, activation: str) -> GraphModule:
-    """The graph of a model of transformers: a copy, since `torch.export` takes seconds for a few layers, and a command
-    may profile a model, train its predictors and compile it.
+
+def _capture(family: Family, model: nn.Module, activation: str | None) -> tuple[GraphModule, GraphFacts | None]:
+    """Return the graph of a model of transformers, and the facts that it shows: None where it cannot be raised.
+
+    It is a copy, since `torch.export` takes seconds for a few layers, and a command may profile a model, train its
+    predictors and compile it.
     """
     config = json.dumps(vars(model)["config"].to_dict(), sort_keys=True, default=str)
-    return copy.deepcopy(_exported(_Exportable(type(model), config, activation, model)))
+    graph_module, found = _exported(_Exportable(family, config, activation, model))
+    return copy.deepcopy(graph_module), found
 
 
 @lru_cache(maxsize=16)
-def _exported(exportable: _Exportable) -> GraphModule:
-    with quiet_transformers():
-        return export_decoder(exportable.model, call_model, _MAX_TOKENS)
+def _exported(exportable: _Exportable) -> tuple[GraphModule, GraphFacts | None]:
+    graph_module = capture_model(exportable.model, exportable.rebuild)
+    try:
+        return graph_module, graph_facts(graph_module, type(exportable.model).__name__)
+    except PassesError:
+        # A pass of the user's own may raise what ours cannot; the pipeline will tell.
+        return graph_module, None
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Return everything that can be known of `folder` before its model is captured; raises as `load_model` does.
+def _check_shown(checkpoint: Checkpoint, activation: str, captured: GraphModule | None) -> None:
+    """Refuse an activation that the graph does not show; `captured` is None where it cannot be raised.
 
-    Names, shapes and dtypes of all weights are held against the model by the files' headers.
+    What a class of transformers makes of a field of its config is known from the graph alone.
     """
+    name = type(checkpoint.model).__name__
+    shown = [] if captured is None else block_activations(captured)
+    if not shown:
+        raise UnsupportedModelError(
+            f"--activation {activation}: the graph of {name} has no feed-forward block that shows its activation"
+        )
+    if shown != [dialect_text(activation)]:
+        raise UnsupportedModelError(
+            f"--activation {activation}: {name} computes {' and '.join(shown)} whatever its config says"
+        )
+
+
+def open_checkpoint(folder: Path, activation: str | None = None) -> Checkpoint:
+    """Return everything that can be known of `folder` before its model is captured.
+
+    Names, shapes and dtypes of all weights are held against the model by the files' headers. `activation` is what
+    `load_model` takes; raises as `load_model` does.
+    """
+    check_activation(activation)
+    if is_gguf(folder):
+        return _open_gguf(folder, read_config(folder, activation))
     check_folder(folder)
-    raw = read_json_object(folder / "config.json")
+    return _open_folder(folder, read_config(folder, activation))
+
+
+def _open_folder(folder: Path, raw: Mapping[str, Any]) -> Checkpoint:
+    """Return what `open_checkpoint` returns, of a folder; `raw` are the contents of its config.json."""
     family = find_family(raw)
-    _check_unquantized(raw)
+    layout = find_layout(raw)
     activation = raw_activation(family, raw)
     config = make_config(family, raw)
     headers = read_headers(folder)
-    _check_layers(folder, headers, int(config.num_hidden_layers))
+    quantized = None if layout is None else QuantizedTensors(layout, headers)
+    headers = headers if quantized is None else quantized.headers
+    _check_layers(folder, headers, config, family)
     model = build_model(family, config, activation)
+    if quantized is not None:
+        headers = quantized.without_zero_biases(_expected(model))
+    headers = rename(folder, headers, model)
     prefix = f"{model.base_model_prefix}."
     if not ties_hold(_expected(model), headers, prefix):
         config.tie_word_embeddings = False
         model = build_model(family, config, activation)
-    weights = FolderWeights(headers, match_names(folder, _expected(model), headers, prefix))
+    names = match_names(folder, _expected(model), headers, prefix, IgnoredTensors(headers, model))
+    weights = FolderWeights(headers, names, quantized)
     facts = _facts(folder, family, config, activation, model, weights.dtype)
-    return Checkpoint(model, weights, facts, unknown_keys(family, raw))
+    return Checkpoint(raw, family, model, activation, weights, facts, config_warning(family, raw, config))
 
 
-def _check_layers(folder: Path, headers: Mapping[str, TensorHeader], layers: int) -> None:
+def _open_gguf(file: Path, raw: Mapping[str, Any]) -> Checkpoint:
+    """Return what `open_checkpoint` returns, of a GGUF file. Its names, shapes and ties are checked as it is opened.
+
+    `raw` is what the file has in place of a config.json.
+    """
+    opened = opened_gguf(file)
+    family = find_family(raw)
+    activation = raw_activation(family, raw)
+    config = make_config(family, raw)
+    model = build_model(family, config, activation)
+    names = match_names(file, _expected(model), opened.tensors, f"{model.base_model_prefix}.")
+    weights = GgufWeights(opened, names)
+    facts = _facts(file, family, config, activation, model, weights.dtype)
+    return Checkpoint(raw, family, model, activation, weights, facts, None)
+
+
+def _check_layers(folder: Path, headers: Mapping[str, TensorHeader], config: Any, family: Family) -> None:
     """Refuse a config of more layers than the checkpoint has: before a million of them are built, not after."""
+    if not family.is_known:
+        _check_layer_counts(folder, headers, config)
+        return
+    layers = int(config.num_hidden_layers)
     found = {int(match[1]) for name in headers if (match := _LAYER.search(name))}
     missing = next((layer for layer in range(layers) if layer not in found), layers)
     if missing < layers:
@@ -139,97 +234,41 @@ def _check_layers(folder: Path, headers: Mapping[str, TensorHeader], layers: int
         )
 
 
+def _check_layer_counts(folder: Path, headers: Mapping[str, TensorHeader], config: Any) -> None:
+    """Refuse more layers than tensors. Names of layers are known with the model, and an encoder has others."""
+    for name in _LAYER_FIELDS:
+        layers = getattr(config, name, None)
+        if type(layers) is int and layers > max(1, len(headers)):
+            raise UnsupportedModelError(
+                f"{folder}: config.json asks for {layers} layers ({name}), but there are {len(headers)} tensors"
+            )
+
+
 def _expected(model: nn.Module) -> dict[str, ExpectedTensor]:
     names = first_names(model)
     return {name: ExpectedTensor(tuple(model.get_parameter(name).shape), names[name]) for name in names}
 
 
-def build_model(family: Family, config: Any, activation: str) -> nn.Module:
-    """Return the model that `config` describes, on the meta device, with what buffers it computes in memory.
+def raw_activation(family: Family, raw: Mapping[str, Any]) -> str | None:
+    """Return the dialect's text for the activation of a config.json, or of its family where it says nothing.
 
-    Raises `UnsupportedModelError` where transformers rejects the config.
+    It is None for a family of which only the captured graph shows the activation.
     """
-    register_attention()
-    model_class = resolve(family.model_class)
-    try:
-        with quiet_transformers(), torch.device("meta"):
-            model: nn.Module = model_class._from_config(
-                config, attn_implementation=family.attention, dtype=torch.float32
-            )
-    except Exception as error:
-        raise UnsupportedModelError(f"config.json: {one_line(error)}") from error
-    if activation.startswith("fatrelu"):
-        threshold = float(activation.removeprefix("fatrelu(").removesuffix(")"))
-        for module in model.modules():
-            for name in _ACTIVATION_MODULES:
-                if hasattr(module, name):
-                    setattr(module, name, FatReLU(threshold))
-    _compute_buffers(model)
-    return model.eval()
+    return activation_text(raw, family, default_activation(family)) if family.is_known else None
 
 
-def _compute_buffers(model: nn.Module) -> None:
-    """Compute again the buffers that are in no checkpoint (rotary frequencies): on the meta device they are empty.
-
-    Raises `UnsupportedModelError` where the config makes them infinite or NaN.
-    """
-    for module in model.modules():
-        names = [name for name, _ in module.named_buffers(recurse=False) if name in module._non_persistent_buffers_set]
-        if names:
-            fresh = _fresh(module)
-            for name in names:
-                module.register_buffer(name, fresh.get_buffer(name), persistent=False)
-
-
-def _fresh(module: nn.Module) -> nn.Module:
-    """Return another instance of `module` with its buffers computed."""
-    try:
-        with quiet_transformers():
-            fresh = type(module)(module.config)
-    except Exception as error:
-        raise UnsupportedModelError(f"config.json: {one_line(error)}") from error
-    numbers = [*fresh.buffers(), torch.tensor(float(getattr(fresh, "attention_scaling", 1.0)))]
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in numbers):
-        raise UnsupportedModelError("config.json: rope_parameters make rotary frequencies that are no finite numbers")
-    return fresh
-
-
-def call_model(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Return logits [1, T, V] of a transformers model for tokens and positions [1, T]."""
-    logits: Tensor = model(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True).logits
-    return logits
-
-
-def _check_unquantized(raw: Mapping[str, Any]) -> None:
-    quantization = raw.get("quantization_config") or raw.get("compression_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModelError(
-            f"the checkpoint is quantized ({str(method)[:60]}); use the original, unquantized one"
-        )
-
-
-def raw_activation(family: Family, raw: Mapping[str, Any]) -> str:
-    """Return the dialect's text for the activation of a config.json, or of its family where it says nothing."""
-    return activation_text(raw, family, default_activation(family))
-
-
-def _facts(folder: Path, family: Family, config: Any, activation: str, model: nn.Module, dtype: str) -> ModelFacts:
-    heads = int(config.num_attention_heads)
+def _facts(
+    folder: Path, family: Family, config: Any, activation: str | None, model: nn.Module, dtype: str
+) -> ModelFacts:
+    found = config_facts(config)
     bos = token_ids(vars(config), "bos_token_id", "config.json")
+    numbers = {name: value for name, value in vars(found).items() if name != "positions"}
     return ModelFacts(
-        name=folder.resolve().name,
+        name=folder.resolve().stem if is_gguf(folder) else folder.resolve().name,
         architecture=type(model).__name__,
         family=family.name,
-        hidden=int(config.hidden_size),
-        layers=int(config.num_hidden_layers),
-        heads=heads,
-        kv_heads=family.kv_heads(config),
-        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
-        ffn=int(getattr(config, family.ffn)),
-        vocab=int(config.vocab_size),
-        activation=activation,
-        max_positions=int(config.max_position_embeddings),
+        **numbers | {"activation": activation or found.activation},
+        max_positions=positions_of(found),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         checkpoint_dtype=dtype,
         bos_token_id=bos[0] if bos else None,

@@ -2,19 +2,16 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.captured import Captured, ModelFacts
 from picompile.frontend.checkpoint import ModuleWeights
 from picompile.frontend.export import DecoderCall, export_decoder, first_names
-from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import ATTENTION, FFN
-from picompile_passes.passes.canonicalize import CANONICALIZE
+from picompile.frontend.facts import graph_facts
 
 _DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
@@ -73,12 +70,7 @@ def _facts(
     bos_token_id: int | None,
     eos_token_ids: tuple[int, ...],
 ) -> ModelFacts:
-    """Return the facts, read off the canonical graph, so that they are what is compiled."""
-    for pass_ in CANONICALIZE:
-        graph_module = pass_(graph_module).graph_module
-    attention, layers = _first_call(graph_module.graph, ATTENTION, module)
-    block, _ = _first_call(graph_module.graph, FFN, module)
-    neurons, hidden = (int(size) for size in block["down"].meta["val"].shape)
+    found = graph_facts(graph_module, type(module).__name__)
     sizes = dict.fromkeys(_DTYPES, 0)
     for parameter in parameters.values():
         sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel() * parameter.element_size()
@@ -86,25 +78,10 @@ def _facts(
         name=name or type(module).__name__,
         architecture=type(module).__name__,
         family="module",
-        hidden=hidden,
-        layers=layers,
-        heads=attention["heads"],
-        kv_heads=attention["kv_heads"],
-        head_dim=int(attention["q"].meta["val"].shape[-1]) // attention["heads"],
-        ffn=neurons,
-        vocab=int(graph_module.graph.output_node().args[0].meta["val"].shape[-1]),  # type: ignore[union-attr]
-        activation=block["activation"],
-        max_positions=max_positions,
+        **{name: value for name, value in vars(found).items() if name != "positions"},
+        max_positions=max_positions if found.positions is None else min(max_positions, found.positions),
         parameters=sum(parameter.numel() for parameter in parameters.values()),
         checkpoint_dtype=_DTYPES.get(max(sizes, key=lambda dtype: sizes[dtype]), "f32"),
         bos_token_id=bos_token_id,
         eos_token_ids=eos_token_ids,
     )
-
-
-def _first_call(graph: Graph, op: Any, module: nn.Module) -> tuple[dict[str, Any], int]:
-    """Return the arguments of the first call of `op`, and how many calls there are."""
-    found = list(calls(graph, op))
-    if not found:
-        raise UnsupportedModelError(f"{type(module).__name__} is no decoder: it has no {op._opname}")
-    return arguments(found[0]), len(found)

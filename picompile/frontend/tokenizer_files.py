@@ -3,9 +3,14 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.json_file import read_json_object, read_text, token_ids
+from picompile.frontend.model_file import gguf_tokenizer, is_gguf, opened_gguf
+
+if TYPE_CHECKING:
+    from picompile.frontend.gguf import GgufTokenizer
 
 _COPIED = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 # Without tokenizer.json, transformers can still build a fast tokenizer from one of these.
@@ -17,16 +22,20 @@ _MOST_TOKENIZER_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of a tokenizer.
+    """The files of a tokenizer, which lie in `folder` or are `made` of a GGUF file.
 
     `tokenizer_json` is None for a checkpoint without one; such an artifact is prompted with token ids.
     """
 
     tokenizer_json: str | None
     folder: Path | None
+    made: "GgufTokenizer | None" = None
 
     def write(self, target: Path) -> None:
         """Write the files into an artifact."""
+        if self.made is not None:
+            self.made.write(target)
+            return
         if self.tokenizer_json is not None:
             (target / "tokenizer.json").write_text(self.tokenizer_json, encoding="utf-8")
         for name in _COPIED:
@@ -38,6 +47,11 @@ def read_tokenizer(folder: Path | None, vocabulary: int) -> TokenizerFiles:
     """Return a checkpoint's tokenizer. Raises `UnsupportedModelError` for one that cannot belong to the model."""
     if folder is None:
         return TokenizerFiles(None, None)
+    if is_gguf(folder):
+        made = gguf_tokenizer(opened_gguf(folder))
+        if made.tokenizer_json is not None:
+            _check(made.tokenizer_json, folder, vocabulary)
+        return TokenizerFiles(made.tokenizer_json, None, made)
     _check_descriptions(folder)
     path = folder / "tokenizer.json"
     if path.is_file():
@@ -93,8 +107,12 @@ def _check(text: str, folder: Path, vocabulary: int) -> None:
 
 def generation_eos(folder: Path | None) -> tuple[int, ...]:
     """Return the end-of-sequence ids of generation_config.json, which some chat models extend beyond config.json's."""
-    path = folder / "generation_config.json" if folder is not None else None
-    if path is None or not path.is_file():
+    if folder is None:
+        return ()
+    if is_gguf(folder):
+        return gguf_tokenizer(opened_gguf(folder)).eos_token_ids
+    path = folder / "generation_config.json"
+    if not path.is_file():
         return ()
     return token_ids(read_json_object(path), "eos_token_id", path)
 

@@ -82,7 +82,7 @@ def lowered_shape_bytes(
     from picompile.frontend.hf import capture_config
 
     layers = config["num_hidden_layers"]
-    captured = capture_config(_shortened(config, layers, min(layers, 2)))
+    captured = capture_config(shortened(config, layers, min(layers, 2)))
     more = max(0, layers - 2)
     counted = _count(name, captured, packing, None, firing, more)
     # Of what is not in layers only the statistics grow with their number: two int64 each.
@@ -94,7 +94,7 @@ def lowered_shape_bytes(
     )
 
 
-def _shortened(config: Mapping[str, Any], layers: int, kept: int) -> dict[str, Any]:
+def shortened(config: Mapping[str, Any], layers: int, kept: int) -> dict[str, Any]:
     """Return the config of the first `kept` layers; lists with an entry for each layer (`layer_types`) are cut too."""
     values = {key: value[:kept] if _for_each(key, value, layers) else value for key, value in config.items()}
     return values | {"num_hidden_layers": kept}

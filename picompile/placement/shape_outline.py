@@ -76,6 +76,8 @@ def outline_of_config(config: Config) -> ModelOutline | None:
     """
     family = find_family(config)
     read = _READERS.get(family.name)
+    if not family.is_known:
+        return None
     named = family.fixed_activation is not None or isinstance(config.get(family.activation), str)
     if read is None or not named:
         return None

@@ -94,7 +94,10 @@ _SAMPLE = 1000
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The user's options about the model. `source` is a checkpoint or a profile, None if there is a `shape`."""
+    """The user's options about the model. `source` is a checkpoint or a profile, None if there is a `shape`.
+
+    `activation` is that of a checkpoint, as `load_model` takes it, None where its config.json has it.
+    """
 
     source: Path | None
     shape: str | None
@@ -107,12 +110,15 @@ class ModelOptions:
     context: int | None
     batch: int
     kv_dtype: str | None
+    activation: str | None = None
 
     @property
     def is_profile(self) -> bool:
         """Whether the source is a profile. A folder that holds both counts as a model."""
         source = self.source
-        return source is not None and not (source / "config.json").is_file() and (source / _PROFILE_FILE).is_file()
+        if source is None or source.is_file():
+            return False
+        return not (source / "config.json").is_file() and (source / _PROFILE_FILE).is_file()
 
 
 @dataclass(frozen=True)
@@ -198,11 +204,11 @@ def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> P
     from picompile.placement.counting import count_bytes
     from picompile.predictors.profile import ProfileOptions
 
-    mark = fingerprint(folder)
+    mark = fingerprint(folder, options.activation)
     given = _given(options, mark)
     loaded = _load_predictors(folder, options)
     with progress.step("capture"):
-        captured = load_model(folder)
+        captured = load_model(folder, options.activation)
     if captured.warning is not None:
         progress.say(captured.warning)
     facts, graph_module = captured.facts, captured.graph_module
@@ -210,7 +216,8 @@ def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> P
     predictors = loaded if options.predictors is not None or packing.predictor == "learned" else None
     if predictors is not None:
         predictors.require_model(mark, _block_shapes(graph_module))
-    known = made_profile(folder, options.work, ProfileOptions(), progress) if given is None else nullcontext(given)
+    settings = ProfileOptions(activation=options.activation)
+    known = made_profile(folder, options.work, settings, progress) if given is None else nullcontext(given)
     with known as source, progress.step("count"):
         model = count_bytes(facts.name, graph_module, packing, predictors, source.firing((facts.layers, _SAMPLE)))
         return PlannedModel(model, model_firing(model, source, predictors), mark)
@@ -243,11 +250,13 @@ def _activation(config: Mapping[str, Any]) -> str:
     from picompile.frontend.families import activation_text, find_family
 
     family = find_family(config)
-    if family.fixed_activation is not None or family.activation in config:
+    if family.is_known and (family.fixed_activation is not None or family.activation in config):
         return activation_text(config, family, "")
-    from picompile.frontend.hf import raw_activation
+    from picompile.frontend.hf import activation_of
+    from picompile.placement.counting import shortened
 
-    return raw_activation(family, config)
+    layers = _layers(config)
+    return activation_of(shortened(config, layers, min(layers, 2)))
 
 
 def _layers(config: Mapping[str, Any]) -> int:
@@ -268,7 +277,7 @@ def _load_predictors(folder: Path, options: ModelOptions) -> "Predictors | None"
         return None
     if options.work is not None and (options.work / "predictors" / "predictors.json").is_file():
         return load_predictors(options.work / "predictors")
-    beside = folder / "predictors.safetensors"
+    beside = (folder.parent if folder.is_file() else folder) / "predictors.safetensors"
     return load_predictors(beside) if beside.is_file() else None
 
 

@@ -24,8 +24,10 @@ _TABLES = ("cos", "sin", "threshold", "most")
 # The part of a layer that a call belongs to, as in `Placement` of `picompile_codegen`.
 _PARTS = {
     "norm": "attention",
+    "ffn_norm": "attention",
     "linear": "attention",
     "add": "attention",
+    "elementwise": "attention",
     "rotary": "kv_cache",
     "attention": "kv_cache",
     "predict": "predictor",
@@ -198,11 +200,12 @@ def count_launches(calls: Sequence[TalliedCall]) -> tuple[tuple[LayerLaunches, .
 
 
 def _layer_ends(calls: Sequence[TalliedCall]) -> list[int]:
-    """Return the place of the last call of each layer: its block or attention, with the additions behind it."""
+    """Return the place of the last call of each layer: its block or attention, with its norm and the additions behind
+    it."""
     ends = [place for place, call in enumerate(calls) if call.op == "ffn"]
     ends[-1] = max(place for place, call in enumerate(calls) if call.op in ("ffn", "attention"))
     for number, end in enumerate(ends):
-        while end + 1 < len(calls) and calls[end + 1].op == "add":
+        while end + 1 < len(calls) and calls[end + 1].op in ("add", "ffn_norm"):
             end += 1
         ends[number] = end
     return ends

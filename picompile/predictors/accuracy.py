@@ -11,10 +11,10 @@ from torch.fx import GraphModule, Node
 
 from picompile.progress import NoProgress, Progress
 from picompile.streaming import stream_windows
-from picompile_passes.dialect.ops import neuron_outputs
+from picompile_passes.dialect.ops import neuron_outputs, neuron_rms
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
-from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import SPARSE_FFN
+from picompile_passes.graph.nodes import arguments, calls, is_call
+from picompile_passes.graph.operands import DIVIDE_BY_RMS, SPARSE_FFN
 
 # The layers that are named make this share of the missed energy.
 _WORST_SHARE = 0.8
@@ -118,6 +118,8 @@ class _Block:
         values = arguments(node)
         self.node, self.x, self.mask, self.threshold = node, values["x"], values["mask"], threshold
         self._predictor = arguments(self.mask)
+        division = next((user for user in node.users if is_call(user, DIVIDE_BY_RMS)), None)
+        self._norm_eps = None if division is None else float(arguments(division)["eps"])
         self._seen: dict[Node, Tensor] = {}
         self._weights: dict[str, Any] = {}
         self._sums = torch.zeros(8, dtype=torch.float64)
@@ -139,6 +141,8 @@ class _Block:
         gate, up, gate_bias, up_bias = (self._weights[name] for name in ("gate", "up", "gate_bias", "up_bias"))
         hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, values["activation"], values["up_activation"])
         fired, down = hidden.abs() > self.threshold, self._weights["down"]
+        if self._norm_eps is not None:
+            hidden = hidden / neuron_rms(hidden, self._norm_eps)
         contribution = hidden.abs() * fired * down.norm(dim=1)
         missed = torch.where(mask, 0.0, hidden) @ down
         self._sums += torch.stack(

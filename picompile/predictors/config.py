@@ -18,6 +18,9 @@ class PredictorConfig:
 
     `accuracy_bound` is the share by which perplexity may rise, None where it may rise by any; the accuracy check reads
     at most `check_tokens` tokens.
+
+    `activation` is the one that the user gave for the model, None where config.json has it: profile and predictors must
+    be of the model with it.
     """
 
     kind: str
@@ -28,6 +31,7 @@ class PredictorConfig:
     work: Path | None
     accuracy_bound: float | None
     check_tokens: int
+    activation: str | None = None
 
     @property
     def is_lossless(self) -> bool:

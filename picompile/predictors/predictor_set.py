@@ -4,7 +4,8 @@ They are, in this order,
 
 1. those of the folder `predictors`;
 2. those that lie beside the model's weights, `predictors.safetensors`, as `picompile synth` writes them;
-3. trained on the profile in the folder `profile`, or on one that is made first, in the work folder.
+3. those in the model's own file, where it is one of PowerInfer's;
+4. trained on the profile in the folder `profile`, or on one that is made first, in the work folder.
 
 Only predictors that were trained here can grow: `train` keeps its candidates.
 """
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import fingerprint
+from picompile.frontend.model_file import is_gguf, opened_gguf
 from picompile.predictors import Predictors, block_shapes, load_predictors
 from picompile.predictors.config import PredictorConfig
 from picompile.progress import Progress
@@ -121,7 +123,7 @@ def obtain_predictors(
         raise UsageError("lossy predictors need a model folder; a module in memory can be compiled with exact or none")
     if config.kind not in ("learned", "sign"):
         return PredictorSet(config.kind, None, _held_out(checkpoint, config))
-    found = config.predictors or _beside(checkpoint, config)
+    found = config.predictors or _beside(checkpoint, config) or _within(checkpoint, scratch, config, progress)
     if found is not None:
         return _given(checkpoint, captured, found, config)
     work = config.work or scratch / "work"
@@ -130,15 +132,31 @@ def obtain_predictors(
 
 
 def _beside(model: Path, config: PredictorConfig) -> Path | None:
-    """Return the predictors in the model's own folder, if any, unless the user gave something to train on."""
-    beside = model / "predictors.safetensors"
-    wanted = config.kind == "learned" and not (config.profile or config.calibration)
-    return beside if wanted and beside.is_file() else None
+    """Return the predictors in the model's own folder, if any."""
+    beside = (model.parent if model.is_file() else model) / "predictors.safetensors"
+    return beside if _takes_found(config) and beside.is_file() else None
+
+
+def _within(model: Path, scratch: Path, config: PredictorConfig, progress: Progress) -> Path | None:
+    """Return a folder in `scratch` with the predictors of PowerInfer that are in the file `model`, if any."""
+    from picompile.predictors.powerinfer import PredictorSource, find_source, import_predictors
+
+    if not _takes_found(config) or not is_gguf(model):
+        return None
+    if not PredictorSource(model, 0.0, opened_gguf(model).header).tensors:
+        return None
+    import_predictors(find_source(model), model, scratch / "imported", progress, activation=config.activation)
+    return scratch / "imported"
+
+
+def _takes_found(config: PredictorConfig) -> bool:
+    """Return whether predictors that are there are taken: not where the user gave something to train on."""
+    return config.kind == "learned" and not (config.profile or config.calibration)
 
 
 def _given(model: Path, captured: "Captured", path: Path, config: PredictorConfig) -> PredictorSet:
     predictors = load_predictors(path)
-    predictors.require_model(fingerprint(model), block_shapes(canonicalize(captured.graph_module)))
+    predictors.require_model(fingerprint(model, config.activation), block_shapes(canonicalize(captured.graph_module)))
     return PredictorSet(config.kind, predictors, _held_out(model, config))
 
 
@@ -147,9 +165,9 @@ def _held_out(model: Path, config: PredictorConfig) -> HeldOut:
 
     if config.profile is not None:
         profile = load_profile(config.profile)
-        profile.require_model(fingerprint(model))
+        profile.require_model(fingerprint(model, config.activation))
         return _held_out_of(profile)
-    windows, source = held_out_windows(model, config.calibration, config.check_tokens)
+    windows, source = held_out_windows(model, config.calibration, config.check_tokens, activation=config.activation)
     return HeldOut(windows, source)
 
 
@@ -163,12 +181,12 @@ def _trained(model: Path, work: Path, config: PredictorConfig, progress: Progres
 
     if config.profile is not None:
         profile = load_profile(config.profile)
-        profile.require_model(fingerprint(model))
+        profile.require_model(fingerprint(model, config.activation))
     else:
-        settings = ProfileOptions(calibration=config.calibration)
+        settings = ProfileOptions(calibration=config.calibration, activation=config.activation)
         profile = profile_model(model, work / "profile", settings, progress)
     folder = work / "predictors"
-    training = TrainOptions(kind=config.kind, gate=config.accuracy_bound)
+    training = TrainOptions(kind=config.kind, gate=config.accuracy_bound, activation=config.activation)
     predictors = train_predictors(model, profile, folder, training, progress)
     thresholds = {layer.layer: layer.threshold for layer in profile.layers}
     return PredictorSet(training.kind, predictors, _held_out_of(profile), thresholds, folder, profile)

@@ -134,6 +134,11 @@ class OverlayWeights:
         """Return the tensor `name`, which must not be written to. Raise `KeyError` for an unknown name."""
         return self._load(name) if name in self._shapes else self._base.load(name)
 
+    def packed(self, name: str, format_name: str, transposed: bool = False) -> Tensor | None:
+        """Return the rows of a matrix of `base` in the bytes that it has them in already, or None."""
+        packed: Callable[[str, str, bool], Tensor | None] | None = getattr(self._base, "packed", None)
+        return None if packed is None or name in self._shapes else packed(name, format_name, transposed)
+
 
 class BlockShape(NamedTuple):
     """Sizes of a feed-forward block: its neurons, and its inputs."""

@@ -13,6 +13,8 @@ _OPERATORS = {
     "embedding": "embedding",
     "linear": "attention projections",
     "norm": "norms",
+    "ffn_norm": "norms of neurons",
+    "elementwise": "other arithmetic",
     "rotary": "rotary tables",
     "attention": "rotary tables",
     "predict": "predictors",

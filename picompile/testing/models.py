@@ -103,7 +103,7 @@ class _Eager(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens and positions int64 [T] → logits [T, V]."""
-        from picompile.frontend.hf import call_model
+        from picompile.frontend.build import call_model
 
         return call_model(self.model, tokens.unsqueeze(0), positions.unsqueeze(0)).squeeze(0)
 

@@ -49,8 +49,16 @@ class GraphShape:
     """Linears have biases (OPT-like only)."""
     window: int = 0
     """How many tokens the attention of layers 0, 2, 4 … sees; 0 is all."""
+    softcap: float = 0.0
+    """The soft cap of attention scores; 0 is none."""
+    alibi: bool = False
+    """Scores fall with the distance of the tokens, by the slopes of ALiBi (arXiv 2108.12409)."""
+    sinks: bool = False
+    """Attention has a learned sink for each head."""
     eps: float = 1e-5
     """Of every norm."""
+    ffn_norm: bool = False
+    """Feed-forward blocks divide their neurons' outputs by the root mean square of these."""
 
     @property
     def head_dim(self) -> int:
@@ -87,7 +95,11 @@ def shapes(**fixed: Any) -> st.SearchStrategy[GraphShape]:
         "parallel": st.booleans(),
         "bias": st.booleans(),
         "window": st.sampled_from([0, 0, 1, 3]),
+        "softcap": st.sampled_from([0.0, 0.0, 1.5]),
+        "alibi": st.sampled_from([False, False, True]),
+        "sinks": st.sampled_from([False, False, True]),
         "eps": st.sampled_from([1e-5, 1e-6]),
+        "ffn_norm": st.sampled_from([False, False, True]),
     }
     return st.fixed_dictionaries(drawn | {name: st.just(value) for name, value in fixed.items()}).map(_shape)
 
@@ -120,8 +132,7 @@ def _llama(shape: GraphShape) -> GraphModule:
             h = b.call(RMS_NORM, attended, b.parameter(f"{name}.post_norm.weight", d), eps)
         gate, up = _gate_up(b, shape, f"{name}.mlp", i)
         down = b.call(TRANSPOSE, b.parameter(f"{name}.mlp.down_proj.weight", d, shape.ffn), 0, 1)
-        weights = (gate, up, down, None, None, None)
-        x = b.call(ADD, attended, b.call(FFN, h, *weights, shape.activation, shape.up_activation, layer=i))
+        x = b.call(ADD, attended, _ffn(b, shape, h, (gate, up, down, None, None, None), i))
     x = b.call(RMS_NORM, x, b.parameter("model.norm.weight", d), eps)
     return b.finish(b.call(LINEAR, x, b.parameter("lm_head.weight", shape.vocab, d), None))
 
@@ -139,7 +150,15 @@ def _rotary_attention(b: GraphBuilder, shape: GraphShape, h: Node, frequency: No
 
 def _attention(b: GraphBuilder, shape: GraphShape, qkv: tuple[Node, ...], kv_heads: int, layer: int) -> Node:
     scale, window = shape.head_dim**-0.5, shape.layer_window(layer)
-    return b.call(ATTENTION, *qkv, shape.heads, kv_heads, scale, layer, window, layer=layer)
+    options: list[Any] = [shape.softcap, None, None]
+    if shape.alibi:
+        slopes = 2.0 ** (-8.0 * torch.arange(1, shape.heads + 1) / shape.heads)
+        options[1] = b.constant(f"layer_{layer}_slopes", slopes)
+    if shape.sinks:
+        options[2] = b.parameter(f"model.layers.{layer}.sinks", shape.heads)
+    while options and not options[-1]:
+        options.pop()
+    return b.call(ATTENTION, *qkv, shape.heads, kv_heads, scale, layer, window, *options, layer=layer)
 
 
 def _gate_up(b: GraphBuilder, shape: GraphShape, name: str, layer: int) -> tuple[Node, Node]:
@@ -170,9 +189,15 @@ def _opt(shape: GraphShape) -> GraphModule:
         up, up_bias = _linear(b, shape, f"{name}.fc1", shape.ffn, d)
         down, down_bias = _linear(b, shape, f"{name}.fc2", d, shape.ffn)
         weights = (None, up, b.call(TRANSPOSE, down, 0, 1), None, up_bias, down_bias)
-        x = b.call(ADD, attended, b.call(FFN, h, *weights, shape.activation, "identity", layer=i))
+        x = b.call(ADD, attended, _ffn(b, shape, h, weights, i))
     x = _layer_norm(b, shape, x, "model.norm")
     return b.finish(b.call(LINEAR, x, embedding, None))
+
+
+def _ffn(b: GraphBuilder, shape: GraphShape, h: Node, weights: tuple[Node | None, ...], layer: int) -> Node:
+    up_activation = shape.up_activation if shape.gated else "identity"
+    norm = (shape.eps,) if shape.ffn_norm else ()
+    return b.call(FFN, h, *weights, shape.activation, up_activation, *norm, layer=layer)
 
 
 def _layer_norm(b: GraphBuilder, shape: GraphShape, x: Node, name: str) -> Node:

@@ -174,6 +174,18 @@ def test_weights_of_attention_are_computed_once(tmp_path: Path) -> None:
     check_resources(json.loads((tmp_path / "device.json").read_text())["kernels"])
 
 
+@pytest.mark.parametrize("sm", [75, 89])
+def test_attention_with_all_options(tmp_path: Path, sm: int) -> None:
+    """Soft cap, slopes and sinks take no memory beside registers, in one token, several sequences and a chunk."""
+    build = functools.partial(
+        AttentionSpec, heads=8, kv_heads=2, head_dim=128, value_dim=64, context=600, kv_dtype="q8", scale=0.125,
+        window=300, sequences=3, softcap=50.0, slopes=True, sinks=True,
+    )  # fmt: skip
+    specs = [build(rows=1, mode="one", extend=True), build(rows=3, mode="sequences"), build(rows=16, mode="chunk")]
+    build_cuda([cuda.write_kernel(spec) for spec in specs], tmp_path, sm)
+    check_resources(json.loads((tmp_path / "device.json").read_text())["kernels"])
+
+
 # ------------------------------------------------------------------------------------------------------------ the gate
 
 

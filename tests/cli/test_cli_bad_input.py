@@ -174,7 +174,7 @@ SPOILED: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (config_without_type, ("not supported",)),
     (broken_tokenizer, ("tokenizer",)),
     (larger_tokenizer, ("tokenizer", "300")),
-    (other_architecture, ("GPTBigCode",)),
+    (other_architecture, ("no tensor transformer.wte.weight",)),
     (unknown_architecture, ("NoSuch",)),
     (unsupported_activation, ("mish",)),
     (unknown_activation, ("nosuch",)),

@@ -56,7 +56,7 @@ def test_without_the_gguf_package(cli: Cli, tmp_path: Path, tiny_model: Path, mo
     ("arguments", "says"),
     [
         (["nothing", "--model", "MODEL", "-o", "out"], "nothing: no such file or folder"),
-        (["a.gguf", "--model", "nothing", "-o", "out"], "nothing: no such folder; MODEL is"),
+        (["a.gguf", "--model", "nothing", "-o", "out"], "nothing: no such file or folder; MODEL is"),
         (["a.gguf", "--model", "MODEL", "-o", "a.gguf"], "a.gguf: exists and is not a folder"),
         (["a.gguf", "--model", "MODEL"], "Missing option"),
     ],

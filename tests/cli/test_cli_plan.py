@@ -275,7 +275,7 @@ def test_bad_input(cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Pat
         ((*CURVE, "-o", tmp_path), "is a folder"),
         ((*CURVE, "-o", taken), "exists and is no plan"),
         ((*CURVE, "-o", taken, "--force"), "exists and is no plan"),
-        ((tmp_path / "no",), "no such folder"),
+        ((tmp_path / "no",), "no such file or folder"),
         ((tmp_path,), "no config.json in it"),
         ((tiny_model, "--profile", tmp_path), "is no profile"),
         ((tiny_model, "--profile", tiny_profile, "--firing", "opt"), "give one of them"),

@@ -66,7 +66,7 @@ def test_bad_input(cli: Cli, tiny_model: Path, text: Path, tmp_path: Path) -> No
         ((tiny_model, "--calibration", "-", "--held-out", "-"), "standard input (-) is given twice"),
         ((tiny_model, "--calibration", text, "--window", "257"), "more than the model's 256 positions"),
         ((tiny_model, "--calibration", text, "--gate", "much"), "--gate: 'much' is no share"),
-        ((tmp_path / "no",), "no such folder"),
+        ((tmp_path / "no",), "no such file or folder"),
         ((tiny_model, "--calibration", text, "-o", taken), "has no profile.json"),
         ((tiny_model, "--calibration", text, "-o", link), "a link to nowhere"),
     ):

@@ -94,7 +94,7 @@ def test_other_folders_are_refused(cli: Cli, tiny_model: Path, profile: Path, tm
         (tiny_model, cut, tmp_path / "p", "001.safetensors"),
         (tiny_model, tmp_path / "nothing", tmp_path / "p", "no such folder"),
         (tiny_model, tiny_model, tmp_path / "p", "no profile"),
-        (tmp_path / "nothing", profile, tmp_path / "p", "no such folder"),
+        (tmp_path / "nothing", profile, tmp_path / "p", "no such file or folder"),
         (tiny_model, profile, letters, "letters"),
     ):
         ended = cli("train", model, "--profile", of, "-o", output)

@@ -27,7 +27,16 @@ _EXPECTED = {
     "falcon-7b": _FALCON,
     # Two norms in each layer. Rows of q, k and v are selected out of one matrix, and out of its bias where it has one.
     "falcon-40b": {**_FALCON, "layer_norm": 5},
+    # Norms across neurons and in front of the output projection; the first ones' weights scale the rows of down.
+    "bitnet": {**_LLAMA, "rms_norm": 7, "mul": 2, "unsqueeze": 2},
     "falcon-serial": {**_FALCON, "layer_norm": 5, "index_select": 12},
+    # Weights of norms with one added, of constants; rotary turns a half of each head.
+    "nemotron": {"layer_norm": 5, "rotary": 4, "add": 9, "index_select": 4},
+    "jais2": {"layer_norm": 5, "rotary": 4},
+    # One matrix for q, k and v, of which each head has its own rows; a norm of each head; a part of it turns.
+    "persimmon": {"layer_norm": 9, "rotary": 4, "expand": 8, "reshape": 16, "index_select": 28},
+    # Norms of the embedding and, behind rotary, of each head; a soft cap of the logits.
+    "nanochat": {**_LLAMA, "rms_norm": 10, "elementwise": 1, "expand": 4, "reshape": 8},
 }
 
 
@@ -159,7 +168,7 @@ def test_random_graphs_do_not_depend_on_earlier_ones(monkeypatch: pytest.MonkeyP
     # Nothing but the activation is another.
     assert "silu" not in str(capture_config({**config, "hidden_act": "relu"}).graph)
     assert capture_config({**config, "hidden_act": "silu", "rope_theta": 77.0}) is not silu
-    monkeypatch.setattr(hf, "export_decoder", None)
+    monkeypatch.setattr(hf, "capture_model", None)
     again = capture_config({**config, "hidden_act": "silu"})
     assert str(again.graph) == text
     assert all(torch.equal(again.get_buffer(name), buffer) for name, buffer in frequencies.items())

@@ -7,9 +7,9 @@ import pytest
 from transformers import LlamaConfig
 
 from helpers.canonical import Model, canonicalize
+from picompile.frontend.build import build_model, call_model
 from picompile.frontend.export import export_decoder
 from picompile.frontend.families import find_family
-from picompile.frontend.hf import build_model, call_model
 from picompile_passes.graph.nodes import calls
 from picompile_passes.graph.operands import ATTENTION
 

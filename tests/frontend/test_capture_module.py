@@ -78,31 +78,38 @@ def test_a_module_in_bfloat16_becomes_float32_and_stays_as_it_is() -> None:
 
 
 class _Changed(nn.Module):
-    """Gpt with something done to its embeddings or its logits."""
+    """Gpt with something done to its embeddings, its logits or its masks."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.gpt, self.kind = Gpt(), kind
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if self.kind == "soft cap":
-            return torch.tanh(self.gpt(tokens) / 30.0) * 30.0
-        if self.kind == "scaled logits":
-            return self.gpt(tokens) * 0.5
         count = tokens.shape[1]
         x = self.gpt.wte(tokens) * 9.0 + self.gpt.wpe(torch.arange(count))
+        mask = self.gpt.mask[:count, :count]
         for block in self.gpt.blocks:
-            mask = self.gpt.mask[:count, :count]
-            x = block(x, mask if self.kind == "scaled embedding" else torch.ones_like(mask))
-        return self.gpt.head(self.gpt.ln(x))
+            x = block(x, torch.ones_like(mask) if self.kind == "whole view" else mask)
+        if self.kind == "later token":
+            x = x + x.roll(-1, 1)
+        logits = self.gpt.head(self.gpt.ln(x))
+        if self.kind == "soft cap":
+            return torch.tanh(logits / 3.0) * 3.0
+        return logits.cumsum(-1) if self.kind == "running sum" else logits * 0.5
+
+
+@pytest.mark.parametrize("kind", ["soft cap", "scaled logits"])
+def test_arithmetic_on_embeddings_and_logits(kind: str) -> None:
+    module = _spread(_Changed(kind))
+    found = _check(module, capture_module(module, max_positions=64), with_positions=False)
+    assert found["elementwise"] == 2
 
 
 @pytest.mark.parametrize(
     ("kind", "operator"),
     [
-        ("soft cap", "aten.tanh.default"),
-        ("scaled logits", "aten.mul.Tensor"),
-        ("scaled embedding", "aten.mul.Tensor"),
+        ("running sum", "aten.cumsum.default"),
+        ("later token", "aten.roll.default"),
         ("whole view", "aten.ones_like.default"),
     ],
 )
@@ -125,13 +132,18 @@ def test_modules_that_are_no_decoders() -> None:
         def forward(self, tokens: Tensor) -> Tensor:
             return self.head(self.embed(tokens)) if tokens.sum() > 3 else self.embed(tokens)
 
+    class Broken(Branch):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.embed(tokens) + None
+
     class NoLogits(Branch):
         def forward(self, tokens: Tensor) -> Tensor:
             return self.embed(tokens).sum()
 
     for module, message in (
         (Branch(), "it has no attention"),
-        (DependsOnData(), "DependsOnData cannot be captured"),
+        (DependsOnData(), "DependsOnData cannot be captured: how much it computes depends on values that it computes"),
+        (Broken(), r"Broken cannot be captured: TypeError: .*'NoneType'[^(]*$"),
         (NoLogits(), "gives back no logits"),
     ):
         with pytest.raises(UnsupportedModelError, match=message) as caught:

@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from helpers.canonical import Model, canonicalize
 from helpers.reference import eager_logits, relative_error
-from picompile import UnsupportedModelError
+from picompile import CompileOptions, UsageError, compile_model
 from picompile.frontend import load_model
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ROTARY
 
+_LONG = {"factor": 2.0, "original_max_position_embeddings": 64}
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
 
@@ -72,13 +73,24 @@ def test_scaling_equals_eager_transformers(fields: dict, theta: float, kind: str
 
 
 @pytest.mark.parametrize(
-    "scaling",
+    ("scaling", "longest"),
     [
-        {"rope_type": "dynamic", "factor": 2.0},
-        {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0},
+        ({"rope_type": "dynamic", "factor": 2.0}, 128),
+        ({"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [2.0] * 8, **_LONG}, 64),
     ],
 )
-def test_scaling_that_depends_on_the_length_is_refused(scaling: dict, checkpoint: Path) -> None:
+def test_scaling_that_depends_on_the_length(scaling: dict, longest: int, checkpoint: Path) -> None:
+    """The model is compiled as it is for short texts, and takes no others."""
     _configure(checkpoint, {"rope_theta": 1e4, "rope_scaling": scaling})
-    with pytest.raises(UnsupportedModelError, match=f"type {scaling['rope_type']} are not supported"):
-        load_model(checkpoint)
+    eager = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    captured = load_model(checkpoint)
+    assert captured.facts.max_positions == longest
+    assert (captured.warning is None) == (longest == 128)
+    canonical = canonicalize(captured.graph_module)
+    ids = torch.arange(longest) * 7 % 60
+    for logits in Model(eager, captured, canonical).logits(ids):
+        assert relative_error(logits, eager_logits(eager, ids.tolist())) < 2e-5
+    assert captured.prove is not None
+    captured.prove()
+    with pytest.raises(UsageError, match=rf"{longest}"):
+        compile_model(checkpoint, checkpoint / "artifact", CompileOptions(context=longest + 1))

@@ -46,6 +46,14 @@ def _fatrelu(threshold: float) -> Callable[[nn.Module], None]:
     return patch
 
 
+def _around_zero(model: nn.Module) -> None:
+    """Makes weights of norms that have one added what they are in checkpoints."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name and name.endswith("weight"):
+                parameter.sub_(1)
+
+
 def _llama(hidden: int, ffn: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
@@ -96,6 +104,9 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
+# Their classes' own are beyond this vocabulary.
+_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
 VARIANTS: dict[str, Variant] = {
     "llama-relu": Variant("LlamaForCausalLM", _llama(96, 200, 4, 2)),
     "llama3-silu-tied": Variant(
@@ -136,7 +147,22 @@ VARIANTS: dict[str, Variant] = {
         "FalconForCausalLM", _falcon(96, 4, multi_query=False, parallel_attn=False, bias=True, activation="relu")
     ),
     "qwen2": Variant("Qwen2ForCausalLM", _llama(96, 200, 4, 2, hidden_act="silu", tie_word_embeddings=True)),
+    "bitnet": Variant("BitNetForCausalLM", _llama(100, 204, 5, 1, hidden_act="relu2", **_SPECIAL)),
+    "arcee": Variant("ArceeForCausalLM", _llama(72, 203, 3, 1, hidden_act="relu2", head_dim=24, **_SPECIAL)),
+    "nemotron": Variant(
+        "NemotronForCausalLM",
+        _llama(96, 203, 4, 2, hidden_act="relu2", partial_rotary_factor=0.5, **_SPECIAL),
+        patch=_around_zero,
+    ),
+    "nanochat": Variant("NanoChatForCausalLM", _llama(100, 204, 5, 5, hidden_act="relu2", **_SPECIAL)),
+    "persimmon": Variant(
+        "PersimmonForCausalLM", _llama(80, 204, 5, 5, hidden_act="relu2", partial_rotary_factor=0.5, **_SPECIAL)
+    ),
+    "jais2": Variant("Jais2ForCausalLM", _llama(72, 203, 3, 1, hidden_act="relu2", head_dim=24, **_SPECIAL)),
 }
+
+# Families of squared ReLU. Their shapes are lowered to be counted, rather than derived from the numbers of a config.
+SQUARED = ("bitnet", "arcee", "nemotron", "nanochat", "persimmon", "jais2")
 
 
 def build(name: str, seed: int = 0) -> nn.Module:

@@ -20,6 +20,7 @@ def random_layer(
     threshold: float = 0.0,
     previous: bool = False,
     spread: float = 0.9,
+    norm_eps: float | None = None,
 ) -> LayerData:
     """`spread` below 1 lets the directions of the input fall off, so that small ranks tell a lot."""
     draw = torch.Generator().manual_seed(seed)
@@ -47,4 +48,5 @@ def random_layer(
         activation=activation,
         up_activation=up_activation,
         threshold=threshold,
+        norm_eps=norm_eps,
     )

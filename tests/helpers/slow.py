@@ -23,6 +23,16 @@ _END_TO_END = "test_end_to_end.py::test_logits_equal_eager_transformers["
 _HYBRID = "test_hybrid.py::test_"
 _LAUNCHES = "placement/test_launches.py::test_launches_are_those_of_the_lowered_program[Model(variant="
 
+_BLOCKS = "codegen/cpu/test_kernels_ffn.py::test_"
+# Every kind of block, every way through a kernel and every format.
+_BLOCK_CASES = (
+    *("reglu-dense-f16-1", "reglu-exact-f16-1", "reglu-exact-q4-13", "reglu-masked-f16-1", "reglu-part-f16-1"),
+    *("drelu-masked-f16-1", "fatrelu-exact-f16-1", "opt-exact-q8-1", "opt-masked-q4-1", "swiglu-dense-f16-13"),
+    *("bitnet-exact-q8-1", "normed-dense-q4-13"),
+)
+_ATTENTION = ("codegen/cpu/test_kernels_attention.py", "codegen/cuda/test_cuda_attention.py")
+_SHAPES = ("groups of 2", "q8, odd widths", "window", "soft cap")
+
 SLOW: tuple[SlowTests, ...] = (
     SlowTests(
         "random damage, kills and full disks: single cases of each stand in the tests of what is attacked",
@@ -31,7 +41,7 @@ SLOW: tuple[SlowTests, ...] = (
             "attack/test_artifacts.py::",
             "attack/test_checkpoints.py::test_the_attack_itself",
             "attack/test_configs.py::",
-            "attack/test_programs.py::test_whole_artifacts_run",
+            "attack/test_programs.py::",
             "attack/test_replacements.py::",
             "attack/test_soak.py::test_rounds",
             "attack/test_writers.py::",
@@ -54,13 +64,12 @@ SLOW: tuple[SlowTests, ...] = (
         ("test_plugin.py::test_links_of_the_readme",),
     ),
     SlowTests(
-        "families by formats: fast are each family once and each format more than once",
+        "families by formats: fast are blocks with and without a gate, of Llama's, OPT's and Falcon's kinds",
         (_END_TO_END,),
         (
-            *(f"{_END_TO_END}{name}-f16" for name in ("llama-relu", "prosparse", "opt-galactica", "falcon-40b")),
-            *(f"{_END_TO_END}{name}-f16" for name in ("mistral-window", "turbosparse", "qwen2")),
-            *(f"{_END_TO_END}{name}-q4" for name in ("llama3-silu-tied", "opt-post-norm", "falcon-serial")),
-            *(f"{_END_TO_END}{name}-q8" for name in ("bamboo", "opt-pre-norm", "falcon-7b")),
+            *(f"{_END_TO_END}{name}-f16" for name in ("llama-relu", "falcon-40b")),
+            *(f"{_END_TO_END}{name}-q4" for name in ("opt-post-norm", "mistral-window")),
+            f"{_END_TO_END}bamboo-q8",
         ),
     ),
     SlowTests(
@@ -77,16 +86,17 @@ SLOW: tuple[SlowTests, ...] = (
     SlowTests(
         "families on two devices, in all shares, placements and delays: one of each is fast",
         (
+            "test_families_cuda.py::",
             f"{_HYBRID}families[",
             f"{_HYBRID}every_share",
             f"{_HYBRID}trained_model",
+            f"{_HYBRID}hybrid_steps_with_learned_predictors[",
             f"{_HYBRID}placements[",
             "codegen/lowering/test_lower_hybrid.py::test_placement_does_not_change_the_results",
             "codegen/lowering/test_lower_hybrid.py::test_some_layers_have_no_neuron_to_compute",
         ),
         (
             f"{_HYBRID}families[llama-relu-f16]",
-            f"{_HYBRID}families[opt-post-norm-q4]",
             f"{_HYBRID}every_share_and_every_delay[llama-relu-f16-(0.5, 0.9)]",
             f"{_HYBRID}placements[falcon-7b-crosswise]",
             "codegen/lowering/test_lower_hybrid.py::test_placement_does_not_change_the_results[parallel-1]",
@@ -99,6 +109,9 @@ SLOW: tuple[SlowTests, ...] = (
             "placement/test_counting.py::test_counted_bytes_add_up_to_the_artifact[",
             "placement/test_counting.py::test_a_shape_has_the_bytes_of_its_model[",
             "placement/test_counting.py::test_parts_of_a_split_layer_take_no_more_than_counted",
+            "placement/test_counting.py::test_counted_bytes_are_those_of_an_artifact_on_disk",
+            "placement/test_planning.py::test_memory_is_never_more_than_the_budget_less_its_margin",
+            "placement/test_planning.py::test_every_byte_is_in_the_memory_table",
             "placement/test_planning.py::test_the_infeasible_error_names_the_smallest_budgets",
             "placement/test_shapes.py::test_every_family_is_derived_as_it_is_lowered[",
         ),
@@ -119,17 +132,62 @@ SLOW: tuple[SlowTests, ...] = (
             "codegen/lowering/test_lower_predictors.py::test_decoding_equals_eager_predicted_graph[",
             "codegen/lowering/test_lower_predictors.py::test_no_two_tasks_of_a_region_meet[",
             "codegen/lowering/test_lower_sequences.py::test_sequences_and_prompts_in_any_order[",
+            "frontend/test_capture_families.py::test_activations[",
             "frontend/test_capture_families.py::test_fatrelu_of_every_family[",
+            "frontend/test_capture_families.py::test_logits_equal_eager_transformers[",
+            "frontend/test_capture_families.py::test_canonical_graph_has_one_operator_for_each_thing[",
+            "frontend/test_capture_families.py::test_parameters_are_on_meta_and_named_as_in_the_checkpoint[",
+            "frontend/test_capture_rope.py::test_scaling_equals_eager_transformers[",
+            "frontend/test_capture_rope.py::test_scaling_that_depends_on_the_length[scaling1-",
+            "codegen/lowering/test_lower_predictors.py::test_prompts_are_read_with_every_neuron[",
+            "placement/test_shapes.py::test_named_shapes_are_derived_as_they_are_lowered[",
+            "streaming/test_layerwise_run.py::test_a_segment_a_layer_and_one_vector_a_token_between[",
+            "testing/test_models.py::test_models_are_captured_as_transformers_computes_them[",
             "streaming/test_layerwise_run.py::test_every_family_gives_the_whole_graphs_logits[",
             "test_prediction.py::test_an_accuracy_bound_that_is_not_met",
         ),
         (
             "codegen/lowering/test_lower_predictors.py::test_decoding_equals_eager_predicted_graph[gated]",
-            "codegen/lowering/test_lower_predictors.py::test_no_two_tasks_of_a_region_meet[plain]",
             "codegen/lowering/test_lower_sequences.py::test_sequences_and_prompts_in_any_order[rotary, windows, exact]",
+            "frontend/test_capture_families.py::test_activations[bamboo-",
             "frontend/test_capture_families.py::test_fatrelu_of_every_family[LlamaForCausalLM]",
+            *(
+                f"frontend/test_capture_families.py::test_{test}[{name}]"
+                for test in (
+                    "logits_equal_eager_transformers",
+                    "canonical_graph_has_one_operator_for_each_thing",
+                    "parameters_are_on_meta_and_named_as_in_the_checkpoint",
+                )
+                for name in ("llama-relu", "opt-post-norm", "falcon-40b", "bitnet")
+            ),
+            "frontend/test_capture_rope.py::test_scaling_equals_eager_transformers[fields0-",
+            "codegen/lowering/test_lower_predictors.py::test_prompts_are_read_with_every_neuron[parts]",
+            "placement/test_shapes.py::test_named_shapes_are_derived_as_they_are_lowered[opt-6.7b]",
+            "streaming/test_layerwise_run.py::test_a_segment_a_layer_and_one_vector_a_token_between[llama3-silu-tied]",
+            "testing/test_models.py::test_models_are_captured_as_transformers_computes_them[llama]",
             "streaming/test_layerwise_run.py::test_every_family_gives_the_whole_graphs_logits[llama-relu]",
         ),
+    ),
+    SlowTests(
+        "programs with arithmetic, in all placements: one model is fast, on the device",
+        (
+            "codegen/lowering/test_lower_elementwise.py::test_programs_equal_eager[",
+            "codegen/lowering/test_lower_elementwise.py::test_placement_does_not_change_the_results[",
+        ),
+        ("codegen/lowering/test_lower_elementwise.py::test_placement_does_not_change_the_results[gemma-all]",),
+    ),
+    SlowTests(
+        "proofs of captures, which export models twice each: one right and one wrong are fast",
+        (
+            "frontend/test_proof.py::test_right_models_pass[",
+            "frontend/test_proof.py::test_a_wrong_activation_is_found",
+            "frontend/test_proof.py::test_a_factor_that_raising_drops_is_found",
+            "frontend/test_proof.py::test_an_eps_that_raising_forgets_is_found",
+            "frontend/test_proof.py::test_the_proof_is_a_part_of_compiling",
+            "frontend/test_proof.py::test_a_last_layer_of_its_own_kind_is_compared",
+            "frontend/test_proof.py::test_models_are_made_small_without_losing_a_kind_of_layer",
+        ),
+        ("frontend/test_proof.py::test_right_models_pass[MistralForCausalLM]",),
     ),
     SlowTests(
         "packs of kernels for a GPU, run and broken in emulation, each in processes of its own",
@@ -154,11 +212,29 @@ SLOW: tuple[SlowTests, ...] = (
         (
             "artifact/test_hot_device.py::test_kernels_compile_for_every_architecture",
             "artifact/test_hot_device.py::test_kernels_of_other_formats_and_predictors",
+            "artifact/test_hot_device.py::test_attention_with_all_options",
             "artifact/test_hot_device.py::test_loads_of_long_rows_come_first",
             "artifact/test_hot_device.py::test_every_row_compiles",
             "codegen/cuda/test_cuda_nibbles.py::test_instructions_for_128_weights",
         ),
         ("artifact/test_hot_device.py::test_kernels_compile_for_every_architecture[90]",),
+    ),
+    SlowTests(
+        "options of attention one by one: all of them together are fast",
+        ("codegen/lowering/test_lower_attention.py::test_options_equal_eager[",),
+        ("codegen/lowering/test_lower_attention.py::test_options_equal_eager[softcap, alibi, sinks, window]",),
+    ),
+    SlowTests(
+        "a published model: 93 MB to download, and answers of transformers to compare with",
+        ("test_smollm2.py::",),
+    ),
+    SlowTests(
+        "options of configs, each with a capture of its own: one of each kind is fast",
+        ("frontend/test_options_of_configs.py::test_options_change",),
+        tuple(
+            f"frontend/test_options_of_configs.py::test_options_change_the_graph_as_they_change_eager_pytorch[{name}"
+            for name in ("gemma2 attn_logit_softcapping=2.0", "cohere2", "granite embedding", "gptj")
+        ),
     ),
     SlowTests(
         "artifacts with code for four instruction sets: what each holds is tested by itself",
@@ -170,10 +246,118 @@ SLOW: tuple[SlowTests, ...] = (
     ),
     SlowTests(
         "kernels for each instruction set: one product is fast for two of them, and all kernels for this machine's",
-        ("codegen/cpu/test_isa_kernels.py::test_kernels[",),
+        (
+            "codegen/cpu/test_isa_kernels.py::test_kernels[",
+            "codegen/cpu/test_isa_kernels.py::test_instructions_of_aarch64",
+        ),
         tuple(
             f"codegen/cpu/test_isa_kernels.py::test_kernels[{isa}-linear-q4]" for isa in ("x86-64-v3", "x86-64-v4-vnni")
         ),
+    ),
+    SlowTests(
+        "blocks and attention kernel by kernel, each of which takes a second to compile: fast are all ways, once each",
+        (
+            *(f"{_BLOCKS}{name}[" for name in ("ffn", "statistics_count_computed_and_firing_neurons")),
+            *(f"{_BLOCKS}{name}[" for name in ("same_bits_for_any_number_of_threads", "several_sequences")),
+            *(f"{_BLOCKS}{name}[" for name in ("down_is_exact_for_equal_outputs", "empty_and_full_masks")),
+            *(f"{file}::test_{name}[" for file in _ATTENTION for name in ("one_token", "chunk", "several_sequences")),
+            "codegen/cuda/test_cuda_ffn.py::test_ffn[",
+            "codegen/cuda/test_cuda_ffn.py::test_large_blocks[",
+            "codegen/cuda/test_cuda_attention.py::test_a_chunk_whose_positions_are_shared_by_blocks[",
+            "codegen/cuda/test_cuda_attention_extend.py::test_extends_and_attends[",
+        ),
+        (
+            *(f"{_BLOCKS}ffn[{case}]" for case in _BLOCK_CASES),
+            *(
+                f"{_BLOCKS}statistics_count_computed_and_firing_neurons[{case}]"
+                for case in _BLOCK_CASES
+                if case[-2:] == "-1"
+            ),
+            f"{_BLOCKS}same_bits_for_any_number_of_threads[reglu-exact-",
+            f"{_BLOCKS}several_sequences[0.2-reglu-f16]",
+            f"{_BLOCKS}several_sequences[0.2-bitnet-q8]",
+            f"{_BLOCKS}down_is_exact_for_equal_outputs[exact-1-q8]",
+            *(f"{_BLOCKS}empty_and_full_masks[{full}-reglu-" for full in (False, True)),
+            *(f"{_ATTENTION[0]}::test_one_token[{at}-{shape}]" for at in (0, 64, 190) for shape in _SHAPES),
+            *(f"{_ATTENTION[0]}::test_chunk[{at}-{shape}]" for at in ("1-0", "13-190") for shape in _SHAPES),
+            *(f"{_ATTENTION[0]}::test_one_token[{at}-all options, parts]" for at in (512, 1399)),
+            f"{_ATTENTION[0]}::test_several_sequences[3-all options, q8]",
+            *(f"{_ATTENTION[1]}::test_one_token[{shape}-" for shape in ("multi-head, two parts", "q8, odd widths")),
+            *(f"{_ATTENTION[1]}::test_one_token[{shape}-" for shape in ("window over a part", "all options")),
+            *(
+                f"{_ATTENTION[1]}::test_chunk[33-97-{shape}]"
+                for shape in ("window, many columns", "all options, parts")
+            ),
+            f"{_ATTENTION[1]}::test_several_sequences[3-all options]",
+            f"{_ATTENTION[1]}::test_a_chunk_whose_positions_are_shared_by_blocks[1155-all options, parts]",
+            "codegen/cuda/test_cuda_attention_extend.py::test_extends_and_attends[0-multi-head-one-1-True]",
+            *(f"codegen/cuda/test_cuda_ffn.py::test_ffn[{case}]" for case in ("reglu-masked-f16-1", "opt-exact-q4-1")),
+            *(
+                f"codegen/cuda/test_cuda_ffn.py::test_ffn[{case}]"
+                for case in ("sliced-dense-q8-13", "bitnet-exact-f16-1")
+            ),
+        ),
+    ),
+    SlowTests(
+        "cases of the command line that compile a model each: one of each kind is fast",
+        (
+            "artifact/test_hot_device.py::test_the_accuracy_check_reads_without_the_gpu",
+            "artifact/test_hot_device.py::test_a_module_in_memory_has_no_profile",
+            "artifact/test_hot_device.py::test_an_accuracy_bound_that_is_not_met_leaves_nothing",
+            "artifact/test_hot_device.py::test_a_partition_of_the_cpu_is_judged_by_itself",
+            "cli/test_cli_artifacts.py::test_compile_overwrites_an_artifact_when_forced",
+            "cli/test_cli_artifacts.py::test_a_split_model_for_several_sequences_gives_the_same_text",
+            "cli/test_cli_artifacts.py::test_synth_makes_what_compile_takes",
+            "cli/test_cli_bad_input.py::test_failures_while_writing_leave_nothing[",
+            "cli/test_cli_bad_input.py::test_files_that_are_links_to_nowhere[",
+            "cli/test_cli_bad_input.py::test_files_that_would_keep_an_artifact_from_loading[",
+            *(f"cli/test_cli_activation.py::test_{name}" for name in ("profile_train", "the_work_folder", "text_of")),
+            *(f"cli/test_cli_activation.py::test_{name}" for name in ("plan", "imported_predictors")),
+            "frontend/test_activation.py::test_a_class_that_computes_another_whatever_its_config_says",
+            "cli/test_cli_artifacts.py::test_token_ids_need_no_tokenizer",
+            "cli/test_cli_gguf.py::test_every_command_takes_a_file",
+            "cli/test_cli_gguf.py::test_compile_takes_the_predictors_of_the_file",
+            "cli/test_cli_activation.py::test_the_artifact_is_that_of_the_config",
+            "cli/test_cli_gguf.py::test_llama_cpp_file",
+            "cli/test_cli_gpu.py::test_the_plan_is_that_of_the_same_options[",
+            "cli/test_cli_gpu.py::test_a_profile_is_made_where_it_is_needed",
+            "cli/test_cli_gpu.py::test_a_gpu_that_does_not_see_what_the_host_writes",
+            "cli/test_cli_plan.py::test_compile_warns_where_the_plan_does_not_hold",
+            "cli/test_cli_plan.py::test_compiles_as_planned",
+            "frontend/gguf/test_gguf_compile.py::test_a_powerinfer_file_is_the_artifact_of_the_folder[",
+            "frontend/gguf/test_gguf_compile.py::test_every_matrix_keeps_its_numbers[",
+            "frontend/test_activation.py::test_a_class_that_only_transformers_knows",
+            "frontend/test_config.py::test_windows_of_single_layers",
+            "test_prediction.py::test_predictors_that_compute_every_neuron_pass_any_bound",
+            "test_prediction.py::test_the_artifact_says_what_its_predictors_cost",
+            "test_retry.py::test_without_room_for_two_a_retry_computes_everything",
+            "test_retry.py::test_the_last_attempt_is_refused_and_leaves_nothing",
+        ),
+        (
+            "cli/test_cli_bad_input.py::test_failures_while_writing_leave_nothing[disk full]",
+            "cli/test_cli_bad_input.py::test_files_that_are_links_to_nowhere[tokenizer.json]",
+            "cli/test_cli_bad_input.py::test_files_that_would_keep_an_artifact_from_loading[tokenizer.json",
+            "cli/test_cli_gpu.py::test_the_plan_is_that_of_the_same_options[given]",
+            "frontend/gguf/test_gguf_compile.py::test_every_matrix_keeps_its_numbers[llama-",
+        ),
+    ),
+    SlowTests(
+        "graphs drawn for what the properties of passes hold anyway: passes in another order, styles one by one",
+        (
+            "passes/test_predictors.py::test_a_kind_of_a_package_goes_through_all_stages",
+            "passes/test_properties.py::test_models_of_all_families",
+            "passes/test_properties.py::test_raising_out_of_order[",
+            "passes/test_reproducer.py::test_an_error_within_a_pass_says_where_and_is_reproduced",
+            "passes/test_reproducer.py::test_source_builds_captured_graphs_again",
+            "passes/test_reproducer.py::test_a_broken_rule_is_reproduced_on_a_small_graph",
+            "testing/test_captured.py::test_every_style_is_raised",
+            "testing/test_captured.py::test_every_choice_is_drawn",
+            "testing/test_strategies.py::test_graphs_are_of_their_stage_and_verify[p",
+            "testing/test_strategies.py::test_hot_sets_fit_their_graph",
+            "testing/test_strategies.py::test_ordered_pipelines_run",
+            "testing/test_strategies.py::test_predicted_graphs_lose_nothing_or_skip",
+        ),
+        ("passes/test_properties.py::test_raising_out_of_order[raise-attention]",),
     ),
     SlowTests(
         "processes that are started, ended or loaded into again and again: one of each kind is fast",
@@ -181,6 +365,7 @@ SLOW: tuple[SlowTests, ...] = (
             "cli/test_cli_processes.py::test_closed_streams",
             "cli/test_cli_processes.py::test_a_signal_to_stop_ends_it_quietly",
             "predictors/train/test_train_run.py::test_a_ray_cluster_gives_the_same_bytes",
+            "predictors/train/test_train_run.py::test_workers_give_the_same_bytes",
             "predictors/train/test_train_run.py::test_a_killed_run_goes_on",
             "runtime/engine/test_runtime_reload.py::test_loading_many_artifacts_leaks_nothing",
             "mutation/test_faults.py::test_the_suite_finds_a_fault",

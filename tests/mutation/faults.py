@@ -62,21 +62,89 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "drops the bias of a layer norm",
         "passes/canonicalize/raise_norms.py",
-        'arguments_ = (values["input"], values["weight"], values["bias"], values["eps"])',
-        'arguments_ = (values["input"], values["weight"], None, values["eps"])',
+        'vectors = (values["weight"], values["bias"])',
+        'vectors = (values["weight"], None)',
+    ),
+    Fault(
+        "normalizes all heads as one",
+        "passes/canonicalize/raise_norms.py",
+        "call(op, flat, *wide, eps, layout.groups)",
+        "call(op, flat, *wide, eps, 1)",
+    ),
+    Fault(
+        "takes deviations from the mean for values",
+        "passes/canonicalize/raise_norms.py",
+        "rewriter.replace(node, _normalized(rewriter, LAYER_NORM, node, centered, (weight, None), eps, sources))",
+        "rewriter.replace(node, _normalized(rewriter, RMS_NORM, node, centered, (weight,), eps, sources))",
+    ),
+    # Attention that is written out.
+    Fault(
+        "forgets the scale of scores",
+        "passes/canonicalize/raise_scores.py",
+        'attended.kwargs = {"scale": scores.scale}',
+        'attended.kwargs = {"scale": 1.0}',
+    ),
+    Fault(
+        "forgets the mask of scores",
+        "passes/canonicalize/raise_scores.py",
+        "(*sides, mask), before=result",
+        "(*sides, None), before=result",
+    ),
+    # Arithmetic.
+    Fault(
+        "divides the wrong way",
+        "passes/canonicalize/raise_elementwise.py",
+        '_aten.div.Tensor: _binary("div"),',
+        '_aten.div.Tensor: _binary("div", "other", "self"),',
+    ),
+    Fault(
+        "drops a factor",
+        "passes/canonicalize/raise_elementwise.py",
+        '_aten.mul.Tensor: _binary("mul"),',
+        '_aten.mul.Tensor: lambda write, values: write("mul", values["self"], 1.0),',
+    ),
+    Fault(
+        "looks rows by position up one row late",
+        "passes/canonicalize/raise_elementwise.py",
+        "args = (positions, weight, 0)",
+        "args = (positions, weight, 1)",
+    ),
+    Fault(
+        "takes values that others read into a region",
+        "passes/canonicalize/raise_elementwise.py",
+        "inside = all(user in region.nodes for user in node.users)",
+        "inside = True",
     ),
     # Attention.
     Fault(
         "makes windows one token narrower",
-        "passes/canonicalize/raise_attention.py",
-        "return 0 if width == forms.tokens else width",
-        "return 0 if width == forms.tokens else width - 1",
+        "passes/canonicalize/masks.py",
+        "window = 0 if width == forms.tokens else width",
+        "window = 0 if width == forms.tokens else width - 1",
     ),
     Fault(
         "forgets windows",
-        "passes/canonicalize/raise_attention.py",
-        "return 0 if width == forms.tokens else width",
-        "return 0",
+        "passes/canonicalize/masks.py",
+        "window = 0 if width == forms.tokens else width",
+        "window = 0",
+    ),
+    Fault(
+        "forgets slopes",
+        "passes/canonicalize/masks.py",
+        "slopes.to(torch.float32).clone() if matter else None",
+        "None",
+    ),
+    Fault(
+        "gives slopes the wrong sign",
+        "passes/canonicalize/masks.py",
+        "slopes.to(torch.float32).clone()",
+        "-slopes.to(torch.float32)",
+    ),
+    Fault(
+        "drops arguments that are given by name",
+        "passes/canonicalize/flatten_tokens.py",
+        "args = list(arguments(node).values()) if node.kwargs else list(node.args)",
+        "args = list(node.args)",
     ),
     Fault(
         "scales by the head size instead of its root",
@@ -112,8 +180,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "takes neighbours for halves",
         "passes/canonicalize/raise_rotary.py",
-        "if not torch.equal(side.rotation.columns, torch.arange(side.columns)):",
+        "if not torch.equal(side.rotation.columns, torch.arange(side.columns[0])):",
         "if False:",
+    ),
+    Fault(
+        "gives every head the same own elements",
+        "passes/canonicalize/raise_rotary.py",
+        "torch.where(mine, columns, 0)",
+        "torch.where(mine, columns % 2, 0)",
     ),
     Fault(
         "turns the wrong way",
@@ -162,14 +236,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "takes the columns of a part in reverse",
         "passes/canonicalize/flatten_tokens.py",
-        'self._constants.get("rows", table, root)',
-        'self._constants.get("rows", table.flip(0), root)',
+        'rows = self._constants.get("rows", table, root)',
+        'table = table.flip(0)\n        rows = self._constants.get("rows", table, root)',
     ),
     Fault(
         "drops the bias of a part",
         "passes/canonicalize/flatten_tokens.py",
-        "for matrix in (weight, bias)]",
-        "for matrix in (weight, None)]",
+        'selected(values["weight"]), selected(values["bias"])]',
+        'selected(values["weight"]), None]',
     ),
     Fault(
         "forgets the offset of positions",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch.fx import GraphModule
 
-from helpers.families import VARIANTS, config_of
+from helpers.families import SQUARED, VARIANTS, config_of
 from helpers.support import BUNDLED_MODEL, BuildOnce, compile_for_test
 from picompile.artifact.files import weights_bytes
 from picompile.choices import KV_DTYPES
@@ -98,7 +98,7 @@ def test_counted_bytes_add_up_to_the_artifact(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-relu", "opt-post-norm", "opt-pre-norm", "falcon-40b", "falcon-serial", "qwen2"]
+    "name", ["llama-relu", "opt-post-norm", "opt-pre-norm", "falcon-40b", "falcon-serial", "qwen2", *SQUARED]
 )
 def test_a_shape_has_the_bytes_of_its_model(name: str) -> None:
     """Their first layers differ: what is before and behind the layers is elsewhere in each."""

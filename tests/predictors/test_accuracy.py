@@ -18,6 +18,7 @@ from picompile_passes.passes.insert_predictors import InsertPredictors
 SHAPES = {
     "gated": GraphShape(hidden=30, heads=3, ffn=37, layers=3),
     "plain": GraphShape(hidden=24, heads=3, ffn=41, layers=2, gated=False),
+    "normed": GraphShape(hidden=24, heads=3, ffn=41, layers=2, gated=False, ffn_norm=True),
     "parallel": GraphShape(hidden=24, heads=4, kv_heads=2, ffn=33, layers=2, parallel=True),
 }
 
@@ -55,6 +56,8 @@ def _neurons(block: Node, recorder: _Recorder) -> tuple[Tensor, Tensor, Tensor]:
     raised = x @ up.T + (0 if values["up_bias"] is None else values["up_bias"])
     act = parse_activation(values["activation"]).function
     hidden = act(raised) if values["gate"] is None else act(x @ values["gate"].double().T) * raised
+    if values["squares"]:
+        hidden = hidden / (hidden.square().mean(dim=1, keepdim=True) + 1e-5).sqrt()
     return hidden, values["mask"], values["down"].double().norm(dim=1).expand_as(hidden)
 
 

@@ -19,7 +19,7 @@ from picompile_passes.verify import verify
 aten = torch.ops.aten
 
 # Enough for every choice to be drawn, most of them many times.
-SAMPLE = 1200
+SAMPLE = 2000
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -65,6 +65,12 @@ def check_attention(graph_module: GraphModule, style: CapturedStyle) -> None:
     mask = style.attention.mask
     windows = [0 if mask.alternate and layer % 2 else mask.window for layer in range(style.sizes.layers)]
     assert [values["window"] for values in found] == windows
+    # The slopes of a mask are nothing to a token that sees itself alone.
+    ours = style.attention.operator == "picompile"
+    sloping = [mask.slopes != "no" and (ours or window != 1) for window in windows]
+    assert [values["slopes"] is not None for values in found] == sloping
+    assert {values["softcap"] for values in found} == {style.attention.softcap}
+    assert all((values["sinks"] is not None) == style.attention.sinks for values in found)
     turned = 0 if style.positions.rotary == "no" else 2 * style.sizes.layers
     assert len(list(calls(graph_module.graph, ROTARY))) == turned
 

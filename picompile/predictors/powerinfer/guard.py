@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from picompile.errors import DoesNotFitError, UsageError
+from picompile.frontend.gguf.header import GgufHeader
 from picompile.predictors.powerinfer.handover import DISK_FULL, REFUSAL_FILE, REFUSED, TENSORS_FILE
-from picompile.predictors.powerinfer.headers import GgufHeader
 from picompile.predictors.powerinfer.sources import PredictorSource
 
 _MEMORY_BYTES = 256 << 20

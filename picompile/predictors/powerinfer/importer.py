@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from picompile.errors import UnsupportedModelError, UsageError
-from picompile.frontend.json_file import read_json_object
+from picompile.frontend.activation import check_activation
+from picompile.frontend.model_file import read_config
 from picompile.output import OutputPath, reserve
 from picompile.predictors.powerinfer.guard import read_guarded
 from picompile.predictors.powerinfer.sources import PARTS, PredictorSource
@@ -34,7 +35,7 @@ def check_by_config(path: Path, shapes: Shapes, model: Path) -> None:
     The final check is `check_shapes` against the graph; but capturing that takes seconds, and this check takes none.
     """
     try:
-        config = read_json_object(model / "config.json")
+        config = read_config(model)
     except UnsupportedModelError:
         return  # whoever opens the checkpoint says what is wrong with it
     layers, hidden, neurons = (_number(config, names) for names in (_LAYERS, _HIDDEN, _NEURONS))
@@ -94,17 +95,25 @@ class Imported:
 
 
 def import_predictors(
-    source: PredictorSource, model: Path, output: Path, progress: Progress | None = None, *, overwrite: bool = True
+    source: PredictorSource,
+    model: Path,
+    output: Path,
+    progress: Progress | None = None,
+    *,
+    overwrite: bool = True,
+    activation: str | None = None,
 ) -> Imported:
     """Write the predictors of `source`, which are for `model`, to the folder `output`, and return what was written.
 
-    An existing folder is replaced; without `overwrite`, only an empty one.
+    An existing folder is replaced; without `overwrite`, only an empty one. `activation` is that of `model`, as
+    `load_model` takes it.
 
     They become kind `learned-relu` with input `stream`. Activation statistics become `layers/NNN.safetensors` with
     `counts` int64 [F], as a profile has them. Raises `UsageError` for files that are refused or are predictors of
     another model, `UnsupportedModelError` for the model, `DoesNotFitError` for a full disk; then nothing is written.
     """
     progress = progress or NoProgress()
+    check_activation(activation)
     _require_utf8(output)
     if source.header is not None:
         check_by_config(source.path, source.shapes, model)
@@ -114,7 +123,7 @@ def import_predictors(
             shapes, counts = _handed_back(file)
             check_by_config(source.path, shapes, model)
         with progress.step("check"):
-            fingerprint = _check_model(source.path, shapes, counts, model)
+            fingerprint = _check_model(source.path, shapes, counts, model, activation)
         layers = _layers(shapes, computes_above(source.threshold))
         with progress.step("write"):
             _write(
@@ -163,14 +172,16 @@ def _handed_back(file: Path) -> "tuple[Shapes, dict[int, Tensor]]":
     return shapes, counts
 
 
-def _check_model(path: Path, shapes: Shapes, counts: "Mapping[int, Tensor]", model: Path) -> str:
+def _check_model(
+    path: Path, shapes: Shapes, counts: "Mapping[int, Tensor]", model: Path, activation: str | None
+) -> str:
     """Check everything against the model's graph; return the model's fingerprint."""
     from picompile.frontend import load_model
     from picompile.frontend.checkpoint import fingerprint
     from picompile.predictors import block_shapes
     from picompile_passes.passes.canonicalize import canonicalize
 
-    graph_module = canonicalize(load_model(model).graph_module)
+    graph_module = canonicalize(load_model(model, activation).graph_module)
     blocks = block_shapes(graph_module)
     check_shapes(path, shapes, {layer: (block.neurons, block.hidden) for layer, block in blocks.items()})
     _check_norms(path, graph_module)
@@ -182,7 +193,7 @@ def _check_model(path: Path, shapes: Shapes, counts: "Mapping[int, Tensor]", mod
             raise UsageError(
                 f"{path}: activation_{layer}.pt has {len(values)} neurons; the model's have {blocks[layer].neurons}"
             )
-    return fingerprint(model)
+    return fingerprint(model, activation)
 
 
 def _check_norms(path: Path, graph_module: "GraphModule") -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from picompile.errors import UsageError
-from picompile.predictors.powerinfer.headers import GgufHeader, TensorEntry, check_torch_file, read_header
+from picompile.frontend.gguf.header import GgufHeader, TensorEntry, read_header
+from picompile.predictors.powerinfer.torch_file import check_torch_file
 
 PARTS = ("fc1", "fc2")
 READ_TYPES = ("F32", "F16", "Q4_0", "Q8_0")

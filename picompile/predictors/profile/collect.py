@@ -14,7 +14,7 @@ from picompile.predictors.profile.directory import ProfileDirectory
 from picompile.progress import Progress
 from picompile.streaming import Segment, WindowLoss, run_segment
 from picompile_passes.dialect import parse_activation
-from picompile_passes.dialect.ops import neuron_outputs
+from picompile_passes.dialect.ops import neuron_outputs, neuron_rms
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import LAYER_NORM, RMS_NORM
@@ -43,20 +43,26 @@ def can_be_silent(block: Node) -> bool:
     return any(parse_activation(text).sparse for text in texts)
 
 
-def thresholded_ffn(threshold: float, see: Callable[[Tensor, Tensor, Tensor], None]) -> Callable[..., Tensor]:
+See = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
+"""Receives the outputs of a block's neurons: magnitudes [tokens, neurons], which of them fire, the down rows
+[neurons, hidden], and what a norm across the neurons divides each token by, [tokens, 1], or None without one."""
+
+
+def thresholded_ffn(threshold: float, see: See) -> Callable[..., Tensor]:
     """Return a function like `ffn` that skips neurons whose outputs are at most `threshold` in magnitude.
 
-    `see` receives the magnitudes [tokens, neurons], which of them fire, and the down rows [neurons, hidden].
+    The magnitude is that before a norm across the neurons, as predictors see it.
     """
 
     def ffn(x: Tensor, *operands: Any) -> Tensor:
-        gate, up, down, gate_bias, up_bias, down_bias, activation, up_activation = operands
+        gate, up, down, gate_bias, up_bias, down_bias, activation, up_activation, *norm_eps = operands
         hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
         magnitude = hidden.abs()
         fires = magnitude > threshold
-        see(magnitude, fires, down)
         kept = hidden if threshold == 0 else torch.where(fires, hidden, torch.zeros_like(hidden))
-        return F.linear(kept, down.transpose(0, 1), down_bias)
+        rms = neuron_rms(kept, norm_eps[0]) if norm_eps and norm_eps[0] is not None else None
+        see(magnitude, fires, down, rms)
+        return F.linear(kept if rms is None else kept / rms, down.transpose(0, 1), down_bias)
 
     return ffn
 
@@ -106,9 +112,10 @@ class LayerCollector:
         self._tokens, self._taken = end, stop
         return x
 
-    def _count(self, magnitude: Tensor, fires: Tensor, down: Tensor) -> None:
+    def _count(self, magnitude: Tensor, fires: Tensor, down: Tensor, rms: Tensor | None) -> None:
         self.counts += fires.sum(dim=0)
         kept = magnitude if self.threshold == 0 else magnitude * fires
+        kept = kept if rms is None else kept / rms
         self._magnitude += kept.sum(dim=0)
         self._lengths = down.norm(dim=1)
 

@@ -1,9 +1,10 @@
 """Options of profiling."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from picompile.errors import UsageError
+from picompile.frontend.activation import check_activation
 from picompile.predictors.profile.text import CalibrationText
 from picompile.quantities import require_whole
 
@@ -26,6 +27,8 @@ class ProfileOptions:
             None leaves the thresholds at zero.
         seed: Seed of the samples, of the order of the library's files, and of the model's text.
         overwrite: Replace a complete profile of other inputs.
+        activation: The activation of the feed-forward blocks, where config.json names another than the model was
+            trained with, as `load_model` takes it; None takes what config.json says.
     """
 
     calibration: tuple[Path | CalibrationText, ...] = ()
@@ -37,9 +40,12 @@ class ProfileOptions:
     gate: float | None = 0.001
     seed: int = 0
     overwrite: bool = False
+    # Left out of the text that a profile's inputs are told apart by: the model's fingerprint, beside it, depends on it.
+    activation: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        """Raise `UsageError` for counts that make no sense."""
+        """Raise `UsageError` for counts that make no sense, and for an activation that is not known."""
+        check_activation(self.activation)
         require_whole(
             tokens=self.tokens,
             samples=self.samples,

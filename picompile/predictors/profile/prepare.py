@@ -49,19 +49,25 @@ def own_tokens(parameters: int, tokens: int) -> int:
 
 
 def own_windows(
-    model: Path, count: int, window: int, starts: Sequence[Sequence[int]], seed: int, progress: Progress
+    model: Path,
+    count: int,
+    window: int,
+    starts: Sequence[Sequence[int]],
+    seed: int,
+    progress: Progress,
+    activation: str | None = None,
 ) -> Tensor:
     """Return windows of text sampled from the model at temperature 1: int32 [windows, window], about `count` tokens.
 
-    Each text begins with one of `starts`, in turn. The model is compiled for this, into a temporary folder. Raises what
-    compiling and generating raise.
+    Each text begins with one of `starts`, in turn. The model is compiled for this, into a temporary folder;
+    `activation` is what `load_model` takes. Raises what compiling and generating raise.
     """
     from picompile.steps import compile_lossless
     from picompile_codegen.build.object_cache import temporary_folder
 
     with temporary_folder() as folder:
         artifact = folder / "artifact"
-        compile_lossless(model, artifact, window, progress)
+        compile_lossless(model, artifact, window, progress, activation)
         with progress.step("text of the model's own", count) as advance:
             tokens = []
             for piece in _pieces(artifact, count, window, starts, seed):
@@ -115,7 +121,7 @@ def prepare(model: Path, options: ProfileOptions, progress: Progress) -> Profile
     texts, held_out = read_calibration(options.calibration), read_calibration(options.held_out)
     options = replace(options, calibration=texts, held_out=held_out)
     with progress.step("text"):
-        checkpoint = open_checkpoint(model)
+        checkpoint = open_checkpoint(model, options.activation)
         facts = checkpoint.facts
         tokenizer = checkpoint_tokenizer(model, facts.vocab)
         text = text_windows(tokenizer, window_size(options, facts.max_positions), options)
@@ -126,7 +132,7 @@ def prepare(model: Path, options: ProfileOptions, progress: Progress) -> Profile
         without = "none of the model's own, since that would be too slow or too little"
         added = f"{own} tokens of the model's own" if own else without
         progress.say(f"no calibration text is given; it is {text.sources[0]}, and {added}")
-    return ProfileTask(model, options, facts, fingerprint(model), text, own)
+    return ProfileTask(model, options, facts, fingerprint(model, options.activation), text, own)
 
 
 def check_profile_output(output: Path, task: ProfileTask) -> None:

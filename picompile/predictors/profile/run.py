@@ -16,7 +16,7 @@ from torch import Tensor
 
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend import load_model
-from picompile.frontend.json_file import read_json_object
+from picompile.frontend.model_file import read_config
 from picompile.output import OutputPath, discard, link_tree, reserve
 from picompile.output.place import require_folder_or_nothing
 from picompile.predictors.profile.collect import (
@@ -94,8 +94,8 @@ def _tidy(output: Path) -> None:
 
 def _profile(task: ProfileTask, output: Path, reserved: OutputPath, progress: Progress) -> None:
     with progress.step("capture"):
-        captured = capture(task.model)
-        config = read_json_object(task.model / "config.json")
+        captured = capture(task.model, task.options.activation)
+        config = read_config(task.model, task.options.activation)
     # A complete profile stays until the new one replaces it.
     complete, anything = is_complete(output), read_description(output) is not None
     directory = ProfileDirectory(output / BEGUN_FOLDER if complete else output, task.inputs)
@@ -116,9 +116,12 @@ def _profile(task: ProfileTask, output: Path, reserved: OutputPath, progress: Pr
             link_tree(directory.folder, folder)
 
 
-def capture(folder: Path) -> SegmentedModel:
-    """Return the canonical graph of a checkpoint, cut into segments, and its weights."""
-    captured = load_model(folder)
+def capture(folder: Path, activation: str | None = None) -> SegmentedModel:
+    """Return the canonical graph of a checkpoint, cut into segments, and its weights.
+
+    `activation` is what `load_model` takes; raises as it does.
+    """
+    captured = load_model(folder, activation)
     graph_module = canonicalize(captured.graph_module)
     segments = split_layers(graph_module)
     if not any(segment.blocks for segment in segments):
@@ -176,7 +179,8 @@ class _ProfileRun:
             starts = [[facts.bos_token_id]]
         window = text.calibration.shape[1]
         try:
-            return own_windows(self.task.model, count, window, starts, self.task.options.seed, self.progress)
+            options = self.task.options
+            return own_windows(self.task.model, count, window, starts, options.seed, self.progress, options.activation)
         except Exception as error:
             # An error with an exit code says what this machine or model cannot do; any other is a bug of picompile.
             if not hasattr(error, "exit_code"):

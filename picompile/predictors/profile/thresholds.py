@@ -18,6 +18,7 @@ from picompile.errors import UnsupportedModelError
 from picompile.predictors.profile.collect import (
     Extra,
     Replace,
+    See,
     SegmentedModel,
     can_be_silent,
     layer_of,
@@ -106,8 +107,8 @@ def _searched(segment: Segment) -> list[Node]:
     return [block for block in segment.blocks if not can_be_silent(block)]
 
 
-def _counter(histogram: Tensor) -> Callable[[Tensor, Tensor, Tensor], None]:
-    def count(magnitude: Tensor, fires: Tensor, down: Tensor) -> None:
+def _counter(histogram: Tensor) -> See:
+    def count(magnitude: Tensor, fires: Tensor, down: Tensor, rms: Tensor | None) -> None:
         logarithms = magnitude.log2().clamp_(_LOWEST, _HIGHEST)
         histogram.add_(torch.histc(logarithms, _BINS, _LOWEST, _HIGHEST).to(torch.int64))
 

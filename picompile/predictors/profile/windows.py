@@ -102,11 +102,16 @@ def library_tokens(tokenizer: Tokenizer, count: int, seed: int, *, held_out: boo
 
 
 def held_out_windows(
-    model: Path, calibration: tuple[Path | CalibrationText, ...] = (), tokens: int = 16_384
+    model: Path,
+    calibration: tuple[Path | CalibrationText, ...] = (),
+    tokens: int = 16_384,
+    *,
+    activation: str | None = None,
 ) -> tuple[list[list[int]], str]:
     """Return held-out windows of at most `tokens` tokens together, and a description of their source.
 
     They come from the texts `calibration`, by default from the files of the standard library that profiles hold out.
+    `activation` is what `load_model` takes.
 
     Raises:
         UsageError: The texts are too short, or the model has no tokenizer.
@@ -114,7 +119,7 @@ def held_out_windows(
     """
     from picompile.frontend.hf import open_checkpoint
 
-    facts = open_checkpoint(model).facts
+    facts = open_checkpoint(model, activation).facts
     tokenizer = checkpoint_tokenizer(model, facts.vocab)
     options = ProfileOptions(held_out=calibration, held_out_tokens=tokens)
     window = window_size(options, facts.max_positions)

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from picompile.predictors.profile.files import read_tensors, write_tensors
 from picompile_passes.dialect.activations import parse_activation
-from picompile_passes.dialect.ops import neuron_outputs
+from picompile_passes.dialect.ops import neuron_outputs, neuron_rms
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, calls, is_call
 from picompile_passes.graph.operands import FFN, LAYER_NORM, RMS_NORM
@@ -68,7 +68,7 @@ class LayerData:
 
     `previous` are the samples of the layer before on the same tokens, or None if they are not wanted. gate, up and down
     are float32 [neurons, hidden], biases [neurons]. A neuron fires where the magnitude of its output, before the down
-    projection, is above `threshold`.
+    projection, is above `threshold`. `norm_eps` is that of a norm across the neurons, if there is one.
     """
 
     layer: int
@@ -82,6 +82,7 @@ class LayerData:
     activation: str
     up_activation: str
     threshold: float
+    norm_eps: float | None = None
 
     @property
     def neurons(self) -> int:
@@ -175,6 +176,7 @@ def layer_data(
         activation=str(values["activation"]),
         up_activation=str(values["up_activation"]),
         threshold=threshold,
+        norm_eps=values["norm_eps"],
         **tensors,
     )
 
@@ -197,7 +199,7 @@ def save_layer_data(path: Path, data: LayerData) -> None:
     """Write the data for a worker process."""
     tensors = {name: getattr(data, name) for name in _WEIGHTS if getattr(data, name) is not None}
     facts: dict[str, Any] = {
-        name: getattr(data, name) for name in ("layer", "activation", "up_activation", "threshold")
+        name: getattr(data, name) for name in ("layer", "activation", "up_activation", "threshold", "norm_eps")
     }
     for name, samples in (("samples", data.samples), ("previous", data.previous)):
         if samples is None:
@@ -242,8 +244,8 @@ class FiringLabels:
     """Which neurons fire on which samples, and how much each firing contributes.
 
     `contribution` float16 [samples, neurons] is 0 where a neuron is silent, else |h| · ‖down row‖ in units of the
-    layer's mean. `decided_share` is the share of neurons that the gating matrix alone does not silence on the samples
-    `test`: the share that an exact predictor computes.
+    layer's mean, with h as a norm across the neurons leaves it. `decided_share` is the share of neurons that the gating
+    matrix alone does not silence on the samples `test`: the share that an exact predictor computes.
     """
 
     contribution: Tensor
@@ -259,6 +261,8 @@ def measure_firing(data: LayerData, test: slice) -> FiringLabels:
         x = data.samples.block(slice(start, start + ROWS))
         magnitude = data.outputs(x).abs_()
         fires = magnitude > data.threshold
+        if data.norm_eps is not None:
+            magnitude /= neuron_rms(magnitude, data.norm_eps)
         magnitude *= lengths
         # The first block sets the unit, so that float16 can hold contributions far from 1 in the model's own scale.
         unit = unit or _mean_magnitude(magnitude, fires)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from picompile.errors import UsageError
+from picompile.frontend.activation import check_activation
 from picompile.quantities import require_whole
 
 # The rank that a learned predictor starts from. Imports no torch: plans estimate predictors with it.
@@ -63,6 +64,8 @@ class TrainOptions:
             change the result.
         ray: The address of a Ray cluster that trains instead. It does not change the result.
         overwrite: Replace predictors of other inputs.
+        activation: The activation of the feed-forward blocks, as `load_model` takes it: the one that the profile was
+            made with. None takes what config.json says.
     """
 
     kind: str = "learned"
@@ -82,9 +85,11 @@ class TrainOptions:
     jobs: int | None = None
     ray: str | None = field(default=None, compare=False)
     overwrite: bool = field(default=False, compare=False)
+    activation: str | None = None
 
     def __post_init__(self) -> None:
         """Raise `UsageError` for values that make no sense."""
+        check_activation(self.activation)
         for name, value, known in (
             ("predictor", self.kind, KINDS),
             ("input", self.input, INPUT_CHOICES),

@@ -98,7 +98,7 @@ def train_predictors(
     options, progress = options or TrainOptions(), progress or NoProgress()
     if options.ray is not None:
         require_ray()
-    mark = fingerprint(model)
+    mark = fingerprint(model, options.activation)
     profile.require_model(mark)
     directory = TrainingDirectory(output)
     run = _TrainingRun(model, profile, options, progress, directory, mark)
@@ -154,7 +154,7 @@ class _TrainingRun:
     @cached_property
     def captured(self) -> Captured:
         with self.progress.step("capture"):
-            captured = load_model(self.model)
+            captured = load_model(self.model, self.options.activation)
         if captured.warning is not None:
             self.progress.say(captured.warning)
         return captured

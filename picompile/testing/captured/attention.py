@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from picompile.testing.captured.ffn import write_linear, write_parts, write_unbound
+from picompile.testing.captured.ffn import write_linear, write_norm, write_parts, write_unbound
 from picompile.testing.captured.positions import RotaryWriter
 from picompile.testing.captured.style import TABLE_ROWS, CapturedStyle, MaskStyle
 from picompile.testing.captured.writer import CaptureWriter
@@ -32,17 +32,23 @@ class AttentionWriter:
     def write(self, x: Node, name: str, layer: int) -> Node:
         """Write the attention of layer `layer` on `x` [1, T, n] or [T, n], and return its result in the same shape."""
         q, k, v = self._heads(x, name)
+        if self.style.attention.head_norm == "before":
+            q, k = (self._normed(side, f"{name}.{letter}_norm") for side, letter in ((q, "q"), (k, "k")))
         rotary_first = self.style.positions.before_transpose
         if rotary_first:
-            q, k = self.rotary.turn(q), self.rotary.turn(k)
+            q, k = self.rotary.turn(q), k if self._shared else self.rotary.turn(k)
         q, k, v = (self.w.swapped(side, self.style.attention.permute) for side in (q, k, v))
         if self._repeats and self.style.attention.repeat_early and not rotary_first:
             # Falcon's, which repeats heads before it turns them.
             k, v = self._repeated(k), self._repeated(v)
         if not rotary_first:
-            q, k = self.rotary.turn(q), self.rotary.turn(k)
+            q, k = self.rotary.turn(q), k if self._shared else self.rotary.turn(k)
+        if self.style.attention.head_norm == "after":
+            q, k = (self._normed(side, f"{name}.{letter}_norm") for side, letter in ((q, "q"), (k, "k")))
+        if self._shared:
+            k = self._with_shared(k, x, name)
         q, k = self._scaled_late(q, k)
-        merged = self._attended(q, k, v, layer)
+        merged = self._attended(q, k, v, name, layer)
         bias = self.style.attention.output_bias
         return write_linear(self.w, self.style.attention.linear, merged, f"{name}.o_proj", self._hidden, bias=bias)
 
@@ -54,13 +60,16 @@ class AttentionWriter:
     def _repeats(self) -> bool:
         sizes, attention = self.style.sizes, self.style.attention
         written = attention.repeat not in ("enable_gqa", "broadcast")
-        return sizes.heads > sizes.kv_heads and written and attention.operator == "sdpa"
+        return sizes.heads > sizes.kv_heads and written and attention.operator != "picompile"
+
+    def _normed(self, heads: Node, name: str) -> Node:
+        return write_norm(self.w, self.style.norm, heads, name)
 
     def _heads(self, x: Node, name: str) -> tuple[Node, Node, Node]:
-        """q, k, v as […, T, heads, d]."""
+        """q, k, v as […, T, heads, d]; of k what each head has of its own."""
         attention, sizes = self.style.attention, self.style.sizes
         counts = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
-        widths = (sizes.head_dim, sizes.head_dim, sizes.value_dim)
+        widths = (sizes.head_dim, sizes.head_dim - self._shared, sizes.value_dim)
         columns = [count * width for count, width in zip(counts, widths, strict=True)]
         if attention.fused == "no":
             sides = [self._linear(x, f"{name}.{side}_proj", size) for side, size in zip("qkv", columns, strict=True)]
@@ -75,6 +84,32 @@ class AttentionWriter:
         sides[0] = self._scaled_early(sides[0])
         q, k, v = (self.w.split_last(*side) for side in zip(sides, counts, widths, strict=True))
         return q, k, v
+
+    @property
+    def _shared(self) -> int:
+        """How many elements of a key all heads have in common: DeepSeek-V2's are those that turn."""
+        turning = self.rotary.turning
+        return turning if self.style.attention.shared_keys != "no" and turning < self.style.sizes.head_dim else 0
+
+    def _with_shared(self, own: Node, x: Node, name: str) -> Node:
+        """Return the keys of which `own` […, heads, T, n] is the rest."""
+        w, permute = self.w, self.style.attention.permute
+        shared = w.split_last(self._linear(x, f"{name}.k_shared_proj", self._shared), 1, self._shared)
+        if self.style.positions.before_transpose:
+            shared = w.swapped(self.rotary.turn_all(shared), permute)
+        else:
+            shared = self.rotary.turn_all(w.swapped(shared, permute))
+        lead = own.meta["val"].dim() - 3
+        shared = w.call(_aten.expand.default, shared, [*[-1] * lead, self.style.sizes.kv_heads, -1, -1])
+        parts = [shared, own] if self.style.positions.turning == "first" else [own, shared]
+        if self.style.attention.shared_keys == "cat":
+            return w.call(_aten.cat.default, parts, -1)
+        # Memory of the right size, all of which is filled.
+        column = w.call(_aten.slice.Tensor, own, -1, 0, 1)
+        filled = w.call(_aten.repeat.default, column, [*[1] * lead, 1, 1, self.style.sizes.head_dim])
+        first = int(parts[0].meta["val"].shape[-1])
+        filled = w.call(_aten.slice_scatter.default, filled, parts[0], -1, 0, first)
+        return w.call(_aten.slice_scatter.default, filled, parts[1], -1, first, 2**63 - 1)
 
     def _linear(self, x: Node, name: str, size: int) -> Node:
         attention = self.style.attention
@@ -128,14 +163,16 @@ class AttentionWriter:
         mask = self.style.attention.mask
         return 0 if mask.alternate and layer % 2 else mask.window
 
-    def _attended(self, q: Node, k: Node, v: Node, layer: int) -> Node:
+    def _attended(self, q: Node, k: Node, v: Node, name: str, layer: int) -> Node:
         """Attention of heads […, heads, T, d] → […, T, heads · e]."""
         if self.style.attention.operator == "picompile":
-            return self._by_our_operator(q, k, v, layer)
+            return self._by_our_operator(q, k, v, name, layer)
         if self._repeats and (self.style.positions.before_transpose or not self.style.attention.repeat_early):
             k, v = self._repeated(k), self._repeated(v)
         style = self.style.attention
         mask = write_mask(self.w, style.mask, self.style.sizes.heads, self._window(layer))
+        if style.operator == "products":
+            return self.w.merge_last(self.w.swapped(self._by_products(q, k, v, mask), style.permute))
         options: dict[str, object] = {} if style.scale == "default" else {"scale": self._remaining_scale}
         if style.repeat == "enable_gqa":
             options["enable_gqa"] = True
@@ -143,16 +180,32 @@ class AttentionWriter:
         attended = self.w.call(operator, q, k, v, mask, 0.0, mask is None, **options)
         return self.w.merge_last(self.w.swapped(attended, style.permute))
 
+    def _by_products(self, q: Node, k: Node, v: Node, mask: Node | None) -> Node:
+        """Write attention as two products and a softmax, as eager implementations have it."""
+        scores = self.w.call(_aten.matmul.default, q, self.w.call(_aten.transpose.int, k, -1, -2))
+        scores = self.w.call(_aten.mul.Tensor, scores, self._remaining_scale)
+        if mask is not None and mask.meta["val"].dtype == torch.bool:
+            unseen = self.w.call(_aten.logical_not.default, mask)
+            scores = self.w.call(_aten.masked_fill.Scalar, scores, unseen, self.style.attention.mask.hidden)
+        elif mask is not None:
+            scores = self.w.call(_aten.add.Tensor, scores, mask)
+        return self.w.call(_aten.matmul.default, self.w.call(_aten.softmax.int, scores, -1), v)
+
     @property
     def _remaining_scale(self) -> float:
         return self._scale if self.style.attention.scale in ("default", "given") else 1.0
 
-    def _by_our_operator(self, q: Node, k: Node, v: Node, layer: int) -> Node:
+    def _by_our_operator(self, q: Node, k: Node, v: Node, name: str, layer: int) -> Node:
         """Call the dialect's operator, which capture registers with transformers as an attention function."""
-        sizes = self.style.sizes
+        sizes, style = self.style.sizes, self.style.attention
         sides = [self.w.merge_last(self.w.swapped(side)) for side in (q, k, v)]
         numbers = (sizes.heads, sizes.kv_heads, self._remaining_scale, layer, self._window(layer))
-        attended = self.w.call(ATTENTION, *sides, *numbers)
+        options: dict[str, object] = {"softcap": style.softcap} if style.softcap else {}
+        if style.mask.slopes != "no":
+            options["slopes"] = self.w.shared("slopes", lambda: self.w.constant("model.slopes", _slopes(sizes.heads)))
+        if style.sinks:
+            options["sinks"] = self.w.parameter(f"{name}.sinks", sizes.heads)
+        attended = self.w.call(ATTENTION, *sides, *numbers, **options)
         return self.w.merge_last(self.w.split_last(attended, sizes.heads, sizes.value_dim))
 
     def _repeated(self, x: Node) -> Node:
@@ -195,7 +248,25 @@ def _mask(w: CaptureWriter, style: MaskStyle, heads: int, window: int) -> Node:
         mask = _added_triangles(w, style.hidden, window)
     else:
         mask = _in_form(w, style, _visible(w, style.visible, window))
-    return _with_heads(w, style.dimensions, mask, heads)
+    mask = _with_heads(w, style.dimensions, mask, heads)
+    return mask if style.slopes == "no" else _with_slopes(w, style, mask, heads)
+
+
+def _slopes(heads: int) -> torch.Tensor:
+    """Return a slope for each head, as ALiBi has them for powers of two (arXiv 2108.12409): float32 [heads]."""
+    return torch.exp2(-8.0 * torch.arange(1, heads + 1) / heads)
+
+
+def _with_slopes(w: CaptureWriter, style: MaskStyle, mask: Node, heads: int) -> Node:
+    """A mask, boolean or not, with slopes times positions where it shows a key."""
+    slopes = w.shared("alibi", lambda: w.constant("model.alibi", _slopes(heads).reshape(-1, 1, 1)))
+    places = w.call(_aten.unsqueeze.default, w.positions, 0)
+    if style.slopes == "distances":
+        places = w.call(_aten.sub.Tensor, places, w.call(_aten.unsqueeze.default, w.positions, 1))
+    bias = w.call(_aten.mul.Tensor, slopes, w.call(_aten._to_copy.default, places, dtype=torch.float32))
+    if mask.meta["val"].dtype == torch.bool:
+        return w.call(_aten.where.ScalarOther, mask, bias, style.hidden)
+    return w.call(_aten.add.Tensor, bias, mask)
 
 
 def _visible(w: CaptureWriter, kind: str, window: int) -> Node:

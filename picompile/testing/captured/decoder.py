@@ -53,13 +53,14 @@ class DecoderWriter:
         if self.style.head_slice:
             # transformers keeps the logits of the last tokens, here of all.
             x = self.w.call(_aten.slice.Tensor, x, -2, 0, 2**63 - 1)
-        return self.w.builder.finish(self._unbatched(self._head(x, embedding)), stage=Stage.CAPTURED)
+        return self.w.builder.finish(self._unbatched(self._logits(x, embedding)), stage=Stage.CAPTURED)
 
     def _embedded(self) -> tuple[Node, Node]:
         """The first value of the residual stream, and the table it comes from."""
         sizes = self.style.sizes
         table = self.w.builder.parameter("model.embed_tokens.weight", sizes.vocab, sizes.embedding or sizes.hidden)
         x = self.w.call(_aten.embedding.default, table, self._ids())
+        x = self._times(x, self.style.embedding_factor)
         if sizes.embedding:
             x = write_linear(self.w, self.style.head, x, "model.project_in", sizes.hidden)
         x = write_position_embedding(self.w, self.style.positions, x)
@@ -98,11 +99,21 @@ class DecoderWriter:
     def _feed_forward(self, x: Node, name: str) -> Node:
         return write_ffn(self.w, self.style.ffn, x, f"{name}.mlp", self.style.sizes.ffn)
 
+    def _times(self, x: Node, factor: float) -> Node:
+        return x if factor == 1.0 else self.w.call(_aten.mul.Tensor, x, factor)
+
     def _residual(self, x: Node, y: Node) -> Node:
+        y = self._times(y, self.style.residual_factor)
         return self.w.call(_aten.add.Tensor, *((x, y) if self.style.residual_first else (y, x)))
 
     def _norm(self, x: Node, name: str) -> Node:
         return write_norm(self.w, self.style.norm, x, name)
+
+    def _logits(self, x: Node, embedding: Node) -> Node:
+        logits = self._head(x, embedding)
+        if self.style.logits == "capped":
+            return self._times(self.w.call(_aten.tanh.default, self.w.call(_aten.div.Tensor, logits, 2.5)), 2.5)
+        return self._times(logits, 1.0 if self.style.logits == "plain" else 0.125)
 
     def _head(self, x: Node, embedding: Node) -> Node:
         vocab = self.style.sizes.vocab

@@ -122,10 +122,12 @@ def write_norm(w: CaptureWriter, style: NormStyle, x: Node, name: str) -> Node:
     """The normalization of `x` over its last dimension; its parameters are `name`.weight and `name`.bias."""
     size = int(x.meta["val"].shape[-1])
     weight = None if style.affine == "none" else w.parameter(f"{name}.weight", size)
+    if weight is not None and style.one_more:
+        weight = w.call(_aten.add.Tensor, weight, 1.0)
     if style.kind == "layer":
         bias = w.parameter(f"{name}.bias", size) if style.affine == "weight and bias" else None
         return w.call(_aten.layer_norm.default, x, [size], weight, bias, style.eps)
-    if style.writing.startswith("operator"):
+    if style.writing.startswith("operator") and style.kind == "rms":
         eps = None if style.writing == "operator without eps" else style.eps
         return w.call(_aten.rms_norm.default, x, [size], weight, eps)
     normed = _over_root(w, style, x)
@@ -135,8 +137,11 @@ def write_norm(w: CaptureWriter, style: NormStyle, x: Node, name: str) -> Node:
 
 
 def _over_root(w: CaptureWriter, style: NormStyle, x: Node) -> Node:
-    """x / sqrt(mean(x²) + eps)."""
-    mean = w.call(_aten.mean.dim, _square(w, style.square, x), [-1], True)
+    """x / sqrt(mean(x²) + eps), x less its mean where that is centered."""
+    inner = _centered(w, x) if style.kind == "centered twice" else x
+    x = x if style.kind == "rms" else _centered(w, x)
+    inner = x if style.kind == "centered" else inner
+    mean = w.call(_aten.mean.dim, _square(w, style.square, inner), [-1], True)
     shifted = w.call(_aten.add.Tensor, mean, style.eps)
     if style.writing == "sqrt":
         return w.call(_aten.div.Tensor, x, w.call(_aten.sqrt.default, shifted))
@@ -147,6 +152,10 @@ def _over_root(w: CaptureWriter, style: NormStyle, x: Node) -> Node:
     if style.writing == "one over sqrt":
         inverse = w.call(_aten.mul.Tensor, inverse, 1.0)
     return w.call(_aten.mul.Tensor, *((inverse, x) if style.inverse_first else (x, inverse)))
+
+
+def _centered(w: CaptureWriter, x: Node) -> Node:
+    return w.call(_aten.sub.Tensor, x, w.call(_aten.mean.dim, x, [-1], True))
 
 
 def _square(w: CaptureWriter, kind: str, x: Node) -> Node:

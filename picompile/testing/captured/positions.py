@@ -111,11 +111,13 @@ def write_position_embedding(w: CaptureWriter, style: PositionStyle, x: Node) ->
         return x
     size = int(x.meta["val"].shape[-1])
     rows = TABLE_ROWS + style.offset
-    if style.learned == "sinusoid":
+    if style.learned.endswith("sinusoid"):
         angles = torch.outer(torch.arange(float(rows)), 0.5 ** torch.arange(1.0, size + 1))
         table = w.constant("model.embed_positions.weights", angles.sin())
     else:
         table = w.parameter("model.embed_positions.weight", rows, size)
+    if style.learned.startswith("slice"):
+        return w.call(_aten.add.Tensor, x, w.call(_aten.slice.Tensor, table, 0, 0, w.size()))
     places = _places(w, style)
     return w.call(_aten.add.Tensor, x, w.call(_aten.embedding.default, table, places))
 
@@ -141,24 +143,30 @@ class RotaryWriter:
         self._turning = size if style.turning == "all" else 2 * max(1, size // 4)
         self._tables: tuple[Node, Node] | None = None
 
+    @property
+    def turning(self) -> int:
+        """How many elements of a head are turned."""
+        return 0 if self._style.rotary == "no" else self._turning
+
     def turn(self, x: Node) -> Node:
         """`x` […, T, heads, d] or […, heads, T, d], which the style says, turned."""
         if self._style.rotary == "no":
             return x
+        if self._turning == self._size:
+            return self.turn_all(x)
+        still = self._size - self._turning
+        if self._style.turning == "first":
+            part, rest = write_parts(self._w, "slice", x, (self._turning, still))
+            return self._w.call(_aten.cat.default, [self.turn_all(part), rest], -1)
+        rest, part = write_parts(self._w, "slice", x, (still, self._turning))
+        return self._w.call(_aten.cat.default, [rest, self.turn_all(part)], -1)
+
+    def turn_all(self, x: Node) -> Node:
+        """`x`, the elements of heads that are turned, turned."""
         if self._tables is None:
             self._tables = write_tables(self._w, self._style, self._turning)
         dim = -2 if self._style.before_transpose else -3
         cosine, sine = (self._w.call(_aten.unsqueeze.default, table, dim) for table in self._tables)
-        if self._turning == self._size:
-            return self._turned(x, cosine, sine)
-        still = self._size - self._turning
-        if self._style.turning == "first":
-            part, rest = write_parts(self._w, "slice", x, (self._turning, still))
-            return self._w.call(_aten.cat.default, [self._turned(part, cosine, sine), rest], -1)
-        rest, part = write_parts(self._w, "slice", x, (still, self._turning))
-        return self._w.call(_aten.cat.default, [rest, self._turned(part, cosine, sine)], -1)
-
-    def _turned(self, x: Node, cosine: Node, sine: Node) -> Node:
         turns: dict[str, Turn] = {
             "halves": self._halves,
             "explicit halves": self._explicit_halves,

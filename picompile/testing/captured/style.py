@@ -197,11 +197,16 @@ class Sizes:
 
 @dataclass(frozen=True)
 class NormStyle:
-    """How normalizations are written. All but `kind`, `eps` and `affine` are for those written out."""
+    """How normalizations are written. `writing` and what follows it are for those written out.
 
-    kind: str = one_of("rms", "layer")
+    `centered` is a layer norm as the root mean square of deviations from the mean, `centered twice` one that computes
+    them twice. `one_more` adds 1 to the weight (Gemma).
+    """
+
+    kind: str = one_of("rms", "layer", "centered", "centered twice")
     eps: float = one_of(1e-6, 1e-5, 1e-3)
     affine: str = one_of("weight", "none", "weight and bias")
+    one_more: bool = one_of(False, True)
     writing: str = one_of("rsqrt", "sqrt", "reciprocal", "one over sqrt", "operator", "operator without eps")
     square: str = one_of("pow", "mul", "square")
     weight_first: bool = one_of(False, True)
@@ -219,7 +224,10 @@ class LinearStyle:
 
 @dataclass(frozen=True)
 class MaskStyle:
-    """How later tokens are hidden. `window` 0 is none; with `alternate`, every second layer has none."""
+    """How later tokens are hidden. `window` 0 is none; with `alternate`, every second layer has none.
+
+    `slopes` is how the mask adds ALiBi: slopes times the positions of keys, or times their distance from the query.
+    """
 
     visible: str = one_of("is_causal", "positions", "arange", "transformers", "tril", "triu", "buffer")
     form: str = one_of("boolean", "where", "masked_fill", "product", "log")
@@ -227,15 +235,21 @@ class MaskStyle:
     dimensions: str = one_of("plain", "heads", "expanded")
     window: int = one_of(0, 1, 3, 5, 40)
     alternate: bool = one_of(False, True)
+    slopes: str = one_of("no", "keys", "distances")
 
 
 @dataclass(frozen=True)
 class AttentionStyle:
-    """How attention is written, from the projections to their merging. `picompile`: with our operator, as capture of
-    transformers' models gives it.
+    """How attention is written, from the projections to their merging.
+
+    `picompile`: with our operator, as capture of transformers' models gives it; that alone may have a soft cap and
+    sinks. `products`: as two products and a softmax. `head_norm` is of each head of queries and keys, before or after
+    they are turned. `shared_keys`: the part of a key that turns is of all heads, and `cat` puts it beside each one's
+    own, or both are filled in.
     """
 
-    operator: str = one_of("sdpa", "picompile")
+    operator: str = one_of("sdpa", "picompile", "products")
+    head_norm: str = one_of("no", "before", "after")
     linear: LinearStyle = field(default_factory=LinearStyle)
     mask: MaskStyle = field(default_factory=MaskStyle)
     qkv_bias: bool = one_of(False, True)
@@ -245,13 +259,19 @@ class AttentionStyle:
     repeat: str = one_of("expand", "repeat", "stack", "repeat_interleave", "index_select", "enable_gqa", "broadcast")
     repeat_early: bool = one_of(False, True)
     permute: bool = one_of(False, True)
+    softcap: float = one_of(0.0, 2.0)
+    sinks: bool = one_of(False, True)
+    shared_keys: str = one_of("no", "cat", "filled")
 
 
 @dataclass(frozen=True)
 class PositionStyle:
-    """Where positions enter. `turning` is the part of a head that a rotary embedding turns."""
+    """Where positions enter. `turning` is the part of a head that a rotary embedding turns.
 
-    learned: str = one_of("no", "positions", "arange", "cumsum", "sinusoid")
+    `slice` and `sliced sinusoid` are the first rows of a table, of a parameter or a buffer.
+    """
+
+    learned: str = one_of("no", "positions", "arange", "cumsum", "sinusoid", "slice", "sliced sinusoid")
     offset: int = one_of(0, 2)
     rotary: str = one_of("no", "halves", "explicit halves", "neighbours", "repeated neighbours")
     turning: str = one_of("all", "first", "last")
@@ -284,7 +304,11 @@ class FfnStyle:
 
 @dataclass(frozen=True)
 class CapturedStyle:
-    """One decoder, as its author wrote it. `copies` is the seed of the copies strewn over it, 0 for none."""
+    """One decoder, as its author wrote it. `copies` is the seed of the copies strewn over it, 0 for none.
+
+    `embedding_factor` and `residual_factor` are what the embedding, and what is added to the residual stream, is
+    multiplied by; `logits` is what becomes of the head's result.
+    """
 
     sizes: Sizes = Sizes()
     norm: NormStyle = NormStyle()
@@ -298,6 +322,9 @@ class CapturedStyle:
     count: str = one_of("size", "minus one")
     block: str = one_of("pre", "post", "sandwich", "parallel", "parallel with two norms")
     residual_first: bool = one_of(True, False)
+    embedding_factor: float = one_of(1.0, 9.5)
+    residual_factor: float = one_of(1.0, 0.25)
+    logits: str = one_of("plain", "scaled", "capped")
     embedding_norm: bool = one_of(False, True)
     final_norm: bool = one_of(True, False)
     tied: str = one_of("no", "one node", "two nodes")
@@ -315,7 +342,8 @@ def consistent(style: CapturedStyle) -> CapturedStyle:
         attention=_attention(style),
         positions=_positions(style.positions),
         ffn=_ffn(style.ffn),
-        max_tokens=TABLE_ROWS if _slices_tables(style) else style.max_tokens,
+        max_tokens=TABLE_ROWS if _slices_tables(style) else _max_tokens(style),
+        copies=0 if _centers_heads(style) else style.copies,
     )
 
 
@@ -328,18 +356,37 @@ def _sizes(style: CapturedStyle) -> Sizes:
 
 def _attention(style: CapturedStyle) -> AttentionStyle:
     attention, mask = style.attention, style.attention.mask
+    if mask.visible == "is_causal" and attention.operator == "products":
+        mask = replace(mask, visible="positions")
     if mask.visible == "is_causal" and attention.operator == "sdpa":
-        mask = replace(mask, window=0)
+        mask = replace(mask, window=0, slopes="no")
     if mask.visible == "triu":
         mask = replace(mask, form="boolean")
     if mask.form == "product":
         # Infinity times 0 is no number.
         mask = replace(mask, hidden=torch.finfo(torch.float32).min)
     repeats = "expand" if attention.repeat == "broadcast" and _sizes(style).kv_heads > 1 else attention.repeat
-    return replace(attention, mask=mask, repeat=repeats)
+    if attention.operator == "products" and repeats == "enable_gqa":
+        repeats = "expand"
+    if attention.operator != "picompile":
+        attention = replace(attention, softcap=0.0, sinks=False)
+    # A norm's weights have the order of the elements, which pairs of neighbours would change.
+    in_order = style.positions.rotary in ("halves", "explicit halves") and style.positions.turning == "all"
+    norm = "before" if attention.head_norm == "after" and not in_order else attention.head_norm
+    # A norm undoes what the query was multiplied by before.
+    scale = "given" if norm != "no" and attention.scale in ("query times", "query divided") else attention.scale
+    if attention.shared_keys != "no":
+        if style.positions.rotary == "no" or style.positions.turning == "all":
+            attention = replace(attention, shared_keys="no")
+        else:
+            norm = "no"
+            attention = replace(attention, fused="no", repeat_early=False)
+    return replace(attention, mask=mask, repeat=repeats, head_norm=norm, scale=scale)
 
 
 def _positions(positions: PositionStyle) -> PositionStyle:
+    if positions.learned in ("slice", "sliced sinusoid"):
+        positions = replace(positions, offset=0)
     # The factor of `rotary` is for whole heads.
     return positions if positions.turning == "all" else replace(positions, factor=1.0)
 
@@ -352,6 +399,18 @@ def _ffn(ffn: FfnStyle) -> FfnStyle:
     return replace(ffn, activation=activation, up_activation="identity", fused="no", up_first=False)
 
 
+def _max_tokens(style: CapturedStyle) -> int | None:
+    """Squares for each head, of as many tokens as a mask without a bound is evaluated for, would take seconds."""
+    squares = style.attention.operator != "picompile" and style.attention.mask.slopes != "no"
+    return 300 if squares and style.max_tokens is None else style.max_tokens
+
+
+def _centers_heads(style: CapturedStyle) -> bool:
+    """Return whether means of heads are written out: copies of them lay out memory anew, which are no mere copies."""
+    return style.attention.head_norm != "no" and style.norm.kind.startswith("centered")
+
+
 def _slices_tables(style: CapturedStyle) -> bool:
-    sliced_mask = style.attention.operator == "sdpa" and style.attention.mask.visible == "buffer"
-    return sliced_mask or (style.positions.rotary != "no" and style.positions.tables == "slice")
+    sliced_mask = style.attention.operator != "picompile" and style.attention.mask.visible == "buffer"
+    sliced_rows = style.positions.learned in ("slice", "sliced sinusoid")
+    return sliced_mask or sliced_rows or (style.positions.rotary != "no" and style.positions.tables == "slice")

@@ -9,7 +9,8 @@ import pytest
 
 from helpers.powerinfer_files import TYPES, Sizes, mutations, random_predictors, write_gguf
 from picompile.errors import UsageError
-from picompile.predictors.powerinfer.headers import TENSOR_TYPES, read_header
+from picompile.frontend.gguf.header import read_header
+from picompile.frontend.gguf.tensor_types import TENSOR_TYPES
 from picompile.predictors.powerinfer.importer import check_by_config
 from picompile.predictors.powerinfer.sources import find_source
 

@@ -73,6 +73,20 @@ def assert_counted(profile: Profile, layer: int, hidden: Tensor, down: nn.Linear
     torch.testing.assert_close(profile.samples(layer).float(), read[positions], rtol=1e-3, atol=2e-4)
 
 
+def test_contributions_behind_a_norm_across_neurons(prose: Path, tmp_path: Path) -> None:
+    """The eager model's input of down is normalized and weighted already; neurons fire by what they are before."""
+    model = build("bitnet")
+    save("bitnet", model, tmp_path / "model")
+    save_byte_tokenizer(tmp_path / "model", model.config.vocab_size)
+    profile = profiled(tmp_path / "model", tmp_path / "profile", prose, tokens=1100, samples=50)
+    layers = model.model.layers
+    modules = {f"down{i}": layer.mlp.down_proj for i, layer in enumerate(layers)}
+    modules |= {f"norm{i}": layer.post_attention_layernorm for i, layer in enumerate(layers)}
+    seen = recorded(model, profile.calibration(), modules)
+    for i, layer in enumerate(layers):
+        assert_counted(profile, i, torch.cat(seen[f"down{i}"]), layer.mlp.down_proj, torch.cat(seen[f"norm{i}"]))
+
+
 def test_counts_and_samples_of_a_relu_model(tiny_model: Path, prose: Path, tmp_path: Path) -> None:
     profile = profiled(tiny_model, tmp_path / "new" / "profile", prose, tokens=1100, samples=333)
     model = eager(tiny_model)

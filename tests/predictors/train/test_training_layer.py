@@ -40,6 +40,8 @@ SHAPES = {
     "silu": {"activation": "silu", "threshold": 1.5},
     "gelu": {"gated": False, "activation": "gelu", "threshold": 0.6},
 }
+# A norm across neurons changes what a neuron contributes, and not whether it fires.
+NORMED = {"normed": {"activation": "relu2", "norm_eps": 1e-5}}
 
 
 def _curve(data: LayerData, weights: InitialPredictor, name: str = "block") -> RecallCurve:
@@ -48,13 +50,14 @@ def _curve(data: LayerData, weights: InitialPredictor, name: str = "block") -> R
     return measure_curve(iter([(weights.scores(data.inputs(name, test)), contribution[test])]))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *NORMED])
 def test_labels_are_what_the_block_computes(shape: str) -> None:
-    data = random_layer(random.randrange(1 << 30), samples=1100, **SHAPES[shape])
+    data = random_layer(random.randrange(1 << 30), samples=1100, **(SHAPES | NORMED)[shape])
     _, test = split(len(data.samples))
     firing = measure_firing(data, test)
     hidden = data.outputs(data.samples.block(slice(None))).abs()
-    expected = torch.where(hidden > data.threshold, hidden * data.down.norm(dim=1), 0.0)
+    normed = hidden if data.norm_eps is None else hidden / (hidden.square().mean(1, keepdim=True) + 1e-5).sqrt()
+    expected = torch.where(hidden > data.threshold, normed * data.down.norm(dim=1), 0.0)
     assert torch.equal(firing.contribution > 0, expected > 0)
     assert 0.01 < float((expected > 0).float().mean()) < 0.9
     scale = float(expected.sum() / firing.contribution.float().sum())
@@ -186,13 +189,14 @@ def test_few_samples_are_enough_to_end_well(samples: int) -> None:
         assert all(bool(part.isfinite().all()) for part in candidate.weights.values())
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *NORMED])
 def test_data_travel_through_a_file(tmp_path: Path, shape: str) -> None:
-    data = random_layer(random.randrange(1 << 30), samples=50, previous=True, **SHAPES[shape])
+    data = random_layer(random.randrange(1 << 30), samples=50, previous=True, **(SHAPES | NORMED)[shape])
     save_layer_data(tmp_path / "x.data", data)
     read = load_layer_data(tmp_path / "x.data")
     rows = slice(0, 50)
-    assert (read.layer, read.threshold, read.activation) == (data.layer, data.threshold, data.activation)
+    for name in ("layer", "threshold", "activation", "norm_eps"):
+        assert getattr(read, name) == getattr(data, name)
     assert torch.equal(read.outputs(read.samples.block(rows)), data.outputs(data.samples.block(rows)))
     assert all(torch.equal(read.inputs(name, rows), data.inputs(name, rows)) for name in data.input_choices)
     assert read.input_choices == data.input_choices

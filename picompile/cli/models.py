@@ -1,0 +1,82 @@
+"""`picompile models`: which of transformers' decoders are known to compile, and whether their neurons can be silent."""
+
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Annotated, Any
+
+import typer
+
+from picompile.cli.options import DebugOption, JsonOption
+from picompile.errors import UsageError
+
+_WIDTH = 170
+_MOST_REASON = 80
+# What most reasons begin with.
+_PREFIX = "the graph cannot be expressed in the dialect: "
+
+
+def models_command(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="A class, or the model_type of a config.json; part of it will do."),
+    ] = None,
+    refused: Annotated[bool, typer.Option("--refused", help="List what is refused instead, and why.")] = False,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """List the models that are known to compile.
+
+    Each was compiled with small random weights, and gives the tokens of eager PyTorch. Other classes that transformers
+    has are tried all the same: a compilation compares its own model with eager PyTorch first.
+
+    \b
+    Examples:
+      picompile models
+      picompile models gemma
+      picompile models --refused --json
+    """
+    entries = [entry for entry in known_models() if name is None or _is_named(entry, name)]
+    if name is not None and not entries:
+        raise UsageError(f"transformers has no causal language model of a class or type with {name!r} in it")
+    # What was asked for by name is told in either case, and all of it as JSON.
+    every = name is not None or (json_output and not refused)
+    shown = [entry for entry in entries if every or (entry["result"] != "ok") == refused]
+    if json_output:
+        print(json.dumps(shown, indent=2, ensure_ascii=False))
+        return
+    _print_table(shown)
+    compiled = sum(entry["result"] == "ok" for entry in entries)
+    print(f"{compiled} of {len(entries)} model types compile; neurons are silent by the activation that is usual there")
+
+
+def known_models() -> list[dict[str, Any]]:
+    """Return what was tried: for each model type its class, the result, the activation or the reason."""
+    entries: list[dict[str, Any]] = json.loads(files("picompile").joinpath("models.json").read_text(encoding="utf-8"))
+    return entries
+
+
+def _is_named(entry: Mapping[str, Any], name: str) -> bool:
+    return name.lower() in entry["class"].lower() or name.lower() in entry["model_type"].lower()
+
+
+def _print_table(entries: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("class", "model type", "activation", "silent", ""):
+        table.add_column(title, no_wrap=True)
+    for entry in entries:
+        table.add_row(entry["class"], entry["model_type"], *_cells(entry))
+    # Each row is one line, even if the width of the terminal is not known.
+    Console(markup=False, highlight=False, width=_WIDTH).print(table)
+
+
+def _cells(entry: Mapping[str, Any]) -> tuple[str, str, str]:
+    if entry["result"] == "ok":
+        if not entry["blocks"]:
+            return "", "no", "its feed-forward blocks are not of the dialect's form: every neuron is computed"
+        return entry["activation"], "yes" if entry["silent"] else "no", ""
+    reason = entry["reason"].partition(": ")[2].removeprefix(_PREFIX)
+    return "", "", f"{entry['result']}: {reason[:_MOST_REASON]}"

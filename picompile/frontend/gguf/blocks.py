@@ -1,0 +1,91 @@
+"""The blocks of GGML's tensor types: unpacked to numbers, or repacked as rows of ours without rounding again."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from picompile.frontend.gguf.tensor_types import TENSOR_TYPES
+from picompile_passes.dialect.formats import FORMATS, GROUP
+
+Bytes = npt.NDArray[np.uint8]
+
+# Types that are numbers, not blocks, and what torch calls them.
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Types that the `gguf` package unpacks.
+UNPACKED = frozenset(
+    {
+        *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4"),
+        *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "IQ4_NL", "IQ4_XS"),
+    }
+)
+# Our formats, and the type whose arithmetic each is. Both q4 and Q4_0 are (nibble - 8) × scale, with element i of a
+# group in the low and element i + 16 in the high bits of byte i; GGML puts each scale before its group.
+REPACKED = {"q8": "Q8_0", "q4": "Q4_0"}
+
+_BLOCKS = {name: (elements, size_bytes) for name, elements, size_bytes in TENSOR_TYPES.values()}
+_SCALE_BYTES = 2
+# Unpacking takes some 16 bytes for an element beside the result.
+_STEP_ELEMENTS = 1 << 20
+
+
+def row_bytes(type_name: str, columns: int) -> int:
+    """Return the bytes of a row of `columns` numbers."""
+    elements, size_bytes = _BLOCKS[type_name]
+    return columns // elements * size_bytes
+
+
+def unpack(data: Bytes, type_name: str, columns: int) -> Tensor:
+    """Return blocks uint8 [rows, row bytes] as float32 [rows, columns], a few rows at a time."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    kind = GGMLQuantizationType[type_name]
+    values = torch.empty(len(data), columns, dtype=torch.float32)
+    target = values.numpy()
+    with np.errstate(all="ignore"):
+        for start, stop in _steps(len(data), columns):
+            target[start:stop] = dequantize(data[start:stop], kind)
+    return values
+
+
+def repack(data: Bytes, type_name: str, columns: int) -> Tensor | None:
+    """Return blocks uint8 [rows, row bytes] of Q8_0 or Q4_0 as rows of q8 or q4: other places for the same numbers.
+
+    None where a number is one that q8 has not: kernels negate bytes, and -(-128) is no byte.
+    """
+    form = FORMATS[next(ours for ours, theirs in REPACKED.items() if theirs == type_name)]
+    size_bytes = _BLOCKS[type_name][1]
+    packed = torch.zeros(len(data), form.row_bytes(columns), dtype=torch.uint8)
+    target, groups, offset = packed.numpy(), columns // GROUP, form.scale_offset_bytes(columns)
+    for start, stop in _steps(len(data), columns):
+        blocks = data[start:stop].reshape(stop - start, groups, size_bytes)
+        if type_name == "Q8_0" and bool((blocks[..., _SCALE_BYTES:] == 0x80).any()):
+            return None
+        target[start:stop, :offset] = blocks[..., _SCALE_BYTES:].reshape(stop - start, offset)
+        scales = blocks[..., :_SCALE_BYTES].reshape(stop - start, groups * _SCALE_BYTES)
+        target[start:stop, offset : offset + groups * _SCALE_BYTES] = scales
+    return packed
+
+
+def scales_are_finite(packed: Tensor, format_name: str, columns: int) -> bool:
+    """Return whether the scales of rows of q8 or q4 are numbers."""
+    form = FORMATS[format_name]
+    offset = form.scale_offset_bytes(columns)
+    scales = packed[:, offset : offset + columns // GROUP * form.scale_bytes].contiguous()
+    return bool(torch.isfinite(scales.view(torch.float16)).all())
+
+
+def pack_f16(values: Tensor) -> Tensor:
+    """Return float16 [rows, columns] as rows of f16, uint8."""
+    form, (rows, columns) = FORMATS["f16"], values.shape
+    packed = torch.zeros(rows, form.row_bytes(columns) // 2, dtype=torch.float16)
+    packed[:, :columns] = values
+    return packed.view(torch.uint8)
+
+
+def _steps(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    step = max(1, _STEP_ELEMENTS // max(1, columns))
+    return ((start, min(rows, start + step)) for start in range(0, rows, step))

@@ -1,0 +1,103 @@
+"""Undoing what converters do to tensors, by transformers' own processors for each architecture.
+
+llama.cpp's converters change the order of rows (Llama's queries and keys, BLOOM's and Falcon's fused projections),
+transpose (GPT-2), or compute (1 + weight of Gemma's norms). A processor takes a whole tensor as numbers; where it only
+moves rows, which is found by giving it the numbers of rows, packed rows can be moved as well.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_PROBE_COLUMNS = 3
+# More than any vocabulary has; a file of one column can have a row for every two bytes.
+_MOST_ROWS = 1 << 22
+
+
+class _FalconProcessor:
+    """Falcon's fused projection: queries of all heads, keys, values; in the model, these of each group of heads.
+
+    transformers has no processor for it, and gives models with several groups (Falcon-40B) a wrong order.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._heads = config["num_attention_heads"]
+        self._kv_heads = config["num_kv_heads"]
+
+    def preprocess_name(self, name: str) -> str:
+        """Return `name`."""
+        return name
+
+    def perform_fallback_tensor_mapping(self, names: Any, suffix: str, qualifier: str, name: str) -> None:
+        """Add no names."""
+
+    def process(self, weights: Any, name: str, **kwargs: Any) -> Any:
+        """Return what is made of a tensor, as transformers' processors do."""
+        from transformers.modeling_gguf_pytorch_utils import GGUFTensor
+
+        if ".attn_qkv." in name:
+            groups, per_group = self._kv_heads, self._heads // self._kv_heads
+            head_dim = len(weights) // (self._heads + 2 * groups)
+            query, key, value = np.split(weights, [self._heads * head_dim, (self._heads + groups) * head_dim])
+            rest = weights.shape[1:]
+            parts = [query.reshape(groups, per_group, head_dim, *rest)]
+            parts += [part.reshape(groups, 1, head_dim, *rest) for part in (key, value)]
+            weights = np.concatenate(parts, axis=1).reshape(weights.shape)
+        return GGUFTensor(weights, name, {})
+
+
+def processor_for(architecture: str, config: Mapping[str, Any]) -> Any:
+    """Return transformers' processor for the tensors of an architecture, or ours."""
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+    if architecture == "falcon":
+        return _FalconProcessor(config)
+    # Bamboo's files come from the same converter as Llama's.
+    known = {"bamboo": "llama"}.get(architecture, architecture)
+    return TENSOR_PROCESSORS.get(known, TensorProcessor)(config=dict(config))
+
+
+def row_order(processor: Any, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
+    """Return which row of the file's tensor is each row of the parameter, None where more is done than moving rows.
+
+    For a matrix, a vector counting as one of one column.
+    """
+    from transformers.modeling_gguf_pytorch_utils import TensorProcessor
+
+    rows, columns = shape[0], _PROBE_COLUMNS
+    if type(processor).process is TensorProcessor.process:
+        return np.arange(rows)
+    if rows > _MOST_ROWS:
+        return None
+    probe = np.arange(rows * columns).reshape(rows, columns)
+    numbers = probe if len(shape) > 1 else probe[:, 0] // columns
+    with np.errstate(all="ignore"):
+        try:
+            result = processor.process(numbers, name=name, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
+        except (ValueError, KeyError, IndexError, TypeError):
+            return None
+        weights = result.weights
+        if result.name != name or weights.shape != numbers.shape or weights.dtype != numbers.dtype:
+            return None
+        order = weights[:, 0] // columns if len(shape) > 1 else weights
+    if not np.array_equal(np.sort(order), np.arange(rows)) or not np.array_equal(numbers[order], weights):
+        return None
+    return np.asarray(order, dtype=np.int64)
+
+
+def convert(processor: Any, names: Mapping[str, str], parameter: str, sources: Mapping[str, Tensor]) -> Tensor:
+    """Return the parameter that a processor makes of its tensors, float32; `names` as `map_names` gives them."""
+    made: dict[str, Tensor] = {}
+    with np.errstate(all="ignore"):
+        for name, values in sources.items():
+            numbers = values.to(torch.float32).numpy()
+            result = processor.process(
+                numbers, name=name, tensor_key_mapping=names, parsed_parameters={"tensors": made}
+            )
+            if result.name is not None:
+                made[parameter] = torch.from_numpy(np.ascontiguousarray(result.weights))
+    return made[parameter] if parameter in made else next(iter(made.values()))

@@ -1,0 +1,275 @@
+"""A GGUF file as a model: its config, and its tensors under the names, in the shapes and orders of Hugging Face."""
+
+import hashlib
+import json
+import math
+import mmap
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from picompile.errors import UnsupportedModelError, UsageError
+from picompile.frontend.config import one_line, quiet_transformers
+from picompile.frontend.gguf.blocks import (
+    PLAIN,
+    REPACKED,
+    UNPACKED,
+    pack_f16,
+    repack,
+    row_bytes,
+    scales_are_finite,
+    unpack,
+)
+from picompile.frontend.gguf.conversion import convert, processor_for, row_order
+from picompile.frontend.gguf.cursor import shown
+from picompile.frontend.gguf.header import GgufHeader, TensorEntry, read_header
+from picompile.frontend.gguf.metadata import read_text
+from picompile.frontend.gguf.model_config import model_classes, model_config
+from picompile.frontend.gguf.names import TRANSPOSED_DOWN, map_names, sources_by_parameter
+
+# Gemma has 262,144 tokens, and two numbers and two merges for each.
+_MOST_ELEMENTS = 4 << 20
+# Bytes of the start and of the end of each tensor that a fingerprint depends on.
+_SAMPLE_BYTES = 4096
+_LARGEST_F16 = 65504.0
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A parameter of the model: what safetensors calls the dtype that `load` returns, and its shape.
+
+    `type` is the file's name for how it is stored, and `sources` are the names of its tensors there; experts' matrices
+    of gate and up are two.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    type: str
+    sources: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Return the name of the tensor in the file, the first of them where there are several."""
+        return self.sources[0]
+
+
+class GgufModel:
+    """The model in a GGUF file, mapped into memory; tensors are read one at a time.
+
+    `config` has the contents of a config.json, `tensors` says for the name of each parameter what the file has, and
+    `header` has the metadata.
+    """
+
+    def __init__(self, header: GgufHeader, config: dict[str, Any], parameters: Mapping[str, tuple[int, ...]]) -> None:
+        """`parameters` are the names of the state dict that `config` describes, and their shapes."""
+        self.header = header
+        self.config = config
+        self._architecture = read_text(header, "general.architecture") or ""
+        self._processor = processor_for(self._architecture, config)
+        layers = next(config[key] for key in ("num_hidden_layers", "n_layer") if key in config)
+        self._names = map_names(header, self._architecture, layers, parameters, self._processor)
+        sources = sources_by_parameter(header, self._names)
+        self.tensors: Mapping[str, GgufTensor] = {
+            name: self._describe(entries, parameters.get(name)) for name, entries in sources.items()
+        }
+        self._checked: set[str] = set()
+        with header.file.open("rb") as opened:
+            self._data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        if len(self._data) < max(entry.offset + entry.size_bytes for entry in header.tensors.values()):
+            raise UnsupportedModelError(f"{header.file}: has become shorter while it was read")
+
+    def load(self, name: str) -> Tensor:
+        """Return the parameter `name`: float32, float16 or bfloat16 as the file has it, quantized types as float32.
+
+        Memory is taken for this parameter alone; what is not converted is mapped from the file, and must not be
+        written to. Raises `KeyError` for a name that there is not, `UnsupportedModelError` for NaN and infinity.
+        """
+        tensor = self.tensors[name]
+        entries = [self.header.tensors[source] for source in tensor.sources]
+        order = self._order(tensor)
+        if len(entries) == 1 and order is not None:
+            values = self._values(entries[0])
+            values = values if _is_sorted(order) else values[torch.from_numpy(order)]
+        elif len(entries) == 1 and _is_transposed(entries[0]):
+            values = self._values(entries[0]).T.contiguous()
+        else:
+            stored = {entry.name: self._values(entry) for entry in entries}
+            values = convert(self._processor, self._names, name, stored)
+        if values.shape != tensor.shape:
+            raise UnsupportedModelError(f"{tensor.file}: {name} is {list(values.shape)}, not {list(tensor.shape)}")
+        self._check_values(name, values)
+        return values
+
+    def packed(self, name: str, format_name: str, transposed: bool = False) -> Tensor | None:
+        """Return the parameter `name` [rows, columns] packed as `format_name`, uint8 [rows, row bytes], or None.
+
+        With `transposed` the rows are those of the transposed matrix, in which down projections are stored by
+        artifacts, and PowerInfer's files have them. `dequantize_rows` makes of the result the same numbers as `load`,
+        bit for bit. None stands for everything that would have to be rounded again. Raises as `load` does.
+        """
+        tensor = self.tensors[name]
+        if len(tensor.shape) != 2 or len(tensor.sources) != 1:
+            return None
+        if format_name == "f16":
+            if tensor.dtype != "F16":
+                return None
+            values = self.load(name)
+            return pack_f16(values.T if transposed else values)
+        entry, order = self.header.tensors[tensor.sources[0]], self._order(tensor)
+        same_rows = transposed == _is_transposed(entry) and (order is not None or transposed)
+        if REPACKED.get(format_name) != tensor.type or not same_rows:
+            return None
+        packed = repack(self._blocks(entry), entry.type, entry.shape[1])
+        if packed is None:
+            return None
+        if not scales_are_finite(packed, format_name, entry.shape[1]):
+            raise _damaged(tensor.file, name)
+        return packed if order is None or _is_sorted(order) else packed[torch.from_numpy(order)]
+
+    def fingerprint(self, config: Mapping[str, Any] | None = None) -> str:
+        """Return hex digits that are the same for the same metadata of the model and the same tensors.
+
+        They depend on what the metadata say about the architecture, on each tensor's name, type and shape, and on 4 kB
+        from either end of its data. `config` is what the model is read by, the file's own unless given.
+        """
+        prefix = f"{self._architecture}."
+        own = {key: value for key, value in self.header.values.items() if key.startswith(prefix)}
+        digest = hashlib.sha256(json.dumps([self._architecture, own, config or self.config], sort_keys=True).encode())
+        for name, entry in sorted(self.header.tensors.items()):
+            start, end = entry.offset, entry.offset + entry.size_bytes
+            first = self._data[start : min(end, start + _SAMPLE_BYTES)]
+            samples = first + self._data[max(start, end - _SAMPLE_BYTES) : end]
+            digest.update(len(samples).to_bytes(8, "little"))
+            digest.update(json.dumps([name, entry.type, entry.shape]).encode() + samples)
+        return digest.hexdigest()
+
+    def _describe(self, sources: tuple[str, ...], expected: tuple[int, ...] | None) -> GgufTensor:
+        entries = [self.header.tensors[source] for source in sources]
+        entry = entries[0]
+        for each in entries:
+            if each.type not in PLAIN and each.type not in UNPACKED:
+                raise UnsupportedModelError(
+                    f"{self.header.file}: {shown(each.name)} is {each.type}; read are {', '.join(PLAIN)} and "
+                    f"{', '.join(sorted(UNPACKED))}"
+                )
+        shape = entry.shape[::-1] if _is_transposed(entry) else entry.shape
+        plain = len(entries) == 1 and (
+            _is_transposed(entry) or row_order(self._processor, entry.name, entry.shape) is not None
+        )
+        if not plain and expected is not None and sum(math.prod(e.shape) for e in entries) == math.prod(expected):
+            # A processor makes another shape of it: one dimension more, rows for columns, two matrices in one.
+            shape = expected
+        stored = entry.type if plain and entry.type in PLAIN else "F32"
+        return GgufTensor(self.header.file, stored, tuple(shape), entry.type, sources)
+
+    def _order(self, tensor: GgufTensor) -> "np.ndarray[Any, np.dtype[np.int64]] | None":
+        entry = self.header.tensors[tensor.sources[0]]
+        single = len(tensor.sources) == 1 and not _is_transposed(entry)
+        return row_order(self._processor, entry.name, entry.shape) if single else None
+
+    def _values(self, entry: TensorEntry) -> Tensor:
+        """Return a tensor of the file in the file's shape."""
+        if entry.type in PLAIN:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # memory that must not be written to
+                flat = torch.frombuffer(
+                    self._data, dtype=PLAIN[entry.type], count=math.prod(entry.shape), offset=entry.offset
+                )
+            return flat.view(entry.shape)
+        return unpack(self._blocks(entry), entry.type, entry.shape[-1]).view(entry.shape)
+
+    def _blocks(self, entry: TensorEntry) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+        """Return the bytes of a tensor, uint8 [rows, row bytes]."""
+        data = np.frombuffer(self._data, np.uint8, entry.size_bytes, entry.offset)
+        return data.reshape(-1, row_bytes(entry.type, entry.shape[-1]))
+
+    def _check_values(self, name: str, values: Tensor) -> None:
+        """Refuse what `checkpoint.py` refuses of safetensors: NaN, infinity, and matrices that float16 cannot hold."""
+        if name in self._checked or not values.numel():
+            return
+        least, most = (float(end) for end in torch.aminmax(values))
+        if not math.isfinite(least) or not math.isfinite(most):
+            raise _damaged(self.header.file, name)
+        if values.ndim > 1 and max(-least, most) > _LARGEST_F16:
+            raise UnsupportedModelError(
+                f"{self.header.file}: {name} has values up to {max(-least, most):.4g}, and weights are kept in "
+                "float16, which ends at 65504"
+            )
+        self._checked.add(name)
+
+
+def open_gguf(path: Path) -> GgufModel:
+    """Return the model of the GGUF file `path`, everything about it checked but its numbers.
+
+    Every parameter of the model that the metadata describe is there in its shape, and nothing else. Raises `UsageError`
+    for what is no file, and for a missing package; `UnsupportedModelError`, in one line, for a file that is damaged or
+    whose model is not supported.
+    """
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file")
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"{path}: reading GGUF files needs the package gguf: pip install picompile[gguf]") from error
+    try:
+        header = read_header(path, _MOST_ELEMENTS)
+        config = model_config(header)
+        model = _empty_model(path, config)
+        parameters = {name: tuple(values.shape) for name, values in model.state_dict(keep_vars=True).items()}
+        opened = GgufModel(header, config, parameters)
+    except UsageError as error:
+        raise UnsupportedModelError(str(error)) from error
+    _check_parameters(opened, model)
+    return opened
+
+
+def gguf_fingerprint(path: Path) -> str:
+    """Return the fingerprint of the model in the file `path`; raises as `open_gguf` does."""
+    return open_gguf(path).fingerprint()
+
+
+def _empty_model(path: Path, config: Mapping[str, Any]) -> nn.Module:
+    """Return the model of `config` without memory for its parameters."""
+    config_class, model_class = model_classes(config)
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            model: nn.Module = model_class._from_config(config_class.from_dict(dict(config)), dtype=torch.float32)
+    except Exception as error:
+        raise UnsupportedModelError(f"{path}: its metadata describe no model: {one_line(error)}") from error
+    return model
+
+
+def _check_parameters(opened: GgufModel, model: nn.Module) -> None:
+    file = opened.header.file
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    for names in aliases.values():
+        if not any(name in opened.tensors for name in names):
+            raise UnsupportedModelError(f"{file}: has no tensor for {names[0]}, which its metadata ask for")
+    for name, values in model.state_dict(keep_vars=True).items():
+        tensor = opened.tensors.get(name)
+        if tensor is not None and tensor.shape != tuple(values.shape):
+            raise UnsupportedModelError(
+                f"{file}: {shown(tensor.sources[0])} makes {name} {list(tensor.shape)}, but its metadata make it "
+                f"{list(values.shape)}"
+            )
+
+
+def _is_transposed(entry: TensorEntry) -> bool:
+    return TRANSPOSED_DOWN in entry.name and len(entry.shape) == 2
+
+
+def _is_sorted(order: Iterable[int]) -> bool:
+    return bool(np.array_equal(order, np.arange(len(order))))  # type: ignore[arg-type]
+
+
+def _damaged(file: Path, name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{file}: {name} has NaN or infinite values: the file is damaged")

@@ -1,0 +1,100 @@
+"""Which tensor of a GGUF file is which parameter of the Hugging Face model."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from picompile.errors import UnsupportedModelError
+from picompile.frontend.gguf.cursor import shown
+from picompile.frontend.gguf.header import GgufHeader
+from picompile.frontend.gguf.rope import FREQUENCIES
+from picompile.frontend.gguf.tensor_types import POWERINFER_MAGIC
+
+# PowerInfer's predictors, which `import-predictors` reads, and its split between two devices.
+_PREDICTOR = re.compile(r"blk\.[0-9]+\.(?:fc[12]\.weight|gpu_idx|gpu_bucket)")
+# What a file may have beside a model's parameters: the divisors of rotary frequencies are in the config.
+_IGNORED = re.compile(rf"{re.escape(FREQUENCIES)}|blk\.[0-9]+\.attn_rot_embd\.weight")
+
+# PowerInfer writes down transposed, so that a neuron's weights lie together.
+DOWN, TRANSPOSED_DOWN = ".ffn_down.", ".ffn_down_t."
+
+# OPT, which llama.cpp does not have: gguf-py/gguf/tensor_mapping.py of PowerInfer at d3ebd7c.
+_OPT = {
+    "model.decoder.embed_tokens": "token_embd",
+    "model.decoder.embed_positions": "position_embd",
+    "model.decoder.final_layer_norm": "output_norm",
+    "lm_head": "output",
+}
+_OPT_LAYER = {
+    "self_attn_layer_norm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.out_proj": "attn_output",
+    "final_layer_norm": "ffn_norm",
+    "fc1": "ffn_up",
+    "fc2": "ffn_down",
+}
+_OPT_NAME = re.compile(r"model\.decoder\.layers\.([0-9]+)\.(.+)")
+
+
+def map_names(
+    header: GgufHeader, architecture: str, layers: int, parameters: Iterable[str], processor: Any
+) -> dict[str, str]:
+    """Return for the name that a tensor has in files the name of the parameter.
+
+    Several tensors may be one parameter: experts' gate and up projections. `parameters` are the names in the model's
+    state dict; `processor` is transformers' for the architecture, whose rules for names hold.
+    """
+    found: dict[str, str] = {}
+    name_of = _names_of(architecture, layers)
+    for parameter in parameters:
+        whole = str(processor.preprocess_name(parameter))
+        stem, dot, ending = whole.rpartition(".")
+        name, suffix = (stem, dot + ending) if ending in ("weight", "bias") else (whole, "")
+        # Some converters began at the base model, whose names are shorter.
+        shorter = (name.split(".", count)[-1] for count in range(3))
+        theirs = next((known for short in shorter if (known := name_of(short)) is not None), None)
+        if theirs is None:
+            processor.perform_fallback_tensor_mapping(found, suffix, "", whole)
+        else:
+            found.setdefault(theirs + suffix, whole)
+    # Matrices of experts have no ending in the model's state dict.
+    found |= {f"{name}.weight": ours for name, ours in found.items() if not name.endswith((".weight", ".bias"))}
+    if header.magic == POWERINFER_MAGIC:
+        found |= {name.replace(DOWN, TRANSPOSED_DOWN): parameter for name, parameter in found.items() if DOWN in name}
+    return found
+
+
+def _names_of(architecture: str, layers: int) -> Any:
+    """Return a function from the name of a module to the name of its tensors in a file, or None."""
+    if architecture == "opt":
+        return _opt_name
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    known = "llama" if architecture == "bamboo" else architecture
+    number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == known)
+    return get_tensor_name_map(number, layers).get_name
+
+
+def _opt_name(module: str) -> str | None:
+    if match := _OPT_NAME.fullmatch(module):
+        part = _OPT_LAYER.get(match[2])
+        return None if part is None else f"blk.{match[1]}.{part}"
+    return _OPT.get(module)
+
+
+def sources_by_parameter(header: GgufHeader, names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Return for each parameter the tensors of the file that it is made of, in the order of the file.
+
+    Raises `UnsupportedModelError` for tensors that are no parameters.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for name in header.tensors:
+        if name in names:
+            found[names[name]] = (*found.get(names[name], ()), name)
+        elif not (_IGNORED.fullmatch(name) or (_PREDICTOR.fullmatch(name) and header.magic == POWERINFER_MAGIC)):
+            raise UnsupportedModelError(
+                f"{header.file}: holds {shown(name)}, which the model that its metadata describes has no place for"
+            )
+    return found

@@ -1,0 +1,63 @@
+"""A weight source over a GGUF file, as a compilation reads one."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from picompile.frontend.gguf.blocks import PLAIN, REPACKED
+from picompile.frontend.gguf.model import GgufModel
+
+_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+
+
+class GgufWeights:
+    """A `WeightSource` over `opened`: the parameter `name` is its tensor `names[name]`.
+
+    `match_names` of `frontend/checkpoint.py` makes `names` of `opened.tensors`, which have what it asks of headers.
+    """
+
+    def __init__(self, opened: GgufModel, names: Mapping[str, str]) -> None:
+        self._opened = opened
+        self._names = dict(names)
+
+    def names(self) -> Iterable[str]:
+        """Return the names of the model's parameters."""
+        return self._names.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the parameter `name`. Raises `KeyError` for a name that there is not."""
+        return self._opened.tensors[self._names[name]].shape
+
+    def load(self, name: str) -> Tensor:
+        """Return the parameter `name`, as `GgufModel.load` does: it must not be written to."""
+        return self._opened.load(self._names[name])
+
+    def packed(self, name: str, format_name: str, transposed: bool = False) -> Tensor | None:
+        """Return the rows of the parameter `name` without rounding them again, or None, as `GgufModel.packed` does."""
+        return self._opened.packed(self._names[name], format_name, transposed)
+
+    def rounds_again(self, format_name: str) -> str | None:
+        """Return the type of most numbers, such as Q4_K, where it has 6 bits or fewer and q4 rounds it a second time.
+
+        None where it does not, and for all formats but q4: the second rounding of q8 is small beside the first.
+        """
+        sizes: Counter[str] = Counter()
+        for stored in self._names.values():
+            sizes[self._opened.tensors[stored].type] += math.prod(self._opened.tensors[stored].shape)
+        most = max(sizes, key=lambda kind: sizes[kind])
+        again = format_name == "q4" and most not in (*PLAIN, *REPACKED.values())
+        return most if again else None
+
+    def close(self) -> None:
+        """Do nothing: the file is unmapped with the last tensor that lies in it."""
+
+    @property
+    def dtype(self) -> str:
+        """`f32`, `f16` or `bf16`: the dtype that most numbers have when they are loaded."""
+        sizes = dict.fromkeys(_DTYPES, 0)
+        for stored in self._names.values():
+            tensor = self._opened.tensors[stored]
+            sizes[tensor.dtype] += math.prod(tensor.shape)
+        return _DTYPES[max(sizes, key=lambda dtype: sizes[dtype])]

@@ -1,0 +1,163 @@
+"""`--activation`: every command that takes it reads the model whose config.json says so."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.powerinfer_files import Sizes, random_predictors, write_gguf
+from helpers.support import BuildOnce, Cli, save_tiny_llama
+from picompile.frontend.checkpoint import fingerprint
+from picompile.predictors.profile.prepare import own_windows
+from picompile.predictors.profile.windows import held_out_windows
+from picompile.progress import NoProgress
+
+FAST = ("--recall", "90%", "--budget", "100%", "--gate", "off", "--no-exact", "--rank", "8", "--jobs", "1")
+# The kernels of `tiny_artifact`.
+SMALL = ("--quant", "f16", "--context", "64", "--gate", "off", "--gate-tokens", "64")
+RELU = ("--activation", "relu")
+ANOTHER = "profile of another model"
+
+
+@pytest.fixture(scope="module")
+def silu_model(build_once: BuildOnce) -> Path:
+    """`tiny_model`, whose weights are of ReLU, with silu in its config.json. Tests must not change it."""
+    return build_once("silu-model", lambda folder: save_tiny_llama(folder, hidden_act="silu"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(" ".join(random.choices(["up", "down", "gate", "and", "mask"], k=450)))
+    return path
+
+
+def _activation(cli: Cli, artifact: Path) -> str:
+    ended = cli("inspect", artifact, "--json")
+    assert (ended.code, ended.err) == (0, "")
+    activation: str = json.loads(ended.out)["model"]["activation"]
+    return activation
+
+
+def test_the_artifact_is_that_of_the_config_that_says_so(
+    cli: Cli, silu_model: Path, tiny_artifact: Path, text: Path, tmp_path: Path
+) -> None:
+    artifact = tmp_path / "artifact"
+    ended = cli("compile", silu_model, "-o", artifact, "--quant", "f16", "--context", "64", *RELU)
+    assert (ended.code, ended.err) == (0, "")
+    for name in ("program.json", "weights.safetensors"):
+        assert (artifact / name).read_bytes() == (tiny_artifact / name).read_bytes()
+    assert _activation(cli, artifact) == "relu"
+    words = ("eval", artifact, "--text", text, "-n", "60", "--json", "--against", silu_model)
+    asked, said = (cli(*words, *more) for more in (RELU, ()))
+    changes = [abs(json.loads(ended.out)["relative_change"]) for ended in (asked, said)]
+    assert changes[0] < 1e-3 < changes[1]
+    assert "computes silu, the artifact relu: give the --activation" in said.err and "computes" not in asked.err
+
+
+def test_profile_train_and_compile(cli: Cli, silu_model: Path, text: Path, tmp_path: Path) -> None:
+    profile, predictors = tmp_path / "profile", tmp_path / "predictors"
+    words = ("--calibration", text, "--tokens", "1024", "--samples", "600", "--window", "64", "--json")
+    ended = cli("profile", silu_model, "-o", profile, *words, *RELU)
+    assert ended.code == 0, ended.err
+    model = json.loads(ended.out)["model"]
+    assert model["config"]["hidden_act"] == "relu"
+    assert model["fingerprint"] == fingerprint(silu_model, "relu") != fingerprint(silu_model)
+
+    train = ("train", silu_model, "--profile", profile, "-o", predictors, *FAST)
+    refused = cli(*train)
+    assert (refused.code, refused.err.count("\n")) == (2, 1) and ANOTHER in refused.err
+    ended = cli(*train, *RELU)
+    assert ended.code == 0, ended.err
+
+    learned = ("compile", silu_model, "--predictor", "learned", *SMALL)
+    given = ("--predictors", predictors, "--profile", profile)
+    refused = cli(*learned, "-o", tmp_path / "none", *given)
+    assert (refused.code, refused.err.count("\n")) == (2, 1) and "for another model" in refused.err
+    ended = cli(*learned, "-o", tmp_path / "artifact", *given, *RELU)
+    assert ended.code == 0, ended.err
+    assert _activation(cli, tmp_path / "artifact") == "relu"
+
+
+def test_the_work_folder_of_a_compilation(cli: Cli, silu_model: Path, text: Path, tmp_path: Path) -> None:
+    """The profile and the predictors that are made on the way are of the activation that was asked for."""
+    work = tmp_path / "work"
+    learned = ("--predictor", "sign", *SMALL, "--calibration", text, "--work", work)
+    ended = cli("compile", silu_model, "-o", tmp_path / "artifact", *learned, *RELU)
+    assert ended.code == 0, ended.err
+    made = json.loads((work / "profile" / "profile.json").read_text())
+    assert made["model"]["fingerprint"] == fingerprint(silu_model, "relu")
+    # SiLU models have thresholds to search for; ReLU's are zero.
+    assert made["thresholds"] is None
+
+
+def test_text_of_the_models_own(silu_model: Path, tiny_model: Path, text: Path) -> None:
+    found, expected = (
+        own_windows(model, 96, 48, [[256]], 0, NoProgress(), activation)
+        for model, activation in ((silu_model, "relu"), (tiny_model, None))
+    )
+    assert found.shape[0] >= 1 and torch.equal(found, expected)
+    windows = (held_out_windows(model, (text,), 64, activation="relu")[0] for model in (silu_model, tiny_model))
+    assert next(windows) == next(windows)
+
+
+def test_plan(cli: Cli, silu_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    words = ("--firing", "10%", "--target", "4090", "--host-memory", "8GiB", "--json")
+    ended = cli("plan", silu_model, *words, "-o", file, *RELU)
+    assert ended.code == 0, ended.err
+    plan = json.loads(ended.out)
+    assert (plan["fingerprint"], plan["predictor"]) == (fingerprint(silu_model, "relu"), "learned")
+    assert json.loads(cli("plan", silu_model, *words).out)["predictor"] == "none"
+
+
+def test_imported_predictors(cli: Cli, silu_model: Path, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "a.gguf", random_predictors(Sizes(hidden=96, neurons=200, ranks=(32, 64)), 8))
+    ended = cli("import-predictors", tmp_path / "a.gguf", "--model", silu_model, "-o", tmp_path / "made", *RELU)
+    assert ended.code == 0, ended.err
+    made = json.loads((tmp_path / "made" / "predictors.json").read_text())
+    assert made["model"]["fingerprint"] == fingerprint(silu_model, "relu")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("compile", "x", "-o", "y"),
+        ("profile", "x", "-o", "y"),
+        ("train", "x", "--profile", "z", "-o", "y"),
+        ("plan", "x"),
+        ("eval", "x", "--text", "z", "--against", "y"),
+        ("import-predictors", "x", "--model", "z", "-o", "y"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_an_unknown_name_is_refused_before_anything_is_read(cli: Cli, words: tuple[str, ...]) -> None:
+    ended = cli(*words, "--activation", "rleu")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("error: unknown activation 'rleu'; known are gelu, ") and ended.err.count("\n") == 1
+
+
+def test_commands_without_a_model_take_none(
+    cli: Cli, tiny_artifact: Path, tiny_profile: Path, text: Path, tmp_path: Path
+) -> None:
+    for words, says in (
+        (("plan", "--shape", "tiny-reglu", "--firing", "10%", "--target", "4090"), "--activation: is of a model; "),
+        (("plan", tiny_profile, "--target", "4090"), f"--activation: {tiny_profile} is a profile already"),
+        (("eval", tiny_artifact, "--text", text), "--activation: is of the model of --against"),
+    ):
+        ended = cli(*words, *RELU)
+        assert (ended.code, ended.out) == (2, "")
+        assert ended.err.startswith(f"error: {says}") and ended.err.count("\n") == 1
+
+
+def test_what_a_class_cannot_compute_ends_with_three(cli: Cli, tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config |= {"architectures": ["BambooForCausalLM"], "model_type": "bamboo"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    ended = cli("compile", tmp_path / "model", "-o", tmp_path / "artifact", "--activation", "silu")
+    assert (ended.code, ended.err.count("\n")) == (3, 1)
+    assert "models of the family bamboo always compute relu" in ended.err
+    assert not (tmp_path / "artifact").exists()

@@ -1,0 +1,113 @@
+"""Commands that take a model, with a GGUF file as their model."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helpers.gguf_files import EXAMPLES, POWERINFER_EXAMPLES, build, byte_level_metadata, write_example
+from helpers.powerinfer_files import Sizes, random_predictors
+from helpers.support import BuildOnce, Cli
+from picompile_runtime import load
+
+# Those of the example.
+SIZES = Sizes(hidden=96, neurons=160, ranks=(32, 64))
+
+
+@pytest.fixture(scope="session")
+def powerinfer_file(build_once: BuildOnce) -> Path:
+    """A Llama with ReLU in PowerInfer's format, with predictors. Tests must not change it."""
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        tensors = {
+            f"blk.{layer}.{part}.weight": values
+            for layer, parts in enumerate(random_predictors(SIZES, 5))
+            for part, values in zip(("fc1", "fc2"), parts, strict=True)
+        }
+        example = POWERINFER_EXAMPLES["llama"]
+        more = byte_level_metadata() | {"powerinfer.sparse_threshold": 0.5, "tensors": tensors}
+        write_example(folder / "model.powerinfer.gguf", example, build(example), "F16", **more)
+
+    return build_once("cli-powerinfer-file", make) / "model.powerinfer.gguf"
+
+
+@pytest.fixture(scope="session")
+def text(build_once: BuildOnce) -> Path:
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        words = ["neuron", "gate", "up", "down", "hot", "cold"]
+        (folder / "text.txt").write_text(" ".join(random.choices(words, k=4000)))
+
+    return build_once("cli-gguf-text", make) / "text.txt"
+
+
+def test_compile_takes_the_predictors_of_the_file(cli: Cli, tmp_path: Path, powerinfer_file: Path, text: Path) -> None:
+    ended = cli("import-predictors", powerinfer_file, "--model", powerinfer_file, "-o", tmp_path / "predictors")
+    assert (ended.code, ended.err) == (0, "")
+    # A profile would cost minutes for a model that brings its predictors.
+    options = ["--predictor", "learned", "--gate", "off", "--quant", "f16", "--gate-tokens", 64]
+    artifacts = tmp_path / "own", tmp_path / "imported"
+    for artifact, given in zip(artifacts, ([], ["--predictors", tmp_path / "predictors"]), strict=True):
+        ended = cli("compile", powerinfer_file, "-o", artifact, *options, *given)
+        assert ended.code == 0, ended.err
+        assert "profile" not in ended.err
+    weights = [(artifact / "weights.safetensors").read_bytes() for artifact in artifacts]
+    assert weights[0] == weights[1]
+    shown = json.loads(cli("inspect", artifacts[0], "--json").out)
+    assert shown["predictor"] == "learned-relu"
+    logits = []
+    for artifact in artifacts:
+        with load(artifact, threads=1) as engine:
+            logits.append(np.concatenate([engine.prefill([3, 5, 7]), engine.decode(9)]))
+    assert np.array_equal(*logits)
+
+
+def test_every_command_takes_a_file(cli: Cli, tmp_path: Path, powerinfer_file: Path, text: Path) -> None:
+    """Profile, train with the profile, plan with both, compile with both, measure and run."""
+    profile, predictors, plan, artifact = (
+        tmp_path / name for name in ("profile", "predictors", "plan.json", "artifact")
+    )
+    unchecked = ["--gate", "off", "--gate-tokens", 64]
+    for command in (
+        ["profile", powerinfer_file, "-o", profile, "--calibration", text, "--tokens", 2048, "--window", 64],
+        ["train", powerinfer_file, "--profile", profile, "-o", predictors, "--gate", "off", "--jobs", 1],
+        ["plan", powerinfer_file, "--profile", profile, "--predictors", predictors, "--target", "4090", "-o", plan],
+        ["compile", powerinfer_file, "-o", artifact, "--predictor", "learned", "--predictors", predictors, *unchecked],
+        ["eval", artifact, "--against", powerinfer_file, "--text", text],
+        ["run", artifact, "-p", "neuron gate", "-n", 4],
+    ):
+        ended = cli(*command)
+        assert ended.code == 0, (command, ended.err)
+
+
+def test_llama_cpp_file(cli: Cli, tmp_path: Path) -> None:
+    write_example(tmp_path / "a.gguf", EXAMPLES["llama"], build(EXAMPLES["llama"]), "Q8_0", **byte_level_metadata())
+    ended = cli("compile", tmp_path / "a.gguf", "-o", tmp_path / "artifact", "--quant", "q8", "--predictor", "none")
+    assert ended.code == 0, ended.err
+    assert cli("run", tmp_path / "artifact", "-p", "neuron", "-n", 4).code == 0
+
+
+def test_a_second_rounding_is_told(cli: Cli, tmp_path: Path) -> None:
+    write_example(tmp_path / "a.gguf", EXAMPLES["llama"], build(EXAMPLES["llama"]), "Q4_1")
+    ended = cli("compile", tmp_path / "a.gguf", "-o", tmp_path / "artifact", "--predictor", "none")
+    assert ended.code == 0, ended.err
+    assert "most weights of the model are Q4_1, which q4 rounds a second time" in ended.err
+
+
+def test_a_folder_with_a_file(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "b.gguf").write_bytes(b"GGUF")
+    ended = cli("compile", tmp_path, "-o", tmp_path / "out")
+    assert ended.code == 2 and f"name the file: {tmp_path / 'b.gguf'}" in ended.err
+    (tmp_path / "b.gguf").unlink()
+    ended = cli("compile", tmp_path, "-o", tmp_path / "out")
+    assert ended.code == 2 and "no config.json in it; MODEL is a Hugging Face folder" in ended.err
+
+
+def test_what_is_no_model(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"GGML" + bytes(100))
+    for command in ("compile", "profile"):
+        ended = cli(command, tmp_path / "a.gguf", "-o", tmp_path / "out")
+        assert ended.code == 2 and "neither a folder nor a GGUF file" in ended.err

@@ -1,0 +1,86 @@
+"""GGUF files compiled as models: their bytes come through without a second rounding, and their tokens too."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import picompile_runtime
+from helpers.gguf_files import EXAMPLES, POWERINFER_EXAMPLES, build, write_example
+from picompile import UnsupportedModelError
+from picompile.compile import compile_model
+from picompile.config import CompileOptions
+from picompile.frontend import load_model
+from picompile.frontend.gguf import open_gguf
+from picompile_passes.dialect import dequantize_rows
+from picompile_passes.graph.materialize import evaluate_constant
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import QUANTIZE
+from picompile_passes.passes.canonicalize import canonicalize
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+from picompile_passes.passes.quantize import Quantize
+from picompile_passes.pipeline import Pipeline
+
+_TYPES = {"f16": "F16", "q4": "Q4_0"}
+
+
+def _save_folder(file: Path, folder: Path) -> None:
+    """Write the model of a GGUF file as a Hugging Face folder, in float32."""
+    from picompile.frontend.hf import open_checkpoint
+
+    checkpoint = open_checkpoint(file)
+    model = build(POWERINFER_EXAMPLES["llama"])
+    model.load_state_dict({name: checkpoint.weights.load(name).float() for name in checkpoint.weights.names()})
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("format_name", ["f16", "q4"])
+@pytest.mark.parametrize("name", list(POWERINFER_EXAMPLES))
+def test_every_matrix_keeps_its_numbers(tmp_path: Path, name: str, format_name: str) -> None:
+    file = tmp_path / "model.powerinfer.gguf"
+    write_example(file, POWERINFER_EXAMPLES[name], build(POWERINFER_EXAMPLES[name]), _TYPES[format_name])
+    captured = load_model(file)
+    passes = (InsertPredictors("none"), Partition({}), Quantize(format_name))
+    graph_module = Pipeline(passes)(canonicalize(captured.graph_module)).graph_module
+    packed = list(calls(graph_module.graph, QUANTIZE))
+    assert len(packed) > 8
+    for node in packed:
+        matrix = arguments(node)["weight"]
+        values = evaluate_constant(graph_module, matrix, captured.weights)
+        found = dequantize_rows(
+            evaluate_constant(graph_module, node, captured.weights), format_name, int(values.shape[1])
+        )
+        assert torch.equal(found, values), matrix.name
+
+
+@pytest.mark.parametrize("format_name", ["f16", "q4"])
+def test_a_powerinfer_file_is_the_artifact_of_the_folder(tmp_path: Path, format_name: str) -> None:
+    file, example = tmp_path / "model.powerinfer.gguf", POWERINFER_EXAMPLES["llama"]
+    write_example(file, example, build(example), _TYPES[format_name])
+    _save_folder(file, tmp_path / "folder")
+    options = CompileOptions(quant=format_name, context=64, predictor="exact")
+    tokens = []
+    for model, artifact in ((file, tmp_path / "a"), (tmp_path / "folder", tmp_path / "b")):
+        compile_model(model, artifact, options)
+        with picompile_runtime.load(artifact, threads=1) as engine:
+            found = [int(engine.prefill([3, 5, 7]).argmax())]
+            while len(found) < 20:
+                found.append(int(engine.decode(found[-1]).argmax()))
+            tokens.append(found)
+    assert (tmp_path / "a" / "weights.safetensors").read_bytes() == (
+        tmp_path / "b" / "weights.safetensors"
+    ).read_bytes()
+    assert tokens[0] == tokens[1]
+
+
+def test_a_damaged_file_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_example(file, EXAMPLES["llama"], build(EXAMPLES["llama"]), "F16")
+    file.write_bytes(file.read_bytes()[:-200])
+    with pytest.raises(UnsupportedModelError) as caught:
+        compile_model(file, tmp_path / "artifact", CompileOptions())
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+    with pytest.raises(UnsupportedModelError):
+        open_gguf(file)

@@ -1,0 +1,115 @@
+"""Damaged and forged GGUF files: one line, or a model, within seconds and little memory."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helpers.gguf_files import EXAMPLES, POWERINFER_EXAMPLES, build, byte_level_metadata, damaged, write_example
+from picompile.errors import PicompileError, UnsupportedModelError
+from picompile.frontend.gguf import open_gguf, read_gguf_tokenizer, read_header
+from picompile.frontend.gguf.header import read_header as read_bounded
+
+BOUND_S = 5.0
+
+
+def whole(folder: Path, powerinfer: bool) -> tuple[bytes, int]:
+    """A file with a tokenizer, and the bytes of its header."""
+    example = (POWERINFER_EXAMPLES if powerinfer else EXAMPLES)["llama"]
+    file = folder / "whole.gguf"
+    write_example(file, example, build(example), "Q8_0", **byte_level_metadata())
+    return file.read_bytes(), min(entry.offset for entry in read_header(file).tensors.values())
+
+
+def outcome(file: Path) -> str | None:
+    """The line that a file is refused with, None for one that is read to its end."""
+    try:
+        opened = open_gguf(file)
+        read_gguf_tokenizer(opened.header)
+        opened.fingerprint()
+        for name in opened.tensors:
+            opened.load(name)
+            opened.packed(name, "q8")
+    except PicompileError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("powerinfer", [False, True])
+def test_damaged_files(tmp_path: Path, powerinfer: bool) -> None:
+    data, header_bytes = whole(tmp_path, powerinfer)
+    file = tmp_path / "damaged.gguf"
+    refused = 0
+    for what, changed in damaged(data, header_bytes, 150, seed=11):
+        file.write_bytes(changed)
+        started_s = time.monotonic()
+        line = outcome(file)
+        assert time.monotonic() - started_s < BOUND_S, what
+        assert line is None or ("\n" not in line and line.isprintable() and len(line) < 700), what
+        refused += line is not None
+    # Others have changes in tokens, in names of no effect, and in numbers of the data.
+    assert refused > 70
+
+
+def test_arrays_with_more_elements_than_a_vocabulary(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_example(file, EXAMPLES["llama"], build(EXAMPLES["llama"]), **{"some.numbers": [1] * 3000})
+    with pytest.raises(Exception, match=r"3,000 elements in some\.numbers; at most 2,000 are read"):
+        read_bounded(file, most_elements=2000)
+    assert read_bounded(file, most_elements=3000).arrays["some.numbers"].count == 3000
+
+
+def test_many_layers_are_not_built(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_example(file, EXAMPLES["llama"], build(EXAMPLES["llama"]), **{"llama.block_count": 2**31 - 1})
+    with pytest.raises(UnsupportedModelError, match="block_count"):
+        open_gguf(file)
+
+
+@pytest.mark.parametrize("key", ["context_length", "feed_forward_length", "vocab_size", "attention.head_count_kv"])
+def test_values_out_of_proportion(tmp_path: Path, key: str) -> None:
+    example = EXAMPLES["llama"]
+    for value in (2**31 - 1, 2**20, 0, "many", [1.5, 2.0], True, -0.5):
+        write_example(tmp_path / "model.gguf", example, build(example), **{f"llama.{key}": value})
+        started_s = time.monotonic()
+        line = outcome(tmp_path / "model.gguf")
+        assert time.monotonic() - started_s < BOUND_S
+        assert line is None or "\n" not in line
+        # Zero stands for a default of llama.cpp, and any length of texts makes a model.
+        assert line is not None or value == 0 or (key == "context_length" and type(value) is int)
+
+
+def test_a_file_that_is_no_file(tmp_path: Path) -> None:
+    for data in (b"", b"GGUF", np.zeros(1000, np.uint8).tobytes()):
+        (tmp_path / "model.gguf").write_bytes(data)
+        assert "GGUF file" in str(outcome(tmp_path / "model.gguf"))
+    (tmp_path / "model.gguf").unlink()
+    (tmp_path / "model.gguf").mkdir()
+    assert "no such file" in str(outcome(tmp_path / "model.gguf"))
+
+
+def test_a_tensor_for_each_of_many_layers(tmp_path: Path) -> None:
+    from helpers.gguf_files import write_file
+
+    file = tmp_path / "model.gguf"
+    tensors = {f"blk.{layer}.attn_norm.weight": np.ones(1) for layer in range(9000)}
+    metadata = {"llama.block_count": 9000, "llama.embedding_length": 32, "llama.attention.head_count": 1}
+    write_file(file, "llama", metadata, {"token_embd.weight": np.ones((4, 32)), **tensors})
+    started_s = time.monotonic()
+    assert "block_count is 9000; 1 to 1000 layers are read" in str(outcome(file))
+    write_file(file, "llama", metadata | {"llama.block_count": 1000}, dict(list(tensors.items())[:1000]))
+    assert outcome(file) is not None
+    assert time.monotonic() - started_s < 2 * BOUND_S
+
+
+def test_a_file_that_becomes_shorter(tmp_path: Path) -> None:
+    from picompile.frontend.gguf import GgufModel
+
+    file = tmp_path / "model.gguf"
+    write_example(file, EXAMPLES["llama"], build(EXAMPLES["llama"]))
+    opened = open_gguf(file)
+    file.write_bytes(file.read_bytes()[:-4096])
+    parameters = {name: tensor.shape for name, tensor in opened.tensors.items()}
+    with pytest.raises(UnsupportedModelError, match="has become shorter"):
+        GgufModel(opened.header, opened.config, parameters)

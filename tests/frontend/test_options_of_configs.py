@@ -1,0 +1,128 @@
+"""Options of a config.json that change what a model computes: each gives the logits of eager PyTorch, or is refused.
+
+None of them may be passed over in silence.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.small_models import causal_types, small_config, small_model
+from picompile import UnsupportedModelError
+from picompile.frontend import capture_config
+from picompile.frontend.build import call_model
+from picompile.frontend.checkpoint import ModuleWeights
+from picompile.frontend.export import first_names
+from picompile_passes.errors import UnsupportedGraphError
+from picompile_passes.graph.materialize import materialize
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import ATTENTION
+from picompile_passes.passes.canonicalize import canonicalize
+
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+_LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.5] * 8, "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+# What is computed as eager PyTorch does.
+_EQUAL: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
+    ("llama", {"rope_parameters": _YARN}),
+    ("llama", {"rope_parameters": _LLAMA3}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"head_dim": 24, "tie_word_embeddings": True}),
+    *(("llama", {"hidden_act": name}) for name in ("relu", "relu2", "gelu_pytorch_tanh", "quick_gelu", "swish")),
+    ("llama", {"rms_norm_eps": 0.1}),
+    ("mistral", {"sliding_window": 4}),
+    ("mistral", {"sliding_window": None}),
+    ("ministral", {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    ("qwen3", {"attention_bias": True}),
+    ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 5}),
+    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    ("gemma3_text", {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}),
+    ("cohere", {"logit_scale": 0.3, "use_qk_norm": True}),
+    ("cohere2", {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}),
+    ("granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 5.0}),
+    ("granite", {"attention_multiplier": 0.05}),
+    ("olmo", {"clip_qkv": 0.5}),
+    ("stablelm", {"use_qkv_bias": True, "partial_rotary_factor": 0.5, "use_parallel_residual": True}),
+    ("phi", {"qk_layernorm": True, "partial_rotary_factor": 0.25}),
+    ("phi3", {"partial_rotary_factor": 0.5}),
+    ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    ("gptj", {"rotary_dim": 4}),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    ("gpt2", {"scale_attn_weights": False}),
+    ("gpt2", {"activation_function": "relu"}),
+    ("falcon", {"alibi": True, "new_decoder_architecture": False, "multi_query": False}),
+    ("bloom", {"apply_residual_connection_post_layernorm": True}),
+    ("mpt", {"attn_config": {"clip_qkv": 0.5}}),
+    ("smollm3", {"no_rope_layers": [0, 1]}),
+    ("nemotron", {"partial_rotary_factor": 0.5, "mlp_bias": True}),
+    ("persimmon", {"qk_layernorm": False}),
+    ("opt", {"do_layer_norm_before": False, "enable_bias": False}),
+    ("bart", {"scale_embedding": True}),
+    ("starcoder2", {"use_bias": False, "sliding_window": 4}),
+    ("arcee", {"hidden_act": "relu2"}),
+    # Both up to the length from which they turn in another way.
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
+    ("phi3", {"rope_parameters": _LONG}),
+    ("minicpm3", {"attention_bias": True}),
+    ("youtu", {"rope_interleave": False, "q_lora_rank": None}),
+    ("youtu", {"rope_interleave": True}),
+]  # fmt: skip
+_REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("gemma3_text", {"rope_parameters": {"full_attention": _LONG, "sliding_attention": {"rope_type": "default"}}}),
+    ("bert", {"is_decoder": False}),
+    ("llama", {"is_causal": False}),
+    # A norm of its own for each head.
+    ("stablelm", {"qk_layernorm": True}),
+]
+
+
+def _named(case: tuple[str, dict[str, Any]]) -> str:
+    return f"{case[0]} {', '.join(f'{key}={str(value)[:24]}' for key, value in case[1].items())}"
+
+
+def _raw(model_type: str, options: dict[str, Any]) -> dict[str, Any]:
+    config = small_config(model_type, **options)
+    return {**config.to_dict(), **options, "architectures": [causal_types()[model_type]]}
+
+
+@pytest.mark.parametrize("case", _EQUAL, ids=_named)
+def test_options_change_the_graph_as_they_change_eager_pytorch(case: tuple[str, dict[str, Any]]) -> None:
+    model_type, options = case
+    model = small_model(small_config(model_type, **options))
+    weights = ModuleWeights({name: model.get_parameter(name) for name in first_names(model)})
+    graph = materialize(canonicalize(capture_config(_raw(model_type, options))), weights)
+    for count in (2, 23):
+        ids = torch.randint(200, (count,), generator=torch.Generator().manual_seed(count))
+        with torch.no_grad():
+            expected = call_model(model, ids.unsqueeze(0), torch.arange(count).unsqueeze(0))[0]
+            found = graph(ids, torch.arange(count))
+        assert float((found - expected).abs().max()) < 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("case", _REFUSED, ids=_named)
+def test_options_that_cannot_be_expressed_are_refused(case: tuple[str, dict[str, Any]]) -> None:
+    with pytest.raises((UnsupportedModelError, UnsupportedGraphError)):
+        canonicalize(capture_config(_raw(*case)))
+
+
+def test_there_are_enough_options() -> None:
+    assert len(_EQUAL) + len(_REFUSED) >= 45
+
+
+def test_as_many_slopes_as_large_models_have() -> None:
+    """A square of positions for each head would take a gigabyte; a row for each is enough."""
+    graph = canonicalize(capture_config(_raw("bloom", {"n_head": 16, "hidden_size": 64, "n_layer": 1})))
+    (attention,) = calls(graph.graph, ATTENTION)
+    slopes = arguments(attention)["slopes"]
+    assert slopes.meta["val"].shape == (16,)

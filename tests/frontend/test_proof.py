@@ -1,0 +1,224 @@
+"""The proof of a capture: it passes for right graphs, and names what is wrong in others."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from helpers.support import Cli
+from picompile import UnsupportedModelError
+from picompile.frontend import attention, capture_config, facts, proof
+from picompile.frontend.build import build_model
+from picompile.frontend.config import make_config
+from picompile.frontend.families import find_family
+from picompile.frontend.hf import raw_activation
+from picompile_passes.errors import PassesError
+from picompile_passes.passes.canonicalize import raise_elementwise, raise_norms
+
+Raw = dict[str, Any]
+_SIZES = {
+    "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 40,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+_MISTRAL = {
+    "architectures": ["MistralForCausalLM"], "hidden_act": "relu", "num_key_value_heads": 1, "sliding_window": 9,
+    **_SIZES,
+}  # fmt: skip
+_GEMMA = {
+    "architectures": ["GemmaForCausalLM"], "model_type": "gemma", "head_dim": 8, "num_key_value_heads": 1, **_SIZES
+}  # fmt: skip
+_GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 8, "num_key_value_heads": 1,
+    "sliding_window": 9, "query_pre_attn_scalar": 8, **_SIZES,
+}  # fmt: skip
+_FATRELU = {**_MISTRAL, "architectures": ["LlamaForCausalLM"], "hidden_act": "fatrelu", "hidden_act_param": 0.1}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _prove(raw: Raw) -> None:
+    family = find_family(raw)
+    proof.prove(raw, family, raw_activation(family, raw), capture_config(raw))
+
+
+@pytest.mark.parametrize("raw", [_MISTRAL, _GEMMA, _GEMMA2, _FATRELU], ids=lambda raw: raw["architectures"][0])
+def test_right_models_pass(raw: Raw) -> None:
+    _prove(raw)
+
+
+@pytest.fixture
+def one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that is wrong is wrong for the first weights."""
+    monkeypatch.setattr(proof, "_SEEDS", (0,))
+
+
+def _expect(raw: Raw, *parts: str) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        _prove(raw)
+    text = str(caught.value)
+    name = raw["architectures"][0]
+    assert text.startswith(f"the captured graph does not compute what transformers' {name} computes: ")
+    assert text.endswith("; this is a fault of picompile, please report it")
+    assert all(part in text for part in parts), text
+    assert "\n" not in text
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.usefixtures("one_seed")
+def test_a_wrong_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small model's window is 7, and the longer of its texts goes past it."""
+    right = attention.window_of
+    monkeypatch.setattr(attention, "window_of", lambda function: right(function) and right(function) + 1)
+    _expect(_MISTRAL | {"rope_theta": 77.0}, "model.layers.0.self_attn", "gives another result")
+
+
+def _changed_captures(monkeypatch: pytest.MonkeyPatch, change: Callable[[GraphModule], None]) -> None:
+    """Makes `change` a part of every capture that the proof makes."""
+    right = proof.capture_model
+
+    def wrong(*arguments: Any) -> GraphModule:
+        graph_module = right(*arguments)
+        change(graph_module)
+        return graph_module
+
+    monkeypatch.setattr(proof, "capture_model", wrong)
+
+
+@pytest.mark.usefixtures("one_seed")
+def test_a_wrong_activation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def smooth(graph_module: GraphModule) -> None:
+        for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
+            node.target = torch.ops.aten.silu.default
+
+    _changed_captures(monkeypatch, smooth)
+    # The kinds of layers are others then, so that the model is compared as it is.
+    _expect(_MISTRAL, "model.layers.0.mlp.act_fn gives another result, which is relu")
+
+
+@pytest.mark.usefixtures("one_seed")
+def test_a_factor_that_raising_drops_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    emits = raise_elementwise._EMITS
+    dropped = {torch.ops.aten.mul.Tensor: lambda write, values: write("mul", values["self"], 1.0)}
+    monkeypatch.setattr(raise_elementwise, "_EMITS", {**emits, **dropped})
+    _expect(_GEMMA, "pass raise-elementwise changed elementwise (picompile.elementwise.default) for 3 tokens")
+
+
+@pytest.mark.usefixtures("one_seed")
+def test_an_eps_that_raising_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = raise_norms._mean_square
+    monkeypatch.setattr(raise_norms, "_mean_square", lambda node: (found := right(node)) and (found[0], 0.5))
+    _expect(_MISTRAL, "pass raise-norms changed rms_norm")
+
+
+_MINISTRAL3 = {
+    "architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "head_dim": 8, "num_key_value_heads": 1,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
+        "llama_4_scaling_beta": 0.5,
+    },
+    **_SIZES,
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("one_seed")
+def test_what_changes_with_the_position_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries are scaled from position 32 on, which none of the texts has."""
+    _prove(_MINISTRAL3)
+    monkeypatch.setattr(facts, "rope_limit", lambda config: None)
+    _expect(_MINISTRAL3 | {"bos_token_id": 3}, "at the positions 45 to 63 the canonical graph has other logits")
+
+
+def test_logits_that_are_not_finite_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "_near", lambda parameter, noise: torch.full_like(noise, torch.inf))
+    with pytest.raises(UnsupportedModelError, match="logits of random weights that are not finite"):
+        _prove(_MISTRAL)
+
+
+def test_an_error_of_eager_pytorch_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: object) -> None:
+        raise RuntimeError("of this\nkind")
+
+    monkeypatch.setattr(proof, "call_model", failing)
+    with pytest.raises(UnsupportedModelError, match=r"cannot be compared with eager PyTorch: of this kind$"):
+        _prove(_MISTRAL)
+
+
+def test_a_last_layer_of_its_own_kind_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is behind the last attention is in no layer before it."""
+    family, seen = find_family(_MISTRAL), []
+    raw = _MISTRAL | {"num_hidden_layers": 5, "sliding_window": None}
+    captured = capture_config(raw)
+    right = proof._difference
+    monkeypatch.setattr(proof, "_difference", lambda subject, seed: seen.append(subject) or right(subject, seed))
+    proof.prove(raw, family, "relu", captured)
+    last = [node for node in captured.graph.nodes if node.target is torch.ops.aten.relu.default][-1]
+    last.target = torch.ops.aten.sigmoid.default
+    captured.recompile()
+    proof.prove(raw, family, "relu", captured)
+    assert [len(subject.eager.model.layers) for subject in seen] == [2, 5]
+
+
+def test_a_capture_that_cannot_be_raised_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raise_elementwise, "_EMITS", {})
+    with pytest.raises(PassesError, match=r"mul \(aten\.mul\.Tensor\): rms_norm takes it"):
+        _prove(_GEMMA)
+
+
+@pytest.mark.usefixtures("one_seed")
+def test_the_proof_is_a_part_of_compiling(
+    tiny_model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "_difference", lambda subject, seed: "lm_head gives another result")
+    ended = cli("compile", tiny_model, "-o", tmp_path / "artifact")
+    assert ended.code == 3
+    assert "lm_head gives another result; this is a fault of picompile" in ended.err
+    assert not (tmp_path / "artifact").exists()
+
+
+def _filled(raw: Raw, seed: int) -> nn.Module:
+    family = find_family(raw)
+    model = build_model(family, make_config(family, raw), raw_activation(family, raw), "eager")
+    proof._fill(model, seed)
+    return model
+
+
+def test_all_weights_differ_by_seed() -> None:
+    """Weights that are tied stay so, norms are near what they begin as, and no two weights are alike."""
+    raw = {**_GEMMA, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True}
+    one, again, other = (_filled(raw, seed) for seed in (0, 0, 1))
+    assert one.lm_head.weight is one.model.embed_tokens.weight
+    for (name, first), second, third in zip(
+        one.named_parameters(), again.parameters(), other.parameters(), strict=True
+    ):
+        assert torch.equal(first, second)
+        assert not bool((first == third).any()), name
+        assert float(first.std()) > 0.05
+    norms = [parameter for parameter in one.parameters() if parameter.dim() == 1]
+    assert all(abs(float(norm.mean()) - 1) < 0.3 for norm in norms)
+    flat = [tuple(parameter.flatten()[:4].tolist()) for parameter in one.parameters()]
+    assert len(set(flat)) == len(flat)
+
+
+def test_models_are_made_small_without_losing_a_kind_of_layer() -> None:
+    raw = {
+        **_GEMMA2, "num_hidden_layers": 6, "sliding_window": 4096, "intermediate_size": 9000, "eos_token_id": 30_000,
+        "vocab_size": 32_000, "layer_types": ["full_attention"] * 5 + ["sliding_attention"],
+        "text_config": {"num_hidden_layers": 6, "n_layer": 5}, "rope_parameters": None,
+    }  # fmt: skip
+    small = proof._smaller(raw, 6, 6, proof._SMALL)
+    assert (small["sliding_window"], small["intermediate_size"], small["vocab_size"]) == (7, 96, 256)
+    assert (small["eos_token_id"], small["num_hidden_layers"], small["hidden_size"]) == (1, 6, 16)
+    shorter = proof._smaller(raw, 6, 2, {})
+    assert (shorter["num_hidden_layers"], len(shorter["layer_types"])) == (2, 2)
+    assert shorter["text_config"] == {"num_hidden_layers": 2, "n_layer": 5}
+    assert (shorter["sliding_window"], shorter["vocab_size"]) == (4096, 32_000)

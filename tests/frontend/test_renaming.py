@@ -1,0 +1,162 @@
+"""Names of tensors as transformers renames them, and tensors that the model computes by itself."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    XmodConfig,
+    XmodForCausalLM,
+)
+
+from picompile import UnsupportedModelError
+from picompile.frontend.checkpoint import SINGLE_FILE, TensorHeader
+from picompile.frontend.hf import load_model, open_checkpoint
+from picompile.frontend.renaming import IgnoredTensors
+
+Tensors = dict[str, Tensor]
+_SIZES = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30, "max_position_embeddings": 64}
+
+
+@pytest.fixture
+def gpt_neox(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(**_SIZES, hidden_size=16, intermediate_size=20)
+    GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "neox")
+    return tmp_path / "neox"
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(n_embd=16, n_head=2, n_layer=1, vocab_size=30, n_positions=64)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def _tensors(folder: Path) -> Tensors:
+    return {name: tensor.clone() for name, tensor in load_file(folder / SINGLE_FILE).items()}
+
+
+def test_the_head_of_gpt_neox(gpt_neox: Path) -> None:
+    """Published checkpoints call it `embed_out`, and transformers `lm_head`."""
+    tensors = _tensors(gpt_neox)
+    head = next(name for name in ("lm_head.weight", "embed_out.weight") if name in tensors)
+    for name in ("lm_head.weight", "embed_out.weight"):
+        save_file({name if key == head else key: value for key, value in tensors.items()}, gpt_neox / SINGLE_FILE)
+        weights = open_checkpoint(gpt_neox).weights
+        assert torch.equal(weights.load("lm_head.weight"), tensors[head])
+
+
+def test_two_tensors_of_one_name(gpt_neox: Path) -> None:
+    tensors = _tensors(gpt_neox)
+    head = tensors.pop("embed_out.weight", None)
+    head = tensors.pop("lm_head.weight") if head is None else head
+    save_file({**tensors, "embed_out.weight": head, "lm_head.weight": head.clone()}, gpt_neox / SINGLE_FILE)
+    with pytest.raises(
+        UnsupportedModelError, match=r"embed_out\.weight and lm_head\.weight are both the model's lm_head"
+    ):
+        open_checkpoint(gpt_neox)
+
+
+@pytest.mark.parametrize("with_prefix", [False, True])
+def test_names_with_the_base_models_prefix_and_without(with_prefix: bool, gpt2: Path) -> None:
+    tensors = _tensors(gpt2)
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    written = {(f"transformer.{name}" if with_prefix else name): tensor for name, tensor in bare.items()}
+    save_file(written, gpt2 / SINGLE_FILE)
+    weights = open_checkpoint(gpt2).weights
+    assert torch.equal(weights.load("transformer.h.0.mlp.c_fc.weight"), bare["h.0.mlp.c_fc.weight"])
+
+
+def test_masks_that_transformers_leaves_out(gpt2: Path) -> None:
+    masks = {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64).tril(),
+        "transformer.h.0.attn.masked_bias": torch.zeros(()),
+    }
+    save_file(_tensors(gpt2) | masks, gpt2 / SINGLE_FILE)
+    assert not set(open_checkpoint(gpt2).weights.names()) & set(masks)
+
+
+@pytest.mark.parametrize("change", [0.0, 0.5])
+def test_buffers_that_the_model_computes(change: float, tmp_path: Path) -> None:
+    """A checkpoint may store what its config.json makes, but nothing else in its place."""
+    config = GPTJConfig(n_embd=16, n_layer=1, n_head=2, rotary_dim=4, vocab_size=30, n_positions=64)
+    model = GPTJForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    name, computed = next(iter(model.named_buffers()))
+    save_file(_tensors(tmp_path) | {name: computed.clone() + change}, tmp_path / SINGLE_FILE)
+    if not change:
+        assert name not in set(open_checkpoint(tmp_path).weights.names())
+        return
+    with pytest.raises(UnsupportedModelError, match=r"embed_positions has other values than config\.json makes it"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_buffer_that_no_config_makes(tmp_path: Path) -> None:
+    """Its values are those of memory that nothing was written to."""
+    save_file({"table": torch.ones(3)}, tmp_path / "a.safetensors")
+    model = torch.nn.Module()
+    model.register_buffer("table", torch.empty(3, device="meta"))
+    ignored = IgnoredTensors({"table": TensorHeader(tmp_path / "a.safetensors", "F32", (3,), "table")}, model)
+    with pytest.raises(UnsupportedModelError, match="table is a buffer of values that no config"):
+        ignored("table")
+
+
+def test_a_tensor_that_no_model_has(gpt_neox: Path) -> None:
+    save_file(_tensors(gpt_neox) | {"gpt_neox.extra": torch.ones(3)}, gpt_neox / SINGLE_FILE)
+    with pytest.raises(UnsupportedModelError, match=r"holds gpt_neox\.extra"):
+        open_checkpoint(gpt_neox)
+
+
+def test_experts_are_refused_by_name(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_key_value_heads": 1, "num_local_experts": 2}
+    MixtralForCausalLM(MixtralConfig(**_SIZES, **sizes)).save_pretrained(tmp_path)
+    with pytest.raises(
+        UnsupportedModelError, match=r"mixtures of experts are not supported \(model\.layers\.0\.[a-z._0-9]+\)$"
+    ):
+        open_checkpoint(tmp_path)
+
+
+def test_where_transformers_own_code_ends_with_an_error(tmp_path: Path) -> None:
+    """X-MOD wants to be told a language."""
+    XmodForCausalLM(XmodConfig(**_SIZES, hidden_size=16, intermediate_size=20, is_decoder=True)).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=r"cannot be captured: ValueError: Input language .* \(modeling_xmod\.py:\d+\)$"
+    ):
+        load_model(tmp_path)
+
+
+def test_code_of_a_checkpoint_is_never_run(gpt_neox: Path, tmp_path: Path) -> None:
+    """The class is refused by its name, whatever auto_map says, and the file beside it is left alone."""
+    trace = tmp_path / "ran"
+    (gpt_neox / "modeling_new.py").write_text(f"open({str(trace)!r}, 'w').close()\n")
+    path = gpt_neox / "config.json"
+    raw = json.loads(path.read_text()) | {"architectures": ["NewForCausalLM"], "model_type": "new"}
+    raw["auto_map"] = {"AutoModelForCausalLM": "modeling_new.NewForCausalLM", "AutoConfig": "modeling_new.NewConfig"}
+    path.write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedModelError, match=r"NewForCausalLM is code in the checkpoint \(auto_map\)") as caught:
+        load_model(gpt_neox)
+    assert "\n" not in str(caught.value)
+    assert not trace.exists()
+
+
+def test_a_class_that_transformers_has_is_its_own_in_spite_of_auto_map(gpt_neox: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    (gpt_neox / "modeling_new.py").write_text(f"open({str(trace)!r}, 'w').close()\n")
+    path = gpt_neox / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoModelForCausalLM": "modeling_new.X"}}))
+    assert type(open_checkpoint(gpt_neox).model) is GPTNeoXForCausalLM
+    assert not trace.exists()

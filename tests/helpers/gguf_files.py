@@ -1,0 +1,561 @@
+"""GGUF files of transformers' models, written as llama.cpp's and PowerInfer's converters write them.
+
+What the converters do to tensors stands here once more, forwards: `convert_hf_to_gguf.py` of llama.cpp, `convert.py`
+and `convert-hf-to-powerinfer-gguf.py` of PowerInfer. Shared with the reader is only the table of names in `gguf`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+Array = npt.NDArray[Any]
+
+VOCABULARY = 300
+# llama.cpp keeps vectors in float32, whatever the type of matrices.
+_BLOCK = {"F32": 1, "F16": 1, "BF16": 1, "Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32, "Q8_0": 32}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A small model: its class in transformers, its config, the architecture and the metadata of its GGUF file."""
+
+    architecture: str
+    model_class: str
+    config: Mapping[str, Any]
+    metadata: Callable[[Any], Mapping[str, Any]]
+    split: Callable[[Any, str, Array], Iterable[tuple[str, Array]]] = lambda config, name, values: [(name, values)]
+    powerinfer: bool = False
+
+
+def build(example: Example, seed: int = 0) -> nn.Module:
+    """The model with random weights, whose norms are not 1 and biases not 0."""
+    import transformers
+
+    from picompile.frontend.bamboo import BambooConfig, BambooForCausalLM
+
+    bamboo = example.model_class == "BambooForCausalLM"
+    model_class = BambooForCausalLM if bamboo else getattr(transformers, example.model_class)
+    config_class = BambooConfig if bamboo else model_class.config_class
+    torch.manual_seed(seed)
+    model: nn.Module = model_class(config_class(**example.config))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith("A_log"):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def write_example(file: Path, example: Example, model: nn.Module, type_name: str = "F32", **more: Any) -> None:
+    """`model` as a GGUF file whose matrices are of `type_name`, where their rows are whole blocks of it.
+
+    `more` are values of the metadata under full keys, or `tensors`: further tensors by name.
+    """
+    config = model.config
+    tensors: dict[str, Array] = dict(more.pop("tensors", {}))
+    for name, values in _gguf_tensors(example, model):
+        tensors[name] = values
+    metadata = {f"{example.architecture}.{key}": value for key, value in example.metadata(config).items()}
+    write_file(file, example.architecture, {**metadata, **more}, tensors, type_name)
+    if example.powerinfer:
+        with file.open("r+b") as opened:
+            opened.write(b"PWRI")
+
+
+def write_file(
+    file: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, Array], type_name: str = "F32"
+) -> None:
+    """A GGUF file of these values and tensors. Lists become arrays, floats float32, whole numbers uint32."""
+    from gguf import GGMLQuantizationType, GGUFWriter, quantize
+
+    writer = GGUFWriter(file, architecture)
+    for key, value in metadata.items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, (list, tuple)):
+            writer.add_array(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        else:
+            writer.add_uint32(key, value)
+    for name, values in tensors.items():
+        plain = values.ndim < 2 or "norm" in name or "ssm" in name or values.shape[-1] % _BLOCK[type_name]
+        kind = GGMLQuantizationType["F32" if plain else type_name]
+        data = np.ascontiguousarray(values.astype(np.float32))
+        if kind.name in ("F32", "F16"):
+            writer.add_tensor(name, data if kind.name == "F32" else data.astype(np.float16))
+        else:
+            writer.add_tensor(name, quantize(data, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _gguf_tensors(example: Example, model: nn.Module) -> Iterable[tuple[str, Array]]:
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    known = {"bamboo": "llama", "opt": "bert"}.get(example.architecture, example.architecture)
+    number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == known)
+    names = get_tensor_name_map(number, 8)
+    for name, parameter in model.named_parameters():
+        values: Array = parameter.detach().numpy()
+        if example.architecture == "opt":
+            found = _opt_name(name)
+        else:
+            # BLOOM's names in the table are those of BloomModel.
+            found = names.get_name(name, (".weight", ".bias"))
+            found = found or names.get_name(name.removeprefix("transformer."), (".weight", ".bias"))
+            if found is None:
+                found = names.get_name(name.replace("gate_up_proj", "up_proj"))
+                assert found is not None, name
+                found = found if found.endswith(("ssm_a", "ssm_d")) else f"{found}.weight"
+        for theirs, part in example.split(model.config, found, values):
+            if example.powerinfer and ".ffn_down." in theirs:
+                yield theirs.replace("ffn_down", "ffn_down_t"), part.T
+            else:
+                yield theirs, part
+
+
+def _opt_name(name: str) -> str:
+    parts = name.removeprefix("model.decoder.").split(".")
+    if parts[0] != "layers":
+        table = {"embed_tokens": "token_embd", "embed_positions": "position_embd", "final_layer_norm": "output_norm"}
+        return f"{table[parts[0]]}.{parts[-1]}"
+    table = {
+        **{f"{letter}_proj": f"attn_{letter}" for letter in "qkv"},
+        "out_proj": "attn_output",
+        "self_attn_layer_norm": "attn_norm",
+        "final_layer_norm": "ffn_norm",
+        "fc1": "ffn_up",
+        "fc2": "ffn_down",
+    }
+    return f"blk.{parts[1]}.{table[parts[-2]]}.{parts[-1]}"
+
+
+# What converters do to tensors.
+
+
+def _permuted(values: Array, heads: int) -> Array:
+    """Llama's rows for rotary embeddings of neighbours: `permute` of convert_hf_to_gguf.py."""
+    halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
+def _llama_split(config: Any, name: str, values: Array) -> Iterable[tuple[str, Array]]:
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    part = name.split(".")[2] if name.startswith("blk.") else ""
+    return [(name, _permuted(values, heads[part]) if part in heads else values)]
+
+
+def _falcon_split(config: Any, name: str, values: Array) -> Iterable[tuple[str, Array]]:
+    if "attn_qkv" not in name:
+        return [(name, values)]
+    heads = config.num_attention_heads
+    kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1
+    grouped = values.reshape(kv_heads, heads // kv_heads + 2, config.hidden_size // heads, config.hidden_size)
+    parts = [grouped[:, :-2], grouped[:, -2:-1], grouped[:, -1:]]
+    return [(name, np.concatenate([part.reshape(-1, config.hidden_size) for part in parts]))]
+
+
+def _bloom_split(config: Any, name: str, values: Array) -> Iterable[tuple[str, Array]]:
+    if "attn_qkv" not in name:
+        return [(name, values)]
+    grouped = values.reshape(config.n_head, 3, config.hidden_size // config.n_head, *values.shape[1:])
+    return [(name, np.concatenate([grouped[:, part].reshape(-1, *values.shape[1:]) for part in range(3)]))]
+
+
+def _gpt2_split(config: Any, name: str, values: Array) -> Iterable[tuple[str, Array]]:
+    transposed = values.ndim == 2 and name.split(".")[-2] in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
+    return [(name, values.T if transposed else values)]
+
+
+def _one_more(config: Any, name: str, values: Array) -> Iterable[tuple[str, Array]]:
+    return [(name, values + 1 if name.endswith("norm.weight") else values)]
+
+
+def _mamba_split(config: Any, name: str, values: Array) -> Iterable[tuple[str, Array]]:
+    if name.endswith("ssm_a"):
+        return [(name, -np.exp(values))]
+    return [(name, values[:, 0] if "ssm_conv1d.weight" in name else values)]
+
+
+def _lfm2_split(config: Any, name: str, values: Array) -> Iterable[tuple[str, Array]]:
+    return [(name, values[:, 0] if "shortconv.conv.weight" in name else values)]
+
+
+def _experts_split(config: Any, name: str, values: Array) -> Iterable[tuple[str, Array]]:
+    if "ffn_up_exps" in name or "ffn_gate_up_exps" in name:
+        stem = name.split(".ffn_")[0]
+        gate, up = np.split(values, 2, axis=1)
+        return [(f"{stem}.ffn_gate_exps.weight", gate), (f"{stem}.ffn_up_exps.weight", up)]
+    return [(name, values[0] if "ffn_gate_inp_shexp" in name else values)]
+
+
+# The examples.
+
+
+def _sizes(config: Any, **more: Any) -> dict[str, Any]:
+    """The values that most architectures have."""
+    values: dict[str, Any] = {
+        "context_length": config.max_position_embeddings,
+        "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "vocab_size": config.vocab_size,
+    }
+    if (theta := (getattr(config, "rope_parameters", None) or {}).get("rope_theta")) is not None:
+        values["rope.freq_base"] = float(theta)
+    return {**values, **more}
+
+
+def _rms(config: Any) -> dict[str, Any]:
+    return _sizes(config, **{"attention.layer_norm_rms_epsilon": float(config.rms_norm_eps)})
+
+
+def _llama_values(config: Any) -> dict[str, Any]:
+    return _rms(config) | {"rope.dimension_count": config.head_dim or config.hidden_size // config.num_attention_heads}
+
+
+def _wide_heads(config: Any) -> dict[str, Any]:
+    return _rms(config) | {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
+
+
+def _experts(config: Any) -> dict[str, Any]:
+    return _rms(config) | {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
+
+
+def _falcon_values(config: Any) -> dict[str, Any]:
+    return {
+        "context_length": config.max_position_embeddings,
+        "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.ffn_hidden_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_kv_heads if config.new_decoder_architecture else 1,
+        "attention.layer_norm_epsilon": float(config.layer_norm_epsilon),
+    }
+
+
+def _opt_values(config: Any) -> dict[str, Any]:
+    return {
+        "context_length": config.max_position_embeddings + 2,
+        "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.ffn_dim,
+        "attention.head_count": config.num_attention_heads,
+    }
+
+
+def _norms(key: str, field_name: str, **more: str) -> Callable[[Any], dict[str, Any]]:
+    def values(config: Any) -> dict[str, Any]:
+        partial = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        found = _sizes(config, **{key: float(getattr(config, field_name))})
+        return found | {"rope.dimension_count": int(head_dim * partial)} | more
+
+    return values
+
+
+def _gpt2_values(config: Any) -> dict[str, Any]:
+    return {
+        "context_length": config.n_positions,
+        "block_count": config.n_layer,
+        "embedding_length": config.n_embd,
+        "feed_forward_length": config.n_inner,
+        "attention.head_count": config.n_head,
+        "attention.layer_norm_epsilon": float(config.layer_norm_epsilon),
+    }
+
+
+def _bloom_values(config: Any) -> dict[str, Any]:
+    return {
+        "context_length": 64,
+        "block_count": config.n_layer,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": 4 * config.hidden_size,
+        "attention.head_count": config.n_head,
+        "attention.layer_norm_epsilon": float(config.layer_norm_epsilon),
+    }
+
+
+def _mamba_values(config: Any) -> dict[str, Any]:
+    return {
+        "context_length": 64,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": 0,
+        "attention.head_count": 0,
+        "block_count": config.num_hidden_layers,
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.inner_size": config.intermediate_size,
+        "ssm.state_size": config.state_size,
+        "ssm.time_step_rank": config.time_step_rank,
+        "attention.layer_norm_rms_epsilon": float(config.layer_norm_epsilon),
+    }
+
+
+def _lfm2_values(config: Any) -> dict[str, Any]:
+    heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+    return _sizes(config) | {
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count_kv": heads,
+        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
+        "shortconv.l_cache": config.conv_L_cache,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+    }
+
+
+def _config(hidden: int = 96, ffn: int = 160, heads: int = 4, kv_heads: int = 2, **more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+def _falcon_config(**more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "ffn_hidden_size": 160,
+        "alibi": False,
+        "max_position_embeddings": 256,
+        **more,
+    }
+
+
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 160}
+
+EXAMPLES: dict[str, Example] = {
+    "llama": Example("llama", "LlamaForCausalLM", _config(), _llama_values, _llama_split),
+    "llama-tied": Example(
+        "llama",
+        "LlamaForCausalLM",
+        _config(heads=3, kv_heads=3, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+        _llama_values,
+        _llama_split,
+    ),
+    "qwen2": Example("qwen2", "Qwen2ForCausalLM", _config(), _rms),
+    "qwen3": Example("qwen3", "Qwen3ForCausalLM", _config(head_dim=32), _wide_heads),
+    "qwen2moe": Example(
+        "qwen2moe",
+        "Qwen2MoeForCausalLM",
+        _config(shared_expert_intermediate_size=64, **_MOE),
+        lambda config: (
+            _experts(config)
+            | {
+                "expert_feed_forward_length": config.moe_intermediate_size,
+                "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+            }
+        ),
+        _experts_split,
+    ),
+    "qwen3moe": Example(
+        "qwen3moe",
+        "Qwen3MoeForCausalLM",
+        _config(head_dim=32, norm_topk_prob=True, **_MOE),
+        lambda config: (
+            _experts(config) | _wide_heads(config) | {"expert_feed_forward_length": config.moe_intermediate_size}
+        ),
+        _experts_split,
+    ),
+    "falcon-7b": Example(
+        "falcon", "FalconForCausalLM", _falcon_config(multi_query=True, bias=False), _falcon_values, _falcon_split
+    ),
+    "falcon-40b": Example(
+        "falcon",
+        "FalconForCausalLM",
+        _falcon_config(new_decoder_architecture=True, num_kv_heads=2, bias=False),
+        _falcon_values,
+        _falcon_split,
+    ),
+    "phi3": Example(
+        "phi3",
+        "Phi3ForCausalLM",
+        _config(pad_token_id=0),
+        _norms("attention.layer_norm_rms_epsilon", "rms_norm_eps"),
+    ),
+    "bloom": Example(
+        "bloom",
+        "BloomForCausalLM",
+        {"vocab_size": VOCABULARY, "hidden_size": 96, "n_layer": 2, "n_head": 4},
+        _bloom_values,
+        _bloom_split,
+    ),
+    "stablelm": Example(
+        "stablelm",
+        "StableLmForCausalLM",
+        _config(use_qkv_bias=True, rope_parameters={"rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
+        _norms("attention.layer_norm_epsilon", "layer_norm_eps"),
+    ),
+    "gpt2": Example(
+        "gpt2",
+        "GPT2LMHeadModel",
+        {"vocab_size": VOCABULARY, "n_embd": 96, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 160},
+        _gpt2_values,
+        _gpt2_split,
+    ),
+    "starcoder2": Example(
+        "starcoder2", "Starcoder2ForCausalLM", _config(), _norms("attention.layer_norm_epsilon", "norm_epsilon")
+    ),
+    "mamba": Example(
+        "mamba",
+        "MambaForCausalLM",
+        {"vocab_size": VOCABULARY, "hidden_size": 96, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 8},
+        _mamba_values,
+        _mamba_split,
+    ),
+    "nemotron": Example(
+        "nemotron",
+        "NemotronForCausalLM",
+        _config(),
+        _norms("attention.layer_norm_epsilon", "norm_eps"),
+        _one_more,
+    ),
+    "gemma2": Example(
+        "gemma2", "Gemma2ForCausalLM", _config(head_dim=32, tie_word_embeddings=True), _wide_heads, _one_more
+    ),
+    "gemma3": Example(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        _config(head_dim=32, tie_word_embeddings=True),
+        lambda config: (
+            {k: v for k, v in _wide_heads(config).items() if k != "rope.freq_base"}
+            | {"attention.sliding_window": config.sliding_window, "rope.freq_base": 1000000.0}
+        ),
+        _one_more,
+    ),
+    "lfm2": Example(
+        "lfm2",
+        "Lfm2ForCausalLM",
+        _config(
+            tie_word_embeddings=True,
+            num_hidden_layers=3,
+            layer_types=["conv", "full_attention", "conv"],
+            block_auto_adjust_ff_dim=False,
+        ),
+        _lfm2_values,
+        _lfm2_split,
+    ),
+}
+
+POWERINFER_EXAMPLES: dict[str, Example] = {
+    "llama": Example("llama", "LlamaForCausalLM", _config(hidden_act="relu"), _llama_values, _llama_split, True),
+    "bamboo": Example("bamboo", "BambooForCausalLM", _config(), _llama_values, _llama_split, True),
+    "falcon": Example(
+        "falcon",
+        "FalconForCausalLM",
+        _falcon_config(new_decoder_architecture=True, num_kv_heads=2, bias=False, activation="relu"),
+        _falcon_values,
+        _falcon_split,
+        True,
+    ),
+    "opt": Example(
+        "opt",
+        "OPTForCausalLM",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 96,
+            "word_embed_proj_dim": 96,
+            "ffn_dim": 160,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+        },
+        _opt_values,
+        powerinfer=True,
+    ),
+}
+
+
+def quantizable_types() -> Sequence[str]:
+    """The types that the `gguf` package can make of numbers, whose blocks divide small rows."""
+    return tuple(_BLOCK)
+
+
+# Tokenizers.
+
+
+def byte_level_metadata(vocabulary: int = VOCABULARY) -> dict[str, Any]:
+    """A vocabulary of all bytes, two merges, `<s>`, `</s>` and `<|eot|>`, and words; ids as `_config` has them."""
+    from tokenizers import pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*letters, "he", "ll", "<s>", "</s>", "<|eot|>"]
+    tokens += [f"word{number}" for number in range(len(tokens), vocabulary)]
+    kinds = [3 if token in ("<s>", "</s>", "<|eot|>") else 1 for token in tokens]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "llama-bpe",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": ["h e", "l l"],
+        "tokenizer.ggml.bos_token_id": 258,
+        "tokenizer.ggml.eos_token_id": 259,
+        "tokenizer.ggml.eot_token_id": 260,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    }
+
+
+def sentencepiece_metadata() -> dict[str, Any]:
+    """A vocabulary with scores and without merges, as Llama 2 has it."""
+    words = ["▁", *"helowrd", "he", "ll", "llo", "hello", "▁hello", "wo", "rld", "world", "▁world"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-float(number) for number in range(len(tokens))],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(words)],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+# Damage.
+
+
+_ODD_NUMBERS = (0, 1, 2, 3, 7, 8, 9, 31, 255, 2**16, 2**20, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1)
+
+
+def damaged(data: bytes, header_bytes: int, count: int, seed: int) -> Iterable[tuple[str, bytes]]:
+    """`count` changed copies of a GGUF file, each with what was done: most of it in the header."""
+    draw = np.random.default_rng(seed)
+    for number in range(count):
+        at = int(draw.integers(4, header_bytes))
+        kind = number % 5
+        if kind == 0:
+            cut = int(draw.integers(0, len(data)))
+            yield f"cut to {cut} bytes", data[:cut]
+        elif kind == 1:
+            bit = int(draw.integers(8))
+            yield f"bit {bit} of byte {at}", data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+        elif kind == 2:
+            size = int(draw.choice([4, 8]))
+            value = int(_ODD_NUMBERS[int(draw.integers(len(_ODD_NUMBERS)))]) % 2 ** (8 * size)
+            changed = data[:at] + value.to_bytes(size, "little") + data[at + size :]
+            yield f"{value} in {size} bytes at {at}", changed
+        elif kind == 3:
+            size = int(draw.integers(1, 64))
+            yield f"{size} random bytes at {at}", data[:at] + draw.bytes(size) + data[at + size :]
+        else:
+            size = int(draw.integers(1, 64))
+            yield f"without {size} bytes at {at}", data[:at] + data[at + size :]

