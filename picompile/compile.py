@@ -164,7 +164,9 @@ def _check_before_capture(
 ) -> "tuple[Sequence[Code], AcceleratorTarget | None]":
     """Return the code to make. Raise for what can be refused at once; capturing a model takes longer."""
     if options.activation is not None and not isinstance(model, str | os.PathLike):
-        raise UsageError("--activation: is of a model folder, and a module in memory computes its own; leave it out")
+        raise UsageError(
+            "activation applies to a model folder or a GGUF file; a module in memory computes its own; leave it out"
+        )
     pipeline_passes(options)
     code, accelerator = planned_code(options.target), accelerator_target(options.accelerator, options.target)
     require_checkable(options, code)

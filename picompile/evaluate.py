@@ -90,7 +90,7 @@ def _counter(advance: Callable[[int], None]) -> Callable[[int, int], None]:
 def _check_activation(activation: str | None, against: Path | None) -> None:
     check_activation(activation)
     if activation is not None and against is None:
-        raise UsageError("--activation: is of the model of --against; name it, or leave this out")
+        raise UsageError("--activation applies to the model of --against; name that model, or leave this out")
 
 
 def _layers(engine: "Engine", ids: Sequence[int], *, measure: bool) -> list[dict[str, Any]]:

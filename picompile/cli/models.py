@@ -47,7 +47,7 @@ def models_command(
         return
     _print_table(shown)
     compiled = sum(entry["result"] == "ok" for entry in entries)
-    print(f"{compiled} of {len(entries)} model types compile; neurons are silent by the activation that is usual there")
+    print(f"{compiled} of {len(entries)} model types compile; silent: by the class's default activation")
 
 
 def known_models() -> list[dict[str, Any]]:

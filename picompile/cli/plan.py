@@ -62,10 +62,10 @@ def check_model_options(options: ModelOptions) -> None:
 def _check_firing(options: ModelOptions) -> None:
     if options.shape is not None:
         if options.activation is not None:
-            raise UsageError("--activation: is of a model; a shape's config.json names its own")
+            raise UsageError("--activation applies to a model; a shape's config.json names its own")
         for name, value in (("profile", options.profile), ("predictors", options.predictors), ("work", options.work)):
             if value is not None:
-                raise UsageError(f"--{name}: is of a model; with --shape, --firing says how neurons fire")
+                raise UsageError(f"--{name} applies to a model; with --shape, --firing says how neurons fire")
         if options.firing is None:
             raise UsageError("--shape needs --firing: the name of a curve, such as opt, or a share, such as 10%")
     if options.is_profile:

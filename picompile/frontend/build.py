@@ -150,7 +150,7 @@ def capture_model(model: nn.Module, rebuild: Callable[[str], nn.Module]) -> Grap
 
 
 def _keep_frequencies(model: nn.Module) -> None:
-    """Keep the rotary frequencies that a model begins with, whose module changes them for texts beyond `rope_limit`."""
+    """Keep the rotary frequencies that a model begins with, where its module changes them beyond `rope_limit`."""
     for module in model.modules():
         if getattr(module, "rope_type", None) in GROWING_ROPE_TYPES:
             module.rope_type = "default"  # type: ignore[assignment]

@@ -305,7 +305,7 @@ def _module_results(model: nn.Module, tokens: Tensor) -> Iterator[tuple[str, lis
 
 @dataclass(frozen=True)
 class _Layers:
-    """What each layer computes: the operators between one attention and the next, and those behind the last one."""
+    """The operators of each layer, between one attention and the next, and those behind the last one."""
 
     kinds: tuple[Any, ...]
     end: tuple[Any, ...]

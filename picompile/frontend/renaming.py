@@ -17,7 +17,7 @@ from picompile.frontend.checkpoint import READ_ERRORS, TensorHeader, open_file
 
 
 def rename(folder: Path, headers: Mapping[str, TensorHeader], model: nn.Module) -> dict[str, TensorHeader]:
-    """Return `headers` by the names that `model` has for the tensors; what it has no name for keeps its own.
+    """Return `headers` under the names that `model` has for the tensors; one that it has no name for keeps its own.
 
     Raises `UnsupportedModelError` where two tensors would have one name, and for tensors of which transformers makes
     others, which is not supported.

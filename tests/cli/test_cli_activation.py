@@ -143,9 +143,9 @@ def test_commands_without_a_model_take_none(
     cli: Cli, tiny_artifact: Path, tiny_profile: Path, text: Path, tmp_path: Path
 ) -> None:
     for words, says in (
-        (("plan", "--shape", "tiny-reglu", "--firing", "10%", "--target", "4090"), "--activation: is of a model; "),
+        (("plan", "--shape", "tiny-reglu", "--firing", "10%", "--target", "4090"), "--activation applies to a model; "),
         (("plan", tiny_profile, "--target", "4090"), f"--activation: {tiny_profile} is a profile already"),
-        (("eval", tiny_artifact, "--text", text), "--activation: is of the model of --against"),
+        (("eval", tiny_artifact, "--text", text), "--activation applies to the model of --against"),
     ):
         ended = cli(*words, *RELU)
         assert (ended.code, ended.out) == (2, "")

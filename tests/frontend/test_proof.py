@@ -154,7 +154,7 @@ def test_an_error_of_eager_pytorch_is_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_last_layer_of_its_own_kind_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is behind the last attention is in no layer before it."""
+    """Operators behind the last attention are in no layer before it."""
     family, seen = find_family(_MISTRAL), []
     raw = _MISTRAL | {"num_hidden_layers": 5, "sliding_window": None}
     captured = capture_config(raw)

@@ -19,18 +19,18 @@ class Cursor:
         self.at = 0
 
     def take(self, count: int, what: str) -> bytes:
-        """The next `count` bytes. `what` they are goes into the error."""
+        """Return the next `count` bytes. `what` they are goes into the error."""
         start = self._advance(count, what)
         return self._data[start : self.at]
 
     def number(self, letter: str, what: str) -> int:
-        """The next number, little-endian, of struct's type `letter`; a float for `f` and `d`."""
+        """Return the next number, little-endian, of struct's type `letter`; a float for `f` and `d`."""
         start = self._advance(self.size_of(letter), what)
         (value,) = struct.unpack_from("<" + letter, self._data, start)
         return value  # type: ignore[no-any-return]
 
     def text(self, longest: int, what: str) -> str:
-        """The next string: its length in 8 bytes, then UTF-8."""
+        """Return the next string: its length in 8 bytes, then UTF-8."""
         length = self.number("Q", what)
         if length > longest:
             raise HeaderError(f"{what} is {length:,} bytes long; {longest} are read")
@@ -40,11 +40,11 @@ class Cursor:
             raise HeaderError(f"{what} is not UTF-8") from error
 
     def skip(self, count: int, what: str) -> None:
-        """Moves behind the next `count` bytes."""
+        """Skip the next `count` bytes."""
         self._advance(count, what)
 
     def skip_texts(self, count: int, what: str) -> None:
-        """Moves behind the next `count` strings, of any length and content."""
+        """Skip the next `count` strings, of any length and content."""
         at, unpack, data = self.at, _LENGTH.unpack_from, self._data
         last = self.size - _LENGTH.size
         for _ in range(count):
@@ -57,7 +57,7 @@ class Cursor:
         raise HeaderError(f"cut or forged: {what} reaches to byte {at:,}, and it has {self.size:,}")
 
     def check_count(self, count: int, smallest_bytes: int, most: int, what: str) -> None:
-        """Raises unless `count` things of at least `smallest_bytes` each can follow, and are not more than `most`."""
+        """Raise unless `count` things of at least `smallest_bytes` each can follow, and are not more than `most`."""
         if count * smallest_bytes > self.size - self.at:
             raise HeaderError(f"cut or forged: {count:,} {what} do not fit into its {self.size:,} bytes")
         if count > most:
@@ -65,7 +65,7 @@ class Cursor:
 
     @staticmethod
     def size_of(letter: str) -> int:
-        """Bytes of a number of struct's type `letter`."""
+        """Return the bytes of a number of struct's type `letter`."""
         return struct.calcsize("<" + letter)
 
     def _advance(self, count: int, what: str) -> int:
@@ -77,6 +77,6 @@ class Cursor:
 
 
 def shown(text: str | bytes) -> str:
-    """A name out of the file as it can be printed: no control characters, not too long."""
+    """Return a name out of the file as it can be printed: no control characters, not too long."""
     name = text.decode("latin-1") if isinstance(text, bytes) else text
     return name if name.isascii() and name.isprintable() and 0 < len(name) <= 64 else ascii(name[:64])

@@ -41,7 +41,7 @@ _OPT_NAME = re.compile(r"model\.decoder\.layers\.([0-9]+)\.(.+)")
 def map_names(
     header: GgufHeader, architecture: str, layers: int, parameters: Iterable[str], processor: Any
 ) -> dict[str, str]:
-    """Return for the name that a tensor has in files the name of the parameter.
+    """Return the parameters' names by the names that their tensors have in files.
 
     Several tensors may be one parameter: experts' gate and up projections. `parameters` are the names in the model's
     state dict; `processor` is transformers' for the architecture, whose rules for names hold.

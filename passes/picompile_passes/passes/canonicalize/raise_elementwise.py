@@ -350,6 +350,8 @@ class _ExpressionWriter:
         if rows != self._finder.forms.tokens or most is None or most * width > _MOST_TABLE_ELEMENTS:
             raise ValueError(f"it takes {node.name}, which depends on positions")
         table = torch.as_tensor(Forms(self._rewriter.graph_module, most).known(node)).to(torch.float32)
+        if table.numel() != most * width:
+            raise ValueError(f"it takes {node.name}, a constant of several rows")
         weight = self._constants.get("positions", table.reshape(most, width).clone(), node)
         positions = next(n for n in self._rewriter.graph.nodes if n.op == "placeholder" and n.target == "positions")
         args = (positions, weight, 0)
