@@ -31,6 +31,7 @@ _BLOCK_CASES = (
     *("bitnet-exact-q8-1", "normed-dense-q4-13"),
 )
 _ATTENTION = ("codegen/cpu/test_kernels_attention.py", "codegen/cuda/test_cuda_attention.py")
+_NAN_KEYS = "codegen/cuda/test_cuda_attention.py::test_nan_keys_reach_exactly_the_queries_that_see_them["
 _SHAPES = ("groups of 2", "q8, odd widths", "window", "soft cap")
 
 SLOW: tuple[SlowTests, ...] = (
@@ -45,7 +46,12 @@ SLOW: tuple[SlowTests, ...] = (
             "attack/test_replacements.py::",
             "attack/test_soak.py::test_rounds",
             "attack/test_writers.py::",
+            "predictors/powerinfer/test_import.py::test_a_hostile_torch_file_end_to_end",
+            "predictors/powerinfer/test_import.py::test_mutations_through_the_guarded_process",
+            "predictors/profile/test_load_profile.py::test_everything_strange_in_every_place",
+            "predictors/profile/test_profile_resume.py::test_ended_between_any_two_files[silu]",
             "predictors/profile/test_profile_resume.py::test_killed_at_random_moments",
+            "predictors/test_store.py::test_everything_strange_in_every_place",
             "runtime/engine/test_runtime_hybrid.py::test_interrupts_at_any_time",
         ),
         ("attack/test_api.py::test_wrong_calls_are_refused_and_change_nothing[0]",),
@@ -68,7 +74,7 @@ SLOW: tuple[SlowTests, ...] = (
         (_END_TO_END,),
         (
             *(f"{_END_TO_END}{name}-f16" for name in ("llama-relu", "falcon-40b")),
-            *(f"{_END_TO_END}{name}-q4" for name in ("opt-post-norm", "mistral-window")),
+            f"{_END_TO_END}opt-post-norm-q4",
             f"{_END_TO_END}bamboo-q8",
         ),
     ),
@@ -112,12 +118,12 @@ SLOW: tuple[SlowTests, ...] = (
             "placement/test_counting.py::test_counted_bytes_are_those_of_an_artifact_on_disk",
             "placement/test_planning.py::test_memory_is_never_more_than_the_budget_less_its_margin",
             "placement/test_planning.py::test_every_byte_is_in_the_memory_table",
+            "placement/test_planning.py::test_no_policy_is_faster",
             "placement/test_planning.py::test_the_infeasible_error_names_the_smallest_budgets",
             "placement/test_shapes.py::test_every_family_is_derived_as_it_is_lowered[",
         ),
         (
             f"{_LAUNCHES}'llama-relu', predictor='learned', quant='q4', context=40, batch=1",
-            f"{_LAUNCHES}'opt-pre-norm'",
             "placement/test_counting.py::test_counted_bytes_add_up_to_the_artifact[llama-relu]",
             "placement/test_counting.py::test_counted_bytes_add_up_to_the_artifact[opt-post-norm]",
             "placement/test_counting.py::test_a_shape_has_the_bytes_of_its_model[llama-relu]",
@@ -169,12 +175,12 @@ SLOW: tuple[SlowTests, ...] = (
         ),
     ),
     SlowTests(
-        "programs with arithmetic, in all placements: one model is fast, on the device",
+        "programs with arithmetic, in all placements: one model is fast, on the host",
         (
             "codegen/lowering/test_lower_elementwise.py::test_programs_equal_eager[",
             "codegen/lowering/test_lower_elementwise.py::test_placement_does_not_change_the_results[",
         ),
-        ("codegen/lowering/test_lower_elementwise.py::test_placement_does_not_change_the_results[gemma-all]",),
+        ("codegen/lowering/test_lower_elementwise.py::test_programs_equal_eager[gemma]",),
     ),
     SlowTests(
         "proofs of captures, which export models twice each: one right and one wrong are fast",
@@ -221,7 +227,10 @@ SLOW: tuple[SlowTests, ...] = (
     ),
     SlowTests(
         "options of attention one by one: all of them together are fast",
-        ("codegen/lowering/test_lower_attention.py::test_options_equal_eager[",),
+        (
+            "codegen/lowering/test_lower_attention.py::test_options_equal_eager[",
+            "codegen/lowering/test_lower_attention.py::test_q8_cache",
+        ),
         ("codegen/lowering/test_lower_attention.py::test_options_equal_eager[softcap, alibi, sinks, window]",),
     ),
     SlowTests(
@@ -264,6 +273,8 @@ SLOW: tuple[SlowTests, ...] = (
             "codegen/cuda/test_cuda_ffn.py::test_ffn[",
             "codegen/cuda/test_cuda_ffn.py::test_large_blocks[",
             "codegen/cuda/test_cuda_attention.py::test_a_chunk_whose_positions_are_shared_by_blocks[",
+            f"{_NAN_KEYS}Heads(heads=2, kv_heads=2, head_dim=8, value_dim=8, window=530,",
+            "codegen/cpu/test_races.py::test_no_races_with_a_q8_cache_for_several_sequences",
             "codegen/cuda/test_cuda_attention_extend.py::test_extends_and_attends[",
         ),
         (
@@ -275,7 +286,6 @@ SLOW: tuple[SlowTests, ...] = (
             ),
             f"{_BLOCKS}same_bits_for_any_number_of_threads[reglu-exact-",
             f"{_BLOCKS}several_sequences[0.2-reglu-f16]",
-            f"{_BLOCKS}several_sequences[0.2-bitnet-q8]",
             f"{_BLOCKS}down_is_exact_for_equal_outputs[exact-1-q8]",
             *(f"{_BLOCKS}empty_and_full_masks[{full}-reglu-" for full in (False, True)),
             *(f"{_ATTENTION[0]}::test_one_token[{at}-{shape}]" for at in (0, 64, 190) for shape in _SHAPES),
@@ -284,10 +294,7 @@ SLOW: tuple[SlowTests, ...] = (
             f"{_ATTENTION[0]}::test_several_sequences[3-all options, q8]",
             *(f"{_ATTENTION[1]}::test_one_token[{shape}-" for shape in ("multi-head, two parts", "q8, odd widths")),
             *(f"{_ATTENTION[1]}::test_one_token[{shape}-" for shape in ("window over a part", "all options")),
-            *(
-                f"{_ATTENTION[1]}::test_chunk[33-97-{shape}]"
-                for shape in ("window, many columns", "all options, parts")
-            ),
+            f"{_ATTENTION[1]}::test_chunk[33-97-window, many columns]",
             f"{_ATTENTION[1]}::test_several_sequences[3-all options]",
             f"{_ATTENTION[1]}::test_a_chunk_whose_positions_are_shared_by_blocks[1155-all options, parts]",
             "codegen/cuda/test_cuda_attention_extend.py::test_extends_and_attends[0-multi-head-one-1-True]",
@@ -315,6 +322,7 @@ SLOW: tuple[SlowTests, ...] = (
             *(f"cli/test_cli_activation.py::test_{name}" for name in ("plan", "imported_predictors")),
             "frontend/test_activation.py::test_a_class_that_computes_another_whatever_its_config_says",
             "cli/test_cli_artifacts.py::test_token_ids_need_no_tokenizer",
+            "cli/test_cli_gguf.py::test_a_second_rounding_is_told",
             "cli/test_cli_gguf.py::test_every_command_takes_a_file",
             "cli/test_cli_gguf.py::test_compile_takes_the_predictors_of_the_file",
             "cli/test_cli_activation.py::test_the_artifact_is_that_of_the_config",
@@ -337,7 +345,6 @@ SLOW: tuple[SlowTests, ...] = (
             "cli/test_cli_bad_input.py::test_failures_while_writing_leave_nothing[disk full]",
             "cli/test_cli_bad_input.py::test_files_that_are_links_to_nowhere[tokenizer.json]",
             "cli/test_cli_bad_input.py::test_files_that_would_keep_an_artifact_from_loading[tokenizer.json",
-            "cli/test_cli_gpu.py::test_the_plan_is_that_of_the_same_options[given]",
             "frontend/gguf/test_gguf_compile.py::test_every_matrix_keeps_its_numbers[llama-",
         ),
     ),
@@ -367,6 +374,9 @@ SLOW: tuple[SlowTests, ...] = (
             "predictors/train/test_train_run.py::test_a_ray_cluster_gives_the_same_bytes",
             "predictors/train/test_train_run.py::test_workers_give_the_same_bytes",
             "predictors/train/test_train_run.py::test_a_killed_run_goes_on",
+            "runtime/engine/test_runtime_reload.py::test_several_threads_load_and_close",
+            "runtime/engine/test_runtime_slots.py::test_closing_frees_the_memory_of_all_slots",
+            "predictors/profile/test_calibration_text.py::test_the_library_holds_out",
             "runtime/engine/test_runtime_reload.py::test_loading_many_artifacts_leaks_nothing",
             "mutation/test_faults.py::test_the_suite_finds_a_fault",
             "predictors/powerinfer/test_import.py::test_arrays_of_each_type",
