@@ -20,6 +20,7 @@ from picompile.frontend.facts import config_facts
 from picompile.frontend.families import GROWING_ROPE_TYPES, Family
 from picompile_passes.graph.nodes import calls
 from picompile_passes.graph.operands import ATTENTION
+from picompile_passes.passes.canonicalize.masks import MASK_TOKENS
 
 # Rotary embeddings have no longest text of their own; this bounds the token count of the graph, not of the artifact.
 _MAX_TOKENS = 1 << 20
@@ -34,6 +35,9 @@ _IMPLEMENTATIONS = (ATTENTION_NAME, "sdpa", "eager")
 
 # Buffers of models that people use have less than a tenth of this: tables of positions, and masks of all pairs of them.
 _MOST_BUFFER_ELEMENTS = 1 << 28
+
+# What configs call the width of a window.
+WINDOWS = ("sliding_window", "attention_window_size", "window_size", "local_attention", "attention_chunk_size")
 
 # What makes a tensor of a given shape.
 _FACTORIES: frozenset[Any] = frozenset(
@@ -146,7 +150,20 @@ def capture_model(model: nn.Module, rebuild: Callable[[str], nn.Module]) -> Grap
         operators = (ATTENTION,) if implementation == ATTENTION_NAME else (ATTENTION, _SDPA)
         if any(calls(graph_module.graph, *operators)):
             break
+    if implementation != ATTENTION_NAME and (longest is None or longest >= MASK_TOKENS):
+        _check_windows(config)
     return graph_module
+
+
+def _check_windows(config: Any) -> None:
+    """Refuse a window that is wider than what is read of the mask of a model that makes its own."""
+    for name in WINDOWS:
+        window = getattr(config, name, None)
+        if type(window) is int and window >= MASK_TOKENS:
+            raise UnsupportedModelError(
+                f"config.json: {name} is {window}; a model that makes its own masks can have windows of at most "
+                f"{MASK_TOKENS - 1} tokens"
+            )
 
 
 def _keep_frequencies(model: nn.Module) -> None:
@@ -156,10 +173,13 @@ def _keep_frequencies(model: nn.Module) -> None:
             module.rope_type = "default"  # type: ignore[assignment]
 
 
-def call_model(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Return logits [1, T, V] of a transformers model for tokens and positions [1, T]."""
+def call_model(model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    """Return logits [1, T, V] of a transformers model for tokens and positions [1, T].
+
+    Without positions the model counts them in its own way.
+    """
     accepted = inspect.signature(model.forward).parameters
-    options = {"position_ids": positions, "use_cache": False, "return_dict": True}
+    options: dict[str, Any] = {"position_ids": positions, "use_cache": False, "return_dict": True}
     with one_sequence():
         logits: Tensor = model(input_ids=tokens, **{name: options[name] for name in options if name in accepted}).logits
     return logits

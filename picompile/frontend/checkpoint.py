@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.activation import check_activation
 from picompile.frontend.json_file import read_json_object
 from picompile.frontend.model_file import is_gguf, opened_gguf, read_config
+from picompile.frontend.weight_values import check_values
 from picompile.output.files import read_safetensors_header
 
 SINGLE_FILE = "model.safetensors"
@@ -177,8 +177,8 @@ def match_names(
     """
     found: dict[str, str] = {}
     for name, tensor in expected.items():
-        candidates = [variant for own in (name, *tensor.aliases) for variant in _variants(own, prefix)]
-        match = next((candidate for candidate in candidates if candidate in headers), None)
+        stored = [_stored_names(folder, own, prefix, headers) for own in (name, *tensor.aliases)]
+        match = next((candidate for candidate in stored if candidate is not None), None)
         if match is None:
             raise UnsupportedModelError(f"{folder}: no tensor {name}, which config.json asks for")
         _check_tensor(folder, match, headers[match], tensor.shape)
@@ -218,6 +218,14 @@ def _equal_tensors(headers: Mapping[str, TensorHeader], left: str, right: str) -
         return all(torch.equal(*block) for block in blocks)
 
 
+def _stored_names(folder: Path, name: str, prefix: str, headers: Mapping[str, Any]) -> str | None:
+    """Return the name under which a checkpoint has the parameter `name`, None where it has it not."""
+    found = [variant for variant in dict.fromkeys(_variants(name, prefix)) if variant in headers]
+    if len(found) > 1:
+        raise UnsupportedModelError(f"{folder}: holds {found[0]} and {found[1]}: two tensors for one parameter")
+    return found[0] if found else None
+
+
 def _variants(name: str, prefix: str) -> tuple[str, ...]:
     return (name, name.removeprefix(prefix), prefix + name)
 
@@ -236,24 +244,7 @@ def _check_tensor(folder: Path, name: str, header: StoredTensor, shape: tuple[in
 # The weight sources: a folder's files, read one tensor at a time, and a module in memory.
 
 
-_LARGEST_F16 = 65504.0
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-
-
-def _check_values(tensor: Tensor, name: str) -> None:
-    """Refuse NaN and infinity, which would reach every logit, and a matrix that float16 cannot hold.
-
-    One core checks 8 GB a second; to read and pack them takes many times as long. Raises `UnsupportedModelError`.
-    """
-    if not tensor.numel():
-        return
-    least, most = (float(end) for end in torch.aminmax(tensor))
-    if not math.isfinite(least) or not math.isfinite(most):
-        raise UnsupportedModelError(f"{name} has NaN or infinite values: the checkpoint is damaged")
-    if tensor.ndim > 1 and max(-least, most) > _LARGEST_F16:
-        raise UnsupportedModelError(
-            f"{name} has values up to {max(-least, most):.4g}, and weights are kept in float16, which ends at 65504"
-        )
 
 
 class Codes(Protocol):
@@ -309,7 +300,7 @@ class FolderWeights:
         file, stored = header.file, header.name
         if self._codes is not None and self._codes.is_quantized(stored):
             values = self._codes.load(stored)
-            _check_values(values, f"{file}: {stored}")
+            check_values(values, f"{file}: {stored}", "checkpoint")
             return values
         try:
             if self._file != file:
@@ -322,7 +313,7 @@ class FolderWeights:
         if not isinstance(tensor, Tensor):
             raise UnsupportedModelError(f"{file}: {stored} is not a tensor")
         if stored not in self._checked:
-            _check_values(tensor, f"{file}: {stored}")
+            check_values(tensor, f"{file}: {stored}", "checkpoint")
             self._checked.add(stored)
         return tensor
 

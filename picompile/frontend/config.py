@@ -8,7 +8,6 @@ import dataclasses
 import importlib
 import logging
 import math
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any
 
 from picompile.choices import MOST_LAYERS
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.families import Family, check_config, rope_limit
+from picompile.frontend.families import Family, check_config, rope_limit, text_config
 from picompile.frontend.json_file import token_ids
 
 
@@ -66,12 +65,16 @@ _COUNTS: dict[str, tuple[int, int]] = {
     "num_ln_in_parallel_attn": (1, 2),
 }
 # Finite numbers that are not negative. Those in `_POSITIVE` are not 0 either.
-_NUMBERS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "partial_rotary_factor")
+_NUMBERS = (
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "partial_rotary_factor"),
+    "attn_logit_softcapping",
+)
 _ROPE_NUMBERS = (
     *("rope_theta", "factor", "partial_rotary_factor", "attention_factor", "beta_fast", "beta_slow"),
     *("low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim"),
 )
-_POSITIVE = ("rope_theta", "factor", "partial_rotary_factor")
+_POSITIVE = ("rope_theta", "factor", "partial_rotary_factor", "attn_logit_softcapping")
+_LARGEST_FLOAT32 = 3.4028234663852886e38
 _ROPE_KEYS = (
     *_ROPE_NUMBERS,
     "rope_type",
@@ -159,7 +162,7 @@ def config_warning(family: Family, raw: Mapping[str, Any], config: Any) -> str |
     `config` is what `make_config` made of its contents, `raw`.
     """
     unknown, limit = unknown_keys(family, raw), rope_limit(config)
-    if limit is None or limit >= (getattr(config, "max_position_embeddings", None) or 0):
+    if limit is None or limit >= (getattr(text_config(config), "max_position_embeddings", None) or 0):
         return unknown
     before = "config.json: " if unknown is None else f"{unknown}; "
     return f"{before}the positions of tokens beyond {limit:,} are embedded in another way; the context ends there"
@@ -195,8 +198,9 @@ def resolve(path: str) -> Any:
 
 
 def one_line(error: Exception) -> str:
-    """Return the text of an error in one line of bounded length."""
-    return " ".join(str(error).split())[:300]
+    """Return the text of an error in one line of bounded length, and its name where the text alone says too little."""
+    named = isinstance(error, LookupError | ArithmeticError | TypeError | AttributeError)
+    return " ".join(f"{type(error).__name__ + ': ' if named else ''}{error}".split())[:300]
 
 
 def field_defaults(family: Family) -> dict[str, Any]:
@@ -230,6 +234,8 @@ def check_values(raw: Mapping[str, Any]) -> None:
         token_ids(raw, key, "config.json")
     for name, rope in _rope_parameters(raw):
         _check_rope(name, rope)
+    if isinstance(raw.get("text_config"), dict):
+        check_values(raw["text_config"])
     # Attention that sees what comes after a token; a model with it predicts nothing.
     if raw.get("is_causal", True) is not True:
         raise UnsupportedModelError("config.json: is_causal is not true; only causal attention is supported")
@@ -272,7 +278,7 @@ def _check_count(name: str, key: str, value: object, least: int, most: int) -> N
 def _check_number(name: str, key: str, value: object) -> None:
     if value is None:
         return
-    positive, most = key in _POSITIVE, 1.0 if key == "partial_rotary_factor" else sys.float_info.max
+    positive, most = key in _POSITIVE, 1.0 if key == "partial_rotary_factor" else _LARGEST_FLOAT32
     if type(value) not in (int, float) or not 0 <= _as_float(value) <= most or (positive and value == 0):
         needed = ("above 0" if positive else "from 0") + (" to 1" if most == 1 else "")
         raise UnsupportedModelError(f"config.json: {name}{key} must be a number {needed}, not {repr(value)[:60]}")

@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.captured import ModelFacts
-from picompile.frontend.families import rope_limit
+from picompile.frontend.families import rope_limit, text_config
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ATTENTION, EMBEDDING, FFN
 from picompile_passes.passes.canonicalize import canonicalize
@@ -81,9 +81,10 @@ def _width(node: Node, dim: int = -1) -> int:
 
 def config_facts(config: Any) -> GraphFacts:
     """Return what a config object of transformers says of these facts, 0 where it says nothing."""
+    text = text_config(config)
 
     def number(*names: str) -> int:
-        values = (getattr(config, name, None) for name in names)
+        values = (getattr(part, name, None) for part in (config, text) for name in names)
         return next((value for value in values if type(value) is int and value > 0), 0)
 
     hidden, heads = number(*_WIDTHS), number(*_HEADS)

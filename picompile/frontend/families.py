@@ -219,6 +219,26 @@ def is_threshold(value: object) -> TypeGuard[float]:
 
 def check_config(family: Family, config: Any) -> None:
     """Raise `UnsupportedModelError` for what a config can ask for and is not supported."""
+    for part in _with_text(config):
+        _check_rope(part)
+    if family.is_known:
+        _check_layer_types(config)
+
+
+def text_config(config: Any) -> Any:
+    """Return the config of the decoder in a config of several models, such as one that reads images; else `config`."""
+    try:
+        return config.get_text_config(decoder=True)
+    except (AttributeError, ValueError):
+        return config
+
+
+def _with_text(config: Any) -> tuple[Any, ...]:
+    text = text_config(config)
+    return (config,) if text is config else (config, text)
+
+
+def _check_rope(config: Any) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     # One for all layers, or one for each kind of layer.
     by_layers = [value for value in rope.values() if isinstance(value, Mapping)]
@@ -234,8 +254,6 @@ def check_config(family: Family, config: Any) -> None:
         raise UnsupportedModelError(
             f"config.json: rotary embeddings of type {rope['rope_type']} need the length up to which they are the same"
         )
-    if family.is_known:
-        _check_layer_types(config)
 
 
 def rope_limit(config: Any) -> int | None:
@@ -244,6 +262,11 @@ def rope_limit(config: Any) -> int | None:
     Type `dynamic` has other frequencies beyond `max_position_embeddings`, `longrope` beyond
     `original_max_position_embeddings`, and from there on `llama_4_scaling_beta` scales queries (Ministral 3).
     """
+    limits = [limit for part in _with_text(config) if (limit := _own_limit(part)) is not None]
+    return min(limits, default=None)
+
+
+def _own_limit(config: Any) -> int | None:
     rope = getattr(config, "rope_parameters", None) or {}
     names = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
     name = names.get(rope.get("rope_type", "default"))

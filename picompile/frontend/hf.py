@@ -187,6 +187,10 @@ def _open_folder(folder: Path, raw: Mapping[str, Any]) -> Checkpoint:
     activation = raw_activation(family, raw)
     config = make_config(family, raw)
     headers = read_headers(folder)
+    if layout is None and (integers := next((name for name in headers if name.endswith(".qweight")), None)):
+        raise UnsupportedModelError(
+            f"{folder}: holds {integers}, integers of GPTQ or AWQ, but config.json has no quantization_config"
+        )
     quantized = None if layout is None else QuantizedTensors(layout, headers)
     headers = headers if quantized is None else quantized.headers
     _check_layers(folder, headers, config, family)
@@ -199,9 +203,24 @@ def _open_folder(folder: Path, raw: Mapping[str, Any]) -> Checkpoint:
         config.tie_word_embeddings = False
         model = build_model(family, config, activation)
     names = match_names(folder, _expected(model), headers, prefix, IgnoredTensors(headers, model))
+    if quantized is not None:
+        _check_orientation(folder, model, headers, names, quantized)
     weights = FolderWeights(headers, names, quantized)
     facts = _facts(folder, family, config, activation, model, weights.dtype)
     return Checkpoint(raw, family, model, activation, weights, facts, config_warning(family, raw, config))
+
+
+def _check_orientation(
+    folder: Path, model: nn.Module, headers: Mapping[str, TensorHeader], names: Mapping[str, str],
+    quantized: QuantizedTensors,
+) -> None:  # fmt: skip
+    """Refuse integers of GPT-2's matrices, whose rows are inputs: a square shape does not tell."""
+    for name, stored in names.items():
+        module = model.get_submodule(name.rpartition(".")[0])
+        if quantized.is_quantized(headers[stored].name) and type(module).__name__ == "Conv1D":
+            raise UnsupportedModelError(
+                f"{folder}: {stored} is quantized, which is not read for modules of type Conv1D"
+            )
 
 
 def _open_gguf(file: Path, raw: Mapping[str, Any]) -> Checkpoint:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from picompile.errors import PicompileError, UnsupportedModelError
-from picompile.frontend.build import build_model, call_model, capture_model
+from picompile.frontend.build import WINDOWS, build_model, call_model, capture_model
 from picompile.frontend.checkpoint import ModuleWeights
 from picompile.frontend.config import make_config, one_line, quiet_transformers
 from picompile.frontend.export import first_names
@@ -34,9 +34,8 @@ _aten = torch.ops.aten
 TOLERANCE = 1e-4
 # The longer of the two goes past the windows of the small model.
 _LENGTHS = (3, 19)
-_WINDOWS = ("sliding_window", "attention_window_size", "window_size", "local_attention", "attention_chunk_size")
 _SMALL = {
-    **dict.fromkeys(_WINDOWS, 7),
+    **dict.fromkeys(WINDOWS, 7),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "decoder_ffn_dim"), 96),
     "vocab_size": 256,
     # Tokens that a smaller vocabulary need not have.
@@ -97,7 +96,7 @@ def _subject(raw: Mapping[str, Any], family: Family, activation: str | None, who
     """Return the smallest model that has every kind of layer that the whole one has."""
     count = len(whole.kinds)
     kept = max(2, max(whole.kinds.index(kind) for kind in whole.kinds) + 1)
-    for shrunk in (_SMALL, dict.fromkeys(_WINDOWS, 7), {}):
+    for shrunk in (_SMALL, dict.fromkeys(WINDOWS, 7), {}):
         try:
             subject = _made(_smaller(raw, count, kept, shrunk), family, activation, seed)
         except UnsupportedGraphError:
@@ -175,13 +174,15 @@ def _difference(subject: _Subject, seed: int) -> str | None:
     """Return what differs and where, None where all logits are equal."""
     generator = torch.Generator().manual_seed(seed + 1)
     compared = 0
-    for length in _LENGTHS:
+    most = most_tokens(subject.captured)
+    for length in sorted({min(length, most or length) for length in _LENGTHS}):
         tokens = torch.randint(min(subject.vocab, 200), (length,), generator=generator)
         with torch.no_grad(), quiet_transformers():
             expected = call_model(subject.eager, tokens.unsqueeze(0), torch.arange(length).unsqueeze(0))[0]
         if not bool(torch.isfinite(expected).all()):
             continue
         compared += 1
+        _check_positions(subject, tokens, expected)
         graph_module = subject.captured
         if not _close(_logits(materialize(graph_module, subject.weights), tokens), expected):
             return _first_module(subject, tokens)
@@ -190,6 +191,17 @@ def _difference(subject: _Subject, seed: int) -> str | None:
     if not compared:
         raise UnsupportedModelError("eager PyTorch makes logits of random weights that are not finite")
     return _far_difference(subject, tokens)
+
+
+def _check_positions(subject: _Subject, tokens: Tensor, expected: Tensor) -> None:
+    """Refuse a model that counts positions otherwise where it is given none, as RoBERTa does: it has two answers."""
+    with torch.no_grad(), quiet_transformers():
+        plain = call_model(subject.eager, tokens.unsqueeze(0), None)[0]
+    if not _close(plain, expected):
+        raise UnsupportedModelError(
+            f"{type(subject.eager).__name__} gives other logits without position_ids than with 0, 1, 2 …: it counts "
+            "positions from another number, which transformers' generate does not, and which is not supported"
+        )
 
 
 def _far_difference(subject: _Subject, tokens: Tensor) -> str | None:

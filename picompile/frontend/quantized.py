@@ -45,13 +45,20 @@ def find_layout(raw: Mapping[str, Any]) -> CodeLayout | None:
             or quantization.get("zero_point", True) is not True
         ):
             raise _unsupported(f"awq of version {quantization.get('version', 'gemm')!r:.20}, or without zero_point")
+        form = quantization.get("checkpoint_format") or quantization.get("format") or "gemm"
+        if str(form).lower() != "gemm":
+            raise _unsupported(f"awq in the format {form!r:.40}")
         return CodeLayout("awq", bits, group_size, less_one=False, plain=False)
     form = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
     if form not in ("gptq", "gptq_v2") or quantization.get("is_marlin_format") or quantization.get("dynamic"):
         odd = "dynamic bits" if form in ("gptq", "gptq_v2") and quantization.get("dynamic") else f"{form!r:.40}"
         raise _unsupported(f"gptq in the format {odd}")
-    plain = quantization.get("sym", True) is True and not quantization.get("desc_act", False)
-    return CodeLayout("gptq", bits, group_size, less_one=form == "gptq", plain=plain)
+    for key, usual in (("pack_dtype", "int32"), ("rotation", None), ("adapter", None)):
+        if (value := quantization.get(key)) and value != usual:
+            raise _unsupported(f"gptq with {key} {value!r:.40}")
+    ordered = bool(quantization.get("desc_act", False))
+    plain = quantization.get("sym", True) is True and not ordered
+    return CodeLayout("gptq", bits, group_size, less_one=form == "gptq", plain=plain, ordered=ordered)
 
 
 def _unsupported(method: object) -> UnsupportedModelError:
@@ -152,6 +159,8 @@ class QuantizedTensors:
         for part in _PARTS:
             if found[part] is None:
                 raise UnsupportedModelError(f"{file}: holds {module}{_SUFFIX}, but no {module}.{part}")
+        if self.layout.ordered and self.layout.group_size != -1 and found["g_idx"] is None:
+            raise UnsupportedModelError(f"{file}: no {module}.g_idx, which desc_act in quantization_config asks for")
         shapes = {part: header.shape for part, header in found.items() if header is not None}
         dtypes = {part: header.dtype for part, header in found.items() if header is not None}
         if any(dtype != "I32" for part, dtype in dtypes.items() if part != "scales"):

@@ -24,7 +24,8 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 class CodeLayout:
     """The layout of a checkpoint's integers: `method` is gptq or awq, `less_one` whether zeros are stored less 1.
 
-    `plain` is whether its config says that zeros are in the middle, and that groups are of columns side by side.
+    `plain` is whether its config says that zeros are in the middle, and that groups are of columns side by side;
+    `ordered` whether it says that they are not of columns side by side, so that each matrix needs its `g_idx`.
     """
 
     method: str
@@ -32,6 +33,7 @@ class CodeLayout:
     group_size: int
     less_one: bool
     plain: bool = True
+    ordered: bool = False
 
     @property
     def per_word(self) -> int:

@@ -13,6 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from picompile.errors import UnsupportedModelError
+from picompile.frontend.config import one_line
+from picompile.frontend.gguf.cursor import shown
+
 _PROBE_COLUMNS = 3
 # More than any vocabulary has; a file of one column can have a row for every two bytes.
 _MOST_ROWS = 1 << 22
@@ -90,14 +94,20 @@ def row_order(processor: Any, name: str, shape: tuple[int, ...]) -> npt.NDArray[
 
 
 def convert(processor: Any, names: Mapping[str, str], parameter: str, sources: Mapping[str, Tensor]) -> Tensor:
-    """Return the parameter that a processor makes of its tensors, float32; `names` as `map_names` gives them."""
+    """Return the parameter that a processor makes of its tensors, float32; `names` as `map_names` gives them.
+
+    Raises `UnsupportedModelError` for a tensor that the processor cannot take.
+    """
     made: dict[str, Tensor] = {}
     with np.errstate(all="ignore"):
         for name, values in sources.items():
             numbers = values.to(torch.float32).numpy()
-            result = processor.process(
-                numbers, name=name, tensor_key_mapping=names, parsed_parameters={"tensors": made}
-            )
+            try:
+                result = processor.process(
+                    numbers, name=name, tensor_key_mapping=names, parsed_parameters={"tensors": made}
+                )
+            except (ValueError, KeyError, IndexError, TypeError, RuntimeError) as error:
+                raise UnsupportedModelError(f"{shown(name)} cannot be converted: {one_line(error)}") from error
             if result.name is not None:
                 made[parameter] = torch.from_numpy(np.ascontiguousarray(result.weights))
     return made[parameter] if parameter in made else next(iter(made.values()))

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import mmap
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -32,12 +33,13 @@ from picompile.frontend.gguf.header import GgufHeader, TensorEntry, read_header
 from picompile.frontend.gguf.metadata import read_text
 from picompile.frontend.gguf.model_config import model_classes, model_config
 from picompile.frontend.gguf.names import TRANSPOSED_DOWN, map_names, sources_by_parameter
+from picompile.frontend.weight_values import check_values, damaged
 
 # Gemma has 262,144 tokens, and two numbers and two merges for each.
 _MOST_ELEMENTS = 4 << 20
 # Bytes of the start and of the end of each tensor that a fingerprint depends on.
 _SAMPLE_BYTES = 4096
-_LARGEST_F16 = 65504.0
+_RESHAPED = re.compile(r"\.ssm_|\.shortconv\.|_exps\.|_shexp\.")
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class GgufModel:
         if packed is None:
             return None
         if not scales_are_finite(packed, format_name, entry.shape[1]):
-            raise _damaged(tensor.file, name)
+            raise damaged(f"{tensor.file}: {name}", "file")
         return packed if order is None or _is_sorted(order) else packed[torch.from_numpy(order)]
 
     def fingerprint(self, config: Mapping[str, Any] | None = None) -> str:
@@ -163,11 +165,15 @@ class GgufModel:
         plain = len(entries) == 1 and (
             _is_transposed(entry) or row_order(self._processor, entry.name, entry.shape) is not None
         )
-        if not plain and expected is not None and sum(math.prod(e.shape) for e in entries) == math.prod(expected):
-            # A processor makes another shape of it: one dimension more, rows for columns, two matrices in one.
+        elements = sum(math.prod(each.shape) for each in entries)
+        if not plain and expected is not None and elements == math.prod(expected) and self._may_reshape(entry):
             shape = expected
         stored = entry.type if plain and entry.type in PLAIN else "F32"
         return GgufTensor(self.header.file, stored, tuple(shape), entry.type, sources)
+
+    def _may_reshape(self, entry: TensorEntry) -> bool:
+        """Return whether a processor makes another shape: rows for columns, one dimension more, two matrices in one."""
+        return self._architecture == "gpt2" or bool(_RESHAPED.search(entry.name))
 
     def _order(self, tensor: GgufTensor) -> "np.ndarray[Any, np.dtype[np.int64]] | None":
         entry = self.header.tensors[tensor.sources[0]]
@@ -191,18 +197,10 @@ class GgufModel:
         return data.reshape(-1, row_bytes(entry.type, entry.shape[-1]))
 
     def _check_values(self, name: str, values: Tensor) -> None:
-        """Refuse what `checkpoint.py` refuses of safetensors: NaN, infinity, and matrices that float16 cannot hold."""
-        if name in self._checked or not values.numel():
-            return
-        least, most = (float(end) for end in torch.aminmax(values))
-        if not math.isfinite(least) or not math.isfinite(most):
-            raise _damaged(self.header.file, name)
-        if values.ndim > 1 and max(-least, most) > _LARGEST_F16:
-            raise UnsupportedModelError(
-                f"{self.header.file}: {name} has values up to {max(-least, most):.4g}, and weights are kept in "
-                "float16, which ends at 65504"
-            )
-        self._checked.add(name)
+        """Refuse what `checkpoint.py` refuses of safetensors, once for each parameter."""
+        if name not in self._checked:
+            check_values(values, f"{self.header.file}: {name}", "file")
+            self._checked.add(name)
 
 
 def open_gguf(path: Path) -> GgufModel:
@@ -227,6 +225,7 @@ def open_gguf(path: Path) -> GgufModel:
     except UsageError as error:
         raise UnsupportedModelError(str(error)) from error
     _check_parameters(opened, model)
+    _check_rotary(header, config, model)
     return opened
 
 
@@ -244,6 +243,20 @@ def _empty_model(path: Path, config: Mapping[str, Any]) -> nn.Module:
     except Exception as error:
         raise UnsupportedModelError(f"{path}: its metadata describe no model: {one_line(error)}") from error
     return model
+
+
+def _check_rotary(header: GgufHeader, config: Mapping[str, Any], model: nn.Module) -> None:
+    """Refuse a file that turns a part of each head, if the class of its model turns all of it."""
+    architecture = read_text(header, "general.architecture") or ""
+    count = header.values.get(f"{architecture}.rope.dimension_count")
+    if architecture == "gemma4" or not count:
+        return
+    for name, frequencies in model.named_buffers():
+        if name.endswith("inv_freq") and 2 * frequencies.shape[-1] != count:
+            raise UnsupportedModelError(
+                f"{header.file}: {shown(architecture)}.rope.dimension_count is {count!r:.40}, but "
+                f"{config['architectures'][0]} turns {2 * frequencies.shape[-1]} numbers of each head"
+            )
 
 
 def _check_parameters(opened: GgufModel, model: nn.Module) -> None:
@@ -269,7 +282,3 @@ def _is_transposed(entry: TensorEntry) -> bool:
 
 def _is_sorted(order: Iterable[int]) -> bool:
     return bool(np.array_equal(order, np.arange(len(order))))  # type: ignore[arg-type]
-
-
-def _damaged(file: Path, name: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{file}: {name} has NaN or infinite values: the file is damaged")

@@ -45,12 +45,20 @@ _NOT_READ: Mapping[str, tuple[float | bool, ...]] = {
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
     "attention.scale": (0.0,),
+    "attention.sliding_window_pattern": (),
     "embedding_scale": (0.0, 1.0),
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
+    "rope.dimension_count_swa": (),
+    "rope.freq_base_swa": (),
     "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
     "rope.scaling.yarn_log_multiplier": (0.0,),
+}
+# Architectures whose classes have this window in all layers but every second or sixth, and these frequencies there.
+_USUAL: Mapping[str, Mapping[str, tuple[float | bool, ...]]] = {
+    "gemma2": {"attention.sliding_window_pattern": (2,)},
+    "gemma3": {"attention.sliding_window_pattern": (6,), "rope.freq_base_swa": (10000.0,)},
 }
 # What transformers reads although no class has a field for it.
 _READ = ("architectures", "model_type", "head_dim", "rope_theta", "rope_scaling", "partial_rotary_factor")
@@ -63,18 +71,27 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
     and for a file that is one part of several.
     """
     architecture = read_text(header, "general.architecture") or ""
+    if not architecture:
+        raise UnsupportedModelError(f"{header.file}: no name of an architecture in it (general.architecture)")
     if header.values.get("split.count", 1) not in (0, 1):
         raise UnsupportedModelError(f"{header.file}: one part of a model in several files; merge them (gguf-split)")
     values = MetadataValues(header, architecture)
-    for name, neutral in _NOT_READ.items():
+    for name, neutral in {**_NOT_READ, **_USUAL.get(architecture, {})}.items():
         if (value := header.values.get(values.key(name))) is not None and value not in neutral:
             raise UnsupportedModelError(f"{header.file}: {shown(values.key(name))} is {value!r:.40}, which is not read")
+        if values.key(name) in header.arrays:
+            raise UnsupportedModelError(f"{header.file}: {shown(values.key(name))} is a list, which is not read")
     config = _powerinfer(values) if header.magic == POWERINFER_MAGIC else _of_transformers(values)
     for add in (_vocabulary, _layers, _heads, _biases, _ties, *_SPECIAL.get(architecture, ())):
         config |= add(values, config)
     known = {*_fields(config), *model_classes(config)[0].attribute_map, *_READ}
     config = {key: value for key, value in config.items() if key in known and (value is not None or key in _TOKEN_IDS)}
-    check_values(config)
+    try:
+        check_values(config)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"{header.file}: its metadata make no config: {str(error).removeprefix('config.json: ')}"
+        ) from error
     return config
 
 
@@ -149,12 +166,12 @@ def _mapped(values: MetadataValues, name: str) -> dict[str, Any]:
     for key, field in GGUF_CONFIG_MAPPING[name or values.architecture].items():
         if field in (None, -1):
             continue
-        found = values.positive(key) if _FLOAT_KEYS.search(key) else values.count(key)
+        found = values.above_zero(key) if _FLOAT_KEYS.search(key) else values.count(key)
         if found is not None:
             config[field] = found
     if values.architecture not in ("gpt2", "bloom", "mamba", "gemma4"):
         # llama.cpp's own default, whatever the class has.
-        config["rope_theta"] = values.positive("rope.freq_base") or 10000.0
+        config["rope_theta"] = values.above_zero("rope.freq_base") or 10000.0
     return config
 
 
@@ -235,6 +252,8 @@ def _heads(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
     if "num_key_value_heads" in fields and not config.get("num_key_value_heads"):
         found["num_key_value_heads"] = heads
     head_dim = values.count("attention.key_length") or config.get("head_dim") or hidden // heads
+    if not head_dim:
+        raise UnsupportedModelError(f"{values.header.file}: {heads} heads, but only {hidden} numbers for all of them")
     if values.architecture != "gemma4" and (values.count("attention.value_length") or head_dim) != head_dim:
         raise UnsupportedModelError(f"{values.header.file}: heads whose keys and values differ in size")
     if "head_dim" in fields or head_dim != hidden // heads:
@@ -305,7 +324,7 @@ def _falcon(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]
         "parallel_attn": True,
         "alibi": False,
         "ffn_hidden_size": values.count("feed_forward_length") or 4 * config["hidden_size"],
-        "layer_norm_epsilon": values.positive("attention.layer_norm_epsilon") or 1e-5,
+        "layer_norm_epsilon": values.above_zero("attention.layer_norm_epsilon") or 1e-5,
     }
 
 
@@ -317,7 +336,7 @@ def _norm(field: str) -> Callable[[MetadataValues, Mapping[str, Any]], dict[str,
     """Return a function that takes `field` from the epsilon of plain layer norms, where there is one."""
 
     def add(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
-        epsilon = values.positive("attention.layer_norm_epsilon")
+        epsilon = values.above_zero("attention.layer_norm_epsilon")
         return {} if epsilon is None else {field: epsilon}
 
     return add
@@ -338,7 +357,7 @@ def _experts(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any
 def _gemma(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return soft caps, and the scale of the largest models of Gemma 2 and 3, which llama.cpp tells by their layers."""
     keys = ("attn_logit_softcapping", "final_logit_softcapping")
-    found: dict[str, Any] = {key: value for key in keys if (value := values.positive(key)) is not None}
+    found: dict[str, Any] = {key: value for key in keys if (value := values.above_zero(key)) is not None}
     if (values.architecture, config["num_hidden_layers"]) in (("gemma2", 46), ("gemma3", 62)):
         found["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
     return found

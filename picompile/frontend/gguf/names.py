@@ -15,6 +15,9 @@ _PREDICTOR = re.compile(r"blk\.[0-9]+\.(?:fc[12]\.weight|gpu_idx|gpu_bucket)")
 # What a file may have beside a model's parameters: the divisors of rotary frequencies are in the config.
 _IGNORED = re.compile(rf"{re.escape(FREQUENCIES)}|blk\.[0-9]+\.attn_rot_embd\.weight")
 
+# Matrices of experts, of which gate and up are one parameter.
+_OF_EXPERTS = re.compile(r"_exps\.")
+
 # PowerInfer writes down transposed, so that a neuron's weights lie together.
 DOWN, TRANSPOSED_DOWN = ".ffn_down.", ".ffn_down_t."
 
@@ -87,11 +90,16 @@ def _opt_name(module: str) -> str | None:
 def sources_by_parameter(header: GgufHeader, names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """Return for each parameter the tensors of the file that it is made of, in the order of the file.
 
-    Raises `UnsupportedModelError` for tensors that are no parameters.
+    Raises `UnsupportedModelError` for tensors that are no parameters, and for two that are the same one.
     """
     found: dict[str, tuple[str, ...]] = {}
     for name in header.tensors:
         if name in names:
+            others = found.get(names[name], ())
+            if others and not all(_OF_EXPERTS.search(each) for each in (name, *others)):
+                raise UnsupportedModelError(
+                    f"{header.file}: holds {shown(others[0])} and {shown(name)}: two tensors for one parameter"
+                )
             found[names[name]] = (*found.get(names[name], ()), name)
         elif not (_IGNORED.fullmatch(name) or (_PREDICTOR.fullmatch(name) and header.magic == POWERINFER_MAGIC)):
             raise UnsupportedModelError(

@@ -115,7 +115,9 @@ def _description(
     config |= {} if template is None else {"chat_template": template}
     for name in ("add_bos_token", "add_eos_token"):
         value = header.values.get(_PREFIX + name)
-        config |= {name: value} if isinstance(value, bool) else {}
+        config |= {} if value is None else {name: bool(value)}
+    # transformers puts none before texts of Gemma 4, whose chat template has it.
+    config |= {"add_bos_token": False} if kind == "gemma4" else {}
     # llama.cpp puts one before texts of a SentencePiece vocabulary that does not say otherwise.
     return {"add_bos_token": True, **config} if kind == "llama" else config
 
@@ -126,6 +128,11 @@ def _check_lists(header: GgufHeader, lists: Mapping[str, list[Any] | None], kind
         values = lists[name]
         if values is not None and len(values) != len(tokens):
             raise UnsupportedModelError(f"{header.file}: {len(tokens)} tokens, but {len(values)} {_PREFIX}{name}")
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is not None and len(tokens) > embedding.shape[0]:
+        raise UnsupportedModelError(
+            f"{header.file}: the tokenizer has {len(tokens):,} tokens, the model only {embedding.shape[0]:,}"
+        )
     special = sum(kind in (_CONTROL, _USER_DEFINED) for kind in lists["token_type"] or ())
     for what, count, most in (
         ("tokens", len(tokens), _MOST_TOKENS),
@@ -137,8 +144,21 @@ def _check_lists(header: GgufHeader, lists: Mapping[str, list[Any] | None], kind
     for merge in lists["merges"] or ():
         if merge.count(" ") != 1:
             raise UnsupportedModelError(f"{header.file}: {_PREFIX}merges has {shown(merge)}, not two tokens")
-    if lists["merges"] is None and kind != "t5" and sum(len(token) ** 2 for token in tokens) > _MOST_CUTS:
-        raise UnsupportedModelError(f"{header.file}: lists no merges, and has tokens that are too long to find them")
+    if lists["merges"] is None and kind != "t5":
+        if sum(len(token) ** 2 for token in tokens) > _MOST_CUTS:
+            raise UnsupportedModelError(
+                f"{header.file}: lists no merges, and has tokens that are too long to find them"
+            )
+        if sum(map(len, tokens)) > _MOST_MERGES and (merges := _count_merges(tokens)) > _MOST_MERGES:
+            raise UnsupportedModelError(
+                f"{header.file}: its tokens can be made in {merges:,} ways of others; at most {_MOST_MERGES:,} are read"
+            )
+
+
+def _count_merges(tokens: list[str]) -> int:
+    """Return at how many places tokens can be cut into two tokens."""
+    known = set(tokens)
+    return sum(token[:at] in known and token[at:] in known for token in tokens for at in range(1, len(token)))
 
 
 def _converted(header: GgufHeader, kind: str, lists: Mapping[str, list[Any] | None], config: dict[str, Any]) -> str:

@@ -34,10 +34,14 @@ class MetadataValues:
         value: object = self.header.values.get(key)
         if key in self.header.arrays:
             listed = self.counts(name) or []
+            if not listed:
+                raise self._error(name, "is an empty list")
             if len(set(listed)) != 1:
                 raise self._error(name, "differs between layers, which is not supported")
             value = listed[0]
-        if value is None and key not in self.header.texts:
+        if key in self.header.texts:
+            raise self._error(name, "is a text, not a number")
+        if value is None:
             return None
         if type(value) is not int or not 0 <= value <= _MOST_COUNT:
             raise self._error(name, f"is {value!r:.40}, not a whole number from 0 to {_MOST_COUNT}")
@@ -63,6 +67,13 @@ class MetadataValues:
         if isinstance(value, bool) or not math.isfinite(value) or value < 0:
             raise self._error(name, f"is {value!r:.40}, not a number from 0")
         return shortest(value) or None
+
+    def above_zero(self, name: str) -> float | None:
+        """Return a finite number above 0; a number of 0 is an error here, not as good as none."""
+        found = self.positive(name)
+        if found is None and self.key(name) in self.header.values:
+            raise self._error(name, "is 0, and must be above it")
+        return found
 
     def _error(self, name: str, reason: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self.header.file}: {shown(self.key(name))} {reason}")
