@@ -121,6 +121,28 @@ def test_a_head_that_is_stored_besides_the_embedding_it_is_tied_to(equal: bool, 
     assert opened.facts.parameters == sum(parameter.numel() for parameter in reference.parameters())
 
 
+def test_one_parameter_under_two_names(checkpoint: Checkpoints) -> None:
+    folder = checkpoint()
+    name = "model.layers.0.mlp.up_proj.weight"
+    _rewrite(folder, lambda tensors: tensors | {name.removeprefix("model."): tensors[name] * 0.5})
+    with pytest.raises(UnsupportedModelError, match="two tensors for one parameter"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("factor", "says"), [(1e-7, "has few digits below"), (1e6, "which ends at 65504"), (0.0, None), (1e-2, None)]
+)
+def test_matrices_that_float16_does_not_hold(factor: float, says: str | None, checkpoint: Checkpoints) -> None:
+    folder, name = checkpoint(dtype=torch.float32), "model.layers.0.mlp.up_proj.weight"
+    _rewrite(folder, lambda tensors: tensors | {name: tensors[name].clamp(-1, 1) * factor})
+    weights = open_checkpoint(folder).weights
+    if says is None:
+        weights.load(name)
+        return
+    with pytest.raises(UnsupportedModelError, match=says):
+        weights.load(name)
+
+
 def test_buffers_and_predictors_of_others_are_left_alone(checkpoint: Checkpoints) -> None:
     folder = checkpoint()
     extra = ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.1.mlp.predictor.fc1.weight")

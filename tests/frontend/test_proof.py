@@ -138,6 +138,49 @@ def test_what_changes_with_the_position_alone_is_found(monkeypatch: pytest.Monke
     _expect(_MINISTRAL3 | {"bos_token_id": 3}, "at the positions 45 to 63 the canonical graph has other logits")
 
 
+_GPT2 = {
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16,
+    "vocab_size": 40, "n_positions": 8,
+}  # fmt: skip
+
+
+def test_fewer_positions_than_are_compared() -> None:
+    _prove(_GPT2)
+
+
+def test_two_ways_to_count_positions_are_refused() -> None:
+    """RoBERTa's forward counts from its padding token on, and transformers' generate gives it 0, 1, 2 …"""
+    raw = {**_SIZES, "architectures": ["RobertaForCausalLM"], "model_type": "roberta", "is_decoder": True}
+    with pytest.raises(UnsupportedModelError, match="RobertaForCausalLM gives other logits without position_ids"):
+        _prove(raw)
+
+
+def test_windows_that_are_wider_than_masks_are_read() -> None:
+    raw = {
+        "architectures": ["GPTNeoForCausalLM"], "model_type": "gpt_neo", "num_layers": 2, "num_heads": 2,
+        "hidden_size": 16, "vocab_size": 40, "max_position_embeddings": 4608, "window_size": 4200,
+        "attention_types": [[["global", "local"], 1]],
+    }  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="window_size is 4200; a model that makes its own masks"):
+        _prove(raw)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_of_a_nested_config_end_the_context(kind: str) -> None:
+    from helpers.small_models import small_config
+    from picompile.frontend.families import rope_limit
+
+    factors = {"short_factor": [1.5] * 8, "long_factor": [3.0] * 8, "original_max_position_embeddings": 32}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **(factors if kind == "longrope" else {})}
+    text = {
+        "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 211,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rope_parameters": rope,
+    }  # fmt: skip
+    config = small_config("got_ocr2", text_config=text)
+    assert rope_limit(config) == (64 if kind == "dynamic" else 32)
+    assert facts.config_facts(config).positions == rope_limit(config)
+
+
 def test_logits_that_are_not_finite_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "_near", lambda parameter, noise: torch.full_like(noise, torch.inf))
     with pytest.raises(UnsupportedModelError, match="logits of random weights that are not finite"):

@@ -1,5 +1,6 @@
 """GPTQ and AWQ: every layout against the formula in float64, exact repacking, and what is refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from helpers.quantized_files import Scheme, quantized_matrix, save_quantized
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.checkpoint import read_headers
+from picompile.frontend.hf import open_checkpoint
 from picompile.frontend.json_file import read_json_object
 from picompile.frontend.quantized import QuantizedTensors, find_layout
 from picompile_passes.dialect.formats import FORMATS, dequantize_rows
@@ -128,6 +130,10 @@ def test_zero_biases_are_left_out_where_the_model_has_none(tmp_path: Path) -> No
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "without zero_point"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq in the format 'marlin'"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*down": {}}}, "dynamic bits"),
+        ({"quant_method": "gptq", "bits": 4, "rotation": "hadamard"}, "gptq with rotation 'hadamard'"),
+        ({"quant_method": "gptq", "bits": 4, "adapter": {"name": "lora"}}, "gptq with adapter"),
+        ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int64"}, "gptq with pack_dtype 'int64'"),
+        ({"quant_method": "awq", "bits": 4, "format": "gemv_fast"}, "awq in the format 'gemv_fast'"),
     ],
 )
 def test_other_methods_are_refused(quantization: Any, says: str) -> None:
@@ -174,6 +180,40 @@ def test_damaged_checkpoints(tmp_path: Path, change: Any, says: str) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         opened(tmp_path).load("up.weight")
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_integers_in_another_order_need_their_groups(tmp_path: Path) -> None:
+    save_quantized(tmp_path, Scheme(desc_act=True), {"up": (16, 96)})
+    opened(tmp_path).load("up.weight")
+    file = tmp_path / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if name != "up.g_idx"}, file)
+    with pytest.raises(UnsupportedModelError, match=r"no up\.g_idx, which desc_act in quantization_config asks for"):
+        opened(tmp_path)
+
+
+def test_matrices_whose_rows_are_inputs_are_refused(tmp_path: Path) -> None:
+    """GPT-2's are; a square one would pass for its transpose."""
+    from helpers.small_models import small_config, small_model
+
+    model = small_model(small_config("gpt2"))
+    width, name = model.config.n_embd, "transformer.h.0.attn.c_proj"
+    model.save_pretrained(tmp_path)
+    (tmp_path / "other").mkdir()
+    tensors = load_file(tmp_path / "model.safetensors")
+    weight = tensors.pop(f"{name}.weight")
+    save_quantized(tmp_path / "other", Scheme(), {name: (width, width)})
+    parts = load_file(tmp_path / "other" / "model.safetensors")
+    save_file(
+        {**tensors, **{key: part for key, part in parts.items() if key.startswith(name)}},
+        tmp_path / "model.safetensors",
+    )
+    assert weight.shape == (width, width)
+    config = json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(UnsupportedModelError, match=r"but config\.json has no quantization_config"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": Scheme().config}))
+    with pytest.raises(UnsupportedModelError, match=r"c_proj\.weight is quantized, which is not read for"):
+        open_checkpoint(tmp_path)
 
 
 def test_only_quantized_tensors_are_loaded(tmp_path: Path) -> None:

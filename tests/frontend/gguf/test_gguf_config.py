@@ -185,6 +185,8 @@ def test_lists_of_one_value_for_each_layer(tmp_path: Path) -> None:
         ("rope.scaling.yarn_log_multiplier", 0.125, False),
         ("logit_scale", 0.25, False),
         ("logit_scale", 1.0, True),
+        ("attention.sliding_window_pattern", 2, False),
+        ("rope.freq_base_swa", 50000.0, False),
     ],
 )
 def test_keys_that_are_not_read_must_change_nothing(tmp_path: Path, key: str, value: object, read: bool) -> None:
@@ -193,6 +195,33 @@ def test_keys_that_are_not_read_must_change_nothing(tmp_path: Path, key: str, va
         return
     with pytest.raises(UnsupportedModelError, match=f"llama.{key} is {value}, which is not read"):
         config_of(tmp_path, **{f"llama.{key}": value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "read"),
+    [
+        ("attention.sliding_window_pattern", 6, True),
+        ("attention.sliding_window_pattern", 2, False),
+        ("attention.sliding_window_pattern", [True, False], False),
+        ("rope.freq_base_swa", 10000.0, True),
+        ("rope.freq_base_swa", 50000.0, False),
+        ("attn_logit_softcapping", 0.0, False),
+    ],
+)
+def test_windows_of_gemma3_are_its_classes(tmp_path: Path, key: str, value: object, read: bool) -> None:
+    if read:
+        assert config_of(tmp_path, "gemma3", **{f"gemma3.{key}": value}) == config_of(tmp_path, "gemma3")
+        return
+    with pytest.raises(UnsupportedModelError, match=f"gemma3.{key} is .*(which is not read|must be above it)"):
+        config_of(tmp_path, "gemma3", **{f"gemma3.{key}": value})
+
+
+def test_a_file_without_an_architecture(tmp_path: Path) -> None:
+    write_example(tmp_path / "model.gguf", EXAMPLES["llama"], build(EXAMPLES["llama"]))
+    data = (tmp_path / "model.gguf").read_bytes()
+    (tmp_path / "model.gguf").write_bytes(data.replace(b"general.architecture", b"general.architectura"))
+    with pytest.raises(UnsupportedModelError, match="no name of an architecture in it"):
+        model_config(read_header(tmp_path / "model.gguf"))
 
 
 def test_a_name_says_nothing_of_the_class(tmp_path: Path) -> None:

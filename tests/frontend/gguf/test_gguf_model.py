@@ -150,7 +150,11 @@ def test_models_that_are_not_read(tmp_path: Path) -> None:
         ("attention.head_count", 0, "no embedding_length or attention.head_count"),
         ("attention.head_count_kv", [2, 1], "differs between layers"),
         ("attention.layer_norm_rms_epsilon", -1.0, "not a number from 0"),
+        ("attention.layer_norm_rms_epsilon", 0.0, "is 0, and must be above it"),
         ("attention.value_length", 20, "keys and values differ"),
+        ("rope.freq_base", 0.0, "is 0, and must be above it"),
+        ("context_length", 0, "its metadata make no config: max_position_embeddings must be"),
+        ("feed_forward_length", "96", "llama.feed_forward_length is a text, not a number"),
     ):
         write_example(file, example, model, **{f"llama.{key}": value})
         refused(file, says)
@@ -198,6 +202,48 @@ def test_tensors_that_are_one_too_many_or_of_other_sizes(tmp_path: Path) -> None
     assert opened.config["tie_word_embeddings"] is False and "lm_head.weight" in opened.tensors
     write_example(file, example, build(example), **{"llama.vocab_size": 299})
     refused(file, "token_embd.weight makes model.embed_tokens.weight [300, 96], but its metadata make it [299, 96]")
+
+
+def test_two_tensors_for_one_parameter(tmp_path: Path) -> None:
+    example, file = POWERINFER_EXAMPLES["llama"], tmp_path / "model.gguf"
+    write_example(file, example, build(example), "F32", tensors={"blk.0.ffn_down.weight": np.ones((96, 160))})
+    refused(file, "two tensors for one parameter")
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+def test_a_part_of_each_head_is_turned_where_the_class_turns_all(tmp_path: Path, name: str) -> None:
+    example, file = EXAMPLES[name], tmp_path / "model.gguf"
+    model = build(example)
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    lengths = {f"{name}.attention.{part}_length": head_dim for part in ("key", "value")}
+    write_example(file, example, model, **lengths, **{f"{name}.rope.dimension_count": head_dim})
+    open_gguf(file)
+    write_example(file, example, model, **lengths, **{f"{name}.rope.dimension_count": head_dim // 2})
+    refused(file, f"turns {head_dim} numbers of each head")
+
+
+@pytest.mark.parametrize("name", ["phi3", "starcoder2", "stablelm", "nemotron"])
+def test_more_heads_than_numbers(tmp_path: Path, name: str) -> None:
+    example, file = EXAMPLES[name], tmp_path / "model.gguf"
+    write_example(file, example, build(example), **{f"{name}.attention.head_count": 100})
+    refused(file, "100 heads, but only 96 numbers for all of them")
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon-40b"])
+def test_rows_that_cannot_be_put_in_order(tmp_path: Path, name: str) -> None:
+    """A matrix of as many numbers in another shape is refused when the file is opened, before any of it is read."""
+    example, file = EXAMPLES[name], tmp_path / "model.gguf"
+    model = build(example)
+    write_example(file, example, model)
+    tensor = "blk.1.attn_qkv.weight" if name == "falcon-40b" else "blk.1.attn_q.weight"
+    rows, columns = open_gguf(file).header.tensors[tensor].shape
+    data, at = file.read_bytes(), file.read_bytes().index(tensor.encode()) + len(tensor) + 4
+    assert int.from_bytes(data[at : at + 8], "little") == columns
+    for dims in ((2 * rows, columns // 2), (columns * rows // 3, 3)):
+        changed = b"".join(dim.to_bytes(8, "little") for dim in dims)
+        file.write_bytes(data[:at] + changed + data[at + 16 :])
+        refused(file, "but its metadata make it")
 
 
 def test_types_without_numbers(tmp_path: Path) -> None:

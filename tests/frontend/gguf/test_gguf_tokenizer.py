@@ -89,6 +89,34 @@ def test_merges_that_would_take_too_long(tmp_path: Path) -> None:
         read(tmp_path, **metadata)
 
 
+def test_more_merges_than_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that lists no merges has those that its tokens can be cut at."""
+    metadata = sentencepiece_metadata()
+    tokens = metadata["tokenizer.ggml.tokens"]
+    found = sum(token[:at] in tokens and token[at:] in tokens for token in tokens for at in range(1, len(token)))
+    assert found > 0
+    monkeypatch.setattr("picompile.frontend.gguf.tokenizer._MOST_MERGES", found)
+    assert read(tmp_path, **metadata).reason is None
+    monkeypatch.setattr("picompile.frontend.gguf.tokenizer._MOST_MERGES", found - 1)
+    with pytest.raises(UnsupportedModelError, match=f"can be made in {found} ways of others"):
+        read(tmp_path, **metadata)
+
+
+def test_more_tokens_than_rows(tmp_path: Path) -> None:
+    metadata = byte_level_metadata()
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "more"]
+    with pytest.raises(UnsupportedModelError, match="the tokenizer has 301 tokens, the model only 300"):
+        read(tmp_path, **{key: value for key, value in metadata.items() if "type" not in key and "scores" not in key})
+
+
+def test_gemma4_begins_with_no_token(tmp_path: Path) -> None:
+    metadata = {**byte_level_metadata(), "tokenizer.ggml.add_bos_token": True}
+    assert read(tmp_path, **metadata).tokenizer_config["add_bos_token"] is True
+    found = read(tmp_path, **{**metadata, "tokenizer.ggml.model": "gemma4"})
+    assert found.tokenizer_config["add_bos_token"] is False
+    assert read(tmp_path, **{**metadata, "tokenizer.ggml.add_bos_token": 1}).tokenizer_config["add_bos_token"] is True
+
+
 @pytest.mark.parametrize(("limit", "says"), [("_MOST_TOKENS", "300 tokens"), ("_MOST_SPECIAL_TOKENS", "3 special")])
 def test_vocabularies_that_are_too_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, says: str
