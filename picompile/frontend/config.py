@@ -235,7 +235,11 @@ def check_values(raw: Mapping[str, Any]) -> None:
     for name, rope in _rope_parameters(raw):
         _check_rope(name, rope)
     if isinstance(raw.get("text_config"), dict):
-        check_values(raw["text_config"])
+        try:
+            check_values(raw["text_config"])
+        except UnsupportedModelError as error:
+            reason = str(error).removeprefix("config.json: ")
+            raise UnsupportedModelError(f"config.json: text_config: {reason}") from error
     # Attention that sees what comes after a token; a model with it predicts nothing.
     if raw.get("is_causal", True) is not True:
         raise UnsupportedModelError("config.json: is_causal is not true; only causal attention is supported")
