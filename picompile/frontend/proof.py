@@ -195,12 +195,16 @@ def _difference(subject: _Subject, seed: int) -> str | None:
 
 def _check_positions(subject: _Subject, tokens: Tensor, expected: Tensor) -> None:
     """Refuse a model that counts positions otherwise where it is given none, as RoBERTa does: it has two answers."""
-    with torch.no_grad(), quiet_transformers():
-        plain = call_model(subject.eager, tokens.unsqueeze(0), None)[0]
+    try:
+        with torch.no_grad(), quiet_transformers():
+            plain = call_model(subject.eager, tokens.unsqueeze(0), None)[0]
+    except Exception:
+        # Without a padding token RoBERTa cannot count.
+        plain = None
     if not _close(plain, expected):
         raise UnsupportedModelError(
-            f"{type(subject.eager).__name__} gives other logits without position_ids than with 0, 1, 2 …: it counts "
-            "positions from another number, which transformers' generate does not, and which is not supported"
+            f"{type(subject.eager).__name__} counts positions from its padding token on where it is given none, and "
+            "transformers' generate gives it 0, 1, 2 …: it has two answers, which is not supported"
         )
 
 

@@ -151,8 +151,9 @@ def test_fewer_positions_than_are_compared() -> None:
 def test_two_ways_to_count_positions_are_refused() -> None:
     """RoBERTa's forward counts from its padding token on, and transformers' generate gives it 0, 1, 2 …"""
     raw = {**_SIZES, "architectures": ["RobertaForCausalLM"], "model_type": "roberta", "is_decoder": True}
-    with pytest.raises(UnsupportedModelError, match="RobertaForCausalLM gives other logits without position_ids"):
-        _prove(raw)
+    for padding in (1, None):
+        with pytest.raises(UnsupportedModelError, match="RobertaForCausalLM counts positions from its padding token"):
+            _prove(raw | {"pad_token_id": padding})
 
 
 def test_windows_that_are_wider_than_masks_are_read() -> None:
