@@ -12,7 +12,7 @@ from picompile.errors import UsageError
 
 _WIDTH = 170
 _MOST_REASON = 80
-# What most reasons begin with.
+# Most reasons begin with this.
 _PREFIX = "the graph cannot be expressed in the dialect: "
 
 

@@ -36,7 +36,7 @@ _IMPLEMENTATIONS = (ATTENTION_NAME, "sdpa", "eager")
 # Buffers of models that people use have less than a tenth of this: tables of positions, and masks of all pairs of them.
 _MOST_BUFFER_ELEMENTS = 1 << 28
 
-# What configs call the width of a window.
+# Fields of configs with the width of a window.
 WINDOWS = ("sliding_window", "attention_window_size", "window_size", "local_attention", "attention_chunk_size")
 
 # What makes a tensor of a given shape.

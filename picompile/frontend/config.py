@@ -15,7 +15,7 @@ from typing import Any
 
 from picompile.choices import MOST_LAYERS
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.families import Family, check_config, rope_limit, text_config
+from picompile.frontend.families import LARGEST_FLOAT32, Family, check_config, rope_limit, text_config
 from picompile.frontend.json_file import token_ids
 
 
@@ -74,7 +74,6 @@ _ROPE_NUMBERS = (
     *("low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim"),
 )
 _POSITIVE = ("rope_theta", "factor", "partial_rotary_factor", "attn_logit_softcapping")
-_LARGEST_FLOAT32 = 3.4028234663852886e38
 _ROPE_KEYS = (
     *_ROPE_NUMBERS,
     "rope_type",
@@ -282,7 +281,7 @@ def _check_count(name: str, key: str, value: object, least: int, most: int) -> N
 def _check_number(name: str, key: str, value: object) -> None:
     if value is None:
         return
-    positive, most = key in _POSITIVE, 1.0 if key == "partial_rotary_factor" else _LARGEST_FLOAT32
+    positive, most = key in _POSITIVE, 1.0 if key == "partial_rotary_factor" else LARGEST_FLOAT32
     if type(value) not in (int, float) or not 0 <= _as_float(value) <= most or (positive and value == 0):
         needed = ("above 0" if positive else "from 0") + (" to 1" if most == 1 else "")
         raise UnsupportedModelError(f"config.json: {name}{key} must be a number {needed}, not {repr(value)[:60]}")

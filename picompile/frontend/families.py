@@ -31,7 +31,7 @@ ACTIVATIONS = {
 }
 
 # The largest float32, in which activations are computed.
-_LARGEST_THRESHOLD = 3.4028234663852886e38
+LARGEST_FLOAT32 = 3.4028234663852886e38
 
 # Rotary embeddings whose frequencies do not depend on how long the text is.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -207,14 +207,14 @@ def _fatrelu_threshold(config: Mapping[str, Any]) -> float:
     if not is_threshold(threshold):
         raise UnsupportedModelError(
             "config.json: hidden_act_param, the threshold of fatrelu, must be a number from 0 to "
-            f"{_LARGEST_THRESHOLD:.4g}, not {repr(threshold)[:60]}"
+            f"{LARGEST_FLOAT32:.4g}, not {repr(threshold)[:60]}"
         )
     return float(threshold)
 
 
 def is_threshold(value: object) -> TypeGuard[float]:
     """Return whether `value` is a number that FATReLU can have for its threshold."""
-    return type(value) in (int, float) and 0 <= cast(float, value) <= _LARGEST_THRESHOLD
+    return type(value) in (int, float) and 0 <= cast(float, value) <= LARGEST_FLOAT32
 
 
 def check_config(family: Family, config: Any) -> None:

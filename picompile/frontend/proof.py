@@ -9,11 +9,12 @@ the two graphs are compared with each other at the last positions too.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 
 from picompile.errors import PicompileError, UnsupportedModelError
 from picompile.frontend.build import WINDOWS, build_model, call_model, capture_model
@@ -22,7 +23,7 @@ from picompile.frontend.config import make_config, one_line, quiet_transformers
 from picompile.frontend.export import first_names
 from picompile.frontend.families import Family
 from picompile_passes.errors import PassesError, UnsupportedGraphError
-from picompile_passes.graph.materialize import materialize
+from picompile_passes.graph.materialize import materialize, node_values
 from picompile_passes.graph.nodes import arguments, calls, constant_nodes, is_call
 from picompile_passes.graph.operands import ATTENTION
 from picompile_passes.passes.canonicalize import CANONICALIZE, canonicalize
@@ -44,7 +45,7 @@ _SMALL = {
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 # The frequencies of a rotary embedding may be fitted, and then tables differ by more at the last positions.
 _FAR_TOLERANCE = 1e-3
-# How a model counts its tokens.
+# Operators with which a model counts its tokens.
 _COUNTING = (
     *(_aten.arange.default, _aten.arange.start, _aten.arange.start_step),
     *(_aten.cumsum.default, _aten.ones.default, _aten.full.default),
@@ -65,6 +66,11 @@ class _Subject:
     captured: GraphModule
     weights: ModuleWeights
     vocab: int
+
+    @cached_property
+    def canonical(self) -> GraphModule:
+        """Return the canonical graph; a pass that cannot raise the captured one raises here."""
+        return canonicalize(self.captured)
 
 
 def prove(raw: Mapping[str, Any], family: Family, activation: str | None, captured: GraphModule) -> None:
@@ -107,7 +113,7 @@ def _subject(raw: Mapping[str, Any], family: Family, activation: str | None, who
         except Exception:
             # What a model needs of a config differs; the next one is closer to the original.
             continue
-        if _layers(canonicalize(subject.captured)) == _Layers(whole.kinds[:kept], whole.end):
+        if _layers(subject.canonical) == _Layers(whole.kinds[:kept], whole.end):
             return subject
     return _made(raw, family, activation, seed)
 
@@ -186,7 +192,7 @@ def _difference(subject: _Subject, seed: int) -> str | None:
         graph_module = subject.captured
         if not _close(_logits(materialize(graph_module, subject.weights), tokens), expected):
             return _first_module(subject, tokens)
-        if not _close(_logits(materialize(canonicalize(graph_module), subject.weights), tokens), expected):
+        if not _close(_logits(materialize(subject.canonical, subject.weights), tokens), expected):
             return _first_pass(subject, tokens, expected)
     if not compared:
         raise UnsupportedModelError("eager PyTorch makes logits of random weights that are not finite")
@@ -215,7 +221,7 @@ def _far_difference(subject: _Subject, tokens: Tensor) -> str | None:
     if most is None or most < 2 * len(tokens) or any(calls(subject.captured.graph, *_COUNTING)):
         return None
     positions = torch.arange(most - len(tokens), most)
-    graphs = (materialize(graph, subject.weights) for graph in (subject.captured, canonicalize(subject.captured)))
+    graphs = (materialize(graph, subject.weights) for graph in (subject.captured, subject.canonical))
     with torch.no_grad():
         expected, found = (graph(tokens, positions) for graph in graphs)
     if not bool(torch.isfinite(expected).all()) or _close(found, expected, _FAR_TOLERANCE):
@@ -248,23 +254,9 @@ def _close(found: Any, expected: Any, tolerance: float = TOLERANCE) -> bool:
     return float((found.flatten() - expected.flatten()).abs().max()) <= bound
 
 
-def _values(graph_module: GraphModule, tokens: Tensor) -> dict[str, Any]:
-    """Return the value of every node by its name."""
-    values: dict[str, Any] = {}
-
-    class Notes(Interpreter):
-        def run_node(self, n: Node) -> Any:
-            values[n.name] = super().run_node(n)
-            return values[n.name]
-
-    with torch.no_grad():
-        Notes(graph_module).run(tokens, torch.arange(len(tokens)))
-    return values
-
-
 def _first_node(before: GraphModule, after: GraphModule, tokens: Tensor) -> str:
     """Return the first node of `after` that has another value than the one node of `before` that it stands for."""
-    old, new = _values(before, tokens), _values(after, tokens)
+    old, new = node_values(before, tokens), node_values(after, tokens)
     for node in after.graph.nodes:
         made = node.meta.get("from")
         sources = [old[name] for name in made.sources if name in old] if made is not None else []
@@ -281,7 +273,7 @@ def _shape(value: Any) -> Any:
 def _first_module(subject: _Subject, tokens: Tensor) -> str:
     """Return the first module whose result the captured graph has otherwise, with the node that should be it."""
     own = dict(_module_results(subject.eager, tokens))
-    values = _values(materialize(subject.captured, subject.weights), tokens)
+    values = node_values(materialize(subject.captured, subject.weights), tokens)
     last: dict[str, Node] = {}
     for node in subject.captured.graph.nodes:
         for path, _ in (node.meta.get("nn_module_stack") or {}).values():

@@ -37,7 +37,7 @@ class CodeLayout:
 
     @property
     def per_word(self) -> int:
-        """How many integers an int32 holds."""
+        """Return the number of integers in an int32."""
         return WORD_BITS // self.bits
 
 
@@ -53,12 +53,12 @@ class QuantizedMatrix:
 
     @property
     def inputs(self) -> int:
-        """How many columns the weight has."""
+        """Return the number of columns of the weight."""
         return len(self.groups)
 
     @property
     def outputs(self) -> int:
-        """How many rows the weight has."""
+        """Return the number of rows of the weight."""
         return int(self.scales.shape[1])
 
     def zeros(self) -> Tensor:

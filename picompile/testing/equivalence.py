@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from hypothesis import assume, currently_in_test_context
 from torch import Tensor, nn
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.nn import functional as F
 
 from picompile.testing.weights import RandomWeights, random_weights, vocabulary
 from picompile_passes.dialect import parse_activation
-from picompile_passes.graph.materialize import WeightSource, materialize
+from picompile_passes.graph.materialize import WeightSource, materialize, node_values
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import FFN, PREDICT, SPARSE_FFN
 from picompile_passes.graph.values import value_text
@@ -56,20 +56,6 @@ def near_jump(graph_module: GraphModule, tokens: Tensor) -> bool:
     """Whether a neuron of `graph_module`, which must have real weights, lies next to a jump for `tokens` int64 [T]."""
     values = node_values(graph_module, tokens)
     return any(_is_near_jump(node, values) for node in graph_module.graph.nodes)
-
-
-def node_values(graph_module: GraphModule, tokens: Tensor) -> dict[str, Any]:
-    """The value of every node, by its name, of `graph_module`, which must have real weights, for `tokens` int64 [T]."""
-    values: dict[str, Any] = {}
-
-    class Notes(Interpreter):
-        def run_node(self, n: Node) -> Any:
-            values[n.name] = super().run_node(n)
-            return values[n.name]
-
-    with torch.no_grad():
-        Notes(graph_module).run(tokens, torch.arange(len(tokens)))
-    return values
 
 
 def _is_near_jump(node: Node, values: dict[str, Any]) -> bool:

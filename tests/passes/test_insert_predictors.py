@@ -15,10 +15,9 @@ from picompile.testing import (
     run,
     shapes,
 )
-from picompile.testing.equivalence import node_values
 from picompile_passes.base import Effect, Stage, stage_of
 from picompile_passes.errors import PassOptionError, UnsupportedGraphError
-from picompile_passes.graph.materialize import materialize
+from picompile_passes.graph.materialize import materialize, node_values
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import FFN, PREDICT, SPARSE_FFN
 from picompile_passes.passes.insert_predictors import InsertPredictors

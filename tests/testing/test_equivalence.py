@@ -18,9 +18,9 @@ from picompile.testing import (
     run,
     with_predictors,
 )
-from picompile.testing.equivalence import near_jump, node_values
+from picompile.testing.equivalence import near_jump
 from picompile.testing.weights import embedding_names, vocabulary
-from picompile_passes.graph.materialize import materialize
+from picompile_passes.graph.materialize import materialize, node_values
 from picompile_passes.graph.nodes import argument_position, arguments, calls
 from picompile_passes.graph.operands import EMBEDDING, FFN, LAYER_NORM, LINEAR, PREDICT, RMS_NORM
 from picompile_passes.passes.insert_predictors import InsertPredictors

@@ -4,10 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from picompile.testing import LLAMA, OPT, GraphShape, assert_equivalent, build, graphs, random_weights, run
-from picompile.testing.equivalence import node_values
 from picompile_passes.base import Stage
 from picompile_passes.dialect import FORMATS, dequantize_rows, quantize_rows
-from picompile_passes.graph.materialize import materialize
+from picompile_passes.graph.materialize import materialize, node_values
 from picompile_passes.graph.nodes import argument_position, calls
 from picompile_passes.graph.operands import FFN, LAYER_NORM, PREDICT, RMS_NORM
 from picompile_passes.passes.insert_predictors import InsertPredictors

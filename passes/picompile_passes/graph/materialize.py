@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from picompile_passes.base import copy_graph_module
@@ -46,6 +46,20 @@ def materialize(graph_module: GraphModule, weights: WeightSource) -> GraphModule
         if not has_real_data(tensor):
             _set_parameter(result, target, _as_float32(_load(weights, target, tensor)))
     return result
+
+
+def node_values(graph_module: GraphModule, tokens: Tensor) -> dict[str, Any]:
+    """Return the value of every node, by its name, of a graph with real weights, for `tokens` int64 [T]."""
+    values: dict[str, Any] = {}
+
+    class Notes(Interpreter):
+        def run_node(self, n: Node) -> Any:
+            values[n.name] = super().run_node(n)
+            return values[n.name]
+
+    with torch.no_grad():
+        Notes(graph_module).run(tokens, torch.arange(len(tokens)))
+    return values
 
 
 def evaluate_constant(graph_module: GraphModule, node: Node, weights: WeightSource) -> Tensor:

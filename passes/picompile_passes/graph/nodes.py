@@ -36,6 +36,12 @@ def arguments(node: Node) -> dict[str, Any]:
     return values
 
 
+def positions_input(graph: Graph) -> Node:
+    """Return the input with the positions [T] of the tokens."""
+    found: Node = next(node for node in graph.nodes if node.op == "placeholder" and node.target == "positions")
+    return found
+
+
 def argument_position(node: Node, name: str) -> int:
     """Return the position of the argument `name` in the operator's schema. Raises `KeyError` where there is none."""
     for position, argument in enumerate(_schema_arguments(node)):

@@ -11,7 +11,7 @@ from picompile.lazy import lazy
 
 if TYPE_CHECKING:
     from picompile.frontend.gguf.header import GgufHeader, read_header
-    from picompile.frontend.gguf.model import GgufModel, GgufTensor, gguf_fingerprint, open_gguf
+    from picompile.frontend.gguf.model import GgufModel, GgufTensor, open_gguf
     from picompile.frontend.gguf.tokenizer import GgufTokenizer, read_gguf_tokenizer
     from picompile.frontend.gguf.weights import GgufWeights
 
@@ -21,7 +21,6 @@ __all__ = [
     "GgufTensor",
     "GgufTokenizer",
     "GgufWeights",
-    "gguf_fingerprint",
     "open_gguf",
     "read_gguf_tokenizer",
     "read_header",
@@ -34,7 +33,6 @@ _HOME = {
     "GgufTensor": ".model",
     "GgufTokenizer": ".tokenizer",
     "GgufWeights": ".weights",
-    "gguf_fingerprint": ".model",
     "open_gguf": ".model",
     "read_gguf_tokenizer": ".tokenizer",
     "read_header": ".header",

@@ -229,11 +229,6 @@ def open_gguf(path: Path) -> GgufModel:
     return opened
 
 
-def gguf_fingerprint(path: Path) -> str:
-    """Return the fingerprint of the model in the file `path`; raises as `open_gguf` does."""
-    return open_gguf(path).fingerprint()
-
-
 def _empty_model(path: Path, config: Mapping[str, Any]) -> nn.Module:
     """Return the model of `config` without memory for its parameters."""
     config_class, model_class = model_classes(config)

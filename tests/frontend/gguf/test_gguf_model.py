@@ -19,7 +19,7 @@ from helpers.gguf_files import (
     write_example,
 )
 from picompile.errors import UnsupportedModelError, UsageError
-from picompile.frontend.gguf import GgufModel, gguf_fingerprint, open_gguf
+from picompile.frontend.gguf import GgufModel, open_gguf
 from picompile.frontend.gguf.model_config import model_classes
 
 # transformers has no processor for Falcon, so that several groups of heads are in a wrong order there.
@@ -113,18 +113,18 @@ def test_powerinfer(tmp_path: Path, name: str, type_name: str) -> None:
 
 def test_fingerprints(tmp_path: Path) -> None:
     model, file = written(tmp_path, EXAMPLES["llama"], "Q8_0")
-    digest = gguf_fingerprint(file)
+    digest = open_gguf(file).fingerprint()
     data = file.read_bytes()
     other = tmp_path / "other.gguf"
     write_example(other, EXAMPLES["llama"], model, "Q8_0", **byte_level_metadata(), **{"general.name": "another name"})
-    assert gguf_fingerprint(other) != digest  # its end of text is another token
+    assert open_gguf(other).fingerprint() != digest  # its end of text is another token
     write_example(other, EXAMPLES["llama"], model, "Q8_0", **{"general.name": "another name"})
-    assert gguf_fingerprint(other) == digest
+    assert open_gguf(other).fingerprint() == digest
     entry = open_gguf(file).header.tensors["blk.1.ffn_up.weight"]
     changed = bytearray(data)
     changed[entry.offset + entry.size_bytes - 1] ^= 1
     other.write_bytes(changed)
-    assert gguf_fingerprint(other) != digest
+    assert open_gguf(other).fingerprint() != digest
 
 
 def refused(file: Path, says: str) -> None:

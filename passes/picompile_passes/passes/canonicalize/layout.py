@@ -35,7 +35,7 @@ class HeadLayout:
 
     @property
     def groups(self) -> int:
-        """How many heads there are."""
+        """Return the number of heads."""
         return math.prod(self.shape[dim] for dim in self.heads)
 
     @property

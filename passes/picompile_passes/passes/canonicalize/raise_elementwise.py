@@ -14,7 +14,7 @@ from torch.fx import Node
 from picompile_passes.base import Pass, Stage
 from picompile_passes.dialect.expressions import ExpressionStep, Operand, expression_text
 from picompile_passes.errors import UnsupportedGraphError
-from picompile_passes.graph.nodes import arguments, constant_nodes, is_call
+from picompile_passes.graph.nodes import arguments, constant_nodes, is_call, positions_input
 from picompile_passes.graph.operands import ADD, ELEMENTWISE, EMBEDDING, SharedConstants
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.graph.values import same_shape
@@ -353,7 +353,7 @@ class _ExpressionWriter:
         if table.numel() != most * width:
             raise ValueError(f"it takes {node.name}, a constant of several rows")
         weight = self._constants.get("positions", table.reshape(most, width).clone(), node)
-        positions = next(n for n in self._rewriter.graph.nodes if n.op == "placeholder" and n.target == "positions")
+        positions = positions_input(self._rewriter.graph)
         args = (positions, weight, 0)
         return self._rewriter.call(EMBEDDING, args, before=self._region.end, sources=(node,))
 

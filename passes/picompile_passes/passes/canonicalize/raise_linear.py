@@ -7,7 +7,7 @@ import torch
 from torch.fx import Node
 
 from picompile_passes.base import Pass, Stage
-from picompile_passes.graph.nodes import arguments, calls, constant_nodes, is_call
+from picompile_passes.graph.nodes import arguments, calls, constant_nodes, is_call, positions_input
 from picompile_passes.graph.operands import EMBEDDING, LINEAR
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.graph.values import same_shape
@@ -73,7 +73,7 @@ def _raise_slice(rewriter: Rewriter, node: Node, constant: frozenset[Node]) -> N
         return
     if Forms(rewriter.graph_module).is_known(matrix):
         return
-    positions = next(n for n in rewriter.graph.nodes if n.op == "placeholder" and n.target == "positions")
+    positions = positions_input(rewriter.graph)
     if same_shape((size,), positions.meta["val"].shape) and isinstance(values["start"] or 0, int):
         args = (positions, _plain(rewriter, matrix, node), values["start"] or 0)
         rewriter.replace(node, rewriter.call(EMBEDDING, args, before=node, sources=(node,)))

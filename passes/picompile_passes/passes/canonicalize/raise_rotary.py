@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from picompile_passes.base import Pass, Stage
 from picompile_passes.errors import UnsupportedGraphError
-from picompile_passes.graph.nodes import arguments, calls, is_call
+from picompile_passes.graph.nodes import arguments, calls, is_call, positions_input
 from picompile_passes.graph.operands import ATTENTION, LAYER_NORM, LINEAR, RMS_NORM, ROTARY, SharedConstants
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.graph.values import same_shape
@@ -241,7 +241,7 @@ class _RotationReader:
         return sides
 
     def read_norm(self, node: Node) -> _RotatedSide | None:
-        """How the heads that the norm `node` takes are turned; None where it takes none, or plain columns.
+        """Return how the heads that the norm `node` takes are turned; None where it takes none, or plain columns.
 
         A norm of one group may be of whole tokens, which only a sum of terms, as every rotation is, tells from heads.
         Raises `UnsupportedGraphError` as `read` does, and where pairs of elements are no halves of a head: a norm's
@@ -335,7 +335,7 @@ class _RotaryEmitter:
     def __init__(self, rewriter: Rewriter) -> None:
         self._rewriter = rewriter
         self._constants = SharedConstants(rewriter)
-        self._positions = next(n for n in rewriter.graph.nodes if n.op == "placeholder" and n.target == "positions")
+        self._positions = positions_input(rewriter.graph)
 
     def emit(self, node: Node, query: _RotatedSide, key: _RotatedSide) -> None:
         """Gives the attention `node` new q and k and folds constant factors into its scale."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from picompile_passes.base import Pass, Stage
-from picompile_passes.graph.nodes import arguments, calls, is_call
+from picompile_passes.graph.nodes import arguments, calls, is_call, positions_input
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes.canonicalize.forms import Forms
 from picompile_passes.passes.canonicalize.raise_elementwise import is_pointwise
@@ -159,7 +159,7 @@ def _mask(rewriter: Rewriter, forms: Forms, scores: _Scores) -> Node:
         return rewriter.call(op, args, before=scores.result, sources=(product,))
 
     # A zero for each pair of positions, of each head.
-    positions = next(n for n in rewriter.graph.nodes if n.op == "placeholder" and n.target == "positions")
+    positions = positions_input(rewriter.graph)
     row = call(_aten.mul.Scalar, positions, 0.0)
     heads = torch.zeros(*forms.sample_shape(product)[:-2], 1, 1)
     zero = call(_aten.add.Tensor, call(_aten.unsqueeze.default, row, -1), row)
