@@ -1,11 +1,12 @@
-"""From how many firing neurons on a batch is faster with every neuron computed.
+"""The time of a step for several sequences, row by row, against tiles of a chunk.
 
-    python benchmarks/batch.py [--threads N] [--tokens 2 4 8 32] [--rates 0.1 0.2 0.4 0.6] [--rounds 12]
+    python benchmarks/batch.py [--threads N] [--tokens 1 2 4 8 16 32] [--rate 0.1] [--rounds 12]
 
-The gated block of some tokens, 5632 × 2048, whose masks name random neurons at each rate: each token by its own mask,
-as the kernel does where these name few, against all neurons in tiles, as it does where they name many. Prints a table
-for each format: µs a token by masks, in tiles, and the bandwidth that was read in between. The layers take turns, and
-are together larger than any cache.
+A projection 2048 × 2048 and the gated block of 5632 × 2048 for some tokens, as `batch` computes them: each token gets
+the bits that it gets alone. The block is dense, `exact`, or follows masks that name random neurons at the rate. Beside
+them the kernels that read a chunk of a prompt, in tiles, whose sums come in another order. Prints a table for each
+format: µs a token, and the bandwidth of the memory that was measured in between. Each kernel goes through copies of its
+weights that are together larger than any cache.
 """
 
 import argparse
@@ -21,39 +22,50 @@ from kernels import Case, arguments_of, best_isa
 from picompile_codegen import cpu
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
-from picompile_codegen.cpu import ffn as ffn_batch
-from picompile_codegen.specs import FfnSpec
+from picompile_codegen.specs import FfnSpec, LinearSpec
 from picompile_runtime.bench.bandwidth import MemoryReader
 from picompile_runtime.devices.cpu.native import CallList, HostLibrary
 
 _NEURONS, _DIM = 5632, 2048
-_BY_MASKS, _IN_TILES = 100, -1
 
 
-def _kernel(format: str, rows: int, percent: int) -> Case:
-    """The block for `rows` tokens that computes all neurons beyond this share of them."""
-    blocks, share = ffn_batch.DENSE_BLOCKS, ffn_batch.DENSE_PERCENT
-    ffn_batch.DENSE_BLOCKS, ffn_batch.DENSE_PERCENT = 0, percent
-    try:
-        kernel = cpu.write_kernel(FfnSpec(
-            kind="masked", format=format, neurons=_NEURONS, dim=_DIM, rows=rows, gated=True, activation="relu",
-            up_activation="identity", gate_bias=True, up_bias=True, down_bias=False,
-        ))  # fmt: skip
-    finally:
-        ffn_batch.DENSE_BLOCKS, ffn_batch.DENSE_PERCENT = blocks, share
-    return Case(f"{percent}", kernel)
+def _cases(format_name: str, rows: int) -> list[Case]:
+    """Return the kernels, each with the title of its column."""
+
+    def linear(title: str, rowwise: bool) -> Case:
+        spec = LinearSpec(format=format_name, n=_DIM, k=_DIM, rows=rows, bias=False, rowwise=rowwise)
+        return Case(title, cpu.write_kernel(spec))
+
+    def block(title: str, kind: str, rowwise: bool) -> Case:
+        return Case(title, cpu.write_kernel(FfnSpec(
+            kind=kind, format=format_name, neurons=_NEURONS, dim=_DIM, rows=rows, gated=True, activation="relu",
+            up_activation="identity", gate_bias=True, up_bias=True, down_bias=False, rowwise=rowwise,
+        )))  # fmt: skip
+
+    return [
+        linear("projection", True),
+        linear("in tiles", False),
+        block("dense block", "dense", True),
+        block("block in tiles", "dense", False),
+        block("exact block, half firing", "exact", True),
+        block("masked block", "masked", False),
+    ]
 
 
-class _Block:
-    """One kernel with copies of the weights, and the masks and the number of tokens that they share."""
+class _Bound:
+    """One kernel with copies of its weights, and the arguments that they share."""
 
-    def __init__(self, case: Case, folder: Path, isa: str) -> None:
-        path = folder / f"{case.label}.so"
+    def __init__(self, case: Case, folder: Path, isa: str, rate: float) -> None:
+        path = folder / f"{case.kernel.name}.so"
         build_host_library([case.kernel], path, ISAS[isa])
-        self.library = HostLibrary(path)
-        sets = list(arguments_of(case, np.random.default_rng(0)))
+        self.library, rng = HostLibrary(path), np.random.default_rng(0)
+        sets = list(arguments_of(case, rng))
         self.shared = sets[0]
-        self.shared["gate_bias"][:] = self.shared["up_bias"][:] = 1.0
+        if "gate_bias" in self.shared:
+            # Half of the neurons fire in `exact`.
+            self.shared["gate_bias"][:] = 0.0
+        if "mask" in self.shared:
+            self.shared["mask"][:] = rng.random(self.shared["mask"].shape) < rate
         names = [*case.kernel.params]
         self.calls: CallList = self.library.bind([(case.kernel.name, [s[name] for name in names]) for s in sets])
 
@@ -68,36 +80,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--formats", nargs="+", default=["q4", "f16"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2, 4, 8, 32])
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.1, 0.2, 0.4, 0.6])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--rate", type=float, default=0.1, help="share of the neurons that masks name")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--isa", choices=ISAS, default=best_isa(), help="what is compiled for; default: the best here")
     options = parser.parse_args()
-    for format in options.formats:
-        _measure(format, options)
+    for format_name in options.formats:
+        _measure(format_name, options)
 
 
-def _measure(format: str, options: argparse.Namespace) -> None:
+def _measure(format_name: str, options: argparse.Namespace) -> None:
     rows = max(options.tokens)
     with targeting(ISAS[options.isa]), tempfile.TemporaryDirectory() as folder:
-        masks, tiles = (
-            _Block(_kernel(format, rows, percent), Path(folder), options.isa) for percent in (_BY_MASKS, _IN_TILES)
-        )
-        reader = MemoryReader(masks.library, options.threads)
-        print(f"\n{format}, {options.threads} threads, {options.isa}\n")
-        print("| tokens | firing | by masks | in tiles | GB/s |\n| --- | --- | --- | --- | --- |")
-        rng = np.random.default_rng(1)
+        cases = _cases(format_name, rows)
+        bound = [_Bound(case, Path(folder), options.isa, options.rate) for case in cases]
+        reader = MemoryReader(bound[0].library, options.threads)
+        print(f"\n{format_name}, {options.threads} threads, {options.isa}, masks of {options.rate:.0%}\n")
+        print("| tokens | " + " | ".join(case.label for case in cases) + " | GB/s |")
+        print("| --- " * (len(cases) + 2) + "|")
         for tokens in options.tokens:
-            for rate in options.rates:
-                masks.shared["mask"][:] = rng.random((rows, _NEURONS)) < rate
-                times: list[list[float]] = [[], []]
-                speeds = []
-                for _ in range(options.rounds):
-                    speeds.append(float(np.median(reader.read())) / 1e9)
-                    for block, found in zip((masks, tiles), times, strict=True):
-                        found.append(block.us_a_token(tokens, options.threads))
-                medians = " | ".join(f"{statistics.median(found):.0f}" for found in times)
-                print(f"| {tokens} | {rate:.0%} | {medians} | {statistics.median(speeds):.0f} |", flush=True)
+            times: list[list[float]] = [[] for _ in cases]
+            speeds = []
+            for _ in range(options.rounds):
+                speeds.append(float(np.median(reader.read())) / 1e9)
+                for block, found in zip(bound, times, strict=True):
+                    found.append(block.us_a_token(tokens, options.threads))
+            medians = " | ".join(f"{statistics.median(found):.0f}" for found in times)
+            print(f"| {tokens} | {medians} | {statistics.median(speeds):.0f} |", flush=True)
 
 
 if __name__ == "__main__":

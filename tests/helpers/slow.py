@@ -36,6 +36,14 @@ _SHAPES = ("groups of 2", "q8, odd widths", "window", "soft cap")
 
 SLOW: tuple[SlowTests, ...] = (
     SlowTests(
+        "models compiled for several sequences, one for each kind of block: one of them is fast, as are the kernels",
+        ("test_batch_rows.py::",),
+        (
+            "test_batch_rows.py::test_rows_do_not_depend_on_their_company[llama-relu-q4-exact]",
+            "test_batch_rows.py::test_rows_of_a_split_model_do_not_depend_on_their_company[llama-relu]",
+        ),
+    ),
+    SlowTests(
         "random damage, kills and full disks: single cases of each stand in the tests of what is attacked",
         (
             "attack/test_api.py::",
@@ -285,7 +293,10 @@ SLOW: tuple[SlowTests, ...] = (
                 if case[-2:] == "-1"
             ),
             f"{_BLOCKS}same_bits_for_any_number_of_threads[reglu-exact-",
-            f"{_BLOCKS}several_sequences[0.2-reglu-f16]",
+            *(
+                f"{_BLOCKS}several_sequences[0.2-{case}]"
+                for case in ("reglu-f16-masked", "drelu-q4-exact", "swiglu-q4-dense")
+            ),
             f"{_BLOCKS}down_is_exact_for_equal_outputs[exact-1-q8]",
             *(f"{_BLOCKS}empty_and_full_masks[{full}-reglu-" for full in (False, True)),
             *(f"{_ATTENTION[0]}::test_one_token[{at}-{shape}]" for at in (0, 64, 190) for shape in _SHAPES),

@@ -1,4 +1,4 @@
-"""Rows of a packed matrix, each times a number, added to a vector: a feed-forward block's way down, for one token.
+"""Rows of a packed matrix, each times a number, added to a vector: a feed-forward block's way down, for a few tokens.
 
 Several rows are added at a time, so that the vector is loaded and stored once for all of them. In f16 the weights are
 converted and multiplied in float32. In q8 and q4 the factors are bytes, as activations are in `quantized.py`: for each
@@ -89,16 +89,17 @@ class SumOrder:
 
 @dataclass(frozen=True)
 class SomeRows:
-    """Rows `numbers` of `matrix`, times `factors`, to be added to row `index` of `out` float32 [any, sums].
+    """Rows `numbers` of `matrix`, to be added to rows `indices` of `out` float32 [any, sums].
 
-    Rows `ahead` are fetched meanwhile.
+    `factors` has a list for each of `indices`: what each row is multiplied with there. Rows `ahead` are fetched
+    meanwhile.
     """
 
     matrix: KernelMatrix
     numbers: list[Expr]
-    factors: list[Expr]
+    factors: list[list[Expr]]
     out: KernelTensor
-    index: Expr
+    indices: list[Expr]
     ahead: list[Expr]
 
     def fetch(self, line: Expr) -> None:
@@ -108,7 +109,7 @@ class SomeRows:
 
 
 def add_rows(rows: SomeRows) -> None:
-    """out[index] += Σ factor · row, in the order of the matrix's sums."""
+    """out[index] += Σ factor · row for each index and its factors, in the order of the matrix's sums."""
     if rows.matrix.scale is None:
         _add_floats(rows)
     else:
@@ -117,9 +118,10 @@ def add_rows(rows: SomeRows) -> None:
 
 def _add_floats(rows: SomeRows) -> None:
     readers = [
-        rows.matrix.row(number, factor=factor) for number, factor in zip(rows.numbers, rows.factors, strict=True)
+        rows.matrix.row(number, factor=factor) for number, factor in zip(rows.numbers, rows.factors[0], strict=True)
     ]
-
+    # Rows of a matrix without scales have one factor, the same for all groups.
+    others = [[bind(splat(factor)) for factor in factors] for factors in rows.factors[1:]]
     lines = cycle(range(rows.matrix.groups_per_line))
 
     def add(group: Expr, lane_counts: tuple[int, ...]) -> None:
@@ -128,10 +130,11 @@ def _add_floats(rows: SomeRows) -> None:
         parts = [reader.group(group) for reader in readers]
         for i, valid in enumerate(lane_counts):
             column = group * GROUP + i * LANES
-            value = load(rows.out, rows.index, column, valid=valid)
-            for part in parts:
-                value = bind(fma(part.raw[i], part.scale, value))
-            store(rows.out, rows.index, column, value=value, valid=valid)
+            for index, scales in zip(rows.indices, [[part.scale for part in parts], *others], strict=True):
+                value = load(rows.out, index, column, valid=valid)
+                for part, scale in zip(parts, scales, strict=True):
+                    value = bind(fma(part.raw[i], scale, value))
+                store(rows.out, index, column, value=value, valid=valid)
 
     each_group(rows.matrix.columns, add, unroll=rows.matrix.groups_per_line)
 
@@ -155,30 +158,32 @@ def _add_bytes(rows: SomeRows) -> None:
     for line in matrix.scale_lines:
         rows.fetch(line)
     # What is not a number or infinite must show: times zero it makes the scale NaN.
-    witness = bind(splat(sum(rows.factors[1:], rows.factors[0])))
+    witnesses = [bind(splat(sum(factors[1:], factors[0]))) for factors in rows.factors]
     full, rest = divmod(matrix.groups, SCALES_TOGETHER)
     if full:
         with loop(0, full) as index:
-            _add_eight(rows, bind(index * SCALES_TOGETHER), SCALES_TOGETHER, witness)
+            _add_eight(rows, bind(index * SCALES_TOGETHER), SCALES_TOGETHER, witnesses)
     if rest:
-        _add_eight(rows, full * SCALES_TOGETHER, rest, witness)
+        _add_eight(rows, full * SCALES_TOGETHER, rest, witnesses)
 
 
-def _add_eight(rows: SomeRows, first: Expr, count: int, witness: Expr) -> None:
+def _add_eight(rows: SomeRows, first: Expr, count: int, witnesses: list[Expr]) -> None:
     """Add `count` groups, at most eight."""
     for i in range(0, count, rows.matrix.groups_per_line):
         rows.fetch((first + i) // rows.matrix.groups_per_line)
-    factors = _factor_bytes(rows, first, witness)
+    scales = [rows.matrix.eight_scales(number, first) for number in rows.numbers]
+    factors = [
+        _factor_bytes(
+            rows.matrix, [bind(s * splat(factor)) for s, factor in zip(scales, of_index, strict=True)], witness
+        )
+        for of_index, witness in zip(rows.factors, witnesses, strict=True)
+    ]
     for i in range(0, count, BYTES // rows.matrix.group_elements):
         _add_block(rows, first + i, i, factors)
 
 
-def _factor_bytes(rows: SomeRows, first: Expr, witness: Expr) -> _Factors:
-    matrix = rows.matrix
-    products = [
-        bind(matrix.eight_scales(number, first) * splat(factor))
-        for number, factor in zip(rows.numbers, rows.factors, strict=True)
-    ]
+def _factor_bytes(matrix: KernelMatrix, products: list[Expr], witness: Expr) -> _Factors:
+    """Return the factors of eight groups, given the `products` of each row's scales with its factor."""
     largest = tirx.abs(products[0])
     for product in products[1:]:
         largest = bind(maximum(largest, tirx.abs(product)))
@@ -191,27 +196,34 @@ def _factor_bytes(rows: SomeRows, first: Expr, witness: Expr) -> _Factors:
     return _Factors(words, scales, bind(sum(rounded[1:], rounded[0]) * splat_int(int(matrix.offset))))
 
 
-def _add_block(rows: SomeRows, group: Expr, number: int, factors: _Factors) -> None:
+def _add_block(rows: SomeRows, group: Expr, number: int, factors: list[_Factors]) -> None:
     """Add 32 bytes of each row from group `group` on, which is number `number` of the factors' eight."""
     matrix = rows.matrix
     groups = BYTES // matrix.group_elements
     lanes = [number + i * groups // LANES for i in range(LANES)]
-    scale = bind(tirx.Shuffle([factors.scales], lanes))
-    offset = None if factors.offsets is None else bind(tirx.Shuffle([factors.offsets], lanes))
-    sums: list[Expr | None] = [offset] * len(SumOrder.of(matrix).vectors)
-    for i, word in enumerate(factors.words):
-        of_four = bind(tirx.reinterpret(f"int8x{BYTES}", bind(tirx.Shuffle([word], lanes))))
-        numbers = rows.numbers[_QUAD * i : _QUAD * (i + 1)]
-        quads = _interleave([matrix.data[n, at(group * matrix.group_elements, BYTES)] for n in numbers])
-        if matrix.format == "q4":
-            low, high = zip(*(split_nibbles(quad) for quad in quads), strict=True)
-            sums = [dot_unsigned(value, of_four, s) for value, s in zip((*low, *high), sums, strict=True)]
-        else:
-            signed = [tirx.reinterpret(f"int8x{BYTES}", quad) for quad in quads]
-            sums = [dot_signed(value, of_four, s) for value, s in zip(signed, sums, strict=True)]
-    for i, value in enumerate(sums):
-        place = (rows.index, at(group * GROUP + i * LANES))
-        rows.out[place] = fma(to_floats(value), scale, rows.out[place])
+    fours = [rows.numbers[i : i + _QUAD] for i in range(0, len(rows.numbers), _QUAD)]
+    columns = at(group * matrix.group_elements, BYTES)
+    bytes_of_fours = [_bytes_of_four(matrix.format, [matrix.data[n, columns] for n in four]) for four in fours]
+    dot = dot_unsigned if matrix.format == "q4" else dot_signed
+    for index, own in zip(rows.indices, factors, strict=True):
+        scale = bind(tirx.Shuffle([own.scales], lanes))
+        offset = None if own.offsets is None else bind(tirx.Shuffle([own.offsets], lanes))
+        sums: list[Expr | None] = [offset] * len(SumOrder.of(matrix).vectors)
+        for values, word in zip(bytes_of_fours, own.words, strict=True):
+            of_four = bind(tirx.reinterpret(f"int8x{BYTES}", bind(tirx.Shuffle([word], lanes))))
+            sums = [dot(value, of_four, start) for value, start in zip(values, sums, strict=True)]
+        for i, value in enumerate(sums):
+            place = (index, at(group * GROUP + i * LANES))
+            rows.out[place] = fma(to_floats(value), scale, rows.out[place])
+
+
+def _bytes_of_four(format_name: str, rows: list[Expr]) -> list[Expr]:
+    """Return 32 bytes of each of four rows as vectors of bytes side by side, one for each vector of sums."""
+    quads = _interleave(rows)
+    if format_name != "q4":
+        return [bind(tirx.reinterpret(f"int8x{BYTES}", quad)) for quad in quads]
+    low, high = zip(*(split_nibbles(quad) for quad in quads), strict=True)
+    return [*low, *high]
 
 
 def _interleave(rows: list[Expr]) -> list[Expr]:

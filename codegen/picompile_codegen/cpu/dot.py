@@ -1,8 +1,11 @@
-"""Products of rows of a packed matrix with one vector: what decoding is made of.
+"""Products of rows of a packed matrix with one vector, or a few: what decoding is made of.
 
 A matrix is read once, front to back; all else stays in the first-level cache. So these are bound by memory, as long as
 a group of weights costs no more cycles than its bytes take to arrive. In f16 a group takes four conversions and four
 multiply-adds. In q8 and q4, where the vector is bytes too, 32 bytes of weights take some eight instructions.
+
+Several vectors share the work on the weights: reading them, converting them or splitting their bits. Each vector has
+sums of its own, added up in the same order as for one vector: its product has the same bits, whoever shares the row.
 """
 
 from collections.abc import Sequence
@@ -45,12 +48,22 @@ def prepare_vector(x: KernelTensor, matrix: KernelMatrix) -> Vector:
 
 def dot(matrix: KernelMatrix, number: Expr, vector: Vector, ahead: Sequence[Expr] = ()) -> Expr:
     """Return the product of row `number` of `matrix` with `vector`, a scalar. Rows `ahead` are fetched meanwhile."""
-    sums = zero_vectors(_CHAINS)
-    if vector.quantized is None:
-        _add_floats(sums, matrix, number, vector, ahead)
+    return dots(matrix, number, [vector], ahead)[0]
+
+
+def dots(matrix: KernelMatrix, number: Expr, vectors: Sequence[Vector], ahead: Sequence[Expr] = ()) -> list[Expr]:
+    """Return the product of row `number` of `matrix` with each of `vectors`, as `dot` does, to the same bits."""
+    sums = zero_vectors(_CHAINS * len(vectors))
+    quantized = [vector.quantized for vector in vectors if vector.quantized is not None]
+    if quantized:
+        _ByteProducts(sums, matrix, number, quantized).add(ahead)
     else:
-        _ByteProduct(sums, matrix, number, vector.quantized).add(ahead)
-    a, b, c, d = (sums[chain, at(0)] for chain in range(_CHAINS))
+        _add_floats(sums, matrix, number, vectors, ahead)
+    return [_total(sums, _CHAINS * i) for i in range(len(vectors))]
+
+
+def _total(sums: KernelTensor, first: int) -> Expr:
+    a, b, c, d = (sums[first + chain, at(0)] for chain in range(_CHAINS))
     return total((a + b) + (c + d))
 
 
@@ -59,7 +72,9 @@ def biased(product: Expr, bias: KernelTensor | None, row: Expr) -> Expr:
     return product if bias is None else bind(product + bias[row])
 
 
-def _add_floats(sums: KernelTensor, matrix: KernelMatrix, number: Expr, vector: Vector, ahead: Sequence[Expr]) -> None:
+def _add_floats(
+    sums: KernelTensor, matrix: KernelMatrix, number: Expr, vectors: Sequence[Vector], ahead: Sequence[Expr]
+) -> None:
     row, chains, lines = matrix.row(number), cycle(range(_CHAINS)), cycle(range(matrix.groups_per_line))
 
     def add_group(group: Expr, lane_counts: tuple[int, ...]) -> None:
@@ -67,8 +82,10 @@ def _add_floats(sums: KernelTensor, matrix: KernelMatrix, number: Expr, vector: 
             for other in ahead:
                 matrix.fetch(other, group // matrix.groups_per_line)
         for i, (raw, valid) in enumerate(zip(row.group(group).raw, lane_counts, strict=False)):
-            value = bind(load(vector.x, vector.row, group * GROUP + i * LANES, valid=valid))
-            _add(sums, next(chains), raw, value)
+            chain = next(chains)
+            for place, vector in enumerate(vectors):
+                value = bind(load(vector.x, vector.row, group * GROUP + i * LANES, valid=valid))
+                _add(sums, place * _CHAINS + chain, raw, value)
 
     each_group(matrix.columns, add_group, unroll=matrix.groups_per_line)
 
@@ -78,13 +95,13 @@ def _add(sums: KernelTensor, chain: int, a: Expr, b: Expr) -> None:
 
 
 @dataclass(frozen=True)
-class _ByteProduct:
-    """The product of row `number` of `matrix` with `vector` in bytes, which is added to `sums`."""
+class _ByteProducts:
+    """The products of row `number` of `matrix` with `vectors` in bytes, which are added to `sums`, _CHAINS for each."""
 
     sums: KernelTensor
     matrix: KernelMatrix
     number: Expr
-    vector: QuantizedVector
+    vectors: Sequence[QuantizedVector]
 
     def add(self, ahead: Sequence[Expr]) -> None:
         """Add the whole row, eight groups at a time, so that eight scales are converted and multiplied at once."""
@@ -100,26 +117,29 @@ class _ByteProduct:
                 matrix.fetch(other, line)
 
     def _add_eight(self, first: Expr, count: int, ahead: Sequence[Expr]) -> None:
-        matrix, vector = self.matrix, self.vector
-        scales = matrix.eight_scales(self.number, first)
-        if vector.offsets is not None:
-            _add(self.sums, 0, scales, vector.offsets[vector.row, at(first)])
-        scales = bind(scales * vector.scales[vector.row, at(first)])
+        matrix = self.matrix
+        of_row = matrix.eight_scales(self.number, first)
+        scales = []
+        for place, vector in enumerate(self.vectors):
+            if vector.offsets is not None:
+                _add(self.sums, place * _CHAINS, of_row, vector.offsets[vector.row, at(first)])
+            scales.append(bind(of_row * vector.scales[vector.row, at(first)]))
         for i in range(0, count, matrix.groups_per_line):
             for other in ahead:
                 matrix.fetch(other, (first + i) // matrix.groups_per_line)
         add = self._add_pairs if matrix.format == "q4" else self._add_groups
         add(first, count, scales)
 
-    def _add_groups(self, first: Expr, count: int, scales: Expr) -> None:
-        """Add `count` groups of bytes."""
+    def _add_groups(self, first: Expr, count: int, scales: list[Expr]) -> None:
+        """Add `count` groups of bytes, given each vector's scales."""
         for i in range(count):
-            place = at((first + i) * GROUP, GROUP)
-            values = bind(self.vector.bytes[self.vector.row, place])
-            products = dot_signed(bind(self.matrix.data[self.number, place]), values)
-            _add(self.sums, i % _CHAINS, to_floats(products), lane(scales, i))
+            columns = at((first + i) * GROUP, GROUP)
+            weights = bind(self.matrix.data[self.number, columns])
+            for place, vector in enumerate(self.vectors):
+                products = dot_signed(weights, bind(vector.bytes[vector.row, columns]))
+                _add(self.sums, place * _CHAINS + i % _CHAINS, to_floats(products), lane(scales[place], i))
 
-    def _add_pairs(self, first: Expr, count: int, scales: Expr) -> None:
+    def _add_pairs(self, first: Expr, count: int, scales: list[Expr]) -> None:
         """Add `count` groups of halves of bytes, two at a time: one of each pair in each half of a vector.
 
         Where the second does not exist, the row's scales are in its place, and zeros in that of the activations.
@@ -128,6 +148,8 @@ class _ByteProduct:
             start = (first + i) * GROUP
             raw = bind(self.matrix.data[self.number, at((first + i) * self.matrix.group_elements, BYTES)])
             low, high = split_nibbles(bind(tirx.reinterpret(f"uint32x{LANES}", raw)))
-            values = [bind(self.vector.bytes[self.vector.row, at(start + half, BYTES)]) for half in (0, BYTES)]
-            both = bind(tirx.Shuffle([scales], [i + lane // (LANES // 2) for lane in range(LANES)]))
-            _add(self.sums, i // 2 % _CHAINS, to_floats(dot_pair(low, high, values)), both)
+            lanes = [i + lane // (LANES // 2) for lane in range(LANES)]
+            for place, vector in enumerate(self.vectors):
+                values = [bind(vector.bytes[vector.row, at(start + half, BYTES)]) for half in (0, BYTES)]
+                both = bind(tirx.Shuffle([scales[place]], lanes))
+                _add(self.sums, place * _CHAINS + i // 2 % _CHAINS, to_floats(dot_pair(low, high, values)), both)

@@ -8,27 +8,43 @@ The kernel for one token has three steps:
 The number of slices is fixed, and so is the order of all additions: every bit of y is the same for any number of
 threads.
 
-For several sequences, each token has a mask of its own. If the masks together name a small part of all neurons, each
-token computes its own neurons as above: weights that one token read are in the CPU's cache for the next. If they name
-more, every neuron is computed for all tokens, as in a chunk: tiled products take that much less time per neuron.
+For several sequences, each token computes its own neurons as above, to the same bits: weights that one token read are
+in the CPU's cache for the next. Where every neuron is computed, a few tokens share the work on each weight.
 """
 
 from dataclasses import dataclass
 
-from tvm import tirx
-
 from picompile_codegen.build import isa
 from picompile_codegen.cpu.accumulate import Reduction, accumulate_columns, column_blocks
 from picompile_codegen.cpu.byte_tiles import declare_rows, quantize_rows, raw_offset, signed_offset
-from picompile_codegen.cpu.dot import Vector, prepare_vector
-from picompile_codegen.cpu.ffn_neurons import FfnArguments, NeuronList, declare_list, list_neurons, make_list
-from picompile_codegen.cpu.ffn_slices import Slices, compute_slice
+from picompile_codegen.cpu.dot import biased, prepare_vector
+from picompile_codegen.cpu.ffn_neurons import (
+    FfnArguments,
+    ListMemory,
+    NeuronList,
+    declare_list,
+    list_neurons,
+    make_list,
+)
+from picompile_codegen.cpu.ffn_slices import Slices, compute_dense_slice, compute_slice
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.linear import TileProjection, project_rows, row_block
 from picompile_codegen.cpu.matrix import KernelMatrix
-from picompile_codegen.cpu.quantized import QuantizedRows, QuantizedVector, quantize_to, vector_sizes
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, counter, loop, parallel, select, when, worth_a_region
+from picompile_codegen.cpu.quantized import QuantizedRows
+from picompile_codegen.cpu.tensor import (
+    Expr,
+    KernelTensor,
+    bind,
+    counter,
+    loop,
+    minimum,
+    parallel,
+    select,
+    when,
+    worth_a_region,
+)
 from picompile_codegen.cpu.token_ops import sum_row
+from picompile_codegen.cpu.token_vectors import TokenVectors, multiply_rows
 from picompile_codegen.cpu.vector import blocks, load, splat, store
 from picompile_codegen.specs import FfnSpec
 
@@ -52,63 +68,69 @@ def ffn_one(function: KernelFunction, arguments: FfnArguments) -> None:
     slices.count(arguments.stats, spec.neurons if listed is None else listed.count, 1)
 
 
-# Tasks per token: more than one, so that few tokens can use more threads than there are tokens.
-_SLICES = 4
-# All neurons are computed if the masks name more than DENSE_BLOCKS · neurons + DENSE_PERCENT % of tokens · neurons:
-# tiles read every weight once, and then take less time per neuron. See docs/benchmarks.md.
-DENSE_BLOCKS, DENSE_PERCENT = 2, 30
+# Tokens that a task of a dense block computes: as many as share what it reads, and few enough to have tasks for all
+# threads.
+_TASK_TOKENS = 16
 
 
-def ffn_sequences(function: KernelFunction, arguments: FfnArguments) -> None:
+def ffn_rowwise(function: KernelFunction, arguments: FfnArguments) -> None:
     """Write the body of a block for one token each of several sequences, and declare its scratch memory."""
     spec = arguments.spec
     listed = declare_list(function, arguments)
-    if listed is None:
-        raise ValueError("several sequences are computed by masks")
-    counts = function.scratch("counts", "int32", spec.rows)
-    vectors = _declare_vectors(function, arguments)
-    slices = Slices.declare(function, arguments, _SLICES)
-    memory = ChunkMemory.declare(function, spec, arguments.bundle.scale is not None)
+    counts = None if listed is None else function.scratch("counts", "int32", spec.rows)
+    vectors = TokenVectors.declare(function, "vector", arguments.x, spec.rows, arguments.bundle)
+    slices = Slices.declare(function, arguments, SLICES)
     tokens = function.tokens(spec.rows)
 
+    vectors.prepare(tokens)
+    if listed is None or counts is None:
+        _compute_all(arguments, vectors, slices, tokens)
+        computed = tokens * spec.neurons
+    else:
+        _compute_listed(arguments, vectors, listed, counts, slices, tokens)
+        total = counter()
+        with loop(0, tokens) as token:
+            total[0] = total[0] + counts[token]
+        computed = bind(total[0])
+    slices.add_up(arguments.y, arguments.down_bias, spec.dim, tokens)
+    slices.add_up_squares(arguments.y, spec.dim, tokens)
+    slices.count(arguments.stats, computed, tokens)
+
+
+def _compute_all(arguments: FfnArguments, vectors: TokenVectors, slices: Slices, tokens: Expr) -> None:
+    """Compute every neuron of each token; a task takes a slice of the neurons, for several tokens."""
+    with parallel((tokens + (_TASK_TOKENS - 1)) // _TASK_TOKENS * SLICES) as index:
+        group = bind(index // SLICES)
+        first = bind(group * _TASK_TOKENS)
+        stop = bind(minimum(first + _TASK_TOKENS, tokens))
+        compute_dense_slice(arguments, vectors, first, stop, slices, bind(index - group * SLICES))
+
+
+def _compute_listed(
+    arguments: FfnArguments,
+    vectors: TokenVectors,
+    listed: ListMemory,
+    counts: KernelTensor,
+    slices: Slices,
+    tokens: Expr,
+) -> None:
+    """List each token's own neurons, and compute those."""
+    products = listed.products
+    if products is not None:
+
+        def store(token: Expr, neuron: Expr, product: Expr) -> None:
+            products[token, neuron] = biased(product, arguments.first_bias, neuron)
+
+        matrix = arguments.first_matrix
+        multiply_rows(matrix, arguments.first_row, arguments.spec.neurons, vectors, tokens, store)
     with parallel(tokens) as token:
         counts[token] = list_neurons(arguments, listed, token).count
-        if vectors is not None:
-            bytes_, scales, offsets = vectors
-            quantize_to(arguments.x, token, arguments.bundle, QuantizedVector(bytes_, scales, offsets, token))
-    computed = counter()
-    with loop(0, tokens) as token:
-        computed[0] = computed[0] + counts[token]
-    total = bind(computed[0])
-    limit = bind(spec.neurons * DENSE_BLOCKS + tokens * (spec.neurons * DENSE_PERCENT // 100))
-    with when(total > limit):
-        compute_chunk(arguments, memory, tokens)
-        # The dense path does not count firing neurons, so both counters get all neurons.
-        for i in range(2):
-            arguments.stats[i] = arguments.stats[i] + tirx.Cast("int64", tokens * spec.neurons)
-    with when(total <= limit):
-        with parallel(tokens * _SLICES) as index:
-            token = bind(index // _SLICES)
-            quantized = None if vectors is None else QuantizedVector(*vectors, token)
-            neurons = NeuronList(listed.neurons, token, bind(counts[token]), None)
-            vector = Vector(arguments.x, token, quantized)
-            compute_slice(arguments, vector, neurons, slices, index, index - token * _SLICES)
-        slices.add_up(arguments.y, arguments.down_bias, spec.dim, tokens)
-        slices.add_up_squares(arguments.y, spec.dim, tokens)
-        slices.count(arguments.stats, total, tokens)
-
-
-def _declare_vectors(
-    function: KernelFunction, arguments: FfnArguments
-) -> tuple[KernelTensor, KernelTensor, KernelTensor | None] | None:
-    """Declare scratch memory for quantized activations; None if the weights have no scales (f16)."""
-    bundle, rows = arguments.bundle, arguments.spec.rows
-    if bundle.scale is None:
-        return None
-    count, padded = vector_sizes(bundle)
-    numbers = function.scratch("vector_bytes", "int8", rows, -(-count // 64) * 64)
-    scales = function.scratch("vector_scales", "float32", rows, padded)
-    return numbers, scales, function.scratch("vector_offsets", "float32", rows, padded) if bundle.offset else None
+    # A slice of one token is followed by the same slice of the next, which finds rows of the same neurons in the cache.
+    with parallel(tokens * SLICES) as index:
+        number = bind(index // tokens)
+        token = bind(index - number * tokens)
+        neurons = NeuronList(listed.neurons, token, bind(counts[token]), products)
+        compute_slice(arguments, vectors[token], neurons, slices, bind(token * SLICES + number), number)
 
 
 def ffn(spec: FfnSpec, function: KernelFunction) -> None:
@@ -116,8 +138,8 @@ def ffn(spec: FfnSpec, function: KernelFunction) -> None:
     arguments = FfnArguments.of(spec, function, KernelMatrix)
     if spec.rows == 1:
         ffn_one(function, arguments)
-    elif spec.is_masked:
-        ffn_sequences(function, arguments)
+    elif spec.is_masked or spec.rowwise:
+        ffn_rowwise(function, arguments)
     else:
         ffn_chunk(function, arguments)
 

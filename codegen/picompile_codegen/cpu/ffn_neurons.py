@@ -109,7 +109,8 @@ _TWO = 2
 class NeuronList:
     """Row `row` of `neurons` int32 [tokens, F], the first `count` of which are numbers of neurons.
 
-    `products` float32 [F] holds the product with the gating matrix of every neuron where the list was made from those.
+    `products` float32 [tokens, F] holds the product with the gating matrix of every neuron where the list was made from
+    those.
     """
 
     neurons: KernelTensor
@@ -120,6 +121,10 @@ class NeuronList:
     def number(self, position: Expr) -> Expr:
         """The number of a neuron by its position in the list."""
         return self.neurons[self.row, position]
+
+    def product(self, neuron: Expr) -> Expr | None:
+        """The product of a neuron with the gating matrix, where it is known."""
+        return None if self.products is None else bind(self.products[self.row, neuron])
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ def declare_list(function: KernelFunction, arguments: FfnArguments) -> ListMemor
     spec = arguments.spec
     if not (spec.is_exact or spec.is_masked):
         return None
-    products = function.scratch("products", "float32", spec.neurons) if spec.is_exact else None
+    products = function.scratch("products", "float32", spec.rows, spec.neurons) if spec.is_exact else None
     return ListMemory(function.scratch("fired", "int32", spec.rows, spec.neurons), products)
 
 
@@ -192,11 +197,11 @@ def _decide(arguments: FfnArguments, vector: Vector, products: KernelTensor) -> 
     is_worth = worth_a_region(arguments.bundle.bytes)
     with parallel(arguments.spec.neurons, when_worth=is_worth) as neuron:
         matrix, row = arguments.first_matrix, arguments.first_row(neuron)
-        products[neuron] = biased(dot(matrix, row, vector, [row + matrix.rows_ahead]), arguments.first_bias, neuron)
+        products[0, neuron] = biased(dot(matrix, row, vector, [row + matrix.rows_ahead]), arguments.first_bias, neuron)
 
 
 def _is_computed(arguments: FfnArguments, products: KernelTensor | None, token: Expr, neuron: Expr) -> Expr:
     if products is not None:
-        return products[neuron] > arguments.spec.threshold
+        return products[token, neuron] > arguments.spec.threshold
     column = neuron if arguments.table is None else arguments.table[neuron]
     return arguments.mask[token, column]  # type: ignore[index]

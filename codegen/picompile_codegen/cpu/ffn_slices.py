@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.cpu.add_rows import SomeRows, SumOrder, add_rows, rows_together
-from picompile_codegen.cpu.dot import Vector, biased, dot
+from picompile_codegen.cpu.dot import Vector, biased, dots
 from picompile_codegen.cpu.ffn_neurons import FfnArguments, NeuronList
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import CACHE_LINE_BYTES
@@ -28,6 +28,7 @@ from picompile_codegen.cpu.tensor import (
     when,
     worth_a_region,
 )
+from picompile_codegen.cpu.token_vectors import TokenVectors, each_tile
 from picompile_codegen.cpu.vector import LANES, at, blocks, splat, store, zero_vector
 
 # Columns of y that a task adds up, a multiple of every `SumOrder.columns`.
@@ -58,6 +59,13 @@ class Slices:
         nonzero = function.scratch("nonzero", "int32", count)
         squares = function.scratch("squares", "float32", count) if arguments.spec.squares else None
         return cls(y, nonzero, order, per_token, squares)
+
+    def clear(self, index: Expr, dim: int) -> None:
+        """Set the sums of slice `index` to 0."""
+        blocks(self.order.width(dim), lambda c, valid: store(self.y, index, c, value=splat(0.0), valid=valid))
+        self.nonzero[index] = 0
+        if self.squares is not None:
+            self.squares[index] = 0.0
 
     def add_up(self, y: KernelTensor, bias: KernelTensor | None, dim: int, tokens: Expr) -> None:
         """Add up y [rows, dim] of each token: its slices, in order, and the bias."""
@@ -128,11 +136,20 @@ _NEURONS_TOGETHER = 16
 
 @dataclass(frozen=True)
 class _Waiting:
-    """Neurons whose rows of down are to be added: `count[0]` of them, their rows' numbers and their outputs."""
+    """Neurons whose rows of down are to be added: `count[0]` of them, their rows' numbers and each token's outputs.
+
+    numbers int32 [places], outputs float32 [tokens, places].
+    """
 
     numbers: KernelTensor
     outputs: KernelTensor
     count: KernelTensor
+
+    @classmethod
+    def declare(cls, arguments: FfnArguments, tokens: int) -> "_Waiting":
+        """Declare memory for the neurons that wait, none at first."""
+        places = _NEURONS_TOGETHER + rows_together(arguments.bundle)[-1]
+        return cls(local(places, dtype="int32"), local(tokens, places), counter())
 
 
 def compute_slice(
@@ -144,13 +161,8 @@ def compute_slice(
     number: Expr,
 ) -> None:
     """Compute slice `number` of one token, over all neurons or those listed, to row `index` of `slices`."""
-    width, of = slices.order.width(arguments.spec.dim), slices.per_token
-    blocks(width, lambda c, valid: store(slices.y, index, c, value=splat(0.0), valid=valid))
-    slices.nonzero[index] = 0
-    if slices.squares is not None:
-        slices.squares[index] = 0.0
-    places = _NEURONS_TOGETHER + rows_together(arguments.bundle)[-1]
-    waiting = _Waiting(local(places, dtype="int32"), local(places), counter())
+    slices.clear(index, arguments.spec.dim)
+    of, waiting = slices.per_token, _Waiting.declare(arguments, 1)
     count = arguments.spec.neurons if listed is None else listed.count
     start, stop = bind(count * number // of), bind(count * (number + 1) // of)
     distance = -(-arguments.bundle.rows_ahead // arguments.spec.bundle_parts)
@@ -162,44 +174,81 @@ def compute_slice(
         first = bind(start + part * _NEURONS_TOGETHER)
         with loop(first, minimum(first + _NEURONS_TOGETHER, stop)) as position:
             neuron, ahead = (_neuron(listed, place) for place in (position, minimum(position + distance, count - 1)))
-            _compute(arguments, vector, listed, neuron, ahead, waiting, slices, index)
+            _compute(arguments, [vector], listed, neuron, ahead, waiting, slices, [index])
         with when(part == parts - 1):
             _fill_up(waiting, rows_together(arguments.bundle)[-1])
         following = bind(first + _NEURONS_TOGETHER)
         _add_waiting(
-            arguments, waiting, slices.y, index, lambda i: _neuron(listed, minimum(following + i, count - 1))
+            arguments, waiting, slices.y, [index], lambda i: _neuron(listed, minimum(following + i, count - 1))
         )  # fmt: skip
+
+
+def compute_dense_slice(
+    arguments: FfnArguments, vectors: TokenVectors, first: Expr, stop: Expr, slices: Slices, number: Expr
+) -> None:
+    """Compute slice `number` of the tokens from `first` to `stop` - 1 over all neurons, each as `compute_slice` does.
+
+    A few neurons' rows are used for all tokens, tile by tile, before the next ones are read.
+    """
+    of, neurons = slices.per_token, arguments.spec.neurons
+    with loop(first, stop) as token:
+        slices.clear(token * of + number, arguments.spec.dim)
+    begin, end = bind(neurons * number // of), bind(neurons * (number + 1) // of)
+    distance = -(-arguments.bundle.rows_ahead // arguments.spec.bundle_parts)
+    parts = bind((end - begin + (_NEURONS_TOGETHER - 1)) // _NEURONS_TOGETHER)
+    with loop(0, parts) as part:
+        start = bind(begin + part * _NEURONS_TOGETHER)
+        following = bind(minimum(start + _NEURONS_TOGETHER, end))
+
+        def compute(tokens: list[Expr]) -> None:
+            indices = [bind(token * of + number) for token in tokens]
+            waiting = _Waiting.declare(arguments, len(tokens))
+            with loop(start, following) as neuron:
+                ahead = bind(minimum(neuron + distance, neurons - 1))
+                inputs = [vectors[token] for token in tokens]
+                _compute(arguments, inputs, None, bind(neuron), ahead, waiting, slices, indices)
+            with when(part == parts - 1):
+                _fill_up(waiting, rows_together(arguments.bundle)[-1])
+            _add_waiting(arguments, waiting, slices.y, indices, lambda i: bind(minimum(following + i, neurons - 1)))
+
+        each_tile(first, stop, compute)
 
 
 def _compute(
     arguments: FfnArguments,
-    vector: Vector,
+    vectors: list[Vector],
     listed: NeuronList | None,
     neuron: Expr,
     ahead: Expr,
     waiting: _Waiting,
     slices: Slices,
-    index: Expr,
+    indices: list[Expr],
 ) -> None:
-    """Compute one neuron's output and add it to those that wait; a listed neuron only if its output is not zero."""
+    """Compute one neuron's output for each of `vectors`, and add it to those that wait.
+
+    A listed neuron has one vector, and is added only if its output is not zero.
+    """
     spec, down = arguments.spec, bind(arguments.down_row(neuron))
-    if listed is not None and listed.products is not None:
-        first = bind(listed.products[neuron])
+    known = None if listed is None else listed.product(neuron)
+    if known is not None:
+        firsts = [known]
     else:
-        product = dot(arguments.first_matrix, arguments.first_row(neuron), vector, [arguments.first_row(ahead)])
-        first = biased(product, arguments.first_bias, neuron)
-    with _unless_silent(arguments, listed, first):
-        up = None
+        products = dots(arguments.first_matrix, arguments.first_row(neuron), vectors, [arguments.first_row(ahead)])
+        firsts = [biased(product, arguments.first_bias, neuron) for product in products]
+    with _unless_silent(arguments, listed, firsts[0]):
+        ups: list[Expr | None] = [None] * len(vectors)
         if spec.gated:
-            product = dot(arguments.bundle, arguments.up_row(neuron), vector, [arguments.up_row(ahead)])
-            up = biased(product, arguments.up_bias, neuron)
-        h = _output(arguments, first, up)
-        fired = bind(tirx.Cast("int32", h != 0.0))
-        slices.nonzero[index] = slices.nonzero[index] + fired
-        if slices.squares is not None:
-            slices.squares[index] = slices.squares[index] + h * h
-        place = bind(waiting.count[0])
-        waiting.numbers[place], waiting.outputs[place] = down, h
+            products = dots(arguments.bundle, arguments.up_row(neuron), vectors, [arguments.up_row(ahead)])
+            ups = [biased(product, arguments.up_bias, neuron) for product in products]
+        place, fired = bind(waiting.count[0]), 1
+        for i, (first, up, index) in enumerate(zip(firsts, ups, indices, strict=True)):
+            h = _output(arguments, first, up)
+            fired = bind(tirx.Cast("int32", h != 0.0))
+            slices.nonzero[index] = slices.nonzero[index] + fired
+            if slices.squares is not None:
+                slices.squares[index] = slices.squares[index] + h * h
+            waiting.outputs[i, place] = h
+        waiting.numbers[place] = down
         # Without a list rows are added even where h is zero: leaving out a few would break the stream of reads.
         waiting.count[0] = place + (1 if listed is None else fired)
 
@@ -224,12 +273,18 @@ def _fill_up(waiting: _Waiting, together: int) -> None:
     """Fill up those that wait to a multiple of `together` by the first one, times zero."""
     count = bind(waiting.count[0])
     for i in range(together - 1):
-        waiting.numbers[count + i], waiting.outputs[count + i] = waiting.numbers[0], 0.0
+        waiting.numbers[count + i] = waiting.numbers[0]
+        for token in range(waiting.outputs.rows):
+            waiting.outputs[token, count + i] = 0.0
     waiting.count[0] = (count + (together - 1)) // together * together
 
 
 def _add_waiting(
-    arguments: FfnArguments, waiting: _Waiting, out: KernelTensor, index: Expr, following: Callable[[Expr], Expr]
+    arguments: FfnArguments,
+    waiting: _Waiting,
+    out: KernelTensor,
+    indices: list[Expr],
+    following: Callable[[Expr], Expr],
 ) -> None:
     """Add the rows of down that wait, as many at a time as possible; a few remain, and move to the front.
 
@@ -241,12 +296,14 @@ def _add_waiting(
         times = bind((waiting.count[0] - first) // together)
         with loop(0, times) as time:
             places = [bind(first + time * together + i) for i in range(together)]
-            numbers, outputs = ([bind(t[place]) for place in places] for t in (waiting.numbers, waiting.outputs))
+            numbers = [bind(waiting.numbers[place]) for place in places]
+            outputs = [[bind(waiting.outputs[i, place]) for place in places] for i in range(len(indices))]
             ahead = [bind(arguments.down_row(following(place))) for place in places]
-            add_rows(SomeRows(arguments.bundle, numbers, outputs, out, index, ahead))
+            add_rows(SomeRows(arguments.bundle, numbers, outputs, out, indices, ahead))
         done[0] = first + times * together
     left = bind(done[0])
     for i in range(numbers_of_rows[-1] - 1):
-        for tensor in (waiting.numbers, waiting.outputs):
-            tensor[i] = tensor[left + i]
+        waiting.numbers[i] = waiting.numbers[left + i]
+        for token in range(len(indices)):
+            waiting.outputs[token, i] = waiting.outputs[token, left + i]
     waiting.count[0] = waiting.count[0] - left

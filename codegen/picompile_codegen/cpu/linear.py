@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.cpu.byte_tiles import block_rows, declare_rows, multiply_block, quantize_rows, raw_offset
-from picompile_codegen.cpu.dot import dot, prepare_vector
+from picompile_codegen.cpu.dot import biased, dot, prepare_vector
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix, each_group, groups_of
 from picompile_codegen.cpu.quantized import QuantizedRows
@@ -27,6 +27,7 @@ from picompile_codegen.cpu.tensor import (
     when,
     worth_a_region,
 )
+from picompile_codegen.cpu.token_vectors import TokenVectors, multiply_rows
 from picompile_codegen.cpu.vector import LANES, at, blocks, fma, four_totals, load, store, zero_vectors
 from picompile_codegen.specs import LinearSpec
 from picompile_passes.weight_formats import GROUP
@@ -187,8 +188,25 @@ def linear(spec: LinearSpec, function: KernelFunction) -> None:
     if spec.rows == 1:
         _linear_one(x, w, bias, y)
         return
+    if spec.rowwise:
+        _linear_rowwise(function, x, w, bias, y)
+        return
     quantized = None if w.scale is None else declare_rows(function, "x", spec.rows, spec.k)
     project(TileProjection(w, spec.n, lambda row: row, bias), x, quantized, function.tokens(spec.rows), y)
+
+
+def _linear_rowwise(
+    function: KernelFunction, x: KernelTensor, w: KernelMatrix, bias: KernelTensor | None, y: KernelTensor
+) -> None:
+    """Multiply each token as `_linear_one` does."""
+    vectors = TokenVectors.declare(function, "x", x, x.rows, w)
+    tokens = function.tokens(x.rows)
+    vectors.prepare(tokens)
+
+    def store(token: Expr, row: Expr, product: Expr) -> None:
+        y[token, row] = biased(product, bias, row)
+
+    multiply_rows(w, lambda row: row, w.rows, vectors, tokens, store)
 
 
 def _linear_one(x: KernelTensor, w: KernelMatrix, bias: KernelTensor | None, y: KernelTensor) -> None:

@@ -8,12 +8,11 @@ moving anything between its lanes. Bits past the last column are 0 in both.
 
 from tvm import tirx
 
-from picompile_codegen.cpu.byte_tiles import declare_rows
 from picompile_codegen.cpu.dot import dot, prepare_vector
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.linear import TileProjection, project
 from picompile_codegen.cpu.matrix import KernelMatrix
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, parallel, worth_a_region
+from picompile_codegen.cpu.token_vectors import TokenVectors, multiply_rows
 from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, splat_int
 from picompile_codegen.signs import BLOCK_COLUMNS
 from picompile_codegen.specs import PredictLowRankSpec, PredictSignsSpec
@@ -44,19 +43,22 @@ def _predict_one(
 def _predict_rows(
     function: KernelFunction, fc1: KernelMatrix, fc2: KernelMatrix, hidden: KernelTensor, relu: bool
 ) -> None:
-    """Predict for several tokens: two products by tiles, and a comparison for each token and neuron."""
-    rows, threshold, mask = hidden.rows, function["threshold"], function["mask"]
-    x_bytes = None if fc1.scale is None else declare_rows(function, "x", rows, fc1.columns)
-    hidden_bytes = None if fc2.scale is None else declare_rows(function, "hidden", rows, fc2.columns)
-    scores = function.scratch("scores", "float32", rows, fc2.rows)
+    """Predict for several tokens: the mask of each is the one that `_predict_one` makes."""
+    rows, bias, threshold, mask = hidden.rows, function["bias"], function["threshold"], function["mask"]
+    inputs = TokenVectors.declare(function, "x", function["x"], rows, fc1)
+    inner = TokenVectors.declare(function, "hidden", hidden, rows, fc2)
     tokens = function.tokens(rows)
-    project(TileProjection(fc1, fc1.rows, lambda row: row, None), function["x"], x_bytes, tokens, hidden)
-    if relu:
-        with parallel(tokens) as token, loop(0, fc1.rows) as row:
-            hidden[token, row] = maximum(hidden[token, row], 0.0)
-    project(TileProjection(fc2, fc2.rows, lambda row: row, function["bias"]), hidden, hidden_bytes, tokens, scores)
-    with parallel(tokens) as token, loop(0, fc2.rows) as neuron:
-        mask[token, neuron] = tirx.Cast("uint8", scores[token, neuron] > threshold[0])
+
+    def keep(token: Expr, row: Expr, product: Expr) -> None:
+        hidden[token, row] = maximum(product, 0.0) if relu else product
+
+    def decide(token: Expr, neuron: Expr, product: Expr) -> None:
+        mask[token, neuron] = tirx.Cast("uint8", product + bias[neuron] > threshold[0])
+
+    inputs.prepare(tokens)
+    multiply_rows(fc1, lambda row: row, fc1.rows, inputs, tokens, keep)
+    inner.prepare(tokens)
+    multiply_rows(fc2, lambda row: row, fc2.rows, inner, tokens, decide)
 
 
 # The kernel that predicts by signs.

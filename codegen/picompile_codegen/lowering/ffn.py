@@ -171,6 +171,7 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
             down_bias=values["down_bias"] is not None,
             mask_columns=dimension(values["mask"]) if "table" in masked else None,
             squares=values["squares"],
+            rowwise=function.mode == "sequences" and not masked,
         )
     )
     bindings |= function.vectors(values, "gate_bias", "up_bias", "down_bias")

@@ -85,6 +85,7 @@ def _linear(node: Node, function: Function) -> None:
             k=dimension(values["x"]),
             rows=function.rows,
             bias=values["bias"] is not None,
+            rowwise=function.mode == "sequences",
         )
     )
     is_output = makes_logits(node)

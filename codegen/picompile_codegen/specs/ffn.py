@@ -37,10 +37,11 @@ class FfnSpec(KernelSpec):
 
     `mask` uint8 [rows, neurons] holds 0 or 1. With `mask_columns` it has that many columns instead, and neuron r is
     column `table`[r], int32 [neurons]. With several rows, `masked` computes each row's own
-    neurons; the CPU kernel computes all if the masks name many. The other kinds compute all.
+    neurons. The other kinds compute all, unless they are `rowwise`: then the CPU's kernel gives each row the bits that
+    a kernel with rows = 1 gives it, as the CPU's `masked` kernels do.
 
     `stats` int64 [2] is the number of computed neurons and the number of those with h ≠ 0, summed over rows. Only
-    kernels with rows = 1 and `masked` ones count. A kernel adds to it and does not set it.
+    kernels with rows = 1 count, `masked` ones and the CPU's `rowwise` ones. A kernel adds to it and does not set it.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class FfnSpec(KernelSpec):
     down_bias: bool
     mask_columns: int | None = None
     squares: bool = False
+    rowwise: bool = False
 
     @property
     def name(self) -> str:
@@ -67,7 +69,7 @@ class FfnSpec(KernelSpec):
             self.kind,
             self.format,
             f"{self.neurons}x{self.dim}",
-            f"r{self.rows}",
+            ("each" if self.rowwise else "r") + str(self.rows),
             "gated" if self.gated else "plain",
             self.activation,
             up,

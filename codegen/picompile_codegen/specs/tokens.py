@@ -223,18 +223,23 @@ class RotarySpec(KernelSpec):
 
 @dataclass(frozen=True)
 class LinearSpec(KernelSpec):
-    """y = x · wᵀ + bias. x float32 [rows, k], w packed [n, k], bias float32 [n] → y float32 [rows, n]."""
+    """y = x · wᵀ + bias. x float32 [rows, k], w packed [n, k], bias float32 [n] → y float32 [rows, n].
+
+    With `rowwise`, the CPU's kernel gives each row the bits that a kernel with rows = 1 gives it.
+    """
 
     format: str
     n: int
     k: int
     rows: int
     bias: bool
+    rowwise: bool = False
 
     @property
     def name(self) -> str:
         """The kernel's symbol."""
-        return symbol("linear", self.format, f"{self.n}x{self.k}", f"r{self.rows}", "b" if self.bias else "")
+        biased, rows = "b" if self.bias else "", ("each" if self.rowwise else "r") + str(self.rows)
+        return symbol("linear", self.format, f"{self.n}x{self.k}", rows, biased)
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""

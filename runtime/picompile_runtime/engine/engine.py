@@ -18,7 +18,15 @@ from picompile_runtime.devices.machine import check_threads, default_threads
 from picompile_runtime.engine.executor import Executor
 from picompile_runtime.engine.timing import CallSpan, FiringCounts, firing_counts
 from picompile_runtime.errors import RequestError
-from picompile_runtime.request_checks import check_room, check_sequences, check_slot, shown, token_id, token_ids
+from picompile_runtime.request_checks import (
+    check_room,
+    check_sequences,
+    check_slot,
+    shown,
+    token_id,
+    token_ids,
+    whole_number,
+)
 from picompile_runtime.sampling.sampler import Logits, Scores
 
 
@@ -126,14 +134,25 @@ class Engine:
                 raise RequestError(f"cannot rewind to position {shown(position)}; {seen} tokens were seen")
             self._positions[slot] = int(position)
 
-    def copy(self, source: int, target: int) -> None:
-        """Copy the sequence in slot `source` to slot `target`, so that a common prompt is read only once."""
+    def copy(self, source: int, target: int, count: int | None = None) -> None:
+        """Copy the sequence in slot `source` to slot `target`, so that a common prompt is read only once.
+
+        Args:
+            source: slot to copy from.
+            target: slot to copy to, whose own tokens are forgotten.
+            count: how many tokens to copy, from the first on; by default all.
+
+        Raises:
+            RequestError: there is no such slot, or `source` has fewer tokens.
+        """
         with self._lock:
             self._open()
             check_slot(source, self.sequences)
             check_slot(target, self.sequences)
-            self._executor.copy_cache(source, target, self._positions[source])
-            self._positions[target] = self._positions[source]
+            seen = self._positions[source]
+            tokens = whole_number("the number of tokens to copy", seen if count is None else count, 0, seen)
+            self._executor.copy_cache(source, target, tokens)
+            self._positions[target] = tokens
 
     def check(self, ids: Sequence[int], slot: int = 0) -> None:
         """Raise RequestError unless `ids` are tokens of this model that fit the context behind those read so far."""
@@ -171,11 +190,32 @@ class Engine:
             function = self._decode_checked(ids[0], slot) if is_one else self._prefill(ids, slot)
             return self._scores(function, 0)
 
+    def read_chunk(self, ids: Sequence[int], slot: int = 0, is_last: bool = True) -> Scores | None:
+        """Read one chunk of a prompt in a single step, and return the scores of the next token if it `is_last`.
+
+        Every bit of the scores and of the KV cache is the same however a prompt is cut into chunks.
+
+        Args:
+            ids: 1 to `chunk` token ids, which follow those already read in the slot.
+            slot: the sequence's slot.
+            is_last: whether the prompt ends here. A chunk that is not the last one leaves out the head.
+
+        Raises:
+            RequestError: as for `prefill`, or there are more than `chunk` tokens.
+            KernelError: a kernel failed.
+        """
+        with self._lock:
+            tokens = self._checked(ids, slot)
+            whole_number("the tokens of a chunk", len(tokens), 1, self.chunk)
+            self._executor.check_weights()
+            function = self._read("prefill_last" if is_last else "prefill", tokens, slot)
+            return self._scores(function, 0) if is_last else None
+
     def decode_sequences(self, tokens: Sequence[int], slots: Sequence[int], copy: bool = True) -> Logits:
         """Read the next token of several sequences in one step, and return the logits that follow each.
 
-        The logits are those that `decode` would return for each sequence, but for two differences: rounding, and
-        neurons that predictors leave out, of which a step for several sequences may compute more.
+        The logits are those that `decode` would return for each sequence, bit for bit, whichever others are in the
+        step. On a GPU they may differ by rounding.
 
         Args:
             tokens: token ids; `tokens[i]` is the next token of the sequence in `slots[i]`.
@@ -245,6 +285,22 @@ class Engine:
                 raise RequestError(f"neurons of {shown(function)} are not counted")
             name = "stats" if function == "decode" else f"stats.{function}"
             return firing_counts(self._program.ffn, self._executor.counts(name), self._counted[function])
+
+    def firing_totals(self, function: str = "decode") -> tuple[int, int, int]:
+        """Return what steps of `function` have counted in all feed-forward parts since loading or `reset_firing`.
+
+        Returns:
+            The neurons computed, the neurons that fired, and those that computing every neuron would have computed.
+
+        Raises:
+            RequestError: neurons of `function` are not counted.
+        """
+        rows = self.firing(function)
+        tokens = self._counted[function]
+        neurons = [row.part.neurons * tokens for row in rows]
+        computed = sum(row.computed_share * count for row, count in zip(rows, neurons, strict=True))
+        fired = sum(row.fired_share * count for row, count in zip(rows, neurons, strict=True))
+        return round(computed), round(fired), sum(neurons)
 
     def reset_firing(self) -> None:
         """Forget the neurons that were counted so far."""

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from helpers.kernels.workbench import Array, Workbench, as_seen, assert_close, packed, uniform
 from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
-from picompile_codegen.cpu.ffn import DENSE_BLOCKS, DENSE_PERCENT
 from picompile_codegen.specs import FfnSpec
 from picompile_passes.dialect import dequantize_rows, parse_activation, quantize_rows
 
@@ -69,7 +68,7 @@ CASES += [
 MASK_COLUMNS = 1000
 
 
-def kernel_of(name: str, kind: str, format_name: str, rows: int) -> Kernel:
+def kernel_of(name: str, kind: str, format_name: str, rows: int, rowwise: bool = False) -> Kernel:
     block = BLOCKS[name]
     return cpu.write_kernel(
         FfnSpec(
@@ -86,6 +85,7 @@ def kernel_of(name: str, kind: str, format_name: str, rows: int) -> Kernel:
             down_bias="d" in block.biases,
             mask_columns=MASK_COLUMNS if kind == "part" else None,
             squares=block.squares,
+            rowwise=rowwise,
         )
     )
 
@@ -214,26 +214,47 @@ def test_down_is_exact_for_equal_outputs(workbench: Workbench, kind: str, format
     assert_close(result["y"], example.output())
 
 
-OF_SEQUENCES = [("reglu", "f16"), ("opt", "f16"), ("opt", "q4"), ("swiglu", "f16"), ("bitnet", "q8")]
+OF_SEQUENCES = [
+    ("reglu", "f16", "masked"),
+    ("opt", "f16", "masked"),
+    ("opt", "q4", "masked"),
+    ("swiglu", "f16", "masked"),
+    ("bitnet", "q8", "masked"),
+    ("drelu", "q4", "exact"),
+    ("opt", "q8", "exact"),
+    ("bitnet", "f16", "exact"),
+    ("fatrelu", "f16", "dense"),
+    ("swiglu", "q4", "dense"),
+    ("normed", "q8", "dense"),
+]
 
 
-@pytest.mark.parametrize(("name", "format_name"), OF_SEQUENCES)
+@pytest.mark.parametrize(("name", "format_name", "kind"), OF_SEQUENCES)
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.9])
-def test_several_sequences(workbench: Workbench, name: str, format_name: str, share: float) -> None:
-    """A mask for each token; where these name most neurons, all are computed."""
-    kernel = kernel_of(name, "masked", format_name, CHUNK)
-    for tokens in (1, 4, CHUNK):
-        example = Example(BLOCKS[name], "masked", format_name, tokens, seed=tokens)
-        kept = np.random.default_rng(tokens).random((tokens, BLOCKS[name].neurons)) < share
-        example.inputs["mask"] = kept.astype(np.uint8)
-        is_dense = kept.sum() > example.block.neurons * DENSE_BLOCKS + kept.size * DENSE_PERCENT / 100
-        assert is_dense == (share > 0.5 and tokens > 1)
-        example.kept = kept | is_dense
+def test_several_sequences(workbench: Workbench, name: str, format_name: str, kind: str, share: float) -> None:
+    """Each token has the output that it has alone, bit for bit, with a mask of its own where there are masks."""
+    block = BLOCKS[name]
+    kernel, alone = (
+        kernel_of(name, kind, format_name, CHUNK, rowwise=kind != "masked"),
+        kernel_of(name, kind, format_name, 1),
+    )
+    for tokens in (1, 4, CHUNK) if kind == "masked" or share == 0.2 else ():
+        example = Example(block, kind, format_name, tokens, seed=tokens)
+        if kind == "masked":
+            example.kept = np.random.default_rng(tokens).random((tokens, block.neurons)) < share
+            example.inputs["mask"] = example.kept.astype(np.uint8)
         results = [workbench.run(kernel, example.inputs, tokens=tokens, threads=threads) for threads in (1, 3)]
         example.assert_output(results[0]["y"][:tokens])
         assert results[0]["y"].tobytes() == results[1]["y"].tobytes()
-        fired = example.kept.sum() if is_dense else np.count_nonzero(example.hidden())
-        assert results[0]["stats"].tolist() == [1000 + example.kept.sum(), 2000 + fired]
+        own = [
+            {key: value[t : t + 1] if key in ("x", "mask") else value for key, value in example.inputs.items()}
+            for t in range(tokens)
+        ]
+        singles = [workbench.run(alone, inputs) for inputs in own]
+        assert results[0]["y"][:tokens].tobytes() == b"".join(single["y"].tobytes() for single in singles)
+        start = np.array([1000, 2000])
+        counted = sum((single["stats"] - start for single in singles), start)
+        assert results[0]["stats"].tolist() == counted.tolist()
 
 
 # GELU of a number far below zero is zero in float32 only.

@@ -16,14 +16,18 @@ SHAPES = ((64, 96), (251, 72), (10, 100), (1009, 1100))
 CHUNK = 13
 
 
-def linear(format_name: str, shape: tuple[int, int], rows: int) -> Kernel:
+def linear(format_name: str, shape: tuple[int, int], rows: int, rowwise: bool = False) -> Kernel:
     # Half of the shapes with a bias.
-    return cpu.write_kernel(LinearSpec(format=format_name, n=shape[0], k=shape[1], rows=rows, bias=shape[0] % 2 == 1))
+    bias = shape[0] % 2 == 1
+    return cpu.write_kernel(
+        LinearSpec(format=format_name, n=shape[0], k=shape[1], rows=rows, bias=bias, rowwise=rowwise)
+    )
 
 
 @pytest.fixture(scope="module")
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     built = [linear(*case) for case in itertools.product(FORMATS, SHAPES, (1, CHUNK))]
+    built += [linear(*case, CHUNK, rowwise=True) for case in itertools.product(FORMATS, SHAPES)]
     built += [embedding(*case) for case in itertools.product(FORMATS, (96, 100), (1, CHUNK))]
     return Workbench(tmp_path_factory.mktemp("linear") / "host.so", built)
 
@@ -44,6 +48,22 @@ def test_linear(workbench: Workbench, format_name: str, shape: tuple[int, int], 
     result = workbench.run(kernel, {"x": x, "w": data, "bias": bias}, tokens=-1 if tokens is None else tokens)
     expected = as_seen(x, format_name) @ weights.T + (bias if "bias" in kernel.params else 0)
     assert_close(result["y"][: len(x)], expected)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_each_row_has_the_bits_that_it_has_alone(
+    workbench: Workbench, format_name: str, shape: tuple[int, int]
+) -> None:
+    rng = np.random.default_rng(shape)
+    data, _ = packed(rng, format_name, *shape)
+    x, others = uniform(rng, CHUNK, shape[1]), {"w": data, "bias": uniform(rng, shape[0])}
+    one = linear(format_name, shape, rows=1)
+    alone = [workbench.run(one, {"x": row[None], **others})["y"].tobytes() for row in x]
+    for tokens in (1, 2, 3, 4, 7, CHUNK):
+        kernel = linear(format_name, shape, CHUNK, rowwise=True)
+        together = workbench.run(kernel, {"x": x[:tokens], **others}, tokens=tokens)["y"][:tokens]
+        assert together.tobytes() == b"".join(alone[:tokens])
 
 
 @pytest.mark.parametrize("format_name", FORMATS)

@@ -1,0 +1,135 @@
+"""A sequence has the same logits, bit for bit, alone or among others, whatever reads the step and in whatever slots."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import picompile_runtime
+from helpers.families import build, save
+from picompile.compile import compile_model
+from picompile.config import CompileOptions
+from picompile_runtime import Engine
+
+BUNDLED = Path(__file__).resolve().parents[1] / "models" / "tiny-reglu"
+SEQUENCES = 7
+STEPS = 4
+# Each kind of block and predictor, with and without a gate, biases and slopes, and each format.
+CASES = [
+    ("llama-relu", "q4", "exact"),
+    ("llama-relu", "q8", "none"),
+    ("opt-pre-norm", "q4", "exact"),
+    ("opt-pre-norm", "f16", "none"),
+    ("falcon-7b", "q4", "none"),
+    ("bamboo", "f16", "exact"),
+    ("qwen2", "q4", "none"),
+    ("bitnet", "q4", "exact"),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {}
+    for name in {case[0] for case in CASES}:
+        folders[name] = tmp_path_factory.mktemp(name)
+        save(name, build(name), folders[name])
+    return folders
+
+
+def texts(engine: Engine) -> list[list[int]]:
+    """A text for each slot, of very different lengths; the last STEPS tokens are decoded."""
+    rng = np.random.default_rng(0)
+    longest = engine.context - STEPS
+    lengths = [1, 2, engine.chunk - 1, engine.chunk, engine.chunk + 1, longest // 2, longest]
+    return [rng.integers(0, engine.vocab, length + STEPS).tolist() for length in lengths]
+
+
+def read_prompts(engine: Engine, all_texts: list[list[int]]) -> None:
+    for slot, text in enumerate(all_texts):
+        engine.reset(slot)
+        engine.prefill(text[:-STEPS], slot)
+
+
+def alone(engine: Engine, all_texts: list[list[int]]) -> list[list[bytes]]:
+    """The logits of each step of each sequence, decoded by itself."""
+    return [[engine.decode(token, slot).tobytes() for token in text[-STEPS:]] for slot, text in enumerate(all_texts)]
+
+
+def together(engine: Engine, all_texts: list[list[int]], seed: int) -> list[list[bytes]]:
+    """As `alone`, in steps of some sequences each, drawn anew for every step and in any order."""
+    rng = np.random.default_rng(seed)
+    left = {slot: text[-STEPS:] for slot, text in enumerate(all_texts)}
+    rows: list[list[bytes]] = [[] for _ in all_texts]
+    while left:
+        slots = rng.permutation(list(left))[: rng.integers(1, len(left) + 1)].tolist()
+        for slot, row in zip(slots, engine.decode_sequences([left[slot][0] for slot in slots], slots), strict=True):
+            rows[slot].append(row.tobytes())
+            left[slot] = left[slot][1:]
+        left = {slot: rest for slot, rest in left.items() if rest}
+    return rows
+
+
+def check_rows(engine: Engine) -> None:
+    all_texts = texts(engine)
+    read_prompts(engine, all_texts)
+    expected = alone(engine, all_texts)
+    for seed in range(3):
+        read_prompts(engine, all_texts)
+        assert together(engine, all_texts, seed) == expected
+
+
+@pytest.mark.parametrize(("name", "quant", "predictor"), CASES, ids=lambda value: value)
+def test_rows_do_not_depend_on_their_company(
+    models: dict[str, Path], tmp_path: Path, name: str, quant: str, predictor: str
+) -> None:
+    options = CompileOptions(quant=quant, predictor=predictor, gate=None, sequences=SEQUENCES, context=160, chunk=32)
+    compile_model(models[name], tmp_path / "artifact", options)
+    with picompile_runtime.load(tmp_path / "artifact", threads=2) as engine:
+        check_rows(engine)
+
+
+@pytest.mark.parametrize("predictor", ["sign", "learned"])
+def test_rows_with_masks_do_not_depend_on_their_company(tmp_path: Path, predictor: str) -> None:
+    options = CompileOptions(predictor=predictor, gate=None, sequences=SEQUENCES, context=160, chunk=32)
+    compile_model(BUNDLED, tmp_path / "artifact", options)
+    with picompile_runtime.load(tmp_path / "artifact", threads=2) as engine:
+        check_rows(engine)
+        computed, _, neurons = engine.firing_totals("batch")
+        assert 0 < computed < neurons
+
+
+@pytest.mark.parametrize("name", ["llama-relu", "opt-pre-norm"])
+def test_rows_of_a_split_model_do_not_depend_on_their_company(
+    models: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    layers = range(build(name).config.num_hidden_layers)
+    options = CompileOptions(
+        quant="q4",
+        gate=None,
+        sequences=SEQUENCES,
+        context=160,
+        chunk=32,
+        hot_device="cpu",
+        hot={layer: range(20) for layer in layers},
+    )
+    compile_model(models[name], tmp_path / "artifact", options)
+    with picompile_runtime.load(tmp_path / "artifact", threads=2) as engine:
+        check_rows(engine)
+
+
+@pytest.mark.parametrize("name", ["llama-relu", "qwen2"])
+def test_a_prompt_is_the_same_however_it_is_cut(models: dict[str, Path], tmp_path: Path, name: str) -> None:
+    options = CompileOptions(quant="q4", gate=None, sequences=2, context=160, chunk=32)
+    compile_model(models[name], tmp_path / "artifact", options)
+    with picompile_runtime.load(tmp_path / "artifact", threads=2) as engine:
+        ids = np.random.default_rng(1).integers(0, engine.vocab, 100).tolist()
+        found = set()
+        for cuts in ([32, 64, 96], [1, 2, 3, 35, 50, 82, 99], [17, 49, 68, 100], [31, 63, 64, 65, 97]):
+            engine.reset(1)
+            for start, stop in itertools.pairwise([0, *cuts, 100]):
+                if start < stop:
+                    scores = engine.read_chunk(ids[start:stop], slot=1, is_last=stop == 100)
+            assert scores is not None
+            found.add((scores.logits().tobytes(), engine.decode(5, slot=1).tobytes()))
+        assert len(found) == 1
