@@ -1,6 +1,7 @@
 """A sequence has the same logits, bit for bit, alone or among others, whatever reads the step and in whatever slots."""
 
 import itertools
+import mmap
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import picompile_runtime
 from helpers.families import build, save
 from picompile.compile import compile_model
 from picompile.config import CompileOptions
-from picompile_runtime import Engine
+from picompile_runtime import DoesNotFitError, Engine
 
 BUNDLED = Path(__file__).resolve().parents[1] / "models" / "tiny-reglu"
 SEQUENCES = 7
@@ -133,3 +134,41 @@ def test_a_prompt_is_the_same_however_it_is_cut(models: dict[str, Path], tmp_pat
             assert scores is not None
             found.add((scores.logits().tobytes(), engine.decode(5, slot=1).tobytes()))
         assert len(found) == 1
+
+
+def test_released_memory_is_what_lies_behind_the_tokens(tmp_path: Path) -> None:
+    """A short text follows a long one in each slot; what the long one leaves is zero afterwards, page by page."""
+    compile_model(BUNDLED, tmp_path / "artifact", CompileOptions(gate=None, sequences=3, context=1024))
+    with picompile_runtime.load(tmp_path / "artifact", threads=2) as engine:
+        rng = np.random.default_rng(2)
+        for slot in range(3):
+            engine.prefill(rng.integers(0, engine.vocab, 900).tolist(), slot)
+        caches = engine._executor._state
+        before = {name: cache.copy() for name, cache in caches.items()}
+        engine.rewind(70, 1)
+        engine.release(1)
+        engine.reset(2)
+        engine.release(2)
+        for name, cache in caches.items():
+            assert np.array_equal(cache[0], before[name][0])
+            assert np.array_equal(cache[1, :, :70], before[name][1, :, :70])
+            row_bytes = cache[0, 0, 0].nbytes
+            rows_of_page = -(-mmap.PAGESIZE // row_bytes)
+            for slot, held in ((1, 70), (2, 0)):
+                assert not cache[slot, :, held + rows_of_page : 1024 - rows_of_page].any()
+            assert before[name][1:, :, 850].any()
+        engine.prefill(rng.integers(0, engine.vocab, 100).tolist(), 1)
+
+
+def test_a_bound_on_tokens_is_what_memory_is_checked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_model(BUNDLED, tmp_path / "artifact", CompileOptions(gate=None, sequences=100, context=1024))
+    with picompile_runtime.load(tmp_path / "artifact") as engine:
+        cache_bytes = engine.cache_token_bytes * 100 * 1024
+        assert cache_bytes == sum(cache.nbytes for cache in engine._executor._state.values())
+        arena_bytes = engine.artifact.program.arena_bytes
+    monkeypatch.setattr("picompile_runtime.devices.memory._machine_bytes", lambda: cache_bytes // 2 + arena_bytes)
+    with pytest.raises(DoesNotFitError, match=r"a cache for 100 sequences of 1024 tokens needs"):
+        picompile_runtime.load(tmp_path / "artifact")
+    with pytest.raises(DoesNotFitError, match=r"a cache for 75000 tokens needs"):
+        picompile_runtime.load(tmp_path / "artifact", cache_tokens=75_000)
+    picompile_runtime.load(tmp_path / "artifact", cache_tokens=25_000).close()

@@ -30,7 +30,9 @@ from picompile_runtime.request_checks import (
 from picompile_runtime.sampling.sampler import Logits, Scores
 
 
-def load(path: str | os.PathLike[str], threads: int | None = None, replan: bool = False) -> Engine:
+def load(
+    path: str | os.PathLike[str], threads: int | None = None, replan: bool = False, cache_tokens: int | None = None
+) -> Engine:
     """Open, check and load the artifact in the folder `path`, and return an engine for it.
 
     Args:
@@ -38,6 +40,9 @@ def load(path: str | os.PathLike[str], threads: int | None = None, replan: bool 
         threads: CPU threads to run with; by default PICOMPILE_THREADS, else the physical cores that the process may
             use.
         replan: leave some of the GPU's weights with the host if less GPU memory is free than the artifact's plan needs.
+        cache_tokens: how many tokens all slots of the KV cache will hold together at most, which the caller sees to;
+            this machine's memory must hold so many. By default each slot may hold a whole context. Memory of the host
+            is taken page by page, as tokens come; `Engine.release` gives it back.
 
     Raises:
         ArtifactError: the artifact is not whole or not valid.
@@ -49,7 +54,7 @@ def load(path: str | os.PathLike[str], threads: int | None = None, replan: bool 
         check_threads(threads)  # before any weights are hashed
     artifact = open_artifact(path)
     try:
-        return Engine(artifact, threads, replan)
+        return Engine(artifact, threads, replan, cache_tokens)
     except BaseException:
         artifact.close()
         raise
@@ -69,13 +74,15 @@ class Engine:
     it can do neither: methods of an engine from the parent raise RequestError, and loading raises MachineError.
     """
 
-    def __init__(self, artifact: Artifact, threads: int | None = None, replan: bool = False) -> None:
-        """Load an opened artifact, which is closed with the engine. For `threads` and `replan` see `load`."""
+    def __init__(
+        self, artifact: Artifact, threads: int | None = None, replan: bool = False, cache_tokens: int | None = None
+    ) -> None:
+        """Load an opened artifact, which is closed with the engine. For the other arguments see `load`."""
         self.artifact = artifact
         self.threads = check_threads(threads) if threads is not None else default_threads()
         self._program = artifact.program
         with translate_system_errors(artifact.folder):
-            self._executor = Executor(artifact, self.threads, replan)
+            self._executor = Executor(artifact, self.threads, replan, cache_tokens)
         self._lock = threading.RLock()
         self._positions = [0] * self._program.sequences
         self._counted = dict.fromkeys(ONE_TOKEN_EACH, 0)
@@ -133,6 +140,22 @@ class Engine:
             if not isinstance(position, int | np.integer) or isinstance(position, bool) or not 0 <= position <= seen:
                 raise RequestError(f"cannot rewind to position {shown(position)}; {seen} tokens were seen")
             self._positions[slot] = int(position)
+
+    def release(self, slot: int = 0) -> None:
+        """Give back the memory that the KV cache keeps for `slot` behind the tokens that it holds.
+
+        The system takes whole pages. Memory of a GPU is kept.
+        """
+        with self._lock:
+            self._open()
+            check_slot(slot, self.sequences)
+            self._executor.release_cache(slot, self._positions[slot])
+
+    @property
+    def cache_token_bytes(self) -> int:
+        """Bytes of the KV cache, on the host and on a GPU, that hold one token."""
+        program = self._program
+        return sum(tensor.size_bytes for tensor in program.state.values()) // (program.sequences * program.context)
 
     def copy(self, source: int, target: int, count: int | None = None) -> None:
         """Copy the sequence in slot `source` to slot `target`, so that a common prompt is read only once.

@@ -6,6 +6,7 @@ and meet at flags in shared memory; a step is over when both lists have run.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,8 +46,8 @@ _LAYERS_TOGETHER = 8
 class Executor:
     """Runs steps of a program. It neither checks tokens nor keeps the positions of sequences: see `Engine`."""
 
-    def __init__(self, artifact: Artifact, threads: int, replan: bool = False) -> None:
-        """Load the program of `artifact`. `replan` lets `fit_accelerator` move weights.
+    def __init__(self, artifact: Artifact, threads: int, replan: bool = False, cache_tokens: int | None = None) -> None:
+        """Load the program of `artifact`. `replan` lets `fit_accelerator` move weights; for `cache_tokens` see `load`.
 
         Raises DoesNotFitError if there is too little memory, ArtifactError if kernels are missing, and MachineError if
         this machine has no accelerator of the artifact's kind.
@@ -58,7 +59,7 @@ class Executor:
         self.buffers: dict[str, NDArray[Any]] = {}
         try:
             check_code(artifact, self.library)
-            _check_memory(self._program)
+            _check_memory(self._program, cache_tokens)
             if self._program.has_accelerator:
                 self._accelerator = open_accelerator(artifact, device_threads)
             self._fit(artifact, replan)
@@ -91,6 +92,7 @@ class Executor:
             host = HostLayout({**host.places, **of_host})
         self.buffers = _arrays(host, "buffer", program.buffers)
         self._state = _arrays(host, "state", program.state)
+        self._caches = {name: memory for (kind, name), (memory, _) in host.places.items() if kind == "state"}
         tensors, waits = TensorTable(), program.waiting_kernels
         self._host_calls: dict[str, CallList] = {
             name: self.library.bind(
@@ -209,6 +211,14 @@ class Executor:
                 memory, _ = self._accelerator_layout.places["state", name]
                 self._accelerator.copy(memory, _slot_moves(tensor, source, target, count))
 
+    def release_cache(self, slot: int, first: int) -> None:
+        """Give back whole pages of the host's caches that hold positions of `slot` from `first` on."""
+        for name, memory in self._caches.items():
+            for start, stop in _unused_ranges(self._program.state[name], slot, first):
+                start, stop = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+                if start < stop:
+                    memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
     def start_timing(self, slowly: bool = False) -> None:
         """Measure every call from now on. An accelerator that this makes slower is measured only with `slowly`."""
         timed = self._accelerator is not None and (slowly or not self._accelerator.slow_stamps)
@@ -248,6 +258,7 @@ class Executor:
             self._accelerator.close()
             self._accelerator = None
         self._host_calls, self._accelerator_calls, self.buffers, self._state, self._weights = {}, {}, {}, {}, None
+        self._caches = {}
         self._step = self._tokens = self._positions = self._slots = np.empty(0, np.int32)
         self.library.close()
 
@@ -342,13 +353,30 @@ def _slot_moves(tensor: Tensor, source: int, target: int, count: int) -> list[tu
     return [(first * head_bytes, second * head_bytes, count * row_bytes) for first, second in starts]
 
 
+def _unused_ranges(tensor: Tensor, slot: int, first: int) -> list[tuple[int, int]]:
+    """Return where a cache [sequences, heads, context, width] holds positions of `slot` from `first` on, in bytes."""
+    _, heads, context, width = tensor.shape
+    row_bytes = width * np.dtype(tensor.dtype).itemsize
+    head_bytes = context * row_bytes
+    if first == 0:
+        return [(slot * heads * head_bytes, (slot + 1) * heads * head_bytes)]
+    starts = (head * head_bytes for head in range(slot * heads, (slot + 1) * heads))
+    return [(start + first * row_bytes, start + head_bytes) for start in starts]
+
+
 def _cache_bytes(program: Program) -> int:
     """Return the size of the caches on the host."""
     return sum(tensor.size_bytes for name, tensor in program.state.items() if program.memories["state", name] == "host")
 
 
-def _check_memory(program: Program) -> None:
-    """Raise DoesNotFitError unless all caches of the host can be full at the same time."""
+def _check_memory(program: Program, cache_tokens: int | None) -> None:
+    """Raise DoesNotFitError unless all caches of the host can be full at the same time, or hold `cache_tokens`."""
     sequences = "" if program.sequences == 1 else f"{program.sequences} sequences of "
-    total_bytes = _cache_bytes(program) + program.arena_bytes
-    check_total(total_bytes, f"a cache for {sequences}{program.context} tokens")
+    what, cache_bytes = f"{sequences}{program.context} tokens", _cache_bytes(program)
+    if cache_tokens is not None and cache_tokens < program.sequences * program.context:
+        what = f"{cache_tokens} tokens"
+        # Each head of each slot has pages of its own, of which the last is partly unused.
+        heads = sum(tensor.shape[0] * tensor.shape[1] for tensor in program.state.values())
+        per_token = cache_bytes / (program.sequences * program.context)
+        cache_bytes = min(cache_bytes, round(per_token * cache_tokens) + heads * mmap.PAGESIZE)
+    check_total(cache_bytes + program.arena_bytes, f"a cache for {what}")

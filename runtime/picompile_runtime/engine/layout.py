@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,7 +58,11 @@ def host_layout(program: Program, weights: Mapping[str, tuple[Any, int]]) -> Hos
             places["buffer", name] = (arena, tensor.offset)
     for name, tensor in program.state.items():
         if program.memories["state", name] == "host":
-            places["state", name] = (anonymous_map(tensor.size_bytes, f"the cache {name}"), 0)
+            cache = anonymous_map(tensor.size_bytes, f"the cache {name}")
+            # Pages of 2 MiB would be taken whole for the first token of a short sequence.
+            with suppress(OSError, AttributeError):
+                cache.madvise(mmap.MADV_NOHUGEPAGE)
+            places["state", name] = (cache, 0)
     return HostLayout(places)
 
 
