@@ -299,15 +299,7 @@ class Engine:
             RequestError: neurons of `function` are not counted.
         """
         with self._lock:
-            self._open()
-            if (
-                not isinstance(function, str)
-                or function not in self._program.functions
-                or function not in self._counted
-            ):
-                raise RequestError(f"neurons of {shown(function)} are not counted")
-            name = "stats" if function == "decode" else f"stats.{function}"
-            return firing_counts(self._program.ffn, self._executor.counts(name), self._counted[function])
+            return firing_counts(self._program.ffn, self._counts(function), self._counted[function])
 
     def firing_totals(self, function: str = "decode") -> tuple[int, int, int]:
         """Return what steps of `function` have counted in all feed-forward parts since loading or `reset_firing`.
@@ -318,12 +310,13 @@ class Engine:
         Raises:
             RequestError: neurons of `function` are not counted.
         """
-        rows = self.firing(function)
-        tokens = self._counted[function]
-        neurons = [row.part.neurons * tokens for row in rows]
-        computed = sum(row.computed_share * count for row, count in zip(rows, neurons, strict=True))
-        fired = sum(row.fired_share * count for row, count in zip(rows, neurons, strict=True))
-        return round(computed), round(fired), sum(neurons)
+        with self._lock:
+            counts = self._counts(function)
+            if counts is None:
+                return 0, 0, 0
+            rows = [part.stats_row for part in self._program.ffn]
+            computed, fired = counts[rows].sum(axis=0).tolist()
+            return computed, fired, self._counted[function] * sum(part.neurons for part in self._program.ffn)
 
     def reset_firing(self) -> None:
         """Forget the neurons that were counted so far."""
@@ -381,6 +374,13 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _counts(self, function: str) -> NDArray[np.int64] | None:
+        """Return the counters of a function, int64 [parts, 2]. Raises RequestError if its neurons are not counted."""
+        self._open()
+        if not isinstance(function, str) or function not in self._program.functions or function not in self._counted:
+            raise RequestError(f"neurons of {shown(function)} are not counted")
+        return self._executor.counts("stats" if function == "decode" else f"stats.{function}")
 
     def _open(self) -> None:
         if self._refusal:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from picompile_runtime.errors import KernelError, RequestError
 from picompile_runtime.request_checks import real_number, shown, token_ids, whole_number
+from picompile_runtime.sampling.penalties import ScoreChanges
 
 # Scores of the next token, and the top k of them, without sorting or converting the others.
 
@@ -115,6 +116,7 @@ class Scores:
 #
 # The steps and their order are those of Hugging Face's `generate` (transformers, generation/logits_process.py):
 # repetition penalty over prompt and generated tokens, temperature, top-k, top-p, min-p; then a draw from what is left.
+# What OpenAI's API adds comes before the temperature: see penalties.py. A mask of allowed tokens comes behind it.
 
 
 Tokens = NDArray[np.int64]
@@ -122,6 +124,8 @@ Probabilities = NDArray[np.float64]
 
 _MOST = 2**128 - 1  # the largest seed of the generator
 _PENALTIES = (1e-6, 1e6)  # far beyond useful values; with any float32 as score the results are numbers
+# The ranges of OpenAI's API.
+_MOST_PENALTY, _MOST_BIAS = 2.0, 100.0
 _MANY = 1024  # tokens; sorting fewer takes hardly any time
 
 
@@ -136,6 +140,9 @@ class SamplingParams:
         min_p: keeps tokens at least this share as probable as the most probable one; 0 keeps all.
         repetition_penalty: makes tokens that occurred less probable above 1; 1 changes nothing.
         seed: makes the choices repeatable.
+        presence_penalty: is subtracted from the score of each token that was generated before; from -2 to 2.
+        frequency_penalty: is subtracted as often as the token was generated before; from -2 to 2.
+        logit_bias: what is added to the scores of tokens, from -100 to 100, by token id.
 
     Raises:
         RequestError: a value makes no sense.
@@ -147,6 +154,9 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         real_number("temperature", self.temperature, lambda value: value >= 0, "0 or more")
@@ -158,6 +168,23 @@ class SamplingParams:
         real_number("repetition_penalty", self.repetition_penalty, lambda value: least <= value <= most, must)
         if self.seed is not None:
             whole_number("seed", self.seed, 0, _MOST, "a whole number from 0 to 2^128 - 1")
+        must = f"from -{_MOST_PENALTY:.0f} to {_MOST_PENALTY:.0f}"
+        for name in ("presence_penalty", "frequency_penalty"):
+            real_number(name, getattr(self, name), lambda value: abs(value) <= _MOST_PENALTY, must)
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+
+
+def _checked_bias(bias: object) -> dict[int, float]:
+    """Return a copy of `logit_bias`. Raises RequestError unless it maps token ids to numbers in their range."""
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias must be a mapping of token ids to numbers, not {shown(bias)}")
+    must = f"from -{_MOST_BIAS:.0f} to {_MOST_BIAS:.0f}"
+    return {
+        whole_number("a token of logit_bias", token, 0, 2**31 - 1, "a token id"): real_number(
+            f"the logit_bias of token {token}", value, lambda value: abs(value) <= _MOST_BIAS, must
+        )
+        for token, value in bias.items()
+    }
 
 
 class Sampler:
@@ -169,93 +196,136 @@ class Sampler:
             raise RequestError(f"a sampler takes SamplingParams, not {shown(params)}")
         self.params = params
         self._random = np.random.Generator(np.random.PCG64(params.seed))
-        self._seen = np.zeros(whole_number("the vocabulary", vocab, 1, 2**31 - 1), bool)
+        self._vocab = whole_number("the vocabulary", vocab, 1, 2**31 - 1)
+        self._changes = ScoreChanges(
+            self._vocab,
+            params.logit_bias,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
 
     def observe(self, ids: Sequence[int] | NDArray[Any]) -> None:
         """Note the tokens of a prompt for the repetition penalty. Raises RequestError unless they are token ids."""
-        if len(tokens := token_ids(ids, len(self._seen), least=0)):
-            self._seen[tokens] = True
+        self._changes.note_prompt(token_ids(ids, self._vocab, least=0))
 
-    def sample(self, logits: NDArray[Any] | Scores) -> int:
-        """Choose the next token, note that it occurred, and return it.
+    def sample(self, logits: NDArray[Any] | Scores, allowed: NDArray[np.bool_] | None = None) -> int:
+        """Choose the next token, note that it was generated, and return it.
 
         Args:
             logits: [vocab], or an engine's `Scores`. Of these it uses only the top logits if they suffice: with
-                temperature 0 or top-k, and without a penalty. The token is the same as for all logits.
+                temperature 0 or top-k, and without a bias, a penalty or a mask. The token is the same as for all
+                logits.
+            allowed: which tokens may be chosen, bool [vocab]; None for all.
 
         Raises:
-            RequestError: `logits` are not one number for each token.
+            RequestError: `logits` are not one number for each token, or no token is allowed.
             KernelError: they contain NaN, or rule out every token.
         """
         if self.params.temperature == 0:
-            token = self._greedy(logits)
+            token = self._greedy(logits, allowed)
         else:
-            token = _draw(*self._possible(logits), self._random.random())
-        self._seen[token] = True
+            token = _draw(*self._possible(logits, allowed), self._random.random())
+        self._changes.note_chosen(token)
         return token
 
-    def distribution(self, logits: NDArray[Any] | Scores) -> tuple[Tokens, Probabilities]:
+    def distribution(
+        self, logits: NDArray[Any] | Scores, allowed: NDArray[np.bool_] | None = None
+    ) -> tuple[Tokens, Probabilities]:
         """Return the tokens that may be chosen, int64 [n], ascending by probability, and their probabilities.
 
-        These are float64 [n] and add up to 1. Raises RequestError and KernelError as `sample` does.
+        These are float64 [n] and add up to 1. Takes and raises what `sample` does.
         """
-        ids, probabilities = self._possible(logits)
+        ids, probabilities = self._possible(logits, allowed)
         order = _ascending(ids, probabilities)
         return ids[order], probabilities[order]
 
-    def _possible(self, logits: NDArray[Any] | Scores) -> tuple[Tokens, Probabilities]:
+    def _possible(
+        self, logits: NDArray[Any] | Scores, allowed: NDArray[np.bool_] | None
+    ) -> tuple[Tokens, Probabilities]:
         """Return the tokens that may be chosen and their probabilities, in any order."""
         params = self.params
         if params.temperature == 0:
-            return np.array([self._greedy(logits)]), np.ones(1)
-        ids, scores, highest = self._top_k(logits)
+            return np.array([self._greedy(logits, allowed)]), np.ones(1)
+        ids, scores, highest = self._top_k(logits, allowed)
+        # In place: with a large vocabulary, new memory takes longer than the arithmetic.
         if highest == np.inf:  # in the limit, only these tokens are possible, with equal probabilities
             weights = np.ones(len(ids))
         else:
+            weights = scores.astype(np.float64)
+            weights -= highest
             with np.errstate(over="ignore"):
-                weights = np.exp((scores.astype(np.float64) - highest) / params.temperature)
-        ids, probabilities = _top_p(ids, weights / weights.sum(), params.top_p)
-        probable = (probabilities > 0) & (probabilities >= params.min_p * probabilities.max())
-        return ids[probable], probabilities[probable] / probabilities[probable].sum()
+                weights /= params.temperature
+            np.exp(weights, out=weights)
+        weights /= weights.sum()
+        ids, probabilities = _top_p(ids, weights, params.top_p)
+        probable = probabilities > 0
+        if params.min_p:
+            probable &= probabilities >= params.min_p * probabilities.max()
+        if not probable.all():
+            ids, probabilities = ids[probable], probabilities[probable]
+        probabilities /= probabilities.sum()
+        return ids, probabilities
 
-    def _greedy(self, logits: NDArray[Any] | Scores) -> int:
+    def _greedy(self, logits: NDArray[Any] | Scores, allowed: NDArray[np.bool_] | None) -> int:
         """Return the first token with the highest score."""
-        known = self._known(logits)
-        token, highest = _likeliest(self._scores(logits)) if known is None else known.highest
-        _check_highest(highest)
-        return token
+        known = self._known(logits, allowed)
+        if known is not None:
+            token, highest = known.highest
+            check_highest(highest)
+            return token
+        ids, _, token, _ = self._choices(logits, allowed)
+        return token if ids is None else int(ids[token])
 
-    def _top_k(self, logits: NDArray[Any] | Scores) -> tuple[Tokens, NDArray[Any], float]:
+    def _top_k(
+        self, logits: NDArray[Any] | Scores, allowed: NDArray[np.bool_] | None
+    ) -> tuple[Tokens, NDArray[Any], float]:
         """Return the tokens that top-k keeps, ascending, or those with infinite scores; their scores; the highest."""
         top_k = int(self.params.top_k)
-        if (known := self._known(logits)) is not None:
+        if (known := self._known(logits, allowed)) is not None:
             _, highest = known.highest
-            _check_highest(highest)
+            check_highest(highest)
             found = known.at_least(highest) if highest == np.inf else known.top(top_k)
             if found is not None:
                 return *found, highest
-        scores = self._scores(logits)
-        _, highest = _likeliest(scores)
-        _check_highest(highest)
-        ids = np.flatnonzero(scores == np.inf) if highest == np.inf else top_logits(scores, top_k)
-        return ids, scores[ids], highest
+        ids, scores, _, highest = self._choices(logits, allowed)
+        places = np.flatnonzero(scores == np.inf) if highest == np.inf else top_logits(scores, top_k)
+        if len(places) < len(scores):
+            scores = scores[places]
+            ids = places if ids is None else ids[places]
+        return places if ids is None else ids, scores, highest
 
-    def _known(self, logits: NDArray[Any] | Scores) -> TopScores | None:
-        """Return the top logits if they are known and no penalty changes them, else None."""
-        return logits.top_logits if isinstance(logits, Scores) and self.params.repetition_penalty == 1.0 else None
+    def _known(self, logits: NDArray[Any] | Scores, allowed: NDArray[np.bool_] | None) -> TopScores | None:
+        """Return the top logits if they are known and nothing changes or masks them, else None."""
+        if not isinstance(logits, Scores) or self._changes.are_any or allowed is not None:
+            return None
+        return logits.top_logits
+
+    def _choices(
+        self, logits: NDArray[Any] | Scores, allowed: NDArray[np.bool_] | None
+    ) -> tuple[Tokens | None, NDArray[Any], int, float]:
+        """Return the tokens that are left, ascending, None for all; their scores; place and score of the likeliest."""
+        scores = self._scores(logits)
+        place, highest = likeliest(scores)
+        check_highest(highest)
+        if allowed is None:
+            return None, scores, place, highest
+        if not isinstance(allowed, np.ndarray) or allowed.shape != scores.shape or allowed.dtype != np.bool_:
+            raise RequestError(f"allowed must be bool [{self._vocab}], one for each token, not {_described(allowed)}")
+        ids = np.flatnonzero(allowed & (scores > -np.inf))
+        if not len(ids):
+            raise RequestError("no token is left to choose: every token that the model can choose is ruled out")
+        scores = scores[ids]
+        return ids, scores, *likeliest(scores)
 
     def _scores(self, logits: NDArray[Any] | Scores) -> NDArray[Any]:
-        """Return the logits after the penalty, which does not change the array that was passed."""
+        """Return the logits after bias and penalties, which do not change the array that was passed."""
         if isinstance(logits, Scores):
             logits = logits.logits()
         logits = self._checked(logits)
-        penalty = self.params.repetition_penalty
-        if penalty == 1.0 and logits.dtype.kind == "f":
+        if not self._changes.are_any and logits.dtype.kind == "f":
             return logits
-        scores = np.array(logits, np.float64)
-        of_seen = scores[self._seen]
-        scores[self._seen] = np.where(of_seen < 0, of_seen * penalty, of_seen / penalty)
-        return scores
+        return self._changes.apply(logits)
 
     def _checked(self, logits: Any) -> NDArray[Any]:
         """Return the logits as an array [vocab] of numbers. Raises RequestError."""
@@ -263,22 +333,25 @@ class Sampler:
             scores = np.asarray(logits)
         except Exception as error:  # whatever an object that is no list raises
             raise self._no_logits(logits) from error
-        if scores.shape != self._seen.shape or scores.dtype.kind not in "fiu":
+        if scores.shape != (self._vocab,) or scores.dtype.kind not in "fiu":
             raise self._no_logits(scores)
         return scores
 
     def _no_logits(self, given: object) -> RequestError:
-        found = f"{given.dtype} {list(given.shape)}" if isinstance(given, np.ndarray) else shown(given)
-        return RequestError(f"logits must be {len(self._seen)} numbers, one for each token, not {found}")
+        return RequestError(f"logits must be {self._vocab} numbers, one for each token, not {_described(given)}")
 
 
-def _likeliest(scores: NDArray[Any]) -> tuple[int, float]:
-    """Return the first token with the highest score, and the score."""
+def _described(given: object) -> str:
+    return f"{given.dtype} {list(given.shape)}" if isinstance(given, np.ndarray) else shown(given)
+
+
+def likeliest(scores: NDArray[Any]) -> tuple[int, float]:
+    """Return the first token with the highest score, and the score; NaN counts as the highest."""
     token = int(scores.argmax())  # the first NaN, if there is one
     return token, float(scores[token])
 
 
-def _check_highest(highest: float) -> None:
+def check_highest(highest: float) -> None:
     """Raise KernelError if scores contain NaN or are all minus infinity, given the highest of them."""
     if math.isnan(highest) or highest == -math.inf:
         kind = "contain NaN" if math.isnan(highest) else "rule out every token"
@@ -307,10 +380,14 @@ def _draw(ids: Tokens, probabilities: Probabilities, share: float) -> int:
         below = probabilities < probabilities.mean()
         if below.all() or not below.any():  # all alike, but for rounding
             break
-        sum_below = float(probabilities[below].sum())
-        part = below if share < sum_below else ~below
-        share -= 0.0 if share < sum_below else sum_below
-        ids, probabilities = ids[part], probabilities[part]
+        part = np.flatnonzero(below)  # picking by number is several times as fast as by a mask
+        of_part = probabilities[part]
+        sum_below = float(of_part.sum())
+        if share >= sum_below:
+            share -= sum_below
+            part = np.flatnonzero(~below)
+            of_part = probabilities[part]
+        ids, probabilities = ids[part], of_part
     order = _ascending(ids, probabilities)
     place = int(np.searchsorted(np.cumsum(probabilities[order]), share, side="right"))
     return int(ids[order[min(place, len(order) - 1)]])

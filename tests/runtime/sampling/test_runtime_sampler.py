@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -187,3 +188,160 @@ def test_values_that_make_no_sense_raise(name: str, values: list[float]) -> None
     for value in values:
         with pytest.raises(RequestError, match=f"^{name} must be .*, not {value}"):
             SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+# Bias, penalties of generated tokens, and masks.
+
+CHANGES = st.fixed_dictionaries(
+    {
+        "repetition_penalty": st.sampled_from([1.0, 1.3, 0.7]),
+        "presence_penalty": st.floats(-2, 2),
+        "frequency_penalty": st.floats(-2, 2),
+    }
+)
+
+
+def by_formula(logits: list[float], prompt: list[int], chosen: list[int], params: SamplingParams) -> np.ndarray:
+    """Scores [vocab] as vLLM's documentation describes the penalties, one token after the other."""
+    scores = np.array(logits, np.float64)
+    for token in range(len(scores)):
+        scores[token] += params.logit_bias.get(token, 0.0)
+        if token in prompt or token in chosen:
+            scores[token] *= params.repetition_penalty if scores[token] < 0 else 1 / params.repetition_penalty
+        scores[token] -= params.frequency_penalty * chosen.count(token)
+        scores[token] -= params.presence_penalty * (token in chosen)
+    return scores
+
+
+@settings(max_examples=200, deadline=None)
+@given(LOGITS, CHANGES, st.data())
+def test_changes_of_scores_follow_the_formula(
+    logits: list[float], options: dict[str, Any], data: st.DataObject
+) -> None:
+    token = st.integers(0, len(logits) - 1)
+    bias = data.draw(st.dictionaries(token, st.floats(-100, 100), max_size=4))
+    prompt = data.draw(st.lists(token, max_size=6))
+    params = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, seed=5, logit_bias=bias, **options)
+    sampler, chosen = Sampler(params, len(logits)), list[int]()
+    sampler.observe(prompt)
+    for _ in range(5):
+        expected = by_formula(logits, prompt, chosen, params)
+        weights = np.exp(expected - expected.max())
+        ids, probabilities = sampler.distribution(np.array(logits))
+        dense = np.zeros(len(logits))
+        dense[ids] = probabilities
+        np.testing.assert_allclose(dense, weights / weights.sum(), rtol=1e-9, atol=1e-300)
+        chosen.append(sampler.sample(np.array(logits)))
+
+
+def test_penalties_count_generated_tokens_and_not_the_prompt() -> None:
+    logits = np.array([2.0, 1.5, 0.0])
+    sampler = Sampler(SamplingParams(temperature=0, presence_penalty=1.0), 3)
+    sampler.observe([0, 0, 2])
+    assert [sampler.sample(logits) for _ in range(5)] == [0, 1, 0, 0, 0]
+    sampler = Sampler(SamplingParams(temperature=0, frequency_penalty=1.0), 3)
+    assert [sampler.sample(logits) for _ in range(6)] == [0, 1, 0, 1, 0, 2]
+    sampler = Sampler(SamplingParams(temperature=0, frequency_penalty=-2.0), 3)
+    assert [sampler.sample(-logits) for _ in range(2)] == [2, 2]
+
+
+def test_a_bias_forces_and_forbids_tokens() -> None:
+    logits = np.array([5.0, 4.0, 3.0, 2.0], np.float32)
+    for temperature in (0.0, 1.0):
+        forced = Sampler(SamplingParams(temperature, logit_bias={3: 100.0}), 4)
+        assert [forced.sample(logits) for _ in range(20)] == [3] * 20
+        forbidden = Sampler(SamplingParams(temperature, logit_bias={0: -100, 1: -100}), 4)
+        assert {forbidden.sample(logits) for _ in range(40)} <= {2, 3}
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3, "top_p": 0.8}, {"temperature": 0}, {"presence_penalty": 1.5}])
+def test_a_mask_is_as_scores_of_minus_infinity(options: dict[str, Any]) -> None:
+    """In all steps: what it leaves out counts neither for top-k nor for top-p."""
+    random = np.random.default_rng(4)
+    params = SamplingParams(**{"temperature": 1.0, "top_k": 0, "top_p": 0.9, "seed": 3, **options})
+    for vocab in (5, 40, 5000):
+        masked, plain = Sampler(params, vocab), Sampler(params, vocab)
+        for _ in range(20):
+            logits, allowed = random.normal(0, 3, vocab).astype(np.float32), random.random(vocab) < 0.4
+            allowed[random.integers(vocab)] = True
+            token = masked.sample(logits, allowed)
+            assert allowed[token]
+            assert token == plain.sample(np.where(allowed, logits, np.float32(-np.inf)))
+    np.testing.assert_array_equal(masked.distribution(logits, allowed)[0] < vocab, True)
+
+
+def test_a_mask_of_one_token_leaves_that_token() -> None:
+    logits = np.random.default_rng(0).normal(0, 3, 3000).astype(np.float32)
+    for temperature in (0, 1):
+        for token in (0, 17, 2999):
+            assert Sampler(SamplingParams(temperature), 3000).sample(logits, np.arange(3000) == token) == token
+
+
+def test_a_mask_of_all_tokens_changes_no_draw() -> None:
+    logits = np.random.default_rng(0).normal(0, 2, 4000).astype(np.float32)
+    for options in ({}, {"top_k": 0, "top_p": 1.0}, {"temperature": 0}):
+        one, other = (Sampler(SamplingParams(seed=9, **options), 4000) for _ in range(2))  # type: ignore[arg-type]
+        everything = np.ones(4000, bool)
+        assert [one.sample(logits) for _ in range(50)] == [other.sample(logits, everything) for _ in range(50)]
+
+
+def test_options_that_change_nothing_change_no_draw() -> None:
+    logits = np.random.default_rng(1).normal(0, 2, 4000).astype(np.float32)
+    one = Sampler(SamplingParams(seed=2), 4000)
+    other = Sampler(SamplingParams(seed=2, presence_penalty=0.0, frequency_penalty=-0.0, logit_bias={}), 4000)
+    assert [one.sample(logits) for _ in range(50)] == [other.sample(logits) for _ in range(50)]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_masks_that_leave_nothing_raise_and_broken_logits_are_named(temperature: float) -> None:
+    sampler = Sampler(SamplingParams(temperature), 3)
+    with pytest.raises(RequestError, match="no token is left to choose"):
+        sampler.sample(np.zeros(3), np.zeros(3, bool))
+    with pytest.raises(RequestError, match="no token is left to choose"):
+        sampler.sample(np.array([1, -np.inf, 2]), np.array([False, True, False]))
+    with pytest.raises(KernelError, match="logits contain NaN"):
+        sampler.sample(np.array([1, np.nan, 2]), np.array([True, False, False]))
+    wrong: list[Any] = [np.ones(4, bool), np.ones(3), [True] * 3, "all"]
+    for allowed in wrong:
+        with pytest.raises(RequestError, match=r"^allowed must be bool \[3\], one for each token, not "):
+            sampler.sample(np.zeros(3), allowed)
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+@pytest.mark.parametrize("value", [-2.1, 2.001, math.nan, math.inf, "1", None, True])
+def test_penalties_out_of_range_raise(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"^{name} must be from -2 to 2, not "):
+        SamplingParams(**{name: value})
+
+
+def test_a_bias_that_makes_no_sense_raises() -> None:
+    wrong: list[tuple[Any, str]] = [
+        ([1], "must be a mapping of token ids to numbers"),
+        ({"1": 1}, "a token of logit_bias must be a token id, not '1'"),
+        ({-1: 1}, "a token of logit_bias must be a token id, not -1"),
+        ({True: 1}, "a token of logit_bias must be a token id, not True"),
+        ({5: 100.5}, "the logit_bias of token 5 must be from -100 to 100, not 100.5"),
+        ({5: math.nan}, "the logit_bias of token 5 must be from -100 to 100, not nan"),
+    ]
+    for bias, text in wrong:
+        with pytest.raises(RequestError, match=text):
+            SamplingParams(logit_bias=bias)
+    with pytest.raises(RequestError, match="logit_bias has token 9, but the model's tokens are 0 to 8"):
+        Sampler(SamplingParams(logit_bias={3: 1, 9: 1}), 9)
+
+
+def test_parameters_keep_their_own_bias_and_can_be_hashed() -> None:
+    bias = {1: 2.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[1] = 50.0
+    assert params.logit_bias == {1: 2.0}
+    assert hash(params) == hash(SamplingParams(logit_bias={1: 2.0}))
+
+
+def test_samplers_that_wait_hold_little_memory() -> None:
+    """Arrays as long as the vocabulary are made when the first token is noted."""
+    tracemalloc.start()
+    waiting = [Sampler(SamplingParams(repetition_penalty=1.1, presence_penalty=1.0), 10**6) for _ in range(8)]
+    held_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(waiting) == 8 and held_bytes < 8 * 10_000

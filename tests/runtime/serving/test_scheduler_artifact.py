@@ -1,0 +1,170 @@
+"""The scheduler on compiled kernels: answers have the bits that they have alone, whoever runs beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import picompile_runtime
+from helpers.fake_engine import SoloAnswer, answer_alone
+from helpers.support import BuildOnce, compile_for_test
+from helpers.told_answers import Told
+from picompile_runtime import Engine, SamplingParams
+from picompile_runtime.serving.request import ServingRequest
+from picompile_runtime.serving.scheduler import Scheduler, SchedulerOptions
+
+SLOTS, CONTEXT = 16, 192
+PATIENCE_S = 120
+LONG = 40  # tokens of an answer that is worth being read again
+
+
+@pytest.fixture(scope="module")
+def engine(build_once: BuildOnce, tiny_model: Path) -> Iterator[Engine]:
+    folder = build_once(
+        "tiny-artifact-of-16",
+        lambda path: compile_for_test(tiny_model, path, quant="q4", context=CONTEXT, sequences=SLOTS, chunk=32),
+    )
+    with picompile_runtime.load(folder, threads=1) as engine:
+        yield engine
+
+
+def random_request(random: np.random.Generator, system: list[int]) -> ServingRequest:
+    """A request of any kind; half of them begin with `system`."""
+    prompt = random.integers(0, 256, random.integers(1, 90)).tolist()
+    params = SamplingParams(
+        temperature=float(random.choice([0.0, 0.7, 1.3])),
+        top_k=int(random.choice([0, 5, 40])),
+        top_p=float(random.choice([0.9, 1.0])),
+        repetition_penalty=float(random.choice([1.0, 1.2])),
+        presence_penalty=float(random.choice([0.0, 0.8])),
+        seed=int(random.integers(1000)),
+    )
+    top = [None, 0, 4][random.integers(3)]
+    return ServingRequest(
+        (system if random.random() < 0.5 else []) + prompt,
+        params,
+        int(random.integers(0, 60)),
+        top,
+        with_prompt=top is not None and random.random() < 0.3,
+        ignore_end=random.random() < 0.7,
+    )
+
+
+def ask(scheduler: Scheduler, request: ServingRequest) -> Told:
+    told = Told()
+    scheduler.submit(request, told)
+    return told
+
+
+def is_same(told: Told, expected: SoloAnswer) -> bool:
+    """Whether an answer is the same token by token, and its log-probabilities bit by bit."""
+    found = told.answer()
+    return repr(found) == repr(expected) and found == expected
+
+
+def test_64_requests_over_16_slots_are_answered_as_alone(engine: Engine) -> None:
+    random = np.random.default_rng(8)
+    system = random.integers(0, 256, 50).tolist()
+    requests = [random_request(random, system) for _ in range(64)]
+    expected = [answer_alone(engine, request, number % SLOTS) for number, request in enumerate(requests)]
+    scheduler = Scheduler(engine, start=False)
+    told, answers = [Told() for _ in requests], []
+    cancelled = set(random.permutation(64)[:12].tolist())
+    for number, request in enumerate(requests):
+        answers.append(scheduler.submit(request, told[number]))
+        for _ in range(random.integers(0, 4)):
+            scheduler.step()
+        if number in cancelled:
+            answers[random.choice(list(cancelled & set(range(number + 1))))].cancel()
+    scheduler.close()
+    reasons = {each.reason for each in told}
+    assert reasons >= {"cancelled", "max_tokens"} and "error" not in reasons
+    for each, one in zip(told, expected, strict=True):
+        assert each.is_beginning_of(one) if each.reason == "cancelled" else is_same(each, one)
+    assert scheduler.stats().cached_tokens > 500
+    assert {slot.activity for slot in scheduler.slots()} == {"idle"}
+
+
+def test_answers_of_the_engine_s_own_thread_are_as_alone(engine: Engine) -> None:
+    random = np.random.default_rng(9)
+    requests = [random_request(random, []) for _ in range(24)]
+    expected = [answer_alone(engine, request) for request in requests]
+    scheduler = Scheduler(engine)
+    told = [ask(scheduler, request) for request in requests]
+    assert all(each.ended.wait(PATIENCE_S) for each in told)
+    scheduler.close()
+    assert all(is_same(each, one) for each, one in zip(told, expected, strict=True))
+
+
+def test_a_known_prefix_changes_no_bit(engine: Engine) -> None:
+    random = np.random.default_rng(10)
+    system = random.integers(0, 256, 70).tolist()
+    requests = [
+        ServingRequest(
+            [*system, *random.integers(0, 256, 9).tolist()], SamplingParams(seed=seed), 20, 3, ignore_end=True
+        )
+        for seed in range(6)
+    ]
+    expected = [answer_alone(engine, request) for request in requests]
+    scheduler = Scheduler(engine, start=False)
+    told = [ask(scheduler, request) for request in requests]
+    scheduler.close()
+    assert [each.prompt.cached_tokens for each in told] == [0, *[70] * 5]
+    assert all(is_same(each, one) for each, one in zip(told, expected, strict=True))
+
+
+@pytest.mark.parametrize(("options", "reused"), [({}, LONG), ({"reread": False}, 0)])
+def test_the_next_question_of_a_chat_finds_the_answer(engine: Engine, options: dict[str, bool], reused: int) -> None:
+    prompt = np.random.default_rng(11).integers(0, 256, 33).tolist()
+    scheduler = Scheduler(engine, SchedulerOptions(**options), start=False)  # type: ignore[arg-type]
+    first = ask(scheduler, ServingRequest(prompt, SamplingParams(seed=1), LONG, ignore_end=True))
+    while scheduler.step():
+        pass
+    question = ServingRequest([*prompt, *first.tokens, 1, 2, 3], SamplingParams(seed=2), 25, 2, ignore_end=True)
+    second = ask(scheduler, question)
+    scheduler.close()
+    assert second.prompt.cached_tokens == len(prompt) + reused
+    assert is_same(second, answer_alone(engine, question))
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_its_tokens_when_generated(engine: Engine) -> None:
+    """Up to rounding, and to the neurons that a decode step leaves out."""
+    prompt = np.random.default_rng(12).integers(0, 256, 5).tolist()
+    scheduler = Scheduler(engine, start=False)
+    first = ask(scheduler, ServingRequest(prompt, SamplingParams(temperature=0), 12, 2, ignore_end=True))
+    while not first.ended.is_set():
+        scheduler.step()
+    whole = ask(
+        scheduler, ServingRequest([*prompt, *first.tokens], max_tokens=0, top_log_probabilities=2, with_prompt=True)
+    )
+    scheduler.close()
+    read = whole.prompt.log_probabilities
+    assert read is not None and read[0] is None and len(read) == 17
+    generated = first.answer().log_probabilities
+    for one, other in zip(read[5:], generated, strict=True):
+        assert one is not None and other is not None and one.token == other.token
+        assert one.log_probability == pytest.approx(other.log_probability, abs=0.05)
+
+
+def test_log_probabilities_of_a_prompt_change_no_answer(engine: Engine) -> None:
+    """Though another function of the program reads it."""
+    prompt = np.random.default_rng(13).integers(0, 256, 75).tolist()
+    plain = ServingRequest(prompt, SamplingParams(seed=3), 20, 1, ignore_end=True)
+    scheduler = Scheduler(engine, SchedulerOptions(prefix_reuse=False), start=False)
+    told = [ask(scheduler, request) for request in (plain, replace(plain, with_prompt=True))]
+    scheduler.close()
+    one, other = (each.answer() for each in told)
+    assert (one.tokens, one.log_probabilities) == (other.tokens, other.log_probabilities)
+
+
+def test_neurons_that_fire_are_counted(engine: Engine) -> None:
+    scheduler = Scheduler(engine, start=False)
+    for seed in range(3):
+        ask(scheduler, ServingRequest([1, 2, 3], SamplingParams(seed=seed), 10, ignore_end=True))
+    scheduler.close()
+    share = scheduler.stats().fired_share
+    assert share is not None and 0 < share < 1
