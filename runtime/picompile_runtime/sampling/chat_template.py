@@ -7,140 +7,112 @@ process renders it, with limited memory and time. It is started for the first ch
 from __future__ import annotations
 
 import json
-import os
-import select
-import signal
-import subprocess
-import sys
-import threading
-import time
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from picompile_runtime.artifact.files import translate_system_errors
 from picompile_runtime.errors import RequestError
+from picompile_runtime.limited_process import LimitedProcess
 from picompile_runtime.request_checks import shown
 
 # A usual rendering takes less than a hundredth of each.
 LIMITS = {"cpu_s": 5, "memory_bytes": 2**29, "letters": 2**22}
-_PATIENCE_S = 60.0  # more than `cpu_s`, since other processes may use the processor
-_WORKER = Path(__file__).with_name("template_worker.py")
+_HANDLER = Path(__file__).with_name("template_worker.py")
+
+# For models that came without a template, which have seen such dialogues in texts, but no tokens that mark turns.
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'system' %}{{ message.content | trim }}"
+    "{% elif message.role == 'assistant' %}Assistant: {{ message.content | trim }}"
+    "{% else %}User: {{ message.content | trim }}{% endif %}"
+    "{% if not loop.last or add_generation_prompt %}{{ '\\n\\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+# Such a model goes on with the next turn itself, and has no end token there.
+PLAIN_STOPS = ("\nUser:", "\nAssistant:")
+
+# What a template is rendered with besides the arguments of the caller.
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
+# Names of the same part of a message: transformers fills the first, which templates read, from the others.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
     """A model's template. `config` is tokenizer_config.json, whose special tokens a template may use."""
 
     def __init__(self, template: str, config: Mapping[str, Any]) -> None:
-        self._template = template
-        self._tokens = {name: _content(value) for name, value in config.items() if str(name).endswith("_token")}
-        self._worker: _Worker | None = None
+        self.text = template
+        start = {"template": template, "tokens": _special_tokens(config)}
+        self._process = LimitedProcess("the chat template", _HANDLER, start, LIMITS)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the text of a chat.
 
-        Raises RequestError if `messages` are not JSON objects, or the template rejects them or exceeds a limit.
+        Args:
+            messages: each has `role` and `content`; keys whose value is None are left out.
+            add_generation_prompt: whether to end with the beginning of the assistant's answer.
+            tools: what the model may call, as OpenAI's API describes tools; None if it is offered none.
+            arguments: further variables of the template, such as `enable_thinking`.
+
+        Raises:
+            RequestError: `messages` are not JSON objects, or the template rejects them or exceeds a limit.
         """
+        own = {"tools": _json("tools", tools), "add_generation_prompt": bool(add_generation_prompt)}
+        variables = {"documents": None, **_arguments(arguments), **own}
         try:
-            content = [dict(message) for message in messages]
-            request = _line({"messages": content, "add_generation_prompt": bool(add_generation_prompt)})
+            variables["messages"] = _json("messages", [_message(message) for message in messages])
         except Exception as error:  # whatever json or a caller's object raises
             must = "messages must be a list of JSON objects"
             raise RequestError(f"{must}, not {shown(messages)}") from error
-        while (answer := self._ready().ask(request)) is None:  # another thread's chat has ended the worker
-            pass
+        answer = self._process.ask(variables)
         if "error" in answer:
             raise RequestError(f"the model's chat template rejects these messages: {answer['error']}")
         return str(answer["text"])
 
-    def _ready(self) -> _Worker:
-        worker = self._worker
-        if worker is None or worker.process_id != os.getpid() or worker.has_ended:
-            path = [str(entry) for entry in sys.path]
-            start = {"path": path, "template": self._template, "tokens": self._tokens, "limits": LIMITS}
-            with translate_system_errors("the chat template"):
-                worker = self._worker = _Worker(_line(start))
-        return worker
+
+def named_templates(config: Mapping[str, Any], file: str = "") -> dict[str, str]:
+    """Return a model's templates by name: `default`, and others such as `tool_use`.
+
+    Args:
+        config: tokenizer_config.json; its `chat_template` is a text, or a list of names and texts.
+        file: the text of chat_template.jinja, which counts instead if there is one, as with transformers.
+    """
+    given = file or config.get("chat_template")
+    if isinstance(given, str):
+        return {"default": given} if given else {}
+    if not isinstance(given, list):
+        return {}
+    entries = [entry for entry in given if isinstance(entry, Mapping)]
+    pairs = [(entry.get("name"), entry.get("template")) for entry in entries]
+    found = {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str) and text}
+    if found and "default" not in found:
+        found["default"] = next(iter(found.values()))
+    return found
 
 
-class _Worker:
-    """A process that renders, started by this one. A process that is forked from this one starts its own."""
-
-    def __init__(self, start: bytes) -> None:
-        if not sys.executable:
-            raise RequestError("a chat template needs a Python process of its own, and sys.executable names none")
-        self.process_id = os.getpid()
-        self._lock = threading.Lock()
-        command = [sys.executable, "-I", "-S", str(_WORKER)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
-        )
-        self._end = weakref.finalize(self, _end, self._process, self.process_id)
-        self._unsent = start
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the process can answer no more requests."""
-        return not self._end.alive or self._process.poll() is not None
-
-    def ask(self, request: bytes) -> Mapping[str, Any] | None:
-        """Return the answer to a request, None if the process had ended. An error or an interrupt ends the process."""
-        with self._lock:
-            if self.has_ended:
-                return None
-            try:
-                answer = self._ask(request)
-            except BaseException:
-                self._end()
-                raise
-            if "error" in answer and not answer["error"]:
-                self._end()
-                by_limit = self._process.returncode == -signal.SIGXCPU
-                return {"error": f"it takes more than {LIMITS['cpu_s']} s" if by_limit else "it fails"}
-            return answer
-
-    def _ask(self, request: bytes) -> Mapping[str, Any]:
-        """Return the process's answer, with an empty error if it gives none."""
-        unsent, self._unsent = self._unsent + request, b""
-        try:
-            _write(self._process.stdin, unsent)
-            answer = _read_line(self._process.stdout)
-        except BrokenPipeError:
-            answer = b""
-        return json.loads(answer) if answer.endswith(b"\n") else {"error": ""}
+def _arguments(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise RequestError(f"arguments of a chat template must be a JSON object, not {shown(given)}")
+    for name in _OWN_VARIABLES:
+        if name in given:
+            raise RequestError(f"{name} cannot be an argument of a chat template; give it by itself")
+    return dict(_json("arguments of a chat template", given))
 
 
-def _write(pipe: IO[bytes] | None, data: bytes) -> None:
-    rest = memoryview(data)
-    while pipe is not None and rest:
-        rest = rest[os.write(pipe.fileno(), rest) :]
-
-
-def _read_line(pipe: IO[bytes] | None) -> bytes:
-    """Return a line, or what there is of one when the pipe ends or time is up."""
-    if pipe is None:
-        return b""
-    ready, parts, end = select.poll(), [b""], time.monotonic() + _PATIENCE_S
-    ready.register(pipe, select.POLLIN)
-    while not parts[-1].endswith(b"\n") and ready.poll(max(0.0, 1e3 * (end - time.monotonic()))):
-        parts.append(os.read(pipe.fileno(), 2**20))
-        if not parts[-1]:
-            break
-    return b"".join(parts)
-
-
-def _end(process: subprocess.Popen[bytes], process_id: int) -> None:
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
-    if os.getpid() == process_id:
-        process.kill()
-        process.wait()
-
-
-def _line(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, default=_plain).encode() + b"\n"
+def _json(what: str, value: Any) -> Any:
+    """Return a caller's value as plain JSON types. Raises RequestError if it is not JSON."""
+    try:
+        return json.loads(json.dumps(value, default=_plain))
+    except Exception as error:
+        raise RequestError(f"{what} must be JSON, not {shown(value)}") from error
 
 
 def _plain(value: Any) -> Any:
@@ -150,6 +122,17 @@ def _plain(value: Any) -> Any:
     raise TypeError
 
 
-def _content(token: Any) -> Any:
-    """Return the text of a special token, which a configuration gives as text or as an object that has it."""
-    return token.get("content") if isinstance(token, Mapping) else token
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as transformers hands it to templates, many of which fail at a value of None."""
+    content = {key: value for key, value in dict(message).items() if value is not None}
+    reasoning = next((content[name] for name in _REASONING if name in content), None)
+    return content if reasoning is None else {"thinking": reasoning, **content, "reasoning_content": reasoning}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens of tokenizer_config.json by name, such as `bos_token`."""
+    named: dict[str, Any] = {name: value for name, value in config.items() if str(name).endswith("_token")}
+    extra = config.get("extra_special_tokens")
+    named |= extra if isinstance(extra, Mapping) else {}
+    contents = {name: value.get("content") if isinstance(value, Mapping) else value for name, value in named.items()}
+    return {str(name): text for name, text in contents.items() if isinstance(text, str)}

@@ -24,7 +24,7 @@ class GenerationStats:
         decode_tokens_per_s: speed over the tokens after the first, 0.0 if there are none. Time that the caller spends
             between two pieces does not count.
         time_to_first_token_s: time from the start to the first token.
-        stop_reason: "eos", "stop", "max_tokens", "context", or "" while it goes on.
+        stop_reason: "eos", "stop", "max_tokens", "context", "cancelled", or "" while it goes on.
     """
 
     prompt_tokens: int
@@ -43,6 +43,7 @@ def generate(
     max_tokens: int | None = 128,
     stop: str | Sequence[str] = (),
     keep_position: bool = False,
+    reused_tokens: int = 0,
 ) -> Generation:
     """Return a generation that continues `prompt`; iterate over it for the pieces of text.
 
@@ -54,6 +55,9 @@ def generate(
         max_tokens: how many tokens to generate at most; None goes on to the end of the context.
         stop: texts at which the text ends. No part of them is ever shown. It also ends at an end token of the model.
         keep_position: whether to continue behind the tokens that the engine has read, instead of forgetting them.
+        reused_tokens: how many tokens of the prompt, from the first on, the engine has read already. They are not read
+            again; what the engine has read behind them is forgotten. A single token that is left to read is decoded,
+            which may compute fewer neurons than reading it in a prompt.
 
     Raises:
         RequestError: the request cannot be met. It is raised at once, and the engine has not changed.
@@ -67,12 +71,26 @@ def generate(
     if not isinstance(tokenizer, Tokenizer):
         raise RequestError(f"a text is made by a Tokenizer, not by {shown(tokenizer)}")
     check_room(len(tokens), engine.position if keep_position else 0, engine.context)
+    reused_tokens = _reused(reused_tokens, len(tokens), engine, keep_position)
     made = Generation(
-        engine, StreamDecoder(tokenizer), tokens, params or SamplingParams(), max_tokens, StopFinder(stop)
+        engine,
+        StreamDecoder(tokenizer),
+        tokens,
+        params or SamplingParams(),
+        max_tokens,
+        StopFinder(stop),
+        reused_tokens,
     )
     if not keep_position:  # last, so that a rejected request changes nothing
-        engine.reset()
+        engine.rewind(reused_tokens)
     return made
+
+
+def _reused(reused_tokens: int, prompt_tokens: int, engine: Engine, keep_position: bool) -> int:
+    """Return how many tokens of the prompt are not read again, or raise RequestError."""
+    most = 0 if keep_position else min(prompt_tokens - 1, engine.position)
+    must = "" if most else "0: with keep_position, or nothing read before, there is nothing to reuse"
+    return whole_number("reused_tokens", reused_tokens, 0, most, must)
 
 
 class Generation(Iterator[str]):
@@ -92,13 +110,15 @@ class Generation(Iterator[str]):
         params: SamplingParams,
         max_tokens: int | None,
         stop: StopFinder,
+        reused_tokens: int = 0,
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.tokens: list[int] = []
         self._engine, self._decoder, self._stop = engine, decoder, stop
         self._end_tokens = engine.artifact.eos_token_ids
         self._sampler = Sampler(params, engine.vocab)
-        self._max_tokens = max_tokens
+        self._max_tokens, self._reused_tokens = max_tokens, reused_tokens
+        self._is_cancelled = False
         self._prefill_s = self._first_token_s = self._decode_s = 0.0
         self._reason = ""
         self._pieces = self._run()
@@ -106,13 +126,23 @@ class Generation(Iterator[str]):
     def __next__(self) -> str:
         return next(self._pieces)
 
+    def cancel(self) -> None:
+        """End the generation before its next token. A signal handler or another thread may call it."""
+        self._is_cancelled = True
+
+    @property
+    def prefill_s(self) -> float:
+        """Time that reading the prompt took."""
+        return self._prefill_s
+
     @property
     def stats(self) -> GenerationStats:
         """Counts and speeds so far."""
+        read_tokens = len(self.prompt_tokens) - self._reused_tokens
         return GenerationStats(
             prompt_tokens=len(self.prompt_tokens),
             generated_tokens=len(self.tokens),
-            prefill_tokens_per_s=len(self.prompt_tokens) / self._prefill_s if self._prefill_s else 0.0,
+            prefill_tokens_per_s=read_tokens / self._prefill_s if self._prefill_s else 0.0,
             decode_tokens_per_s=(len(self.tokens) - 1) / self._decode_s if self._decode_s else 0.0,
             time_to_first_token_s=self._first_token_s,
             stop_reason=self._reason,
@@ -134,15 +164,21 @@ class Generation(Iterator[str]):
             yield rest
 
     def _sampled(self) -> Iterator[int]:
-        """Yield tokens until there are `max_tokens` of them, or the context is full."""
+        """Yield tokens until there are `max_tokens` of them, the context is full, or the generation is cancelled."""
+        if self._is_cancelled:
+            self._reason = "cancelled"
+            return
         start = time.perf_counter()
-        scores = self._engine.read(self.prompt_tokens)
+        scores = self._engine.read(self.prompt_tokens[self._reused_tokens :])
         self._prefill_s = time.perf_counter() - start
         self._sampler.observe(self.prompt_tokens)
         self.tokens.append(self._sampler.sample(scores))
         self._first_token_s = time.perf_counter() - start
         yield self.tokens[-1]
         while len(self.tokens) != self._max_tokens and self._engine.position < self._engine.context:
+            if self._is_cancelled:
+                self._reason = "cancelled"
+                return
             start = time.perf_counter()
             self.tokens.append(self._sampler.sample(self._engine.read(self.tokens[-1:])))
             self._decode_s += time.perf_counter() - start

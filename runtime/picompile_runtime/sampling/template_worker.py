@@ -1,80 +1,84 @@
-"""The process that renders one chat template, under limits; see chat_template.py. It imports nothing of this package.
+"""Renders a chat template in a process under limits; see chat_template.py and limited_worker.py.
 
-The first line of its input is a JSON object with `path` (Python's), `template`, `tokens` and `limits`. Each later line
-has the arguments of one rendering; the process answers with a line that has `text` or `error`.
+It imports nothing of this package: the process has other things to load.
 """
 
 import json
-import math
-import resource
-import signal
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
 
-def _renderer(template: str, tokens: dict[str, Any], most_letters: int) -> Callable[..., str]:
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+def handler(start: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """Return what renders `start["template"]`: it takes the template's variables, and its answer has the `text`.
 
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
+    `start["tokens"]` are the special tokens by name, `start["limits"]["letters"]` the most characters of a text.
+    """
+    compiled = _environment().from_string(start["template"])
+    most_letters = start["limits"]["letters"]
 
-    # The environment is that of transformers (utils/chat_template_utils.py), since templates are written for it.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    compiled = environment.from_string(template)
-
-    def render(**arguments: Any) -> str:
+    def render(variables: Mapping[str, Any]) -> Mapping[str, Any]:
         pieces, letters = [], 0
-        for piece in compiled.generate(**arguments, **tokens):
+        for piece in compiled.generate({**start["tokens"], **variables}):
             pieces.append(piece)
             letters += len(piece)
             if letters > most_letters:
                 raise ValueError(f"the text has more than {most_letters} characters")
-        return "".join(pieces)
+        return {"text": "".join(pieces)}
 
     return render
 
 
-def _allow(cpu_s: int) -> None:
-    """Allow the process `cpu_s` more seconds of processor time; after that the system ends it by SIGXCPU."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + cpu_s)
+def _environment() -> Any:
+    """Return the environment of transformers (utils/chat_template_utils.py), since templates are written for it."""
+    import jinja2
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """The tag around what the model wrote. It marks tokens to train on, and changes no text."""
+
+        tags = {"generation"}  # noqa: RUF012 (jinja2's own attribute)
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_same"), [], [], body).set_lineno(line)
+
+        def _same(self, caller: Callable[[], str]) -> str:
+            return caller()
+
+    class Namespace(jinja2.utils.Namespace):
+        """A template's namespace. Names that begin with an underscore could reach Python's own."""
+
+        def __init__(*arguments: Any, **named: Any) -> None:
+            jinja2.utils.Namespace.__init__(arguments[0])
+            for name, value in dict(*arguments[1:], **named).items():
+                arguments[0][name] = value
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                raise jinja2.exceptions.SecurityError(f"a namespace cannot have {name!r}")
+            super().__setitem__(name, value)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["namespace"] = Namespace
+    environment.globals["dict"] = lambda *arguments, **named: dict(*arguments, **named)  # the type has more to offer
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
 
 
-def _limit(kind: int, most: int) -> None:
-    """Lower a limit of this process. A lower limit that the user has set stays."""
-    _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-
-
-def main() -> None:
-    """Answer requests until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all its processes
-    start = json.loads(sys.stdin.buffer.readline())
-    sys.path[:] = start["path"]
-    limits = start["limits"]
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _limit(resource.RLIMIT_AS, limits["memory_bytes"])
-    render = None
-    while line := sys.stdin.buffer.readline():
-        _allow(limits["cpu_s"])
-        try:
-            render = render or _renderer(start["template"], start["tokens"], limits["letters"])
-            answer = {"text": render(**json.loads(line))}
-        except MemoryError:
-            answer = {"error": f"it takes more than {limits['memory_bytes'] >> 20} MiB of memory"}
-        except Exception as error:  # a template is a program, and can fail like any other
-            answer = {"error": " ".join(str(error).split())[:1000] or type(error).__name__}
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
-        sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    main()
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Return JSON without the escapes for HTML that jinja2's own filter writes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

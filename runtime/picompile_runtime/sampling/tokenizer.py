@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.errors import ArtifactError, PicompileRuntimeError, RequestError
 from picompile_runtime.request_checks import shown, whole_number
-from picompile_runtime.sampling.chat_template import ChatTemplate
+from picompile_runtime.sampling.chat_template import PLAIN_STOPS, PLAIN_TEMPLATE, ChatTemplate, named_templates
 
 _REPLACEMENT = "\ufffd"  # the character that invalid or incomplete UTF-8 decodes to
 
 
+_NO_TOKENS: Mapping[int, str] = MappingProxyType({})
+
+
 class Tokenizer:
-    """A model's tokenizer, and its chat template if it has one."""
+    """A model's tokenizer, and its chat templates if it has any."""
 
     def __init__(self, text: bytes | str, config: Mapping[str, Any] | None = None, chat_template: str = "") -> None:
         """Make a tokenizer.
@@ -23,7 +28,7 @@ class Tokenizer:
         Args:
             text: the content of tokenizer.json.
             config: the content of tokenizer_config.json.
-            chat_template: a Jinja template, by default the one in `config`.
+            chat_template: a Jinja template, by default the one in `config`, or those that it names.
 
         Raises:
             ArtifactError: `text` or `config` are not valid.
@@ -38,8 +43,12 @@ class Tokenizer:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             self._byte_tokens = _byte_tokens(self._tokenizer)
-        template = chat_template or (config or {}).get("chat_template")
-        self._chat = ChatTemplate(template, config or {}) if template and isinstance(template, str) else None
+        made = {
+            name: ChatTemplate(text, config or {})
+            for name, text in named_templates(config or {}, chat_template).items()
+        }
+        self._chat = made.get("default")
+        self._tool_chat = made.get("tool_use", self._chat)
 
     @classmethod
     def of(cls, artifact: Artifact) -> Tokenizer:
@@ -66,7 +75,9 @@ class Tokenizer:
         except UnicodeEncodeError as error:  # such as half of a surrogate pair
             raise RequestError(f"the text is not valid Unicode ({error.reason})") from error
         with _named("the tokenizer fails on this text", RequestError):
-            return list(self._tokenizer.encode(text, add_special_tokens=bool(special_tokens)).ids)
+            # Unlike `encode`, this lets other threads run meanwhile.
+            (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=bool(special_tokens))
+            return list(encoding.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`. Special tokens, and ids that the vocabulary lacks, have no text."""
@@ -81,19 +92,74 @@ class Tokenizer:
         """
         return bool(self._byte_tokens) and (token in self._byte_tokens or not self.decode([token]))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+    def vocabulary(self) -> dict[str, int]:
+        """Return the ids of all tokens by their names, as the tokenizer writes them: a space may be another letter."""
+        return dict(self._tokenizer.get_vocab(True))
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of the special tokens, which `decode` leaves out, by their names."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return MappingProxyType({str(token.content): int(number) for number, token in added if token.special})
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model has a chat template of its own."""
+        return self._chat is not None
+
+    @property
+    def chat_stops(self) -> tuple[str, ...]:
+        """The texts at which every answer in a chat ends: none with a template of the model's own, which has tokens."""
+        return () if self.has_chat_template else PLAIN_STOPS
+
+    def chat_template(self, with_tools: bool = False) -> str:
+        """Return the text of the template, of the one for chats `with_tools` if there are two; "" if there is none."""
+        chat = self._tool_chat if with_tools else self._chat
+        return chat.text if chat is not None else ""
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        plain: bool = False,
+    ) -> str:
+        """Return the text of a chat, as the model's own template writes it. For the rest see `encode_chat`."""
+        chat = self._chat if tools is None else self._tool_chat
+        if chat is None and plain:
+            chat = self._plain_chat
+        if chat is None:
+            raise RequestError("the model has no chat template; give a plain prompt")
+        return chat.render(messages, add_generation_prompt, tools, arguments)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        plain: bool = False,
+    ) -> list[int]:
         """Return the token ids of a chat, as the model's own template writes it.
 
         Args:
             messages: each has `role` and `content`.
             add_generation_prompt: whether to end with the beginning of the assistant's answer.
+            tools: what the model may call, as OpenAI's API describes tools; None if it is offered none.
+            arguments: further variables of the template, such as `enable_thinking`.
+            plain: whether to write the chat as a plain dialogue if the model has no template. Then the answer ends at
+                one of `chat_stops`.
 
         Raises:
             RequestError: the model has no chat template, or the template rejects these messages.
         """
-        if self._chat is None:
-            raise RequestError("the model has no chat template; give a plain prompt")
-        return self.encode(self._chat.render(messages, add_generation_prompt), special_tokens=False)
+        text = self.render_chat(messages, add_generation_prompt, tools, arguments, plain)
+        return self.encode(text, special_tokens=not self.has_chat_template)  # templates write theirs themselves
+
+    @cached_property
+    def _plain_chat(self) -> ChatTemplate:
+        return ChatTemplate(PLAIN_TEMPLATE, {})
 
 
 @contextmanager
@@ -125,14 +191,19 @@ class StreamDecoder:
     be the beginning of a character (vLLM and TGI hold it back, too).
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: Mapping[int, str] = _NO_TOKENS) -> None:
+        """Make a decoder; `shown` are special tokens that are to have a text, and what it is."""
         self._tokenizer = tokenizer
+        self._shown = shown
         self._ids: list[int] = []  # the tokens of the last piece, which affect the next one, then newer tokens
         self._known = 0  # how many of them are in returned pieces
 
     def push(self, token: int) -> str:
         """Add a token, and return the text that is now certain, which is often empty."""
-        self._ids.append(whole_number("a token", token, 0, 2**32 - 1))
+        token = whole_number("a token", token, 0, 2**32 - 1)
+        if token in self._shown:
+            return self.flush() + self._shown[token]
+        self._ids.append(token)
         if self._tokenizer.is_open(token):
             return ""
         piece = self._pending()

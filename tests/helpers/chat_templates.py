@@ -1,0 +1,294 @@
+"""Chat templates in the manner of those that models come with: the same constructs, other words.
+
+Those that write calls of tools do so exactly as their models, since how a model calls is known by its template.
+"""
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+# Qwen 2.5 and 3, Hermes 2 Pro.
+HERMES = r"""{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}
+    {{- "# Tools\n\nFunctions that you may call:\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\n</tools>\n\nA call:\n<tool_call>\n{\"name\": <name>, \"arguments\": <object>}\n</tool_call><|im_end|>\n" }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == "user" or (message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role }}
+        {%- if message.content %}{{- '\n' + message.content }}{%- endif %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
+            {{- '\n<tool_call>\n{"name": "' }}
+            {{- tool_call.name }}
+            {{- '", "arguments": ' }}
+            {{- tool_call.arguments | tojson }}
+            {{- '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if (loop.index0 == 0) or (messages[loop.index0 - 1].role != "tool") %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}{{- '<|im_end|>\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
+{%- endif %}
+"""
+
+# Llama 3.1 and 3.2.
+LLAMA = r"""{{- bos_token }}
+{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}{%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}{%- set date_string = "26 Jul 2024" %}{%- endif %}
+{%- endif %}
+{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\n\n" }}
+{%- if tools is not none %}{{- "Environment: ipython\n" }}{%- endif %}
+{{- "Today Date: " + date_string + "\n\n" }}
+{%- if tools is not none %}
+    {{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.' }}
+    {%- for t in tools %}
+        {{- t | tojson(indent=4) }}
+        {{- "\n\n" }}
+    {%- endfor %}
+{%- endif %}
+{{- system_message }}{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- if not message.tool_calls | length == 1 %}
+            {{- raise_exception("This model calls one tool at once!") }}
+        {%- endif %}
+        {%- set tool_call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}
+        {{- '{"name": "' + tool_call.name + '", ' }}
+        {{- '"parameters": ' }}
+        {{- tool_call.arguments | tojson }}
+        {{- "}" }}{{- "<|eot_id|>" }}
+    {%- else %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\n\n" }}
+        {%- if message.content is mapping or message.content is iterable %}{{- message.content | tojson }}
+        {%- else %}{{- message.content }}{%- endif %}
+        {{- "<|eot_id|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}
+"""
+
+# Mistral 7B v0.3 and Nemo.
+MISTRAL = r"""{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
+{%- set ns = namespace() %}
+{%- set ns.index = 0 %}
+{%- for message in loop_messages %}
+    {%- if not (message.role == "tool" or message.tool_calls is defined and message.tool_calls is not none) %}
+        {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
+            {{- raise_exception("After the optional system message, conversation roles must alternate") }}
+        {%- endif %}
+        {%- set ns.index = ns.index + 1 %}
+    {%- endif %}
+{%- endfor %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if message["role"] == "user" %}
+        {%- if tools is not none and (message == user_messages[-1]) %}
+            {{- "[AVAILABLE_TOOLS] [" }}
+            {%- for tool in tools %}
+                {%- set tool = tool.function %}
+                {{- '{"type": "function", "function": {' }}
+                {%- for key, val in tool.items() if key != "return" %}
+                    {%- if val is string %}{{- '"' + key + '": "' + val + '"' }}
+                    {%- else %}{{- '"' + key + '": ' + val | tojson }}{%- endif %}
+                    {%- if not loop.last %}{{- ", " }}{%- endif %}
+                {%- endfor %}
+                {{- "}}" }}
+                {%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" }}{%- endif %}
+            {%- endfor %}
+            {{- "[/AVAILABLE_TOOLS]" }}
+        {%- endif %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\n\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST] " + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
+        {{- "[TOOL_CALLS] [" }}
+        {%- for tool_call in message.tool_calls %}
+            {%- set out = tool_call.function | tojson %}
+            {{- out[:-1] }}
+            {%- if not tool_call.id is defined or tool_call.id | length != 9 %}
+                {{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
+            {%- endif %}
+            {{- ', "id": "' + tool_call.id + '"}' }}
+            {%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" + eos_token }}{%- endif %}
+        {%- endfor %}
+    {%- elif message["role"] == "assistant" %}
+        {{- " " + message["content"] | trim + eos_token }}
+    {%- elif message["role"] == "tool" %}
+        {%- if not message.tool_call_id is defined or message.tool_call_id | length != 9 %}
+            {{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
+        {%- endif %}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content | string + ", " }}
+        {{- '"call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+    {%- else %}
+        {{- raise_exception("Only user and assistant roles are supported, with an optional system message!") }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+# Mistral Small 3.2: a call is a name and arguments.
+MISTRAL_ARGS = (
+    "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "{% for m in messages %}{% if m.role == 'system' %}[SYSTEM_PROMPT]{{ m.content }}[/SYSTEM_PROMPT]"
+    "{% elif m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.tool_call_id }}[TOOL_CONTENT]{{ m.content }}[/TOOL_RESULTS]"
+    "{% else %}{{ m.content }}{% for call in m.tool_calls %}"
+    "{% set arguments = call.function.arguments if call.function.arguments is string"
+    " else call.function.arguments | tojson %}[TOOL_CALLS]{{ call.function.name + '[ARGS]' + arguments }}"
+    "{% endfor %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+# Granite 3.
+GRANITE = (
+    "{% if tools %}<|start_of_role|>available_tools<|end_of_role|>"
+    "{{ tools | tojson(indent=4) }}<|end_of_text|>\n{% endif %}"
+    "{%- for message in messages %}{%- if message.role == 'assistant' and message.tool_calls %}"
+    "{%- set items = [] %}<|start_of_role|>assistant<|end_of_role|><|tool_call|>["
+    "{%- for c in message.tool_calls %}{{ c.function | tojson }}{{ ', ' if not loop.last }}"
+    "{%- endfor %}]<|end_of_text|>\n"
+    "{%- else %}<|start_of_role|>{{ message.role }}<|end_of_role|>{{ message.content }}<|end_of_text|>\n{%- endif %}"
+    "{%- if loop.last and add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{%- endif %}{%- endfor %}"
+)
+
+# Phi 4 mini.
+PHI = (
+    "{%- if tools %}<|system|>{% for tool in tools %}<|tool|>{{ tool.function | tojson }}<|/tool|>{% endfor %}<|end|>"
+    "{%- endif %}{%- for message in messages %}{%- if message.role == 'tool' %}<|tool_response|>"
+    "{{ message.content | tojson }}<|end|>{%- else %}<|{{ message.role }}|>{{ message.content }}"
+    "{%- for call in message.tool_calls %}<|tool_call|>{{ call.function | tojson }}<|/tool_call|>{%- endfor %}<|end|>"
+    "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}<|assistant|>{%- endif %}"
+)
+
+# DeepSeek R1: arguments are texts, and tools are not described.
+DEEPSEEK = (
+    "{% set ns = namespace(is_first=false, system_prompt='') %}{%- for message in messages %}"
+    "{%- if message['role'] == 'system' %}{% set ns.system_prompt = message['content'] %}{%- endif %}{%- endfor %}"
+    "{{ bos_token }}{{ ns.system_prompt }}{%- for message in messages %}{%- if message['role'] == 'user' %}"
+    "{{ '<｜User｜>' + message['content'] }}{%- endif %}"
+    "{%- if message['role'] == 'assistant' and message['tool_calls'] %}"
+    "{{ '<｜Assistant｜>' + message['content'] + '<｜tool▁calls▁begin｜>' }}{%- for tool in message['tool_calls'] %}"
+    "{{ ('' if loop.first else '\n') + '<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>'"
+    " + tool['function']['name']"
+    " + '\n```json\n' + tool['function']['arguments'] + '\n```<｜tool▁call▁end｜>' }}{%- endfor %}"
+    "{{ '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}{%- elif message['role'] == 'assistant' %}"
+    "{{ '<｜Assistant｜>' + message['content'].split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}{%- endif %}"
+    "{%- if message['role'] == 'tool' %}{{ '<｜tool▁output▁begin｜>' + message['content'] + '<｜tool▁output▁end｜>' }}"
+    "{%- endif %}{%- endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"
+)
+
+# DeepSeek V3.1.
+DEEPSEEK_PLAIN = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}"
+    "{% elif m.role == 'system' %}"
+    "{{ m.content }}{% elif m.role == 'tool' %}<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>{% else %}"
+    "<｜Assistant｜>{{ m.content }}{% if m.tool_calls %}<｜tool▁calls▁begin｜>{% for t in m.tool_calls %}"
+    "<｜tool▁call▁begin｜>{{ t.function.name + '<｜tool▁sep｜>' + t.function.arguments }}<｜tool▁call▁end｜>"
+    "{% endfor %}"
+    "<｜tool▁calls▁end｜>{% endif %}<｜end▁of▁sentence｜>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<｜Assistant｜></think>{% endif %}"
+)
+
+# Gemma: no system message, roles alternate.
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}"
+    "{% set role = message['role'] %}{% endif %}"
+    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
+)
+
+# Qwen 3 Coder: arguments are no JSON.
+XML = (
+    "{% if tools %}<tools>{% for tool in tools %}<function>{{ tool.function.name }}</function>{% endfor %}</tools>"
+    "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls %}<tool_call>\n"
+    "<function={{ call.function.name }}>\n"
+    "{% for name, value in call.function.arguments.items() %}<parameter={{ name }}>\n"
+    "{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+)
+
+# What templates do besides: macros, loops that end, tags for training, JSON in many forms, tests and filters.
+SMOLLM = r"""{# a comment #}
+{%- macro shown(value) -%}
+    {{ value | tojson(sort_keys=true, separators=(',', ':')) }}{{ value | tojson(ensure_ascii=true, indent=1) }}
+{%- endmacro %}
+{%- set today = strftime_now("%Y") -%}
+{%- set ns = namespace(count=0, names=[]) %}
+{% for message in messages %}
+    {% if message.role == "system" %}{% continue %}{% endif %}
+    {% set ns.count = ns.count + 1 %}
+    {% generation %}
+    {{ message.role | upper }}: {{ (message.content or "") | trim }} {{ shown(message) }} ({{ loop.index }}
+    {{- ", " }}{{ today }})
+    {% endgeneration %}
+    {% if ns.count > 4 %}{% break %}{% endif %}
+{% endfor %}
+{{ dict(a=ns.count, b=[1.5, none, true]) | tojson }} {{ {"é": "<&>'"} | tojson }} {{ messages | length }}
+{%- if documents is not none %}{{ documents }}{% endif %}{% if tools is none %} no tools{% endif %}
+{% if add_generation_prompt %}ASSISTANT:{% endif %}"""
+
+ZEPHYR = (
+    "{% for message in messages %}\n{% if message['role'] == 'user' %}\n"
+    "{{ '<|user|>\n' + message['content'] + eos_token }}\n"
+    "{% elif message['role'] == 'system' %}\n{{ '<|system|>\n' + message['content'] + eos_token }}\n"
+    "{% elif message['role'] == 'assistant' %}\n{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n"
+    "{% endif %}\n"
+    "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
+)
+
+TEMPLATES = {
+    "chatml": CHATML,
+    "hermes": HERMES,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "mistral-args": MISTRAL_ARGS,
+    "granite": GRANITE,
+    "phi": PHI,
+    "deepseek": DEEPSEEK,
+    "deepseek-plain": DEEPSEEK_PLAIN,
+    "gemma": GEMMA,
+    "xml": XML,
+    "smollm": SMOLLM,
+    "zephyr": ZEPHYR,
+}
