@@ -1,0 +1,127 @@
+"""Whether two JSON schemas plainly exclude each other, so that of both at most one holds, and `oneOf` is `anyOf`.
+
+llguidance proves some of that itself, but does not look behind a `$ref`, as pydantic writes every union with one.
+Only a part of each schema is looked at: what that part excludes, the whole excludes, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from typing import Any
+
+Schema = Mapping[str, Any]
+
+_ALL_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
+_MOST_DEEP = 8
+# More take too long, since each is compared with each.
+_MOST_ALTERNATIVES = 64
+
+
+def exclude_each_other(alternatives: object, root: Schema, types: object = None) -> bool:
+    """Return whether no value satisfies two of the alternatives.
+
+    Args:
+        alternatives: schemas.
+        root: the schema whose definitions they refer to.
+        types: the `type` of the schema that has the alternatives, None if it has none.
+    """
+    if not isinstance(alternatives, list) or len(alternatives) > _MOST_ALTERNATIVES:
+        return False
+    around: list[Schema] = [] if types is None else [{"type": types}]
+    parts = [[*around, *_parts(each, root)] for each in alternatives]
+    return all(_exclude(first, second, root, 0) for first, second in combinations(parts, 2))
+
+
+def _parts(schema: object, root: Schema) -> Iterator[Schema]:
+    """Yield the schema that must hold where `schema` does: itself, or what it refers to.
+
+    Up to draft 7 nothing else counts beside a `$ref`.
+    """
+    for _ in range(_MOST_DEEP):
+        if not isinstance(schema, Mapping):
+            return
+        if "$ref" not in schema:
+            yield schema
+            return
+        schema = _resolved(schema["$ref"], root)
+
+
+def _resolved(reference: object, root: Schema) -> object:
+    """Return what a reference within the schema points to, None if it points elsewhere."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found: object = root
+    for name in reference[1:].split("/")[1:]:
+        key = name.replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _exclude(first: list[Schema], second: list[Schema], root: Schema, depth: int) -> bool:
+    types = _types(first), _types(second)
+    if not types[0] & types[1]:
+        return True
+    values = _values(first), _values(second)
+    if values[0] is not None and values[1] is not None and not values[0] & values[1]:
+        return True
+    if types[0] & types[1] != {"object"} or depth > _MOST_DEEP:
+        return False
+    required = _required(first), _required(second)
+    if any(_forbids(second, name) for name in required[0]) or any(_forbids(first, name) for name in required[1]):
+        return True
+    return any(
+        _exclude(_property(first, name, root), _property(second, name, root), root, depth + 1)
+        for name in required[0] & required[1]
+    )
+
+
+def _types(parts: list[Schema]) -> set[str]:
+    """Return the types that all parts allow. An integer is a number, too."""
+    allowed = set(_ALL_TYPES)
+    for part in parts:
+        given = part.get("type")
+        named = [given] if isinstance(given, str) else given if isinstance(given, list) else [*_ALL_TYPES]
+        some = {name for name in named if isinstance(name, str)}
+        allowed &= some | ({"integer"} if "number" in some else set())
+    return allowed
+
+
+def _values(parts: list[Schema]) -> set[str] | None:
+    """Return the values that one of the parts names, as JSON; None if none names any."""
+    for part in parts:
+        named = [part["const"]] if "const" in part else part.get("enum")
+        if isinstance(named, list):
+            return {_canonical(value) for value in named}
+    return None
+
+
+def _canonical(value: Any) -> str:
+    """Return JSON that is the same for equal values: 1.0 is 1."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return "object" if isinstance(value, Mapping | list) else json.dumps(value)
+
+
+def _required(parts: list[Schema]) -> set[str]:
+    lists = (part.get("required") for part in parts)
+    return {name for names in lists if isinstance(names, list) for name in names if isinstance(name, str)}
+
+
+def _forbids(parts: list[Schema], name: str) -> bool:
+    return any(
+        part.get("additionalProperties") is False
+        and "patternProperties" not in part
+        and name not in (part.get("properties") or {})
+        for part in parts
+    )
+
+
+def _property(parts: list[Schema], name: str, root: Schema) -> list[Schema]:
+    """Return the schemas that must hold for a property."""
+    tables = (part.get("properties") for part in parts)
+    named = [table[name] for table in tables if isinstance(table, Mapping) and name in table]
+    return [part for schema in named for part in _parts(schema, root)]

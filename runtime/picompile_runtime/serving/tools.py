@@ -1,0 +1,126 @@
+"""Tools of a chat: functions that the model may call, and whether it may, must, or must call one of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from picompile_runtime.errors import RequestError
+from picompile_runtime.request_checks import shown
+
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_MOST_TOOLS = 128  # OpenAI's
+_COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties", "unevaluatedProperties")
+_MODES: Mapping[str, Literal["auto", "required"]] = {"auto": "auto", "required": "required"}
+
+
+@dataclass(frozen=True)
+class ToolFunction:
+    """A function that the model may call.
+
+    Attributes:
+        name: letters, digits and `_-.`, up to 64.
+        description: what it is for.
+        parameters: the JSON schema of its arguments, which are an object.
+        is_strict: whether arguments must satisfy the schema even if a part of it cannot be enforced; then the request
+            is refused. Else such a function's arguments are any object, as OpenAI's are without `strict`.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    is_strict: bool = False
+
+    @property
+    def arguments_schema(self) -> dict[str, Any]:
+        """The schema that arguments are held to: of `parameters`, and with no properties that these do not name.
+
+        Any others would do if the schema does not say otherwise, and small models never come to an end of them.
+        """
+        schema = {"type": "object", **self.parameters}
+        is_open = "properties" in schema and not any(key in schema for key in _COMBINED)
+        return {**schema, "additionalProperties": False} if is_open else schema
+
+
+@dataclass(frozen=True)
+class ToolOffer:
+    """The functions that the model is offered in one request, and whether it must call one.
+
+    Attributes:
+        functions: which it may call, one or more.
+        mode: "auto" if it may call or not, "required" if it must call.
+        most_calls: how many calls an answer may have.
+    """
+
+    functions: tuple[ToolFunction, ...]
+    mode: Literal["auto", "required"] = "auto"
+    most_calls: int = 32
+
+    @property
+    def template_tools(self) -> list[dict[str, Any]]:
+        """The functions as OpenAI's API and chat templates describe tools."""
+        described = (
+            {"name": function.name, "description": function.description, "parameters": dict(function.parameters)}
+            for function in self.functions
+        )
+        return [{"type": "function", "function": function} for function in described]
+
+
+def read_offer(
+    tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None = None, parallel: bool = True
+) -> ToolOffer | None:
+    """Return what a request offers the model; None if it may call nothing.
+
+    Args:
+        tools: OpenAI's `tools`.
+        choice: OpenAI's `tool_choice`: "none", "auto", "required", or the function that must be called; None is "auto".
+        parallel: OpenAI's `parallel_tool_calls`.
+
+    Raises:
+        RequestError: they are not of that form, two functions have one name, or the chosen one is not among them.
+    """
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise RequestError(f"tool_choice is {shown(choice)}, and there are no tools")
+        return None
+    if not isinstance(tools, Sequence) or isinstance(tools, str) or len(tools) > _MOST_TOOLS:
+        raise RequestError(f"tools must be a list of at most {_MOST_TOOLS} tools")
+    functions = tuple(_function(tool) for tool in tools)
+    names = [function.name for function in functions]
+    if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+        raise RequestError(f"two tools are called {twice}")
+    most_calls = ToolOffer.most_calls if parallel else 1
+    if choice == "none":
+        return None
+    if choice is None or (isinstance(choice, str) and choice in _MODES):
+        return ToolOffer(functions, "auto" if choice is None else _MODES[choice], most_calls)
+    chosen = _member(choice, "function")
+    name = _member(chosen, "name")
+    if not isinstance(name, str) or _member(choice, "type") != "function":
+        raise RequestError(f"tool_choice must be none, auto, required, or a function's name, not {shown(choice)}")
+    if name not in names:
+        raise RequestError(f"tool_choice names {shown(name)}, and the tools are {', '.join(names)}")
+    return ToolOffer((functions[names.index(name)],), "required", 1)
+
+
+def _member(value: object, key: str) -> object:
+    return value.get(key) if isinstance(value, Mapping) else None
+
+
+def _function(tool: object) -> ToolFunction:
+    function = _member(tool, "function")
+    if _member(tool, "type") != "function" or not isinstance(function, Mapping):
+        raise RequestError(f'a tool must be {{"type": "function", "function": {{…}}}}, not {shown(tool)}')
+    name, description = function.get("name"), function.get("description")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise RequestError(f"a function's name must be up to 64 letters, digits and _-. , not {shown(name)}")
+    if description is not None and not isinstance(description, str):
+        raise RequestError(f"the description of {name} must be a text, not {shown(description)}")
+    parameters = function.get("parameters")
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}}
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+        raise RequestError(f"the parameters of {name} must be a JSON schema of an object, not {shown(parameters)}")
+    return ToolFunction(name, description or "", parameters, function.get("strict") is True)

@@ -1,0 +1,34 @@
+"""Tokenizers of models that call tools, each with a template and the tokens that its calls are made of."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import tokenizers
+
+from helpers.chat_templates import TEMPLATES
+from helpers.toys.toy_tokenizers import byte_level
+from picompile_runtime import Tokenizer
+
+# The tokens of calls that have no text, as the models have them. Those of Hermes are words like others.
+SPECIAL = {
+    "llama": ("<|python_tag|>", "<|eot_id|>"),
+    "mistral": ("[TOOL_CALLS]", "[INST]"),
+    "mistral-args": ("[TOOL_CALLS]", "[ARGS]"),
+    "granite": ("<|tool_call|>",),
+    "phi": ("<|tool_call|>", "<|/tool_call|>"),
+    "deepseek": (
+        *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+    ),
+}
+SPECIAL["deepseek-plain"] = SPECIAL["deepseek"]
+
+
+@cache
+def tool_model(name: str, added: Sequence[str] = ("<tool_call>", "</tool_call>")) -> Tokenizer:
+    """The tokenizer of a model with the template `name`, "" for none; `added` are tokens of words."""
+    made = tokenizers.Tokenizer.from_str(byte_level()._tokenizer.to_str())
+    made.add_tokens(list(added))
+    made.add_special_tokens(list(SPECIAL.get(name, ())))
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None, "add_bos_token": False}
+    return Tokenizer(made.to_str(), config, TEMPLATES.get(name, ""))
