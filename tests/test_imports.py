@@ -4,7 +4,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -29,6 +29,9 @@ FORBIDDEN = {
     },
 }
 RUNTIME_DEPENDENCIES = {"numpy", "tokenizers", "jinja2"}
+# Those of the runtime's extra `serve`, for its folder serving/ alone.
+SERVING = SOURCES["picompile_runtime"] / "serving"
+SERVING_DEPENDENCIES = {"starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client", "llguidance"}
 HEAVY = ("torch", "tvm", "tvm_ffi", "transformers", "picompile_passes", "picompile_codegen")
 
 
@@ -71,15 +74,26 @@ def test_the_rule_sees_imports_inside_functions(tmp_path: Path) -> None:
     assert imported_roots(path) == {"torch", "tvm", "rich"}
 
 
+def foreign_imports(paths: Iterable[Path]) -> set[str]:
+    """The imports of the runtime's files that are neither Python's nor the runtime's own."""
+    used = {name for path in paths for name in imported_roots(path)}
+    return used - set(sys.stdlib_module_names) - {"picompile_runtime"}
+
+
 def test_runtime_needs_only_its_declared_dependencies() -> None:
-    used = {name for path in python_files("picompile_runtime") for name in imported_roots(path)}
-    foreign = used - set(sys.stdlib_module_names) - {"picompile_runtime"}
-    assert foreign <= RUNTIME_DEPENDENCIES
+    paths = [path for path in python_files("picompile_runtime") if SERVING not in path.parents]
+    assert foreign_imports(paths) <= RUNTIME_DEPENDENCIES
 
 
-def loaded_by(statement: str) -> set[str]:
-    """Which of the heavy packages a fresh interpreter has loaded after `statement`."""
-    code = f"{statement}\nimport sys\nprint(*(set({HEAVY!r}) & set(sys.modules)))"
+def test_serving_needs_only_the_extra_besides() -> None:
+    foreign = foreign_imports(path for path in python_files("picompile_runtime") if SERVING in path.parents)
+    assert foreign - RUNTIME_DEPENDENCIES <= SERVING_DEPENDENCIES
+    assert "starlette" in foreign, "the folder is where this test looks for it"
+
+
+def loaded_by(statement: str, packages: Iterable[str] = HEAVY) -> set[str]:
+    """Which of the packages a fresh interpreter has loaded after `statement`."""
+    code = f"{statement}\nimport sys\nprint(*(set({sorted(packages)!r}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
@@ -104,6 +118,15 @@ RUNTIME_MODULES = [
 )
 def test_light_imports_stay_light(statement: str) -> None:
     assert loaded_by(statement) == set()
+
+
+def test_what_does_not_serve_loads_nothing_of_the_extra() -> None:
+    others = [name for name in RUNTIME_MODULES if ".serving." not in name]
+    # The command lines read their options, and say what is missing, without it.
+    light = [f"picompile_runtime.serving.{name}" for name in ("main", "options", "extra")]
+    assert set(light) < set(RUNTIME_MODULES)
+    statement = "\n".join(f"import {name}" for name in [*others, *light, "picompile.cli"])
+    assert loaded_by(statement, SERVING_DEPENDENCIES) == set()
 
 
 def test_importing_passes_brings_no_compiler() -> None:

@@ -18,6 +18,7 @@ import typer
 from typer.main import get_command
 
 from picompile.cli.bench import bench_command
+from picompile.cli.chat import chat_command
 from picompile.cli.compile import compile_command
 from picompile.cli.diff import diff_command
 from picompile.cli.doctor import doctor_command
@@ -30,6 +31,7 @@ from picompile.cli.plan import plan_command
 from picompile.cli.profile import profile_command
 from picompile.cli.report import report_command
 from picompile.cli.run import run_command
+from picompile.cli.serve import serve_command
 from picompile.cli.synth import synth_command
 from picompile.cli.targets import targets_command
 from picompile.cli.train import train_command
@@ -195,6 +197,8 @@ app = typer.Typer(
 COMMANDS: dict[str, Callable[..., None]] = {
     "compile": compile_command,
     "run": run_command,
+    "chat": chat_command,
+    "serve": serve_command,
     "inspect": inspect_command,
     "verify": verify_command,
     "bench": bench_command,

@@ -17,7 +17,7 @@ class RunOption:
     names: tuple[str, ...]
     kind: type[int] | type[float] | type[str] | type[bool]
     help: str
-    default: int | float | bool | None = None
+    default: int | float | bool | str | None = None
     metavar: str | None = None
     least: float | None = None
     most: float | None = None

@@ -1,0 +1,125 @@
+"""Fields of other servers, or of OpenAI's, that would change an answer and that this server does not have.
+
+Fields that no server has are ignored, as OpenAI's does; to ignore one of these would be to answer another question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A field that is refused unless its value is one of `neutral`, which ask for nothing. `hint` says what to do."""
+
+    name: str
+    neutral: tuple[Any, ...] = ()
+    hint: str = "leave it out"
+
+
+_ALWAYS_NEUTRAL: tuple[Any, ...] = (None, False, [], {})
+
+_TOKENS = (
+    Refusal("truncate_prompt_tokens", hint="shorten the chat"),
+    Refusal("return_token_ids", hint="use /v1/completions"),
+)
+# For every way to ask for a text.
+SAMPLING = (
+    *(Refusal(name, hint="use structured_outputs") for name in ("guided_regex", "guided_choice", "guided_grammar")),
+    Refusal("guided_json", hint="use response_format"),
+    Refusal("use_beam_search"),
+    Refusal("length_penalty", (1,)),
+    Refusal("min_tokens", (0,)),
+    Refusal("stop_token_ids", hint="use stop"),
+    Refusal("bad_words", hint="use logit_bias"),
+    Refusal("allowed_token_ids", hint="use structured_outputs or logit_bias"),
+    Refusal("logits_processors"),
+    Refusal("include_stop_str_in_output"),
+    Refusal("skip_special_tokens", (True,)),
+    Refusal("return_tokens_as_token_ids"),
+    Refusal("vllm_xargs"),
+    Refusal("n_predict", hint="use max_tokens"),
+    Refusal("mirostat", (0,)),
+    Refusal("typical_p", (1,)),
+    Refusal("tfs_z", (1,)),
+    Refusal("dry_multiplier", (0,)),
+    Refusal("xtc_probability", (0,)),
+    Refusal("dynatemp_range", (0,)),
+    Refusal("n_probs", (0,), "use logprobs"),
+    Refusal("samplers"),
+    Refusal("lora"),
+    Refusal("id_slot", (-1,)),
+    Refusal("return_progress"),
+    Refusal("response_fields"),
+)
+COMPLETION = (
+    *SAMPLING,
+    Refusal("suffix", ("",), "the model only continues texts"),
+    Refusal("prompt_embeds", hint="send a prompt"),
+    Refusal("add_special_tokens", (True,), "send token ids"),
+    Refusal("max_completion_tokens", hint="use max_tokens"),
+    Refusal("top_logprobs", (0,), "use logprobs"),
+    Refusal("messages", hint="use /v1/chat/completions"),
+    Refusal("tools", hint="use /v1/chat/completions"),
+)
+CHAT = (
+    *SAMPLING,
+    *_TOKENS,
+    Refusal("audio"),
+    Refusal("modalities", (["text"],), "the model writes text alone"),
+    Refusal("functions", hint="use tools"),
+    Refusal("function_call", ("none", "auto"), "use tool_choice"),
+    Refusal("web_search_options"),
+    Refusal("reasoning_effort", ("none",), "the model does not reason apart from its answer"),
+    Refusal("verbosity", ("medium",)),
+    Refusal("echo"),
+    Refusal("best_of", (1,), "use n"),
+    Refusal("add_generation_prompt", (True,)),
+    Refusal("continue_final_message"),
+    Refusal("chat_template", hint="the model's own template is used"),
+    Refusal("documents"),
+    Refusal("prompt_logprobs", hint="use /v1/completions"),
+    Refusal("mm_processor_kwargs"),
+)
+# What the other endpoints take, and this one does not.
+_CHAT_ONLY = (
+    *("messages", "response_format", "json_schema", "grammar", "structured_outputs", "logprobs", "logit_bias", "seed"),
+    *("stop", "top_k", "min_p", "repetition_penalty", "repeat_penalty", "presence_penalty", "frequency_penalty"),
+    *("max_tokens", "max_completion_tokens", "ignore_eos", "timings_per_token"),
+)
+_STATELESS = "the server keeps no responses; send the whole conversation as input"
+RESPONSES = (
+    *_TOKENS,
+    *(Refusal(name, hint="use /v1/chat/completions") for name in _CHAT_ONLY),
+    Refusal("n", (1,), "use /v1/chat/completions"),
+    Refusal("store", hint=_STATELESS),
+    Refusal("previous_response_id", hint=_STATELESS),
+    Refusal("conversation", hint=_STATELESS),
+    Refusal("background"),
+    Refusal("prompt"),
+    Refusal("tools", hint="use /v1/chat/completions"),
+    Refusal("tool_choice", ("auto", "none"), "use /v1/chat/completions"),
+    Refusal("reasoning"),
+    Refusal("truncation", ("disabled",), "shorten the input"),
+    Refusal("include"),
+    Refusal("top_logprobs", (0,), "use /v1/chat/completions"),
+    Refusal("max_tool_calls"),
+)
+
+
+def refused_field(data: Mapping[str, Any], refusals: Iterable[Refusal]) -> Refusal | None:
+    """Return the first of `refusals` that a request's fields call for, None if there is none."""
+    for refusal in refusals:
+        if refusal.name not in data:
+            continue
+        value = data[refusal.name]
+        if not any(_is_same(value, neutral) for neutral in (*_ALWAYS_NEUTRAL, *refusal.neutral)):
+            return refusal
+    return None
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    """Return whether two JSON values are the same; in Python, 0 equals False, too."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)

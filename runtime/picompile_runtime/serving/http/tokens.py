@@ -1,0 +1,59 @@
+"""POST /tokenize and /detokenize: text to tokens and back, as llama.cpp's server and vLLM have them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from picompile_runtime.serving.http.ask import check_letters
+from picompile_runtime.serving.http.body import read_body
+from picompile_runtime.serving.http.errors import ApiError, json_response
+from picompile_runtime.serving.http.token_body import DetokenizeBody, TokenizeBody
+from picompile_runtime.serving.model import ServedModel
+from picompile_runtime.serving.text import TokenTexts
+
+# The tokenizer lets no other thread run meanwhile; this takes it most of a second.
+_MOST_LETTERS = 2**18
+
+
+async def tokenize(request: Request) -> Response:
+    """Answer with the tokens of a text or a chat."""
+    body = await read_body(request, TokenizeBody)
+    model: ServedModel = request.app.state.models.get(body.model)
+    if body.messages is not None:
+        letters = sum(len(message["content"]) for message in body.template_messages())
+        check_letters(letters, model)
+        is_open = body.add_generation_prompt is not False
+        ids = await model.encode_chat(body.template_messages(), add_generation_prompt=is_open)
+    else:
+        text = (body.content if body.content is not None else body.prompt) or ""
+        if len(text) > _MOST_LETTERS:
+            raise ApiError(400, f"a text may have {_MOST_LETTERS} characters, not {len(text)}")
+        ids = await model.encode(text, body.has_special_tokens)
+    tokens = [_piece(model.texts, token) for token in ids] if body.with_pieces else ids
+    strings = [model.texts.text_of(token) for token in ids] if body.return_token_strs else None
+    return json_response(
+        {"count": len(ids), "max_model_len": model.engine.context, "tokens": tokens, "token_strs": strings}
+    )
+
+
+def _piece(texts: TokenTexts, token: int) -> dict[str, Any]:
+    """Return a token with its text, or with its bytes if these are no text, as llama.cpp's server writes it."""
+    content = texts.bytes_of(token)
+    try:
+        return {"id": token, "piece": content.decode()}
+    except UnicodeDecodeError:
+        return {"id": token, "piece": list(content)}
+
+
+async def detokenize(request: Request) -> Response:
+    """Answer with the text of tokens."""
+    body = await read_body(request, DetokenizeBody)
+    model: ServedModel = request.app.state.models.get(body.model)
+    if body.tokens and max(body.tokens) >= model.engine.vocab:
+        raise ApiError(400, f"tokens must be integers from 0 to {model.engine.vocab - 1}", param="tokens")
+    text = await asyncio.to_thread(model.tokenizer.decode, body.tokens)
+    return json_response({"content": text, "prompt": text})

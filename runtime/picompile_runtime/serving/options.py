@@ -1,0 +1,185 @@
+"""The options of `picompile serve` and `picompile-serve`, declared once for both command lines, and what they mean."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from picompile_runtime.errors import RequestError
+from picompile_runtime.request_checks import shown
+from picompile_runtime.run_options import RUN_OPTIONS, RunOption
+
+KEY_VARIABLE = "PICOMPILE_API_KEY"
+
+SERVE_OPTIONS = {
+    option.key: option
+    for option in (
+        RunOption(
+            ("--host",),
+            str,
+            "Address to listen at. Other machines reach 0.0.0.0; give a key then.",
+            "127.0.0.1",
+            "HOST",
+        ),
+        RunOption(("--port",), int, "Port to listen at; 0 takes a free one.", 8080, "N", least=0, most=65535),
+        RunOption(
+            ("--api-key",),
+            str,
+            f"Key that requests must have; repeatable. Better in {KEY_VARIABLE} or in a file: others see options.",
+            None,
+            "KEY",
+            repeated=True,
+        ),
+        RunOption(("--api-key-file",), str, "File with keys, one a line.", None, "FILE"),
+        RunOption(("--model",), str, "One more model to serve; repeatable.", None, "NAME=ARTIFACT", repeated=True),
+        RUN_OPTIONS["threads"],
+        RUN_OPTIONS["replan"],
+        RunOption(("--max-waiting",), int, "Requests that may wait; beyond, 429 is answered.", 256, "N", least=0),
+        RunOption(
+            ("--kv-memory",), str, "How much of the KV cache may be in use, as in 512MiB. Default: all.", None, "SIZE"
+        ),
+        RunOption(
+            ("--no-reread",),
+            bool,
+            "Do not read answers again, while there is nothing else to do, for a chat's next question to reuse.",
+            False,
+        ),
+        RunOption(("--max-body",), str, "Largest body of a request.", "16MiB", "SIZE"),
+        RunOption(
+            ("--cors",),
+            str,
+            "Allow pages of this origin to ask; repeatable; * allows all.",
+            None,
+            "ORIGIN",
+            repeated=True,
+        ),
+        RunOption(
+            ("--allowed-host",),
+            str,
+            "Name that requests may have as Host; repeatable. Default: on localhost its names, else any.",
+            None,
+            "NAME",
+            repeated=True,
+        ),
+        RunOption(
+            ("--drain-timeout",),
+            float,
+            "Seconds that running answers have when the server is to end.",
+            30.0,
+            "S",
+            least=0,
+            most=86400,
+        ),
+        RUN_OPTIONS["debug"],
+    )
+}
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The models to serve, and the settings of the server.
+
+    Attributes:
+        models: folders of artifacts, by the names that requests give; the first is the default.
+        host, port: where to listen.
+        keys: API keys; with none, every request is answered.
+        threads, replan: as for `picompile_runtime.load`.
+        max_waiting, kv_bytes, reread: how requests are scheduled; see `SchedulerOptions`.
+        most_body_bytes: largest body of a request.
+        origins: of pages that may ask.
+        hosts: names that requests may have as Host, beyond those of localhost.
+        drain_s: seconds that running answers have when the server is to end.
+    """
+
+    models: Mapping[str, Path]
+    host: str = "127.0.0.1"
+    port: int = 8080
+    keys: Sequence[str] = ()
+    threads: int | None = None
+    replan: bool = False
+    max_waiting: int = 256
+    kv_bytes: int | None = None
+    reread: bool = True
+    most_body_bytes: int = 2**24
+    origins: Sequence[str] = ()
+    hosts: Sequence[str] = ()
+    drain_s: float = 30.0
+
+
+def serve_options(artifact: str | os.PathLike[str] | None, values: Mapping[str, Any]) -> ServeOptions:
+    """Return what the options of a command line mean.
+
+    Args:
+        artifact: the artifact that needs no name: its folder's is taken.
+        values: the value of each option of `SERVE_OPTIONS`, by key.
+
+    Raises:
+        RequestError: a value makes no sense.
+    """
+    kv_memory = values["kv_memory"]
+    return ServeOptions(
+        models=_models(artifact, values["model"] or ()),
+        host=values["host"],
+        port=values["port"],
+        keys=_keys(values["api_key"] or (), values["api_key_file"]),
+        threads=values["threads"],
+        replan=values["replan"],
+        max_waiting=values["max_waiting"],
+        kv_bytes=None if kv_memory is None else parse_size(kv_memory, "--kv-memory"),
+        reread=not values["no_reread"],
+        most_body_bytes=parse_size(values["max_body"], "--max-body"),
+        origins=tuple(values["cors"] or ()),
+        hosts=tuple(values["allowed_host"] or ()),
+        drain_s=values["drain_timeout"],
+    )
+
+
+def _models(artifact: str | os.PathLike[str] | None, named: Sequence[str]) -> dict[str, Path]:
+    models = {} if artifact is None else {Path(artifact).resolve().name or "model": Path(artifact)}
+    for text in named:
+        name, _, folder = text.partition("=")
+        if not name or not folder or not name.isprintable():
+            raise RequestError(f"--model takes NAME=ARTIFACT, not {shown(text)}")
+        if name in models:
+            raise RequestError(f"--model: two models have the name {shown(name)}; give another")
+        models[name] = Path(folder)
+    if not models:
+        raise RequestError("give an artifact to serve, or several as --model NAME=ARTIFACT")
+    return models
+
+
+def _keys(given: Sequence[str], file: str | None) -> tuple[str, ...]:
+    """Return all API keys: those of options, of a file, and of the environment."""
+    keys = [*given]
+    if file is not None:
+        try:
+            lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"--api-key-file: {file} cannot be read ({error})") from error
+        if not any(lines):
+            raise RequestError(f"--api-key-file: {file} has no key; write one on each line")
+        keys += [line for line in lines if line]
+    if variable := os.environ.get(KEY_VARIABLE):
+        keys.append(variable)
+    for key in keys:
+        if not re.fullmatch(r"[!-~]+", key):
+            raise RequestError("an API key must be of visible ASCII characters, without spaces, and not empty")
+    return tuple(keys)
+
+
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE | re.ASCII)
+
+
+def parse_size(text: str, option: str) -> int:
+    """Return the bytes that `text` writes, as 512MiB or 2GB. Raises RequestError, which names the `option`."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is not None:
+        number, power, is_binary = found.groups()
+        size = float(number) * (1024 if is_binary else 1000) ** " kmgt".index(power.lower() or " ")
+        if size >= 1:
+            return int(size)
+    raise RequestError(f"{option} takes a size such as 512MiB, not {shown(text)}")

@@ -1,0 +1,107 @@
+"""`picompile-serve` in a process of its own, and applications on a thread."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import uvicorn
+
+from picompile_runtime.serving.http.server import bind
+
+_PATIENCE_S = 60.0
+
+
+@dataclass
+class ServingProcess:
+    """The process and where it listens.
+
+    Attributes:
+        url: known when it has begun to load its models.
+        lines: what it has written to stderr.
+    """
+
+    process: subprocess.Popen[str]
+    url: str = ""
+    lines: list[str] = field(default_factory=list)
+    _new: queue.Queue[str | None] = field(default_factory=queue.Queue)
+
+    def read(self, stream: IO[str]) -> None:
+        for line in stream:
+            self._new.put(line.rstrip("\n"))
+        self._new.put(None)
+
+    def wait_for(self, beginning: str) -> str:
+        """Wait for a line with this beginning, and return it."""
+        while (line := self._new.get(timeout=_PATIENCE_S)) is not None:
+            self.lines.append(line)
+            if line.startswith(beginning):
+                return line
+        raise AssertionError(f"the server ended before it wrote {beginning!r}: {self.lines}")
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal, and return the exit code."""
+        self.process.send_signal(number)
+        return self.ended()
+
+    def ended(self) -> int:
+        """Wait until the process has ended, and return its exit code."""
+        code = self.process.wait(_PATIENCE_S)
+        while (line := self._new.get(timeout=_PATIENCE_S)) is not None:
+            self.lines.append(line)
+        return code
+
+
+@contextmanager
+def serving(*arguments: object, wait: bool = True, **environment: str) -> Iterator[ServingProcess]:
+    """Start the command at a free port with one thread. Unless `wait` is False, wait until it serves."""
+    command = [sys.executable, "-m", "picompile_runtime.serving", "--port", "0", "-t", "1", *map(str, arguments)]
+    # A process whose parent ignores SIGINT, as in the background of a script, would ignore it, too.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, errors="replace", env={**os.environ, **environment}
+        )
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    found = ServingProcess(process)
+    assert process.stderr is not None
+    reader = threading.Thread(target=found.read, args=(process.stderr,), daemon=True)
+    reader.start()
+    try:
+        if wait:
+            address = re.search(r"(http://\S+?)/health", found.wait_for("loading "))
+            assert address is not None
+            found.url = address[1]
+            found.wait_for("serving ")
+        yield found
+    finally:
+        process.kill()
+        process.wait()
+        reader.join()
+        process.stderr.close()
+
+
+@contextmanager
+def serving_thread(app: Any) -> Iterator[str]:
+    """Serve an application in this process, for tests in which clients go away; yields its address."""
+    listener = bind("127.0.0.1", 0)
+    config = uvicorn.Config(app, log_config=None, log_level="error", ws="none", lifespan="off", loop="asyncio")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()

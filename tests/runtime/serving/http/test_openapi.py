@@ -1,0 +1,110 @@
+"""The OpenAPI document is correct: it names every route, and what really comes back is what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jsonschema
+import pytest
+from starlette.testclient import TestClient
+
+from helpers.fake_serving import client_of, fake_model
+from picompile_runtime.serving.http.app import AppSettings
+from picompile_runtime.serving.http.openapi import OPERATIONS, document
+
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+def check(answer: Any, path: str) -> None:
+    """Hold an answer to the document: its status, its type, and its content."""
+    (operation,) = document()["paths"][path].values()
+    responses = operation["responses"]
+    assert str(answer.status_code) in responses, answer.text
+    contents: Mapping[str, Any] = responses[str(answer.status_code)]["content"]
+    media = answer.headers["content-type"].partition(";")[0]
+    assert media in contents
+    if media == "application/json":
+        schema = {**contents[media]["schema"], "components": document()["components"]}
+        jsonschema.Draft202012Validator(schema).validate(answer.json())
+
+
+def test_every_route_is_in_the_document(client: TestClient) -> None:
+    routes = {route.path.replace(":path", ""): route.methods for route in client.app.routes}  # type: ignore[attr-defined]
+    paths = client.get("/openapi.json").json()["paths"]
+    assert paths.keys() == routes.keys() == {operation.path for operation in OPERATIONS}
+    for path, methods in routes.items():
+        assert {method.upper() for method in paths[path]} == methods - {"HEAD"}
+
+
+def test_schemas_are_schemas_and_references_lead_somewhere() -> None:
+    schemas = document()["components"]["schemas"]
+    for schema in schemas.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+    def references(value: Any) -> list[str]:
+        if isinstance(value, dict):
+            own = [value["$ref"]] if isinstance(value.get("$ref"), str) else []
+            return own + [found for each in value.values() for found in references(each)]
+        return [found for each in value for found in references(each)] if isinstance(value, list) else []
+
+    prefix = "#/components/schemas/"
+    assert {name.removeprefix(prefix) for name in references(dict(document()))} <= schemas.keys()
+
+
+COMPLETION, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETION, {"prompt": "Hi", "logprobs": 2, "echo": True, "n": 2, "prompt_logprobs": 1}),
+        (COMPLETION, {"prompt": "Hi"}),
+        (COMPLETION, {"prompt": "Hi", "stream": True}),
+        (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "n": 2}),
+        (CHAT, {"messages": HELLO}),
+        (CHAT, {"messages": HELLO, "stream": True}),
+        (RESPONSE, {"input": "Hi", "text": {"format": {"type": "text"}}}),
+        (RESPONSE, {"input": "Hi", "max_output_tokens": 1}),
+        (RESPONSE, {"input": "Hi", "stream": True}),
+        ("/tokenize", {"content": "Hé", "with_pieces": True}),
+        ("/tokenize", {"prompt": "Hé", "return_token_strs": True}),
+        ("/detokenize", {"tokens": [5]}),
+        ("/health", None),
+        ("/slots", None),
+        ("/metrics", None),
+        ("/", None),
+        ("/openapi.json", None),
+        ("/v1/models", None),
+        ("/v1/models/{model}", None),
+    ],
+)
+def test_answers_are_as_documented(client: TestClient, path: str, body: Any) -> None:
+    answer = client.get(path.format(model="fake")) if body is None else client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    check(answer, path)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.path)
+def test_errors_are_as_documented(operation: Any) -> None:
+    path = operation.path
+    method = "GET" if operation.body is None else "POST"
+    hosted = client_of(fake_model(), settings=AppSettings(hosts=("here",)))
+    keyed = client_of(fake_model(), settings=AppSettings(keys=("key",)))
+    loading = client_of(names=("fake",))
+    for client in (hosted, keyed, loading):
+        check(client.request(method, path.format(model="fake"), json={} if method == "POST" else None), path)
+    if method == "GET":
+        check(client_of(fake_model()).get(path.format(model="nothing")), path)
+        return
+    client = client_of(fake_model(), settings=AppSettings(most_body_bytes=100))
+    check(client.post(path, json={}), path)
+    check(client.post(path, content=b"{}"), path)
+    check(client.post(path, json={"x": "y" * 100}), path)
+    fields = {"model": "nothing", "prompt": "x", "input": "x", "messages": HELLO, "tokens": []}
+    fields = {key: value for key, value in fields.items() if key in operation.body.model_fields}
+    if path == "/tokenize":
+        del fields["messages"]
+    answer = client.post(path, json=fields)
+    assert answer.status_code == 404
+    check(answer, path)

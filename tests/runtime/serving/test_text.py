@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.toys.toy_tokenizers import EOS, TEXT, byte_level, metaspace
+from picompile_runtime import RequestError, Tokenizer
+from picompile_runtime.serving.text import TextAssembler, TokenTexts
+
+TOKENIZERS = {"byte level": byte_level(), "metaspace": metaspace(), "strip": metaspace(bos=False, strip=True)}
+
+
+def assembled(assembler: TextAssembler, tokens: list[int]) -> str:
+    text = ""
+    for token in tokens:
+        text += assembler.push(token)
+        assert assembler.shown == len(text) <= assembler.decoded
+    text += assembler.finish()
+    assert assembler.shown == len(text)
+    return text
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(text=TEXT)
+def test_pieces_joined_are_the_text_of_all_tokens(name: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    tokens = tokenizer.encode(text, special_tokens=False)
+    assert assembled(TextAssembler(tokenizer), tokens) == tokenizer.decode(tokens)
+
+
+@given(text=TEXT, stop=st.text(st.characters(codec="utf-8"), min_size=1, max_size=3))
+def test_text_ends_at_the_first_stop_text_wherever_tokens_are_cut(text: str, stop: str) -> None:
+    tokenizer = byte_level()
+    assembler = TextAssembler(tokenizer, [stop])
+    tokens = tokenizer.encode(text + stop + text, special_tokens=False)
+    assert assembled(assembler, tokens) == (text + stop + text).partition(stop)[0]
+    assert assembler.is_stopped
+
+
+def test_an_empty_stop_text_is_refused() -> None:
+    with pytest.raises(RequestError, match="must not be empty"):
+        TextAssembler(byte_level(), [""])
+
+
+def test_a_continued_text_keeps_the_space_between_two_tokens() -> None:
+    tokenizer = metaspace(bos=False, strip=True)
+    before, token = (
+        tokenizer.encode("a he", special_tokens=False)[:1],
+        tokenizer.encode("a he", special_tokens=False)[1],
+    )
+    assert assembled(TextAssembler(tokenizer), [token]) == "he"
+    assert assembled(TextAssembler(tokenizer, (), before), [token]) == " he"
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(text=TEXT)
+def test_bytes_of_tokens_joined_are_those_of_the_text(name: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    texts = TokenTexts(tokenizer)
+    tokens = tokenizer.encode("a" + text, special_tokens=False)
+    joined = b"".join(texts.bytes_of(token) for token in tokens)
+    assert joined.removeprefix(b" ").decode() == tokenizer.decode(tokens).removeprefix(" ")
+
+
+def test_parts_of_characters_are_shown_as_bytes() -> None:
+    tokenizer = byte_level()
+    texts = TokenTexts(tokenizer)
+    tokens = tokenizer.encode("é", special_tokens=False)
+    assert [texts.bytes_of(token) for token in tokens] == [b"\xc3", b"\xa9"]
+    assert [texts.text_of(token) for token in tokens] == ["\\xc3", "\\xa9"]
+
+
+def test_special_tokens_have_a_text_and_unknown_ones_none() -> None:
+    texts = TokenTexts(byte_level())
+    assert texts.text_of(EOS) == "<eos>"
+    assert texts.text_of(10**6) == ""
+
+
+def test_added_tokens_that_are_no_bytes_have_their_own_text() -> None:
+    import tokenizers
+
+    inner = tokenizers.Tokenizer.from_str(byte_level()._tokenizer.to_str())
+    inner.add_tokens(["two words"])
+    tokenizer = Tokenizer(inner.to_str())
+    (token,) = tokenizer.encode("two words", special_tokens=False)
+    assert TokenTexts(tokenizer).bytes_of(token) == b"two words"
