@@ -8,9 +8,10 @@ llama.cpp has neither LLaMA with ReLU nor OPT. What it has does the same work, m
 | opt | gpt2 | GELU in place of ReLU |
 
 So the files serve to measure speed; their text means nothing. Every matrix is in the format asked for, table of tokens
-and head too (`llama-quantize --pure`), norms and biases in float32. There is no vocabulary but its size.
+and head too (`llama-quantize --pure`), norms and biases in float32. There is no vocabulary but its size; with
+`vocabulary` each token gets a made-up text, without which llama.cpp's server does not start.
 
-    python benchmarks/peers_gguf.py MODEL OUTPUT.gguf q4_0|f16
+    python benchmarks/peers_gguf.py MODEL OUTPUT.gguf q4_0|f16 [vocabulary]
 """
 
 import json
@@ -42,7 +43,7 @@ class _Tensor:
     is_matrix: bool
 
 
-def export(model: Path, output: Path, format: str) -> None:
+def export(model: Path, output: Path, format: str, vocabulary: bool = False) -> None:
     """Writes the checkpoint in the folder `model` to `output`, which appears whole or not at all."""
     config = json.loads((model / "config.json").read_text())
     unfinished = output.with_suffix(".unfinished")
@@ -52,7 +53,10 @@ def export(model: Path, output: Path, format: str) -> None:
         writer = gguf.GGUFWriter(unfinished, "llama" if is_llama else "gpt2")
         (_describe_llama if is_llama else _describe_opt)(writer, config)
         writer.add_file_type(_FILE_TYPES[format])
-        writer.add_tokenizer_model("no_vocab")
+        if vocabulary:
+            _describe_vocabulary(writer, config["vocab_size"])
+        else:
+            writer.add_tokenizer_model("no_vocab")
         tensors = list((_llama_tensors if is_llama else _opt_tensors)(checkpoint, config))
         _write(writer, tensors, _TYPES[format])
     unfinished.replace(output)
@@ -94,6 +98,20 @@ def _type(tensor: _Tensor, matrix: gguf.GGMLQuantizationType) -> gguf.GGMLQuanti
     if not tensor.is_matrix:
         return _F32
     return matrix if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[matrix][0] == 0 else _TYPES["f16"]
+
+
+def _describe_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
+    """Writes a vocabulary as SentencePiece has it: special tokens, bytes, then words that do not occur in texts."""
+    special = [("<unk>", gguf.TokenType.UNKNOWN), ("<s>", gguf.TokenType.CONTROL), ("</s>", gguf.TokenType.CONTROL)]
+    of_bytes = [(f"<0x{byte:02X}>", gguf.TokenType.BYTE) for byte in range(256)]
+    words = [(f"\u2581t{number}", gguf.TokenType.NORMAL) for number in range(size - len(special) - len(of_bytes))]
+    tokens = special + of_bytes + words
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([text for text, _ in tokens])
+    writer.add_token_scores([0.0] * size)
+    writer.add_token_types([kind for _, kind in tokens])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
 
 
 def _describe_llama(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -179,4 +197,4 @@ def _opt_tensors(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[_Te
 
 
 if __name__ == "__main__":
-    export(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    export(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], vocabulary="vocabulary" in sys.argv[4:])

@@ -46,6 +46,7 @@ EXEMPT = {
     "picompile bench build/bench/reglu-1.3b-10.q4.learned -p 128 -n 32 -r 3": "needs an artifact of 800 MB",
     "python benchmarks/threads.py build/bench/reglu-1.3b-10.q4.learned --rounds 5": "needs an artifact of 800 MB",
     "pip install 'picompile[gguf]'": "downloads packages",
+    "pip install 'picompile[serve]'": "downloads packages",
     "pip install 'picompile[gguf,report]'": "downloads packages",
     "picompile compile SmolLM2-135M-Instruct.Q4_1.gguf -o build/smollm2 --quant q8": "needs a file of 93 MB",
     "picompile eval build/smollm2 --text tests/data/heldout.txt --window 512 -n 8192": "needs a file of 93 MB",
@@ -96,6 +97,9 @@ EXEMPT = {
     "python benchmarks/placement_paper.py": "takes a minute",
     "python benchmarks/placement.py safety --layers 2 --every 50": "takes ten minutes",
     "python benchmarks/compile_memory.py MODEL --quant q4 [--limit-gb 6]": "a synopsis; takes minutes",
+    "picompile chat artifacts/relu-llama": "a conversation; cli/test_cli_chat.py has some",
+    "picompile serve build/served": "runs until it is stopped; cli/test_cli_serve.py runs and stops it",
+    "picompile serve artifacts/relu-llama": "runs until it is stopped; cli/test_cli_serve.py runs and stops it",
 }
 
 # What a reader has, and what stands for it here.

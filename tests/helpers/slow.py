@@ -36,6 +36,19 @@ _SHAPES = ("groups of 2", "q8, odd widths", "window", "soft cap")
 
 SLOW: tuple[SlowTests, ...] = (
     SlowTests(
+        "a server, a browser or a terminal in a process of its own, and many requests: what they call is tested without",
+        (
+            "cli/test_cli_chat.py::",
+            "cli/test_cli_serve.py::",
+            "runtime/sampling/test_runtime_chat.py::test_an_answer_is_that_of_a_chat_that_was_never_read_in_parts",
+            "runtime/serving/http/test_page",
+            "runtime/serving/test_scheduler_artifact.py::",
+        ),
+        (
+            "runtime/serving/http/test_page.py::test_a_chat_with_the_real_server",
+        ),
+    ),
+    SlowTests(
         "models compiled for several sequences, one for each kind of block: one of them is fast, as are the kernels",
         ("test_batch_rows.py::",),
         (

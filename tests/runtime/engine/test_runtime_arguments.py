@@ -184,7 +184,7 @@ def test_a_panic_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     tokenizer = byte_level()
 
     class Panics:
-        def encode(self, *arguments: Any, **options: Any) -> None:
+        def encode_batch(self, *arguments: Any, **options: Any) -> None:
             raise PanicException("index out of\nbounds")
 
     monkeypatch.setattr(tokenizer, "_tokenizer", Panics())
@@ -192,7 +192,7 @@ def test_a_panic_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
         tokenizer.encode("a")
 
     class Interrupted:
-        def encode(self, *arguments: Any, **options: Any) -> None:
+        def encode_batch(self, *arguments: Any, **options: Any) -> None:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(tokenizer, "_tokenizer", Interrupted())

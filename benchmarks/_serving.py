@@ -1,0 +1,58 @@
+"""A server in a process of its own, for the benchmarks of serving."""
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+_LISTENING = re.compile(r"http://[\d.]+:(\d+)")
+_READY_S = 120.0
+
+
+class ServedArtifact:
+    """`picompile serve` on a free port; ready when the block begins, ended by SIGTERM with it."""
+
+    def __init__(self, artifact: Path, threads: int | None = None, options: Sequence[str] = ()) -> None:
+        command = [sys.executable, "-m", "picompile_runtime.serving", str(artifact), "--port", "0", *options]
+        if threads is not None:
+            command += ["--threads", str(threads)]
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.url = self._listening()
+        self.start_s = self._await_ready()
+
+    def _listening(self) -> str:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            if found := _LISTENING.search(line):
+                return found[0]
+        raise RuntimeError(f"the server ended with exit code {self._process.wait()} before it listened")
+
+    def _await_ready(self) -> float:
+        start = time.monotonic()
+        while time.monotonic() < start + _READY_S:
+            if httpx.get(f"{self.url}/health").status_code == httpx.codes.OK:
+                return time.monotonic() - start
+            time.sleep(0.05)
+        raise RuntimeError(f"the server was not ready in {_READY_S:.0f} s")
+
+    def resident_bytes(self) -> int:
+        """Return the memory of the server's process."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        (size,) = re.findall(r"VmRSS:\s+(\d+) kB", status)
+        return int(size) * 1024
+
+    def __enter__(self) -> "ServedArtifact":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.terminate()
+        code = self._process.wait(60)
+        if code and error is None:
+            raise RuntimeError(f"the server ended with exit code {code} after SIGTERM")
