@@ -28,7 +28,7 @@ from _serving import ServedArtifact
 from picompile_runtime import Tokenizer, open_artifact
 
 _TEXT = (
-    "The compiler reads the graph of a model and rewrites it step by step. Each pass is small, and each one is checked. "
+    "The compiler reads the graph of a model and rewrites it step by step. Each pass is small, and all are checked. "
     "A neuron that does not fire costs nothing, if one knows beforehand that it will not. "
 )
 _ABORTED_SHARE = 0.2

@@ -36,7 +36,7 @@ _SHAPES = ("groups of 2", "q8, odd widths", "window", "soft cap")
 
 SLOW: tuple[SlowTests, ...] = (
     SlowTests(
-        "a server, a browser or a terminal in a process of its own, and many requests: what they call is tested without",
+        "servers, browsers and terminals in processes of their own, and many requests: what they call has other tests",
         (
             "cli/test_cli_chat.py::",
             "cli/test_cli_serve.py::",
@@ -44,9 +44,7 @@ SLOW: tuple[SlowTests, ...] = (
             "runtime/serving/http/test_page",
             "runtime/serving/test_scheduler_artifact.py::",
         ),
-        (
-            "runtime/serving/http/test_page.py::test_a_chat_with_the_real_server",
-        ),
+        ("runtime/serving/http/test_page.py::test_a_chat_with_the_real_server",),
     ),
     SlowTests(
         "models compiled for several sequences, one for each kind of block: one of them is fast, as are the kernels",
