@@ -92,9 +92,16 @@ class TokenTexts:
             found = self._known[token] = self._find(token)
         return found
 
+    def bytes_at_start(self, token: int) -> bytes:
+        """Return the bytes of a token that begins a text, where some tokenizers leave out its space."""
+        found = self.bytes_of(token)
+        if self._byte_of is not None or token in self._special or not found.startswith(b" "):
+            return found
+        return self._tokenizer.decode([token]).encode()
+
     def text_of(self, token: int) -> str:
         r"""Return the text of a token; bytes that are no whole character are written as `\xf0`."""
-        return self.bytes_of(token).decode(errors="backslashreplace")
+        return text_of_bytes(self.bytes_of(token))
 
     def _find(self, token: int) -> bytes:
         if token in self._special:
@@ -109,6 +116,11 @@ class TokenTexts:
         if (byte := _BYTE.fullmatch(written)) is not None:
             return bytes((int(byte[1], 16),))
         return self._tokenizer.decode([*self._before, token])[len(self._text_before) :].encode()
+
+
+def text_of_bytes(content: bytes) -> str:
+    r"""Return the text of a token's bytes; those that are no whole character are written as `\xf0`."""
+    return content.decode(errors="backslashreplace")
 
 
 def _byte_of_letter() -> dict[str, int]:

@@ -10,9 +10,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from picompile_runtime.serving.http.ask import check_letters, check_prompt, sampling_params, with_index
+from picompile_runtime.serving.http.ask import check_prompt, sampling_params, with_index
 from picompile_runtime.serving.http.body import read_body
 from picompile_runtime.serving.http.chat_body import ChatBody
+from picompile_runtime.serving.http.chat_prompt import encode_messages
 from picompile_runtime.serving.http.errors import ApiError, json_response
 from picompile_runtime.serving.http.grammars import WatchedGrammar, asks_for_form, grammar_of
 from picompile_runtime.serving.http.logprobs import chat_logprobs
@@ -31,7 +32,7 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_body(request, ChatBody)
     model: ServedModel = request.app.state.models.get(body.model)
     offer = body.offer()
-    ids = await _encode(body, model, offer)
+    ids = await encode_messages(body, model, offer)
     check_prompt(ids, model)
     asked = _requests(body, model, ids, await _grammar(body, model, offer))
     reply = _reply(body, model, asked, offer, request)
@@ -45,14 +46,6 @@ async def create_chat_completion(request: Request) -> Response:
     finally:
         writer.close()
     return json_response(writer.whole())
-
-
-async def _encode(body: ChatBody, model: ServedModel, offer: ToolOffer | None) -> list[int]:
-    messages, arguments = body.template_messages(), body.chat_template_kwargs
-    check_letters(sum(len(message["content"]) for message in messages), model)
-    if not body.uses_tools:
-        return await model.encode_chat(messages, arguments=arguments)
-    return await asyncio.to_thread(lambda: model.tool_use.encode(messages, offer, arguments=arguments))
 
 
 async def _grammar(body: ChatBody, model: ServedModel, offer: ToolOffer | None) -> WatchedGrammar | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic.config import JsonDict
 
 from picompile_runtime.serving.http.fields import SchemaObject, TextBody
 from picompile_runtime.serving.http.refusals import CHAT, Refusal
@@ -64,8 +65,8 @@ class ToolCallBody(BaseModel):
 
 
 # For the document: content may be missing only where an assistant called tools.
-_HAS_CONTENT = {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}}
-_CALLS_TOOLS = {
+_HAS_CONTENT: JsonDict = {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}}
+_CALLS_TOOLS: JsonDict = {
     "required": ["tool_calls"],
     "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array"}},
 }

@@ -7,29 +7,26 @@ from typing import Any
 
 from picompile_runtime.serving.http.progress import NamedToken
 from picompile_runtime.serving.request import TokenLogProbability
-from picompile_runtime.serving.text import TokenTexts
+from picompile_runtime.serving.text import TokenTexts, text_of_bytes
 
 # JSON has no infinities; OpenAI writes this for what cannot come.
 _LEAST = -9999.0
 
 
 def chat_logprobs(texts: TokenTexts, tokens: Iterable[NamedToken]) -> list[dict[str, Any]]:
-    """Return the list `logprobs.content` of a chat's answer."""
+    """Return the list `logprobs.content` of a chat's answer. The texts of its tokens joined are the answer's text."""
     return [
         {
-            **_chat_token(texts, token.named.token, token.named.log_probability),
-            "top_logprobs": [_chat_token(texts, *top) for top in token.named.top],
+            **_chat_token(texts, token.named.token, token.named.log_probability, token.offset),
+            "top_logprobs": [_chat_token(texts, *top, token.offset) for top in token.named.top],
         }
         for token in tokens
     ]
 
 
-def _chat_token(texts: TokenTexts, token: int, log_probability: float) -> dict[str, Any]:
-    return {
-        "token": texts.text_of(token),
-        "logprob": _finite(log_probability),
-        "bytes": list(texts.bytes_of(token)),
-    }
+def _chat_token(texts: TokenTexts, token: int, log_probability: float, offset: int) -> dict[str, Any]:
+    content = texts.bytes_of(token) if offset else texts.bytes_at_start(token)
+    return {"token": text_of_bytes(content), "logprob": _finite(log_probability), "bytes": list(content)}
 
 
 def completion_logprobs(

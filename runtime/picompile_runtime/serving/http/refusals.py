@@ -50,7 +50,6 @@ SAMPLING = (
     Refusal("n_probs", (0,), "use logprobs"),
     Refusal("samplers"),
     Refusal("lora"),
-    Refusal("id_slot", (-1,)),
     Refusal("return_progress"),
     Refusal("response_fields"),
 )

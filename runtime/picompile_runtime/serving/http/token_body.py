@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, JsonValue, model_validator
 
-from picompile_runtime.serving.http.chat_body import MessageBody
-from picompile_runtime.serving.http.fields import RequestBody
+from picompile_runtime.serving.http.chat_body import ChatBody, MessageBody, ToolBody
+from picompile_runtime.serving.http.fields import RequestBody, SchemaObject
 
 # For the document: there is exactly one of them.
-_SOURCES = [
+_SOURCES: list[JsonValue] = [
     {"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in ("content", "prompt", "messages")
 ]
 
@@ -27,6 +27,8 @@ class TokenizeBody(RequestBody):
     add_special: bool | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    tools: Annotated[list[ToolBody], Field(max_length=128)] | None = None
+    chat_template_kwargs: SchemaObject | None = None
     with_pieces: bool | None = None
     return_token_strs: bool | None = None
 
@@ -34,6 +36,8 @@ class TokenizeBody(RequestBody):
     def _one(self) -> TokenizeBody:
         if sum(given is not None for given in (self.content, self.prompt, self.messages)) != 1:
             raise ValueError("give exactly one of content, prompt and messages")
+        if self.tools and self.messages is None:
+            raise ValueError("tools can only be given with messages")
         return self
 
     @property
@@ -43,9 +47,11 @@ class TokenizeBody(RequestBody):
             return bool(self.add_special)
         return self.add_special_tokens is not False
 
-    def template_messages(self) -> list[dict[str, Any]]:
-        """Return the chat as templates expect it."""
-        return [message.for_template() for message in self.messages or ()]
+    def as_chat(self) -> ChatBody:
+        """Return the chat as a request for its next message would have it."""
+        return ChatBody.model_construct(
+            messages=self.messages or [], tools=self.tools, chat_template_kwargs=self.chat_template_kwargs
+        )
 
 
 class DetokenizeBody(RequestBody):

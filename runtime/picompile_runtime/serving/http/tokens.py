@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from picompile_runtime.serving.http.ask import check_letters
+from picompile_runtime.sampling.tokenizer import Tokenizer
 from picompile_runtime.serving.http.body import read_body
+from picompile_runtime.serving.http.chat_prompt import encode_messages
 from picompile_runtime.serving.http.errors import ApiError, json_response
 from picompile_runtime.serving.http.token_body import DetokenizeBody, TokenizeBody
 from picompile_runtime.serving.model import ServedModel
@@ -24,10 +27,8 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeBody)
     model: ServedModel = request.app.state.models.get(body.model)
     if body.messages is not None:
-        letters = sum(len(message["content"]) for message in body.template_messages())
-        check_letters(letters, model)
-        is_open = body.add_generation_prompt is not False
-        ids = await model.encode_chat(body.template_messages(), add_generation_prompt=is_open)
+        chat = body.as_chat()
+        ids = await encode_messages(chat, model, chat.offer(), body.add_generation_prompt is not False)
     else:
         text = (body.content if body.content is not None else body.prompt) or ""
         if len(text) > _MOST_LETTERS:
@@ -55,5 +56,15 @@ async def detokenize(request: Request) -> Response:
     model: ServedModel = request.app.state.models.get(body.model)
     if body.tokens and max(body.tokens) >= model.engine.vocab:
         raise ApiError(400, f"tokens must be integers from 0 to {model.engine.vocab - 1}", param="tokens")
-    text = await asyncio.to_thread(model.tokenizer.decode, body.tokens)
+    text = await asyncio.to_thread(_text, model.tokenizer, body.tokens)
     return json_response({"content": text, "prompt": text})
+
+
+def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Return the text of tokens, the special ones included, as both servers do."""
+    special = {token: name for name, token in tokenizer.special_tokens.items()}
+
+    def text(is_special: bool, group: Iterable[int]) -> str:
+        return "".join(special[token] for token in group) if is_special else tokenizer.decode(list(group))
+
+    return "".join(text(is_special, group) for is_special, group in groupby(ids, special.__contains__))
