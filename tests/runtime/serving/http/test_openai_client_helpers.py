@@ -29,7 +29,7 @@ SWITCH: Any = {"type": "function", "function": {"name": "switch", "parameters": 
 
 
 class Lamp(BaseModel):
-    """What answers are parsed to."""
+    """A type that answers are parsed to."""
 
     on: bool
 
