@@ -80,8 +80,8 @@ class Batch:
             self.slots.begin(place, answer.prompt, answer.number)
             answer.slot, answer.cached_tokens = place.slot, place.reused
             evicted = [] if self._kv_tokens is None else self.slots.evict(self._kv_tokens - self.reserved_tokens)
-            # Others share the memory: it keeps no more for this slot than was reserved.
-            if self._kv_tokens is not None and self.slots.resident(place.slot) > answer.reserved_tokens:
+            # The slot keeps no more memory than this request may need: with time each slot has had a long one.
+            if self.slots.resident(place.slot) > answer.reserved_tokens:
                 self.slots.released(place.slot)
                 evicted.append(place.slot)
         for slot in evicted:

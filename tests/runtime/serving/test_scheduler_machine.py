@@ -177,10 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         # Memory that slots have taken and not given back counts, whoever has it.
         idle = sum(self.engine.resident[slot.slot] for slot in slots if slot.request is None)
         assert stats.reserved_tokens + idle <= stats.capacity_tokens
-        if self.scheduler.options.kv_tokens is not None:
-            assert all(
-                self.engine.resident[slot.slot] <= needs[slot.request] for slot in slots if slot.request is not None
-            )
+        assert all(self.engine.resident[slot.slot] <= needs[slot.request] for slot in slots if slot.request is not None)
 
     @invariant()
     def prompts_are_read_in_order_of_arrival(self) -> None:

@@ -218,18 +218,14 @@ def test_what_idle_slots_hold_makes_room() -> None:
     assert told.answer() == alone([6] * 10, 10)
 
 
-def test_a_slot_gives_back_what_its_next_request_does_not_need() -> None:
-    desk = Desk(1, kv_tokens=60)
+@pytest.mark.parametrize("kv_tokens", [60, None])
+def test_a_slot_gives_back_what_its_next_request_does_not_need(kv_tokens: int | None) -> None:
+    desk = Desk(1, kv_tokens=kv_tokens)
     desk.ask(SYSTEM, 30)
     assert desk.engine.resident == [56]
     told = desk.ask(SYSTEM[:20], 10)
     assert told.prompt.cached_tokens == 19
     assert desk.engine.resident == [29]
-    # Without a budget each slot has memory of its own.
-    desk = Desk(1)
-    desk.ask(SYSTEM, 30)
-    desk.ask(SYSTEM[:20], 10)
-    assert desk.engine.resident == [56]
 
 
 def test_a_prefix_is_copied_before_its_slot_makes_room() -> None:

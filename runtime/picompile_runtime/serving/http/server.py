@@ -41,7 +41,9 @@ def serve(options: ServeOptions) -> None:
     )
     config = uvicorn.Config(
         app,
+        # Not what happens to be installed: a server behaves alike everywhere.
         loop="asyncio",
+        http="h11",
         ws="none",
         lifespan="off",
         access_log=False,
