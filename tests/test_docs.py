@@ -25,6 +25,9 @@ LINKED = [*DOCUMENTS, *sorted(ADRS.glob("*.md"))]
 # Needs its files to be written first: a test of its own.
 TUTORIAL = ROOT / "docs" / "write_a_pass.md"
 
+# Starts servers for its commands: tests/deploy/test_serving_guide.py runs them.
+SERVING = ROOT / "docs" / "serving.md"
+
 # Not run here, and why.
 EXEMPT = {
     "make demo": "makes a virtual environment and downloads torch; what it then runs is what the other commands run",
@@ -47,6 +50,7 @@ EXEMPT = {
     "python benchmarks/threads.py build/bench/reglu-1.3b-10.q4.learned --rounds 5": "needs an artifact of 800 MB",
     "pip install 'picompile[gguf]'": "downloads packages",
     "pip install 'picompile[serve]'": "downloads packages",
+    "pip install 'lm-eval[api]==0.4.13' transformers": "downloads packages",
     "pip install 'picompile[gguf,report]'": "downloads packages",
     "picompile compile SmolLM2-135M-Instruct.Q4_1.gguf -o build/smollm2 --quant q8": "needs a file of 93 MB",
     "picompile eval build/smollm2 --text tests/data/heldout.txt --window 512 -n 8192": "needs a file of 93 MB",
@@ -159,7 +163,9 @@ def environment(commands: Path) -> dict[str, str]:
     return {**os.environ, "PATH": path, "PICOMPILE_TARGET": "native"}
 
 
-@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path != TUTORIAL], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document", [path for path in DOCUMENTS if path not in (TUTORIAL, SERVING)], ids=lambda path: path.name
+)
 def test_every_command_runs(document: Path, workplace: Path, environment: dict[str, str]) -> None:
     """In order, in one folder: later commands use what earlier ones made."""
     if document.name == "cli.md":

@@ -40,6 +40,12 @@ SLOW: tuple[SlowTests, ...] = (
         (
             "cli/test_cli_chat.py::",
             "cli/test_cli_serve.py::",
+            "deploy/test_containers.py::test_the_health_check_tells_a_server_from_none[",
+            "deploy/test_lm_eval.py::",
+            "deploy/test_proxies.py::",
+            "deploy/test_ray_serve.py::",
+            "deploy/test_serve_start.py::",
+            "deploy/test_serving_guide.py::test_the_guide",
             "runtime/sampling/test_runtime_chat.py::test_an_answer_is_that_of_a_chat_that_was_never_read_in_parts",
             "runtime/serving/http/test_page",
             "runtime/serving/test_scheduler_artifact.py::",

@@ -46,11 +46,13 @@ def timings(answers: Sequence[AnswerProgress]) -> dict[str, Any]:
     return {
         "cache_n": cached,
         "prompt_n": read,
-        "prompt_ms": _rounded(1e3 * prompt_s),
-        "prompt_per_second": _rounded(read / prompt_s) if prompt_s else 0.0,
+        "prompt_ms": 1e3 * prompt_s,
+        "prompt_per_token_ms": 1e3 * prompt_s / read if read else 0.0,
+        "prompt_per_second": read / prompt_s if prompt_s else 0.0,
         "predicted_n": generated,
-        "predicted_ms": _rounded(1e3 * decode_s),
-        "predicted_per_second": _rounded(later / decode_s) if decode_s else 0.0,
+        "predicted_ms": 1e3 * decode_s,
+        "predicted_per_token_ms": 1e3 * decode_s / later if later else 0.0,
+        "predicted_per_second": later / decode_s if decode_s else 0.0,
         "fired_share": _mean(shares),
     }
 
@@ -65,7 +67,3 @@ def _prompt_s(answer: AnswerProgress) -> float:
 def _mean(shares: Sequence[tuple[float, int]]) -> float | None:
     total = sum(weight for _, weight in shares)
     return round(sum(share * weight for share, weight in shares) / total, 6) if total else None
-
-
-def _rounded(value: float) -> float:
-    return round(value, 3)

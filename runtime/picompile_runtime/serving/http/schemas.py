@@ -54,9 +54,11 @@ class TimingsSchema(_Schema):
     cache_n: int
     prompt_n: int
     prompt_ms: float
+    prompt_per_token_ms: float
     prompt_per_second: float
     predicted_n: int
     predicted_ms: float
+    predicted_per_token_ms: float
     predicted_per_second: float
     fired_share: float | None
 

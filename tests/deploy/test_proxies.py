@@ -1,0 +1,222 @@
+"""The configurations of nginx and Caddy in deploy/, run before two replicas on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from helpers.proxies import DEPLOY, caddy, caddyfile, nginx, program
+from helpers.serving_process import ServingProcess, serving, serving_thread
+
+PROXIES = {"nginx": nginx, "caddy": caddy}
+BODY = {"prompt": "Hi", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+LONG = {**BODY, "max_tokens": 900, "stream": True}
+PATIENCE_S = 60
+
+Start = Callable[..., AbstractContextManager[str]]
+
+
+@pytest.fixture(scope="module")
+def replicas(artifact: Path) -> Iterator[list[ServingProcess]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(serving("--model", f"tiny={artifact}")) for _ in range(2)]
+
+
+@pytest.fixture(params=PROXIES)
+def start(request: pytest.FixtureRequest) -> Start:
+    """Starts a proxy."""
+    program(request.param)
+    found: Start = PROXIES[request.param]
+    return found
+
+
+@pytest.fixture
+def client(start: Start, replicas: list[ServingProcess], tmp_path: Path) -> Iterator[httpx.Client]:
+    """A client of a proxy before the two replicas."""
+    urls = [server.url for server in replicas]
+    with start(tmp_path, urls) as url, httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+        yield client
+
+
+def answered(replicas: list[ServingProcess]) -> list[int]:
+    """Return how many completions each replica has answered."""
+    counts = []
+    for server in replicas:
+        text = httpx.get(f"{server.url}/metrics").text
+        found = re.search(r'http_responses_total{path="/v1/completions",status="200"} (\d+)', text)
+        counts.append(0 if found is None else int(found[1]))
+    return counts
+
+
+def cancelled(replicas: list[ServingProcess]) -> int:
+    """Return how many answers of all replicas were cancelled."""
+    text = "".join(httpx.get(f"{server.url}/metrics").text for server in replicas)
+    return sum(int(count) for count in re.findall(r'answers_total{model="tiny",outcome="cancelled"} (\d+)', text))
+
+
+def running(server: ServingProcess) -> int:
+    return sum(slot["is_processing"] for slot in httpx.get(f"{server.url}/slots").json())
+
+
+def test_both_replicas_answer_with_the_same_text(client: httpx.Client, replicas: list[ServingProcess]) -> None:
+    alone = httpx.post(f"{replicas[0].url}/v1/completions", json=BODY).json()["choices"][0]["text"]
+    before = answered(replicas)
+    for session in range(24):  # all with one replica: once in ten million runs
+        made = client.post("/v1/completions", json=BODY, headers={"X-Session-Id": f"session {session}"})
+        assert made.status_code == 200 and made.json()["choices"][0]["text"] == alone
+    shares = [now - then for now, then in zip(answered(replicas), before, strict=True)]
+    assert sum(shares) == 24 and min(shares) > 0
+
+
+def test_a_conversation_stays_with_one_replica_and_is_reused(
+    client: httpx.Client, replicas: list[ServingProcess]
+) -> None:
+    for session in range(3):
+        headers, prompt = {"X-Session-Id": f"conversation {session}"}, secrets.token_hex(100)
+        before = answered(replicas)
+        for turn in range(4):
+            made = client.post("/v1/completions", json={**BODY, "prompt": prompt}, headers=headers).json()
+            cached = made["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached > 100 if turn else cached < 100
+            prompt += made["choices"][0]["text"]
+        shares = [now - then for now, then in zip(answered(replicas), before, strict=True)]
+        assert sorted(shares) == [0, 4]
+
+
+def test_requests_without_a_session_stay_with_one_replica(client: httpx.Client, replicas: list[ServingProcess]) -> None:
+    before = answered(replicas)
+    for _ in range(4):
+        assert client.post("/v1/completions", json=BODY).status_code == 200
+    assert sorted(now - then for now, then in zip(answered(replicas), before, strict=True)) == [0, 4]
+
+
+def test_a_stream_is_that_of_a_replica(client: httpx.Client, replicas: list[ServingProcess]) -> None:
+    def events(url: str) -> list[str]:
+        with httpx.stream("POST", url, json={**BODY, "stream": True}, timeout=PATIENCE_S) as answer:
+            assert answer.headers["content-type"] == "text/event-stream"
+            lines = [line for line in answer.iter_lines() if line]
+        return [re.sub(r'"(id|created|timings)":("[^"]*"|\d+|{[^}]*})', "", line) for line in lines]
+
+    through = events(f"{client.base_url}/v1/completions")
+    assert len(through) > 3 and through == events(f"{replicas[0].url}/v1/completions")
+
+
+def test_pieces_come_one_by_one(start: Start, tmp_path: Path) -> None:
+    """Each event is read before the next one is sent."""
+    go = threading.Event()
+
+    async def events(request: Request) -> Response:
+        async def pieces() -> AsyncIterator[str]:
+            for number in range(3):
+                yield f"data: {number}\n\n"
+                await asyncio.to_thread(go.wait, PATIENCE_S)
+                go.clear()
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    async def health(request: Request) -> Response:
+        return Response("ok")
+
+    app = Starlette(routes=[Route("/events", events), Route("/health", health)])
+    with serving_thread(app) as replica, start(tmp_path, [replica, replica]) as url:
+        with httpx.stream("GET", f"{url}/events", timeout=PATIENCE_S / 2) as answer:
+            found = []
+            for line in answer.iter_lines():
+                if line:
+                    found.append(line)
+                    go.set()
+        assert found == ["data: 0", "data: 1", "data: 2"]
+
+
+def test_a_client_that_goes_away_frees_its_slots(client: httpx.Client, replicas: list[ServingProcess]) -> None:
+    before = cancelled(replicas)
+    with client.stream("POST", "/v1/completions", json={**LONG, "n": 32}) as answer:
+        next(answer.iter_lines())
+    end = time.monotonic() + PATIENCE_S
+    while cancelled(replicas) == before or any(map(running, replicas)):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_long_headers_and_large_bodies_pass(client: httpx.Client) -> None:
+    headers = {"Cookie": "x" * 20_000}
+    body = {**BODY, "prompt": "x" * 3_000_000}
+    refused = client.post("/v1/completions", json=body, headers=headers)
+    assert refused.status_code == 400 and "1024" in refused.json()["error"]["message"]
+    assert client.post("/v1/completions", json={**body, "prompt": "x" * 20_000_000}).status_code == 413
+
+
+def test_what_each_replica_tells_of_itself_is_not_passed_on(client: httpx.Client) -> None:
+    assert [client.get(path).status_code for path in ("/metrics", "/slots", "/health")] == [404, 404, 200]
+
+
+def test_another_replica_takes_over(start: Start, artifact: Path, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(serving("--model", f"tiny={artifact}")) for _ in range(2)]
+        url = stack.enter_context(start(tmp_path, [server.url for server in servers]))
+        client = stack.enter_context(httpx.Client(base_url=url, timeout=PATIENCE_S))
+        first = client.post("/v1/completions", json=BODY).json()["choices"][0]["text"]
+        home = servers[0 if answered(servers)[0] else 1]
+        home.process.kill()
+        home.process.wait()
+        for _ in range(3):
+            made = client.post("/v1/completions", json=BODY)
+            assert made.status_code == 200 and made.json()["choices"][0]["text"] == first
+
+
+def test_nginx_asks_again_when_a_replica_is_killed_in_the_middle(artifact: Path, tmp_path: Path) -> None:
+    """The client, which has got nothing yet, gets the text that the first replica was about to give."""
+    program("nginx")
+    body = {**LONG, "stream": False}
+    with ExitStack() as stack:
+        servers = [stack.enter_context(serving("--model", f"tiny={artifact}")) for _ in range(2)]
+        url = stack.enter_context(nginx(tmp_path, [server.url for server in servers]))
+        expected = httpx.post(f"{servers[0].url}/v1/completions", json=body, timeout=PATIENCE_S).json()["choices"]
+        made: list[httpx.Response] = []
+        ask = threading.Thread(
+            target=lambda: made.append(httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S))
+        )
+        ask.start()
+        end = time.monotonic() + PATIENCE_S
+        while not (busy := [server for server in servers if running(server)]):
+            assert time.monotonic() < end
+        busy[0].process.kill()
+        ask.join()
+        assert made[0].status_code == 200 and made[0].json()["choices"] == expected
+
+
+def test_caddy_makes_a_certificate(replicas: list[ServingProcess], tmp_path: Path) -> None:
+    program("caddy")
+    with caddy(tmp_path, [server.url for server in replicas], is_secure=True) as url:
+        trusted = ssl.create_default_context(cafile=tmp_path / "caddy/pki/authorities/local/root.crt")
+        made = httpx.post(f"{url}/v1/completions", json=BODY, verify=trusted, timeout=PATIENCE_S)
+        assert made.status_code == 200
+
+
+def test_nginx_takes_the_file_as_it_is() -> None:
+    command = [program("nginx"), "-t", "-q", "-c", str(DEPLOY / "nginx.conf")]
+    checked = subprocess.run(command, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_caddy_takes_the_file_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "Caddyfile"
+    file.write_text(caddyfile(), encoding="utf-8")
+    checked = subprocess.run([program("caddy"), "validate", "--config", str(file)], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+    assert "not formatted" not in checked.stderr
