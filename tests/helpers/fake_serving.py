@@ -27,7 +27,7 @@ from picompile_runtime.serving.request import (
     TokenChosen,
     TokenLogProbability,
 )
-from picompile_runtime.serving.scheduler import ClosedError, QueueFullError
+from picompile_runtime.serving.scheduler import ClosedError, QueueFullError, SchedulerOptions
 from picompile_runtime.serving.slots import SlotState
 from picompile_runtime.serving.stats import SchedulerStats
 
@@ -94,6 +94,8 @@ class FakeScheduler:
         failure: ends answers with this error if it is not empty.
         asked: the answers so far.
     """
+
+    options = SchedulerOptions()
 
     def __init__(self, says: Callable[[ServingRequest], Sequence[int]]) -> None:
         self.says, self.gate, self.failure = says, threading.Event(), ""

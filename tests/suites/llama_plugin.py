@@ -23,7 +23,8 @@ def pytest_configure(config: Any) -> None:
     import utils  # type: ignore[import-not-found]  # the suite's
 
     config.pluginmanager.register(Results(), "results")
-    _translate(utils.ServerProcess)
+    if not os.environ["SUITE_LLAMA_SERVER"]:
+        _translate(utils.ServerProcess)
     # It would start every model of llama.cpp's, to fetch it.
     utils.ServerPreset.load_all = staticmethod(lambda: None)
 

@@ -3,7 +3,8 @@
 
 The suite starts it, once for each test, since LLAMA_SERVER_BIN_PATH names it. Further variables name the model
 (SUITE_MODEL, a Hugging Face folder), where compiled ones are kept (SUITE_ARTIFACTS), and further names for it
-(SUITE_NAMES): llama.cpp's server has one model under every name.
+(SUITE_NAMES): llama.cpp's server has one model under every name. With SUITE_LLAMA_SERVER it becomes that program, with
+the same model.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def main() -> None:
     options, _ = parser.parse_known_args()
     if "stories260K" not in (options.hf_repo or "") or "infill" in options.hf_repo:
         sys.exit(f"this test needs another model: {options.hf_repo}")
+    if program := os.environ["SUITE_LLAMA_SERVER"]:
+        os.execv(program, [program, *_with_model(sys.argv[1:])])
     template = options.chat_template
     if options.chat_template_file:
         template = Path(options.chat_template_file).read_text(encoding="utf-8")
@@ -45,6 +48,16 @@ def main() -> None:
     if options.api_key:
         command += ["--api-key", options.api_key]
     os.execv(command[0], [str(word) for word in command])
+
+
+def _with_model(arguments: list[str]) -> list[str]:
+    """Return the options of llama.cpp's server, with the suite's model in place of the one to be downloaded."""
+    left = [word for word in arguments if word != "--offline"]
+    for name in ("--hf-repo", "--hf-file"):
+        if name in left:
+            place = left.index(name)
+            left[place : place + 2] = []
+    return ["--model", f"{os.environ['SUITE_MODEL']}/llama.gguf", *left]
 
 
 def _artifact(context: int, slots: int, template: str | None) -> Path:

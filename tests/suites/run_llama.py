@@ -1,9 +1,11 @@
-"""Run llama.cpp's tools/server/tests/unit against servers of ours.
+"""Run llama.cpp's tools/server/tests/unit against servers of ours, or against llama.cpp's own with the same model.
 
-python tests/suites/run_llama.py --suite tools/server/tests --model HF_FOLDER --artifacts FOLDER [--out FILE] [TEST …]
+python tests/suites/run_llama.py --suite tools/server/tests --model FOLDER --artifacts FOLDER [--out FILE] [TEST …]
+python tests/suites/run_llama.py --suite tools/server/tests --model FOLDER --llama-server PROGRAM [--out FILE] [TEST …]
 
 The adapter is a program in the place of `llama-server` (llama_server.py), and a plugin of pytest (llama_plugin.py),
-which writes llama.cpp's own endpoints as ours (llama_native.py).
+which writes llama.cpp's own endpoints as ours (llama_native.py). What fails with llama.cpp's own server, too, fails for
+want of the suite's model.
 """
 
 from __future__ import annotations
@@ -37,17 +39,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--suite", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--artifacts", type=Path, required=True)
+    to_serve = parser.add_mutually_exclusive_group(required=True)
+    to_serve.add_argument("--artifacts", type=Path)
+    to_serve.add_argument("--llama-server", type=Path)
     parser.add_argument("--out", type=Path, default=Path("llama.md"))
     parser.add_argument("--port", default="18110")
     options, rest = parser.parse_known_args()
-    options.artifacts.mkdir(parents=True, exist_ok=True)
+    if options.artifacts:
+        options.artifacts.mkdir(parents=True, exist_ok=True)
     environment = {
         **os.environ,
         "PYTHONPATH": f"{_HERE}:{options.suite.resolve()}",
         "LLAMA_SERVER_BIN_PATH": str(_HERE / "llama_server.py"),
         "SUITE_MODEL": str(options.model.resolve()),
-        "SUITE_ARTIFACTS": str(options.artifacts.resolve()),
+        "SUITE_ARTIFACTS": str((options.artifacts or Path()).resolve()),
+        "SUITE_LLAMA_SERVER": str(options.llama_server.resolve()) if options.llama_server else "",
         "SUITE_OUT": str(options.out.resolve()),
         "PORT": options.port,
         "PYTHONDONTWRITEBYTECODE": "1",

@@ -174,17 +174,25 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
 
-def _checked_bias(bias: object) -> dict[int, float]:
+class _CheckedBias(dict[int, float]):
+    """A `logit_bias` that was checked. Parameters that are made of others share it."""
+
+
+def _checked_bias(bias: object) -> Mapping[int, float]:
     """Return a copy of `logit_bias`. Raises RequestError unless it maps token ids to numbers in their range."""
+    if isinstance(bias, _CheckedBias):
+        return bias
     if not isinstance(bias, Mapping):
         raise RequestError(f"logit_bias must be a mapping of token ids to numbers, not {shown(bias)}")
     must = f"from -{_MOST_BIAS:.0f} to {_MOST_BIAS:.0f}"
-    return {
-        whole_number("a token of logit_bias", token, 0, 2**31 - 1, "a token id"): real_number(
-            f"the logit_bias of token {token}", value, lambda value: abs(value) <= _MOST_BIAS, must
-        )
-        for token, value in bias.items()
-    }
+    return _CheckedBias(
+        {
+            whole_number("a token of logit_bias", token, 0, 2**31 - 1, "a token id"): real_number(
+                f"the logit_bias of token {token}", value, lambda value: abs(value) <= _MOST_BIAS, must
+            )
+            for token, value in bias.items()
+        }
+    )
 
 
 class Sampler:

@@ -17,6 +17,8 @@ _REPLACEMENT = "\ufffd"  # the character that invalid or incomplete UTF-8 decode
 
 
 _NO_TOKENS: Mapping[int, str] = MappingProxyType({})
+# Tokens that are held back until it is looked at which of them are certain, and the bytes of a character at most.
+_HELD, _LONGEST_CHARACTER = 16, 4
 
 
 class Tokenizer:
@@ -195,6 +197,7 @@ class StreamDecoder:
         """Make a decoder; `shown` are special tokens that are to have a text, and what it is."""
         self._tokenizer = tokenizer
         self._shown = shown
+        self._silent = frozenset(tokenizer.special_tokens.values()) - shown.keys()
         self._ids: list[int] = []  # the tokens of the last piece, which affect the next one, then newer tokens
         self._known = 0  # how many of them are in returned pieces
 
@@ -203,15 +206,40 @@ class StreamDecoder:
         token = whole_number("a token", token, 0, 2**32 - 1)
         if token in self._shown:
             return self.flush() + self._shown[token]
+        if token in self._silent:  # has no text, and changes none
+            return ""
         self._ids.append(token)
         if self._tokenizer.is_open(token):
             return ""
         piece = self._pending()
-        if not piece or piece.endswith(_REPLACEMENT):
+        if piece.endswith(_REPLACEMENT):
+            return self._certain()
+        if not piece:
             return ""
         del self._ids[: self._known]
         self._known = len(self._ids)
         return piece
+
+    def settle(self) -> None:
+        """Take the text of all tokens so far as known: pieces have only what comes behind it."""
+        self._known = len(self._ids)
+
+    def _certain(self) -> str:
+        """Return the text that is certain though the last character may be incomplete; there is some if bytes that are
+        no text go on and on, which are not to be decoded again and again.
+        """
+        ids = self._ids[self._known :]
+        if len(ids) % _HELD:
+            return ""
+        for cut in range(len(ids) - 1, len(ids) - _LONGEST_CHARACTER, -1):
+            place = self._known + cut
+            whole, before = self._tokenizer.decode(self._ids), self._tokenizer.decode(self._ids[:place])
+            if whole == before + self._tokenizer.decode(self._ids[place:]):  # no character is across the cut
+                piece = self._behind_known(before)
+                del self._ids[:place]
+                self._known = 0
+                return piece
+        return ""
 
     def flush(self) -> str:
         """Return the rest of the text, after the last token."""
@@ -220,5 +248,11 @@ class StreamDecoder:
         return piece
 
     def _pending(self) -> str:
-        before = self._tokenizer.decode(self._ids[: self._known])
-        return self._tokenizer.decode(self._ids)[len(before) :]
+        return self._behind_known(self._tokenizer.decode(self._ids))
+
+    def _behind_known(self, text: str) -> str:
+        known = self._tokenizer.decode(self._ids[: self._known])
+        # Text that was settled may have ended in the middle of a character, which is complete now.
+        if not text.startswith(known):
+            known = known[: next(place for place, letter in enumerate(known) if text[place : place + 1] != letter)]
+        return text[len(known) :]

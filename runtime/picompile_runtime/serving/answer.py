@@ -146,8 +146,8 @@ class AnswerState:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return whether code that was called has failed: with an Exception or a panic of Rust, not with an interrupt."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    """Return whether code that was called has failed: with any error but an interrupt, which the main thread gets."""
+    return not isinstance(error, KeyboardInterrupt)
 
 
 def one_line(error: BaseException) -> str:

@@ -17,21 +17,60 @@ _ALL_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array
 _MOST_DEEP = 8
 # More take too long, since each is compared with each.
 _MOST_ALTERNATIVES = 64
+# Names and values that are looked at, for all of a schema: some tens of milliseconds.
+_MOST_WORK = 100_000
+_MOST_LETTERS = 1000  # of a reference
 
 
-def exclude_each_other(alternatives: object, root: Schema, types: object = None) -> bool:
-    """Return whether no value satisfies two of the alternatives.
+class Exclusion:
+    """Finds out which parts of one schema exclude each other, within a bound of work for all of them together.
 
-    Args:
-        alternatives: schemas.
-        root: the schema whose definitions they refer to.
-        types: the `type` of the schema that has the alternatives, None if it has none.
+    Two recursive schemas have exponentially many pairs of parts; whatever is not found out counts as not excluded.
     """
-    if not isinstance(alternatives, list) or len(alternatives) > _MOST_ALTERNATIVES:
-        return False
-    around: list[Schema] = [] if types is None else [{"type": types}]
-    parts = [[*around, *_parts(each, root)] for each in alternatives]
-    return all(_exclude(first, second, root, 0) for first, second in combinations(parts, 2))
+
+    def __init__(self, root: Schema) -> None:
+        """Make it for the schema whose definitions the parts refer to."""
+        self._root = root
+        self._left = _MOST_WORK
+
+    def of_each_other(self, alternatives: object, types: object = None) -> bool:
+        """Return whether it is certain that no value satisfies two of the alternatives.
+
+        Args:
+            alternatives: schemas.
+            types: the `type` of the schema that has the alternatives, None if it has none.
+        """
+        if not isinstance(alternatives, list) or len(alternatives) > _MOST_ALTERNATIVES:
+            return False
+        around: list[Schema] = [] if types is None else [{"type": types}]
+        parts = [[*around, *_parts(each, self._root)] for each in alternatives]
+        return all(self._exclude(first, second, 0) for first, second in combinations(parts, 2))
+
+    def _exclude(self, first: list[Schema], second: list[Schema], depth: int) -> bool:
+        self._left -= _work(first) + _work(second)
+        if self._left < 0:
+            return False
+        types = _types(first), _types(second)
+        if not types[0] & types[1]:
+            return True
+        values = _values(first), _values(second)
+        if values[0] is not None and values[1] is not None and not values[0] & values[1]:
+            return True
+        if types[0] & types[1] != {"object"} or depth > _MOST_DEEP:
+            return False
+        required = _required(first), _required(second)
+        if any(_forbids(second, name) for name in required[0]) or any(_forbids(first, name) for name in required[1]):
+            return True
+        return any(
+            self._exclude(_property(first, name, self._root), _property(second, name, self._root), depth + 1)
+            for name in required[0] & required[1]
+        )
+
+
+def _work(parts: list[Schema]) -> int:
+    """Return about how much there is to look at, in names and values."""
+    lists = (part.get(key) for part in parts for key in ("enum", "required", "type"))
+    return 1 + sum(len(each) for each in lists if isinstance(each, list))
 
 
 def _parts(schema: object, root: Schema) -> Iterator[Schema]:
@@ -50,31 +89,13 @@ def _parts(schema: object, root: Schema) -> Iterator[Schema]:
 
 def _resolved(reference: object, root: Schema) -> object:
     """Return what a reference within the schema points to, None if it points elsewhere."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
+    if not isinstance(reference, str) or not reference.startswith("#") or len(reference) > _MOST_LETTERS:
         return None
     found: object = root
     for name in reference[1:].split("/")[1:]:
         key = name.replace("~1", "/").replace("~0", "~")
         found = found.get(key) if isinstance(found, Mapping) else None
     return found
-
-
-def _exclude(first: list[Schema], second: list[Schema], root: Schema, depth: int) -> bool:
-    types = _types(first), _types(second)
-    if not types[0] & types[1]:
-        return True
-    values = _values(first), _values(second)
-    if values[0] is not None and values[1] is not None and not values[0] & values[1]:
-        return True
-    if types[0] & types[1] != {"object"} or depth > _MOST_DEEP:
-        return False
-    required = _required(first), _required(second)
-    if any(_forbids(second, name) for name in required[0]) or any(_forbids(first, name) for name in required[1]):
-        return True
-    return any(
-        _exclude(_property(first, name, root), _property(second, name, root), root, depth + 1)
-        for name in required[0] & required[1]
-    )
 
 
 def _types(parts: list[Schema]) -> set[str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from picompile_runtime.errors import RequestError
 from picompile_runtime.request_checks import shown
-from picompile_runtime.serving.json_disjoint import exclude_each_other
+from picompile_runtime.serving.json_disjoint import Exclusion
 
 # Between two parts of JSON there may be a space, or a line break and an indentation. Models write both, compact and
 # indented JSON; but nothing that could be repeated, since small models then write spaces until they run out of tokens.
@@ -69,6 +69,7 @@ class _Rewriter:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
+        self._exclusion = Exclusion(root)
 
     @cached_property
     def _has_one_base(self) -> bool:
@@ -103,7 +104,7 @@ class _Rewriter:
     def _name(self, key: str, schema: Mapping[Any, Any]) -> str:
         if key != "oneOf" or "anyOf" in schema or not self._has_one_base:
             return key
-        return "anyOf" if exclude_each_other(schema["oneOf"], self._root, schema.get("type")) else key
+        return "anyOf" if self._exclusion.of_each_other(schema["oneOf"], schema.get("type")) else key
 
 
 def _asks_for_nothing(key: str, value: object, schema: Mapping[Any, Any]) -> bool:

@@ -21,6 +21,7 @@ from picompile_runtime.serving.mailbox import Answers, Mailbox
 from picompile_runtime.serving.request import ServingRequest
 from picompile_runtime.serving.scheduler import Scheduler, SchedulerOptions
 from picompile_runtime.serving.text import TokenTexts
+from picompile_runtime.serving.workers import Workers
 
 if TYPE_CHECKING:
     from picompile_runtime.serving.grammar import GrammarCompiler
@@ -42,6 +43,7 @@ class ServedModel:
         name: what requests call it.
         engine, tokenizer, scheduler: what it runs on.
         texts: the texts of single tokens.
+        text_workers, grammar_workers: threads for work on texts, and for compiling grammars.
         defaults: how tokens are chosen where a request does not say.
         created_s: when it was loaded, in seconds since 1970.
         most_letters: number of characters that a prompt can have at most. No token has more than the longest one, and
@@ -55,6 +57,10 @@ class ServedModel:
         self.created_s = int(time.time())
         self.most_letters = 2 * engine.context * max(map(len, tokenizer.vocabulary()), default=1)
         self._mailbox: Mailbox | None = None
+        # Grammars take turns, and seconds each at worst; texts do not wait for them.
+        most_waiting = scheduler.options.max_waiting + engine.sequences
+        self.text_workers = Workers("texts", 2, most_waiting)
+        self.grammar_workers = Workers("grammars", 1, most_waiting)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -94,10 +100,13 @@ class ServedModel:
         return Answers(self.scheduler.submit, requests, self._mailbox)
 
     async def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text; a long one is cut in another thread. Raises as `Tokenizer.encode` does."""
+        """Return the token ids of a text; a long one is cut in another thread.
+
+        Raises QueueFullError if too many wait for that, and what `Tokenizer.encode` raises.
+        """
         if len(text) <= _SHORT_LETTERS:
             return self.tokenizer.encode(text, special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, special_tokens)
+        return await self.text_workers.run(self.tokenizer.encode, text, special_tokens)
 
     async def encode_chat(
         self,
@@ -108,13 +117,16 @@ class ServedModel:
     ) -> list[int]:
         """Return the token ids of a chat, rendered in another thread: a plain dialogue if the model has no template.
 
-        Raises RequestError if the model's chat template rejects it; for the arguments see `Tokenizer.encode_chat`.
+        Raises RequestError if the model's chat template rejects it, and QueueFullError; for the arguments see
+        `Tokenizer.encode_chat`.
         """
         encode = self.tokenizer.encode_chat
-        return await asyncio.to_thread(encode, messages, add_generation_prompt, tools, arguments, plain=True)
+        return await self.text_workers.run(encode, messages, add_generation_prompt, tools, arguments, True)
 
     def close(self, drain: bool) -> None:
         """End all answers, after they are complete if `drain`, and free the engine."""
+        self.text_workers.close()
+        self.grammar_workers.close()
         self.scheduler.close(drain)
         self.engine.close()
 

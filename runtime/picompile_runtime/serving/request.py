@@ -43,7 +43,7 @@ class ServingRequest:
         grammar: makes what restricts the tokens; called once, on the engine's thread.
     """
 
-    prompt: Sequence[int]
+    prompt: Sequence[int] | NDArray[np.int32]
     params: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
     top_log_probabilities: int | None = None

@@ -6,6 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from picompile_runtime.sampling.generate import StopFinder
 from picompile_runtime.sampling.tokenizer import StreamDecoder, Tokenizer
 
@@ -26,7 +29,7 @@ class TextAssembler:
         self,
         tokenizer: Tokenizer,
         stops: str | Sequence[str] = (),
-        before: Sequence[int] = (),
+        before: Sequence[int] | NDArray[np.int32] = (),
         shown: Mapping[int, str] | None = None,
     ) -> None:
         """Make an assembler.
@@ -44,6 +47,7 @@ class TextAssembler:
         self._decoder = StreamDecoder(tokenizer, shown or {})
         for token in before[-_TOKENS_BEFORE:]:
             self._decoder.push(token)
+        self._decoder.settle()
         self._stop = StopFinder(stops)
         self.decoded = self.shown = 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from picompile_runtime.serving.tool_formats import ToolFormat
 from picompile_runtime.serving.tools import ToolFunction, ToolOffer
 
 _ANY_TEXT = "/(?s:.*)/"
+_PATIENCE_S = 10.0  # for schemas of one request, tried one by one
 
 
 def tool_grammar(
@@ -46,14 +48,17 @@ def tool_grammar(
     try:
         return made(offer)
     except RequestError:
-        functions = tuple(_enforceable(compiler, function) for function in offer.functions)
+        end_s = time.monotonic() + _PATIENCE_S
+        functions = tuple(_enforceable(compiler, function, end_s) for function in offer.functions)
         if functions == offer.functions:
             raise
         return made(replace(offer, functions=functions))
 
 
-def _enforceable(compiler: GrammarCompiler, function: ToolFunction) -> ToolFunction:
+def _enforceable(compiler: GrammarCompiler, function: ToolFunction, end_s: float) -> ToolFunction:
     """Return a function whose schema can be enforced: that of a function that is not strict may have to be dropped."""
+    if time.monotonic() > end_s:
+        raise RequestError(f"the schemas of the tools take more than {_PATIENCE_S:.0f} s; give fewer, or simpler ones")
     try:
         compiler.json_schema(function.arguments_schema)
         return function

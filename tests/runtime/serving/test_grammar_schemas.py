@@ -14,7 +14,7 @@ from helpers.grammars import takes
 from helpers.toys.toy_tokenizers import EOS, byte_level
 from picompile_runtime import RequestError
 from picompile_runtime.serving.grammar import GrammarCompiler
-from picompile_runtime.serving.json_disjoint import exclude_each_other
+from picompile_runtime.serving.json_disjoint import Exclusion
 from picompile_runtime.serving.json_schema import FORMATS, json_rule
 
 
@@ -155,19 +155,19 @@ NOT_EXCLUDING: dict[str, list[Any]] = {
 @pytest.mark.parametrize("case", EXCLUDING)
 def test_alternatives_that_exclude_each_other(compiler: GrammarCompiler, case: str) -> None:
     root = {"$defs": DEFINED, "oneOf": EXCLUDING[case]}
-    assert exclude_each_other(EXCLUDING[case], root)
+    assert Exclusion(root).of_each_other(EXCLUDING[case])
     compiler.json_schema(root)
 
 
 @pytest.mark.parametrize("case", NOT_EXCLUDING)
 def test_alternatives_that_may_hold_together(case: str) -> None:
-    assert not exclude_each_other(NOT_EXCLUDING[case], {"$defs": DEFINED})
+    assert not Exclusion({"$defs": DEFINED}).of_each_other(NOT_EXCLUDING[case])
 
 
 def test_the_type_around_alternatives_counts() -> None:
     alternatives = [{"required": ["a"], "properties": {"a": {"const": n}}} for n in (1, 2)]
-    assert not exclude_each_other(alternatives, {})
-    assert exclude_each_other(alternatives, {}, "object")
+    assert not Exclusion({}).of_each_other(alternatives)
+    assert Exclusion({}).of_each_other(alternatives, "object")
 
 
 def test_parts_with_identifiers_are_left_to_llguidance(compiler: GrammarCompiler) -> None:
@@ -207,7 +207,7 @@ SCHEMAS = st.recursive(
 @given(first=SCHEMAS, second=SCHEMAS, values=st.lists(VALUES, min_size=5, max_size=20))
 def test_no_value_satisfies_two_alternatives_that_exclude_each_other(first: Any, second: Any, values: Any) -> None:
     root = {"$defs": {**DEFINED, "missing": True}}
-    if not exclude_each_other([first, second], root):
+    if not Exclusion(root).of_each_other([first, second]):
         return
     for draft in (jsonschema.Draft7Validator, jsonschema.Draft202012Validator):
         for value in values:

@@ -9,10 +9,7 @@ from typing import Any
 from picompile_runtime.sampling.sampler import SamplingParams
 from picompile_runtime.serving.http.errors import ApiError
 from picompile_runtime.serving.http.fields import TextBody
-from picompile_runtime.serving.mailbox import Answers
 from picompile_runtime.serving.model import ServedModel
-from picompile_runtime.serving.request import ServingRequest
-from picompile_runtime.serving.scheduler import ClosedError, QueueFullError
 
 _SEEDS = 2**64
 # OpenAI allows 0 for the likeliest token alone; so does a share that no other token has.
@@ -70,13 +67,3 @@ def _does_not_fit(what: str, tokens: int, model: ServedModel) -> ApiError:
         code="context_length_exceeded",
         details={"n_prompt_tokens": tokens, "n_ctx": context},
     )
-
-
-def start(model: ServedModel, requests: Sequence[ServingRequest]) -> Answers:
-    """Ask the model for answers. Raises ApiError: the queue is full (429), or the server ends (503)."""
-    try:
-        return model.start(requests)
-    except QueueFullError as error:
-        raise ApiError(429, f"the server is busy: {error}", code="queue_full") from error
-    except ClosedError as error:
-        raise ApiError(503, "the server is shutting down", code="shutting_down") from error

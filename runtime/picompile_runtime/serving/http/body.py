@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -11,13 +12,15 @@ from starlette.requests import Request
 from picompile_runtime.serving.http.errors import ApiError, bad_fields
 
 Body = TypeVar("Body", bound=BaseModel)
+PATIENCE_S = 120.0  # for a body
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
     """Return the fields of a request.
 
     Raises:
-        ApiError: the body is too large (413), has another type than JSON (415), or is not what `kind` describes (400).
+        ApiError: the body does not come (408), is too large (413), has another type than JSON (415), or is not what
+            `kind` describes (400).
     """
     # A page of another origin can send a body without asking only as plain text, as a form, or without a type.
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -25,7 +28,10 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         raise ApiError(415, f"send JSON with the header Content-Type: application/json, not {media[:80] or 'none'}")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise ApiError(415, "send the body without Content-Encoding")
-    content = await _read(request, request.app.state.most_body_bytes)
+    try:
+        content = await asyncio.wait_for(_read(request, request.app.state.most_body_bytes), PATIENCE_S)
+    except asyncio.TimeoutError as error:  # another class before Python 3.11
+        raise ApiError(408, f"the body did not come within {PATIENCE_S:.0f} s", code="timeout") from error
     try:
         data = from_json(content, allow_inf_nan=False)
     except ValueError as error:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -56,16 +56,16 @@ async def _grammar(body: ChatBody, model: ServedModel, offer: ToolOffer | None) 
         raise ApiError(
             400, "an answer can have a form or call tools; leave out response_format, or set tool_choice to none"
         )
-    return WatchedGrammar(await asyncio.to_thread(lambda: model.tool_use.grammar(model.grammars, offer)))
+    return WatchedGrammar(await model.grammar_workers.run(lambda: model.tool_use.grammar(model.grammars, offer)))
 
 
 def _requests(
     body: ChatBody, model: ServedModel, ids: Sequence[int], grammar: WatchedGrammar | None
 ) -> list[ServingRequest]:
-    params = sampling_params(body, model)
+    params, prompt = sampling_params(body, model), np.array(ids, np.int32)
     return [
         ServingRequest(
-            ids,
+            prompt,
             with_index(params, index),
             body.most_tokens,
             body.top,

@@ -82,7 +82,7 @@ class MessageBody(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: MessageText | None = None
     name: str | None = None
-    tool_calls: list[ToolCallBody] | None = Field(None, min_length=1)
+    tool_calls: Annotated[list[ToolCallBody], Field(min_length=1, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 from picompile_runtime.serving.http.ask import check_letters
@@ -23,6 +22,6 @@ async def encode_messages(
     check_letters(letters + sum(len(json.dumps(each, ensure_ascii=False)) for each in more), model)
     if not body.uses_tools:
         return await model.encode_chat(messages, add_generation_prompt, arguments=arguments)
-    return await asyncio.to_thread(
+    return await model.text_workers.run(
         lambda: model.tool_use.encode(messages, offer, add_generation_prompt, arguments=arguments)
     )

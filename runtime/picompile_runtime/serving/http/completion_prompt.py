@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,7 +33,7 @@ async def read_prompt(source: PromptSource, body: CompletionBody, model: ServedM
         return Prompt(ids)
     # Special tokens that the tokenizer has put around a text are not in it; those that a client names are its prompt.
     shown = {} if isinstance(source, str) else {token: name for name, token in model.tokenizer.special_tokens.items()}
-    text, offsets = await asyncio.to_thread(_decoded, model.tokenizer, ids, shown)
+    text, offsets = await model.text_workers.run(_decoded, model.tokenizer, ids, shown)
     if isinstance(source, str) and len(ids) == len(whole):
         text = source  # a tokenizer may lose some of it
     return Prompt(ids, text, [min(offset, len(text)) for offset in offsets] if body.logprobs is not None else ())

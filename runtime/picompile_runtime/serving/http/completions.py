@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,6 +29,9 @@ from picompile_runtime.serving.text import TextAssembler
 # A token's id, its log-probability, and where its text begins.
 _Place = tuple[int, TokenLogProbability | None, int]
 
+# Log-probabilities of prompts in one reply: some tens of megabytes of JSON.
+_MOST_NAMED = 2**19
+
 
 async def create_completion(request: Request) -> Response:
     """Answer the request with all texts, or with a stream of their pieces."""
@@ -43,16 +48,21 @@ async def create_completion(request: Request) -> Response:
         await collect(request, answers, writer.note)
     finally:
         writer.close()
-    return json_response(writer.whole())
+    if body.prompt_logprobs is None and not body.echo:
+        return json_response(writer.whole())
+    return await asyncio.to_thread(lambda: json_response(writer.whole()))  # may be large
 
 
 async def _requests(body: CompletionBody, model: ServedModel, prompts: Sequence[Prompt]) -> list[ServingRequest]:
     params, grammar = sampling_params(body, model), await grammar_of(body, model)
     tops = [top for top in (body.logprobs, body.prompt_logprobs) if top is not None]
     with_prompt = body.prompt_logprobs is not None or (bool(body.echo) and body.logprobs is not None)
+    named = sum(len(prompt.ids) for prompt in prompts) * body.answers * (1 + max(tops, default=0))
+    if with_prompt and named > _MOST_NAMED:
+        raise ApiError(400, f"{named} log-probabilities of prompts are too many; ask for fewer, at most {_MOST_NAMED}")
     return [
         ServingRequest(
-            prompt.ids,
+            ids,
             with_index(params, index),
             body.most_tokens,
             max(tops, default=None),
@@ -60,7 +70,7 @@ async def _requests(body: CompletionBody, model: ServedModel, prompts: Sequence[
             bool(body.ignore_eos),
             grammar,
         )
-        for prompt in prompts
+        for ids in [np.array(prompt.ids, np.int32) for prompt in prompts]  # shared by the prompt's answers
         for index in range(body.answers)
     ]
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from picompile_runtime.errors import PicompileRuntimeError, RequestError
 from picompile_runtime.request_checks import shown
+from picompile_runtime.serving.scheduler import ClosedError, QueueFullError
 
 _TYPES = {
     401: "authentication_error",
@@ -70,6 +71,10 @@ def as_api_error(error: Exception) -> ApiError:
     """Return what a client is told about an error of the runtime, or about one that nobody expected."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, QueueFullError):
+        return ApiError(429, f"the server is busy: {error}", code="queue_full")
+    if isinstance(error, ClosedError):
+        return ApiError(503, "the server is shutting down", code="shutting_down")
     if isinstance(error, RequestError):
         return ApiError(400, str(error))
     if isinstance(error, PicompileRuntimeError):

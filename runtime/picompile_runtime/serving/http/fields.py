@@ -24,6 +24,7 @@ from picompile_runtime.serving.http.refusals import Refusal, refused_field
 MOST_ANSWERS = 128  # of one request, over all its prompts
 MOST_PROMPTS = 128
 _MOST_STOPS, _MOST_STOP_LETTERS = 16, 4096
+_MOST_BIASES = 1024
 _INTEGERS = (-(2**63), 2**63 - 1)
 _MOST_TOKENS = 2**31 - 1
 
@@ -114,7 +115,7 @@ class StructuredOutputs(BaseModel):
     # `json` is a method of pydantic's models.
     json_: SchemaObject | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1)
+    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, fail_fast=True)] | None = None
     grammar: str | None = None
 
     @model_validator(mode="after")
@@ -128,6 +129,8 @@ def _logit_bias(value: Any) -> dict[int, float]:
     must = "logit_bias must map token ids to numbers from -100 to 100"
     if not isinstance(value, dict):
         raise ValueError(must)
+    if len(value) > _MOST_BIASES:
+        raise ValueError(f"logit_bias may have {_MOST_BIASES} tokens, not {len(value)}")
     bias = {}
     for token, amount in value.items():
         is_id = isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= 10
@@ -146,6 +149,7 @@ LogitBias = Annotated[
             "type": "object",
             "propertyNames": {"pattern": "^[0-9]{1,10}$"},
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": _MOST_BIASES,
         }
     ),
 ]

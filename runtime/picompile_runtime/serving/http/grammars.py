@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -63,7 +62,7 @@ async def grammar_of(body: TextBody, model: ServedModel) -> WatchedGrammar | Non
     """Return what restricts the answers' tokens, None if the request asks for nothing. Raises RequestError."""
     if not asks_for_form(body):
         return None
-    return WatchedGrammar(await asyncio.to_thread(lambda: _compile(body, model.grammars)))
+    return WatchedGrammar(await model.grammar_workers.run(lambda: _compile(body, model.grammars)))
 
 
 def asks_for_form(body: TextBody) -> bool:

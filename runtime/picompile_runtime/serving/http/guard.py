@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from picompile_runtime.serving.http.errors import ApiError
+from picompile_runtime.serving.http.errors import ApiError, as_api_error
 from picompile_runtime.serving.http.metrics import Metrics
 
 # What a browser opens and what watches over the server need no key; they tell nothing that is secret.
@@ -51,10 +51,28 @@ class Guard:
 
         error = self._refusal(scope)
         if error is None:
-            await self._app(scope, receive, counted)
+            await self._answer(scope, receive, counted)
         else:
             headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
             await error.response(headers)(scope, receive, counted)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have the application answer. An error that nobody expected is answered here, so that it is counted, too, and
+        raised again for the log.
+        """
+        has_begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception as error:
+            if not has_begun:
+                await as_api_error(error).response()(scope, receive, send)
+            raise
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)

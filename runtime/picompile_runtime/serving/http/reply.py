@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from picompile_runtime.serving.http.ask import start
 from picompile_runtime.serving.http.counts import timings, usage
 from picompile_runtime.serving.http.metrics import Metrics
 from picompile_runtime.serving.http.progress import AnswerProgress, Delta
@@ -56,8 +55,8 @@ class Reply:
         self._note_token = self.metrics.token_observer(self.model.name)
 
     def start(self) -> Answers:
-        """Ask the model for the answers. Raises ApiError: the queue is full (429), or the server ends (503)."""
-        self._started = start(self.model, [answer.request for answer in self.answers])
+        """Ask the model for the answers. Raises as `ServedModel.start` does."""
+        self._started = self.model.start([answer.request for answer in self.answers])
         return self._started
 
     def take(self, index: int, event: Event, now_s: float) -> Delta | None:

@@ -136,8 +136,8 @@ class _Server(uvicorn.Server):
 
     async def _cancel_later(self) -> None:
         await asyncio.sleep(self._drain_s)
-        closing = [asyncio.to_thread(model.scheduler.close, False) for model in self._models.loaded.values()]
-        await asyncio.gather(*closing)
+        for model in self._models.loaded.values():
+            threading.Thread(target=model.scheduler.close, args=(False,), name="cancel", daemon=True).start()
 
 
 class _Loader:

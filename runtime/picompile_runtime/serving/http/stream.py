@@ -21,6 +21,8 @@ from picompile_runtime.serving.request import Event
 # Proxies close a connection on which nothing comes for a minute or less.
 PING_S = 15.0
 _PING = b": ping\n\n"
+# A client that takes nothing for so long has gone, for all that one knows.
+STALLED_S = 60.0
 DONE = b"data: [DONE]\n\n"
 _HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 _LOG = logging.getLogger(__name__)
@@ -59,15 +61,18 @@ class EventStream(Response):
         self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
         self._answers, self._writer = answers, writer
         self._has_failed = False
+        self._writing_s: float | None = None  # since when the client has not taken what is written
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until there are no more, or the client has gone."""
 
         async def write(data: bytes) -> None:
+            self._writing_s = time.monotonic()
             await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._writing_s = None
 
         try:
-            async with _until_gone(receive, self._answers) as is_gone:
+            async with _until_gone(receive, self._answers, self._is_stalled) as is_gone:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 await write(self._writer.begin())
                 while self._answers.is_running and not is_gone() and not self._has_failed:
@@ -76,8 +81,15 @@ class EventStream(Response):
                         await write(data)
                 last = self._writer.end() if not self._has_failed else b""
                 await send({"type": "http.response.body", "body": last, "more_body": False})
+        except asyncio.CancelledError:
+            if not self._is_stalled():
+                raise
+            # The response is not complete: the server closes the connection.
         finally:
             self._writer.close()
+
+    def _is_stalled(self) -> bool:
+        return self._writing_s is not None and time.monotonic() - self._writing_s > STALLED_S
 
     def _written(self, batch: list[tuple[int, Event]]) -> bytes:
         """Return what to send for some events. If one is an error, the stream ends with it."""
@@ -116,12 +128,14 @@ async def collect(request: Request, answers: Answers, take: Callable[[int, Event
 
 
 @asynccontextmanager
-async def _until_gone(receive: Receive, answers: Answers) -> AsyncIterator[Callable[[], bool]]:
+async def _until_gone(
+    receive: Receive, answers: Answers, is_stalled: Callable[[], bool] = lambda: False
+) -> AsyncIterator[Callable[[], bool]]:
     """Cancel the answers when the client goes away, or the block ends. Yield whether the client has gone.
 
-    Meanwhile, wake the answers up every 15 s.
+    Meanwhile, wake the answers up every 15 s, and cancel the task that runs the block if it `is_stalled`.
     """
-    has_gone = False
+    has_gone, task_of_block = False, asyncio.current_task()
 
     async def watch() -> None:
         nonlocal has_gone
@@ -135,6 +149,8 @@ async def _until_gone(receive: Receive, answers: Answers) -> AsyncIterator[Calla
         while True:
             await asyncio.sleep(PING_S)
             answers.wake()
+            if is_stalled() and task_of_block is not None:
+                task_of_block.cancel()
 
     tasks = [asyncio.ensure_future(watch()), asyncio.ensure_future(tick())]
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
@@ -18,8 +17,8 @@ from picompile_runtime.serving.http.token_body import DetokenizeBody, TokenizeBo
 from picompile_runtime.serving.model import ServedModel
 from picompile_runtime.serving.text import TokenTexts
 
-# The tokenizer lets no other thread run meanwhile; this takes it most of a second.
-_MOST_LETTERS = 2**18
+# The tokenizer lets no other thread run meanwhile; so many letters take it most of a second, so many tokens a tenth.
+_MOST_LETTERS, _MOST_TOKENS = 2**18, 2**18
 
 
 async def tokenize(request: Request) -> Response:
@@ -56,7 +55,11 @@ async def detokenize(request: Request) -> Response:
     model: ServedModel = request.app.state.models.get(body.model)
     if body.tokens and max(body.tokens) >= model.engine.vocab:
         raise ApiError(400, f"tokens must be integers from 0 to {model.engine.vocab - 1}", param="tokens")
-    text = await asyncio.to_thread(_text, model.tokenizer, body.tokens)
+    if len(body.tokens) > _MOST_TOKENS:
+        raise ApiError(
+            400, f"at most {_MOST_TOKENS} tokens are turned into text, not {len(body.tokens)}", param="tokens"
+        )
+    text = await model.text_workers.run(_text, model.tokenizer, body.tokens)
     return json_response({"content": text, "prompt": text})
 
 
